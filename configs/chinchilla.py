@@ -71,11 +71,9 @@ def get_config(argument: str = PAPER) -> ConfigDict:
     return config
 
 
-def get_hyper(h):
-    """Returns the points of the paper's curve (figure 1): K = 0 to 7, at its greedy and its nucleus setting."""
-    nucleus = h.sweep("draft_length", range(8))
-    greedy = h.product([h.sweep("sampling.temperature", [0.0]), h.sweep("draft_length", range(8))])
-    return nucleus + greedy
+# The paper's curve (figure 1) for launch/benchmark.py --sweep: its nucleus and its greedy setting.
+LENGTHS = "draft_length=0,1,2,3,4,5,6,7"
+GRIDS = [(LENGTHS,), ("sampling.temperature=0.0", LENGTHS)]
 
 
 def model(preset: str, **changes) -> ConfigDict:

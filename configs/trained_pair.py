@@ -22,10 +22,7 @@ def get_config(pair: str = "python") -> ConfigDict:
     return config
 
 
-def get_hyper(h):
-    """Returns points over K, temperature, rule and drafter, and of a draft that is hotter or colder than its target."""
-    temperatures = h.sweep("sampling.temperature", [0.0, 0.8, 1.0])
-    lengths = h.sweep("draft_length", [0, 1, 2, 4, 8])
-    rules, drafters = h.sweep("rule", ["token", "block"]), h.sweep("drafter", ["model", "ngram"])
-    biased = h.product([h.sweep("draft_temperature", [0.0, 0.4, 0.6, 0.8, 1.0, 1.2]), h.sweep("draft_length", [4])])
-    return h.product([temperatures, lengths, rules, drafters]) + biased
+GRIDS = [  # for launch/benchmark.py --sweep
+    ("sampling.temperature=0.0,0.8,1.0", "draft_length=0,1,2,4,8", "rule=token,block", "drafter=model,ngram"),
+    ("draft_temperature=0.0,0.4,0.6,0.8,1.0,1.2", "draft_length=4"),  # a draft that is hotter or colder than its target
+]

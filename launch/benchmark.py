@@ -12,15 +12,13 @@ which shows how far a speedup may be off. The file is written after each cell: t
 interrupted, another grid of the same configuration adds its cells. A file belongs to one machine: times of two are
 not mixed. --trace=runs/trace also says what within a round takes the time.
 
---sweep measures the points that ``get_hyper(h)`` of the configuration's file asks for (see launch/lib/hyper.py). With
---pod points become commands for launch/tpu/run.sh, to be run one after the other: all add their cell to the same file,
+--sweep measures the ``GRIDS`` of the configuration's file, each a list of what --grid takes. With --pod points become commands for launch/tpu/run.sh, to be run one after the other: all add their cell to the same file,
 and a bucket has no lock that would keep two apart.
 """
 
 import shlex
 import sys
 import time
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,8 +26,9 @@ import jax
 from absl import flags
 from rich.console import Console
 
-from launch.lib import entry, hyper, price, tracing
+from launch.lib import entry, price, tracing
 from launch.lib.cells import (
+    Point,
     costs_of,
     define_prompts,
     identity_of,
@@ -42,7 +41,6 @@ from launch.lib.cells import (
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
-from launch.lib.hyper import Point
 from specsamp import use_compilation_cache
 from specsamp.analysis import grid, tables
 from specsamp.analysis.grid import Cell
@@ -54,7 +52,7 @@ _CONFIG = ConfigFlag("configs/random_pair.py", ExperimentConfig)
 _GRID = flags.DEFINE_multi_string(
     "grid", [], "Measure a cell for each of these values, as FIELD=VALUE,VALUE; given again, for every combination."
 )
-_SWEEP = flags.DEFINE_bool("sweep", False, "Measure the points that get_hyper of the configuration's file asks for.")
+_SWEEP = flags.DEFINE_bool("sweep", False, "Measure the GRIDS of the configuration's file.")
 _POD = flags.DEFINE_string(
     "pod", None, "Print a command for each point on the slice of this name, and measure nothing."
 )
@@ -74,8 +72,10 @@ def main() -> None:
         gather(console)
         return
     config = _CONFIG.value
-    asked = [hyper_points(_CONFIG.module, _CONFIG.text)] if _SWEEP.value else []
-    points = hyper.product([*asked, parse_grid(_GRID.value)])
+    grids = getattr(_CONFIG.module, "GRIDS", []) if _SWEEP.value else [()]
+    if not grids:
+        raise ValueError(f"--sweep: {_CONFIG.text} has no GRIDS, lists of what --grid takes")
+    points = [point for texts in grids for point in parse_grid([*texts, *_GRID.value])]
     if _TRACE.value and len(points) > 1:
         raise ValueError(f"--trace is of one cell, and {len(points)} are asked for: choose one")
     configs = turned(config, points)  # all are checked before weights are read
@@ -141,21 +141,6 @@ def gather(console: Console) -> None:
             table = tables.grid_table(path, document["cells"], full=console.width >= tables.FULL_WIDTH)
         console.print(grid.origin(path, document))
         entry.show([table], console)
-
-
-def hyper_points(module: types.ModuleType, name: str) -> list[Point]:
-    """Returns the points that ``get_hyper`` of a configuration's file asks for.
-
-    Raises:
-      ValueError: it has none, or asks for no points.
-    """
-    get_hyper = getattr(module, "get_hyper", None)
-    if get_hyper is None:
-        raise ValueError(f"{name} has no get_hyper(h): see launch/lib/hyper.py for how to write one")
-    points = get_hyper(hyper)
-    if not points:
-        raise ValueError(f"get_hyper of {name} asks for no points")
-    return points
 
 
 def pod_command(name: str, point: Point, config: str, arguments: list[str]) -> str:

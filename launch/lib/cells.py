@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,14 @@ from absl import flags
 
 from launch.lib.experiment import Experiment
 from launch.lib.fields import ExperimentConfig, SamplingFields
-from launch.lib.hyper import Point, product, sweep
 from specsamp import machine, storage
 from specsamp.analysis.grid import Cell, describe
 from specsamp.decoding.request import Prompt
 from specsamp.sampling.warp import Warp, chain, temperature
 
-# What a point may turn; everything else makes another pair or another text, hence another file.
+Point = dict[str, Any]  # values of fields of the configuration
+
+# The fields of a point; every other field makes another pair or another text, hence another file.
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingFields))
 TURNED = {
     "draft_length",
@@ -36,10 +38,10 @@ TURNED |= {f"sampling.{name}" for name in SAMPLING_FIELDS}
 
 
 def parse_grid(texts: Sequence[str]) -> list[Point]:
-    """Turns ``["draft_length=0,1,4", "rule=token,block"]`` into every combination.
+    """Turns ``["draft_length=0,1,4", "rule=token,block"]`` into every combination; the last field varies fastest.
 
     Raises:
-      ValueError: a text is no list of values.
+      ValueError: a text is no list of values, or a field is named twice.
     """
 
     def value(text: str) -> Any:
@@ -48,14 +50,16 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
         except (ValueError, SyntaxError):
             return text
 
-    sweeps = []
+    fields: dict[str, list[Any]] = {}
     for text in texts:
         field, equals, values = text.partition("=")
         listed = [part.strip() for part in values.split(",")]
         if not equals or not all(listed):
             raise ValueError(f"--grid={text}: write a field and its values, such as draft_length=0,1,4")
-        sweeps.append(sweep(field, map(value, listed)))
-    return product(sweeps)
+        if field in fields:
+            raise ValueError(f"--grid={text}: {field!r} is given twice")
+        fields[field] = [value(part) for part in listed]
+    return [dict(zip(fields, point)) for point in itertools.product(*fields.values())]
 
 
 def turned(config: ExperimentConfig, points: Sequence[Point]) -> list[ExperimentConfig]:

@@ -25,7 +25,7 @@ import specsamp
 from launch.lib import entry
 from launch.lib.config import CHECKOUT, ConfigFlag, meant
 from launch.lib.fields import ExperimentConfig
-from specsamp import machine, storage
+from specsamp import machine, storage, validate
 from specsamp.analysis import figures, grid, report
 from specsamp.analysis.report import Table
 
@@ -52,7 +52,7 @@ Say = Callable[[str], None]  # shows what is going on
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """Describes a flag of a study; the default's type is the flag's, and a tuple's elements have that of its first one."""
+    """Describes a flag of a study; its type is that of the default, and of a tuple's first element."""
 
     default: Any
     help: str
@@ -61,25 +61,19 @@ class Option:
 
     def define(self, name: str) -> flags.FlagHolder:
         """Defines the flag."""
-        if self.choices and not isinstance(self.default, tuple):
+        if isinstance(self.default, tuple):
+            return flags.DEFINE_list(name, [str(each) for each in self.default], self.help)
+        if self.choices:
             return flags.DEFINE_enum(name, self.default, list(self.choices), self.help)
-        match self.default:
-            case bool():
-                return flags.DEFINE_bool(name, self.default, self.help)
-            case int():
-                return flags.DEFINE_integer(name, self.default, self.help, lower_bound=self.least)
-            case float():
-                return flags.DEFINE_float(name, self.default, self.help, lower_bound=self.least)
-            case tuple():
-                return flags.DEFINE_list(name, [str(each) for each in self.default], self.help)
+        if isinstance(self.default, bool):
+            return flags.DEFINE_bool(name, self.default, self.help)
+        if isinstance(self.default, (int, float)):
+            define = flags.DEFINE_integer if isinstance(self.default, int) else flags.DEFINE_float
+            return define(name, self.default, self.help, lower_bound=self.least)
         return flags.DEFINE_string(name, self.default, self.help)
 
     def read(self, name: str, value: Any) -> Any:
-        """Returns the value that a flag gives; the elements of a list are checked here.
-
-        Raises:
-          ValueError: one is of another type, too small or no choice.
-        """
+        """Returns the value that a flag gives; raises ValueError for a wrong element of a list."""
         if not isinstance(self.default, tuple):
             return value
         kind, given = type(next(iter(self.default), "")), f"--{name}={','.join(map(str, value))}"
@@ -90,10 +84,10 @@ class Option:
         if self.default and not elements:
             raise ValueError(f"{given} is empty: leave it out for {','.join(map(str, self.default))}")
         for element in elements:
-            if self.choices and element not in self.choices:
-                raise ValueError(f"{given}: no {element}{meant(element, self.choices)}")
-            if self.least is not None and element < self.least:
-                raise ValueError(f"{given} must be at least {self.least:g}; got {element}")
+            if self.choices:
+                validate.choice(f"--{name}", element, self.choices)
+            if self.least is not None:
+                validate.number(f"--{name}", element, self.least)
         return elements
 
 
@@ -186,31 +180,36 @@ def status_of(study: Study, arguments: Sequence[str]) -> int:
 def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None:
     if options.figures and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--figures: there is no matplotlib, which draws them: pip install -e .[figures]")
+    every = study.tables | study.figures
     if options.results is not None or study.measure is None:
         folder = storage.place(options.results or RESULTS)
-        entry.show([made(shown, folder) for shown in study.tables.values()], console)
-        if options.figures:
-            _draw({name: made(shown, folder) for name, shown in study.figures.items()}, options.figures, console)
+        names = [*study.tables, *(study.figures if options.figures else ())]
+        _show(study, {name: made(every[name], folder) for name in names}, options, console)
         return
     entry.check_output(options.output)
     if options.figures:
         entry.check_output(f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures")
     prepared = study.prepare(options)
-    document = _measured(study, prepared, options, console)
-    every = study.tables | study.figures
+    measured = _single if study.cells is None else _cells
+    document = measured(study, prepared, options, console)
     shown = study.shown(prepared) if study.shown else [name for name, each in every.items() if len(each.results) == 1]
     with entry.reading(options.output or "what was measured"):
         found = {name: every[name].make(document) for name in shown if name in study.tables or options.figures}
-    entry.show([found[name] for name in shown if name in study.tables], console)
-    if options.figures:
-        _draw({name: found[name] for name in shown if name in study.figures}, options.figures, console)
+    _show(study, found, options, console)
     entry.say_written(options.output, console)
 
 
-def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, console: Console) -> Document:
-    """Returns the document with all cells, of which those that the output lacks are measured now."""
-    if study.cells is None:
-        return _alone(study, prepared, options, console)
+def _show(study: Study, found: Mapping[str, Any], options: types.SimpleNamespace, console: Console) -> None:
+    """Prints the tables and draws the figures."""
+    entry.show([table for name, table in found.items() if name in study.tables], console)
+    for name, figure in found.items():
+        if name in study.figures:
+            storage.write(f"{options.figures}/{name}.png", figures.to_png(figure))
+            console.print(f"drawn: {options.figures}/{name}.png")
+
+
+def _cells(study: Study, prepared: Any, options: types.SimpleNamespace, console: Console) -> Document:
+    """Returns the document with all cells; those that the output lacks are measured now."""
     results = grid.Results.open(options.output, study.identity(prepared))
     keys = [report.as_json(key) for key in study.cells(prepared)]
     missing = [key for key in keys if options.again or results.find(key) is None]
@@ -228,12 +227,10 @@ def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, conso
             if number % grid.KEPT_PROGRAMS == 0:
                 jax.clear_caches()
             results.add({"key": key, "seconds": round(time.perf_counter() - start, 1), **outcome}, entry.header())
-    order = {grid.name_of(key): number for number, key in enumerate(keys)}
-    asked = [cell for cell in results.cells if grid.name_of(cell["key"]) in order]
-    return results.document | {"cells": sorted(asked, key=lambda cell: order[grid.name_of(cell["key"])])}
+    return results.document | {"cells": list(filter(None, map(results.find, keys)))}
 
 
-def _alone(study: Study, prepared: Any, options: types.SimpleNamespace, console: Console) -> Document:
+def _single(study: Study, prepared: Any, options: types.SimpleNamespace, console: Console) -> Document:
     """Returns the one result of a study without cells: that of the output, if the same was asked for there.
 
     Raises:
@@ -247,8 +244,7 @@ def _alone(study: Study, prepared: Any, options: types.SimpleNamespace, console:
     if path and entry.is_first() and storage.is_regular_file(path) and storage.place(path).read_bytes().strip():
         there = storage.read_json(path)
         if different := [name for name, value in asked.items() if there.get(name) != value]:
-            told = ", ".join(different)
-            raise ValueError(f"{path} holds the result of another {told}: it is left alone. Give another --output")
+            raise ValueError(f"{path} holds the result of another {', '.join(different)}: give another --output")
         if not options.again:
             console.print(f"the result is in {path} already (--again measures anew)")
             return there
@@ -287,9 +283,3 @@ def made(shown: Published, folder: pathlib.Path = RESULTS) -> Any:
     """Returns a table or a figure of the results of a folder."""
     with entry.reading(", ".join(shown.results)):
         return shown.make(*(read(name, folder) for name in shown.results))
-
-
-def _draw(drawn: Mapping[str, Any], folder: str, console: Console) -> None:
-    for name, figure in drawn.items():
-        storage.write(f"{folder}/{name}.png", figures.to_png(figure))
-        console.print(f"drawn: {folder}/{name}.png")

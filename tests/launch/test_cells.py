@@ -78,7 +78,7 @@ def test_cells_of_other_weights_make_another_file(tmp_path):
         (["seed=1,2"], "'seed' makes another pair or text: run it apart"),
         (["synthetic_acceptance=1.5"], r"synthetic_acceptance must be from 0 to 1; got 1.5"),
         (["draft_temperature=hot"], "temperature .*'hot'"),
-        (["draft_length=1", "draft_length=2"], "'draft_length' is swept twice"),
+        (["draft_length=1", "draft_length=2"], "'draft_length' is given twice"),
     ],
 )
 def test_a_grid_is_checked_before_anything_is_measured(texts, message):

@@ -112,9 +112,9 @@ def test_results_are_shown_without_measuring(run, tmp_path):
     "argument, told",
     [
         ("--lengths=1,x", "--lengths=1,x must be whole numbers"),
-        ("--lengths=2,0", "--lengths=2,0 must be at least 1; got 0"),
+        ("--lengths=2,0", "--lengths must be from 1; got 0"),
         ("--lengths=", "--lengths= is empty"),
-        ("--ways=a,c", "--ways=a,c: no c; choose one of a, b"),
+        ("--ways=a,c", "--ways must be one of a, b; got 'c'"),
     ],
 )
 def test_elements_of_lists_are_checked(run, argument, told):

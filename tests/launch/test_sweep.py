@@ -5,15 +5,16 @@ import json
 import pytest
 
 from configs import chinchilla, trained_pair
-from launch.lib import hyper
+from launch.lib.cells import parse_grid
 from support.run_script import ROOT, call
 
 
 def test_the_shipped_sweeps():
-    points = trained_pair.get_hyper(hyper)
-    assert len(points) == 3 * 5 * 2 * 2 + 6
-    assert {"draft_temperature": 0.4, "draft_length": 4} in points
-    assert [point["draft_length"] for point in chinchilla.get_hyper(hyper)] == 2 * list(range(8))
+    shipped, papers = ([p for texts in one.GRIDS for p in parse_grid(texts)] for one in (trained_pair, chinchilla))
+    assert len(shipped) == 3 * 5 * 2 * 2 + 6 and {"draft_temperature": 0.4, "draft_length": 4} in shipped
+    assert [point["draft_length"] for point in papers] == 2 * list(range(8))
+    none = call("benchmark", "--sweep", "--config=configs/random_pair.py:tiny")
+    assert none.returncode == 2 and "configs/random_pair.py:tiny has no GRIDS" in none.stderr
 
 
 def test_pod_commands_hold_what_was_set_for_all():
@@ -45,8 +46,7 @@ def get_config():
     config.sampling.temperature = 0.0
     return config
 
-def get_hyper(h):
-    return {points}
+GRIDS = [["{points}"]]
 """
 
 
@@ -63,7 +63,7 @@ def swept(tmp_path):
 @pytest.mark.slow
 def test_a_sweep_is_measured_and_gathered(swept, tmp_path):
     output = tmp_path / "sweep.json"
-    done = call("benchmark", "--sweep", swept('h.sweep("draft_length", [0])'), f"--output={output}", "--plain")
+    done = call("benchmark", "--sweep", swept("draft_length=0"), f"--output={output}", "--plain")
     assert done.returncode == 0, done.stderr
     assert [cell["key"]["draft_length"] for cell in json.loads(output.read_text())["cells"]] == [0]
     gathered = call("benchmark", f"--gather={output}", f"--gather={output}", "--plain")
@@ -86,23 +86,3 @@ def test_a_file_of_another_kind_is_refused_before_the_pair_is_read(tmp_path):
     for more in ([], ["--grid=draft_length=1"]):
         done = call("benchmark", *more, "--config=configs/trained_pair.py:nothing", f"--output={other}")
         assert done.returncode == 2 and f"{other} holds cells of a" in done.stderr
-
-
-def test_points_of_a_sweep():
-    assert hyper.product([hyper.sweep("a", [1, 2]), hyper.sweep("b", "xy")]) == [
-        {"a": 1, "b": "x"},
-        {"a": 1, "b": "y"},
-        {"a": 2, "b": "x"},
-        {"a": 2, "b": "y"},
-    ]
-    assert hyper.zipit([hyper.sweep("a", [1, 2]), hyper.sweep("b", [3, 4]), hyper.sweep("c", [5])]) == [
-        {"a": 1, "b": 3, "c": 5},
-        {"a": 2, "b": 4, "c": 5},
-    ]
-    assert hyper.product([]) == [{}]
-    with pytest.raises(ValueError, match="sweeps of one length; got 2, 3 points"):
-        hyper.zipit([hyper.sweep("a", [1, 2]), hyper.sweep("b", [1, 2, 3])])
-    with pytest.raises(ValueError, match="'a' is swept twice"):
-        hyper.product([hyper.sweep("a", [1]), hyper.sweep("a", [2])])
-    with pytest.raises(ValueError, match="the sweep over 'a' has no values"):
-        hyper.sweep("a", [])
