@@ -126,7 +126,6 @@ def get_config(kind: str = "target") -> ConfigDict:
             config.train.batch = 8
             config.train.learning_rate = 3e-3
     if draft:
-        config.text_share = 0.0  # weight of cross-entropy on the text; the divergence has the rest
         config.model.width = 32 if tiny else 128
         config.model.num_layers = 1 if tiny else 2
         config.model.num_heads = 2

@@ -262,7 +262,7 @@ def make_task(config: TrainingConfig, model: TransformerLM, target: Source | Non
         beside = target.model_in(config.compute_dtype)
         return TrainHead(head=head, target=beside, objective=config.objective, **dataclasses.asdict(config.test_time))
     if target is not None:
-        return Distill(model, target.model_in(config.compute_dtype), config.objective, config.text_share)
+        return Distill(model, target.model_in(config.compute_dtype), config.objective)
     if config.layer_skip is not None:
         return LayerSkip(model=model, steps=config.train.steps, from_scratch=not config.init, **config.layer_skip)
     return Pretrain(model)

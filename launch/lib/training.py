@@ -10,8 +10,7 @@ from ml_collections import ConfigDict
 
 from launch.lib.fields import MeshFields, read
 from specsamp import validate
-from specsamp.sampling.warp import Warp
-from specsamp.training.generated import mixed_sampling
+from specsamp.sampling.warp import Warp, chain, temperature, top_p
 from specsamp.training.trainer import Intervals, TrainConfig
 
 
@@ -52,7 +51,8 @@ class GeneratedFields:
     @property
     def sampling(self) -> Warp:
         """Returns the distribution that the target writes a batch of rows with."""
-        return mixed_sampling(self.batch, self.greedy_share, self.temperature, self.top_p)
+        greedy = round(self.greedy_share * self.batch)
+        return chain(temperature([0.0] * greedy + [self.temperature] * (self.batch - greedy)), top_p(self.top_p))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,6 @@ class TrainingConfig:
     target: str | None = None
     init: str = ""
     objective: str = ""
-    text_share: float = 0.0
     generated: GeneratedFields | None = None
     test_time: TrainingTestFields | None = None
     head: Mapping[str, Any] | None = None

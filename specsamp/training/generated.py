@@ -7,7 +7,7 @@ import numpy as np
 from specsamp import validate
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
-from specsamp.sampling.warp import Warp, chain, temperature, top_p
+from specsamp.sampling.warp import Warp
 
 
 def complete_windows(
@@ -54,14 +54,3 @@ def complete_windows(
         )
         written += [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions)]
     return np.array(written, np.int32)
-
-
-def mixed_sampling(batch: int, greedy_share: float, warmth: float, mass: float) -> Warp:
-    """Returns a distribution for each row of a batch: greedy for a share of the rows, with these numbers for the rest.
-
-    Args:
-      warmth: temperature.
-      mass: of top-p.
-    """
-    greedy = round(greedy_share * batch)
-    return chain(temperature([0.0] * greedy + [warmth] * (batch - greedy)), top_p(mass))

@@ -33,7 +33,7 @@ from specsamp.checkpoints.params import digest
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
-from specsamp.mesh.layout import MODEL, Layout, make_mesh
+from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, shard_model
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle3Config
@@ -217,11 +217,6 @@ def open_public_target(name: str, dtype: str, mesh: Mesh, progress: OnProgress =
     if checkpoint.config.weight_dtype == "int8":
         raise ValueError(f"{name} holds weights in int8, which nothing is trained beside: give the float checkpoint")
     config = checkpoint.config
-    if config.vocab_size % mesh.shape[MODEL]:
-        raise ValueError(
-            f"{name} has {config.vocab_size} tokens, which do not divide over the {mesh.shape[MODEL]} devices of "
-            "mesh.model: choose a number that divides them, or 1"
-        )
     model = _sharded(config, mesh)
     source = Source(
         folder=checkpoint.folder,

@@ -1,7 +1,6 @@
 """Tasks of training: a target on text, or a draft on its target.
 
-A task is static and hashable, as models are. What it learns, what it may look at and the tokens of a step are
-arguments of its methods.
+A task is static and hashable, as models are. Parameters and the tokens of a step are arguments of its methods.
 """
 
 from __future__ import annotations
@@ -85,21 +84,18 @@ class Distill:
       model: the draft.
       target: the model whose parameters are ``teacher_params``.
       objective: one of `DIVERGENCES`, or "cross_entropy": the text alone, without a call of the target.
-      text_share: weight in [0, 1] of cross-entropy beside a divergence, which gets the rest.
 
     Raises:
-      ValueError: an unknown objective, a weight outside [0, 1], or two vocabularies.
+      ValueError: an unknown objective, or two vocabularies.
     """
 
     model: TransformerLM
     target: TransformerLM
     objective: str = "forward_kl"
-    text_share: float = 0.0
     drafts = True
 
     def __post_init__(self):
         validate.choice("objective", self.objective, (*DIVERGENCES, "cross_entropy"))
-        validate.number("text_share", self.text_share, 0, 1)
         if self.model.vocab_size != self.target.vocab_size:
             raise ValueError(f"draft vocabulary {self.model.vocab_size} != target {self.target.vocab_size}")
 
@@ -117,8 +113,7 @@ class Distill:
         if self.objective == "cross_entropy":
             return text, {}
         target_BTV = jax.lax.stop_gradient(_log_probs(self.target, teacher_params, tokens_BT))
-        divergence = DIVERGENCES[self.objective](target_BTV, draft_BTV).mean()
-        return (1 - self.text_share) * divergence + self.text_share * text, {"text_loss": text}
+        return DIVERGENCES[self.objective](target_BTV, draft_BTV).mean(), {"text_loss": text}
 
     def measure(self, params, teacher_params, tokens_BT, warp):
         text, _ = _text_loss(self.model, params, tokens_BT)
