@@ -24,12 +24,12 @@ from launch.lib.experiment import build, refuse
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Key, Option, Published, Say, Study, answers
 from specsamp import greedy, use_compilation_cache
-from specsamp.analysis.acceptance import Interval, Profile
+from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.costs import CostTable, Round, clock_error
 from specsamp.analysis.grid import distribution_of
 from specsamp.analysis.planner import Forecast, make_plan
 from specsamp.analysis.report import Table
-from specsamp.analysis.tables import interval, words
+from specsamp.analysis.tables import words
 from specsamp.analysis.workload import Decoder, Quartiles, Timing, Workload, decoders, product_timer, take_turns
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.results import RowStats
@@ -221,37 +221,16 @@ def agreement_table(document: Document) -> Table:
         errors, noise = {abs(one["error"]): one["draft_length"] for one in hidden}, [one["noise"] for one in hidden]
         row = {
             "": words(key["law"]),
-            "fitted at batch": ", ".join(map(str, result["fit_batches"])),
             "checked at batch": result["check_batch"],
             "within the 95% band": f"{sum(covered)} of {len(covered)}",
             "median error": f"{np.median([*errors]):.1%}",
             "worst error": f"{max(errors):.1%} (K = {errors[max(errors)]})",
-            "worst with lines alone": f"{result['worst_error_of_lines']:.1%}",
             "noise: median, worst": f"{np.median(noise):.1%}, {result['worst_noise']:.1%}",
             "best K: forecast, measured": f"{result['best_forecast']}, {result['best_measured']}",
             "lost by the choice": f"{result['lost']:.1%}",
         }
         rows.append(row)
     return Table.of("Forecasts on other prompts", rows)
-
-
-def lengths_table(document: Document) -> Table:
-    """Returns a row for each K that was forecast and measured."""
-    rows = []
-    for key, result in answers(document):
-        for check in result["checks"]:
-            fitted = " (fitted)" * check["cost_was_fitted"]
-            row = {
-                "": f"{words(key['law'])}, batch {result['check_batch']}, K = {check['draft_length']}{fitted}",
-                "forecast, ms per token": interval(Interval(**check["forecast"])),
-                "measured": f"{check['measured']:.3g}",
-                "error": f"{check['error']:+.1%}",
-                "of rounds": f"{check['rounds_error']:+.1%}",
-                "of a round's time": f"{check['round_ms_error']:+.1%}",
-                "noise": f"{check['noise']:.1%}",
-            }
-            rows.append(row)
-    return Table.of("Forecasts by K", rows)
 
 
 STUDY = Study(
@@ -268,7 +247,6 @@ STUDY = Study(
     cells=lambda options: [{"law": law, "batch": batch} for law in options.laws for batch in options.batches],
     measure=measure,
     tables={
-        "agreement_lengths": Published(["python_pair_agreement"], lengths_table),
         "agreement": Published(["python_pair_agreement"], agreement_table),
     },
 )
