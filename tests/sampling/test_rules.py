@@ -11,7 +11,6 @@ from scipy.special import log_softmax
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import top_k
-from support.coupled_split import CoupledSplit
 from support.distributions import constant, grid, log, one_hots, random_distributions, warped
 from support.enumeration import autoregressive, enumerate_round, joint_distribution, split
 
@@ -20,10 +19,7 @@ OPTIMISED = True
 EXACT = 1e-12
 BIASED = 1e-3
 
-RULES = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledSplit()}
-every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-
-rules_with_coins = pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=["token", "block"])
+every_rule = pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=["token", "block"])
 
 
 def assert_exact(rule, names, target, draft, *, num_tokens, length, tolerance=EXACT, **kwargs):
@@ -179,7 +175,7 @@ def broken(rule, **methods):
 
 BROKEN = {
     f"{rule.__name__}: {name}": broken(rule, **methods)
-    for rule in (TokenRule, BlockRule, CoupledSplit)
+    for rule in (TokenRule, BlockRule)
     for name, methods in {
         "accepts always": {"acceptance": always(1)},
         "refuses always": {"acceptance": always(0)},
@@ -216,7 +212,7 @@ def test_a_mutant_that_mutates_nothing_is_exact():
     assert_exact(same, "0123", target, draft, num_tokens=3, length=3)
 
 
-@rules_with_coins
+@every_rule
 def test_the_distributions_shown_must_be_those_drawn_from(rule):
     target, raw = random_distributions(5, 4, 3, 5), random_distributions(6, 4, 3, 5)
     draft = [log_softmax(2 * table, -1) for table in raw]
@@ -224,7 +220,7 @@ def test_the_distributions_shown_must_be_those_drawn_from(rule):
     assert np.all(np.abs(distribution - autoregressive(target, 3)).max(-1) > BIASED)
 
 
-@rules_with_coins
+@every_rule
 def test_a_token_must_not_be_dropped_for_its_probability(rule):
     target, draft = random_distributions(7, 4, 3, 5), random_distributions(8, 4, 3, 5)
     drop = [np.where(np.repeat(np.exp(draft[m]).reshape(4, 3**m, 3), 3, axis=-1) < 0.3, 0, 2) for m in range(3)]
@@ -249,7 +245,7 @@ def test_an_argmax_draft_with_its_soft_distribution_is_biased():
         ([0.7, 0.2, 0.1], [0.1, 0.2, 0.7], [1 / 7, 1, 1], [0, 0, 1], 0.4),
     ],
 )
-@rules_with_coins
+@every_rule
 def test_one_token(rule, draft, target, acceptance, residual, accepted):
     rounds = enumerate_round(rule, constant(target, 2), constant(draft, 1), num_tokens=1)
     np.testing.assert_allclose(rounds.num_accepted_SXDN[0, 0, :, 1], acceptance, atol=EXACT)

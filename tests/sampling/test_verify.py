@@ -7,15 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.integrate
 import scipy.stats
 from scipy.special import log_softmax
 
+from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import Purpose, RoundKeys, row_keys
 from specsamp.sampling.rules import Draft
-from support.coupled_split import CoupledSplit
-from support.enumeration import COMPILE_FAST, Given, enumerate_round, split
+from support.enumeration import COMPILE_FAST, Given, autoregressive, enumerate_round, split
 
 OPTIMISED = True
 
@@ -25,7 +24,8 @@ VOCAB_SIZE = 3
 FEW_ROWS, WIDE_VOCAB_SIZE = 20_000, 10  # where each row has distributions of its own
 ALARM = 1e-6  # p-value: no false alarm in a million runs
 
-RULES = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledSplit()}
+RULES = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledRule()}
+enumerable_rules = pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=["token", "block"])
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
@@ -80,15 +80,6 @@ def side_by_side(distributions):
     return np.stack([np.pad(table, ((0, len(tables[-1]) - len(table)), (0, 0))) for table in tables])
 
 
-def without_withheld(joint_DNV, stop):
-    """Sums over drafted tokens that the rule was not given; the coupled rule's noise still knows them."""
-    drafts, outcomes, vocab_size = joint_DNV.shape
-    withheld_D = vocab_size ** (outcomes - 1 - np.broadcast_to(stop, drafts))
-    summed = np.zeros_like(joint_DNV)
-    np.add.at(summed, np.arange(drafts) // withheld_D * withheld_D, joint_DNV)
-    return summed
-
-
 def count(rule, target, draft, *, stop=None, drafted_by=None, keys=RoundKeys, one_hot=False):
     stop = len(draft) if stop is None else stop
     counts, well_formed = drawn(
@@ -101,13 +92,13 @@ def count(rule, target, draft, *, stop=None, drafted_by=None, keys=RoundKeys, on
         one_hot=one_hot,
     )
     assert well_formed
-    return without_withheld(np.asarray(counts), stop)
+    return np.asarray(counts)
 
 
 def enumerated(rule, target, draft, *, stop=None, one_hot=False):
     stop = len(draft) if stop is None else stop
     rounds = enumerate_round(rule, target, draft, num_tokens=len(draft), num_drafted=stop, one_hot=one_hot)
-    return without_withheld(rounds.joint_SXDNV[0, 0], stop)
+    return rounds.joint_SXDNV[0, 0]
 
 
 def p_value(counts, distribution):
@@ -170,7 +161,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@every_rule
+@enumerable_rules
 def test_verify_draws_the_enumerated_distribution(rule, setting):
     setting = SETTINGS[setting]
     assert p_value(count(rule, TARGET, **setting), enumerated(rule, TARGET, **setting)) > ALARM
@@ -205,8 +196,6 @@ def accepts_always(self, draft, target_log_probs):
         (BlockRule(), {"rule": TokenRule(), "drafted_by": TokenRule()}),
         (TokenRule(), {"keys": ResidualReusesDraftNoise}),
         (TokenRule(), {"keys": AcceptReusesDraftNoise}),
-        (CoupledSplit(), {"rule": broken(TokenRule, acceptance=accepts_always)}),
-        (CoupledSplit(), {"drafted_by": TokenRule()}),
     ],
 )
 def test_a_mistake_is_caught(rule, mistake):
@@ -222,96 +211,38 @@ def test_a_residual_without_mass_falls_back_to_the_target():
     assert p_value(counts[:, 0], distribution) > ALARM
 
 
-# The coupled rule: two races over the same noise.
+# The coupled rule: the target's own choices, which follow its distribution.
 
 
-def integral_to(p, q, end):
-    """``int_0^end dr / Phi(r)^2``; between two ratios Phi is a + b r, of antiderivative -1 / (b (a + b r))."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = p / q
-    inner = [r for r in ratios if 0 < r < min(end, np.inf)]
-    total = 0.0
-    for low, high in zip([0.0, *sorted(inner)], [*sorted(inner), end]):
-        middle = (low + high) / 2 if np.isfinite(high) else low + 1
-        by_q = middle * q > p
-        a, b = p[~by_q].sum(), q[by_q].sum()
-        if b == 0:
-            total += (high - low) / a**2
-        else:
-            total += 1 / (b * (a + b * low)) - (0 if np.isinf(high) else 1 / (b * (a + b * high)))
-    return total
+class SameNoiseEverywhere(RoundKeys):
+    def position_gumbels(self, offset, vocab_size):
+        return super().position_gumbels(0, vocab_size)
 
 
-def two_races(p, q):
-    """The joint distribution [x, y] of the draft's and the target's choice."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.where(q > 0, p / q, np.inf)
-    integrals = np.array([integral_to(p, q, r) for r in ratios])
-    joint = np.outer(p, q) * np.maximum(integrals[:, None] - integrals[None, :], 0)
-    for x in np.flatnonzero((p > 0) & (q > 0)):
-        joint[x, x] = 1 / np.maximum(p / p[x], q / q[x]).sum()
-    return joint
+def test_choices_of_the_coupled_rule_follow_the_distributions():
+    """Three tokens in turn; the control has the same noise at every position."""
 
+    def counts(keys):
+        draw = functools.partial(draw_with, CoupledRule(), some_keys(ROWS, keys))
+        return np.bincount(drafted(draw, side_by_side(TARGET[:NUM_TOKENS]), ROWS)[0], minlength=27)
 
-def pairs_of_distributions():
-    rng = np.random.default_rng(2)
-    pairs = list(rng.dirichlet(np.full(5, 0.8), size=(40, 2)))
-    return pairs + [
-        np.array([[0.1, 0.3, 0.6], [0.6, 0.3, 0.1]]),
-        np.array([[0.5, 0.5, 0, 0], [0, 0.2, 0.3, 0.5]]),
-        np.array([[0, 1, 0], [0.2, 0.3, 0.5]]),
-        np.array([[0.2, 0.3, 0.5], [0, 1, 0]]),
-        np.array([[0.25, 0.75, 0], [0.25, 0.75, 0]]),
-        np.array([[1.0, 0], [0, 1.0]]),
-    ]
-
-
-def test_the_distribution_of_two_races_has_the_two_distributions_as_its_margins():
-    for p, q in pairs_of_distributions():
-        joint = two_races(p, q)
-        np.testing.assert_allclose(joint.sum(1), p, atol=1e-12)
-        np.testing.assert_allclose(joint.sum(0), q, atol=1e-12)
-
-
-def test_coupled_rule_splits_the_distribution_of_two_races():
-    with np.errstate(divide="ignore"):
-        for p, q in pairs_of_distributions():
-            target, draft = [np.log(q)[None, None], np.log(np.tile(q, (1, len(q), 1)))], [np.log(p)[None, None]]
-            rounds = enumerate_round(CoupledSplit(), target, draft, num_tokens=1)
-            joint = rounds.joint_SXDNV[0, 0]
-            pair = joint[:, 0] + np.diag(joint[:, 1].sum(-1))
-            np.testing.assert_allclose(pair, two_races(p, q), atol=1e-12)
-
-
-def count_pairs(target, draft, **kwargs):
-    """What the draft and the target choose at the first position, [x, y]."""
-    counts = count(CoupledSplit(), target, draft, **kwargs)
-    vocab_size = counts.shape[-1]
-    by_first = counts.reshape((vocab_size, -1) + counts.shape[1:]).sum(1)
-    return by_first[:, 0] + np.diag(by_first[:, 1:].sum((1, 2)))
-
-
-def test_coupled_rule_draws_two_races():
-    distribution = two_races(np.exp(DRAFT[0][0, 0]), np.exp(TARGET[0][0, 0]))
-    assert p_value(count_pairs(TARGET, DRAFT), distribution) > ALARM
-    assert p_value(count_pairs(TARGET, DRAFT, drafted_by=TokenRule()), distribution) < ALARM
-    p, q = np.array([0.6, 0.4, 0.0]), np.array([0.0, 0.3, 0.7])
-    with np.errstate(divide="ignore"):
-        target, draft = ([np.log(x)[None, None], *distributions[1:]] for x, distributions in ((q, TARGET), (p, DRAFT)))
-    assert p_value(count_pairs(target, draft), two_races(p, q)) > ALARM
+    distribution = autoregressive(TARGET, NUM_TOKENS)[0]
+    assert p_value(counts(RoundKeys), distribution) > ALARM
+    assert p_value(counts(SameNoiseEverywhere), distribution) < ALARM
 
 
 def test_coupled_rule_emits_the_targets_own_choices():
     rng, keys = np.random.default_rng(3), some_keys(FEW_ROWS)
     target, distributions = hostile_distributions(rng, NUM_TOKENS + 1), hostile_distributions(rng, NUM_TOKENS)
-    own = np.asarray(draft_each_row(CoupledSplit(), target, keys))
+    own = np.asarray(draft_each_row(CoupledRule(), target, keys))
     guesses = rng.integers(WIDE_VOCAB_SIZE, size=(FEW_ROWS, NUM_TOKENS))
     tokens = np.where(rng.random(guesses.shape) < 0.7, own[:, :NUM_TOKENS], guesses).astype(np.int32)
     for log_probs in (None, distributions):
         num_drafted = rng.integers(NUM_TOKENS + 1, size=FEW_ROWS).astype(np.int32)
         draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=log_probs)
-        verdict = verify(CoupledSplit(), draft, target, keys)
-        assert set(np.asarray(verdict.num_accepted_B)) == {0, 1, 2, 3}
+        verdict = verify(CoupledRule(), draft, target, keys)
+        agrees = (tokens == own[:, :NUM_TOKENS]) & (np.arange(NUM_TOKENS) < num_drafted[:, None])
+        np.testing.assert_array_equal(verdict.num_accepted_B, np.cumprod(agrees, axis=1).sum(1))
         emitted = np.arange(NUM_TOKENS + 1) < np.asarray(verdict.num_emitted_B)[:, None]
         np.testing.assert_array_equal(verdict.tokens_BT, np.where(emitted, own, -1))
 
@@ -376,11 +307,12 @@ def test_nothing_but_numbers_comes_out(rule, one_hot):
     tokens = np.asarray(draft_each_row(rule, distributions, keys))
     num_drafted = rng.integers(NUM_TOKENS + 1, size=FEW_ROWS).astype(np.int32)
     log_probs = None if one_hot else distributions
-    in_32, in_64 = (split(rule, tokens, num_drafted, log_probs, target, t) for t in (np.float32, np.float64))
-    for acceptance, residual in (in_32, in_64):
-        assert np.all((acceptance >= 0) & (acceptance <= 1 + 1e-6))
-        assert np.all(np.isfinite(residual) & (residual >= 0))
-    np.testing.assert_allclose(in_32[1], in_64[1], rtol=0, atol=1e-6)
+    if not isinstance(rule, CoupledRule):
+        in_32, in_64 = (split(rule, tokens, num_drafted, log_probs, target, t) for t in (np.float32, np.float64))
+        for acceptance, residual in (in_32, in_64):
+            assert np.all((acceptance >= 0) & (acceptance <= 1 + 1e-6))
+            assert np.all(np.isfinite(residual) & (residual >= 0))
+        np.testing.assert_allclose(in_32[1], in_64[1], rtol=0, atol=1e-6)
     draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=log_probs)
     verdict = verify(rule, draft, target, keys)
     n, emitted = np.asarray(verdict.num_accepted_B), np.asarray(verdict.tokens_BT)
@@ -398,7 +330,7 @@ def test_equal_distributions_are_accepted_whatever_the_noise(rule):
     tokens = np.asarray(draft_each_row(rule, draft_distributions, keys))
     draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=draft_distributions)
     assert np.all(verify(rule, draft, distributions, keys).num_accepted_B == NUM_TOKENS)
-    if not isinstance(rule, CoupledSplit):
+    if not isinstance(rule, CoupledRule):
         acceptance, residual = split(rule, tokens, num_drafted, draft_distributions, distributions, np.float32)
         assert np.all(acceptance == 1)
         assert np.all(residual[:, :NUM_TOKENS] == 0)

@@ -6,12 +6,8 @@ from, all ``2^K`` patterns of answers, weighted with the acceptance distribution
 round from one prefix, and the rounds are chained until ``length`` tokens are out. Nothing is drawn, so
 an exact rule reproduces the target's own joint distribution to rounding, here in float64.
 
-The same holds for the coupled rule, whose answers are not independent coins but the agreement of two
-races: its acceptance is conditional on the drafted token, its residual on the refusal of that token,
-positions have noise of their own, and what a position's noise said about a discarded draft never decided
-which tokens were emitted before it. (As drawn, the coupled rule never looks at the draft's distributions nor at
-withheld tokens, so it survives wrong distributions and tokens dropped for their value. Its split describes a
-drafter without such mistakes and cannot show that.)
+(The coupled rule has no such split: its answers are the agreement of two choices. It emits the target's own choices,
+which tests/sampling/test_verify.py holds bit by bit.)
 
 Distributions are tables that see the *whole* prefix. ``distributions[n]`` is ``[S, V**n, V]``, the log-probabilities after
 each prefix of length n, read as a number in base V; S counts independent scenarios, which share the
