@@ -14,7 +14,7 @@ from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.mesh.layout import Layout, mesh_axes
 from specsamp.mesh.sharded import draft_layout, shard_head, shard_model
 from specsamp.models.config import tiny
-from specsamp.models.eagle import Eagle3Config, default_layers
+from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
@@ -84,7 +84,7 @@ def test_a_head_divides_over_the_mesh_of_its_target(name):
             Eagle3Config(
                 layer=layer,
                 target_layers=target.num_layers,
-                hidden_layers=default_layers(target.num_layers),
+                hidden_layers=Eagle3Config.usual_layers(target.num_layers),
                 draft_vocab_size=draft_vocab_size,
                 own_output=True,
             )

@@ -12,7 +12,7 @@ from specsamp.checkpoints.head_config import parse_head
 from specsamp.checkpoints.heads import open_head
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.models import config as models
-from specsamp.models.eagle import Eagle3Config, default_layers
+from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import HeadConfig
 from specsamp.models.transformer import TransformerLM
 
@@ -30,7 +30,7 @@ def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
     return Eagle3Config(
         layer=layer,
         target_layers=target.num_layers,
-        hidden_layers=default_layers(target.num_layers),
+        hidden_layers=Eagle3Config.usual_layers(target.num_layers),
         draft_vocab_size=min(EAGLE3_VOCABULARY, target.vocab_size),
         own_output=True,
     )

@@ -21,7 +21,7 @@ from specsamp.checkpoints.fields import Fields
 from specsamp.checkpoints.safetensors_io import MEDUSA_SINGLE, SINGLE
 from specsamp.checkpoints.tensor_names import TABLES, find_source
 from specsamp.models.config import TransformerConfig
-from specsamp.models.eagle import Eagle1Config, Eagle3Config, default_layers
+from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.heads import HeadConfig
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
@@ -196,7 +196,7 @@ def _hidden_layers(fields: Fields, target_layers: int) -> tuple[int, ...]:
     key = "eagle_aux_hidden_state_layer_ids"
     entering, outputs = fields(key, None), fields.object("eagle_config").get(key)
     if entering is None and outputs is None:
-        return default_layers(target_layers)
+        return Eagle3Config.usual_layers(target_layers)
     ids = entering if outputs is None else outputs
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise ValueError(f"{fields.path} says {key} = {ids!r}; a list of layers is wanted")

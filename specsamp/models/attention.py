@@ -1,4 +1,4 @@
-"""Attention, as a Linen module. What is remembered, and how scores are made from it, is its cache's matter.
+"""Attention, as a Linen module. Its cache stores keys and values, and computes scores from them.
 
 Weights keep one order of axes for every number of tokens: Q, K, V head-major ``[N, D, H]`` and the output ``[N, H, D]``.
 With any other order the TPU compiler lays weights out again for a loop that uses them at different T. (The order for
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         """Returns ``[B, T, D]`` and the cache with the call's tokens.
 
         Args:
-          rope: from `rope_angles`, of models with rotary positions.
+          rope: from `Rotary.angles`, of models with rotary positions.
           cache: None: the call sees its own tokens alone.
           table: of relative keys for as many slots as the cache has; None: it is made in the call.
         """

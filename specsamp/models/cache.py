@@ -1,7 +1,7 @@
-"""The memory of a model between calls: a cache for each layer, and all of them together.
+"""The memory of a model between calls: a cache for each layer, and the caches of all layers.
 
 Attention calls the `LayerCache` of its layer, which alone knows the order of axes, the precision and the kernels.
-Caches are separate arrays because one stacked over layers is copied in and out of a loop. Taking tokens
+Layers have separate arrays because an array stacked over layers is copied in and out of a loop. Taking tokens
 back moves lengths only; stale slots are masked by position and overwritten later.
 """
 
@@ -21,9 +21,11 @@ from specsamp.models.visibility import Visibility
 
 Array = jax.Array
 
+AXES = {"B": "batch", "M": "kv_heads", "S": "slots", "H": "head", "1": None}  # logical axes, by letters of names
+
 
 class LayerCache(Protocol):
-    """Keeps one layer's keys and values, in whatever form; a pytree whose every leaf leads with the batch.
+    """Keeps the keys and values of one layer; a pytree whose every leaf leads with the batch.
 
     Nothing in it may become NaN: slots that are not seen are masked by their scores, not by their values.
     """
@@ -57,33 +59,40 @@ class LayerCache(Protocol):
         """Moves slots ``start_B + rows_BT`` to ``start_B ..``, see `specsamp.models.slots.move_slots`."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KVCache:
-    """A `LayerCache` of keys and values as they are; ``write`` is what writes both, see `write_pair`.
-
-    Layout ``[B, M, S, H]``: for a TPU the compiler estimates six times the cycles and twice the traffic
-    for ``[B, S, M, H]``.
-    """
-
-    keys_BMSH: Array
-    values_BMSH: Array
+class SlotCache:
+    """Base of the caches of a layer: dataclasses of arrays whose names end with the letters of their `AXES`."""
 
     @classmethod
     def zeros(cls, batch: int, kv_heads: int, slots: int, head_size: int, dtype: Any) -> Self:
-        """Makes an empty cache. Each array is a buffer of its own: donating one buffer twice is an error."""
-        shape = (batch, kv_heads, slots, head_size)
-        return cls(keys_BMSH=jnp.zeros(shape, dtype), values_BMSH=jnp.zeros(shape, dtype))
+        """Makes an empty cache. No two arrays share a buffer: donating a buffer twice is an error."""
+        sizes = {"B": batch, "M": kv_heads, "S": slots, "H": head_size, "1": 1}
+        arrays = {}
+        for field in dataclasses.fields(cls):
+            shape = [sizes[letter] for letter in field.name.rpartition("_")[2]]
+            arrays[field.name] = jnp.zeros(shape, field.metadata.get("dtype", dtype))
+        return cls(**arrays)
 
     @classmethod
     def logical_axes(cls) -> Self:
         """Returns the logical axis names of every array, each a `PartitionSpec`."""
-        axes = PartitionSpec("batch", "kv_heads", "slots", "head")
-        return cls(keys_BMSH=axes, values_BMSH=axes)
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: PartitionSpec(*(AXES[letter] for letter in name.rpartition("_")[2])) for name in names})
 
     @property
     def num_slots(self) -> int:
         return self.values_BMSH.shape[SLOTS_AXIS]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVCache(SlotCache):
+    """A `LayerCache` of keys and values as they are; ``write`` writes both, see `write_pair`.
+
+    For ``[B, S, M, H]`` the compiler estimates six times the cycles and twice the traffic on a TPU.
+    """
+
+    keys_BMSH: Array
+    values_BMSH: Array
 
     def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array, write: Callable = write_pair) -> Self:
         keys_BMSH, values_BMSH = write((self.keys_BMSH, self.values_BMSH), (k_BMTH, v_BMTH), start_B)
@@ -99,7 +108,7 @@ class KVCache:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransposedKVCache:
+class TransposedKVCache(SlotCache):
     """A `LayerCache` for CPUs, with keys ``[B, M, H, S]``.
 
     With few queries a CPU's products take three times as long when both sides contract their last axis.
@@ -107,26 +116,6 @@ class TransposedKVCache:
 
     keys_BMHS: Array
     values_BMSH: Array
-
-    @classmethod
-    def zeros(cls, batch: int, kv_heads: int, slots: int, head_size: int, dtype: Any) -> Self:
-        """Makes an empty cache, each array a buffer of its own."""
-        return cls(
-            keys_BMHS=jnp.zeros((batch, kv_heads, head_size, slots), dtype),
-            values_BMSH=jnp.zeros((batch, kv_heads, slots, head_size), dtype),
-        )
-
-    @classmethod
-    def logical_axes(cls) -> Self:
-        """Returns the logical axis names of every array, each a `PartitionSpec`."""
-        return cls(
-            keys_BMHS=PartitionSpec("batch", "kv_heads", "head", "slots"),
-            values_BMSH=PartitionSpec("batch", "kv_heads", "slots", "head"),
-        )
-
-    @property
-    def num_slots(self) -> int:
-        return self.values_BMSH.shape[SLOTS_AXIS]
 
     def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
         return type(self)(

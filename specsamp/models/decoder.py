@@ -59,18 +59,16 @@ class Layer(nn.Module):
             attended_BTD = x_BTD + post_norm("attention", y_BTD)
         with jax.named_scope("mlp"):
             y_BTD = Norm(config, name="mlp_norm")(x_BTD if config.parallel else attended_BTD)
-            x_BTD = attended_BTD + post_norm("mlp", self.make_feedforward()(y_BTD))
+            if self.has_experts:
+                feedforward = Experts(config, self.layout, name="experts")
+            else:
+                feedforward = FeedForward(config, name="mlp")
+            x_BTD = attended_BTD + post_norm("mlp", feedforward(y_BTD))
         return x_BTD, cache
-
-    def make_feedforward(self) -> FeedForward | Experts:
-        """Returns the feed-forward part, which the names of its parameters tell from one of the other kind."""
-        if self.has_experts:
-            return Experts(self.config, self.layout, name="experts")
-        return FeedForward(self.config, name="mlp")
 
 
 class Decoder(nn.Module):
-    """A call is `embed`, `run_layers`, `unembed`; each can be called by itself."""
+    """The whole model: a call is `embed`, `run_layers` and `unembed`, which can also be called alone."""
 
     config: TransformerConfig
     layout: MeshLayout | None = None  # over a mesh, see `Experts`

@@ -56,14 +56,7 @@ class Eagle1Config(HeadConfig):
 
     module: ClassVar[type[HeadModule]] = Eagle1
     kind: ClassVar[str] = "EAGLE-1"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.hidden_layers != (self.target_layers,):
-            raise ValueError(
-                f"an EAGLE-1 head reads the stream after the final norm, hidden_layers ({self.target_layers},); got "
-                f"{self.hidden_layers}"
-            )
+    reads_final_norm: ClassVar[bool] = True
 
 
 class Eagle3(HeadModule):
@@ -129,7 +122,17 @@ class Eagle3Config(HeadConfig):
 
     @classmethod
     def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
-        return default_layers(target_layers)
+        """Returns the layers whose outputs enter layers 2, L/2 and L-3.
+
+        Raises:
+          ValueError: a layer would be read twice, as in targets of fewer than seven layers.
+        """
+        layers = 1, target_layers // 2 - 1, target_layers - 4
+        if not 0 <= layers[0] < layers[1] < layers[2]:
+            raise ValueError(
+                f"the usual layers of a target of {target_layers} layers would be {layers}: choose three different ones"
+            )
+        return layers
 
     def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
         swapped = {"attention_norm": "hidden_norm", "hidden_norm": "attention_norm"}
@@ -137,17 +140,3 @@ class Eagle3Config(HeadConfig):
             f"{name} = {not getattr(self, name)}": ({name: not getattr(self, name)}, {})
             for name in ("norm_before_residual", "norm_output")
         }
-
-
-def default_layers(target_layers: int) -> tuple[int, int, int]:
-    """Returns the layers whose outputs an EAGLE-3 head reads by default: what enters layers 2, L/2 and L-3.
-
-    Raises:
-      ValueError: a layer would be read twice, as in targets of fewer than seven layers.
-    """
-    layers = 1, target_layers // 2 - 1, target_layers - 4
-    if not 0 <= layers[0] < layers[1] < layers[2]:
-        raise ValueError(
-            f"the usual layers of a target of {target_layers} layers would be {layers}: choose three different ones"
-        )
-    return layers

@@ -1,15 +1,12 @@
-"""Heads that draft from a target's hidden states: what drafter, mesh and checkpoints know of them.
+"""Heads that draft from a target's hidden states; the modules are in `eagle.py`, `mtp.py` and `medusa.py`.
 
-A head reads pairs (h_t, x_{t+1}): what the target's layers returned at a position, and the token after it. `fuse` makes
-of the former one stream of *features*, a call turns pairs into the features of the next position, and `logits` says
-what follows. So a head goes on by itself with the features that it returned. A pair lies in slot t of its cache.
-
-The modules are in `specsamp.models.eagle`, `specsamp.models.mtp` and `specsamp.models.medusa`.
+A head reads pairs (h_t, x_{t+1}): the hidden states of a position, and the token after it. `fuse` turns the hidden
+states into one stream of *features*, a call turns pairs into the features of the next position, and `logits` scores the
+next token. So a head continues with the features that it returned. Pair t lies in slot t of its cache.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -40,14 +37,11 @@ class HeadConfig:
       layer: of its decoder layer; ``width`` is the head's, ``vocab_size`` the target's.
       target_layers: of the target, which a head fits or not.
       target_width: of the target's hidden states; None: the head's width.
-      hidden_layers: what it reads: layers of the target, counted from 0, as outputs; ``target_layers`` stands for the
+      hidden_layers: the layers of the target, counted from 0, whose outputs it reads; ``target_layers`` stands for the
         stream after the final norm. See `Output.hidden`.
-      draft_vocab_size: U, of a reduced vocabulary: the ids in the parameter ``draft_ids``; None: the whole one.
+      draft_vocab_size: U, of a reduced vocabulary: the ids in the parameter ``draft_ids``; None: the whole vocabulary.
       own_embedding: embeds tokens itself; False: the target does.
       own_output: has an output matrix itself; False: the target's is used.
-
-    Raises:
-      ValueError: what no head can be, with field and value.
     """
 
     layer: TransformerConfig
@@ -59,9 +53,10 @@ class HeadConfig:
     own_output: bool = False
 
     module: ClassVar[type[HeadModule]]
-    kind: ClassVar[str]  # what texts call such heads
+    kind: ClassVar[str]  # the name of such heads in messages
     fused: ClassVar[tuple[str, ...]] = ()  # parameters that `FeatureHead.fuse` alone reads
-    has_layer: ClassVar[bool] = True  # a decoder layer, and so a cache; of other heads' ``layer`` only sizes count
+    has_layer: ClassVar[bool] = True  # it has a decoder layer, and so a cache; False: only sizes of ``layer`` count
+    reads_final_norm: ClassVar[bool] = False  # its one hidden state is the stream after the final norm
 
     def __post_init__(self):
         object.__setattr__(self, "hidden_layers", tuple(self.hidden_layers))
@@ -72,6 +67,11 @@ class HeadConfig:
                 raise ValueError(f"hidden_layers names layer {layer} of a target of {self.target_layers} layers")
         if len(set(self.hidden_layers)) < len(self.hidden_layers):
             raise ValueError(f"hidden_layers {self.hidden_layers} names a layer twice: choose different ones")
+        if self.reads_final_norm and self.hidden_layers != (self.target_layers,):
+            raise ValueError(
+                f"{self.kind} heads read the stream after the final norm, hidden_layers ({self.target_layers},); got "
+                f"{self.hidden_layers}"
+            )
         if self.has_layer and self.layer.positions != "rotary":
             raise ValueError(f"a head has rotary positions; got {self.layer.positions!r}")
         if self.target_width != self.layer.width and not (self.own_embedding and self.own_output):
@@ -88,22 +88,18 @@ class HeadConfig:
 
     @classmethod
     def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
-        """Returns the ``hidden_layers`` of heads that name none: the stream after the final norm."""
+        """Returns the default of ``hidden_layers``: the stream after the final norm."""
         return (target_layers,)
 
     def begin(self, params: Any, output_VD: Array) -> Any:
-        """Returns random parameters with what such a head begins with when it is trained.
-
-        Args:
-          output_VD: the matrix that the target's logits multiply by.
-        """
+        """Returns the parameters that training begins with, from random ones and the target's output matrix."""
         return params
 
     def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
-        """Returns how files of such a head could be meant instead, by what a reader calls it.
+        """Returns other ways to read the files of such a head, by a description.
 
-        Each is the fields of the configuration that differ, and for parameters (of the top level) that of another name
-        in whose place they stand; None: there is none. Layers that are counted otherwise go without saying.
+        Each way has the fields of the configuration that differ, and maps parameters of the top level to the name under
+        which they would be read; None: not at all.
         """
         return {}
 
@@ -118,7 +114,7 @@ class HeadConfig:
 
     @property
     def max_tokens(self) -> int | None:
-        """Returns the most tokens that it drafts; None: it goes on with features of its own for as long as it is asked to."""
+        """Returns the most tokens that it drafts; None: any number."""
         return None
 
 
@@ -127,17 +123,17 @@ def _as_it_is(x: Array) -> Array:
 
 
 class HeadModule(nn.Module):
-    """Base of the modules of all heads: the two ends, if they are their own.
+    """Base of the modules of all heads. Derived classes define `fuse`, `normed` and `__call__` of `FeatureHead`.
 
     Attributes:
-      split: lays what ``fc`` multiplies, a concatenation ``[B, T, X]``, out like the rows of ``fc``.
+      split: lays the input of ``fc``, a concatenation ``[B, T, X]``, out on a mesh like the rows of ``fc``.
     """
 
     config: HeadConfig
     split: Callable[[Array], Array] = _as_it_is
 
     def declare_ends(self) -> None:
-        """Declares what is not the target's."""
+        """Declares the embedding and the output, unless they are the target's."""
         config, width = self.config, self.config.layer.width
         if config.own_embedding:
             shape = (config.layer.vocab_size, width)
@@ -150,27 +146,13 @@ class HeadModule(nn.Module):
         return take_rows(self.embedding, tokens_BT).astype(self.config.layer.compute_dtype)
 
     def project(self, x_BTD: Array, offset: Array | int) -> Array:
-        """Returns the head's own logits ``[B, T, U]`` float32 of what `normed` returned for the token at ``offset``."""
+        """Returns logits ``[B, T, U]`` float32 of the result of `normed`, by the head's own output."""
         return self.multiply(self.output, x_BTD)
 
     @staticmethod
     def multiply(output_UD: Array, x_BTD: Array) -> Array:
         """Returns logits ``[B, T, U]`` float32 of an output matrix."""
         return contract("BTD,UD->BTU", x_BTD, output_UD, dtype=jnp.float32)
-
-    @abc.abstractmethod
-    def fuse(self, hidden: tuple[Array, ...]) -> Array:
-        """Returns features ``[B, T, D]`` of the target's hidden states, one for each of ``hidden_layers``."""
-
-    @abc.abstractmethod
-    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
-        """Returns what the output matrix multiplies by, for the token at ``offset`` of a draft."""
-
-    @abc.abstractmethod
-    def __call__(
-        self, embedded_BTD: Array, features_BTD: Array, start_B: Array, cache: KVCache | None
-    ) -> tuple[Array, KVCache]:
-        """See `FeatureHead.__call__`."""
 
     def everything(self, hidden: tuple[Array, ...], start_B: Array) -> Array:
         """Runs all parts once, to declare all parameters."""
@@ -181,11 +163,11 @@ class HeadModule(nn.Module):
 def finish_layer(
     module: HeadModule, x: Array, residual_BTD: Array, start_B: Array, cache: KVCache | None
 ) -> tuple[Array, KVCache]:
-    """Runs the layer of a head behind what is its own: attention and feed-forward, each added to the stream.
+    """Runs attention and feed-forward of a head, each added to the stream.
 
     Args:
-      x: what queries, keys and values are made of, ``[B, T, X]``.
-      residual_BTD: what attention is added to.
+      x: the input of attention, ``[B, T, X]``.
+      residual_BTD: the stream that attention is added to.
     """
     positions_BT = start_B[:, None] + jnp.arange(x.shape[1])[None, :]
     rope = module.config.layer.rotary_of(None).angles(positions_BT)
@@ -213,7 +195,7 @@ class FeatureHead:
 
     @functools.partial(jax.jit, static_argnums=0)
     def init(self, key: Array) -> Any:
-        """Returns random float32 parameters; a reduced vocabulary is that of the first ids."""
+        """Returns random float32 parameters; a reduced vocabulary has the first ids."""
         params = nn.meta.unbox(self._boxed(key))
         if self.config.draft_vocab_size is not None:
             params = params | {DRAFT_IDS: jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32)}
@@ -237,9 +219,9 @@ class FeatureHead:
         return self.training_weights(decode_weights(params, layer.compute_dtype, layer.weight_dtype), ids_U)
 
     def training_weights(self, params: Any, ids_U: Array | None) -> Any:
-        """Returns what the other methods take, of parameters in float32 and without the ids of a reduced vocabulary.
+        """Returns the weights that other methods take, from float32 parameters and the ids of a reduced vocabulary.
 
-        ``ranks_V`` holds the place of each of the target's ids among the head's, U where it has none.
+        ``ranks_V`` holds the place of each of the target's ids among the head's ids, U where the head has no such id.
         """
         ranks_V = None
         if ids_U is not None:
@@ -248,13 +230,13 @@ class FeatureHead:
         return {"params": params, "ranks_V": ranks_V}
 
     def weight_axes(self) -> Any:
-        """Returns the logical axis names of what `prepare` returns."""
+        """Returns the logical axis names of the result of `prepare`."""
         params = self.param_axes()
         ids = params.pop(DRAFT_IDS, None)
         return {"params": params, "ranks_V": ids}
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
-        """Adds to ``weights`` what depends on the number of cache slots: nothing."""
+        """Returns ``weights``: nothing in a head depends on the number of slots."""
         return weights
 
     def in_dtype(self, dtype: str) -> Self:
@@ -263,17 +245,17 @@ class FeatureHead:
         return dataclasses.replace(self, config=dataclasses.replace(self.config, layer=layer))
 
     def check_target(self, target: LanguageModel) -> None:
-        """Raises ValueError unless the head was made for a target of these sizes, with the two that differ."""
+        """Raises ValueError unless the head was made for a target of these sizes; the message has both."""
         if not isinstance(target, LayeredModel):
             raise ValueError(f"a head reads the layers of a LayeredModel; the target is {target!r}")
-        for what, ours, theirs in (
+        for name, ours, theirs in (
             ("width", self.config.target_width, target.width),
             ("vocabulary", self.vocab_size, target.vocab_size),
             ("number of layers", self.config.target_layers, target.num_layers),
         ):
             if ours != theirs:
                 raise ValueError(
-                    f"the head was made for another target: its {what} is {ours}, this target's is {theirs}"
+                    f"the head was made for another target: its {name} is {ours}, this target's is {theirs}"
                 )
 
     def init_cache(self, batch: int, slots: int) -> KVCache | tuple[()]:
@@ -318,10 +300,10 @@ class FeatureHead:
     def logits(
         self, weights: Any, features_BTD: Array, of_target: Callable[[Array], Array], offset: Array | int = 0
     ) -> Array:
-        """Returns float32 logits ``[B, T, U]`` of the tokens after what the features stand for.
+        """Returns float32 logits ``[B, T, U]`` of the next tokens.
 
         Args:
-          of_target: `LayeredModel.unembed_normed` with its weights, for heads without an output of their own.
+          of_target: `LayeredModel.unembed_normed` with its weights, for heads that share the target's output.
           offset: of the token in its draft, below ``config.max_tokens``.
         """
         with jax.named_scope("logits"):
@@ -329,13 +311,13 @@ class FeatureHead:
             return self._apply("project", weights, x_BTD, offset) if self.config.own_output else of_target(x_BTD)
 
     def expand(self, weights: Any, logits: Array) -> Array:
-        """Returns logits ``[..., V]`` over the target's vocabulary: -inf, a probability of zero, for ids that the head has not."""
+        """Returns logits ``[..., V]`` over the target's vocabulary: -inf for ids outside the head's vocabulary."""
         if weights["ranks_V"] is None:
             return logits
         return jnp.take(logits, weights["ranks_V"], axis=-1, mode="fill", fill_value=-jnp.inf)
 
     def take(self, features_BTD: Array, row_B: Array) -> Array:
-        """Returns one row of each text, ``[B, D]``."""
+        """Returns the features of one position of each sequence, ``[B, D]``."""
         return jnp.take_along_axis(features_BTD, row_B[:, None, None], axis=1)[:, 0]
 
     def _module(self) -> HeadModule:

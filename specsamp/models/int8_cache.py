@@ -13,9 +13,8 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from specsamp.models.cache import attend_to_slots
+from specsamp.models.cache import SlotCache, attend_to_slots
 from specsamp.models.int8 import quantise
 from specsamp.models.slots import SLOTS_AXIS, read_moved, write_pair, write_slots
 
@@ -23,40 +22,19 @@ Array = jax.Array
 SLOTS_OF_SCALES = 3
 
 
+def _array(dtype: Any) -> Any:
+    return dataclasses.field(metadata=dict(dtype=dtype))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Int8KVCache:
-    """A `LayerCache` in int8, for either weight order; scales ``[B, M, 1, S]`` are float32.
+class Int8KVCache(SlotCache):
+    """A `LayerCache` in int8, for either weight order; ``write`` writes keys and values, as for a `KVCache`."""
 
-    What writes keys and values is ``write``, as for a `KVCache`.
-    """
-
-    keys_BMSH: Array
-    values_BMSH: Array
-    key_scales_BM1S: Array
-    value_scales_BM1S: Array
-
-    @classmethod
-    def zeros(cls, batch: int, kv_heads: int, slots: int, head_size: int, dtype: Any) -> Self:
-        """Makes an empty cache, each array a buffer of its own; ``dtype`` is that of what is written."""
-        shape, of_scales = (batch, kv_heads, slots, head_size), (batch, kv_heads, 1, slots)
-        return cls(
-            keys_BMSH=jnp.zeros(shape, jnp.int8),
-            values_BMSH=jnp.zeros(shape, jnp.int8),
-            key_scales_BM1S=jnp.zeros(of_scales, jnp.float32),
-            value_scales_BM1S=jnp.zeros(of_scales, jnp.float32),
-        )
-
-    @classmethod
-    def logical_axes(cls) -> Self:
-        """Returns the logical axis names of every array, each a `PartitionSpec`."""
-        axes = PartitionSpec("batch", "kv_heads", "slots", "head")
-        of_scales = PartitionSpec("batch", "kv_heads", None, "slots")
-        return cls(keys_BMSH=axes, values_BMSH=axes, key_scales_BM1S=of_scales, value_scales_BM1S=of_scales)
-
-    @property
-    def num_slots(self) -> int:
-        return self.values_BMSH.shape[SLOTS_AXIS]
+    keys_BMSH: Array = _array(jnp.int8)
+    values_BMSH: Array = _array(jnp.int8)
+    key_scales_BM1S: Array = _array(jnp.float32)
+    value_scales_BM1S: Array = _array(jnp.float32)
 
     @property
     def scales_BM1S(self) -> tuple[Array, Array]:

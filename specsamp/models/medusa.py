@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 
+from specsamp import validate
 from specsamp.models.heads import HeadConfig, HeadModule
 from specsamp.models.modules import weight
 from specsamp.models.products import contract
@@ -35,10 +36,10 @@ class MedusaHead(nn.Module):
 
 
 class Medusa(HeadModule):
-    """Several heads beside each other on the stream after the target's final norm.
+    """Several heads on the stream after the target's final norm, one for each offset of a draft.
 
-    They read no tokens and remember nothing, so a call returns the features that it was given. The head at an offset
-    makes the logits of the token at that offset of a draft: the target itself has predicted the token before the draft.
+    They read no tokens and have no cache, so a call returns the features that it was given. The target itself has
+    predicted the token before the draft.
     """
 
     config: MedusaConfig
@@ -53,10 +54,10 @@ class Medusa(HeadModule):
         return features_BTD, cache
 
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
-        return _one_of(self._add_residual, [(one.linear, one.bias) for one in self.head], offset, features_BTD)
+        return _one_of(self._add_residual, [(head.linear, head.bias) for head in self.head], offset, features_BTD)
 
     def project(self, x_BTD: Array, offset: Array | int) -> Array:
-        return _one_of(self.multiply, [one.output for one in self.head], offset, x_BTD)
+        return _one_of(self.multiply, [head.output for head in self.head], offset, x_BTD)
 
     def _add_residual(self, parameters: tuple[Array, Array | None], x_BTD: Array) -> Array:
         linear, bias = parameters
@@ -67,7 +68,7 @@ class Medusa(HeadModule):
 
 
 def _one_of(run: Callable[[Any, Array], Array], parts: Sequence[Any], offset: Array | int, x: Array) -> Array:
-    """Returns ``run(parts[offset], x)``; the other parts are not read."""
+    """Returns ``run(parts[offset], x)``; no other part is read."""
     if isinstance(offset, int):
         return run(parts[offset], x)
     return jax.lax.switch(offset, [functools.partial(run, part) for part in parts], x)
@@ -88,16 +89,11 @@ class MedusaConfig(HeadConfig):
     module: ClassVar[type[HeadModule]] = Medusa
     kind: ClassVar[str] = "Medusa"
     has_layer: ClassVar[bool] = False
+    reads_final_norm: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1; got {self.num_heads}")
-        if self.hidden_layers != (self.target_layers,):
-            raise ValueError(
-                f"Medusa heads read the stream after the final norm, hidden_layers ({self.target_layers},); got "
-                f"{self.hidden_layers}"
-            )
+        validate.integer("num_heads", self.num_heads, 1)
 
     def begin(self, params: Any, output_VD: jax.Array) -> Any:
         """Every head begins with the target's own output."""
@@ -106,7 +102,7 @@ class MedusaConfig(HeadConfig):
         return {name: head | {"output": output_VD} for name, head in params.items()}
 
     def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
-        """A first head that predicts what the target itself does: each is one token behind."""
+        """Returns the reading in which the first head predicts the target's token again: every head is a token behind."""
         if self.num_heads == 1:
             return {}
         last = self.num_heads - 1
@@ -114,7 +110,7 @@ class MedusaConfig(HeadConfig):
         return {"every head one token earlier": ({"num_heads": last}, places)}
 
     def is_read_by_a_step(self, name: str) -> bool:
-        """Returns whether it is the first head's: a step reads one, and all are as large."""
+        """Returns whether it belongs to the first head: a step reads one head, and all are of one size."""
         return name == "head_0"
 
     @property

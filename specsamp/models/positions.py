@@ -18,6 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from specsamp import validate
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 
 Array = jax.Array
@@ -25,7 +26,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """Scaling of the angles of a rotary model, for texts longer than those it was first trained on.
+    """Scaling of rotary angles, for texts that are longer than the texts of the first training.
 
     "linear" divides all frequencies by ``factor`` (Chen et al., arXiv 2306.15595). "llama3" divides those of
     wavelengths beyond ``original_positions / low``, keeps those below ``original_positions / high`` and mixes between
@@ -43,15 +44,13 @@ class RotaryScaling:
     whole_dimensions: bool = True  # of "yarn": the ramp begins and ends on whole dimensions
 
     def __post_init__(self):
-        if self.kind not in ("linear", "llama3", "yarn"):
-            raise ValueError(f"the kind of a RotaryScaling must be linear, llama3 or yarn; got {self.kind!r}")
+        validate.choice("the kind of a RotaryScaling", self.kind, ("linear", "llama3", "yarn"))
+        validate.number("the factor of a RotaryScaling", self.factor, 0, above=True)
         if self.kind != "linear" and (self.original_positions is None or not 0 < self.low < self.high):
             raise ValueError(
                 f"{self.kind} scaling needs original_positions and 0 < low < high; got {self.original_positions}, "
                 f"{self.low} and {self.high}"
             )
-        if not self.factor > 0:
-            raise ValueError(f"the factor of a RotaryScaling must be positive; got {self.factor}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,47 +62,39 @@ class Rotary:
     scaling: RotaryScaling | None = None
 
     def angles(self, positions_BT: Array) -> tuple[Array, Array]:
-        """Returns what `rope_angles` does."""
-        return rope_angles(positions_BT, self.size, self.base, self.scaling)
+        """Returns cosine and sine of the angles (Su et al., arXiv 2104.09864), each ``[B, T, size/2]`` float32."""
+        half = self.size // 2
+        frequencies = self.base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+        if self.scaling is not None:
+            frequencies = self._scaled(frequencies, self.scaling)
+        angles = positions_BT.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        if self.scaling is not None and self.scaling.amplitude != 1:
+            cos, sin = cos * self.scaling.amplitude, sin * self.scaling.amplitude
+        # Without the barrier XLA's CPU backend computes them again for every head, layer and gradient.
+        return jax.lax.optimization_barrier((cos, sin))
 
+    def _scaled(self, frequencies: Array, scaling: RotaryScaling) -> Array:
+        if scaling.kind == "linear":
+            return frequencies / scaling.factor
+        if scaling.kind == "llama3":
+            turned = scaling.original_positions * frequencies / (2 * math.pi)  # within the original positions
+            kept = (turned - scaling.low) / (scaling.high - scaling.low)
+        else:
 
-def rope_angles(
-    positions_BT: Array, size: int, base: float, scaling: RotaryScaling | None = None
-) -> tuple[Array, Array]:
-    """Returns cosine and sine of the rotary embedding's angles, each ``[B, T, size/2]`` float32.
+            def dimension(times):
+                """Returns the dimension that turns so many times."""
+                return (
+                    math.log(scaling.original_positions / (times * 2 * math.pi)) * self.size / (2 * math.log(self.base))
+                )
 
-    Su et al., arXiv 2104.09864.
-    """
-    frequencies = base ** (-jnp.arange(size // 2, dtype=jnp.float32) / (size // 2))
-    if scaling is not None:
-        frequencies = _scaled(frequencies, size, base, scaling)
-    angles = positions_BT.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if scaling is not None and scaling.amplitude != 1:
-        cos, sin = cos * scaling.amplitude, sin * scaling.amplitude
-    # Without the barrier XLA's CPU backend computes them again for every head, layer and gradient.
-    return jax.lax.optimization_barrier((cos, sin))
-
-
-def _scaled(frequencies: Array, size: int, base: float, scaling: RotaryScaling) -> Array:
-    """Applies a `RotaryScaling` to the frequencies ``[size/2]``."""
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    if scaling.kind == "llama3":
-        turned = scaling.original_positions * frequencies / (2 * math.pi)  # within the original positions
-        kept = (turned - scaling.low) / (scaling.high - scaling.low)
-    else:
-        # The dimension that turns so many times.
-        def dimension(times):
-            return math.log(scaling.original_positions / (times * 2 * math.pi)) * size / (2 * math.log(base))
-
-        first, last = dimension(scaling.high), dimension(scaling.low)
-        if scaling.whole_dimensions:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, size - 1)
-        kept = 1 - (jnp.arange(size // 2, dtype=jnp.float32) - first) / max(last - first, 1e-3)
-    kept = jnp.clip(kept, 0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+            first, last = dimension(scaling.high), dimension(scaling.low)
+            if scaling.whole_dimensions:
+                first, last = math.floor(first), math.ceil(last)
+            first, last = max(first, 0), min(last, self.size - 1)
+            kept = 1 - (jnp.arange(self.size // 2, dtype=jnp.float32) - first) / max(last - first, 1e-3)
+        kept = jnp.clip(kept, 0, 1)
+        return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
 def apply_rope(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array) -> Array:

@@ -76,7 +76,6 @@ class TransformerLM(LayeredModel):
         return self.config.width
 
     def first(self, num_layers: int) -> TransformerLM:
-        """See `LayeredModel.first`."""
         without_window = tuple(layer for layer in self.config.global_layers if layer < num_layers)
         config = dataclasses.replace(self.config, num_layers=num_layers, global_layers=without_window)
         return dataclasses.replace(self, config=config)
@@ -220,14 +219,12 @@ class TransformerLM(LayeredModel):
         hidden_layers: tuple[int, ...] = (),
         block: Block | None = None,
     ) -> Output:
-        """See `LanguageModel.__call__`."""
         tables = weights["relative_keys"]
         return self._apply("__call__", weights, tokens_BT, start_B, cache, tables, hidden_layers, block)
 
     def embed(
         self, weights: Any, tokens_BT: Array, start_B: Array, cache: TransformerCache, *, block: Block | None = None
     ) -> tuple[Array, TransformerCache]:
-        """See `LayeredModel.embed`."""
         return self._apply("embed", weights, tokens_BT, start_B, cache, block)
 
     def layers(
@@ -242,16 +239,13 @@ class TransformerLM(LayeredModel):
         hidden_layers: tuple[int, ...] = (),
         block: Block | None = None,
     ) -> tuple[Array, TransformerCache, tuple[Array, ...]]:
-        """See `LayeredModel.layers`."""
         tables = weights["relative_keys"]
         return self._apply("run_layers", weights, x_BTD, start_B, cache, tables, first, last, hidden_layers, block)
 
     def unembed(self, weights: Any, x_BTD: Array) -> Array:
-        """See `LayeredModel.unembed`."""
         return self._apply("unembed", weights, x_BTD)
 
     def unembed_normed(self, weights: Any, x_BTD: Array) -> Array:
-        """See `LayeredModel.unembed_normed`."""
         return self._apply("unembed_normed", weights, x_BTD)
 
     @property

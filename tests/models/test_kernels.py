@@ -17,8 +17,7 @@ from specsamp.models.interface import Block
 from specsamp.models.kernels import cache as kernel_cache
 from specsamp.models.kernels.append_rows import append_rows
 from specsamp.models.kernels.cache import KernelCache, Kernels, choose_kernels
-from specsamp.models.kernels.decode_attention import block_shape, decode_attention, fetched_share
-from specsamp.models.kernels.seen_slots import SeenSlots
+from specsamp.models.kernels.decode_attention import SeenSlots, block_shape, decode_attention, fetched_share
 from specsamp.models.slots import write_slots
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility

@@ -50,7 +50,7 @@ def test_new_heads_that_share_the_targets_output_say_what_the_target_says():
     "changes, message",
     [
         ({"hidden_layers": (2,)}, r"the stream after the final norm, hidden_layers \(6,\); got \(2,\)"),
-        ({"num_heads": 0}, "num_heads must be at least 1; got 0"),
+        ({"num_heads": 0}, "num_heads must be an integer >= 1.*got 0"),
     ],
 )
 def test_shapes_that_cannot_be(changes, message):

@@ -186,7 +186,7 @@ def test_speculation_with_a_window_gives_the_tokens_without_it(warp):
         (dict(rotary_size=4), "rotary_size is of rotary positions; these are 'relative'"),
         (dict(positions="rotary", rotary_size=3), "must be even and at most head_size 8; got 3"),
         (dict(num_real_tokens=65), "num_real_tokens 65 exceeds vocab_size 64"),
-        (dict(positions="rotary", rotary_scaling=dict(kind="ntk", factor=2.0)), "linear, llama3 or yarn; got 'ntk'"),
+        (dict(positions="rotary", rotary_scaling=dict(kind="ntk", factor=2.0)), "linear, llama3, yarn; got 'ntk'"),
         (dict(positions="rotary", rotary_scaling=dict(kind="llama3", factor=2.0)), "needs original_positions"),
     ],
     ids=str,

@@ -17,8 +17,7 @@ from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import MeshLayout
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import LANES
-from specsamp.models.kernels.decode_attention import MAX_ROWS, decode_attention
-from specsamp.models.kernels.seen_slots import SeenSlots
+from specsamp.models.kernels.decode_attention import MAX_ROWS, SeenSlots, decode_attention
 from specsamp.models.slots import write_pair
 
 Array = jax.Array
