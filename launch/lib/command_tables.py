@@ -1,4 +1,4 @@
-"""Tables of what commands measured: launch/evaluate.py shows its own, the pages those of committed results."""
+"""Tables of measurements by commands: for launch/evaluate.py, and of committed results for the pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ QUALITY = (
     "log_prob: per token, under the target at temperature 1. A speedup is the median over blocks of problems, with the "
     "range."
 )
-SPEED = "Rows busy: while requests waited. Past a stop: decoded before a stop text was found, and dropped."
 POSITIONS = "Of the rounds that reached a position, the share in which its token was accepted."
 PUBLIC_PAIRS = {
     "qwen_3b": "Qwen2.5 3B + 0.5B, bfloat16",
@@ -37,11 +36,7 @@ PUBLIC_PAIRS = {
 
 
 def quality(rows: Sequence[Mapping[str, Any]], title: str = "Quality and speed") -> Table:
-    """Returns the scores of each way to decode, their differences from plain decoding, and its speed.
-
-    Args:
-      rows: those of an evaluation, as JSON has them.
-    """
+    """Returns scores, differences from plain decoding and speed of each way to decode; rows are as JSON has them."""
     cells = []
     for row in rows:
         scores = [band(one["mean"], (one["low"], one["high"]), 3) for one in row["scores"].values()]
@@ -49,30 +44,19 @@ def quality(rows: Sequence[Mapping[str, Any]], title: str = "Quality and speed")
             f"{one['mean']:+.3f} ({one['low']:+.3f} to {one['high']:+.3f}), sees {one['detectable']:.3f}"
             for one in row["differences"].values()
         ]
-        ratios = sorted(row["speedups"])
-        faster = "" if not ratios else band(statistics.median(ratios), (ratios[0], ratios[-1]), 2)
         compared = itertools.chain(*zip(scores, others or [""] * len(scores)))
-        cells.append(
-            (
-                name_of(row),
-                *compared,
-                known(row["ms_per_token"], ".2f"),
-                faster,
-                f"{row['counts']['emitted_per_round']:.2f}",
-            )
-        )
+        ratios = sorted(row["speedups"])
+        faster = band(statistics.median(ratios), (ratios[0], ratios[-1]), 2) if ratios else ""
+        emitted = f"{row['counts']['emitted_per_round']:.2f}"
+        cells.append((name_of(row), *compared, known(row["ms_per_token"], ".2f"), faster, emitted))
     columns = itertools.chain(*((measure, "less plain's") for measure in rows[0]["scores"]))
     header = ("", *columns, "ms per token", "speedup", "tokens per round")
     return Table(title=title, header=header, rows=cells, note=QUALITY)
 
 
 def evaluation_tables(task: str, rows: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Returns all that the console shows of an evaluation, whose rows are as JSON has them."""
-    queue = [(name_of(row), known(row["occupancy"], ".0%"), known(row["dropped"], ".1%")) for row in rows]
-    found = [
-        quality(rows, f"{task}: quality and speed over {rows[0]['problems']} problems"),
-        Table(title="The queue", header=("", "rows busy", "past a stop"), rows=queue, note=SPEED),
-    ]
+    """Returns the tables of an evaluation; rows are as JSON has them."""
+    found = [quality(rows, f"{task}: quality and speed over {rows[0]['problems']} problems")]
     totals = [counts_of({"result": {"acceptance": row["counts"]}}) for row in rows]
     lossy = [(row, counts) for row, counts in zip(rows, totals) if counts.variation is not None]
     if lossy:
@@ -103,7 +87,7 @@ def known(value: float | None, form: str) -> str:
 
 
 def trained(pair: Document) -> Table:
-    """Returns how both models of the pair were trained, and what they are worth on held-out text."""
+    """Returns the training of both models of the pair, and their loss on held-out text."""
     rows = []
     for side in ("target", "draft"):
         run, held_out = pair["provenance"][side], pair["provenance"]["held_out"]["float32"][side]

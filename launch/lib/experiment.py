@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from launch.lib import entry
 from launch.lib.fields import CheckpointFields, ExperimentConfig
 from launch.lib.rules import make_rule
-from launch.lib.shapes import known_models, looked_up_parameters
+from launch.lib.shapes import known_models
 from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
@@ -29,7 +29,6 @@ from specsamp.evaluation.head_check import check_head, write_texts
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model, with_attention
 from specsamp.models.int8 import decode_weights
-from specsamp.models.interface import LanguageModel
 from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
@@ -42,7 +41,7 @@ CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32  # of a head, on loading
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Experiment:
-    """Holds what a configuration such as configs/random_pair.py describes."""
+    """Holds the objects that a configuration such as configs/random_pair.py describes."""
 
     pair: Pair
     pair_name: str | None  # None: random parameters
@@ -55,9 +54,9 @@ class Experiment:
 
     @functools.cached_property
     def weights(self) -> str | None:
-        """Returns what tells these weights from others: a `fingerprint` of files or a digest; None: they are random.
+        """Returns the identity of the weights, a `fingerprint` of files or a digest; None: they are random.
 
-        It may read all parameters: only what writes cells asks, and all processes do.
+        It may read all parameters, in all processes together.
         """
         if self.folder is not None:
             return fingerprint(self.folder, "model" if self.pair.head is None else "head")
@@ -65,19 +64,19 @@ class Experiment:
 
     @property
     def configs(self) -> dict[str, Any]:
-        """Returns the shape of the target and of what drafts, a model or a head."""
+        """Returns the shapes of the target and of its draft model or head."""
         return {"target": self.pair.target.config, "draft": self.pair.draft_or_head.config}
 
 
 def build(config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_heads: bool = True) -> Experiment:
-    """Loads the pair of a configuration, or makes one with random parameters, after all that can be checked before.
+    """Loads the pair of a configuration, or makes one with random parameters; first, it checks what it can.
 
     Args:
-      prompts: to decode, for a pair with a tokenizer; default the ones that come with it.
-      check_heads: says how well a head fits its target, on a few texts, before much is decoded with it.
+      prompts: to decode, for a pair with a tokenizer; default the prompts of the pair.
+      check_heads: prints how well a head fits its target, on a few texts.
 
     Raises:
-      ValueError: what does not fit the models; the message says which field, and what would fit.
+      ValueError: a field that does not fit the models; with the values that would.
       FileNotFoundError: there is no such pair.
     """
     mesh = config_mesh(config)
@@ -121,10 +120,7 @@ def build(config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_hea
 
 
 def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
-    """Prints how often a head would be accepted after a few prompts, and loudly if that is hardly or read wrongly.
-
-    Texts that are too short for a draft say nothing.
-    """
+    """Prints how often a head would be accepted after a few prompts; red if hardly, or if its files are read wrongly."""
     console = entry.make_console(stderr=True)
     tokens = min(CHECKED_TOKENS, work.max_new_tokens)
     texts = write_texts(pair, work.prompts[:CHECKED_PROMPTS], tokens=tokens, sampling=sampling)
@@ -138,7 +134,7 @@ def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
 
 
 def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
-    """Reads the pair of configs/hf.py, with a line for every gigabyte and for every difference of the two."""
+    """Reads the pair of configs/hf.py; prints a line for every gigabyte and every difference of the two models."""
     console = entry.make_console(stderr=True)
     read = read_head_pair if config.word.draft == "head" else read_pair
     return read(
@@ -167,7 +163,7 @@ def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[Prompt], *, c
 
 
 def headline(experiment: Experiment, task: str | None = None) -> str:
-    """Returns three lines on what is about to run; ``task`` is said instead of the configuration's one cell."""
+    """Returns three lines on the models, the task (or else the configuration's one cell) and the weights."""
     pair, work, drafter = experiment.pair, experiment.workload, experiment.drafter
     device, devices = jax.devices()[0], jax.device_count() if isinstance(pair.target, ShardedModel) else 1
     length = drafter.K if experiment.adaptive is None else f"adaptive, up to {drafter.K}"
@@ -175,28 +171,20 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
         f"{type(drafter).__name__} K = {length}, {rule_name(experiment.rule)}, "
         f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats"
     )
-    named = f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompt{'s' * (len(work.prompts) != 1)}"
-    random = (
-        "The weights are random: a round takes as long as a trained pair's, but acceptance and speedup mean nothing."
+    weights = (
+        "The weights are random: rounds take as long as a trained pair's, but acceptance and speedup mean nothing."
     )
+    if experiment.pair_name:
+        weights = f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompt{'s' * (len(work.prompts) != 1)}"
     return (
-        f"target {_size(pair.target, pair)}, draft {_size(pair.draft, pair)}, V = {pair.target.vocab_size}, "
-        f"{pair.target.config.dtype}, {devices} x {device.platform} ({device.device_kind})\n{task or cell}\n"
-        f"{named if experiment.pair_name else random}"
+        f"target {_size(pair.target_params)}, {'draft' if pair.head is None else 'head'} {_size(pair.draft_params)}, "
+        f"V = {pair.target.vocab_size}, {pair.target.config.dtype}, {devices} x {device.platform} ({device.device_kind})\n"
+        f"{task or cell}\n{weights}"
     )
 
 
-def _size(model: LanguageModel | None, pair: Pair) -> str:
-    """Returns how large a model is, or for None the head of its pair."""
-    if model is None:
-        return f"a head of {human_count(sum(leaf.size for leaf in jax.tree.leaves(pair.draft_params)))} parameters"
-    stored, looked_up = model.config.num_parameters, looked_up_parameters(model.config)
-    told = f"{human_count(stored)} parameters"
-    if looked_up:
-        told += f" (a step streams {human_count(stored - looked_up)}: the rest are tables of n-grams)"
-    if model.config.experts:
-        told += f" (a token uses {human_count(model.config.num_active_parameters)}: it chooses experts)"
-    return told
+def _size(params: Any) -> str:
+    return f"{human_count(sum(leaf.size for leaf in jax.tree.leaves(params)))} parameters"
 
 
 def rule_name(rule: Rule) -> str:
@@ -213,9 +201,9 @@ def bare_pair(
     draft_model_parallelism: int | None = None,
     runs: tuple[str, str] = ("", ""),
 ) -> Pair:
-    """Makes a pair without a tokenizer, its parameters of training runs, or random where a name is empty.
+    """Makes a pair without a tokenizer; its parameters are those of training runs, or random where a name is empty.
 
-    They are in the compute dtype and where they belong from the start: a large model fits nowhere else.
+    Parameters are made in the compute dtype and on their devices: a large model fits nowhere else.
     """
     if mesh is not None:
         target = shard_model(target, Layout.tensor_parallel(mesh))
@@ -252,7 +240,7 @@ def read_params(model: TransformerLM | ShardedModel, folder: str) -> Any:
 
 
 def _in_float(model: TransformerLM | ShardedModel) -> TransformerLM | ShardedModel:
-    """Returns the model as training runs store it, without int8 weights."""
+    """Returns the model with float weights, as training runs store them."""
     if isinstance(model, ShardedModel):
         return dataclasses.replace(model, model=_in_float(model.model))
     return dataclasses.replace(model, config=dataclasses.replace(model.config, weight_dtype=None))

@@ -27,27 +27,20 @@ OPENED = re.compile(r"<!-- *(?:table|files|end)\b.*")
 MOVED: Mapping[str, str] = {
     r"launch/sweep\.py": "launch/benchmark.py --sweep",
     r"launch/benchmark.py(.*) --memory": r"launch/study.py memory\1",  # a flag, once
-    r"launch/(?:studies/)?memory\.py": "launch/study.py memory",
     r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",
     # Programs that are gone: what they said stands beside the file.
     r".* --study=variants .*|.*/(in_flight|freeze_forecasts|scheduling)\.py.*": "",
     r"(compile_study\.py.*) --figure=\S*/\w+\.png": r"\1 --figures=runs",
     r"launch/(?:studies/)?compile_study\.py(.*) --study=": r"launch/study.py compile\1 --grid=",
     r"launch/(?:studies/)?compile_training\.py(.*) --topology=": r"launch/study.py compile --grid=training\1 --change=topology=",
-    r"launch/(?:studies/)?streaming\.py": "launch/study.py streaming",
     r"launch/(?:studies/)?int8_error\.py": "launch/study.py int8",
     r"launch/(?:studies/)?int8_speed\.py": "launch/study.py int8 --ask=speed",
-    r"launch/(?:studies/)?speedup\.py": "launch/study.py speedup",
     r"launch/(?:studies/)?head_training\.py": "launch/study.py heads",
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
-    r"launch/(?:studies/)?agreement\.py": "launch/study.py agreement",
-    r"launch/(?:studies/)?backtest\.py": "launch/study.py backtest",
     r"launch/(?:studies/)?refill\.py": "launch/study.py serving --ask=batches",
     r"launch/(?:studies/)?serve_load\.py": "launch/study.py serving --ask=endpoint --max_new_tokens=128",
-    r"launch/(?:studies/)?drafters\.py": "launch/study.py drafters",
-    r"launch/(?:studies/)?lossy\.py": "launch/study.py lossy",
-    r"launch/(?:studies/)?adaptive\.py": "launch/study.py adaptive",
     r"launch/(?:studies/)?cut_prompts\.py": "launch/study.py prompts",
+    r"launch/(?:studies/)?(adaptive|agreement|backtest|drafters|lossy|memory|speedup|streaming)\.py": r"launch/study.py \1",
     # Last, of all studies: a figure was a file, and is one of a folder; a flag that was repeated is a list.
     r"(launch/study\.py .*)--figure=\S*/\w+\.png": r"\1--figures=runs",
 }
@@ -55,11 +48,7 @@ REPEATED = re.compile(r" --(\w+)=(\S+) --\1=(\S+)")
 
 
 def write() -> list[pathlib.Path]:
-    """Fills all pages and returns their paths.
-
-    Raises:
-      ValueError: a mark that no study makes, or a result that no mark shows.
-    """
+    """Fills all pages and returns their paths; raises ValueError for a result that no mark shows."""
     if not all(path.is_file() for path in PAGES):
         raise ValueError("--page fills the pages of a checkout, and this is none: run it in a clone")
     texts = {path: filled(path.read_text(encoding="utf-8")) for path in PAGES}
@@ -71,11 +60,7 @@ def write() -> list[pathlib.Path]:
 
 
 def filled(text: str) -> str:
-    """Returns a page whose marks are filled anew.
-
-    Raises:
-      ValueError: a mark names a table or a result that does not exist, is misspelt or has no end.
-    """
+    """Returns a page with its marks filled anew; raises ValueError for a mark that is misspelt or has no end."""
     whole = [line for mark in MARK.finditer(text) for line in OPENED.findall(mark[0])]
     if len(whole) < len(all_marks := OPENED.findall(text)):
         wrong = next(line for line in all_marks if all_marks.count(line) > whole.count(line))
@@ -102,11 +87,7 @@ def tables() -> dict[str, Published]:
 
 
 def content(kind: str, names: str) -> str:
-    """Returns what a mark is filled with.
-
-    Raises:
-      ValueError: a table that no study makes; the message names those there are.
-    """
+    """Returns the content of a mark; raises ValueError for a table that no study makes."""
     if kind == "files":
         return "\n".join(source(name, study.read(name)) for name in names.split())
     known = tables()
@@ -116,7 +97,7 @@ def content(kind: str, names: str) -> str:
 
 
 def source(name: str, document: Document) -> str:
-    """Returns where numbers come from: file, dates, machine, versions and the commands that measure them again."""
+    """Returns the source of numbers: file, dates, machine, versions and the commands that measure them again."""
     records = (
         [cell for cell in document.get("cells", ()) if "environment" in cell] or document.get("batches") or [document]
     )

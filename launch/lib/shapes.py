@@ -68,8 +68,3 @@ def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
             continue
         models[side] = TransformerLM(dataclasses.replace(shape, **int8.of(side)))
     return models
-
-
-def looked_up_parameters(config: models.TransformerConfig) -> int:
-    """Returns how many parameters are tables of n-grams, of which a step reads a few rows."""
-    return config.num_ngram_tables * config.ngram_rows * config.width

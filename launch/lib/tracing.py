@@ -1,4 +1,4 @@
-"""Shares --trace: a profile of what a command measures, where to open it, and its time by named scope."""
+"""The flag --trace: profiles what a command measures, and shows its time by named scope."""
 
 import jax
 from absl import flags
@@ -8,16 +8,16 @@ from launch.lib import entry
 from specsamp.analysis.trace import Trace, trace
 from specsamp.analysis.workload import Decoder
 
+HELP = "Then profile one prefill and some rounds into this folder, and show their time by named scope."
+
 
 def define_trace() -> flags.FlagHolder:
     """Defines --trace."""
-    return flags.DEFINE_string(
-        "trace", None, "Then profile one prefill and some rounds into this folder, and show their time by named scope."
-    )
+    return flags.DEFINE_string("trace", None, HELP)
 
 
 def check_trace(folder: str | None) -> None:
-    """Refuses a folder that cannot be written, and programs that are not compiled: now, not after all was measured."""
+    """Refuses a folder that cannot be written, and programs that are not compiled."""
     if folder and jax.config.jax_disable_jit:
         raise ValueError("--trace is of compiled programs, and JAX_DISABLE_JIT is set: leave out one of the two")
     if folder:
@@ -25,11 +25,9 @@ def check_trace(folder: str | None) -> None:
 
 
 def show_trace(decoder: Decoder, folder: str, console: Console) -> Trace:
-    """Writes the profile, and prints where to open it and what took the time."""
+    """Writes the profile; prints how to open it, and its time by named scope."""
     with entry.progress(console, "compiling and tracing"):
         traced = trace(decoder, folder)
     entry.show(traced.tables(), console)
-    console.print()
-    for sentence in traced.sentences:
-        console.print(entry.visible(sentence))
+    console.print("\n" + "\n".join(map(entry.visible, traced.sentences)))
     return traced

@@ -18,7 +18,6 @@ import jax
 from launch.lib.estimates import forecast
 from launch.lib.experiment import build, refuse
 from launch.lib.rules import RULES
-from launch.lib.shapes import looked_up_parameters
 from launch.lib.study import Document, Option, Published, Study
 from specsamp import chain, greedy, temperature, top_p
 from specsamp.analysis.benchmark import Result, benchmark
@@ -178,7 +177,7 @@ def streamed(model: Mapping[str, Any]) -> int:
     """Returns the parameters that a call streams; tables of n-grams are only looked up."""
     known = {field.name for field in dataclasses.fields(TransformerConfig)}  # older files have fields that are gone
     config = TransformerConfig(**{name: value for name, value in model.items() if name in known})
-    return config.num_parameters - looked_up_parameters(config)
+    return config.num_parameters - config.num_ngram_tables * config.ngram_rows * config.width
 
 
 STUDY = Study(

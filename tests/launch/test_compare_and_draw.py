@@ -15,7 +15,7 @@ TINY = "--config=configs/random_pair.py:tiny"
     "script, arguments, message",
     [
         ("study", ["adaptive", "--lengths=1,2"], "--lengths=1,2 must begin with 0"),
-        ("study", ["adaptive", "--drafters=none"], "--drafters=none: no none"),
+        ("study", ["adaptive", "--drafters=none"], "--drafters must be one of"),
         ("study", ["adaptive", "--texts=17"], "--texts=17 needs a quarter more prompts, and there are 20"),
         ("study", ["serving", "--task=nothing"], "got 'nothing'"),
     ],

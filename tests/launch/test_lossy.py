@@ -112,7 +112,7 @@ def test_the_study_measures_and_draws(tmp_path):
     "argument, told",
     [
         ("--rules=ears:1", "--rules=ears:1 must begin with token"),
-        ("--samplings=hot", "--samplings=hot: no hot"),
+        ("--samplings=hot", "--samplings must be one of 1.0, 0.8/0.95"),
         ("--config.draft_temperature=0.5", "--config.draft_temperature=0.5 has no effect here"),
     ],
 )
