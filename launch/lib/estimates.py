@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from launch.lib.study import Document, answers
-from specsamp.analysis.costs import CostTable
 from specsamp.tpu.calibration import Band, estimate
-from specsamp.tpu.costs import banded_costs
 from specsamp.tpu.work import Work, calls_of_round
 
 K = 4
@@ -24,18 +22,3 @@ def forecast(document: Document, topology: str, batch: int) -> tuple[Band, Band]
     programs = {tuple(name.values()): answer["programs"] for name, answer in answers(document)}[topology, batch]
     drafted = estimated(programs["round, top-p, token"], topology, programs["draft step"])
     return estimated(programs["target step"], topology) / batch, drafted / EMITTED / batch
-
-
-def costs_of_drafters(document: Document, target: str, topology: str) -> dict[str, CostTable]:
-    """Returns the costs of rounds on a slice by what drafts for a target.
-
-    A round was compiled for one K; costs in between lie on the line from a step of the target to it, those beyond on its
-    continuation.
-    """
-    found = {}
-    for name, answer in answers(document):
-        if (name["target"], name["topology"]) == (target, topology):
-            step, draft_step, round_ = (answer["programs"][part] for part in ("target step", "draft step", "round"))
-            bands = [estimated(step, topology), estimated(round_, topology, draft_step)]
-            found[name["drafter"]] = banded_costs((0, K), bands, batch=1)
-    return found

@@ -29,13 +29,12 @@ MOVED: Mapping[str, str] = {
     r"launch/benchmark.py(.*) --memory": r"launch/study.py memory\1",  # a flag, once
     r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",
     # Programs that are gone: what they said stands beside the file.
-    r".* --study=variants .*|.*/(in_flight|freeze_forecasts|scheduling)\.py.*": "",
+    r".* --study=variants .*|.*/(in_flight|freeze_forecasts|scheduling|head_training)\.py.*": "",
     r"(compile_study\.py.*) --figure=\S*/\w+\.png": r"\1 --figures=runs",
     r"launch/(?:studies/)?compile_study\.py(.*) --study=": r"launch/study.py compile\1 --grid=",
     r"launch/(?:studies/)?compile_training\.py(.*) --topology=": r"launch/study.py compile --grid=training\1 --change=topology=",
     r"launch/(?:studies/)?int8_error\.py": "launch/study.py int8",
     r"launch/(?:studies/)?int8_speed\.py": "launch/study.py int8 --ask=speed",
-    r"launch/(?:studies/)?head_training\.py": "launch/study.py heads",
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
     r"launch/(?:studies/)?refill\.py": "launch/study.py serving --ask=batches",
     r"launch/(?:studies/)?serve_load\.py": "launch/study.py serving --ask=endpoint --max_new_tokens=128",

@@ -38,7 +38,6 @@ BEFORE = {  # studies that have another name, or are a question of another study
     "refill": "serving --ask=batches",
     "serve_load": "serving --ask=endpoint",
     "one_round": "rounds",
-    "head_training": "heads",
     "int8_error": "int8",
     "int8_speed": "int8 --ask=speed",
     "compile_study": "compile",

@@ -12,8 +12,7 @@ and voting, instead; with --repeated on prompts that end with their own beginnin
 
 Temperature and top-p are numbers of one program: greedy decoding pays for the warp that it does not need, on both sides.
 A draft's cost is what proposing and reading what was accepted take for each drafted token, in steps of the target.
-"Accepted at" a position: of the rounds that came so far. With --results a table says what the same acceptance would be
-worth on a chip, by the compiler's estimates for a larger target.
+"Accepted at" a position: of the rounds that came so far.
 """
 
 from __future__ import annotations
@@ -26,13 +25,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.lib.drafters import lookup_and_model
-from launch.lib.estimates import costs_of_drafters
 from launch.lib.study import Document, Key, Option, Published, Study, answers, here, law
 from specsamp import chain, temperature, top_p, use_compilation_cache
-from specsamp.analysis import tables
 from specsamp.analysis.benchmark import Result, benchmark
-from specsamp.analysis.grid import measured_acceptance
-from specsamp.analysis.planner import make_plan
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Workload
 from specsamp.checkpoints.heads import open_head, read_head
@@ -48,7 +43,6 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.training.source import open_target
 
-CHIP_TARGET, CHIPS = "Llama 3.1 8B", "v5e:2x2"  # of the forecast
 SAMPLINGS = {"greedy": (0.0, 1.0), "0.8/0.95": (0.8, 0.95), "1.0": (1.0, 1.0)}  # temperature and top-p
 OPTIONS = {
     "pair": Option("python", "The pair, by name or folder."),
@@ -163,28 +157,6 @@ def voting(held_out: Document, repeated: Document) -> Table:
     return Table(title="Two drafters together", header=("text", *header_of(most)), rows=rows, left=2)
 
 
-def on_chips(document: Document, compiled: Document) -> Table:
-    """Returns what the acceptance of a draft model and of heads would be worth on a chip; heads cost what EAGLE-3's does."""
-    costs, alike, rows = costs_of_drafters(compiled, CHIP_TARGET, CHIPS), {}, []
-    for cell in (cell for cell in document["cells"] if "result" in cell):
-        key = cell["key"]
-        alike.setdefault((key["drafter"], key["temperature"], key["top_p"]), []).append(cell)
-    for (name, heat, share), cells in alike.items():
-        drafter = "EAGLE-3" if "head" in name else "Llama 3.2 1B" if name == "draft model" else None
-        if drafter is not None:
-            distribution = "greedy" if heat == 0 else f"{heat}" if share == 1 else f"{heat}/{share}"
-            show = tables.span if costs[drafter].open else functools.partial(tables.interval, digits=2)
-            lengths = [cell["key"]["draft_length"] for cell in cells]
-            plan = make_plan(measured_acceptance(cells), costs[drafter], draft_lengths=lengths)
-            rows += [
-                (name, drafter, distribution, f"{K}", show(plan[K].ms_per_token), show(plan[K].speedup, "x"))
-                for K in lengths
-            ]
-    title = f"The same acceptance, with {CHIP_TARGET} on {CHIPS} (forecast by the compiler's estimates, calibrated)"
-    header = ("drafter", "costs of", "sampling", "K", "ms per token", "speedup")
-    return Table(title=title, header=header, rows=rows, left=3)
-
-
 def longest(document: Document) -> int:
     return max(cell["key"]["draft_length"] for cell in document["cells"])
 
@@ -213,7 +185,6 @@ STUDY = Study(
     measure=measure,
     tables={
         "drafters": Published(["python_drafters"], drafters),
-        "drafters_on_chips": Published(["python_drafters", "compile_heads"], on_chips),
         "voting": Published(["python_voting", "python_voting_repeated"], voting),
     },
 )

@@ -8,7 +8,6 @@ An example, not a measurement: prompt and seed are those of a text whose first r
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ import jax
 from launch.lib.study import Document, Option, Published, Study
 from specsamp import Loop, Method, ModelDrafter, Pair, chain, load_pair, temperature, top_p
 from specsamp.analysis.figures import GREY, WRITERS, tint
-from specsamp.analysis.report import Table
 from specsamp.checkpoints.pair import load_prompts
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.loop import decode_window
@@ -65,16 +63,6 @@ def ahead(loop: Loop, weights: Weights, request: RequestBatch, state: DecodeStat
         logits_BTV=output.logits_BTV, warp=request.sampling, draft=draft, warp_state=state.warp_state
     )
     return draft.tokens_BK, loop.rule.acceptance(draft, target.all()), loop.verify(request, state, draft, target)
-
-
-def table(document: Document) -> Table:
-    """Returns a row for each round: every drafted token and the chance to keep it, and what the target added."""
-    rows = []
-    for number, one in enumerate(document["rounds"], 1):
-        drafted = [f"`{json.dumps(token['text'])}` {token['chance']:.2f}" for token in one["drafted"]]
-        rows.append((str(number), *drafted, str(one["accepted"]), f"`{json.dumps(one['last'])}`"))
-    header = ("round", *(f"draft {i + 1}" for i in range(document["K"])), "accepted", "then, by the target")
-    return Table(title="Drafted tokens, each with the chance that it is kept", header=header, rows=rows)
 
 
 # Of the figure, in pixels of which there are 100 to an inch. It is as wide as a README.
@@ -196,6 +184,5 @@ STUDY = Study(
     question="What is drafted, accepted and corrected in the first rounds of a text?",
     options=OPTIONS,
     measure=measure,
-    tables={"one_round": Published(["one_round"], table)},
     figures={"one_round": Published(["one_round"], draw)},
 )
