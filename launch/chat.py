@@ -31,7 +31,7 @@ from specsamp.decoding.results import Chunk
 from specsamp.decoding.text import Continuation
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
-_SYSTEM = flags.DEFINE_string("system", None, "What the model is told before the first turn.")
+_SYSTEM = flags.DEFINE_string("system", None, "The system message, before the first turn.")
 _TOKENS = flags.DEFINE_integer("max_tokens", None, "Tokens of all turns together; default up to 4096.", lower_bound=2)
 _REQUIRE_EXACT = define_require_exact()
 
@@ -41,7 +41,7 @@ COMMANDS = {"/new", "/undo", "/quit"}
 def main() -> None:
     console = entry.make_console()
     if jax.process_count() > 1:
-        raise ValueError("a chat is one process's, which has a keyboard: leave out --distributed and --coordinator")
+        raise ValueError("a chat runs in one process: leave out --distributed and --coordinator")
     config = _CONFIG.value
     refuse(config)
     if _REQUIRE_EXACT.value:
@@ -51,7 +51,7 @@ def main() -> None:
     tokenizer = experiment.pair.tokenizer
     has_template = knows_conversations(tokenizer)
     if _SYSTEM.value and not has_template:
-        raise ValueError("--system: this pair has no chat template, and nobody to be told")
+        raise ValueError("--system: this pair has no chat template")
     console.print(headline(experiment))
     told = "/new, /undo, /quit" if has_template else "no chat template: what you type is completed; /new, /undo, /quit"
     console.print(told, style="dim")
@@ -64,13 +64,13 @@ def main() -> None:
 
 def ask(console: Console) -> str | None:
     """Returns the next line that is not empty; None at the end of the input."""
-    while True:
+    line = ""
+    while not line.strip():
         try:
             line = console.input("> " if console.is_terminal else "")
         except EOFError:
             return None
-        if line.strip():
-            return line.rstrip()
+    return line.rstrip()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,12 +122,11 @@ class Talk:
             return
         else:
             seconds, stats = time.perf_counter() - start, self.chat.stats
-            rate = "" if stats.acceptance_rate is None else f", acceptance {stats.acceptance_rate:.0%}"
             told = (
                 f"{stats.emitted} tokens, {stats.emitted / seconds:.1f} a second, {stats.emitted_per_round:.2f} a round"
             )
             cost = "" if stats.variation is None else f", bias {stats.variation_per_token:.4f} a token (lossy rule)"
-            self.console.print(f"\n{told}{rate}{cost}; read {self.chat.tokens_read} tokens", style="dim")
+            self.console.print(f"\n{told}{cost}; read {self.chat.tokens_read} tokens", style="dim")
         self.turns.append(Turn(asked=line, answered=pieces.text, tokens=tuple(self.chat.tokens)))
 
     def prompt(self, line: str) -> Prompt:

@@ -15,7 +15,6 @@ import operator
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from rich.console import Console
@@ -27,8 +26,9 @@ from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
 from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
-from specsamp.analysis import report, tables
-from specsamp.analysis.workload import Decoder, Timing, decoders, take_turns
+from specsamp.analysis import tables
+from specsamp.analysis.report import Table
+from specsamp.analysis.workload import Timing, decoders, take_turns
 from specsamp.decoding.text import TextStream
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
@@ -61,7 +61,12 @@ def main() -> None:
         name: decoders(experiment.pair, contenders, warp, experiment.workload, adaptive=lengths)
         for name, warp in warps.items()
     }
-    compile_all(sides["greedy"], console)
+    start = time.perf_counter()
+    with entry.progress(console, "compiling"):
+        for side in sides["greedy"].values():
+            side.decode(0)
+    done = "ran once without compiling" if jax.config.jax_disable_jit else "compiled"
+    console.print(f"{done} in {time.perf_counter() - start:.1f} s", style="dim")
     with entry.keeps("the same command starts anew"), entry.progress(console, "decoding") as say:
 
         def decode(distribution: str, name: str, turn: int) -> Timing:
@@ -74,7 +79,7 @@ def main() -> None:
 
         keys = itertools.product(warps, contenders)
         timings = take_turns({key: functools.partial(decode, *key) for key in keys}, _PASSES.value * prompts)
-    show_agreement(experiment, prompts, timings, console)
+    show_agreement(prompts, timings, console)
     if jax.config.jax_disable_jit:
         console.print("\nJAX_DISABLE_JIT is set, nothing is compiled: the timings are left out.")
         return
@@ -83,19 +88,8 @@ def main() -> None:
         tracing.show_trace(sides["sampled"]["speculative"], _TRACE.value, console)
 
 
-def compile_all(sides: dict[str, Decoder], console: Console) -> None:
-    """Decodes the first prompt with each side, which compiles its programs, and says how long that took."""
-    start = time.perf_counter()
-    with entry.progress(console, "compiling") as say:
-        for name, side in sides.items():
-            say(f"compiling the {name} side")
-            side.decode(0)
-    done = "ran once without compiling" if jax.config.jax_disable_jit else "compiled"
-    console.print(f"{done} in {time.perf_counter() - start:.1f} s", style="dim")
-
-
 def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Console) -> None:
-    """Prints the prompt and what followed, each token by who wrote it; of a batch, its first row."""
+    """Prints a prompt and its text, each token in the colour of its author; of a batch, the first row."""
     stats, tokenizer, work = timing.rows[0], experiment.pair.tokenizer, experiment.workload
     tokens, drafted = timing.texts[0], timing.from_draft[0]
     coloured = console.color_system is not None and not console.no_color
@@ -125,36 +119,20 @@ def prompt_and(prompt: str, parts: list[Text]) -> Text:
     return Text().append(prompt, style=PROMPT).append_text(Text().join(parts))
 
 
-def show_agreement(experiment: Experiment, prompts: int, timings: dict, console: Console) -> None:
-    """Prints whether greedy text with a draft is that without: greedy decoding has one right answer."""
+def show_agreement(prompts: int, timings: dict, console: Console) -> None:
+    """Prints whether greedy text is the same with a draft: greedy decoding has one right answer."""
     pairs = list(zip(timings["greedy", "autoregressive"][:prompts], timings["greedy", "speculative"][:prompts]))
-    gaps = [first_gap(experiment, i, plain, drafted) for i, (plain, drafted) in enumerate(pairs)]
-    equal, tokens = gaps.count(None), sum(plain.stats.emitted for plain, _ in pairs)
+    different = [i for i, (plain, drafted) in enumerate(pairs) if plain.texts != drafted.texts]
     console.print(
-        f"\ngreedy, speculative = autoregressive: {equal} of {prompts} prompts, {tokens} tokens",
-        style="bold green" if equal == prompts else "bold red",
+        f"\ngreedy, speculative = autoregressive: {prompts - len(different)} of {prompts} prompts, "
+        f"{sum(plain.stats.emitted for plain, _ in pairs)} tokens",
+        style="bold red" if different else "bold green",
     )
-    for index, gap in enumerate(gaps):
-        if gap is not None:
-            console.print(f"prompt {index}: {gap}")
+    if different:
+        console.print(f"prompts {different} differ: launch/audit.py says whether by rounding alone")
 
 
-def first_gap(experiment: Experiment, prompt: int, plain: Timing, drafted: Timing) -> str | None:
-    """Returns where two greedy texts part, and by how little the target prefers one token there; None if nowhere."""
-    for row, (one, other) in enumerate(zip(plain.texts, drafted.texts, strict=True)):
-        if one == other:
-            continue
-        index = next(i for i, (a, b) in enumerate(zip(one, other)) if a != b)
-        target = experiment.pair.target
-        tokens_BP, lengths_B, _ = experiment.workload.rows(prompt, target.vocab_size)
-        context = [*tokens_BP[row, : lengths_B[row]].tolist(), *one[:index]]
-        logits_V = target.forward(experiment.pair.target_params, jnp.asarray([context])).logits_BTV[0, -1]
-        gap = float(logits_V[one[index]] - logits_V[other[index]])
-        return f"tokens differ from number {index} on, where their logits are {gap:.1e} apart (rounding: below 1e-4)"
-    return None
-
-
-def speed_table(timings: dict, experiment: Experiment) -> report.Table:
+def speed_table(timings: dict, experiment: Experiment) -> Table:
     """Returns the table of both sides, greedy and sampled."""
     most = experiment.drafter.K if experiment.adaptive is None else f"0 to {experiment.drafter.K}"
 
@@ -178,7 +156,7 @@ def speed_table(timings: dict, experiment: Experiment) -> report.Table:
     greedy, sampled = column("greedy"), column("sampled")
     rows = [(name, greedy[name], sampled[name]) for name in greedy]
     title = "Both sides in one process, in turn; medians"
-    return report.Table(title=title, header=("", "greedy", "sampled"), rows=rows)
+    return Table(title=title, header=("", "greedy", "sampled"), rows=rows)
 
 
 if __name__ == "__main__":

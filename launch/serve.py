@@ -16,9 +16,7 @@ budget and stop texts; drafter and rule are the configuration's. usage.completio
 that were accepted and rejected. GET /health says how busy the rows are. Takes libraries: pip install -e '.[serve]'.
 """
 
-import ipaddress
 import os
-import pathlib
 
 import jax
 from absl import flags
@@ -29,7 +27,7 @@ from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline, refuse, rule_name
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import define_require_exact, make_rule
-from specsamp import NoDrafter
+from specsamp import NoDrafter, storage, validate
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.method import Method, check_exact
 from specsamp.serving.request_warps import OPTIONAL_WARPS, make_warp
@@ -38,7 +36,7 @@ from specsamp.serving.service import Service
 KEY = "SPECSAMP_SERVE_KEY"
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to listen at; 0.0.0.0 is all of this machine's.")
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to listen at; 0.0.0.0 listens on all interfaces.")
 _PORT = flags.DEFINE_integer("port", 8000, "The port; 0 takes one that is free.", lower_bound=0, upper_bound=65535)
 _MODEL = flags.DEFINE_string("model", None, "The model's name for clients; default that of the pair or the target.")
 _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
@@ -54,12 +52,10 @@ _WARPS = flags.DEFINE_list(
     f"What requests may set besides temperature, of {', '.join(OPTIONAL_WARPS)}; every text pays for each of them.",
 )
 _ROUNDS = flags.DEFINE_integer(
-    "rounds_per_slice", 4, "Streams get what is new, and newcomers a free row, after so many rounds.", lower_bound=1
+    "rounds_per_slice", 4, "Rounds between scheduler steps, which stream new text and admit requests.", lower_bound=1
 )
 _MAX_BODY = flags.DEFINE_integer("max_body", 1 << 20, "Bytes of a request at most.", lower_bound=1)
-_TIMEOUT = flags.DEFINE_float(
-    "timeout", 60.0, "Seconds that a client has to send a request, and to take what it is sent.", lower_bound=0.1
-)
+_TIMEOUT = flags.DEFINE_float("timeout", 60.0, "Seconds that a client has to send a request, and to take its answer.")
 _KEY_FILE = flags.DEFINE_string(
     "key_file", None, f"A file with the key that requests must bring; default the environment variable {KEY}."
 )
@@ -69,15 +65,15 @@ _REQUIRE_EXACT = define_require_exact()
 def main() -> None:
     console = entry.make_console()
     if jax.process_count() > 1:
-        raise ValueError("an endpoint is one process's: leave out --distributed and --coordinator")
+        raise ValueError("an endpoint runs in one process: leave out --distributed and --coordinator")
     try:
         from specsamp.serving.endpoint import make_app
         from specsamp.serving.web_server import WebServer, address, bind
     except ImportError as error:
-        raise ValueError(f"an endpoint takes libraries ({error}): pip install 'specsamp[serve]'") from error
-    unknown = sorted(set(_WARPS.value) - set(OPTIONAL_WARPS))
-    if unknown:
-        raise ValueError(f"--warps: no {', '.join(unknown)}; choose of {', '.join(OPTIONAL_WARPS)}")
+        raise ValueError(f"an endpoint takes libraries ({error}): pip install -e '.[serve]'") from error
+    for warp in _WARPS.value:
+        validate.choice("--warps", warp, OPTIONAL_WARPS)
+    validate.number("--timeout", _TIMEOUT.value, 0.1)
     config, key = _CONFIG.value, read_key()
     refuse(config)
     if _REQUIRE_EXACT.value:
@@ -145,29 +141,19 @@ def describe(experiment: Experiment, service: Service) -> str:
 
 
 def say_where(console: Console, url: str, model: str, key: str | None) -> None:
-    """Prints that the server is ready, and where; and what is to fear."""
-    guarded = "with a key" if key else "without a key"
-    console.print(f"ready: {url}/v1 serves {model!r}, {guarded}; Ctrl-C ends it", style="bold")
-    if not key and not is_loopback(_HOST.value):
+    """Prints the address of the server, and a warning if anybody can use it."""
+    console.print(
+        f"ready: {url}/v1 serves {model!r}, {'with' if key else 'without'} a key; Ctrl-C ends it", style="bold"
+    )
+    if not key and _HOST.value not in ("127.0.0.1", "localhost", "::1"):
         console.print("anybody who reaches this address can use it: give --key_file", style="yellow")
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def read_key() -> str | None:
-    """Returns the key of the file or of the environment; None: there is none.
-
-    Raises:
-      ValueError: it is empty, or nothing that a header can hold.
-    """
+    """Returns the key of the file or of the environment, or None; raises ValueError for one that no header can hold."""
     where = f"--key_file={_KEY_FILE.value}" if _KEY_FILE.value else f"the environment variable {KEY}"
     if _KEY_FILE.value:
-        key = pathlib.Path(_KEY_FILE.value).read_text(encoding="utf-8", errors="replace").strip()
+        key = storage.read_text(_KEY_FILE.value).strip()
     elif KEY in os.environ:
         key = os.environ[KEY].strip()
     else:

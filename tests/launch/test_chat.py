@@ -28,7 +28,7 @@ def test_turns_of_a_pair_without_a_template(tmp_path, monkeypatch):
 def test_a_system_message_takes_a_template(tmp_path):
     save_tiny_pair(tmp_path, ["def f(x):"])
     done = call("chat", f"--config=configs/trained_pair.py:{tmp_path}", "--system=Be brief.")
-    assert (done.returncode, done.stderr) == (2, "--system: this pair has no chat template, and nobody to be told\n")
+    assert (done.returncode, done.stderr) == (2, "--system: this pair has no chat template\n")
 
 
 def test_a_lossy_rule_is_refused_where_exactness_is_required():

@@ -65,14 +65,16 @@ def never(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--warps=top_p,top_q"], "--warps: no top_q; choose of penalties, top_k, top_p, min_p"),
+        (["--warps=top_p,top_q"], "--warps must be one of penalties, top_k, top_p, min_p; got 'top_q'"),
         (["--config=configs/random_pair.py:tiny"], "a pair without a tokenizer"),
         (["--config.draft_temperature=0.5"], "--config.draft_temperature=0.5 has no effect here"),
         (["--require_exact", "--config.rule=ears:0.3"], "exactness is required, but EARS(beta=0.3"),
         (["--host=no.such.host.invalid"], "--host=no.such.host.invalid --port=0: "),
         (["--host=192.0.2.1"], "choose others"),
         (["--key_file=no/such/file"], "no/such/file: No such file or directory"),
-        (["--key_file=/dev/null"], "--key_file=/dev/null must hold a key of printable ASCII without spaces"),
+        (["--key_file=README.md"], "--key_file=README.md must hold a key of printable ASCII without spaces"),
+        (["--key_file=/dev/zero"], "/dev/zero is no regular file"),
+        (["--timeout=inf"], "--timeout must be from 0.1; got inf"),
         (["--rows=0"], "--rows=0"),
         (["--port=70000"], "--port=70000"),
     ],
@@ -94,7 +96,7 @@ def test_a_port_that_somebody_has(never):
 def test_without_its_libraries_it_says_what_to_install(never, monkeypatch):
     monkeypatch.setitem(sys.modules, "specsamp.serving.web_server", None)
     done = call("serve", "--port=0")
-    assert done.returncode == 2 and "specsamp[serve]" in done.stderr
+    assert done.returncode == 2 and "pip install -e '.[serve]'" in done.stderr
 
 
 def test_a_key_of_the_environment_is_checked_as_well(never, monkeypatch):
