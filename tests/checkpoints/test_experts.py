@@ -71,10 +71,9 @@ def test_experts_are_quantised_while_they_are_read(folder, monkeypatch):
     "change, message",
     [
         (lambda tensors: tensors.pop(FIRST), f"1 tensors are missing: {FIRST} \\(20, 32\\)"),
-        (lambda tensors: tensors.update({FIRST: np.zeros((20, 31), np.float32)}), r"\(20, 31\).*, \(20, 32\) wanted"),
         (lambda tensors: tensors.update({FIRST.replace("3", "8"): tensors[FIRST]}), "1 tensors are not part of"),
     ],
-    ids=["an expert is missing", "an expert of another shape", "an expert too many"],
+    ids=["an expert is missing", "an expert too many"],
 )
 def test_damaged_experts_are_named_in_one_line(folder, change, message):
     path = folder / "model.safetensors"

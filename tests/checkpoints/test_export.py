@@ -43,9 +43,7 @@ def test_the_shipped_target_has_a_counterpart():
     "change, named",
     [
         (dict(positions="relative"), "positions = 'relative'"),
-        (dict(norm="layer"), "norm = 'layer'"),
         (dict(window=4, global_layers=(1,)), r"window = 4, global_layers = \(1,\)"),
-        (dict(num_real_tokens=300), "num_real_tokens = 300"),
         (dict(attention_bias=True), "output_bias = False"),
     ],
     ids=str,

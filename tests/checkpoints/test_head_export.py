@@ -1,7 +1,6 @@
 """Heads that are written are read again as they were; what no layout can say is refused before anything is written."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -52,24 +51,15 @@ def test_what_is_written_is_read_again(config, file, tensor, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read_head(checkpoint, head), params)
 
 
-def test_medusa_s_files_name_heads_as_its_authors_do(tmp_path):
-    write_head(tmp_path, FeatureHead(MEDUSA), numbered(MEDUSA), target_name="org/target", K=3)
-    told = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    assert (told["medusa_num_heads"], told["medusa_num_layers"]) == (3, 1)
-    assert told["base_model_name_or_path"] == "org/target"
-
-
 @pytest.mark.parametrize(
     "config, message",
     [
         (Eagle1Config(layer=LAYER, target_layers=LAYERS, hidden_layers=(LAYERS,)), "got Eagle1Config"),
         (dataclasses.replace(MEDUSA, own_output=False), "Medusa's authors has no counterpart of own_output = False"),
-        (dataclasses.replace(MEDUSA, draft_vocab_size=8), "draft_vocab_size = 8"),
         (dataclasses.replace(MODULE, own_output=True), "MiMo's module has no tensor for the parameter 'output'"),
         (dataclasses.replace(MODULE, hidden_first=False), "MiMo's module has no counterpart of hidden_first = False"),
         (dataclasses.replace(MEDUSA, bias=False), "bias = False: Medusa's own code has one"),
         (dataclasses.replace(MODULE, hidden_layers=(2,)), r"has no counterpart of hidden_layers = \(2,\)"),
-        (dataclasses.replace(MODULE, layer=layer_config(16, attention_bias=False)), "attention_bias = False"),
     ],
 )
 def test_what_a_layout_cannot_say_is_refused(config, message, tmp_path):

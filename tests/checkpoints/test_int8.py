@@ -79,11 +79,10 @@ def test_what_was_converted_in_float_is_not_read_in_int8(original, params, tmp_p
         open_checkpoint(tmp_path, weight_dtype="int8")
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors"])
-def test_what_is_quantised_otherwise_is_refused_in_one_line(saved, method):
-    change = {"quantization_config": {"quant_method": method, "bits": 4}}
+def test_what_is_quantised_otherwise_is_refused(saved):
+    change = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     edit(saved / "config.json", lambda content: content.update(change))
-    with pytest.raises(ValueError, match=f"quantization_config .'{method}'"):
+    with pytest.raises(ValueError, match="quantization_config .'gptq'"):
         open_checkpoint(saved, weight_dtype="int8")
 
 

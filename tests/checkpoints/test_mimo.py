@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specsamp import generate
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
-from specsamp.checkpoints.public_pair import read_head_pair
-from specsamp.decoding.pair import Pair
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from support import golden
@@ -91,30 +88,10 @@ def test_target_and_module_are_those_of_numpy(folder):
     np.testing.assert_allclose(logits[0], module_TV, atol=CLOSE * abs(module_TV).max())
 
 
-@pytest.mark.slow
-def test_a_target_drafts_with_its_own_module(folder, tokenizer, tmp_path):
-    """One name for both; the text is the target's."""
-    place = golden.read("mimo").write_checkpoint(tmp_path / "whole")
-    content = json.loads((place / "config.json").read_text()) | {"vocab_size": 304}
-    tensors = load_file(place / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensors[name] = golden.weights(name, (304, 32))
-    (place / "config.json").write_text(json.dumps(content))
-    (place / "tokenizer.json").write_text(tokenizer.to_json())
-    save_file(tensors, place / "model.safetensors")
-    said = []
-    pair = read_head_pair(place, place, dtype="float32", say=said.append)
-    assert said == [] and pair.head.hidden_layers == (1,)
-    made, plain = (generate(pair, ["def f(x)"], 16, draft_length=K)[0] for K in (2, 0))
-    assert made.tokens == plain.tokens and made.stats.drafted > 0
-    assert isinstance(pair, Pair)
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2; only 1 is supported"),
-        ({"hidden_size": 64}, "hidden_size = 64, but the target's width is 32"),
         ({"num_hidden_layers": 3, "layer_types": None}, "num_hidden_layers = 3.* 2"),
     ],
 )

@@ -51,16 +51,13 @@ def problems(**fields):
 
 def test_what_loads(hub):
     assert problems(chat=True) == problems(draft="some/head", is_head=True) == (None, None)
+    assert problems(target=str(hub.folder / "some/target")) == (None, None)
     assert not list(hub.cache.glob("**/*.safetensors"))
     (hub.folder / "some/head/config.json").write_text(
         (hub.folder / "some/head/config.json").read_text().replace("some/target", "some/base-model")
     )
     (_, of_head) = check_pair("pair", "some/target", "some/head", is_head=True)
     assert of_head.problem is None and "was trained for some/base-model" in of_head.notes[0]
-
-
-def test_folders_are_names_too(hub):
-    assert problems(target=str(hub.folder / "some/target")) == (None, None)
 
 
 def test_names_that_are_not_there_or_not_given(hub):

@@ -81,18 +81,6 @@ def test_no_weight_moves_by_more_than_half_a_step(params):
         assert (np.abs(channels(name, tensors[name])).max(1) == 127).all()  # every channel uses the range
 
 
-def test_a_scale_for_every_output_channel(params):
-    """N = 2 heads of H = 8, D = 16, F = 64: what a product sums over has one scale."""
-    shapes = {
-        name: value.shape for name, value in write_pair_tensors(params["target"]).items() if name.endswith(PAIR_SCALES)
-    }
-    layer = {f"attention/{name}": (2, 1, 8) for name in ("query", "key", "value", "relative")}
-    layer |= {"attention/output": (1, 1, 16), "mlp/up": (1, 64), "mlp/down": (1, 16)}
-    assert shapes == {"embedding" + PAIR_SCALES: (300, 1)} | {
-        f"layer_0/{name}{PAIR_SCALES}": shape for name, shape in layer.items()
-    }
-
-
 def test_an_empty_channel_stays_empty(params):
     weights = dict(params["draft"]) | {"embedding": params["draft"]["embedding"].at[3].set(0)}
     embedding = restored(weights)["embedding"]
@@ -116,19 +104,16 @@ def test_a_pair_is_its_dequantised_weights(original, params):
     assert json.loads((original / "pair.json").read_text(encoding="utf-8"))["provenance"] == {"of": "a test"}
 
 
-def test_pairs_of_one_shape_are_told_apart_by_their_weights(original, params, saved):
+def test_pairs_are_told_apart_by_their_weights_and_the_layers_of_a_head(original, params, saved):
     assert fingerprint(saved) == fingerprint(original)  # a copy
     tokenizer = (saved / "tokenizer.json").read_text(encoding="utf-8")
     other = {**params["draft"], "embedding": params["draft"]["embedding"] + 1}
     save_pair(saved, target=(TARGET, params["target"]), draft=(DRAFT, other), tokenizer_json=tokenizer, provenance={})
     assert fingerprint(saved) != fingerprint(original)
-
-
-def test_heads_of_equal_weights_are_told_apart_by_their_config(saved):
     (saved / "head").mkdir()
     (saved / "head" / "model.safetensors").write_bytes(b"weights")
     found = []
-    for layers in ([1, 2, 3], [1, 2, 4]):
+    for layers in ([1, 2, 3], [1, 2, 4]):  # heads of equal weights
         (saved / "head" / "config.json").write_text(json.dumps({"eagle_aux_hidden_state_layer_ids": layers}))
         found.append(fingerprint(saved, "head"))
     assert len({*found, fingerprint(saved)}) == 3
@@ -153,7 +138,7 @@ def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["target.safetensors", "draft.safetensors", "tokenizer.json"])
 def test_missing_and_truncated_files_are_named(saved, name):
     content = (saved / name).read_bytes()
-    for length in (len(content) - 3, len(content) // 2, 5):
+    for length in (len(content) - 3, 5):
         (saved / name).write_bytes(content[:length])
         with pytest.raises(ValueError, match=f"pair/{name} is (damaged|no tokenizer.json)"):
             load_pair(saved)
@@ -168,13 +153,6 @@ def test_weights_without_their_scales_are_damaged(saved):
     del tensors["embedding" + PAIR_SCALES]
     safetensors.numpy.save_file(tensors, path)
     with pytest.raises(ValueError, match="draft.safetensors is damaged .embedding has no scales"):
-        load_pair(saved)
-
-
-def test_a_tensor_where_a_layer_should_be_is_of_another_model(saved):
-    path = saved / "draft.safetensors"
-    safetensors.numpy.save_file(safetensors.numpy.load_file(path) | {"layer_0": np.ones(3, np.float32)}, path)
-    with pytest.raises(ValueError, match="is of another model: layer_0: .3,. there, absent wanted"):
         load_pair(saved)
 
 
@@ -195,18 +173,10 @@ def test_weights_of_another_model_list_both_shapes(saved):
     assert "target" not in message
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (b"{", "is no JSON"),
-        (b'{"target": {}}', "describes no pair"),
-        (b'{"target": {"wdth": 3}, "draft": {}}', "describes no pair"),
-    ],
-    ids=lambda value: None if isinstance(value, str) else value[:12],
-)
-def test_a_pair_json_that_describes_none(saved, content, message):
+@pytest.mark.parametrize("content", [b'{"target": {}}', b'{"target": {"wdth": 3}, "draft": {}}'])
+def test_a_pair_json_that_describes_none(saved, content):
     (saved / "pair.json").write_bytes(content)
-    with pytest.raises(ValueError, match=f"pair.json {message}"):
+    with pytest.raises(ValueError, match="pair.json describes no pair"):
         load_pair(saved)
 
 
@@ -242,8 +212,8 @@ def test_unknown_names_list_what_is_shipped(saved, tmp_path, monkeypatch):
         load_pair("pair")
 
 
-@pytest.mark.parametrize("name", [None, 5, b"pair"])
-def test_what_is_no_name(name):
+def test_what_is_no_name():
+    name = 5
     with pytest.raises(ValueError, match=f"a pair must be a name or a folder; got {name!r}"):
         load_pair(name)
     with pytest.raises(ValueError, match=f"a checkpoint must be .*; got {name!r}"):
