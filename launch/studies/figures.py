@@ -1,11 +1,10 @@
-"""Draws committed results: figure 1 of Chen et al. with our curves, speedup against batch, and acceptance by task.
+"""Draws committed results: figure 1 of Chen et al. with our curves, and speedup against batch.
 
     python launch/study.py figures --results=notebooks/results --figures=runs
-    python launch/study.py figures --cells=runs/mine.json --batch=4 --figures=runs
-    python launch/study.py figures --evaluations=runs/python.json,runs/humaneval.json --figures=runs
+    python launch/study.py figures --cells=runs/mine.json --figures=runs
 
-Cells are those of launch/benchmark.py, evaluations those of launch/evaluate.py. Our curves are lines, with quartiles; the
-points are those of Chen et al. (arXiv 2302.01318). Nothing is measured here. The tables are those of the same commands.
+Cells are those of launch/benchmark.py. Our curves are lines, with quartiles; the points are those of Chen et al. (arXiv
+2302.01318). Nothing is measured here. The tables are those of commands.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from specsamp.analysis.figures import COLOURS, STYLES, axes_of
 from specsamp.analysis.grid import distribution_of
 from specsamp.analysis.tables import setting
 
-WIDTH = 0.8  # of the bars of a task
 TOKENS = 128  # whose time the paper shows
 
 
@@ -36,14 +34,11 @@ PAPER_EMITTED = {  # tokens per round over K + 1
 PAPER_ROUND_MS = (14.1, 16.3, 18.2, 20.3, 22.8, 25.0, 27.1, 28.5)
 
 
-def read(options) -> dict[str, Any]:
-    """Reads the cells that the figures are asked to show, or the evaluations."""
+def read(options: Any) -> dict[str, Any]:
+    """Reads the cells that are drawn."""
     if not options.figures:
         raise ValueError("--figures: name the folder that the figures are drawn into, or give --results")
-    documents = [grid.read_document(path) for path in options.evaluations or options.cells]
-    if options.evaluations:
-        return {"evaluations": documents}
-    return {"batch": options.batch, "cells": [cell for document in documents for cell in document["cells"]]}
+    return grid.read_document(options.cells)
 
 
 def drafted(document: Document) -> list[Mapping[str, Any]]:
@@ -51,6 +46,11 @@ def drafted(document: Document) -> list[Mapping[str, Any]]:
     wanted = {"rule": "token", "drafter": "model"}.items()
     cells = [cell for cell in document["cells"] if "result" in cell and wanted <= cell["key"].items()]
     return sorted((cell for cell in cells if cell["key"]["draft_length"]), key=lambda cell: cell["key"]["draft_length"])
+
+
+def batches_of(document: Document) -> list[int]:
+    """Returns the batch sizes of these cells."""
+    return sorted({cell["key"]["batch"] for cell in drafted(document)})
 
 
 def grouped(cells: Sequence[Mapping[str, Any]], *fields: str) -> dict[str, list[Mapping[str, Any]]]:
@@ -63,30 +63,31 @@ def grouped(cells: Sequence[Mapping[str, Any]], *fields: str) -> dict[str, list[
 
 
 def draw_paper(document: Document) -> Any:
-    """Draws the three panels of figure 1, ours as lines and the published points beside them.
+    """Draws the three panels of figure 1: our cells of batch 1 as lines, and the published points.
 
     Each value is divided by that of the plain decoding that took turns with it, since cells are measured minutes apart.
 
     Raises:
-      ValueError: no cell has a draft at this batch.
+      ValueError: no cell has a draft model at batch 1.
     """
-    batch = document.get("batch", 1)
-    cells = [cell for cell in drafted(document) if cell["key"]["batch"] == batch]
+    cells = [cell for cell in drafted(document) if cell["key"]["batch"] == 1]
     groups = grouped([cell for cell in cells if cell["key"].get("draft_temperature") is None])
     if not groups:
-        raise ValueError(f"no curve: no distribution has a draft model at batch {batch} under the token rule")
+        raise ValueError("no curve: no distribution has a draft model at batch 1 under the token rule")
     figure, (total, share, rounds) = axes_of(3, "K, drafted tokens per round")
     for number, (name, group) in enumerate(groups.items()):
         look = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number % len(STYLES)]}
         lengths, results = [0, *(cell["key"]["draft_length"] for cell in group)], [cell["result"] for cell in group]
-        plain_ms = TOKENS * batch * results[0]["autoregressive"]["ms_per_token"]["median"]
+        plain_ms = TOKENS * results[0]["autoregressive"]["ms_per_token"]["median"]
+        sides = [(result["speculative"], result["autoregressive"]) for result in results]
+        paces = [ours["ms_per_round"]["median"] / plain["ms_per_round"]["median"] for ours, plain in sides]
         speedups = [result["speedup"] for result in results]
         middle, low, high = ([1, *(1 / one[edge] for one in speedups)] for edge in ("median", "upper", "lower"))
         total.plot(lengths, middle, **look, label=f"{name} ({plain_ms:.0f} ms at K = 0)")
         total.fill_between(lengths, low, high, color=look["color"], alpha=0.1, linewidth=0, zorder=0)
         emitted = [result["acceptance"]["emitted_per_round"] for result in results]
         share.plot(lengths, [1, *(e / (K + 1) for K, e in zip(lengths[1:], emitted))], **look, label=name)
-        rounds.plot(lengths, [1, *map(round_over_plain, results)], **look, label=name)
+        rounds.plot(lengths, [1, *paces], **look, label=name)
         if number == 0 and all(result["split"] for result in results):
             for marker, part in zip("^vx", ("draft", "score", "verify")):
                 steps = [result["split"]["step"]["ms"]["median"] for result in results]
@@ -105,11 +106,6 @@ def draw_paper(document: Document) -> Any:
         axis.set(ylabel=label, ylim=(0, None))
         axis.legend(fontsize=7, frameon=False)
     return figure
-
-
-def round_over_plain(result: Mapping[str, Any]) -> float:
-    """Returns the time of a round over that of a plain round."""
-    return result["speculative"]["ms_per_round"]["median"] / result["autoregressive"]["ms_per_round"]["median"]
 
 
 def draw_batches(document: Document) -> Any:
@@ -143,49 +139,15 @@ def draw_batches(document: Document) -> Any:
     return figure
 
 
-def by_batch(document: Document) -> list[str]:
-    """Names the figure over batch sizes, if two of them were measured."""
-    return ["speedup_by_batch"] * (len({cell["key"]["batch"] for cell in drafted(document)}) > 1)
-
-
-def draw_tasks(*documents: Document) -> Any:
-    """Draws the accepted share of verified tokens by task or category, with twice the standard error."""
-    found: dict[str, dict[str, tuple[float, float]]] = {}
-    for document in (one for document in documents for one in document.get("evaluations", [document])):
-        task = document["identity"]["task"]["name"]
-        for row in (row for row in document["evaluation"] if row["exact"]):
-            for category, counts in row["counts_by_category"].items():
-                if counts["rate"] is not None:
-                    bar = counts["rate"], 2 * counts["rate_error"]
-                    found.setdefault(f"{task}: {category}" if category else task, {})[row["name"]] = bar
-    methods = list(dict.fromkeys(name for bars in found.values() for name in bars))
-    figure, (axis,) = axes_of(1, "")
-    figure.set_size_inches(2 + 1.6 * len(found), 3.6)
-    for number, method in enumerate(methods):
-        at = [place + (number - (len(methods) - 1) / 2) * WIDTH / len(methods) for place in range(len(found))]
-        rates, errors = zip(*(bars.get(method, (0.0, 0.0)) for bars in found.values()))
-        look = {"color": COLOURS[number % len(COLOURS)], "label": method, "width": WIDTH / len(methods) * 0.9}
-        axis.bar(at, rates, yerr=errors, **look)
-    axis.set(ylabel="accepted share of verified tokens", ylim=(0, 1), xticks=range(len(found)))
-    axis.set_xticklabels(found, rotation=0 if len(found) < 6 else 30)
-    axis.legend(fontsize="small", frameon=False)
-    return figure
-
-
 STUDY = Study(
     question="How do our curves compare with those of the paper, and what did the commands measure?",
     prepare=read,
-    options={
-        "cells": Option(("notebooks/results/python_pair_grid.json",), "Draw the cells of these files."),
-        "evaluations": Option((), "Draw acceptance by task of these files instead."),
-        "batch": Option(1, "Draw the paper's figure at this batch size.", least=1),
-    },
+    options={"cells": Option("notebooks/results/python_pair_grid.json", "Draw the cells of this file.")},
     measure=lambda document, key, say: document,
     tables=command_tables.TABLES,
     figures={
         "figure_1": Published(["python_pair_grid"], draw_paper),
         "speedup_by_batch": Published(["python_pair_grid"], draw_batches),
-        "acceptance_by_task": Published(["python_pair_tasks", "python_pair_humaneval"], draw_tasks),
     },
-    shown=lambda document: ["acceptance_by_task"] if "evaluations" in document else ["figure_1", *by_batch(document)],
+    shown=lambda document: ["figure_1", *["speedup_by_batch"] * (len(batches_of(document)) > 1)],
 )

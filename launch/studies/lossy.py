@@ -158,9 +158,8 @@ def draw(document: Document) -> Any:
             biases, style = [point["variation_per_token"] for point in curve], STYLES[number % len(STYLES)]
             look = {"color": colours[number % len(colours)], "marker": "o", "markersize": 3, "label": name}
             axis.plot(biases, [value(point) for point in curve], style, **look)
-        for point in (point for point in points if point["exact"]):
-            axis.plot([0], [value(point)], "s", color=GREY, markersize=4)
-            axis.annotate(f" {point['rule']}", (0, value(point)), fontsize=7, color=GREY)
+        for marker, point in zip("s^", (point for point in points if point["exact"])):
+            axis.plot([0], [value(point)], marker, color=GREY, markersize=5, label=point["rule"])
         axis.set_xscale("symlog", linthresh=0.01)
         axis.set_xlim(left=-0.001)
         axis.set_ylabel(label)

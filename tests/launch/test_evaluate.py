@@ -47,10 +47,6 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
     assert always["counts"]["rate"] == 1 and 0.3 < token["counts"]["rate"] < 1
     assert "always, model, K = 2 (control, not exact)" in done.stdout and "Acceptance by position" in done.stdout
 
-    drawn = call("study", "figures", f"--evaluations={output}", f"--figures={tmp_path}")
-    picture = tmp_path / "acceptance_by_task.png"
-    assert drawn.returncode == 0 and picture.read_bytes().startswith(b"\x89PNG"), drawn.stderr
-
     assert "fewer than 20 problems" in done.stdout and "temperature = 0.8" in done.stdout
     refused = call("evaluate", *FLAGS[:1], "--problems=5", *FLAGS[2:], f"--output={output}")
     assert refused.returncode == 2 and "task.problems was 6, is 5" in refused.stderr

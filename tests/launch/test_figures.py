@@ -90,11 +90,12 @@ def test_speedups_over_batches_have_a_panel_for_each_length():
 
 
 def test_too_few_cells():
-    with pytest.raises(ValueError, match="batch 2"):
-        figures.draw_paper({"cells": CELLS, "batch": 2})
+    with pytest.raises(ValueError, match="batch 1"):
+        figures.draw_paper({"cells": [cell(4, batch=8)]})
     with pytest.raises(ValueError, match="measured at two"):
         figures.draw_batches({"cells": CELLS[:2]})
-    assert figures.by_batch({"cells": CELLS[:2]}) == [] != figures.by_batch({"cells": CELLS})
+    shown = [figures.STUDY.shown({"cells": cells}) for cells in (CELLS[:2], CELLS)]
+    assert shown == [["figure_1"], ["figure_1", "speedup_by_batch"]]
 
 
 def test_committed_results_are_drawn_and_damaged_ones_refused(tmp_path):
