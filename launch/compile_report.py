@@ -11,9 +11,9 @@
     python launch/compile_report.py --config=configs/chinchilla.py --config.attention=kernel
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
-A head in a folder, and a module that a published checkpoint holds beside its target, have their own shape; any other
-is of EAGLE-3's, with the 32,000 likeliest tokens of its target. The mesh has all devices of the topology: ``config.mesh.data`` data shards, and the devices of a shard hold one replica
-of the target together. Everything printed is a compiler estimate: nothing runs.
+A head in a folder, and a module in a published checkpoint of its target, have their shape; any other head has that of
+EAGLE-3's, with the 32,000 likeliest tokens. The mesh has all devices of the topology: ``config.mesh.data`` data shards, and
+the devices of a shard hold one replica of the target together. All numbers are compiler estimates: nothing runs.
 """
 
 import dataclasses
@@ -29,10 +29,9 @@ from launch.lib.calibration_file import define_calibration, own_calibration
 from launch.lib.config import ConfigFlag
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
-from launch.lib.shapes import head_of, known_models
-from specsamp.checkpoints.published import CONFIGS
+from launch.lib.shapes import head_of, target_and_draft
+from specsamp import validate
 from specsamp.decoding.data_shards import DataShards
-from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.machine import version
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
@@ -71,12 +70,12 @@ def main() -> None:
     console = entry.make_console()
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
-    if wrong := [rate for rate in _ACCEPTANCE.value if not 0 <= rate <= 1]:
-        raise ValueError(f"--acceptance={wrong[0]} is no rate: give numbers from 0 to 1")
+    for rate in _ACCEPTANCE.value:
+        validate.number("--acceptance", rate, 0, 1)
     word = config.word
     if not word.compiled:
-        raise ValueError(f"a report is of a draft model, an early exit or a head; config.drafter is {config.drafter!r}")
-    target, draft = (model and with_kernels(model, config) for model in models_of(config))
+        raise ValueError(f"a report is of a draft model, an early exit or a head; --config.drafter is {config.drafter}")
+    target, draft = (model and with_kernels(model, config) for model in target_and_draft(config))
     head = FeatureHead(head_of(config, target.config)) if word.draft == "head" else None
     chip, sizes = parse(_TOPOLOGY.value)
     own = own_calibration(_CALIBRATION.value, _TOPOLOGY.value)
@@ -133,29 +132,6 @@ def main() -> None:
         "calibrated_ms": {p.name: report.calibrated_ms(p.name, own) for p in report.programs if p.memory is not None},
     }
     entry.write_result(_OUTPUT.value, document, console)
-
-
-def models_of(config: ExperimentConfig) -> tuple[TransformerLM, TransformerLM | None]:
-    """Returns target and draft as shapes: presets, or public checkpoints of which nothing but the shape is needed.
-
-    The draft of an early exit are its layers; that of a head is None.
-
-    Raises:
-      ValueError: a model whose shape is not known here.
-    """
-    known = known_models(config)
-    if config.word.inside and "target" in known:
-        known["draft"] = EarlyExitDrafter(known["target"], config.exit_layer, K=1).exit_model
-    sides = ("target",) if config.word.draft == "head" else ("target", "draft")
-    for side in sides:
-        if side not in known and config.hugging_face:
-            raise ValueError(
-                f"the shape of {getattr(config.hugging_face, side)!r} is not known here: give a folder with its config.json, or "
-                f"one of {', '.join(CONFIGS)}"
-            )
-    if not known:
-        raise ValueError("--config has no fields target, draft: a report needs a configuration that has the shapes")
-    return known["target"], known.get("draft")
 
 
 def with_kernels(model: TransformerLM, config: ExperimentConfig) -> TransformerLM:

@@ -25,14 +25,13 @@ from launch.lib import entry, price
 from launch.lib.calibration_file import define_calibration, own_calibration
 from launch.lib.config import ConfigFlag
 from launch.lib.fields import ExperimentConfig
-from launch.lib.shapes import known_models
+from launch.lib.shapes import target_and_draft
 from specsamp import storage
 from specsamp.analysis import grid, tables
 from specsamp.analysis.acceptance import Acceptance, Profile
 from specsamp.analysis.costs import Costs, PerCall
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.report import Table
-from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.tpu.calibration import Band
 from specsamp.tpu.costs import Roofline, compiled_costs
 from specsamp.tpu.tables import basis
@@ -192,13 +191,10 @@ def roofline() -> Roofline:
       ValueError: a drafter or a model whose costs shapes do not say, or too few devices for the weights.
     """
     config, chip = _CONFIG.value, CHIPS[_CHIP.value]
-    word, models = config.word, known_models(config)
+    word = config.word
     if not word.planned:
-        raise ValueError(f"--chip plans a draft model or an early exit; --config.drafter is {config.drafter!r}")
-    if "target" not in models or not word.inside and "draft" not in models:
-        raise ValueError("--config: a roofline needs the shapes of both models, such as configs/chinchilla.py has them")
-    target = models["target"]
-    draft = EarlyExitDrafter(target, config.exit_layer, K=1).exit_model if word.inside else models["draft"]
+        raise ValueError(f"--chip plans a draft model or an early exit; --config.drafter is {config.drafter}")
+    target, draft = target_and_draft(config)
     size = target.config.weight_bytes + (0 if word.inside else draft.config.weight_bytes)
     least = math.ceil(size / chip.hbm_bytes)
     if _DEVICES.value is None or _DEVICES.value < least:

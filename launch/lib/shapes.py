@@ -11,6 +11,7 @@ from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.head_config import parse_head
 from specsamp.checkpoints.heads import open_head
 from specsamp.checkpoints.published import CONFIGS, published_config
+from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models import config as models
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import HeadConfig
@@ -20,10 +21,7 @@ EAGLE3_VOCABULARY = 32_000
 
 
 def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
-    """Returns the shape of an EAGLE-3 head for a target: a layer like the target's, and the 32,000 likeliest tokens.
-
-    So are the published ones for Llama 3.1 8B; those for other targets differ a little.
-    """
+    """Returns the shape of the published EAGLE-3 heads: a layer like the target's, and the 32,000 likeliest tokens."""
     layer = dataclasses.replace(
         target, num_layers=1, positions="rotary", tied=False, query_key_norm=False, global_layers=(), experts=None
     )
@@ -37,11 +35,7 @@ def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
 
 
 def head_of(config: ExperimentConfig, target: models.TransformerConfig) -> HeadConfig:
-    """Returns the shape of the head that a configuration names.
-
-    It is that of a head in a folder, of a module in the published checkpoint of its target, or else of EAGLE-3's; in int8
-    as the draft is to be, whatever its target is.
-    """
+    """Returns the shape of a head in a folder, of a module in its target's published checkpoint, or else of EAGLE-3's."""
     target = dataclasses.replace(target, **config.int8.sides.of("draft"))
     name = config.hugging_face.draft if config.hugging_face else ""
     if name and pathlib.Path(name, "config.json").is_file():
@@ -68,3 +62,22 @@ def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
             continue
         models[side] = TransformerLM(dataclasses.replace(shape, **int8.of(side)))
     return models
+
+
+def target_and_draft(config: ExperimentConfig) -> tuple[TransformerLM, TransformerLM | None]:
+    """Returns the shapes of both models; the draft of an early exit are the target's first layers, that of a head is None.
+
+    Raises:
+      ValueError: the shape of a model is not known here.
+    """
+    word, known = config.word, known_models(config)
+    for side in ("target", "draft") if word.draft == "model" else ("target",):
+        if side not in known:
+            name = getattr(config.hugging_face, side, "")
+            raise ValueError(
+                f"--config does not say the shape of the {side} {name}: take configs/chinchilla.py, a folder with a "
+                f"config.json, or one of {', '.join(CONFIGS)}"
+            )
+    if word.inside:
+        return known["target"], EarlyExitDrafter(known["target"], config.exit_layer, K=1).exit_model
+    return known["target"], known.get("draft")

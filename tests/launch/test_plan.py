@@ -49,7 +49,7 @@ def test_forecasts(arguments, found):
         ((RATE, "--measured=launch"), "launch is no regular file"),
         ((*MEASURED, "--context=2048"), "--context has no effect: it goes with --chip or --compile_report"),
         ((RATE, *CALLS, "--config=configs/chinchilla.py"), "--config has no effect: it goes with --chip"),
-        ((RATE, *ROOFLINE[:2], "--config.drafter=ngram"), "config.drafter is 'ngram'"),
+        ((RATE, *ROOFLINE[:2], "--config.drafter=ngram"), "--config.drafter is ngram"),
         ((*MEASURED, "--drafter=lookup"), "has --rule=token and --drafter=lookup"),
         ((RATE, *ROOFLINE[:2], "--context=2048"), "--devices=None cannot hold the models: weights of 148"),
         ((RATE, *ROOFLINE[:2], "--devices=4"), "--devices=4 cannot hold the models: weights of 148"),
