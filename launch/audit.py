@@ -7,8 +7,8 @@
 
 The checks compute in float32: weights of another dtype are held a second time, in that.
 
-The last line says which errors would have been seen and how surely. A mistake that moves at least --detect and is not
-surely seen is named there in capitals: then give more prompts, or a larger --config.max_new_tokens.
+The last line says which errors would have been seen and how surely. It says in capitals if the texts are too few for
+--detect: then give more prompts, or a larger --config.max_new_tokens.
 
 A lossy rule is audited against its budget: it fails where the samples show that their total variation over the counted
 cells exceeds what the budget allows. A lossy rule without a budget is refused.
@@ -35,7 +35,8 @@ _DETECT = flags.DEFINE_float(
     "detect",
     0.05,
     "Total-variation error of the sampled distribution that must be seen with a probability of 99%: any error between "
-    "the counted cells, and every named mistake that moves so much. The number of samples follows from it: half of it takes four times as many.",
+    "the counted cells, and errors that favour or avoid what the draft prefers. The number of samples follows from it: "
+    "half of it takes four times as many.",
 )
 _FALSE_ALARM = flags.DEFINE_float("false_alarm", 1e-4, "Probability, at most, that a sound pair fails the audit.")
 _COUNT = flags.DEFINE_integer(

@@ -15,7 +15,7 @@ is chosen wrongly loses at most ``0.17 sqrt(r (1 - r) / n)`` of e, by the normal
 ``0.17 sqrt((C - 1) / n)``. What is left must exceed the spread of the count. `samples_for` solves this for n.
 
 **Not seen** are an error between continuations of one cell, which may hold most of a flat distribution, and an error
-that begins at the third token. Mistakes in acceptance and residual are tested by `specsamp.evaluation.audit.rounds`.
+that begins at the third token. `specsamp.evaluation.audit.rounds` looks for mistakes in acceptance and residual.
 """
 
 from __future__ import annotations

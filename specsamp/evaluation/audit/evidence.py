@@ -8,7 +8,7 @@ If tokens follow q, E is a martingale of mean one, so it ever exceeds 1 / level 
 ``level`` (Ville's inequality): 1 / E is a p-value. This needs no normal approximation and no number of tokens fixed in
 advance. Several tests share a level by Bonferroni's inequality.
 
-An alternative is a named mistake of a rule or a drafter (`MISTAKES`), or other odds of an event (`tilted`).
+The alternatives are other odds of an event, such as that a drafted token is accepted.
 """
 
 from __future__ import annotations
@@ -16,24 +16,12 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from scipy import special, stats
 
 from specsamp.evaluation.audit.subject import POWER
 
-Array = jax.Array
-
-MISTAKES = {
-    "over-acceptance": "a drafted token is accepted with the square root of its acceptance probability",
-    "target as residual": "a rejected token is replaced by a draw from the target's distribution",
-    "previous residual": "a rejected token is replaced by a draw from the residual of the position before it",
-    "unwarped draft": "a drafted token is verified against the draft's distribution without its warp",
-}
-SHARE = 0.95  # of the positions at which a mistake is made
 TILTS = (-1.0, -0.3, -0.1, 0.1, 0.3, 1.0)  # of the log-odds of an event
-# One token says at most so much: rounding may let a token pass that the distribution read here excludes.
-LARGEST_RATIO = 100.0
 
 
 @jax.tree_util.register_dataclass
@@ -103,59 +91,4 @@ def tilted(probs_NT: np.ndarray, happened_NT: np.ndarray, tested_NT: np.ndarray)
         variance_TS=total(tilts_S**2 * tilted_NTS * (1 - tilted_NTS)),
         moved_TS=total(np.abs(tilted_NTS - probs_NTS)),
         tokens_T=tested_NT.sum(axis=0),
-    )
-
-
-def wrong_distributions(q_NV: Array, p_NV: Array, unwarped_NV: Array, offsets_N: Array) -> tuple[Array, ...]:
-    """Returns the distribution ``[N, V]`` of the next token under each of `MISTAKES`.
-
-    Args:
-      q_NV: the target's distribution.
-      p_NV: the draft's.
-      unwarped_NV: the draft's before its warp.
-      offsets_N: how many drafted tokens the round has accepted before; 0 has no previous position.
-    """
-
-    def emitted(kept_NV: Array, residual_NV: Array) -> Array:
-        """Adds what replaces rejected tokens; where there is no residual, the target's distribution."""
-        mass_N1 = residual_NV.sum(-1, keepdims=True)
-        residual_NV = jnp.where(mass_N1 > 0, residual_NV / jnp.where(mass_N1 > 0, mass_N1, 1), q_NV)
-        return kept_NV + (1 - kept_NV.sum(-1, keepdims=True)) * residual_NV
-
-    residual_NV = jnp.maximum(q_NV - p_NV, 0)
-    kept_NV = jnp.minimum(p_NV, q_NV)
-    previous_NV = jnp.roll(residual_NV, 1, axis=0)
-    ratio_NV = q_NV / jnp.where(unwarped_NV > 0, unwarped_NV, 1)
-    return (
-        emitted(jnp.where(q_NV < p_NV, jnp.sqrt(p_NV * q_NV), p_NV), residual_NV),
-        emitted(kept_NV, q_NV),
-        jnp.where((offsets_N > 0)[:, None], emitted(kept_NV, previous_NV), q_NV),
-        emitted(p_NV * jnp.minimum(ratio_NV, 1), jnp.maximum(q_NV - unwarped_NV, 0)),
-    )
-
-
-def mistake_sums(wrong: tuple[Array, ...], q_NV: Array, tokens_N: Array, tested_N: Array) -> Evidence:
-    """Returns the evidence of one text: a test of each of `MISTAKES` with one alternative, arrays of float32."""
-
-    def sums(wrong_NV: Array) -> Array:
-        ratio_NV = jnp.where(q_NV > 0, wrong_NV / jnp.where(q_NV > 0, q_NV, 1), LARGEST_RATIO)
-        ratio_NV = jnp.where(wrong_NV > 0, jnp.minimum(ratio_NV, LARGEST_RATIO), q_NV == 0)
-        log_NV = jnp.log1p(SHARE * (ratio_NV - 1))
-        true_NV = q_NV + SHARE * (wrong_NV - q_NV)
-        mean_N = (true_NV * log_NV).sum(-1)
-        columns = (
-            jnp.take_along_axis(log_NV, tokens_N[:, None], axis=-1)[:, 0],
-            mean_N,
-            (true_NV * log_NV**2).sum(-1) - mean_N**2,
-            jnp.abs(true_NV - q_NV).sum(-1) / 2,
-        )
-        return jnp.stack([column_N.sum(where=tested_N) for column_N in columns])
-
-    evidence_TS, mean_TS, variance_TS, moved_TS = jnp.stack([sums(wrong_NV) for wrong_NV in wrong], axis=1)[..., None]
-    return Evidence(
-        evidence_TS=evidence_TS,
-        mean_TS=mean_TS,
-        variance_TS=variance_TS,
-        moved_TS=moved_TS,
-        tokens_T=jnp.full(len(wrong), tested_N.sum()),
     )

@@ -1,17 +1,16 @@
 """Tests how drafted tokens are accepted and replaced, on long sampled texts that both models read once more.
 
-After any prefix the next token must follow the target's distribution q, whatever the draft's distribution p is. A
-mistake in the rule or the drafter makes it follow another distribution a, which is known from q and p. Where q is flat,
-counts of single tokens cannot see that. Likelihood ratios a(x) / q(x) can: their product over all tokens of all texts
-(`specsamp.evaluation.audit.evidence`).
+After any prefix the next token must follow the target's distribution q, whatever the draft's distribution p is. Mistakes
+in acceptance or residual move probability from tokens with q > p to tokens with q < p, or back. Where q is flat, counts
+of single tokens cannot see that. The ratio q(x) / p(x) of every token of long texts can.
 
-**Tests.** (1) One for each of `MISTAKES`. (2) One for each bin of the ratio q(x) / p(x): every error that depends on this
-ratio alone moves probability between bins. (3) Under the token rule, one for all drafted tokens and one for each position
-of a draft: a token is accepted with probability ``sum_x min(q(x), p(x))``, if all drafted tokens before it were.
+**Tests**, all of the kind in `specsamp.evaluation.audit.evidence`. (1) One for each of `EDGES`: q(x) / p(x) lies above it
+as often as q says. (2) Under the token rule, one for all drafted tokens and one for each position of a draft: a token is
+accepted with probability ``sum_x min(q(x), p(x))``, if all drafted tokens before it were.
 
-**Which tokens.** Under the token rule mistakes are tested at all positions of a draft. Under other rules only at the
-first position of each round: there the next token follows q under every lossless rule. The same holds of heads, whose
-later tokens depend on where their round began.
+**Which tokens.** Under the token rule ratios are tested at all positions of a draft. Under other rules only at the first
+position of each round: there the next token follows q under every lossless rule. The same holds of heads, whose later
+tokens depend on where their round began.
 """
 
 from __future__ import annotations
@@ -28,26 +27,18 @@ import numpy as np
 from specsamp.decoding.data_shards import BY_ROWS, DataShards
 from specsamp.decoding.engine import to_host
 from specsamp.decoding.whole_texts import padded_batches
-from specsamp.evaluation.audit.evidence import (
-    MISTAKES,
-    TILTS,
-    Evidence,
-    mistake_sums,
-    tilted,
-    wrong_distributions,
-)
+from specsamp.evaluation.audit.evidence import TILTS, Evidence, tilted
 from specsamp.evaluation.audit.readers import reader
 from specsamp.evaluation.audit.subject import POWER, Check, Status, Subject
 from specsamp.evaluation.audit.teacher import logits_from, round_up
 from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.warp import Warp, chain, for_rows, log_probs
+from specsamp.sampling.warp import Warp, for_rows, log_probs
 
 Array = jax.Array
 
 # Edges of log2(q / p). None is 0: where draft and target are equal, rounding would say on which side a token lies, and a
 # compiler may compute the ratio twice.
-BIN_EDGES = (-2.0, -1.0, -0.5, 1e-3, 0.5, 1.0, 2.0)
-NUM_BINS = len(BIN_EDGES) + 1
+EDGES = (-2.0, -1.0, -0.5, 1e-3, 0.5, 1.0, 2.0)
 MOST_BATCHES = 64  # calls of `generate`
 NOTHING_EMITTED = "texts ended before their first token: the target's logits were NaN or infinite"
 
@@ -59,14 +50,13 @@ class Rounds:
 
     Attributes:
       texts: number of texts.
-      mistakes, bins: tests (1) and (2) of the module's docstring.
-      positions: tests (3); meaningful under the token rule.
+      ratios: tests (1) of the module's docstring.
+      positions: tests (2); meaningful under the token rule.
       accepted_T, expected_T: drafted tokens accepted in each of those tests, and how many were expected.
     """
 
     texts: int
-    mistakes: Evidence
-    bins: Evidence
+    ratios: Evidence
     positions: Evidence
     accepted_T: np.ndarray
     expected_T: np.ndarray
@@ -78,23 +68,17 @@ def can_read(subject: Subject) -> bool:
     return draft is not None and any(map(draft.reads, subject.prompts))
 
 
-def single_level(false_alarm: float) -> float:
-    """Returns the level of a single test for a mistake or a ratio bin; all of them share ``false_alarm``."""
-    return false_alarm / (len(MISTAKES) + NUM_BINS)
-
-
 def collect(
     subject: Subject,
     *,
     detect: float,
-    level: float,
+    false_alarm: float,
     rows: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Rounds | None:
-    """Draws texts of all prompts, about ``rows`` at a time, until every mistake that matters would be seen.
+    """Draws texts of all prompts, about ``rows`` at a time, until `are_seen` holds for their ratios.
 
-    Those are the mistakes that move a total variation of at least ``detect`` per token. Each must be seen by its test
-    at ``level`` with probability `POWER`. It gives up after `MOST_BATCHES` calls of `generate`.
+    It gives up after `MOST_BATCHES` calls of `generate`.
 
     Returns:
       The evidence of the texts; None if no text has a token.
@@ -113,15 +97,14 @@ def collect(
             break
         batch = read_rounds(subject, *zip(*texts))
         found = batch if found is None else jax.tree.map(operator.add, found, batch)
-        if not unseen_mistakes(found.mistakes, detect, level):
+        if are_seen(found.ratios, detect, false_alarm):
             break
     return found
 
 
-def unseen_mistakes(tests: Evidence, detect: float, level: float) -> list[str]:
-    """Returns the names of mistakes that move at least ``detect`` but are seen with less than `POWER`."""
-    missed_T = (tests.total_variation[:, 0] >= detect) & ~tests.is_seen(level)[:, 0]
-    return [name for name, is_missed in zip(MISTAKES, missed_T, strict=True) if is_missed]
+def are_seen(ratios: Evidence, detect: float, false_alarm: float) -> bool:
+    """Returns whether every alternative that moves at least ``detect`` per token is seen with probability `POWER`."""
+    return bool(np.all(ratios.is_seen(false_alarm / len(EDGES)) | (ratios.total_variation < detect)))
 
 
 def read_rounds(subject: Subject, texts: Sequence[Sequence[int]], from_draft: Sequence[Sequence[bool]]) -> Rounds:
@@ -136,7 +119,7 @@ def read_rounds(subject: Subject, texts: Sequence[Sequence[int]], from_draft: Se
     slots, batches = padded_batches(pair, texts)
     weights = pair.weights(subject.drafter, slots)
     count, K = round_up(max(map(len, from_draft))), draft.depth or subject.drafter.K
-    warps = (subject.sampling, subject.draft_sampling or subject.sampling, chain())
+    warps = (subject.sampling, subject.draft_sampling or subject.sampling)
     sums = []
     for number, (tokens_BT, _, indices) in enumerate(batches):
         tokens_BN, drafted_BN = (np.zeros((len(indices), count), kind) for kind in (np.int32, bool))
@@ -154,7 +137,7 @@ def read_rounds(subject: Subject, texts: Sequence[Sequence[int]], from_draft: Se
         warps_B = tuple(for_rows(subject.full_warp(warp), len(indices)) for warp in warps)
         everywhere = isinstance(subject.rule, TokenRule)
         found = _read_rows(pair.shards, *logits, warps_B, tokens_BN, drafted_BN, counts_B, K=K, everywhere=everywhere)
-        sums.append(_sums(*to_host(found), texts=int((counts_B > 0).sum()), K=K))
+        sums.append(_sums(to_host(found), texts=int((counts_B > 0).sum()), K=K))
     return jax.tree.map(lambda *parts: sum(parts), *sums)
 
 
@@ -163,44 +146,41 @@ def _read_rows(
     shards: DataShards,
     target_BNV: Array,
     draft_BNV: Array,
-    warps: tuple[Warp, Warp, Warp],
+    warps: tuple[Warp, Warp],
     tokens_BN: Array,
     drafted_BN: Array,
     counts_B: Array,
     *,
     K: int,
     everywhere: bool,
-) -> tuple[Evidence, dict[str, Array]]:
-    """Returns, for each text, the evidence of `MISTAKES` and the events of every token."""
+) -> dict[str, Array]:
+    """Returns the events of every token of every text."""
 
-    def read(row: tuple[Array, ...]) -> tuple[Evidence, dict[str, Array]]:
-        q_NV, p_NV, unwarped_NV, tokens_N, drafted_N, count = row
+    def read(row: tuple[Array, ...]) -> dict[str, Array]:
+        q_NV, p_NV, tokens_N, drafted_N, count = row
         index_N = jnp.arange(len(tokens_N))
         # A token that was not drafted ends a round; after K accepted ones it is the bonus.
         begins_N = jnp.roll(jax.lax.cummax(jnp.where(drafted_N, 0, index_N + 1)), 1).at[0].set(0)
         offsets_N = index_N - begins_N
         verified_N = (index_N < count) & (offsets_N < K)
-        tested_N = verified_N & (everywhere | (offsets_N == 0))
-        wrong = wrong_distributions(q_NV, p_NV, unwarped_NV, offsets_N)
         log_ratio_NV = jnp.where(q_NV > 0, jnp.log2(q_NV) - jnp.log2(p_NV), -jnp.inf)
-        bin_NV = sum((log_ratio_NV >= edge).astype(jnp.int32) for edge in BIN_EDGES)
-        bin_probs = [jnp.sum(q_NV, axis=-1, where=bin_NV == number) for number in range(NUM_BINS)]
-        return mistake_sums(wrong, q_NV, tokens_N, tested_N), {
+        log_ratio_N = jnp.take_along_axis(log_ratio_NV, tokens_N[:, None], axis=-1)[:, 0]
+        return {
             "offset": offsets_N,
             "verified": verified_N,
-            "tested": tested_N,
+            "tested": verified_N & (everywhere | (offsets_N == 0)),
             "drafted": drafted_N,
             "acceptance": jnp.minimum(p_NV, q_NV).sum(-1),
-            "bin_probs": jnp.stack(bin_probs, axis=-1),
-            "bin": jnp.take_along_axis(bin_NV, tokens_N[:, None], axis=-1)[:, 0],
+            "above": jnp.stack([log_ratio_N >= edge for edge in EDGES], axis=-1),
+            "above_probs": jnp.stack([q_NV.sum(-1, where=log_ratio_NV >= edge) for edge in EDGES], axis=-1),
         }
 
-    probs = [jnp.exp(log_probs(warp, x_BNV)) for warp, x_BNV in zip(warps, (target_BNV, draft_BNV, draft_BNV))]
+    probs = [jnp.exp(log_probs(warp, x_BNV)) for warp, x_BNV in zip(warps, (target_BNV, draft_BNV), strict=True)]
     read_shard = functools.partial(jax.lax.map, read)
     return shards.map(read_shard, (BY_ROWS,))((*probs, tokens_BN, drafted_BN, counts_B))
 
 
-def _sums(mistakes: Evidence, events: dict[str, np.ndarray], *, texts: int, K: int) -> Rounds:
+def _sums(events: dict[str, np.ndarray], *, texts: int, K: int) -> Rounds:
     """Adds up what was read of a batch of texts, in float64."""
     is_verified = events["verified"]
     events = {name: values[is_verified] for name, values in events.items()}  # [N, ...], of all texts
@@ -208,20 +188,18 @@ def _sums(mistakes: Evidence, events: dict[str, np.ndarray], *, texts: int, K: i
     counted_NT = np.concatenate([np.ones_like(is_position_NK[:, :1]), is_position_NK], axis=1)
     acceptance_NT = np.broadcast_to(events["acceptance"][:, None], counted_NT.shape).astype(np.float64)
     accepted_NT = np.broadcast_to(events["drafted"][:, None], counted_NT.shape)
-    bin_probs_NT = events["bin_probs"].astype(np.float64)
-    tested_NT = np.broadcast_to(events["tested"][:, None], bin_probs_NT.shape)
+    tested_NT = np.broadcast_to(events["tested"][:, None], events["above"].shape)
     return Rounds(
         texts=texts,
-        mistakes=jax.tree.map(lambda x: x.sum(0, dtype=np.float64), mistakes),
-        bins=tilted(bin_probs_NT, events["bin"][:, None] == np.arange(NUM_BINS), tested_NT),
+        ratios=tilted(events["above_probs"].astype(np.float64), events["above"], tested_NT),
         positions=tilted(acceptance_NT, accepted_NT, counted_NT),
         accepted_T=(accepted_NT & counted_NT).sum(0),
         expected_T=(acceptance_NT * counted_NT).sum(0),
     )
 
 
-def no_mistakes(found: Rounds | None, *, detect: float, false_alarm: float) -> Check:
-    """Checks that neither a named mistake nor a change of a ratio bin explains the texts better than the target does.
+def expected_ratios(found: Rounds | None, *, detect: float, false_alarm: float) -> Check:
+    """Checks that ratios q / p of the emitted tokens are as frequent as the target says.
 
     Args:
       found: the evidence; None if no text has a token.
@@ -230,36 +208,21 @@ def no_mistakes(found: Rounds | None, *, detect: float, false_alarm: float) -> C
     """
     if found is None:
         return Check(name="distribution", verdict=Status.FAILED, sentence=NOTHING_EMITTED)
-    level, tests = single_level(false_alarm), found.mistakes
-    is_seen_T, moved_T, power_T = tests.is_seen(level)[:, 0], tests.total_variation[:, 0], tests.power(level)[:, 0]
-    p_values = dict(zip(MISTAKES, tests.p_values.tolist(), strict=True))
-    p_values |= {f"ratio bin {number}": p_value for number, p_value in enumerate(found.bins.p_values.tolist())}
-    name = min(p_values, key=p_values.get)
-    numbers = {"texts": found.texts, "tested_tokens": int(tests.tokens_T[0]), "level_of_a_mistake": level}
-    numbers["p_value_of_the_ratio_bins"] = float(found.bins.p_values.min())
-    for i, mistake in enumerate(MISTAKES):
-        key = mistake.replace(" ", "_").replace("-", "_")
-        numbers |= {f"p_value_{key}": p_values[mistake], f"power_{key}": float(power_T[i])}
-        numbers[f"moved_by_{key}"] = float(moved_T[i])
-
-    def listed(chosen_T):
-        return ", ".join(f"{name} ({moved:.2g})" for name, moved, chosen in zip(MISTAKES, moved_T, chosen_T) if chosen)
-
-    seen = f"mistakes seen with at least {POWER:.0%}, and the probability they move per token: "
-    seen += listed(is_seen_T) or "none"
-    for words, chosen_T in (
-        ("NOT SURELY SEEN", ~is_seen_T & (moved_T >= detect)),
-        ("too small here", ~is_seen_T & (moved_T < detect)),
-    ):
-        seen += f"; {words}: {listed(chosen_T)}" if chosen_T.any() else ""
-    sentence = f"of {len(MISTAKES)} mistakes and {NUM_BINS} ratio bins in {found.texts} texts the likeliest is {name}, "
-    sentence += f"p = {p_values[name]:.2g}"
-    verdict = Status.FAILED if p_values[name] < level else Status.PASSED
+    worst = int(np.argmin(found.ratios.p_values))
+    p_value, level = float(found.ratios.p_values[worst]), false_alarm / len(EDGES)
+    numbers = {"texts": found.texts, "tested_tokens": int(found.ratios.tokens_T[0])}
+    numbers |= {"p_value_of_the_ratios": p_value, "level_of_a_ratio": level}
+    sentence = f"of {len(EDGES)} ratios of target and draft in {found.texts} texts the farthest off is "
+    sentence += f"{2 ** EDGES[worst]:.2g}, p = {p_value:.2g}"
+    is_seen = are_seen(found.ratios, detect, false_alarm)
+    seen = f"an error of {detect:g} per token between tokens that the target and that the draft prefers "
+    seen += f"seen with {POWER:.0%}" if is_seen else "NOT SURELY SEEN"
+    verdict = Status.FAILED if p_value < level else Status.PASSED
     return Check(name="distribution", verdict=verdict, sentence=sentence, numbers=numbers, seen=seen)
 
 
 def expected_acceptance(found: Rounds | None, *, false_alarm: float) -> Check:
-    """Checks that each position of a draft is accepted as often as the two models say; arguments as of `no_mistakes`."""
+    """Checks that each position of a draft is accepted as often as the two models say; arguments as above."""
     if found is None:
         return Check(name="acceptance", verdict=Status.FAILED, sentence=NOTHING_EMITTED)
     tests, level = found.positions, false_alarm / len(found.accepted_T)

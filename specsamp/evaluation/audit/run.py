@@ -24,7 +24,7 @@ CHECKS = {
     "neighbours": "a text does not depend on what else is in its batch",
     "padding": "a text does not depend on padding",
 }
-# What may fail by chance: pairs of tokens, mistakes, two kinds of acceptance, neighbours, padding.
+# What may fail by chance: pairs of tokens, ratios, two kinds of acceptance, neighbours, padding.
 CHANCES = 6
 UNREADABLE = "errors within a cell are not looked for: only a draft model has a distribution that can be read"
 
@@ -36,7 +36,7 @@ class Settings:
     Attributes:
       checks: names of `CHECKS`.
       detect: total-variation error that must be seen with a probability of 99%: any error between the cells of
-        `specsamp.evaluation.audit.distribution`, and each named mistake of `specsamp.evaluation.audit.evidence`.
+        `specsamp.evaluation.audit.distribution`, and across the ratios of `specsamp.evaluation.audit.rounds`.
       false_alarm: probability, at most, that a sound pair fails.
       distribution_prompts: number of prompts, evenly spaced, after which two tokens are sampled.
       rows: number of samples that are drawn together.
@@ -125,8 +125,7 @@ def audit(
 
     @functools.cache  # two checks read the same texts
     def read_texts() -> rounds.Rounds | None:
-        alone = rounds.single_level(level)
-        return rounds.collect(exact, detect=settings.detect, level=alone, rows=settings.rows, progress=progress)
+        return rounds.collect(exact, detect=settings.detect, false_alarm=level, rows=settings.rows, progress=progress)
 
     def check_distribution() -> Check:
         check = distribution.count_pairs(
@@ -142,7 +141,7 @@ def audit(
             return dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
         if not is_readable:
             return check
-        return check & rounds.no_mistakes(read_texts(), detect=settings.detect, false_alarm=level)
+        return check & rounds.expected_ratios(read_texts(), detect=settings.detect, false_alarm=level)
 
     def check_acceptance() -> Check:
         of_rule = exact if budget is None else dataclasses.replace(exact, rule=TokenRule())
