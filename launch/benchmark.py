@@ -123,7 +123,7 @@ def measure(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, cons
         console.print(f"measured {len(measured)} cells in {time.perf_counter() - start:.0f} s", style="dim")
     rows = [results.find(cell.key) for cell in cells]
     title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
-    entry.show([tables.grid_table(title, rows, full=console.width >= tables.FULL_WIDTH)], console)
+    entry.show([tables.grid_table(title, rows)], console)
     entry.show(price.tables(costs_of(rows), price.chips_of(pair), _CHIP_HOUR.value), console)
     if len(cells) == len(measured) == 1:
         label = LABEL.format(rate=cells[0].key["synthetic_acceptance"]) if made_up else ""
@@ -138,7 +138,7 @@ def gather(console: Console) -> None:
     for path in _GATHER.value:
         document = grid.read_document(path)
         with entry.reading(path):
-            table = tables.grid_table(path, document["cells"], full=console.width >= tables.FULL_WIDTH)
+            table = tables.grid_table(path, document["cells"])
         console.print(grid.origin(path, document))
         entry.show([table], console)
 

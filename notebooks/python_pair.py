@@ -147,7 +147,9 @@ for name, done in (("temperature 0.8", sampled), ("greedy", greedy)):
     by_position = ", ".join(f"{rate:.2f}" for rate in counts.acceptance_by_position)
     rows.append((name, tables.rate_with_error(counts), by_position, f"{counts.emitted_per_round:.2f}"))
 header = (f"K = {K}", "accepted, of verified", "by position", "emitted per round")
-report.show([report.Table(title=f"{len(asked)} prompts, {TOKENS} tokens each", header=header, rows=rows)], console)
+report.print_tables(
+    [report.Table(title=f"{len(asked)} prompts, {TOKENS} tokens each", header=header, rows=rows)], console
+)
 
 # %% [markdown]
 # ## What is easy to draft?
@@ -305,7 +307,7 @@ rows = [
     for k in CHECKED
 ]
 header = ("", "forecast (band)", "measured ± standard error", "speedup")
-report.show([report.Table(title="ms per token, batch 1", header=header, rows=rows)], console)
+report.print_tables([report.Table(title="ms per token, batch 1", header=header, rows=rows)], console)
 best = min(measured, key=lambda k: measured[k].mean())
 inside = [forecast[k].lower <= measured[k].mean() <= forecast[k].upper for k in CHECKED]
 print(f"forecast: K = {plan.best.draft_length} is best; measured: K = {best}")
@@ -341,7 +343,7 @@ costs, rows = PerCall(target_ms=1.0, draft_ms=0.1), []
 for name in KINDS:
     best = make_plan(Profile.of_rate(accepted[name][0]), costs).best
     rows.append((name, tables.with_error(*accepted[name][:2]), str(best.draft_length), f"{best.speedup.value:.2f}x"))
-report.show(
+report.print_tables(
     [
         report.Table(
             title="If a draft call costs a tenth",

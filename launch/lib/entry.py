@@ -218,7 +218,7 @@ def make_console(**options: Any) -> Console:
 
 def show(tables: Sequence[report.Table], console: Console) -> None:
     """Prints tables, as aligned text after --plain."""
-    report.show(tables, console, _PLAIN.value)
+    report.print_tables(tables, console, _PLAIN.value)
 
 
 @contextlib.contextmanager

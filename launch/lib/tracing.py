@@ -6,7 +6,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from specsamp.analysis.trace import Trace, trace
-from specsamp.analysis.workload import Decoder
+from specsamp.analysis.workload import TimedDecoder
 
 HELP = "Then profile one prefill and some rounds into this folder, and show their time by named scope."
 
@@ -24,7 +24,7 @@ def check_trace(folder: str | None) -> None:
         entry.check_output(f"{folder.rstrip('/')}/profile", "trace")
 
 
-def show_trace(decoder: Decoder, folder: str, console: Console) -> Trace:
+def show_trace(decoder: TimedDecoder, folder: str, console: Console) -> Trace:
     """Writes the profile; prints how to open it, and its time by named scope."""
     with entry.progress(console, "compiling and tracing"):
         traced = trace(decoder, folder)

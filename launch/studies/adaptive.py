@@ -32,7 +32,7 @@ from launch.lib.study import Document, Option, Published, Study, here
 from specsamp import Adaptive, chain, temperature, use_compilation_cache
 from specsamp.analysis.draft_length import adapted_to
 from specsamp.analysis.report import Table
-from specsamp.analysis.workload import Decoder, Workload, decoders, take_turns
+from specsamp.analysis.workload import TimedDecoder, Workload, decoders, take_turns
 from specsamp.decoding.engine import to_host
 
 RESAMPLED = 2000  # sets of texts, for the bound of the loss
@@ -126,12 +126,12 @@ def measure(options: Any, key: Mapping[str, Any], say: Any) -> dict[str, Any]:
     }
 
 
-def with_prompts(decoder: Decoder, prompts: tuple[Any, ...]) -> Decoder:
+def with_prompts(decoder: TimedDecoder, prompts: tuple[Any, ...]) -> TimedDecoder:
     """Returns a decoder of other prompts, with the same programs."""
     return dataclasses.replace(decoder, workload=dataclasses.replace(decoder.workload, prompts=prompts))
 
 
-def counted_ms(decoder: Decoder, repeat: int) -> float:
+def counted_ms(decoder: TimedDecoder, repeat: int) -> float:
     """Decodes round by round, and returns the sum of the milliseconds that the table gives each round's width."""
     policy, total = decoder.adaptive, 0.0
     state = decoder.loop.run(decoder.weights, decoder.prefill(repeat), 0)  # it knows what the drafter will find

@@ -24,11 +24,11 @@ from launch.lib.study import Document, Key, Option, Published, Say, Study, answe
 from specsamp import greedy, use_compilation_cache
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.costs import CostTable, Round, clock_error
-from specsamp.analysis.grid import distribution_of
+from specsamp.analysis.grid import distribution_of, words
 from specsamp.analysis.planner import Forecast, make_plan
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import words
-from specsamp.analysis.workload import Decoder, Quartiles, Timing, decoders, take_turns
+from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, decoders, take_turns
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.results import RowStats
 
@@ -69,7 +69,7 @@ def measure(options: Any, key: Key, say: Say) -> dict[str, Any]:
     return agreement(*halves, say)
 
 
-def agreement(fit: Mapping[int, Decoder], check: Mapping[int, Decoder], say: Say) -> dict[str, Any]:
+def agreement(fit: Mapping[int, TimedDecoder], check: Mapping[int, TimedDecoder], say: Say) -> dict[str, Any]:
     """Forecasts from the texts of one half of the prompts what is measured on the other; decoders are by K."""
     work = check[0].workload
     sides = {("fit", K): side for K, side in fit.items()} | {("check", K): side for K, side in check.items()}

@@ -16,8 +16,7 @@ from launch.lib import command_tables
 from launch.lib.study import Document, Option, Published, Study
 from specsamp.analysis import grid
 from specsamp.analysis.figures import COLOURS, STYLES, axes_of
-from specsamp.analysis.grid import distribution_of
-from specsamp.analysis.tables import setting
+from specsamp.analysis.grid import distribution_of, setting
 
 TOKENS = 128  # whose time the paper shows
 

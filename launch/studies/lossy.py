@@ -32,7 +32,7 @@ from launch.lib.study import Document, Option, Published, Study, here
 from specsamp import TokenRule, chain, temperature, top_p, use_compilation_cache
 from specsamp.analysis.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STYLES, VERMILLION, axes_of
 from specsamp.analysis.report import Table
-from specsamp.analysis.workload import Decoder, Quartiles, Timing, decoders, take_turns
+from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, decoders, take_turns
 from specsamp.decoding.drafters import NoDrafter
 
 PLAIN = "plain"
@@ -86,7 +86,7 @@ def measure(options: Any, key: Mapping[str, float], say: Any) -> list[Point]:
     return [{"rule": word, **key, **point(sides[word], timings[word], plain)} for word in options.rules]
 
 
-def point(side: Decoder, timings: Sequence[Timing], plain: np.ndarray) -> Point:
+def point(side: TimedDecoder, timings: Sequence[Timing], plain: np.ndarray) -> Point:
     """Returns what a rule gained and cost; an exact one costs nothing."""
     stats = functools.reduce(operator.add, (timing.stats for timing in timings))
     variation, extra = (stats.variation, stats.extra_accepted) if side.loop.rule.metered else (0.0, 0.0)

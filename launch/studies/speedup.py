@@ -21,8 +21,9 @@ from launch.lib.rules import RULES
 from launch.lib.study import Document, Option, Published, Study
 from specsamp import chain, greedy, temperature, top_p
 from specsamp.analysis.benchmark import Result, benchmark
+from specsamp.analysis.grid import words
 from specsamp.analysis.report import Table
-from specsamp.analysis.tables import best_cells, ratio, words
+from specsamp.analysis.tables import best_cells, ratio
 from specsamp.analysis.workload import Quartiles
 from specsamp.models.config import TransformerConfig
 from specsamp.tpu import calibration

@@ -16,15 +16,15 @@ import operator
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from specsamp.analysis.acceptance import expected_tokens
-from specsamp.analysis.trace import RoundSplit, split_round
-from specsamp.analysis.workload import Decoder, Quartiles, Timing, Workload, decoders, take_turns
+from specsamp.analysis.trace import Profiled, middle_rounds
+from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, Workload, decoders, product_timer, take_turns
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
@@ -35,8 +35,50 @@ from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
-LATENCY_REPEATS = 3  # enough for the 99th percentile of a few hundred tokens
 MOST_SPLITS = 5  # profiles of rounds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhaseTime:
+    """The milliseconds of one phase, per round."""
+
+    ms: Quartiles
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoundSplit:
+    """One round of the speculative loop by scope, and a round of the autoregressive loop beside it.
+
+    The five parts are ``draft_model``, ``draft_sampling``, ``score``, ``verify``, ``commit``.
+    """
+
+    draft_model: PhaseTime  # calls of the draft model
+    draft: PhaseTime  # the same with warps and draws
+    draft_sampling: Quartiles  # ms: draft - draft_model
+    score: PhaseTime  # the call of the target
+    verify: PhaseTime  # warping its logits, and the rule
+    commit: PhaseTime  # bookkeeping
+    round: PhaseTime  # the whole
+    unexplained: Quartiles  # ms: of operations in no scope, and between operations
+    sampling_share: Quartiles  # (draft_sampling + verify + commit) / round
+    step: PhaseTime  # one round of the autoregressive loop
+    least_round: Quartiles  # (draft_model + score) / step: the round if only its models took time, in steps
+    stream_step: PhaseTime  # multiplying as many rows as a step has by every matrix of the target: a floor of `step`
+    stream_score: PhaseTime  # the same for `score`
+
+    @classmethod
+    def of(cls, ms: Mapping[str, np.ndarray]) -> RoundSplit:
+        """Summarises milliseconds by turn; ``ms["sample"]`` is the part of the draft that warps and draws."""
+        draft_model, sampling = ms["draft"] - ms["sample"], ms["sample"] + ms["verify"] + ms["commit"]
+        whole = ("draft", "score", "verify", "commit", "round", "step", "stream_step", "stream_score")
+        return cls(
+            **{name: PhaseTime(ms=Quartiles.of(ms[name])) for name in whole},
+            draft_model=PhaseTime(ms=Quartiles.of(draft_model)),
+            draft_sampling=Quartiles.of(ms["sample"]),
+            unexplained=Quartiles.of(ms["round"] - draft_model - ms["score"] - sampling),
+            sampling_share=Quartiles.of(sampling / ms["round"]),
+            least_round=Quartiles.of((draft_model + ms["score"]) / ms["step"]),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +86,22 @@ class Side:
     """The times of one way to decode."""
 
     draft_length: int
-    ms_per_token: Quartiles  # of the loop, over tokens of all rows
+    ms_per_token: Quartiles  # of the loop, over tokens of all sequences
     ms_per_round: Quartiles
     prefill_ms: Quartiles
     warm_up_seconds: float  # the first call, compilation included
-    token_ms: Mapping[str, float]  # of single tokens, rounds waited for one by one: "p50", "p90", "p99", "tokens"
+
+    @classmethod
+    def of(cls, decoder: TimedDecoder, timings: Sequence[Timing], warm_up_seconds: float) -> Side:
+        ms = np.array([timing.loop_seconds * 1e3 for timing in timings])
+        tokens = decoder.workload.batch * decoder.workload.max_new_tokens
+        return cls(
+            draft_length=decoder.loop.drafter.K,
+            ms_per_token=Quartiles.of(ms / tokens),
+            ms_per_round=Quartiles.of(ms / np.array([timing.rounds for timing in timings])),
+            prefill_ms=Quartiles.of([timing.prefill_seconds * 1e3 for timing in timings]),
+            warm_up_seconds=warm_up_seconds,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +152,7 @@ def benchmark(
       rule: decides what is accepted.
       sampling: the warp of target and draft, scalar numbers.
       workload: what to decode.
-      progress: is told what is being measured.
+      progress: gets a line on what is being measured.
       draft_sampling: the draft's own warp; default the target's.
       adaptive: the draft length, where the drafter's K is only the most; the phases of its rounds are not timed.
 
@@ -111,56 +164,36 @@ def benchmark(
         "autoregressive": (NoDrafter(), TokenRule() if rule.metered else rule),
         "speculative": (drafter, rule),
     }
-    lengths = {"speculative": adaptive}
-    sides = decoders(pair, contenders, sampling, workload, draft_sampling, adaptive=lengths)
-    warm_up = {name: compile_seconds(side, f"{name} loop", progress) for name, side in sides.items()}
-    timings = take_turns(
-        {name: side.decode for name, side in sides.items()},
-        workload.repeats,
-        lambda text: progress(f"decoding: repeat {text}"),
-    )
-    token_seconds = take_turns(
-        {name: side.token_seconds for name, side in sides.items()},
-        min(workload.repeats, LATENCY_REPEATS),
-        lambda text: progress(f"latency of single tokens: repeat {text}"),
-    )
+    sides = decoders(pair, contenders, sampling, workload, draft_sampling, adaptive={"speculative": adaptive})
+    warm_up = {}
+    for name, side in sides.items():
+        progress(f"compiling: {name} loop")
+        start = time.perf_counter()
+        side.decode(0)
+        warm_up[name] = time.perf_counter() - start
+    runs = {name: side.decode for name, side in sides.items()}
+    timings = take_turns(runs, workload.repeats, lambda text: progress(f"decoding: repeat {text}"))
     state = sides["speculative"].prefill(0)
     memory = memory_use([side.weights for side in sides.values()], (state.cache, state.drafter_state))
     del state
-    split = _split(sides, workload.repeats, progress)
     seconds = {name: np.array([timing.loop_seconds for timing in timings[name]]) for name in sides}
     texts = [[timing.texts for timing in timings[name]] for name in sides]
     acceptance = functools.reduce(operator.add, (timing.stats for timing in timings["speculative"]))
     return Result(
-        **{
-            name: _side(side, timings[name], warm_up[name], np.concatenate(token_seconds[name]))
-            for name, side in sides.items()
-        },
+        **{name: Side.of(side, timings[name], warm_up[name]) for name, side in sides.items()},
         speedup=Quartiles.of(seconds["autoregressive"] / seconds["speculative"]),
         overall_speedup=float(seconds["autoregressive"].sum() / seconds["speculative"].sum()),
         acceptance=acceptance,
         same_tokens=sum(plain == drafted for plain, drafted in zip(*texts, strict=True)),
-        split=split,
+        split=_split(sides, workload.repeats, progress),
         slots=sides["speculative"].slots,
         memory=memory,
         variation_per_text=acceptance.variation and acceptance.variation / (workload.repeats * workload.batch),
     )
 
 
-def compile_seconds(side: Decoder, name: str, progress: Callable[[str], None]) -> float:
-    """Decodes the first repeat once and returns how long it took, compilation included."""
-    progress(f"compiling: {name}")
-    start = time.perf_counter()
-    side.decode(0)
-    return time.perf_counter() - start
-
-
-def _split(sides: Mapping[str, Decoder], repeats: int, progress: Callable[[str], None]) -> RoundSplit | None:
-    """Measures the parts of a round.
-
-    They take turns, so the caches of both sides are held at once, while decoding holds those of one side. If there is no
-    room for both, only the parts are left out.
-    """
+def _split(sides: Mapping[str, TimedDecoder], repeats: int, progress: Callable[[str], None]) -> RoundSplit | None:
+    """Measures the parts of a round; leaves them out if the caches of both sides do not fit beside each other."""
     if jax.config.jax_disable_jit or sides["speculative"].adaptive is not None:
         return None
     try:
@@ -172,25 +205,51 @@ def _split(sides: Mapping[str, Decoder], repeats: int, progress: Callable[[str],
         return None
 
 
-def _side(decoder: Decoder, timings: list[Timing], warm_up_seconds: float, token_seconds: np.ndarray) -> Side:
-    tokens = decoder.workload.batch * decoder.workload.max_new_tokens
-    seconds = np.array([timing.loop_seconds for timing in timings])
-    percentiles = {f"p{p}": float(np.percentile(token_seconds, p)) * 1e3 for p in (50, 90, 99)}
-    return Side(
-        draft_length=decoder.loop.drafter.K,
-        ms_per_token=Quartiles.of(seconds / tokens * 1e3),
-        ms_per_round=Quartiles.of(seconds / np.array([timing.rounds for timing in timings]) * 1e3),
-        prefill_ms=Quartiles.of([timing.prefill_seconds * 1e3 for timing in timings]),
-        warm_up_seconds=warm_up_seconds,
-        token_ms=percentiles | {"tokens": len(token_seconds)},
-    )
+def split_round(
+    speculative: TimedDecoder,
+    autoregressive: TimedDecoder,
+    turns: int,
+    progress: Callable[[str], None] = lambda text: None,
+) -> RoundSplit | None:
+    """Times rounds of two decoders in turn, profiles those of the first, and times its products with the target alone.
+
+    A profile takes time itself, so it only gives the phases' shares of a round; the milliseconds are a clock's, without
+    it. Shares and differences are taken within a turn, and medians over turns are reported. A phase that was timed alone
+    in a loop would be too fast: there the draft's weights stay in a CPU's cache, from which a round's score drives them.
+
+    Returns:
+      The split; None where the platform reports no operations.
+
+    Raises:
+      ValueError: under ``JAX_DISABLE_JIT``, where there are no programs to profile.
+    """
+    progress("compiling the phases of a round")
+    profiled = Profiled(speculative)
+    batch, loop, weights = speculative.workload.batch, speculative.loop, speculative.weights
+    tokens = {"stream_step": 1, "stream_score": loop.drafter.K + 1}
+    timers = {name: product_timer(loop, weights, batch, count) for name, count in tokens.items()}
+    timers |= {"round": lambda: round_ms(speculative), "step": lambda: round_ms(autoregressive)}
+    timers |= {"shares": profiled.round_shares}
+    runs = {name: lambda turn, timer=timer: timer() for name, timer in timers.items()}
+    measured = take_turns(runs, turns, lambda text: progress(f"phases: turn {text}"))
+    shares = measured.pop("shares")
+    if not all(shares):
+        return None
+    ms = {name: np.array(times) for name, times in measured.items()}
+    return RoundSplit.of(ms | {name: np.array([one[name] for one in shares]) * ms["round"] for name in shares[0]})
+
+
+def round_ms(decoder: TimedDecoder) -> float:
+    """Times a round in the middle of a text by the clock, nothing profiled."""
+    warm, rounds = middle_rounds(decoder)
+    state = jax.block_until_ready(decoder.loop.run(decoder.weights, decoder.prefill(0), warm))
+    start = time.perf_counter()
+    jax.block_until_ready(decoder.loop.run(decoder.weights, state, rounds))
+    return (time.perf_counter() - start) / rounds * 1e3
 
 
 def memory_use(weights: Any, caches: Any) -> dict[str, Any]:
-    """Returns the bytes of these arrays on one device, and the most that was ever in use, earlier cells included.
-
-    Where a device counts nothing (a CPU), it is the process's.
-    """
+    """Returns the bytes of these arrays on one device, and the peak of the device so far, or of the process on a CPU."""
     counted = jax.local_devices()[0].memory_stats() or {}
     peak = counted.get("peak_bytes_in_use")
     kilobytes = 1 if sys.platform == "darwin" else 1024

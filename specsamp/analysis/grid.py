@@ -242,12 +242,24 @@ def distribution_of(key: Key) -> str:
     return ", ".join([*made_up, f"T = {key['temperature']:g}", *filters])
 
 
+def words(distribution: str) -> str:
+    """Writes a distribution as tables do: "T = 0.8, top-p 0.95"."""
+    return distribution.replace("temperature ", "T = ").replace("top_p", "top-p")
+
+
+def setting(key: Key) -> str:
+    """Names distribution, drafter and rule of a cell: "T = 0.8, top-p 0.95, draft model, token rule"."""
+    drafter = {"model": "draft model", "ngram": "prompt lookup"}.get(key["drafter"], f"{key['drafter']} drafter")
+    draft = [] if key.get("draft_temperature") is None else [f"draft T = {key['draft_temperature']:g}"]
+    drafts = ["plain"] if key["drafter"] == "none" else [*draft, drafter, f"{key['rule']} rule"]
+    distribution = distribution_of(key).replace(f"T = {key['temperature']:g}", f"T = {key['temperature']}")
+    return ", ".join([words(distribution), *drafts])
+
+
 def describe(key: Key) -> str:
     """Describes a cell in words."""
-    draft = [] if key.get("draft_temperature") is None else [f"draft T = {key['draft_temperature']:g}"]
-    drafter = [] if key["drafter"] == "none" else [f"{key['drafter']} drafter, {key['rule']} rule"]
     length = f"K = {key['draft_length']}" if key.get("adaptive") is None else f"K adaptive, up to {key['draft_length']}"
-    return ", ".join([distribution_of(key), *draft, *drafter, length, f"batch {key['batch']}"])
+    return f"{setting(key)}, {length}, batch {key['batch']}"
 
 
 def counts_of(cell: Measured) -> RowStats:

@@ -65,39 +65,27 @@ def as_json(document: Any) -> Any:
     return json.loads(to_json(document))
 
 
-def show(tables: Iterable[Table], console: Console, plain: bool = False) -> None:
-    """Prints tables, drawn by rich or as aligned text; one that is wider than the console as a block for each row."""
+def print_tables(tables: Iterable[Table], console: Console, plain: bool = False) -> None:
+    """Prints tables, with lines and colours or ``plain``; one that is wider than the console as a block for each row."""
     for table in tables:
         console.print()
-        too_wide = sum(_widths(table)) + GAP * (len(table.header) - 1) > console.width
-        if plain:
-            text = _blocks(table) if too_wide else _aligned(table)
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-            continue
-        if too_wide:
-            console.print(Text(table.title, style="bold"))
-            for row in table.rows:
-                console.print(Text(_block(table, row)))
+        widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
+        console.print(Text(table.title, style="bold"), soft_wrap=True)
+        if sum(widths) + GAP * (len(widths) - 1) <= console.width:
+            console.print(_drawn(table, plain))
         else:
-            console.print(_drawn(table))
+            console.print(*(Text(_block(table, row)) for row in table.rows), sep="\n", soft_wrap=True)
         if table.note:
-            console.print(Text(table.note, style="dim"))
+            console.print(Text(table.note, style="" if plain else "dim"), soft_wrap=plain)
 
 
-def _drawn(table: Table) -> RichTable:
-    drawn = RichTable(
-        title=Text(table.title),
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, GAP // 2),
-        pad_edge=False,
-    )
+def _drawn(table: Table, plain: bool) -> RichTable:
+    drawn = RichTable(box=None if plain else box.SIMPLE_HEAD, padding=(0, GAP // 2), pad_edge=False)
     for i, name in enumerate(table.header):
         justify = "left" if i < table.left else "right"
         drawn.add_column(Text(name), justify=justify, style="bold" if i == 0 else "", no_wrap=True)
     for row in table.rows:
-        drawn.add_row(*map(_cell, row))
+        drawn.add_row(*(Text(cell) if plain else _cell(cell) for cell in row))
     return drawn
 
 
@@ -106,35 +94,11 @@ def _cell(text: str) -> Text:
     return Text(text.strip("*") if bold else text, style="bold" if bold else "green" if BAR in text else "")
 
 
-def _widths(table: Table) -> list[int]:
-    return [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
-
-
-def _aligned(table: Table) -> str:
-    widths = _widths(table)
-
-    def align(row: Sequence[str]) -> str:
-        cells = [
-            cell.ljust(width) if i < table.left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return (" " * GAP).join(cells).rstrip()
-
-    return "\n".join([table.title, *map(align, [table.header, *table.rows]), *([table.note] if table.note else [])])
-
-
-def _blocks(table: Table) -> str:
-    rows = [_block(table, row) for row in table.rows]
-    return "\n".join([table.title, *rows, *([table.note] if table.note else [])])
-
-
 def _block(table: Table, row: Sequence[str]) -> str:
     """Writes the first cell as a line, and below it a line for each other cell that is not empty."""
     width = max(map(len, table.header[1:]), default=0)
-    named = [
-        f"  {name.ljust(width)}  {cell}".rstrip() for name, cell in zip(table.header[1:], row[1:], strict=True) if cell
-    ]
-    return "\n".join([row[0], *named])
+    cells = zip(table.header[1:], row[1:], strict=True)
+    return "\n".join([row[0], *(f"  {name.ljust(width)}  {cell}".rstrip() for name, cell in cells if cell)])
 
 
 def _as_json(value: Any) -> Any:
@@ -146,31 +110,23 @@ def _as_json(value: Any) -> Any:
 
 
 def _counts_as_json(counts: RowStats) -> dict[str, Any]:
-    """Writes the counts, and what follows from them for a reader; rates of nothing are null."""
+    """Writes the counts, and the rates that follow for a reader; rates of nothing are null."""
     rate, by_position = counts.acceptance_rate, counts.acceptance_by_position
-    errors = [rate_error(*one) for one in zip(by_position, counts.reached, strict=True)]
-    return {
-        "rounds": counts.rounds,
-        "emitted": counts.emitted,
-        "drafted": counts.drafted,
-        "emitted_per_round": _or_null(counts.emitted_per_round),
-        "rate": _or_null(rate),
-        "rate_error": _or_null(rate_error(rate, sum(counts.reached))),
-        "reached": counts.reached,
-        "by_position": [*map(_or_null, by_position)],
-        "by_position_error": [*map(_or_null, errors)],
-        "accepted_counts": counts.accepted_counts,
-        **_price_as_json(counts),
+    rates = {
+        "emitted_per_round": counts.emitted_per_round,
+        "rate": rate,
+        "rate_error": rate_error(rate, sum(counts.reached)),
+        "by_position": by_position,
+        "by_position_error": [rate_error(*each) for each in zip(by_position, counts.reached, strict=True)],
     }
+    written = {name: getattr(counts, name) for name in ("rounds", "emitted", "drafted", "reached", "accepted_counts")}
+    if counts.variation is not None:  # of a lossy rule, metered
+        written |= {"variation": counts.variation, "extra_accepted": counts.extra_accepted}
+        rates |= {"variation_per_token": counts.variation_per_token}
+    return written | {name: _or_null(value) for name, value in rates.items()}
 
 
-def _price_as_json(counts: RowStats) -> dict[str, Any]:
-    """Writes what the meter of a lossy rule summed up; nothing of an exact one."""
-    if counts.variation is None:
-        return {}
-    per_token = _or_null(counts.variation_per_token)
-    return {"variation": counts.variation, "variation_per_token": per_token, "extra_accepted": counts.extra_accepted}
-
-
-def _or_null(value: float) -> float | None:
+def _or_null(value: float | Sequence[float]) -> Any:
+    if isinstance(value, Sequence):
+        return [*map(_or_null, value)]
     return None if math.isnan(value) else value

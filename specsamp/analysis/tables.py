@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specsamp.analysis.acceptance import Interval, rate_error
-from specsamp.analysis.benchmark import Result
-from specsamp.analysis.grid import counts_of, distribution_of
+from specsamp.analysis.benchmark import Result, RoundSplit
+from specsamp.analysis.grid import counts_of, distribution_of, setting
 from specsamp.analysis.report import BAR, Table
-from specsamp.analysis.trace import RoundSplit
 from specsamp.analysis.workload import Quartiles
 from specsamp.decoding.results import RowStats
 
@@ -20,27 +19,26 @@ PRICE_NOTE = (
     "bias: the total variation of a lossy rule's distribution of a token from the target's; per text: the mean of its sums "
     "over texts, which bounds their total variation; bought: the share of verified tokens accepted beyond the token rule's"
 )
-FULL_WIDTH = 200  # columns of a console that has room for all that is known of a cell
 
 
 def result_tables(result: Result, label: str = "") -> list[Table]:
-    """Returns all that is known of one cell as tables; ``label`` goes before every title."""
+    """Returns all numbers of one cell as tables; ``label`` goes before every title."""
     tables = [_speed_table(result)]
     if result.speculative.draft_length:
         tables.append(_acceptance_table(result.acceptance))
     if result.variation_per_text is not None:
-        tables.append(_price_table(result))
+        price = dict(zip(PRICE, prices(result.acceptance, result.variation_per_text)))
+        tables.append(Table.of("Price of the lossy rule, metered", [{"": ""} | price], note=PRICE_NOTE))
     if result.split is not None:
-        tables += [_split_table(result.split), _target_table(result.split, result.speculative.draft_length + 1)]
+        tables.append(_split_table(result.split, result.speculative.draft_length + 1))
     return [dataclasses.replace(table, title=f"{label}: {table.title}" if label else table.title) for table in tables]
 
 
-def grid_table(title: str, cells: Iterable[Mapping[str, Any]], *, best: bool = False, full: bool = False) -> Table:
+def grid_table(title: str, cells: Iterable[Mapping[str, Any]], *, best: bool = False) -> Table:
     """Returns a table of cells of `specsamp.analysis.grid`, one row each; the best of each distribution is starred.
 
     Args:
       best: only the best K of each drafter, rule, distribution and batch, and 0 where no draft pays.
-      full: also the parts of a round, the time of single tokens, prefill and the streaming rate.
     """
     cells = best_cells(cells) if best else list(cells)
     fastest: dict[tuple, float] = {}
@@ -49,55 +47,31 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], *, best: bool = F
             speedup = cell["result"]["speedup"]["median"]
             fastest[_group(cell)] = max(fastest.get(_group(cell), 0.0), speedup)
     is_lossy = any("result" in cell and cell["result"].get("variation_per_text") is not None for cell in cells)
-    header = ("", "batch", "best K" if best else "K", "alone, ms per token", "with drafts", "speedup", "acceptance")
-    header += ("tokens per round",)
-    note = "medians (quartiles); ms per token over all rows; acceptance: of verified tokens"
-    if not best:
-        note += ", ± standard error; * is the best of its distribution and batch"
-    if is_lossy:
-        header += PRICE
-        note += f"; {PRICE_NOTE}"
-    if full:
-        header += ("draft + score + verify, ms", "ms of a token: p50, p99", "prefill, ms", "streaming")
-        note += (
-            "; a token's own ms with rounds waited for one by one; streaming: products with the target's matrices alone, "
-            "over a plain round"
-        )
 
-    def row(cell: Mapping[str, Any]) -> tuple[str, ...]:
-        key, label = cell["key"], setting(cell["key"])
+    def row(cell: Mapping[str, Any]) -> dict[str, str]:
+        key, result = cell["key"], cell.get("result")
         length = str(key["draft_length"]) if key.get("adaptive") is None else f"up to {key['draft_length']}"
-        if "result" not in cell:
-            return label, str(key["batch"]), length, "out of memory", *[""] * (len(header) - 4)
-        result, counts = cell["result"], counts_of(cell)
-        plain, drafted, speedup = result["autoregressive"], result["speculative"], result["speedup"]["median"]
-        label += "" if result.get("variation_per_text") is None else ", LOSSY"
+        named = {"": setting(key), "batch": str(key["batch"]), "best K" if best else "K": length}
+        if result is None:
+            return named | {"alone, ms per token": "out of memory"}
+        counts, speedup, per_text = counts_of(cell), result["speedup"]["median"], result.get("variation_per_text")
         if best and speedup <= 1:
-            length = f"0 (of drafts: {length})"
-        cells = (
-            label + ("" if best or speedup < fastest[_group(cell)] else " *"),
-            str(key["batch"]),
-            length,
-            f"{plain['ms_per_token']['median']:.2f}",
-            f"{drafted['ms_per_token']['median']:.2f}",
-            ratio(result["speedup"]),
-            f"{counts.acceptance_rate:.3f}" if best else rate_with_error(counts),
-            f"{counts.emitted_per_round:.2f}",
-            *prices(counts, result.get("variation_per_text"))[: len(PRICE) * is_lossy],
-        )
-        if not full:
-            return cells
-        split = result["split"]
-        parts = [] if split is None else [f"{split[name]['ms']['median']:.2g}" for name in ("draft", "score", "verify")]
-        return (
-            *cells,
-            " + ".join(parts),
-            f"{drafted['token_ms']['p50']:.2g}, {drafted['token_ms']['p99']:.2g}",
-            f"{drafted['prefill_ms']['median']:.3g}",
-            "" if split is None else f"{split['stream_step']['ms']['median'] / split['step']['ms']['median']:.0%}",
-        )
+            named["best K"] = f"0 (of drafts: {length})"
+        starred = not best and speedup == fastest[_group(cell)]
+        named[""] += ", LOSSY" * (per_text is not None) + " *" * starred
+        numbers = {
+            "alone, ms per token": f"{result['autoregressive']['ms_per_token']['median']:.2f}",
+            "with drafts": f"{result['speculative']['ms_per_token']['median']:.2f}",
+            "speedup": ratio(result["speedup"]),
+            "acceptance": f"{counts.acceptance_rate:.3f}" if best else rate_with_error(counts),
+            "tokens per round": f"{counts.emitted_per_round:.2f}",
+        }
+        return named | numbers | (dict(zip(PRICE, prices(counts, per_text))) if is_lossy else {})
 
-    return Table(title=title, header=header, rows=[row(cell) for cell in cells], note=note)
+    note = "medians (quartiles); ms per token over all rows; acceptance: of verified tokens"
+    note += "" if best else ", ± standard error; * is the best of its distribution and batch"
+    note += f"; {PRICE_NOTE}" if is_lossy else ""
+    return Table.of(title, [row(cell) for cell in cells], note=note)
 
 
 def best_cells(cells: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -112,35 +86,12 @@ def best_cells(cells: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [max(groups[group], key=lambda cell: cell["result"]["speedup"]["median"]) for group in sorted(groups)]
 
 
-def setting(key: Mapping[str, Any]) -> str:
-    """Names distribution, drafter and rule of a cell: "T = 0.8, top-p 0.95, draft model, token rule"."""
-    drafter = {"model": "draft model", "ngram": "prompt lookup"}.get(key["drafter"], f"{key['drafter']} drafter")
-    draft = [] if key.get("draft_temperature") is None else [f"draft T = {key['draft_temperature']:g}"]
-    drafts = ["plain"] if key["drafter"] == "none" else [*draft, drafter, f"{key['rule']} rule"]
-    distribution = distribution_of(key).replace(f"T = {key['temperature']:g}", f"T = {key['temperature']}")
-    return ", ".join([words(distribution), *drafts])
-
-
-def words(distribution: str) -> str:
-    """Writes a distribution as tables do: "T = 0.8, top-p 0.95"."""
-    return distribution.replace("temperature ", "T = ").replace("top_p", "top-p")
-
-
 def prices(counts: RowStats, per_text: float | None) -> tuple[str, ...]:
     """Formats the columns of `PRICE`; empty where nothing was metered."""
     if counts.variation is None or per_text is None:
         return ("",) * len(PRICE)
     bought = counts.extra_accepted / sum(counts.reached) if sum(counts.reached) else 0.0
     return f"{counts.variation_per_token:.5f}", f"{per_text:.3f}", f"{bought:+.4f}"
-
-
-def _price_table(result: Result) -> Table:
-    return Table(
-        title="Price of the lossy rule, metered",
-        header=("", *PRICE),
-        rows=[("", *prices(result.acceptance, result.variation_per_text))],
-        note=PRICE_NOTE,
-    )
 
 
 def _group(cell: Mapping[str, Any]) -> tuple:
@@ -154,81 +105,63 @@ def shares(counts: RowStats) -> str:
 
 def _speed_table(result: Result) -> Table:
     one, many = result.autoregressive, result.speculative
-    memory = [result.memory[name] for name in ("weights", "caches", "peak")]
+    memory = ", ".join(f"{result.memory[name] / 1e9:.3g}" for name in ("weights", "caches", "peak"))
     allowed = result.allowed_speedup
     limit = "" if allowed is None else f"; theory allows {allowed:.2f}x with this acceptance rate and these calls"
+    rows = [
+        ("ms per token", quartiles(one.ms_per_token), quartiles(many.ms_per_token), quartiles(result.speedup, "x")),
+        ("ms per round", quartiles(one.ms_per_round), quartiles(many.ms_per_round), ""),
+        ("emitted per round", "1.000", f"{result.acceptance.emitted_per_round:.3f}", ""),
+        ("prefill ms", quartiles(one.prefill_ms), quartiles(many.prefill_ms), ""),
+        ("first call, seconds", f"{one.warm_up_seconds:.2f}", f"{many.warm_up_seconds:.2f}", ""),
+        ("GB: weights, caches, peak", "", memory, ""),
+    ]
+    if result.acceptance.lengths:
+        rows.insert(3, ("rounds by drafted tokens, from 0 on", "", shares(result.acceptance), ""))
     return Table(
         title="Decoding: median ± half the interquartile range",
         header=("", "autoregressive", f"speculative, K={many.draft_length}", "ratio"),
-        rows=[
-            ("ms per token", quartiles(one.ms_per_token), quartiles(many.ms_per_token), quartiles(result.speedup, "x")),
-            ("ms per round", quartiles(one.ms_per_round), quartiles(many.ms_per_round), ""),
-            ("emitted per round", "1.000", f"{result.acceptance.emitted_per_round:.3f}", ""),
-            *[("rounds by drafted tokens, from 0 on", "", shares(result.acceptance), "")][
-                : len(result.acceptance.lengths)
-            ],
-            ("a token, ms: p50, p90, p99", _percentiles(one.token_ms), _percentiles(many.token_ms), ""),
-            ("prefill ms", quartiles(one.prefill_ms), quartiles(many.prefill_ms), ""),
-            ("first call, seconds", f"{one.warm_up_seconds:.2f}", f"{many.warm_up_seconds:.2f}", ""),
-            ("GB: weights, caches, peak", "", ", ".join(f"{size / 1e9:.3g}" for size in memory), ""),
-        ],
+        rows=rows,
         note=f"peak: of the {result.memory['peak_is_of']} so far, earlier cells included{limit}",
     )
 
 
 def _acceptance_table(counts: RowStats) -> Table:
-    positions = list(zip(counts.reached, counts.acceptance_by_position, counts.accepted_counts[1:], strict=True))
-    rows = [
-        (f"{i}", str(reached), with_error(rate, rate_error(rate, reached)), f"{rounds / counts.rounds:.1%}")
-        for i, (reached, rate, rounds) in enumerate(positions, 1)
-    ]
-    return Table(
-        title="Drafted tokens: accepted where verified, ± standard error",
-        header=("position", "verified", "accepted", "rounds with so many"),
-        rows=[
-            ("0", "", "", f"{counts.accepted_counts[0] / counts.rounds:.1%}"),
-            *rows,
-            ("all", str(sum(counts.reached)), rate_with_error(counts), f"of {counts.rounds}"),
-        ],
-    )
+    header = ("position", "verified", "accepted", "rounds with so many")
+    rows = [("0", "", "", f"{counts.accepted_counts[0] / counts.rounds:.1%}")]
+    positions = zip(counts.reached, counts.acceptance_by_position, counts.accepted_counts[1:], strict=True)
+    for i, (reached, rate, rounds) in enumerate(positions, 1):
+        rows.append(
+            (f"{i}", str(reached), with_error(rate, rate_error(rate, reached)), f"{rounds / counts.rounds:.1%}")
+        )
+    rows.append(("all", str(sum(counts.reached)), rate_with_error(counts), f"of {counts.rounds}"))
+    return Table(title="Drafted tokens: accepted where verified, ± standard error", header=header, rows=rows)
 
 
-def _split_table(split: RoundSplit) -> Table:
-    whole = split.round.ms.median
-
-    def row(name: str, ms: Quartiles) -> tuple[str, ...]:
-        share = ms.median / whole
-        return name, quartiles(ms), f"{share:.1%}", (BAR * round(BAR_WIDTH * min(max(share, 0), 1))).ljust(BAR_WIDTH)
-
-    return Table(
-        title="One round",
-        header=("", "ms", "of the round", ""),
-        rows=[
-            row("draft: model calls", split.draft_model.ms),
-            row("draft: warp and draw", split.draft_sampling),
-            row("score: target call", split.score.ms),
-            row("verify: warp and rule", split.verify.ms),
-            row("commit: bookkeeping", split.commit.ms),
-            row("unexplained", split.unexplained),
-            row("the whole round", split.round.ms),
-            ("all but the two models", "", quartiles(split.sampling_share, "%"), ""),
-        ],
-        note="ms by the clock, shares by the scopes of a profile; unexplained is in none of them",
-    )
-
-
-def _target_table(split: RoundSplit, tokens: int) -> Table:
-    return Table(
-        title="Calls of the target",
-        header=("", "ms", "weights, GB/s"),
-        rows=[
-            ("one autoregressive round", quartiles(split.step.ms), quartiles(split.step_gb_per_s)),
-            ("  products with its matrices alone", quartiles(split.stream_step.ms), quartiles(split.stream_gb_per_s)),
-            (f"scoring {tokens} tokens of each row", quartiles(split.score.ms), ""),
-            ("  products with its matrices alone", quartiles(split.stream_score.ms), ""),
-        ],
-        note=f"a round takes as long as {quartiles(split.break_even)} autoregressive rounds: emitting more tokens pays",
-    )
+def _split_table(split: RoundSplit, tokens: int) -> Table:
+    times = {
+        "draft: model calls": split.draft_model.ms,
+        "draft: warp and draw": split.draft_sampling,
+        "score: target call": split.score.ms,
+        "verify: warp and rule": split.verify.ms,
+        "commit: bookkeeping": split.commit.ms,
+        "unexplained": split.unexplained,
+        "the whole round": split.round.ms,
+    }
+    rows = []
+    for name, ms in times.items():
+        share = ms.median / split.round.ms.median
+        bar = (BAR * round(BAR_WIDTH * min(max(share, 0), 1))).ljust(BAR_WIDTH)
+        rows.append((name, quartiles(ms), f"{share:.1%}", bar))
+    beside = {
+        "one autoregressive round": split.step,
+        "products with the target's matrices in it, alone": split.stream_step,
+        f"the same in scoring {tokens} tokens": split.stream_score,
+    }
+    rows.append(("all but the two models", "", quartiles(split.sampling_share, "%"), ""))
+    rows += [(name, quartiles(part.ms), "", "") for name, part in beside.items()]
+    note = "ms by the clock, shares by the scopes of a profile; unexplained is in none of them"
+    return Table(title="One round", header=("", "ms", "of the round", ""), rows=rows, note=note)
 
 
 def interval(value: Interval, unit: str = "", digits: int = 3) -> str:
@@ -269,7 +202,3 @@ def rate_with_error(counts: RowStats) -> str:
 def with_error(rate: float, error: float) -> str:
     """Formats a rate ± its standard error; empty where it is nan."""
     return "" if rate != rate else f"{rate:.3f} ± {error:.3f}"
-
-
-def _percentiles(of: Mapping[str, float]) -> str:
-    return ", ".join(f"{of[name]:.3g}" for name in ("p50", "p90", "p99"))

@@ -1,12 +1,11 @@
 """Shows where the time of decoding goes while it runs: a profile of one prefill and some rounds, by named scope.
 
     traced = trace(decoder, "runs/trace", rounds=8)        # of `specsamp.analysis.workload`
-    report.show(traced.tables(), console)
-    split = split_round(speculative, autoregressive, turns=5)
+    report.print_tables(traced.tables(), console)
 
-Nothing is taken apart. `jax.profiler` notes when each operation of the compiled programs ran, and writes a folder that
-xprof and Perfetto show. The compiler wrote into each operation which `jax.named_scope` it comes from; of operations that
-it fused, only one's.
+Nothing is taken apart. `jax.profiler` records when each operation of the compiled programs ran, and writes a folder that
+xprof and Perfetto show. Each operation carries the `jax.named_scope` that it comes from; operations that the compiler
+fused carry that of one of them.
 """
 
 from __future__ import annotations
@@ -14,25 +13,21 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import heapq
-import math
 import os
 import re
 import socket
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from etils import epath
 
 from specsamp import storage
 from specsamp.analysis.report import Table
-from specsamp.analysis.workload import Decoder, Quartiles, matrices_of, product_timer, take_turns
+from specsamp.analysis.workload import TimedDecoder
 from specsamp.decoding.state import DecodeState, RequestBatch, Weights
 
 Array = jax.Array
@@ -42,21 +37,11 @@ PHASES = ("target", "draft", "score", "verify", "commit")
 PARTS = ("embed", "fuse", "attention", "mlp", "logits", "sample")
 REST, OUTSIDE = "rest", "in no scope"
 ROUNDS = 8  # by default: enough for a mean, few enough to look at
-WARM_ROUNDS = 16  # before those of a split, at most: the first ones after other work are slow
+WARM_ROUNDS = 16  # before rounds that are timed, at most: the first ones after other work are slow
 
 Scope = tuple[str, ...]  # () of operations in no scope; a phase; or a phase and a part
 Span = tuple[float, float, Scope]  # nanoseconds of begin and end
 Operation = tuple[str, str, float, float]  # its program, its name, nanoseconds of begin and end
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScopeTime:
-    """Holds what one scope took, per run of what was traced."""
-
-    scope: str  # such as "draft/attention"; "draft/rest" is what of it lies in no part
-    share: float  # of the time of all scopes
-    ms: float
-    operations: float  # how many ran
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,151 +50,61 @@ class ProgramTime:
 
     what: str  # one run of it
     runs: int  # that were traced; all else is per run
-    ms: float  # the sum of all scopes
-    host_ms: float  # by the clock of the host, which also counts the call and its end
-    scopes: tuple[ScopeTime, ...]  # empty: the platform reports no operations
+    scopes: Mapping[str, float]  # ms by scope: "draft/attention", or "draft/rest" of what of a phase is in no part
+
+    @property
+    def ms(self) -> float:
+        """The sum of all scopes; 0 where the platform reports no operations."""
+        return sum(self.scopes.values())
 
     def table(self) -> Table:
         """Returns a line for each phase, and below it one for each of its parts."""
-        rows = []
+        lines = []
         for phase in (*PHASES, OUTSIDE):
-            within = [one for one in self.scopes if one.scope.partition("/")[0] == phase]
-            if not within:
-                continue
-            total = _sum(phase, within)
-            rows.append(_row(phase, total))
-            if len(within) > 1:
-                rows += [_row(f"  {one.scope.partition('/')[2]}", one) for one in within]
-        rows.append(_row("all", _sum("all", self.scopes)))
-        runs = f"mean of {self.runs}; " if self.runs > 1 else ""
-        return Table(
-            title=self.what,
-            header=("scope", "share", "ms", "operations"),
-            rows=rows,
-            note=f"{runs}by the clock of the host, with the profiler on: {self.host_ms:.3g} ms",
-        )
+            parts = {
+                scope.partition("/")[2]: ms for scope, ms in self.scopes.items() if scope.partition("/")[0] == phase
+            }
+            lines += [(phase, sum(parts.values()))] if parts else []
+            lines += [(f"  {part}", parts[part]) for part in (*PARTS, REST) if part in parts and len(parts) > 1]
+        rows = [(name, f"{ms / self.ms:.1%}", f"{ms:.3f}") for name, ms in [*lines, ("all", self.ms)]]
+        note = f"mean of {self.runs}" if self.runs > 1 else ""
+        return Table(title=self.what, header=("scope", "share", "ms"), rows=rows, note=note)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A profile that was written, and what was read of it."""
+    """A profile that was written, and the times in it."""
 
     folder: str  # for xprof
-    viewer: str | None  # the file for Perfetto
     programs: tuple[ProgramTime, ...]  # a prefill and a round
 
     def tables(self) -> list[Table]:
         """Returns a table for each program whose operations were reported."""
-        return [program.table() for program in self.programs if program.scopes]
+        return [program.table() for program in self.programs if program.ms]
 
     @property
     def sentences(self) -> list[str]:
-        """Returns where to open the profile, and what is missing of it."""
-        told = [f"trace: pip install xprof; xprof --logdir={self.folder} --port=6006; open http://localhost:6006"]
-        if self.viewer is not None:
-            told.append(f"or open {self.viewer} at https://ui.perfetto.dev")
+        """Says how to open the profile, and whether its operations are missing."""
+        lines = [
+            f"trace: pip install xprof; xprof --logdir={self.folder} --port=6006; open http://localhost:6006",
+            f"or open the latest .trace.json.gz in {self.folder} at https://ui.perfetto.dev",
+        ]
         if not self.tables():
-            told.append(f"{jax.default_backend()} reported no operations: there is no table by scope")
-        return told
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PhaseTime:
-    """The milliseconds of one phase, per round."""
-
-    ms: Quartiles
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoundSplit:
-    """One round of the speculative loop by scope, and a round of the autoregressive loop beside it.
-
-    The five parts are ``draft_model``, ``draft_sampling``, ``score``, ``verify``, ``commit``.
-    """
-
-    draft_model: PhaseTime  # calls of the draft model
-    draft: PhaseTime  # the same with warps and draws
-    draft_sampling: Quartiles  # ms: draft - draft_model
-    score: PhaseTime  # the call of the target
-    verify: PhaseTime  # warping its logits, and the rule
-    commit: PhaseTime  # bookkeeping
-    round: PhaseTime  # the whole
-    unexplained: Quartiles  # ms: of operations in no scope, and between operations
-    sampling_share: Quartiles  # (draft_sampling + verify + commit) / round
-    step: PhaseTime  # one round of the autoregressive loop
-    break_even: Quartiles  # round / step: tokens that a round must emit for the draft to pay
-    least_round: Quartiles  # (draft_model + score) / step: the round if only its models took time, in steps
-    stream_step: PhaseTime  # multiplying as many rows as a step has by every matrix of the target: a floor of `step`
-    stream_score: PhaseTime  # the same for `score`
-    streamed_bytes: int  # of those matrices
-    step_gb_per_s: Quartiles  # streamed_bytes / step
-    stream_gb_per_s: Quartiles  # streamed_bytes / stream_step
-
-
-def split_round(
-    speculative: Decoder,
-    autoregressive: Decoder,
-    turns: int,
-    progress: Callable[[str], None] = lambda text: None,
-) -> RoundSplit | None:
-    """Times rounds of two decoders in turn, profiles those of the first, and times its products with the target alone.
-
-    A profile takes time itself, so it only says the phases' shares of a round; the milliseconds are a clock's, without
-    it. Shares and differences are taken within a turn, and medians over turns are reported. A phase that was timed alone
-    in a loop would be too fast: there the draft's weights stay in a CPU's cache, from which a round's score drives them.
-
-    Returns:
-      The split; None where the platform reports no operations.
-
-    Raises:
-      ValueError: under ``JAX_DISABLE_JIT``, where there are no programs to profile.
-    """
-    progress("compiling the phases of a round")
-    profiled = Profiled(speculative)
-    batch, loop, weights = speculative.workload.batch, speculative.loop, speculative.weights
-    tokens = {"stream_step": 1, "stream_score": loop.drafter.K + 1}
-    timers = {name: product_timer(loop, weights, batch, count) for name, count in tokens.items()}
-    timers |= {"round": lambda: round_ms(speculative), "step": lambda: round_ms(autoregressive)}
-    timers |= {"shares": profiled.round_shares}
-    runs = {name: lambda turn, timer=timer: timer() for name, timer in timers.items()}
-    measured = take_turns(runs, turns, lambda text: progress(f"phases: turn {text}"))
-    shares = measured.pop("shares")
-    if not all(shares):
-        return None
-    ms = {name: np.array(times) for name, times in measured.items()}
-    ms |= {name: np.array([one[name] for one in shares]) * ms["round"] for name in shares[0]}
-    return summary(ms, sum(matrix.nbytes for matrix in matrices_of(loop.target, weights.target)))
-
-
-def summary(ms: Mapping[str, np.ndarray], streamed_bytes: int) -> RoundSplit:
-    """Returns the split of milliseconds by turn; ``ms["sample"]`` is the part of the draft that warps and draws."""
-    draft_model, own = ms["draft"] - ms["sample"], ms["sample"] + ms["verify"] + ms["commit"]
-    whole = ("draft", "score", "verify", "commit", "round", "step", "stream_step", "stream_score")
-    return RoundSplit(
-        **{name: PhaseTime(ms=Quartiles.of(ms[name])) for name in whole},
-        draft_model=PhaseTime(ms=Quartiles.of(draft_model)),
-        draft_sampling=Quartiles.of(ms["sample"]),
-        unexplained=Quartiles.of(ms["round"] - draft_model - ms["score"] - own),
-        sampling_share=Quartiles.of(own / ms["round"]),
-        break_even=Quartiles.of(ms["round"] / ms["step"]),
-        least_round=Quartiles.of((draft_model + ms["score"]) / ms["step"]),
-        streamed_bytes=streamed_bytes,
-        step_gb_per_s=Quartiles.of(streamed_bytes / ms["step"] / 1e6),
-        stream_gb_per_s=Quartiles.of(streamed_bytes / ms["stream_step"] / 1e6),
-    )
+            lines.append(f"{jax.default_backend()} reported no operations: there is no table by scope")
+        return lines
 
 
 class Profiled:
     """A decoder's prefill and rounds of its first prompts, compiled so that operations name the scopes of this source."""
 
-    def __init__(self, decoder: Decoder):
+    def __init__(self, decoder: TimedDecoder):
         if jax.config.jax_disable_jit:
             raise ValueError("nothing is compiled under JAX_DISABLE_JIT: there is nothing to trace")
         loop, weights, request = decoder.loop, decoder.weights, decoder.request(0)
         tokens_BP, lengths_B, _ = decoder.workload.rows(0, loop.target.vocab_size)
-        self.lengths_B, self.arguments = lengths_B, (weights, request)
+        self.arguments = weights, request
         self.prompts = jnp.asarray(tokens_BP), jnp.asarray(lengths_B)
-        self.most = rounds_within(decoder)
+        self.warm, self.rounds = middle_rounds(decoder)
 
         def prefill(weights: Weights, request: RequestBatch, tokens_BP: Array, lengths_B: Array) -> DecodeState:
             state = loop.prefill(weights, request, tokens_BP, lengths_B, slots=decoder.slots)
@@ -234,51 +129,47 @@ class Profiled:
         """Runs some rounds; the state is donated."""
         return jax.block_until_ready(self._decode(*self.arguments, state, jnp.int32(rounds)))
 
+    def profile(self, folder: str | os.PathLike, run: Callable[[], Any]) -> dict[str, list[Span]]:
+        """Profiles what ``run`` runs; returns the spans of each program's operations, none where none were reported."""
+        before, options = set(_profiles(folder)), jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # calls of Python functions would be most of the events
+        with jax.profiler.trace(folder, profiler_options=options):
+            run()
+        # Each machine writes a file, named by its host.
+        host, written = socket.gethostname(), set(_profiles(folder)) - before
+        own = sorted(written, key=lambda path: (not path.name.startswith(host), str(path)))[:1]
+        profiles = [jax.profiler.ProfileData.from_serialized_xspace(path.read_bytes()) for path in own]
+        return spans_by_program([event for profile in profiles for event in operations(profile)], self.scopes)
+
     def round_shares(self) -> dict[str, float]:
         """Profiles some rounds in the middle of a text; returns the share of each phase, and of the draft's "sample" again.
 
         Empty where the platform reports no operations.
         """
-        warm, rounds = middle_rounds(self.most)
-        state = self.decode(self.prefill(), warm)
+        state = self.decode(self.prefill(), self.warm)
         with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder, profiler_options=_options()):
-                self.decode(state, rounds)
-            spans = spans_by_program(_operations(_own(set(_profiles(folder)))), self.scopes)["decode"]
-        shares = dict.fromkeys((*PHASES, OUTSIDE, "sample"), 0.0)
-        for one in program_time("", spans, rounds, 0.0).scopes:
-            shares[one.scope.partition("/")[0]] += one.share
-            shares["sample"] += one.share * (one.scope == "draft/sample")
-        return shares if spans else {}
+            spans = self.profile(folder, lambda: self.decode(state, self.rounds))["decode"]
+        times, shares = ms_by_scope(spans, self.rounds), dict.fromkeys((*PHASES, OUTSIDE, "sample"), 0.0)
+        for scope, ms in times.items():
+            shares[scope.partition("/")[0]] += ms / sum(times.values())
+            shares["sample"] += ms / sum(times.values()) * (scope == "draft/sample")
+        return shares if times else {}
 
 
-def rounds_within(decoder: Decoder) -> int:
-    """Returns how many rounds surely end no text, at least one."""
-    return max((decoder.workload.max_new_tokens - 1) // (decoder.loop.depth + 1), 1)
-
-
-def middle_rounds(most: int) -> tuple[int, int]:
-    """Returns how many rounds go before those of a split, and how many are of it; together at most ``most``."""
+def middle_rounds(decoder: TimedDecoder) -> tuple[int, int]:
+    """Returns how many rounds are run before those that are timed, and how many are timed; together they end no text."""
+    most = max((decoder.workload.max_new_tokens - 1) // (decoder.loop.depth + 1), 1)
     warm = min(most - 1, WARM_ROUNDS)
     return warm, min(most - warm, ROUNDS)
 
 
-def round_ms(decoder: Decoder) -> float:
-    """Times a round in the middle of a text by the clock, nothing profiled."""
-    warm, rounds = middle_rounds(rounds_within(decoder))
-    state = jax.block_until_ready(decoder.loop.run(decoder.weights, decoder.prefill(0), warm))
-    start = time.perf_counter()
-    jax.block_until_ready(decoder.loop.run(decoder.weights, state, rounds))
-    return (time.perf_counter() - start) / rounds * 1e3
-
-
-def trace(decoder: Decoder, folder: str | os.PathLike, rounds: int = ROUNDS) -> Trace:
+def trace(decoder: TimedDecoder, folder: str | os.PathLike, rounds: int = ROUNDS) -> Trace:
     """Writes a profile of one prefill and some rounds of a workload's first prompts, after a run that is not counted.
 
     All processes must call it; each writes its own file, and reads it.
 
     Args:
-      decoder: what runs; its programs are compiled anew, since those that were kept may name scopes of another version.
+      decoder: its programs are compiled anew, since compiled ones may name scopes of another version.
       folder: local or ``gs://``; a profile is added to those that are there.
       rounds: fewer where the texts would end before.
 
@@ -287,28 +178,16 @@ def trace(decoder: Decoder, folder: str | os.PathLike, rounds: int = ROUNDS) -> 
       OSError: the folder cannot be written.
     """
     profiled = Profiled(decoder)
-    rounds = min(rounds, profiled.most)
+    rounds = min(rounds, profiled.warm + profiled.rounds)
     profiled.decode(profiled.prefill(), rounds)
-    before = set(_profiles(folder))
-    with jax.profiler.trace(folder, profiler_options=_options()):
-        start = time.perf_counter()
-        state = profiled.prefill()
-        middle = time.perf_counter()
-        profiled.decode(state, rounds)
-        end = time.perf_counter()
-    written = _own(set(_profiles(folder)) - before)
-    spans = spans_by_program(_operations(written), profiled.scopes)
-    viewer = None if written is None else written.with_name(written.name.replace(".xplane.pb", ".trace.json.gz"))
-    lengths_B = profiled.lengths_B
-    tokens = " + ".join(map(str, lengths_B.tolist())) if len(lengths_B) <= 4 else int(lengths_B.sum())
-    return Trace(
-        folder=os.fspath(folder),
-        viewer=None if viewer is None or not viewer.exists() else os.fspath(viewer),
-        programs=(
-            program_time(f"Prefill of {tokens} tokens", spans["prefill"], 1, middle - start),
-            program_time(f"Round, K = {decoder.loop.drafter.K}", spans["decode"], rounds, end - middle),
-        ),
-    )
+    spans = profiled.profile(folder, lambda: profiled.decode(profiled.prefill(), rounds))
+    programs = {"prefill": (f"Prefill of {int(profiled.prompts[1].sum())} tokens", 1)}
+    programs["decode"] = (f"Round, K = {decoder.loop.drafter.K}", rounds)
+    times = [
+        ProgramTime(what=what, runs=runs, scopes=ms_by_scope(spans[name], runs))
+        for name, (what, runs) in programs.items()
+    ]
+    return Trace(folder=os.fspath(folder), programs=tuple(times))
 
 
 def scopes_of(text: str) -> dict[str, Scope]:
@@ -406,60 +285,24 @@ def spans_by_program(events: Iterable[Operation], scopes: Mapping[str, Mapping[s
     return spans
 
 
-def program_time(what: str, spans: Iterable[Span], runs: int, host_seconds: float) -> ProgramTime:
-    """Returns the time of each scope, per run.
+def ms_by_scope(spans: Iterable[Span], runs: int) -> dict[str, float]:
+    """Returns the milliseconds of each scope, per run.
 
     Operations contain others (a loop, those of its body), and several may run at once: each moment counts once, for the
     operation that began last. Moments in which none ran count as in no scope.
     """
-    spans = sorted(spans)
-    seconds, counts = _innermost(spans), collections.Counter(scope for *_, scope in spans)
-    total = sum(seconds.values())
-    order = {name: i for i, name in enumerate((*PHASES, OUTSIDE, *PARTS, REST))}
-    times = []
-    for scope in counts.keys() | seconds.keys():
+    waiting = sorted(spans, reverse=True)
+    edges = sorted({edge for span in waiting for edge in span[:2]})
+    times: collections.Counter[str] = collections.Counter()
+    running: list[Span] = []
+    for now, following in zip(edges, edges[1:]):
+        while waiting and waiting[-1][0] <= now:
+            running.append(waiting.pop())
+        running = [span for span in running if span[1] > now]
+        scope = max(running, key=lambda span: (span[0], -span[1]))[2] if running else ()
         name = "/".join(scope if len(scope) == 2 else (*scope, REST)) if scope else OUTSIDE
-        nanoseconds = seconds[scope]
-        numbers = {"ms": nanoseconds / 1e6 / runs, "operations": counts[scope] / runs}
-        times.append(ScopeTime(scope=name, share=nanoseconds / total if total else 0.0, **numbers))
-    times.sort(key=lambda one: [order[name] for name in one.scope.split("/")])
-    ms, host_ms = total / 1e6 / runs, host_seconds * 1e3 / runs
-    return ProgramTime(what=what, runs=runs, ms=ms, host_ms=host_ms, scopes=tuple(times))
-
-
-def _innermost(spans: Iterable[Span]) -> collections.Counter[Scope]:
-    """Returns for how many nanoseconds each scope had the operation that began last, of those that were running.
-
-    Args:
-      spans: in the order of their begins.
-    """
-    times: collections.Counter[Scope] = collections.Counter()
-    running: list[tuple[float, float, Scope]] = []  # a heap: the last begin first; of equal ones the shortest
-    now = None
-    for begin, end, scope in (*spans, (math.inf, math.inf, ())):
-        now = begin if now is None else now
-        while running and now < begin:
-            _, last, current = running[0]
-            until = min(last, begin)
-            if until > now:
-                times[current] += until - now
-                now = until
-            if last <= now:
-                heapq.heappop(running)
-        if begin is not math.inf and now < begin:
-            times[()] += begin - now
-            now = begin
-        heapq.heappush(running, (-begin, end, scope))
-    return times
-
-
-def _sum(scope: str, times: Iterable[ScopeTime]) -> ScopeTime:
-    sums = {name: sum(getattr(one, name) for one in times) for name in ("share", "ms", "operations")}
-    return ScopeTime(scope=scope, **sums)
-
-
-def _row(name: str, time: ScopeTime) -> tuple[str, ...]:
-    return name, f"{time.share:.1%}", f"{time.ms:.3f}", f"{time.operations:.0f}"
+        times[name] += (following - now) / 1e6 / runs
+    return dict(times)
 
 
 @contextlib.contextmanager
@@ -474,25 +317,6 @@ def _own_scopes() -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def _options() -> jax.profiler.ProfileOptions:
-    """Returns options that leave out calls of Python functions, which would be most of the events."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    return options
-
-
 def _profiles(folder: str | os.PathLike) -> list[epath.Path]:
     place = storage.place(folder) / "plugins" / "profile"
     return list(place.glob("*/*.xplane.pb")) if place.exists() else []
-
-
-def _own(written: set[epath.Path]) -> epath.Path | None:
-    """Returns the file of this process's machine; None: nothing was written."""
-    return min(written, key=lambda path: (not path.name.startswith(socket.gethostname()), str(path)), default=None)
-
-
-def _operations(written: epath.Path | None) -> list[Operation]:
-    """Reads the operations of a profile; none where nothing was written."""
-    if written is None:
-        return []
-    return operations(jax.profiler.ProfileData.from_serialized_xspace(written.read_bytes()))

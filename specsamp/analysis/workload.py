@@ -70,12 +70,12 @@ def take_turns(
     """Calls every run with 0, then every run with 1, and so on.
 
     Args:
-      runs: what takes turns, in this order; each gets the number of the turn.
+      runs: functions that take turns, in this order; each gets the number of the turn.
       turns: how many.
-      progress: is told the number of the turn.
+      progress: gets the number of the turn.
 
     Returns:
-      By name, what the run returned in each turn.
+      By name, the answers of all turns.
     """
     answers: dict[Name, list[Answer]] = {name: [] for name in runs}
     for turn in range(turns):
@@ -147,7 +147,7 @@ class Timing:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decoder:
+class TimedDecoder:
     """One way to decode a workload, ready to run."""
 
     loop: Loop
@@ -213,23 +213,6 @@ class Decoder:
             from_draft=of_rows(state.from_draft_BS),
         )
 
-    def token_seconds(self, repeat: int) -> np.ndarray:
-        """Returns the seconds of each token when rounds are waited for one by one, as in a stream.
-
-        The tokens of a round share its time: a rejected draft makes one slow token.
-        """
-        state = jax.block_until_ready(self.prefill(repeat))
-        before_B, spent = to_host(state.lengths_B), []
-        while to_host(state.running_B).any():
-            start = time.perf_counter()
-            state = self.loop.run(self.weights, state, 1)
-            after_B = np.array(to_host(state.lengths_B))  # a copy: the state is donated
-            seconds = time.perf_counter() - start
-            emitted_B = after_B - before_B
-            spent += [seconds / count for count in emitted_B for _ in range(count)]
-            before_B = after_B
-        return np.array(spent)
-
 
 def decoders(
     pair: Pair,
@@ -240,7 +223,7 @@ def decoders(
     *,
     least_length: int = 0,
     adaptive: Mapping[Name, Adaptive | None] = types.MappingProxyType({}),
-) -> dict[Name, Decoder]:
+) -> dict[Name, TimedDecoder]:
     """Makes a decoder for each contender, all with caches of the same size: attention reads all slots.
 
     Args:
@@ -262,7 +245,7 @@ def decoders(
     for loop in loops.values():
         check_memory(loop, rows=workload.batch, slots=slots)
     return {
-        name: Decoder(
+        name: TimedDecoder(
             loop=loop,
             weights=pair.weights(loop.drafter, slots),
             sampling=sampling,
@@ -291,27 +274,14 @@ def check_fits(pair: Pair, drafters: Iterable[Drafter], workload: Workload) -> N
 
 
 def check_positions(name: str, positions: int | None, workload: Workload, draft_length: int) -> None:
-    """Checks that a model has the positions for a workload and for ``draft_length`` drafted tokens.
-
-    Args:
-      name: of the model, for the message.
-      positions: how many tokens it can read; None for any number.
-
-    Raises:
-      ValueError: with both numbers.
-    """
-    if positions is None:
-        return
-    if workload.longest > positions:
+    """Raises ValueError if the model of this name has too few positions for a workload or for K drafted tokens."""
+    if positions is not None and workload.longest > positions:
         raise ValueError(
             f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} need "
             f"{workload.longest} positions, but the {name} has {positions}"
         )
-    if draft_length >= positions:
-        raise ValueError(
-            f"draft_length {draft_length} must be below the {name}'s {positions} positions; few drafted tokens pay, "
-            "such as 4"
-        )
+    if positions is not None and draft_length >= positions:
+        raise ValueError(f"draft_length {draft_length} must be below the {name}'s {positions} positions, such as 4")
 
 
 # The products of one call of the target alone: what remains of a call if nothing but its weights is read. They run many

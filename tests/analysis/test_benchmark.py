@@ -14,9 +14,9 @@ import pytest
 
 from specsamp import machine
 from specsamp.analysis import benchmark as benchmark_module
-from specsamp.analysis import report, tables, trace, workload
+from specsamp.analysis import report, tables, workload
 from specsamp.analysis.acceptance import expected_tokens, rate_error
-from specsamp.analysis.benchmark import benchmark
+from specsamp.analysis.benchmark import RoundSplit, benchmark
 from specsamp.analysis.grid import counts_of
 from specsamp.analysis.workload import Quartiles, Workload, take_turns
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
@@ -101,7 +101,7 @@ def test_all_phases_are_measured(result):
     """The five parts and what is in no scope make the round; a step and products are beside it."""
     split = result.split
     parts = [split.draft_model.ms, split.draft_sampling, split.score.ms, split.verify.ms, split.commit.ms]
-    assert min(part.lower for part in parts) > 0 and split.streamed_bytes > 0
+    assert min(part.lower for part in parts) > 0
     assert abs(split.unexplained.median) < split.round.ms.median
     for name in ("round", "step", "stream_step", "stream_score"):
         assert getattr(split, name).ms.median > 0
@@ -145,14 +145,12 @@ def test_the_parts_and_the_unexplained_make_the_round():
         "stream_step": [2.0, 2.0],
         "stream_score": [3.0, 3.0],
     }
-    found = trace.summary({name: np.array(values) for name, values in ms.items()}, streamed_bytes=8_000_000)
+    found = RoundSplit.of({name: np.array(values) for name, values in ms.items()})
     assert found.draft_sampling == Quartiles(median=0.5, lower=0.5, upper=0.5)
     assert found.draft_model.ms.median == 2.0
     assert found.unexplained == Quartiles(median=1.0, lower=1.0, upper=1.0)
     assert found.sampling_share.median == (1 / 8 + 1 / 10) / 2
-    assert found.break_even.median == 2.0
     assert found.least_round.median == (6 / 4 + 8 / 5) / 2  # of one turn each, not of medians
-    assert found.stream_gb_per_s.median == 4.0
 
 
 def without_parts(monkeypatch):
@@ -206,7 +204,7 @@ def test_no_drafter(pair, monkeypatch):
 
 def test_without_jit_there_are_no_phases():
     with jax.disable_jit(), pytest.raises(ValueError, match="JAX_DISABLE_JIT"):
-        trace.split_round(None, None, 1)
+        benchmark_module.split_round(None, None, 1)
 
 
 def test_workloads_are_checked(pair):
@@ -242,7 +240,7 @@ def test_a_table_that_does_not_fit_is_shown_row_by_row(plain, width):
     from rich.console import Console
 
     console = Console(width=width, file=io.StringIO())
-    report.show([WIDE], console, plain)
+    report.print_tables([WIDE], console, plain)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     if width == 120:
         assert any(line.split() == ["sampled", "2", "3", "4"] for line in lines)
@@ -257,7 +255,7 @@ def test_tables_hold_the_numbers(result, plain):
 
     console = Console(width=110, record=True, file=open(os.devnull, "w", encoding="utf-8"))
     with console.file:
-        report.show(tables.result_tables(result), console, plain)
+        report.print_tables(tables.result_tables(result), console, plain)
         text = console.export_text()
     assert f"{result.acceptance.emitted_per_round:.3f}" in text
     assert f"{result.split.round.ms.median:.3g}" in text

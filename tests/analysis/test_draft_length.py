@@ -10,7 +10,7 @@ from specsamp import NgramDrafter, Pair, chain, generate, temperature
 from specsamp.analysis import draft_length
 from specsamp.analysis.costs import PerCall
 from specsamp.analysis.draft_length import calibrate, choose_draft_length, cost_table, rising
-from specsamp.analysis.workload import Decoder
+from specsamp.analysis.workload import TimedDecoder
 from support import fakes
 
 V = 8
@@ -28,7 +28,7 @@ def pair():
 @pytest.fixture
 def clocks(monkeypatch):
     """Sets the seconds of a round by draft length; what the rounds do is real."""
-    real, ran = Decoder.decode, []
+    real, ran = TimedDecoder.decode, []
 
     def set_to(seconds):
         def timed(decoder, repeat):
@@ -36,7 +36,7 @@ def clocks(monkeypatch):
             ran.append(decoder)
             return dataclasses.replace(timing, loop_seconds=seconds[decoder.loop.drafter.K] * timing.rounds)
 
-        monkeypatch.setattr(Decoder, "decode", timed)
+        monkeypatch.setattr(TimedDecoder, "decode", timed)
         return ran
 
     return set_to

@@ -25,9 +25,7 @@ from support import fakes
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
 K, V = 2, 5
 PART = dataclasses.make_dataclass("Part", ["ms"])(Quartiles.of([1.0]))
-SPLIT = dataclasses.make_dataclass("Split", ["step_gb_per_s", "streamed_bytes", "step", "stream_step", "stream_score"])(
-    Quartiles.of([1.0]), 8, PART, PART, PART
-)
+SPLIT = dataclasses.make_dataclass("Split", ["step", "stream_step", "stream_score"])(PART, PART, PART)
 
 
 @pytest.fixture(scope="module")
@@ -245,9 +243,6 @@ def test_what_a_cell_says_besides(measured):
     result = measured["result"]
     assert result["memory"]["caches"] > 0
     assert result["memory"]["peak"] > 1e6 and result["memory"]["peak_is_of"] == "process"
-    for side in ("autoregressive", "speculative"):
-        spent = result[side]["token_ms"]
-        assert 0 < spent["p50"] <= spent["p90"] <= spent["p99"] and spent["tokens"] == 3 * 240
     assert measured["seconds"] > 0 and measured["workload"]["repeats"] == 4
 
 
