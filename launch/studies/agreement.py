@@ -27,7 +27,6 @@ from specsamp.analysis.costs import CostTable, Round, clock_error
 from specsamp.analysis.grid import distribution_of, words
 from specsamp.analysis.planner import Forecast, make_plan
 from specsamp.analysis.report import Table
-from specsamp.analysis.tables import words
 from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, decoders, take_turns
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.results import RowStats
