@@ -1,8 +1,9 @@
-"""The end of a round: what a row emits, where it stops, and what is counted."""
+"""The end of a round: what each row emits, why it ends, and what is counted."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,24 +23,7 @@ def append(
     """Appends the tokens of a verdict, cut at the first stop token, at the row's budget and at invalid logits."""
     tokens_BT = verdict.tokens_BT
     positions = jnp.arange(tokens_BT.shape[1])[None, :]
-    is_stop_BT = jnp.any(tokens_BT[..., None] == request.stop_ids_BN[:, None, :], axis=-1)
-    is_stop_BT &= positions < verdict.num_emitted_B[:, None]
-    until_stop_B = jnp.where(is_stop_BT.any(1), jnp.argmax(is_stop_BT, axis=1) + 1, tokens_BT.shape[1])
-    room_B = request.limits_B - state.lengths_B
-    wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
-    # Emit nothing from the first position with invalid logits (NaN, +inf, or all -inf).
-    valid_BT = jnp.isfinite(target.logits_BTV.max(-1))
-    # A grammar or a ban may exclude every token.
-    if request.sampling.may_exclude_all or not is_stateless(state.warp_state):
-        valid_BT &= ~jnp.isnan(target.all()).any(-1)
-    count_B = jnp.minimum(wanted_B, jnp.sum(jnp.cumprod(valid_BT, axis=1), axis=1))
-    valid_B = count_B == wanted_B
-    count_B = jnp.where(state.running_B, count_B, 0).astype(jnp.int32)
-    stopped_B = jnp.any(is_stop_BT & (positions < count_B[:, None]), axis=1)
-    lengths_B = state.lengths_B + count_B
-    ending_B = jnp.where(stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH))
-    ending_B = jnp.where(valid_B, ending_B, Finish.INVALID)
-
+    count_B, lengths_B, ending_B = _cut(request, state, verdict, target, positions)
     adaptive_state = state.adaptive_state
     if request.adaptive is not None:
         adaptive_state = request.adaptive.learn(
@@ -49,16 +33,7 @@ def append(
     def put(buffer_BS: Array, block_BT: Array) -> Array:
         return write_tokens(buffer_BS, block_BT, state.lengths_B, count_B)
 
-    if state.log_probs_BS is not None:
-        at_token_BT = jnp.take_along_axis(
-            jax.nn.log_softmax(target.logits_BTV, axis=-1), jnp.maximum(tokens_BT, 0)[..., None], axis=-1
-        )[..., 0]
-        state = dataclasses.replace(state, log_probs_BS=put(state.log_probs_BS, at_token_BT))
-    if state.rounds_BS is not None:
-        begins_BT = jnp.where(positions == 0, 1 + draft.num_drafted_B[:, None], 0)
-        state = dataclasses.replace(state, rounds_BS=put(state.rounds_BS, begins_BT))
-    if state.meter is not None:
-        state = dataclasses.replace(state, meter=jax.tree.map(put, state.meter, verdict.meter))
+    state = _record(state, draft, verdict, target, positions, put)
     return dataclasses.replace(
         state,
         tokens_BS=put(state.tokens_BS, tokens_BT),
@@ -70,6 +45,51 @@ def append(
         draft_warp_state=_advance(request.draft_sampling, state.draft_warp_state, tokens_BT, count_B),
         adaptive_state=adaptive_state,
     )
+
+
+def _cut(
+    request: RequestBatch, state: DecodeState, verdict: Verdict, target: TargetDistributions, positions: Array
+) -> tuple[Array, Array, Array]:
+    """Returns the number of tokens that each row emits, its length after them, and how it ends, if it was running."""
+    tokens_BT = verdict.tokens_BT
+    is_stop_BT = jnp.any(tokens_BT[..., None] == request.stop_ids_BN[:, None, :], axis=-1)
+    is_stop_BT &= positions < verdict.num_emitted_B[:, None]
+    until_stop_B = jnp.where(is_stop_BT.any(1), jnp.argmax(is_stop_BT, axis=1) + 1, tokens_BT.shape[1])
+    room_B = request.limits_B - state.lengths_B
+    wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
+    # Nothing is emitted from the first position with invalid logits on: NaN, +inf, or -inf for all tokens.
+    valid_BT = jnp.isfinite(target.logits_BTV.max(-1))
+    if request.sampling.may_exclude_all or not is_stateless(state.warp_state):  # a grammar or a ban
+        valid_BT &= ~jnp.isnan(target.all()).any(-1)
+    count_B = jnp.minimum(wanted_B, jnp.sum(jnp.cumprod(valid_BT, axis=1), axis=1))
+    valid_B = count_B == wanted_B
+    count_B = jnp.where(state.running_B, count_B, 0).astype(jnp.int32)
+    stopped_B = jnp.any(is_stop_BT & (positions < count_B[:, None]), axis=1)
+    lengths_B = state.lengths_B + count_B
+    ending_B = jnp.where(stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH))
+    return count_B, lengths_B, jnp.where(valid_B, ending_B, Finish.INVALID)
+
+
+def _record(
+    state: DecodeState,
+    draft: Draft,
+    verdict: Verdict,
+    target: TargetDistributions,
+    positions: Array,
+    put: Callable[[Array, Array], Array],
+) -> DecodeState:
+    """Writes the optional columns with ``put``: log-probabilities, beginnings of rounds, and the meter."""
+    if state.log_probs_BS is not None:
+        at_token_BT = jnp.take_along_axis(
+            jax.nn.log_softmax(target.logits_BTV, axis=-1), jnp.maximum(verdict.tokens_BT, 0)[..., None], axis=-1
+        )[..., 0]
+        state = dataclasses.replace(state, log_probs_BS=put(state.log_probs_BS, at_token_BT))
+    if state.rounds_BS is not None:
+        begins_BT = jnp.where(positions == 0, 1 + draft.num_drafted_B[:, None], 0)
+        state = dataclasses.replace(state, rounds_BS=put(state.rounds_BS, begins_BT))
+    if state.meter is not None:
+        state = dataclasses.replace(state, meter=jax.tree.map(put, state.meter, verdict.meter))
+    return state
 
 
 def _advance(warp: Warp, warp_state: Any, tokens_BT: Array, count_B: Array) -> Any:
@@ -88,7 +108,7 @@ def _advance(warp: Warp, warp_state: Any, tokens_BT: Array, count_B: Array) -> A
 
 
 def _count(stats: Stats, running_B: Array, draft: Draft, verdict: Verdict, count_B: Array) -> Stats:
-    depth = stats.num_verified_BK.shape[1]  # of the longest draft: lengths may adapt
+    depth = stats.reached_BK.shape[1]  # of the longest draft: lengths may adapt
     active_B = (running_B & (count_B > 0)).astype(jnp.int32)  # a round without a token was not valid
     accepted_B = jnp.minimum(verdict.num_accepted_B, count_B)
     num_verified_B = jnp.minimum(jnp.minimum(draft.num_drafted_B, verdict.num_emitted_B), count_B)
@@ -102,7 +122,7 @@ def _count(stats: Stats, running_B: Array, draft: Draft, verdict: Verdict, count
         rounds_B=active_B,
         emitted_B=count_B,
         drafted_B=active_B * drafted_B,
-        num_verified_BK=active_B[:, None] * verified_BK,
+        reached_BK=active_B[:, None] * verified_BK,
         accepted_BT=active_B[:, None] * outcome_BT,
         lengths_BT=lengths_BT,
     )

@@ -61,7 +61,7 @@ class RowStats:
             rounds=int(stats.rounds_B[row]),
             emitted=int(stats.emitted_B[row]),
             drafted=int(stats.drafted_B[row]),
-            reached=tuple(stats.num_verified_BK[row].tolist()),
+            reached=tuple(stats.reached_BK[row].tolist()),
             accepted_counts=tuple(stats.accepted_BT[row].tolist()),
             lengths=() if stats.lengths_BT is None else tuple(stats.lengths_BT[row].tolist()),
             **_sums(meter),

@@ -132,7 +132,7 @@ class Stats:
     rounds_B: Array  # int32, rounds that emitted something
     emitted_B: Array  # int32 tokens
     drafted_B: Array  # int32, drafted tokens that were verified or followed a verified rejection
-    num_verified_BK: Array  # int32, rounds in which position i was verified: all before it were accepted
+    reached_BK: Array  # int32, rounds in which position i was verified: all before it were accepted
     accepted_BT: Array  # int32 [B, depth+1], rounds by the number of accepted tokens that were emitted
     lengths_BT: Array | None = (
         None  # int32 [B, depth+1], rounds by the number of drafted tokens; None: it does not adapt
@@ -149,7 +149,7 @@ class Stats:
             rounds_B=count(batch),
             emitted_B=count(batch),
             drafted_B=count(batch),
-            num_verified_BK=count(batch, depth),
+            reached_BK=count(batch, depth),
             accepted_BT=count(batch, depth + 1),
             lengths_BT=count(batch, depth + 1) if adapts else None,
         )

@@ -144,7 +144,7 @@ def texts(state):
 def first_acceptance(loop):
     """How many of the tokens that were drafted first are accepted."""
     state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
-    return float(state.stats.accepted_BT[:, 1:].sum() / state.stats.num_verified_BK[:, 0].sum())
+    return float(state.stats.accepted_BT[:, 1:].sum() / state.stats.reached_BK[:, 0].sum())
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -152,7 +152,7 @@ def test_right_features_are_accepted_always(window):
     assert first_acceptance(table_loop(window=window)) == 1
     loop = table_loop(window=window)
     state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
-    second = state.stats.accepted_BT[:, 2:].sum() / state.stats.num_verified_BK[:, 1].sum()
+    second = state.stats.accepted_BT[:, 2:].sum() / state.stats.reached_BK[:, 1].sum()
     assert second < 0.9, "or an entry made of an own feature would harm nothing"
 
 
@@ -216,7 +216,7 @@ class Pausing(FeatureDrafter):
 def test_a_round_that_drafts_nothing_leaves_no_hole():
     loop = table_loop(Pausing)
     state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
-    assert state.stats.num_verified_BK[:, 0].sum() < 0.9 * state.stats.rounds_B.sum()
+    assert state.stats.reached_BK[:, 0].sum() < 0.9 * state.stats.rounds_B.sum()
     assert first_acceptance(loop) == 1
 
 

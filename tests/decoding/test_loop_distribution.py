@@ -127,6 +127,6 @@ def test_statistics_add_up():
     # Every round emits one token of the target unless it was cut inside its draft.
     assert jnp.all(stats.emitted_B - accepted <= stats.rounds_B)
     assert jnp.all(stats.emitted_B - accepted >= stats.rounds_B - 1)
-    assert jnp.all(stats.num_verified_BK[:, 0] == stats.rounds_B)
-    assert jnp.all(stats.num_verified_BK[:, 1] <= stats.num_verified_BK[:, 0])
+    assert jnp.all(stats.reached_BK[:, 0] == stats.rounds_B)
+    assert jnp.all(stats.reached_BK[:, 1] <= stats.reached_BK[:, 0])
     assert jnp.all(stats.drafted_B <= K * stats.rounds_B)

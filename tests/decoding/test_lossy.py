@@ -90,7 +90,7 @@ def test_statistics_and_meter_tell_one_story(case):
     """Acceptance is what the token rule would have reached, and what was bought; meters are 0 beyond the text."""
     _, _, _, found = run(case)
     state, stats = found.state, jax.device_get(found.state.stats)
-    verified, accepted = stats.num_verified_BK.sum(), (stats.accepted_BT.sum(0) * np.arange(K + 1)).sum()
+    verified, accepted = stats.reached_BK.sum(), (stats.accepted_BT.sum(0) * np.arange(K + 1)).sum()
     is_beyond = np.arange(state.tokens_BS.shape[1])[None, :] >= np.asarray(state.lengths_B)[:, None]
     for values in (state.meter.variation, state.meter.extra):
         assert np.all(np.asarray(values)[is_beyond] == 0)

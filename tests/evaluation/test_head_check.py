@@ -184,7 +184,7 @@ def test_the_acceptance_is_that_of_decoding():
     loop = Loop(target=target, drafter=FeatureDrafter(target, head, 1), rule=TokenRule())
     run = decode(loop, params, params / 2, [[2, 1, 2, 1]], 28, sampling, samples=400)
     stats = run.state.stats
-    decoded = stats.accepted_BT[:, 1].sum() / stats.num_verified_BK.sum()
+    decoded = stats.accepted_BT[:, 1].sum() / stats.reached_BK.sum()
     tokens_BT = run.state.tokens_BS[:200, :32]
     logits_BTV, hidden = _read_target(target, DataShards(), params, tokens_BT, head.hidden_layers, 32)
     arguments = (target, head, DataShards(), params, params / 2, hidden, logits_BTV, tokens_BT, for_rows(sampling, 200))
