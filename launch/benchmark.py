@@ -105,8 +105,7 @@ def measure(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, cons
         told = "SYNTHETIC ACCEPTANCE: speedups and ms per token below are made up; rounds are not."
         console.print(told, style="bold red")
     if there := sum(results.find(cell.key) is not None for cell in cells):
-        told = "replaced one by one" if _AGAIN.value else "not measured again (--again would)"
-        console.print(f"{there} of {len(cells)} cells are in {output} already: {told}")
+        console.print(f"{there} of {len(cells)} cells are in {output} already; --again measures them anew")
     kept = f"the cells measured so far are in {output}; the same command goes on" if output else "nothing was written"
     start = time.perf_counter()
     with entry.keeps(kept), entry.progress(console, "starting") as say:

