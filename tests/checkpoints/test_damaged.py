@@ -41,18 +41,6 @@ def test_a_tensor_missing_from_its_shard(saved):
         open_all(saved)
 
 
-def test_a_shard_that_the_index_does_not_name(saved):
-    edit(saved / INDEX, lambda index: index["weight_map"].pop(UP))
-    file = json.loads((saved / INDEX).read_text(encoding="utf-8"))["weight_map"]["model.layers.1.mlp.down_proj.weight"]
-
-    def forget(index):
-        index["weight_map"] = {name: other for name, other in index["weight_map"].items() if other != file}
-
-    edit(saved / INDEX, forget)
-    with pytest.raises(ValueError, match=r"tensors are missing: .*model.layers.1.mlp.down_proj.weight \(32, 128\)"):
-        open_all(saved)
-
-
 @pytest.mark.parametrize("keep", [3, 20, -1])
 def test_a_truncated_file(saved, keep):
     file = sorted(saved.glob("*.safetensors"))[1]

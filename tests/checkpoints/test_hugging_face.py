@@ -14,7 +14,7 @@ from etils import epath
 from specsamp.checkpoints import safetensors_io
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.safetensors_io import Tensor, find_tensors
-from specsamp.checkpoints.tensor_names import find_source, sizes
+from specsamp.checkpoints.tensor_names import find_source
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.transformer import TransformerLM
@@ -51,24 +51,6 @@ def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(original, para
 
     read_entries = sum(taken(tensor, index) for tensor, index in asked)
     assert read_entries == checkpoint.config.num_parameters
-
-
-def test_one_process_reads_only_what_its_devices_hold(original):
-    """Of every pattern of axes, fused ones too: the slab that is read is the part of the outermost letter."""
-    checkpoint, tensors = open_all(original)
-    asked = []
-
-    def read(index):
-        asked.append(index)
-        return np.zeros([part.stop - part.start for part in index], np.float32)
-
-    letters = sizes(checkpoint.config)
-    query = find_source("layer_1/attention/query", checkpoint.family.names)
-    assert query.read(read, letters, (slice(2, 3), slice(None), slice(None))).shape == (1, 32, 8)
-    assert asked.pop() == (slice(16, 24), slice(0, 32))
-    output = find_source("layer_1/attention/output", checkpoint.family.names)
-    assert output.read(read, letters, (slice(0, 2), slice(None), slice(None))).shape == (2, 8, 32)
-    assert asked.pop() == (slice(0, 32), slice(0, 16))
 
 
 @pytest.mark.parametrize("pattern, part", [("NCH D -> NDH: C={}", 1), ("D CNH -> NDH: C={}", 2), ("D NH -> NHD", None)])
@@ -197,10 +179,3 @@ def test_a_model_of_the_hub_that_has_only_pickles(original, tmp_path, monkeypatc
     del files[1]
     with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
         checkpoint.tensors
-
-
-def test_a_line_of_a_table_of_names():
-    source = find_source("layer_12/mlp/up", {"layer/mlp/up": "h.{i}.up  F D -> DF"})
-    assert (source.tensor, source.tensor_axes, source.axes, source.part) == ("h.12.up", ("F", "D"), "DF", None)
-    with pytest.raises(KeyError):
-        find_source("ngrams_2", {})

@@ -1,7 +1,6 @@
 """The pair that comes with the package: small enough, trained, and a draft of its own target."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -68,20 +67,6 @@ def test_its_greedy_text_does_not_depend_on_the_draft(pair):
 @pytest.fixture(scope="module")
 def head_pair():
     return load_pair("python", draft="head")
-
-
-def test_its_head_reads_low_middle_and_last_layers(head_pair):
-    """Of six layers the usual ones would repeat. It is a few MB, and shares the ends of its target."""
-    assert head_pair.head.config.hidden_layers == (1, 3, 5)
-    assert not head_pair.head.config.own_embedding and not head_pair.head.config.own_output
-    folder = pair_folder("python") / "head"
-    assert (folder / "model.safetensors").stat().st_size < 8e6
-    told = json.loads((folder / "training.json").read_text(encoding="utf-8"))
-    assert (
-        told["corpus"]["sha256"]
-        == json.loads((folder.parent / "pair.json").read_text())["provenance"]["target"]["corpus"]["sha256"]
-    )
-    assert told["config"]["head"]["hidden_layers"] == [1, 3, 5]
 
 
 def test_greedy_text_does_not_depend_on_the_head_and_it_drafts(head_pair, pair):

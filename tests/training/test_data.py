@@ -41,30 +41,15 @@ def test_a_files_side_depends_on_its_path_alone(tmp_path):
     assert {name for name in after.held_out if name.startswith("later/")}  # the hash spreads new files as well
 
 
-def test_contents_are_read_as_they_are(tmp_path):
-    corpus = read_corpus(write(tmp_path, {"a.py": "x = 'é'\r\n"}), held_out=0.0)
-    assert corpus.train == {"a.py": "x = 'é'\r\n"} and corpus.held_out == {}
-    assert corpus.describe() == {
-        "sha256": corpus.digest,
-        "train_files": 1,
-        "train_bytes": 10,
-        "held_out_files": 0,
-        "held_out_bytes": 0,
-        "skipped_files": 0,
-    }
-
-
-def test_files_that_are_no_text_are_skipped_and_listed(tmp_path):
-    corpus = read_corpus(write(tmp_path, FILES | {"package_0/latin.py": "é".encode("latin-1"), "empty.py": " \n"}))
-    assert corpus.skipped == ("package_0/latin.py",) and corpus.describe()["skipped_files"] == 1
-    assert not {"package_0/latin.py", "empty.py"} & (corpus.train.keys() | corpus.held_out.keys())
-
-
-def test_names_that_are_excluded_are_left_out_anywhere(tmp_path):
-    files = {"a.py": "1", "test/b.py": "2", "deep/test/c.py": "3", "deep/test_d.py": "4", "deep/e.txt": "5"}
-    corpus = read_corpus(write(tmp_path, files), exclude=("test", "*_d.py"), held_out=0.0)
-    assert corpus.train.keys() == {"a.py"}
-    assert read_corpus(tmp_path, pattern="*.txt", held_out=0.0).train.keys() == {"deep/e.txt"}
+def test_contents_are_read_as_they_are_and_what_is_left_out(tmp_path):
+    files = {"a.py": "x = 'é'\r\n", "latin.py": "é".encode("latin-1"), "empty.py": " \n", "test/b.py": "2"}
+    corpus = read_corpus(
+        write(tmp_path, files | {"deep/test_d.py": "4", "e.txt": "5"}), exclude=("test", "*_d.py"), held_out=0.0
+    )
+    assert corpus.train == {"a.py": "x = 'é'\r\n"} and corpus.held_out == {} and corpus.skipped == ("latin.py",)
+    counts = {"train_files": 1, "train_bytes": 10, "held_out_files": 0, "held_out_bytes": 0, "skipped_files": 1}
+    assert corpus.describe() == {"sha256": corpus.digest} | counts
+    assert read_corpus(tmp_path, pattern="*.txt", held_out=0.0).train.keys() == {"e.txt"}
 
 
 def test_nothing_to_train_on(tmp_path):
@@ -75,12 +60,8 @@ def test_nothing_to_train_on(tmp_path):
     write(tmp_path, {"a.py": b"\xff", "b.py": "1"})
     with pytest.raises(ValueError, match="1 undecodable, 1 held out"):
         read_corpus(tmp_path, held_out=1.0)
-
-
-@pytest.mark.parametrize("share", [1.5, -0.1, float("nan")])
-def test_a_share_of_held_out_files_that_is_none(tmp_path, share):
-    with pytest.raises(ValueError, match=f"data.held_out must be from 0 to 1; got {share}"):
-        read_corpus(write(tmp_path, FILES), held_out=share)
+    with pytest.raises(ValueError, match="data.held_out must be from 0 to 1; got 1.5"):
+        read_corpus(tmp_path, held_out=1.5)
 
 
 def test_the_digest_sees_every_content_and_path(tmp_path):
@@ -97,10 +78,6 @@ def test_the_digest_sees_every_content_and_path(tmp_path):
         base,
     }
     assert len(changed) == 4
-
-
-def test_the_standard_library_is_there():
-    assert (standard_library() / "ast.py").is_file()
 
 
 @pytest.fixture(scope="module")
@@ -173,12 +150,6 @@ def test_an_epoch_has_every_window_once(tokens):
     assert len({order[0] % 8 for order in starts}) > 1  # cut elsewhere
 
 
-def test_windows_in_order_cover_the_stream():
-    rows = Windows(STREAM, 8).in_order()
-    assert rows.shape == (12, 9)
-    np.testing.assert_array_equal(rows[:, :-1].ravel(), np.arange(96))
-
-
 def test_too_short_a_stream():
     assert Windows(STREAM[:17], 8).per_epoch == 1
     with pytest.raises(ValueError, match=r"16 tokens are too few for windows of 8 \+ 1"):
@@ -216,12 +187,6 @@ def test_a_mixture_has_its_share_of_rows_each_once_per_epoch():
     np.testing.assert_array_equal(Mixture(windows, rows, share=0.5).batch(6, 6), batches[6])
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_a_mixture_of_one_kind(share):
-    batch = Mixture(Windows(STREAM, 8), generated_rows(5), share).batch(1, 4)
-    assert batch.shape == (4, 9) and ((batch[:, 0] >= 1000) == bool(share)).all()
-
-
 def test_rows_that_do_not_mix():
     with pytest.raises(ValueError, match="rows of 9 tokens beside windows of 8"):
         Mixture(Windows(STREAM, 7), generated_rows(5), 0.5)
@@ -245,7 +210,7 @@ def test_conversations_of_a_jsonl_file(tmp_path):
     assert token_stream(texts, speaks).tolist() == [0, 97, 1, 0, 98, 0]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"text": "a"}', '{"messages": "a"}'])
+@pytest.mark.parametrize("line", ["{", '{"messages": "a"}'])
 def test_lines_that_are_no_conversations(tmp_path, line):
     with pytest.raises(ValueError, match="talk.jsonl, line 1: .* is no conversation"):
         read_corpus(write(tmp_path, {"talk.jsonl": line}), pattern="*.jsonl")

@@ -89,10 +89,6 @@ def test_divergences(logits, name):
             check(name, broken, target, draft)
 
 
-def test_reverse_divergence_is_infinite_where_the_target_has_no_mass(logits):
-    assert np.isposinf(ours("reverse_kl", *logits)[1]).all()
-
-
 def gradient(function, logits):
     def scalar(x):
         return function(jax.nn.log_softmax(x)).sum()
