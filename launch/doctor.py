@@ -38,11 +38,13 @@ from specsamp import doctor, storage, use_compilation_cache
 from specsamp.analysis.report import Table
 from specsamp.checkpoints import name_check
 from specsamp.doctor import Finding, Level, Wanted
-from specsamp.evaluation.head_check import HeadCheck, check_head, write_texts
+from specsamp.evaluation.head_check import check_head, write_texts
 
 FLAGS_OF = {"machine": ("bucket",), "head": ("prompts", "tokens", "output"), "names": ("pair", "head", "output")}
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
-_LOOK_AT = flags.DEFINE_enum("look_at", "machine", list(FLAGS_OF), "What is looked at.")
+_LOOK_AT = flags.DEFINE_enum(
+    "look_at", "machine", list(FLAGS_OF), "Look at the machine, at the head of --config, or at public names."
+)
 _BUCKET = flags.DEFINE_string("bucket", None, "Try to write into this folder, local or gs://.")
 _PROMPTS = define_prompts()
 _TOKENS = flags.DEFINE_integer(
@@ -66,7 +68,7 @@ def main() -> int:
 
 
 def look_at_machine(console: Console) -> int:
-    """Prints what is found of the machine, and returns how bad it is."""
+    """Prints the findings about the machine, and returns the worst level."""
     known = doctor.read_facts()
     findings = doctor.examine(known, wanted(known.devices))
     if _BUCKET.value:
@@ -79,7 +81,7 @@ def look_at_machine(console: Console) -> int:
 
 
 def wanted(devices: int) -> Wanted:
-    """Returns what the configuration asks for, its models divided over the devices of a replica."""
+    """Returns the devices, memory and names that the configuration takes, its models divided over a replica."""
     config = _CONFIG.value
     names = [config.hugging_face.target, config.hugging_face.draft] if config.hugging_face else []
     from_hub = tuple(name for name in names if name and not storage.place(name).exists())
@@ -96,10 +98,8 @@ def writable(folder: str) -> Finding:
         storage.write(probe, " ")
         storage.place(probe).unlink()
     except Exception as error:  # noqa: BLE001, of a file system, a network or a login
-        told = " ".join(str(error).split())
-        log_in = "gcloud auth application-default login, and pip install gcsfs"
-        fix = log_in if folder.startswith("gs://") else "choose another"
-        return Finding(Level.ERROR, f"{folder} cannot be written ({type(error).__name__}: {told})", fix)
+        fix = "gcloud auth application-default login, and pip install gcsfs, or choose another folder"
+        return Finding(Level.ERROR, f"{folder} cannot be written ({type(error).__name__}: {error})", fix)
     return Finding(Level.FINE, f"{folder} can be written")
 
 
@@ -116,7 +116,9 @@ def look_at_head(console: Console) -> int:
         texts = write_texts(experiment.pair, texts_of, tokens=_TOKENS.value, sampling=sampling, seed=config.seed)
     with entry.progress(console, "the head reads them"):
         found = check_head(experiment.pair, texts, sampling=sampling)
-    entry.show([readings_table(found)], console)
+    rows = [(one.name, f"{one.acceptance:.1%}") for one in found.readings]
+    title = "Acceptance of the first drafted token, teacher-forced"
+    entry.show([Table(title=title, header=("read", "accepted"), rows=rows)], console)
     for sentence in found.sentences:
         console.print(sentence, style="bold green" if found.fits else "bold red")
     readings = [
@@ -134,12 +136,6 @@ def look_at_head(console: Console) -> int:
     return int(not found.fits)
 
 
-def readings_table(found: HeadCheck) -> Table:
-    """Returns a row for each way to read a head."""
-    rows = [(one.name, f"{one.acceptance:.1%}") for one in found.readings]
-    return Table(title="Acceptance of the first drafted token, teacher-forced", header=("read", "accepted"), rows=rows)
-
-
 def look_at_names(console: Console) -> int:
     """Prints which public names would load; returns 1 if one would not."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the hub's library has a bar for every small file
@@ -152,20 +148,23 @@ def look_at_names(console: Console) -> int:
             is_head = pair.drafter == "head" or (_HEAD.value and word not in known)
             names = {"name": word, "target": pair.target, "draft": pair.draft}
             findings += name_check.check_pair(**names, is_head=is_head, chat=pair.chat)
-    entry.show([names_table(findings)], console)
+    rows = [
+        (
+            one.pair,
+            one.role,
+            one.model,
+            "does not load" if one.problem else "loads",
+            one.problem or "; ".join(one.notes),
+        )
+        for one in findings
+    ]
+    title = f"{len(findings)} names, of which {sum(one.problem is not None for one in findings)} would not load"
+    rows = [tuple(map(entry.visible, row)) for row in rows]
+    entry.show(
+        [Table(title=title, header=("pair", "as", "name", "", "why, or what differs"), rows=rows, left=5)], console
+    )
     entry.write_result(_OUTPUT.value, {"names": [dataclasses.asdict(finding) for finding in findings]}, console)
     return int(any(finding.problem is not None for finding in findings))
-
-
-def names_table(findings: list[name_check.NameCheck]) -> Table:
-    """Returns a row for each name of each pair."""
-    rows = []
-    for one in findings:
-        loads, why = ("loads", "; ".join(one.notes)) if one.problem is None else ("does not load", one.problem)
-        rows.append(tuple(map(entry.visible, (one.pair, one.role, one.model, loads, why))))
-    failed = sum(finding.problem is not None for finding in findings)
-    title = f"{len(findings)} names, of which {failed} would not load"
-    return Table(title=title, header=("pair", "as", "name", "", "why, or what differs"), rows=rows, left=5)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reads the fields of a configuration into one dataclass, each once, with its check; nothing after it sees a ConfigDict."""
+"""Reads the fields of a configuration into one dataclass, each once, with its check."""
 
 from __future__ import annotations
 
@@ -170,10 +170,7 @@ class ExperimentConfig:
     @classmethod
     def from_config_dict(cls, config: ConfigDict) -> ExperimentConfig:
         """Reads a configuration; raises ValueError for a field that is missing, unknown or wrong."""
-        return cls._read(config.to_dict())
-
-    @classmethod
-    def _read(cls, fields: Mapping[str, Any]) -> ExperimentConfig:
+        fields = config.to_dict()
         return read(cls, {**fields, "recorded": fields})
 
     @classmethod
@@ -187,7 +184,7 @@ class ExperimentConfig:
         for name, value in point.items():
             *groups, last = name.split(".")
             functools.reduce(operator.getitem, groups, fields)[last] = value
-        return self._read(fields)
+        return read(ExperimentConfig, {**fields, "recorded": fields})
 
     @property
     def writes_text(self) -> bool:
@@ -247,14 +244,18 @@ class ExperimentConfig:
 
 
 def read(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
-    """Returns a dataclass of the fields of a configuration; ``group`` is the name of a group of them, such as "train."."""
+    """Returns a dataclass of the fields of a configuration, or of those in a ``group`` such as "train.".
+
+    Raises:
+      ValueError: a field that is missing, unknown or wrong, by the name that a user types.
+    """
     if kind is ModelFields:
         return ModelFields(fields)
     known, groups, values = {field.name: field for field in dataclasses.fields(kind)}, _groups(kind), {}
     missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields]
     if missing:
         names = ", ".join(group + name for name in missing)
-        raise ValueError(f"--config has no field {names}: this command needs a configuration that has")
+        raise ValueError(f"--config has no field {names}: this command needs another configuration")
     for name, value in fields.items():
         if name not in known:
             raise ValueError(f"--config has a field {group}{name}, which nothing reads: leave it out")
