@@ -34,7 +34,7 @@ from specsamp.sampling.warp import for_rows, log_probs
 FIRSTS = 24  # first tokens that may have a cell
 CONTINUED = 12  # first tokens whose second tokens are read
 PAIRS = 16  # pairs that may have a cell
-SMALLEST = 1e-3  # probability of a cell
+SMALLEST = 5e-3  # probability of a cell
 REST = 0  # index of the cell of all other continuations
 TOKENS = 2  # of a sample
 CHOICE_LOSS = 0.17  # largest value of x * normal.sf(x)
