@@ -48,11 +48,8 @@ def test_a_slice_of_more_devices_than_heads_takes_more_rows():
     "argument, message",
     [
         ("v4-33", "unknown TPU accelerator type 'v4-33'; closest matches: v4-32, v4-64"),
-        ("h100-8", "unknown TPU accelerator type"),
         ("batch=0", "batch must be a positive integer; got '0'"),
-        ("batch=many", "got 'many'"),
         ("v4-32,v4-64", "more than one slice"),
-        ("tiny,v4-32", "more than one slice"),
         ("v5litepod-8", "v5litepod-8 cannot hold 148 GB of weights in 8 x 16 GiB: take a larger slice"),
         ("v4-256,batch=1", "batch 1 does not divide over 2 copies of the target"),
     ],

@@ -52,19 +52,6 @@ def test_a_wheel_brings_all_commands_and_configurations(site):
     assert listed.returncode == 0 and "  --results: " in listed.stdout, listed.stderr
 
 
-@pytest.mark.slow
-def test_an_installed_command_says_so_in_its_result(site, tmp_path):
-    """It reads a configuration and the measurements of TPUs, which are nowhere but in the wheel."""
-    output = tmp_path / "result.json"
-    known = ["--acceptance=0.8", "--config=configs/chinchilla.py", "--chip=v4", "--devices=16", "--context=2048"]
-    done = run(site, "plan", *known, f"--output={output}")
-    assert done.returncode == 0, done.stderr
-    document = json.loads(output.read_text(encoding="utf-8"))
-    assert document["command"].startswith("specsamp plan --acceptance=0.8")
-    environment = document["environment"]
-    assert (environment["specsamp"], environment["commit"]) == (specsamp.__version__, "not a checkout")
-
-
 # One process imports JAX, and forks for each command: flags of two commands would meet.
 EVERY = """
 import json, os, sys
@@ -72,7 +59,7 @@ import optax, scipy.stats  # as many commands do, a second each time
 import specsamp.__main__ as program
 sys.path.insert(0, str(program.folder().parent))
 from launch.lib import entry
-for arguments in json.loads(sys.argv[1]) or [[name, "--help"] for name in program.commands()]:
+for arguments in json.loads(sys.argv[1]):
     child = os.fork()
     if child == 0:
         print(f"=== {arguments[0]}", flush=True)
@@ -84,7 +71,7 @@ for arguments in json.loads(sys.argv[1]) or [[name, "--help"] for name in progra
 
 
 def run_each(site, commands, typed=""):
-    """Runs commands one after another, and returns what each printed; none: all of them, for their help."""
+    """Runs commands one after another, and returns what each printed."""
     environment = {**os.environ, "PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"}
     arguments = [sys.executable, "-P", "-W", "ignore", "-c", EVERY, json.dumps(commands)]
     done = subprocess.run(arguments, cwd=site, env=environment, input=typed, capture_output=True, text=True)
@@ -93,23 +80,18 @@ def run_each(site, commands, typed=""):
 
 
 @pytest.mark.slow
-def test_every_command_starts_and_names_itself_as_it_is_called(site):
-    """Each imports what it needs, and reads its configuration, from the wheel alone."""
-    told = run_each(site, [])
-    assert {"demo", "chat", "benchmark", "plan", "audit", "compile-report", "evaluate"} <= told.keys()
-    assert told.keys() >= commands().keys()
-    assert "specsamp doctor --config=" in told["doctor"] and "launch/doctor.py" not in "".join(told.values())
-
-
-@pytest.mark.slow
 def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
     save_tiny_pair(tmp_path / "pair", ["def f(x):"])
     pair = [f"--config=configs/trained_pair.py:{tmp_path / 'pair'}", "--plain", "--config.max_new_tokens=4"]
     short = [*pair, "--config.draft_length=1", "--config.sampling.top_p=1.0"]
     cells_json = tmp_path / "cells.json"
+    helps = run_each(site, [[name, "--help"] for name in commands()])
+    assert helps.keys() == commands().keys()
+    assert "specsamp doctor --config=" in helps["doctor"] and "launch/doctor.py" not in "".join(helps.values())
     told = run_each(
         site,
         [
+            ["plan", "--acceptance=0.8", "--config=configs/chinchilla.py", "--chip=v4", "--devices=16"],
             ["demo", *short, "--passes=1"],
             ["benchmark", *pair, *"--config.draft_length=0 --config.repeats=1".split(), f"--output={cells_json}"],
             ["audit", *short, "--prompt_count=2", "--checks=acceptance"],
@@ -121,7 +103,9 @@ def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
     assert "greedy, speculative = autoregressive: 1 of 1 prompts, 4 tokens" in told["demo"]
     assert "1 of 1 checks passed" in told["audit"] and "4 tokens, " in told["chat"]
     cells = json.loads(cells_json.read_text(encoding="utf-8"))
-    assert cells["environment"]["commit"] == "not a checkout" and len(cells["cells"]) == 1
+    assert cells["command"].startswith("specsamp benchmark --config=") and len(cells["cells"]) == 1
+    found = cells["environment"]["specsamp"], cells["environment"]["commit"]
+    assert found == (specsamp.__version__, "not a checkout") and "K = 4" in told["plan"]
     assert "plain" in told["evaluate"]
 
 

@@ -95,13 +95,6 @@ def test_hosts_without_external_addresses(cloud):
     assert tunnel[:4] == ["gcloud", "alpha", *TPUS[1:]] and tunnel[-3:] == ["--tunnel-through-iap", *AT]
 
 
-def test_fetch_copies_from_buckets_and_from_the_first_worker(cloud):
-    commands, _ = cloud.dry_run("fetch", "--from=gs://bucket/my run/", "--to=results")
-    assert commands[1] == ["gcloud", "storage", "rsync", "--recursive", "gs://bucket/my run", "results/my run"]
-    commands, _ = cloud.dry_run("fetch", "--name=pod", "--from=runs/x", "--to=results")
-    assert commands[1] == [*TPUS, "tpu-vm", "scp", "--recurse", "--worker=0", "pod:specsamp/runs/x", "results", *AT]
-
-
 def test_gke_hands_secrets_over_by_name(cloud):
     cloud.environment["HF_TOKEN"] = "hf_not_to_be_seen"
     arguments = ("run", "--name=big", "--accelerator=tpu7x-16", "--secret_env=HF_TOKEN")
@@ -197,13 +190,6 @@ def test_create_waits_until_the_slice_is_there(cloud):
     assert "pod is ACTIVE and costs money until launch/tpu/delete.sh --name=pod" in done.stderr
 
 
-def test_create_says_what_to_do_with_a_lost_slice(cloud):
-    cloud.states("MISSING", "WAITING_FOR_RESOURCES", "SUSPENDED")
-    done = cloud.run("create", "--name=pod", "--accelerator=v4-32")
-    assert done.returncode == 75 and "pod is SUSPENDED. no capacity left" in done.stderr
-    assert "launch/tpu/delete.sh --name=pod, then order again" in done.stderr
-
-
 def test_setup_gives_every_worker_the_commit(ready):
     first = ready.git("rev-parse", "HEAD")
     for host in ("w-0", "w-1"):
@@ -252,23 +238,6 @@ def test_a_secret_reaches_every_worker_and_is_seen_nowhere_else(ready, tmp_path)
     assert (ready.fake / "modes").read_text() == "600\n600\n"
     assert "hf_it" not in done.stdout + done.stderr and set(files_with(tmp_path, "hf_it")) == set(received)
     assert not list(ready.fake.rglob("specsamp_secrets*")) and not list(temporary.iterdir())
-
-
-def test_a_secret_of_a_command_that_cannot_start_is_removed(ready, tmp_path):
-    (temporary := tmp_path / "temporary").mkdir()
-    secret = {"HF_TOKEN": SECRET, "TMPDIR": str(temporary)}
-    arguments = ("run", "--name=pod", "--secret_env=HF_TOKEN", "--", "true")
-    commits = [ready.fake / host / "specsamp" / "COMMIT" for host in ("w-0", "w-1")]
-    for commit in commits:
-        commit.rename(commit.with_suffix(".away"))
-    done = ready.run(*arguments, **secret)
-    assert done.returncode == 1 and "the installation is missing or incomplete" in done.stderr
-    for commit in commits:
-        commit.with_suffix(".away").rename(commit)
-    (ready.fake / "no_copies").touch()
-    done = ready.run(*arguments, **secret)
-    assert done.returncode == 1 and "not all workers could start the command" in done.stderr
-    assert not files_with(tmp_path, "hf_it") and not list(temporary.iterdir())
 
 
 def test_what_looks_like_a_secret_in_a_command_is_neither_printed_nor_stored(ready, tmp_path):
@@ -382,10 +351,3 @@ def test_delete_looks_for_a_node_without_a_request(cloud):
     done = cloud.run("delete", "--name=pod")
     assert done.returncode == 0 and "pod is deleted from us-central2-b" in done.stderr
     assert not cloud.calls("queued-resources", "delete") and len(cloud.calls("tpu-vm", "delete")) == 1
-
-
-def test_what_is_run_is_what_the_dry_run_showed(cloud):
-    shown = cloud.dry_run("setup", "--name=pod")[0]
-    cloud.states("ACTIVE")
-    assert cloud.run("setup", "--name=pod").returncode == 0
-    assert cloud.calls() == [command for command in shown if command[0] == "gcloud"]

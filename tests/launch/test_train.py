@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-from configs import python_pair
 from launch import export
 from specsamp.checkpoints.pair import load_pair, load_prompts
 from specsamp.training.data import Corpus, train_tokenizer
@@ -215,20 +214,14 @@ def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(train, text
         begin(TARGET)
 
 
-def test_a_file_is_no_place_for_a_run(tmp_path):
+def test_a_command_that_cannot_begin_says_why_in_a_line(tmp_path):
     (tmp_path / "file").write_text("")
-    done = call("train", f"--workdir={tmp_path / 'file'}")
-    assert done.returncode == 2 and "file is a file: name a folder" in done.stderr
-
-
-def test_a_training_without_its_target_ends_with_a_message(tmp_path):
-    done = call("train", "--config=configs/python_pair.py:tiny_draft", f"--workdir={tmp_path / 'run'}")
-    assert done.returncode == 2
-    assert "give --config.target, the folder of its training" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_unknown_kinds_of_training_fail():
-    with pytest.raises(
-        ValueError, match="no 'huge' .*choose one of target, draft, layer_skip, head, medusa, mtp, tiny_target"
-    ):
-        python_pair.get_config("huge")
+    draft = ["--config=configs/python_pair.py:tiny_draft", f"--workdir={tmp_path / 'run'}"]
+    commands = {
+        "file is a file: name a folder": [f"--workdir={tmp_path / 'file'}"],
+        "give --config.target, the folder of its training": draft,
+        "no 'huge' in configs/python_pair.py: choose one of target": ["--config=configs/python_pair.py:huge"],
+    }
+    for message, arguments in commands.items():
+        done = call("train", *arguments)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
