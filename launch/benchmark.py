@@ -4,7 +4,8 @@
     python launch/benchmark.py --config=configs/trained_pair.py --grid=draft_length=0,1,2,4,8 --grid=rule=token,block \\
         --grid=sampling.temperature=0.0,0.8 --grid=batch=1,8 --grid=drafter=model,ngram --output=runs/grid.json
     python launch/benchmark.py --sweep --config=configs/trained_pair.py --output=runs/python_pair_grid.json
-    python launch/benchmark.py --sweep --config=configs/chinchilla.py --pod=pod --output=gs://BUCKET/s.json
+    launch/tpu/run.sh --name=pod -- python launch/benchmark.py --sweep --config=configs/chinchilla.py --distributed \\
+        --output=gs://BUCKET/sweep.json
     python launch/benchmark.py --gather=one.json --gather=other.json                             # only the tables
 
 Every cell is measured beside plain decoding of the same prompts, in turn; K = 0 is plain decoding beside itself,
@@ -12,12 +13,9 @@ which shows how far a speedup may be off. The file is written after each cell: t
 interrupted, another grid of the same configuration adds its cells. A file belongs to one machine: times of two are
 not mixed. --trace=runs/trace also says what within a round takes the time.
 
---sweep measures the ``GRIDS`` of the configuration's file, each a list of what --grid takes. With --pod points become commands for launch/tpu/run.sh, to be run one after the other: all add their cell to the same file,
-and a bucket has no lock that would keep two apart.
+--sweep measures the ``GRIDS`` of the configuration's file, each a list of what --grid takes.
 """
 
-import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,9 +24,8 @@ import jax
 from absl import flags
 from rich.console import Console
 
-from launch.lib import entry, price, tracing
+from launch.lib import entry, price
 from launch.lib.cells import (
-    Point,
     costs_of,
     define_prompts,
     identity_of,
@@ -44,6 +41,7 @@ from launch.lib.fields import ExperimentConfig
 from specsamp import use_compilation_cache
 from specsamp.analysis import grid, tables
 from specsamp.analysis.grid import Cell
+from specsamp.analysis.trace import trace
 from specsamp.analysis.workload import check_fits, decoders
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.synthetic import LABEL
@@ -53,16 +51,15 @@ _GRID = flags.DEFINE_multi_string(
     "grid", [], "Measure a cell for each of these values, as FIELD=VALUE,VALUE; given again, for every combination."
 )
 _SWEEP = flags.DEFINE_bool("sweep", False, "Measure the GRIDS of the configuration's file.")
-_POD = flags.DEFINE_string(
-    "pod", None, "Print a command for each point on the slice of this name, and measure nothing."
-)
 _GATHER = flags.DEFINE_multi_string(
     "gather", [], "Show a table of the cells in this file, and measure nothing; may be repeated."
 )
 _PROMPTS = define_prompts()
 _OUTPUT = entry.define_output()
 _CHIP_HOUR = price.define_chip_hour()
-_TRACE = tracing.define_trace()
+_TRACE = flags.DEFINE_string(
+    "trace", None, "Then profile one prefill and some rounds into this folder, and show their time by named scope."
+)
 _AGAIN = flags.DEFINE_bool("again", False, "Measure cells again that --output holds already, and replace them.")
 
 
@@ -79,13 +76,12 @@ def main() -> None:
     if _TRACE.value and len(points) > 1:
         raise ValueError(f"--trace is of one cell, and {len(points)} are asked for: choose one")
     configs = turned(config, points)  # all are checked before weights are read
-    if _POD.value:
-        for point in points:
-            print(pod_command(_POD.value, point, _CONFIG.text, sys.argv[1:]))
-        return
     entry.check_output(_OUTPUT.value)
     grid.stored_cells(_OUTPUT.value, known_identity(config))
-    tracing.check_trace(_TRACE.value)
+    if _TRACE.value and jax.config.jax_disable_jit:
+        raise ValueError("--trace is of compiled programs, and JAX_DISABLE_JIT is set: leave out one of the two")
+    if _TRACE.value:
+        entry.check_output(f"{_TRACE.value.rstrip('/')}/profile", "trace")
     experiment = build(config, read_prompts(_PROMPTS.value))
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
@@ -114,7 +110,10 @@ def measure(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, cons
         (cell,) = cells
         sides = {"speculative": (cell.drafter, cell.rule)}
         (decoder,) = decoders(pair, sides, cell.sampling, cell.workload, cell.draft_sampling).values()
-        traced = tracing.show_trace(decoder, _TRACE.value, console)
+        with entry.progress(console, "compiling and tracing"):
+            traced = trace(decoder, _TRACE.value)
+        entry.show(traced.tables(), console)
+        console.print("\n" + "\n".join(map(entry.visible, traced.sentences)))
         results.add({**found, "trace": traced.programs}, entry.header())
     if not entry.is_first():
         return
@@ -132,7 +131,7 @@ def measure(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, cons
 
 def gather(console: Console) -> None:
     """Shows a table of each file of --gather: files are of other pairs or machines."""
-    others = ("output", "pod", "again", "chip_hour", "sweep", "grid", "trace", "prompts")
+    others = ("output", "again", "chip_hour", "sweep", "grid", "trace", "prompts")
     entry.refuse_flags(others, "--gather measures and writes nothing")
     for path in _GATHER.value:
         document = grid.read_document(path)
@@ -140,24 +139,6 @@ def gather(console: Console) -> None:
             table = tables.grid_table(path, document["cells"])
         console.print(grid.origin(path, document))
         entry.show([table], console)
-
-
-def pod_command(name: str, point: Point, config: str, arguments: list[str]) -> str:
-    """Returns the command that measures one point on a slice, with what was set for all points.
-
-    Raises:
-      ValueError: a flag whose value is a word of its own, which could be lost on the way.
-    """
-    shared = [argument for argument in arguments if argument.startswith("--config")]
-    apart = next((argument for argument in shared if "=" not in argument), None)
-    if apart is not None:
-        raise ValueError(f"write {apart}=VALUE as one word: it goes into the commands as it is")
-    if not any(argument.startswith("--config=") for argument in shared):
-        shared = [f"--config={config}", *shared]
-    turned = [f"--config.{field}={value}" for field, value in point.items()]
-    writes = [*([f"--output={_OUTPUT.value}"] if _OUTPUT.value else ()), *(["--again"] if _AGAIN.value else ())]
-    program = ["python", "launch/benchmark.py", *shared, *turned, "--distributed", *writes]
-    return shlex.join(["launch/tpu/run.sh", f"--name={name}", "--", *program])
 
 
 if __name__ == "__main__":

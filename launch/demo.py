@@ -3,7 +3,6 @@
     bash launch/demo.sh
     python launch/demo.py --prompt='def fibonacci(n):'
     python launch/demo.py --plain
-    python launch/demo.py --trace=runs/trace                 # where the time goes
     JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
 
 Where there are no colours (--plain, NO_COLOR, a pipe or a file) the target's own tokens stand in brackets.
@@ -20,7 +19,7 @@ from absl import flags
 from rich.console import Console
 from rich.text import Text
 
-from launch.lib import entry, tracing
+from launch.lib import entry
 from launch.lib.colours import DRAFTED, PROMPT, own
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline, refuse
@@ -38,7 +37,6 @@ _PROMPT = flags.DEFINE_multi_string(
 _PASSES = flags.DEFINE_integer(
     "passes", 3, "How often each side decodes every prompt; more make the times steadier.", lower_bound=1
 )
-_TRACE = tracing.define_trace()
 
 NUM_PROMPTS = 3
 
@@ -47,7 +45,6 @@ def main() -> None:
     console = entry.make_console()
     config = _CONFIG.value
     refuse(config)
-    tracing.check_trace(_TRACE.value)
     with entry.progress(console, "reading the pair"):
         experiment = build(config, [text.replace("\\n", "\n") for text in _PROMPT.value])
     console.print(headline(experiment))
@@ -84,8 +81,6 @@ def main() -> None:
         console.print("\nJAX_DISABLE_JIT is set, nothing is compiled: the timings are left out.")
         return
     entry.show([speed_table(timings, experiment)], console)
-    if _TRACE.value:
-        tracing.show_trace(sides["sampled"]["speculative"], _TRACE.value, console)
 
 
 def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Console) -> None:

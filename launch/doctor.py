@@ -2,7 +2,6 @@
 
     python launch/doctor.py                                          # versions, devices, memory, caches, access
     python launch/doctor.py --config=configs/hf.py:llama-8b          # does the pair fit, are its files within reach?
-    python launch/doctor.py --bucket=gs://my-bucket/runs             # can results be written there?
     python launch/doctor.py --look_at=head --config=configs/hf.py:llama-8b-eagle3
     python launch/doctor.py --look_at=head --config=configs/hf.py:TARGET,HEAD --config.drafter=head --prompts=mine.txt
     python launch/doctor.py --look_at=names                          # all pairs of configs/hf.py
@@ -37,15 +36,14 @@ from launch.lib.shapes import known_models
 from specsamp import doctor, storage, use_compilation_cache
 from specsamp.analysis.report import Table
 from specsamp.checkpoints import name_check
-from specsamp.doctor import Finding, Level, Wanted
+from specsamp.doctor import Level, Wanted
 from specsamp.evaluation.head_check import check_head, write_texts
 
-FLAGS_OF = {"machine": ("bucket",), "head": ("prompts", "tokens", "output"), "names": ("pair", "head", "output")}
+FLAGS_OF = {"machine": (), "head": ("prompts", "tokens", "output"), "names": ("pair", "head", "output")}
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _LOOK_AT = flags.DEFINE_enum(
     "look_at", "machine", list(FLAGS_OF), "Look at the machine, at the head of --config, or at public names."
 )
-_BUCKET = flags.DEFINE_string("bucket", None, "Try to write into this folder, local or gs://.")
 _PROMPTS = define_prompts()
 _TOKENS = flags.DEFINE_integer(
     "tokens", 64, "Number of tokens that the target writes after each prompt; the head reads them.", lower_bound=1
@@ -71,8 +69,6 @@ def look_at_machine(console: Console) -> int:
     """Prints the findings about the machine, and returns the worst level."""
     known = doctor.read_facts()
     findings = doctor.examine(known, wanted(known.devices))
-    if _BUCKET.value:
-        findings.append(writable(_BUCKET.value))
     for finding in findings:
         sign, colour = SIGNS[finding.level]
         fix = f"\n{'':<9}{finding.fix}" if finding.fix else ""
@@ -89,18 +85,6 @@ def wanted(devices: int) -> Wanted:
     sizes = [one.config.weight_bytes for one in known_models(config).values()]
     each = sum(sizes) / (model or max(devices // data, 1)) if sizes else None
     return Wanted(devices=data * (model or 1), weights_bytes=each, from_hub=from_hub)
-
-
-def writable(folder: str) -> Finding:
-    """Writes a file into a folder and removes it."""
-    probe = f"{folder.rstrip('/')}/specsamp-doctor"
-    try:
-        storage.write(probe, " ")
-        storage.place(probe).unlink()
-    except Exception as error:  # noqa: BLE001, of a file system, a network or a login
-        fix = "gcloud auth application-default login, and pip install gcsfs, or choose another folder"
-        return Finding(Level.ERROR, f"{folder} cannot be written ({type(error).__name__}: {error})", fix)
-    return Finding(Level.FINE, f"{folder} can be written")
 
 
 def look_at_head(console: Console) -> int:

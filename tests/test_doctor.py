@@ -94,13 +94,12 @@ def test_the_command_says_how_bad_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.machine, "has_tpu", lambda: False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "nothing"))
-    assert call("doctor", f"--bucket={tmp_path}").returncode == 0
-    assert list(tmp_path.iterdir()) == []
+    assert call("doctor").returncode == 0
     found = call("doctor", "--config=configs/hf.py:llama-8b", "--config.mesh.model=8")
     assert found.returncode == 1 and "meta-llama/Llama-3.1-8B is gated" in found.stdout
-    found = call("doctor", "--config=configs/chinchilla.py", "--bucket=/proc/nowhere")
+    found = call("doctor", "--config=configs/chinchilla.py")
     assert found.returncode == 2
-    assert "the pair's mesh takes 16 devices, JAX sees 8" in found.stdout and "/proc/nowhere cannot be" in found.stdout
+    assert "the pair's mesh takes 16 devices, JAX sees 8" in found.stdout
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])

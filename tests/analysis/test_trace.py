@@ -160,7 +160,7 @@ def test_what_cannot_be_traced_is_refused_at_once(arguments, message):
 
 def test_what_is_not_compiled_is_not_traced():
     with jax.disable_jit():
-        done = call("demo", TINY, "--trace=runs/x")
+        done = call("benchmark", TINY, "--trace=runs/x")
     assert done.returncode == 2 and "JAX_DISABLE_JIT is set: leave out one of the two" in done.stderr
 
 

@@ -17,21 +17,6 @@ def test_the_shipped_sweeps():
     assert none.returncode == 2 and "configs/random_pair.py:tiny has no GRIDS" in none.stderr
 
 
-def test_pod_commands_hold_what_was_set_for_all():
-    shared = ["--config=configs/chinchilla.py:v4-32", "--config.repeats=5"]
-    done = call("benchmark", "--sweep", *shared, "--pod=pod", "--output=gs://b/s.json", "--again")
-    lines = done.stdout.strip().splitlines()
-    assert done.returncode == 0 and len(lines) == 16, done.stderr
-    assert lines[9] == (
-        f"launch/tpu/run.sh --name=pod -- python launch/benchmark.py {shared[0]} {shared[1]} "
-        "--config.sampling.temperature=0.0 --config.draft_length=1 --distributed --output=gs://b/s.json --again"
-    )
-    (first,) = call("benchmark", "--grid=batch=8", "--pod=pod").stdout.splitlines()
-    assert first.endswith("launch/benchmark.py --config=configs/random_pair.py --config.batch=8 --distributed")
-    apart = call("benchmark", "--sweep", "--config", "configs/chinchilla.py:v4-32", "--pod=pod")
-    assert apart.returncode == 2 and "write --config=VALUE as one word" in apart.stderr and not apart.stdout
-
-
 SWEPT = """
 import importlib.util, pathlib
 _spec = importlib.util.spec_from_file_location("base", pathlib.Path({root!r}) / "configs" / "random_pair.py")
