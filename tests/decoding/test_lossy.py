@@ -8,9 +8,9 @@ import pytest
 
 from specsamp import EARS, Bounded, JointThreshold, Lenience
 from specsamp.decoding.drafters import ModelDrafter
-from support.fakes import FALSE_ALARM, TableLM, decode, p_value, table_loop
+from support.fakes import FALSE_ALARM, TableLM, decode, p_value, prefix_tables, table_loop
 from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V
-from support.price import joint_and_price, prefix_tables, variation
+from support.price import joint_and_price, variation
 
 K, LENGTH = 2, 3
 SAMPLES = 50_000  # the rules themselves are enumerated in sampling/test_lossy.py

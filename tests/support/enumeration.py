@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,12 @@ def autoregressive(target: Distributions, length: int) -> np.ndarray:
     return joint
 
 
-def joint_distribution(
+def joint_distribution(rule: Rule, target: Distributions, draft: Distributions, **options) -> np.ndarray:
+    """The joint distribution of the first tokens that rounds of ``rule`` emit, ``[S, V**length]``; as `chain_rounds`."""
+    return chain_rounds(rule, target, draft, **options)[0]
+
+
+def chain_rounds(
     rule: Rule,
     target: Distributions,
     draft: Distributions,
@@ -50,11 +55,10 @@ def joint_distribution(
     num_tokens: int,
     length: int,
     num_drafted: Sequence[np.ndarray] | None = None,
-    one_hot: bool = False,
     shown: Distributions | None = None,
-    dtype: type = np.float64,
-) -> np.ndarray:
-    """The joint distribution of the first ``length`` tokens that rounds of ``rule`` emit, ``[S, V**length]``.
+    **options,
+) -> tuple[np.ndarray, list[tuple[np.ndarray, Rounds]]]:
+    """Chains rounds until ``length`` tokens are out.
 
     Args:
       rule: the rule; only its split is used.
@@ -62,26 +66,26 @@ def joint_distribution(
       num_tokens: K.
       length: how many tokens; a round that emits more is cut.
       num_drafted: one entry for each length of prefix; this and the rest as in `enumerate_round`.
+
+    Returns:
+      The joint distribution of the tokens, and, for each length of prefix, the probability that a round starts at each
+      prefix, and the rounds.
     """
     scenarios, _, vocab_size = target[0].shape
     reached = [np.zeros((scenarios, vocab_size**m)) for m in range(length + 1)]
-    reached[0][:] = 1  # the probability that a round starts at each prefix
+    reached[0][:] = 1
+    found = []
     for m in range(length):
-        rounds = enumerate_round(
-            rule,
-            target[m:],
-            draft[m:],
-            num_tokens=num_tokens,
-            num_drafted=None if num_drafted is None else num_drafted[m],
-            one_hot=one_hot,
-            shown=None if shown is None else shown[m:],
-            dtype=dtype,
-        )
+        chosen = None if num_drafted is None else num_drafted[m]
+        seen = None if shown is None else shown[m:]
+        options |= {"num_tokens": num_tokens, "num_drafted": chosen, "shown": seen}
+        rounds = enumerate_round(rule, target[m:], draft[m:], **options)
+        found.append((reached[m], rounds))
         for n in range(num_tokens + 1):
             distribution = reached[m][..., None] * rounds.emitted(n)
             end = min(m + n + 1, length)
             reached[end] += distribution.reshape(scenarios, vocab_size**end, -1).sum(-1)
-    return reached[length]
+    return reached[length], found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,16 +209,20 @@ def split(
 ) -> tuple[np.ndarray, np.ndarray]:
     """``rule.acceptance``, [R, K], and ``rule.residual`` for n = 0 .. K, [R, K+1, V], computed in ``dtype``."""
     log_probs = None if log_probs is None else log_probs.astype(dtype)
-    draft, target = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=log_probs), target.astype(dtype)
-    rows = len(tokens)
-    pieces = []
+    draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=log_probs)
+    acceptance, residual = in_chunks(_split, rule, draft, target.astype(dtype))
+    assert acceptance.dtype == residual.dtype == dtype
+    return acceptance, residual
+
+
+def in_chunks(function: Callable, rule: Rule, draft: Draft, target: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Returns the arrays of ``function(rule, draft, target)``, in float64 or as given, by calls of one fixed shape."""
+    rows, pieces = len(target), []
     with jax.enable_x64(True):
         for start in range(0, rows, CHUNK):
             chosen = np.minimum(np.arange(start, start + CHUNK), rows - 1)
-            pieces.append(jax.device_get(_split(rule, *jax.tree.map(lambda x: x[chosen], (draft, target)))))
-    acceptance, residual = (np.concatenate(parts)[:rows] for parts in zip(*pieces))
-    assert acceptance.dtype == residual.dtype == dtype
-    return acceptance, residual
+            pieces.append(jax.device_get(function(rule, *jax.tree.map(lambda x: x[chosen], (draft, target)))))
+    return tuple(np.concatenate(parts)[:rows] for parts in zip(*pieces))
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.stats
+from scipy.special import log_softmax
 
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.loop import Loop
@@ -16,6 +17,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.sampling.warp import log_probs
+from support.enumeration import autoregressive
 
 ORDER = 3  # tokens of context
 BYTES = 257  # the vocabulary of a ByteTokenizer
@@ -116,40 +118,31 @@ def near(table, seed, scale):
     return table + scale * jnp.asarray(np.random.default_rng(seed).normal(size=table.shape), jnp.float32)
 
 
-def joint_distribution(table, warp, prompt, length, penalised=None):
-    """The distribution of the next ``length`` tokens, ``[V] * length`` float64, by enumeration.
+def prefix_tables(table, warp, prompt, depth, penalised=None):
+    """Returns the distributions of a `TableLM` after every continuation of ``prompt`` shorter than ``depth``.
 
     Args:
       penalised: a function of logits ``[V]``, prompt and text, whose result is warped; for warps with a state.
+
+    Returns:
+      `Distributions` of support.enumeration, of one scenario.
     """
-    vocab_size = table.shape[-1]
-    if penalised is not None:
-        return _joint_of_contexts(table, warp, prompt, length, penalised)
-    distributions = np.exp(np.asarray(log_probs(warp, table.reshape(1, -1, vocab_size)), np.float64)).reshape(
-        table.shape
-    )
-    distributions /= distributions.sum(-1, keepdims=True)
-    joint = np.zeros((vocab_size,) * length)
-    for sequence in itertools.product(range(vocab_size), repeat=length):
-        tokens = [vocab_size] * ORDER + list(prompt)
-        probability = 1.0
-        for token in sequence:
-            probability *= distributions[tuple(tokens[-ORDER:])][token]
-            tokens.append(token)
-        joint[sequence] = probability
-    return joint
+    vocab_size, logits = table.shape[-1], np.asarray(table)
+    texts = [list(itertools.product(range(vocab_size), repeat=length)) for length in range(depth)]
+
+    def row(text):
+        context_V = logits[tuple(([vocab_size] * ORDER + [*prompt, *text])[-ORDER:])]
+        return context_V if penalised is None else penalised(context_V.astype(np.float64), prompt, text)
+
+    rows = np.float32([row(text) for of_length in texts for text in of_length])
+    tables = log_softmax(np.asarray(log_probs(warp, rows), np.float64), -1)[None]
+    return np.split(tables, np.cumsum([len(of_length) for of_length in texts])[:-1], axis=1)
 
 
-def _joint_of_contexts(table, warp, prompt, length, penalised):
-    vocab_size, logits = table.shape[-1], np.asarray(table, np.float64)
-    joint = np.ones((vocab_size,) * length)
-    for size in range(length):
-        for text in itertools.product(range(vocab_size), repeat=size):
-            context = ([vocab_size] * ORDER + [*prompt, *text])[-ORDER:]
-            row = jnp.asarray(penalised(logits[tuple(context)], prompt, text))[None]
-            probs = np.exp(np.asarray(log_probs(warp, row), np.float64))[0]
-            joint[text] *= (probs / probs.sum()).reshape((-1,) + (1,) * (length - size - 1))
-    return joint
+def joint_distribution(table, warp, prompt, length, penalised=None):
+    """The distribution of the next ``length`` tokens, ``[V] * length`` float64, by enumeration; as `prefix_tables`."""
+    joint = autoregressive(prefix_tables(table, warp, prompt, length, penalised), length)
+    return joint.reshape((table.shape[-1],) * length)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
