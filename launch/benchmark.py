@@ -85,12 +85,12 @@ def main() -> None:
     experiment = build(config, read_prompts(_PROMPTS.value))
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
-    measure(make_cells(configs, experiment), identity_of(config, experiment), experiment.pair, console)
+    measure_all(make_cells(configs, experiment), identity_of(config, experiment), experiment.pair, console)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and phases are left out.")
 
 
-def measure(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, console: Console) -> None:
+def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, console: Console) -> None:
     """Measures what --output does not hold yet, and shows one table of all the cells; of one alone, all of it."""
     for cell in cells:
         check_fits(pair, [cell.drafter], cell.workload)
@@ -122,7 +122,7 @@ def measure(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, cons
     rows = [results.find(cell.key) for cell in cells]
     title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
     entry.show([tables.grid_table(title, rows)], console)
-    entry.show(price.tables(costs_of(rows), price.chips_of(pair), _CHIP_HOUR.value), console)
+    entry.show(price.cost_tables(costs_of(rows), price.chips_of(pair), _CHIP_HOUR.value), console)
     if len(cells) == len(measured) == 1:
         label = LABEL.format(rate=cells[0].key["synthetic_acceptance"]) if made_up else ""
         entry.show(tables.result_tables(measured[0][1], label), console)

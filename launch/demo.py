@@ -80,7 +80,7 @@ def main() -> None:
     if jax.config.jax_disable_jit:
         console.print("\nJAX_DISABLE_JIT is set, nothing is compiled: the timings are left out.")
         return
-    entry.show([speed_table(timings, experiment)], console)
+    entry.show([timing_table(timings, experiment)], console)
 
 
 def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Console) -> None:
@@ -127,7 +127,7 @@ def show_agreement(prompts: int, timings: dict, console: Console) -> None:
         console.print(f"prompts {different} differ: launch/audit.py says whether by rounding alone")
 
 
-def speed_table(timings: dict, experiment: Experiment) -> Table:
+def timing_table(timings: dict, experiment: Experiment) -> Table:
     """Returns the table of both sides, greedy and sampled."""
     most = experiment.drafter.K if experiment.adaptive is None else f"0 to {experiment.drafter.K}"
 

@@ -82,7 +82,7 @@ def main() -> None:
         raise ValueError(f"--config.rule={config.rule} has no effect: name it in --methods")
     if config.chat and task.continues:
         raise ValueError(f"{task.name} is completed and not answered: set --config.chat=false")
-    identity = known_identity(config, problems)
+    identity = task_identity(config, problems)
     stored_cells(_OUTPUT.value, identity)
     ways = ways_of(config)
     experiment = build(config, [one.prompt for one in problems.values()][: config.batch])
@@ -94,7 +94,7 @@ def main() -> None:
         chat=bool(config.chat),
         require_exact=_REQUIRE_EXACT.value,
     )
-    methods = {name: make_method(own, experiment) for name, own in ways.items()}
+    methods = {name: method_of(own, experiment) for name, own in ways.items()}
     problems = fitting(problems, experiment, list(methods.values()), requests, console)
     identity |= {"weights": experiment.weights, "environment": machine_identity()}
     results = Results.open(_OUTPUT.value, identity)
@@ -104,7 +104,7 @@ def main() -> None:
     console.print(headline(experiment, task=f"{asked}; {sampling}; {template} a chat template"))
     with entry.keeps("the same command goes on" if _OUTPUT.value else "nothing is kept without --output"):
         with entry.progress(console, "decoding") as say:
-            measure(task, blocks_of(problems), methods, experiment, requests, results, say)
+            decode_blocks(task, blocks_of(problems), methods, experiment, requests, results, say)
     if not entry.is_first():
         return
     if turns := sum(cell["result"]["turns_left_out"] for cell in results.cells):
@@ -115,11 +115,11 @@ def main() -> None:
     rows = report.as_json(tabulate(results.cells, PLAIN))
     costs = [(row["name"], row["ms_per_token"]) for row in rows if row["ms_per_token"] is not None]
     shown = evaluation_tables(task.name, rows)
-    entry.show([*shown, *price.tables(costs, price.chips_of(experiment.pair), _CHIP_HOUR.value)], console)
+    entry.show([*shown, *price.cost_tables(costs, price.chips_of(experiment.pair), _CHIP_HOUR.value)], console)
     entry.say_written(_OUTPUT.value, console)
 
 
-def measure(
+def decode_blocks(
     task: EvaluationTask,
     blocks: Mapping[str, Mapping[int, Problem]],
     methods: Mapping[str, Method],
@@ -188,7 +188,7 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
     return ways
 
 
-def make_method(config: ExperimentConfig, experiment: Experiment) -> Method:
+def method_of(config: ExperimentConfig, experiment: Experiment) -> Method:
     drafter = config.make_drafter(experiment.pair.target, experiment.pair.draft_or_head)
     adaptive = config.make_adaptive(drafter)
     return Method(drafter=drafter, rule=config.acceptance_rule, sampling=experiment.sampling, adaptive=adaptive)
@@ -226,7 +226,7 @@ def blocks_of(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
     return {f"{n + 1} of {count}": dict(items[n::count]) for n in range(count)}
 
 
-def known_identity(config: ExperimentConfig, problems: Mapping[int, Problem]) -> dict[str, Any]:
+def task_identity(config: ExperimentConfig, problems: Mapping[int, Problem]) -> dict[str, Any]:
     """Returns what all blocks of a file share, as far as it is known before a pair is read."""
     left_out = ("rule", "drafter", "draft_length", "exit_layer", "mesh", "repeats", "prompt_length")
     told = hashlib.sha256(repr(sorted(problems.items())).encode()).hexdigest()[:16]

@@ -90,7 +90,7 @@ def main() -> None:
     console.print(f"written to {_OUTPUT.value}")
 
 
-def open_run(folder: str) -> Source:
+def open_model_run(folder: str) -> Source:
     """Opens the model of a training run; refuses a converted checkpoint."""
     trained = open_trained(folder)
     if "data" not in trained.provenance["config"]:
@@ -105,7 +105,7 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
       FileNotFoundError: a run has no checkpoint.
       ValueError: the runs do not belong together, or the text that they were trained on is another one now.
     """
-    target, draft = open_run(target_run), open_run(draft_run)
+    target, draft = open_model_run(target_run), open_model_run(draft_run)
     if "target" not in draft.provenance["config"]:
         raise ValueError(f"{draft_run} is no run of a draft: it was not distilled from a target")
     if draft.made_from("target")["sha256"] != target.identity["sha256"]:
@@ -188,7 +188,7 @@ def export_model() -> None:
         pair = load_pair(_PAIR.value)
         config, params, tokenizer = pair.target.config, pair.target_params, pair.tokenizer
     else:
-        trained = open_run(_RUN.value)
+        trained = open_model_run(_RUN.value)
         config, params = trained.config, trained.params
         with entry.reading(f"{_RUN.value}/run.json"):
             eos = trained.provenance["config"]["data"]["eos"]

@@ -103,7 +103,7 @@ def main() -> None:
     plans = [make_plan(accepted, costs, **place) for place in places]
     for plan in plans:
         ms = [(f"K = {one.draft_length}", one.ms_per_token.value) for one in plan.forecasts]
-        entry.show([plan_table(plan, costs, report), *price.tables(ms, _DEVICES.value, _CHIP_HOUR.value)], console)
+        entry.show([plan_table(plan, costs, report), *price.cost_tables(ms, _DEVICES.value, _CHIP_HOUR.value)], console)
     for plan, place in zip(plans, places, strict=True):
         best, digits = plan.best, ".2g" if report else ".2f"
         verdict = f"K = {best.draft_length}, {best.speedup.value:{digits}}x" if best.draft_length else "decode plainly"

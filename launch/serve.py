@@ -83,7 +83,7 @@ def main() -> None:
             experiment = build(config, ["def main():"])
         has_chat = knows_conversations(experiment.pair.tokenizer)
         service = make_service(experiment)
-        console.print(headline(experiment, describe(experiment, service)))
+        console.print(headline(experiment, service_line(experiment, service)))
         with entry.progress(console, "compiling") as say:
             service.compile(say)
         service.start()
@@ -131,7 +131,7 @@ def make_service(experiment: Experiment) -> Service:
     )
 
 
-def describe(experiment: Experiment, service: Service) -> str:
+def service_line(experiment: Experiment, service: Service) -> str:
     drafter = experiment.drafter
     name = "no draft" if isinstance(drafter, NoDrafter) else f"{type(drafter).__name__} K = {drafter.K}"
     return (

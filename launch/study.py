@@ -24,12 +24,12 @@ _PAGE = flags.DEFINE_bool(
 def main() -> None:
     console = entry.make_console()
     if _PAGE.value:
-        for path in page.write():
+        for path in page.fill_pages():
             console.print(f"filled {path}")
         return
     if not _LIST.value:
         raise ValueError("name a study, such as: python launch/study.py memory; --list shows all")
-    rows = [(name, study.load(name).question) for name in study.names()]
+    rows = [(name, study.load_study(name).question) for name in study.names()]
     entry.show([Table(title="Studies", header=("study", "what it asks"), rows=rows, left=2)], console)
 
 
@@ -37,7 +37,9 @@ def status_of(arguments: Sequence[str]) -> int:
     """Runs the study that the first argument names, else this command itself."""
     first = arguments[1] if len(arguments) > 1 else ""
     if first and not first.startswith("-"):
-        return entry.guarded(lambda: study.status_of(study.load(first), [f"{arguments[0]} {first}", *arguments[2:]]))
+        return entry.guarded(
+            lambda: study.run_study(study.load_study(first), [f"{arguments[0]} {first}", *arguments[2:]])
+        )
     return entry.status_of(main, None, arguments)
 
 

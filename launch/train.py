@@ -67,10 +67,10 @@ def main() -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--workdir={_WORKDIR.value} is a file: name a folder")
     with entry.keeps(f"the same command goes on at the last checkpoint in {_WORKDIR.value}"):
-        start(config, folder, entry.make_console())
+        run_training(config, folder, entry.make_console())
 
 
-def start(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
+def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
     """Checks all that can be wrong before it writes anything, then trains."""
     train_config, data, mesh = config.train, config.data, train_mesh(config)
     target = None if config.target is None else find_target(config, mesh, console)
@@ -96,7 +96,7 @@ def start(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
     check_all_processes(folder, config, corpus, tokenizer)
     check_rows(train_config, held_out, mesh)
-    check_positions(config, model, target, mesh)
+    check_windows(config, model, target, mesh)
     if target is not None:  # a public one's parameters are read here, after all else was checked
         made_from["target"] = target.identity | sizes_of(target)
         run.check_same(folder, "target", made_from["target"])
@@ -182,7 +182,7 @@ def check_split(held_out: float, corpus: Corpus, other: Source) -> None:
     )
 
 
-def check_positions(config: TrainingConfig, model: TransformerLM, target: Source | None, mesh: Mesh) -> None:
+def check_windows(config: TrainingConfig, model: TransformerLM, target: Source | None, mesh: Mesh) -> None:
     """Refuses windows that are longer than a model has positions, and rows to write that do not divide over the mesh.
 
     Raises:

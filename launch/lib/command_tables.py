@@ -48,7 +48,7 @@ def quality(rows: Sequence[Mapping[str, Any]], title: str = "Quality and speed")
         ratios = sorted(row["speedups"])
         faster = band(statistics.median(ratios), (ratios[0], ratios[-1]), 2) if ratios else ""
         emitted = f"{row['counts']['emitted_per_round']:.2f}"
-        cells.append((name_of(row), *compared, known(row["ms_per_token"], ".2f"), faster, emitted))
+        cells.append((label_of(row), *compared, known(row["ms_per_token"], ".2f"), faster, emitted))
     columns = itertools.chain(*((measure, "less plain's") for measure in rows[0]["scores"]))
     header = ("", *columns, "ms per token", "speedup", "tokens per round")
     return Table(title=title, header=header, rows=cells, note=QUALITY)
@@ -60,7 +60,7 @@ def evaluation_tables(task: str, rows: Sequence[Mapping[str, Any]]) -> list[Tabl
     totals = [counts_of({"result": {"acceptance": row["counts"]}}) for row in rows]
     lossy = [(row, counts) for row, counts in zip(rows, totals) if counts.variation is not None]
     if lossy:
-        costs = [(name_of(row), *prices(counts, row["variation_per_text"])) for row, counts in lossy]
+        costs = [(label_of(row), *prices(counts, row["variation_per_text"])) for row, counts in lossy]
         found.append(Table(title="Price of lossy rules, metered", header=("", *PRICE), rows=costs, note=PRICE_NOTE))
     drafted = []
     for row in (row for row in rows if row["counts"]["drafted"]):
@@ -76,7 +76,7 @@ def evaluation_tables(task: str, rows: Sequence[Mapping[str, Any]]) -> list[Tabl
     return found
 
 
-def name_of(row: Mapping[str, Any]) -> str:
+def label_of(row: Mapping[str, Any]) -> str:
     """Returns the name of a way to decode; a control is marked."""
     return row["name"] if row["exact"] else f"{row['name']} (control, not exact)"
 

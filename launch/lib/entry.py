@@ -140,7 +140,7 @@ def _status(main: Callable[[], int | None], config: ConfigFlag | None, arguments
     if any(argument in HELP for argument in arguments[1:]):
         print(_help(main, config, arguments))
         return 0
-    parse(config, arguments)
+    parse_arguments(config, arguments)
     logging.use_absl_handler()
     logging.set_verbosity(logging.ERROR)
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
@@ -156,7 +156,7 @@ def _status(main: Callable[[], int | None], config: ConfigFlag | None, arguments
     return status
 
 
-def parse(config: ConfigFlag | None, arguments: Sequence[str]) -> None:
+def parse_arguments(config: ConfigFlag | None, arguments: Sequence[str]) -> None:
     """Parses the flags and loads the configuration."""
     rest = list(arguments[1:]) if config is None else config.load(arguments[1:])
     try:

@@ -211,7 +211,7 @@ def bare_pair(
     keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"))
     with jax.disable_jit(False):  # nobody debugs how random numbers are made
         target_params, draft_params = (
-            model and (read_params(model, folder) if folder else random_params(model, key))
+            model and (read_run_params(model, folder) if folder else random_params(model, key))
             for model, key, folder in zip((target, draft), keys, runs)
         )
     pair = Pair(target=target, target_params=target_params, draft=draft, draft_params=draft_params)
@@ -229,7 +229,7 @@ def random_params(model: TransformerLM | ShardedModel, key: jax.Array) -> Any:
     return jax.jit(make)(key)
 
 
-def read_params(model: TransformerLM | ShardedModel, folder: str) -> Any:
+def read_run_params(model: TransformerLM | ShardedModel, folder: str) -> Any:
     """Reads the parameters of the last checkpoint of a training run, whatever the mesh it was saved from."""
     place = storage.place(folder) / "checkpoints"
     if not place.exists():

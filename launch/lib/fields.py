@@ -171,7 +171,7 @@ class ExperimentConfig:
     def from_config_dict(cls, config: ConfigDict) -> ExperimentConfig:
         """Reads a configuration; raises ValueError for a field that is missing, unknown or wrong."""
         fields = config.to_dict()
-        return read(cls, {**fields, "recorded": fields})
+        return read_fields(cls, {**fields, "recorded": fields})
 
     @classmethod
     def from_file(cls, text: str) -> ExperimentConfig:
@@ -184,7 +184,7 @@ class ExperimentConfig:
         for name, value in point.items():
             *groups, last = name.split(".")
             functools.reduce(operator.getitem, groups, fields)[last] = value
-        return read(ExperimentConfig, {**fields, "recorded": fields})
+        return read_fields(ExperimentConfig, {**fields, "recorded": fields})
 
     @property
     def writes_text(self) -> bool:
@@ -243,7 +243,7 @@ class ExperimentConfig:
         return Workload(**{name: getattr(self, name) for name in names})
 
 
-def read(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
+def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
     """Returns a dataclass of the fields of a configuration, or of those in a ``group`` such as "train.".
 
     Raises:
@@ -260,7 +260,7 @@ def read(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
         if name not in known:
             raise ValueError(f"--config has a field {group}{name}, which nothing reads: leave it out")
         if name in groups and isinstance(value, Mapping):
-            value = read(groups[name], value, f"{name}.")
+            value = read_fields(groups[name], value, f"{name}.")
         elif isinstance(value, int) and str(known[name].type).startswith("float"):
             value = float(value)
         values[name] = value

@@ -46,7 +46,7 @@ MOVED: Mapping[str, str] = {
 REPEATED = re.compile(r" --(\w+)=(\S+) --\1=(\S+)")
 
 
-def write() -> list[pathlib.Path]:
+def fill_pages() -> list[pathlib.Path]:
     """Fills all pages and returns their paths; raises ValueError for a result that no mark shows."""
     if not all(path.is_file() for path in PAGES):
         raise ValueError("--page fills the pages of a checkout, and this is none: run it in a clone")
@@ -72,7 +72,7 @@ def filled(text: str) -> str:
 def shown(texts: Iterable[str]) -> set[str]:
     """Returns the results that the marks of pages name, or their tables show."""
     marks = [(mark[2], mark[3]) for text in texts for mark in MARK.finditer(text)]
-    known = tables()
+    known = all_tables()
     return {
         name
         for kind, names in marks
@@ -80,16 +80,16 @@ def shown(texts: Iterable[str]) -> set[str]:
     }
 
 
-def tables() -> dict[str, Published]:
+def all_tables() -> dict[str, Published]:
     """Returns the tables of all studies by name."""
-    return {name: table for each in study.names() for name, table in study.load(each).tables.items()}
+    return {name: table for each in study.names() for name, table in study.load_study(each).tables.items()}
 
 
 def content(kind: str, names: str) -> str:
     """Returns the content of a mark; raises ValueError for a table that no study makes."""
     if kind == "files":
-        return "\n".join(source(name, study.read(name)) for name in names.split())
-    known = tables()
+        return "\n".join(source(name, study.read_result(name)) for name in names.split())
+    known = all_tables()
     if names not in known:
         raise ValueError(f"no study makes the table {names!r}: choose one of {', '.join(known)}")
     return study.made(known[names]).to_markdown()

@@ -28,7 +28,7 @@ def _chip(device: jax.Device) -> Any:
     return (getattr(device, "slice_index", 0), tuple(device.coords)) if device.platform == "tpu" else device.id
 
 
-def tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float | None) -> list[Table]:
+def cost_tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float | None) -> list[Table]:
     """Returns what a million tokens cost; no table if no price was given.
 
     Args:

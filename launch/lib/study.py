@@ -140,7 +140,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in STUDIES.glob("*.py") if "\nSTUDY = " in path.read_text(encoding="utf-8"))
 
 
-def load(name: str) -> Study:
+def load_study(name: str) -> Study:
     """Returns the study of a name.
 
     Raises:
@@ -153,7 +153,7 @@ def load(name: str) -> Study:
     return importlib.import_module(f"launch.studies.{name}").STUDY
 
 
-def status_of(study: Study, arguments: Sequence[str]) -> int:
+def run_study(study: Study, arguments: Sequence[str]) -> int:
     """Runs a study with the flags that the arguments set, and returns the exit status."""
     config = None if study.config is None else ConfigFlag(study.config, ExperimentConfig)
     options = {option: described.define(option) for option, described in study.options.items()}
@@ -259,7 +259,7 @@ def here() -> dict[str, Any]:
     return {"machine": machine.host_facts(), "jax": jax.__version__}
 
 
-def read(name: str, folder: pathlib.Path = RESULTS) -> Document:
+def read_result(name: str, folder: pathlib.Path = RESULTS) -> Document:
     """Returns a result of a folder; "pair" is the record of the shipped pair."""
     return storage.read_json(PAIR if name == "pair" else folder / f"{name}.json")
 
@@ -281,4 +281,4 @@ def law(key: Key) -> str:
 def made(shown: Published, folder: pathlib.Path = RESULTS) -> Any:
     """Returns a table or a figure of the results of a folder."""
     with entry.reading(", ".join(shown.results)):
-        return shown.make(*(read(name, folder) for name in shown.results))
+        return shown.make(*(read_result(name, folder) for name in shown.results))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from launch.lib.fields import MeshFields, read
+from launch.lib.fields import MeshFields, read_fields
 from specsamp import validate
 from specsamp.sampling.warp import Warp, chain, temperature, top_p
 from specsamp.training.trainer import Intervals, TrainConfig
@@ -102,7 +102,7 @@ class TrainingConfig:
     def from_config_dict(cls, config: ConfigDict) -> TrainingConfig:
         """Reads a configuration; raises ValueError for a field that is missing, unknown or wrong."""
         fields = config.to_dict()
-        return read(cls, {**fields, "recorded": fields})
+        return read_fields(cls, {**fields, "recorded": fields})
 
     def with_model(self, model: Mapping[str, Any]) -> TrainingConfig:
         """Returns the configuration of another model."""

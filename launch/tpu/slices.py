@@ -29,7 +29,7 @@ def load_catalogue() -> ModuleType:
     return module
 
 
-def refuse(message: str) -> NoReturn:
+def end_with(message: str) -> NoReturn:
     """Ends the script with one line and exit status 2."""
     print(message, file=sys.stderr)
     sys.exit(2)
@@ -47,14 +47,14 @@ def main() -> None:
         print(*catalogue.all_slices(), sep="\n")
         return
     if arguments.name is None:
-        refuse("no accelerator type: give one, such as v4-32, or --list")
+        end_with("no accelerator type: give one, such as v4-32, or --list")
     for field in arguments.field:
         if field not in fields:
-            refuse(f"a TPU slice has no field {field!r}: choose from {', '.join(fields)}")
+            end_with(f"a TPU slice has no field {field!r}: choose from {', '.join(fields)}")
     try:
         found = catalogue.find(arguments.name)
     except ValueError as error:
-        refuse(str(error))
+        end_with(str(error))
     values = {field: "none" if getattr(found, field) is None else getattr(found, field) for field in fields}
     if arguments.field:
         print(*(values[field] for field in arguments.field))

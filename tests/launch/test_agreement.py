@@ -140,6 +140,8 @@ def share_covered(checks, drift=CLOCK_DRIFT, width=1.0):
 
 def test_bands_of_95_percent_hold_95_percent_of_what_was_measured_on_other_prompts():
     """Has two controls: bands without the drift of clocks cover too little, and so do bands half as wide."""
-    checks = [check for cell in study.read("python_pair_agreement")["cells"] for check in cell["result"]["checks"]]
+    checks = [
+        check for cell in study.read_result("python_pair_agreement")["cells"] for check in cell["result"]["checks"]
+    ]
     assert len(checks) == 52 and share_covered(checks) >= 0.95
     assert share_covered(checks, drift=0.0) < 0.9 and share_covered(checks, width=0.5) < 0.8

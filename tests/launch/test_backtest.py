@@ -6,7 +6,7 @@ from launch.lib import study
 from launch.studies import backtest
 from specsamp.analysis.report import as_json
 
-WRITTEN = study.read("tpu_backtest")
+WRITTEN = study.read_result("tpu_backtest")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ def cells(grid, *changes):
 
 @pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid != "training"])
 def test_what_the_runner_writes_has_the_names_and_the_table_of_the_committed_answers(grid):
-    document = study.read(f"compile_{grid}")
+    document = study.read_result(f"compile_{grid}")
     assert all(cell in [committed["name"] for committed in document["cells"]] for cell in cells(grid))
     written = [{"key": cell["name"], "seconds": 1.0, "result": cell} for cell in document["cells"]]
     written.append({"key": written[0]["key"], "out_of_memory": "of this machine, while it compiled"})
@@ -31,7 +31,7 @@ def test_what_the_runner_writes_has_the_names_and_the_table_of_the_committed_ans
 
 
 def test_a_training_step_that_does_not_fit_is_shown():
-    document = study.read("compile_head_training")
+    document = study.read_result("compile_head_training")
     (key,) = cells("training")
     fits, unfit = tables.training(
         {"cells": [{"key": key, "result": document}, {"key": key, "out_of_memory": "of the device"}]}
@@ -63,7 +63,7 @@ def test_what_is_refused(arguments, message):
 
 @extras.needs("matplotlib")
 def test_the_figure_shows_what_fits():
-    document = study.read("compile_scoring")
+    document = study.read_result("compile_scoring")
     unfit = {"name": {"topology": "v5e:2x2", "tokens": 2}, "fits": False, "why": "too much"}
     *lines, one = tables.draw_scoring(document | {"cells": [*document["cells"], unfit]}).axes[0].lines
     assert [line.get_ydata()[0] for line in lines] == [1.0] * 4 and list(one.get_ydata()) == [1, 1]

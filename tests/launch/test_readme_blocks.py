@@ -95,7 +95,7 @@ def test_a_command_is_parsed(page, command, monkeypatch):
     entry = importlib.import_module("launch.lib.entry")
 
     def only_parse(main, config, arguments):
-        entry.parse(config, [word for word in arguments if word not in entry.HELP])
+        entry.parse_arguments(config, [word for word in arguments if word not in entry.HELP])
         return 0
 
     monkeypatch.setattr(entry, "_status", only_parse)

@@ -17,7 +17,7 @@ def test_a_prompt_that_is_not_there_is_refused():
 
 @extras.needs("matplotlib")
 def test_the_committed_rounds_are_drawn_and_show_every_outcome():
-    document = study.read("one_round")
+    document = study.read_result("one_round")
     assert to_png(rounds.draw(document)).startswith(b"\x89PNG")
     assert {rounds.of_target(one, document["K"]) for one in document["rounds"]} == {"bonus", "correction"}
 

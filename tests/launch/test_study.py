@@ -51,7 +51,7 @@ def run(capsys):
     def run(*arguments, of=STUDY):
         measured.clear()
         with only_shared_flags():
-            status = study.status_of(one if of == "one" else of, ["study.py times", "--plain", *map(str, arguments)])
+            status = study.run_study(one if of == "one" else of, ["study.py times", "--plain", *map(str, arguments)])
             flags.FLAGS.unparse_flags()
         shown = capsys.readouterr()
         return status, list(measured), shown.out, shown.err
@@ -141,5 +141,5 @@ def test_every_study_has_a_question_and_is_listed():
     found = call("study", "--list", "--plain")
     assert found.returncode == 0
     for name in study.names():
-        question = study.load(name).question
+        question = study.load_study(name).question
         assert question.endswith("?") and f"{name} " in found.stdout and question in found.stdout

@@ -58,7 +58,7 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     assert not done.returncode, done.stderr
     assert "resumed at step" in done.stdout
 
-    train.start(
+    train.run_training(
         training_config("tiny_target", texts, TARGET | {"intervals.checkpoint": 24}), tmp_path / "alone", quiet()
     )
     assert metrics(target) == metrics(tmp_path / "alone")
@@ -66,15 +66,15 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
 
     other = training_config("tiny_draft", texts, DRAFT | {"target": str(target), "data.held_out": 0.2})
     with pytest.raises(ValueError, match="data.held_out 0.2 is not the 0.3 of .*target, on the same files"):
-        train.start(other, tmp_path / "another_split", quiet())
+        train.run_training(other, tmp_path / "another_split", quiet())
     assert not (tmp_path / "another_split").exists()
     config = training_config("tiny_draft", texts, DRAFT | {"target": str(target)})
-    train.start(config, tmp_path / "draft", quiet())
+    train.run_training(config, tmp_path / "draft", quiet())
     parts = sorted((tmp_path / "draft" / "generated").iterdir())
     assert sum(len(np.load(part)) for part in parts) == 8
     last_part = parts[-1].read_bytes()
     parts[-1].unlink()  # as if killed before it was written
-    train.start(config, tmp_path / "draft", quiet())
+    train.run_training(config, tmp_path / "draft", quiet())
     assert parts[-1].read_bytes() == last_part
     export.export_pair(target, tmp_path / "draft", tmp_path / "pair", quiet())
     pair = load_pair(tmp_path / "pair")
@@ -105,11 +105,11 @@ def test_a_target_is_tuned_to_draft_itself(train, texts, tmp_path):
     """From scratch, and from the run of a target with that run's tokenizer; exits are measured as drafts are."""
     fields = TARGET | {"train.steps": 4, "intervals.evaluate": 4, "model.num_layers": 2}
     with pytest.raises(ValueError, match="a model of one layer has no earlier exit"):
-        train.start(training_config("tiny_layer_skip", texts, SMALL), tmp_path / "one", quiet())
-    train.start(training_config("tiny_layer_skip", texts, fields), tmp_path / "scratch", quiet())
+        train.run_training(training_config("tiny_layer_skip", texts, SMALL), tmp_path / "one", quiet())
+    train.run_training(training_config("tiny_layer_skip", texts, fields), tmp_path / "scratch", quiet())
     tuned = training_config("tiny_layer_skip", texts, fields | {"init": str(tmp_path / "scratch")})
     assert not train.make_task(tuned, train.make_model(tuned), None).from_scratch
-    train.start(tuned, tmp_path / "tuned", quiet())
+    train.run_training(tuned, tmp_path / "tuned", quiet())
     tokenizers = [(tmp_path / name / "tokenizer.json").read_text() for name in ("scratch", "tuned")]
     assert tokenizers[0] == tokenizers[1]
     first, then = (metrics(tmp_path / name) for name in ("scratch", "tuned"))
@@ -143,7 +143,7 @@ def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
 def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path, kind, fields, message):
     usual = {"target": TARGET, "draft": DRAFT}[kind]
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train.start(training_config(f"tiny_{kind}", texts, usual | fields), tmp_path / "run", quiet())
+        train.run_training(training_config(f"tiny_{kind}", texts, usual | fields), tmp_path / "run", quiet())
     assert not (tmp_path / "run").exists()
 
 
@@ -190,7 +190,7 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
     monkeypatch.setattr(train.source, "open_trained", trained)
     monkeypatch.setattr(train.source, "is_trained_here", lambda name: True)
     with pytest.raises(ValueError, match=message):
-        train.start(
+        train.run_training(
             training_config("tiny_draft", texts, DRAFT | {"target": "target"} | fields), tmp_path / "run", quiet()
         )
     assert not (tmp_path / "run").exists()
@@ -202,7 +202,7 @@ def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(train, text
     shutil.copytree(texts, mine)
 
     def begin(fields):
-        return train.start(training_config("tiny_target", mine, fields), tmp_path / "run", quiet())
+        return train.run_training(training_config("tiny_target", mine, fields), tmp_path / "run", quiet())
 
     begin(TARGET)
     begin(TARGET)

@@ -45,17 +45,17 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
 ):
     """Greedy tokens are the target's own; the vocabulary it drafts from is that of the most frequent tokens."""
     fields = HEAD | {"target": str(pair_folder), "head.draft_vocab_size": 40, "head.own_output": True}
-    train.start(training_config("tiny_head", texts, fields), tmp_path / "head", quiet())
+    train.run_training(training_config("tiny_head", texts, fields), tmp_path / "head", quiet())
     last = metrics(tmp_path / "head")[-1]
     assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
     more = fields | {"init": str(tmp_path / "head"), "train.seed": 1, "generated.rows": 0}
-    train.start(training_config("tiny_head", texts, more), tmp_path / "tuned", quiet())
+    train.run_training(training_config("tiny_head", texts, more), tmp_path / "tuned", quiet())
 
     other = more | {"head.norm_before_residual": False, "head.hidden_layers": (1, 0)}
     with pytest.raises(
         ValueError, match=r"hidden_layers is \(0, 1\), here \(1, 0\); .*norm_before_residual is True, here Fal"
     ):
-        train.start(training_config("tiny_head", texts, other), tmp_path / "other", quiet())
+        train.run_training(training_config("tiny_head", texts, other), tmp_path / "other", quiet())
     elsewhere = tmp_path / "elsewhere"  # whose most frequent tokens are others
     elsewhere.mkdir()
     for i in range(12):
@@ -63,7 +63,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     further = more | {"data.folder": str(elsewhere), "train.steps": 3}
     with monkeypatch.context() as patch:  # what is looked at has been written before the first step
         patch.setattr(train, "train", lambda *_, **__: None)
-        train.start(training_config("tiny_head", texts, further), tmp_path / "further", quiet())
+        train.run_training(training_config("tiny_head", texts, further), tmp_path / "further", quiet())
     ids = [np.load(tmp_path / name / "draft_ids.npy").tolist() for name in ("tuned", "further")]
     assert ids[0] == ids[1], "the rows of its output are those of its own tokens"
 
@@ -99,9 +99,11 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     with pytest.raises(ValueError, match="head is the run of a head, which is no model: launch/export.py reads it"):
         open_trained(tmp_path / "head")
     with pytest.raises(ValueError, match="head must be one of eagle3, medusa, mtp.*got 'medium'"):
-        train.start(training_config("tiny_head", texts, fields | {"head.kind": "medium"}), tmp_path / "x", quiet())
+        train.run_training(
+            training_config("tiny_head", texts, fields | {"head.kind": "medium"}), tmp_path / "x", quiet()
+        )
     with pytest.raises(ValueError, match="hidden_layers names layer 7 of a target of 2 layers"):
-        train.start(
+        train.run_training(
             training_config("tiny_head", texts, fields | {"head.hidden_layers": (0, 7)}), tmp_path / "x", quiet()
         )
     assert not (tmp_path / "x").exists()
@@ -112,7 +114,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
 def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair_folder, kind, file):
     """Sets no field; what is exported drafts by the same word, and is what training begins with again."""
     fields = HEAD | {"target": str(pair_folder), "generated.rows": 0}
-    train.start(training_config(f"tiny_{kind}", texts, fields), tmp_path / "run", quiet())
+    train.run_training(training_config(f"tiny_{kind}", texts, fields), tmp_path / "run", quiet())
     last = metrics(tmp_path / "run")[-1]
     assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
     trained = open_trained_head(tmp_path / "run")
@@ -182,14 +184,14 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(tra
             return begin(task, *arguments, teacher_params=teacher_params, **others)
 
         patch.setattr(train, "train", look)
-        train.start(config, tmp_path / "head", quiet())
+        train.run_training(config, tmp_path / "head", quiet())
     assert said[0].num_devices == 8 and "model" in said[0].spec
     fields = json.loads((tmp_path / "head" / "run.json").read_text(encoding="utf-8"))["model"]
     assert (fields["width"], fields["num_kv_heads"], fields["feedforward_width"]) == (32, 2, 24)
     last = metrics(tmp_path / "head")[-1]
     assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
     again = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
-    train.start(again, tmp_path / "head", quiet())  # there is nothing left to do, and nothing differs
+    train.run_training(again, tmp_path / "head", quiet())  # there is nothing left to do, and nothing differs
 
     done = call("export", f"--run={tmp_path / 'head'}", f"--output={tmp_path / 'exported'}")
     assert (done.returncode or 0) == 0, done.stderr
@@ -206,11 +208,13 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(tra
     other = shutil.copytree(public_target, tmp_path / "other")
     export(other, CONFIG, random_params(CONFIG, 1), open_checkpoint(other).tokenizer)
     with pytest.raises(ValueError, match="another configuration: target was .*other"):
-        train.start(public_config(other, chats, PUBLIC | {"model.feedforward_width": 24}), tmp_path / "head", quiet())
+        train.run_training(
+            public_config(other, chats, PUBLIC | {"model.feedforward_width": 24}), tmp_path / "head", quiet()
+        )
     shutil.rmtree(public_target)
     shutil.copytree(other, public_target)
     with pytest.raises(ValueError, match="was begun with another target"):
-        train.start(again, tmp_path / "head", quiet())
+        train.run_training(again, tmp_path / "head", quiet())
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,7 @@ def test_a_public_target_is_checked_before_its_weights_are_read(
 
     monkeypatch.setattr("specsamp.training.source.read_params", refuse)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train.start(
+        train.run_training(
             public_config(fields.get("target", public_target), chats, PUBLIC | fields), tmp_path / "run", quiet()
         )
     assert not (tmp_path / "run").exists()
