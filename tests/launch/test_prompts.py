@@ -2,8 +2,8 @@
 
 import pytest
 
+from launch.studies.prompts import cut_prompts
 from specsamp.checkpoints.tokenizer import ByteTokenizer
-from specsamp.evaluation.prompts import cut_prompts
 
 SOURCE = "import os\n\nclass A:\n    def one(self):\n        return 1\n\n\ndef two(x):\n    y = x\n    return y\n\ndef end():"
 
