@@ -82,7 +82,20 @@ def main() -> None:
         with entry.progress(console, "reading the pair"):
             experiment = build(config, ["def main():"])
         has_chat = knows_conversations(experiment.pair.tokenizer)
-        service = make_service(experiment)
+        method = Method(
+            drafter=experiment.drafter,
+            rule=experiment.rule,
+            sampling=make_warp({}, _WARPS.value),
+            adaptive=experiment.adaptive,
+        )
+        service = Service(
+            experiment.pair,
+            method,
+            rows=_ROWS.value,
+            context=_CONTEXT.value,
+            max_waiting=_MAX_WAITING.value,
+            rounds_per_slice=_ROUNDS.value,
+        )
         console.print(headline(experiment, service_line(experiment, service)))
         with entry.progress(console, "compiling") as say:
             service.compile(say)
@@ -112,23 +125,6 @@ def main() -> None:
         finally:
             service.close()
             service.join()
-
-
-def make_service(experiment: Experiment) -> Service:
-    """Makes the service that the flags describe."""
-    return Service(
-        experiment.pair,
-        Method(
-            drafter=experiment.drafter,
-            rule=experiment.rule,
-            sampling=make_warp({}, _WARPS.value),
-            adaptive=experiment.adaptive,
-        ),
-        rows=_ROWS.value,
-        context=_CONTEXT.value,
-        max_waiting=_MAX_WAITING.value,
-        rounds_per_slice=_ROUNDS.value,
-    )
 
 
 def service_line(experiment: Experiment, service: Service) -> str:

@@ -72,13 +72,20 @@ def main() -> None:
 
 def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
     """Checks all that can be wrong before it writes anything, then trains."""
-    train_config, data, mesh = config.train, config.data, train_mesh(config)
+    train_config, data, model_devices = config.train, config.data, config.mesh.model
+    if model_devices < 1 or jax.device_count() % model_devices:
+        raise ValueError(f"--config.mesh.model={model_devices} does not divide the {jax.device_count()} devices")
+    mesh = make_mesh(jax.device_count() // model_devices, model_devices)  # devices of the data axis read other rows
     target = None if config.target is None else find_target(config, mesh, console)
     if target is not None and target.public:
         config = config.with_model(source.layer_fields(dict(config.model), target.config))
     run.check_run(folder, config.recorded, changeable=("intervals", "mesh"))
     model, is_head = make_model(config), config.head is not None
-    first = open_first(config, target) if config.init else None
+    first = None
+    if config.init and is_head:
+        first = source.open_first_head(config.init, target.config)
+    elif config.init:  # a pair's target or a run; a draft begins with a run
+        first = source.open_target(config.init) if target is None else source.open_trained(config.init)
     task = make_task(config, model, target)
     corpus = read_corpus(
         data.folder or standard_library(), pattern=data.pattern, exclude=data.exclude, held_out=data.held_out
@@ -282,24 +289,9 @@ def make_teacher(
     return task.teacher(target.params, ids)
 
 
-def open_first(config: TrainingConfig, target: Source | None) -> Source:
-    """Opens the first parameters: of a run of the same kind, an exported or published head, or a pair's target."""
-    if config.head is not None:
-        return source.open_first_head(config.init, target.config)
-    return source.open_target(config.init) if target is None else source.open_trained(config.init)
-
-
 def sizes_of(target: Source) -> dict[str, int]:
     """Returns the sizes of the target that shape a head."""
     return {"target_layers": target.config.num_layers, "target_width": target.config.width}
-
-
-def train_mesh(config: TrainingConfig) -> Mesh:
-    """Returns the mesh: ``config.mesh.model`` devices hold one copy of the model together, the others other rows."""
-    model = config.mesh.model
-    if model < 1 or jax.device_count() % model:
-        raise ValueError(f"mesh.model {model} does not divide the {jax.device_count()} devices")
-    return make_mesh(model=model)
 
 
 def make_model(config: TrainingConfig) -> TransformerLM:

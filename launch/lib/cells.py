@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from absl import flags
 
+from launch.lib import entry
 from launch.lib.experiment import Experiment
 from launch.lib.fields import ExperimentConfig, SamplingFields
 from specsamp import machine, storage
@@ -173,21 +174,16 @@ def read_prompts(path: str | None) -> list[Prompt]:
     """
     if not path:
         return []
-    text = storage.read_text(path)
     if path.endswith(".json"):
-        try:
-            listed = storage.read_json_value(path)
+        listed = storage.read_json_value(path)
+        with entry.reading(path):
             listed = listed["prompts"] if isinstance(listed, dict) else listed
+            if not isinstance(listed, list):
+                raise TypeError("not a list of prompts")
             prompts = [one if isinstance(one, str) else one.get("messages") or one["text"] for one in listed]
-            if not isinstance(listed, list) or not all(isinstance(prompt, (str, list)) for prompt in prompts):
-                raise TypeError("not a list of texts or conversations")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no JSON list of prompts ({type(error).__name__}: {error})") from error
     else:
-        prompts = [line.replace("\\n", "\n") for line in text.splitlines()]
-    if not prompts:
-        raise ValueError(f"{path} holds no prompts")
-    empty = next((number for number, prompt in enumerate(prompts, 1) if not prompt), None)
-    if empty is not None:
-        raise ValueError(f"prompt {empty} of {path} is empty")
+        prompts = [line.replace("\\n", "\n") for line in storage.read_text(path).splitlines()]
+    if not prompts or not all(prompts):
+        where = f"prompt {prompts.index('') + 1} of {path} is empty" if prompts else f"{path} holds no prompts"
+        raise ValueError(where)
     return prompts

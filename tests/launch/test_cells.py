@@ -95,8 +95,8 @@ def test_a_grid_is_checked_before_anything_is_measured(texts, message):
         ("prompts.json", '["a", ""]', "prompt 2 of .* is empty"),
         ("prompts.json", '["a"', "is no JSON: "),
         ("prompts.txt", "\xff".encode("latin-1"), "prompts.txt is no text in UTF-8"),
-        ("prompts.json", '{"texts": []}', "is no JSON list of prompts"),
-        ("prompts.json", '"def f():"', "is no JSON list of prompts"),
+        ("prompts.json", '{"texts": []}', "is damaged, or of another kind"),
+        ("prompts.json", '"def f():"', "is damaged, or of another kind"),
     ],
 )
 def test_files_of_prompts_that_hold_none(tmp_path, name, text, message):
