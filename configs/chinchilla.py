@@ -9,7 +9,7 @@
 
 After the colon, in any order: a TPU slice (specsamp/mesh/slices.json), "batch=N", "greedy", "tiny". The
 trained weights are not public. With random ones the times are those of the trained pair, acceptance and
-speedup are not; ``checkpoints`` names your own training runs of these shapes.
+speedup are not.
 """
 
 import math
@@ -51,9 +51,6 @@ def get_config(argument: str = PAPER) -> ConfigDict:
     config = ConfigDict()
     config.target = model("tiny", num_heads=8) if tiny else model("chinchilla_70b")
     config.draft = model("tiny", num_heads=8, num_layers=1) if tiny else model("draft_4b")
-    config.checkpoints = ConfigDict()
-    config.checkpoints.target = ""  # folder of a training run, local or gs://; "" is random weights
-    config.checkpoints.draft = ""
     draft_devices = math.gcd(DRAFT_HEADS, per_copy)  # a draft of 48 heads goes on 16 devices, but not on 64
     common.add_decoding(
         config,

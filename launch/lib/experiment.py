@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -12,10 +11,9 @@ import jax
 from jax.sharding import Mesh
 
 from launch.lib import entry
-from launch.lib.fields import CheckpointFields, ExperimentConfig
+from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import known_models
-from specsamp import storage
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.params import digest_of_pair
@@ -27,14 +25,13 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode
 from specsamp.evaluation.head_check import check_head, write_texts
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.sharded import ShardedModel, draft_layout, placed_params, shard, shard_model, with_attention
+from specsamp.mesh.sharded import ShardedModel, draft_layout, shard, shard_model, with_attention
 from specsamp.models.int8 import decode_weights
 from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 from specsamp.text_format import human_count
-from specsamp.training.checkpoint import Checkpoints
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32  # of a head, on loading
 
@@ -100,9 +97,7 @@ def build(config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_hea
         pair = pair if mesh is None else shard(pair, mesh, **over)
         workload = with_prompts(workload, pair, prompts or load_prompts(name))
     else:
-        runs = dataclasses.astuple(config.checkpoints or CheckpointFields())
-        pair = bare_pair(known["target"], known["draft"], config.seed, mesh=mesh, runs=runs, **over)
-        name = ", ".join(run or "random" for run in runs) if any(runs) else None
+        pair = bare_pair(known["target"], known["draft"], config.seed, mesh=mesh, **over)
     pair = with_attention(pair, config.attention)
     drafter, sampling = config.make_drafter(pair.target, pair.draft_or_head), config.sampling.warp()
     if check_heads and pair.head is not None and drafter.hidden_layers and workload.prompts:
@@ -199,9 +194,8 @@ def bare_pair(
     *,
     mesh: Mesh | None = None,
     draft_model_parallelism: int | None = None,
-    runs: tuple[str, str] = ("", ""),
 ) -> Pair:
-    """Makes a pair without a tokenizer; its parameters are those of training runs, or random where a name is empty.
+    """Makes a pair with random parameters and without a tokenizer.
 
     Parameters are made in the compute dtype and on their devices: a large model fits nowhere else.
     """
@@ -210,15 +204,14 @@ def bare_pair(
         draft = draft and shard_model(draft, draft_layout(mesh, draft_model_parallelism))
     keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"))
     with jax.disable_jit(False):  # nobody debugs how random numbers are made
-        target_params, draft_params = (
-            model and (read_run_params(model, folder) if folder else random_params(model, key))
-            for model, key, folder in zip((target, draft), keys, runs)
-        )
+        target_params, draft_params = (model and random_params(model, key) for model, key in zip((target, draft), keys))
     pair = Pair(target=target, target_params=target_params, draft=draft, draft_params=draft_params)
     return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
 
 
 def random_params(model: TransformerLM | ShardedModel, key: jax.Array) -> Any:
+    """Returns parameters as decoding takes them."""
+
     def make(key):
         params = jax.tree.map(lambda x: x.astype(model.config.compute_dtype), model.init(key))
         params = decode_weights(params, model.config.compute_dtype, model.config.weight_dtype)
@@ -227,23 +220,6 @@ def random_params(model: TransformerLM | ShardedModel, key: jax.Array) -> Any:
         return params
 
     return jax.jit(make)(key)
-
-
-def read_run_params(model: TransformerLM | ShardedModel, folder: str) -> Any:
-    """Reads the parameters of the last checkpoint of a training run, whatever the mesh it was saved from."""
-    place = storage.place(folder) / "checkpoints"
-    if not place.exists():
-        raise FileNotFoundError(f"no training run at {folder!r}: it has no checkpoints")
-    with contextlib.closing(Checkpoints(place)) as checkpoints:
-        params = checkpoints.restore(params=placed_params(_in_float(model)))["params"]
-    return decode_weights(params, model.config.compute_dtype, model.config.weight_dtype)
-
-
-def _in_float(model: TransformerLM | ShardedModel) -> TransformerLM | ShardedModel:
-    """Returns the model with float weights, as training runs store them."""
-    if isinstance(model, ShardedModel):
-        return dataclasses.replace(model, model=_in_float(model.model))
-    return dataclasses.replace(model, config=dataclasses.replace(model.config, weight_dtype=None))
 
 
 def config_mesh(config: ExperimentConfig) -> Mesh | None:

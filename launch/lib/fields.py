@@ -112,19 +112,11 @@ class PublicNames:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointFields:
-    """Folders of training runs; an empty one stands for random weights."""
-
-    target: str = ""
-    draft: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExperimentConfig:
     """Holds the fields of a configuration such as configs/random_pair.py, each read once and checked.
 
     configs/common.py explains the fields. A pair is named by ``pair``, by ``hugging_face``, or by the shapes ``target`` and
-    ``draft`` with or without ``checkpoints``. ``recorded`` are all fields as they were written, for files of results.
+    ``draft``, of random weights. ``recorded`` are all fields as they were written, for files of results.
     """
 
     rule: str
@@ -150,7 +142,6 @@ class ExperimentConfig:
     chat: bool | None = None
     target: ModelFields | None = None
     draft: ModelFields | None = None
-    checkpoints: CheckpointFields | None = None
     recorded: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
