@@ -27,6 +27,7 @@ from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
 from specsamp import use_compilation_cache
 from specsamp.analysis import report
+from specsamp.decoding.method import Method
 from specsamp.evaluation.audit import CHECKS, Settings, Subject, audit, audit_table
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
@@ -98,11 +99,13 @@ def make_subject(config: ExperimentConfig, experiment: Experiment, count: int) -
     return Subject(
         pair=experiment.pair,
         prompts=chosen,
-        drafter=cell.drafter,
-        adaptive=cell.adaptive,
-        rule=cell.rule,
-        sampling=cell.sampling,
-        draft_sampling=cell.draft_sampling,
+        method=Method(
+            drafter=cell.drafter,
+            rule=cell.rule,
+            sampling=cell.sampling,
+            draft_sampling=cell.draft_sampling,
+            adaptive=cell.adaptive,
+        ),
         max_new_tokens=work.max_new_tokens,
         seed=work.seed,
     )

@@ -52,6 +52,10 @@ class Method:
         adapts = self.adaptive is not None and self.adaptive.costs_ms is not None
         return hooks_of(self.drafter).row_independent and not adapts or self.rule.draft_independent
 
+    def with_drafter(self, drafter: Drafter) -> Method:
+        """Returns this method with another drafter, which drafts K tokens in every round."""
+        return dataclasses.replace(self, drafter=drafter, adaptive=None)
+
     def loop(self, pair: Pair, *, keep_log_probs: bool = False, keep_rounds: bool = False) -> Loop:
         """Returns the loop that decodes with ``pair`` this way on the platform at hand."""
         return Loop(

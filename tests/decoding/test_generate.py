@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import specsamp
-from specsamp import NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature, top_p
+from specsamp import EARS, BlockRule, Method, NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature, top_p
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.drafters import NoDrafter
@@ -173,6 +173,20 @@ def test_within_buckets_nothing_is_compiled_again():
     assert (pair._prepared, pair._fitted) == prepared
     run(25, 25, 0.5, 0, [])
     assert compiled_programs()[1] == compiled[1] + 1, "the control: another bucket"
+
+
+def test_a_method_says_what_the_keywords_say():
+    pair = table_pair()
+    decoding = dict(drafter=NgramDrafter(2), rule=BlockRule(), sampling=temperature(0.7))
+    told = generate(pair, [[1, 2, 1]], 9, **decoding)
+    assert generate(pair, [[1, 2, 1]], 9, method=Method(**decoding)) == told
+    assert told != generate(pair, [[1, 2, 1]], 9, method=Method(drafter=NgramDrafter(2))), "the control: greedy"
+    with pytest.raises(ValueError, match="method and rule, drafter were given"):
+        generate(pair, [[1]], rule=BlockRule(), drafter=NgramDrafter(2), method=Method(**decoding))
+    with pytest.raises(ValueError, match="method must be a Method.*got 4"):
+        generate(pair, [[1]], method=4)
+    with pytest.raises(ValueError, match="lossy"):
+        generate(pair, [[1]], method=Method(drafter=NgramDrafter(2), rule=EARS(1.0)), require_exact=True)
 
 
 def test_few_frames_stand_between_generate_and_the_loop(monkeypatch):

@@ -34,7 +34,6 @@ from specsamp.decoding.loop import Loop
 from specsamp.evaluation.audit import (
     Settings,
     Status,
-    Subject,
     audit,
     audit_table,
     distribution,
@@ -48,6 +47,7 @@ from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import Warp, log_probs, register_warp
 from support import mutants
+from support.audits import subject_of
 from support.fakes import LayeredTableLM, TableLM, near, random_table
 from support.weights import drawn_params
 
@@ -63,7 +63,7 @@ RARE = 1e-6  # chance of a false alarm in a single check here
 def subject(model=TableLM(V), draft=NEAR, **changes):
     pair = Pair(target=model, target_params=TARGET, draft=TableLM(V), draft_params=draft)
     settings = {"drafter": ModelDrafter(TableLM(V), K), "sampling": NUCLEUS, "max_new_tokens": 24} | changes
-    return Subject(pair=pair, prompts=PROMPTS, **settings)
+    return subject_of(pair=pair, prompts=PROMPTS, **settings)
 
 
 def counted(audited):
@@ -108,7 +108,7 @@ def transformers():
     draft = TransformerLM(tiny(vocab_size=61, num_layers=1, num_heads=2, positions="rotary"))
     params = drawn_params(target)
     draft_params = drawn_params(draft, 1) | {"embedding": params["embedding"]}
-    return Subject(
+    return subject_of(
         pair=Pair(target=target, target_params=params, draft=draft, draft_params=draft_params),
         prompts=PROMPTS,
         drafter=ModelDrafter(draft, K),
@@ -120,7 +120,7 @@ def transformers():
 @pytest.mark.slow
 def test_bfloat16_is_judged_by_a_target_that_computes_in_it(transformers, with_loop):
     in_bfloat16 = transformers.cast("bfloat16")
-    assert in_bfloat16.pair.target.config.dtype == in_bfloat16.drafter.model.config.dtype == "bfloat16"
+    assert in_bfloat16.pair.target.config.dtype == in_bfloat16.method.drafter.model.config.dtype == "bfloat16"
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), transformers.pair.target_params)
     stored = dataclasses.replace(in_bfloat16, pair=dataclasses.replace(in_bfloat16.pair, target_params=narrow))
     exact = stored.cast("float32")
@@ -131,7 +131,9 @@ def test_bfloat16_is_judged_by_a_target_that_computes_in_it(transformers, with_l
     assert check.verdict is Status.PASSED and check.numbers["tokens"] == 6 * 12
     assert 1e-3 < check.numbers["tolerance"] < 0.2 and check.numbers["share_that_could_be_excused"] < 0.3
     with_loop(mutants.ScoresWithANeighboursLength)
-    looked_up = dataclasses.replace(in_bfloat16, drafter=NgramDrafter(K))  # one model less to compile
+    looked_up = dataclasses.replace(
+        in_bfloat16, method=in_bfloat16.method.with_drafter(NgramDrafter(K))
+    )  # one model less to compile
     assert failed(streams.bfloat16_text(transformers, looked_up))
 
 
@@ -140,7 +142,7 @@ def early_exit(drafter=EarlyExitDrafter, draft=NEAR):
     model = LayeredTableLM(V)
     pair = Pair(target=model, target_params=jnp.stack([draft, TARGET - draft]))
     settings = {"sampling": NUCLEUS, "max_new_tokens": 24}
-    return Subject(pair=pair, prompts=PROMPTS, drafter=drafter(model, 1, K), **settings)
+    return subject_of(pair=pair, prompts=PROMPTS, drafter=drafter(model, 1, K), **settings)
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ import pytest
 from specsamp import EARS, Bounded, JointThreshold, Pair, Typical, chain, temperature
 from specsamp.analysis import report
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.evaluation.audit import Settings, Subject, audit, audit_table
+from specsamp.evaluation.audit import Settings, audit, audit_table
+from support.audits import subject_of
 from support.fakes import TableLM, random_table
 from support.mutants import IgnoresItsBudget
 
@@ -20,7 +21,7 @@ def audited(rule, settings=SETTINGS):
     pair = Pair(target=TableLM(V), target_params=TARGET, draft=TableLM(V), draft_params=FAR)
     drafter, sampling = ModelDrafter(TableLM(V), K), chain(temperature(1.0))
     prompts = [[0], [1, 2, 3], [4, 5, 6, 7, 0, 1, 2], [3, 3]]
-    subject = Subject(pair=pair, prompts=prompts, drafter=drafter, rule=rule, sampling=sampling, max_new_tokens=24)
+    subject = subject_of(pair=pair, prompts=prompts, drafter=drafter, rule=rule, sampling=sampling, max_new_tokens=24)
     return audit(subject, settings)
 
 

@@ -8,13 +8,14 @@ import pytest
 
 from specsamp import Pair, TokenRule, chain, temperature
 from specsamp.decoding.drafters import FeatureDrafter
-from specsamp.evaluation.audit import Settings, Status, Subject, audit
+from specsamp.evaluation.audit import Settings, Status, audit
 from specsamp.evaluation.audit.run import UNREADABLE
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.transformer import TransformerLM
 from support import mutants
+from support.audits import subject_of
 from support.heads import LayeredTable, ShowsTokens, eagle3, table_head
 from support.loop_distributions import TARGET, V
 from support.weights import drawn_params
@@ -28,7 +29,7 @@ def subject(drafter=FeatureDrafter, rule=TokenRule()):
     pair = Pair(target=target, target_params=TARGET, head=head, draft_params=TARGET)
     drafter = drafter(target, head, 2)
     sampling = chain(temperature(1.0))
-    return Subject(pair=pair, prompts=PROMPTS, drafter=drafter, rule=rule, sampling=sampling, max_new_tokens=24)
+    return subject_of(pair=pair, prompts=PROMPTS, drafter=drafter, rule=rule, sampling=sampling, max_new_tokens=24)
 
 
 def only(name, audited):
@@ -57,7 +58,7 @@ def test_a_target_that_is_reduced_like_the_head_shows_in_the_distribution():
     params = drawn_params(head) | {DRAFT_IDS: jnp.asarray([0, 2], jnp.int32)}
     pair = Pair(target=target, target_params=TARGET, head=head, draft_params=params)
     settings = dict(pair=pair, prompts=PROMPTS[1:], drafter=FeatureDrafter(target, head, 2), max_new_tokens=8)
-    broken = Subject(rule=mutants.OfTheDraftVocabulary(), sampling=chain(temperature(1.0)), **settings)
+    broken = subject_of(rule=mutants.OfTheDraftVocabulary(), sampling=chain(temperature(1.0)), **settings)
     assert only("distribution", broken).verdict is Status.FAILED
 
 
@@ -74,9 +75,9 @@ def test_a_head_is_recast_with_its_target():
 
     pair = Pair(target=target, target_params=zeros(target), head=head, draft_params=zeros(head))
     drafter = FeatureDrafter(target, head, 2)
-    wide = Subject(pair=pair, prompts=[[1, 2]], drafter=drafter, sampling=chain()).cast("float32")
-    assert wide.pair.head == wide.drafter.head and wide.drafter.head.config.layer.dtype == "float32"
-    wide.drafter.check(wide.pair.target, None, wide.pair.draft_params)
+    wide = subject_of(pair=pair, prompts=[[1, 2]], drafter=drafter, sampling=chain()).cast("float32")
+    assert wide.pair.head == wide.method.drafter.head and wide.method.drafter.head.config.layer.dtype == "float32"
+    wide.method.drafter.check(wide.pair.target, None, wide.pair.draft_params)
     assert wide.pair.draft_params["fc"].dtype == jnp.float32 and wide.pair.draft_params[DRAFT_IDS].dtype == jnp.int32
     again = wide.cast("bfloat16")
     assert again.pair.head.config == config and again.cast("bfloat16") is again

@@ -8,9 +8,10 @@ import pytest
 
 from specsamp import BlockRule, CoupledRule, Pair, TokenRule, chain, temperature, top_p
 from specsamp.decoding.drafters import ModelDrafter
-from specsamp.evaluation.audit import Settings, Subject, audit, rounds
+from specsamp.evaluation.audit import Settings, audit, rounds
 from specsamp.evaluation.audit.evidence import tilted
 from support import mutants
+from support.audits import subject_of
 from support.fakes import TableLM, near, random_table
 
 V, K = 8, 3
@@ -45,7 +46,7 @@ def subject(target=TARGET, draft=DRAFT, vocab_size=V, **changes):
     model = TableLM(vocab_size)
     pair = Pair(target=model, target_params=target, draft=model, draft_params=draft)
     settings = {"drafter": ModelDrafter(model, K), "sampling": NUCLEUS, "max_new_tokens": 24} | changes
-    return Subject(pair=pair, prompts=PROMPTS, **settings)
+    return subject_of(pair=pair, prompts=PROMPTS, **settings)
 
 
 def collect(**changes):

@@ -64,7 +64,7 @@ class Rounds:
 
 def can_read(subject: Subject) -> bool:
     """Returns whether the draft's distribution can be read: it is that of a model after the text so far."""
-    draft = reader(subject.drafter)
+    draft = reader(subject.method.drafter)
     return draft is not None and any(map(draft.reads, subject.prompts))
 
 
@@ -84,13 +84,13 @@ def collect(
       The evidence of the texts; None if no text has a token.
     """
     samples = max(rows // len(subject.prompts), 1)
-    found, draft = None, reader(subject.drafter)
+    found, draft, method = None, reader(subject.method.drafter), subject.method.with_drafter(subject.method.drafter)
     for call in range(MOST_BATCHES):
         progress(f"rounds: {call * samples * len(subject.prompts)} texts read")
         seed = (subject.seed + 2**31 + call) % 2**32  # apart from the seeds of the other checks
         texts = [
             ((*subject.prompts[completion.prompt_index], *completion.tokens), completion.from_draft)
-            for completion in subject.decode(num_samples=samples, seed=seed, draft_length=None)
+            for completion in subject.decode(method=method, num_samples=samples, seed=seed)
             if completion.tokens and draft.reads(subject.prompts[completion.prompt_index])
         ]
         if not texts:
@@ -115,11 +115,11 @@ def read_rounds(subject: Subject, texts: Sequence[Sequence[int]], from_draft: Se
       texts: token ids, prompts included.
       from_draft: for each text, whether each of its tokens behind the prompt had been drafted.
     """
-    pair, draft = subject.pair, reader(subject.drafter)
+    pair, draft = subject.pair, reader(subject.method.drafter)
     slots, batches = padded_batches(pair, texts)
-    weights = pair.weights(subject.drafter, slots)
-    count, K = round_up(max(map(len, from_draft))), draft.depth or subject.drafter.K
-    warps = (subject.sampling, subject.draft_sampling or subject.sampling)
+    weights = pair.weights(subject.method.drafter, slots)
+    count, K = round_up(max(map(len, from_draft))), draft.depth or subject.method.drafter.K
+    warps = (subject.method.sampling, subject.method.draft_sampling or subject.method.sampling)
     sums = []
     for number, (tokens_BT, _, indices) in enumerate(batches):
         tokens_BN, drafted_BN = (np.zeros((len(indices), count), kind) for kind in (np.int32, bool))
@@ -135,7 +135,7 @@ def read_rounds(subject: Subject, texts: Sequence[Sequence[int]], from_draft: Se
             for model, params in ((pair.target, weights.target), (draft.model, draft.weights_of(weights)))
         ]
         warps_B = tuple(for_rows(subject.full_warp(warp), len(indices)) for warp in warps)
-        everywhere = isinstance(subject.rule, TokenRule)
+        everywhere = isinstance(subject.method.rule, TokenRule)
         found = _read_rows(pair.shards, *logits, warps_B, tokens_BN, drafted_BN, counts_B, K=K, everywhere=everywhere)
         sums.append(_sums(to_host(found), texts=int((counts_B > 0).sum()), K=K))
     return jax.tree.map(lambda *parts: sum(parts), *sums)

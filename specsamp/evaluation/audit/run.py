@@ -114,7 +114,7 @@ def audit(
       ValueError: a distribution that leaves nothing to chance, or a lossy rule without a budget; raised before any check
         has run.
     """
-    budget = budget_of(subject.rule)
+    budget = budget_of(subject.method.rule)
     exact = subject.cast("float32") or subject
     level = settings.false_alarm / CHANCES
     is_readable = rounds.can_read(exact) and budget is None
@@ -144,9 +144,10 @@ def audit(
         return check & rounds.expected_ratios(read_texts(), detect=settings.detect, false_alarm=level)
 
     def check_acceptance() -> Check:
-        of_rule = exact if budget is None else dataclasses.replace(exact, rule=TokenRule())
+        by_token = dataclasses.replace(exact.method, rule=TokenRule())
+        of_rule = exact if budget is None else dataclasses.replace(exact, method=by_token)
         check = streams.equal_draft(of_rule, level)
-        if not (is_readable and isinstance(exact.rule, TokenRule)):
+        if not (is_readable and isinstance(exact.method.rule, TokenRule)):
             return check
         return check & rounds.expected_acceptance(read_texts(), false_alarm=level)
 

@@ -14,7 +14,7 @@ from specsamp.evaluation.audit.readers import with_target_as_draft
 from specsamp.evaluation.audit.subject import FARTHEST, Check, Status, Subject
 from specsamp.evaluation.audit.teacher import Text, judge
 from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.warp import Warp, chain
+from specsamp.sampling.warp import Warp, chain, greedy
 
 ALONE = 4  # prompts that are also decoded alone
 SHOWN = 3  # faults in a sentence
@@ -23,7 +23,9 @@ MOST_EXCUSABLE = 0.5  # share of positions; where rounding could decide more, ag
 
 def greedy_text(subject: Subject) -> Check:
     """Checks that greedy text with the draft equals greedy text without, each token being the target's choice."""
-    runs = {"with the draft": subject.decode_greedily(), "alone": subject.decode_greedily(drafter=NoDrafter())}
+    greedily = dataclasses.replace(subject.method, sampling=greedy(), draft_sampling=None)
+    alone = greedily.with_drafter(NoDrafter())
+    runs = {"with the draft": subject.decode(method=greedily), "alone": subject.decode(method=alone)}
     return _agreement("greedy", subject, runs, chain(), FARTHEST * subject.rounding)
 
 
@@ -37,29 +39,31 @@ def bfloat16_text(subject: Subject, in_bfloat16: Subject | None) -> Check:
         return _not_applicable("bfloat16", "the target has no dtype to choose")
     off = np.abs(in_bfloat16.prompt_logits - subject.prompt_logits)
     off = float(off[np.isfinite(off)].max(initial=0))
-    runs = {"with the draft": in_bfloat16.decode_greedily()}
+    greedily = dataclasses.replace(in_bfloat16.method, sampling=greedy(), draft_sampling=None)
+    runs = {"with the draft": in_bfloat16.decode(method=greedily)}
     return _agreement("bfloat16", in_bfloat16, runs, chain(), 2 * off)
 
 
 def coupled_text(subject: Subject) -> Check:
     """Checks that text of the coupled rule is the same with this draft, with prompt lookup, and without a draft."""
-    rule = subject.rule if isinstance(subject.rule, CoupledRule) else CoupledRule()
-    looked_up = NgramDrafter(K=subject.drafter.K)
-    drafters = {"without a draft": NoDrafter(), "with the draft": subject.drafter, "looked up": looked_up}
-    runs = {name: subject.decode(rule=rule, drafter=drafter) for name, drafter in drafters.items()}
-    return _agreement("coupled", subject, runs, subject.sampling, FARTHEST * subject.rounding, noise_seed=subject.seed)
+    method = subject.method
+    rule = method.rule if isinstance(method.rule, CoupledRule) else CoupledRule()
+    looked_up = NgramDrafter(K=method.drafter.K)
+    drafters = {"without a draft": NoDrafter(), "with the draft": method.drafter, "looked up": looked_up}
+    coupled = dataclasses.replace(method, rule=rule)
+    runs = {name: subject.decode(method=coupled.with_drafter(drafter)) for name, drafter in drafters.items()}
+    return _agreement("coupled", subject, runs, method.sampling, FARTHEST * subject.rounding, noise_seed=subject.seed)
 
 
 def equal_draft(subject: Subject, false_alarm: float) -> Check:
     """Checks that all drafted tokens are accepted, but for rounding, where the target is its own draft."""
     pair = subject.pair
-    drafter = with_target_as_draft(subject.drafter, pair.target)
+    drafter = with_target_as_draft(subject.method.drafter, pair.target)
     if drafter is None:
         return _not_applicable("acceptance", "the drafter has no model that could be the target")
     same = dataclasses.replace(
         subject,
-        draft_sampling=None,
-        drafter=drafter,
+        method=dataclasses.replace(subject.method, drafter=drafter, draft_sampling=None),
         pair=dataclasses.replace(pair, draft=pair.target, draft_params=pair.target_params, draft_tokenizer=None),
     )
     rows = [completion.stats for completion in same.decode()]

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.generate import generate
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import check_budgets, encode
 from specsamp.decoding.results import Completion
@@ -25,9 +24,7 @@ from specsamp.evaluation.audit.teacher import next_logits
 from specsamp.mesh.sharded import ShardedModel, shard_model
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.rules import Rule
-from specsamp.sampling.warp import Warp, greedy, is_stateless
+from specsamp.sampling.warp import Warp, is_stateless
 
 # How far two float32 computations of the same logits are apart, in units of eps times the largest logit. FARTHEST
 # bounds the difference of a logit, with a margin of three over what 500,000 logits of the pair "python" showed. FLIPS
@@ -85,13 +82,10 @@ class Subject:
     Attributes:
       pair: target and draft.
       prompts: token ids; ``prompts[i]`` has prompt id i, whatever the batch it is in.
-      drafter, rule: what is audited.
-      sampling, draft_sampling: warps whose numbers are the same for all prompts; the draft's own is by default
-        the target's.
+      method: what is audited; its warps have the same numbers for all prompts. Texts are compared and counted with its
+        adaptive draft length; what happens within rounds is tested with the drafter's K alone.
       max_new_tokens: longest length of the texts that are compared or read.
       seed: seed of the noise.
-      adaptive: the draft length, where the drafter's K is only the most. Texts are compared and counted with it; what
-        happens within rounds is tested with K alone.
 
     Raises:
       ValueError: nothing is drafted, there are no prompts, one is too long, or a warp depends on the text before.
@@ -99,18 +93,14 @@ class Subject:
 
     pair: Pair
     prompts: Sequence[Sequence[int]]
-    drafter: Drafter
-    sampling: Warp
-    draft_sampling: Warp | None = None
-    rule: Rule = TokenRule()
+    method: Method
     max_new_tokens: int = 64
     seed: int = 0
-    adaptive: Adaptive | None = None
 
     def __post_init__(self):
-        if self.drafter.K == 0:
+        if self.method.drafter.K == 0:
             raise ValueError("nothing is drafted, so there is nothing to audit: give a drafter and a draft_length >= 1")
-        for name, warp in (("sampling", self.sampling), ("draft_sampling", self.draft_sampling)):
+        for name, warp in (("sampling", self.method.sampling), ("draft_sampling", self.method.draft_sampling)):
             one, vocab_size = jnp.ones(1, jnp.int32), self.pair.target.vocab_size
             if warp is not None and not is_stateless(warp.init(one[None], one, vocab_size)):
                 raise ValueError(
@@ -118,24 +108,12 @@ class Subject:
                     f"audit the pair without {type(warp).__name__}"
                 )
         lengths = [len(tokens) for tokens in encode(self.pair, self.prompts)]
-        check_budgets(self.pair, self.drafter, lengths, self.max_new_tokens)
+        check_budgets(self.pair, self.method.drafter, lengths, self.max_new_tokens)
 
     def decode(self, prompts: Sequence[Sequence[int]] | None = None, **changes: Any) -> list[Completion]:
         """Calls `generate` with these settings, on all prompts or others; ``changes`` replaces its arguments."""
-        settings = {
-            "max_new_tokens": self.max_new_tokens,
-            "sampling": self.sampling,
-            "draft_sampling": self.draft_sampling,
-            "drafter": self.drafter,
-            "rule": self.rule,
-            "seed": self.seed,
-            "draft_length": None if "drafter" in changes else self.adaptive,
-        }
+        settings = {"max_new_tokens": self.max_new_tokens, "method": self.method, "seed": self.seed}
         return generate(self.pair, self.prompts if prompts is None else prompts, **(settings | changes))
-
-    def decode_greedily(self, **changes: Any) -> list[Completion]:
-        """Calls `decode` with greedy sampling of target and draft."""
-        return self.decode(**({"sampling": greedy(), "draft_sampling": None} | changes))
 
     def full_warp(self, warp: Warp) -> Warp:
         """Returns ``warp`` as `generate` applies it: tokens that the tokenizer does not have are excluded."""
@@ -151,13 +129,15 @@ class Subject:
         if (target, draft, head) == (self.pair.target, self.pair.draft, self.pair.head):
             return self
         pair = dataclasses.replace(self.pair, target=target, draft=draft, head=head)
-        drafter = with_models(self.drafter, {self.pair.target: target, self.pair.draft: draft, self.pair.head: head})
+        drafter = with_models(
+            self.method.drafter, {self.pair.target: target, self.pair.draft: draft, self.pair.head: head}
+        )
         if dtype == "float32":
             # Widened once, here: `Pair.weights` would make a wider copy for every number of slots.
             params = {"target_params": pair.target_params}
             params |= {"draft_params": pair.draft_params} if recast or head else {}
             pair = dataclasses.replace(pair, **jax.tree.map(_widen, params))
-        return dataclasses.replace(self, pair=pair, drafter=drafter)
+        return dataclasses.replace(self, pair=pair, method=dataclasses.replace(self.method, drafter=drafter))
 
     @functools.cached_property
     def prompt_logits(self) -> np.ndarray:
