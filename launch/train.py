@@ -8,7 +8,6 @@ python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/med
 """
 
 import dataclasses
-import json
 import os
 from typing import Any
 
@@ -101,7 +100,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
         )
     windows = Windows(token_stream(corpus.train.values(), tokenizer), data.length, train_config.seed)
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
-    check_all_processes(folder, config, corpus, tokenizer)
+    check_all_processes(folder, corpus)
     check_rows(train_config, held_out, mesh)
     check_windows(config, model, target, mesh)
     if target is not None:  # a public one's parameters are read here, after all else was checked
@@ -109,13 +108,10 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
         run.check_same(folder, "target", made_from["target"])
     first_params = None if first is None else check_first(config, first, tokenizer, task)
     teacher_params = make_teacher(config, task, target, windows, first)
-    if (
-        is_head
-        and first is not None
-        and first.provenance.get("target", {}).get("sha256") != made_from["target"]["sha256"]
-    ):
-        told = f"the head in {config.init} was trained for another target, or its folder does not say for which"
-        console.print(told, style="yellow")
+    if is_head and first is not None:
+        if first.provenance.get("target", {}).get("sha256") != made_from["target"]["sha256"]:
+            told = f"the head in {config.init} was trained for another target, or its folder does not say for which"
+            console.print(told, style="yellow")
     if entry.is_first():
         run.open_run(folder, config.recorded, tokenizer.to_json(), **made_from)
         if is_head and config.head.get("draft_vocab_size"):
@@ -145,26 +141,16 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     )
 
 
-def check_all_processes(folder: epath.Path, config: TrainingConfig, corpus: Corpus, tokenizer: JsonTokenizer) -> None:
-    """Checks that all processes have one configuration, corpus, tokenizer and folder.
+def check_all_processes(folder: epath.Path, corpus: Corpus) -> None:
+    """Checks that all processes, which run one command, read the same text and share the folder of the run.
 
     Raises:
       ValueError: on every process, with the difference.
     """
     if jax.process_count() == 1:
         return
-    facts = {
-        "configuration": json.dumps(config.recorded),
-        "corpus": corpus.describe()["sha256"],
-        "tokenizer": tokenizer.to_json(),
-    }
-    theirs = distributed.gather_objects(facts)
-    different = [name for name in facts if len({other[name] for other in theirs}) > 1]
-    if different:
-        raise ValueError(
-            f"the processes differ in {', '.join(different)}: give all the same command, and hosts with another Python "
-            "a --config.data.folder of their own copy of the text"
-        )
+    if len(set(distributed.gather_objects(corpus.describe()["sha256"]))) > 1:
+        raise ValueError("the processes read different texts: give --config.data.folder, the same copy on every host")
     word = distributed.from_first(lambda: os.urandom(8).hex())
     if entry.is_first():
         storage.write(folder / "seen_by_all", word)

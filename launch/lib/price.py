@@ -1,7 +1,6 @@
 """The flag --chip_hour of commands that forecast or measure times: what tokens cost, at a price for chips."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from absl import flags
@@ -17,15 +16,11 @@ def define_chip_hour() -> flags.FlagHolder:
 
 
 def chips_of(pair: Pair) -> int:
-    """Returns the chips that a pair lies on; some TPU chips are two devices."""
+    """Returns the chips that a pair lies on; some TPU chips are two devices with one place."""
     mesh = pair.shards.mesh
     devices = [jax.devices()[0]] if mesh is None else mesh.devices.flat
-    return len({_chip(device) for device in devices})
-
-
-def _chip(device: jax.Device) -> Any:
-    """Returns what the devices of a chip have in common: of a TPU slice, the place."""
-    return (getattr(device, "slice_index", 0), tuple(device.coords)) if device.platform == "tpu" else device.id
+    places = {(getattr(one, "slice_index", 0), *one.coords) if one.platform == "tpu" else one.id for one in devices}
+    return len(places)
 
 
 def cost_tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float | None) -> list[Table]:
