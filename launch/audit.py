@@ -21,13 +21,12 @@ import dataclasses
 from absl import flags
 
 from launch.lib import entry
-from launch.lib.cells import define_prompts, make_cells, read_prompts
+from launch.lib.cells import define_prompts, read_prompts
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
 from specsamp import use_compilation_cache
 from specsamp.analysis import report
-from specsamp.decoding.method import Method
 from specsamp.evaluation.audit import CHECKS, Settings, Subject, audit, audit_table
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
@@ -88,8 +87,7 @@ def main() -> int:
 
 def make_subject(config: ExperimentConfig, experiment: Experiment, count: int) -> Subject:
     """Returns the pair with the settings of the configuration, and up to ``count`` of its prompts, or random ones."""
-    (cell,) = make_cells([config], experiment)
-    work = cell.workload
+    work = experiment.workload
     prompts = work.prompts
     if not prompts:  # several lengths, as texts would have
         tokens_BP, _, _ = dataclasses.replace(work, batch=count).rows(0, experiment.pair.target.vocab_size)
@@ -99,13 +97,7 @@ def make_subject(config: ExperimentConfig, experiment: Experiment, count: int) -
     return Subject(
         pair=experiment.pair,
         prompts=chosen,
-        method=Method(
-            drafter=cell.drafter,
-            rule=cell.rule,
-            sampling=cell.sampling,
-            draft_sampling=cell.draft_sampling,
-            adaptive=cell.adaptive,
-        ),
+        method=config.make_method(experiment.pair),
         max_new_tokens=work.max_new_tokens,
         seed=work.seed,
     )

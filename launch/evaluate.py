@@ -94,7 +94,7 @@ def main() -> None:
         chat=bool(config.chat),
         require_exact=_REQUIRE_EXACT.value,
     )
-    methods = {name: method_of(own, experiment) for name, own in ways.items()}
+    methods = {name: own.make_method(experiment.pair) for name, own in ways.items()}
     problems = fitting(problems, experiment, list(methods.values()), requests, console)
     identity |= {"weights": experiment.weights, "environment": machine_identity()}
     results = Results.open(_OUTPUT.value, identity)
@@ -186,12 +186,6 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
             raise ValueError(f"--methods names {name} twice")
         ways[name] = own
     return ways
-
-
-def method_of(config: ExperimentConfig, experiment: Experiment) -> Method:
-    drafter = config.make_drafter(experiment.pair.target, experiment.pair.draft_or_head)
-    adaptive = config.make_adaptive(drafter)
-    return Method(drafter=drafter, rule=config.acceptance_rule, sampling=experiment.sampling, adaptive=adaptive)
 
 
 def fitting(

@@ -19,7 +19,6 @@ from launch.lib.fields import ExperimentConfig, SamplingFields
 from specsamp import machine, storage
 from specsamp.analysis.grid import Cell, describe
 from specsamp.decoding.request import Prompt
-from specsamp.sampling.warp import Warp, chain, temperature
 
 Point = dict[str, Any]  # values of fields of the configuration
 
@@ -80,10 +79,9 @@ def make_cells(configs: Sequence[ExperimentConfig], experiment: Experiment) -> l
 
 
 def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
-    plain, pair = config.is_plain, experiment.pair
-    K = 0 if plain else config.draft_length
+    plain = config.is_plain
     key = {
-        "draft_length": K,
+        "draft_length": 0 if plain else config.draft_length,
         "drafter": "none" if plain else config.drafter_name,
         "rule": "token" if plain else config.rule,
         "batch": config.batch,
@@ -94,27 +92,16 @@ def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
         key["adaptive"] = dataclasses.asdict(config.adaptive)
     if not plain and config.synthetic_acceptance is not None:
         key["synthetic_acceptance"] = config.synthetic_acceptance
-    sampling, draft_sampling = _samplings(config.sampling, config.draft_temperature)
-    drafter = config.make_drafter(pair.target, pair.draft_or_head, K)
+    method = config.make_method(experiment.pair)
     return Cell(
         key=key,
-        drafter=drafter,
-        adaptive=config.make_adaptive(drafter),
-        rule=config.acceptance_rule,
-        sampling=sampling,
-        draft_sampling=draft_sampling,
+        drafter=method.drafter,
+        adaptive=method.adaptive,
+        rule=method.rule,
+        sampling=method.sampling,
+        draft_sampling=method.draft_sampling,
         workload=dataclasses.replace(experiment.workload, batch=config.batch, repeats=config.repeats),
     )
-
-
-def _samplings(fields: SamplingFields, draft_temperature: float | None) -> tuple[Warp, Warp | None]:
-    """Returns the warps of target and draft; if only one of the two is greedy, both are chains of one structure."""
-    if draft_temperature is None:
-        return fields.warp(), None
-    both = fields, dataclasses.replace(fields, temperature=draft_temperature)
-    if (draft_temperature == 0) == (fields.temperature == 0):
-        return tuple(one.warp() for one in both)
-    return tuple(one.warp() if one.temperature else chain(temperature(0.0)) for one in both)
 
 
 def machine_identity() -> dict[str, Any]:

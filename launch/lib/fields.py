@@ -21,6 +21,8 @@ from specsamp.analysis.workload import Workload
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.method import Method
+from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt
 from specsamp.models import config as models
 from specsamp.models.heads import FeatureHead
@@ -227,6 +229,24 @@ class ExperimentConfig:
     def make_adaptive(self, drafter: Drafter) -> Adaptive | None:
         """Returns the draft lengths that rows choose from; None: it is always the drafter's K."""
         return None if self.adaptive is None else self.adaptive.make(drafter)
+
+    def make_method(self, pair: Pair) -> Method:
+        """Returns the way to decode a pair; temperatures are data, so a greedy side beside a warm one is a chain, too."""
+        drafter = self.make_drafter(pair.target, pair.draft_or_head, 0 if self.is_plain else None)
+        warps = [self.sampling]
+        if self.draft_temperature is not None:
+            warps.append(dataclasses.replace(self.sampling, temperature=self.draft_temperature))
+        only_one_is_greedy = len({one.temperature == 0 for one in warps}) == 2
+        sampling, *draft_sampling = (
+            chain(temperature(0.0)) if only_one_is_greedy and one.temperature == 0 else one.warp() for one in warps
+        )
+        return Method(
+            drafter=drafter,
+            rule=self.acceptance_rule,
+            sampling=sampling,
+            draft_sampling=next(iter(draft_sampling), None),
+            adaptive=self.make_adaptive(drafter),
+        )
 
     def workload(self) -> Workload:
         """Returns what is decoded, without prompts."""
