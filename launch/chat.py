@@ -122,15 +122,14 @@ class Talk:
             return
         else:
             seconds, stats = time.perf_counter() - start, self.chat.stats
-            told = (
-                f"{stats.emitted} tokens, {stats.emitted / seconds:.1f} a second, {stats.emitted_per_round:.2f} a round"
-            )
+            rate = f", {stats.emitted / seconds:.1f} a second" if self.turns else ""  # the first turn compiles
+            told = f"{stats.emitted} tokens{rate}, {stats.emitted_per_round:.2f} a round"
             cost = "" if stats.variation is None else f", bias {stats.variation_per_token:.4f} a token (lossy rule)"
             self.console.print(f"\n{told}{cost}; read {self.chat.tokens_read} tokens", style="dim")
         self.turns.append(Turn(asked=line, answered=pieces.text, tokens=tuple(self.chat.tokens)))
 
     def prompt(self, line: str) -> Prompt:
-        """Returns all that was said, and the line: messages, or without a template the text as it is."""
+        """Returns the turns and the line: as messages, or without a template as one text."""
         if self.has_template:
             messages = [{"role": "system", "content": self.system}] if self.system else []
             for turn in self.turns:
@@ -138,7 +137,7 @@ class Talk:
             return [*messages, {"role": "user", "content": line}]
         tokenizer = self.experiment.pair.tokenizer
         said = [token for token in self.turns[-1].tokens if token != tokenizer.eos_id] if self.turns else []
-        return [*said, *tokenizer.encode(f"\n{line}\n" if said else f"{line}\n")]
+        return [*said, *tokenizer.encode(f"\n{line}" if said else line)]  # a line break would be half of a token
 
 
 class Pieces:

@@ -17,9 +17,10 @@ def test_turns_of_a_pair_without_a_template(tmp_path, monkeypatch):
     done = call("chat", f"--config=configs/trained_pair.py:{tmp_path}", "--config.max_new_tokens=6", "--max_tokens=60")
     assert done.returncode == 0, done.stderr
     assert "no chat template: what you type is completed" in done.stdout
-    first, again, longer = [line for line in done.stdout.splitlines() if "tokens, " in line and "a second" in line]
+    first, again, longer = [line for line in done.stdout.splitlines() if "a round" in line]
+    assert "a second" in longer and "a second" not in first, "the first turn compiles"
     read = [int(line.rpartition("read ")[2].split()[0]) for line in (first, again, longer)]
-    assert all(line.startswith("6 tokens") for line in (first, again, longer))
+    assert first.startswith("6 tokens") and again.startswith("6 tokens")
     assert read[1] == 2, "the same turn again: only the pending tokens are read"
     assert read[2] < read[0] + 6, "what was said and answered is not read again"
     assert "beyond the max_tokens = 60 that it was made for. /new begins anew" in done.stdout
