@@ -8,10 +8,9 @@
         --output=gs://BUCKET/sweep.json
     python launch/benchmark.py --gather=one.json --gather=other.json                             # only the tables
 
-Every cell is measured beside plain decoding of the same prompts, in turn; K = 0 is plain decoding beside itself,
-which shows how far a speedup may be off. The file is written after each cell: the same command goes on where it was
-interrupted, another grid of the same configuration adds its cells. A file belongs to one machine: times of two are
-not mixed. --trace=runs/trace also says what within a round takes the time.
+Each cell takes turns with plain decoding of the same prompts. K = 0 compares plain decoding with itself, which shows how
+far a speedup may be off. The file is written after each cell: the same command resumes, and another grid of the same
+configuration adds its cells. A file belongs to one machine. --trace=runs/trace also shows the time of each part of a round.
 
 --sweep measures the ``GRIDS`` of the configuration's file, each a list of what --grid takes.
 """
@@ -120,7 +119,7 @@ def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, 
     if measured:
         console.print(f"measured {len(measured)} cells in {time.perf_counter() - start:.0f} s", style="dim")
     rows = [results.find(cell.key) for cell in cells]
-    title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each measured beside plain decoding in turn"
+    title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each in turn with plain decoding"
     entry.show([tables.grid_table(title, rows)], console)
     entry.show(price.cost_tables(costs_of(rows), price.chips_of(pair), _CHIP_HOUR.value), console)
     if len(cells) == len(measured) == 1:

@@ -35,7 +35,7 @@ SLOTS = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale:
-    """Says how large the measured programs are."""
+    """The sizes of the measured programs."""
 
     read_bytes: int  # of each device, in one turn
     width: int

@@ -88,7 +88,7 @@ def wanted(devices: int) -> Wanted:
 
 
 def look_at_head(console: Console) -> int:
-    """Prints how often the head of --config would be accepted, in every way to read it; returns 1 if it does not fit."""
+    """Prints the acceptance of the head of --config, for every way to read its files; returns 1 if it does not fit."""
     config = _CONFIG.value
     experiment = build(config, read_prompts(_PROMPTS.value), check_heads=False)
     if experiment.pair.head is None:

@@ -1,21 +1,20 @@
-"""Evaluates a pair on a task: quality beside plain decoding with intervals, time per token, and what was accepted.
+"""Evaluates a pair on a task: quality against plain decoding with intervals, time per token, and acceptance.
 
     python launch/evaluate.py --task=python
     python launch/evaluate.py --task=humaneval --config=configs/hf.py:llama-8b --samples=10 --output=runs/he.json
     python launch/evaluate.py --task=spec_bench --source=question.jsonl --methods=plain,token,block/ngram/4
     python launch/evaluate.py --task=python --methods=plain,token,always --output=runs/python.json
 
-A method is "plain"; a rule, with drafter and K of its own after slashes if not the configuration's; or "always", a control
-that accepts whatever was drafted and must come out as different. A lossy rule, such as "ears:0.3" or
-"bounded:0.01:typical", is shown with its price; --require_exact refuses it. A task's problems are decoded in blocks, its categories
-if it has some, each in every way before the next begins. With --output every block is written when it is done, and its
-completions as they end, into the folder beside it: the same command goes on where it was interrupted, and another one
-of the same pair, task and requests adds its methods.
+A method is "plain"; RULE, RULE/DRAFTER or RULE/DRAFTER/K; or "always", a control that accepts every drafted token and must
+come out as different. A lossy rule, such as "ears:0.3" or "bounded:0.01:typical", is shown with its price; --require_exact
+refuses it. Problems are decoded in blocks (the categories of the task, if it has any), each by every method before the
+next begins. With --output each block is written when it is done, and each completion as it ends: the same command
+resumes, and a command with more methods for the same pair, task and requests adds them.
 
 Generated programs (humaneval, mbpp) run in isolation, see specsamp/evaluation/isolation.py; where the machine cannot
 isolate them, nothing runs without --run_unisolated.
 
-Exit status: 0, done; 2, what was asked for cannot be done (stderr says why).
+Exit status: 0, done; 2, the command line cannot be done (stderr says why).
 """
 
 import dataclasses
@@ -151,7 +150,7 @@ def decode_blocks(
 
 
 def open_log(method: str, block: str, experiment: Experiment, turn: int) -> CompletionLog | None:
-    """Returns the file of the completions of a block, beside the output; None if there is none."""
+    """Opens the log of the completions of a block, in a folder next to the output; None without an output."""
     if not _OUTPUT.value or storage.is_stream(_OUTPUT.value):
         return None
     name = f"{method}.{block}" + (f".turn {turn + 1}" if turn else "")
@@ -221,7 +220,7 @@ def blocks_of(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
 
 
 def task_identity(config: ExperimentConfig, problems: Mapping[int, Problem]) -> dict[str, Any]:
-    """Returns what all blocks of a file share, as far as it is known before a pair is read."""
+    """Returns the identity of a file of blocks, as far as it is known before a pair is read."""
     left_out = ("rule", "drafter", "draft_length", "exit_layer", "mesh", "repeats", "prompt_length")
     told = hashlib.sha256(repr(sorted(problems.items())).encode()).hexdigest()[:16]
     return {

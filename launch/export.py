@@ -126,8 +126,8 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
     save_pair(output, provenance=provenance, **written)
     stored = load_pair(output.absolute())
     rows = held_out_windows(corpus, stored.tokenizer, data["length"], data["held_out_windows"])
-    alone, beside = Pretrain(target.model_in("float32")), target.model_in("float32")
-    distilled = Distill(draft.model_in("float32"), beside)
+    alone = Pretrain(target.model_in("float32"))
+    distilled = Distill(draft.model_in("float32"), target.model_in("float32"))
     measured = {}
     with entry.progress(console, "measuring on held-out text"):
         sides = {"float32": (target.params, draft.params), "int8": (stored.target_params, stored.draft_params)}
@@ -142,7 +142,7 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
 
 
 def provenance_of(trained: Source) -> dict:
-    """Returns how a model was trained."""
+    """Returns the record of a training."""
     return {
         "config": run.without_paths(trained.provenance["config"]),
         "corpus": trained.made_from("corpus"),

@@ -131,7 +131,7 @@ def check_flags() -> None:
 def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     """Reads the cells of one rule, drafter and distribution, and says where they were measured.
 
-    A draft with a temperature of its own is another drafter, and made-up acceptance is no measurement.
+    Cells with a draft temperature are of another drafter, and cells with made-up acceptance are no measurements.
     """
     wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value, "draft_temperature": None, "synthetic_acceptance": None}
     wanted |= {} if _TEMPERATURE.value is None else {"temperature": _TEMPERATURE.value}

@@ -49,7 +49,7 @@ _MAX_WAITING = flags.DEFINE_integer(
 _WARPS = flags.DEFINE_list(
     "warps",
     ["top_p", "min_p"],
-    f"What requests may set besides temperature, of {', '.join(OPTIONAL_WARPS)}; every text pays for each of them.",
+    f"Fields that requests may set besides temperature, of {', '.join(OPTIONAL_WARPS)}; each costs time for every text.",
 )
 _ROUNDS = flags.DEFINE_integer(
     "rounds_per_slice", 4, "Rounds between scheduler steps, which stream new text and admit requests.", lower_bound=1

@@ -252,8 +252,8 @@ def make_task(config: TrainingConfig, model: TransformerLM, target: Source | Non
         head = source.make_head(model.config, config.head, **sizes_of(target))
         if target.public:
             check_head_of(target.public, head.config, "the head")
-        beside = target.model_in(config.compute_dtype)
-        return TrainHead(head=head, target=beside, objective=config.objective, **dataclasses.asdict(config.test_time))
+        model = target.model_in(config.compute_dtype)
+        return TrainHead(head=head, target=model, objective=config.objective, **dataclasses.asdict(config.test_time))
     if target is not None:
         return Distill(model, target.model_in(config.compute_dtype), config.objective)
     if config.layer_skip is not None:
@@ -287,7 +287,7 @@ def make_model(config: TrainingConfig) -> TransformerLM:
 def make_tokenizer(config: TrainingConfig, folder: epath.Path, corpus: Corpus, parent: Source | None) -> JsonTokenizer:
     """Returns the run's own tokenizer if it has one, else that of the model it is made from, a given or a new one.
 
-    Its chat template is that of the model it is made from, or lies beside the given one.
+    Its chat template is that of the parent model, or lies in the folder of the given tokenizer.
     """
     if parent is not None and parent.public:
         return parent.tokenizer

@@ -22,7 +22,7 @@ NOW = {  # commands of before, and what does the same today
     "convert": "use export --checkpoint=NAME",
     "check-head": "use doctor --look_at=head",
     "check-names": "use doctor --look_at=names",
-    "score-forecasts": "calibrate shows forecasts beside what it measures",
+    "score-forecasts": "calibrate shows forecasts and measurements together",
     "set-repository": "a line of sed in notebooks/README.md does it",
 }
 
@@ -43,18 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.argv = ["specsamp", name, *arguments[1:]]
     script = importlib.import_module(f"launch.{name.replace('-', '_')}")
     entry = importlib.import_module("launch.lib.entry")
-    if hasattr(script, "status_of"):  # of a study, which has flags of its own
+    if hasattr(script, "status_of"):  # the command study, whose studies define flags
         return script.status_of([f"specsamp {name}", *arguments[1:]])
     return entry.status_of(script.main, getattr(script, "_CONFIG", None), [f"specsamp {name}", *arguments[1:]])
 
 
 def folder() -> pathlib.Path:
-    """Returns where the commands lie."""
+    """Returns the folder of the commands."""
     return COPY / "launch" if COPY.is_dir() else PACKAGE.parent / "launch"
 
 
 def commands() -> dict[str, str]:
-    """Returns the commands, each with the first line that it says of itself."""
+    """Returns the commands, each with the first line of its docstring."""
     found = {}
     for path in sorted(folder().glob("*.py")):
         source = path.read_text(encoding="utf-8")

@@ -46,7 +46,7 @@ WIDTH_OF_FILES = 160  # columns of what is no terminal
 SAY_EVERY_SECONDS = 20.0
 INSTALLED = "specsamp"  # the program, where a wheel brought the commands along
 
-_OTHERS = frozenset(flags.FLAGS)  # flags of the libraries, which nobody needs here
+_OTHERS = frozenset(flags.FLAGS)  # flags of the libraries, which --help leaves out
 _PLAIN = flags.DEFINE_bool("plain", False, "Print without colours, and tables as aligned text.")
 _TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the whole traceback of an error instead of its one line.")
 _DISTRIBUTED = flags.DEFINE_bool(
@@ -71,7 +71,7 @@ def define_output() -> flags.FlagHolder:
 
 
 def refuse_flags(names: Iterable[str], why: str) -> None:
-    """Refuses flags that have no effect beside the rest of the command line.
+    """Refuses flags that have no effect together with the rest of the command line.
 
     Raises:
       ValueError: one is set; ``why`` ends the message.
@@ -82,7 +82,7 @@ def refuse_flags(names: Iterable[str], why: str) -> None:
 
 
 def check_goes_with(others: Mapping[str, Sequence[str]]) -> None:
-    """Refuses a flag unless one of its others has a value; raises ValueError with both."""
+    """Refuses a flag unless one of the flags that it goes with has a value; raises ValueError with both."""
     for name, needed in others.items():
         if all(flags.FLAGS[other].value is None for other in needed):
             refuse_flags([name], f"it goes with {' or '.join(f'--{other}' for other in needed)}")
@@ -150,7 +150,7 @@ def _status(main: Callable[[], int | None], config: ConfigFlag | None, arguments
         except (ValueError, ConnectionError, RuntimeError) as error:
             raise ValueError(f"joining other processes: {error}") from error
     status = main() or 0
-    if jax.distributed.is_initialized():  # else the first would end the others while it is still writing
+    if jax.distributed.is_initialized():  # the first process may still be writing
         multihost_utils.sync_global_devices("the end")
     sys.stdout.flush()
     return status
@@ -287,7 +287,7 @@ _SIGNS |= {code: f"<U+{code:04X}>" for code in (*range(127, 160), *map(ord, _TUR
 
 
 def visible(text: str) -> str:
-    """Returns ``text`` with its control characters as signs, but for line breaks and tabs: no text can steer a terminal."""
+    """Returns ``text`` with signs for its control characters, except line breaks and tabs: no text can steer a terminal."""
     return text.translate(_SIGNS)
 
 
@@ -323,7 +323,7 @@ def write_result(path: str | None, document: dict, console: Console) -> None:
 
 
 def header() -> dict[str, Any]:
-    """Returns what stands before a result in its file."""
+    """Returns the first fields of a result's file: command and environment."""
     return {"command": command(), "environment": machine.environment()}
 
 

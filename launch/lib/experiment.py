@@ -115,7 +115,7 @@ def build(config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_hea
 
 
 def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
-    """Prints how often a head would be accepted after a few prompts; red if hardly, or if its files are read wrongly."""
+    """Prints a head's acceptance on a few texts; in red if it is low, or if another reading of its files is better."""
     console = entry.make_console(stderr=True)
     tokens = min(CHECKED_TOKENS, work.max_new_tokens)
     texts = write_texts(pair, work.prompts[:CHECKED_PROMPTS], tokens=tokens, sampling=sampling)
@@ -183,7 +183,7 @@ def _size(params: Any) -> str:
 
 
 def rule_name(rule: Rule) -> str:
-    """Returns what a reader calls a rule; a lossy one with its constants, and that it is lossy."""
+    """Returns the name of a rule; a lossy rule is marked, and has its constants."""
     return type(rule).__name__ if rule.exact else f"{rule!r} (LOSSY: texts do not follow the target's distribution)"
 
 
@@ -203,7 +203,7 @@ def bare_pair(
         target = shard_model(target, Layout.tensor_parallel(mesh))
         draft = draft and shard_model(draft, draft_layout(mesh, draft_model_parallelism))
     keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"))
-    with jax.disable_jit(False):  # nobody debugs how random numbers are made
+    with jax.disable_jit(False):  # one step at a time would take minutes
         target_params, draft_params = (model and random_params(model, key) for model, key in zip((target, draft), keys))
     pair = Pair(target=target, target_params=target_params, draft=draft, draft_params=draft_params)
     return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))

@@ -193,17 +193,17 @@ class ExperimentConfig:
 
     @property
     def word(self) -> Word:
-        """Returns what the word of the drafter means."""
+        """Returns the meaning of the drafter's word."""
         return DRAFTERS[self.drafter]
 
     @property
     def own_number(self) -> int | None:
-        """Returns the number that the drafter takes beside K, such as its beams."""
+        """Returns the drafter's number besides K, such as its beams."""
         return getattr(self, self.word.takes) if self.word.takes else None
 
     @property
     def drafter_name(self) -> str:
-        """Returns what results call the drafter: its word, and the number that it takes."""
+        """Returns the drafter's name in results: its word and its number."""
         return f"{self.drafter} {self.own_number}" if self.word.takes else self.drafter
 
     @property
@@ -231,7 +231,7 @@ class ExperimentConfig:
         return None if self.adaptive is None else self.adaptive.make(drafter)
 
     def make_method(self, pair: Pair) -> Method:
-        """Returns the way to decode a pair; temperatures are data, so a greedy side beside a warm one is a chain, too."""
+        """Returns the way to decode a pair; if only one of target and draft is greedy, both warps are chains."""
         drafter = self.make_drafter(pair.target, pair.draft_or_head, 0 if self.is_plain else None)
         warps = [self.sampling]
         if self.draft_temperature is not None:
@@ -249,7 +249,7 @@ class ExperimentConfig:
         )
 
     def workload(self) -> Workload:
-        """Returns what is decoded, without prompts."""
+        """Returns the workload, without prompts."""
         names = ("batch", "prompt_length", "max_new_tokens", "repeats", "seed")
         return Workload(**{name: getattr(self, name) for name in names})
 

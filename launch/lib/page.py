@@ -28,7 +28,7 @@ MOVED: Mapping[str, str] = {
     r"launch/sweep\.py": "launch/benchmark.py --sweep",
     r"launch/benchmark.py(.*) --memory": r"launch/study.py memory\1",  # a flag, once
     r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",
-    # Programs that are gone: what they said stands beside the file.
+    # Programs that are gone: the page has their answers.
     r".* --study=variants .*|.*/(in_flight|freeze_forecasts|scheduling|head_training)\.py.*": "",
     r"(compile_study\.py.*) --figure=\S*/\w+\.png": r"\1 --figures=runs",
     r"launch/(?:studies/)?compile_study\.py(.*) --study=": r"launch/study.py compile\1 --grid=",

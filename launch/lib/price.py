@@ -24,7 +24,7 @@ def chips_of(pair: Pair) -> int:
 
 
 def cost_tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float | None) -> list[Table]:
-    """Returns what a million tokens cost; no table if no price was given.
+    """Returns the table of dollars per million tokens, or no table without a price.
 
     Args:
       rows: a name, and milliseconds per token over all rows of a batch.

@@ -1,6 +1,6 @@
 """Acceptance rules by the word that a configuration names them with, such as "block", "ears:0.3" or "bounded:0.01:typical".
 
-A lossy rule's constants follow its name, in the order of its fields; those that are left out have its defaults.
+A lossy rule's constants follow its name, in the order of its fields; the rest have their defaults.
 """
 
 from __future__ import annotations

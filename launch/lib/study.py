@@ -45,7 +45,7 @@ BEFORE = {  # studies that have another name, or are a question of another study
 }
 
 Document = Mapping[str, Any]  # a result, as its JSON holds it
-Key = Mapping[str, Any]  # what tells a cell from the others of its file
+Key = Mapping[str, Any]  # identifies a cell within its file
 Say = Callable[[str], None]  # shows what is going on
 
 
@@ -109,7 +109,7 @@ class Study:
 
     Attributes:
       question: what it asks, in one sentence.
-      options: its flags beside those of all studies, by name.
+      options: its flags by name, in addition to the shared ones.
       config: the default of --config, for a study of a configuration; its value is ``options.config``.
       prepare: checks the options and loads what all cells share, before anything is written. What it returns is
         handed to the functions below; by default the options themselves.
