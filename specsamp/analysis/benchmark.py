@@ -24,7 +24,7 @@ import numpy as np
 
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.trace import Profiled, middle_rounds
-from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, Workload, decoders, product_timer, take_turns
+from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, Workload, decoders, take_turns
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
@@ -63,14 +63,12 @@ class RoundSplit:
     sampling_share: Quartiles  # (draft_sampling + verify + commit) / round
     step: PhaseTime  # one round of the autoregressive loop
     least_round: Quartiles  # (draft_model + score) / step: the round if only its models took time, in steps
-    stream_step: PhaseTime  # multiplying as many rows as a step has by every matrix of the target: a floor of `step`
-    stream_score: PhaseTime  # the same for `score`
 
     @classmethod
     def of(cls, ms: Mapping[str, np.ndarray]) -> RoundSplit:
         """Summarises milliseconds by turn; ``ms["sample"]`` is the part of the draft that warps and draws."""
         draft_model, sampling = ms["draft"] - ms["sample"], ms["sample"] + ms["verify"] + ms["commit"]
-        whole = ("draft", "score", "verify", "commit", "round", "step", "stream_step", "stream_score")
+        whole = ("draft", "score", "verify", "commit", "round", "step")
         return cls(
             **{name: PhaseTime(ms=Quartiles.of(ms[name])) for name in whole},
             draft_model=PhaseTime(ms=Quartiles.of(draft_model)),
@@ -211,7 +209,7 @@ def split_round(
     turns: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> RoundSplit | None:
-    """Times rounds of two decoders in turn, profiles those of the first, and times its products with the target alone.
+    """Times rounds of two decoders in turn, and profiles those of the first.
 
     A profile takes time itself, so it only gives the phases' shares of a round; the milliseconds are a clock's, without
     it. Shares and differences are taken within a turn, and medians over turns are reported. A phase that was timed alone
@@ -225,10 +223,7 @@ def split_round(
     """
     progress("compiling the phases of a round")
     profiled = Profiled(speculative)
-    batch, loop, weights = speculative.workload.batch, speculative.loop, speculative.weights
-    tokens = {"stream_step": 1, "stream_score": loop.drafter.K + 1}
-    timers = {name: product_timer(loop, weights, batch, count) for name, count in tokens.items()}
-    timers |= {"round": lambda: round_ms(speculative), "step": lambda: round_ms(autoregressive)}
+    timers = {"round": lambda: round_ms(speculative), "step": lambda: round_ms(autoregressive)}
     timers |= {"shares": profiled.round_shares}
     runs = {name: lambda turn, timer=timer: timer() for name, timer in timers.items()}
     measured = take_turns(runs, turns, lambda text: progress(f"phases: turn {text}"))

@@ -57,20 +57,16 @@ class Round:
 class CostTable(Costs):
     """Measured rounds, interpolated linearly; along the draft length also extrapolated.
 
-    Draft calls add up one by one, and so nearly do sequences and caches: hence straight lines. Products with the
-    target's matrices need not be linear, because a kernel may take a step up at some number of rows. Where they were
-    timed alone, lines run through the rest of each round. The batch is never extrapolated, because arithmetic could
-    take over from streaming there.
+    Draft calls add up one by one, and so nearly do sequences and caches: hence straight lines. Where a kernel takes a
+    step up at some number of rows, only rounds measured on both sides of it show that. The batch is never extrapolated,
+    because arithmetic could take over from streaming there.
 
     Attributes:
       rounds: the measured rounds.
       context: slots of their caches, which attention reads; None: any number is taken for the measured one.
-      products_ms: ``((rows, ms), ...)``, the time of multiplying so many rows by all matrices of the target; a round has
-        ``batch * (K + 1)`` rows. Interpolated, and extrapolated beyond the most rows.
     """
 
     rounds: tuple[Round, ...]
-    products_ms: tuple[tuple[int, float], ...] = ()
     context: int | None = None
 
     def __post_init__(self):
@@ -86,26 +82,15 @@ class CostTable(Costs):
         """
         if None not in (context, self.context) and context != self.context:
             raise ValueError(f"context {context} is not the measured {self.context}: measure it, or take a roofline")
-        by_batch: dict[int, dict[int, float]] = {}  # rounds without their products, by draft length
+        by_batch: dict[int, dict[int, float]] = {}
         for known in self.rounds:
-            left_ms = known.ms - self._products_ms(known.batch * (known.draft_length + 1))
-            by_batch.setdefault(known.batch, {})[known.draft_length] = left_ms
-        return self._left_ms(by_batch, draft_length, batch) + self._products_ms(batch * (draft_length + 1))
-
-    def _left_ms(self, by_batch: Mapping[int, Mapping[int, float]], draft_length: int, batch: int) -> float:
-        """Interpolates linearly between the neighbours of ``batch``."""
-        below, above = [one for one in by_batch if one <= batch], [one for one in by_batch if one >= batch]
+            by_batch.setdefault(known.batch, {})[known.draft_length] = known.ms
+        below, above = [size for size in by_batch if size <= batch], [size for size in by_batch if size >= batch]
         if not below or not above:
             listed = ", ".join(map(str, sorted(by_batch)))
             raise ValueError(f"batch {batch} lies beyond the measured {listed}: measure it, or take a roofline")
         ends = max(below), min(above)
         return float(np.interp(batch, ends, [_line(by_batch[end], draft_length) for end in ends]))
-
-    def _products_ms(self, rows: int) -> float:
-        known = dict(self.products_ms)
-        if len(known) < 2:
-            return 0.0  # one number of rows says nothing about the shape
-        return _line(known, max(rows, min(known)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +112,7 @@ class PerCall(Costs):
 
 
 def _line(ms: Mapping[int, float], where: int) -> float:
-    """Interpolates between known draft lengths (or rows), and extrapolates with the slope of the longest half.
+    """Interpolates between known draft lengths, and extrapolates with the slope of the longest half.
 
     The slope beyond the longest is never negative: a noisy clock must not make longer rounds ever shorter.
     """

@@ -279,13 +279,12 @@ def chosen(cells: Sequence[Measured], **key: Any) -> list[Measured]:
 
 
 def measured_costs(cells: Sequence[Measured]) -> CostTable:
-    """Returns the costs of rounds, and of the products in them that were timed alone, from measured cells.
+    """Returns the costs of rounds from measured cells.
 
     Cells are measured minutes apart, on a machine that may be busier by then, but the two sides of a cell take turns. So
     each time is taken relative to the plain round of its own cell, whose time is the median over all cells of the batch.
     """
     rounds: dict[tuple[int, int], list[float]] = {}
-    products: dict[int, list[float]] = {}
     errors = [0.0] * (not any(cell["key"]["draft_length"] for cell in cells))
     for batch in sorted({cell["key"]["batch"] for cell in cells}):
         here = [cell for cell in cells if cell["key"]["batch"] == batch]
@@ -293,19 +292,14 @@ def measured_costs(cells: Sequence[Measured]) -> CostTable:
         step_ms = float(np.median([side["autoregressive"].median for side in sides]))
         rounds[0, batch] = [step_ms]
         for cell, side in zip(here, sides, strict=True):
-            K, drafted, split = cell["key"]["draft_length"], side["speculative"], cell["result"]["split"]
+            K, drafted = cell["key"]["draft_length"], side["speculative"]
             if K == 0:
                 continue
             rounds.setdefault((K, batch), []).append(drafted.median * (step_ms / side["autoregressive"].median))
             errors.append(drafted.relative_error(cell["workload"]["repeats"]))
-            if split is not None:
-                for tokens, name in ((1, "stream_step"), (K + 1, "stream_score")):
-                    ms = split[name]["ms"]["median"] * (step_ms / split["step"]["ms"]["median"])
-                    products.setdefault(batch * tokens, []).append(ms)
     return CostTable(
         rounds=tuple(Round(draft_length=K, batch=batch, ms=float(np.median(ms))) for (K, batch), ms in rounds.items()),
         error=clock_error(errors),
-        products_ms=tuple((rows, float(np.median(ms))) for rows, ms in sorted(products.items())),
     )
 
 

@@ -30,7 +30,7 @@ def result_tables(result: Result, label: str = "") -> list[Table]:
         price = dict(zip(PRICE, prices(result.acceptance, result.variation_per_text)))
         tables.append(Table.of("Price of the lossy rule, metered", [{"": ""} | price], note=PRICE_NOTE))
     if result.split is not None:
-        tables.append(_split_table(result.split, result.speculative.draft_length + 1))
+        tables.append(_split_table(result.split))
     return [dataclasses.replace(table, title=f"{label}: {table.title}" if label else table.title) for table in tables]
 
 
@@ -138,7 +138,7 @@ def _acceptance_table(counts: RowStats) -> Table:
     return Table(title="Drafted tokens: accepted where verified, ± standard error", header=header, rows=rows)
 
 
-def _split_table(split: RoundSplit, tokens: int) -> Table:
+def _split_table(split: RoundSplit) -> Table:
     times = {
         "draft: model calls": split.draft_model.ms,
         "draft: warp and draw": split.draft_sampling,
@@ -153,13 +153,8 @@ def _split_table(split: RoundSplit, tokens: int) -> Table:
         share = ms.median / split.round.ms.median
         bar = (BAR * round(BAR_WIDTH * min(max(share, 0), 1))).ljust(BAR_WIDTH)
         rows.append((name, quartiles(ms), f"{share:.1%}", bar))
-    beside = {
-        "one autoregressive round": split.step,
-        "products with the target's matrices in it, alone": split.stream_step,
-        f"the same in scoring {tokens} tokens": split.stream_score,
-    }
     rows.append(("all but the two models", "", quartiles(split.sampling_share, "%"), ""))
-    rows += [(name, quartiles(part.ms), "", "") for name, part in beside.items()]
+    rows.append(("one autoregressive round", quartiles(split.step.ms), "", ""))
     note = "ms by the clock, shares by the scopes of a profile; unexplained is in none of them"
     return Table(title="One round", header=("", "ms", "of the round", ""), rows=rows, note=note)
 

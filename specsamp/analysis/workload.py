@@ -13,7 +13,7 @@ import operator
 import time
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,6 @@ from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.decoding.state import DecodeState, RequestBatch, Weights
-from specsamp.mesh.distributed import gather_objects
-from specsamp.models.int8 import Int8Blocks, Int8Weight, is_int8
-from specsamp.models.interface import LanguageModel
-from specsamp.models.products import contract
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
@@ -40,8 +36,6 @@ Answer = TypeVar("Answer")
 # Of normal samples: the standard error of the median of N samples is this times the interquartile range over sqrt(N).
 MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
 UNLIMITED = np.iinfo(np.int32).max
-SECONDS_PER_SAMPLE = 0.06  # long against the dispatch of a program, short enough for many turns
-MOST_ITERATIONS = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,94 +276,3 @@ def check_positions(name: str, positions: int | None, workload: Workload, draft_
         )
     if positions is not None and draft_length >= positions:
         raise ValueError(f"draft_length {draft_length} must be below the {name}'s {positions} positions, such as 4")
-
-
-# The products of one call of the target alone: what remains of a call if nothing but its weights is read. They run many
-# times inside one `lax.fori_loop`, so that the cost of dispatching a program does not count.
-
-
-def product_timer(loop: Loop, weights: Weights, batch: int, tokens: int) -> Callable[[], float]:
-    """Compiles the products of a call for so many tokens of each row; returns a function that measures milliseconds.
-
-    A device multiplies ``batch / num_shards * max(tokens, window)`` rows. Each sample follows one that is not counted:
-    where the weights half fit a CPU's last cache, they are slow to read after anything else.
-    """
-    matrices = matrices_of(loop.target, weights.target)
-    rows = max(batch // loop.shards.count, 1) * max(tokens, loop.window)
-    multiply = jax.jit(
-        _multiply_all, static_argnames="rows", compiler_options=dict(loop.target.compiler_options) or None
-    )
-
-    def seconds(iterations: int) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(multiply(matrices, iterations, rows=rows))
-        return time.perf_counter() - start
-
-    iterations = find_iterations(seconds, SECONDS_PER_SAMPLE)
-
-    def milliseconds() -> float:
-        seconds(iterations)
-        return seconds(iterations) / iterations * 1e3
-
-    return milliseconds
-
-
-def find_iterations(run: Callable[[int], float], seconds: float) -> int:
-    """Compiles ``run``, then returns how many iterations, an even number, take about ``seconds``."""
-    run(1)
-    n = 2
-    while n < MOST_ITERATIONS and (spent := gather_objects(run(n))[0]) < seconds / 2:
-        n = 2 * int(n * min(max(seconds / spent, 2), 16) / 2)
-    return min(n, MOST_ITERATIONS)
-
-
-def _multiply_all(matrices: list[Array | Int8Weight], iterations: Array | int, *, rows: int) -> Array:
-    """Multiplies ``rows`` rows by every matrix, one after the other: a lower bound of a call of the target."""
-
-    def step(_: Any, x: Array) -> Array:
-        for matrix in matrices:
-            rows_out = jax.lax.optimization_barrier(_multiply(x, matrix, rows))
-            x = jnp.where(rows_out.ravel()[0] > 0, 1.0, 0.5)
-        return x
-
-    return jax.lax.fori_loop(0, iterations, step, jnp.ones((), jnp.float32))
-
-
-def _multiply(x: Array, matrix: Array | Int8Weight, rows: int) -> Array:
-    """Multiplies ``rows`` rows that are ``x`` everywhere; of int8 matrices each is widened anew, as a call does it."""
-    if isinstance(matrix, Int8Blocks):
-        matrix = jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), matrix)
-        return contract("TD,DF->TF", jnp.full((rows, matrix.shape[0]), x), matrix)
-    dtype = jnp.float32 if is_int8(matrix) else matrix.dtype
-    rows_in = jnp.full(matrix.shape[:-2] + (rows, matrix.shape[-2]), x, dtype)
-    if is_int8(matrix):
-        rows_in, values = jax.lax.optimization_barrier((rows_in, matrix.values))
-        matrix = values.astype(dtype)
-    return rows_in @ matrix
-
-
-def matrices_of(model: LanguageModel, weights: Any) -> list[Array | Int8Weight]:
-    """Returns the matrices that a call of the model reads; if it does not say, all leaves with two axes or more.
-
-    Of experts it is as many as one token chooses, whichever they are. On a mesh, the parts that one device holds:
-    products of parts need no collective.
-    """
-    matrices = model.matrices_read(weights, 1)
-    if matrices is None:
-        matrices = [(leaf, 1.0) for leaf in jax.tree.leaves(weights) if jnp.ndim(leaf) >= 2]
-
-    def spread(leaf):
-        return isinstance(leaf, Array) and len(leaf.sharding.device_set) > 1
-
-    def here(tree):
-        return jax.tree.map(lambda leaf: leaf.addressable_shards[0].data if spread(leaf) else leaf, tree)
-
-    found = []
-    for matrix, share in matrices:
-        matrix = here(matrix)
-        if share == 1:
-            found.append(matrix)
-        else:  # experts, one behind the other
-            count = max(round(share * matrix.shape[0]), 1)
-            found += [jax.tree.map(lambda y, i=i: y[i], matrix) for i in range(count)]
-    return found

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from specsamp.analysis.workload import Quartiles, Workload, decoders, find_iterations
+from specsamp.analysis.workload import Quartiles, Workload, decoders
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
+from specsamp.mesh.distributed import gather_objects
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, temperature, top_p
 from specsamp.tpu.calibration import Calibration, Steps, fits_by_overlap, least_squares, nearly_best
@@ -27,6 +28,7 @@ from specsamp.tpu.topology import parse, same_slice
 from specsamp.tpu.work import hops, wire_ms
 
 SECONDS = 0.25  # of a loop: long against a launch and the clock
+MOST_ITERATIONS = 1 << 15
 PROMPT, NEW_TOKENS, SAMPLING = 16, 64, chain(temperature(0.8), top_p(0.95))  # of steps that are decoded
 LEAST_ERROR = 0.03  # of a calibration: clocks and other programs differ by as much
 
@@ -61,6 +63,15 @@ def seconds_per_turn(run: Callable[[int], jax.Array], repeats: int = 7) -> float
     if median > 0:
         return median / turns
     raise ValueError(f"the times of loops of {turns} turns scatter too much: leave this machine idle, and run again")
+
+
+def find_iterations(run: Callable[[int], float], seconds: float) -> int:
+    """Compiles ``run``, then returns how many iterations, an even number, take about ``seconds``."""
+    run(1)
+    n = 2
+    while n < MOST_ITERATIONS and (spent := gather_objects(run(n))[0]) < seconds / 2:
+        n = 2 * int(n * min(max(seconds / spent, 2), 16) / 2)
+    return min(n, MOST_ITERATIONS)
 
 
 def bandwidth(size: int) -> float:

@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pytest
 
 from specsamp import machine
 from specsamp.analysis import benchmark as benchmark_module
-from specsamp.analysis import report, tables, workload
+from specsamp.analysis import report, tables
 from specsamp.analysis.acceptance import expected_tokens, rate_error
 from specsamp.analysis.benchmark import RoundSplit, benchmark
 from specsamp.analysis.grid import counts_of
@@ -40,12 +39,10 @@ def pair():
 
 @pytest.fixture(scope="module")
 def result(pair):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workload, "SECONDS_PER_SAMPLE", 1e-4)
-        said = []
-        result = benchmark(pair, ModelDrafter(pair.draft, K), TokenRule(), SAMPLING, WORK, said.append)
-        assert any("phases" in text for text in said)
-        return result
+    said = []
+    result = benchmark(pair, ModelDrafter(pair.draft, K), TokenRule(), SAMPLING, WORK, said.append)
+    assert any("phases" in text for text in said)
+    return result
 
 
 def numbers(tree):
@@ -98,39 +95,13 @@ def test_all_run_once_before_any_runs_again():
 
 
 def test_all_phases_are_measured(result):
-    """The five parts and what is in no scope make the round; a step and products are beside it."""
+    """The five parts and what is in no scope make the round; a step is beside it."""
     split = result.split
     parts = [split.draft_model.ms, split.draft_sampling, split.score.ms, split.verify.ms, split.commit.ms]
     assert min(part.lower for part in parts) > 0
     assert abs(split.unexplained.median) < split.round.ms.median
-    for name in ("round", "step", "stream_step", "stream_score"):
+    for name in ("round", "step"):
         assert getattr(split, name).ms.median > 0
-
-
-@pytest.mark.parametrize("ways, window, rows", [(1, 1, [2, 8, 16]), (2, 2, [2, 8])])
-def test_products_are_timed_by_the_rows_of_a_shard(monkeypatch, ways, window, rows):
-    """A call of one token is as long as the window."""
-    traced = []
-    monkeypatch.setattr(workload, "_multiply_all", lambda matrices, iterations, rows: traced.append(rows) or 0)
-    monkeypatch.setattr(workload, "matrices_of", lambda model, weights: [])
-    monkeypatch.setattr(workload, "find_iterations", lambda run, seconds: 3)
-    loop = types.SimpleNamespace(
-        shards=types.SimpleNamespace(count=ways), window=window, target=types.SimpleNamespace(compiler_options=())
-    )
-    for batch, tokens in ((2, 1), (8, 1), (8, 2)):
-        assert workload.product_timer(loop, types.SimpleNamespace(target=None), batch, tokens)() > 0
-    assert traced == rows  # equal numbers of rows share a program
-
-
-def test_products_run_as_often_as_the_clock_needs():
-    """A program of 1 ms a turn; a compilation of 5 s is not in the choice."""
-    ran = []
-
-    def run(iterations):
-        ran.append(iterations)
-        return 5.0 if len(ran) == 1 else iterations * 1e-3
-
-    assert workload.find_iterations(run, 0.06) * 1e-3 == pytest.approx(0.06, rel=0.5)
 
 
 def test_the_parts_and_the_unexplained_make_the_round():
@@ -142,8 +113,6 @@ def test_the_parts_and_the_unexplained_make_the_round():
         "commit": [0.25, 0.25],
         "round": [8.0, 10.0],
         "step": [4.0, 5.0],
-        "stream_step": [2.0, 2.0],
-        "stream_score": [3.0, 3.0],
     }
     found = RoundSplit.of({name: np.array(values) for name, values in ms.items()})
     assert found.draft_sampling == Quartiles(median=0.5, lower=0.5, upper=0.5)

@@ -25,7 +25,7 @@ from support import fakes
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
 K, V = 2, 5
 PART = dataclasses.make_dataclass("Part", ["ms"])(Quartiles.of([1.0]))
-SPLIT = dataclasses.make_dataclass("Split", ["step", "stream_step", "stream_score"])(PART, PART, PART)
+SPLIT = dataclasses.make_dataclass("Split", ["step"])(PART)
 
 
 @pytest.fixture(scope="module")
@@ -266,8 +266,8 @@ def test_measured_cells_are_planned_with(measured):
         grid.measured_acceptance([{**measured, "key": key(draft_length=0, drafter="none")}])
 
 
-def timed_cell(K, pace, plain_ms=2.0, drafted_ms=3.0, products_ms=None):
-    """A cell on a machine that takes ``pace`` times as long for everything, and for parts of rounds twice that."""
+def timed_cell(K, pace, plain_ms=2.0, drafted_ms=3.0):
+    """A cell on a machine that takes ``pace`` times as long for everything."""
 
     def spread(ms):
         return dataclasses.asdict(Quartiles.of([pace * ms * share for share in (0.98, 0.99, 1.0, 1.01, 1.02)]))
@@ -275,11 +275,7 @@ def timed_cell(K, pace, plain_ms=2.0, drafted_ms=3.0, products_ms=None):
     sides = {"autoregressive": plain_ms, "speculative": drafted_ms if K else plain_ms}
     result = {side: {"draft_length": K, "ms_per_round": spread(ms)} for side, ms in sides.items()}
     named = key(draft_length=K, drafter="model" if K else "none")
-    split = None
-    if products_ms is not None:
-        parts = {"step": plain_ms, "stream_step": products_ms(1), "stream_score": products_ms(K + 1)}
-        split = {name: {"ms": {"median": 2 * pace * ms}} for name, ms in parts.items()}
-    return {"key": named, "workload": {"repeats": 25}, "result": result | {"split": split}}
+    return {"key": named, "workload": {"repeats": 25}, "result": result}
 
 
 def test_costs_are_compared_within_a_cell():
@@ -292,20 +288,6 @@ def test_costs_are_compared_within_a_cell():
     np.testing.assert_allclose(costs.error, np.hypot(0.929 * 0.02 / 5, CLOCK_DRIFT), rtol=1e-2)
     band = make_plan(Profile.of_rate(0.7), costs)[4].speedup
     assert band.lower < band.value < band.upper
-
-
-def test_products_of_cells_tell_what_lies_between_them():
-    """Eight rows take twice what seven take, and a cell with eight rows lay between those that plan."""
-
-    def products_ms(rows):
-        return 1.5 + 1.5 * (rows >= 8)
-
-    cells = [timed_cell(K, K + 1, 2.0, products_ms(K + 1) + 0.5 * K, products_ms) for K in (0, 1, 4, 6, 7, 8)]
-    costs = grid.measured_costs([cell for cell in cells if cell["key"]["draft_length"] not in (6, 7)])
-    told = dict(grid.measured_costs(cells).products_ms)
-    np.testing.assert_allclose([told[rows] / told[1] for rows in (2, 5, 7, 8, 9)], [1, 1, 1, 2, 2])
-    all_told = dataclasses.replace(costs, products_ms=tuple(told.items()))
-    assert (all_told.round_ms(7) - all_told.round_ms(6)) / costs.round_ms(0) > 0.75  # lines: (2.0 + 1.5) / 4 / 2
 
 
 def test_the_error_of_a_median():

@@ -30,7 +30,6 @@ SPLIT = types.SimpleNamespace(
     score=phase(5.0),
     verify=phase(0.25),
     commit=phase(0.5),
-    stream_step=phase(3.0),
     draft_sampling=quartiles(0.125),
     least_round=quartiles(1.7),
 )

@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specsamp import BlockRule, ChoosingDrafter, NgramDrafter, Pair, TokenRule, chain, generate, temperature, top_p
-from specsamp.analysis import workload
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.adaptive import Adaptive, Confidence
 from specsamp.decoding.drafters import ModelDrafter
@@ -267,13 +266,6 @@ def test_sharding_a_pair_again_moves_it(transformer_pair):
     assert again.target.model == first.target.model
     query = again.target_params["layer_0"]["attention"]["query"]
     assert query.sharding.is_equivalent_to(NamedSharding(make_mesh(1, 8), P("model")), 3)
-
-
-def test_products_of_parts_stay_on_one_device(transformer_pair):
-    """So they need no collective."""
-    pair = shard(transformer_pair, make_mesh(2, 4))
-    matrices = workload.matrices_of(pair.target, pair.target.prepare(pair.target_params))
-    assert matrices and all(len(matrix.sharding.device_set) == 1 for matrix in matrices)
 
 
 def test_rows_that_do_not_divide_in_a_benchmark(table_pair):

@@ -8,10 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import EarlyExitDrafter, Pair, TokenRule, generate, greedy
-from specsamp.analysis import workload
-from specsamp.decoding.drafters import NoDrafter
-from specsamp.decoding.loop import Loop
+from specsamp import EarlyExitDrafter, Pair, generate, greedy
 from specsamp.mesh.layout import Layout, make_mesh, put
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import TransformerConfig, tiny
@@ -161,13 +158,6 @@ def test_speculation_is_exact_with_respect_to_the_int8_target(pair):
     coarse = jax.tree.map(lambda x: jnp.round(x * 8) / 8, pair.target_params)
     other = Pair(target=TransformerLM.for_backend(config), target_params=coarse)
     assert tokens_of(other, sampling=greedy(), draft_length=0) != alone
-
-
-def test_the_time_of_streaming_alone_is_of_the_int8_matrices(pair):
-    """Runs what benchmarks take for a lower bound of a call with them too."""
-    loop = Loop(target=pair.target, drafter=NoDrafter(), rule=TokenRule(), window=1)
-    matrices = workload.matrices_of(pair.target, pair.target.prepare(pair.target_params))
-    assert any(map(is_int8, matrices)) and np.isfinite(workload.stream(loop, matrices, 2, rows=1))
 
 
 def test_a_mesh_has_the_logits_of_one_device_and_scales_beside_their_channels():
