@@ -3,7 +3,7 @@
     python launch/calibrate.py --output=runs/calibration.json
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1 --calibration=runs/calibration.json
 
-It measures the bandwidth that is reached, the launch of a call, all-reduces by size and along each axis of the slice, and
+It measures the bandwidth that is reached, all-reduces by size and along each axis of the slice, and
 steps of small decoders with random weights. Each step stands beside its fit, and on a TPU beside the forecast from
 published measurements. That takes minutes on a TPU, less than one on a CPU. A calibration serves the slice that it was
 measured on: another chip or another shape is refused.
@@ -58,7 +58,7 @@ def main() -> None:
     reductions = [(along, size) for along in own.groups(sizes) for size in SIZES]
     with entry.progress(console, "calibrating") as say:
         say("bandwidth")
-        reached, launch = own.bandwidth(scale.read_bytes), own.launch_ms()
+        reached = own.bandwidth(scale.read_bytes)
         known = CHIPS.get(chip) or Chip(0, reached, math.inf, reached, math.nan)  # no data sheet here
         collectives = []
         for along, size in reductions:
@@ -78,7 +78,7 @@ def main() -> None:
     timed = [(step["work"], step["ms"].median) for step in steps]
     found = own.fit_own(reached, rate, known.link_bytes_per_second, collectives, timed)
     fitted = [(step, found.milliseconds(step["work"])) for step in steps]
-    entry.show([measured_table(chip, reached, rate, launch, sizes, collectives, fitted)], console)
+    entry.show([measured_table(chip, reached, rate, sizes, collectives, fitted)], console)
     console.print(f"steps that were left out of the fit are off by up to {math.expm1(found.error):.0%}")
     if found.error > math.log1p(USELESS):
         console.print("These numbers are of little use: leave the devices idle, and run again", style="bold red")
@@ -87,7 +87,7 @@ def main() -> None:
     document = {
         "kind": "calibration",
         "devices": {"chip": chip, "count": jax.device_count(), "slice": list(sizes)},
-        "measured": {"bytes_per_second": reached, "launch_ms": launch, "all_reduces": collectives, "steps": steps},
+        "measured": {"bytes_per_second": reached, "all_reduces": collectives, "steps": steps},
         "calibration": found,
     }
     entry.write_result(_OUTPUT.value, document, console)
@@ -119,12 +119,11 @@ def small_decoder(scale: Scale, layers: int, devices: int) -> tuple:
 
 
 def measured_table(
-    chip: str, reached: float, rate: float, launch: float, sizes: tuple[int, ...], collectives: list, steps: list
+    chip: str, reached: float, rate: float, sizes: tuple[int, ...], collectives: list, steps: list
 ) -> Table:
     """Returns the measurements; steps stand beside the fitted calibration and the published forecast."""
     rows = [
         ("bandwidth of a device", f"{reached / 1e9:.3g} GB/s of {rate / 1e9:.3g}", "", ""),
-        ("launch of a program", f"{launch * 1e3:.3g} us", "", ""),
     ]
     rows += [
         (f"all-reduce of {one.bytes // 1024} KiB, {over(sizes, one.along)}", f"{one.microseconds:.3g} us", "", "")

@@ -178,19 +178,10 @@ Acceptance = Profile | Mapping[int, Profile]
 
 
 def profile_at(acceptance: Acceptance, draft_length: int) -> Profile:
-    """Returns the profile of rounds with this K.
-
-    Between two K that were counted, the chance at a position lies on the line between theirs; positions that only the
-    longer one has are the longer one's.
-    """
+    """Returns the profile of rounds with this K; where several K were counted, that of the longest up to this one."""
     if isinstance(acceptance, Profile):
         return acceptance
-    below = max((K for K in acceptance if K <= draft_length), default=min(acceptance))
-    above = min((K for K in acceptance if K >= draft_length), default=max(acceptance))
-    near, far = acceptance[below], acceptance[above]
-    weight = (draft_length - below) / (above - below) if above != below else 0.0
-    between = tuple((1 - weight) * a + weight * b for a, b in zip(near.by_position, far.by_position))
-    return dataclasses.replace(near, by_position=between + far.by_position[len(between) :], beyond=far.beyond)
+    return acceptance[max((K for K in acceptance if K <= draft_length), default=min(acceptance))]
 
 
 def _exponents(texts: Sequence[RowStats], whole: Profile) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Calibrations of the devices at hand, preferred to the published one: what is measured, how it is fitted and read.
+"""Calibrations of the devices at hand, preferred to the published one: measured, fitted and read.
 
 launch/calibrate.py measures and writes them. Each program here is one jitted loop, timed at two lengths: the difference
 holds no launch and no compilation. A calibration serves the slice that it was measured on, and no other.
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specsamp import validate
 from specsamp.analysis.workload import Quartiles, Workload, decoders
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
@@ -76,10 +77,6 @@ def find_iterations(run: Callable[[int], float], seconds: float) -> int:
 
 def bandwidth(size: int) -> float:
     """Returns the bytes per second that one device reads while all devices read arrays of ``size`` bytes."""
-    mesh = Mesh(np.array(jax.devices()), ("all",))
-    count = jax.device_count() * (size // 4)
-    where = NamedSharding(mesh, PartitionSpec("all"))
-    array = jax.jit(lambda: jnp.ones(count, jnp.float32), out_shardings=where)()
 
     def read(array_N, turns):
         def turn(_, total):
@@ -87,27 +84,16 @@ def bandwidth(size: int) -> float:
 
         return jax.lax.fori_loop(0, turns, turn, jnp.float32(0))[None]
 
-    whole = jax.jit(
-        jax.shard_map(
-            read,
-            mesh=mesh,
-            in_specs=(PartitionSpec("all"), PartitionSpec()),
-            out_specs=PartitionSpec("all"),
-            check_vma=False,
-        )
-    )
-    return size / seconds_per_turn(lambda n: whole(array, n))
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+    return size / seconds_on_all_devices(read, mesh, PartitionSpec("all"), size)
 
 
-def launch_ms(calls: int = 200) -> float:
-    """Returns the milliseconds that the host needs to launch a small program."""
-    step = jax.jit(lambda x: x + 1)
-    x = jax.block_until_ready(step(jnp.zeros(())))
-    start = time.perf_counter()
-    for _ in range(calls):
-        x = step(x)
-    jax.block_until_ready(x)
-    return (time.perf_counter() - start) / calls * 1e3
+def seconds_on_all_devices(run: Callable[..., jax.Array], mesh: Mesh, spec: PartitionSpec, size: int) -> float:
+    """Returns the median seconds of a turn of ``run(array_N, turns)``, with ``size`` bytes of float32 on each device."""
+    whole = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False))
+    count = jax.device_count() * (size // 4)
+    array = jax.jit(lambda: jnp.ones(count, jnp.float32), out_shardings=NamedSharding(mesh, spec))()
+    return seconds_per_turn(lambda turns: whole(array, turns))
 
 
 def groups(sizes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -137,11 +123,7 @@ def all_reduce(sizes: Sequence[int], along: Sequence[int], size: int) -> AllRedu
 
         return jax.lax.fori_loop(0, turns, turn, x_N)
 
-    spec = PartitionSpec(names)
-    whole = jax.jit(jax.shard_map(reduce, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False))
-    count, where = jax.device_count() * (size // 4), NamedSharding(mesh, spec)
-    array = jax.jit(lambda: jnp.ones(count, jnp.float32), out_shardings=where)()
-    seconds = seconds_per_turn(lambda n: whole(array, n))
+    seconds = seconds_on_all_devices(reduce, mesh, PartitionSpec(names), size)
     return AllReduce(
         along=tuple(along), chips=tuple(sizes[axis] for axis in along), bytes=size, microseconds=seconds * 1e6
     )
@@ -226,12 +208,11 @@ def read_calibration(document: Mapping[str, Any], topology: str, path: str = "th
 
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:
-    """Raises TypeError unless all numbers of the formula are there, finite and not negative, with shares at most 1."""
-    shares, counts = ("efficiency", "overlap", "least_overlap"), ("points", "layouts")
-    for name in (*shares, "call_ms", "sequence_us", "collective_us", "hop_us", "wire", "error", *counts):
-        value, most = numbers[name], 1 if name in shares else math.inf
-        kinds, least = (int,) if name in counts else (int, float), 1e-9 if name in ("efficiency", "error") else 0
-        if type(value) not in kinds or not (least <= value <= most and value < math.inf):
-            raise TypeError(f"{name} must be a finite number from {least:g} to {most:g}; got {value!r}")
-    if numbers["least_overlap"] > numbers["overlap"]:
-        raise TypeError(f"least_overlap {numbers['least_overlap']:g} is above the overlap, {numbers['overlap']:g}")
+    """Raises KeyError or ValueError unless all numbers of the formula are there and sound."""
+    for name in ("call_ms", "sequence_us", "collective_us", "hop_us", "wire"):
+        validate.number(name, numbers[name], 0)
+    for name in ("points", "layouts"):
+        validate.integer(name, numbers[name], 0)
+    validate.number("efficiency", numbers["efficiency"], 0, 1, above=True)
+    validate.number("error", numbers["error"], 0, above=True)
+    validate.number("least_overlap", numbers["least_overlap"], 0, validate.number("overlap", numbers["overlap"], 0, 1))

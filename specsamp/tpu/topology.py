@@ -49,7 +49,7 @@ CHIPS = {
     "v5e": _cloud_chip("v5litepod", 197e12, 4.5e10, 1.5e9),
     "v5p": _cloud_chip("v5p", 459e12, 9e10, 1.75e9),
     "v6e": _cloud_chip("v6e", 918e12, 9e10, 1.75e9),
-    "v7x": _cloud_chip("tpu7x", 2307e12, 9e10, math.nan, devices=2),  # unknown to this compiler, and its clock to us
+    "v7x": _cloud_chip("tpu7x", 2307e12, 9e10, math.inf, devices=2),  # its clock is unknown: cycles take no time
 }
 EXAMPLES = "v3:4x4, v4:2x2x4, v5e:4x4, v5p:2x2x4, v6e:4x4"
 
@@ -103,7 +103,7 @@ def described_mesh(
     if math.prod(sizes) == 1:  # a host with one chip is not the usual one
         options |= {"chips_per_host_bounds": (1, 1, 1)}
     try:
-        described = topologies.get_topology_desc(topology, platform="tpu", **options)
+        described = topologies.get_topology_desc(topology.replace("v7x", "tpu7x"), platform="tpu", **options)
     except Exception as error:  # whatever libtpu raises for a shape that it refuses
         if isinstance(error, RuntimeError) and ("not installed" in str(error) or "libtpu" in str(error)):
             missing = "no libtpu here: pip install libtpu (or specsamp[tpu]); it exists for Linux on x86-64 only"

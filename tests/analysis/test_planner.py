@@ -233,7 +233,7 @@ def test_rounds_of_another_length_begin_elsewhere(stretches, batch):
         measured = rounds[:, : 60 // batch * batch].reshape(2000, -1, batch).max(2).mean()
         return rounds_per_token(profile_at(acceptance, K), K, batch, new_tokens=128) * 128 / measured - 1
 
-    assert max(abs(error(by_length, K)) for K in stretches) < 0.03
+    assert max(abs(error(by_length, K)) for K in stretches) < 0.04
     assert error(by_length[8], 1) > 0.05  # the control
 
 

@@ -37,6 +37,6 @@ def test_a_step_stands_beside_the_forecast_from_published_measurements():
     script, work = module("calibrate"), Work(streaming_ms=3.0, layer_sequences=6)
     took = [types.SimpleNamespace(median=ms) for ms in (estimate("v5e", work).likely, 30.0)]
     steps = [({"layers": 2, "batch": 1, "ms": ms, "work": work}, 3.0) for ms in took]
-    rows = script.measured_table("v5e", 8e11, 8.2e11, 0.01, (2, 2), [], steps).rows
+    rows = script.measured_table("v5e", 8e11, 8.2e11, (2, 2), [], steps).rows
     assert rows[-2][-1] == f"{estimate('v5e', work)} ms" and rows[-1][-1] == f"{rows[-2][-1]}, outside"
-    assert script.measured_table("cpu", 8e11, 8.2e11, 0.01, (2,), [], steps).rows[-1][-1] == ""
+    assert script.measured_table("cpu", 8e11, 8.2e11, (2,), [], steps).rows[-1][-1] == ""
