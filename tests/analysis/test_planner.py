@@ -98,19 +98,6 @@ def test_rounds_against_simulation(batch, exponents):
     assert abs(rounds_per_token(profile, 4, batch) * 24 - drawn) > 0.24
 
 
-def test_a_batch_takes_longer_and_endless_rows_do_not():
-    known = tuple(Round(draft_length=K, ms=1 + 0.1 * K, batch=batch) for batch in (1, 8) for K in (0, 1))
-    profile, costs = Profile.of_rate(0.8), CostTable(rounds=known)
-
-    def at(batch, n):
-        return make_plan(profile, costs, batch=batch, new_tokens=n)[4].ms_per_token.value * batch
-
-    assert at(8, 64) > at(1, 64) > at(1, None)
-    assert math.isclose(at(8, None), at(1, None))
-    assert make_plan(profile, costs, batch=8, new_tokens=64)[0].rounds_per_token == 1
-    assert at(4, None) == pytest.approx(at(1, None))  # between two measured batches
-
-
 def test_speculation_that_does_not_pay_is_not_planned():
     plan = make_plan(Profile.of_rate(0.2), PerCall(1.0, 0.5))
     assert plan.best.draft_length == 0 and plan.best.speedup.value == 1
@@ -132,17 +119,6 @@ def test_a_profile_from_counts():
 def drawn_texts(rates, rounds, K, random):
     accepted = [np.cumprod(random.random((rounds, K)) < rate, axis=1).sum(1) for rate in rates]
     return [stats(np.bincount(n, minlength=K + 1)) for n in accepted]
-
-
-def test_texts_spread_as_they_do():
-    """Neither as the counts, to which chance adds, nor as the best estimate of each, which is drawn to the whole."""
-    random, sd = np.random.default_rng(0), 0.06
-    counted = drawn_texts(random.beta(*np.array([0.7, 0.3]) * (0.21 / sd**2 - 1), 4000), 30, 4, random)
-    whole = sum(one.accepted for one in counted) / sum(sum(one.reached) for one in counted)
-    spread = np.std(whole ** np.array(Profile.of_texts(counted, [0] * len(counted)).texts))
-    assert abs(spread / sd - 1) < 0.06  # three standard errors
-    counts = np.std([one.acceptance_rate for one in counted])
-    assert counts / sd > 1.2 and sd / counts < 0.85  # the controls: counts, and best estimates of each
 
 
 @pytest.mark.parametrize("by_position", [(0.7,) * 6, (0.95, 0.6, 0.5, 0.5, 0.5, 0.5)], ids=["alike", "falling"])
@@ -167,23 +143,6 @@ def test_a_batch_of_counted_texts_against_simulation(batch, by_position):
         assert at((1.0,)) < -0.06 and at(wider(2 / 3)) < -0.02 and at(wider(4 / 3)) > 0.02
 
 
-def test_rounds_without_drafts_are_hard_texts():
-    """Prompt lookup that finds nothing in most rounds: the chance of a first position is of all rounds."""
-    random = np.random.default_rng(0)
-    texts = []
-    for share in random.beta(4, 6, 200):
-        drafted = random.random(60) < share
-        n = np.where(drafted, np.cumprod(random.random((60, 2)) < 0.7, axis=1).sum(1), 0)
-        counts = np.bincount(n, minlength=3)
-        texts.append(stats(counts, reached=(int(drafted.sum()), int(counts[1:].sum()))))
-    profile = Profile.of_texts(texts, [0] * 200)
-    assert np.std(profile.texts) > 0.2
-    emitted = np.mean([profile.survival(2, text).sum() for text in profile.texts])
-    assert abs(emitted / profile.survival(2).sum() - 1) < 0.05
-    empty = stats((60, 0, 0), reached=(0, 0))
-    assert Profile.of_texts([*texts, empty], [0] * 201).texts[-1] > 1.5
-
-
 def test_texts_without_rounds_tell_nothing():
     one, none = stats((4, 3, 3)), stats((0, 0, 0))
     assert Profile.of_texts([one, none]) == Profile.of_texts([one])
@@ -201,40 +160,12 @@ def test_texts_without_chance(counts):
     assert np.isfinite(profile.texts).all() and np.isfinite(rounds_per_token(profile, 4, 2, 16))
 
 
-@pytest.fixture(scope="module")
-def stretches():
-    """Counts of 60 texts by K: tokens are easy or hard to draft, in stretches of ten on average."""
-
-    def decoded(K, tokens=128):
-        texts = []
-        for number in range(60):
-            random = np.random.default_rng([number])
-            easy = np.cumsum(random.random(tokens + K) < 0.1) % 2
-            accepts = random.random(tokens + K) < np.where(easy, 0.95, 0.4)
-            at, counts, reached = 0, np.zeros(K + 1, int), np.zeros(K, int)
-            while at < tokens:
-                n = int(np.cumprod(accepts[at : at + K]).sum())
-                given = min(n + 1, tokens - at)
-                counts[min(n, given)] += 1
-                reached[: min(n + 1, K, given)] += 1
-                at += given
-            texts.append(stats(counts, reached))
-        return texts
-
-    return {K: decoded(K) for K in (1, 2, 4, 6, 8, 12)}
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_rounds_of_another_length_begin_elsewhere(stretches, batch):
-    by_length = {K: Profile.of_texts(stretches[K]) for K in (1, 4, 8)}
-
-    def error(acceptance, K):
-        rounds = np.random.default_rng(0).permuted(np.tile([one.rounds for one in stretches[K]], (2000, 1)), axis=1)
-        measured = rounds[:, : 60 // batch * batch].reshape(2000, -1, batch).max(2).mean()
-        return rounds_per_token(profile_at(acceptance, K), K, batch, new_tokens=128) * 128 / measured - 1
-
-    assert max(abs(error(by_length, K)) for K in stretches) < 0.04
-    assert error(by_length[8], 1) > 0.05  # the control
+def test_each_length_has_the_profile_that_was_counted_up_to_it():
+    by_length = {K: Profile.of_rate(K / 10) for K in (8, 1, 4)}
+    found = {K: profile_at(by_length, K).beyond for K in (0, 1, 2, 4, 7, 8, 12)}
+    assert found == {0: 0.1, 1: 0.1, 2: 0.1, 4: 0.4, 7: 0.4, 8: 0.8, 12: 0.8}
+    assert profile_at(by_length[4], 8) is by_length[4]
+    assert make_plan(by_length, PerCall(1, 0.1))[4].tokens_per_round == by_length[4].tokens_per_round(4)
 
 
 def test_texts_of_one_prompt_count_as_one_where_prompts_are_asked_for():

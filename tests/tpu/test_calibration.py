@@ -80,29 +80,6 @@ def test_the_sum_of_collectives_and_streaming_fails_that_bar():
     assert np.median(errors) > 0.2 and max(errors) > 0.9
 
 
-def errors_by_layout(choose):
-    """Relative errors of each layout of the 70B, with the overlap that ``choose`` takes of the fits without it."""
-    found = {}
-    for layout in {row.layout for row in LLAMA}:
-        rows = [row for row in published() if row.layout != layout]
-        fit = choose(calibration.hidden_by_overlap(rows), calibration.steps_on("v5e", rows))
-        found[layout] = [abs(fit.milliseconds(r.work()) / r.milliseconds - 1) for r in LLAMA if r.layout == layout]
-    return found
-
-
-def test_an_overlap_that_is_chosen_without_the_layout_holds_the_bar_too():
-    """All hidden is no choice; one that the other layouts make, the middle of what explains them nearly as well, agrees."""
-
-    def middle(fits, steps):
-        near = calibration.nearly_best(fits, steps)
-        return near[len(near) // 2]
-
-    errors = sum(errors_by_layout(middle).values(), [])
-    assert np.median(errors) <= 0.10 and max(errors) <= 0.25
-    nothing_hidden = sum(errors_by_layout(lambda fits, steps: fits[0]).values(), [])  # the control
-    assert max(nothing_hidden) > 0.25
-
-
 def test_the_overlap_that_was_traced_lies_in_the_band():
     """40 of the 67 us that a layer's weights need, in a trace of one of these programs; it was not used."""
     assert 0.4 <= fit_published().hidden.least_overlap <= 40 / 67 < fit_published().hidden.overlap == 1
