@@ -90,9 +90,9 @@ def make_subject(config: ExperimentConfig, experiment: Experiment, count: int) -
     work = experiment.workload
     prompts = work.prompts
     if not prompts:  # several lengths, as texts would have
-        tokens_BP, _, _ = dataclasses.replace(work, batch=count).rows(0, experiment.pair.target.vocab_size)
+        rows, _ = dataclasses.replace(work, batch=count).rows(0, experiment.pair.target.vocab_size)
         lengths = [work.prompt_length - i % (work.prompt_length // 2 + 1) for i in range(count)]
-        prompts = [row[:length].tolist() for row, length in zip(tokens_BP, lengths, strict=True)]
+        prompts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
     chosen = [prompts[i * len(prompts) // count] for i in range(count)] if len(prompts) > count else prompts
     return Subject(
         pair=experiment.pair,

@@ -92,7 +92,7 @@ def main() -> None:
 def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, console: Console) -> None:
     """Measures what --output does not hold yet, and shows one table of all the cells; of one alone, all of it."""
     for cell in cells:
-        check_fits(pair, [cell.drafter], cell.workload)
+        check_fits(pair, [cell.method.drafter], cell.workload)
     output = _OUTPUT.value
     results = grid.Results.open(output, identity)
     made_up = any("synthetic_acceptance" in cell.key for cell in cells)
@@ -107,8 +107,7 @@ def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, 
         measured = grid.measure_cells(pair, cells, results, again=_AGAIN.value, header=entry.header, progress=say)
     if _TRACE.value and "result" in (found := results.find(cells[0].key)):
         (cell,) = cells
-        sides = {"speculative": (cell.drafter, cell.rule)}
-        (decoder,) = decoders(pair, sides, cell.sampling, cell.workload, cell.draft_sampling).values()
+        (decoder,) = decoders(pair, {"speculative": cell.method}, cell.workload).values()
         with entry.progress(console, "compiling and tracing"):
             traced = trace(decoder, _TRACE.value)
         entry.show(traced.tables(), console)

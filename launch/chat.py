@@ -90,10 +90,7 @@ class Talk:
         self.chat = Conversation(
             experiment.pair,
             max_tokens=_TOKENS.value,
-            sampling=experiment.sampling,
-            rule=experiment.rule,
-            drafter=experiment.drafter,
-            draft_length=experiment.adaptive,
+            method=experiment.method,
             seed=experiment.workload.seed,
         )
         self.turns: list[Turn] = []

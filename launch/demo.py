@@ -8,6 +8,7 @@
 Where there are no colours (--plain, NO_COLOR, a pipe or a file) the target's own tokens stand in brackets.
 """
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -24,10 +25,11 @@ from launch.lib.colours import DRAFTED, PROMPT, own
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline, refuse
 from launch.lib.fields import ExperimentConfig
-from specsamp import NoDrafter, TokenRule, chain, temperature, use_compilation_cache
+from specsamp import NoDrafter, chain, temperature, use_compilation_cache
 from specsamp.analysis import tables
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Timing, decoders, take_turns
+from specsamp.decoding.method import Method
 from specsamp.decoding.text import TextStream
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
@@ -51,13 +53,13 @@ def main() -> None:
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
     prompts = len(_PROMPT.value) or min(NUM_PROMPTS, len(experiment.workload.prompts) or NUM_PROMPTS)
     # Numbers of a warp are data: the greedy and the sampled distribution run the same programs.
-    warps = {name: chain(temperature(t), experiment.sampling) for name, t in (("greedy", 0.0), ("sampled", 1.0))}
-    contenders = {"autoregressive": (NoDrafter(), TokenRule()), "speculative": (experiment.drafter, experiment.rule)}
-    lengths = {"speculative": experiment.adaptive}
-    sides = {
-        name: decoders(experiment.pair, contenders, warp, experiment.workload, adaptive=lengths)
-        for name, warp in warps.items()
-    }
+    warps = {name: chain(temperature(t), experiment.method.sampling) for name, t in (("greedy", 0.0), ("sampled", 1.0))}
+    plain = Method(drafter=NoDrafter())
+    sides = {}
+    for name, warp in warps.items():
+        methods = {"autoregressive": plain, "speculative": experiment.method}
+        methods = {side: dataclasses.replace(method, sampling=warp) for side, method in methods.items()}
+        sides[name] = decoders(experiment.pair, methods, experiment.workload)
     start = time.perf_counter()
     with entry.progress(console, "compiling"):
         for side in sides["greedy"].values():
@@ -74,7 +76,7 @@ def main() -> None:
                 show_text(experiment, prompt, timing, console)
             return timing
 
-        keys = itertools.product(warps, contenders)
+        keys = itertools.product(warps, ("autoregressive", "speculative"))
         timings = take_turns({key: functools.partial(decode, *key) for key in keys}, _PASSES.value * prompts)
     show_agreement(prompts, timings, console)
     if jax.config.jax_disable_jit:
@@ -129,7 +131,7 @@ def show_agreement(prompts: int, timings: dict, console: Console) -> None:
 
 def timing_table(timings: dict, experiment: Experiment) -> Table:
     """Returns the table of both sides, greedy and sampled."""
-    most = experiment.drafter.K if experiment.adaptive is None else f"0 to {experiment.drafter.K}"
+    most = experiment.method.drafter.K if experiment.method.adaptive is None else f"0 to {experiment.method.drafter.K}"
 
     def column(distribution: str) -> dict[str, str]:
         sides = (timings[distribution, name] for name in ("autoregressive", "speculative"))
@@ -142,9 +144,9 @@ def timing_table(timings: dict, experiment: Experiment) -> Table:
             "acceptance, of verified tokens": f"{stats.acceptance_rate:.1%}",
             "emitted per round": f"{stats.emitted_per_round:.2f}",
         }
-        if not experiment.rule.exact:
+        if not experiment.method.rule.exact:
             cells["LOSSY rule, total variation per token"] = f"{stats.variation_per_token:.5f}"
-        if experiment.adaptive is not None:
+        if experiment.method.adaptive is not None:
             cells["rounds by drafted tokens, from 0 on"] = tables.shares(stats)
         return cells
 

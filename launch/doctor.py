@@ -95,7 +95,7 @@ def look_at_head(console: Console) -> int:
         raise ValueError(f"drafter = {config.drafter!r}, and the pair has no head: name one, see --help")
     use_compilation_cache()
     console.print(headline(experiment, task="a check of the head"))
-    texts_of, sampling = experiment.workload.prompts, experiment.sampling
+    texts_of, sampling = experiment.workload.prompts, experiment.method.sampling
     with entry.progress(console, "the target writes the texts"):
         texts = write_texts(experiment.pair, texts_of, tokens=_TOKENS.value, sampling=sampling, seed=config.seed)
     with entry.progress(console, "the head reads them"):

@@ -83,10 +83,10 @@ def main() -> None:
             experiment = build(config, ["def main():"])
         has_chat = knows_conversations(experiment.pair.tokenizer)
         method = Method(
-            drafter=experiment.drafter,
-            rule=experiment.rule,
+            drafter=experiment.method.drafter,
+            rule=experiment.method.rule,
             sampling=make_warp({}, _WARPS.value),
-            adaptive=experiment.adaptive,
+            adaptive=experiment.method.adaptive,
         )
         service = Service(
             experiment.pair,
@@ -128,10 +128,10 @@ def main() -> None:
 
 
 def service_line(experiment: Experiment, service: Service) -> str:
-    drafter = experiment.drafter
+    drafter = experiment.method.drafter
     name = "no draft" if isinstance(drafter, NoDrafter) else f"{type(drafter).__name__} K = {drafter.K}"
     return (
-        f"{name}, {rule_name(experiment.rule)}, {service.batch.usage.rows} rows, {service.context} tokens of prompt "
+        f"{name}, {rule_name(experiment.method.rule)}, {service.batch.usage.rows} rows, {service.context} tokens of prompt "
         f"and text, sampling by temperature{''.join(f', {warp}' for warp in _WARPS.value)}"
     )
 

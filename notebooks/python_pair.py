@@ -59,7 +59,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from rich.console import Console
 
-from specsamp import ModelDrafter, NoDrafter, TokenRule, chain, generate, load_pair, temperature, top_p
+from specsamp import Method, ModelDrafter, NoDrafter, chain, generate, load_pair, temperature, top_p
 from specsamp.analysis import report, tables
 from specsamp.analysis.acceptance import Interval, Profile
 from specsamp.analysis.costs import CostTable, PerCall, Round, clock_error
@@ -259,10 +259,9 @@ for half, texts in (("fit", told[0::2]), ("check", told[1::2])):
         repeats=PASSES * len(texts),
         prompts=tuple(texts),
     )
-    contenders = {
-        (half, k): (ModelDrafter(pair.draft, k, decode_window()) if k else NoDrafter(), TokenRule()) for k in CHECKED
-    }
-    sides |= decoders(pair, contenders, at_temperature(0.8), work)
+    plain = Method(drafter=NoDrafter(), sampling=at_temperature(0.8))
+    drafters = {k: ModelDrafter(pair.draft, k, decode_window()) if k else NoDrafter() for k in CHECKED}
+    sides |= decoders(pair, {(half, k): plain.with_drafter(drafter) for k, drafter in drafters.items()}, work)
 for side in sides.values():
     side.decode(0)  # compiles
 timings = take_turns({name: side.decode for name, side in sides.items()}, work.repeats)

@@ -67,11 +67,11 @@ def test_a_configuration_becomes_objects(monkeypatch):
     monkeypatch.setattr(experiment, "bare_pair", without_params)
     config = turned(rule="block", target__num_layers=3, draft_length=2)
     made = experiment.build(config)
-    assert made.rule == BlockRule() and made.drafter == ModelDrafter(made.pair.draft, 2)
+    assert made.method.rule == BlockRule() and made.method.drafter == ModelDrafter(made.pair.draft, 2)
     assert made.pair.target.config.num_layers == 3 and made.pair.draft.config.num_layers == 1
     assert made.workload.max_new_tokens == config.max_new_tokens
-    assert [type(warp) for warp in made.sampling.warps] == [Temperature, TopP]
-    hash((made.drafter, made.rule, made.pair.target))
+    assert [type(warp) for warp in made.method.sampling.warps] == [Temperature, TopP]
+    hash((made.method.drafter, made.method.rule, made.pair.target))
     known = {"ngram": NgramDrafter(K=2), "none": NoDrafter(), "early_exit": EarlyExitDrafter(made.pair.target, 1, 2)}
     parts = NgramDrafter(K=2), ModelDrafter(made.pair.draft, 2)
     known |= {"chosen": ChoosingDrafter(parts), "voting": VotingDrafter(parts)}
@@ -80,13 +80,13 @@ def test_a_configuration_becomes_objects(monkeypatch):
         own = config.turned({"drafter": word, "exit_layer": 1})
         assert own.make_drafter(made.pair.target, made.pair.draft) == drafter
         assert own.make_drafter(made.pair.target, made.pair.draft, 0) == NoDrafter()
-    assert made.adaptive is None and config.make_adaptive(NoDrafter()) is None
+    assert made.method.adaptive is None and config.make_adaptive(NoDrafter()) is None
     stopping = config.turned({"adaptive.stop": "entropy", "adaptive.least": 0.5})
-    assert stopping.make_adaptive(made.drafter) == Adaptive(lengths=(2,), stop=Entropy(0.5))
+    assert stopping.make_adaptive(made.method.drafter) == Adaptive(lengths=(2,), stop=Entropy(0.5))
     choosing = config.turned({"adaptive.lengths": (0, 2), "adaptive.costs_ms": (1.0, 1.5)})
-    assert choosing.make_adaptive(made.drafter) == Adaptive(lengths=(0, 2), costs_ms=(1.0, 1.5))
+    assert choosing.make_adaptive(made.method.drafter) == Adaptive(lengths=(0, 2), costs_ms=(1.0, 1.5))
     with pytest.raises(ValueError, match="adaptive.lengths end with 2, but draft_length is 3"):
-        choosing.make_adaptive(dataclasses.replace(made.drafter, K=3))
+        choosing.make_adaptive(dataclasses.replace(made.method.drafter, K=3))
 
 
 def test_an_exit_beyond_the_target_is_refused_before_there_are_weights(monkeypatch):

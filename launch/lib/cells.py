@@ -95,11 +95,7 @@ def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
     method = config.make_method(experiment.pair)
     return Cell(
         key=key,
-        drafter=method.drafter,
-        adaptive=method.adaptive,
-        rule=method.rule,
-        sampling=method.sampling,
-        draft_sampling=method.draft_sampling,
+        method=method,
         workload=dataclasses.replace(experiment.workload, batch=config.batch, repeats=config.repeats),
     )
 

@@ -18,9 +18,8 @@ from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.checkpoints.public_pair import read_head_pair, read_pair
-from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.data_shards import DataShards
-from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode
 from specsamp.evaluation.head_check import check_head, write_texts
@@ -42,11 +41,8 @@ class Experiment:
 
     pair: Pair
     pair_name: str | None  # None: random parameters
-    drafter: Drafter
-    rule: Rule
-    sampling: Warp
+    method: Method
     workload: Workload
-    adaptive: Adaptive | None = None  # the draft length, where the drafter's K is only the most
     folder: str | None = None  # name or folder of a pair that was trained here
 
     @functools.cached_property
@@ -105,11 +101,13 @@ def build(config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_hea
     return Experiment(
         pair=pair,
         pair_name=name,
-        drafter=drafter,
-        rule=make_rule(config.rule),
-        sampling=sampling,
+        method=Method(
+            drafter=drafter,
+            rule=make_rule(config.rule),
+            sampling=sampling,
+            adaptive=config.make_adaptive(drafter),
+        ),
         workload=workload,
-        adaptive=config.make_adaptive(drafter),
         folder=config.pair,
     )
 
@@ -159,11 +157,11 @@ def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[Prompt], *, c
 
 def headline(experiment: Experiment, task: str | None = None) -> str:
     """Returns three lines on the models, the task (or else the configuration's one cell) and the weights."""
-    pair, work, drafter = experiment.pair, experiment.workload, experiment.drafter
+    pair, work, drafter = experiment.pair, experiment.workload, experiment.method.drafter
     device, devices = jax.devices()[0], jax.device_count() if isinstance(pair.target, ShardedModel) else 1
-    length = drafter.K if experiment.adaptive is None else f"adaptive, up to {drafter.K}"
+    length = drafter.K if experiment.method.adaptive is None else f"adaptive, up to {drafter.K}"
     cell = (
-        f"{type(drafter).__name__} K = {length}, {rule_name(experiment.rule)}, "
+        f"{type(drafter).__name__} K = {length}, {rule_name(experiment.method.rule)}, "
         f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats"
     )
     weights = (

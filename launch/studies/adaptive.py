@@ -34,6 +34,7 @@ from specsamp.analysis.draft_length import adapted_to
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import TimedDecoder, Workload, decoders, take_turns
 from specsamp.decoding.engine import to_host
+from specsamp.decoding.method import Method
 
 RESAMPLED = 2000  # sets of texts, for the bound of the loss
 TEMPERATURES = {"easy": 0.0, "hard": 1.0}
@@ -85,11 +86,9 @@ def measure(options: Any, key: Mapping[str, Any], say: Any) -> dict[str, Any]:
     drafters = {K: own.make_drafter(pair.target, pair.draft_or_head, K) for K in options.lengths}
     work = dataclasses.replace(options.experiment.workload, batch=batch)
     work = doubled(work) if key["kind"] == "easy" else work
-    contenders, sampling = (
-        {K: (drafter, rule) for K, drafter in drafters.items()},
-        temperature(TEMPERATURES[key["kind"]]),
-    )
-    sides = decoders(pair, contenders, chain(sampling), work)
+    sampling = chain(temperature(TEMPERATURES[key["kind"]]))
+    methods = {K: Method(drafter=drafter, rule=rule, sampling=sampling) for K, drafter in drafters.items()}
+    sides = decoders(pair, methods, work)
     others, prompts = split(work.prompts)
     turns, counted = (-(-texts // batch) for texts in (options.texts, min(options.counted, options.texts)))
     of_others = {K: with_prompts(side, others) for K, side in sides.items()}
@@ -98,7 +97,8 @@ def measure(options: Any, key: Mapping[str, Any], say: Any) -> dict[str, Any]:
         say(f"compiling: K = {K}")
         side.decode(0)
     found = adapted_to(take_turns({K: side.decode for K, side in of_others.items()}, -(-len(others) // batch), say))
-    adaptive = dataclasses.replace(sides[options.lengths[-1]], adaptive=found)
+    longest = dataclasses.replace(methods[options.lengths[-1]], adaptive=found)
+    (adaptive,) = decoders(pair, {"adaptive": longest}, dataclasses.replace(work, prompts=prompts)).values()
     adaptive.decode(0)
     say("counting rounds")
     rounds_KN = np.array([[side.decode(n).rounds for n in range(counted)] for side in sides.values()])
@@ -133,14 +133,14 @@ def with_prompts(decoder: TimedDecoder, prompts: tuple[Any, ...]) -> TimedDecode
 
 def counted_ms(decoder: TimedDecoder, repeat: int) -> float:
     """Decodes round by round, and returns the sum of the milliseconds that the table gives each round's width."""
-    policy, total = decoder.adaptive, 0.0
-    state = decoder.loop.run(decoder.weights, decoder.prefill(repeat), 0)  # it knows what the drafter will find
+    policy, total = decoder.method.adaptive, 0.0
+    state = decoder.engine.run(decoder.prefill(decoder.requests(repeat)), 0)  # it knows what the drafter will find
     while True:
         running_B, draft_lengths_B = to_host((state.running_B, state.adaptive_state.draft_lengths_B))
         if not running_B.any():
             return total
         total += policy.costs_ms[policy.lengths.index(int(draft_lengths_B[running_B].max()))]
-        state = decoder.loop.run(decoder.weights, state, 1)
+        state = decoder.engine.run(state, 1)
 
 
 def table(document: Document) -> Table:

@@ -29,6 +29,7 @@ from specsamp.analysis.planner import Forecast, make_plan
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, decoders, take_turns
 from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.method import Method
 from specsamp.decoding.results import RowStats
 
 BATCHES, PASSES = (1, 4), 2
@@ -44,7 +45,7 @@ def prepare(options: Any) -> Any:
     if (count := len(experiment.workload.prompts)) < 4:
         raise ValueError(f"two halves of prompts need four, this pair has {count}: give --prompts")
     use_compilation_cache()
-    laws = {"greedy": greedy(), distribution_of(dataclasses.asdict(config.sampling)): experiment.sampling}
+    laws = {"greedy": greedy(), distribution_of(dataclasses.asdict(config.sampling)): experiment.method.sampling}
     return types.SimpleNamespace(**vars(options) | {"config": config}, experiment=experiment, laws=laws)
 
 
@@ -59,12 +60,13 @@ def measure(options: Any, key: Key, say: Say) -> dict[str, Any]:
     """Fits on one half of the prompts; forecasts and measures on the other."""
     config, pair, work = options.config, options.experiment.pair, options.experiment.workload
     drafters = {K: config.make_drafter(pair.target, pair.draft_or_head, K) for K in range(1, options.longest + 1)}
-    contenders = {K: (drafter, make_rule(config.rule)) for K, drafter in ({0: NoDrafter()} | drafters).items()}
+    method = Method(drafter=NoDrafter(), rule=make_rule(config.rule), sampling=options.laws[key["law"]])
+    methods = {0: method} | {K: method.with_drafter(drafter) for K, drafter in drafters.items()}
     halves, each_half = [], len(work.prompts) // 2
     for half in (0, 1):
         prompts, repeats = work.prompts[half::2][:each_half], -(-each_half // key["batch"])
         here = dataclasses.replace(work, batch=key["batch"], repeats=repeats, prompts=prompts)
-        halves.append(decoders(pair, contenders, options.laws[key["law"]], here))
+        halves.append(decoders(pair, methods, here))
     return agreement(*halves, say)
 
 

@@ -36,11 +36,11 @@ from specsamp.checkpoints.params import digest_of_pair
 from specsamp.decoding import drafters as kinds
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.loop import decode_window
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import encode
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rejection import TokenRule
 from specsamp.training.source import open_target
 
 SAMPLINGS = {"greedy": (0.0, 1.0), "0.8/0.95": (0.8, 0.95), "1.0": (1.0, 1.0)}  # temperature and top-p
@@ -128,7 +128,7 @@ def measure(options: Any, key: Key, say: Callable[[str], None]) -> Result:
     """Measures a drafter beside plain decoding in turn."""
     pair, make = options.sources[key["drafter"]]
     sampling = chain(temperature(key["temperature"]), top_p(key["top_p"]))
-    return benchmark(pair, make(key["draft_length"]), TokenRule(), sampling, options.work, say)
+    return benchmark(pair, Method(drafter=make(key["draft_length"]), sampling=sampling), options.work, say)
 
 
 def drafters(document: Document) -> Table:

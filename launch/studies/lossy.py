@@ -29,11 +29,12 @@ from launch.lib import entry
 from launch.lib.experiment import build, headline, refuse
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Option, Published, Study, here
-from specsamp import TokenRule, chain, temperature, top_p, use_compilation_cache
+from specsamp import chain, temperature, top_p, use_compilation_cache
 from specsamp.analysis.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STYLES, VERMILLION, axes_of
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, decoders, take_turns
 from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.method import Method
 
 PLAIN = "plain"
 RULES = (
@@ -59,7 +60,7 @@ def prepare(options: Any) -> Any:
     if next(iter(rules)) != "token" or PLAIN in rules:
         raise ValueError(f"--rules={','.join(rules)} must begin with token, where all curves begin")
     experiment = build(config)
-    task = f"{len(rules)} rules, K = {experiment.drafter.K}, {options.prompts} prompts"
+    task = f"{len(rules)} rules, K = {experiment.method.drafter.K}, {options.prompts} prompts"
     entry.make_console().print(headline(experiment, task))
     use_compilation_cache()
     return types.SimpleNamespace(**vars(options) | {"config": config, "rules": rules}, experiment=experiment)
@@ -75,9 +76,10 @@ def measure(options: Any, key: Mapping[str, float], say: Any) -> list[Point]:
     """Decodes all prompts with every rule and plainly, in turn, and returns a point for each rule."""
     experiment, sampling = options.experiment, chain(temperature(key["temperature"]), top_p(key["top_p"]))
     work = dataclasses.replace(experiment.workload, batch=1, repeats=options.prompts)
-    contenders = {PLAIN: (NoDrafter(), TokenRule())}
-    contenders |= {word: (experiment.drafter, rule) for word, rule in options.rules.items()}
-    sides = decoders(experiment.pair, contenders, sampling, work)
+    drafter = experiment.method.drafter
+    methods = {PLAIN: Method(drafter=NoDrafter(), sampling=sampling)}
+    methods |= {word: Method(drafter=drafter, rule=rule, sampling=sampling) for word, rule in options.rules.items()}
+    sides = decoders(experiment.pair, methods, work)
     for word, side in sides.items():
         say(f"compiling: {word}")
         side.decode(0)
@@ -89,10 +91,10 @@ def measure(options: Any, key: Mapping[str, float], say: Any) -> list[Point]:
 def point(side: TimedDecoder, timings: Sequence[Timing], plain: np.ndarray) -> Point:
     """Returns what a rule gained and cost; an exact one costs nothing."""
     stats = functools.reduce(operator.add, (timing.stats for timing in timings))
-    variation, extra = (stats.variation, stats.extra_accepted) if side.loop.rule.metered else (0.0, 0.0)
+    variation, extra = (stats.variation, stats.extra_accepted) if side.method.rule.metered else (0.0, 0.0)
     return {
-        "exact": side.loop.rule.exact,
-        "draft_length": side.loop.drafter.K,
+        "exact": side.method.rule.exact,
+        "draft_length": side.method.drafter.K,
         "tokens_per_round": stats.emitted_per_round,
         "acceptance": stats.acceptance_rate,
         "bought": extra / sum(stats.reached),

@@ -25,6 +25,7 @@ from specsamp.analysis.grid import words
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import best_cells, ratio
 from specsamp.analysis.workload import Quartiles
+from specsamp.decoding.method import Method
 from specsamp.models.config import TransformerConfig
 from specsamp.tpu import calibration
 from specsamp.tpu.tables import faster
@@ -49,7 +50,9 @@ def measure(options, key, say) -> dict[str, Any]:
             for K in options.draft_length:
                 say(f"{name}, {rule} rule, K = {K}")
                 drafter = config.make_drafter(pair.target, pair.draft_or_head, K)
-                results.append((rule, benchmark(pair, drafter, RULES[rule](), warp, work)))
+                results.append(
+                    (rule, benchmark(pair, Method(drafter=drafter, rule=RULES[rule](), sampling=warp), work))
+                )
         curves[name] = curve_of(results, work.repeats, greedy=name == "greedy")
     left_out = ("sampling", "rule", "draft_length")
     return {

@@ -16,10 +16,11 @@ import numpy as np
 
 from launch.lib.experiment import build
 from launch.lib.study import Document, Published, Study
-from specsamp import NoDrafter, TokenRule, greedy
+from specsamp import NoDrafter
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import band, ratio
 from specsamp.analysis.workload import Quartiles, decoders, take_turns
+from specsamp.decoding.method import Method
 from specsamp.models.config import TransformerConfig
 
 
@@ -43,7 +44,7 @@ def measure(options, key, say) -> dict[str, Any]:
     work, config = experiment.workload, experiment.pair.target.config
     if not work.prompts or work.batch != 1:
         raise ValueError("--config: compare a pair with prompts, at batch 1")
-    ours = decoders(experiment.pair, {"ours": (NoDrafter(), TokenRule())}, greedy(), work)["ours"]
+    ours = decoders(experiment.pair, {"ours": Method(drafter=NoDrafter())}, work)["ours"]
     theirs = same_shape(config)
     parameters, own = sum(p.numel() for p in theirs.parameters()), config.num_parameters
     if abs(parameters - own) > own / 100:  # their norms have biases

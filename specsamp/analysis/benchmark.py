@@ -1,6 +1,6 @@
 """Measures speculative against autoregressive decoding, in turn, in one process.
 
-    result = benchmark(pair, drafter, rule, sampling, Workload(max_new_tokens=128, repeats=15))
+    result = benchmark(pair, Method(drafter=drafter, sampling=sampling), Workload(max_new_tokens=128, repeats=15))
 
 Both sides are the same `Loop`, one with an empty draft. Repeat r gives both the same prompts and seed; the next repeat
 has other prompts, so acceptance is counted on many texts. Prefill and compilation are timed separately. The speedup is
@@ -25,15 +25,12 @@ import numpy as np
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.trace import Profiled, middle_rounds
 from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, Workload, decoders, take_turns
-from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.models.compiling import is_out_of_memory
 from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.rules import Rule
-from specsamp.sampling.warp import Warp
 
 MOST_SPLITS = 5  # profiles of rounds
 
@@ -94,7 +91,7 @@ class Side:
         ms = np.array([timing.loop_seconds * 1e3 for timing in timings])
         tokens = decoder.workload.batch * decoder.workload.max_new_tokens
         return cls(
-            draft_length=decoder.loop.drafter.K,
+            draft_length=decoder.method.drafter.K,
             ms_per_token=Quartiles.of(ms / tokens),
             ms_per_round=Quartiles.of(ms / np.array([timing.rounds for timing in timings])),
             prefill_ms=Quartiles.of([timing.prefill_seconds * 1e3 for timing in timings]),
@@ -132,37 +129,24 @@ class Result:
 
 
 def benchmark(
-    pair: Pair,
-    drafter: Drafter,
-    rule: Rule,
-    sampling: Warp,
-    workload: Workload,
-    progress: Callable[[str], None] = lambda text: None,
-    *,
-    draft_sampling: Warp | None = None,
-    adaptive: Adaptive | None = None,
+    pair: Pair, method: Method, workload: Workload, progress: Callable[[str], None] = lambda text: None
 ) -> Result:
-    """Measures ``drafter`` under ``rule`` against plain decoding of the same target.
+    """Measures a method against plain decoding of the same target.
 
     Args:
       pair: target and draft.
-      drafter: `NoDrafter` makes both sides the same; a speedup other than one is then an error of measurement.
-      rule: decides what is accepted.
-      sampling: the warp of target and draft, scalar numbers.
+      method: its warps have scalar numbers. `NoDrafter` makes both sides the same; a speedup other than one is then an
+        error of measurement. The phases of rounds are not timed where the draft length adapts.
       workload: what to decode.
       progress: gets a line on what is being measured.
-      draft_sampling: the draft's own warp; default the target's.
-      adaptive: the draft length, where the drafter's K is only the most; the phases of its rounds are not timed.
 
     Raises:
       ValueError: the workload does not fit the models.
     """
     # A meter has nothing to say of plain decoding, and would take time.
-    contenders = {
-        "autoregressive": (NoDrafter(), TokenRule() if rule.metered else rule),
-        "speculative": (drafter, rule),
-    }
-    sides = decoders(pair, contenders, sampling, workload, draft_sampling, adaptive={"speculative": adaptive})
+    rule = TokenRule() if method.rule.metered else method.rule
+    plain = Method(drafter=NoDrafter(), rule=rule, sampling=method.sampling)
+    sides = decoders(pair, {"autoregressive": plain, "speculative": method}, workload)
     warm_up = {}
     for name, side in sides.items():
         progress(f"compiling: {name} loop")
@@ -171,8 +155,8 @@ def benchmark(
         warm_up[name] = time.perf_counter() - start
     runs = {name: side.decode for name, side in sides.items()}
     timings = take_turns(runs, workload.repeats, lambda text: progress(f"decoding: repeat {text}"))
-    state = sides["speculative"].prefill(0)
-    memory = memory_use([side.weights for side in sides.values()], (state.cache, state.drafter_state))
+    state = sides["speculative"].prefill(sides["speculative"].requests(0))
+    memory = memory_use([side.engine.weights for side in sides.values()], (state.cache, state.drafter_state))
     del state
     seconds = {name: np.array([timing.loop_seconds for timing in timings[name]]) for name in sides}
     texts = [[timing.texts for timing in timings[name]] for name in sides]
@@ -184,7 +168,7 @@ def benchmark(
         acceptance=acceptance,
         same_tokens=sum(plain == drafted for plain, drafted in zip(*texts, strict=True)),
         split=_split(sides, workload.repeats, progress),
-        slots=sides["speculative"].slots,
+        slots=sides["speculative"].engine.slots,
         memory=memory,
         variation_per_text=acceptance.variation and acceptance.variation / (workload.repeats * workload.batch),
     )
@@ -192,7 +176,7 @@ def benchmark(
 
 def _split(sides: Mapping[str, TimedDecoder], repeats: int, progress: Callable[[str], None]) -> RoundSplit | None:
     """Measures the parts of a round; leaves them out if the caches of both sides do not fit beside each other."""
-    if jax.config.jax_disable_jit or sides["speculative"].adaptive is not None:
+    if jax.config.jax_disable_jit or sides["speculative"].method.adaptive is not None:
         return None
     try:
         return split_round(sides["speculative"], sides["autoregressive"], min(repeats, MOST_SPLITS), progress)
@@ -237,9 +221,9 @@ def split_round(
 def round_ms(decoder: TimedDecoder) -> float:
     """Times a round in the middle of a text by the clock, nothing profiled."""
     warm, rounds = middle_rounds(decoder)
-    state = jax.block_until_ready(decoder.loop.run(decoder.weights, decoder.prefill(0), warm))
+    state = jax.block_until_ready(decoder.engine.run(decoder.prefill(decoder.requests(0)), warm))
     start = time.perf_counter()
-    jax.block_until_ready(decoder.loop.run(decoder.weights, state, rounds))
+    jax.block_until_ready(decoder.engine.run(state, rounds))
     return (time.perf_counter() - start) / rounds * 1e3
 
 

@@ -28,7 +28,7 @@ from specsamp.analysis.costs import Costs
 from specsamp.analysis.workload import Timing, Workload, decoders, take_turns
 from specsamp.decoding.adaptive import LENGTHS, Adaptive, Stop
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.method import choose_drafter
+from specsamp.decoding.method import Method, choose_drafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, check_budgets, encode
 from specsamp.decoding.results import RowStats
@@ -180,20 +180,18 @@ def time_lengths(
         seed=seed,
         prompts=token_lists,
     )
-    contenders: dict[int, tuple[Drafter, Rule]] = {}
+    methods: dict[int, Method] = {}
     for K in lengths:
         own = None if make_drafter is None or K == 0 else make_drafter(K)
         drafter = choose_drafter(pair, K if own is None else None, own)
         check_budgets(pair, drafter, [*map(len, token_lists)], budget)
-        contenders[K] = (drafter, rule)
-    sides = decoders(
-        pair,
-        contenders,
-        greedy() if sampling is None else sampling,
-        workload,
-        draft_sampling,
-        least_length=workload.prompt_length + budget,
-    )
+        methods[K] = Method(
+            drafter=drafter,
+            rule=rule,
+            sampling=greedy() if sampling is None else sampling,
+            draft_sampling=draft_sampling,
+        )
+    sides = decoders(pair, methods, workload, least_length=workload.prompt_length + budget)
     for side in sides.values():
         side.decode(0)  # compiles
     return take_turns({K: side.decode for K, side in sides.items()}, workload.repeats)

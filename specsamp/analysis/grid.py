@@ -31,15 +31,12 @@ from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.costs import CostTable, Round, clock_error
 from specsamp.analysis.workload import Quartiles, Workload
-from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.mesh.distributed import from_first
 from specsamp.models.compiling import is_out_of_memory
-from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import LABEL
-from specsamp.sampling.warp import Warp
 
 Key = Mapping[str, Any]  # names and numbers that tell a cell from the others of its file
 Measured = Mapping[str, Any]  # as JSON: "key", "workload", and "result" or "out_of_memory"
@@ -50,15 +47,11 @@ SIDES = ("autoregressive", "speculative")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A drafter, rule, distribution and batch that are measured beside plain decoding."""
+    """A method and a batch that are measured beside plain decoding."""
 
     key: Key
-    drafter: Drafter
-    rule: Rule
-    sampling: Warp
-    draft_sampling: Warp | None
+    method: Method
     workload: Workload
-    adaptive: Adaptive | None = None  # the draft length, where the drafter's K is only the most
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -188,13 +181,9 @@ def measure_cells(
             functools.partial(
                 benchmark,
                 pair,
-                cell.drafter,
-                cell.rule,
-                cell.sampling,
+                cell.method,
                 cell.workload,
                 lambda text, where=where: progress(f"{where}: {text}"),
-                draft_sampling=cell.draft_sampling,
-                adaptive=cell.adaptive,
             )
         )
         if count % KEPT_PROGRAMS == 0:
@@ -206,7 +195,7 @@ def measure_cells(
         measured = {
             "key": dict(cell.key),
             "seconds": round(time.perf_counter() - start, 1),
-            "exact": cell.rule.exact and cell.drafter.exact,
+            "exact": cell.method.exact,
             "workload": {n: getattr(cell.workload, n) for n in ("repeats", "prompt_length", "max_new_tokens", "seed")},
         }
         results.add({**measured, **header(), **outcome}, header())

@@ -100,14 +100,14 @@ class Profiled:
     def __init__(self, decoder: TimedDecoder):
         if jax.config.jax_disable_jit:
             raise ValueError("nothing is compiled under JAX_DISABLE_JIT: there is nothing to trace")
-        loop, weights, request = decoder.loop, decoder.weights, decoder.request(0)
-        tokens_BP, lengths_B, _ = decoder.workload.rows(0, loop.target.vocab_size)
-        self.arguments = weights, request
-        self.prompts = jnp.asarray(tokens_BP), jnp.asarray(lengths_B)
+        engine, requests = decoder.engine, decoder.requests(0)
+        loop = engine.loop
+        self.arguments = engine.weights, engine.arrays(requests)
+        self.prompts = engine.padded([request.prompt for request in requests], decoder.workload.prompt_length)
         self.warm, self.rounds = middle_rounds(decoder)
 
         def prefill(weights: Weights, request: RequestBatch, tokens_BP: Array, lengths_B: Array) -> DecodeState:
-            state = loop.prefill(weights, request, tokens_BP, lengths_B, slots=decoder.slots)
+            state = loop.prefill(weights, request, tokens_BP, lengths_B, slots=engine.slots)
             return dataclasses.replace(state, request=None)
 
         def decode(weights: Weights, request: RequestBatch, state: DecodeState, rounds: Array) -> DecodeState:
@@ -158,7 +158,7 @@ class Profiled:
 
 def middle_rounds(decoder: TimedDecoder) -> tuple[int, int]:
     """Returns how many rounds are run before those that are timed, and how many are timed; together they end no text."""
-    most = max((decoder.workload.max_new_tokens - 1) // (decoder.loop.depth + 1), 1)
+    most = max((decoder.workload.max_new_tokens - 1) // (decoder.engine.loop.depth + 1), 1)
     warm = min(most - 1, WARM_ROUNDS)
     return warm, min(most - warm, ROUNDS)
 
@@ -182,7 +182,7 @@ def trace(decoder: TimedDecoder, folder: str | os.PathLike, rounds: int = ROUNDS
     profiled.decode(profiled.prefill(), rounds)
     spans = profiled.profile(folder, lambda: profiled.decode(profiled.prefill(), rounds))
     programs = {"prefill": (f"Prefill of {int(profiled.prompts[1].sum())} tokens", 1)}
-    programs["decode"] = (f"Round, K = {decoder.loop.drafter.K}", rounds)
+    programs["decode"] = (f"Round, K = {decoder.method.drafter.K}", rounds)
     times = [
         ProgramTime(what=what, runs=runs, scopes=ms_by_scope(spans[name], runs))
         for name, (what, runs) in programs.items()

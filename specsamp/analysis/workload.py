@@ -11,24 +11,20 @@ import functools
 import math
 import operator
 import time
-import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.engine import check_memory, round_slots, to_host
-from specsamp.decoding.loop import Loop, decode_window
+from specsamp.decoding.engine import Engine, round_slots
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import Request, make_requests
 from specsamp.decoding.results import RowStats
-from specsamp.decoding.state import DecodeState, RequestBatch, Weights
-from specsamp.sampling.rules import Rule
-from specsamp.sampling.warp import Warp
+from specsamp.decoding.state import DecodeState, Finish
 
 Array = jax.Array
 Name = TypeVar("Name", bound=Hashable)
@@ -109,18 +105,13 @@ class Workload:
         """Tokens of the longest row at its end."""
         return self.prompt_length + self.max_new_tokens
 
-    def rows(self, repeat: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns tokens ``[B, prompt_length]``, lengths ``[B]`` and ids ``[B]`` of the prompts of a repeat."""
-        ids_B = repeat * self.batch + np.arange(self.batch)
-        if not self.prompts:
-            shape = (self.batch, self.prompt_length)
-            tokens_BP = np.random.default_rng([self.seed, repeat]).integers(0, vocab_size, shape)
-            return tokens_BP.astype(np.int32), np.full(self.batch, self.prompt_length, np.int32), ids_B
-        tokens_BP = np.zeros((self.batch, self.prompt_length), np.int32)
-        chosen = [self.prompts[index % len(self.prompts)] for index in ids_B]
-        for row, prompt in zip(tokens_BP, chosen, strict=True):
-            row[: len(prompt)] = prompt
-        return tokens_BP, np.array([len(prompt) for prompt in chosen], np.int32), ids_B
+    def rows(self, repeat: int, vocab_size: int) -> tuple[list[list[int]], list[int]]:
+        """Returns the prompts of a repeat, and their ids."""
+        ids = [repeat * self.batch + row for row in range(self.batch)]
+        if self.prompts:
+            return [list(self.prompts[index % len(self.prompts)]) for index in ids], ids
+        shape = (self.batch, self.prompt_length)
+        return np.random.default_rng([self.seed, repeat]).integers(0, vocab_size, shape).tolist(), ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,35 +135,23 @@ class Timing:
 class TimedDecoder:
     """One way to decode a workload, ready to run."""
 
-    loop: Loop
-    weights: Weights
-    sampling: Warp
-    draft_sampling: Warp | None  # None: the target's
-    num_tokens: int | None  # ids from here on are padding of the vocabulary; None: there are none
+    engine: Engine
     workload: Workload
-    slots: int
-    adaptive: Adaptive | None = None  # the draft length, where it is not always the drafter's K
 
-    def request(self, repeat: int) -> RequestBatch:
-        """Returns the request of one repeat; no token stops a row."""
-        work = self.workload
-        _, lengths_B, ids_B = work.rows(repeat, self.loop.target.vocab_size)
-        return RequestBatch.create(
-            sampling=self.sampling,
-            draft_sampling=self.draft_sampling,
-            limits=lengths_B + work.max_new_tokens,
-            prompt_ids=ids_B,
-            seed=work.seed,
-            num_tokens=self.num_tokens,
-            adaptive=None if self.adaptive is None else self.adaptive.for_rows(work.batch),
-        )
+    @property
+    def method(self) -> Method:
+        """Returns how it decodes."""
+        return self.engine.method
 
-    def prefill(self, repeat: int) -> DecodeState:
-        """Returns the state before the first round of one repeat."""
-        tokens_BP, lengths_B, _ = self.workload.rows(repeat, self.loop.target.vocab_size)
-        return self.loop.prefill(
-            self.weights, self.request(repeat), jnp.asarray(tokens_BP), jnp.asarray(lengths_B), slots=self.slots
-        )
+    def requests(self, repeat: int) -> list[Request]:
+        """Returns the requests of one repeat; no token stops a row."""
+        work, pair = self.workload, self.engine.pair
+        prompts, ids = work.rows(repeat, pair.target.vocab_size)
+        return make_requests(pair, self.method, prompts, work.max_new_tokens, seed=work.seed, stop=(), prompt_ids=ids)
+
+    def prefill(self, requests: Sequence[Request]) -> DecodeState:
+        """Returns the state before the first round."""
+        return self.engine.prefill(requests, least_length=self.workload.prompt_length)
 
     def decode(self, repeat: int) -> Timing:
         """Decodes the prompts of one repeat to the end; ``loop_seconds`` holds nothing but the loop.
@@ -180,77 +159,46 @@ class TimedDecoder:
         Raises:
           ValueError: a row ended early, because the target's logits were no distribution.
         """
+        requests = self.requests(repeat)
         start = time.perf_counter()
-        state = jax.block_until_ready(self.prefill(repeat))
+        state = jax.block_until_ready(self.prefill(requests))
         middle = time.perf_counter()
-        state = jax.block_until_ready(self.loop.run(self.weights, state, UNLIMITED))
+        state = jax.block_until_ready(self.engine.run(state))
         end = time.perf_counter()
-        state = to_host(dataclasses.replace(state, cache=None, drafter_state=None, request=None))
-        _, lengths_B, _ = self.workload.rows(repeat, self.loop.target.vocab_size)
-        emitted = [slice(*ends) for ends in zip(lengths_B, state.lengths_B)]
-        if (state.lengths_B - lengths_B < self.workload.max_new_tokens).any():
+        rows = self.engine.take(state, requests)
+        if any(row.finish is Finish.INVALID for row in rows):
             raise ValueError("the target's logits hold NaN, or nothing finite: a row ended before its last token")
-
-        def of_rows(x_BS):
-            return tuple(tuple(row[new].tolist()) for row, new in zip(x_BS, emitted, strict=True))
-
-        def of_row(row):
-            meter = state.meter and jax.tree.map(lambda x_BS: x_BS[row, emitted[row]], state.meter)
-            return RowStats.of(state.stats, row, meter)
-
         return Timing(
             prefill_seconds=middle - start,
             loop_seconds=end - middle,
-            rounds=int(state.stats.rounds_B.max()),
-            rows=tuple(of_row(row) for row in range(self.workload.batch)),
-            texts=of_rows(state.tokens_BS),
-            from_draft=of_rows(state.from_draft_BS),
+            rounds=max(row.stats.rounds for row in rows),
+            rows=tuple(row.stats for row in rows),
+            texts=tuple(tuple(row.tokens) for row in rows),
+            from_draft=tuple(tuple(row.from_draft) for row in rows),
         )
 
 
 def decoders(
-    pair: Pair,
-    contenders: Mapping[Name, tuple[Drafter, Rule]],
-    sampling: Warp,
-    workload: Workload,
-    draft_sampling: Warp | None = None,
-    *,
-    least_length: int = 0,
-    adaptive: Mapping[Name, Adaptive | None] = types.MappingProxyType({}),
+    pair: Pair, methods: Mapping[Name, Method], workload: Workload, *, least_length: int = 0
 ) -> dict[Name, TimedDecoder]:
-    """Makes a decoder for each contender, all with caches of the same size: attention reads all slots.
+    """Makes a decoder for each method, all with caches of the same size: attention reads all slots.
 
     Args:
-      contenders: drafter and rule by name.
-      draft_sampling: the draft's own warp; default the target's.
-      adaptive: the draft lengths of those contenders whose K is only the most.
+      methods: by name.
       least_length: caches have room for rows of this length, even if the workload's are shorter.
 
     Raises:
       ValueError: the workload does not fit, see `check_fits`, or its caches do not fit into memory.
     """
-    check_fits(pair, [drafter for drafter, _ in contenders.values()], workload)
-    loops = {
-        name: Loop(target=pair.target, drafter=drafter, rule=rule, window=decode_window(), shards=pair.shards)
-        for name, (drafter, rule) in contenders.items()
-    }
-    longest = max(workload.longest, least_length) + max(loop.headroom for loop in loops.values())
-    slots = round_slots(longest)
-    for loop in loops.values():
-        check_memory(loop, rows=workload.batch, slots=slots)
-    return {
-        name: TimedDecoder(
-            loop=loop,
-            weights=pair.weights(loop.drafter, slots),
-            sampling=sampling,
-            draft_sampling=draft_sampling,
-            num_tokens=pair.num_tokens,
-            workload=workload,
-            slots=slots,
-            adaptive=adaptive.get(name),
-        )
-        for name, loop in loops.items()
-    }
+    check_fits(pair, [method.drafter for method in methods.values()], workload)
+    headroom = max(method.loop(pair).headroom for method in methods.values())
+    slots = round_slots(max(workload.longest, least_length) + headroom)
+    prompts, _ = workload.rows(0, pair.target.vocab_size)
+    made = {}
+    for name, method in methods.items():
+        requests = make_requests(pair, method, prompts, workload.max_new_tokens, stop=())
+        made[name] = TimedDecoder(engine=Engine.create(pair, method, requests, slots=slots), workload=workload)
+    return made
 
 
 def check_fits(pair: Pair, drafters: Iterable[Drafter], workload: Workload) -> None:

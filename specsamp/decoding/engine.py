@@ -35,6 +35,8 @@ from specsamp.decoding.results import RowText
 from specsamp.decoding.state import STOPS_MULTIPLE, DecodeState, RequestBatch, Weights
 from specsamp.models.interface import LanguageModel
 
+Array = jax.Array
+
 SMALLEST_BUCKET = 16
 SLOTS_MULTIPLE = 128
 DEFAULT_CONTEXT = 4096
@@ -108,27 +110,26 @@ class Engine:
             idle=requests[0],
         )
 
-    def prefill(self, requests: Sequence[Request | None], num_samples: int = 1) -> DecodeState:
+    def prefill(self, requests: Sequence[Request | None], num_samples: int = 1, least_length: int = 1) -> DecodeState:
         """Reads prompts, padded to the bucket of the longest, into a state with a row for each request.
 
         Args:
           requests: each prompt's ``num_samples`` requests in a row; None is an idle row. Idle rows are added until all
             data shards have as many.
+          least_length: prompts are padded to its bucket at least, so that batches of short ones share the program.
         """
         requests = [*requests, *[None] * (-len(requests) % (self.pair.shards.count * num_samples))]
         prompts = [(0,) if request is None else request.prompt for request in requests[::num_samples]]
-        tokens_BP = np.zeros((len(prompts), min(_padded_length(self.pair, prompts), self.slots)), np.int32)
+        arrays = self.arrays(requests), *self.padded(prompts, least_length)
+        return self.loop.prefill(self.weights, *arrays, slots=self.slots, num_samples=num_samples)
+
+    def padded(self, prompts: Sequence[Sequence[int]], least_length: int = 1) -> tuple[Array, Array]:
+        """Returns prompts as int32 ``[B, P]``, padded to the bucket of the longest, and their lengths ``[B]``."""
+        longest = max(least_length, *map(len, prompts))
+        tokens_BP = np.zeros((len(prompts), min(_padded_length(self.pair, longest), self.slots)), np.int32)
         for row, tokens in zip(tokens_BP, prompts):
             row[: len(tokens)] = tokens
-        lengths_B = jnp.asarray([len(tokens) for tokens in prompts], jnp.int32)
-        return self.loop.prefill(
-            self.weights,
-            self.arrays(requests),
-            jnp.asarray(tokens_BP),
-            lengths_B,
-            slots=self.slots,
-            num_samples=num_samples,
-        )
+        return jnp.asarray(tokens_BP), jnp.asarray([len(tokens) for tokens in prompts], jnp.int32)
 
     def extend(self, request: Request, state: DecodeState | None, start: int, chunk: int) -> DecodeState:
         """Reads what is new of a prompt into a state of one row, which is donated; see `Loop.extend`.
@@ -286,15 +287,15 @@ def _memory_of_devices() -> int | None:
     return None if limit is None else limit * len(devices)
 
 
-def _padded_length(pair: Pair, prompts: Sequence[Sequence[int]]) -> int:
+def _padded_length(pair: Pair, longest: int) -> int:
     """Returns the bucket of the longest prompt; never more than the model has positions."""
-    padded = bucket(max(map(len, prompts)))
+    padded = bucket(longest)
     return padded if pair.target.max_positions is None else min(padded, pair.target.max_positions)
 
 
 def _slots(pair: Pair, loop: Loop, requests: Sequence[Request]) -> int:
     """Returns slots for any prompts and budgets of the same buckets; never many more than the model has positions."""
-    padded_length = _padded_length(pair, [request.prompt for request in requests])
+    padded_length = _padded_length(pair, max(len(request.prompt) for request in requests))
     longest = padded_length + bucket(max(request.max_new_tokens for request in requests))
     if pair.target.max_positions is not None:
         longest = max(min(longest, pair.target.max_positions), padded_length)

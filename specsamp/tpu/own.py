@@ -20,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specsamp import validate
 from specsamp.analysis.workload import Quartiles, Workload, decoders
 from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.distributed import gather_objects
-from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, temperature, top_p
 from specsamp.tpu.calibration import Calibration, Steps, fits_by_overlap, least_squares, nearly_best
 from specsamp.tpu.topology import parse, same_slice
@@ -132,8 +132,8 @@ def all_reduce(sizes: Sequence[int], along: Sequence[int], size: int) -> AllRedu
 def step_ms(pair: Pair, batch: int, slots: int, repeats: int) -> Quartiles:
     """Returns the milliseconds of a step of plain decoding, nothing but the loop in them."""
     work = Workload(batch=batch, prompt_length=PROMPT, max_new_tokens=NEW_TOKENS, repeats=repeats)
-    contenders = {"plain": (NoDrafter(), TokenRule())}
-    side = decoders(pair, contenders, SAMPLING, work, least_length=slots - NEW_TOKENS)["plain"]
+    plain = Method(drafter=NoDrafter(), sampling=SAMPLING)
+    side = decoders(pair, {"plain": plain}, work, least_length=slots - NEW_TOKENS)["plain"]
     side.decode(0)  # compiles
     timings = [side.decode(repeat) for repeat in range(repeats)]
     return Quartiles.of(np.array([timing.loop_seconds / timing.rounds for timing in timings]) * 1e3)

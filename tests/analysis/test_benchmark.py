@@ -19,6 +19,7 @@ from specsamp.analysis.benchmark import RoundSplit, benchmark
 from specsamp.analysis.grid import counts_of
 from specsamp.analysis.workload import Quartiles, Workload, take_turns
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.sampling.rejection import BlockRule, TokenRule
@@ -40,7 +41,8 @@ def pair():
 @pytest.fixture(scope="module")
 def result(pair):
     said = []
-    result = benchmark(pair, ModelDrafter(pair.draft, K), TokenRule(), SAMPLING, WORK, said.append)
+    method = Method(drafter=ModelDrafter(pair.draft, K), sampling=SAMPLING)
+    result = benchmark(pair, method, WORK, said.append)
     assert any("phases" in text for text in said)
     return result
 
@@ -138,20 +140,20 @@ def test_phases_that_do_not_fit_are_left_out(pair, monkeypatch):
 
     fail("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
     said = []
-    result = benchmark(pair, NgramDrafter(K=2), TokenRule(), SAMPLING, WORK, said.append)
+    result = benchmark(pair, Method(drafter=NgramDrafter(K=2), rule=TokenRule(), sampling=SAMPLING), WORK, said.append)
     assert result.split is None and result.acceptance.emitted
     assert "left out" in said[-1]
     monkeypatch.setattr(benchmark_module, "split_round", lambda *_: None)  # a platform that reports no operations
-    assert benchmark(pair, NgramDrafter(K=2), TokenRule(), SAMPLING, WORK).split is None
+    assert benchmark(pair, Method(drafter=NgramDrafter(K=2), rule=TokenRule(), sampling=SAMPLING), WORK).split is None
     fail("INTERNAL: something else")
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        benchmark(pair, NgramDrafter(K=2), TokenRule(), SAMPLING, WORK)
+        benchmark(pair, Method(drafter=NgramDrafter(K=2), rule=TokenRule(), sampling=SAMPLING), WORK)
 
 
 def test_prompt_lookup(pair, monkeypatch):
     """Proposals without distributions, and sometimes none."""
     without_parts(monkeypatch)
-    result = benchmark(pair, NgramDrafter(K=2), BlockRule(), SAMPLING, WORK)
+    result = benchmark(pair, Method(drafter=NgramDrafter(K=2), rule=BlockRule(), sampling=SAMPLING), WORK)
     assert len(result.acceptance.accepted_counts) == 3
     assert result.acceptance.reached[0] <= result.acceptance.rounds
     assert len(tables.result_tables(result)) == 2
@@ -159,14 +161,16 @@ def test_prompt_lookup(pair, monkeypatch):
 
 def test_greedy_sides_write_the_same_and_sampled_ones_need_not(pair, result, monkeypatch):
     without_parts(monkeypatch)
-    same = benchmark(pair, ModelDrafter(pair.draft, K), TokenRule(), chain(temperature(0.0)), WORK).same_tokens
+    same = benchmark(
+        pair, Method(drafter=ModelDrafter(pair.draft, K), rule=TokenRule(), sampling=chain(temperature(0.0))), WORK
+    ).same_tokens
     assert same == WORK.repeats > result.same_tokens
 
 
 def test_no_drafter(pair, monkeypatch):
     """Both sides are the same: that is how to test a benchmark."""
     without_parts(monkeypatch)
-    result = benchmark(pair, NoDrafter(), TokenRule(), greedy(), WORK)
+    result = benchmark(pair, Method(drafter=NoDrafter(), rule=TokenRule(), sampling=greedy()), WORK)
     assert sum(result.acceptance.reached) == 0 and result.acceptance.emitted_per_round == 1
     assert len(tables.result_tables(result)) == 1
 
@@ -181,14 +185,14 @@ def test_workloads_are_checked(pair):
         Workload(repeats=0)
     long = dataclasses.replace(WORK, max_new_tokens=60)
     with pytest.raises(ValueError, match="65 positions, but the target has 64"):
-        benchmark(pair, NoDrafter(), TokenRule(), SAMPLING, long)
+        benchmark(pair, Method(drafter=NoDrafter(), rule=TokenRule(), sampling=SAMPLING), long)
 
 
 def test_a_target_that_has_no_distribution_is_not_a_quick_one(pair):
     """Its rows end before the first token."""
     broken = dataclasses.replace(pair, target_params=jnp.full_like(pair.target_params, jnp.nan))
     with pytest.raises(ValueError, match="the target's logits hold NaN"):
-        benchmark(broken, NoDrafter(), TokenRule(), SAMPLING, WORK)
+        benchmark(broken, Method(drafter=NoDrafter(), rule=TokenRule(), sampling=SAMPLING), WORK)
 
 
 @pytest.mark.parametrize("document", [{"x": object()}, {"x": float("nan")}])

@@ -34,7 +34,7 @@ def clocks(monkeypatch):
         def timed(decoder, repeat):
             timing = real(decoder, repeat)
             ran.append(decoder)
-            return dataclasses.replace(timing, loop_seconds=seconds[decoder.loop.drafter.K] * timing.rounds)
+            return dataclasses.replace(timing, loop_seconds=seconds[decoder.method.drafter.K] * timing.rounds)
 
         monkeypatch.setattr(TimedDecoder, "decode", timed)
         return ran
@@ -55,8 +55,8 @@ def test_a_draft_that_pays_is_chosen_and_the_numbers_are_said(pair, clocks):
     first, second = said.splitlines()
     assert first.startswith("draft_length 4 for 2 rows: ") and "x plain decoding" in first
     assert "by draft length: 0: " in second and "4: " in second
-    assert [decoder.loop.drafter.K for decoder in ran] == [0, 1, 4] * 3  # in turn; the first turn compiles
-    assert len({decoder.slots for decoder in ran}) == 1
+    assert [decoder.method.drafter.K for decoder in ran] == [0, 1, 4] * 3  # in turn; the first turn compiles
+    assert len({decoder.engine.slots for decoder in ran}) == 1
     assert len(generate(pair, PROMPTS, 8, draft_length=K)) == 2
 
 
@@ -113,25 +113,24 @@ def test_drafters_of_ones_own_and_several_samples(pair, clocks):
     K, _ = choose(
         pair, make_drafter=lambda K: NgramDrafter(K=K), draft_lengths=(3,), prompts=PROMPTS[:1], num_samples=2
     )
-    assert K == 3 and ran[-1].loop.drafter == NgramDrafter(K=3) and ran[-1].workload.batch == 2
+    assert K == 3 and ran[-1].method.drafter == NgramDrafter(K=3) and ran[-1].workload.batch == 2
 
 
 def test_long_budgets_are_not_decoded_to_the_end_but_have_caches_of_their_size(pair, clocks, monkeypatch):
     monkeypatch.setattr(draft_length, "LONGEST_TEXT", 10)
     ran = clocks({0: 1.0, 1: 1.0})
     choose(pair, draft_lengths=(1,))
-    assert ran[-1].workload.max_new_tokens == 10 and ran[-1].slots >= 3 + 30
+    assert ran[-1].workload.max_new_tokens == 10 and ran[-1].engine.slots >= 3 + 30
 
 
 def test_the_noise_is_not_that_of_the_completions(pair, clocks):
     """K must not depend on the random numbers that decide the text."""
     ran = clocks({0: 1.0, 1: 1.0})
     choose(pair, draft_lengths=(1,))
-    keys = np.asarray(jax.random.key_data(ran[-1].request(0).row_keys_B))
-    own = np.asarray(
-        jax.random.key_data(
-            dataclasses.replace(ran[-1], workload=dataclasses.replace(ran[-1].workload, seed=0)).request(0).row_keys_B
-        )
+    with_seed_0 = dataclasses.replace(ran[-1], workload=dataclasses.replace(ran[-1].workload, seed=0))
+    keys, own = (
+        np.asarray(jax.random.key_data(decoder.engine.arrays(decoder.requests(0)).row_keys_B))
+        for decoder in (ran[-1], with_seed_0)
     )
     assert keys.shape == own.shape and not (keys == own).all(axis=1).any()
 

@@ -16,10 +16,11 @@ from specsamp.analysis.costs import CLOCK_DRIFT
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import Quartiles, Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.synthetic import SyntheticAcceptance
-from specsamp.sampling.warp import chain, greedy, temperature
+from specsamp.sampling.warp import chain, temperature
 from support import fakes
 
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
@@ -42,10 +43,7 @@ def key(**changes):
 def cell(**changes):
     return grid.Cell(
         key=key(**changes),
-        drafter=NgramDrafter(K=4),
-        rule=TokenRule(),
-        sampling=greedy(),
-        draft_sampling=None,
+        method=Method(drafter=NgramDrafter(K=4)),
         workload=Workload(),
     )
 
@@ -213,10 +211,12 @@ def measured(pair):
         results = grid.Results.open(None, IDENTITY)
         made = grid.Cell(
             key=key(draft_length=K, batch=2),
-            drafter=ModelDrafter(pair.draft, K),
-            rule=SyntheticAcceptance(TokenRule(), 0.6),
-            sampling=chain(temperature(1.0)),
-            draft_sampling=chain(temperature(0.5)),
+            method=Method(
+                drafter=ModelDrafter(pair.draft, K),
+                rule=SyntheticAcceptance(TokenRule(), 0.6),
+                sampling=chain(temperature(1.0)),
+                draft_sampling=chain(temperature(0.5)),
+            ),
             workload=Workload(batch=2, prompt_length=3, max_new_tokens=120, repeats=4),
         )
         grid.measure_cells(pair, [made], results)

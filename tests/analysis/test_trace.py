@@ -9,10 +9,10 @@ from jax.profiler import ProfileData
 from specsamp.analysis import benchmark, trace
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, temperature
 from support.run_script import call
 from support.weights import drawn_params
@@ -27,8 +27,8 @@ def traced(tmp_path_factory):
     params = drawn_params(model)
     pair = Pair(target=model, target_params=params, draft=model, draft_params=params)
     work = Workload(batch=1, prompt_length=4, max_new_tokens=20, repeats=1)
-    sides = {"speculative": (ModelDrafter(model, 2), TokenRule())}
-    (decoder,) = decoders(pair, sides, chain(temperature(0.8)), work).values()
+    method = Method(drafter=ModelDrafter(model, 2), sampling=chain(temperature(0.8)))
+    (decoder,) = decoders(pair, {"speculative": method}, work).values()
     spans, read = {}, trace.spans_by_program
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "spans_by_program", lambda *arguments: spans.update(read(*arguments)) or spans)

@@ -9,6 +9,7 @@ import pytest
 
 from specsamp import Pair, chain, generate, greedy, stream, temperature, top_p
 from specsamp.decoding.loop import Loop
+from specsamp.decoding.method import Method
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
@@ -68,18 +69,19 @@ def test_the_loop_may_stand_inside_another_program(pairs):
     """Options of the compiler belong to the outermost program."""
     from specsamp.analysis.workload import Workload, decoders
     from specsamp.decoding.drafters import ModelDrafter
-    from specsamp.sampling.rejection import TokenRule
 
     pair = pairs["cpu"]
     work = Workload(prompt_length=4, max_new_tokens=4, repeats=1)
-    side = decoders(pair, {"": (ModelDrafter(pair.draft, 2), TokenRule())}, greedy(), work)[""]
+    side = decoders(pair, {"": Method(drafter=ModelDrafter(pair.draft, 2))}, work)[""]
 
     def run(state):
-        return side.loop.run(side.weights, state, 9).tokens_BS
+        return side.engine.loop.run(side.engine.weights, state, 9).tokens_BS
 
-    assert jax.eval_shape(run, side.prefill(0)).shape == (1, side.slots)
-    inside = jax.jit(run)(side.prefill(0))
-    by_name = Loop.run(self=side.loop, weights=side.weights, state=side.prefill(0), max_rounds=9)
+    assert jax.eval_shape(run, side.prefill(side.requests(0))).shape == (1, side.engine.slots)
+    inside = jax.jit(run)(side.prefill(side.requests(0)))
+    by_name = Loop.run(
+        self=side.engine.loop, weights=side.engine.weights, state=side.prefill(side.requests(0)), max_rounds=9
+    )
     np.testing.assert_array_equal(inside, by_name.tokens_BS)
     np.testing.assert_array_equal(inside[0, 4:8], jnp.asarray(side.decode(0).texts[0]))
-    assert dataclasses.replace(side.loop.target, weight_order="default").compiler_options == ()
+    assert dataclasses.replace(side.engine.loop.target, weight_order="default").compiler_options == ()

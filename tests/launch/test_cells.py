@@ -10,10 +10,10 @@ from launch.lib.fields import ExperimentConfig
 from specsamp.analysis import grid
 from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.synthetic import SyntheticAcceptance
-from specsamp.sampling.warp import greedy
 from support import fakes
 
 V = 5
@@ -23,9 +23,7 @@ V = 5
 def experiment():
     table, model = fakes.random_table(0, V), fakes.TableLM(V)
     pair = Pair(target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 1.0))
-    return Experiment(
-        pair=pair, pair_name="toy", drafter=NoDrafter(), rule=TokenRule(), sampling=greedy(), workload=Workload()
-    )
+    return Experiment(pair=pair, pair_name="toy", method=Method(drafter=NoDrafter()), workload=Workload())
 
 
 def points(*texts):
@@ -38,11 +36,11 @@ def test_a_grid_becomes_cells(experiment):
     made = cells.make_cells(cells.turned(config, turned), experiment)
     plain = [one for one in made if one.key["draft_length"] == 0]
     assert len(made) == 2 + 8 and len(plain) == 2  # plain decoding has neither rule nor drafter
-    assert all(one.drafter == NoDrafter() and one.key["drafter"] == "none" for one in plain)
-    assert {type(one.drafter) for one in made if one not in plain} == {ModelDrafter, NgramDrafter}
-    assert {type(one.rule) for one in made if one not in plain} == {TokenRule, BlockRule}
+    assert all(one.method.drafter == NoDrafter() and one.key["drafter"] == "none" for one in plain)
+    assert {type(one.method.drafter) for one in made if one not in plain} == {ModelDrafter, NgramDrafter}
+    assert {type(one.method.rule) for one in made if one not in plain} == {TokenRule, BlockRule}
     (heated,) = cells.make_cells(cells.turned(config, points("draft_temperature=0.5")), experiment)
-    temperatures = [float(warp.warps[0].value) for warp in (heated.sampling, heated.draft_sampling)]
+    temperatures = [float(warp.warps[0].value) for warp in (heated.method.sampling, heated.method.draft_sampling)]
     np.testing.assert_allclose(temperatures, [0.8, 0.5])
     both = cells.make_cells(cells.turned(config, [{"draft_temperature": 0.5}, {"draft_length": 3}]), experiment)
     assert [one.key["draft_temperature"] for one in both] == [0.5, None]  # a point knows nothing of the one before

@@ -51,9 +51,9 @@ def measured(monkeypatch):
     """Stands in for the measurement, which tests of its own have; holds the drafters that were measured."""
     seen = []
 
-    def benchmark(pair, drafter, rule, sampling, workload, progress):
-        seen.append(drafter)
-        K = drafter.K
+    def benchmark(pair, method, workload, progress):
+        seen.append(method.drafter)
+        K = method.drafter.K
         half = {"median": 0.5, "lower": 0.5, "upper": 0.5}
         part = {"ms": half}
         return {

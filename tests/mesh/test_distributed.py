@@ -210,7 +210,7 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
     document = json.loads(output.read_text())
     assert document["environment"]["devices"] == 8
     here = experiment.build(ExperimentConfig.from_file("configs/chinchilla.py:tiny,batch=2").turned(fields))
-    side = decoders(here.pair, {"x": (here.drafter, here.rule)}, here.sampling, here.workload)["x"]
+    side = decoders(here.pair, {"x": here.method}, here.workload)["x"]
     stats = side.decode(0).stats
     (cell,) = document["cells"]
     assert cell["result"]["acceptance"]["accepted_counts"] == list(stats.accepted_counts)

@@ -271,7 +271,7 @@ def test_sharding_a_pair_again_moves_it(transformer_pair):
 def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
     pair = shard(table_pair, make_mesh(8, 1))
     with pytest.raises(ValueError, match="batch 1 does not divide over the 8 shards"):
-        decoders(pair, {"x": (NgramDrafter(K=2), BlockRule())}, SAMPLING, Workload())
+        decoders(pair, {"x": Method(drafter=NgramDrafter(K=2))}, Workload())
 
 
 def test_parameters_of_a_drafter_of_ones_own(table_pair):

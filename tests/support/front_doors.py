@@ -176,7 +176,7 @@ def by_benchmark(pair, options):
 
     method = make_method(pair, sampling=SAMPLING, **options)
     work = Workload(batch=2, prompt_length=20, max_new_tokens=24, repeats=2, prompts=tuple(map(tuple, PROMPTS)))
-    made = decoders(pair, {"it": (method.drafter, method.rule)}, SAMPLING, work, adaptive={"it": method.adaptive})
+    made = decoders(pair, {"it": method}, work)
     found = [made["it"].decode(repeat) for repeat in range(2)]
     return [[one.rounds, one.texts, one.from_draft, [_counts(row) for row in one.rows]] for one in found]
 
