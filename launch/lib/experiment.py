@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from launch.lib import entry
 from launch.lib.fields import ExperimentConfig
-from launch.lib.rules import make_rule
 from launch.lib.shapes import known_models
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
@@ -95,21 +94,10 @@ def build(config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_hea
     else:
         pair = bare_pair(known["target"], known["draft"], config.seed, mesh=mesh, **over)
     pair = with_attention(pair, config.attention)
-    drafter, sampling = config.make_drafter(pair.target, pair.draft_or_head), config.sampling.warp()
-    if check_heads and pair.head is not None and drafter.hidden_layers and workload.prompts:
-        say_how_a_head_fits(pair, workload, sampling)
-    return Experiment(
-        pair=pair,
-        pair_name=name,
-        method=Method(
-            drafter=drafter,
-            rule=make_rule(config.rule),
-            sampling=sampling,
-            adaptive=config.make_adaptive(drafter),
-        ),
-        workload=workload,
-        folder=config.pair,
-    )
+    method = config.make_method(pair)
+    if check_heads and pair.head is not None and method.drafter.hidden_layers and workload.prompts:
+        say_how_a_head_fits(pair, workload, method.sampling)
+    return Experiment(pair=pair, pair_name=name, method=method, workload=workload, folder=config.pair)
 
 
 def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
