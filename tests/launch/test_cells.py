@@ -47,7 +47,7 @@ def test_a_grid_becomes_cells(experiment):
     (cold,) = cells.make_cells(cells.turned(config, points("draft_temperature=0")), experiment)
     assert float(cold.method.draft_sampling.warps[0].value) == 0 and float(cold.method.sampling.warps[0].value) > 0.7
     (made_up,) = cells.make_cells(cells.turned(config, points("synthetic_acceptance=0.7")), experiment)
-    assert made_up.rule == SyntheticAcceptance(TokenRule(), 0.7) and made_up.key["synthetic_acceptance"] == 0.7
+    assert made_up.method.rule == SyntheticAcceptance(TokenRule(), 0.7) and made_up.key["synthetic_acceptance"] == 0.7
     assert "synthetic_acceptance" not in heated.key
 
 
