@@ -144,7 +144,7 @@ def decode_blocks(
                 functools.partial(open_log, name, block, experiment),
                 lambda done: say(f"{where}: {done} of {len(problems) * requests.samples} completions"),
             )
-            cell = json.loads(report.to_json({"key": key, "method": repr(methods[name]), "result": result}))
+            cell = json.loads(report.json_text({"key": key, "method": repr(methods[name]), "result": result}))
             results.document["cells"].append(cell)
             results.add(cell, entry.header() | {"evaluation": tabulate(results.cells, PLAIN)})
 

@@ -318,7 +318,7 @@ def check_output(path: str | None, flag: str = "output") -> None:
 def write_result(path: str | None, document: dict, console: Console) -> None:
     """Writes a result as JSON, after the command and the environment; once, whatever the number of processes."""
     if path and is_first():
-        storage.write(path, report.to_json(header() | document))
+        storage.write(path, report.json_text(header() | document))
     say_written(path, console)
 
 

@@ -250,7 +250,7 @@ def _single(study: Study, prepared: Any, options: types.SimpleNamespace, console
     with entry.progress(console, "starting") as say:
         document = entry.header() | asked | study.measure(prepared, {}, say)
     if path and entry.is_first():
-        storage.write(path, report.to_json(document))
+        storage.write(path, report.json_text(document))
     return report.as_json(document)
 
 

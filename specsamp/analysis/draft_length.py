@@ -3,14 +3,14 @@
     K = choose_draft_length(pair, prompts, max_new_tokens=128, sampling=chain(temperature(0.8)))
     completions = generate(pair, prompts, 128, sampling=chain(temperature(0.8)), draft_length=K)
 
-It measures and compares; nothing is modelled. The choice is a step of its own because a clock decides it: another machine
-may get another K, and with it other tokens from the same seed. Write the K down to reproduce a run.
+It measures and compares; nothing is modelled. A clock decides, so another machine may get another K, and with it other
+tokens from the same seed. Write the K down to reproduce a run.
 
     adaptive = calibrate(pair, prompts, lengths=(0, 1, 2, 4, 8))
     completions = generate(pair, prompts, draft_length=adaptive)
 
-`calibrate` measures from what `specsamp.Adaptive` chooses anew for each row and round; `cost_table` forecasts its
-milliseconds. The same holds for them: print the result, and write it down.
+`calibrate` measures the numbers from which `specsamp.Adaptive` chooses anew for each sequence and round; `cost_table`
+forecasts its milliseconds. Print the result, and write it down.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def choose_draft_length(
 
     Args:
       draft_lengths: the K to compare; 0 (plain decoding) is always among them.
-      say: is told the choice and the numbers behind it, in two lines.
-      options: those of `time_lengths`, which also has the other arguments and the errors.
+      say: gets the choice and the numbers behind it, in two lines.
+      options: see `time_lengths`, for the other arguments and the errors, too.
     """
     timings = time_lengths(pair, prompts, max_new_tokens, draft_lengths=draft_lengths, **options)
     # All processes choose the same.
@@ -83,24 +83,22 @@ def calibrate(
     stop: Stop | None = None,
     **options: Any,
 ) -> Adaptive:
-    """Returns a draft length that adapts from what was measured on some prompts, as many as are decoded together later.
+    """Returns an adaptive draft length, measured on some prompts: as many as are decoded together later.
 
-    Measured are the milliseconds of a round with each length, which length is best for all, and the acceptance of the
-    longest. A round never costs less than a shorter one: where the clock says so, its noise is taken out. ``lengths`` and
-    ``stop`` are those of `Adaptive`, all else is that of `time_lengths`.
+    It measures the milliseconds of a round with each length, the best length for all, and the acceptance of the longest.
+    A round never costs less than a shorter one: the noise of the clock is taken out. ``lengths`` and ``stop`` are those of
+    `Adaptive`, the other arguments those of `time_lengths`.
     """
     if len(lengths) < 2:
         raise ValueError(f"lengths must be at least two to choose between, such as {LENGTHS}; got {tuple(lengths)!r}")
-    Adaptive(
-        lengths=tuple(lengths), costs_ms=[1.0] * len(lengths), stop=stop
-    )  # refuses what cannot be, before the hour
+    Adaptive(lengths=tuple(lengths), costs_ms=[1.0] * len(lengths), stop=stop)  # refuses lengths before the hour
     timings = time_lengths(pair, prompts, max_new_tokens, draft_lengths=lengths, **options)
     found = adapted_to({K: timings[K] for K in lengths}, stop)
     return gather_objects(found)[0]  # all processes choose the same
 
 
 def adapted_to(timings: Mapping[int, Sequence[Timing]], stop: Stop | None = None) -> Adaptive:
-    """Returns what `calibrate` does, from measurements of each length."""
+    """Returns the result of `calibrate` from measurements of each length."""
     lengths = tuple(timings)
     costs_ms = rising([np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths])
     # Rounds of all texts, each at the milliseconds of its length: texts differ more than a median shows, clocks less.
@@ -123,7 +121,7 @@ def cost_table(
 
 
 def rising(ms: Sequence[float]) -> tuple[float, ...]:
-    """Returns the rising numbers that are closest to some: neighbours that fall become their mean."""
+    """Returns the isotonic regression of some numbers (pool adjacent violators)."""
     blocks: list[tuple[float, int]] = []
     for value in ms:
         blocks.append((float(value), 1))

@@ -89,7 +89,7 @@ class Results:
             cells = {name_of(each["key"]): each for each in [*self.cells, *there, report.as_json(cell)]}
             self.document = report.as_json(header) | {"identity": identity, "cells": [*cells.values()]}
             if writes:
-                storage.write(self.path, report.to_json(self.document))
+                storage.write(self.path, report.json_text(self.document))
 
 
 def stored_cells(path: str | None, identity: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -51,7 +51,7 @@ class Table:
         return f"{text}\n\n{self.note}" if self.note else text
 
 
-def to_json(document: Any) -> str:
+def json_text(document: Any) -> str:
     """Returns the text of a JSON file; dataclasses are written as their fields, counts with the rates that follow.
 
     Raises:
@@ -62,7 +62,7 @@ def to_json(document: Any) -> str:
 
 def as_json(document: Any) -> Any:
     """Returns a document as it reads when it comes from a file: mappings, lists, numbers and texts."""
-    return json.loads(to_json(document))
+    return json.loads(json_text(document))
 
 
 def print_tables(tables: Iterable[Table], console: Console, plain: bool = False) -> None:

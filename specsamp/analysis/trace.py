@@ -234,9 +234,9 @@ def scope_of(op_name: str) -> Scope:
 def operations(profile: Any) -> list[Operation]:
     """Returns the operations that ran on the first device of this process.
 
-    On CPUs and GPUs events say themselves what they are. A CPU's product may go on in other threads after its event:
-    then an event of its own marks its end. A TPU has a line of programs, and one of operations, each named by its text;
-    what runs beside them, copies and collectives, is on other lines.
+    On CPUs and GPUs an event has the names of its program and operation. A CPU's product may go on in other threads after
+    its event: then another event marks its end. A TPU has a line of programs, and one of operations, each named by its
+    text; copies and collectives beside them are on other lines.
 
     Args:
       profile: a `jax.profiler.ProfileData`.
@@ -258,9 +258,7 @@ def operations(profile: Any) -> list[Operation]:
         with warnings.catch_warnings():  # the type of these, made by C++, lacks what Python 3.12 asks of types
             warnings.simplefilter("ignore", DeprecationWarning)
             events = [(event, dict(event.stats)) for line in plane.lines for event in line.events]
-        ends = {
-            (event.name, stats.get("_c")): event.start_ns for event, stats in events if event.name.startswith("end: ")
-        }
+        ends = {(event.name, stats.get("_c")): event.start_ns for event, stats in events}
         for event, stats in events:
             if "hlo_op" in stats and int(stats.get("device_ordinal", 0)) == 0:
                 end = max(event.end_ns, ends.get((f"end: {event.name}", stats.get("_p")), 0))

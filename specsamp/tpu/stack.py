@@ -39,7 +39,7 @@ class Stack:
 
     Attributes:
       kernels: of attention over the caches.
-      live: see `specsamp.tpu.report.measure`.
+      live: see `specsamp.tpu.program.measure`.
       drafter: a model; a head for this target; the layer that an early exit leaves the target after; or None.
     """
 

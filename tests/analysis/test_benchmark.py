@@ -77,7 +77,7 @@ def test_statistics_are_consistent(result):
 def test_counts_as_json_and_back():
     """With the rates that follow from them; older files lack the number of drafted tokens."""
     stats = RowStats(rounds=10, emitted=19, drafted=20, reached=(10, 6), accepted_counts=(4, 3, 3))
-    written = json.loads(report.to_json(stats))
+    written = json.loads(report.json_text(stats))
     assert written["by_position"] == [0.6, 0.5] and written["rate"] == 9 / 16
     np.testing.assert_allclose(written["by_position_error"], [math.sqrt(0.24 / 10), math.sqrt(0.25 / 6)])
     np.testing.assert_allclose(written["rate_error"], math.sqrt(9 * 7 / 16**3))
@@ -85,7 +85,7 @@ def test_counts_as_json_and_back():
     del written["drafted"]
     assert counts_of({"result": {"acceptance": written}}) == dataclasses.replace(stats, drafted=16)
     nothing = RowStats(rounds=3, emitted=3, drafted=0, reached=(0,), accepted_counts=(3, 0))
-    written = json.loads(report.to_json(nothing))
+    written = json.loads(report.json_text(nothing))
     assert written["rate"] is None and written["by_position"] == written["by_position_error"] == [None]
     assert math.isnan(rate_error(0.5, 0)) and tables.rate_with_error(nothing) == ""
 
@@ -198,7 +198,7 @@ def test_a_target_that_has_no_distribution_is_not_a_quick_one(pair):
 @pytest.mark.parametrize("document", [{"x": object()}, {"x": float("nan")}])
 def test_what_has_no_json_form_is_refused(document):
     with pytest.raises((TypeError, ValueError)):
-        report.to_json(document)
+        report.json_text(document)
 
 
 WIDE = report.Table(

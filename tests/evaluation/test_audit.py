@@ -92,7 +92,7 @@ def test_a_sound_pair_passes_every_check_that_applies():
     assert numbers["greedy"]["texts_that_differ"] == numbers["coupled"]["near_ties"] == 0
     assert numbers["neighbours"]["texts_that_differ"] == numbers["padding"]["texts_that_differ"] == 0
     assert numbers["acceptance"]["accepted"] == numbers["acceptance"]["verified"] > 80
-    assert "6 of 6" in report.to_json(dataclasses.asdict(found) | {"summary": found.summary})
+    assert "6 of 6" in report.json_text(dataclasses.asdict(found) | {"summary": found.summary})
     checks = report.as_json([dataclasses.asdict(check) for check in found.checks])
     assert [row[:2] for row in audit_table(checks).rows][1] == ("bfloat16", "not applicable")
 

@@ -34,7 +34,7 @@ def test_a_rule_that_keeps_to_its_budget_passes():
     assert "LOSSY: no more than its budget of 0.02 per token" in found.summary and "seen with 99%" in found.summary
     checks = report.as_json([dataclasses.asdict(check) for check in found.checks])
     assert "up to its budget" in audit_table(checks, claims=True).rows[0][2]
-    report.to_json(dataclasses.asdict(found))
+    report.json_text(dataclasses.asdict(found))
 
 
 def test_a_rule_that_exceeds_its_budget_fails():
