@@ -123,13 +123,13 @@ class Engine:
         arrays = self.arrays(requests), *self.padded(prompts, least_length)
         return self.loop.prefill(self.weights, *arrays, slots=self.slots, num_samples=num_samples)
 
-    def padded(self, prompts: Sequence[Sequence[int]], least_length: int = 1) -> tuple[Array, Array]:
+    def padded(self, prompts: Sequence[Sequence[int]], least_length: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """Returns prompts as int32 ``[B, P]``, padded to the bucket of the longest, and their lengths ``[B]``."""
         longest = max(least_length, *map(len, prompts))
         tokens_BP = np.zeros((len(prompts), min(_padded_length(self.pair, longest), self.slots)), np.int32)
         for row, tokens in zip(tokens_BP, prompts):
             row[: len(tokens)] = tokens
-        return jnp.asarray(tokens_BP), jnp.asarray([len(tokens) for tokens in prompts], jnp.int32)
+        return tokens_BP, np.array([len(tokens) for tokens in prompts], np.int32)
 
     def extend(self, request: Request, state: DecodeState | None, start: int, chunk: int) -> DecodeState:
         """Reads what is new of a prompt into a state of one row, which is donated; see `Loop.extend`.

@@ -117,9 +117,9 @@ class RequestBatch:
         return cls(
             sampling=sampling,
             draft_sampling=sampling if draft_sampling is None else warp_rows(draft_sampling),
-            row_keys_B=row_keys(seed, jnp.asarray(ids, jnp.int32), jnp.asarray(samples, jnp.int32)),
-            limits_B=jnp.asarray(limits, jnp.int32),
-            stop_ids_BN=jnp.asarray(stop_ids),
+            row_keys_B=row_keys(seed, np.asarray(ids, np.int32), np.asarray(samples, np.int32)),
+            limits_B=np.asarray(limits, np.int32),
+            stop_ids_BN=stop_ids,
             adaptive=adaptive,
         )
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 
@@ -46,12 +47,12 @@ def row_keys(seed: int | Sequence[int] | Array, prompt_ids_B: Array, sample_ids_
     Returns:
       ``[B]`` typed threefry keys (under rbg a vmapped row differs from the unbatched one).
     """
-    seeds_B = jnp.broadcast_to(jnp.asarray(seed, jnp.uint32), prompt_ids_B.shape)
-    return _address_rows(seeds_B, prompt_ids_B, sample_ids_B)
+    return _address_rows(np.asarray(seed, np.uint32), prompt_ids_B, sample_ids_B)
 
 
 @jax.jit
-def _address_rows(seeds_B: Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
+def _address_rows(seed: Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
+    seeds_B = jnp.broadcast_to(seed, prompt_ids_B.shape)
     base_B = jax.vmap(functools.partial(jax.random.key, impl="threefry2x32"))(seeds_B)
     return _fold(_fold(base_B, prompt_ids_B), sample_ids_B)
 
