@@ -147,9 +147,8 @@ for name, done in (("temperature 0.8", sampled), ("greedy", greedy)):
     by_position = ", ".join(f"{rate:.2f}" for rate in counts.acceptance_by_position)
     rows.append((name, tables.rate_with_error(counts), by_position, f"{counts.emitted_per_round:.2f}"))
 header = (f"K = {K}", "accepted, of verified", "by position", "emitted per round")
-report.print_tables(
-    [report.Table(title=f"{len(asked)} prompts, {TOKENS} tokens each", header=header, rows=rows)], console
-)
+title = f"{len(asked)} prompts, {TOKENS} tokens each"
+report.print_tables([report.Table(title=title, header=header, rows=rows)], console)
 
 # %% [markdown]
 # ## What is easy to draft?
