@@ -1,4 +1,4 @@
-"""Counts what the kernels of `specsamp.models.kernels` move, which the text of a program does not say."""
+"""Counts the traffic of the kernels of `specsamp.models.kernels`; the text of a program does not say it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published times of decode steps on TPUs, with the conditions that say what each had to stream.
+"""Published times of decode steps on TPUs, with their conditions.
 
     for row in published():
         row.milliseconds, row.work()      # what was measured, and of what
@@ -69,7 +69,7 @@ class Measurement:
 
     @property
     def layout(self) -> str:
-        """Returns what rows share that are left out together."""
+        """Chip, slice and parallelism; rows with the same are left out of a fit together."""
         return f"{self.chip} {self.slice}, tensor {self.tensor} x data {self.data}"
 
     @property
@@ -78,7 +78,7 @@ class Measurement:
         return self.axes or replica_axes(tuple(int(size) for size in self.slice.split("x")), self.tensor)
 
     def work(self) -> Work:
-        """Returns what a step does, or one collective of it."""
+        """Returns the work of a step, or of one collective."""
         rows = self.batch // self.data
         if self.kind == "collective":
             return self.shape.collective(CHIPS[self.chip], self.chips, rows)
@@ -104,7 +104,7 @@ def read(document: Mapping[str, Any]) -> tuple[Measurement, ...]:
     """Reads a table of measurements: ``{"models": {name: shape}, "groups": [{conditions, "rows": [...]}]}``.
 
     Raises:
-      TypeError: a row lacks a condition, or has one that nobody knows.
+      TypeError: a row lacks a condition, or has an unknown one.
     """
     models = {name: _shape(fields) for name, fields in document["models"].items()}
     rows = []

@@ -1,4 +1,4 @@
-"""One program that was compiled for a described slice: what it moves, holds and waits for."""
+"""One program that was compiled for a described slice: its traffic, memory and collectives."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Program:
         return self.hbm_bytes * chip.devices / chip.hbm_bytes_per_second * 1e3
 
     def work(self, chip: Chip, chips: Sequence[int], *, sequences: int, calls: int = 1) -> Work:
-        """Returns what decides the milliseconds of a run on one device, see `specsamp.tpu.calibration`.
+        """Returns the work of a run on one device, from which `specsamp.tpu.calibration` estimates milliseconds.
 
         Args:
           chips: of one replica along each axis of the slice; each collective crosses all of them.
@@ -161,7 +161,7 @@ def measure(
     layers: int,
     live: float = 0.5,
 ) -> Program:
-    """Compiles one program and counts what it moves; that it does not fit is a result.
+    """Compiles one program and counts its traffic; a program that does not fit is a result, too.
 
     Args:
       floor: returns the bytes per device that are read at least, by the share of the slots of caches that is alive.

@@ -67,9 +67,9 @@ class Programs:
         return _placed(shapes, model.weight_shardings(shapes))
 
     def floor(self, model: ShardedModel, live: float = 1.0, *, tokens: int = 1) -> float:
-        """Returns the bytes per device that a call reads at least; of experts those that its tokens are expected to choose.
+        """Returns the bytes per device that a call reads at least; of experts, the ones that its tokens are expected to choose.
 
-        Experts are the mean of the devices; where each has whole ones, the others wait for one that reads more.
+        Experts count as the mean of the devices; where each has whole experts, the slowest device reads more.
 
         Args:
           live: share of the slots of the cache that hold something, in [0, 1].
@@ -81,7 +81,7 @@ class Programs:
         return sum(share * _size(matrix) for matrix, share in matrices) + live * _size(self.cache(model))
 
     def floor_of_round(self, draft_length: int, live: float = 1.0) -> float:
-        """Returns the bytes per device that a round reads at least: its calls, and what makes features for a head."""
+        """Returns the bytes per device that a round reads at least: those of its calls, and of the matrices that fuse features."""
         fused = () if self.head is None else [self.draft_weights()["params"][name] for name in self.head.config.fused]
         return (
             self.floor(self.target, live, tokens=draft_length + 1)
@@ -90,18 +90,18 @@ class Programs:
         )
 
     def bytes_of_state(self) -> tuple[int, int]:
-        """Returns the bytes per device of weights, and of caches: of the target, and of what drafts beside it."""
+        """Returns the bytes per device of weights, and of caches, of the target and of the draft."""
         weights = self.weights(self.target), self.draft_weights()
         return _size(weights), _size((self.cache(self.target), self.draft_cache()))
 
     def draft_weights(self) -> Any:
-        """Returns the shapes of what a round drafts with beside the target's weights, sharded."""
+        """Returns the shapes of the weights that a round drafts with, beside the target's, sharded."""
         if self.inside:
             return None
         return self.weights(self.draft) if self.head is None else self.weights(self.draft)["head"]
 
     def draft_cache(self) -> Any:
-        """Returns the shapes of the cache of what drafts beside the target, sharded."""
+        """Returns the shapes of the draft's cache, sharded; an early exit has none."""
         if self.inside:
             return ()
         return self.cache(self.draft) if self.head is None else self.cache(self.draft)["cache"]

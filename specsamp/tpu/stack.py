@@ -35,7 +35,7 @@ PARTS = ("arguments", "temporaries", "outputs", "code")  # of memory
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """One target on one mesh, compiled at two depths, and what drafts for it.
+    """One target on one mesh, compiled at two depths, and its draft.
 
     Attributes:
       kernels: of attention over the caches.
@@ -92,7 +92,7 @@ class Stack:
         return _call(dataclasses.replace(self, drafter=None), layers, tokens)
 
     def more(self, tokens: int, layers: float) -> list[tuple[float, Program]]:
-        """Returns what so many more layers add to a program with such a call, as terms of `linear`."""
+        """Returns the terms of `linear` that add so many layers to a program with such a call."""
         each = layers / (MANY - FEW)
         return [(each, self.at(MANY, tokens)), (-each, self.at(FEW, tokens))]
 
@@ -103,7 +103,7 @@ class Stack:
         return fastest(calls, parse(self.topology)[0])
 
     def draft_step(self, tokens: int = WINDOW) -> Program:
-        """Measures a step of what drafts."""
+        """Measures a step of the draft."""
         if not isinstance(self.drafter, HeadConfig):
             return self.draft.call(tokens)
         programs = self.programs(FEW)
@@ -112,7 +112,7 @@ class Stack:
         return measure("step", tokens, floor, lowered, self.topology, layers=1, live=self.live)
 
     def round(self, draft_length: int, sampling: Warp, rule: Rule) -> Program:
-        """Measures a round of all layers: K steps of what drafts, and one call of the target."""
+        """Measures a round of all layers: K steps of the draft, and one call of the target."""
         programs = self.programs(FEW, sampling)
         drafting = draft_length * programs.draft.config.num_layers
         floor = functools.partial(programs.floor_of_round, draft_length)

@@ -96,7 +96,7 @@ def faster(found: Band) -> str:
 
 
 def basis(open: bool, own: Calibration | None = None) -> str:
-    """Says in words what an estimate rests on."""
+    """Returns the basis of an estimate in words."""
     if own is not None:
         return f"calibrated on these devices; steps that were left out within {math.expm1(own.error):.0%}"
     if open:
