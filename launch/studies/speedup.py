@@ -45,45 +45,31 @@ def measure(options, key, say) -> dict[str, Any]:
     curves = {}
     for name, warp in DISTRIBUTIONS.items():
         results = []
-        for rule in options.rule:
+        for rule in ("token", "block"):
             jax.clear_caches()  # Linux allows a process 65,530 mappings, and a program takes several
             for K in options.draft_length:
                 say(f"{name}, {rule} rule, K = {K}")
                 drafter = config.make_drafter(pair.target, pair.draft_or_head, K)
-                results.append(
-                    (rule, benchmark(pair, Method(drafter=drafter, rule=RULES[rule](), sampling=warp), work))
-                )
-        curves[name] = curve_of(results, work.repeats, greedy=name == "greedy")
+                method = Method(drafter=drafter, rule=RULES[rule](), sampling=warp)
+                results.append((rule, benchmark(pair, method, work)))
+        curves[name] = {
+            "ms_per_token": Quartiles.of([result.autoregressive.ms_per_token.median for _, result in results]),
+            "points": [point_of(rule, result) for rule, result in results],
+            "prompts": work.repeats,
+            "same_tokens": min(result.same_tokens for _, result in results) if name == "greedy" else None,
+        }
     left_out = ("sampling", "rule", "draft_length")
     return {
         "config": {field: value for field, value in config.recorded.items() if field not in left_out},
         "pair": experiment.pair_name,
         "weights": experiment.weights,
-        "timed": "the loop of every side: prefill and compilation are left out, end-of-text tokens do not stop it",
         "models": experiment.configs,
         "curves": curves,
-        "best_draft_length": {name: best_lengths(curve["points"]) for name, curve in curves.items()},
     }
-
-
-def curve_of(results: list[tuple[str, Result]], prompts: int, greedy: bool) -> dict[str, Any]:
-    """Returns a point for each result, and what they share; ``same_tokens`` counts prompts that all sides agree on."""
-    return {
-        "ms_per_token": Quartiles.of([result.autoregressive.ms_per_token.median for _, result in results]),
-        "points": [point_of(rule, result) for rule, result in results],
-        "prompts": prompts,
-        "same_tokens": min(result.same_tokens for _, result in results) if greedy else None,
-    }
-
-
-def best_lengths(points: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Returns the K of each rule with the largest speedup."""
-    rising = sorted(points, key=lambda point: point["speedup"].median)
-    return {point["rule"]: point["draft_length"] for point in rising}
 
 
 def point_of(rule: str, result: Result) -> dict[str, Any]:
-    """Returns what was measured of a rule and a K, and what theory allows it.
+    """Returns what was measured of a rule and a K, and how much of what theory allows it is.
 
     Raises:
       ValueError: the parts of a round were not timed.
@@ -91,24 +77,24 @@ def point_of(rule: str, result: Result) -> dict[str, Any]:
     split, allowed, K = result.split, result.allowed_speedup, result.speculative.draft_length
     if split is None or allowed is None:
         raise ValueError("the phases of a round were not timed, so theory has no costs: see JAX_DISABLE_JIT, or memory")
-    rounds = split.least_round.median / result.acceptance.emitted_per_round
     return {
         "rule": rule,
         "draft_length": K,
         "speedup": result.speedup,
-        "overall": result.overall_speedup,  # seconds over seconds, all prompts together
         "ms_per_token": result.speculative.ms_per_token,
         "acceptance": result.acceptance,
         "costs": {
             "target_step": split.step.ms.median,
             "draft_call": split.draft_model.ms.median / K,
             "score": split.score.ms.median,
-            "least_round": split.least_round.median,  # (K draft_call + score) / target_step, within a repeat
         },
-        "allowed": allowed,
         "efficiency": result.overall_speedup / allowed,
-        "efficiency_of_rounds": result.overall_speedup * rounds,
     }
+
+
+def best_of(points: Sequence[Mapping[str, Any]], rule: str) -> Mapping[str, Any]:
+    """Returns the point of a rule with the largest speedup."""
+    return max((point for point in points if point["rule"] == rule), key=lambda point: point["speedup"]["median"])
 
 
 def table(document: Document) -> Table:
@@ -117,7 +103,7 @@ def table(document: Document) -> Table:
     for name, curve in document["curves"].items():
         for point in curve["points"]:
             rule, K, costs = point["rule"], point["draft_length"], point["costs"]
-            mark = "**" if document["best_draft_length"][name][rule] == K else ""
+            mark = "**" * (point is best_of(curve["points"], rule))
             row = {
                 "": f"{mark}{words(name)}, {rule} rule, K = {K}{mark}",
                 "alone, ms per token": f"{curve['ms_per_token']['median']:.2f}",
@@ -171,10 +157,9 @@ def summary(speedup: Document, grid: Document, audit: Document, agreement: Docum
 
 def best_points(document: Document) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     """Yields setting, point and curve of the best K of the token rule: greedy and sampled."""
-    for name, best in document["best_draft_length"].items():
-        curve, K = document["curves"][name], best["token"]
-        point = next(point for point in curve["points"] if (point["rule"], point["draft_length"]) == ("token", K))
-        yield f"{words(name)}, K = {K}", point, curve
+    for name, curve in document["curves"].items():
+        point = best_of(curve["points"], "token")
+        yield f"{words(name)}, K = {point['draft_length']}", point, curve
 
 
 def streamed(model: Mapping[str, Any]) -> int:
@@ -189,7 +174,6 @@ STUDY = Study(
     config="configs/trained_pair.py",
     options={
         "draft_length": Option((1, 2, 3, 4, 5, 6, 7, 8), "Draft lengths K to measure.", least=1),
-        "rule": Option(("token", "block"), "Acceptance rules to measure.", choices=sorted(RULES)),
         "passes": Option(3, "How often each side decodes every prompt.", least=1),
     },
     measure=measure,

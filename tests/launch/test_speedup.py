@@ -39,14 +39,14 @@ def side(K, ms):
     return types.SimpleNamespace(draft_length=K, ms_per_token=quartiles(ms))
 
 
-def result(ratio, same_tokens=4, split=SPLIT, K=2):
+def result(ratio, split=SPLIT, K=2):
     return Result(
         autoregressive=side(0, 3.0),
         speculative=side(K, 3.0 / ratio),
         speedup=quartiles(ratio),
         overall_speedup=ratio,
         acceptance=COUNTS,
-        same_tokens=same_tokens,
+        same_tokens=4,
         split=split,
         slots=64,
         memory=None,
@@ -55,22 +55,16 @@ def result(ratio, same_tokens=4, split=SPLIT, K=2):
 
 def test_efficiency_is_the_share_of_what_theory_allows():
     point = speedup.point_of("token", result(1.2))
-    allowed = expected_tokens(9 / 16, 2) / 1.7
-    assert math.isclose(point["allowed"], allowed) and math.isclose(point["efficiency"], 1.2 / allowed)
-    assert math.isclose(point["efficiency_of_rounds"], 1.2 / (2.2 / 1.7))
-    assert point["costs"] == {"target_step": 4.0, "draft_call": 0.75, "score": 5.0, "least_round": 1.7}
+    assert math.isclose(point["efficiency"], 1.2 / (expected_tokens(9 / 16, 2) / 1.7))
+    assert point["costs"] == {"target_step": 4.0, "draft_call": 0.75, "score": 5.0}
     with pytest.raises(ValueError, match="phases of a round"):
         speedup.point_of("token", result(1.2, split=None))
 
 
 def test_the_best_point_of_a_rule_is_bold():
-    measured = [("token", result(1.2)), ("token", result(1.5, 3, K=4)), ("block", result(1.1))]
-    curve = speedup.curve_of(measured, 4, greedy=True)
-    assert (curve["prompts"], curve["same_tokens"]) == (4, 3)
-    assert speedup.curve_of(measured, 4, greedy=False)["same_tokens"] is None
-    best = speedup.best_lengths(curve["points"])
-    assert best == {"token": 4, "block": 2}
-    shown = speedup.table(as_json({"curves": {"greedy": curve}, "best_draft_length": {"greedy": best}}))
+    measured = [("token", result(1.2)), ("token", result(1.5, K=4)), ("block", result(1.1))]
+    points = [speedup.point_of(rule, each) for rule, each in measured]
+    shown = speedup.table(as_json({"curves": {"greedy": {"points": points, "ms_per_token": quartiles(3.0)}}}))
     names = ["greedy, token rule, K = 2", "**greedy, token rule, K = 4**", "**greedy, block rule, K = 2**"]
     assert [row[0] for row in shown.rows] == names and "0.562" in shown.rows[0]
 
