@@ -8,11 +8,12 @@ An example, not a measurement: prompt and seed are those of a text whose first r
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
-from launch.lib.study import Document, Option, Published, Study
+from launch.lib.study import Document, Published, Study
 from specsamp import Loop, Method, ModelDrafter, Pair, chain, load_pair, temperature, top_p
 from specsamp.analysis.figures import GREY, WRITERS, tint
 from specsamp.checkpoints.pair import load_prompts
@@ -27,10 +28,7 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 
 def measure(options, key, say) -> dict[str, Any]:
     """Decodes the first rounds of a held-out prompt of the pair."""
-    prompts = load_prompts("python")
-    if options.prompt >= len(prompts):
-        raise ValueError(f"--prompt={options.prompt}: the pair has {len(prompts)} prompts, counted from 0")
-    return decode(load_pair("python"), prompts[options.prompt], options.K, options.seed, options.count)
+    return decode(load_pair("python"), load_prompts("python")[8], K=4, seed=3, count=3)
 
 
 def decode(pair: Pair, prompt: str, K: int, seed: int, count: int) -> dict[str, Any]:
@@ -100,9 +98,13 @@ def draw(document: Document) -> Any:
 
 def draw_rounds(axis: Any, rounds: list[dict], K: int) -> None:
     """Draws a line for each round: the drafted tokens, and the target's own."""
-    wide = [max(letters(one["drafted"][i]["text"]) for one in rounds) * LETTER + 20 for i in range(K)]
+
+    def width(texts: Iterable[str]) -> float:
+        return max(NARROWEST, *map(len, texts)) * LETTER + 20
+
+    wide = [width(one["drafted"][i]["text"] for one in rounds) for i in range(K)]
     starts = [LEFT + sum(wide[:i]) + GAP * i for i in range(K)]
-    own_start, own_wide = starts[-1] + wide[-1] + 64, max(letters(one["last"]) for one in rounds) * LETTER + 20
+    own_start, own_wide = starts[-1] + wide[-1] + 64, width(one["last"] for one in rounds)
     write(axis, LEFT, 20, f"the draft proposes {K} tokens", weight="bold")
     write(axis, LEFT, 39, "below each: how likely it is kept")
     write(axis, own_start, 20, "the target adds one", weight="bold")
@@ -145,11 +147,6 @@ def of_target(one: dict, K: int) -> str:
     return "bonus" if one["accepted"] == K else "correction"
 
 
-def letters(text: str) -> int:
-    """Returns how many letters a token's box has room for."""
-    return max(len(text), NARROWEST)
-
-
 def draw_box(axis: Any, x: float, y: float, wide: float, high: float, writer: str | None, text: str = "") -> None:
     """Draws a token in the colours of who wrote it; None: nobody judged it."""
     from matplotlib.patches import FancyBboxPatch
@@ -174,15 +171,8 @@ def write(axis: Any, x: float, y: float, text: str, **options: Any) -> None:
     axis.text(x, y, text, color=GREY, va="center", size=SMALL, **options)
 
 
-OPTIONS = {
-    "prompt": Option(8, "Complete this one of the pair's held-out prompts, counted from 0.", least=0),
-    "K": Option(4, "Draft so many tokens per round.", least=1),
-    "seed": Option(3, "Sample with this seed.", least=0),
-    "count": Option(3, "Decode and draw so many rounds.", least=1),
-}
 STUDY = Study(
     question="What is drafted, accepted and corrected in the first rounds of a text?",
-    options=OPTIONS,
     measure=measure,
     figures={"one_round": Published(["one_round"], draw)},
 )

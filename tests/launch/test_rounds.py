@@ -7,12 +7,6 @@ from specsamp.analysis.figures import to_png
 from specsamp.checkpoints.tokenizer import ByteTokenizer
 from support import extras
 from support.fakes import table_pair
-from support.run_script import call
-
-
-def test_a_prompt_that_is_not_there_is_refused():
-    done = call("study", "rounds", "--prompt=99")
-    assert done.returncode == 2 and "--prompt=99: the pair has 20 prompts" in done.stderr
 
 
 @extras.needs("matplotlib")
