@@ -117,7 +117,7 @@ class RequestBatch:
         return cls(
             sampling=sampling,
             draft_sampling=sampling if draft_sampling is None else warp_rows(draft_sampling),
-            row_keys_B=row_keys(seed, np.asarray(ids, np.int32), np.asarray(samples, np.int32)),
+            row_keys_B=row_keys(np.asarray(seed, np.uint32), np.asarray(ids, np.int32), np.asarray(samples, np.int32)),
             limits_B=np.asarray(limits, np.int32),
             stop_ids_BN=stop_ids,
             adaptive=adaptive,

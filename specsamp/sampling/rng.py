@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ class Purpose(enum.IntEnum):
     RESIDUAL = 2
 
 
-def row_keys(seed: int | Sequence[int] | Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
+def row_keys(seed: int | Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
     """Returns a key for each row, from the caller's global ids rather than from the row's place in the batch.
 
     Args:
@@ -47,12 +46,12 @@ def row_keys(seed: int | Sequence[int] | Array, prompt_ids_B: Array, sample_ids_
     Returns:
       ``[B]`` typed threefry keys (under rbg a vmapped row differs from the unbatched one).
     """
-    return _address_rows(np.asarray(seed, np.uint32), prompt_ids_B, sample_ids_B)
+    return _address_rows(np.uint32(seed) if isinstance(seed, int) else seed, prompt_ids_B, sample_ids_B)
 
 
 @jax.jit
 def _address_rows(seed: Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
-    seeds_B = jnp.broadcast_to(seed, prompt_ids_B.shape)
+    seeds_B = jnp.broadcast_to(seed.astype(jnp.uint32), prompt_ids_B.shape)
     base_B = jax.vmap(functools.partial(jax.random.key, impl="threefry2x32"))(seeds_B)
     return _fold(_fold(base_B, prompt_ids_B), sample_ids_B)
 
