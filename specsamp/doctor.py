@@ -81,7 +81,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Describes a pair that is asked for.
+    """A pair that is to be decoded with.
 
     Attributes:
       devices: of its mesh.
@@ -110,7 +110,7 @@ def check() -> None:
 
 
 def examine(known: Facts, wanted: Wanted = Wanted()) -> list[Finding]:
-    """Returns what facts mean, also for a pair that is asked for."""
+    """Returns the findings of some facts, also about a pair."""
     return [
         *_versions(known),
         _devices(known),
@@ -121,7 +121,7 @@ def examine(known: Facts, wanted: Wanted = Wanted()) -> list[Finding]:
 
 
 def _versions(known: Facts) -> list[Finding]:
-    """Returns packages of other versions than JAX asks for: errors where they keep it from what the machine has."""
+    """Returns packages whose versions JAX does not support: errors where JAX therefore does not see a device."""
     found, works = [], known.platform != "cpu" and not known.failed
     python = "{}.{}".format(*known.python)
     if known.python < (3, 11):
@@ -225,7 +225,7 @@ def read_facts() -> Facts:
 
 
 def required(name: str) -> str:
-    """Returns the versions of a package that the installed JAX asks for, of its extras too; empty: any."""
+    """Returns the versions of a package that the installed JAX or its extras require; empty: any."""
     for line in importlib.metadata.requires("jax") or ():
         requirement = Requirement(line)
         extras = "minimum-jaxlib", "ci"  # of its own tests

@@ -1,7 +1,7 @@
-"""Evaluates ways to decode on a task: quality beside plain decoding, time per token, and what was accepted.
+"""Evaluates ways to decode on a task: quality beside plain decoding, time per token, and acceptance.
 
-All ways get the same requests. A block of problems is decoded in every way before the next one begins, so that a machine
-whose speed drifts does not favour one of them.
+All ways get the same requests. A block of problems is decoded in every way before the next block begins, so that a
+machine whose speed drifts favours none of them.
 """
 
 from __future__ import annotations
@@ -61,13 +61,16 @@ def decode(
 ) -> dict[str, Any]:
     """Decodes some problems of a task in one way, and scores what was written.
 
-    Where a problem has further turns, and conversations are written by a chat template, each follows the answer to the
-    one before.
+    Further turns of a problem follow the answers to the turns before, if conversations are written by a chat template.
 
     Args:
-      problems: by their place in the task, which is where their noise comes from.
-      open_log: returns what keeps the completions of a turn, so that a killed run goes on.
-      say: is told how many completions there are.
+      pair: a pair with a tokenizer.
+      task: how completions are scored.
+      problems: by their place in the task, which is the address of their noise.
+      method: the way to decode.
+      requests: what all ways share.
+      open_log: returns the log of the completions of a turn, so that a killed run goes on.
+      say: is called with the number of completions so far.
 
     Returns:
       Scores of each problem, counts by category, and the time of what was decoded now; as JSON.
@@ -117,13 +120,13 @@ def decode(
         "row_independent": method.row_independent,
         "finish": dict(collections.Counter(one.finish for one in completions)),
         "dropped": sum(one.dropped for one in completions),
-        "turns_left_out": turns - len(completions) // requests.samples,  # nobody could ask them, or they are too long
+        "turns_left_out": turns - len(completions) // requests.samples,  # no chat template, or too long
         "timed": dict(timed),
     }
 
 
 def conversation(problem: Problem, written: Sequence[Completion], turn: int, requests: Requests) -> Prompt | None:
-    """Returns what a problem asks in a turn, after the answers so far; None: nothing any more."""
+    """Returns the prompt of a turn, after the answers so far; None: the problem has no such turn."""
     if turn == 0:
         return [{"role": "user", "content": problem.prompt}] if requests.chat else problem.prompt
     if not requests.chat or requests.samples > 1 or turn > len(problem.further_turns) or len(written) < turn:
@@ -147,7 +150,7 @@ def lengths(pair: Pair, prompts: Mapping[int, Prompt]) -> dict[int, int]:
 
 
 def _timed(work: Queue, completions: Sequence[Completion], seconds: float) -> collections.Counter:
-    """Returns the time and how busy the rows were; nothing of a run that went on, whose rows are busy in another way."""
+    """Returns the time and how busy the rows were; nothing for a run that was resumed, whose rows are busy otherwise."""
     if work.known:
         return collections.Counter()
     usage = work.usage
@@ -155,8 +158,6 @@ def _timed(work: Queue, completions: Sequence[Completion], seconds: float) -> co
         completions=len(completions),
         tokens=sum(len(one.tokens) for one in completions),
         seconds=seconds,
-        rounds=usage.rounds,
-        busy=usage.busy,
         busy_in_demand=usage.busy_in_demand,
         row_rounds_in_demand=usage.rows * usage.rounds_in_demand,
     )
@@ -173,27 +174,31 @@ def _score(
 
 
 def _count_by_category(problems: Iterable[Problem], completions: Sequence[Sequence[Completion]]) -> dict[str, RowStats]:
-    counts: dict[str, RowStats] = {}
-    for problem, of_problem in zip(problems, completions, strict=True):
-        for one in of_problem:
-            before = counts.get(problem.category)
-            counts[problem.category] = one.stats if before is None else before + one.stats
-    return counts
+    pairs = zip(problems, completions, strict=True)
+    return _add_up((problem.category, one.stats) for problem, of_problem in pairs for one in of_problem)
+
+
+def _add_up(counts: Iterable[tuple[str, RowStats]]) -> dict[str, RowStats]:
+    """Returns the sum of the counts of each category."""
+    sums: dict[str, RowStats] = {}
+    for category, stats in counts:
+        sums[category] = sums[category] + stats if category in sums else stats
+    return sums
 
 
 def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Any]]:
-    """Puts together what `decode` returned for each way and block.
+    """Joins the results of `decode` for each way and block.
 
     Args:
       cells: with ``key``: the names of "method" and "block"; and ``result``, as JSON.
-      baseline: the method that others are compared with, on the blocks that both have.
+      baseline: the method that the others are compared with, on the blocks that both have.
 
     Returns:
-      Results of each way over all its blocks, as files of results hold them; what is not known is None.
+      Results of each way over all its blocks, as files of results hold them; unknown values are None.
       ``scores`` are means over problems with intervals, ``differences`` those from the baseline on the same problems.
-      ``ms_per_token`` is of what was decoded without a break, ``speedups`` of each block that both decoded.
+      ``ms_per_token`` is of uninterrupted blocks, ``speedups`` of each block that both decoded.
       ``occupancy`` is the share of rows that were busy while requests waited, ``dropped`` that of tokens beyond a stop
-      text. ``variation_per_text`` is the mean over completions of what a lossy rule's meter summed up.
+      text. ``variation_per_text`` is the mean over completions of the sum of a lossy rule's meter.
     """
     methods = list(dict.fromkeys(cell["key"]["method"] for cell in cells))
     return [_row(name, _blocks_of(name, cells), _blocks_of(baseline, cells), name == baseline) for name in methods]
@@ -204,11 +209,8 @@ def _blocks_of(method: str, cells: Sequence[Mapping[str, Any]]) -> dict[str, Map
 
 
 def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plain: bool) -> dict[str, Any]:
-    counts: dict[str, RowStats] = {}
-    for block in blocks.values():
-        for category, of_block in block["counts"].items():
-            of_block = RowStats.from_json(of_block)
-            counts[category] = counts[category] + of_block if category in counts else of_block
+    counted = (item for block in blocks.values() for item in block["counts"].items())
+    counts = _add_up((category, RowStats.from_json(of_block)) for category, of_block in counted)
     total = functools.reduce(operator.add, counts.values())
     shared = [] if is_plain else [key for key in blocks if key in plain]
     timed = [block["timed"] for block in blocks.values()]

@@ -1,4 +1,4 @@
-"""Lets lm-evaluation-harness run its tasks on our loop: `generate_until` over the queue, likelihoods by the target.
+"""Runs tasks of lm-evaluation-harness on our loop: `generate_until` over the queue, likelihoods by the target.
 
     import lm_eval                                        # pip install lm-eval
     from specsamp import load_pair
@@ -6,7 +6,7 @@
 
     found = lm_eval.simple_evaluate(model=HarnessModel(load_pair("python")), tasks=["gsm8k"])
 
-Texts that are generated follow the target's distribution, so scores are those of the target alone, sooner.
+Generated texts follow the target's distribution, so scores are those of the target alone, in less time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ except ImportError as error:
 
 Array = jax.Array
 
-DEFAULT_TOKENS = 256  # a task's budget where it names none, as the harness has it
-READ_TOGETHER = 64  # texts of about the same length, whose batches are equally wide
+DEFAULT_TOKENS = 256  # the budget of tasks that set none, as in the harness
+READ_TOGETHER = 64  # texts of similar length, whose batches are equally wide
 KNOWN = {"until", "max_gen_toks", "max_tokens", "do_sample", "temperature", "top_p", "top_k"}
 
 
@@ -58,11 +58,11 @@ class HarnessModel(LM):
     def __init__(self, pair: Pair, *, rows: int = DEFAULT_ROWS, **options: Any):
         super().__init__()
         if pair.tokenizer is None:
-            raise ValueError("the harness asks with texts: give a pair with a tokenizer")
+            raise ValueError("requests of the harness are texts: give a pair with a tokenizer")
         self.pair, self.rows, self.options = pair, rows, options
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Returns the continuation of each context; those that ask for the same sampling are decoded together."""
+        """Returns the continuation of each context; contexts with the same sampling are decoded together."""
         groups: dict[str, list[int]] = collections.defaultdict(list)
         for index, request in enumerate(requests):
             groups[json.dumps(request.args[1], sort_keys=True)].append(index)
@@ -131,7 +131,7 @@ class HarnessModel(LM):
         return self.pair.tokenizer.encode(text)
 
     def _begin(self) -> list[int]:
-        """Returns what an empty context is: the end of another text."""
+        """Returns the tokens of an empty context: the end of another text."""
         if self.pair.tokenizer.eos_id is None:
             raise ValueError("the tokenizer has no end of text to begin an empty context with")
         return [self.pair.tokenizer.eos_id]
@@ -140,7 +140,7 @@ class HarnessModel(LM):
         return self.pair.target.max_positions or 2048
 
     def _cut(self, tokens: list[int], budget: int) -> list[int]:
-        """Drops the beginning of a context that leaves no room for the answer, as the harness's own models do."""
+        """Drops the beginning of a context that is too long for the answer to fit, as the harness's own models do."""
         room = self._positions() - budget
         if room < 1:
             raise ValueError(f"a budget of {budget} tokens leaves no room in {self._positions()} positions")
@@ -149,7 +149,7 @@ class HarnessModel(LM):
         return (tokens or self._begin())[-room:]
 
     def _read(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns, of each text's tokens but the first, log-probabilities and whether they are the likeliest."""
+        """Returns log-probabilities of each text's tokens after the first, and whether they are the most probable."""
         by_size = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for first in range(0, len(by_size), READ_TOGETHER):
@@ -165,14 +165,14 @@ class HarnessModel(LM):
 
 
 def sampling_of(fields: Mapping[str, Any]) -> Warp:
-    """Returns the distribution that a task asks for; without ``do_sample`` or a temperature it is greedy.
+    """Returns the warp of a task's generation settings; without ``do_sample`` or a temperature it is greedy.
 
     Raises:
-      ValueError: a field that is not known would change the distribution unseen.
+      ValueError: an unknown field, which could change the distribution.
     """
     unknown = sorted(fields.keys() - KNOWN)
     if unknown:
-        raise ValueError(f"the task asks for {', '.join(unknown)}, which is not known: override its generation_kwargs")
+        raise ValueError(f"the task sets {', '.join(unknown)}, which is not supported: override its generation_kwargs")
     value = fields.get("temperature", 1.0 if fields.get("do_sample") else 0.0)
     if not fields.get("do_sample", value > 0) or value == 0:
         return greedy()

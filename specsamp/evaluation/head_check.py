@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ def check_head(
     slots, batches = padded_batches(pair, texts)
     weights = pair.weights(FeatureDrafter(pair.target, pair.head, 1), slots)
     warp = full_warp(pair, chain(temperature(1.0)) if sampling is None else sampling)
-    ways = {CONFIGURED: _Way(head=pair.head, hidden_layers=pair.head.hidden_layers, params=pair.draft_params)}
+    ways = {CONFIGURED: _Way(pair.head, pair.head.hidden_layers, pair.draft_params)}
     ways |= _other_ways(pair.head, pair.draft_params) if others else {}
     layers = tuple(sorted({layer for way in ways.values() for layer in way.hidden_layers}))
     found: dict[str, list[np.ndarray]] = {name: [] for name in ways}
@@ -186,9 +186,8 @@ def write_texts(
     return [[*prompt, *one.tokens] for prompt, one in zip(encode(pair, prompts), made, strict=True)]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class _Way:
-    """A way to read a head; the head's own ``hidden_layers`` are not heeded, so that programs are shared."""
+class _Way(NamedTuple):
+    """A way to read a head; the head's own ``hidden_layers`` are ignored, so that ways share a program."""
 
     head: FeatureHead
     hidden_layers: tuple[int, ...]
@@ -201,24 +200,18 @@ def _other_ways(head: FeatureHead, params: Mapping[str, Any]) -> dict[str, _Way]
     for shift, name in ((-1, "the layers before those"), (1, "the layers after those")):
         layers = tuple(layer + shift for layer in config.hidden_layers)
         if all(0 <= layer <= config.target_layers for layer in layers):
-            ways[f"{name} it reads, {layers}"] = _Way(head=head, hidden_layers=layers, params=params)
+            ways[f"{name} it reads, {layers}"] = _Way(head, layers, params)
     for name, (fields, places) in config.other_readings().items():
         other = dataclasses.replace(head, config=dataclasses.replace(config, **fields))
-        ways[name] = _Way(
-            head=other,
-            hidden_layers=config.hidden_layers,
-            params={key: params[places.get(key, key)] for key in params if places.get(key, key) is not None},
-        )
+        other_params = {key: params[places.get(key, key)] for key in params if places.get(key, key) is not None}
+        ways[name] = _Way(other, config.hidden_layers, other_params)
     if config.draft_vocab_size is not None:
         own_U = np.arange(config.draft_vocab_size, dtype=np.int32)
         ids_U = np.asarray(to_host(params[DRAFT_IDS]))
-        for name, other_U in (
-            ("the offsets d2t ignored", own_U),
-            ("d2t as ids instead of offsets", ids_U - own_U),
-        ):
+        for name, other_U in (("the offsets d2t ignored", own_U), ("d2t as ids instead of offsets", ids_U - own_U)):
             if other_U.min() >= 0 and len(set(other_U.tolist())) == len(own_U) and (other_U != ids_U).any():
                 ids = jax.device_put(jnp.asarray(other_U), params[DRAFT_IDS].sharding)
-                ways[name] = _Way(head=head, hidden_layers=config.hidden_layers, params=dict(params) | {DRAFT_IDS: ids})
+                ways[name] = _Way(head, config.hidden_layers, dict(params) | {DRAFT_IDS: ids})
     return ways
 
 

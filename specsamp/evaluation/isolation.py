@@ -233,15 +233,15 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
     """Runs a program within walls; raises IsolationError if one of them cannot be built."""
     source, word = program.encode("utf-8", "surrogatepass"), secrets.token_hex(16).encode()
     deadline = time.monotonic() + limits.seconds
-    report, jail_report = os.pipe()
+    pipe, jail_pipe = os.pipe()
     with (
-        open(report, "rb", buffering=0) as reports,
+        open(pipe, "rb", buffering=0) as reports,
         tempfile.TemporaryDirectory(prefix="specsamp-", ignore_cleanup_errors=True) as folder,
     ):
         request = dataclasses.asdict(limits) | {
             "walls": walls,
             "bytes": len(source),
-            "report": jail_report,
+            "report": jail_pipe,
             "folder": os.path.realpath(folder),
             "readable": readable(),
         }
@@ -252,19 +252,19 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 bufsize=0,
-                pass_fds=(jail_report,),
+                pass_fds=(jail_pipe,),
                 start_new_session=True,
                 env=ENVIRONMENT,
             )
         finally:
-            os.close(jail_report)
+            os.close(jail_pipe)
         with process:
             try:
-                with contextlib.suppress(BrokenPipeError):  # it has ended, and the report says why
+                with contextlib.suppress(BrokenPipeError):  # the process has ended, for a reason in the report
                     _write(process.stdin, source)
                     _write(process.stdin, word)  # so short that a pipe takes it whole
                     process.stdin.close()
-                told, output, why = _follow(reports, process.stdout, deadline, limits.output_kib << 10)
+                report, output, why = _follow(reports, process.stdout, deadline, limits.output_kib << 10)
                 if not why:
                     _wait_for_end(reports)
             finally:
@@ -272,7 +272,7 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
                     os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
             _wait_for_end(reports)
-    status, detail = _judge(told, word, why, code, limits, output)
+    status, detail = _judge(report, word, why, code, limits, output)
     return Outcome(status=status, detail=detail, output=output.decode("utf-8", "replace"))
 
 
@@ -306,7 +306,7 @@ def _follow(reports: IO[bytes], outputs: IO[bytes], deadline: float, most: int) 
 
 
 def _wait_for_end(reports: IO[bytes]) -> None:
-    """Waits until the last process has ended, and with it the report: a moment, since only without walls one stays."""
+    """Waits up to a second for the end of the report, which comes with the last process; only without walls one may stay."""
     late = time.monotonic() + 1.0
     poll = select.poll()
     poll.register(reports, select.POLLIN)
@@ -314,20 +314,20 @@ def _wait_for_end(reports: IO[bytes]) -> None:
         pass
 
 
-def _judge(told: bytes, word: bytes, exceeded: str, code: int, limits: Limits, output: bytes) -> tuple[str, str]:
+def _judge(report: bytes, word: bytes, exceeded: str, code: int, limits: Limits, output: bytes) -> tuple[str, str]:
     """Returns status and detail."""
-    if told.startswith(b"refused"):
-        raise IsolationError(told.decode().partition("\n")[2])
+    if report.startswith(b"refused"):
+        raise IsolationError(report.decode().partition("\n")[2])
     if exceeded == "timeout" or code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
         return "timeout", f"longer than {limits.seconds} s, or {limits.cpu_seconds} s of computation"
     if exceeded == "output":
         return "output", f"more than {limits.output_kib} KiB"
-    if not told.startswith(READY):
+    if not report.startswith(READY):
         raise IsolationError(f"the harness did not start: {output.decode('utf-8', 'replace')[-300:].strip()}")
-    told = told.removeprefix(READY)
-    if told == word:
+    report = report.removeprefix(READY)
+    if report == word:
         return "passed", ""
-    kind, _, detail = told.decode("utf-8", "replace").partition("\n")
+    kind, _, detail = report.decode("utf-8", "replace").partition("\n")
     if kind == "memory":
         return "memory", f"more than {limits.memory_mib} MiB"
     if kind == "failed":

@@ -2,15 +2,15 @@
 
     python jail.py '{"walls": [...], ...}'     # stdin: the program, then a secret word; see `isolation.run_isolated`
 
-Three processes: this one, which the caller can kill; the first of the new namespaces, whose end ends all that the
-program has started; and the program. Each wall is refused with an OSError where the kernel has none:
+Three processes: this one, which the caller can kill; the first of the new namespaces, whose end ends all processes that
+the program has started; and the program. A wall that the kernel does not offer raises OSError:
 
 - ``namespaces`` of users, processes, network and mounts. The root is a new one in memory with Python and the system's
   libraries, which cannot be written to, and a working folder. Root becomes nobody; no privileges are needed.
 - ``landlock``: a list of the folders that can be read and written, for machines without namespaces. Names and sizes of
   other files can still be seen.
-- ``system calls``: a filter that refuses sockets, new processes, signals to others, memory and queues that are shared by
-  number, and what changes others' files.
+- ``system calls``: a filter that refuses sockets, new processes, signals to other processes, memory and queues that are
+  shared by number, and changes of other users' files.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def enter() -> None:
 
 
 def be_program(request: dict, source: bytearray, is_root: bool) -> None:
-    """Gives up privileges, builds the walls of a single process, and runs the program."""
+    """Drops privileges, builds the walls of a single process, and runs the program."""
     walls, wall = request["walls"], "namespaces"
     try:
         if walls:
@@ -127,20 +127,20 @@ def be_program(request: dict, source: bytearray, is_root: bool) -> None:
 def run_program(source: str, word: int, report: int) -> None:
     """Runs a program as ``__main__``, reports how it ended, and ends the process.
 
-    The word is read first, and while the program runs it is an operand of an unfinished sum: no descriptor gives it, and
-    no variable of a frame nor any object that Python lists holds it.
+    The word is read first. While the program runs it is an operand of an unfinished sum: no descriptor gives it, and no
+    variable of a frame nor any object that Python lists holds it.
     """
     read, write, leave = os.read, os.write, os._exit  # the program may replace them
     main = sys.modules["__main__"] = types.ModuleType("__main__")
-    spare = bytearray(1 << 20)  # to tell of a lack of memory takes some
+    spare = bytearray(1 << 20)  # a report of too little memory needs some
     try:
-        told = read(word, 64) + (exec(compile(source, "<program>", "exec", dont_inherit=True), main.__dict__) or b"")
+        outcome = read(word, 64) + (exec(compile(source, "<program>", "exec", dont_inherit=True), main.__dict__) or b"")
     except MemoryError:
         del spare
-        told = b"memory\n"
+        outcome = b"memory\n"
     except BaseException as error:
-        told = f"failed\n{type(error).__name__}: {error}".encode("utf-8", "replace")[:1000]
-    write(report, told)
+        outcome = f"failed\n{type(error).__name__}: {error}".encode("utf-8", "replace")[:1000]
+    write(report, outcome)
     leave(0)
 
 
@@ -165,7 +165,7 @@ def die_with_parent() -> None:
 
 
 def enter_namespaces() -> bool:
-    """Enters namespaces of its own, and returns whether it is still the machine's root."""
+    """Enters new namespaces, and returns whether the process is still the machine's root."""
     flags = NEW_NS | NEW_UTS | NEW_IPC | NEW_PID | NEW_NET
     uid, gid = os.geteuid(), os.getegid()
     if uid == 0:
@@ -234,7 +234,7 @@ def restrict_files(readable: list[str], work: str) -> None:
 
 
 def set_limits(request: dict, own_user: bool) -> None:
-    """Limits what the program can use; processes only where no others of the same user are counted."""
+    """Limits resources; the number of processes only where other processes of the same user do not count."""
     limits = {
         resource.RLIMIT_CPU: (request["cpu_seconds"], request["cpu_seconds"] + 1),  # the second one cannot be caught
         resource.RLIMIT_AS: 2 * (request["memory_mib"] << 20,),
@@ -250,7 +250,7 @@ def set_limits(request: dict, own_user: bool) -> None:
 
 
 def filter_calls() -> None:
-    """Refuses the system calls that lead to other processes, to a network or to others' files; threads are allowed."""
+    """Refuses system calls that reach other processes, a network or other users' files; threads are allowed."""
     column, architecture = machine()
 
     def numbers(calls):
@@ -276,7 +276,7 @@ def filter_calls() -> None:
 
 
 def of_call(call: int, *steps: Step) -> list[Step]:
-    """Returns steps of a filter, which must end with a verdict, as those of one call only."""
+    """Returns steps of a filter, which must end with a verdict, for one call only."""
     return [(BPF_EQUAL, 0, len(steps), call), *steps]
 
 

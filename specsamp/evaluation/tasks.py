@@ -33,13 +33,13 @@ def load_task(name: str, source: str | None = None, *, insist: bool = False) -> 
       insist: run generated programs although this machine does not isolate them.
 
     Raises:
-      ValueError: there is no task of this name, it has no source of its own, its records are not as they should be, or it
-        runs programs that this machine does not isolate.
+      ValueError: there is no task of this name, it has no default source, its records are malformed, or it runs programs
+        that this machine does not isolate.
       FileNotFoundError: there is no such source.
     """
     validate.choice("task", name, TASKS)
     if source is None and name in WITHOUT_SOURCE:
-        raise ValueError(f"the task {name} has no source of its own: name its question.jsonl")
+        raise ValueError(f"the task {name} has no default source: name its question.jsonl")
     task = TASKS[name]() if source is None else TASKS[name](source)
     if name not in RUN_PROGRAMS:
         return task

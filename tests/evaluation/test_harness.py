@@ -68,7 +68,7 @@ def test_sampling_is_what_the_task_asks(harness):
     assert isinstance(harness.sampling_of({"do_sample": False, "temperature": 0.8}), Greedy)
     sampled = harness.sampling_of({"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 5})
     assert isinstance(sampled, Chain) and len(sampled.warps) == 3
-    with pytest.raises(ValueError, match="the task asks for num_beams, which is not known"):
+    with pytest.raises(ValueError, match="the task sets num_beams, which is not supported"):
         harness.sampling_of({"num_beams": 4})
 
 

@@ -1,7 +1,7 @@
-"""Tells audits about drafters: the model that drafted tokens are sampled from, and drafters of other models.
+"""Facts about drafters that audits need: the model that drafted tokens are sampled from, and drafters of other models.
 
-Each function has an answer for the package's drafters. An audit of another drafter leaves out the checks that need one,
-unless its class is registered: ``reader.register(MyDrafter)``, ``with_target_as_draft.register(MyDrafter)``.
+The package's drafters are registered. For another drafter the audit leaves out checks, unless its class is registered:
+``reader.register(MyDrafter)``, ``with_target_as_draft.register(MyDrafter)``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ class Reader:
     Attributes:
       model: scores whole sequences.
       weights_of: returns its weights among those of a pair.
-      depth: the tokens at the beginning of a draft that are sampled from it; None: all of them. Later tokens depend on
-        more than the sequence, such as on where the round began. With a number, prompts of one token are not read
-        either: they may draft nothing in their first round.
+      depth: number of tokens at the beginning of a draft that are sampled from it; None: all. Later tokens also depend
+        on where the round began. With a number, prompts of one token are not read: their first round may draft nothing.
     """
 
     model: LanguageModel
@@ -48,9 +47,9 @@ class Reader:
 
 @dataclasses.dataclass(frozen=True)
 class FirstTokenReader(LanguageModel):
-    """Scores whole sequences: logits of the first drafted token after every position. Its weights are those of a pair.
+    """Scores whole sequences with the weights of a pair: logits of the first drafted token after every position.
 
-    After the first token, which is no pair, all logits are zero.
+    After the first token nothing is drafted: all logits are zero.
     """
 
     target: LayeredModel

@@ -56,7 +56,7 @@ def coupled_text(subject: Subject) -> Check:
 
 
 def equal_draft(subject: Subject, false_alarm: float) -> Check:
-    """Checks that all drafted tokens are accepted, but for rounding, where the target is its own draft."""
+    """Checks that a target that is its own draft accepts all drafted tokens, except for rounding."""
     pair = subject.pair
     drafter = with_target_as_draft(subject.method.drafter, pair.target)
     if drafter is None:
@@ -80,15 +80,15 @@ def equal_draft(subject: Subject, false_alarm: float) -> Check:
 
 
 def neighbours(subject: Subject, false_alarm: float) -> Check:
-    """Checks that a prompt's text is the same alone, beside other prompts, and beside them in another order."""
+    """Checks that a prompt's text is the same alone, in a batch, and in a batch of another order."""
     prompts = subject.prompts
     if len(prompts) == 1:
         return _not_applicable("neighbours", "a single prompt has no neighbours: give more")
     together, backwards = subject.decode(), range(len(prompts))[::-1]
     reverse = subject.decode([prompts[i] for i in backwards], prompt_ids=backwards)[::-1]
-    # The longest are padded alone as they are beside others: what padding does is another check.
+    # The longest prompts have the same padding alone as in the batch: the effect of padding is another check.
     longest = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[-ALONE:]
-    # Lengths that adapt depend on the number of rows: a prompt is alone beside copies of itself.
+    # Adaptive lengths depend on the batch size: such a prompt is "alone" in a batch of its own copies.
     copies = 1 if together[0].row_independent else len(prompts)
     alone = [subject.decode([prompts[i]] * copies, prompt_ids=[i] * copies)[0] for i in longest]
     pairs = list(zip(together, reverse, strict=True)) + [(together[i], row) for i, row in zip(longest, alone)]
@@ -97,7 +97,7 @@ def neighbours(subject: Subject, false_alarm: float) -> Check:
 
 
 def padding(subject: Subject, false_alarm: float) -> Check:
-    """Checks that a prompt's text is the same where a longer prompt in its batch means more padding and more slots."""
+    """Checks that a prompt's text is the same with more padding and slots, for a longer prompt in its batch."""
     prompts = list(subject.prompts)
     longest = max(prompts, key=len)
     positions = [m.max_positions for m in (subject.pair.target, subject.pair.draft) if m and m.max_positions]
@@ -108,10 +108,10 @@ def padding(subject: Subject, false_alarm: float) -> Check:
     kept = prompts[:-1] or prompts
     plain = subject.decode()
     if len(prompts) == 1 and not plain[0].row_independent:
-        return _not_applicable("padding", "a longer prompt beside a single one changes the draft length: give more")
+        return _not_applicable("padding", "with one prompt a longer neighbour changes the draft length: give more")
     padded = subject.decode([*kept, np.resize(longest, length).tolist()])
     pairs = list(zip(plain, padded))[: len(kept)]
-    what = f"{len(kept)} texts beside a prompt of {length} tokens"
+    what = f"{len(kept)} texts in a batch with a prompt of {length} tokens"
     return _unchanged("padding", subject, pairs, what, false_alarm)
 
 
@@ -124,7 +124,7 @@ def _agreement(
     *,
     noise_seed: int | None = None,
 ) -> Check:
-    """Checks that each token of each run is the target's choice or explained; so is then every difference of runs."""
+    """Checks that each token of each run is the target's choice, or explained by rounding."""
     texts: dict[Text, str] = {}
     faults, compared = [], list(zip(*runs.values(), strict=True))
     for i, rows in enumerate(compared):
@@ -177,7 +177,7 @@ def _agreement(
 def _unchanged(
     name: str, subject: Subject, pairs: Sequence[tuple[Completion, Completion]], what: str, false_alarm: float
 ) -> Check:
-    """Checks that texts under the audited rule differ as rarely as rounding may change them."""
+    """Checks that at most as many pairs of texts differ as rounding may change."""
     tokens = sum(len(row.tokens) for row, _ in pairs)
     differing = sum(row.tokens != other.tokens for row, other in pairs)
     allowed = min(subject.flips_allowed(tokens, false_alarm), len(pairs) - 1)

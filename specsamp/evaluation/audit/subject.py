@@ -1,4 +1,4 @@
-"""The pair that is audited, with its settings, and what a check says of it."""
+"""The audited pair with its settings, and the result of a check."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Check:
 
     Attributes:
       name: one of `specsamp.evaluation.audit.run.CHECKS`.
-      verdict: how it ended.
-      sentence: what the verdict rests on.
+      verdict: passed, failed or not applicable.
+      sentence: the observations behind the verdict.
       numbers: the same for programs; finite, since JSON has no other numbers.
       seen: which errors would have been seen, and with which probability.
     """
@@ -81,9 +81,9 @@ class Subject:
 
     Attributes:
       pair: target and draft.
-      prompts: token ids; ``prompts[i]`` has prompt id i, whatever the batch it is in.
-      method: what is audited; its warps have the same numbers for all prompts. Texts are compared and counted with its
-        adaptive draft length; what happens within rounds is tested with the drafter's K alone.
+      prompts: token ids; ``prompts[i]`` has prompt id i in every batch.
+      method: the audited method; its warps have the same numbers for all prompts. Texts are compared and counted with its
+        adaptive draft length; rounds are tested with the drafter's K alone.
       max_new_tokens: longest length of the texts that are compared or read.
       seed: seed of the noise.
 

@@ -1,7 +1,7 @@
 """Teacher forcing: reads the target's logits of whole texts in one call, without a cache from before or a draft.
 
-Every other way to compute the same logits is compared with these. It differs by rounding, so a token is *explained* if
-the target would choose it for some logits within a tolerance of these. Two changes of the logits are tried, which
+Every other way to compute the same logits differs by rounding. So a token is *explained* if the target would choose it
+for some logits within a tolerance of these. Two changes of the logits are tried, which
 favour the token most. Both raise its own logit by the tolerance. The first lowers all larger logits by it. The second
 lowers the logit of the target's choice and raises all logits larger than that. This covers the thresholds of a warp: a
 token at the edge of a nucleus, this one or the target's choice, may be inside for one rounding and outside for another.
