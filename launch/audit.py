@@ -65,7 +65,7 @@ def main() -> int:
         distribution_prompts=_DISTRIBUTION_PROMPTS.value,
         rows=_ROWS.value,
     )
-    experiment = build(config, read_prompts(_PROMPTS.value))
+    experiment = build(config, read_prompts(_PROMPTS.value), all_fields=True)
     subject = make_subject(config, experiment, _COUNT.value)
     use_compilation_cache()
     console.print(headline(experiment))

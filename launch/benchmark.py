@@ -81,7 +81,7 @@ def main() -> None:
         raise ValueError("--trace is of compiled programs, and JAX_DISABLE_JIT is set: leave out one of the two")
     if _TRACE.value:
         entry.check_output(f"{_TRACE.value.rstrip('/')}/profile", "trace")
-    experiment = build(config, read_prompts(_PROMPTS.value))
+    experiment = build(config, read_prompts(_PROMPTS.value), all_fields=True)
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
     measure_all(make_cells(configs, experiment), identity_of(config, experiment), experiment.pair, console)

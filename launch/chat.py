@@ -20,7 +20,7 @@ from rich.text import Text
 from launch.lib import entry
 from launch.lib.colours import DRAFTED, own
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, headline, refuse
+from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import define_require_exact, make_rule
 from specsamp.checkpoints.chat import knows_conversations
@@ -43,7 +43,6 @@ def main() -> None:
     if jax.process_count() > 1:
         raise ValueError("a chat runs in one process: leave out --distributed and --coordinator")
     config = _CONFIG.value
-    refuse(config)
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
     with entry.progress(console, "reading the pair"):

@@ -23,7 +23,7 @@ from rich.text import Text
 from launch.lib import entry
 from launch.lib.colours import DRAFTED, PROMPT, own
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, headline, refuse
+from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
 from specsamp import NoDrafter, chain, temperature, use_compilation_cache
 from specsamp.analysis import tables
@@ -46,7 +46,6 @@ NUM_PROMPTS = 3
 def main() -> None:
     console = entry.make_console()
     config = _CONFIG.value
-    refuse(config)
     with entry.progress(console, "reading the pair"):
         experiment = build(config, [text.replace("\\n", "\n") for text in _PROMPT.value])
     console.print(headline(experiment))

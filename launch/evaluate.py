@@ -32,7 +32,7 @@ from launch.lib import entry, price
 from launch.lib.cells import machine_identity
 from launch.lib.command_tables import evaluation_tables
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, headline, refuse
+from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import LOSSY, RULES, define_require_exact
 from specsamp import storage, validate
@@ -76,7 +76,6 @@ def main() -> None:
     problems = dict(enumerate(task.problems[: _PROBLEMS.value]))
     own = {} if "max_new_tokens" in _CONFIG.fields_set else {"max_new_tokens": task.max_new_tokens}
     config = config.turned({"batch": _ROWS.value} | own)
-    refuse(config)
     if "rule" in _CONFIG.fields_set:
         raise ValueError(f"--config.rule={config.rule} has no effect: name it in --methods")
     if config.chat and task.continues:

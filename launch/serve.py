@@ -24,7 +24,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, headline, refuse, rule_name
+from launch.lib.experiment import Experiment, build, headline, rule_name
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import define_require_exact, make_rule
 from specsamp import NoDrafter, storage, validate
@@ -75,7 +75,6 @@ def main() -> None:
         validate.choice("--warps", warp, OPTIONAL_WARPS)
     validate.number("--timeout", _TIMEOUT.value, 0.1)
     config, key = _CONFIG.value, read_key()
-    refuse(config)
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
     with bind(_HOST.value, _PORT.value, _TIMEOUT.value) as bound:

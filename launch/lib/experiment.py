@@ -60,17 +60,23 @@ class Experiment:
         return {"target": self.pair.target.config, "draft": self.pair.draft_or_head.config}
 
 
-def build(config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_heads: bool = True) -> Experiment:
+def build(
+    config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_heads: bool = True, all_fields: bool = False
+) -> Experiment:
     """Loads the pair of a configuration, or makes one with random parameters; first, it checks what it can.
 
     Args:
       prompts: to decode, for a pair with a tokenizer; default the prompts of the pair.
       check_heads: prints how well a head fits its target, on a few texts.
+      all_fields: accepts the temperature of the draft and made-up acceptance, which only some commands read.
 
     Raises:
       ValueError: a field that does not fit the models; with the values that would.
       FileNotFoundError: there is no such pair.
     """
+    for field in () if all_fields else ("draft_temperature", "synthetic_acceptance"):
+        if (value := getattr(config, field)) is not None:
+            raise ValueError(f"--config.{field}={value} has no effect here: use launch/benchmark.py")
     mesh = config_mesh(config)
     choose_kernels(config.attention)
     word, known, workload = config.word, known_models(config), config.workload()
@@ -224,10 +230,3 @@ def config_mesh(config: ExperimentConfig) -> Mesh | None:
         num_kv_heads=config.num_kv_heads,
         rows=config.batch // max(fields.data, 1),  # 0 is refused with the mesh
     )
-
-
-def refuse(config: ExperimentConfig) -> None:
-    """Refuses fields that only launch/benchmark.py and launch/audit.py read; raises ValueError if one is set."""
-    for name in ("draft_temperature", "synthetic_acceptance"):
-        if (value := getattr(config, name)) is not None:
-            raise ValueError(f"--config.{name}={value} has no effect here: use launch/benchmark.py")

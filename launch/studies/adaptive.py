@@ -26,7 +26,7 @@ import numpy as np
 from launch.lib import entry
 from launch.lib.cells import read_prompts
 from launch.lib.drafters import DRAFTERS
-from launch.lib.experiment import build, headline, refuse
+from launch.lib.experiment import build, headline
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Option, Published, Study, here
 from specsamp import Adaptive, chain, temperature, use_compilation_cache
@@ -44,7 +44,6 @@ DRAFTING = [word for word, drafter in DRAFTERS.items() if drafter.drafts]
 def prepare(options: Any) -> Any:
     """Returns the options with the pair, after all checks."""
     config = options.config.value
-    refuse(config)
     Adaptive(lengths=options.lengths, costs_ms=[1.0] * len(options.lengths))  # refuses lengths that do not rise
     if options.lengths[0] != 0:
         raise ValueError(f"--lengths={','.join(map(str, options.lengths))} must begin with 0, plain decoding")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from launch.lib.cells import identity_of, read_prompts
-from launch.lib.experiment import build, refuse
+from launch.lib.experiment import build
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Key, Option, Published, Say, Study, answers
 from specsamp import greedy, use_compilation_cache
@@ -38,7 +38,6 @@ BATCHES, PASSES = (1, 4), 2
 def prepare(options: Any) -> Any:
     """Returns the options with the pair and the distributions, after all checks."""
     config = options.config.value
-    refuse(config)
     if not config.word.drafts:
         raise ValueError("without a drafter there is nothing to forecast")
     experiment = build(config, read_prompts(options.prompts) if options.prompts else ())

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from launch.lib import entry
-from launch.lib.experiment import build, headline, refuse
+from launch.lib.experiment import build, headline
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Option, Published, Study, here
 from specsamp import chain, temperature, top_p, use_compilation_cache
@@ -55,7 +55,6 @@ Point = Mapping[str, Any]  # what a rule gained and cost
 def prepare(options: Any) -> Any:
     """Returns the options with the rules and the pair."""
     config = options.config.value
-    refuse(config)
     rules = {word: make_rule(word) for word in options.rules}
     if next(iter(rules)) != "token" or PLAIN in rules:
         raise ValueError(f"--rules={','.join(rules)} must begin with token, where all curves begin")

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from launch.lib.estimates import forecast
-from launch.lib.experiment import build, refuse
+from launch.lib.experiment import build
 from launch.lib.rules import RULES
 from launch.lib.study import Document, Option, Published, Study
 from specsamp import chain, greedy, temperature, top_p
@@ -36,7 +36,6 @@ DISTRIBUTIONS = {"greedy": greedy(), "temperature 0.8, top-p 0.95": chain(temper
 def measure(options, key, say) -> dict[str, Any]:
     """Measures every rule and K with every distribution."""
     config = options.config.value
-    refuse(config)
     if not config.word.drafts:
         raise ValueError("--config.drafter: without a drafter there is no curve")
     experiment = build(config)
