@@ -11,5 +11,5 @@ published.py       config.json of public models, for plans that need no download
 pair.py            a pair trained here, in a folder: load_pair, save_pair
 chat.py            chat templates, which run in a process of their own: chat_sandbox.py
 export.py          a model trained here as a folder for transformers
-tokenizer.py       tokenizers of bytes, and of a tokenizer.json
+tokenizer.py       the tokenizer of a tokenizer.json
 """

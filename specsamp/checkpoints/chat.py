@@ -9,6 +9,7 @@ in the sandbox of the library jinja2 (chat_sandbox.py). A process runs one templ
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import importlib.util
@@ -199,6 +200,14 @@ def _answer(process: subprocess.Popen, request: str) -> dict[str, str]:
         f"the process that runs chat templates ended with status {process.returncode}, or was not done in {seconds:g} "
         "seconds by the clock"
     )
+
+
+@atexit.register
+def _end_idle() -> None:
+    while _idle:
+        process = _idle.pop()
+        process.kill()
+        process.communicate()
 
 
 def _leave_to_parent() -> None:

@@ -1,56 +1,108 @@
-"""Parameters as an Orbax folder, read in place on any mesh: each device its own part, also from a bucket."""
+"""Orbax checkpoints: of a training run, and of a converted public checkpoint, which any mesh reads in place."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
+
+from specsamp import storage
+from specsamp.checkpoints.params import WrongShapes, check_shapes
 
 GB = 10**9
 
 
-def save_params(folder: epath.Path, params: Any) -> None:
-    """Writes parameters to ``folder/checkpoints/0/params``; every process must call it.
+def save_params(folder: str | os.PathLike, params: Any) -> None:
+    """Writes the parameters of a converted checkpoint; every process must call it.
 
     Raises:
       ValueError: there are parameters in the folder, perhaps of a conversion that did not end.
     """
-    with _manager(folder, max(leaf.nbytes for leaf in jax.tree.leaves(params))) as manager:
-        # Orbax leaves a step that is there as it is, whatever it holds.
-        if not manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params))):
-            raise ValueError(f"{folder} holds parameters already: delete it, or choose another folder")
-        manager.wait_until_finished()
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    with contextlib.closing(Checkpoints(storage.place(folder) / "checkpoints", largest)) as checkpoints:
+        checkpoints.save(0, params=params)
 
 
-def restore_params(folder: epath.Path, shapes: Any) -> Any:
-    """Reads parameters in the given shapes, dtypes and shardings; rows of padding, which were not saved, are zero.
+def restore_params(folder: str | os.PathLike, shapes: Any) -> Any:
+    """Reads the parameters of a converted checkpoint; rows of padding, which were not saved, are zero.
 
     Raises:
       ValueError: the folder is damaged.
     """
     as_float32 = 4 * max(leaf.size for leaf in jax.tree.leaves(shapes))  # the most that was stored
-    with _manager(folder, as_float32) as manager:
+    with contextlib.closing(Checkpoints(storage.place(folder) / "checkpoints", as_float32)) as checkpoints:
+        return checkpoints.restore(0, padded=True, params=shapes)["params"]
+
+
+class Checkpoints:
+    """Keeps the last two states of a run, saved in the background; each is complete or absent.
+
+    ``largest`` is the size of the largest array in bytes, if arrays are to be copied to host memory one at a time.
+    """
+
+    def __init__(self, folder: str | os.PathLike, largest: int | None = None):
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+        # Orbax refuses an array that is not smaller than the limit.
+        limits = (
+            {} if largest is None else dict.fromkeys(("save_concurrent_gb", "restore_concurrent_gb"), largest // GB + 1)
+        )
+        handlers = {name: ocp.StandardCheckpointHandler(**limits) for name in ("params", "rest")}
+        self._manager = ocp.CheckpointManager(storage.place(folder).absolute(), options=options, item_handlers=handlers)
+        self._folder = folder
+
+    @property
+    def latest(self) -> int | None:
+        """Returns the last step that was saved, None without one."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, **items: Any) -> None:
+        """Saves ``params``, and the ``rest`` that only a resumed training needs, in the background.
+
+        Raises:
+          ValueError: the step is there, perhaps of a conversion that did not end. Orbax would keep it as it is.
+        """
+        saved = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
+        if not self._manager.save(step, args=ocp.args.Composite(**saved)):
+            raise ValueError(f"{self._folder} holds parameters already: delete it, or choose another folder")
+
+    def restore(self, step: int | None = None, *, padded: bool = False, **shapes: Any) -> dict[str, Any]:
+        """Reads items (``params=``, ``rest=``) in the given shapes, dtypes and shardings.
+
+        Args:
+          step: default: the latest.
+          padded: shapes may have more rows than were saved; these are zero.
+
+        Raises:
+          FileNotFoundError: there is no checkpoint.
+          ValueError: it is damaged, or of other shapes.
+        """
+        step = self.latest if step is None else step
+        if step is None or step not in self._manager.all_steps():
+            which = "checkpoint" if step is None else f"checkpoint of step {step}"
+            raise FileNotFoundError(f"no {which} in {self._folder}: it has steps {sorted(self._manager.all_steps())}")
+        place = f"{self._folder}/{step}"
         try:
-            # Not strict: rows of padding are added to the vocabulary.
-            items = manager.restore(0, args=ocp.args.Composite(params=ocp.args.StandardRestore(shapes, strict=False)))
+            saved = self._manager.item_metadata(step)
+            for name, tree in shapes.items():
+                if saved[name] is None:
+                    raise ValueError(f"{name!r} has no metadata")
+                if not padded:
+                    check_shapes(f"the checkpoint {place}/{name}", getattr(saved[name], "tree", saved[name]), tree)
+            items = {name: ocp.args.StandardRestore(tree, strict=not padded) for name, tree in shapes.items()}
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        except WrongShapes:
+            raise
         except Exception as error:  # Orbax raises whatever its storage does
             raise ValueError(
-                f"{folder} is damaged ({type(error).__name__}: {error}): convert the checkpoint again"
+                f"the checkpoint {place} is damaged ({type(error).__name__}: {error}): "
+                "delete that folder to go back to an earlier step, or convert the checkpoint again"
             ) from error
-    return items["params"]
+        return {name: restored[name] for name in shapes}
 
-
-def _manager(folder: epath.Path, largest: int) -> contextlib.AbstractContextManager[ocp.CheckpointManager]:
-    """Opens the folder, with a limit on the bytes that are written or read at a time.
-
-    Without it every parameter would have a copy in host memory. Orbax refuses a parameter that is not smaller than the
-    limit; ``largest`` is the bytes of the largest.
-    """
-    limit = largest // GB + 1
-    handler = ocp.StandardCheckpointHandler(save_concurrent_gb=limit, restore_concurrent_gb=limit)
-    options = ocp.CheckpointManagerOptions(create=True, enable_async_checkpointing=False)
-    path = (folder / "checkpoints").absolute()
-    return ocp.CheckpointManager(path, options=options, item_handlers={"params": handler})
+    def close(self) -> None:
+        """Closes the folder, after the last save has been written."""
+        self._manager.wait_until_finished()
+        self._manager.close()

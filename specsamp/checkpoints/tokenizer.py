@@ -1,8 +1,7 @@
-"""Tokenizers: bytes, and any ``tokenizer.json``."""
+"""The tokenizer of any ``tokenizer.json``."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -12,31 +11,7 @@ import tokenizers
 from specsamp import storage
 from specsamp.checkpoints.chat import ChatTemplate
 
-EOS = "<eos>"  # the end-of-text token of tokenizers that are trained here, and of bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class ByteTokenizer:
-    """Encodes UTF-8 bytes, with one more token for the end of a text; for models without a vocabulary of their own."""
-
-    vocab_size = 257
-    eos_id = 256
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
-
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        raise ValueError("bytes have no chat template: give texts")
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
-
-    def token_id(self, text: str) -> int | None:
-        encoded = [self.eos_id] if text == EOS else self.encode(text)
-        return encoded[0] if len(encoded) == 1 else None
-
-    def token(self, index: int) -> str:
-        return EOS if index == self.eos_id else repr(bytes([index]))
+EOS = "<eos>"  # the end-of-text token of tokenizers that are trained here
 
 
 class JsonTokenizer:

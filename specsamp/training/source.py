@@ -28,6 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from specsamp import storage, validate
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.hugging_face import Checkpoint, OnProgress, check_readable, open_checkpoint, read_params
+from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.checkpoints.pair import load_pair, pair_folder
 from specsamp.checkpoints.params import digest
 from specsamp.checkpoints.tokenizer import JsonTokenizer
@@ -41,7 +42,6 @@ from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.training.checkpoint import Checkpoints
 from specsamp.training.run import FIX, IDS, read_array, read_config, read_description, read_training
 
 HEADS = {"eagle3": Eagle3Config, "medusa": MedusaConfig, "mtp": MTPConfig}  # kinds of heads that are trained

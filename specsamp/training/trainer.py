@@ -20,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from specsamp import storage, validate
+from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.checkpoints.params import check_shapes
 from specsamp.mesh.layout import DATA, Layout, put
 from specsamp.sampling.warp import Warp
-from specsamp.training.checkpoint import Checkpoints
 from specsamp.training.evaluate import data_mesh, evaluate, evaluation_batch
 from specsamp.training.log import MetricsLog, Progress
 from specsamp.training.task import Task
@@ -243,7 +243,7 @@ def train(
                     log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
                 progress.note("held out: " + "  ".join(f"{name} {value:.4f}" for name, value in measured.items()))
             if now % intervals.checkpoint == 0 or last:
-                checkpoints.save(now, state.params, (state.step, state.opt_state))
+                checkpoints.save(now, params=state.params, rest=(state.step, state.opt_state))
     return state
 
 

@@ -16,9 +16,9 @@ from specsamp import Pair, generate
 from specsamp.checkpoints import chat
 from specsamp.checkpoints.chat import CannotRender, ChatTemplate, knows_conversations, read_chat_template
 from specsamp.checkpoints.hugging_face import open_checkpoint
-from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.request import encode
 from support import extras
+from support.byte_tokenizer import ByteTokenizer
 from support.fakes import CountingLM
 
 pytestmark = extras.needs("jinja2")

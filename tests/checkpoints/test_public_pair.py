@@ -192,7 +192,7 @@ def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params,
     pair = read_pair(place, draft, dtype="float32")
     assert pair.target.vocab_size == 304
     shutil.rmtree(place / "checkpoints/0/params")
-    with pytest.raises(ValueError, match="converted is damaged .*convert the checkpoint again"):
+    with pytest.raises(ValueError, match="converted/checkpoints/0 is damaged .*convert the checkpoint again"):
         hugging_face.read_params(again, TransformerLM(again.config))
 
 

@@ -4,8 +4,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from specsamp.checkpoints.tokenizer import ByteTokenizer, JsonTokenizer
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.text import TextStream
+from support.byte_tokenizer import ByteTokenizer
 
 
 def saved(tokenizer, tmp_path):

@@ -11,12 +11,12 @@ import pytest
 
 import specsamp
 from specsamp import EARS, BlockRule, Method, NgramDrafter, Pair, TokenRule, chain, generate, stream, temperature, top_p
-from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.state import Weights
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
+from support.byte_tokenizer import ByteTokenizer
 from support.fakes import BYTES, TableLM, compiled_programs, counting_pair, near, random_table, table_pair
 from support.weights import drawn_params
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from specsamp import NgramDrafter, Pair, chain, generate, stream, temperature
-from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
+from support.byte_tokenizer import ByteTokenizer
 from support.fakes import BYTES, CountingLM, counting_pair, random_table, table_pair
 from support.weights import drawn_params
 

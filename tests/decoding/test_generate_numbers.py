@@ -9,8 +9,8 @@ import pytest
 
 import specsamp
 from specsamp import Pair, TokenRule, chain, generate, temperature, top_p
-from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.drafters import NoDrafter
+from support.byte_tokenizer import ByteTokenizer
 from support.fakes import (
     FALSE_ALARM,
     TableLM,

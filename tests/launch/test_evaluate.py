@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from specsamp import Method, NgramDrafter
-from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.results import RowStats
 from specsamp.evaluation.evaluate import Requests, decode, tabulate
 from specsamp.evaluation.task import EvaluationTask, Problem
+from support.byte_tokenizer import ByteTokenizer
 from support.fakes import counting_pair
 from support.run_script import call
 

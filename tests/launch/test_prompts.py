@@ -3,7 +3,7 @@
 import pytest
 
 from launch.studies.prompts import cut_prompts
-from specsamp.checkpoints.tokenizer import ByteTokenizer
+from support.byte_tokenizer import ByteTokenizer
 
 SOURCE = "import os\n\nclass A:\n    def one(self):\n        return 1\n\n\ndef two(x):\n    y = x\n    return y\n\ndef end():"
 

@@ -4,8 +4,8 @@ from launch.lib import study
 from launch.studies import rounds
 from specsamp import chain, generate, temperature, top_p
 from specsamp.analysis.figures import to_png
-from specsamp.checkpoints.tokenizer import ByteTokenizer
 from support import extras
+from support.byte_tokenizer import ByteTokenizer
 from support.fakes import table_pair
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import scipy.stats
 from scipy.special import log_softmax
 
-from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.sampling.warp import log_probs
+from support.byte_tokenizer import ByteTokenizer
 from support.enumeration import autoregressive
 
 ORDER = 3  # tokens of context

@@ -13,12 +13,12 @@ import numpy as np
 
 from specsamp import Pair, TransformerLM, chain, generate, generate_many, stream, temperature, top_p
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
+from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.checkpoints.safetensors_io import Tensor
 from specsamp.mesh import distributed
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
-from specsamp.training.checkpoint import Checkpoints
 from support.checkpoint_shapes import CONFIG, random_params
 from support.schedules import Restless
 from support.weights import drawn_params
@@ -88,7 +88,7 @@ def sharded_params(mesh):
 def save(folder: pathlib.Path) -> None:
     _, params = sharded_params(make_mesh(1, 8))
     checkpoints = Checkpoints(folder / "checkpoints")
-    checkpoints.save(3, params, {"step": np.int32(3)})
+    checkpoints.save(3, params=params, rest={"step": np.int32(3)})
     checkpoints.close()
 
 

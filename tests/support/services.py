@@ -8,10 +8,10 @@ import threading
 import time
 
 from specsamp import generate
-from specsamp.checkpoints.tokenizer import ByteTokenizer
 from specsamp.decoding.method import Method, choose_drafter
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
+from support.byte_tokenizer import ByteTokenizer
 from support.fakes import counting_pair
 
 CONTEXT, ROWS, WAITING, K = 40, 2, 4, 2

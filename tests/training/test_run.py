@@ -14,10 +14,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from specsamp import storage
+from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training import run, source
-from specsamp.training.checkpoint import Checkpoints
 from specsamp.training.log import MetricsLog, Progress
 from support.weights import drawn_params
 
@@ -40,7 +40,7 @@ def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     with opened(folder) as checkpoints:
         for step in (1, 3, 6):
-            checkpoints.save(step, jax.tree.map(lambda x: step * x, PARAMS), REST)
+            checkpoints.save(step, params=jax.tree.map(lambda x: step * x, PARAMS), rest=REST)
     return folder
 
 
@@ -102,7 +102,7 @@ def test_a_checkpoint_that_was_cut_while_it_was_written_is_no_checkpoint(saved):
     np.testing.assert_array_equal(params_of(saved)["matrix"], 6 * PARAMS["matrix"])
     with opened(saved) as checkpoints:
         assert checkpoints.latest == 6
-        checkpoints.save(9, jax.tree.map(lambda x: 9 * x, PARAMS), REST)
+        checkpoints.save(9, params=jax.tree.map(lambda x: 9 * x, PARAMS), rest=REST)
     np.testing.assert_array_equal(params_of(saved)["matrix"], 9 * PARAMS["matrix"])
 
 
@@ -126,7 +126,7 @@ def trained(tmp_path_factory):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params = jax.device_put(drawn_params(TransformerLM(CONFIG)), NamedSharding(mesh, PartitionSpec()))
     with opened(folder / "checkpoints") as checkpoints:
-        checkpoints.save(7, params, REST)
+        checkpoints.save(7, params=params, rest=REST)
     log = MetricsLog(folder / "metrics.jsonl")
     log.write(5, loss=2.0, tokens_per_second=10.0)
     log.write(7, loss=1.0, tokens_per_second=20.0)
