@@ -36,6 +36,8 @@ INT8 = {
     "int8 caches": Int8(caches=SIDES),
     "int8 weights and caches": Int8(weights=SIDES, caches=SIDES),
 }
+PAIR, LENGTH = "python", 64  # tokens of each prompt that are read
+TOKENS, SLOTS, CALLS = (1, 5), 2048, 4  # of a timed program; a call reads all slots
 WHOLE = "int8 weights, widened whole"
 TIMED = {name: int8.of("target") for name, int8 in INT8.items()}
 TIMED |= {"bfloat16": {"dtype": "bfloat16"}, WHOLE: TIMED["int8 weights"]}
@@ -45,16 +47,14 @@ LARGE |= dict(positions="rotary", gated=True, activation="silu", tied=False)
 
 def errors(options, say: Say) -> dict[str, Any]:
     """Reads the same texts in every setting, with the pair and with random weights."""
-    tokenizer = load_pair(options.pair).tokenizer
-    texts = [tokenizer.encode(text)[: options.length] for text in load_prompts(options.pair)]
-    tokens_BT = jnp.asarray([text for text in texts if len(text) == options.length], jnp.int32)
-    if not tokens_BT.size:
-        raise ValueError(f"--length={options.length}: no prompt of {options.pair} is so long")
+    tokenizer = load_pair(PAIR).tokenizer
+    texts = [tokenizer.encode(text)[:LENGTH] for text in load_prompts(PAIR)]
+    tokens_BT = jnp.asarray([text for text in texts if len(text) == LENGTH], jnp.int32)
     random, of_pair, of_random = target_38m(), {}, {}
     random_params = TransformerLM(random).init(jax.random.key(0))
     for name, int8 in INT8.items():
         say(name)
-        pair = load_pair(options.pair, int8=int8)
+        pair = load_pair(PAIR, int8=int8)
         model = TransformerLM.for_backend(dataclasses.replace(random, **int8.of("target")))
         target_BTV = read(pair.target, pair.target_params, tokens_BT)
         draft_BTV = read(pair.draft, pair.draft_params, tokens_BT)
@@ -67,7 +67,7 @@ def errors(options, say: Say) -> dict[str, Any]:
             "acceptance": np.minimum(softmax(target_BTV, -1), softmax(draft_BTV, -1)).sum(-1).mean(),
         }
         of_random[name] = against(random_BTV, plain[1])
-    return {"texts": len(tokens_BT), "tokens": options.length, "pair": of_pair, "random weights": of_random}
+    return {"texts": len(tokens_BT), "tokens": LENGTH, "pair": of_pair, "random weights": of_random}
 
 
 def read(model: TransformerLM, params: Any, tokens_BT: jax.Array) -> np.ndarray:
@@ -91,25 +91,23 @@ def against(logits_BTV: np.ndarray, plain_BTV: np.ndarray) -> dict[str, float]:
 
 def speeds(options, say: Say) -> dict[str, Any]:
     """Times calls in every setting, and compares them with those in float32 of the same turn."""
-    if options.slots < max(options.tokens):
-        raise ValueError(f"--slots={options.slots} hold no call of {max(options.tokens)} tokens: give more slots")
-    pair, large, found = load_pair(options.pair), TransformerConfig(**LARGE), {}
+    pair, large, found = load_pair(PAIR), TransformerConfig(**LARGE), {}
     random = large, TransformerLM(large).init(jax.random.key(0))
-    models = {f"target of {options.pair}": (pair.target.config, pair.target_params), "random": random}
+    models = {f"target of {PAIR}": (pair.target.config, pair.target_params), "random": random}
     for model_name, (config, params) in models.items():
         runs, settings = {}, {}
         for name, changes in TIMED.items():
             say(f"compiling: {model_name}, {name}")
             model = TransformerLM.for_backend(dataclasses.replace(config, **changes))
-            weights = model.fit_slots(model.prepare(params), options.slots)
+            weights = model.fit_slots(model.prepare(params), SLOTS)
             if name == WHOLE:
                 weights = jax.tree.map(in_one_block, weights, is_leaf=is_int8)
             settings[name] = {
                 "streamed, MB": sum(x.nbytes for x, _ in model.matrices_read(weights, 1)) / 1e6,
                 "calls": {},
             }
-            for tokens in options.tokens:
-                runs[name, tokens] = Timed(model, weights, tokens, options.slots, options.calls)
+            for tokens in TOKENS:
+                runs[name, tokens] = Timed(model, weights, tokens)
         samples = take_turns(runs, options.turns, say)
         for (name, tokens), ms in samples.items():
             settings[name]["calls"][str(tokens)] = {
@@ -118,7 +116,7 @@ def speeds(options, say: Say) -> dict[str, Any]:
                 "over float32": Quartiles.of(np.divide(ms, samples["float32", tokens])),
             }
         found[model_name] = {"config": config, "settings": settings}
-    return {name: getattr(options, name) for name in ("slots", "calls", "turns", "note")} | {"models": found}
+    return {"slots": SLOTS, "calls": CALLS, "turns": options.turns, "models": found}
 
 
 def in_one_block(weight: Any) -> Any:
@@ -129,21 +127,21 @@ def in_one_block(weight: Any) -> Any:
 class Timed:
     """A program of several calls; called, it returns the milliseconds of one of them."""
 
-    def __init__(self, model: TransformerLM, weights: Any, tokens: int, slots: int, calls: int):
-        self.calls, self.fixed = calls, (weights, jnp.full((1,), slots // 2))
-        self.carry = jnp.zeros((1, tokens), jnp.int32), model.init_cache(1, slots)
-        lowered = jax.jit(call_often, static_argnums=0, donate_argnums=3).lower(model, *self.fixed, self.carry, calls)
+    def __init__(self, model: TransformerLM, weights: Any, tokens: int):
+        self.fixed = weights, jnp.full((1,), SLOTS // 2)
+        self.carry = jnp.zeros((1, tokens), jnp.int32), model.init_cache(1, SLOTS)
+        lowered = jax.jit(call_often, static_argnums=0, donate_argnums=3).lower(model, *self.fixed, self.carry)
         self.program = lowered.compile(compiler_options=dict(model.compiler_options) or None)
         self.temporaries = self.program.memory_analysis().temp_size_in_bytes
         self(0)  # warms up
 
     def __call__(self, turn: int) -> float:
         start = time.perf_counter()
-        self.carry = jax.block_until_ready(self.program(*self.fixed, self.carry, self.calls))
-        return (time.perf_counter() - start) * 1e3 / self.calls
+        self.carry = jax.block_until_ready(self.program(*self.fixed, self.carry))
+        return (time.perf_counter() - start) * 1e3 / CALLS
 
 
-def call_often(model: TransformerLM, weights: Any, start_B: jax.Array, carry: Any, calls: int) -> Any:
+def call_often(model: TransformerLM, weights: Any, start_B: jax.Array, carry: Any) -> Any:
     """Calls the model one time after the other, each on the likeliest tokens of the one before."""
 
     def step(_: Any, carry: Any) -> Any:
@@ -151,7 +149,7 @@ def call_often(model: TransformerLM, weights: Any, start_B: jax.Array, carry: An
         output = model(weights, tokens_BT, start_B, cache)
         return output.logits_BTV.argmax(-1).astype(jnp.int32), output.cache
 
-    return jax.lax.fori_loop(0, calls, step, carry)
+    return jax.lax.fori_loop(0, CALLS, step, carry)
 
 
 def error_table(document: Document) -> Table:
@@ -186,13 +184,7 @@ STUDY = Study(
     question="What do int8 weights and caches change, and how long does a call take with them?",
     options={
         "ask": Option("error", "Measure what int8 changes, or the time of a call.", choices=("error", "speed")),
-        "pair": Option("python", "Measure this pair, by its name or folder."),
-        "length": Option(64, "Error: read so many tokens of each prompt.", least=2),
-        "tokens": Option((1, 5), "Speed: time calls of so many tokens.", least=1),
-        "slots": Option(2048, "Speed: slots of the caches; a call reads all of them.", least=16),
-        "calls": Option(4, "Speed: calls of one sample.", least=1),
         "turns": Option(15, "Speed: how often every setting is timed.", least=2),
-        "note": Option(None, "Speed: what should be known of the machine while it was measured."),
     },
     measure=lambda options, key, say: {"error": errors, "speed": speeds}[options.ask](options, say),
     tables={
