@@ -1,7 +1,6 @@
 """Measures what a draft length that adapts costs and gains beside plain decoding and beside every fixed length.
 
-    python launch/study.py prompts --count=200 --output=runs/python_prompts.json
-    python launch/study.py adaptive --config.max_new_tokens=64 --prompts=runs/python_prompts.json --output=runs/python_adaptive.json
+    python launch/study.py adaptive --prompts=notebooks/results/python_prompts.json --output=runs/python_adaptive.json
 
 Texts are of two kinds: "easy", greedy, after prompts that say everything twice; and "hard", sampled at temperature 1,
 where prompt lookup finds little. All is done in two ways. *Counted*: the rounds that a run takes, each at the
@@ -52,7 +51,7 @@ def prepare(options: Any) -> Any:
     if not calibrated or len(measured) < options.texts:
         raise ValueError(
             f"--texts={options.texts} needs a quarter more prompts, and there are {len(calibrated) + len(measured)}: give "
-            "more by --prompts (python launch/study.py prompts), or fewer texts"
+            "more by --prompts (notebooks/results/python_prompts.json has 160), or fewer texts"
         )
     task = f"adaptive draft lengths, {options.texts} texts in each setting"
     entry.make_console().print(headline(experiment, task))
@@ -167,7 +166,7 @@ STUDY = Study(
         "batches": Option((1, 2, 4, 8), "The numbers of rows, with commas between them.", least=1),
         "kinds": Option(("easy", "hard"), "The kinds of texts, with commas between them.", choices=tuple(TEMPERATURES)),
         "prompts": Option("", "Decode the prompts of this file, JSON or one in each line; by default the pair's."),
-        "texts": Option(160, "How many texts are decoded by the clock in each setting.", least=1),
+        "texts": Option(128, "How many texts are decoded by the clock in each setting.", least=1),
         "counted": Option(48, "How many of them are counted, with every length.", least=1),
     },
     prepare=prepare,
