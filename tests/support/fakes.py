@@ -15,7 +15,7 @@ from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
-from specsamp.sampling.warp import log_probs
+from specsamp.sampling.warp import for_rows, log_probs
 from support.byte_tokenizer import ByteTokenizer
 from support.enumeration import autoregressive
 
@@ -187,8 +187,8 @@ def decode(
         return np.repeat(np.asarray(x, np.int32), samples)
 
     request = RequestBatch.create(
-        sampling=sampling,
-        draft_sampling=draft_sampling,
+        sampling=for_rows(sampling, len(prompts), samples),
+        draft_sampling=None if draft_sampling is None else for_rows(draft_sampling, len(prompts), samples),
         limits=repeat(lengths + budgets),
         seed=seed,
         prompt_ids=repeat(range(len(prompts)) if prompt_ids is None else prompt_ids),
