@@ -67,3 +67,11 @@ assert {"orbax", "jax.experimental.pallas"} <= set(sys.modules), "the control"
 """
     found = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert found.stdout == "[]\n" and found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("module, most", [("specsamp.decoding.loop", 18), ("specsamp.decoding.generate", 38)])
+def test_the_heart_is_few_files(module, most):
+    """So many modules of the package are read with one; a reader of the loop or of `generate` opens no others."""
+    code = f"import sys, {module}; print(sum(name.startswith('specsamp') for name in sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert 0 < int(found.stdout or 0) <= most, found.stdout + found.stderr

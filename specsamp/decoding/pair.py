@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.state import Weights
-from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel
+
+if TYPE_CHECKING:
+    from specsamp.models.heads import FeatureHead
 
 MAX_FITTED = 4  # sets of weights kept per drafter and number of slots; those of most models share all their memory
 

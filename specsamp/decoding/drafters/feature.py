@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,11 @@ import jax.numpy as jnp
 from specsamp.decoding.drafter import Drafter, Prefix
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
-from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.sampling.rules import Draft, Verdict
+
+if TYPE_CHECKING:
+    from specsamp.models.heads import FeatureHead
 
 Array = jax.Array
 _Carry = tuple[Any, Any, Array, Array]  # the head's cache, the target's, features, tokens
