@@ -22,7 +22,7 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Decoding, Method, make_method
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.request import Prompt, Request, make_requests
+from specsamp.decoding.request import Prompt, Request, make_requests, with_samples
 from specsamp.decoding.results import Chunk, Completion
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.sampling.rules import Rule
@@ -93,10 +93,10 @@ def generate(
         drafter=drafter,
         require_exact=require_exact,
     )
-    requests = make_requests(
-        pair, method, prompts, max_new_tokens, seed=seed, stop=stop, num_samples=num_samples, prompt_ids=prompt_ids
-    )
-    engine = Engine.create(pair, method, requests, keep_log_probs=return_log_probs)
+    requests = make_requests(pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids)
+    batch = len(requests) * validate.integer("num_samples", num_samples, 1)
+    engine = Engine.create(pair, method, requests, batch=batch, keep_log_probs=return_log_probs)
+    requests = with_samples(requests, num_samples)
     state = engine.prefill(requests, num_samples)
     while True:
         state = engine.run(state, engine.rounds_per_look(requests))
@@ -127,10 +127,10 @@ def stream(
     rounds_per_chunk = validate.integer("rounds_per_chunk", rounds_per_chunk, 1)
     use_compilation_cache()
     method = make_method(pair, **decoding)
-    requests = make_requests(
-        pair, method, prompts, max_new_tokens, seed=seed, stop=stop, num_samples=num_samples, prompt_ids=prompt_ids
-    )
-    engine = Engine.create(pair, method, requests)
+    requests = make_requests(pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids)
+    batch = len(requests) * validate.integer("num_samples", num_samples, 1)
+    engine = Engine.create(pair, method, requests, batch=batch)
+    requests = with_samples(requests, num_samples)
 
     def all_chunks() -> Iterator[Chunk]:
         yield from chunks(engine, engine.prefill(requests, num_samples), requests, rounds_per_chunk)

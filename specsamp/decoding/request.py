@@ -81,10 +81,9 @@ def make_requests(
     *,
     seed: int = 0,
     stop: Sequence[int | str] | None = None,
-    num_samples: int = 1,
     prompt_ids: Sequence[int] | None = None,
 ) -> list[Request]:
-    """Returns ``num_samples`` requests for each prompt, in order; arguments are those of `generate`.
+    """Returns a request for each prompt; arguments are those of `generate`.
 
     Raises:
       ValueError: before compilation, naming the value and the fix.
@@ -92,7 +91,6 @@ def make_requests(
     token_lists = encode(pair, prompts)
     lengths = [len(tokens) for tokens in token_lists]
     budgets = check_budgets(pair, method.drafter, lengths, max_new_tokens)
-    num_samples = validate.integer("num_samples", num_samples, 1)
     seed = validate.integer("seed", seed, 0, 2**32)
     ids = range(len(lengths)) if prompt_ids is None else validate.integers("prompt_ids", prompt_ids, 0)
     if len(ids) != len(lengths):
@@ -111,14 +109,17 @@ def make_requests(
             draft_sampling=None if draft_sampling is None else draft_sampling[index],
             seed=seed,
             prompt_id=ids[index],
-            sample_index=sample,
             prompt_index=index,
             stops=stops,
             tokenizer=pair.tokenizer,
         )
         for index, tokens in enumerate(token_lists)
-        for sample in range(num_samples)
     ]
+
+
+def with_samples(requests: Sequence[Request], num_samples: int) -> list[Request]:
+    """Returns ``num_samples`` requests for each one, in order; they differ in their noise."""
+    return [dataclasses.replace(request, sample_index=sample) for request in requests for sample in range(num_samples)]
 
 
 def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:

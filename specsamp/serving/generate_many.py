@@ -17,7 +17,7 @@ from specsamp.compilation_cache import use_compilation_cache
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Decoding, make_method
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.request import Prompt, Request, make_requests
+from specsamp.decoding.request import Prompt, Request, make_requests, with_samples
 from specsamp.decoding.results import Completion
 from specsamp.mesh.distributed import from_first
 from specsamp.serving.batch import Batch, Usage
@@ -87,9 +87,8 @@ def generate_many(
     if rounds_per_slice is not None:
         rounds_per_slice = validate.integer("rounds_per_slice", rounds_per_slice, 1)
     method = make_method(pair, **decoding)
-    requests = make_requests(
-        pair, method, prompts, max_new_tokens, seed=seed, stop=stop, num_samples=num_samples, prompt_ids=prompt_ids
-    )
+    requests = make_requests(pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids)
+    requests = with_samples(requests, validate.integer("num_samples", num_samples, 1))
     rows = min(rows, len(requests))
     spare = max(refill, TOGETHER) * pair.shards.count
     engine = Engine.create(pair, method, requests, batch=rows, spare=spare, keep_log_probs=return_log_probs)

@@ -26,7 +26,7 @@ from specsamp.compilation_cache import use_compilation_cache
 from specsamp.decoding.engine import Engine, bucket, context_of, round_slots
 from specsamp.decoding.method import Method, make_method
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.request import Prompt, Request, encode, make_requests, make_stops
+from specsamp.decoding.request import Prompt, Request, encode, make_requests, make_stops, with_samples
 from specsamp.decoding.results import Chunk, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.sampling.warp import Warp
@@ -212,7 +212,7 @@ class Service:
                 )
             budgets.append(budget)
         stop = [*self._stop_ids, *stop]
-        return make_requests(self._pair, method, prompts, budgets, seed=seed, stop=stop, num_samples=num_samples)
+        return with_samples(make_requests(self._pair, method, prompts, budgets, seed=seed, stop=stop), num_samples)
 
     def _sizes(self) -> Iterator[int]:
         """Yields the longest prompt of each bucket."""
