@@ -25,7 +25,7 @@ NOWHERE = -1
 
 
 def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: DataShards = DataShards()) -> DecodeState:
-    """Writes ``rows`` over the rows ``at`` of ``state``, which is donated, but for its request.
+    """Writes ``rows`` over the rows ``at`` of ``state``, which is donated except for its request.
 
     Args:
       state: of a loop, between two runs.
@@ -50,7 +50,7 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
 
 
 def extract(state: DecodeState, at: Sequence[int], shards: DataShards = DataShards()) -> DecodeState:
-    """Returns the rows ``at`` of ``state`` as a state of their own, such as one to be put aside and inserted later.
+    """Returns the rows ``at`` of ``state`` as a new state, for example to preempt them and insert them later.
 
     Raises:
       ValueError: a place that does not exist or occurs twice.

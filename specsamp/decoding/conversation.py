@@ -25,15 +25,15 @@ CHUNK = 64  # tokens of a turn that are read in a call
 
 
 class Conversation:
-    """Keeps the caches of one row between texts: of each, only what is new is read.
+    """Keeps the caches of one sequence between turns: only the new tokens of each text are read.
 
     A text is given whole, as messages, a string or tokens; as much of its beginning as was read or written before is
     not read again. So an answer that is edited, or taken back, is right as well. What is written after the text number
     n, counted from 0, is what ``generate(..., prompt_ids=[n])`` writes after it, up to near-ties of rounding: every turn
-    has noise of its own.
+    has other noise.
 
     Attributes:
-      tokens: those of the last text, with what was written.
+      tokens: the last text and what was written after it.
       tokens_read: of the last text, how many were read.
       stats: counts of what was written after it.
     """

@@ -5,7 +5,7 @@
     state = engine.run(state)
     texts = engine.take(state, requests)
 
-Between two runs, rows may be written over with those of other requests (`Engine.insert`). Sizes are rounded up to
+Between two runs, other requests may take the place of rows (`Engine.insert`). Sizes are rounded up to
 buckets so that calls of about the same size share a program; what is beyond the sizes asked for is padding that nothing
 sees.
 """
@@ -116,7 +116,7 @@ class Engine:
         Args:
           requests: each prompt's ``num_samples`` requests in a row; None is an idle row. Idle rows are added until all
             data shards have as many.
-          least_length: prompts are padded to its bucket at least, so that batches of short ones share the program.
+          least_length: prompts are padded to its bucket at least, so that batches of short prompts share the program.
         """
         requests = [*requests, *[None] * (-len(requests) % (self.pair.shards.count * num_samples))]
         prompts = [(0,) if request is None else request.prompt for request in requests[::num_samples]]
@@ -132,7 +132,7 @@ class Engine:
         return tokens_BP, np.array([len(tokens) for tokens in prompts], np.int32)
 
     def extend(self, request: Request, state: DecodeState | None, start: int, chunk: int) -> DecodeState:
-        """Reads what is new of a prompt into a state of one row, which is donated; see `Loop.extend`.
+        """Reads the new tokens of a prompt into a state of one row, which is donated; see `Loop.extend`.
 
         Args:
           state: without its request batch; None: nothing was read yet.
@@ -178,7 +178,7 @@ class Engine:
         return batch_rows.end(state, is_ended_B)
 
     def rounds_per_look(self, requests: Sequence[Request]) -> int:
-        """Returns the most rounds between two looks for strings that end texts: what is written beyond one is lost."""
+        """Returns the most rounds between two searches for stop strings; tokens written after a stop string are lost."""
         has_strings = any(request.stops.texts for request in requests)
         return -(-TOKENS_PER_LOOK // (self.loop.depth + 1)) if has_strings else MANY_ROUNDS
 
@@ -217,7 +217,7 @@ def without_caches(state: DecodeState) -> DecodeState:
 
 
 def to_host(tree: Any) -> Any:
-    """Returns all arrays as NumPy's, also those on devices of other processes (which must call it too)."""
+    """Returns all arrays as NumPy arrays, also from devices of other processes, which must call it too."""
 
     def elsewhere(x):
         return isinstance(x, jax.Array) and not x.is_fully_addressable

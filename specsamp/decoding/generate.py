@@ -68,8 +68,8 @@ def generate(
       seed: in [0, 2**32); same seed and prompt id, same noise, whatever the batch around a prompt. Calls that
         share both share their noise: give each its own seed or ``prompt_ids``.
       stop: token ids, or strings of any number of tokens, which are not part of the text; default the pair's stop
-        tokens, or the tokenizer's end of text. Strings are looked for every few rounds: what was decoded beyond one
-        is dropped, and counted in `Completion.dropped` alone.
+        tokens, or the tokenizer's end of text. Strings are searched every few rounds: tokens decoded after a stop
+        string are dropped, and counted in `Completion.dropped` alone.
       num_samples: completions per prompt, from one prefill.
       return_log_probs: also return the target's log-probability of each token.
       prompt_ids: the prompts' indices in your data set, if this call handles a part of it: a completion

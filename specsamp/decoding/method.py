@@ -70,7 +70,7 @@ class Method:
 
 
 class Decoding(TypedDict, total=False):
-    """The keywords of `generate` that say how to decode: a method, or what `make_method` makes one of."""
+    """The keywords of `generate` that say how to decode: a method, or the parts that `make_method` puts together."""
 
     method: Method | None
     sampling: Warp | None

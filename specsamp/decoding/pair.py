@@ -14,7 +14,7 @@ from specsamp.models.interface import LanguageModel
 if TYPE_CHECKING:
     from specsamp.models.heads import FeatureHead
 
-MAX_FITTED = 4  # sets of weights kept per drafter and number of slots; those of most models share all their memory
+MAX_FITTED = 4  # sets of weights kept per drafter and number of slots; most models' sets share all their memory
 
 
 class Tokenizer(Protocol):
@@ -46,7 +46,7 @@ class Pair:
 
     Attributes:
       target, target_params: the model whose distribution is sampled.
-      draft, draft_params: the model that proposes; leave both out to decode without one. Parameters
+      draft, draft_params: the model that proposes; leave both out to decode without a draft. Parameters
         without a model are for your own drafter, whose ``prepare`` is handed them.
       head: drafts from the target's hidden states instead of a draft model; ``draft_params`` are its own then.
       tokenizer: of the target; without one, prompts are token ids and completions have no text.
@@ -133,7 +133,7 @@ class Pair:
         """
         if "target" not in self._prepared:
             self._prepared["target"] = self.target.prepare(self.target_params)
-        # A class that prepares differently has weights of its own, also where it inherits the key.
+        # A class that prepares differently has other weights, also where it inherits the key.
         drafts = (type(drafter).prepare, type(drafter).fit_slots, drafter.weights_key)
         if drafts not in self._prepared:
             self._prepared[drafts] = drafter.prepare(self.draft_params)

@@ -30,7 +30,7 @@ class Request:
       sampling: the target's warp; its numbers are scalars.
       draft_sampling: the draft's; None: the target's.
       seed, prompt_id, sample_index: the address of its noise.
-      prompt_index: of the call; `prompt_id` unless the caller named others.
+      prompt_index: the prompt's place in the call; equal to `prompt_id` by default.
       stops: what ends it.
       tokenizer: writes its text; None: it has none.
       arrived: when it was asked for, in seconds.
@@ -118,7 +118,7 @@ def make_requests(
 
 
 def with_samples(requests: Sequence[Request], num_samples: int) -> list[Request]:
-    """Returns ``num_samples`` requests for each one, in order; they differ in their noise."""
+    """Returns ``num_samples`` copies of each request, in order, which differ in their noise."""
     return [dataclasses.replace(request, sample_index=sample) for request in requests for sample in range(num_samples)]
 
 

@@ -28,7 +28,7 @@ class RowStats:
     lengths: tuple[int, ...] = ()  # rounds by number of drafted tokens, 0 .. K; () where the length does not adapt
     # Of a lossy rule, summed over tokens; None: not metered. See `specsamp.sampling.rules.Meter`.
     variation: float | None = None  # from the target's distribution; averaged over texts it bounds that of texts
-    extra_accepted: float | None = None  # drafted tokens, expected beyond those that the token rule would accept
+    extra_accepted: float | None = None  # drafted tokens accepted in expectation beyond the token rule's
 
     @property
     def variation_per_token(self) -> float:
@@ -56,7 +56,7 @@ class RowStats:
 
     @classmethod
     def of(cls, stats: Stats, row: int, meter: Meter | None = None) -> RowStats:
-        """Returns one row of what the loop counted, with the sums of its meter; both are on the host."""
+        """Returns the loop's counts of one row, with the sums of its meter; both are on the host."""
         return cls(
             rounds=int(stats.rounds_B[row]),
             emitted=int(stats.emitted_B[row]),
@@ -106,7 +106,7 @@ class RowStats:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RowStats:
-        """Reads the counts back from JSON; what follows from them may stand beside them."""
+        """Reads counts from JSON, which may hold further fields."""
         read = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
 
@@ -185,12 +185,12 @@ class Completion:
     prompt_index: int
     sample_index: int
     text: str | None  # without the stop token or the stop text; None if the pair has no tokenizer
-    tokens: list[int]  # the stop token included, or those of the stop text
+    tokens: list[int]  # with the stop token, or with the tokens of the stop text
     from_draft: list[bool]  # whether each token had been drafted
     log_probs: list[float] | None  # under the target at temperature 1, unfiltered
     finish: str  # "stop", "length", or "invalid" where the target's logits are no distribution (NaN, inf)
     exact: bool  # whether rule and drafter are lossless; what a lossy rule costs is in stats
-    row_independent: bool  # whether it is the text that this prompt has alone, whatever is decoded beside it
+    row_independent: bool  # whether the prompt has the same text in every batch
     stats: RowStats
     dropped: int = 0  # tokens that were decoded beyond a stop text; nothing else counts them
 

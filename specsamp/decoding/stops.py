@@ -1,4 +1,4 @@
-"""Says where texts end: at a token, which the loop finds on the device, or at a string, which is looked for between its slices."""
+"""Stop conditions: token ids, checked on the device; strings, checked on the host between runs of the loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stops:
         return min(found, default=None)
 
     def count(self, tokenizer, tokens: Sequence[int]) -> int | None:
-        """Returns the fewest of ``tokens`` whose text holds one of the strings; None if that of all does not."""
+        """Returns the fewest of ``tokens`` whose text holds a stop string; None if the text of all tokens holds none."""
         if not self.texts or self.first(tokenizer.decode(tokens)) is None:
             return None
         ends = range(1, len(tokens) + 1)
@@ -41,7 +41,7 @@ class Stops:
         return text[: self.first(text)]
 
     def held_back(self, text: str) -> int:
-        """Returns how many characters at the end of ``text`` may be the beginning of one of the strings."""
+        """Returns how many characters at the end of ``text`` may be the beginning of a stop string."""
         most = max(map(len, self.texts), default=1) - 1
         sizes = range(min(most, len(text)), 0, -1)
         return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self.texts)), 0)

@@ -16,7 +16,7 @@ CONTEXT = 16  # tokens of a prompt that are looked at: a text's first space depe
 class Continuation:
     """Decodes what follows a prompt, so that prompt and text together are the text of all their tokens.
 
-    By itself a text would lose its first space, with tokenizers that give one to every beginning.
+    Decoded alone, a text would lose its first space with tokenizers that begin every text with a space.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):

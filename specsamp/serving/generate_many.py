@@ -60,9 +60,8 @@ def generate_many(
 ) -> Queue:
     """Does what `generate` does, ``rows`` texts at a time: the same completions, in the order in which they end.
 
-    A completion is the one that its prompt has alone, whatever the number of rows, the order of the prompts and their
-    lengths, unless the drafter looks at several rows at once (`Completion.row_independent`). Arguments that are not
-    named here are those of `generate`.
+    A prompt has the same completion with any number of rows and in any order of prompts, unless the drafter looks at
+    several rows at once (`Completion.row_independent`). Arguments that are not named here are those of `generate`.
 
     Args:
       rows: texts that are decoded together; rounded up to a multiple of the data shards.

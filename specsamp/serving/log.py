@@ -24,7 +24,7 @@ BUCKET_SECONDS = 30  # between writes to a bucket, where a file cannot be append
 
 
 class CompletionLog:
-    """Completions in a file, local or in a bucket. Of several processes the first writes, and tells the others.
+    """Completions in a file, local or in a bucket. Of several processes the first reads and writes it.
 
     The first line says what was asked; a file of something else is refused. A line that was cut short by the end of a
     process is dropped, and its completion decoded again. One run at a time writes a file.

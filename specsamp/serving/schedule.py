@@ -1,8 +1,9 @@
-"""Chooses which waiting text takes a free row of a batch, and which running one is put aside for it.
+"""Chooses which waiting text takes a free row of a batch, and which running text is preempted for it.
 
 First come, first served lets a short text wait behind long ones. `ShortestFirst` is the scheduling of ALISE (Zhao and
-Wang, 2024, arXiv:2410.23537): a text's length is predicted from finished ones whose prompts are near, the text with the
-fewest tokens to come goes first, a running one is put aside for it, and waiting counts, so that nothing waits for ever.
+Wang, 2024, arXiv:2410.23537): a text's length is predicted from finished texts with similar prompts, the text with the
+fewest tokens to come goes first, running texts are preempted for it, and waiting time counts, so that nothing waits for
+ever.
 
 A schedule decides when a text is decoded, never what it says.
 """
@@ -77,9 +78,9 @@ class Predictor(abc.ABC):
 class Nearest(Predictor):
     """Predicts the mean length of the finished texts whose prompts are nearest; the budget before any has finished.
 
-    Prompts are near whose tokens and pairs of tokens are alike: the cosine of their counts, hashed. Texts with about the
-    same budget come first, since who asks for much expects much. Of the nearest, those count that were longer than the
-    text already is; a text that outlives all of them is expected to spend its budget.
+    The distance of two prompts is the cosine of their hashed counts of tokens and pairs of tokens; texts with about the
+    same budget come first. Only texts that were longer than this text is now count. A text that outlives all of them is
+    expected to spend its budget.
 
     Attributes:
       neighbours: finished texts that a prediction is made of.
@@ -129,7 +130,7 @@ class Nearest(Predictor):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ShortestFirst(Schedule):
-    """The text with the fewest predicted tokens to come goes first, and running ones are put aside for it.
+    """The text with the fewest predicted tokens to come goes first, and running texts are preempted for it.
 
     A second of waiting is worth ``ageing`` tokens. All texts age alike, so it is the later arrival of newcomers that
     counts: a text with L tokens to come is passed by none that arrives more than L / ageing seconds after it.
@@ -137,7 +138,7 @@ class ShortestFirst(Schedule):
     Attributes:
       predictor: of lengths.
       ageing: in tokens a second; 0 lets long texts starve under a heavy load.
-      worth: a running text is put aside for one that has so many tokens less to come.
+      worth: a running text is preempted for a text with so many tokens less to come.
     """
 
     predictor: Predictor = dataclasses.field(default_factory=Nearest)

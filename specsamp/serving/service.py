@@ -6,8 +6,8 @@
     pieces = queue.SimpleQueue()
     service.ask(["def f"], 64, sampling=chain(temperature(0.8)), deliver=pieces.put)
 
-A text is the one that `generate` writes with the same seed, whatever is decoded beside it. A thread of its own does all
-that has to do with the batch, a slice of a few rounds at a time (`specsamp.serving.batch`); callers may be any threads.
+A text is what `generate` writes with the same seed, whatever else is in the batch. One thread does all the work on the
+batch, a slice of a few rounds at a time (`specsamp.serving.batch`); callers may be any threads.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Service:
         """Makes a service, which `start` begins.
 
         Args:
-          method: drafter and rule; its warps say which kinds the requests bring, each with numbers of its own.
+          method: drafter and rule; requests have the same kinds of warps, with other numbers.
           rows: texts that are decoded together; rounded up to a multiple of the data shards.
           context: default 4096, or as many as the models have positions for.
           max_waiting: texts beyond the rows; more are refused.
@@ -100,7 +100,7 @@ class Service:
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
 
     def compile(self, say: Callable[[str], None] = logging.info) -> None:
-        """Compiles what requests can take; ``say`` is told what is next."""
+        """Compiles for prompts of all sizes; ``say`` gets a line before each."""
         sizes = list(self._sizes())
 
         def prompts() -> Iterator[list[int]]:
@@ -234,7 +234,7 @@ class Service:
             try:
                 self._slice()
             except Exception as error:  # the batch is lost, and with it all that run
-                logging.exception("a slice failed: the texts that ran are lost, and those that wait begin anew")
+                logging.exception("a slice failed: running texts are lost, waiting texts begin anew")
                 self._drop(f"decoding failed: {_in_short(error)}", and_waiting=not any(self.batch.running))
                 self.batch.free()
         self._drop(self._closed, and_waiting=True)
@@ -276,7 +276,7 @@ class Service:
                 _deliver(request, text)
 
     def _fill(self) -> None:
-        """Gives free rows to those who wait. A prompt that cannot be read fails alone."""
+        """Gives free rows to waiting requests. A prompt that cannot be read fails alone."""
         try:
             self.batch.fill()
         except Exception as error:
@@ -290,7 +290,7 @@ class Service:
             self._leave(len(unread))
 
     def _text(self, state: DecodeState, place: int, request: Request) -> RowText | None:
-        """Returns the text of a row; None if nobody wants it, or it has failed."""
+        """Returns the text of a row; None if its caller has left, or it has failed."""
         if request.answer.is_over:
             return None
         try:
@@ -304,7 +304,7 @@ class Service:
             return None
 
     def _drop(self, reason: str, and_waiting: bool) -> None:
-        """Ends all texts that run, and perhaps those that wait; tells their callers why."""
+        """Ends all running texts, and with ``and_waiting`` all waiting texts; their callers get the reason."""
         with self._changed:
             requests = [request for request in self.batch.running if request is not None]
             self.batch.running[:] = [None] * len(self.batch.running)
