@@ -150,7 +150,7 @@ def chunks(
         if any(request.stops.texts for request in requests):
             state = engine.end(state, [text.finish == Finish.STOP for text in texts])
         for row, (request, text) in enumerate(zip(requests, texts)):
-            chunk = Chunk.of(request, text) if running[row] else None
+            chunk = Chunk.of(request, text, engine.method) if running[row] else None
             if chunk is None:
                 continue
             if streams[row] is not None:

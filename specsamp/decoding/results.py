@@ -225,9 +225,10 @@ class Chunk:
     log_probs: list[float] | None
     finish: str | None  # None while the sequence is running
     stats: RowStats | None  # of the whole sequence, in its last chunk
+    exact: bool  # whether rule and drafter are lossless
 
     @classmethod
-    def of(cls, request: Request, text: RowText) -> Chunk | None:
+    def of(cls, request: Request, text: RowText, method: Method) -> Chunk | None:
         """Returns what is new in ``text``, all that the request has written; None if it goes on and has gained nothing."""
         is_running = text.finish == Finish.RUNNING
         if is_running and len(text.tokens) == request.shown:
@@ -242,4 +243,5 @@ class Chunk:
             log_probs=None if text.log_probs is None else text.log_probs[new],
             finish=None if is_running else text.finish.name.lower(),
             stats=None if is_running else text.stats,
+            exact=method.exact,
         )

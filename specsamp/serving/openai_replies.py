@@ -90,7 +90,9 @@ class Reply:
         prompt, completion = self._prompt_tokens, sum(choice.stats.emitted for choice in self._choices)
         accepted = sum(choice.stats.accepted for choice in self._choices)
         drafted = sum(choice.stats.drafted for choice in self._choices)
-        return {
+        variations = [choice.stats.variation for choice in self._choices]  # of lossy rules, which the protocol lacks
+        cost = {} if None in variations else {"total_variation": sum(variations)}
+        return cost | {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,

@@ -273,7 +273,7 @@ class Service:
         self._leave(len(ended) + unwanted)
         for request, text in zip(running, texts):
             if text is not None:
-                _deliver(request, text)
+                self._deliver(request, text)
 
     def _fill(self) -> None:
         """Gives free rows to waiting requests. A prompt that cannot be read fails alone."""
@@ -303,6 +303,13 @@ class Service:
             request.answer.send(Failed(f"decoding failed: {_in_short(error)}"))
             return None
 
+    def _deliver(self, request: Request, text: RowText) -> None:
+        """Hands the caller what is new: all of it at the end, and before that only to callers that stream."""
+        if request.answer.is_streamed or text.finish != Finish.RUNNING:
+            chunk = Chunk.of(request, text, self.method)
+            if chunk is not None:
+                request.answer.send(chunk)
+
     def _drop(self, reason: str, and_waiting: bool) -> None:
         """Ends all running texts, and with ``and_waiting`` all waiting texts; their callers get the reason."""
         with self._changed:
@@ -314,14 +321,6 @@ class Service:
             self._unfinished -= len(requests)
         for request in requests:
             request.answer.send(Failed(reason))
-
-
-def _deliver(request: Request, text: RowText) -> None:
-    """Hands the caller what is new: all of it at the end, and before that only to callers that stream."""
-    if request.answer.is_streamed or text.finish != Finish.RUNNING:
-        chunk = Chunk.of(request, text)
-        if chunk is not None:
-            request.answer.send(chunk)
 
 
 def _in_short(error: Any) -> str:

@@ -235,6 +235,7 @@ def test_lossy_parts_show_in_the_result():
 
     assert generate(table_pair(), [[1]], 4)[0].exact
     assert not generate(table_pair(), [[1]], 4, rule=Lossy())[0].exact
+    assert not next(stream(table_pair(), [[1]], 4, rule=Lossy())).exact
 
 
 def test_a_drafter_is_given_weights_of_its_own_making():

@@ -18,8 +18,17 @@ if extras.is_here("starlette"):
     from specsamp.serving.endpoint import make_app
 
 from specsamp.checkpoints.chat import CannotRender
+from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.method import Method
+from specsamp.decoding.request import Request
+from specsamp.decoding.results import Chunk, RowStats, RowText
+from specsamp.decoding.state import Finish
+from specsamp.serving.answer import Answer
+from specsamp.serving.openai_replies import Reply
+from specsamp.serving.openai_requests import read_request
 from support.services import (
     CONTEXT,
+    PAIR,
     ROWS,
     WAITING,
     WARPS,
@@ -359,3 +368,14 @@ def test_an_interrupt_ends_texts_and_says_so(monkeypatch):
         assert all(b"the service was closed" in read_all(raw) for raw in (stream, whole))
     assert server.ended == 2 and service.unfinished == 0
     service.join()
+
+
+def test_the_answer_of_a_lossy_rule_says_so_and_what_it_cost():
+    asked = read_request({"prompt": "a"}, is_chat=False, model="bytes")
+    request = Request(prompt=(97,), max_new_tokens=1, tokenizer=PAIR.tokenizer)
+    reply = Reply(asked, Answer([request], print, is_streamed=False), "bytes", exact=False)
+    stats = RowStats(rounds=1, emitted=1, drafted=1, reached=(1,), accepted_counts=(0, 1), variation=0.25)
+    text = RowText(tokens=[98], from_draft=[True], log_probs=[0.0], finish=Finish.LENGTH, stats=stats)
+    reply.chunk(Chunk.of(request, text, Method(drafter=NoDrafter())))
+    whole = reply.whole()
+    assert (whole["exact"], whole["usage"]["total_variation"]) == (False, 0.25)
