@@ -17,7 +17,6 @@ from specsamp import (
     chain,
     generate,
     generate_many,
-    stream,
     temperature,
 )
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
@@ -201,22 +200,6 @@ def test_stops_see_what_they_say():
 
 
 # Calls.
-
-
-@pytest.mark.slow
-def test_prompts_over_few_rows_and_streams_write_the_same():
-    adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 1.6), usual=2, margin=0, pause=3, stop=Confidence(0.1))
-    pair, prompts = table_pair(), [[1, 2, 3], [4], [5, 6]]
-    asked = dict(max_new_tokens=20, sampling=chain(temperature(1.0)), draft_length=adaptive)
-    alone = generate(pair, prompts, **asked)
-    queue = sorted(generate_many(pair, prompts, rows=2, **asked), key=lambda one: one.prompt_index)
-    assert [one.tokens for one in queue] == [one.tokens for one in alone]
-    assert [one.stats for one in queue] == [one.stats for one in alone]
-    assert all(sum(one.stats.lengths) == one.stats.rounds and one.exact and not one.row_independent for one in alone)
-    streamed = [[], [], []]
-    for chunk in stream(pair, prompts, rounds_per_chunk=3, **asked):
-        streamed[chunk.prompt_index] += chunk.tokens
-    assert streamed == [one.tokens for one in alone]
 
 
 @pytest.mark.parametrize(

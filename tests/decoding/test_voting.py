@@ -15,8 +15,6 @@ from specsamp import (
     TokenRule,
     VotingDrafter,
     generate,
-    generate_many,
-    temperature,
 )
 from specsamp.decoding.drafter import Drafter, Prefix, with_length
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
@@ -185,15 +183,6 @@ def test_what_a_part_knows_grows_without_holes():
 
 
 # Calls.
-
-
-def test_prompts_over_few_rows_write_the_same():
-    """Checks that beside others, or put in after them, a row chooses as it would alone."""
-    pair, prompts = table_pair(), [[1, 2, 3], [4], [5, 6]]
-    asked = dict(drafter=ChoosingDrafter([NgramDrafter(2), ModelDrafter(pair.draft, 2)]), sampling=temperature(1.0))
-    together = generate(pair, prompts, 20, **asked)
-    queue = sorted(generate_many(pair, prompts, 20, rows=1, **asked), key=lambda one: one.prompt_index)
-    assert [one.tokens for one in queue] == [one.tokens for one in together] and all(one.exact for one in together)
 
 
 def test_models_of_their_own():

@@ -3,17 +3,15 @@
 import dataclasses
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specsamp import (
+    Adaptive,
     BlockRule,
     CompletionLog,
     CoupledRule,
-    EarlyExitDrafter,
     NgramDrafter,
-    Pair,
     chain,
     generate,
     generate_many,
@@ -22,7 +20,7 @@ from specsamp import (
 )
 from specsamp.decoding.engine import Engine
 from support.extras import slow_but
-from support.fakes import LayeredTableLM, compiled_programs, counting_pair, near, random_table, table_pair
+from support.fakes import compiled_programs, counting_pair, table_pair
 
 PAIR = table_pair()
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
@@ -69,24 +67,6 @@ def test_a_text_does_not_depend_on_the_order(alone):
     assert done == {key: row.tokens for key, row in alone.items()}
 
 
-@pytest.mark.parametrize("options", [dict(rule=CoupledRule()), dict(drafter=NgramDrafter(K=2)), dict(draft_length=0)])
-def test_other_rules_and_drafters(options):
-    shared = dict(sampling=chain(temperature(0.9)), **options)
-    together = generate(PAIR, PROMPTS, BUDGETS, **shared)
-    assert by_row(generate_many(PAIR, PROMPTS, BUDGETS, rows=2, **shared)) == by_row(together)
-
-
-def test_a_target_that_drafts_for_itself():
-    """The draft's layers write the target's cache, also in the rows of newcomers."""
-    table = random_table(3, 12)
-    target = LayeredTableLM(12)
-    pair = Pair(target=target, target_params=jnp.stack([near(table, 4, 0.5), 0.2 * table]))
-    shared = dict(sampling=chain(temperature(0.9)), drafter=EarlyExitDrafter(target, 1, 2))
-    done = by_row(generate_many(pair, PROMPTS, BUDGETS, rows=2, **shared))
-    assert done == by_row(generate(pair, PROMPTS, BUDGETS, **shared))
-    assert sum(row.stats.accepted for row in done.values()) > 20
-
-
 def test_completions_say_when_neighbours_matter():
     """A scheduler over rows; under the coupled rule a text is the same whatever was drafted."""
 
@@ -94,11 +74,13 @@ def test_completions_say_when_neighbours_matter():
     class Scheduler(NgramDrafter):
         row_independent = False
 
-    def said(rule):
-        (row,) = generate_many(PAIR, [[1]], 2, drafter=Scheduler(K=2), rule=rule)
+    def said(rule, **options):
+        (row,) = generate_many(PAIR, [[1]], 2, rule=rule, **options)
         return row.row_independent
 
-    assert (said(BlockRule()), said(CoupledRule())) == (False, True)
+    adaptive = dict(draft_length=Adaptive(lengths=(0, 2), costs_ms=(1, 1.6)), drafter=NgramDrafter(2))
+    for options in (dict(drafter=Scheduler(K=2)), adaptive):
+        assert (said(BlockRule(), **options), said(CoupledRule(), **options)) == (False, True)
     assert all(row.row_independent for row in queue(rows=3))
 
 
@@ -249,6 +231,9 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
         (dict(rows=0), "rows must be"),
         (dict(refill=0), "refill must be"),
         (dict(rounds_per_slice=0), "rounds_per_slice"),
+        (dict(arrivals=[0.0]), "1 arrivals for 7 prompts"),
+        (dict(arrivals=[0, -1, 0, 0, 0, 0, 0]), r"arrivals\[1\] must be"),
+        (dict(arrivals=[float("nan")] * 7), r"arrivals\[0\]"),
     ],
 )
 def test_numbers_that_make_no_queue(options, message):

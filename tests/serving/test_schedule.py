@@ -7,14 +7,19 @@ import numpy as np
 import pytest
 
 from specsamp import (
+    Adaptive,
     BlockRule,
+    ChoosingDrafter,
+    Confidence,
     CoupledRule,
     EarlyExitDrafter,
-    FirstCome,
+    ModelDrafter,
+    NgramDrafter,
     Pair,
     ShortestFirst,
     TokenRule,
     chain,
+    generate,
     generate_many,
     penalties,
     temperature,
@@ -29,8 +34,8 @@ PAIR = table_pair()
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
 BUDGETS = [5, 21, 9, 30, 1, 13, 17]
 
-
 PENALISED = chain(penalties(repetition=1.3), temperature(0.9))
+PACED = Adaptive(lengths=(0, 2), costs_ms=(1, 1.6), usual=2, margin=0, pause=3, stop=Confidence(0.1))
 PLAIN = dict(draft_length=0, sampling=chain(temperature(0.9)), rows=3)
 
 
@@ -47,22 +52,24 @@ def layered_pair():
     "pair, options",
     [
         (PAIR, dict(rule=TokenRule(), num_samples=2, return_log_probs=True)),
-        (PAIR, dict(rule=BlockRule(), refill=2)),
+        (PAIR, dict(rule=BlockRule(), drafter=NgramDrafter(2))),
         (PAIR, dict(rule=CoupledRule())),
-        (PAIR, PLAIN),
+        (PAIR, dict(draft_length=0)),
         (layered_pair(), dict(drafter=EarlyExitDrafter(LayeredTableLM(12), 1, 2), sampling=PENALISED)),
+        (PAIR, dict(drafter=ChoosingDrafter([NgramDrafter(2), ModelDrafter(PAIR.draft, 2)]))),
+        pytest.param(PAIR, dict(draft_length=PACED), marks=pytest.mark.slow),
     ],
-    ids=["token", "block", "coupled", "plain", "early exit, penalties"],
+    ids=["token", "n-grams", "coupled", "plain", "early exit, penalties", "choosing", "adaptive"],
 )
 def test_a_text_that_was_put_aside_goes_on_as_if_nothing_had_happened(pair, options):
-    """Tokens, log-probabilities, ends and counts; rounds are counted once."""
-    options = dict(sampling=chain(temperature(0.9)), rows=3) | options
-    undisturbed = generate_many(pair, PROMPTS, BUDGETS, **options)
-    disturbed = generate_many(pair, PROMPTS, BUDGETS, schedule=Restless(), rounds_per_slice=1, **options)
-    expected, done = by_row(undisturbed), list(disturbed)
+    """Tokens, log-probabilities, ends and counts are those of one batch; rounds are counted once."""
+    options = dict(sampling=chain(temperature(0.9))) | options
+    expected = by_row(generate(pair, PROMPTS, BUDGETS, **options))
+    work = generate_many(pair, PROMPTS, BUDGETS, rows=3, schedule=Restless(), rounds_per_slice=1, **options)
+    done = list(work)
     assert by_row(done) == expected and len(done) == len(expected)
-    assert disturbed.usage.preempted > len(PROMPTS) and undisturbed.usage.preempted == 0
-    assert disturbed.usage.busy == undisturbed.usage.busy
+    assert work.usage.preempted > len(PROMPTS)
+    assert work.usage.busy == sum(row.stats.rounds for row in done)
 
 
 def test_a_cache_that_gets_lost_shows(monkeypatch):
@@ -122,21 +129,6 @@ def test_a_short_text_that_comes_late_passes_long_ones():
     assert order(schedule=ShortestFirst(predictor=Oracle(budgets), ageing=100)) == [0, 1, 2]
 
 
-def test_the_shortest_first_shorten_the_latency_of_a_mixture():
-    """One text in ten is long, and more arrive than two rows can decode at once."""
-    random = np.random.default_rng(0)
-    budgets = np.where(random.random(60) < 0.1, 40, 2).tolist()
-    arrivals = random.exponential(2.8, 60).cumsum().tolist()
-
-    def latency(schedule):
-        options = PLAIN | dict(rows=2, rounds_per_slice=1, arrivals=arrivals, schedule=schedule, clock=FakeClock())
-        work = generate_many(PAIR, [[1]] * 60, budgets, **options)
-        assert len(list(work)) == 60
-        return np.mean([served.seconds_per_token for served in work.served.values()])
-
-    assert latency(ShortestFirst()) < 0.6 * latency(FirstCome())
-
-
 def test_ageing_bounds_who_may_pass():
     """A text with 200 tokens to come is passed by short ones for 19 seconds; the control never ages and starves."""
     long = Request(prompt=(1,), max_new_tokens=200)
@@ -175,12 +167,3 @@ def test_the_nearest_forget():
     for length in [1, 1, 1, 9, 9, 9, 9]:
         predictor.finish(Request(prompt=(1,), max_new_tokens=20, emitted=length))
     assert predictor.remaining(Request(prompt=(1,), max_new_tokens=20)) == 9
-
-
-@pytest.mark.parametrize(
-    "arrivals, message",
-    [([0.0], "1 arrivals for 2 prompts"), ([0, -1], r"arrivals\[1\] must be"), ([0, float("nan")], r"arrivals\[1\]")],
-)
-def test_arrivals_that_make_no_queue(arrivals, message):
-    with pytest.raises(ValueError, match=message):
-        generate_many(PAIR, [[1], [2]], 3, arrivals=arrivals)
