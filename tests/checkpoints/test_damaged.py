@@ -26,26 +26,103 @@ def tensor_change(folder, name, change):
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
+BIAS = "model.layers.0.self_attn.q_proj.bias"
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 52168\n"
 
 
-def test_a_shard_missing_from_the_folder(saved):
-    file = next(saved.glob("model-00002*"))
-    file.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{INDEX}.*{file.name}, with . tensors"):
-        open_all(saved)
+def shard(folder):
+    return sorted(folder.glob("*.safetensors"))[1]
 
 
-def test_a_tensor_missing_from_its_shard(saved):
-    tensor_change(saved, UP, lambda tensors: tensors.pop(UP))
-    with pytest.raises(ValueError, match=f"{INDEX} says that {UP} is in model-0000.*, which is not so"):
-        open_all(saved)
+def cut(keep):
+    return lambda folder: shard(folder).write_bytes(shard(folder).read_bytes()[:keep])
 
 
-@pytest.mark.parametrize("keep", [3, 20, -1])
-def test_a_truncated_file(saved, keep):
-    file = sorted(saved.glob("*.safetensors"))[1]
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=f"{file.name} is damaged .truncated"):
+def as_pipe(name):
+    def change(folder):
+        place = folder / name if name else shard(folder)
+        place.unlink()
+        os.mkfifo(place)
+
+    return change
+
+
+def index_is(content):
+    return lambda folder: (folder / INDEX).write_bytes(content)
+
+
+def index_names(name):
+    """Gives the file of `UP` another name in the index."""
+
+    def change(index, folder):
+        file = index["weight_map"][UP]
+        other = name.format(file=file, folder=folder) if isinstance(name, str) else name
+        index["weight_map"] = {t: other if f == file else f for t, f in index["weight_map"].items()}
+
+    return lambda folder: edit(folder / INDEX, lambda index: change(index, folder))
+
+
+def config_says(**fields):
+    def change(folder):
+        (folder / "generation_config.json").unlink()
+        edit(folder / "config.json", lambda config: config.update(fields))
+
+    return change
+
+
+def only_a_pickle(folder):
+    for file in [*folder.glob("*.safetensors"), folder / INDEX]:
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+
+
+DAMAGES = [
+    ("no shard", lambda folder: shard(folder).unlink(), f"{INDEX}.*model-00002.*, with . tensors"),
+    (
+        "no tensor",
+        lambda folder: tensor_change(folder, UP, lambda tensors: tensors.pop(UP)),
+        f"{INDEX} says that {UP} is in model-0000.*, which is not so",
+    ),
+    ("cut in its length", cut(3), "model-00002.* is damaged .truncated"),
+    ("cut in its header", cut(20), "model-00002.* is damaged .truncated"),
+    ("cut in its data", cut(-1), "model-00002.* is damaged .truncated"),
+    ("git without its extension", lambda folder: shard(folder).write_bytes(LFS), "model-00002.*git lfs pull"),
+    ("pipe: config", as_pipe("config.json"), "config.json is no regular file"),
+    ("pipe: tokenizer", as_pipe("tokenizer.json"), "no tokenizer at .*tokenizer.json"),
+    ("pipe: shard", as_pipe(None), "model-00002.* is no regular file"),
+    ("index: no JSON", index_is(b'{"a": ' + 50_000 * b"["), f"{INDEX} is no JSON"),
+    ("index: empty", index_is(b"{}"), f"{INDEX} is no index .* weight_map = None"),
+    *(
+        (
+            f"index: {name}",
+            index_names(name),
+            f"{INDEX} is no index.* plain name",
+        )  # files of this user are no part of it
+        for name in (3, "", "..", "../model/{file}", "{folder}/{file}", "*")
+    ),
+    ("pickle", only_a_pickle, "pytorch_model.bin.*save_pretrained"),
+    (
+        "a tensor too many",
+        lambda folder: tensor_change(folder, UP, lambda tensors: tensors.update({BIAS: np.zeros(32, np.float32)})),
+        rf"1 tensors are not part of the model: {BIAS} \(32,\) in model-",
+    ),
+    ("architecture", config_says(architectures=["BertModel"]), "architecture 'BertModel'; known are Llama.*, Mistral"),
+    ("no width", config_says(hidden_size=None), "config.json does not say 'hidden_size'"),
+    ("activation", config_says(hidden_act="softplus"), "hidden_act = 'softplus'; known are gelu"),
+    ("quantised", config_says(quantization_config={"bits": 4}), "give the checkpoint before it was quantised"),
+    ("rope", config_says(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rotary positions by .*dynamic"),
+    ("llama 3", config_says(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "llama3 .*max_position.* = None"),
+    ("scaling", config_says(rope_scaling="linear"), "config.json says rope_scaling = 'linear'; an object is wanted"),
+    ("epsilon", config_says(rms_norm_eps="1e-5"), "config.json describes .* norm_epsilon must be above 0; got '1e-5'"),
+    ("tied", config_says(tie_word_embeddings="false"), "config.json describes .* tied must be True or False; got"),
+    ("stop", config_says(eos_token_id=[1, 304]), "ends texts with token 304, but has 304 tokens"),
+]
+
+
+@pytest.mark.parametrize("change, message", [case[1:] for case in DAMAGES], ids=[case[0] for case in DAMAGES])
+def test_damage_is_named(saved, change, message):
+    change(saved)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
         open_all(saved)
 
 
@@ -72,43 +149,6 @@ def test_damaged_headers(tmp_path):
             read_header(with_header(header))
 
 
-def test_what_git_leaves_of_a_file_without_its_extension(saved):
-    file = sorted(saved.glob("*.safetensors"))[1]
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 52168\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=f"{file.name}.*git lfs pull"):
-        open_all(saved)
-
-
-@pytest.mark.parametrize("name", [3, "", "..", "../model/{file}", "{folder}/{file}", "*"])
-def test_an_index_names_files_beside_it_only(saved, name):
-    """What else this user can read is no part of a checkpoint that somebody else wrote."""
-
-    def lead_astray(index):
-        file = index["weight_map"][UP]
-        other = name.format(file=file, folder=saved) if isinstance(name, str) else name
-        index["weight_map"] = {t: other if f == file else f for t, f in index["weight_map"].items()}
-
-    edit(saved / INDEX, lead_astray)
-    with pytest.raises(ValueError, match=f"{INDEX} is no index.* plain name"):
-        open_all(saved)
-
-
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "a shard"])
-def test_a_pipe_is_not_waited_for(saved, file):
-    place = saved / file if (saved / file).exists() else sorted(saved.glob("*.safetensors"))[1]
-    place.unlink()
-    os.mkfifo(place)
-    with pytest.raises((ValueError, FileNotFoundError), match=f"{place.name} is no regular file|no tokenizer at"):
-        open_all(saved)
-
-
-def test_json_that_cannot_be_read_is_named(saved):
-    for content, message in ((b'{"a": ' + 50_000 * b"[", "is no JSON"), (b"{}", "is no index .* weight_map = None")):
-        (saved / INDEX).write_bytes(content)
-        with pytest.raises(ValueError, match=f"{INDEX} {message}"):
-            open_all(saved)
-
-
 def test_a_config_that_contradicts_the_tensors(saved):
     edit(saved / "config.json", lambda config: config.update(intermediate_size=96, num_key_value_heads=4))
     with pytest.raises(ValueError, match="does not hold the model of its config.json") as caught:
@@ -117,21 +157,11 @@ def test_a_config_that_contradicts_the_tensors(saved):
     assert "k_proj.weight (16, 32) in model-0000" in str(caught.value) and "(32, 32) wanted" in str(caught.value)
 
 
-def test_tensors_that_nothing_reads_and_buffers_that_nobody_needs(saved):
-    extra = "model.layers.0.self_attn.q_proj.bias"
-    buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    tensor_change(
-        saved, UP, lambda tensors: tensors.update({extra: np.zeros(32, np.float32), buffer: np.zeros(4, np.float32)})
-    )
-    with pytest.raises(ValueError, match=rf"1 tensors are not part of the model: {extra} \(32,\) in model-"):
-        open_all(saved)
-    tensor_change(saved, UP, lambda tensors: tensors.pop(extra))
-    open_all(saved)
-
-
 def test_unsupported_dtypes_matter_only_where_they_are_read(saved):
-    mask = "model.layers.0.self_attn.masked_attn.bias"
-    tensor_change(saved, UP, lambda tensors: tensors.update({mask: np.ones((2, 2), bool)}))
+    """Buffers that transformers computes are left out."""
+    mask, buffer = "model.layers.0.self_attn.masked_attn.bias", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    buffers = {mask: np.ones((2, 2), bool), buffer: np.zeros(4, np.float32)}
+    tensor_change(saved, UP, lambda tensors: tensors.update(buffers))
     open_all(saved)
     tensor_change(saved, UP, lambda tensors: tensors.update({UP: tensors[UP].astype(np.int8)}))
     with pytest.raises(ValueError, match=rf"1 tensors are of a dtype .*BF16.: {UP} \(128, 32\) in model-.*: I8"):
@@ -166,43 +196,7 @@ def test_a_tied_model_may_repeat_its_embedding_only(saved, block, monkeypatch):
         open_all(saved)
 
 
-def test_pickles_are_refused_with_the_way_to_convert_them(saved):
-    for file in [*saved.glob("*.safetensors"), saved / INDEX]:
-        file.unlink()
-    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
-        find_tensors(epath.Path(saved))
-    (saved / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    with pytest.raises(ValueError, match="pytorch_model.bin.*save_pretrained"):
-        open_all(saved)
-
-
 def test_a_tokenizer_with_more_entries_than_the_embedding(saved, tokenizer):
     edit(saved / "config.json", lambda config: config.update(vocab_size=250))
     with pytest.raises(ValueError, match=f"tokenizer.* {tokenizer.vocab_size} tokens.* 250 rows"):
-        open_checkpoint(saved)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(architectures=["BertModel"]), "architecture 'BertModel'; known are LlamaForCausalLM, Mistral"),
-        (dict(hidden_size=None), "config.json does not say 'hidden_size'"),
-        (dict(hidden_act="softplus"), "hidden_act = 'softplus'; known are gelu"),
-        (dict(quantization_config={"bits": 4}), "give the checkpoint before it was quantised"),
-        (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "scales its rotary positions by .*dynamic"),
-        (
-            dict(rope_parameters={"rope_type": "llama3", "factor": 2.0}),
-            "llama3 scaling .* original_max_position_embeddings = None",
-        ),
-        (dict(rope_scaling="linear"), "config.json says rope_scaling = 'linear'; an object is wanted"),
-        (dict(rms_norm_eps="1e-5"), "config.json describes no model .* norm_epsilon must be above 0; got '1e-5'"),
-        (dict(tie_word_embeddings="false"), "config.json describes no model .* tied must be True or False; got"),
-        (dict(eos_token_id=[1, 304]), "ends texts with token 304, but has 304 tokens"),
-    ],
-    ids=str,
-)
-def test_configs_that_cannot_be_read_are_named(saved, change, message):
-    (saved / "generation_config.json").unlink()
-    edit(saved / "config.json", lambda config: config.update(change))
-    with pytest.raises(ValueError, match=message):
         open_checkpoint(saved)

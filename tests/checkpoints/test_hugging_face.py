@@ -14,10 +14,10 @@ from etils import epath
 from specsamp.checkpoints import safetensors_io
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.checkpoints.safetensors_io import Tensor, find_tensors
-from specsamp.checkpoints.tensor_names import find_source
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.transformer import TransformerLM
+from support import golden
 from support.checkpoint_shapes import edit, open_all
 
 
@@ -35,38 +35,26 @@ def test_a_checkpoint_of_many_files_is_read_whole(original, params, tokenizer):
     assert len(seen) == len(tensors) and seen[-1][1] == seen[-1][2] == 4 * checkpoint.config.num_parameters
 
 
-def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(original, params, monkeypatch):
-    """Copies of a slice are read once; what a device needs of a tensor is what it reads of it."""
+@pytest.mark.parametrize("name, model", [(None, 4), ("gpt2", 4), ("gpt_neox", 2), ("qwen3_moe", 4)])
+def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(original, name, model, tmp_path, monkeypatch):
+    """Each device reads its own slices, also of tensors with queries, keys and values, and its own experts."""
     asked = []
     read = Tensor.read
+    checkpoint, _ = open_all(golden.read(name).write_checkpoint(tmp_path) if name else original)
+    alone = TransformerLM(checkpoint.config)
+    whole = read_params(checkpoint, alone)
     monkeypatch.setattr(Tensor, "read", lambda self, index: asked.append((self, index)) or read(self, index))
-    checkpoint, _ = open_all(original)
-    model = shard_model(TransformerLM(checkpoint.config), Layout.tensor_parallel(make_mesh(2, 4)))
-    placed = read_params(checkpoint, model)
-    jax.tree.map(np.testing.assert_array_equal, placed, params)
-    assert placed["layer_0"]["mlp"]["up"].addressable_shards[0].data.shape == (32, 32)
+    placed = read_params(checkpoint, shard_model(alone, Layout.tensor_parallel(make_mesh(8 // model, model))))
+    jax.tree.map(np.testing.assert_array_equal, placed, whole)
+    layer = placed["layer_0"]
+    up = layer["experts"]["up"] if "experts" in layer else layer["mlp"]["up"].T
+    assert up.sharding.shard_shape(up.shape)[0] == up.shape[0] // model
 
     def taken(tensor, index):
         return np.prod([len(range(*s.indices(n))) for s, n in zip(index, tensor.shape)])
 
-    read_entries = sum(taken(tensor, index) for tensor, index in asked)
-    assert read_entries == checkpoint.config.num_parameters
-
-
-@pytest.mark.parametrize("pattern, part", [("NCH D -> NDH: C={}", 1), ("D CNH -> NDH: C={}", 2), ("D NH -> NHD", None)])
-def test_axes_are_what_their_letters_say(pattern, part):
-    letters = dict(N=4, C=3, H=2, D=6)
-    source = find_source("x", {"x": f"tensor  {pattern.format(part)}"})
-    values = np.arange(np.prod(source.shape(letters))).reshape(source.shape(letters))
-    parts = values.reshape([letters[x] for x in "".join(source.tensor_axes)])
-    axes = "".join(source.tensor_axes).lower()
-    if part is not None:
-        parts, axes = parts.take(part, axis=axes.index("c")), axes.replace("c", "")
-    expected = np.einsum(f"{axes}->{source.axes.lower()}", parts)
-    index = tuple({"N": slice(1, 3), "D": slice(None), "H": slice(1, 2)}[letter] for letter in source.axes)
-    np.testing.assert_array_equal(source.read(lambda slices: values[slices], letters, index), expected[index])
-    if part is None:
-        np.testing.assert_array_equal(source.write(expected, letters), values)
+    if name not in ("gpt2", "gpt_neox"):  # joined tensors are read for queries, for keys and for values
+        assert sum(taken(tensor, index) for tensor, index in asked) == checkpoint.config.num_parameters
 
 
 def test_files_in_a_bucket_are_read_in_blocks_of_rows(original, monkeypatch):

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from specsamp import (
+    EARS,
     Adaptive,
     BlockRule,
+    Bounded,
     CoupledRule,
     EarlyExitDrafter,
     NgramDrafter,
@@ -274,6 +276,31 @@ def test_logits_that_are_nan():
     assert failed(check) and "NaN or infinite" in check.sentence
 
 
+# Budgets of lossy rules.
+
+BUDGET = 0.02
+
+
+def within_budget(rule, *more):
+    settings = dataclasses.replace(COARSE, checks=("distribution", *more))
+    return audit(subject(draft=FAR, rule=rule, sampling=chain(temperature(1.0))), settings)
+
+
+def test_a_rule_that_keeps_to_its_budget_passes():
+    found = within_budget(Bounded(EARS(1.0), BUDGET), "acceptance")
+    check, acceptance = found.checks
+    assert found.passed and acceptance.numbers["accepted"] == acceptance.numbers["verified"]
+    assert check.numbers["allowed"] == 2 * BUDGET and 0.005 < check.numbers["measured"] < 0.06
+    assert "LOSSY: no more than its budget of 0.02 per token" in found.summary and "seen with 99%" in found.summary
+    checks = report.as_json([dataclasses.asdict(check) for check in found.checks])
+    assert "up to its budget" in audit_table(checks, claims=True).rows[0][2]
+
+
+def test_a_rule_that_exceeds_its_budget_fails():
+    found = within_budget(mutants.IgnoresItsBudget(EARS(1.0), BUDGET))
+    assert not found.passed and found.checks[0].numbers["measured"] > 0.1
+
+
 # Teacher forcing.
 
 
@@ -383,6 +410,8 @@ def test_what_would_be_empty_is_refused():
         subject(drafter=NoDrafter())
     with pytest.raises(ValueError, match="draft_sampling.*Remembers"):
         subject(draft_sampling=Remembers())
+    with pytest.raises(ValueError, match="is lossy.*budget"):
+        within_budget(EARS(0.3))
     with pytest.raises(ValueError, match="checks must be one of greedy, bfloat16, .*got 'luck'"):
         Settings(checks=("luck",))
     for name, value in (("checks", ()), ("detect", 0.0), ("false_alarm", 1.0), ("rows", 0)):

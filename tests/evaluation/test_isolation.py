@@ -270,23 +270,6 @@ def test_without_isolation_nothing_runs_unless_the_caller_insists(tmp_path):
     assert run_isolated("x = 1", isolation=open_files, insist=True).passed
 
 
-def test_what_stays_behind_without_walls_is_not_waited_for(tmp_path):
-    go, late = tmp_path / "go", tmp_path / "late"
-    stays = f"""
-import os, time
-if os.fork() == 0:
-    os.setsid()
-    for _ in range(300):
-        if os.path.exists({str(go)!r}):
-            os._exit(0)
-        time.sleep(0.1)
-    open({str(late)!r}, "w")
-"""
-    assert run_isolated(stays, LIMITS, isolation=find_isolation(()), insist=True).passed
-    assert not late.exists()
-    go.touch()
-
-
 def test_a_wall_that_cannot_be_built_lets_nothing_run(walls, monkeypatch):
     monkeypatch.setattr(isolation, "readable", lambda: ["/no/such/folder"])
     with pytest.raises(IsolationError, match="(namespaces|landlock): .*No such file"):

@@ -1,15 +1,9 @@
 """What counts as Python that a budget cut off, and what does not."""
 
-import inspect
-import random
-import textwrap
-import tokenize
-
 import pytest
 
 from specsamp.evaluation.python_syntax import ParseResult, parse_python, parses
 
-SOURCE = inspect.getsource(textwrap)
 DEF = "def f(x):\n"
 
 
@@ -65,44 +59,3 @@ def test_verdicts(text, verdict):
 )
 def test_completions(prompt, completion, expected):
     assert parses(prompt, completion) is expected
-
-
-@pytest.fixture(scope="module")
-def cuts():
-    """Offsets of the ends of the tokens of a part of the source, which begins with a whole function."""
-    lines = SOURCE.splitlines(keepends=True)
-    starts = [sum(map(len, lines[:n])) for n in range(len(lines))]
-    tokens = tokenize.generate_tokens(iter(lines).__next__)
-    ends = {starts[row - 1] + column for _, _, _, (row, column), _ in tokens if 0 < row <= len(lines)}
-    return sorted(ends)
-
-
-@pytest.fixture(scope="module")
-def prompt():
-    """Up to the first line of a function's body; all cuts that are tested come later."""
-    start = SOURCE.index("def dedent(text):\n")
-    return SOURCE[: SOURCE.index("\n", start) + 1]
-
-
-def test_source_that_is_cut_anywhere_parses(cuts, prompt):
-    """From where the docstring has ended: before, there is no statement to cut at."""
-    body = SOURCE.index('"""', SOURCE.index('"""', len(prompt)) + 3) + 4
-    after = [cut for cut in cuts if cut >= body]
-    assert len(after) > 300
-    assert [cut for cut in after if not parses(prompt, SOURCE[len(prompt) : cut])] == []
-
-
-def test_shuffled_source_does_not_parse(prompt):
-    """The control: the same lines, or the same words of every line, in another order."""
-    rest = SOURCE[len(prompt) :].splitlines(keepends=True)
-    rng = random.Random(0)
-
-    def shuffle(items):
-        return rng.sample(items, len(items))
-
-    def words(line):
-        return line[: len(line) - len(line.lstrip())] + " ".join(shuffle(line.split())) + "\n"
-
-    good = [parses(prompt, "".join(shuffle(rest))) for _ in range(50)]
-    good += [parses(prompt, "".join(map(words, rest))) for _ in range(50)]
-    assert not any(good)
