@@ -23,7 +23,7 @@ import jax
 from absl import flags
 from rich.console import Console
 
-from launch.lib import entry, price
+from launch.lib import costs, entry
 from launch.lib.cells import (
     costs_of,
     define_prompts,
@@ -55,7 +55,7 @@ _GATHER = flags.DEFINE_multi_string(
 )
 _PROMPTS = define_prompts()
 _OUTPUT = entry.define_output()
-_CHIP_HOUR = price.define_chip_hour()
+_CHIP_HOUR = costs.define_chip_hour()
 _TRACE = flags.DEFINE_string(
     "trace", None, "Then profile one prefill and some rounds into this folder, and show their time by named scope."
 )
@@ -120,7 +120,7 @@ def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, 
     rows = [results.find(cell.key) for cell in cells]
     title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each in turn with plain decoding"
     entry.show([tables.grid_table(title, rows)], console)
-    entry.show(price.cost_tables(costs_of(rows), price.chips_of(pair), _CHIP_HOUR.value), console)
+    entry.show(costs.cost_tables(costs_of(rows), costs.chips_of(pair), _CHIP_HOUR.value), console)
     if len(cells) == len(measured) == 1:
         label = LABEL.format(rate=cells[0].key["synthetic_acceptance"]) if made_up else ""
         entry.show(tables.result_tables(measured[0][1], label), console)

@@ -25,8 +25,8 @@ from absl import flags
 jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
 
 from launch.lib import entry
-from launch.lib.calibration_file import define_calibration, own_calibration
 from launch.lib.config import ConfigFlag
+from launch.lib.costs import define_calibration, own_calibration
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, target_and_draft

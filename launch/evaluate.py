@@ -28,7 +28,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from launch.lib import entry, price
+from launch.lib import costs, entry
 from launch.lib.cells import machine_identity
 from launch.lib.command_tables import evaluation_tables
 from launch.lib.config import ConfigFlag
@@ -64,7 +64,7 @@ _RUN_UNISOLATED = flags.DEFINE_bool(
     "run_unisolated", False, "Run generated programs although this machine cannot isolate them."
 )
 _REQUIRE_EXACT = define_require_exact()
-_CHIP_HOUR = price.define_chip_hour()
+_CHIP_HOUR = costs.define_chip_hour()
 _OUTPUT = entry.define_output()
 
 
@@ -111,9 +111,9 @@ def main() -> None:
     if len(problems) < FEW:
         console.print(f"fewer than {FEW} problems: intervals and differences mean little", style="yellow")
     rows = report.as_json(tabulate(results.cells, PLAIN))
-    costs = [(row["name"], row["ms_per_token"]) for row in rows if row["ms_per_token"] is not None]
+    times = [(row["name"], row["ms_per_token"]) for row in rows if row["ms_per_token"] is not None]
     shown = evaluation_tables(task.name, rows)
-    entry.show([*shown, *price.cost_tables(costs, price.chips_of(experiment.pair), _CHIP_HOUR.value)], console)
+    entry.show([*shown, *costs.cost_tables(times, costs.chips_of(experiment.pair), _CHIP_HOUR.value)], console)
     entry.say_written(_OUTPUT.value, console)
 
 

@@ -21,9 +21,9 @@ from typing import Any
 from absl import flags
 from rich.console import Console
 
-from launch.lib import entry, price
-from launch.lib.calibration_file import define_calibration, own_calibration
+from launch.lib import entry
 from launch.lib.config import ConfigFlag
+from launch.lib.costs import cost_tables, define_calibration, define_chip_hour, own_calibration
 from launch.lib.fields import ExperimentConfig
 from launch.lib.shapes import target_and_draft
 from specsamp import storage
@@ -70,7 +70,7 @@ _NEW_TOKENS = flags.DEFINE_integer(
 )
 _LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1, upper_bound=256)
 _CALIBRATION = define_calibration()
-_CHIP_HOUR = price.define_chip_hour()
+_CHIP_HOUR = define_chip_hour()
 _OUTPUT = entry.define_output()
 
 ROOFLINE = ". Calls stream or compute at the full rate of the chip: real calls take longer"
@@ -103,7 +103,7 @@ def main() -> None:
     plans = [make_plan(accepted, costs, **place) for place in places]
     for plan in plans:
         ms = [(f"K = {one.draft_length}", one.ms_per_token.value) for one in plan.forecasts]
-        entry.show([plan_table(plan, costs, report), *price.cost_tables(ms, _DEVICES.value, _CHIP_HOUR.value)], console)
+        entry.show([plan_table(plan, costs, report), *cost_tables(ms, _DEVICES.value, _CHIP_HOUR.value)], console)
     for plan, place in zip(plans, places, strict=True):
         best, digits = plan.best, ".2g" if report else ".2f"
         verdict = f"K = {best.draft_length}, {best.speedup.value:{digits}}x" if best.draft_length else "decode plainly"

@@ -34,16 +34,6 @@ RESULTS = CHECKOUT / "notebooks/results"
 NUMBERS = {int: "whole numbers", float: "numbers"}
 PAIR = pathlib.Path(specsamp.__file__).parent / "checkpoints/assets/python/pair.json"
 
-BEFORE = {  # studies that have another name, or are a question of another study
-    "refill": "serving --ask=batches",
-    "serve_load": "serving --ask=endpoint",
-    "one_round": "rounds",
-    "int8_error": "int8",
-    "int8_speed": "int8 --ask=speed",
-    "compile_study": "compile",
-    "compare_transformers": "transformers",
-}
-
 Document = Mapping[str, Any]  # a result, as its JSON holds it
 Key = Mapping[str, Any]  # identifies a cell within its file
 Say = Callable[[str], None]  # shows what is going on
@@ -113,10 +103,9 @@ class Study:
       config: the default of --config, for a study of a configuration; its value is ``options.config``.
       prepare: checks the options and loads what all cells share, before anything is written. What it returns is
         handed to the functions below; by default the options themselves.
-      cells: lists the keys of the cells. None: the study has one result, whose fields are the document's; it is
-        measured once for the same options, and anew with --again.
-      identity: says what all cells of a file share; a file of another identity is refused.
-      measure: returns the result of a cell as JSON (dataclasses allowed); the key is {} where ``cells`` is None.
+      cells: lists the keys of the cells; by default there is one, {}, and its result's fields are the document's.
+      identity: says what all cells of a file share, by default the options; a file of another identity is refused.
+      measure: returns the result of a cell as JSON (dataclasses allowed).
       tables: the tables of committed results, by the names that pages have them under.
       figures: draw documents, as tables are made of them; each is a PNG file of that name.
       shown: names the tables and figures that are made of what was just measured, of that document alone. None: all
@@ -129,8 +118,8 @@ class Study:
     options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
     config: str | None = None
     prepare: Callable[[Any], Any] = lambda options: options
-    cells: Callable[[Any], Sequence[Key]] | None = None
-    identity: Callable[[Any], Mapping[str, Any]] = lambda prepared: {}
+    cells: Callable[[Any], Sequence[Key]] = lambda prepared: [{}]
+    identity: Callable[[Any], Mapping[str, Any]] | None = None
     figures: Mapping[str, Published] = dataclasses.field(default_factory=dict)
     shown: Callable[[Any], Sequence[str]] | None = None
 
@@ -146,8 +135,6 @@ def load_study(name: str) -> Study:
     Raises:
       ValueError: there is none; the message names the closest.
     """
-    if name in BEFORE:
-        raise ValueError(f"no study {name!r}: it is {BEFORE[name]} now")
     if name not in names():
         raise ValueError(f"no study {name!r}{meant(name, names())}")
     return importlib.import_module(f"launch.studies.{name}").STUDY
@@ -189,8 +176,7 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
     if options.figures:
         entry.check_output(f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures")
     prepared = study.prepare(options)
-    measured = _single if study.cells is None else _cells
-    document = measured(study, prepared, options, console)
+    document = _measured(study, prepared, options, console)
     shown = study.shown(prepared) if study.shown else [name for name, each in every.items() if len(each.results) == 1]
     with entry.reading(options.output or "what was measured"):
         found = {name: every[name].make(document) for name in shown if name in study.tables or options.figures}
@@ -207,17 +193,19 @@ def _show(study: Study, found: Mapping[str, Any], options: types.SimpleNamespace
             console.print(f"drawn: {options.figures}/{name}.png")
 
 
-def _cells(study: Study, prepared: Any, options: types.SimpleNamespace, console: Console) -> Document:
+def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, console: Console) -> Document:
     """Returns the document with all cells; those that the output lacks are measured now."""
-    results = grid.Results.open(options.output, study.identity(prepared))
+    identity = _asked(study, options) if study.identity is None else study.identity(prepared)
+    results = grid.Results.open(options.output, identity)
     keys = [report.as_json(key) for key in study.cells(prepared)]
     missing = [key for key in keys if options.again or results.find(key) is None]
     if len(missing) < len(keys):
-        console.print(f"{len(keys) - len(missing)} of {len(keys)} cells are in {options.output} already")
+        there = f"{len(keys) - len(missing)} of {len(keys)} cells are in {options.output} already"
+        console.print(f"{there}; --again measures them anew")
     kept = f"the cells measured so far are in {options.output}; the same command goes on"
     with entry.keeps(kept if options.output else "nothing was written"), entry.progress(console, "starting") as say:
         for number, key in enumerate(missing, 1):
-            where = f"cell {number} of {len(missing)}, {', '.join(map(str, key.values()))}"
+            where = ", ".join([f"cell {number} of {len(missing)}", *map(str, key.values())])
             say(where)
             start = time.perf_counter()
             outcome = grid.outcome_of(
@@ -226,32 +214,28 @@ def _cells(study: Study, prepared: Any, options: types.SimpleNamespace, console:
             if number % grid.KEPT_PROGRAMS == 0:
                 jax.clear_caches()
             results.add({"key": key, "seconds": round(time.perf_counter() - start, 1), **outcome}, entry.header())
-    return results.document | {"cells": list(filter(None, map(results.find, keys)))}
+    return whole(results.document | {"cells": list(filter(None, map(results.find, keys)))})
 
 
-def _single(study: Study, prepared: Any, options: types.SimpleNamespace, console: Console) -> Document:
-    """Returns the one result of a study without cells: that of the output, if the same was asked for there.
+def _asked(study: Study, options: types.SimpleNamespace) -> dict[str, Any]:
+    """Returns the name of a study and what was asked of it."""
+    given = {name: value for name, value in vars(options).items() if name in study.options}
+    config = {} if options.config is None else {"config": options.config.value.recorded}
+    return {"study": study.measure.__module__.rpartition(".")[2], "options": given, **config}
+
+
+def whole(document: Document) -> Document:
+    """Returns a document as tables read it: of a single cell, its fields stand beside the header.
 
     Raises:
-      ValueError: the output holds something else; it is left alone.
+      ValueError: that cell ran out of memory.
     """
-    given = {name: value for name, value in vars(options).items() if name in study.options}
-    if options.config is not None:
-        given["config"] = options.config.value.recorded
-    asked = report.as_json({"study": study.measure.__module__.rpartition(".")[2], "options": given})
-    path = options.output
-    if path and entry.is_first() and storage.is_regular_file(path) and storage.place(path).read_bytes().strip():
-        there = storage.read_json(path)
-        if different := [name for name, value in asked.items() if there.get(name) != value]:
-            raise ValueError(f"{path} holds the result of another {', '.join(different)}: give another --output")
-        if not options.again:
-            console.print(f"the result is in {path} already (--again measures anew)")
-            return there
-    with entry.progress(console, "starting") as say:
-        document = entry.header() | asked | study.measure(prepared, {}, say)
-    if path and entry.is_first():
-        storage.write(path, report.json_text(document))
-    return report.as_json(document)
+    cells = document.get("cells", ())
+    if len(cells) != 1 or cells[0].get("key") != {}:
+        return document
+    if "result" not in cells[0]:
+        raise ValueError(f"out of memory: {cells[0]['out_of_memory']}; --again measures anew")
+    return document | cells[0]["result"]
 
 
 def here() -> dict[str, Any]:
@@ -261,7 +245,7 @@ def here() -> dict[str, Any]:
 
 def read_result(name: str, folder: pathlib.Path = RESULTS) -> Document:
     """Returns a result of a folder; "pair" is the record of the shipped pair."""
-    return storage.read_json(PAIR if name == "pair" else folder / f"{name}.json")
+    return whole(storage.read_json(PAIR if name == "pair" else folder / f"{name}.json"))
 
 
 def answers(document: Document) -> Iterator[tuple[Key, Any]]:

@@ -30,10 +30,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from launch.lib.command_tables import REPORTS
 from launch.lib.config import meant
-from launch.lib.estimates import K
 from launch.lib.shapes import eagle3_of
 from launch.lib.study import Option, Published, Study
 from launch.studies import compile_tables as tables
+from launch.studies.compile_tables import K
 from specsamp import chain, storage, temperature, top_p
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.decoding import data_shards

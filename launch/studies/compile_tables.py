@@ -1,17 +1,19 @@
-"""Tables and figures of what the study compile was answered."""
+"""Milliseconds, tables and figures of the answers of the study compile."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from launch.lib.estimates import estimated, forecast
 from launch.lib.study import Document, answers
 from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
-from specsamp.tpu.calibration import band_ratio
+from specsamp.tpu.calibration import Band, band_ratio, estimate
 from specsamp.tpu.tables import GIB, faster
 from specsamp.tpu.topology import parse
+from specsamp.tpu.work import Work, calls_of_round
 
+K = 4
+EMITTED = sum(0.8**i for i in range(K + 1))  # tokens of a round at an acceptance rate of 0.8
 NUMBERS = {  # columns of programs: field, unit and format
     "memory, GiB": ("memory_bytes", GIB, ".1f"),
     "traffic, GB": ("hbm_bytes", 1e9, ".2f"),
@@ -20,6 +22,20 @@ NUMBERS = {  # columns of programs: field, unit and format
     "cycles, ms": ("cycles_ms", 1, ".2f"),
 }
 DOTS = {"marker": "o", "markersize": 3}
+
+
+def estimated(facts: Document, topology: str, draft_step: Document | None = None) -> Band:
+    """Returns the calibrated milliseconds of a program; one with a draft step is a round."""
+    work = Work(**facts["work"])
+    calls = (work,) if draft_step is None else calls_of_round(work, Work(**draft_step["work"]), K)
+    return estimate(topology.partition(":")[0], *calls)
+
+
+def forecast(document: Document, topology: str, batch: int) -> tuple[Band, Band]:
+    """Returns milliseconds per token of the paper's pair, alone and drafting: acceptance 0.8, top-p, token rule, K = 4."""
+    programs = {tuple(name.values()): answer["programs"] for name, answer in answers(document)}[topology, batch]
+    drafted = estimated(programs["round, top-p, token"], topology, programs["draft step"])
+    return estimated(programs["target step"], topology) / batch, drafted / EMITTED / batch
 
 
 def programs(document: Document) -> Table:

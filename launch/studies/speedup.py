@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 
-from launch.lib.estimates import forecast
 from launch.lib.experiment import build
 from launch.lib.rules import RULES
 from launch.lib.study import Document, Option, Published, Study
+from launch.studies.compile_tables import forecast
 from specsamp import chain, greedy, temperature, top_p
 from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.grid import words

@@ -90,14 +90,17 @@ def test_a_single_result_is_measured_once_and_replaces_nothing_else(run, tmp_pat
     status, measured, out, _ = run(f"--output={output}", of="one")
     assert (status, measured) == (0, []) and "--again" in out
     assert run(f"--output={output}", "--again", of="one")[:2] == (0, [1.0])
-    for content, told in (('{"study": "other"}', "another study, options"), ("[1]", "alone.json"), ("{", "alone.json")):
+    another = json.dumps({"identity": {"study": "other"}, "cells": []})
+    for content, told in ((another, "study was 'other'"), ("[1]", "alone.json"), ("{", "alone.json")):
         output.write_text(content)
         status, measured, _, err = run(f"--output={output}", of="one")
         assert (status, measured, output.read_text()) == (2, [], content) and told in err
     output.unlink()
     run(f"--output={output}", of="one")
     status, measured, _, err = run(f"--output={output}", "--scale=2", of="one")
-    assert (status, measured) == (2, []) and "another options" in err
+    assert (status, measured) == (2, []) and "options.scale was 1.0, is 2.0" in err
+    document = study.read_result("alone", tmp_path)
+    assert document["ms"] == 1.0 and "jax" in document["environment"], "tables read the fields of a single cell"
 
 
 def test_results_are_shown_without_measuring(run, tmp_path):

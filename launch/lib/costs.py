@@ -1,12 +1,15 @@
-"""The flag --chip_hour of commands that forecast or measure times: what tokens cost, at a price for chips."""
+"""The flags --chip_hour and --calibration: what tokens cost at a price for chips, and what estimates of a TPU rest on."""
 
 from collections.abc import Iterable
 
 import jax
 from absl import flags
 
+from specsamp import storage
 from specsamp.analysis.report import Table
 from specsamp.decoding.pair import Pair
+from specsamp.tpu.calibration import Calibration
+from specsamp.tpu.own import read_calibration
 
 
 def define_chip_hour() -> flags.FlagHolder:
@@ -37,3 +40,14 @@ def cost_tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float 
     cells = [(name, f"{ms:.3g}", f"{ms / 3.6 * chips * chip_hour:.3g}") for name, ms in rows]
     note = f"{chips} chip{'s' * (chips > 1)} at ${chip_hour:g} an hour, busy with nothing else and never idle; prefill is not counted"
     return [Table(title="Cost", header=("", "ms per token", "$ per million tokens"), rows=cells, note=note)]
+
+
+def define_calibration() -> flags.FlagHolder:
+    """Defines --calibration."""
+    help = "Prefer this file of launch/calibrate.py, of the same slice, to the published measurements."
+    return flags.DEFINE_string("calibration", None, help)
+
+
+def own_calibration(path: str | None, topology: str) -> Calibration | None:
+    """Reads the file of --calibration, if there is one; raises ValueError if it is of another slice, or damaged."""
+    return read_calibration(storage.read_json(path), topology, path) if path else None
