@@ -2,13 +2,10 @@
 
     pip install libtpu                                            # Linux on x86-64
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4
-    python launch/compile_report.py --config=configs/chinchilla.py --topology=v5e:4x4 --config.batch=8
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4 --fits
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1
     python launch/compile_report.py --config=configs/chinchilla.py --config.drafter=early_exit --config.exit_layer=10
     python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2
-    python launch/compile_report.py --config=configs/hf.py:mimo-7b-mtp --topology=v5e:2x2
-    python launch/compile_report.py --config=configs/chinchilla.py --config.attention=kernel
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
 A head in a folder, and a module in a published checkpoint of its target, have their shape; any other head has that of
@@ -141,11 +138,7 @@ def with_kernels(model: TransformerLM, config: ExperimentConfig) -> TransformerL
 
 
 def fits(programs: Programs, capacity: int) -> list[dict]:
-    """Returns bytes per device of weights and caches by context and batch; temporaries come on top.
-
-    Args:
-      capacity: bytes of HBM on a device.
-    """
+    """Returns bytes per device of weights and caches by context and batch, of a capacity; temporaries come on top."""
     grid, num_shards = [], DataShards(programs.mesh).count
     most = min((m.max_positions for m in (programs.target, programs.draft) if m.max_positions), default=None)
     for context in [c for c in CONTEXTS if most is None or c <= most] or [most]:

@@ -159,11 +159,7 @@ def open_log(method: str, block: str, experiment: Experiment, turn: int) -> Comp
 
 
 def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
-    """Returns the ways to decode that --methods names: the configuration, turned.
-
-    Raises:
-      ValueError: an unknown word, a K below 1, or a way that occurs twice.
-    """
+    """Returns the ways to decode that --methods names: the configuration, turned."""
     ways: dict[str, ExperimentConfig] = {}
     for word in _METHODS.value or [""]:
         match = re.fullmatch(r"(?!plain/)([^/]+)(?:/([^/]+))?(?:/(\d+))?", word)
@@ -189,11 +185,7 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
 def fitting(
     problems: Mapping[int, Problem], experiment: Experiment, methods: Sequence[Method], requests: Requests, console: Any
 ) -> dict[int, Problem]:
-    """Returns the problems that the models have positions for, and says how many are left out.
-
-    Raises:
-      ValueError: all problems are too long.
-    """
+    """Returns the problems that the models have positions for, and says how many are left out."""
     most = min(max_positions(experiment.pair, method.drafter) for method in methods)
     sizes = lengths(experiment.pair, {key: conversation(p, [], 0, requests) for key, p in problems.items()})
     fit = {key: one for key, one in problems.items() if sizes[key] + requests.max_new_tokens <= most}

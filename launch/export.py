@@ -10,10 +10,8 @@
 
 A pair stores both models in int8; the cost of that on held-out text is measured and printed.
 
-A head is written in the layout of speculators (EAGLE-3), or with its authors' names in safetensors (Medusa). An MTP module
-has no public layout and gets the names of MiMo's. Engines that read the layout of speculators read the first; the others
-have been tried in no other engine. `load_pair(..., draft="head")` finds the head in the folder ``head`` of its pair.
-training.json says how the head was trained.
+An EAGLE-3 head is written in the layout of speculators, which other engines read; Medusa with its authors' names, and an MTP
+module with those of MiMo's. `load_pair(..., draft="head")` finds the head in the folder ``head`` of its pair.
 
 A model becomes a folder that Hugging Face transformers loads. A public checkpoint becomes an Orbax folder, of which every
 device of any mesh reads just its part: `--config=configs/hf.py:gs://BUCKET/llama-70b,gs://BUCKET/llama-1b`. With --model=N
@@ -99,12 +97,7 @@ def open_model_run(folder: str) -> Source:
 
 
 def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: Console) -> None:
-    """Writes and measures a pair.
-
-    Raises:
-      FileNotFoundError: a run has no checkpoint.
-      ValueError: the runs do not belong together, or the text that they were trained on is another one now.
-    """
+    """Writes and measures a pair; refuses runs that do not belong together, or whose texts have changed."""
     target, draft = open_model_run(target_run), open_model_run(draft_run)
     if "target" not in draft.provenance["config"]:
         raise ValueError(f"{draft_run} is no run of a draft: it was not distilled from a target")

@@ -116,11 +116,7 @@ def main() -> None:
 
 
 def check_flags() -> None:
-    """Refuses a flag that goes with another way of giving costs.
-
-    Raises:
-      ValueError: with both flags.
-    """
+    """Refuses a flag that goes with another way of giving costs."""
     if _CHIP.value is None and any(argument.startswith("--config") for argument in sys.argv[1:]):
         raise ValueError("--config has no effect: it goes with --chip")
     entry.check_goes_with(GOES_WITH)
@@ -185,11 +181,7 @@ def round_costs(cells: Sequence[Mapping[str, Any]], report: Mapping[str, Any] | 
 
 
 def roofline() -> Roofline:
-    """Returns the costs of the models of --config on the chips of --chip.
-
-    Raises:
-      ValueError: a drafter or a model whose costs shapes do not say, or too few devices for the weights.
-    """
+    """Returns the costs of the models of --config on the chips of --chip."""
     config, chip = _CONFIG.value, CHIPS[_CHIP.value]
     word = config.word
     if not word.planned:

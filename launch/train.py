@@ -142,11 +142,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
 
 
 def check_all_processes(folder: epath.Path, corpus: Corpus) -> None:
-    """Checks that all processes, which run one command, read the same text and share the folder of the run.
-
-    Raises:
-      ValueError: on every process, with the difference.
-    """
+    """Checks that all processes, which run one command, read the same text and share the folder of the run."""
     if jax.process_count() == 1:
         return
     if len(set(distributed.gather_objects(corpus.describe()["sha256"]))) > 1:
@@ -161,11 +157,7 @@ def check_all_processes(folder: epath.Path, corpus: Corpus) -> None:
 
 
 def check_split(held_out: float, corpus: Corpus, other: Source) -> None:
-    """Refuses a model that has read what this run holds out, or holds out what this run reads.
-
-    Raises:
-      ValueError: both were given the same files, with another share of them held out.
-    """
+    """Refuses a model that has read what this run holds out, or holds out what this run reads."""
     theirs = other.provenance.get("config", {}).get("data")  # none: a converted public checkpoint
     if theirs is None or theirs["held_out"] == held_out or other.made_from("corpus")["sha256"] != corpus.digest:
         return
@@ -176,11 +168,7 @@ def check_split(held_out: float, corpus: Corpus, other: Source) -> None:
 
 
 def check_windows(config: TrainingConfig, model: TransformerLM, target: Source | None, mesh: Mesh) -> None:
-    """Refuses windows that are longer than a model has positions, and rows to write that do not divide over the mesh.
-
-    Raises:
-      ValueError: with both numbers.
-    """
+    """Refuses windows that are longer than a model has positions, and rows to write that do not divide over the mesh."""
     length, fields = config.data.length, config.generated
     shapes = {"model": model.config} | ({} if target is None else {"target": target.config})
     for name, shape in shapes.items():
@@ -200,11 +188,7 @@ def check_windows(config: TrainingConfig, model: TransformerLM, target: Source |
 
 
 def check_first(config: TrainingConfig, first: Source, tokenizer: JsonTokenizer, task: Task) -> Any:
-    """Returns the parameters that training begins with.
-
-    Raises:
-      ValueError: they are of another tokenizer, model or kind of head, with the fields that differ.
-    """
+    """Returns the parameters that training begins with."""
     if config.head is not None:  # shapes show neither its layers nor where its norms stand
         here, there = shape_of(task.head.config), shape_of(first.config)
         names = [name for name in there | here if there.get(name) != here.get(name)]
@@ -228,11 +212,7 @@ def shape_of(head: Any) -> dict[str, Any]:
 
 
 def find_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
-    """Opens the target of a draft or a head: a run, a pair, or a public checkpoint.
-
-    Raises:
-      FileNotFoundError, ValueError: none is named, or it cannot be read.
-    """
+    """Opens the target of a draft or a head: a run, a pair, or a public checkpoint."""
     name = config.target
     if name == "":
         raise ValueError(

@@ -38,11 +38,7 @@ TURNED |= {f"sampling.{name}" for name in SAMPLING_FIELDS}
 
 
 def parse_grid(texts: Sequence[str]) -> list[Point]:
-    """Turns ``["draft_length=0,1,4", "rule=token,block"]`` into every combination; the last field varies fastest.
-
-    Raises:
-      ValueError: a text is no list of values, or a field is named twice.
-    """
+    """Turns ``["draft_length=0,1,4", "rule=token,block"]`` into every combination; the last field varies fastest."""
 
     def value(text: str) -> Any:
         try:
@@ -151,9 +147,6 @@ def read_prompts(path: str | None) -> list[Prompt]:
 
     In JSON a prompt may be a conversation, ``{"messages": [{"role": "user", "content": "Hi"}]}``. In a line, \\n stands
     for a line break.
-
-    Raises:
-      ValueError: the file is damaged, or a prompt is empty.
     """
     if not path:
         return []

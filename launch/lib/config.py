@@ -37,11 +37,7 @@ class ConfigFlag:
     fields_set: tuple[str, ...] = ()  # by --config.FIELD=VALUE
 
     def load(self, arguments: Sequence[str]) -> list[str]:
-        """Loads the file that ``arguments`` name, defines a flag for each field that they set, and returns the other ones.
-
-        Raises:
-          ValueError: no such file, word after the colon, or field; with the closest names.
-        """
+        """Loads the file that ``arguments`` name, defines a flag for each field that they set, and returns the other ones."""
         first = flags.FlagValues()
         first.set_gnu_getopt()
         flags.DEFINE_string("config", self.default, "The file.", flag_values=first)

@@ -27,13 +27,7 @@ def chips_of(pair: Pair) -> int:
 
 
 def cost_tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float | None) -> list[Table]:
-    """Returns the table of dollars per million tokens, or no table without a price.
-
-    Args:
-      rows: a name, and milliseconds per token over all rows of a batch.
-      chips: that are busy with them.
-      chip_hour: dollars.
-    """
+    """Returns the table of dollars per million tokens of rows with a name and ms per token; without a price, none."""
     if chip_hour is None:
         return []
     # A million tokens take ms / 3.6 hours.

@@ -111,11 +111,7 @@ class AdaptiveFields:
         return self.stop == "none" and not self.lengths
 
     def make(self, drafter: Drafter) -> Adaptive | None:
-        """Returns the draft length for a drafter; None: it is always the drafter's K.
-
-        Raises:
-          ValueError: a number out of range, or lengths that the drafter does not have.
-        """
+        """Returns the draft length for a drafter; None: it is always the drafter's K."""
         if self.is_off or drafter.K == 0:
             return None
         adaptive = Adaptive(

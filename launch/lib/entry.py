@@ -71,11 +71,7 @@ def define_output() -> flags.FlagHolder:
 
 
 def refuse_flags(names: Iterable[str], why: str) -> None:
-    """Refuses flags that have no effect together with the rest of the command line.
-
-    Raises:
-      ValueError: one is set; ``why`` ends the message.
-    """
+    """Refuses flags that have no effect together with the rest of the command line."""
     for name in sorted(names):
         if flags.FLAGS[name].present:
             raise ValueError(f"--{name} has no effect: {why}")
@@ -94,12 +90,7 @@ def run(main: Callable[[], int | None], config: ConfigFlag | None = None) -> Non
 
 
 def status_of(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> int:
-    """Parses the flags, joins other processes if asked to, calls ``main`` and returns the exit status.
-
-    Args:
-      main: returns the exit status, or None for 0.
-      config: the command's --config, if it has one; its ``value`` is there when ``main`` is called.
-    """
+    """Parses flags and --config, joins other processes if asked to, calls ``main`` and returns its exit status, or 0."""
     return guarded(lambda: _status(main, config, arguments))
 
 
@@ -225,8 +216,7 @@ def show(tables: Sequence[report.Table], console: Console) -> None:
 def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
     """Shows what is going on while the block runs: a spinner on a terminal, a line now and then on stderr elsewhere.
 
-    Args:
-      doing: is shown until the function that the block gets is called with another text.
+    The block gets a function that changes the text.
     """
     start, now, ended = time.monotonic(), [doing], threading.Event()
 
@@ -297,11 +287,7 @@ def command() -> str:
 
 
 def check_output(path: str | None, flag: str = "output") -> None:
-    """Refuses a place that cannot be written: now, not after an hour of measuring.
-
-    Raises:
-      ValueError: with the reason: a folder, a pipe, a place where nothing may be written.
-    """
+    """Refuses a place that cannot be written: now, not after an hour of measuring."""
     if not path or not is_first() or storage.is_stream(path):
         return
     if storage.place(path).is_dir():

@@ -69,10 +69,6 @@ def build(
       prompts: to decode, for a pair with a tokenizer; default the prompts of the pair.
       check_heads: prints how well a head fits its target, on a few texts.
       all_fields: accepts the temperature of the draft and made-up acceptance, which only some commands read.
-
-    Raises:
-      ValueError: a field that does not fit the models; with the values that would.
-      FileNotFoundError: there is no such pair.
     """
     for field in () if all_fields else ("draft_temperature", "synthetic_acceptance"):
         if (value := getattr(config, field)) is not None:
@@ -138,11 +134,7 @@ def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
 
 
 def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[Prompt], *, chat: bool = False) -> Workload:
-    """Returns the workload with these prompts, and room for the longest.
-
-    Args:
-      chat: texts are the first message of a user to a tuned model, written out by its chat template.
-    """
+    """Returns the workload with prompts and room for the longest; with ``chat``, texts are messages of a user."""
     asked = [[{"role": "user", "content": one}] if chat and isinstance(one, str) else one for one in prompts]
     tokens = tuple(map(tuple, encode(pair, asked)))
     longest = max(map(len, tokens))
@@ -187,10 +179,7 @@ def bare_pair(
     mesh: Mesh | None = None,
     draft_model_parallelism: int | None = None,
 ) -> Pair:
-    """Makes a pair with random parameters and without a tokenizer.
-
-    Parameters are made in the compute dtype and on their devices: a large model fits nowhere else.
-    """
+    """Makes a pair with random parameters, in the compute dtype and on their devices; it has no tokenizer."""
     if mesh is not None:
         target = shard_model(target, Layout.tensor_parallel(mesh))
         draft = draft and shard_model(draft, draft_layout(mesh, draft_model_parallelism))
@@ -215,11 +204,7 @@ def random_params(model: TransformerLM | ShardedModel, key: jax.Array) -> Any:
 
 
 def config_mesh(config: ExperimentConfig) -> Mesh | None:
-    """Returns the mesh of a configuration over all devices of all processes; None for a single device.
-
-    Raises:
-      ValueError: it does not match the devices, with both numbers.
-    """
+    """Returns the mesh of a configuration over all devices of all processes; None for a single device."""
     fields = config.mesh
     if fields.data * fields.model == 1 and jax.process_count() == 1:
         return None

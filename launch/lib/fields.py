@@ -255,11 +255,7 @@ class ExperimentConfig:
 
 
 def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
-    """Returns a dataclass of the fields of a configuration, or of those in a ``group`` such as "train.".
-
-    Raises:
-      ValueError: a field that is missing, unknown or wrong, by the name that a user types.
-    """
+    """Returns a dataclass of the fields of a configuration, or of those in a ``group`` such as "train."."""
     if kind is ModelFields:
         return ModelFields(fields)
     known, groups, values = {field.name: field for field in dataclasses.fields(kind)}, _groups(kind), {}

@@ -25,11 +25,7 @@ def define_require_exact() -> flags.FlagHolder:
 
 
 def make_rule(word: str) -> Rule:
-    """Returns the rule of a word.
-
-    Raises:
-      ValueError: it names none, or a constant is none or out of range.
-    """
+    """Returns the rule of a word."""
     name, *constants = str(word).split(":")
     rule = (RULES | LOSSY)[validate.choice("rule", name, RULES | LOSSY)]
     if name == BOUNDED:

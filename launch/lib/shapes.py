@@ -65,11 +65,7 @@ def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
 
 
 def target_and_draft(config: ExperimentConfig) -> tuple[TransformerLM, TransformerLM | None]:
-    """Returns the shapes of both models; the draft of an early exit are the target's first layers, that of a head is None.
-
-    Raises:
-      ValueError: the shape of a model is not known here.
-    """
+    """Returns the shapes of both models; the draft of an early exit are the target's first layers, that of a head is None."""
     word, known = config.word, known_models(config)
     for side in ("target", "draft") if word.draft == "model" else ("target",):
         if side not in known:

@@ -130,11 +130,7 @@ def names() -> list[str]:
 
 
 def load_study(name: str) -> Study:
-    """Returns the study of a name.
-
-    Raises:
-      ValueError: there is none; the message names the closest.
-    """
+    """Returns the study of a name; for an unknown name, the error has the closest."""
     if name not in names():
         raise ValueError(f"no study {name!r}{meant(name, names())}")
     return importlib.import_module(f"launch.studies.{name}").STUDY
@@ -225,11 +221,7 @@ def _asked(study: Study, options: types.SimpleNamespace) -> dict[str, Any]:
 
 
 def whole(document: Document) -> Document:
-    """Returns a document as tables read it: of a single cell, its fields stand beside the header.
-
-    Raises:
-      ValueError: that cell ran out of memory.
-    """
+    """Returns a document as tables read it: the fields of a single cell stand beside the header."""
     cells = document.get("cells", ())
     if len(cells) != 1 or cells[0].get("key") != {}:
         return document

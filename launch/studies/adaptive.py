@@ -28,13 +28,14 @@ from launch.lib.drafters import DRAFTERS
 from launch.lib.experiment import build, headline
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Option, Published, Study, here
-from specsamp import Adaptive, chain, temperature, use_compilation_cache
+from specsamp import chain, temperature, use_compilation_cache
 from specsamp.analysis.draft_length import adapted_to
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import TimedDecoder, Workload, decoders, take_turns
 from specsamp.decoding.engine import to_host
 from specsamp.decoding.method import Method
 
+LENGTHS, BATCHES = (0, 1, 2, 4, 8), (1, 2, 4, 8)
 RESAMPLED = 2000  # sets of texts, for the bound of the loss
 TEMPERATURES = {"easy": 0.0, "hard": 1.0}
 DRAFTING = [word for word, drafter in DRAFTERS.items() if drafter.drafts]
@@ -43,9 +44,6 @@ DRAFTING = [word for word, drafter in DRAFTERS.items() if drafter.drafts]
 def prepare(options: Any) -> Any:
     """Returns the options with the pair, after all checks."""
     config = options.config.value
-    Adaptive(lengths=options.lengths, costs_ms=[1.0] * len(options.lengths))  # refuses lengths that do not rise
-    if options.lengths[0] != 0:
-        raise ValueError(f"--lengths={','.join(map(str, options.lengths))} must begin with 0, plain decoding")
     experiment = build(config, read_prompts(options.prompts) if options.prompts else ())
     calibrated, measured = split(experiment.workload.prompts)
     if not calibrated or len(measured) < options.texts:
@@ -61,7 +59,7 @@ def prepare(options: Any) -> Any:
 
 def identity(options: Any) -> dict[str, Any]:
     """Returns what all cells of a file share."""
-    told = {"pair": options.experiment.pair_name, "weights": options.experiment.weights, "lengths": options.lengths}
+    told = {"pair": options.experiment.pair_name, "weights": options.experiment.weights, "lengths": LENGTHS}
     texts = {"clock": options.texts, "counted": options.counted}
     return {"config": options.config.recorded, **told, "texts": texts, **here()}
 
@@ -81,7 +79,7 @@ def measure(options: Any, key: Mapping[str, Any], say: Any) -> dict[str, Any]:
     """Measures the table of costs, then the texts with every length and with adaptive ones: ms per token."""
     pair, config, batch = options.experiment.pair, options.config, key["batch"]
     own, rule = config.turned({"drafter": key["drafter"]}), make_rule(config.rule)
-    drafters = {K: own.make_drafter(pair.target, pair.draft_or_head, K) for K in options.lengths}
+    drafters = {K: own.make_drafter(pair.target, pair.draft_or_head, K) for K in LENGTHS}
     work = dataclasses.replace(options.experiment.workload, batch=batch)
     work = doubled(work) if key["kind"] == "easy" else work
     sampling = chain(temperature(TEMPERATURES[key["kind"]]))
@@ -95,7 +93,7 @@ def measure(options: Any, key: Mapping[str, Any], say: Any) -> dict[str, Any]:
         say(f"compiling: K = {K}")
         side.decode(0)
     found = adapted_to(take_turns({K: side.decode for K, side in of_others.items()}, -(-len(others) // batch), say))
-    longest = dataclasses.replace(methods[options.lengths[-1]], adaptive=found)
+    longest = dataclasses.replace(methods[LENGTHS[-1]], adaptive=found)
     (adaptive,) = decoders(pair, {"adaptive": longest}, dataclasses.replace(work, prompts=prompts)).values()
     adaptive.decode(0)
     say("counting rounds")
@@ -109,7 +107,7 @@ def measure(options: Any, key: Mapping[str, Any], say: Any) -> dict[str, Any]:
     tokens, tokens_counted = (n * batch * work.max_new_tokens for n in (turns, counted))
     return {
         **key,
-        "lengths": options.lengths,
+        "lengths": LENGTHS,
         "costs_ms": found.costs_ms,
         "usual": found.usual,
         "acceptance": found.acceptance,
@@ -159,11 +157,9 @@ STUDY = Study(
     question="What does a draft length that adapts cost and gain?",
     config="configs/trained_pair.py",
     options={
-        "lengths": Option((0, 1, 2, 4, 8), "The draft lengths, from 0 on, with commas between them.", least=0),
         "drafters": Option(
             ("model", "ngram"), "The words of the drafters, with commas between them.", choices=DRAFTING
         ),
-        "batches": Option((1, 2, 4, 8), "The numbers of rows, with commas between them.", least=1),
         "kinds": Option(("easy", "hard"), "The kinds of texts, with commas between them.", choices=tuple(TEMPERATURES)),
         "prompts": Option("", "Decode the prompts of this file, JSON or one in each line; by default the pair's."),
         "texts": Option(128, "How many texts are decoded by the clock in each setting.", least=1),
@@ -172,7 +168,7 @@ STUDY = Study(
     prepare=prepare,
     cells=lambda options: [
         {"drafter": word, "kind": kind, "batch": batch}
-        for word, kind, batch in itertools.product(options.drafters, options.kinds, options.batches)
+        for word, kind, batch in itertools.product(options.drafters, options.kinds, BATCHES)
     ],
     identity=identity,
     measure=measure,

@@ -14,26 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from launch.lib.study import Document, Option, Published, Study, answers, law
+from launch.lib.study import Document, Published, Study, answers, law
 from specsamp import chain, generate, load_pair, temperature, top_p
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.pair import load_prompts
 
+PAIR, K, SAMPLES, TOKENS = "python", 3, 4, 192  # samples and tokens of each prompt; a digit holds K
 LAWS = ({"temperature": 0.0, "top_p": 1.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_p": 1.0})
 
 
 def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, Any]:
     """Returns the accepted counts of all rounds but the last, which the budget may cut: a list of texts for each prompt."""
-    if options.K > 9:
-        raise ValueError(f"--K={options.K} is more than 9, and a round is kept as a digit")
-    prompts, K, budget = load_prompts(options.pair), options.K, options.max_new_tokens
-    samples = options.samples if key["temperature"] else 1  # greedy texts are all alike
+    prompts, samples = load_prompts(PAIR), SAMPLES if key["temperature"] else 1  # greedy texts are all alike
     how = {"sampling": chain(temperature(key["temperature"]), top_p(key["top_p"])), "num_samples": samples}
     found: list[list[str]] = [[] for _ in prompts]
-    for text in generate(load_pair(options.pair), prompts, budget, draft_length=K, **how):
+    for text in generate(load_pair(PAIR), prompts, TOKENS, draft_length=K, **how):
         drafted = "".join("d" if each else "." for each in text.from_draft)  # the target writes a round's last token
         found[text.prompt_index].append("".join(str(len(run)) for run in drafted.split(".")[:-2]))
-    return {"K": K, "max_new_tokens": budget, "rounds": found}
+    return {"K": K, "max_new_tokens": TOKENS, "rounds": found}
 
 
 def table(document: Document) -> Table:
@@ -65,14 +63,8 @@ def statistics(prompts: Sequence[Sequence[Sequence[int]]], K: int) -> list[float
 
 STUDY = Study(
     question="Are rejections clustered: does a round tell how the next one goes?",
-    options={
-        "pair": Option("python", "The pair, by name or folder."),
-        "K": Option(3, "Tokens per draft, at most 9.", least=1),
-        "samples": Option(4, "Texts of each prompt, where texts are sampled.", least=1),
-        "max_new_tokens": Option(192, "Tokens of each text.", least=32),
-    },
     cells=lambda options: LAWS,
-    identity=lambda options: {name: getattr(options, name) for name in ("pair", "K", "samples", "max_new_tokens")},
+    identity=lambda options: {"pair": PAIR, "K": K, "samples": SAMPLES, "max_new_tokens": TOKENS},
     measure=measure,
     tables={"clusters": Published(["python_clusters"], table)},
 )

@@ -164,11 +164,7 @@ def prepare(options: Any) -> Any:
 
 
 def cells(options: Any) -> list[dict[str, Any]]:
-    """Returns the cells of the grid, with the fields that --change changes.
-
-    Raises:
-      ValueError: a field that the cells do not have, or a value of another type.
-    """
+    """Returns the cells of the grid, with the fields that --change changes."""
     keys, changes = GRIDS[options.grid], {}
     for change in options.change:
         name, _, value = change.partition("=")

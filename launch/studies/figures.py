@@ -65,9 +65,6 @@ def draw_paper(document: Document) -> Any:
     """Draws the three panels of figure 1: our cells of batch 1 as lines, and the published points.
 
     Each value is divided by that of the plain decoding that took turns with it, since cells are measured minutes apart.
-
-    Raises:
-      ValueError: no cell has a draft model at batch 1.
     """
     cells = [cell for cell in drafted(document) if cell["key"]["batch"] == 1]
     groups = grouped([cell for cell in cells if cell["key"].get("draft_temperature") is None])
@@ -108,11 +105,7 @@ def draw_paper(document: Document) -> Any:
 
 
 def draw_batches(document: Document) -> Any:
-    """Draws the speedup over plain decoding of the same batch, a panel for each draft length.
-
-    Raises:
-      ValueError: nothing was measured at two batch sizes.
-    """
+    """Draws the speedup over plain decoding of the same batch, a panel for each draft length."""
     groups = grouped(drafted(document), "draft_length", "draft_temperature").values()
     groups = [sorted(group, key=lambda cell: cell["key"]["batch"]) for group in groups if len(group) > 1]
     if not groups:

@@ -47,7 +47,7 @@ RULES = (
     *(f"bounded:{budget}:ears:1" for budget in (0.003, 0.01, 0.03)),
     *(f"bounded:{budget}:typical" for budget in (0.01, 0.03)),
 )
-SAMPLINGS = {"1.0": {"temperature": 1.0, "top_p": 1.0}, "0.8/0.95": {"temperature": 0.8, "top_p": 0.95}}
+SAMPLINGS = ({"temperature": 1.0, "top_p": 1.0}, {"temperature": 0.8, "top_p": 0.95})
 TABLES = ("lossy", "lossy_nucleus")
 Point = Mapping[str, Any]  # what a rule gained and cost
 
@@ -173,14 +173,12 @@ STUDY = Study(
     config="configs/trained_pair.py",
     options={
         "rules": Option(RULES, "The rules, with commas between them; the first is the exact one."),
-        "samplings": Option(tuple(SAMPLINGS), "Distributions: temperature and top-p.", choices=tuple(SAMPLINGS)),
         "prompts": Option(16, "Decode the first so many held-out prompts.", least=1),
     },
     prepare=prepare,
-    cells=lambda options: [SAMPLINGS[word] for word in options.samplings],
+    cells=lambda options: SAMPLINGS,
     identity=identity,
     measure=measure,
     tables={name: Published(["python_lossy"], functools.partial(table, i)) for i, name in enumerate(TABLES)},
     figures={"python_lossy": Published(["python_lossy"], draw)},
-    shown=lambda options: [*TABLES[: len(options.samplings)], "python_lossy"],
 )

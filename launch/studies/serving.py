@@ -33,13 +33,13 @@ from specsamp.decoding.request import encode
 from specsamp.evaluation.tasks import load_task
 
 TABLES = {"batches": "refill", "endpoint": "serve_load"}
-PAIR, K, CONTEXT, SLICE, CLIENTS = "python", 3, 512, 16, (1, 4, 8, 16)
+PAIR, K, ROWS, CONTEXT, SLICE, CLIENTS = "python", 3, 8, 512, 16, (1, 4, 8, 16)
 
 
 def prepare(options: Any) -> Any:
     """Reads pair and problems; the endpoint reads its own."""
     if set(options.ask) != {"endpoint"}:
-        task = load_task(options.task, options.problems, insist=True)  # nothing is scored: no program runs
+        task = load_task("humaneval", options.problems, insist=True)  # nothing is scored: no program runs
         options.pair = load_pair(PAIR)
         encoded, room = encode(options.pair, [each.prompt for each in task.problems]), options.pair.target.max_positions
         options.prompts = [prompt for prompt in encoded if len(prompt) + options.max_new_tokens <= room]
@@ -51,7 +51,7 @@ def prepare(options: Any) -> Any:
 def queued(options: Any, **settings: Any) -> dict[str, Any]:
     """Decodes all prompts by the queue, compiled before."""
     settings = options.settings | settings
-    work = generate_many(options.pair, options.prompts, options.max_new_tokens, rows=options.rows, **settings)
+    work = generate_many(options.pair, options.prompts, options.max_new_tokens, rows=ROWS, **settings)
     work.compile()
     begin = time.perf_counter()
     tokens = sum(len(text.tokens) for text in work)
@@ -61,8 +61,8 @@ def queued(options: Any, **settings: Any) -> dict[str, Any]:
 def fixed(options: Any) -> dict[str, Any]:
     """Decodes all prompts in fixed batches."""
     begin, rounds, tokens = time.perf_counter(), 0, 0
-    for first in range(0, len(options.prompts), options.rows):
-        prompts = options.prompts[first : first + options.rows]
+    for first in range(0, len(options.prompts), ROWS):
+        prompts = options.prompts[first : first + ROWS]
         ids = list(range(first, first + len(prompts)))
         texts = generate(options.pair, prompts, options.max_new_tokens, prompt_ids=ids, **options.settings)
         rounds += max(text.stats.rounds + -(-text.dropped // (K + 1)) for text in texts)
@@ -87,15 +87,7 @@ def endpoint(options: Any, say: Say) -> dict[str, Any]:
     found: dict[int, list] = {K: [], 0: []}
     for length, runs in found.items():
         say(f"K = {length}: the server compiles")
-        command = [
-            sys.executable,
-            "-um",
-            "launch.serve",
-            "--port=0",
-            "--plain",
-            "--warps=top_p",
-            f"--rows={options.rows}",
-        ]
+        command = [sys.executable, "-um", "launch.serve", "--port=0", "--plain", "--warps=top_p", f"--rows={ROWS}"]
         command += [f"--config=configs/trained_pair.py:{PAIR}", f"--config.draft_length={length}"]
         command += [f"--context={CONTEXT}", f"--max_waiting={max(CLIENTS)}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT) as server:
@@ -176,9 +168,7 @@ def serve_load(document: Document) -> Table:
 ASKED = {"batches": batches, "endpoint": endpoint}
 OPTIONS = {
     "ask": Option(tuple(TABLES), "Ask these questions, with commas between them.", choices=tuple(TABLES)),
-    "task": Option("humaneval", "Decode the problems of this task, with its stop texts."),
-    "problems": Option(None, "The problems: a file or a data set; by default the task's own."),
-    "rows": Option(8, "Texts that are decoded together.", least=1),
+    "problems": Option(None, "Decode HumanEval's problems from this file or data set; by default those of the hub."),
     "max_new_tokens": Option(192, "The budget of each text.", least=2),
     "repeats": Option(3, "Measure times so often, in turn.", least=1),
     "requests": Option(64, "Requests of each number of clients, together.", least=1),
@@ -188,7 +178,7 @@ STUDY = Study(
     options=OPTIONS,
     prepare=prepare,
     cells=lambda options: [{"ask": ask} for ask in options.ask],
-    identity=lambda options: {name: getattr(options, name) for name in [*OPTIONS][3:]} | here(),
+    identity=lambda options: {name: getattr(options, name) for name in [*OPTIONS][2:]} | here(),
     measure=lambda options, key, say: ASKED[key["ask"]](options, say),
     tables={
         "refill": Published(["python_pair_refill"], refill),

@@ -68,11 +68,7 @@ def measure(options, key, say) -> dict[str, Any]:
 
 
 def point_of(rule: str, result: Result) -> dict[str, Any]:
-    """Returns what was measured of a rule and a K, and how much of what theory allows it is.
-
-    Raises:
-      ValueError: the parts of a round were not timed.
-    """
+    """Returns what was measured of a rule and a K, and how much of what theory allows it is, for which phases are timed."""
     split, allowed, K = result.split, result.allowed_speedup, result.speculative.draft_length
     if split is None or allowed is None:
         raise ValueError("the phases of a round were not timed, so theory has no costs: see JAX_DISABLE_JIT, or memory")

@@ -14,10 +14,9 @@ TINY = "--config=configs/random_pair.py:tiny"
 @pytest.mark.parametrize(
     "script, arguments, message",
     [
-        ("study", ["adaptive", "--lengths=1,2"], "--lengths=1,2 must begin with 0"),
         ("study", ["adaptive", "--drafters=none"], "--drafters must be one of"),
         ("study", ["adaptive", "--texts=17"], "--texts=17 needs a quarter more prompts, and there are 20"),
-        ("study", ["serving", "--task=nothing"], "got 'nothing'"),
+        ("study", ["serving", "--problems=/nowhere.jsonl"], "/nowhere.jsonl"),
     ],
 )
 def test_what_is_refused(script, arguments, message):
