@@ -68,15 +68,12 @@ def test_names_that_are_not_there_or_not_given(hub):
     assert head.startswith("not checked: a head is checked against its target")
 
 
-def test_another_architecture(hub):
+def test_models_that_do_not_fit(hub):
+    target, head = problems(target="some/draft", draft="some/head", is_head=True)
+    assert target is None and "the target's width is 16: the head is of another target" in head
     edit(hub.folder / "some/draft/config.json", lambda content: content.update(architectures=["MambaForCausalLM"]))
     target, draft = problems()
     assert target is None and "MambaForCausalLM" in draft
-
-
-def test_a_head_of_another_target(hub):
-    target, head = problems(target="some/draft", draft="some/head", is_head=True)
-    assert target is None and "the target's width is 16: the head is of another target" in head
 
 
 def test_tuned_models_need_a_chat_template(hub):

@@ -164,15 +164,24 @@ def test_a_damaged_draft_is_found_before_the_target_is_read(original, draft, mon
     monkeypatch.setattr(hugging_face.Tensor, "read", None)
     with pytest.raises(ValueError, match="draft/model.safetensors is damaged"):
         read_pair(original, draft)
-
-
-def test_a_checkpoint_without_a_tokenizer(original, draft):
     (draft / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="draft has no tokenizer.json"):
         read_pair(original, draft)
 
 
-def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params, tmp_path):
+@pytest.fixture
+def small_gigabytes(monkeypatch):
+    """A gigabyte is 10 kB, and the embedding has 39: Orbax refuses arrays that are not below its limits."""
+    handler = orbax.ocp.StandardCheckpointHandler
+
+    def scaled(**limits):
+        return handler(**{name: gb * 10_000 / 10**9 for name, gb in limits.items()})
+
+    monkeypatch.setattr(orbax.ocp, "StandardCheckpointHandler", scaled)
+    monkeypatch.setattr(orbax, "GB", 10_000)
+
+
+def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params, tmp_path, small_gigabytes):
     checkpoint = open_checkpoint(original, dtype="float32")
     mesh = make_mesh(2, 4)
     split = shard_model(TransformerLM(checkpoint.config), Layout.tensor_parallel(mesh))
@@ -194,33 +203,6 @@ def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params,
     shutil.rmtree(place / "checkpoints/0/params")
     with pytest.raises(ValueError, match="converted/checkpoints/0 is damaged .*convert the checkpoint again"):
         hugging_face.read_params(again, TransformerLM(again.config))
-
-
-def test_parameters_larger_than_a_gigabyte_are_converted(original, params, tmp_path, monkeypatch):
-    """Orbax refuses what is not smaller than its limit. Here a gigabyte is 10 kB, and the embedding has 39."""
-    handler, small = orbax.ocp.StandardCheckpointHandler, 10_000
-
-    def scaled(**limits):
-        return handler(**{name: gb * small / 10**9 for name, gb in limits.items()})
-
-    monkeypatch.setattr(orbax.ocp, "StandardCheckpointHandler", scaled)
-    monkeypatch.setattr(orbax, "GB", small)
-    hugging_face.write_converted(open_checkpoint(original, dtype="float32"), params, tmp_path / "large")
-    again = open_checkpoint(tmp_path / "large", dtype="bfloat16")
-    read = hugging_face.read_params(
-        again, shard_model(TransformerLM(again.config), Layout.tensor_parallel(make_mesh(2, 4)))
-    )
-    np.testing.assert_array_equal(read["embedding"], params["embedding"].astype(jnp.bfloat16))
-
-
-def test_what_an_unfinished_conversion_left_is_not_taken_for_another(original, params, tmp_path):
-    """Orbax would keep the old parameters and say nothing."""
-    checkpoint = open_checkpoint(original, dtype="float32")
-    hugging_face.write_converted(checkpoint, params, tmp_path)
-    (tmp_path / "run.json").unlink()
-    with pytest.raises(ValueError, match="holds parameters already"):
-        hugging_face.write_converted(checkpoint, random_params(CONFIG, 5), tmp_path)
-    assert not open_checkpoint(tmp_path).is_converted
 
 
 @pytest.fixture

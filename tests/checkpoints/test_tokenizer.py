@@ -58,12 +58,6 @@ def test_unknown_end_of_text_and_missing_files_are_named(with_specials, tmp_path
         JsonTokenizer(tmp_path / "elsewhere.json")
 
 
-def test_bytes():
-    tokenizer = ByteTokenizer()
-    assert tokenizer.decode(tokenizer.encode("é€") + [256]) == "é€"
-    assert tokenizer.token_id("a") == 97 and tokenizer.token_id("é") is None and tokenizer.token_id("<eos>") == 256
-
-
 @pytest.fixture
 def with_byte_fallback(tmp_path):
     """As SentencePiece models have it: an incomplete tail makes the *whole* run of bytes unknown."""
