@@ -1,9 +1,9 @@
 """Runs a study, which measures what one figure or one table needs; lists them; fills the tables of the pages.
 
 python launch/study.py --list
-python launch/study.py memory --output=runs/random_38m_memory.json
-python launch/study.py memory --results=notebooks/results      # shows what was measured, and measures nothing
-python launch/study.py memory --help
+python launch/study.py backtest --output=runs/tpu_backtest.json
+python launch/study.py backtest --results=notebooks/results    # shows what was measured, and measures nothing
+python launch/study.py backtest --help
 python launch/study.py --page                                  # fills README.md and notebooks/results/README.md
 """
 
@@ -28,7 +28,7 @@ def main() -> None:
             console.print(f"filled {path}")
         return
     if not _LIST.value:
-        raise ValueError("name a study, such as: python launch/study.py memory; --list shows all")
+        raise ValueError("name a study, such as: python launch/study.py backtest; --list shows all")
     rows = [(name, study.load_study(name).question) for name in study.names()]
     entry.show([Table(title="Studies", header=("study", "what it asks"), rows=rows, left=2)], console)
 

@@ -26,10 +26,9 @@ OPENED = re.compile(r"<!-- *(?:table|files|end)\b.*")
 # Results name the commands that made them. Commands have moved since: what to run today, by what was run then.
 MOVED: Mapping[str, str] = {
     r"launch/sweep\.py": "launch/benchmark.py --sweep",
-    r"launch/benchmark.py(.*) --memory": r"launch/study.py memory\1",  # a flag, once
     r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",
     # Programs that are gone: the page has their answers.
-    r".* --study=variants .*|.*/(cut_prompts|in_flight|freeze_forecasts|scheduling|head_training|streaming)\.py.*": "",
+    r".* --study=variants .*|.*/(cut_prompts|in_flight|freeze_forecasts|scheduling|head_training|streaming)\.py.*|.* --memory .*": "",
     r"(compile_study\.py.*) --figure=\S*/\w+\.png": r"\1 --figures=runs",
     r"launch/(?:studies/)?compile_study\.py(.*) --study=": r"launch/study.py compile\1 --grid=",
     r"launch/(?:studies/)?compile_training\.py(.*) --topology=": r"launch/study.py compile --grid=training\1 --change=topology=",
@@ -38,7 +37,7 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
     r"launch/(?:studies/)?refill\.py": "launch/study.py serving --ask=batches",
     r"launch/(?:studies/)?serve_load\.py": "launch/study.py serving --ask=endpoint --max_new_tokens=128",
-    r"launch/(?:studies/)?(adaptive|agreement|backtest|drafters|lossy|memory|speedup)\.py": r"launch/study.py \1",
+    r"launch/(?:studies/)?(adaptive|agreement|backtest|drafters|lossy|speedup)\.py": r"launch/study.py \1",
     r"--prompts=runs/python_prompts\.json": "--prompts=notebooks/results/python_prompts.json",
     # Last, of all studies: a figure was a file, and is one of a folder; a flag that was repeated is a list.
     r"(launch/study\.py .*)--figure=\S*/\w+\.png": r"\1--figures=runs",

@@ -23,7 +23,7 @@ def test_the_pages_are_what_their_marks_are_filled_with():
 def test_every_result_is_in_a_mark():
     texts = [path.read_text(encoding="utf-8") for path in page.PAGES]
     assert {path.stem for path in RESULTS.glob("*.json")} <= page.shown(texts)
-    assert "memory" not in page.shown(["<!-- files: pair -->\n<!-- end -->"])  # the control
+    assert "grid" not in page.shown(["<!-- files: pair -->\n<!-- end -->"])  # the control
 
 
 def test_a_mark_that_nothing_fills_is_refused():
@@ -34,9 +34,9 @@ def test_a_mark_that_nothing_fills_is_refused():
 @pytest.mark.parametrize(
     "text, told",
     [
-        ("<!-- table: memory-x -->\n<!-- end -->", "memory-x"),
-        ("<!-- table: memory -->\nprose", "table: memory"),
-        ("<!-- table: memory -->\nprose\n<!-- table: memory -->\n<!-- end -->", "table: memory"),
+        ("<!-- table: grid-x -->\n<!-- end -->", "grid-x"),
+        ("<!-- table: grid -->\nprose", "table: grid"),
+        ("<!-- table: grid -->\nprose\n<!-- table: grid -->\n<!-- end -->", "table: grid"),
         ("prose\n<!-- end -->", "<!-- end -->"),
     ],
 )

@@ -128,10 +128,10 @@ def test_elements_of_lists_are_checked(run, argument, told):
 @pytest.mark.parametrize(
     "arguments, told",
     [
-        (["memoyr"], "did you mean memory?"),
-        (["memory", "--outptu=x"], "outptu"),
-        (["memory", "--config.batchh=1"], "did you mean batch"),
-        (["memory", "--output=launch"], "is a folder"),
+        (["backtets"], "did you mean backtest?"),
+        (["backtest", "--outptu=x"], "outptu"),
+        (["speedup", "--config.batchh=1"], "did you mean batch"),
+        (["backtest", "--output=launch"], "is a folder"),
         ([], "--list"),
     ],
 )
