@@ -74,22 +74,6 @@ def test_texts_of_a_model_that_remembers_tokens():
     assert chat.tokens_read == 3
 
 
-@pytest.mark.slow
-def test_a_head_goes_on():
-    """The same tokens, and as many of them drafted."""
-    pair, drafter = headed_pair()
-    options = dict(drafter=drafter, sampling=temperature(0.5), seed=1)
-    chat = Conversation(pair, max_tokens=200, **options)
-    first = said(chat, [5, 6, 7], 20)
-    text = [5, 6, 7, *first, 9, 8, 7, 3]
-    chunks = list(chat.stream(text, 60))
-    (whole,) = generate(pair, [text], 60, prompt_ids=[1], **options)
-    assert [token for chunk in chunks for token in chunk.tokens] == whole.tokens
-    assert [flag for chunk in chunks for flag in chunk.from_draft] == whole.from_draft
-    assert chat.tokens_read <= 6
-    assert sum(whole.from_draft) > 3
-
-
 @pytest.mark.parametrize("kind", slow_but(["model", "head"], "head"))
 def test_what_is_read_on_leaves_the_caches_of_the_whole_text(kind):
     """Tokens alone do not show a wrong feature, or a hole: a draft's cache costs acceptance and nothing else."""

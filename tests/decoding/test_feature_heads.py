@@ -109,9 +109,11 @@ WEIGHTS = Weights(target=TARGET, draft=TARGET)
 TABLE = chain(temperature(1.0))
 
 
-def table_loop(drafter=FeatureDrafter, layer=0, K=3, **options):
+def table_loop(drafter=FeatureDrafter, layer=0, K=3, scored=1, **options):
+    """A loop that scores at least ``scored`` tokens in a call."""
     target = ShowsTokens(V)
-    return Loop(target=target, drafter=drafter(target, table_head(V, layer), K, **options), rule=TokenRule())
+    drafter = drafter(target, table_head(V, layer), K, **options)
+    return Loop(target=target, drafter=drafter, rule=TokenRule(), window=scored)
 
 
 def prefilled(loop, ids=(0, 1, 2), budget=20, slots=40, samples=1):
@@ -147,10 +149,11 @@ def first_acceptance(loop):
     return float(state.stats.accepted_BT[:, 1:].sum() / state.stats.reached_BK[:, 0].sum())
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_right_features_are_accepted_always(window):
-    assert first_acceptance(table_loop(window=window)) == 1
-    loop = table_loop(window=window)
+@pytest.mark.parametrize("window, scored", [(1, 1), (3, 6)])
+def test_right_features_are_accepted_always(window, scored):
+    """However many known tokens are fed again, to the head and to the target."""
+    loop = table_loop(window=window, scored=scored)
+    assert first_acceptance(loop) == 1
     state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
     second = state.stats.accepted_BT[:, 2:].sum() / state.stats.reached_BK[:, 1].sum()
     assert second < 0.9, "or an entry made of an own feature would harm nothing"

@@ -14,25 +14,45 @@ from support.fakes import BYTES, CountingLM, counting_pair, random_table, table_
 from support.weights import drawn_params
 
 
-def test_pairs_that_do_not_belong_together():
-    small = CountingLM(vocab_size=200)
-    with pytest.raises(ValueError, match="draft vocabulary 200 != target vocabulary 257.* id 200"):
-        Pair(target=CountingLM(), target_params=(), draft=small, draft_params=())
-    with pytest.raises(ValueError, match="tokenizer has 257 tokens.* 200"):
-        Pair(target=small, target_params=(), tokenizer=ByteTokenizer())
+class WithoutHash(CountingLM):
+    __hash__ = None
 
-    class Other(ByteTokenizer):
-        def token(self, index):
-            return "X" if index == 31 else super().token(index)
 
-    with pytest.raises(ValueError, match="first difference at id 31, 'X' in the draft"):
-        Pair(target=CountingLM(), target_params=(), tokenizer=ByteTokenizer(), draft_tokenizer=Other())
+class OtherBytes(ByteTokenizer):
+    def token(self, index):
+        return "X" if index == 31 else super().token(index)
+
+
+@pytest.mark.parametrize(
+    "parts, message",
+    [
+        (
+            dict(draft=CountingLM(vocab_size=200), draft_params=()),
+            "draft vocabulary 200 != target vocabulary 257.* id 200",
+        ),
+        (dict(target=CountingLM(vocab_size=200), tokenizer=ByteTokenizer()), "tokenizer has 257 tokens.* 200"),
+        (dict(tokenizer=ByteTokenizer(), draft_tokenizer=OtherBytes()), "first difference at id 31, 'X' in the draft"),
+        (dict(draft=CountingLM()), "without draft_params"),
+        (dict(target=object()), "target.*LanguageModel; got <object"),
+        (dict(target=WithoutHash()), "the target must be hashable"),
+        (dict(draft="python", draft_params=()), "the draft must be a model derived from"),
+        (dict(tokenizer="gpt2"), "the tokenizer must be an object .* got 'gpt2'"),
+    ],
+)
+def test_parts_that_make_no_pair(parts, message):
+    with pytest.raises(ValueError, match=message):
+        Pair(**(dict(target=CountingLM(), target_params=()) | parts))
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         (dict(prompts=[]), "no prompts"),
+        (dict(prompts={"a": 1}), "prompts must be a list of prompts"),
+        (dict(prompts={"a", "b"}), "prompts must be a list of prompts"),
+        (dict(prompts=[b"ab"]), "prompt 0 is bytes: give a text"),
+        (dict(prompts=[{1: 2}]), "prompt 0 must be a text, a list of token ids or a list of messages"),
+        (dict(prompts=["a", "\ud800"]), "prompt 1 is no valid Unicode"),
         (dict(prompts="text"), r"write \[prompt\]"),
         (dict(prompts=[1, 2]), "prompt 0 must be a text, a list of token ids or a list of messages; got 1"),
         (dict(prompts=[[1.7]]), r"prompt 0\[0\] must be an integer .* got 1.7"),
@@ -47,9 +67,12 @@ def test_pairs_that_do_not_belong_together():
         (dict(sampling=0.8), "sampling must be a warp"),
         (dict(drafter=NgramDrafter), "drafter must be derived from specsamp.Drafter"),
         (dict(draft_length=-1), r"0 decodes autoregressively.*got -1"),
+        (dict(draft_length=64), "does not fit the target's 64 positions"),
+        (dict(draft_length=10**5), "K = 100000"),
         (dict(drafter=NgramDrafter(2), draft_length=4), "draft_length 4 exceeds the drafter's K = 2"),
         (dict(drafter=NgramDrafter(4), draft_length=2), "differs from the drafter's K = 4"),
         (dict(drafter=ModelDrafter(CountingLM(vocab_size=8), 2)), "draft vocabulary 8 != target vocabulary 257"),
+        (dict(drafter=ModelDrafter(CountingLM(stumbles_at=3), 2)), "is not the pair's draft"),
         (dict(stop=[257]), "a stop id must be an integer >= 0 and below 257; got 257"),
         (dict(stop=[""]), "a stop text is empty"),
         (dict(stop="a"), r"write \[stop\]"),
@@ -84,6 +107,20 @@ def test_missing_parts_are_named():
         Pair(target=CountingLM(), target_params=(), draft=CountingLM())
     with pytest.raises(ValueError, match="rounds_per_chunk must be an integer >= 1"):
         stream(alone, [[1]], 4, rounds_per_chunk=0)
+    for pair in (None, "python"):
+        with pytest.raises(ValueError, match=r"pair must be a Pair, such as load_pair\('python'\)"):
+            generate(pair, [[1]], 4)
+
+
+def test_sizes_are_bounded():
+    with pytest.raises(ValueError, match="1000000000 rows of 128 slots need .* GB"):
+        generate(table_pair(), [[1]], 4, num_samples=10**9)
+    with pytest.raises(ValueError, match="K = 100000 is more than 1024"):
+        generate(table_pair(), [[1]], 4, draft_length=10**5)
+    with pytest.raises(ValueError, match="K and window must be at least 1; got 0"):
+        ModelDrafter(CountingLM(), 0)
+    with pytest.raises(ValueError, match="K must be at least 1; got 0"):
+        NgramDrafter(0)
 
 
 def test_the_draft_may_have_fewer_positions():
@@ -132,66 +169,3 @@ def test_logits_of_another_width_are_refused(side):
     pair = dataclasses.replace(table_pair(), **{f"{side}_params": random_table(5, 12)[..., :9]})
     with pytest.raises(ValueError, match=f"{side}.* vocabulary of 12.* width 9"):
         generate(pair, [[1]], 4)
-
-
-def test_objects_that_are_no_models_are_refused():
-    with pytest.raises(ValueError, match="target.*LanguageModel; got <object"):
-        Pair(target=object(), target_params=())
-    with pytest.raises(ValueError, match="the draft must be a model derived from"):
-        Pair(target=CountingLM(), target_params=(), draft="python", draft_params=())
-
-    class Unhashable(CountingLM):
-        __hash__ = None
-
-    with pytest.raises(ValueError, match="the target must be hashable"):
-        Pair(target=Unhashable(), target_params=())
-    with pytest.raises(ValueError, match="is not the pair's draft"):
-        generate(counting_pair(), ["a"], 4, drafter=ModelDrafter(CountingLM(stumbles_at=3), 2))
-    with pytest.raises(ValueError, match="K and window must be at least 1; got 0"):
-        ModelDrafter(CountingLM(), 0)
-    with pytest.raises(ValueError, match="K must be at least 1; got 0"):
-        NgramDrafter(0)
-
-
-@pytest.mark.parametrize(
-    "prompts, message",
-    [
-        ([b"ab"], "prompt 0 is bytes: give a text"),
-        ({"a": 1}, "prompts must be a list of prompts"),
-        ({"a", "b"}, "prompts must be a list of prompts"),
-        ([{1: 2}], "prompt 0 must be a text, a list of token ids or a list of messages"),
-        (["a", "\ud800"], "prompt 1 is no valid Unicode"),
-    ],
-)
-def test_prompts_of_other_kinds_are_refused(prompts, message):
-    with pytest.raises(ValueError, match=message):
-        generate(counting_pair(), prompts, 4)
-
-
-@pytest.mark.parametrize("pair", [None, "python"])
-def test_a_pair_that_is_none(pair):
-    with pytest.raises(ValueError, match=r"pair must be a Pair, such as load_pair\('python'\)"):
-        generate(pair, [[1]], 4)
-
-
-def test_a_tokenizer_that_is_a_name():
-    with pytest.raises(ValueError, match="the tokenizer must be an object .* got 'gpt2'"):
-        Pair(target=CountingLM(), target_params=(), tokenizer="gpt2")
-
-
-@pytest.mark.parametrize(
-    "draft_length, message", [(64, "does not fit the target's 64 positions"), (10**5, "K = 100000")]
-)
-def test_drafts_beyond_the_positions_are_refused(draft_length, message):
-    with pytest.raises(ValueError, match=message):
-        generate(counting_pair(), ["a"], 4, draft_length=draft_length)
-
-
-def test_drafts_are_bounded_without_positions():
-    with pytest.raises(ValueError, match="K = 100000 is more than 1024"):
-        generate(table_pair(), [[1]], 4, draft_length=10**5)
-
-
-def test_more_rows_than_memory_holds_are_refused():
-    with pytest.raises(ValueError, match="1000000000 rows of 128 slots need .* GB"):
-        generate(table_pair(), [[1]], 4, num_samples=10**9)

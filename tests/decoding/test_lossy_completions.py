@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from specsamp import EARS, BlockRule, Lenience, Typical, chain, generate, generate_many, stream, temperature
+from specsamp import EARS, BlockRule, Lenience, chain, generate, generate_many, stream, temperature
 from specsamp.decoding.drafters import NgramDrafter
 from specsamp.decoding.results import RowStats
 from specsamp.sampling.synthetic import SyntheticAcceptance
@@ -82,5 +82,3 @@ def test_a_rule_must_say_whether_it_is_metered():
 
     with pytest.raises(ValueError, match="the rule must set metered"):
         generate(table_pair(), [[1]], 4, rule=Own())
-    with pytest.raises(ValueError, match="pair must be a Pair"):
-        generate(None, [[1]], rule=Typical())

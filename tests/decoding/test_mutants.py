@@ -50,30 +50,6 @@ def model_loop(rule, **options):
     return table_loop(rule, ModelDrafter(TableLM(V), K), **options)
 
 
-def test_accept_always():
-    assert caught(model_loop(mutants.AcceptAlways()))
-
-
-def test_reject_always():
-    assert caught(model_loop(mutants.RejectAlways()))
-
-
-def test_residual_with_the_noise_of_the_draft():
-    assert caught(model_loop(mutants.ResidualWithTheNoiseOfTheDraft()))
-
-
-def test_residual_off_by_one_position():
-    assert caught(model_loop(mutants.ResidualOfTheNextPosition()))
-
-
-def test_block_rule_with_c_of_the_next_index():
-    assert caught(model_loop(mutants.COfTheNextIndex()))
-
-
-def test_block_rule_that_stops_at_the_first_refusal():
-    assert caught(model_loop(mutants.StopsAtTheFirstRefusal()))
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByPosition(RoundKeys):
@@ -95,12 +71,25 @@ def by_position(rule):
     return Mutant()
 
 
-def test_noise_by_absolute_position_biases_the_block_rule():
-    assert caught(model_loop(by_position(BlockRule)))
+@pytest.mark.parametrize(
+    "rule",
+    [
+        mutants.AcceptAlways(),
+        mutants.RejectAlways(),
+        mutants.ResidualWithTheNoiseOfTheDraft(),
+        mutants.ResidualOfTheNextPosition(),
+        mutants.COfTheNextIndex(),
+        mutants.StopsAtTheFirstRefusal(),
+        by_position(BlockRule),
+    ],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_a_rule_with_a_mistake_is_caught(rule):
+    assert caught(model_loop(rule))
 
 
 def test_noise_by_absolute_position_is_harmless_for_the_token_rule():
-    """It never looked at what came after the refusal: the control of the test above."""
+    """It never looked at what came after the refusal: the control of the last rule above."""
     assert (
         distribution_test(model_loop(by_position(TokenRule)), FAR, FULL, samples=HARMLESS, powered=False) > FALSE_ALARM
     )
@@ -240,6 +229,20 @@ def test_no_token_decides_whether_it_is_submitted():
     assert first_token(*drops) == pytest.approx(0.42, abs=0.01)
     right = ModelDrafter(TableLM(2), 1)
     assert first_token(right, *drops[1:]) == pytest.approx(0.3, abs=0.01)
+
+
+class DropsTheUnsure(ModelDrafter):
+    """Submits no token that it drew with little probability."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
+        taken = jnp.take_along_axis(draft.log_probs_BRV, draft.tokens_BK[..., None], axis=-1)[..., 0]
+        kept_B = jnp.sum(jnp.cumprod(taken > np.log(0.4), axis=1), axis=1)
+        return dataclasses.replace(draft, num_drafted_B=kept_B.astype(jnp.int32)), state, cache
+
+
+def test_dropping_a_drafted_token_by_its_value_is_biased():
+    assert caught(table_loop(TokenRule(), DropsTheUnsure(TableLM(V), 3)), draft=NEAR)
 
 
 def test_a_stop_that_cancels_the_token_itself_is_caught():

@@ -1,32 +1,70 @@
-"""Penalties and biases: their formulas and bounds; the distribution of texts is in test_penalised_texts.py."""
+"""Penalties and biases: their formulas and bounds, and by enumeration the distribution of texts under them."""
+
+import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import ModelDrafter, chain, generate, greedy, temperature
-from specsamp.sampling.penalties import ban, bias, penalties
-from specsamp.sampling.warp import log_probs
-from support.fakes import table_pair
+from specsamp import BlockRule, CoupledRule, ModelDrafter, NoDrafter, TokenRule, chain, generate, greedy, temperature
+from specsamp.sampling.penalties import Penalties, ban, bias, penalties
+from specsamp.sampling.warp import log_probs, register_warp
+from support.fakes import FALSE_ALARM, TableLM, decode, joint_distribution, table_loop, table_pair
+from support.loop_distributions import NEAR, PROMPTS, TARGET, V, distribution_test
+
+REPETITION, PRESENCE, FREQUENCY = 1.4, 0.3, 0.4
+SAMPLING = chain(penalties(REPETITION, PRESENCE, FREQUENCY), bias({1: 0.8}), temperature(1.2))
 
 
-def test_a_draft_that_follows_the_same_penalties_is_accepted():
-    """A draft equal to the target is; one without its penalties is not always."""
-    pair, prompts = table_pair(), [[1, 2, 3], [4]]
-    sampling = chain(penalties(1.5, 0.5, [0.2, 1.0]), temperature(0.8))
+def penalised(logits, prompt, text):
+    """Returns the logits of one context, by the formulas."""
+    logits = logits.copy()
+    for token in range(len(logits)):
+        if token in prompt or token in text:
+            logits[token] = logits[token] / REPETITION if logits[token] > 0 else logits[token] * REPETITION
+        logits[token] -= PRESENCE * (token in text) + FREQUENCY * text.count(token)
+    logits[1] += 0.8
+    return logits
 
-    def accepted(**options):
-        drafter = ModelDrafter(pair.target, 3)
-        same = type(pair)(
-            target=pair.target, target_params=pair.target_params, draft=pair.target, draft_params=pair.target_params
-        )
-        return [
-            row.stats.acceptance_rate
-            for row in generate(same, prompts, 24, sampling=sampling, drafter=drafter, **options)
-        ]
 
-    assert accepted() == [1, 1]
-    assert min(accepted(draft_sampling=chain(temperature(0.8)))) < 1
+@functools.cache
+def expected(length=3):
+    return [joint_distribution(TARGET, chain(temperature(1.2)), prompt, length, penalised) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=str)
+def test_texts_follow_the_penalised_distribution(rule):
+    """A drafted position depends on the drafted tokens before it, in the draft and in the target."""
+    loop = table_loop(rule, ModelDrafter(TableLM(V), 2))
+    assert distribution_test(loop, NEAR, SAMPLING, length=3, expected=expected()) > FALSE_ALARM
+
+
+def test_coupled_texts_are_those_of_no_draft():
+    """Their distribution is that of plain decoding; the control is a draft whose penalties the target does not have."""
+
+    def texts(drafter, sampling=SAMPLING):
+        loop = table_loop(CoupledRule(), drafter)
+        return decode(loop, TARGET, NEAR, PROMPTS, 20, sampling, samples=100).emitted(20)
+
+    plain = texts(NoDrafter())
+    assert np.array_equal(texts(ModelDrafter(TableLM(V), 2)), plain)
+    assert not np.array_equal(texts(NoDrafter(), chain(bias({1: 0.8}), temperature(1.2))), plain)
+
+
+@register_warp
+class ForgetsDrafts(Penalties):
+    """The control: what was drafted or emitted is not counted."""
+
+    def advance(self, state, tokens_B):
+        return state
+
+
+def test_the_control_is_seen():
+    numbers = (np.float32(x) for x in (REPETITION, PRESENCE, FREQUENCY))
+    forgetful = chain(ForgetsDrafts(*numbers), bias({1: 0.8}), temperature(1.2))
+    loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 3))
+    few = dict(length=3, samples=50_000, powered=False)
+    assert distribution_test(loop, NEAR, forgetful, expected=expected(), **few) < FALSE_ALARM
 
 
 def test_biases_exclude_and_favour():

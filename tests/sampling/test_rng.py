@@ -34,15 +34,6 @@ PROMPTS, SAMPLES, STARTS = ids(3, 3, 0, 900_000), ids(0, 1, 1, 7), ids(5, 5, 17,
 OFFSETS = jnp.broadcast_to(jnp.arange(6), (4, 6))
 
 
-def test_the_order_of_rows_does_not_matter():
-    order = np.array([2, 0, 3, 1])
-    all_rows = uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS, Purpose.DRAFT, 0)
-    ordered = PROMPTS[order], SAMPLES[order], STARTS[order]
-    np.testing.assert_array_equal(uniforms(SEED, *ordered, OFFSETS, Purpose.DRAFT, 0), all_rows[order])
-    gumbels = position_gumbels(SEED, PROMPTS, SAMPLES, STARTS, 2)
-    np.testing.assert_array_equal(position_gumbels(SEED, *ordered, 2), gumbels[order])
-
-
 def test_the_size_of_the_batch_does_not_matter():
     all_rows = uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS, Purpose.DRAFT, 0)
     gumbels = position_gumbels(SEED, PROMPTS, SAMPLES, STARTS, 2)

@@ -287,17 +287,6 @@ def test_greedy_targets(rule, distributions):
     np.testing.assert_array_equal(verdict.num_emitted_B, (emitted_BT >= 0).sum(-1))
 
 
-@every_rule
-def test_no_room_for_a_draft(rule):
-    distribution = log_softmax(np.random.default_rng(7).normal(size=4))
-    target = np.tile(distribution, (ROWS, 1, 1)).astype(np.float32)
-    draft = Draft(tokens_BK=np.zeros((ROWS, 0), np.int32), num_drafted_B=np.zeros(ROWS, np.int32))
-    verdict = verify(rule, draft, target, some_keys(ROWS))
-    assert verdict.tokens_BT.shape == (ROWS, 1)
-    assert np.all(verdict.num_accepted_B == 0)
-    assert p_value(np.bincount(verdict.tokens_BT[:, 0], minlength=4), np.exp(distribution)) > ALARM
-
-
 @pytest.mark.parametrize("one_hot", [False, True], ids=["distributions", "one-hot"])
 @every_rule
 def test_nothing_but_numbers_comes_out(rule, one_hot):

@@ -202,22 +202,6 @@ def test_for_rows_changes_no_distribution():
     np.testing.assert_array_equal(warped(for_rows(warp, len(logits)), logits), warped(warp, logits))
 
 
-def test_turning_numbers_does_not_recompile():
-    traces = []
-
-    @jax.jit
-    def counted(warp, logits):
-        traces.append(None)
-        return log_probs(warp, logits)
-
-    logits = some_logits(5)[:2]
-    for t, k, p, m in [(0.0, 1, 1.0, 0.0), (0.7, 3, 0.9, 0.1), ([0, 1.5], [9, 2], [0.2, 1], [1, 0]), (1, 10**9, 1, 1)]:
-        counted(for_rows(chain(temperature(t), top_k(k), top_p(p), min_p(m)), rows=2), logits)
-    assert len(traces) == 1
-    counted(chain(temperature(0.7)), logits)  # another chain is another program: the counter does count
-    assert len(traces) == 2
-
-
 @pytest.mark.parametrize("warp", [greedy(), temperature(0), temperature(0.0), temperature(1e-6), temperature([0, 0])])
 def test_greedy_breaks_ties_to_the_lowest_index(warp):
     distribution = warped(chain(warp), np.float32([[1, 3, 3, 3], [2, 2, 0, 2]]))

@@ -1,7 +1,6 @@
 """The endpoint, by the official client and by hostile requests; after each of these it still answers."""
 
 import asyncio
-import concurrent.futures
 import json
 import re
 import signal
@@ -179,21 +178,6 @@ def test_a_template_that_cannot_be_rendered_here_is_no_mistake_of_the_client(cli
             model="bytes", messages=[{"role": "user", "content": "a"}]
         )
     assert found.value.status_code == 503
-
-
-def test_two_clients_of_different_temperature_at_once(client):
-    """Each gets what it gets alone, greedy beside hot."""
-
-    def ask(temperature):
-        answer = client.completions.create(
-            model="bytes", prompt="abc", max_tokens=30, temperature=temperature, seed=1, n=2
-        )
-        return [choice.text for choice in answer.choices]
-
-    values = [0.0, 5.0, 4.0]
-    with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(ask, values))
-    assert found == [[one.text for one in alone(["abc"], 30, value, seed=1, num_samples=2)] for value in values]
 
 
 def test_models(client, server):
