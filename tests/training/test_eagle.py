@@ -101,20 +101,26 @@ def test_a_step_sees_what_decoding_would_see(head, row, target_params):
         np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
-def test_the_loss_is_the_weighted_sum_over_steps(target_params):
-    """Of the mean divergence from the target's row that a step is to predict; rows without one count nothing."""
-    params = init(HEAD, jax.random.key(1))
-    loss, metrics = jax.jit(TASK.loss)(params, TASK.teacher(target_params), TOKENS, KEY)
-    weights = HEAD.training_weights(params, None)
-    _, features = jax.jit(TASK._steps)(weights, target_params, TOKENS)
+def loss_and_distributions(task, target_params, ids=None):
+    """Returns a task's loss and numbers, the head's distributions after each step, and the target's."""
+    params = {name: leaf for name, leaf in init(task.head, jax.random.key(1)).items() if name != DRAFT_IDS}
+    loss, metrics = jax.jit(task.loss)(params, task.teacher(target_params, ids), TOKENS, KEY)
+    weights = task.head.training_weights(params, None if ids is None else jnp.asarray(ids))
+    _, features = jax.jit(task._steps)(weights, target_params, TOKENS)
 
     def of_target(x):
         return TARGET.unembed_normed({"params": target_params}, x)
 
-    q = np.asarray(jax.nn.softmax(forward(target_params, TOKENS[:, :-1]).logits_BTV), np.float64)
+    logits = [task.head.logits(weights, features[step], of_target) for step in range(task.test_steps)]
+    drafted = [np.asarray(jax.nn.softmax(x), np.float64) for x in logits]
+    return loss, metrics, drafted, np.asarray(jax.nn.softmax(forward(target_params, TOKENS[:, :-1]).logits_BTV))
+
+
+def test_the_loss_is_the_weighted_sum_over_steps(target_params):
+    """Of the mean divergence from the target's row that a step is to predict; rows without one count nothing."""
+    loss, metrics, drafted, q = loss_and_distributions(TASK, target_params)
     expected = 0.0
-    for step in range(STEPS):
-        p = np.asarray(jax.nn.softmax(HEAD.logits(weights, features[step], of_target)), np.float64)
+    for step, p in enumerate(drafted):
         p, wanted = p[:, step + 1 :], q[:, step + 1 :]
         expected += 0.8**step * (wanted * np.log(wanted / p)).sum(-1).mean()
         accepted = np.minimum(wanted, p).sum(-1).mean()
@@ -136,12 +142,8 @@ def test_logits_in_chunks_give_the_same_gradient(target_params):
 
 def test_a_reduced_vocabulary_learns_a_renormalised_target_and_is_judged_by_the_whole(target_params):
     task = TrainHead(head=REDUCED, target=TARGET, test_steps=1, objective="total_variation")
-    params = {name: leaf for name, leaf in init(REDUCED, jax.random.key(1)).items() if name != DRAFT_IDS}
-    loss, metrics = jax.jit(task.loss)(params, task.teacher(target_params, IDS), TOKENS, KEY)
-    weights = REDUCED.training_weights(params, jnp.asarray(IDS))
-    _, features = jax.jit(task._steps)(weights, target_params, TOKENS)
-    p = np.asarray(jax.nn.softmax(REDUCED.logits(weights, features[0], None)))[:, 1:]
-    q = np.asarray(jax.nn.softmax(forward(target_params, TOKENS[:, :-1]).logits_BTV))[:, 1:]
+    loss, metrics, (p,), q = loss_and_distributions(task, target_params, IDS)
+    p, q = p[:, 1:], q[:, 1:]
     kept = q[..., IDS]
     np.testing.assert_allclose(metrics["acceptance/position_1"], np.minimum(kept, p).sum(-1).mean(), rtol=1e-5)
     counted = np.isin(q.argmax(-1), IDS)
