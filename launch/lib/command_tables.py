@@ -15,8 +15,6 @@ from specsamp.analysis.report import Table
 from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, grid_table, prices
 from specsamp.evaluation.audit import audit_table
 from specsamp.tpu import calibration
-from specsamp.tpu.calibration import ROUNDS_MS, fit_published, two_digits
-from specsamp.tpu.measurements import published
 from specsamp.tpu.report import Report
 from specsamp.tpu.tables import GIB, faster
 from specsamp.tpu.topology import parse
@@ -99,31 +97,6 @@ def trained(pair: Document) -> Table:
     return Table(title="Training of the shipped pair", header=header, rows=rows)
 
 
-def chinchilla(document: Document) -> Table:
-    """Returns the programs of the paper's pair on 16 TPU v4 chips."""
-    report = Report.from_json(document["report"])
-    steps = {row.model: row.milliseconds for row in published() if row.source == "Chen et al."}
-    measured = {"draft step": steps["draft 4B"], "target step": steps["Chinchilla 70B"], "round": ROUNDS_MS[4]}
-    shown = {"draft step": "draft, one token", "target step": "target, one token", "score": "target, 5 tokens"}
-    rows = []
-    for name, label in (shown | {"round": "a round"}).items():
-        program = report[name]
-        row = {
-            "": label,
-            "HBM traffic per chip, GB": f"{program.hbm_bytes / 1e9:.2f}",
-            "over the floor": f"{program.over_floor:.3f}",
-            "temporaries, MB": f"{program.memory.temporaries / 1e6:.0f}",
-            "streaming, ms": two_digits(program.streaming_ms(report.chip)),
-            "cycles, ms": two_digits(program.cycles_ms(report.chip)),
-            "serial collectives": sum(program.collectives.values()),
-            "as a program of today, ms": report.calibrated_ms(name),
-            "as one of 2022 and 2023, ms": fit_published().added.estimate(*report.works(name)),
-            "published, ms": measured.get(name, ""),
-        }
-        rows.append(row)
-    return Table.of("The paper's pair on 16 TPU v4 chips (compiler estimate)", rows)
-
-
 def public_pairs(*documents: Document) -> Table:
     """Returns public pairs on TPU v5e, in the order of `PUBLIC_PAIRS`."""
     rows = []
@@ -156,7 +129,4 @@ TABLES = {
     "quality": Published(["python_pair_tasks"], lambda found: quality(found["evaluation"])),
     "humaneval": Published(["python_pair_humaneval"], lambda found: quality(found["evaluation"])),
 }
-REPORTS = {
-    "chinchilla": Published(["compile_chinchilla_v4"], chinchilla),
-    "public_pairs": Published([f"compile_{name}_v5e" for name in PUBLIC_PAIRS], public_pairs),
-}
+REPORTS = {"public_pairs": Published([f"compile_{name}_v5e" for name in PUBLIC_PAIRS], public_pairs)}
