@@ -18,6 +18,8 @@ def test_the_paper():
     assert (config.mesh.data, config.mesh.model, config.mesh.draft_model_parallelism) == (1, 16, 0)
     greedy = chinchilla.get_config("v4-32,greedy").sampling
     assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
+    wide = chinchilla.get_config("v4-256")  # more devices than heads
+    assert (wide.mesh.data, wide.mesh.model, wide.batch) == (2, 64, 2)
 
 
 @pytest.mark.slow
@@ -37,11 +39,6 @@ def test_other_slices_and_batches(argument, devices, draft_model_parallelism, ba
     for side, axes in over.items():
         model = shard_model(getattr(config, side).model(), Layout.tensor_parallel(mesh, axes))
         model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
-
-
-def test_a_slice_of_more_devices_than_heads_takes_more_rows():
-    config = chinchilla.get_config("v4-256")
-    assert (config.mesh.data, config.mesh.model, config.batch) == (2, 64, 2)
 
 
 @pytest.mark.parametrize(

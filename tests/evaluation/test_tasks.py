@@ -196,12 +196,6 @@ def test_parquet(tmp_path):
         read_records(str(path), programs.HUMANEVAL_FIELDS)
 
 
-def test_parquet_needs_a_library(write, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match="a.parquet takes a library: pip install pyarrow"):
-        read_records(write("", "a.parquet"), {})
-
-
 ARTICLES = [
     {"document": "It rained.\n\nMuch.", "summary": "Rain fell."},
     {"document": "A cat sat on a mat.", "summary": "A cat sat.", "id": "7"},
@@ -227,11 +221,18 @@ def test_rouge(write):
     assert found == {"rouge1": pytest.approx(2 / 3), "rouge2": pytest.approx(1 / 2), "rougeL": pytest.approx(2 / 3)}
 
 
-def test_xsum_needs_a_library(write, monkeypatch):
+@pytest.mark.parametrize(
+    "library, name, message",
+    [
+        ("pyarrow", "a.parquet", "a.parquet takes a library: pip install pyarrow"),
+        ("rouge_score.rouge_scorer", "a.jsonl", "pip install rouge-score"),
+    ],
+)
+def test_libraries_that_are_missing(write, monkeypatch, library, name, message):
     xsum._scorer.cache_clear()
-    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(ValueError, match="pip install rouge-score"):
-        load_task("xsum", write(lines(ARTICLES)))
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ValueError, match=message):
+        load_task("xsum", write(lines(ARTICLES), name))
 
 
 def test_spec_bench_has_six_tasks_of_which_mt_bench_is_one(write):
@@ -279,25 +280,16 @@ def test_mbpp_takes_the_tasks_that_published_results_are_of(write):
     assert [problem.id for problem in load_mbpp(write(lines(records))).problems] == ["11", "510"]
     with pytest.raises(ValueError, match="no task_id from 11 to 510"):
         load_mbpp(write(lines(records[:1])))
-
-
-@pytest.mark.parametrize("tests", [[], [3], ["assert f(1) == 2", " "]])
-def test_mbpp_without_tests_would_let_every_program_pass(write, tests):
-    good = {"task_id": 12, "text": "a", "test_list": ["assert f(1) == 2"]}
-    path = write(lines([good, {**good, "task_id": 11, "test_list": tests}]))
-    with pytest.raises(ValueError, match=r"data.jsonl: task 11: field 'test_list' must hold lines of code, not \["):
-        load_mbpp(path)
+    for tests in ([], [3], ["assert f(1) == 2", " "]):  # without tests, every program would pass
+        path = write(lines([records[2], {**records[1], "test_list": tests}]))
+        with pytest.raises(ValueError, match=r"data.jsonl: task 11: field 'test_list' must hold lines of code, not \["):
+            load_mbpp(path)
 
 
 def test_python_is_scored_by_what_parses():
     task = load_task("python")
     assert [problem.prompt for problem in task.problems] == load_prompts("python")
-    answers = [
-        Attempt(text="\n\nx = 1\ny = 2\n"),
-        Attempt(text="\n\n)(\n"),
-        Attempt(text="\n\nx = 1"),
-        Attempt(text=")"),
-    ]
-    found = [task.score(problem, answers[:2])["parses"] for problem in task.problems]
+    answers = [Attempt(text="\n\nx = 1\ny = 2\n"), Attempt(text="\n\n)(\n")]
+    found = [task.score(problem, answers)["parses"] for problem in task.problems]
     assert set(found) <= {0.0, 0.5}
     assert 0.5 in found
