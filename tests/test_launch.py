@@ -50,7 +50,7 @@ def turned(**fields):
         (dict(sampling__temperature=-1.0), "temperature must be >= 0"),
         (dict(draft_length=-1), "draft_length .*-1"),
         (dict(adaptive__stop="surprise"), "adaptive.stop must be one of none, entropy, confidence.*got 'surprise'"),
-        (dict(adaptive__lengths=(0, 4)), "2 lengths need costs_ms"),
+        (dict(adaptive__lengths=(0, 4)), "need costs_ms"),
         (dict(int8__weights="all"), "int8.weights must be one of none, target, draft, both.*got 'all'"),
         (dict(repeats=0), "repeats must be an integer >= 1 .*got 0"),
     ],
@@ -92,9 +92,7 @@ def test_a_configuration_becomes_objects(monkeypatch):
 def test_an_exit_beyond_the_target_is_refused_before_there_are_weights(monkeypatch):
     monkeypatch.setattr(experiment, "bare_pair", None)
     for layer in (3, 4, 1000):
-        with pytest.raises(
-            ValueError, match=f"exit_layer must be an integer from 1 to 2, for .* 3 layers; got {layer}"
-        ):
+        with pytest.raises(ValueError, match=f"exit_layer .* below 3; got {layer}"):
             experiment.build(turned(target__num_layers=3, drafter="early_exit", exit_layer=layer))
 
 

@@ -137,30 +137,22 @@ class Adaptive:
     widths: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        for name in ("lengths", "widths", "costs_ms"):
-            if isinstance(getattr(self, name), (Sequence, np.ndarray)) and not isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        _check_lengths("lengths", self.lengths)
+        lengths = validate.integers("lengths", self.lengths)
+        if not lengths or lengths[-1] < 1 or sorted(set(lengths)) != lengths:
+            raise ValueError(
+                f"lengths must rise, from 0 or more to at least 1, such as {LENGTHS}; got {self.lengths!r}"
+            )
+        object.__setattr__(self, "lengths", tuple(lengths))
         if self.widths is not None:
-            _check_lengths("widths", self.widths)
-            if self.widths[-1] != self.K or not set(self.widths) <= set(self.lengths):
-                raise ValueError(
-                    f"widths must be some of the lengths {self.lengths}, the last among them; got {self.widths!r}"
-                )
-        if len(self.lengths) > 1:
-            _check_costs(self.costs_ms, self.lengths)
-        elif self.costs_ms is not None:
-            raise ValueError(
-                f"costs_ms choose between lengths, and {self.lengths!r} is one: leave costs_ms out, or give more"
-            )
-        elif self.stop is None:
-            raise ValueError(
-                f"lengths={self.lengths!r} without a stop never adapts: give stop=Confidence(), or the number alone"
-            )
+            widths = validate.integers("widths", self.widths)
+            if not widths or widths[-1] != lengths[-1] or widths != [length for length in lengths if length in widths]:
+                raise ValueError(f"widths must be some of {self.lengths}, and the last one; got {self.widths!r}")
+            object.__setattr__(self, "widths", tuple(widths))
         if self.stop is not None:
             if not isinstance(self.stop, Stop):
                 raise ValueError(f"stop must be a Stop, such as Entropy() or Confidence(0.3); got {self.stop!r}")
             self.stop.check()
+        self._check_costs()
         if self.usual is not None and (self.costs_ms is None or self.usual not in self.lengths):
             raise ValueError(f"usual must be one of the lengths {self.lengths}, beside costs_ms; got {self.usual!r}")
         validate.number("acceptance", self.acceptance, 0, 1)
@@ -168,9 +160,34 @@ class Adaptive:
         validate.number("decay", self.decay, 0, 1)
         if self.margin is not None:
             validate.number("margin", self.margin, 0, math.inf)
-        is_whole = isinstance(self.pause, (int, np.integer)) and not isinstance(self.pause, bool)
-        if self.pause is not None and not (is_whole and 1 <= self.pause < 2**20):
-            raise ValueError(f"pause must be an integer from 1 to a million rounds; got {self.pause!r}")
+        if self.pause is not None:
+            validate.integer("pause", self.pause, 1, 2**20)
+
+    def _check_costs(self) -> None:
+        """Checks ``costs_ms``, and that the draft length adapts."""
+        if self.costs_ms is None:
+            if len(self.lengths) > 1:
+                raise ValueError(
+                    f"lengths={self.lengths!r} need costs_ms, the milliseconds of a round with each, as "
+                    "specsamp.analysis.draft_length.calibrate measures them; got None"
+                )
+            if self.stop is None:
+                raise ValueError(
+                    f"lengths={self.lengths!r} without a stop never adapts: give stop=Confidence(), or the number alone"
+                )
+            return
+        if len(self.lengths) == 1:
+            raise ValueError(f"costs_ms choose between lengths, and {self.lengths!r} is one: leave costs_ms out")
+        costs = tuple(self.costs_ms) if hasattr(self.costs_ms, "__len__") else ()
+        if len(costs) != len(self.lengths):
+            raise ValueError(
+                f"costs_ms must be {len(self.lengths)} numbers, one for each length; got {self.costs_ms!r}"
+            )
+        for i, cost in enumerate(costs):
+            validate.number(f"costs_ms[{i}]", cost, 0, above=True)
+        if sorted(costs) != list(costs):
+            raise ValueError(f"costs_ms must not fall, got {self.costs_ms!r}: measure again, with more repeats")
+        object.__setattr__(self, "costs_ms", costs)
 
     @property
     def K(self) -> int:
@@ -192,16 +209,21 @@ class Adaptive:
         widths = self.widths
         if widths is None:
             widths = self.lengths if jax.default_backend() == "cpu" else (*[0] * (self.lengths[0] == 0), self.K)
-        index = self._usual_index()
+        costs = (1.0,) if self.costs_ms is None else self.costs_ms
+        if self.usual is None:
+            tokens_L = tokens_per_round(jnp.array([min(self.acceptance, MOST_CERTAIN)]), self.lengths)[0]
+            usual = int(np.argmax(np.asarray(tokens_L) / np.asarray(costs)))
+        else:
+            usual = self.lengths.index(self.usual)
         longest, margin = len(self.lengths) - 1, MARGIN
         if batch > 1:
-            longest, margin = index if self.lengths[index] else min(1, longest), MARGIN_OF_SEVERAL
+            longest, margin = usual if self.lengths[usual] else min(1, longest), MARGIN_OF_SEVERAL
         return LengthPolicy(
             lengths=self.lengths,
             widths=widths,
             stop=jax.tree.map(rows, self.stop),
-            costs_BL=None if self.costs_ms is None else rows(self.costs_ms),
-            usual_B=rows(index).astype(jnp.int32),
+            costs_BL=rows(costs),
+            usual_B=rows(usual).astype(jnp.int32),
             longest_B=rows(longest).astype(jnp.int32),
             margin_B=rows(margin if self.margin is None else self.margin),
             accepted_B=rows(self.acceptance * self.trust / max(1 - self.acceptance, 1 - MOST_CERTAIN)),
@@ -210,30 +232,18 @@ class Adaptive:
             pause_B=rows(PAUSE * batch if self.pause is None else self.pause).astype(jnp.int32),
         )
 
-    def _usual_index(self) -> int:
-        """Returns the index of the usual length."""
-        if self.costs_ms is None:
-            return 0
-        if self.usual is not None:
-            return self.lengths.index(self.usual)
-        tokens_L = tokens_per_round(jnp.array([min(self.acceptance, MOST_CERTAIN)]), self.lengths)[0]
-        return int(np.argmax(np.asarray(tokens_L) / np.asarray(self.costs_ms)))
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveState:
-    """The acceptance of each row so far and its next draft length; every leaf leads with the rows.
-
-    The counts and the pause are None if there is one length; ``seen_B`` is None if the drafter never falls behind.
-    """
+    """The acceptance of each row so far and its next draft length; every leaf leads with the rows."""
 
     draft_lengths_B: Array  # int32, the most tokens to draft in the next round
-    accepted_B: Array | None = None  # float32, accepted tokens, with decay
-    rejected_B: Array | None = None  # float32, rounds with a rejection or without a proposal, with decay
-    idle_B: Array | None = None  # int32, rounds since the last draft
-    pause_B: Array | None = None  # int32, rounds without a draft after which one is tried
-    # int32, the tokens at the beginning of the row that the drafter's state covers
+    accepted_B: Array  # float32, accepted tokens, with decay
+    rejected_B: Array  # float32, rounds with a rejection or without a proposal, with decay
+    idle_B: Array  # int32, rounds since the last draft
+    pause_B: Array  # int32, rounds without a draft after which one is tried
+    # int32, the tokens at the beginning of the row that the drafter's state covers; None: it never falls behind
     seen_B: Array | None = None
 
 
@@ -245,7 +255,7 @@ class LengthPolicy:
     lengths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     stop: Stop | None
-    costs_BL: Array | None
+    costs_BL: Array
     usual_B: Array  # int32, index of a length
     longest_B: Array  # int32, index of the largest length that the row may choose
     margin_B: Array
@@ -256,15 +266,14 @@ class LengthPolicy:
 
     def begin(self, lengths_B: Array, falls_behind: bool) -> AdaptiveState:
         """Returns the initial adaptive state, after prefill."""
-        most_B = jnp.full_like(lengths_B, self.lengths[-1])
-        state = AdaptiveState(
-            draft_lengths_B=most_B, seen_B=lengths_B - 1 if falls_behind and self.widths[0] == 0 else None
-        )
-        if self.costs_BL is None:
-            return state
         nothing_B = jnp.zeros_like(self.decay_B)
-        state = dataclasses.replace(
-            state, accepted_B=nothing_B, rejected_B=nothing_B, idle_B=jnp.zeros_like(lengths_B), pause_B=self.pause_B
+        state = AdaptiveState(
+            draft_lengths_B=jnp.full_like(lengths_B, self.lengths[-1]),
+            accepted_B=nothing_B,
+            rejected_B=nothing_B,
+            idle_B=jnp.zeros_like(lengths_B),
+            pause_B=self.pause_B,
+            seen_B=lengths_B - 1 if falls_behind and self.widths[0] == 0 else None,
         )
         return dataclasses.replace(state, draft_lengths_B=self._best(state))
 
@@ -272,8 +281,6 @@ class LengthPolicy:
         self, state: AdaptiveState, running_B: Array, num_drafted_B: Array, num_accepted_B: Array
     ) -> AdaptiveState:
         """Returns the adaptive state after a round; finished rows keep theirs."""
-        if self.costs_BL is None:
-            return state
         tried_B = state.draft_lengths_B > 0
         # A draft without tokens counts as a rejection: the round's width was paid for all the same.
         rejected_B = tried_B & ((num_accepted_B < num_drafted_B) | (num_drafted_B == 0))
@@ -313,29 +320,3 @@ def tokens_per_round(rate_B: Array, lengths: Sequence[int]) -> Array:
     """
     lengths_L = jnp.asarray(lengths, jnp.int32)
     return (1 - rate_B[:, None] ** (1 + lengths_L)[None, :]) / (1 - rate_B[:, None])
-
-
-def _check_lengths(name: str, lengths: tuple[int, ...]) -> None:
-    is_list = isinstance(lengths, tuple) and len(lengths) > 0
-    if not is_list or not all(isinstance(one, (int, np.integer)) and not isinstance(one, bool) for one in lengths):
-        raise ValueError(f"{name} must be draft lengths, such as {LENGTHS}; got {lengths!r}")
-    if lengths[0] < 0 or lengths[-1] < 1 or any(one >= other for one, other in zip(lengths, lengths[1:])):
-        raise ValueError(f"{name} must rise, from 0 or more to at least 1; got {lengths!r}")
-
-
-def _check_costs(costs_ms: tuple[float, ...] | None, lengths: tuple[int, ...]) -> None:
-    if not isinstance(costs_ms, tuple):
-        raise ValueError(
-            f"{len(lengths)} lengths need costs_ms, the milliseconds of a round with each, as "
-            f"specsamp.analysis.draft_length.calibrate measures them; got {costs_ms!r}"
-        )
-    if len(costs_ms) != len(lengths):
-        raise ValueError(f"{len(costs_ms)} costs_ms for {len(lengths)} lengths {lengths!r}: give one for each")
-    for index, cost in enumerate(costs_ms):
-        validate.number(f"costs_ms[{index}]", cost, 0, math.inf, above=True)
-    for index, (one, other) in enumerate(zip(costs_ms, costs_ms[1:])):
-        if other < one:
-            raise ValueError(
-                f"costs_ms must not fall: {lengths[index]} tokens cost {one!r} ms and {lengths[index + 1]} cost {other!r}; "
-                "measure again, with more repeats"
-            )

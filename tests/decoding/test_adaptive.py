@@ -199,13 +199,13 @@ def test_stops_see_what_they_say():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(lengths=()), "lengths must be draft lengths"),
+        (dict(lengths=()), r"lengths must rise.*got \(\)"),
         (dict(lengths=(4, 2), costs_ms=(1, 2)), "lengths must rise"),
         (dict(lengths=(4,)), "never adapts"),
         (dict(lengths=(0, 4)), "need costs_ms"),
         (dict(lengths=(4,), costs_ms=(1,)), "leave costs_ms out"),
-        (dict(lengths=(0, 4), costs_ms=(1,)), "1 costs_ms for 2 lengths"),
-        (dict(lengths=(0, 4), costs_ms=(2, 1)), "costs_ms must not fall: 0 tokens cost 2 ms and 4 cost 1"),
+        (dict(lengths=(0, 4), costs_ms=(1,)), r"costs_ms must be 2 numbers.*got \(1,\)"),
+        (dict(lengths=(0, 4), costs_ms=(2, 1)), r"costs_ms must not fall.*got \(2, 1\)"),
         (dict(lengths=(0, 4), costs_ms=(1, math.nan)), r"costs_ms\[1\] must be above 0; got nan"),
         (dict(lengths=(4,), stop=Confidence(1.5)), "Confidence's least must be from 0 to 1; got 1.5"),
         (dict(lengths=(4,), stop=Entropy(0.3, 0.0)), "Entropy's weight must be above 0; got 0.0"),
@@ -214,7 +214,7 @@ def test_stops_see_what_they_say():
         (dict(lengths=(0, 4), costs_ms=(1, 2), pause=0), "pause must be an integer"),
         (dict(lengths=(0, 4), costs_ms=(1, 2), margin=-1), "margin must be from 0; got -1"),
         (dict(lengths=(0, 4), costs_ms=(1, 2), usual=2), r"usual.*\(0, 4\).*; got 2"),
-        (dict(lengths=(0, 4), costs_ms=(1, 2), widths=(0, 2)), "widths must be some of the lengths"),
+        (dict(lengths=(0, 4), costs_ms=(1, 2), widths=(0, 2)), r"widths must be some of \(0, 4\).*got \(0, 2\)"),
     ],
 )
 def test_bad_numbers_are_refused(options, message):

@@ -139,11 +139,10 @@ def test_only_what_the_scoring_call_wrote_stays(name, window):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"exit_layer": 0}, "from 1 to 2, for a target of 3 layers; got 0"),
-        ({"exit_layer": 3}, "from 1 to 2, for a target of 3 layers; got 3"),
-        ({"exit_layer": None}, "from 1 to 2, for a target of 3 layers; got None"),
-        ({"K": 0}, "K must be at least 1 and window 1 or 2; got 0 and 1"),
-        ({"window": 3}, "got 3 and 3"),
+        ({"exit_layer": 0}, "exit_layer .*below 3; got 0"),
+        ({"exit_layer": 3}, "exit_layer .*below 3; got 3"),
+        ({"K": 0}, "K .*>= 1.*got 0"),
+        ({"window": 3}, "window .*below 3; got 3"),
         ({"model": TableLM(3)}, "LayeredModel; got TableLM"),
     ],
 )

@@ -107,7 +107,7 @@ def test_drafters_alone_and_together_on_texts_that_repeat(pair, measured, tmp_pa
 def test_what_is_refused_before_anything_is_measured(pair, tmp_path):
     for argument, message in (
         ("--head=Medusa", "--head=Medusa: write a name and a folder, such as Medusa=runs/medusa_head"),
-        ("--exit_layer=2", "from 1 to 1, for a target of 2 layers; got 2"),
+        ("--exit_layer=2", "exit_layer must be an integer >= 1 and below 2; got 2"),
         ("--exit_target=/nowhere", "no training run at '/nowhere'"),
     ):
         done = study(pair, tmp_path / "cells.json", argument)

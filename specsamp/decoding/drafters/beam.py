@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specsamp import validate
 from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.sampler import Sampler
@@ -68,11 +69,7 @@ class BeamDrafter(ModelDrafter):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 1 <= self.beams <= self.model.vocab_size:
-            raise ValueError(
-                f"beams must be from 1 to {self.model.vocab_size}, the draft's vocabulary; got {self.beams}: a beam of "
-                "4 is usual"
-            )
+        validate.integer("beams", self.beams, 1, self.model.vocab_size + 1)
 
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler

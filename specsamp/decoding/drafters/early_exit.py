@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specsamp import validate
 from specsamp.decoding.drafter import Drafter, Prefix
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
@@ -51,13 +52,9 @@ class EarlyExitDrafter(Drafter):
     def __post_init__(self):
         if not isinstance(self.model, LayeredModel):
             raise ValueError(f"an early exit needs a target that is a LayeredModel; got {self.model!r}")
-        if not isinstance(self.exit_layer, int) or not 1 <= self.exit_layer <= self.last_exit:
-            raise ValueError(
-                f"exit_layer must be an integer from 1 to {self.last_exit}, for a target of {self.model.num_layers} "
-                f"layers; got {self.exit_layer!r}"
-            )
-        if self.K < 1 or self.window not in (1, 2):
-            raise ValueError(f"K must be at least 1 and window 1 or 2; got {self.K} and {self.window}")
+        validate.integer("exit_layer", self.exit_layer, 1, self.last_exit + 1)
+        validate.integer("K", self.K, 1)
+        validate.integer("window", self.window, 1, 3)
 
     @property
     def last_exit(self) -> int:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from specsamp import validate
 from specsamp.decoding.drafter import Drafter, Prefix
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
@@ -92,8 +93,8 @@ class FeatureDrafter(Drafter):
     window: int = 1
 
     def __post_init__(self):
-        if self.K < 1 or not 1 <= self.window <= MAX_WINDOW:
-            raise ValueError(f"K must be at least 1 and window from 1 to {MAX_WINDOW}; got {self.K} and {self.window}")
+        validate.integer("K", self.K, 1)
+        validate.integer("window", self.window, 1, MAX_WINDOW + 1)
         most = self.head.config.max_tokens
         if most is not None and self.K > most:
             raise ValueError(f"K = {self.K}, but the head drafts {most} tokens at most: lower the draft length")

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specsamp import validate
 from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
@@ -35,8 +36,8 @@ class ModelDrafter(DrafterHooks, Drafter):
     window: int = 1
 
     def __post_init__(self):
-        if self.K < 1 or self.window < 1:
-            raise ValueError(f"K and window must be at least 1; got {self.K} and {self.window}")
+        validate.integer("K", self.K, 1)
+        validate.integer("window", self.window, 1)
 
     falls_behind = True
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specsamp import validate
 from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
@@ -36,10 +37,9 @@ class NgramDrafter(DrafterHooks, Drafter):
     min_ngram: int = 1
 
     def __post_init__(self):
-        if self.K < 1:
-            raise ValueError(f"K must be at least 1; got {self.K}")
-        if not 1 <= self.min_ngram <= self.max_ngram:
-            raise ValueError(f"need 1 <= min_ngram <= max_ngram; got {self.min_ngram} and {self.max_ngram}")
+        validate.integer("K", self.K, 1)
+        validate.integer("max_ngram", self.max_ngram, 1)
+        validate.integer("min_ngram", self.min_ngram, 1, self.max_ngram + 1)
 
     @property
     def weights_key(self) -> None:
