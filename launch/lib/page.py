@@ -28,7 +28,7 @@ MOVED: Mapping[str, str] = {
     r"launch/sweep\.py": "launch/benchmark.py --sweep",
     r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",
     # Programs that are gone: the page has their answers.
-    r".* --study=variants .*|.*/(cut_prompts|in_flight|freeze_forecasts|scheduling|head_training|streaming)\.py.*|.* --memory .*": "",
+    r".* --study=variants .*|.*/(cut_prompts|in_flight|freeze_forecasts|scheduling|head_training|streaming)\.py.*|.* --(memory|combined) .*": "",
     r"(compile_study\.py.*) --figure=\S*/\w+\.png": r"\1 --figures=runs",
     r"launch/(?:studies/)?compile_study\.py(.*) --study=": r"launch/study.py compile\1 --grid=",
     r"launch/(?:studies/)?compile_training\.py(.*) --topology=": r"launch/study.py compile --grid=training\1 --change=topology=",

@@ -3,12 +3,10 @@
     python launch/study.py drafters --output=runs/python_drafters.json
     python launch/study.py drafters --head=Medusa=runs/medusa_head --output=runs/python_drafters.json
     python launch/study.py drafters --exit_target=runs/layer_skip --prompts=4 --K=2 --output=runs/few.json
-    python launch/study.py drafters --combined --repeated --K=4 --output=runs/python_voting_repeated.json
 
 The draft model of a pair, prompt lookup, an early exit and the pair's head; --head adds heads that launch/export.py wrote.
 An early exit of the pair's own target, which was not trained for it, is hardly accepted: --exit_target names the run of
-one that was, whose texts are its own. --combined measures the draft model and prompt lookup alone, chosen from past rounds
-and voting, instead; with --repeated on prompts that end with their own beginning, so that texts go on as copies.
+one that was, whose texts are its own.
 
 Temperature and top-p are numbers of one program: greedy decoding pays for the warp that it does not need, on both sides.
 A draft's cost is what proposing and reading what was accepted take for each drafted token, in steps of the target.
@@ -21,11 +19,10 @@ import dataclasses
 import functools
 import types
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from launch.lib.drafters import lookup_and_model
-from launch.lib.study import Document, Key, Option, Published, Study, answers, here, law
+from launch.lib.study import Document, Key, Option, Published, Study, here, law
 from specsamp import chain, temperature, top_p, use_compilation_cache
 from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.report import Table
@@ -53,18 +50,13 @@ OPTIONS = {
     "prompts": Option(16, "Decode the first so many held-out prompts of the pair.", least=1),
     "max_new_tokens": Option(128, "Tokens that each prompt is continued by.", least=1),
     "sampling": Option(tuple(SAMPLINGS), "Distributions, with commas between them.", choices=tuple(SAMPLINGS)),
-    "combined": Option(False, "Measure the draft model and prompt lookup alone, chosen and voting, instead of all."),
-    "repeated": Option(False, "Add to each prompt the first half of its own text."),
 }
 
 
 def prepare(options: Any) -> Any:
     """Returns the options with all that drafts and with the prompts."""
     sources = sources_of(options)
-    prompts = load_prompts(options.pair)[: options.prompts]
-    if options.repeated:
-        prompts = [f"{text}\n\n\n{text[: len(text) // 2]}" for text in prompts]
-    tokens = tuple(map(tuple, encode(load_pair(options.pair), prompts)))
+    tokens = tuple(map(tuple, encode(load_pair(options.pair), load_prompts(options.pair)[: options.prompts])))
     sizes = {"prompt_length": max(map(len, tokens)), "max_new_tokens": options.max_new_tokens, "repeats": len(tokens)}
     use_compilation_cache()
     return types.SimpleNamespace(**vars(options), sources=sources, work=Workload(prompts=tokens, **sizes))
@@ -77,11 +69,6 @@ def sources_of(options: Any) -> dict[str, tuple[Pair, Callable[[int], Drafter]]]
         "draft model": (pair, lambda K: kinds.ModelDrafter(pair.draft, K, window)),
         "prompt lookup": (pair, lambda K: kinds.NgramDrafter(K=K)),
     }
-    if options.combined:
-        return sources | {
-            "chosen: lookup or draft model": (pair, lambda K: kinds.ChoosingDrafter(lookup_and_model(pair.draft, K))),
-            "voting: lookup and draft model": (pair, lambda K: kinds.VotingDrafter(lookup_and_model(pair.draft, K))),
-        }
     exits, name = pair, f"early exit after {options.exit_layer}"
     if options.exit_target:
         own, name = open_target(options.exit_target), f"{name} (trained for it)"
@@ -133,47 +120,34 @@ def measure(options: Any, key: Key, say: Callable[[str], None]) -> Result:
 
 def drafters(document: Document) -> Table:
     """Returns what each drafter of one target gains, by distribution and K."""
-    most, rows = longest(document), []
+    most, rows = max(cell["key"]["draft_length"] for cell in document["cells"]), []
     for cell in document["cells"]:
+        key, cost = cell["key"], ""
+        named = key["drafter"], law(key), f"{key['draft_length']}"
         if "result" not in cell:
-            rows.append((*named(cell["key"]), "out of memory", *[""] * (most + 3)))
+            rows.append((*named, "out of memory", *[""] * (most + 3)))
             continue
-        result, split, cost = cell["result"], cell["result"]["split"], ""
+        result, split, counts = cell["result"], cell["result"]["split"], cell["result"]["acceptance"]
+        shares = ["" if share is None else f"{share:.2f}" for share in counts["by_position"]]
+        shares += [""] * (most - len(shares))
         if split is not None:
             spent = sum(split[part]["ms"]["median"] for part in ("draft", "commit"))
-            cost = f"{spent / (cell['key']['draft_length'] * split['step']['ms']['median']):.2f}"
+            cost = f"{spent / (key['draft_length'] * split['step']['ms']['median']):.2f}"
         ms = f"{result['speculative']['ms_per_token']['median']:.2f}"
         gained = "{median:.2f}x ({lower:.2f} to {upper:.2f})".format(**result["speedup"])
-        rows.append((*counted(cell["key"], result, most), cost, ms, gained))
-    header = (*header_of(most), "a draft, in steps", "ms per token", "speedup")
+        rows.append((*named, f"{counts['emitted'] / counts['rounds']:.2f}", *shares, cost, ms, gained))
+    positions = [f"accepted at {i + 1}" for i in range(most)]
+    header = (
+        "drafter",
+        "sampling",
+        "K",
+        "tokens per round",
+        *positions,
+        "a draft, in steps",
+        "ms per token",
+        "speedup",
+    )
     return Table(title="Drafters of one target, on the same prompts", header=header, rows=rows)
-
-
-def voting(held_out: Document, repeated: Document) -> Table:
-    """Returns the counts of two drafters alone, chosen and voting, on texts that repeat themselves and on others."""
-    texts = {"held out": held_out, "repeated": repeated}
-    most = max(map(longest, texts.values()))
-    rows = [(name, *counted(*answer, most)) for name, document in texts.items() for answer in answers(document)]
-    return Table(title="Two drafters together", header=("text", *header_of(most)), rows=rows, left=2)
-
-
-def longest(document: Document) -> int:
-    return max(cell["key"]["draft_length"] for cell in document["cells"])
-
-
-def header_of(most: int) -> Sequence[str]:
-    return "drafter", "sampling", "K", "tokens per round", *[f"accepted at {i + 1}" for i in range(most)]
-
-
-def named(key: Key) -> Sequence[str]:
-    return key["drafter"], law(key), f"{key['draft_length']}"
-
-
-def counted(key: Key, result: Document, most: int) -> Sequence[str]:
-    """Returns what was counted of a cell, which no clock enters, as `header_of` names it."""
-    counts = result["acceptance"]
-    shares = ["" if share is None else f"{share:.2f}" for share in counts["by_position"]]
-    return *named(key), f"{counts['emitted'] / counts['rounds']:.2f}", *shares, *[""] * (most - len(shares))
 
 
 STUDY = Study(
@@ -185,6 +159,5 @@ STUDY = Study(
     measure=measure,
     tables={
         "drafters": Published(["python_drafters"], drafters),
-        "voting": Published(["python_voting", "python_voting_repeated"], voting),
     },
 )

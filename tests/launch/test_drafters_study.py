@@ -1,21 +1,13 @@
 """The study of drafters: its cells, and what it refuses."""
 
 import json
-import zlib
 
 import pytest
 
 from launch.studies import drafters
 from specsamp.checkpoints.head_export import write_head
-from specsamp.checkpoints.pair import load_pair, load_prompts
-from specsamp.decoding.drafters import (
-    ChoosingDrafter,
-    EarlyExitDrafter,
-    FeatureDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    VotingDrafter,
-)
+from specsamp.checkpoints.pair import load_pair
+from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from support.run_script import call, save_tiny_pair
@@ -89,19 +81,6 @@ def test_every_drafter_has_its_cells_and_none_is_measured_twice(pair, medusa, me
     assert more == [(kind, K) for kind in kinds for K in (1, 2, 2) if kind is not FeatureDrafter or K == 1]
     cells = json.loads(output.read_text(encoding="utf-8"))["cells"]
     assert len(cells) == len(measured) == 4 + 10
-
-
-@pytest.mark.slow
-def test_drafters_alone_and_together_on_texts_that_repeat(pair, measured, tmp_path):
-    output = tmp_path / "cells.json"
-    done = study(pair, output, "--K=2", "--sampling=greedy", "--combined", "--repeated")
-    assert (done.returncode or 0) == 0, done.stderr
-    assert [type(drafter) for drafter in measured] == [ModelDrafter, NgramDrafter, ChoosingDrafter, VotingDrafter]
-    assert all(part.K == 2 for drafter in measured[2:] for part in drafter.parts)
-    prompts = json.loads(output.read_text(encoding="utf-8"))["identity"]["prompts"]
-    (text,) = load_prompts(pair)[:1]
-    tokens = load_pair(pair).tokenizer.encode(f"{text}\n\n\n{text[: len(text) // 2]}")
-    assert prompts["crc32"] == zlib.crc32(repr((tuple(tokens),)).encode())
 
 
 def test_what_is_refused_before_anything_is_measured(pair, tmp_path):
