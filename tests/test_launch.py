@@ -24,7 +24,7 @@ from specsamp.decoding.drafters import (
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import BlockRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
-from support.run_script import call, save_tiny_pair
+from support.run_script import call
 
 TINY = "configs/random_pair.py:tiny"
 
@@ -118,19 +118,6 @@ def test_the_demo_counts_its_prompts():
     assert done.returncode == 0, done.stderr
     assert "greedy, speculative = autoregressive: 3 of 3 prompts, 6 tokens" in done.stdout
     assert "the timings are left out" not in done.stdout
-
-
-@pytest.mark.slow
-def test_the_demo_shows_a_pair_with_a_single_prompt_and_without_jit(tmp_path):
-    """As one of a small corpus has it: once, not an error at the second."""
-    save_tiny_pair(tmp_path, prompts=["def f"])
-    fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
-    with jax.disable_jit():
-        done = call("demo", f"--config=configs/trained_pair.py:{tmp_path}", "--passes=1", *fields)
-    assert done.returncode == 0, done.stderr
-    assert "⟦" in done.stdout and "\x1b" not in done.stdout  # no terminal: brackets instead of colours
-    assert "greedy, speculative = autoregressive: 1 of 1 prompts, 2 tokens" in done.stdout
-    assert "the timings are left out" in done.stdout
 
 
 def test_the_benchmark_writes_only_where_it_is_told(tmp_path):

@@ -40,18 +40,16 @@ class Progress:
 
     def __init__(self, steps: int, tokens_per_step: int, start: int, console: Console):
         self._steps, self._tokens, self._console = steps, tokens_per_step, console
-        self._last = (start, time.monotonic())
-        self._seconds_per_step = None
+        self._first = self._last = (start, time.monotonic())
 
     def report(self, step: int, **numbers: float) -> float:
         """Prints the state of a step and returns the tokens per second since the last report."""
-        last_step, last_time = self._last
+        (first_step, first_time), (last_step, last_time) = self._first, self._last
         now = time.monotonic()
         self._last = (step, now)
         pace = (now - last_time) / max(step - last_step, 1)
-        smooth = pace if self._seconds_per_step is None else 0.7 * self._seconds_per_step + 0.3 * pace
-        self._seconds_per_step = smooth
-        left = datetime.timedelta(seconds=round(smooth * (self._steps - step)))
+        mean_pace = (now - first_time) / max(step - first_step, 1)
+        left = datetime.timedelta(seconds=round(mean_pace * (self._steps - step)))
         text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         line = f"step {step}/{self._steps}  {text}  {self._tokens / pace:,.0f} tokens/s  {left} left"
         self._console.print(line, end="\r" if self._console.is_terminal else "\n", highlight=False, soft_wrap=True)

@@ -124,17 +124,6 @@ def test_what_a_template_may_not_do(short, source):
         pytest.fail(repr(template(source).render([ASK])[:80]))
 
 
-def test_without_its_library_a_template_is_not_taken_for_none(monkeypatch):
-    """A pair that talks would be served, or chatted with, as one that completes."""
-    tokenizer = ByteTokenizer()
-    assert not knows_conversations(tokenizer)
-    monkeypatch.setattr(ByteTokenizer, "encode_chat", lambda _, messages: template(LLAMA3).render(messages))
-    assert knows_conversations(tokenizer)
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(CannotRender, match="pip install jinja2"):
-        knows_conversations(tokenizer)
-
-
 def test_limits_are_those_of_one_conversation(short):
     """A conversation does not pay for those before it; after one that was ended, the next is written."""
     source = "{% for i in range(2000) %}{% for m in messages %}{{ m.role[:0] }}{% endfor %}{% endfor %}."
@@ -191,10 +180,16 @@ def test_a_process_that_ended_while_idle_is_replaced(idle):
     assert template("next").render([ASK]) == "next"
 
 
-def test_a_process_that_does_not_start_is_no_limit_of_the_template(no_process, monkeypatch, tmp_path):
-    """A pair that talks would be served as one that completes."""
+def test_a_template_that_cannot_run_is_not_taken_for_none(no_process, monkeypatch, tmp_path):
+    """A pair that talks would be served, or chatted with, as one that completes."""
     (tmp_path / "jinja2.py").write_text("import no_such_library\n", encoding="utf-8")
+    assert not knows_conversations(ByteTokenizer())
     monkeypatch.setattr(ByteTokenizer, "encode_chat", lambda _, messages: template(LLAMA3).render(messages))
+    assert knows_conversations(ByteTokenizer())
+    chat._end_idle()
+    with monkeypatch.context() as patch, pytest.raises(CannotRender, match="pip install jinja2"):
+        patch.setitem(sys.modules, "jinja2", None)
+        knows_conversations(ByteTokenizer())
     with monkeypatch.context() as patch, pytest.raises(CannotRender, match="ended with status 1, or"):
         patch.syspath_prepend(tmp_path)
         knows_conversations(ByteTokenizer())
