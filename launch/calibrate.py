@@ -30,7 +30,7 @@ from specsamp.tpu.work import Shape
 _OUTPUT = entry.define_output()
 
 SIZES = (16 * 2**10, 2**20)  # bytes of an all-reduce: of one row's activations, and of many rows'
-SLOTS = 512
+SLOTS, LAYERS = 512, (2, 6)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,15 +39,14 @@ class Scale:
 
     read_bytes: int  # of each device, in one turn
     width: int
-    layers: tuple[int, ...]
     batches: tuple[int, ...]
     dtype: str
     repeats: int
 
 
 USELESS = 0.5  # relative error of steps that were left out of the fit
-ON_TPU = Scale(read_bytes=2**29, width=4096, layers=(2, 6), batches=(1, 4, 16), dtype="bfloat16", repeats=7)
-ON_CPU = Scale(read_bytes=2**23, width=256, layers=(2, 6), batches=(1, 4), dtype="float32", repeats=3)
+ON_TPU = Scale(read_bytes=2**29, width=4096, batches=(1, 4, 16), dtype="bfloat16", repeats=7)
+ON_CPU = Scale(read_bytes=2**23, width=256, batches=(1, 4), dtype="float32", repeats=3)
 
 
 def main() -> None:
@@ -65,7 +64,7 @@ def main() -> None:
             say(f"all-reduce of {size} bytes over {over(sizes, along)}")
             collectives.append(own.all_reduce(sizes, along, size))
         steps = []
-        for layers in scale.layers:
+        for layers in LAYERS:
             pair, config = small_decoder(scale, layers, jax.device_count())
             for batch in scale.batches:
                 say(f"decoding, {layers} layers, batch {batch}")

@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.text import Text
 
 from launch.lib import entry
-from launch.lib.colours import DRAFTED, own
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
@@ -155,9 +154,9 @@ class Pieces:
         self.tokens += chunk.tokens
         self.text += chunk.text
         split = len(drafted) if chunk.text.startswith(drafted) else 0
-        written = Text(entry.visible(chunk.text[:split]), style=DRAFTED)
+        written = Text(entry.visible(chunk.text[:split]), style=entry.DRAFTED)
         if chunk.text[split:]:
-            written.append_text(own(entry.visible(chunk.text[split:]), self.coloured))
+            written.append_text(entry.own(entry.visible(chunk.text[split:]), self.coloured))
         self.console.print(written, end="")
 
 

@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.text import Text
 
 from launch.lib import entry
-from launch.lib.colours import DRAFTED, PROMPT, own
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
@@ -91,13 +90,13 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
     coloured = console.color_system is not None and not console.no_color
     console.print(
         f"\nprompt {prompt}, sampled: {stats.emitted} tokens in {stats.rounds} rounds; ",
-        Text("drafted and accepted", style=DRAFTED),
+        Text("drafted and accepted", style=entry.DRAFTED),
         ", ",
-        own("the target's own", coloured),
+        entry.own("the target's own", coloured),
         sep="",
     )
     if tokenizer is None:
-        console.print(Text().join(Text("█", style=DRAFTED) if by_draft else Text("░") for by_draft in drafted))
+        console.print(Text().join(Text("█", style=entry.DRAFTED) if by_draft else Text("░") for by_draft in drafted))
         return
     pieces, parts = TextStream(tokenizer), []
     for i, by_draft in enumerate(drafted):
@@ -105,14 +104,14 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
             parts.append(Text(" ■ end of file", style="bold"))
             break
         piece = entry.visible(pieces.push(list(tokens[: i + 1]), finished=i + 1 == len(tokens)))
-        parts.append(Text(piece, style=DRAFTED) if by_draft else own(piece, coloured))
+        parts.append(Text(piece, style=entry.DRAFTED) if by_draft else entry.own(piece, coloured))
     shown = tokenizer.decode(work.prompts[prompt * work.batch % len(work.prompts)])
     console.print(prompt_and(entry.visible(shown), parts))
 
 
 def prompt_and(prompt: str, parts: list[Text]) -> Text:
     """Returns the prompt, dim, and the parts after it, each in its own style."""
-    return Text().append(prompt, style=PROMPT).append_text(Text().join(parts))
+    return Text().append(prompt, style=entry.PROMPT).append_text(Text().join(parts))
 
 
 def show_agreement(prompts: int, timings: dict, console: Console) -> None:

@@ -184,7 +184,7 @@ def roofline() -> Roofline:
     """Returns the costs of the models of --config on the chips of --chip."""
     config, chip = _CONFIG.value, CHIPS[_CHIP.value]
     word = config.word
-    if not word.planned:
+    if not word.compiled or word.draft == "head":
         raise ValueError(f"--chip plans a draft model or an early exit; --config.drafter is {config.drafter}")
     target, draft = target_and_draft(config)
     size = target.config.weight_bytes + (0 if word.inside else draft.config.weight_bytes)

@@ -33,18 +33,19 @@ class Word:
       draft: "model" or "head", which the pair then must hold; None: only the target is needed.
       takes: the field with a number of the drafter, which stands behind the word in results.
       drafts: False for plain decoding, whatever K is.
-      planned: forecasts from shapes know the drafter.
-      compiled: compile reports know the drafter.
-      inside: the target's first layers draft, ``exit_layer`` of them.
+      compiled: compile reports know the drafter; forecasts from shapes, too, unless it is a head.
     """
 
     make: Callable[[LanguageModel, LanguageModel | FeatureHead | None, int, int | None], Drafter]
     draft: str | None = None
     takes: str | None = None
     drafts: bool = True
-    planned: bool = False
     compiled: bool = False
-    inside: bool = False
+
+    @property
+    def inside(self) -> bool:
+        """Returns whether the target's own layers draft."""
+        return self.takes == "exit_layer"
 
 
 def _head(target: LanguageModel, draft: LanguageModel | FeatureHead | None, K: int, number: None) -> Drafter:
@@ -64,7 +65,6 @@ DRAFTERS = {
     "model": Word(
         make=lambda target, draft, K, number: ModelDrafter(draft, K, decode_window()),
         draft="model",
-        planned=True,
         compiled=True,
     ),
     "beam": Word(
@@ -76,9 +76,7 @@ DRAFTERS = {
     "early_exit": Word(
         make=lambda target, draft, K, exit_layer: EarlyExitDrafter(target, exit_layer, K, decode_window()),
         takes="exit_layer",
-        planned=True,
         compiled=True,
-        inside=True,
     ),
     "ngram": Word(make=lambda target, draft, K, number: NgramDrafter(K=K)),
     "chosen": Word(make=lambda target, draft, K, number: ChoosingDrafter(lookup_and_model(draft, K)), draft="model"),

@@ -45,6 +45,8 @@ HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 WIDTH_OF_FILES = 160  # columns of what is no terminal
 SAY_EVERY_SECONDS = 20.0
 INSTALLED = "specsamp"  # the program, where a wheel brought the commands along
+DRAFTED, OWN, PROMPT = "green", "black on yellow", "dim"
+BRACKETS = "⟦", "⟧"
 
 _OTHERS = frozenset(flags.FLAGS)  # flags of the libraries, which --help leaves out
 _PLAIN = flags.DEFINE_bool("plain", False, "Print without colours, and tables as aligned text.")
@@ -205,6 +207,14 @@ def make_console(**options: Any) -> Console:
     no_color = flags.FLAGS.is_parsed() and _PLAIN.value or None
     plain = dict(no_color=no_color, highlight=False, markup=False, soft_wrap=True)
     return Console(quiet=not is_first(), **plain, **options)
+
+
+def own(piece: str, coloured: bool) -> Text:
+    """Returns a token of the target: on a background, or in brackets. Line breaks keep the background off the margin."""
+    if not coloured:
+        return Text(f"{BRACKETS[0]}{piece}{BRACKETS[1]}")
+    head, line_break, tail = piece.partition("\n")
+    return Text.assemble((head + ("↵" if line_break else ""), OWN), line_break, (tail, OWN))
 
 
 def show(tables: Sequence[report.Table], console: Console) -> None:

@@ -36,7 +36,10 @@ def test_what_fits(tmp_path):
     [
         (["--topology=v9:2x2"], "no TPU topology 'v9:2x2': give a chip (v3, v4, v5e, v5p, v6e, v7x)"),
         (["--config.mesh.data=3"], "data 3 does not divide the 16 devices of 'v4:2x2x4'"),
-        (["--config.drafter=early_exit", "--config.exit_layer=80"], "exit_layer must be an integer >= 1 and below 80; got 80"),
+        (
+            ["--config.drafter=early_exit", "--config.exit_layer=80"],
+            "exit_layer must be an integer >= 1 and below 80; got 80",
+        ),
         (["--config.drafter=ngram"], "--config.drafter is ngram"),
         (["--acceptance=0.5", "--acceptance=1.5"], "--acceptance must be from 0 to 1; got 1.5"),
         (["--output=/proc/none/report.json"], "--output=/proc/none/report.json cannot be written"),

@@ -189,7 +189,7 @@ def test_what_is_generated_does_not_look_like_the_prompt():
     """The style of a text as a whole would be that of all that is appended to it."""
     demo = module("demo")
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
-    console.print(demo.prompt_and("the prompt", [Text("drafted", style=demo.DRAFTED)]))
+    console.print(demo.prompt_and("the prompt", [Text("drafted", style=demo.entry.DRAFTED)]))
     assert "\x1b[2mthe prompt" in console.file.getvalue() and "\x1b[32mdrafted" in console.file.getvalue()
 
 
