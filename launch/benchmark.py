@@ -76,7 +76,7 @@ def main() -> None:
         raise ValueError(f"--trace is of one cell, and {len(points)} are asked for: choose one")
     configs = turned(config, points)  # all are checked before weights are read
     entry.check_output(_OUTPUT.value)
-    grid.stored_cells(_OUTPUT.value, known_identity(config))
+    grid.Results.open(_OUTPUT.value, known_identity(config))  # another run's file is refused before weights are read
     if _TRACE.value and jax.config.jax_disable_jit:
         raise ValueError("--trace is of compiled programs, and JAX_DISABLE_JIT is set: leave out one of the two")
     if _TRACE.value:

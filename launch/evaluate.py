@@ -37,7 +37,7 @@ from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import LOSSY, RULES, define_require_exact
 from specsamp import storage, validate
 from specsamp.analysis import report
-from specsamp.analysis.grid import Results, stored_cells
+from specsamp.analysis.grid import Results
 from specsamp.decoding.method import Method, check_exact
 from specsamp.evaluation.evaluate import Requests, conversation, decode, lengths, max_positions, tabulate
 from specsamp.evaluation.task import EvaluationTask, Problem
@@ -81,7 +81,7 @@ def main() -> None:
     if config.chat and task.continues:
         raise ValueError(f"{task.name} is completed and not answered: set --config.chat=false")
     identity = task_identity(config, problems)
-    stored_cells(_OUTPUT.value, identity)
+    Results.open(_OUTPUT.value, identity)
     ways = ways_of(config)
     experiment = build(config, [one.prompt for one in problems.values()][: config.batch])
     requests = Requests(

@@ -3,8 +3,8 @@
     K = choose_draft_length(pair, prompts, max_new_tokens=128, sampling=chain(temperature(0.8)))
     completions = generate(pair, prompts, 128, sampling=chain(temperature(0.8)), draft_length=K)
 
-It measures and compares; nothing is modelled. A clock decides, so another machine may get another K, and with it other
-tokens from the same seed. Write the K down to reproduce a run.
+A clock decides, so another machine may get another K, and with it other tokens from the same seed. Write the K down to
+reproduce a run.
 
     adaptive = calibrate(pair, prompts, lengths=(0, 1, 2, 4, 8))
     completions = generate(pair, prompts, draft_length=adaptive)
@@ -28,14 +28,11 @@ from specsamp.analysis.costs import Costs
 from specsamp.analysis.workload import Timing, Workload, decoders, take_turns
 from specsamp.decoding.adaptive import LENGTHS, Adaptive, Stop
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.method import Method, choose_drafter
+from specsamp.decoding.method import Method, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, check_budgets, encode
 from specsamp.decoding.results import RowStats
 from specsamp.mesh.distributed import gather_objects
-from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.rules import Rule
-from specsamp.sampling.warp import Warp, greedy
 
 DRAFT_LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 LONGEST_TEXT = 64  # new tokens of a measurement, in caches of the full size
@@ -137,27 +134,20 @@ def time_lengths(
     max_new_tokens: int = 128,
     *,
     draft_lengths: Sequence[int],
-    sampling: Warp | None = None,
-    draft_sampling: Warp | None = None,
-    rule: Rule = TokenRule(),
     make_drafter: Callable[[int], Drafter] | None = None,
     num_samples: int = 1,
     repeats: int = 5,
-    seed: int = SEED,
+    **how: Any,
 ) -> dict[int, list[Timing]]:
     """Decodes the prompts with each draft length and with none, in turn; returns what was measured, by length.
 
     Args:
-      pair: target, draft, tokenizer.
       prompts: texts or lists of token ids, all decoded together, as `generate` does.
       max_new_tokens: the budget of each row; no more than `LONGEST_TEXT` of them are decoded.
-      sampling: the target's warp, scalar numbers; default greedy.
-      draft_sampling: the draft's own warp; default the target's.
-      rule: decides what is accepted.
       make_drafter: makes the drafter of a K >= 1; default the pair's draft model.
       num_samples: completions per prompt.
       repeats: measurements of each K.
-      seed: of the measured texts; do not use it for the completions.
+      how: ``sampling``, ``draft_sampling`` and ``rule``, as `generate` takes them.
 
     Raises:
       ValueError: as `generate` does, before anything is compiled; or nothing is compiled (``JAX_DISABLE_JIT``).
@@ -175,20 +165,14 @@ def time_lengths(
         prompt_length=max(map(len, token_lists)),
         max_new_tokens=min(budget, LONGEST_TEXT),
         repeats=validate.integer("repeats", repeats, 1),
-        seed=seed,
+        seed=SEED,
         prompts=token_lists,
     )
     methods: dict[int, Method] = {}
     for K in lengths:
-        own = None if make_drafter is None or K == 0 else make_drafter(K)
-        drafter = choose_drafter(pair, K if own is None else None, own)
-        check_budgets(pair, drafter, [*map(len, token_lists)], budget)
-        methods[K] = Method(
-            drafter=drafter,
-            rule=rule,
-            sampling=greedy() if sampling is None else sampling,
-            draft_sampling=draft_sampling,
-        )
+        drafter = make_drafter(K) if make_drafter and K else None
+        methods[K] = make_method(pair, draft_length=K, drafter=drafter, **how)
+        check_budgets(pair, methods[K].drafter, [*map(len, token_lists)], budget)
     sides = decoders(pair, methods, workload, least_length=workload.prompt_length + budget)
     for side in sides.values():
         side.decode(0)  # compiles

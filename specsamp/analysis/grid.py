@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import json
 import os
@@ -63,9 +62,32 @@ class Results:
 
     @classmethod
     def open(cls, path: str | None, identity: Mapping[str, Any]) -> Results:
-        """Reads the cells of a file, or begins a new one; arguments and errors are those of `stored_cells`."""
-        document = stored_cells(path, identity)
-        return cls(path=path, document=document or {"identity": report.as_json(identity), "cells": []})
+        """Reads the cells of a file, or begins a new one.
+
+        Args:
+          path: local or in a bucket.
+          identity: what all cells of the file share, or the part that is known so far; as JSON.
+
+        Raises:
+          ValueError: the file holds something else, or cells of another identity; the message says what differs.
+        """
+        here = report.as_json(identity)
+        new = cls(path=path, document={"identity": here, "cells": []})
+        if path is None or jax.process_index() or storage.is_stream(path) or not storage.place(path).exists():
+            return new  # the first process writes, and says to all which cells are missing
+        storage.check_regular(path)
+        if not storage.place(path).read_bytes().strip():
+            return new
+        try:
+            document = read_document(path)
+        except ValueError as error:
+            raise ValueError(f"{error}: it is left alone. Give another --output") from error
+        there, here = _flat({name: document["identity"].get(name) for name in here}), _flat(here)
+        changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+        if changed:
+            listed = "; ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in changed[:3])
+            raise ValueError(f"{path} holds cells of another run: {listed}. Give another --output")
+        return cls(path=path, document=document)
 
     @property
     def cells(self) -> list[dict[str, Any]]:
@@ -86,60 +108,19 @@ class Results:
         identity, writes = self.document["identity"], self.path is not None and jax.process_index() == 0
         with storage.locked(self.path) if writes else contextlib.nullcontext():
             there = Results.open(self.path, identity).cells if writes else []
-            cells = {name_of(each["key"]): each for each in [*self.cells, *there, report.as_json(cell)]}
+            every = [*self.cells, *there, report.as_json(cell)]
+            cells = {json.dumps(each["key"], sort_keys=True): each for each in every}
             self.document = report.as_json(header) | {"identity": identity, "cells": [*cells.values()]}
             if writes:
                 storage.write(self.path, report.json_text(self.document))
 
 
-def stored_cells(path: str | None, identity: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the document of a file that cells are to be added to, or None if it holds nothing yet.
-
-    Args:
-      path: local or in a bucket.
-      identity: what all cells of the file share, or the part that is known so far; as JSON.
-
-    Raises:
-      ValueError: the file holds something else, or cells of another identity; the message says what differs.
-    """
-    if path is None or jax.process_index():  # the first process writes, and tells all which cells are missing
-        return None
-    if storage.is_stream(path) or not storage.place(path).exists():
-        return None
-    storage.check_regular(path)
-    if not storage.place(path).read_bytes().strip():
-        return None
-    try:
-        document = read_document(path)
-    except ValueError as error:
-        raise ValueError(f"{error}: it is left alone. Give another --output") from error
-    here = report.as_json(identity)
-    there, here = _flat({name: document["identity"].get(name) for name in here}), _flat(here)
-    changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
-    if changed:
-        listed = "; ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in changed[:3])
-        raise ValueError(f"{path} holds cells of another run: {listed}. Give another --output")
-    return document
-
-
-def name_of(key: Key) -> str:
-    """Returns the key as text, whatever the order of its fields."""
-    return json.dumps(dict(key), sort_keys=True)
-
-
 def read_document(path: str | os.PathLike) -> dict[str, Any]:
-    """Returns a file of cells as it was written: "identity", "cells", and the header before them.
-
-    Raises:
-      ValueError: it is no such file.
-      FileNotFoundError: there is none.
-    """
+    """Returns a file of cells as it was written; raises ValueError if it is none."""
     try:
         document = storage.read_json(path)
-        cells = [(cell["key"], "result" in cell or "out_of_memory" in cell) for cell in document["cells"]]
-        if not isinstance(document["identity"], dict) or not all(
-            isinstance(key, dict) and ended for key, ended in cells
-        ):
+        sound = [isinstance(cell["key"], dict) and {"result", "out_of_memory"} & {*cell} for cell in document["cells"]]
+        if not isinstance(document["identity"], dict) or not all(sound):
             raise TypeError("cells without key or result")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no cells ({type(error).__name__}: {error})") from error
@@ -177,15 +158,11 @@ def measure_cells(
         cell = cells[number]
         where = f"cell {number + 1} of {len(cells)} ({describe(cell.key)})"
         start = time.perf_counter()
-        outcome = outcome_of(
-            functools.partial(
-                benchmark,
-                pair,
-                cell.method,
-                cell.workload,
-                lambda text, where=where: progress(f"{where}: {text}"),
-            )
-        )
+
+        def measure(cell: Cell = cell, where: str = where) -> Result:
+            return benchmark(pair, cell.method, cell.workload, lambda text: progress(f"{where}: {text}"))
+
+        outcome = outcome_of(measure)
         if count % KEPT_PROGRAMS == 0:
             jax.clear_caches()
         if "result" in outcome:
