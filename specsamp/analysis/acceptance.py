@@ -56,11 +56,7 @@ class Interval:
 
     @classmethod
     def around(cls, value: float, relative_error: float, ends: Sequence[float] = ()) -> Interval:
-        """Makes the interval of a value whose standard error is ``relative_error * value`` (log-normal).
-
-        Args:
-          ends: values that are as likely; the interval reaches from below the least of them to above the largest.
-        """
+        """Makes the interval of a value whose standard error is ``relative_error * value`` (log-normal), around all ends."""
         factor = math.exp(NORMAL_95 * relative_error)
         ends = ends or (value,)
         return cls(value=value, lower=min(ends) / factor, upper=max(ends) * factor)
@@ -105,11 +101,7 @@ class Profile:
         """Makes a profile from rounds by number of accepted tokens, 0 .. K.
 
         Args:
-          reached: rounds in which position i was verified, where budgets and stops cut rounds short; by default all
-            rounds that accepted the i - 1 tokens before it.
-
-        Raises:
-          ValueError: the counts are negative or no integers, or there is no round.
+          reached: rounds in which position i was verified; by default all that accepted the i - 1 tokens before it.
         """
         counts = np.asarray(rounds_by_accepted)
         are_counts = counts.ndim == 1 and len(counts) > 1 and counts.dtype.kind in "iu" and (counts >= 0).all()
@@ -134,15 +126,11 @@ class Profile:
 
     @classmethod
     def of_texts(cls, stats: Sequence[RowStats], prompts: Sequence[int] | None = None) -> Profile:
-        """Makes a profile from the counts of each text; texts without rounds are left out.
+        """Makes a profile from the counts of each text, all with the same K >= 1; texts without rounds are left out.
 
         Args:
-          stats: one for each text, all with the same K >= 1.
           prompts: the number of the prompt that each text continues, by default one prompt per text. The error is that
             of the choice of prompts, or where there is one prompt, that of the counts.
-
-        Raises:
-          ValueError: no text has a round, or there are more or fewer prompts than texts.
         """
         numbers = range(len(stats)) if prompts is None else prompts
         if len(numbers) != len(stats):
@@ -187,8 +175,7 @@ def profile_at(acceptance: Acceptance, draft_length: int) -> Profile:
 def _exponents(texts: Sequence[RowStats], whole: Profile) -> tuple[float, ...]:
     """Returns the exponent of each text, from the mean number of tokens that its rounds accepted.
 
-    Means of few rounds scatter more than texts differ. They are moved towards the common mean until only the variance
-    between texts is left (method of moments).
+    Means are moved towards the common mean until only the variance between texts is left (method of moments).
     """
     counts_TN = np.array([text.accepted_counts for text in texts])
     most = counts_TN.shape[1] - 1

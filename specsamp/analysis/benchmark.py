@@ -131,17 +131,9 @@ class Result:
 def benchmark(
     pair: Pair, method: Method, workload: Workload, progress: Callable[[str], None] = lambda text: None
 ) -> Result:
-    """Measures a method against plain decoding of the same target.
+    """Measures a method against plain decoding of the same target; ValueError if the workload does not fit the models.
 
-    Args:
-      pair: target and draft.
-      method: its warps have scalar numbers. `NoDrafter` makes both sides the same; a speedup other than one is then an
-        error of measurement. The phases of rounds are not timed where the draft length adapts.
-      workload: what to decode.
-      progress: gets a line on what is being measured.
-
-    Raises:
-      ValueError: the workload does not fit the models.
+    The warps of the method have scalar numbers. With `NoDrafter` both sides are the same, and the speedup shows the error.
     """
     # A meter has nothing to say of plain decoding, and would take time.
     rule = TokenRule() if method.rule.metered else method.rule
@@ -175,7 +167,7 @@ def benchmark(
 
 
 def _split(sides: Mapping[str, TimedDecoder], repeats: int, progress: Callable[[str], None]) -> RoundSplit | None:
-    """Measures the parts of a round; leaves them out if the caches of both sides do not fit beside each other."""
+    """Measures the parts of a round; None if the length adapts or the caches of both sides do not fit into memory."""
     if jax.config.jax_disable_jit or sides["speculative"].method.adaptive is not None:
         return None
     try:
@@ -196,14 +188,10 @@ def split_round(
     """Times rounds of two decoders in turn, and profiles those of the first.
 
     A profile takes time itself, so it only gives the phases' shares of a round; the milliseconds are a clock's, without
-    it. Shares and differences are taken within a turn, and medians over turns are reported. A phase that was timed alone
-    in a loop would be too fast: there the draft's weights stay in a CPU's cache, from which a round's score drives them.
+    it. A phase that was timed alone in a loop would be too fast: the draft's weights would stay in a CPU's cache.
 
     Returns:
       The split; None where the platform reports no operations.
-
-    Raises:
-      ValueError: under ``JAX_DISABLE_JIT``, where there are no programs to profile.
     """
     progress("compiling the phases of a round")
     profiled = Profiled(speculative)

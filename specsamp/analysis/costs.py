@@ -14,9 +14,8 @@ import numpy as np
 
 from specsamp import validate
 
-# Relative standard error of a clock from one session to the next: other work on the machine, temperature, memory. The
-# least with which 95% bands hold 95% of the 52 points of notebooks/results/python_pair_agreement.json; found on three of
-# its four curves, it holds 50 of the 52 (tests).
+# Relative standard error of a clock from one session to the next: the least with which 95% bands hold 95% of the 52
+# points of notebooks/results/python_pair_agreement.json; found on three of its four curves, it holds 50 of them.
 CLOCK_DRIFT = 0.016
 
 
@@ -57,29 +56,18 @@ class Round:
 class CostTable(Costs):
     """Measured rounds, interpolated linearly; along the draft length also extrapolated.
 
-    Draft calls add up one by one, and so nearly do sequences and caches: hence straight lines. Where a kernel takes a
-    step up at some number of rows, only rounds measured on both sides of it show that. The batch is never extrapolated,
-    because arithmetic could take over from streaming there.
-
-    Attributes:
-      rounds: the measured rounds.
-      context: slots of their caches, which attention reads; None: any number is taken for the measured one.
+    The batch is never extrapolated: arithmetic could take over from streaming there.
     """
 
     rounds: tuple[Round, ...]
-    context: int | None = None
+    context: int | None = None  # slots of their caches, which attention reads; None: the rounds serve any number
 
     def __post_init__(self):
         if not self.rounds:
             raise ValueError("costs need at least one round")
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
-        """Returns the milliseconds of one round.
-
-        Raises:
-          ValueError: the context is another than the measured one, the batch was not measured and lies between no two
-            that were, or the K is below all measured ones.
-        """
+        """Returns the milliseconds of one round; raises ValueError beyond the measured contexts, batches and lengths."""
         if None not in (context, self.context) and context != self.context:
             raise ValueError(f"context {context} is not the measured {self.context}: measure it, or take a roofline")
         by_batch: dict[int, dict[int, float]] = {}
@@ -95,10 +83,7 @@ class CostTable(Costs):
 
 @dataclasses.dataclass(frozen=True)
 class PerCall(Costs):
-    """A round takes ``target_ms + K * draft_ms``, however many tokens it scores (as Chen et al., arXiv 2302.01318, assume).
-
-    Batch and context are ignored: give milliseconds at your batch and context.
-    """
+    """A round takes ``target_ms + K * draft_ms`` (as in Chen et al., arXiv 2302.01318), whatever the batch and context."""
 
     target_ms: float
     draft_ms: float

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from specsamp import validate
 from specsamp.analysis.costs import Costs
@@ -83,8 +84,8 @@ def calibrate(
     """Returns an adaptive draft length, measured on some prompts: as many as are decoded together later.
 
     It measures the milliseconds of a round with each length, the best length for all, and the acceptance of the longest.
-    A round never costs less than a shorter one: the noise of the clock is taken out. ``lengths`` and ``stop`` are those of
-    `Adaptive`, the other arguments those of `time_lengths`.
+    The noise of the clock is taken out: a round never costs less than a shorter one. See `Adaptive` for ``lengths`` and
+    ``stop``, and `time_lengths` for the other arguments.
     """
     if len(lengths) < 2:
         raise ValueError(f"lengths must be at least two to choose between, such as {LENGTHS}; got {tuple(lengths)!r}")
@@ -97,7 +98,7 @@ def calibrate(
 def adapted_to(timings: Mapping[int, Sequence[Timing]], stop: Stop | None = None) -> Adaptive:
     """Returns the result of `calibrate` from measurements of each length."""
     lengths = tuple(timings)
-    costs_ms = rising([np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths])
+    costs_ms = _rising([np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths])
     # Rounds of all texts, each at the milliseconds of its length: texts differ more than a median shows, clocks less.
     total_ms = [cost * sum(one.rounds for one in timings[K]) for K, cost in zip(lengths, costs_ms)]
     longest = _stats(timings[lengths[-1]])
@@ -114,18 +115,7 @@ def cost_table(
     costs: Costs, lengths: Sequence[int], *, batch: int = 1, context: int | None = None
 ) -> tuple[float, ...]:
     """Returns the milliseconds of rounds from costs measured before, given per call, or forecast for a chip."""
-    return rising([costs.round_ms(K, batch, context) for K in lengths])
-
-
-def rising(ms: Sequence[float]) -> tuple[float, ...]:
-    """Returns the isotonic regression of some numbers (pool adjacent violators)."""
-    blocks: list[tuple[float, int]] = []
-    for value in ms:
-        blocks.append((float(value), 1))
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (low, few), (high, more) = blocks[-2:]
-            blocks[-2:] = [((low * few + high * more) / (few + more), few + more)]
-    return tuple(value for value, count in blocks for _ in range(count))
+    return _rising([costs.round_ms(K, batch, context) for K in lengths])
 
 
 def time_lengths(
@@ -147,10 +137,7 @@ def time_lengths(
       make_drafter: makes the drafter of a K >= 1; default the pair's draft model.
       num_samples: completions per prompt.
       repeats: measurements of each K.
-      how: ``sampling``, ``draft_sampling`` and ``rule``, as `generate` takes them.
-
-    Raises:
-      ValueError: as `generate` does, before anything is compiled; or nothing is compiled (``JAX_DISABLE_JIT``).
+      how: ``sampling``, ``draft_sampling`` and ``rule``, as `generate` takes them; it raises the same errors.
     """
     if jax.config.jax_disable_jit:
         raise ValueError(
@@ -177,6 +164,10 @@ def time_lengths(
     for side in sides.values():
         side.decode(0)  # compiles
     return take_turns({K: side.decode for K, side in sides.items()}, workload.repeats)
+
+
+def _rising(ms: Sequence[float]) -> tuple[float, ...]:
+    return tuple(isotonic_regression(ms).x.tolist())
 
 
 def _ms_per_token(timings: Sequence[Timing]) -> float:

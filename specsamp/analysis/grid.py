@@ -272,10 +272,7 @@ def measured_costs(cells: Sequence[Measured]) -> CostTable:
 def measured_acceptance(cells: Sequence[Measured]) -> dict[int, Profile]:
     """Returns the acceptance of each K, from cells of one rule, drafter and distribution.
 
-    Cells of several batches share texts, so the one with most rounds is taken.
-
-    Raises:
-      ValueError: no cell has a draft.
+    Cells of several batches share texts, so the cell with most rounds is taken.
     """
     most: dict[int, RowStats] = {}
     for cell in cells:

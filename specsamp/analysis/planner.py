@@ -71,9 +71,7 @@ def make_plan(
 
     Args:
       acceptance: a profile, or one for each K, counted with the rule that is meant.
-      costs: the time of a round.
       draft_lengths: the K to compare, at most 1024; 0 is always among them.
-      batch: sequences that are decoded together.
       context: slots of the caches; None leaves it to the costs.
       new_tokens: of every sequence; None: sequences never end.
 

@@ -52,11 +52,7 @@ class Table:
 
 
 def json_text(document: Any) -> str:
-    """Returns the text of a JSON file; dataclasses are written as their fields, counts with the rates that follow.
-
-    Raises:
-      TypeError, ValueError: it has no JSON form (NaN has none).
-    """
+    """Returns the text of a JSON file; dataclasses are written as their fields, counts with the rates that follow."""
     return json.dumps(document, default=_as_json, indent=1, allow_nan=False) + "\n"
 
 

@@ -1,6 +1,6 @@
 """Shows where the time of decoding goes while it runs: a profile of one prefill and some rounds, by named scope.
 
-    traced = trace(decoder, "runs/trace", rounds=8)        # of `specsamp.analysis.workload`
+    traced = trace(decoder, "runs/trace")                  # of `specsamp.analysis.workload`
     report.print_tables(traced.tables(), console)
 
 Nothing is taken apart. `jax.profiler` records when each operation of the compiled programs ran, and writes a folder that
@@ -36,7 +36,7 @@ Array = jax.Array
 PHASES = ("target", "draft", "score", "verify", "commit")
 PARTS = ("embed", "fuse", "attention", "mlp", "logits", "sample")
 REST, OUTSIDE = "rest", "in no scope"
-ROUNDS = 8  # by default: enough for a mean, few enough to look at
+ROUNDS = 8  # enough for a mean, few enough to look at
 WARM_ROUNDS = 16  # before rounds that are timed, at most: the first ones after other work are slow
 
 Scope = tuple[str, ...]  # () of operations in no scope; a phase; or a phase and a part
@@ -61,9 +61,8 @@ class ProgramTime:
         """Returns a line for each phase, and below it one for each of its parts."""
         lines = []
         for phase in (*PHASES, OUTSIDE):
-            parts = {
-                scope.partition("/")[2]: ms for scope, ms in self.scopes.items() if scope.partition("/")[0] == phase
-            }
+            named = [(*scope.partition("/"), ms) for scope, ms in self.scopes.items()]
+            parts = {part: ms for of, _, part, ms in named if of == phase}
             lines += [(phase, sum(parts.values()))] if parts else []
             lines += [(f"  {part}", parts[part]) for part in (*PARTS, REST) if part in parts and len(parts) > 1]
         rows = [(name, f"{ms / self.ms:.1%}", f"{ms:.3f}") for name, ms in [*lines, ("all", self.ms)]]
@@ -142,10 +141,7 @@ class Profiled:
         return spans_by_program([event for profile in profiles for event in operations(profile)], self.scopes)
 
     def round_shares(self) -> dict[str, float]:
-        """Profiles some rounds in the middle of a text; returns the share of each phase, and of the draft's "sample" again.
-
-        Empty where the platform reports no operations.
-        """
+        """Returns the shares of each phase and of "sample" in rounds amid a text; {} where no operations are reported."""
         state = self.decode(self.prefill(), self.warm)
         with tempfile.TemporaryDirectory() as folder:
             spans = self.profile(folder, lambda: self.decode(state, self.rounds))["decode"]
@@ -163,41 +159,27 @@ def middle_rounds(decoder: TimedDecoder) -> tuple[int, int]:
     return warm, min(most - warm, ROUNDS)
 
 
-def trace(decoder: TimedDecoder, folder: str | os.PathLike, rounds: int = ROUNDS) -> Trace:
+def trace(decoder: TimedDecoder, folder: str | os.PathLike) -> Trace:
     """Writes a profile of one prefill and some rounds of a workload's first prompts, after a run that is not counted.
 
-    All processes must call it; each writes its own file, and reads it.
-
-    Args:
-      decoder: its programs are compiled anew, since compiled ones may name scopes of another version.
-      folder: local or ``gs://``; a profile is added to those that are there.
-      rounds: fewer where the texts would end before.
-
-    Raises:
-      ValueError: under ``JAX_DISABLE_JIT``, where there are no programs to trace.
-      OSError: the folder cannot be written.
+    All processes must call it; each writes its own file into the folder, local or ``gs://``. Programs are compiled anew,
+    since compiled ones may name scopes of another version; ValueError is raised under ``JAX_DISABLE_JIT``.
     """
     profiled = Profiled(decoder)
-    rounds = min(rounds, profiled.warm + profiled.rounds)
+    rounds = min(ROUNDS, profiled.warm + profiled.rounds)
     profiled.decode(profiled.prefill(), rounds)
     spans = profiled.profile(folder, lambda: profiled.decode(profiled.prefill(), rounds))
-    programs = {"prefill": (f"Prefill of {int(profiled.prompts[1].sum())} tokens", 1)}
-    programs["decode"] = (f"Round, K = {decoder.method.drafter.K}", rounds)
-    times = [
-        ProgramTime(what=what, runs=runs, scopes=ms_by_scope(spans[name], runs))
-        for name, (what, runs) in programs.items()
-    ]
+    read = f"Prefill of {int(profiled.prompts[1].sum())} tokens"
+    programs = ("prefill", read, 1), ("decode", f"Round, K = {decoder.method.drafter.K}", rounds)
+    times = [ProgramTime(what=what, runs=runs, scopes=ms_by_scope(spans[name], runs)) for name, what, runs in programs]
     return Trace(folder=os.fspath(folder), programs=tuple(times))
 
 
 def scopes_of(text: str) -> dict[str, Scope]:
-    """Returns the scope of each operation of a compiled program that the compiler named one for, by the operation's name.
+    """Returns the named scopes of a program, the text of ``compiled.as_text()``, by operation.
 
-    A product that the compiler wrote anew, such as one of a single row on a CPU, has no name: it belongs to what reads it,
-    or where that is another phase, to what it reads.
-
-    Args:
-      text: ``compiled.as_text()``.
+    A product that the compiler rewrote, such as that of a single row on a CPU, has no scope. It gets the scope of its reader,
+    or of its operands where the reader is in another phase.
     """
     scopes, readers, products = {}, {}, {}
     for line in text.splitlines():
@@ -232,14 +214,11 @@ def scope_of(op_name: str) -> Scope:
 
 
 def operations(profile: Any) -> list[Operation]:
-    """Returns the operations that ran on the first device of this process.
+    """Returns the operations of a `jax.profiler.ProfileData` that ran on the first device of this process.
 
     On CPUs and GPUs an event has the names of its program and operation. A CPU's product may go on in other threads after
-    its event: then another event marks its end. A TPU has a line of programs, and one of operations, each named by its
-    text; copies and collectives beside them are on other lines.
-
-    Args:
-      profile: a `jax.profiler.ProfileData`.
+    its event: then another event marks its end. A TPU has a line of programs, and a line of operations, each named by its
+    text; copies and collectives are on other lines.
     """
     planes = list(profile.planes)
     devices = sorted(plane.name for plane in planes if re.fullmatch(r"/device:\w+:\d+", plane.name))
@@ -267,13 +246,7 @@ def operations(profile: Any) -> list[Operation]:
 
 
 def spans_by_program(events: Iterable[Operation], scopes: Mapping[str, Mapping[str, Scope]]) -> dict[str, list[Span]]:
-    """Returns the spans of each program's operations.
-
-    An operation that the compiler added and named no scope for belongs to what it runs in, such as a loop.
-
-    Args:
-      scopes: of each program's operations, by the program's name.
-    """
+    """Returns the spans of the operations that have a scope, by program; time of other operations is that of their loop."""
     spans: dict[str, list[Span]] = {name: [] for name in scopes}
     for module, operation, begin, end in events:
         program = re.sub(r"^jit_|[(.].*$", "", module)

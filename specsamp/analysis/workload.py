@@ -31,7 +31,6 @@ Name = TypeVar("Name", bound=Hashable)
 Answer = TypeVar("Answer")
 # Of normal samples: the standard error of the median of N samples is this times the interquartile range over sqrt(N).
 MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
-UNLIMITED = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,15 +56,9 @@ def take_turns(
     turns: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[Name, list[Answer]]:
-    """Calls every run with 0, then every run with 1, and so on.
+    """Calls every run with 0, then every run with 1, and so on; returns the answers of all turns by name.
 
-    Args:
-      runs: functions that take turns, in this order; each gets the number of the turn.
-      turns: how many.
-      progress: gets the number of the turn.
-
-    Returns:
-      By name, the answers of all turns.
+    ``progress`` gets a text on each turn.
     """
     answers: dict[Name, list[Answer]] = {name: [] for name in runs}
     for turn in range(turns):
@@ -183,12 +176,7 @@ def decoders(
 ) -> dict[Name, TimedDecoder]:
     """Makes a decoder for each method, all with caches of the same size: attention reads all slots.
 
-    Args:
-      methods: by name.
-      least_length: caches have room for rows of this length, even if the workload's are shorter.
-
-    Raises:
-      ValueError: the workload does not fit, see `check_fits`, or its caches do not fit into memory.
+    Caches have room for rows of ``least_length`` tokens. ValueError is raised where workload or caches do not fit.
     """
     check_fits(pair, [method.drafter for method in methods.values()], workload)
     headroom = max(method.loop(pair).headroom for method in methods.values())
@@ -202,12 +190,7 @@ def decoders(
 
 
 def check_fits(pair: Pair, drafters: Iterable[Drafter], workload: Workload) -> None:
-    """Checks a workload before anything is compiled.
-
-    Raises:
-      ValueError: it needs more positions than a model has, K is as long as these, or its rows do not divide over the
-        data shards.
-    """
+    """Raises ValueError if a workload or a K has too many positions for a model, or rows do not divide over data shards."""
     if workload.batch % pair.shards.count:
         raise ValueError(f"batch {workload.batch} does not divide over the {pair.shards.count} shards of the data axis")
     for drafter in drafters:

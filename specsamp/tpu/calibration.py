@@ -13,13 +13,12 @@ Two kinds of programs have been measured, and one set of numbers does not hold f
   cache update per sequence. Overlaps down to `least_overlap` explain the steps nearly as well, and the upper edge of a
   band takes that one. (One trace shows 40 of 67 us under attention and collectives; it is not used.)
 
-Nobody has published a step of a program of today on v4, and what this package compiles is a program of today. So an
-estimate for v5e comes from the second fit. For every other chip, v4 among them, it is a **range between full overlap
-and none**: from streaming and cycles alone to the sum of the first fit and v5e's time per layer and sequence.
+This package compiles programs of today, and nobody has published a step of such a program on v4. So an estimate for v5e
+comes from the second fit. For every other chip it is a **range between full overlap and none**: from streaming and cycles
+alone to the sum of the first fit and v5e's time per layer and sequence.
 
-A band reaches as far as the worst step of the worst layout that was left out of the fit. Steps of one layout err alike,
-so layouts count and not steps: a new layout like the n that were left out lies within with a chance of about
-n / (n + 1), three in four for v5e (as in the jackknife of Barber et al., 2021, without its guarantee).
+A band reaches as far as the worst step of the worst layout that was left out of the fit. Steps of one layout err alike, so
+a new layout lies within with a chance of about n / (n + 1) after n layouts: three in four for v5e.
 """
 
 from __future__ import annotations
@@ -97,11 +96,7 @@ class Calibration:
         return busy + exposed + work.layer_sequences * self.sequence_us / 1e3 + work.calls * self.call_ms
 
     def estimate(self, *works: Work) -> Band:
-        """Estimates with a band.
-
-        Its lower edge has no time per call, as a loop may be one program; its upper edge hides as little of the
-        collectives as the steps allow.
-        """
+        """Estimates with a band: its least has no time per call, its most hides as few collectives as the steps allow."""
         shown = self if self.least_overlap is None else dataclasses.replace(self, overlap=self.least_overlap)
         least = self.milliseconds(*(dataclasses.replace(work, calls=0) for work in works))
         return Band(
@@ -147,15 +142,14 @@ class Calibrations:
 
 
 def estimate(chip: str, *works: Work, own: Calibration | None = None) -> Band:
-    """Estimates calls of a program of today, by a calibration of the devices themselves or else by the published ones."""
+    """Estimates calls by a calibration of the devices themselves, or else by the published ones."""
     return own.estimate(*works) if own else fit_published().estimate(chip, *works)
 
 
 def band_ratio(slow: Band, fast: Band) -> Band:
     """Returns by how much one program is faster than another of the same chip.
 
-    Errors are mostly common to both, so they are compared within each of the worlds: from the least to the most. No
-    published speedup of a pair is in a fit; those of Chen et al. on TPU v4 lie within (tests/tpu/test_calibration.py).
+    Errors are mostly common to both, so the programs are compared within each of the worlds.
     """
     likely, is_open = slow.likely / fast.likely, slow.open and fast.open
     ends = [a / b for a, b in zip(slow.worlds, fast.worlds, strict=True)] or [likely]
@@ -222,10 +216,8 @@ def fit_hidden(rows: Sequence[Measurement]) -> Calibration | None:
 
 def hidden_by_overlap(rows: Sequence[Measurement]) -> list[Calibration]:
     """Fits the steps of TPU v5e with each overlap; none with too few steps or traced collectives."""
-    steps, traces = (
-        steps_on(HIDDEN_ON, rows),
-        [(row.work(), row.milliseconds) for row in rows if row.kind == "collective"],
-    )
+    steps = steps_on(HIDDEN_ON, rows)
+    traces = [(row.work(), row.milliseconds) for row in rows if row.kind == "collective"]
     if len(steps) < FEWEST_STEPS or len({work.collective_hops for work, _ in traces}) < 2:
         return []
     columns = [[1e-3, work.collective_hops / 1e3] for work, _ in traces]

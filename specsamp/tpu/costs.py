@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from specsamp.analysis.costs import Costs, CostTable, Round
 from specsamp.models.config import TransformerConfig
-from specsamp.tpu.calibration import Band, Calibration
+from specsamp.tpu.calibration import Calibration
 from specsamp.tpu.report import Report
 from specsamp.tpu.topology import CHIPS
 from specsamp.tpu.work import Shape
@@ -18,9 +17,8 @@ from specsamp.tpu.work import Shape
 class Roofline(Costs):
     """A lower bound from sizes and rates: a call takes the longer of streaming and arithmetic.
 
-    Weights are read once for all sequences and all their tokens, the cache of each sequence once (the model of Pope et
-    al., arXiv 2211.05102). Of experts a call reads those that its tokens are expected to choose, so that longer drafts
-    read more.
+    Weights are read once for all sequences and all their tokens, the cache of each sequence once (Pope et al., arXiv
+    2211.05102), and of the experts those that the tokens are expected to choose.
     """
 
     target: TransformerConfig
@@ -45,30 +43,29 @@ class Roofline(Costs):
 def compiled_costs(report: dict[str, Any], own: Calibration | None = None) -> CostTable:
     """Returns the times of a plain step and of a round at the report's K, as a calibration estimates them.
 
+    The ends of their bands are the edges.
+
     Args:
-      report: a `specsamp.tpu.report.Report` as JSON: the entry "report" of what ``launch/compile_report.py`` wrote.
+      report: a `specsamp.tpu.report.Report` as JSON: the entry "report" of a file of ``launch/compile_report.py``.
       own: a calibration of the devices themselves; the published ones otherwise.
 
     Raises:
       ValueError: it is no such report, or its programs do not fit the slice.
     """
+
+    def table(*times: float) -> CostTable:
+        lengths = 0, compiled.draft_length
+        rounds = [Round(draft_length=K, ms=ms, batch=compiled.batch) for K, ms in zip(lengths, times, strict=True)]
+        return CostTable(rounds=tuple(rounds), context=compiled.slots)
+
     compiled = Report.from_json(report)
     programs = [compiled["target step"], compiled["round"]]
     if any(program.hbm_bytes is None for program in programs):
         raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
-    bands = [compiled.calibrated_ms(program.name, own) for program in programs]
-    return banded_costs((0, compiled.draft_length), bands, compiled.batch, compiled.slots)
-
-
-def banded_costs(
-    lengths: Sequence[int], bands: Sequence[Band], batch: int = 1, context: int | None = None
-) -> CostTable:
-    """Returns the costs of rounds from estimates with bands: their values, the bands' ends as edges, and their worlds."""
-
-    def of(times: Sequence[float]) -> CostTable:
-        rounds = [Round(draft_length=K, ms=ms, batch=batch) for K, ms in zip(lengths, times, strict=True)]
-        return CostTable(rounds=tuple(rounds), context=context)
-
-    likely, *edges = (of([getattr(band, name) for band in bands]) for name in ("likely", "least", "most"))
-    worlds = tuple(of(times) for times in zip(*(band.worlds for band in bands), strict=True))
-    return dataclasses.replace(likely, edges=tuple(edges), worlds=worlds, open=bands[0].open)
+    step, round_ = (compiled.calibrated_ms(program.name, own) for program in programs)
+    return dataclasses.replace(
+        table(step.likely, round_.likely),
+        edges=(table(step.least, round_.least), table(step.most, round_.most)),
+        worlds=tuple(map(table, step.worlds, round_.worlds)),
+        open=step.open,
+    )

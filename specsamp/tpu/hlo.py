@@ -78,11 +78,7 @@ class Module:
 
     @classmethod
     def parse(cls, text: str) -> Module:
-        """Reads ``compiled.as_text()``.
-
-        Raises:
-          ValueError: the text is no scheduled HLO module, or has arrays of an unknown type.
-        """
+        """Reads ``compiled.as_text()``; raises ValueError for other texts and for arrays of an unknown type."""
         computations: dict[str, dict[str, Instruction]] = {}
         entry, current = None, None
         for line in text.splitlines():

@@ -3,8 +3,7 @@
     for row in published():
         row.milliseconds, row.work()      # what was measured, and of what
 
-`measurements.json` holds the rows, in groups that share conditions. A row without all of them is refused: a time means
-nothing without what it is the time of. Kinds of rows:
+`measurements.json` holds the rows, in groups that share conditions; a row without all conditions is refused. Kinds of rows:
 
     step          one program for each token: what `specsamp.tpu.calibration` explains
     collective    one all-reduce, read off a profiler's trace
@@ -101,11 +100,7 @@ def published() -> tuple[Measurement, ...]:
 
 
 def read(document: Mapping[str, Any]) -> tuple[Measurement, ...]:
-    """Reads a table of measurements: ``{"models": {name: shape}, "groups": [{conditions, "rows": [...]}]}``.
-
-    Raises:
-      TypeError: a row lacks a condition, or has an unknown one.
-    """
+    """Reads ``{"models": {name: shape}, "groups": [{conditions, "rows": [...]}]}``; rows need exactly all conditions."""
     models = {name: _shape(fields) for name, fields in document["models"].items()}
     rows = []
     for group in document["groups"]:

@@ -29,7 +29,7 @@ from specsamp.tpu.topology import parse, same_slice
 from specsamp.tpu.work import hops, wire_ms
 
 SECONDS = 0.25  # of a loop: long against a launch and the clock
-MOST_ITERATIONS = 1 << 15
+MOST_TURNS = 1 << 15
 PROMPT, NEW_TOKENS, SAMPLING = 16, 64, chain(temperature(0.8), top_p(0.95))  # of steps that are decoded
 LEAST_ERROR = 0.03  # of a calibration: clocks and other programs differ by as much
 
@@ -45,34 +45,21 @@ class AllReduce:
 
 
 def seconds_per_turn(run: Callable[[int], jax.Array], repeats: int = 7) -> float:
-    """Returns the median seconds of one turn of a loop.
-
-    Args:
-      run: runs so many turns on the devices; it is compiled once for all numbers of turns.
-
-    Raises:
-      ValueError: twice as many turns do not take longer.
-    """
+    """Returns the median seconds of one turn of ``run(turns)``; raises ValueError if twice as many take no longer."""
 
     def seconds(count: int) -> float:
         start = time.perf_counter()
         jax.block_until_ready(run(count))
         return time.perf_counter() - start
 
-    turns = find_iterations(seconds, SECONDS)
+    seconds(1)  # compiles
+    turns = 2
+    while turns < MOST_TURNS and gather_objects(seconds(turns))[0] < SECONDS / 2:  # all processes run as many
+        turns *= 2
     median = float(np.median([seconds(2 * turns) - seconds(turns) for _ in range(repeats)]))
     if median > 0:
         return median / turns
     raise ValueError(f"the times of loops of {turns} turns scatter too much: leave this machine idle, and run again")
-
-
-def find_iterations(run: Callable[[int], float], seconds: float) -> int:
-    """Compiles ``run``, then returns how many iterations, an even number, take about ``seconds``."""
-    run(1)
-    n = 2
-    while n < MOST_ITERATIONS and (spent := gather_objects(run(n))[0]) < seconds / 2:
-        n = 2 * int(n * min(max(seconds / spent, 2), 16) / 2)
-    return min(n, MOST_ITERATIONS)
 
 
 def bandwidth(size: int) -> float:
@@ -97,17 +84,15 @@ def seconds_on_all_devices(run: Callable[..., jax.Array], mesh: Mesh, spec: Part
 
 
 def groups(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns the axes that all-reduces are measured along: each one with several chips, and all of these together."""
+    """Returns the axes of all-reduces: each axis with several chips, and all of these together."""
     several = tuple(axis for axis, size in enumerate(sizes) if size > 1)
     return list(dict.fromkeys([(axis,) for axis in several] + [several])) if several else []
 
 
 def all_reduce(sizes: Sequence[int], along: Sequence[int], size: int) -> AllReduce:
-    """Measures an all-reduce of ``size`` bytes of each device along some axes of the slice.
+    """Measures an all-reduce of ``size`` bytes of each device along some axes of a slice of ``sizes`` chips.
 
-    Args:
-      sizes: chips along each axis of the slice.
-      along: the axes; devices of one chip always take part together.
+    Devices of one chip always take part together.
     """
     devices = sorted(
         jax.devices(), key=lambda one: (*(getattr(one, "coords", None) or ()), getattr(one, "core_on_chip", 0), one.id)
@@ -140,20 +125,14 @@ def step_ms(pair: Pair, batch: int, slots: int, repeats: int) -> Quartiles:
 
 
 def fit_own(
-    reached: float,
-    rate: float,
-    link_rate: float,
-    collectives: Sequence[AllReduce],
-    steps: Steps,
+    reached: float, rate: float, link_rate: float, collectives: Sequence[AllReduce], steps: Steps
 ) -> Calibration:
     """Fits a calibration of the devices at hand; its error is the worst of a step that was left out of all of the fit.
 
     Args:
       reached: bytes per second that a device streams.
-      rate: what its data sheet says, which `Work.streaming_ms` assumes.
-      link_rate: bytes per second of a link as its data sheet says, which `Work.wire_ms` assumes.
-      collectives: of several sizes.
-      steps: the work of decode steps, and their milliseconds.
+      rate: that of its data sheet, which `Work.streaming_ms` assumes.
+      link_rate: bytes per second of a link by the data sheet, which `Work.wire_ms` assumes.
     """
     base = Calibration(efficiency=min(reached / rate, 1.0), call_ms=0.0, layouts=1, points=len(steps))
     if collectives:
@@ -172,47 +151,35 @@ def fit_own(
 
 
 def _fit_steps(base: Calibration, steps: Steps) -> Calibration:
-    """Fits the overlap, and the times of a call and of a layer and sequence.
-
-    Of the overlaps that explain the steps nearly as well as the best, the one in the middle is taken.
-    """
+    """Fits the times of a call and of a layer and sequence, at the middle of the overlaps that explain the steps well."""
     nearly = nearly_best(fits_by_overlap(base, steps), steps)
     return dataclasses.replace(nearly[len(nearly) // 2], least_overlap=nearly[0].overlap)
 
 
 def read_calibration(document: Mapping[str, Any], topology: str, path: str = "this calibration") -> Calibration:
-    """Reads what launch/calibrate.py wrote.
-
-    Args:
-      topology: the slice that it is asked about, such as "v5e:2x4".
+    """Reads a file of launch/calibrate.py for a slice such as "v5e:2x4".
 
     Raises:
-      ValueError: it is of another chip or another slice, which is named, or no calibration, or one with a number that is
-        missing or wrong.
+      ValueError: the file is of another chip or slice, no calibration, or a number of it is missing or wrong.
     """
     try:
         chip, sizes = document["devices"]["chip"], [int(size) for size in document["devices"]["slice"]]
-        fields = {field.name for field in dataclasses.fields(Calibration)}
-        found = Calibration(**{name: value for name, value in document["calibration"].items() if name in fields})
-        _check_numbers(document["calibration"])
+        numbers = document["calibration"]
+        found = Calibration(**numbers)
+        for name in ("call_ms", "sequence_us", "collective_us", "hop_us", "wire"):
+            validate.number(name, numbers[name], 0)
+        for name in ("points", "layouts"):
+            validate.integer(name, numbers[name], 0)
+        validate.number("efficiency", numbers["efficiency"], 0, 1, above=True)
+        validate.number("error", numbers["error"], 0, above=True)
+        overlap = validate.number("overlap", numbers["overlap"], 0, 1)
+        validate.number("least_overlap", numbers["least_overlap"], 0, overlap)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is no calibration of launch/calibrate.py ({type(error).__name__}: {error})"
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is no calibration of launch/calibrate.py ({reason})") from error
     if chip != topology.partition(":")[0] or not same_slice(sizes, parse(topology)[1]):
         of = f"{chip}:{'x'.join(map(str, sizes))}"
         raise ValueError(
             f"{path} is a calibration of {of}, and {topology} is asked about: run launch/calibrate.py there"
         )
     return found
-
-
-def _check_numbers(numbers: Mapping[str, Any]) -> None:
-    """Raises KeyError or ValueError unless all numbers of the formula are there and sound."""
-    for name in ("call_ms", "sequence_us", "collective_us", "hop_us", "wire"):
-        validate.number(name, numbers[name], 0)
-    for name in ("points", "layouts"):
-        validate.integer(name, numbers[name], 0)
-    validate.number("efficiency", numbers["efficiency"], 0, 1, above=True)
-    validate.number("error", numbers["error"], 0, above=True)
-    validate.number("least_overlap", numbers["least_overlap"], 0, validate.number("overlap", numbers["overlap"], 0, 1))

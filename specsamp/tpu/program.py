@@ -106,10 +106,7 @@ class Program:
     def work(self, chip: Chip, chips: Sequence[int], *, sequences: int, calls: int = 1) -> Work:
         """Returns the work of a run on one device, from which `specsamp.tpu.calibration` estimates milliseconds.
 
-        Args:
-          chips: of one replica along each axis of the slice; each collective crosses all of them.
-          sequences: rows of a data shard.
-          calls: of models in one run.
+        Each collective crosses all ``chips`` of a replica; ``sequences`` are those of a data shard, ``calls`` of models.
         """
         # An all-reduce scatters sums and gathers them; a reduce-scatter delivers one part of its sums.
         times = {"all-reduce": 2.0, "reduce-scatter": float(math.prod(chips) * chip.devices)}
@@ -126,11 +123,7 @@ class Program:
         )
 
     def facts(self, topology: str, *, sequences: int = 1, calls: int = 1) -> dict[str, Any]:
-        """Returns the numbers of a program on a whole slice, times in milliseconds; or why it does not fit.
-
-        Args:
-          sequences, calls: see `work`.
-        """
+        """Returns the numbers of a program on a whole slice, times in milliseconds; or why it does not fit."""
         if self.memory is None or not self.memory.fits:
             return {"fits": False, "why": self.out_of_memory or self.memory.parts}
         work = self.work(*parse(topology), sequences=sequences, calls=calls)
@@ -165,8 +158,7 @@ def measure(
 
     Args:
       floor: returns the bytes per device that are read at least, by the share of the slots of caches that is alive.
-      layers: of all calls of models in one run.
-      live: the share of the slots that is alive in ``live_floor_bytes`` and ``live_hbm_bytes``.
+      live: this share in ``live_floor_bytes`` and ``live_hbm_bytes``.
     """
     chip, _ = parse(topology)
     known = dict(name=name, tokens=tokens, floor_bytes=floor(1.0), live_floor_bytes=floor(live), layers=layers)

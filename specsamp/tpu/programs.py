@@ -36,20 +36,15 @@ STEP_WINDOWS = (WINDOW, 4)  # tried for a step, so that the baseline is measured
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Programs:
-    """The programs of one pair, batch and mesh.
-
-    Attributes:
-      draft: a model beside the target; a head as a model, see `sharded_head_model`; or the target's first layers.
-      inside: it is the target's first layers: in a round it has no weights and no cache but the target's.
-    """
+    """The programs of one pair, batch and mesh."""
 
     target: ShardedModel
-    draft: ShardedModel
+    draft: ShardedModel  # a model; a head as a model, see `sharded_head_model`; or the target's first layers
     mesh: Mesh
     sampling: Warp | None
     batch: int
     slots: int
-    inside: bool = False
+    inside: bool = False  # the draft is the target's first layers, with the target's weights and cache
 
     @property
     def head(self) -> FeatureHead | None:
@@ -67,13 +62,9 @@ class Programs:
         return _placed(shapes, model.weight_shardings(shapes))
 
     def floor(self, model: ShardedModel, live: float = 1.0, *, tokens: int = 1) -> float:
-        """Returns the bytes per device that a call reads at least; of experts, the ones that its tokens are expected to choose.
+        """Returns the bytes per device that a call of so many tokens a row reads at least, on the mean of the devices.
 
-        Experts count as the mean of the devices; where each has whole experts, the slowest device reads more.
-
-        Args:
-          live: share of the slots of the cache that hold something, in [0, 1].
-          tokens: of each row, which only counts for experts.
+        ``live`` is the share of the slots of the cache that hold something. Of experts the expected choice counts.
         """
         weights = self.weights(model)
         rows = self.batch // DataShards(self.mesh).count

@@ -2,19 +2,15 @@
 
     report = compile_report(Programs(...), topology="v4:2x2x4", draft_length=4, rule=TokenRule())
 
-Six programs are compiled: one step of the draft and one of the target (the autoregressive baseline), the scoring of
-K+1 tokens, both prefills, and the loop of generation. A step is compiled for several numbers of tokens
-(`specsamp.tpu.programs.step_windows`), and the fastest counts.
+A step is compiled for several numbers of tokens (`specsamp.tpu.programs.step_windows`), and the fastest counts.
 
 The floor of a call is its weights, its table of relative keys and all slots of its cache, each read once. Of experts it
 has those that the tokens of the call are expected to choose, divided evenly among the devices; the traffic is that of
-the device that reads most of them, since the others wait for it. Without kernels the compiler fetches some caches whole,
-updates them on chip and copies them back: most of what a call moves beyond its floor. Kernels write caches in place and
-read only the slots that are alive: traffic and floor are stated for all slots and for half of them. A round can go
-below the sum of its calls' floors, because on-chip memory may keep weights of the draft from one step to the next.
+the device that reads most of them, since the others wait for it. Without kernels the compiler copies some caches to the
+chip and back. Kernels write caches in place and read only the slots that are alive: traffic and floor are stated for all
+slots and for half of them. A round can go below the sum of its calls' floors: on-chip memory may keep weights of the draft.
 
-Everything here is a **compiler estimate**: nothing ran. The compiler gives no time for collectives;
-`specsamp.tpu.calibration` estimates the milliseconds of whole programs.
+All numbers are **compiler estimates**, without a time of collectives; `specsamp.tpu.calibration` estimates milliseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ from typing import Any
 
 from specsamp import validate
 from specsamp.decoding.data_shards import DataShards
-from specsamp.mesh.sharded import ShardedModel
 from specsamp.sampling.rules import Rule
 from specsamp.tpu.calibration import Band, Calibration, estimate
 from specsamp.tpu.program import Memory, Program, fastest, measure
@@ -54,11 +49,7 @@ class Report:
 
     @classmethod
     def from_json(cls, report: Mapping[str, Any]) -> Report:
-        """Reads a report that was written as JSON; fields of older reports that are gone are left out.
-
-        Raises:
-          ValueError: it is none, or it has no target step and no round.
-        """
+        """Reads a report from JSON without fields that are gone; raises ValueError without a target step and a round."""
 
         def known(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
             return {field.name: fields[field.name] for field in dataclasses.fields(kind) if field.name in fields}
@@ -83,11 +74,6 @@ class Report:
     def chip(self) -> Chip:
         """The chip of the slice."""
         return parse(self.topology)[0]
-
-    @property
-    def fits(self) -> bool:
-        """Returns whether every program fits."""
-        return all(program.memory is not None and program.memory.fits for program in self.programs)
 
     def calibrated_ms(self, name: str, own: Calibration | None = None) -> Band:
         """Estimates the milliseconds of a program, by a calibration of the devices themselves if there is one."""
@@ -126,9 +112,7 @@ def compile_report(
 
     Args:
       programs: of a pair on a mesh from `described_mesh(topology)`.
-      draft_length: K.
       names: the programs of `NAMES` to compile.
-      progress: called with a text before each compilation.
 
     Raises:
       ValueError: a model does not divide over the mesh, or the batch over its data shards; K below 1, or slots for
@@ -174,11 +158,6 @@ def compile_report(
         slots=programs.slots,
         draft_length=draft_length,
         rule=type(rule).__name__,
-        draft_model_parallelism=model_parallelism(draft),
+        draft_model_parallelism=math.prod(draft.layout.mesh.shape[axis] for axis in draft.layout.over),
         programs=tuple(results),
     )
-
-
-def model_parallelism(model: ShardedModel) -> int:
-    """Returns the number of devices that hold one replica of a model together."""
-    return math.prod(model.layout.mesh.shape[axis] for axis in model.layout.over)

@@ -35,22 +35,16 @@ PARTS = ("arguments", "temporaries", "outputs", "code")  # of memory
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """One target on one mesh, compiled at two depths, and its draft.
-
-    Attributes:
-      kernels: of attention over the caches.
-      live: see `specsamp.tpu.program.measure`.
-      drafter: a model; a head for this target; the layer that an early exit leaves the target after; or None.
-    """
+    """One target on one mesh, compiled at two depths, and its draft."""
 
     config: TransformerConfig
     mesh: Mesh
     topology: str
     batch: int = 1
     slots: int = 2048
-    kernels: Kernels | None = None
-    live: float = 0.5
-    drafter: TransformerConfig | HeadConfig | int | None = None
+    kernels: Kernels | None = None  # of attention over the caches
+    live: float = 0.5  # see `specsamp.tpu.program.measure`
+    drafter: TransformerConfig | HeadConfig | int | None = None  # a model, a head, or the last layer of an early exit
 
     @property
     def draft(self) -> Stack:

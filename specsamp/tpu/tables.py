@@ -18,12 +18,9 @@ GIB = 2**30
 def report_tables(
     report: Report, weights: int, caches: int, acceptance: Sequence[float], own: Calibration | None = None
 ) -> list[Table]:
-    """Tabulates a report: one call on one device, its milliseconds, and milliseconds per token.
+    """Tabulates a report: one call on one device, its milliseconds, and milliseconds per token by acceptance rate.
 
-    Args:
-      weights, caches: of both models, in bytes per device.
-      acceptance: acceptance rates for which a token is priced.
-      own: a calibration of the devices themselves.
+    ``weights`` and ``caches`` of both models are in bytes per device; ``own`` is a calibration of the devices themselves.
     """
     device = report.chip.hbm_bytes // report.chip.devices
     where = f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {report.slots} slots (compiler estimate)"
@@ -36,7 +33,7 @@ def report_tables(
     if fitting:
         note = basis(report.calibrated_ms(fitting[0].name, own).open, own)
         made.append(Table.of("Milliseconds", [_times(report, program, own) for program in fitting], note=note))
-    if report.fits and len(fitting) > 1:
+    if len(report.programs) > 1 and all(p.memory is not None and p.memory.fits for p in report.programs):
         rows = [_per_token(report, rate, own) for rate in acceptance]
         made.append(Table.of("Milliseconds per token by acceptance rate", rows))
     for program in report.programs:

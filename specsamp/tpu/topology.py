@@ -55,11 +55,7 @@ EXAMPLES = "v3:4x4, v4:2x2x4, v5e:4x4, v5p:2x2x4, v6e:4x4"
 
 
 def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
-    """Splits a topology such as "v4:2x2x4" into the chip and the number of chips along each axis.
-
-    Raises:
-      ValueError: an unknown chip, or a shape that is none.
-    """
+    """Splits a topology such as "v4:2x2x4" into the chip and the number of chips along each axis, or raises ValueError."""
     name, _, shape = topology.partition(":")
     sizes = tuple(int(size) for size in shape.split("x") if size.isdecimal())
     if name not in CHIPS or shape.count("x") != len(sizes) - 1 or not all(sizes) or len(sizes) not in (2, 3):
@@ -69,7 +65,7 @@ def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def same_slice(sizes: Sequence[int], others: Sequence[int]) -> bool:
-    """Returns whether two slices have the same shape, however it is turned: 2x4 is 4x2 and 2x4x1, and no 8x1 or 2x2x2."""
+    """Returns whether two slices have the same shape, however turned: 2x4, 4x2 and 2x4x1 have."""
     return sorted(size for size in sizes if size > 1) == sorted(size for size in others if size > 1)
 
 
@@ -84,7 +80,6 @@ def described_mesh(
     """Builds a mesh over the devices of a slice that need not exist, for sharded shapes and compiled programs.
 
     Args:
-      topology: such as "v4:2x2x4".
       data: data shards; the devices of a shard hold one replica of the target together.
       draft_model_parallelism, num_kv_heads, rows: see `make_mesh`.
 

@@ -14,12 +14,10 @@ its results, except that
 
 A loop body counts as often as it runs: its bound is read from its condition. A loop over the experts that tokens chose
 counts as often as is expected (`specsamp.models.experts.expected_steps`). Any other loop whose bound is data (that of
-decoding) counts once: what is reported is a round. Of branches the one that moves most counts, but copies and
-transfers to the host are looked for in all. A copy that passes through on-chip memory is a copy too. ``bytes
-accessed`` of XLA's own cost analysis counts on-chip reads too, and every body once.
+decoding) counts once: the result is that of a round. Of branches the largest counts, but copies and transfers to the
+host count in all. XLA's own cost analysis would count on-chip reads too, and every body once.
 
-Cycles are the compiler's estimate, summed over operations; collectives, gathers and the transfers that feed
-an operation have none.
+Cycles are the compiler's estimate, summed over operations; collectives, gathers and prefetches have none.
 """
 
 from __future__ import annotations
@@ -85,14 +83,7 @@ class Traffic:
 
 
 def traffic_of(text: str, live: float = 1.0) -> Traffic:
-    """Counts the traffic of ``compiled.as_text()``, see the module.
-
-    Args:
-      live: share of the slots of caches that hold something, in [0, 1]; only kernels read these alone.
-
-    Raises:
-      ValueError: the text is no scheduled HLO module.
-    """
+    """Counts the traffic of ``compiled.as_text()``; kernels read only the ``live`` share of the slots of caches."""
     module = Module.parse(text)
     return Tally(module, live).of(module.entry)
 

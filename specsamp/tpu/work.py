@@ -26,11 +26,9 @@ class Work:
 
 
 def calls_of_round(whole: Work, draft_step: Work, draft_length: int) -> tuple[Work, ...]:
-    """Splits the work of a round into its calls: what a collective of the draft hides under is the draft's own.
+    """Splits the work of a round into its calls: collectives of the draft can only hide under the draft's streaming.
 
-    Args:
-      whole: of the round, all K + 1 calls.
-      draft_step: of one call of the draft; the target's call is what K of them leave.
+    The target's call, the first, is what K draft steps leave of the whole.
     """
     names = [field.name for field in dataclasses.fields(Work)]
     left = {name: getattr(whole, name) - draft_length * getattr(draft_step, name) for name in names}
@@ -43,12 +41,9 @@ def hops(chips: Sequence[int]) -> int:
 
 
 def wire_ms(carried: float, chips: Sequence[int], link_bytes_per_second: float) -> float:
-    """Returns the milliseconds that bytes take which every chip sends to all others.
+    """Returns the milliseconds in which every chip of a replica sends its share of some bytes to all others.
 
-    Args:
-      carried: bytes of a replica; those of an all-reduce count twice.
-      chips: of one replica along each axis; each axis has links in both directions.
-      link_bytes_per_second: of one link, one way.
+    Bytes of an all-reduce count twice. Each axis has links in both directions; the rate is that of one link, one way.
     """
     count, axes = math.prod(chips), sum(size > 1 for size in chips)
     return carried * (count - 1) / count / (2 * axes * link_bytes_per_second) * 1e3 if axes else 0.0
@@ -102,11 +97,6 @@ class Shape:
         picked = self.expert_layers * self.experts * (1 - missed) * self.expert_parameters
         return (self.parameters + picked) * BYTES[dtype] + self.head_parameters * max(BYTES[dtype], BYTES["bfloat16"])
 
-    @property
-    def collectives(self) -> int:
-        """Collectives of a step, one after another: those of the layers, one each for embedding and logits."""
-        return self.collectives_per_layer * self.layers + 2
-
     def call(
         self,
         chip: Chip,
@@ -119,11 +109,10 @@ class Shape:
         cache: str = "bfloat16",
         sequences: int | None = None,
     ) -> Work:
-        """Returns the work of a call on one chip; a compiled program moves a little more.
+        """Returns the work of a call on one chip of a replica; a compiled program moves a little more.
 
         Args:
-          chips: of a replica along each axis.
-          rows: sequences of a replica.
+          rows: sequences of the replica.
           context: slots of the caches that are read.
           tokens: of each sequence.
           sequences: whose attention one chip computes; None: all of its replica.
@@ -133,7 +122,7 @@ class Shape:
         used = self.parameters + self.head_parameters
         used += self.expert_layers * self.experts_per_token * self.expert_parameters
         one = self.collective(chip, chips, rows * tokens)
-        times = self.collectives if count > 1 else 0
+        times = self.collectives_per_layer * self.layers + 2 if count > 1 else 0  # and for embedding and logits
         return Work(
             streaming_ms=read / count / chip.hbm_bytes_per_second * 1e3,
             cycles_ms=2 * used * rows * tokens / count / chip.flops_per_second * 1e3,

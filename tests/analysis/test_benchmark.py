@@ -22,7 +22,7 @@ from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
-from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, greedy, temperature
 from support import fakes
 
@@ -124,11 +124,6 @@ def test_the_parts_and_the_unexplained_make_the_round():
     assert found.least_round.median == (6 / 4 + 8 / 5) / 2  # of one turn each, not of medians
 
 
-def without_parts(monkeypatch):
-    """As under JAX_DISABLE_JIT, but compiled."""
-    monkeypatch.setattr(benchmark_module, "_split", lambda *_: None)
-
-
 def test_phases_that_do_not_fit_are_left_out(pair, monkeypatch):
     """Decoding holds the caches of one side, the phases hold both: what was decoded counts all the same."""
 
@@ -150,34 +145,16 @@ def test_phases_that_do_not_fit_are_left_out(pair, monkeypatch):
         benchmark(pair, Method(drafter=NgramDrafter(K=2), rule=TokenRule(), sampling=SAMPLING), WORK)
 
 
-def test_prompt_lookup(pair, monkeypatch):
-    """Proposals without distributions, and sometimes none."""
-    without_parts(monkeypatch)
-    result = benchmark(pair, Method(drafter=NgramDrafter(K=2), rule=BlockRule(), sampling=SAMPLING), WORK)
-    assert len(result.acceptance.accepted_counts) == 3
-    assert result.acceptance.reached[0] <= result.acceptance.rounds
-    assert len(tables.result_tables(result)) == 2
-
-
-def test_greedy_sides_write_the_same_and_sampled_ones_need_not(pair, result, monkeypatch):
-    without_parts(monkeypatch)
-    same = benchmark(
-        pair, Method(drafter=ModelDrafter(pair.draft, K), rule=TokenRule(), sampling=chain(temperature(0.0))), WORK
-    ).same_tokens
-    assert same == WORK.repeats > result.same_tokens
-
-
-def test_no_drafter(pair, monkeypatch):
-    """Both sides are the same: that is how to test a benchmark."""
-    without_parts(monkeypatch)
-    result = benchmark(pair, Method(drafter=NoDrafter(), rule=TokenRule(), sampling=greedy()), WORK)
-    assert sum(result.acceptance.reached) == 0 and result.acceptance.emitted_per_round == 1
-    assert len(tables.result_tables(result)) == 1
-
-
-def test_without_jit_there_are_no_phases():
-    with jax.disable_jit(), pytest.raises(ValueError, match="JAX_DISABLE_JIT"):
-        benchmark_module.split_round(None, None, 1)
+@pytest.mark.parametrize("K", [0, 3])
+def test_greedy_sides_write_the_same_and_sampled_ones_need_not(pair, result, monkeypatch, K):
+    """Without a draft both sides are the same program, too: that is how to test a benchmark."""
+    monkeypatch.setattr(benchmark_module, "_split", lambda *_: None)  # as under JAX_DISABLE_JIT, but compiled
+    drafter = ModelDrafter(pair.draft, K) if K else NoDrafter()
+    greedily = benchmark(pair, Method(drafter=drafter, rule=TokenRule(), sampling=greedy()), WORK)
+    assert greedily.same_tokens == WORK.repeats > result.same_tokens
+    assert len(tables.result_tables(greedily)) == (2 if K else 1)
+    if K == 0:
+        assert sum(greedily.acceptance.reached) == 0 and greedily.acceptance.emitted_per_round == 1
 
 
 def test_workloads_are_checked(pair):
@@ -222,13 +199,12 @@ def test_a_table_that_does_not_fit_is_shown_row_by_row(plain, width):
         assert {"sampled", "  a  2", "  b  3", "  c  4", "a note"} <= set(lines) and "  b" not in lines
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_tables_hold_the_numbers(result, plain):
+def test_tables_hold_the_numbers(result):
     from rich.console import Console
 
     console = Console(width=110, record=True, file=open(os.devnull, "w", encoding="utf-8"))
     with console.file:
-        report.print_tables(tables.result_tables(result), console, plain)
+        report.print_tables(tables.result_tables(result), console)
         text = console.export_text()
     assert f"{result.acceptance.emitted_per_round:.3f}" in text
     assert f"{result.split.round.ms.median:.3g}" in text

@@ -8,8 +8,8 @@ import pytest
 
 from specsamp import NgramDrafter, Pair, chain, generate, temperature
 from specsamp.analysis import draft_length
-from specsamp.analysis.costs import PerCall
-from specsamp.analysis.draft_length import calibrate, choose_draft_length, cost_table, rising
+from specsamp.analysis.costs import CostTable, PerCall, Round
+from specsamp.analysis.draft_length import calibrate, choose_draft_length, cost_table
 from specsamp.analysis.workload import TimedDecoder
 from support import fakes
 
@@ -82,8 +82,10 @@ def test_lengths_are_checked_before_anything_is_measured(pair, clocks, lengths, 
 
 
 def test_a_cost_table_rises():
-    assert rising([3, 1, 2, 7, 6]) == (2, 2, 2, 6.5, 6.5) and rising([1, 2, 2]) == (1, 2, 2)
+    """Of times that fall, each is the mean of its neighbours."""
     assert cost_table(PerCall(14.0, 2.0), (0, 1, 4)) == (14, 16, 22)
+    noisy = CostTable(rounds=tuple(Round(draft_length=K, ms=ms) for K, ms in enumerate((3, 1, 2, 7, 6))))
+    assert cost_table(noisy, range(5)) == (2, 2, 2, 6.5, 6.5)
 
 
 def test_where_speculation_does_not_pay_the_answer_is_zero(pair, clocks):

@@ -117,25 +117,19 @@ def test_cells_are_measured_again_only_where_that_is_asked_for(tmp_path, benchma
     assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 5, 3, 6]  # memory that ran out replaced nothing
 
 
-def test_a_file_that_becomes_something_else_meanwhile_is_left_alone(tmp_path):
-    path = tmp_path / "grid.json"
-    results = grid.Results.open(str(path), IDENTITY)
-    path.write_text("half a fi", encoding="utf-8")
-    with pytest.raises(ValueError, match="left alone"):
-        results.add({"key": key(batch=9), "result": {"n": 9}}, {})
-    assert path.read_text() == "half a fi"
-
-
 @pytest.mark.parametrize(
     "text",
     ["[]", '{"result": 3}', '{"identity": {}, "cells": [{"key": {}}]}', '{"cells": [', "# A text", "[" * 100_000],
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
-    """A sound result of another tool, a damaged file, or a text: never moved, never written to."""
+    """A sound result of another tool, a damaged file, or a text: never moved, never written to, also during a run."""
     path = tmp_path / "audit.json"
+    opened_before = grid.Results.open(str(path), IDENTITY)
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="audit.json .*left alone. Give another --output"):
         grid.Results.open(str(path), IDENTITY)
+    with pytest.raises(ValueError, match="left alone"):
+        opened_before.add({"key": key(batch=9), "result": {"n": 9}}, {})
     assert path.read_text(encoding="utf-8") == text and len([*tmp_path.iterdir()]) == 1
 
 

@@ -32,7 +32,7 @@ def traced(tmp_path_factory):
     spans, read = {}, trace.spans_by_program
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "spans_by_program", lambda *arguments: spans.update(read(*arguments)) or spans)
-        traced = trace.trace(decoder, tmp_path_factory.mktemp("profiles"), rounds=3)
+        traced = trace.trace(decoder, tmp_path_factory.mktemp("profiles"))
     named = [bool(scope) for *_, scope in spans["decode"]]
     assert sum(named) > 0.9 * len(named) > 0  # without a scope: such as the loop itself
     return traced
@@ -45,7 +45,7 @@ def test_a_round_is_split_by_its_scopes(traced):
     assert {"score/embed", "score/attention", "score/mlp", "score/logits"} <= decoding.scopes.keys()
     assert {"verify/rest", "commit/rest"} <= decoding.scopes.keys()
     assert {"target/attention", "draft/attention"} <= prefill.scopes.keys()
-    assert decoding.runs == 3 and decoding.what == "Round, K = 2" and prefill.what == "Prefill of 4 tokens"
+    assert decoding.runs == 6 and decoding.what == "Round, K = 2" and prefill.what == "Prefill of 4 tokens"
 
 
 def test_a_profile_is_where_it_is_said_to_be(traced):
@@ -59,7 +59,7 @@ def test_the_table_adds_parts_up_to_phases(traced):
     phases = ["draft", "score", "verify", "commit", trace.OUTSIDE]
     assert [name for name in rows if not name.startswith(" ")] == [*phases, "all"]
     assert sum(float(rows[name][2]) for name in phases) == pytest.approx(float(rows["all"][2]), abs=0.005)
-    assert rows["all"][1] == "100.0%" and "mean of 3" in table.note
+    assert rows["all"][1] == "100.0%" and "mean of 6" in table.note
 
 
 @pytest.mark.parametrize(

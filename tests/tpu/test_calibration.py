@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from launch.studies import backtest
-from specsamp.tpu import calibration, measurements
+from specsamp.tpu import measurements
 from specsamp.tpu.calibration import (
     ROUNDS_MS,
     Band,
@@ -57,14 +57,6 @@ def test_a_measurement_that_does_not_belong_shows_in_the_error():
     assert fit_published(tuple(wrong)).added.error > 0.1
 
 
-def test_no_number_is_negative_and_nothing_streams_faster_than_the_memory():
-    found = fit_published(
-        made_by(dataclasses.replace(ADDED, efficiency=1.4), dataclasses.replace(HIDDEN, efficiency=1.4))
-    )
-    for fit in (found.added, found.hidden):
-        assert fit.efficiency <= 1 and min(numbers(fit)) >= 0
-
-
 def test_a_70b_on_v5e_16_is_predicted_from_other_layouts():
     """The bar: a median error of 10% at most, 25% at worst, with nothing of the row's own layout in the fit."""
     assert len(LLAMA) == 24 and len({row.layout for row in LLAMA}) == 2
@@ -85,41 +77,19 @@ def test_the_overlap_that_was_traced_lies_in_the_band():
     assert 0.4 <= fit_published().hidden.least_overlap <= 40 / 67 < fit_published().hidden.overlap == 1
 
 
-def test_layouts_count_and_not_their_rows():
-    """An error that one layout has in all of its rows is no rarer for their number."""
-    hidden = fit_published().hidden
-    assert hidden.layouts == 3
-    for layout in {row.layout for row in LLAMA}:
-        fit = calibration.fit_hidden([row for row in published() if row.layout != layout])
-        left = [row for row in LLAMA if row.layout == layout]
-        assert max(abs(math.log(fit.milliseconds(r.work()) / r.milliseconds)) for r in left) <= hidden.error + 1e-9
-    step = next(row for row in published() if row.model == "Llama 2 7B")
-    assert fit_published().of_row(step).covers(step.milliseconds)  # outside of the band made without it
-
-
 @pytest.mark.parametrize("by", ["layout", "source"])
 def test_bands_cover_nine_of_ten_steps_that_were_left_out(by):
     found = held_out(by)
     assert len(found) == len([row for row in published() if row.kind == "step"])
     assert sum(band.covers(row.milliseconds) for row, band in found) >= 0.9 * len(found)
 
-
-def test_a_band_half_as_wide_does_not_cover():
     def halved(row, band):
         return all(
             math.log(edge / band.likely) * side >= 2 * math.log(row.milliseconds / band.likely) * side
             for edge, side in ((band.most, 1), (band.least, -1))
         )
 
-    found = held_out("layout")
-    assert sum(halved(*one) for one in found) < 0.9 * len(found)
-
-
-def test_a_source_that_is_alone_on_its_chip_leaves_a_chip_without_measurements():
-    """Then the band goes from all hidden to all added, and holds nearly all that was measured there."""
-    found = [(row.milliseconds, band) for row, band in held_out("source") if row in LLAMA]
-    assert len(found) == 24 and all(band.open for _, band in found)
-    assert sum(band.covers(ms) for ms, band in found) >= 22
+    assert sum(halved(*one) for one in found) < 0.9 * len(found)  # the control: bands half as wide
 
 
 def test_rounds_of_the_paper_were_not_fitted():
@@ -163,11 +133,6 @@ def test_chips_without_measurements_get_a_range_of_two_digits():
     assert not estimate("v5e", work).open
     own = dataclasses.replace(HIDDEN, error=0.05)
     assert estimate("v6e", work, own=own) == own.estimate(work)
-
-
-def test_two_digits():
-    shown = {14.72: "15", 0.996: "1.0", 0.0456: "0.046", 123.4: "120", 9.96: "10", 0: "0"}
-    assert [two_digits(number) for number in shown] == list(shown.values())
 
 
 def test_a_ratio_compares_within_each_world():
@@ -215,12 +180,3 @@ def test_rows_are_of_the_slice_that_they_name():
     for row in published():
         assert math.prod(int(size) for size in row.slice.split("x")) == row.tensor * row.data, row
         assert row.batch > 0 and row.milliseconds > 0 and 0 < row.live <= 1 and row.work().streaming_ms >= 0
-
-
-def test_what_rows_must_stream():
-    """As published: 70.2 GB of int8 weights with a bfloat16 head; 129 GB and the relative projection of Chinchilla."""
-    row = next(row for row in LLAMA if row.tensor == 16)
-    assert row.shape.weight_bytes("int8", 8) == pytest.approx(70.2e9, rel=0.01)
-    chinchilla = next(row for row in published() if row.model == "Chinchilla 70B").shape
-    assert chinchilla.weight_bytes("bfloat16", 1) == pytest.approx(140.1e9, rel=0.001)
-    assert chinchilla.cached * 2 == 2_621_440
