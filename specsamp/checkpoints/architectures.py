@@ -69,7 +69,7 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
 
 
 def _usual(fields: Fields) -> dict:
-    """Reads `SIZES`."""
+    """Returns the sizes of a model by the names of `TransformerConfig`."""
     return {ours: fields(key, None) if ours in OPTIONAL_SIZES else fields(key) for ours, key in SIZES.items()}
 
 
@@ -92,7 +92,7 @@ def _like_llama(fields: Fields) -> dict:
 
 
 def _arcee(fields: Fields) -> dict:
-    """Reads a ArceeForCausalLM, which is Llama without a gate."""
+    """Reads an ArceeForCausalLM, which is Llama without a gate."""
     return _llama(fields) | dict(
         gated=False, activation=fields.activation("hidden_act", "relu2"), norm_epsilon=fields("rms_norm_eps", 1e-5)
     )
@@ -112,7 +112,7 @@ def _mistral(fields: Fields, window: int | None = 4096) -> dict:
 
 
 def _qwen2(fields: Fields, first: int | None = None) -> dict:
-    """Reads a Qwen2ForCausalLM, whose window holds from layer ``first`` on, by default that of the file."""
+    """Reads a Qwen2ForCausalLM. Layers from ``first`` on have the window; None reads ``first`` from the file."""
     window = fields.or_null("sliding_window", 4096) if fields.switch("use_sliding_window", False) else None
     first = fields("max_window_layers", 28) if first is None else first
     kinds = [
@@ -230,7 +230,7 @@ def _gemma2(fields: Fields) -> dict:
 
 
 def _gemma3(fields: Fields) -> dict:
-    """Reads a Gemma3ForCausalLM, whose layers with a window have rotary positions of their own."""
+    """Reads a Gemma3ForCausalLM, whose layers with a window have other rotary positions."""
     fields.require("attn_logit_softcapping", None)  # which transformers reads, but does not apply
     every, num_layers = fields("sliding_window_pattern", 6), fields.count("num_hidden_layers")
     kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
@@ -270,7 +270,7 @@ def _like_gemma(fields: Fields) -> dict:
 
 
 def _windows(fields: Fields, window: int | None, kinds: list[str]) -> dict:
-    """Returns the window and the layers without it; ``kinds`` of layers count unless the file lists its own.
+    """Returns the window and the layers without it; ``kinds`` is the kind of each layer unless the file lists them.
 
     Raises:
       ValueError: the list is no list of kinds, one for each layer; or layers have a window, but none is given.

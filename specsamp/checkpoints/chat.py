@@ -87,8 +87,9 @@ def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
     if (folder / "chat_template.jinja").exists():
         path = folder / "chat_template.jinja"
         source = path.read_text(encoding="utf-8")
-    if isinstance(source, list):  # of several, by name
-        source = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}.get("default")
+    if isinstance(source, list):  # several templates with names
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
     if source is None:
         return None
     if not isinstance(source, str):
@@ -103,10 +104,10 @@ def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
 
 
 def knows_conversations(tokenizer: Any) -> bool:
-    """Returns whether a tokenizer has a chat template, which takes a user's message.
+    """Returns whether a tokenizer has a chat template that accepts a user's message.
 
     Raises:
-      CannotRender: it has one, which cannot run.
+      CannotRender: the template cannot run.
     """
     try:
         tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
@@ -150,7 +151,7 @@ def _take_process() -> subprocess.Popen:
     """Returns an idle process, or a new one.
 
     Raises:
-      CannotRender: it does not start.
+      CannotRender: the process does not start.
     """
     with contextlib.suppress(IndexError):
         while (process := _idle.pop()).poll() is not None:
@@ -171,10 +172,10 @@ def _take_process() -> subprocess.Popen:
 
 
 def _answer(process: subprocess.Popen, request: str) -> dict[str, str]:
-    """Returns the answer of a process, which is idle then, or the limit that ended it.
+    """Returns the answer of a process, which becomes idle again, or the limit that ended the process.
 
     Raises:
-      CannotRender: the process ended otherwise, or took too long by the clock.
+      CannotRender: the process ended for another reason, or took too long by the clock.
     """
     answer, seconds = None, MAX_SECONDS + MORE_SECONDS
     timer = threading.Timer(seconds, process.kill)
@@ -211,7 +212,7 @@ def _end_idle() -> None:
 
 
 def _leave_to_parent() -> None:
-    """Forgets the processes of the program that this one is a copy of: answers to two would cross."""
+    """Gives up the processes of the parent after a fork: the answers to parent and child would cross."""
     global _free
     _free = threading.Semaphore(PROCESSES)
     _idle.clear()

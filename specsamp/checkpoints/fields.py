@@ -33,7 +33,7 @@ OPTIONAL_SIZES = ("num_kv_heads", "head_size")
 
 
 def differing_fields(ours: Any, theirs: Any, but: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Returns both values of each field, ``but`` some, that differs between two dataclasses of one class."""
+    """Returns both values of each field that differs between two dataclasses; fields in ``but`` are left out."""
     values = {f.name: (getattr(ours, f.name), getattr(theirs, f.name)) for f in dataclasses.fields(ours)}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1] and name not in but}
 
@@ -54,7 +54,7 @@ class Fields:
         return default[0]
 
     def or_null(self, key: str, default: Any) -> Any:
-        """Returns the value of a key, null included: some keys mean one thing when absent and another as null."""
+        """Returns the value of a key, or ``default`` if it is absent; null is a value here, with its own meaning."""
         return self._content.get(key, default)
 
     def count(self, key: str) -> int:
@@ -84,7 +84,7 @@ class Fields:
             raise ValueError(f"{self.path} says {key} = {self(key)!r}; only {allowed!r} is supported")
 
     def activation(self, key: str, *default: str) -> str:
-        """Returns our name of an activation."""
+        """Returns the name that `TransformerConfig` has for an activation."""
         name = self(key, *default)
         if name not in ACTIVATIONS:
             raise ValueError(f"{self.path} says {key} = {name!r}; known are {', '.join(ACTIVATIONS)}")

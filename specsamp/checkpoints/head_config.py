@@ -1,10 +1,10 @@
 """Reads the ``config.json`` of a head: layouts of EAGLE, of the package speculators, of Medusa, of MTP modules.
 
-The two count layers differently. A head reads hidden states, `Output.hidden`, by the layer that returned them. EAGLE's
-own files name none: what enters layers 2, L/2 and L-3 is read, the outputs of the layers before. speculators names
-what enters a layer, so that its id i is our i - 1. SpecForge names outputs, in ``eagle_config``, as we do.
+A head reads hidden states, `Output.hidden`, by the number of the layer that returned them; files count differently.
+EAGLE's files name no layers: heads read the inputs of layers 2, L/2 and L-3, the outputs of the layers before. Files of
+speculators name inputs of layers, so that id i is layer i - 1 here. SpecForge names outputs, in ``eagle_config``.
 
-Medusa heads say little of themselves: they have their target's sizes, and there are as many as have tensors, since
+Configs of Medusa heads say little: sizes are the target's, and tensors are counted for the number of heads, since
 published files say two where there are five. An MTP module lies in the checkpoint of its target, whose config.json
 describes both.
 """

@@ -142,7 +142,7 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
 
 
 def _refuse_what_the_hub_has(name: str) -> None:
-    """Raises ValueError if a model without safetensors has pickles: they are not downloaded to be refused."""
+    """Raises ValueError if a model has pickles but no safetensors, before the pickles are downloaded."""
     import huggingface_hub
 
     try:

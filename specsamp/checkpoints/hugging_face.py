@@ -50,9 +50,9 @@ OnProgress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes i
 class Checkpoint:
     """An opened checkpoint: everything is known except the values of its tensors."""
 
-    name: str  # as it was asked for
+    name: str  # as the caller gave it
     folder: epath.Path  # of the small files
-    from_hub: bool  # then the tensors are downloaded when they are asked for
+    from_hub: bool  # then the tensors are downloaded when they are first read
     family: Family
     config: TransformerConfig
     tokenizer: JsonTokenizer | None
@@ -110,12 +110,12 @@ class Checkpoint:
 
     @functools.cached_property
     def _found(self) -> dict[str, Tensor]:
-        """Returns all tensors of the files, downloaded if they are not here, by the names that the family has for them."""
+        """Returns all tensors of the files, by the family's names; a model of the hub is downloaded."""
         folder = download_weights(self.name) if self.from_hub else self.folder
         return self._named(find_tensors(folder))
 
     def _named(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns tensors by the names that the family has for them."""
+        """Returns tensors by the family's names."""
         prefix = self.family.prefix
         if not prefix or any(name.startswith(prefix) for name in found):
             return found
@@ -144,7 +144,7 @@ def open_checkpoint(
     Args:
       name: a folder, on a disk or in a bucket, or the id of a model of the hub, such as "Qwen/Qwen2.5-0.5B".
       dtype: of decode-time weights, activations and caches.
-      weight_dtype: "int8" quantises matrices while they are read. What was converted in int8 is read in int8 anyway.
+      weight_dtype: "int8" quantises matrices while they are read. A checkpoint converted in int8 is always read in int8.
       cache_dtype: "int8", or None for ``dtype``.
 
     Raises:
@@ -227,11 +227,11 @@ def read_leaves(
     read: Callable[[str, tuple[slice, ...]], np.ndarray],
     progress: OnProgress = lambda *_: None,
 ) -> dict[str, jax.Array | Int8Weight]:
-    """Makes an array of each place, of the pieces that this process's devices hold, one array at a time.
+    """Makes the array of each place, one at a time; reads the pieces that this process's devices hold.
 
     Args:
       places: shapes, dtypes and shardings.
-      read: returns a slice of the array of that name; in float32 of what is to be an int8 weight.
+      read: returns a slice of the array of that name; in float32 if it becomes an int8 weight.
     """
     done, arrays = 0, {}
 
@@ -291,7 +291,7 @@ def read_piece(
 ) -> np.ndarray:
     """Reads a slice of a parameter in ``dtype``, contiguous and owning its memory.
 
-    What the model has beyond the checkpoint, rows of padding of its vocabulary, is zero.
+    Rows of the model's vocabulary beyond the checkpoint's, which are padding, are zero.
 
     Args:
       tensors: of the checkpoint, by name.

@@ -68,7 +68,7 @@ class JsonTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The largest id plus one: ids may have gaps."""
+        """Returns the largest id plus one: ids may have gaps."""
         return max(self._tokenizer.get_vocab().values()) + 1
 
     def to_json(self) -> str:

@@ -49,7 +49,7 @@ class Corpus:
     digest: str  # SHA-256 of all paths and contents, both sides
 
     def describe(self) -> dict:
-        """Returns the digest, and files and bytes of both sides, for the folder of a run."""
+        """Returns the digest, and the number of files and bytes that are trained on and held out."""
 
         def size(texts):
             return sum(len(text.encode()) for text in texts.values())
@@ -118,7 +118,7 @@ def read_corpus(
 
 
 def _parts(name: str, text: str) -> Iterable[tuple[str, TrainingText]]:
-    """Yields the texts of a file with a name for each: itself, or its conversations, which are counted from 1."""
+    """Yields name and text of a file, or of each of its conversations, which are counted from 1."""
     if not name.endswith(".jsonl"):
         yield name, text
         return
@@ -197,7 +197,7 @@ class Windows:
 
     @property
     def per_epoch(self) -> int:
-        """Windows in an epoch."""
+        """Returns the number of windows in an epoch."""
         return (len(self.stream) - 1) // self.length - 1
 
     def batch(self, step: int, size: int) -> np.ndarray:

@@ -279,7 +279,7 @@ class TrainHead:
         return jax.lax.map(lambda one: sums(*one), (jnp.arange(self.test_steps), features_SBTD))
 
     def _reduced_logits(self, target_params: Any, ids_U: Array, stream_BTD: Array) -> Array:
-        """Returns the target's logits ``[B, T, U]`` of some ids: by their rows of its output, not out of all logits."""
+        """Returns the target's logits ``[B, T, U]`` of some ids, computed from their rows of its output alone."""
         ends = {name: target_params[name][ids_U] for name in ("embedding", OUTPUT_EMBEDDING) if name in target_params}
         config = dataclasses.replace(self.target.config, vocab_size=len(ids_U), num_real_tokens=None)
         return TransformerLM(config).read_out({**target_params, **ends}, stream_BTD)

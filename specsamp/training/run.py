@@ -148,7 +148,7 @@ def read_description(path: epath.Path) -> dict:
 
 
 def write_array(path: str | os.PathLike, array: np.ndarray) -> None:
-    """Writes an array as ``.npy``, all of it or nothing."""
+    """Writes an array as ``.npy``, atomically."""
     buffer = io.BytesIO()
     np.save(buffer, array)
     storage.write(path, buffer.getvalue())

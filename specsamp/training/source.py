@@ -104,7 +104,7 @@ class Source:
         return TransformerLM(dataclasses.replace(self.config, dtype=dtype))
 
     def writer(self, dtype: str) -> Pair:
-        """Returns the model as it writes text; a public one over its mesh, without the tokens of padding."""
+        """Returns the model that writes text: a public model is split over its mesh and never writes tokens of padding."""
         model = self.model_in(dtype)
         if self.mesh is None:
             return Pair(target=model, target_params=self.params)

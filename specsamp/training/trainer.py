@@ -102,7 +102,7 @@ class Intervals:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """All that changes, and all that a checkpoint holds."""
+    """The state that a training step changes and a checkpoint holds."""
 
     step: Array  # int32, updates made
     params: Any  # float32
@@ -123,7 +123,7 @@ def init_state(task: Task, config: TrainConfig, params: Any = None, teacher_para
 
 
 def new_state(shardings: TrainState) -> Callable[..., TrainState]:
-    """Compiles `init_state` so that each array is made where it belongs, and whole on no device that holds a part."""
+    """Compiles `init_state` so that each device makes its own part of each array."""
     return jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)
 
 
