@@ -15,9 +15,9 @@ from specsamp import machine
 from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import report, tables
 from specsamp.analysis.acceptance import expected_tokens, rate_error
-from specsamp.analysis.benchmark import RoundSplit, benchmark
+from specsamp.analysis.benchmark import benchmark
 from specsamp.analysis.grid import counts_of
-from specsamp.analysis.workload import Quartiles, Workload, take_turns
+from specsamp.analysis.workload import Workload, take_turns
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
@@ -104,24 +104,6 @@ def test_all_phases_are_measured(result):
     assert abs(split.unexplained.median) < split.round.ms.median
     for name in ("round", "step"):
         assert getattr(split, name).ms.median > 0
-
-
-def test_the_parts_and_the_unexplained_make_the_round():
-    ms = {
-        "draft": [1.5, 3.5],
-        "sample": [0.5, 0.5],
-        "score": [5.0, 5.0],
-        "verify": [0.25, 0.25],
-        "commit": [0.25, 0.25],
-        "round": [8.0, 10.0],
-        "step": [4.0, 5.0],
-    }
-    found = RoundSplit.of({name: np.array(values) for name, values in ms.items()})
-    assert found.draft_sampling == Quartiles(median=0.5, lower=0.5, upper=0.5)
-    assert found.draft_model.ms.median == 2.0
-    assert found.unexplained == Quartiles(median=1.0, lower=1.0, upper=1.0)
-    assert found.sampling_share.median == (1 / 8 + 1 / 10) / 2
-    assert found.least_round.median == (6 / 4 + 8 / 5) / 2  # of one turn each, not of medians
 
 
 def test_phases_that_do_not_fit_are_left_out(pair, monkeypatch):

@@ -1,6 +1,5 @@
 """What a round costs: known rounds, milliseconds of calls, a roofline, a compile report."""
 
-import dataclasses
 import math
 
 import pytest
@@ -8,8 +7,7 @@ import pytest
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.costs import CostTable, PerCall, Round
 from specsamp.analysis.planner import make_plan
-from specsamp.checkpoints.published import published_config
-from specsamp.models.config import ExpertsConfig, chinchilla_70b, draft_4b
+from specsamp.models.config import chinchilla_70b, draft_4b
 from specsamp.tpu.costs import Roofline, compiled_costs
 
 
@@ -17,32 +15,9 @@ def test_milliseconds_of_a_call_serve_any_batch_and_context():
     """As in the docstrings of the planner and of launch/plan.py."""
     plan = make_plan(Profile.of_rate(0.8), PerCall(14.1, 1.8), batch=8, context=2048, new_tokens=128)
     assert math.isclose(plan[4].round_ms, 14.1 + 4 * 1.8)
-    for calls, name in (
-        ((0, 1), "target_ms"),
-        ((1, -1), "draft_ms"),
-        ((math.inf, 1), "target_ms"),
-        ((1, math.nan), "draft_ms"),
-    ):
+    for calls, name in (((0, 1), "target_ms"), ((1, math.nan), "draft_ms")):
         with pytest.raises(ValueError, match=f"{name} must be"):
             PerCall(*calls)
-
-
-def test_longer_drafts_read_more_experts():
-    """A dense target that takes as long for one token takes longer drafts, at the same acceptance."""
-    sparse = published_config("Qwen/Qwen3-30B-A3B")
-    assert sparse.experts == ExpertsConfig(num_experts=128, experts_per_token=8, width=768)
-    dense = dataclasses.replace(sparse, experts=None, feedforward_width=8 * 768)
-    draft = published_config("Qwen/Qwen3-0.6B")
-    found = {}
-    for name, target in (("sparse", sparse), ("dense", dense)):
-        found[name] = make_plan(Profile.of_rate(0.8), Roofline(target=target, draft=draft, chip="v5e"))
-    assert found["sparse"][0].round_ms == pytest.approx(found["dense"][0].round_ms, rel=0.02)
-    best = {name: plan.best for name, plan in found.items()}
-    assert best["sparse"].draft_length < best["dense"].draft_length
-    assert best["sparse"].speedup.value < 0.75 * best["dense"].speedup.value
-    # A batch that reads all experts anyway reads no more of them for a draft.
-    costs = Roofline(target=sparse, draft=draft, chip="v5e")
-    assert make_plan(Profile.of_rate(0.8), costs, batch=64).best.draft_length > best["sparse"].draft_length
 
 
 def test_lines_between_known_rounds():

@@ -38,14 +38,6 @@ def stats(accepted_counts, reached=None):
     )
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize("K", [0, 1, 5])
-def test_expected_tokens(alpha, K):
-    closed = K + 1 if alpha == 1 else (1 - alpha ** (K + 1)) / (1 - alpha)
-    assert math.isclose(expected_tokens(alpha, K), closed)
-    assert math.isclose(Profile.of_rate(alpha).tokens_per_round(K).value, closed)
-
-
 @pytest.mark.parametrize("draft_ms", BEST)
 def test_the_table_of_best_draft_lengths(draft_ms):
     for alpha, (K, speedup) in zip(ALPHAS, BEST[draft_ms], strict=True):
@@ -96,12 +88,6 @@ def test_rounds_against_simulation(batch, exponents):
         alike = dataclasses.replace(profile, texts=(1.0,))
         assert abs(rounds_per_token(alike, 4, batch, 24) * 24 - drawn) > 0.24
     assert abs(rounds_per_token(profile, 4, batch) * 24 - drawn) > 0.24
-
-
-def test_speculation_that_does_not_pay_is_not_planned():
-    plan = make_plan(Profile.of_rate(0.2), PerCall(1.0, 0.5))
-    assert plan.best.draft_length == 0 and plan.best.speedup.value == 1
-    assert plan[1].speedup.value < 1
 
 
 def test_a_profile_from_counts():

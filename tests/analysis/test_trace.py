@@ -163,7 +163,7 @@ def test_what_is_not_compiled_is_not_traced():
 
 
 def test_a_profile_says_shares_and_a_clock_the_milliseconds(monkeypatch):
-    """A round whose profile shows 10 us takes 8 us by the clock: every phase is eight tenths of what the profile shows."""
+    """A round of 10 us in the profile takes 8 us by the clock: every phase takes eight tenths of its time in the profile."""
     spans = [(0, 7000, ("draft", "mlp")), (7000, 8000, ("draft", "sample")), (8000, 20000, ("score", "mlp"))]
     profiled = object.__new__(trace.Profiled)
     vars(profiled).update(warm=1, rounds=2, prefill=lambda: None, decode=lambda state, rounds: None)
@@ -172,9 +172,12 @@ def test_a_profile_says_shares_and_a_clock_the_milliseconds(monkeypatch):
         {"draft": 0.4, "sample": 0.05, "score": 0.6} | dict.fromkeys(("target", "verify", "commit", trace.OUTSIDE), 0)
     )
     monkeypatch.setattr(benchmark, "Profiled", lambda decoder: profiled)
-    monkeypatch.setattr(benchmark, "round_ms", lambda decoder: 8e-3)
-    split = benchmark.split_round(None, None, turns=3)
-    assert split.round.ms.median == split.step.ms.median == 8e-3
+    clock = iter([8e-3, 4e-3, 8e-3, 10e-3, 8e-3, 8e-3])  # of a round and of a step, turn by turn
+    monkeypatch.setattr(benchmark, "round_ms", lambda decoder: next(clock))
+    split = benchmark.split_round(None, None, turns=2)
+    assert split.round.ms.median == 8e-3 and split.step.ms.median == 7e-3
+    assert split.draft_model.ms.median == pytest.approx(2.8e-3) and split.sampling_share.median == pytest.approx(0.05)
+    assert split.least_round.median == pytest.approx((7.6 / 4 + 7.6 / 10) / 2)  # of one turn each, not of medians
     assert split.draft.ms.median == pytest.approx(3.2e-3) and split.draft_sampling.median == pytest.approx(0.4e-3)
     assert split.score.ms.median == pytest.approx(4.8e-3) and split.unexplained.median == pytest.approx(0)
     spans.clear()  # a platform that reports no operations
