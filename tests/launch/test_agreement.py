@@ -1,16 +1,12 @@
 """Agreement with clocks that are known: a planner that is right is told from one that is wrong."""
 
 import json
-import math
 import types
 
 import numpy as np
 import pytest
 
-from launch.lib import study
 from launch.studies import agreement as module
-from specsamp.analysis.acceptance import NORMAL_95
-from specsamp.analysis.costs import CLOCK_DRIFT
 from specsamp.analysis.report import as_json
 from specsamp.analysis.workload import Timing, Workload
 from specsamp.decoding.results import RowStats
@@ -122,26 +118,4 @@ def test_a_tiny_pair_end_to_end(tmp_path):
     assert keys == [(law, batch) for law in ("greedy", "T = 0.8, top_p 0.95") for batch in (1, 4)]
     assert [check["draft_length"] for check in document["cells"][0]["result"]["checks"]] == [0, 1]
     assert document["cells"][0]["result"]["prompts"] == 2
-    assert "2 of 2" in done.stdout or "1 of 2" in done.stdout
-
-
-def share_covered(checks, drift=CLOCK_DRIFT, width=1.0):
-    """The share of measurements within bands whose drift is another one, or that are narrower."""
-
-    def covered(check):
-        band = check["forecast"]
-        error = math.log(band["upper"] / band["value"]) / NORMAL_95
-        known = math.sqrt(max(error**2 - CLOCK_DRIFT**2, 0))
-        half = width * NORMAL_95 * math.hypot(known, drift)
-        return abs(math.log(check["measured"] / band["value"])) <= half * (1 + 1e-9)
-
-    return np.mean([covered(check) for check in checks])
-
-
-def test_bands_of_95_percent_hold_95_percent_of_what_was_measured_on_other_prompts():
-    """Has two controls: bands without the drift of clocks cover too little, and so do bands half as wide."""
-    checks = [
-        check for cell in study.read_result("python_pair_agreement")["cells"] for check in cell["result"]["checks"]
-    ]
-    assert len(checks) == 52 and share_covered(checks) >= 0.95
-    assert share_covered(checks, drift=0.0) < 0.9 and share_covered(checks, width=0.5) < 0.8
+    assert done.stdout.count(" of 2 ") == 4, done.stdout

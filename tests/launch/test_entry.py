@@ -72,6 +72,28 @@ def test_a_wrong_command_line_is_one_line(arguments, message):
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        (f"demo {TINY} --config.beams=0", "--config.beams must be an integer >= 1 and below 2147483648; got 0"),
+        (
+            f"demo {TINY} --config.exit_layer=0",
+            "--config.exit_layer must be an integer >= 1 and below 2147483648; got 0",
+        ),
+        ("evaluate --task=python --methods=token/early_exit", "--config.exit_layer must be an integer >= 1"),
+        (
+            "evaluate --task=python --methods=token/head/4",
+            "this pair was read without a head: set --config.drafter=head",
+        ),
+        ("export --pair=python --output=", "--output is empty: name a folder"),
+        ("export --checkpoint=none --model=3 --output=/tmp/none", "--model=3 does not divide the 8 devices"),
+    ],
+)
+def test_fields_and_flags_are_checked_where_nothing_chose_them_and_before_files_are_read(command, message):
+    done = call(*command.split())
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
 def test_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
     """And what another folder holds under the same name comes first."""
     config_file = importlib.import_module("launch.lib.config")

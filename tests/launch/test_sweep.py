@@ -6,7 +6,7 @@ import pytest
 
 from configs import chinchilla, trained_pair
 from launch.lib.cells import parse_grid
-from support.run_script import ROOT, call
+from support.run_script import call
 
 
 def test_the_shipped_sweeps():
@@ -18,41 +18,26 @@ def test_the_shipped_sweeps():
 
 
 SWEPT = """
-import importlib.util, pathlib
-_spec = importlib.util.spec_from_file_location("base", pathlib.Path({root!r}) / "configs" / "random_pair.py")
-_base = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_base)
+from configs import random_pair
+
+GRIDS = [["draft_length=0"]]
 
 def get_config():
-    config = _base.get_config("tiny")
+    config = random_pair.get_config("tiny")
     config.repeats, config.max_new_tokens, config.prompt_length = 1, 1, 1
-    config.target.update(num_layers=1, positions="rotary")
-    config.draft.update(positions="rotary")
-    config.sampling.temperature = 0.0
     return config
-
-GRIDS = [["{points}"]]
 """
 
 
-@pytest.fixture
-def swept(tmp_path):
-    def write(points):
-        path = tmp_path / "swept.py"
-        path.write_text(SWEPT.format(root=str(ROOT), points=points), encoding="utf-8")
-        return f"--config={path}"
-
-    return write
-
-
 @pytest.mark.slow
-def test_a_sweep_is_measured_and_gathered(swept, tmp_path):
+def test_a_sweep_is_measured_and_gathered(tmp_path):
+    (swept := tmp_path / "swept.py").write_text(SWEPT, encoding="utf-8")
     output = tmp_path / "sweep.json"
-    done = call("benchmark", "--sweep", swept("draft_length=0"), f"--output={output}", "--plain")
+    done = call("benchmark", "--sweep", f"--config={swept}", f"--output={output}", "--plain")
     assert done.returncode == 0, done.stderr
     assert [cell["key"]["draft_length"] for cell in json.loads(output.read_text())["cells"]] == [0]
     gathered = call("benchmark", f"--gather={output}", f"--gather={output}", "--plain")
-    assert gathered.stdout.count("greedy, plain") == gathered.stdout.count("ms per token over all rows") == 2
+    assert gathered.stdout.count("plain") >= 2 == gathered.stdout.count("ms per token over all rows")
 
 
 def test_gathering_writes_nothing(tmp_path):

@@ -1,0 +1,69 @@
+"""Blocks of problems: turns of conversations follow their answers, and blocks of all methods become rows."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from specsamp import Method, NgramDrafter
+from specsamp.decoding.results import RowStats
+from specsamp.evaluation.evaluate import Requests, decode, tabulate
+from specsamp.evaluation.task import EvaluationTask, Problem
+from support.byte_tokenizer import ByteTokenizer
+from support.fakes import counting_pair
+
+
+def test_a_turn_follows_the_answer_to_the_one_before():
+    """A second turn, by a template that repeats all it is given, holds the first and its answer."""
+    given = []
+
+    class Template(ByteTokenizer):
+        def encode_chat(self, messages):
+            given.append([(one["role"], one["content"]) for one in messages])
+            return self.encode(messages[-1]["content"])
+
+    pair = dataclasses.replace(counting_pair(), tokenizer=Template())
+    problems = {3: Problem(id="a", prompt="ab", further_turns=("uv", "x" * 70)), 5: Problem(id="b", prompt="mn")}
+    task = EvaluationTask(name="chat", problems=list(problems.values()))
+    method = Method(drafter=NgramDrafter(K=2))
+    found = decode(pair, task, problems, method, Requests(max_new_tokens=3, chat=True))
+    assert [("user", "ab"), ("assistant", "cde"), ("user", "uv")] in given
+    assert found["timed"]["completions"] == 3 and found["turns_left_out"] == 1, "the third turn has 70 of 64 positions"
+    alone = decode(pair, task, problems, method, Requests(max_new_tokens=3))
+    assert alone["timed"]["completions"] == 2 and alone["turns_left_out"] == 2, "without a template there is one turn"
+
+
+def block(scores, seconds, category="", dropped=0):
+    stats = RowStats(rounds=2, emitted=5, drafted=4, reached=(2, 1), accepted_counts=(1, 0, 1))
+    timed = dict(completions=1, tokens=10, seconds=seconds, rounds=5, busy=8, row_rounds_in_demand=8, busy_in_demand=7)
+    return dict(
+        problems=list(range(len(scores))),
+        scores=[{"right": score} for score in scores],
+        counts={category: dataclasses.asdict(stats)},
+        exact=True,
+        row_independent=True,
+        finish={},
+        dropped=dropped,
+        timed=timed,
+    )
+
+
+def test_blocks_are_put_together():
+    """Scores are compared problem by problem on blocks that both have, times block by block."""
+    found = {
+        ("plain", "a"): block([0.0, 1.0, 0.0, 1.0], 2.0, "a"),
+        ("plain", "b"): block([1.0, 0.0], 1.0, "b"),
+        ("fast", "b"): block([1.0, 0.0], 0.5, "b", dropped=5),
+        ("fast", "a"): block([0.0, 1.0, 1.0, 1.0], 0.5, "a"),
+        ("half", "a"): block([0.0, 0.0, 0.0, 0.0], 4.0, "a"),
+    }
+    cells = [{"key": {"method": key[0], "block": key[1]}, "result": one} for key, one in found.items()]
+    plain, fast, half = tabulate(cells, "plain")
+    assert (plain["problems"], plain["scores"]["right"].mean) == (6, 0.5)
+    assert (plain["differences"], plain["speedups"]) == ({}, [])
+    assert fast["differences"]["right"]["mean"] == pytest.approx(1 / 6)
+    assert fast["differences"]["right"]["problems"] == 6 and fast["dropped"] == pytest.approx(1 / 3)
+    assert sorted(fast["speedups"]) == [2, 4] and fast["ms_per_token"] == pytest.approx(50)
+    assert fast["counts"].rounds == 4 and set(fast["counts_by_category"]) == {"a", "b"}
+    assert half["differences"]["right"]["mean"] == -0.5 and half["speedups"] == [0.5]
+    assert fast["occupancy"] == pytest.approx(7 / 8) and np.isfinite(fast["scores"]["right"].error)
