@@ -10,11 +10,12 @@ import pytest
 from specsamp.decoding.batch_rows import extract, insert
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.state import Finish, RequestBatch, Weights
+from specsamp.decoding.state import Finish, Weights
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import Chain, Warp, chain, greedy, register_warp, temperature
-from support.fakes import TableLM, decode, table_loop
+from support import fakes
+from support.fakes import TableLM, decode, table_loop, texts
 from support.loop_distributions import NEAR, TARGET, V
 
 PROMPTS, BUDGET, SLOTS = [[1, 2], [0], [2, 2, 1]], 12, 24
@@ -26,22 +27,11 @@ SAMPLING = chain(temperature(0.9))
 def prefill(ids, slots=SLOTS, loop=LOOP):
     """The state of some of the prompts, each with its own id."""
     prompts = [PROMPTS[i] for i in ids]
-    lengths = np.array([len(prompt) for prompt in prompts])
-    request = RequestBatch.create(sampling=SAMPLING, limits=lengths + BUDGET, prompt_ids=ids)
-    padded = np.ones((len(prompts), 4), np.int32)
-    for row, prompt in zip(padded, prompts):
-        row[: len(prompt)] = prompt
-    return loop.prefill(WEIGHTS, request, jnp.asarray(padded), jnp.asarray(lengths), slots=slots)
+    return fakes.prefill(loop, TARGET, NEAR, prompts, BUDGET, SAMPLING, prompt_ids=ids, padded_length=4, slots=slots)
 
 
 def finished(state):
     return LOOP.run(WEIGHTS, state, 1000)
-
-
-def texts(state):
-    return [
-        tokens[:length].tolist() for tokens, length in zip(np.asarray(state.tokens_BS), np.asarray(state.lengths_B))
-    ]
 
 
 @pytest.fixture(scope="module")

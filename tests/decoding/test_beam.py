@@ -13,10 +13,10 @@ from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.drafters import BeamDrafter
 from specsamp.decoding.method import choose_drafter
 from specsamp.decoding.sampler import Sampler
-from specsamp.decoding.state import RequestBatch, Weights
+from specsamp.decoding.state import Weights
 from specsamp.sampling.penalties import penalties
 from specsamp.sampling.warp import chain, greedy, temperature, top_p
-from support.fakes import FALSE_ALARM, ORDER, TableLM, random_table, table_loop, table_pair
+from support.fakes import FALSE_ALARM, ORDER, TableLM, prefill, random_table, table_loop, table_pair
 from support.loop_distributions import FAR, FULL, V, distribution_test
 from support.mutants import BeamJudgedByItsScores, BeamThatForgets
 
@@ -30,13 +30,8 @@ OTHER, TAU = random_table(8, SIZE, scale=0.7), 0.7  # a target that the draft is
 
 def first_state(drafter, draft, prompts, sampling, rule=TokenRule(), target=TABLE):
     """A loop that has read some prompts: itself, its weights, and its state."""
-    loop = table_loop(rule, drafter, vocab_size=draft.shape[-1])
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    padded = np.array([prompt + [1] * (lengths.max() - len(prompt)) for prompt in prompts], np.int32)
-    request = RequestBatch.create(sampling=sampling, limits=lengths + 20, seed=0, stop_ids=(-1,))
-    weights, slots = Weights(target=target, draft=draft), lengths.max() + 20 + loop.headroom
-    state = loop.prefill(weights, request, jnp.asarray(padded), jnp.asarray(lengths), slots=int(slots))
-    return loop, weights, state
+    loop = table_loop(rule, drafter, vocab_size=SIZE)
+    return loop, Weights(target=target, draft=draft), prefill(loop, target, draft, prompts, 20, sampling)
 
 
 def first_draft(*args):

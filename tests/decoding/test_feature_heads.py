@@ -12,14 +12,14 @@ from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import choose_drafter
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.state import RequestBatch, Weights
+from specsamp.decoding.state import Weights
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import chain, log_probs, temperature
 from support import mutants
-from support.fakes import FALSE_ALARM, decode, joint_distribution, p_value
+from support.fakes import FALSE_ALARM, decode, joint_distribution, p_value, prefill, texts
 from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, medusa, mtp, table_head
 from support.loop_distributions import FULL, LIKELY, PROMPTS, TARGET, V, distribution_test
 from support.weights import drawn_params
@@ -116,20 +116,10 @@ def table_loop(drafter=FeatureDrafter, layer=0, K=3, scored=1, **options):
     return Loop(target=target, drafter=drafter, rule=TokenRule(), window=scored)
 
 
-def prefilled(loop, ids=(0, 1, 2), budget=20, slots=40, samples=1):
+def prefilled(loop, ids=(0, 1, 2), slots=40, samples=1):
     prompts = [PROMPTS_READ[i] for i in ids]
-    lengths = np.array([len(prompt) for prompt in prompts])
-    request = RequestBatch.create(
-        sampling=TABLE,
-        limits=np.repeat(lengths + budget, samples),
-        prompt_ids=np.repeat(ids, samples),
-        sample_ids=np.tile(np.arange(samples), len(ids)),
-    )
-    tokens_BP = np.ones((len(prompts), 5), np.int32)
-    for row, prompt in zip(tokens_BP, prompts):
-        row[: len(prompt)] = prompt
-    arrays = jnp.asarray(tokens_BP), jnp.asarray(lengths)
-    return loop.prefill(WEIGHTS, request, *arrays, slots=slots, num_samples=samples)
+    shape = dict(padded_length=5, slots=slots, samples=samples)
+    return prefill(loop, TARGET, TARGET, prompts, 20, TABLE, prompt_ids=ids, **shape)
 
 
 def read_in_chunks(loop, chunk):
@@ -137,10 +127,6 @@ def read_in_chunks(loop, chunk):
     return loop.extend(
         WEIGHTS, whole.request, None, whole.tokens_BS, jnp.zeros(3, jnp.int32), whole.lengths_B, chunk=chunk
     )
-
-
-def texts(state):
-    return [row[:n].tolist() for row, n in zip(np.asarray(state.tokens_BS), np.asarray(state.lengths_B))]
 
 
 def first_acceptance(loop):

@@ -1,16 +1,40 @@
-"""What the Python interface refuses before anything is compiled, and what it takes."""
+"""What the Python interface refuses before anything is compiled, what it takes, and what odd logits do to a row."""
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import NgramDrafter, Pair, chain, generate, stream, temperature
-from specsamp.decoding.drafters import ModelDrafter
+from specsamp import (
+    BlockRule,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    Pair,
+    TokenRule,
+    chain,
+    generate,
+    stream,
+    temperature,
+    top_p,
+)
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from support.byte_tokenizer import ByteTokenizer
-from support.fakes import BYTES, CountingLM, counting_pair, random_table, table_pair
+from support.fakes import (
+    BYTES,
+    FALSE_ALARM,
+    CountingLM,
+    TableLM,
+    counting_pair,
+    joint_distribution,
+    near,
+    p_value,
+    random_table,
+    table_pair,
+)
 from support.weights import drawn_params
 
 
@@ -170,3 +194,85 @@ def test_logits_of_another_width_are_refused(side):
     pair = dataclasses.replace(table_pair(), **{f"{side}_params": random_table(5, 12)[..., :9]})
     with pytest.raises(ValueError, match=f"{side}.* vocabulary of 12.* width 9"):
         generate(pair, [[1]], 4)
+
+
+# Logits that are none, and numbers of other widths.
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_never_emitted():
+    """A vocabulary padded to a round number: its last ids are excluded from target and draft."""
+
+    class Short(ByteTokenizer):
+        vocab_size = 7
+        eos_id = None
+
+    for options in (dict(sampling=chain(temperature(3.0))), dict()):
+        rows = generate(table_pair(tokenizer=Short()), [[1]], 100, num_samples=4, **options)
+        assert max(max(row.tokens) for row in rows) < 7
+        rows = generate(table_pair(), [[1]], 100, num_samples=4, sampling=chain(temperature(3.0)))
+        assert max(max(row.tokens) for row in rows) >= 7, "the control"
+
+
+def test_logits_that_become_nan_end_the_row():
+    """Nothing fluent is made of them; other rows go on, and a draft that fails costs only acceptance."""
+    broken = random_table(3, 12).at[:, :, 5].set(jnp.nan)  # after token 5
+    pair = dataclasses.replace(table_pair(), target_params=broken)
+    rows = generate(pair, [[1, 5], [1]], 200, sampling=chain(temperature(1.0)), num_samples=3)
+    for row in rows[:3]:
+        assert (row.finish, row.tokens, row.stats.rounds) == ("invalid", [], 0)
+    for row in rows[3:]:
+        assert row.finish == "invalid" and len(row.tokens) > 0 and row.stats.emitted == len(row.tokens)
+    pair = dataclasses.replace(table_pair(), draft_params=broken)
+    (row,) = generate(pair, [[1, 5]], 50, sampling=chain(temperature(1.0)))
+    assert row.finish == "length" and row.stats.drafted < 4 * row.stats.rounds
+
+
+@pytest.mark.parametrize("spoiler", [jnp.inf, -jnp.inf, jnp.nan])
+def test_logits_that_are_no_distribution_end_the_row(spoiler):
+    pair = dataclasses.replace(table_pair(), target_params=jnp.full((13, 13, 13, 12), spoiler))
+    (row,) = generate(pair, [[1]], 5, sampling=chain(temperature(1.0)))
+    assert (row.finish, row.tokens) == ("invalid", [])
+
+
+@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
+@pytest.mark.parametrize("spoiled_after", [1, 5])
+def test_a_draft_whose_distribution_is_nan_biases_nothing(rule, spoiled_after):
+    """The draft ends before it: nothing is accepted on the strength of a distribution that is none."""
+    vocab_size = 4
+    table = random_table(6, vocab_size, scale=1.5)
+    spoiled = near(table, 7, 0.5)
+    spoiled = spoiled.at[:, :, 1].set(jnp.nan) if spoiled_after == 1 else spoiled * jnp.nan
+    pair = Pair(target=TableLM(4), target_params=table, draft=TableLM(4), draft_params=spoiled)
+    rows = generate(pair, [[2, 1, 3]], 2, sampling=chain(), rule=rule, num_samples=20_000)
+    distribution = joint_distribution(table, chain(), [2, 1, 3], 2)
+    assert p_value([(np.array([row.tokens for row in rows]), distribution)], powered=False) > FALSE_ALARM
+
+
+def test_sixty_four_bit_logits_keep_their_log_probs():
+    with jax.enable_x64(True):
+        pair = Pair(target=TableLM(12), target_params=np.asarray(random_table(3, 12), np.float64))
+        pair = dataclasses.replace(pair, target_params=jnp.asarray(pair.target_params))
+        (row,) = generate(pair, [[1]], 4, draft_length=0, return_log_probs=True)
+    assert len(row.log_probs) == 4 and max(row.log_probs) < 0
+
+
+def test_log_probs_of_narrow_logits_are_wide():
+    """A model that returns bfloat16 logits is verified, and reported, in float32."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Narrow(TableLM):
+        def __call__(self, *args, **kwargs):
+            output = super().__call__(*args, **kwargs)
+            return dataclasses.replace(output, logits_BTV=output.logits_BTV.astype(jnp.bfloat16))
+
+    table = random_table(3, 12)
+    pair = Pair(target=Narrow(12), target_params=table)
+    (row,) = generate(pair, [[1, 2, 3]], 1, draft_length=0, return_log_probs=True)
+    expected = jax.nn.log_softmax(table[1, 2, 3].astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_allclose(row.log_probs[0], expected[row.tokens[0]], rtol=1e-6)
+
+
+def test_numbers_of_a_pair_without_drafter_are_plain():
+    row = generate(counting_pair(), ["a"], 5, drafter=NoDrafter(), rule=TokenRule())[0]
+    assert row.stats.rounds == 5 and row.stats.reached == () and np.isnan(row.stats.acceptance_rate)
+    assert generate(counting_pair(), ["a"], 5, sampling=chain(temperature(0.0), top_p(0.5)))[0].text == "bcdef"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import Pair, chain, generate, greedy, stream, temperature, top_p
+from specsamp import BlockRule, Pair, chain, generate, greedy, stream, temperature, top_p
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
@@ -39,8 +39,8 @@ ROWS = MAX_UNROLLED_ROWS + 3
 PROMPTS = [np.random.default_rng(i).integers(0, 48, 1 + i % 20).tolist() for i in range(ROWS)]
 
 
-def test_layouts_rows_and_streams_agree(pairs):
-    """Ragged rows, more than are written one by one, in both weight orders, each alone, and as a stream."""
+def test_layouts_and_rows_agree(pairs):
+    """Ragged rows, more than are written one by one, in both weight orders, and one of them alone."""
     texts = {
         layout: [c.tokens for c in generate(pair, PROMPTS, 20, sampling=SAMPLING, seed=3)]
         for layout, pair in pairs.items()
@@ -49,10 +49,31 @@ def test_layouts_rows_and_streams_agree(pairs):
     assert len({tuple(text) for text in texts["cpu"]}) == ROWS
     alone = generate(pairs["cpu"], PROMPTS[7:8], 20, sampling=SAMPLING, seed=3, prompt_ids=[7], num_samples=2)
     assert alone[0].tokens == texts["cpu"][7] and alone[1].tokens != texts["cpu"][7]
-    streamed = [[], []]
-    for c in stream(pairs["cpu"], PROMPTS[7:8], 20, sampling=SAMPLING, seed=3, prompt_ids=[7], num_samples=2):
-        streamed[c.sample_index] += c.tokens
-    assert streamed == [row.tokens for row in alone]
+
+
+def test_stream_is_generate(pairs):
+    pair = pairs["cpu"]
+    options = dict(max_new_tokens=[5, 17, 30], sampling=SAMPLING, num_samples=2, seed=3, stop=[7, 9])
+    whole = generate(pair, PROMPTS[3:6], **options)
+    for rounds in (1, 4):
+        tokens = {(row.prompt_index, row.sample_index): [] for row in whole}
+        finish = {}
+        for chunk in stream(pair, PROMPTS[3:6], rounds_per_chunk=rounds, **options):
+            tokens[chunk.prompt_index, chunk.sample_index] += chunk.tokens
+            finish[chunk.prompt_index, chunk.sample_index] = chunk.finish
+        for row in whole:
+            assert tokens[row.prompt_index, row.sample_index] == row.tokens
+            assert finish[row.prompt_index, row.sample_index] == row.finish
+
+
+def test_log_probs_are_those_of_a_scorer(pairs):
+    """What generate reports is what scoring the finished text without a cache gives."""
+    pair, prompt = pairs["default"], [5, 4, 3]
+    for row in generate(pair, [prompt], 30, return_log_probs=True, num_samples=2, sampling=SAMPLING, rule=BlockRule()):
+        text = jnp.asarray([prompt + row.tokens[:-1]])
+        scored = jax.nn.log_softmax(pair.target.forward(pair.target_params, text).logits_BTV[0, 2:])
+        expected = jnp.take_along_axis(scored, jnp.asarray(row.tokens)[:, None], axis=1)[:, 0]
+        np.testing.assert_allclose(row.log_probs, expected, atol=2e-5)
 
 
 def test_a_draft_with_ngrams_that_is_its_own_target_is_always_accepted(pairs):

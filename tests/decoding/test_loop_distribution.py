@@ -40,55 +40,41 @@ from support.loop_distributions import (
 )
 
 
-def test_draft_model():
-    """Other rules, K, drafts and warps are below; the coupled rule's texts are those of no draft (test_pathwise.py)."""
-    loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 4))
-    assert distribution_test(loop, FAR, chain(temperature(1.5), top_k(2))) > FALSE_ALARM
+def model(K, window=1):
+    return ModelDrafter(TableLM(V), K, window)
 
 
-@pytest.mark.parametrize("rule, sampling", [(TokenRule(), NUCLEUS), (CoupledRule(), LIKELY)])
-def test_autoregressive(rule, sampling):
-    assert distribution_test(table_loop(rule, NoDrafter()), None, sampling, length=3) > FALSE_ALARM
+EXITS = LayeredTableLM(V)
+EXIT_LAYERS = jnp.stack([FAR, TARGET - FAR])
+EXIT_LOOP = dataclasses.replace(table_loop(BlockRule(), EarlyExitDrafter(EXITS, 1, 2, 2), window=2), target=EXITS)
+CASES = {
+    "draft model": (table_loop(TokenRule(), model(4)), FAR, chain(temperature(1.5), top_k(2)), dict(length=4)),
+    "no draft": (table_loop(TokenRule(), NoDrafter()), None, NUCLEUS, {}),
+    "coupled, no draft": (table_loop(CoupledRule(), NoDrafter()), None, LIKELY, {}),  # with drafts: test_pathwise.py
+    "drafts that stop": (table_loop(TokenRule(), model(STOPPED.K)), NEAR, FULL, dict(adaptive=STOPPED)),
+    "lengths that adapt": (table_loop(BlockRule(), model(RESTLESS.K)), NEAR, FULL, dict(adaptive=RESTLESS)),
+    "prompt lookup": (table_loop(BlockRule(), NgramDrafter(2)), None, FULL, {}),  # some rows find nothing
+    "early exit": (EXIT_LOOP, None, FULL, dict(target=EXIT_LAYERS)),  # a window of one is in test_mutants.py
+    "a warp of the draft": (
+        table_loop(BlockRule(), model(2)),
+        FAR,
+        NUCLEUS,
+        dict(draft_sampling=chain(temperature(0.5), top_k(2))),
+    ),
+    "known tokens that are fed again": (table_loop(TokenRule(), model(1, window=3), window=4), NEAR, FULL, {}),
+    "five tokens": (
+        table_loop(BlockRule(), model(3)),
+        NEAR,
+        chain(temperature(2.0)),
+        dict(length=5, prompts=[[1, 2]]),
+    ),
+}
 
 
-@pytest.mark.parametrize("rule, adaptive", [(TokenRule(), STOPPED), (BlockRule(), RESTLESS)])
-def test_draft_lengths_that_adapt(rule, adaptive):
-    loop = table_loop(rule, ModelDrafter(TableLM(V), adaptive.K))
-    assert distribution_test(loop, NEAR, FULL, length=3, adaptive=adaptive) > FALSE_ALARM
-
-
-def test_prompt_lookup_of_ragged_length():
-    """One-hot drafts; rows whose context has no match draft nothing."""
-    assert distribution_test(table_loop(BlockRule(), NgramDrafter(2)), None, FULL, length=3) > FALSE_ALARM
-
-
-def test_early_exit():
-    """The draft writes the target's own cache, from which the target reads all that is before its call.
-
-    A window of one is the control in test_mutants.py.
-    """
-    target = LayeredTableLM(V)
-    loop = dataclasses.replace(table_loop(BlockRule(), EarlyExitDrafter(target, 1, 2, 2), window=2), target=target)
-    assert distribution_test(loop, None, FULL, target=jnp.stack([FAR, TARGET - FAR]), length=3) > FALSE_ALARM
-
-
-def test_draft_with_a_warp_of_its_own():
-    loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 2))
-    own = chain(temperature(0.5), top_k(2))
-    assert distribution_test(loop, FAR, NUCLEUS, draft_sampling=own, length=3) > FALSE_ALARM
-
-
-def test_windows_wider_than_needed():
-    """The window of a TPU: one known token is fed again."""
-    loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 1, window=3), window=4)
-    assert distribution_test(loop, NEAR, FULL, length=3) > FALSE_ALARM
-
-
-def test_five_tokens():
-    """Longer than a block, over at least two rounds."""
-    loop = table_loop(BlockRule(), ModelDrafter(TableLM(V), 3))
-    flat = chain(temperature(2.0))
-    assert distribution_test(loop, NEAR, flat, length=5, prompts=[[1, 2]]) > FALSE_ALARM
+@pytest.mark.parametrize("case", CASES)
+def test_texts_have_the_distribution_of_the_target(case):
+    loop, draft, sampling, options = CASES[case]
+    assert distribution_test(loop, draft, sampling, **(dict(length=3) | options)) > FALSE_ALARM
 
 
 def test_rows_with_parameters_of_their_own():

@@ -1,4 +1,4 @@
-"""Lossy rules through the loop: they write what is enumerated, and meter what that costs."""
+"""Lossy rules through the loop: they write what is enumerated, and completions say what that costs."""
 
 import functools
 
@@ -6,9 +6,23 @@ import jax
 import numpy as np
 import pytest
 
-from specsamp import EARS, Bounded, JointThreshold, Lenience
-from specsamp.decoding.drafters import ModelDrafter
-from support.fakes import FALSE_ALARM, TableLM, decode, p_value, prefix_tables, table_loop
+from specsamp import (
+    EARS,
+    BlockRule,
+    Bounded,
+    JointThreshold,
+    Lenience,
+    ModelDrafter,
+    NgramDrafter,
+    chain,
+    generate,
+    generate_many,
+    stream,
+    temperature,
+)
+from specsamp.decoding.results import RowStats
+from specsamp.sampling.synthetic import SyntheticAcceptance
+from support.fakes import FALSE_ALARM, TableLM, counting_pair, decode, p_value, prefix_tables, table_loop, table_pair
 from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V
 from support.price import joint_and_price, variation
 
@@ -98,11 +112,76 @@ def test_statistics_and_meter_tell_one_story(case):
     assert 0.3 < token_rule < accepted / verified
 
 
-def test_the_token_rules_acceptance_is_told():
-    """Compares first tokens, where both rules verify the same: what is accepted, less what was bought, is ``sum min(p, q)``."""
-    emitted, _, extra, found = run("EARS")
-    from_draft = np.take_along_axis(np.asarray(found.state.from_draft_BS), found.prompt_lengths[:, None], axis=1)
-    for prompt in range(len(PROMPTS)):
-        q, p = (np.exp(prefix_tables(one, FULL, PROMPTS[prompt], 1)[0][0, 0]) for one in (TARGET, FAR))
-        accepted = from_draft.reshape(len(PROMPTS), SAMPLES)[prompt].mean()
-        assert abs(accepted - extra[prompt, :, 0].mean() - np.minimum(p, q).sum()) < 5 * 0.5 / np.sqrt(SAMPLES)
+# Completions.
+
+NEVER = "\0\0\0"  # a stop text, so that all calls share a program
+OPTIONS = {
+    "sampling": chain(temperature(8.0)),
+    "draft_sampling": chain(temperature(4.0)),
+    "rule": Lenience(0.5),
+    "seed": 3,
+}
+
+
+@functools.cache
+def whole():
+    return generate(counting_pair(), ["a"], 24, stop=[NEVER], **OPTIONS)[0]
+
+
+def test_completions_say_what_they_cost():
+    stats = whole().stats
+    assert not whole().exact
+    assert 0 < stats.variation < stats.emitted
+    assert stats.extra_accepted == pytest.approx(stats.variation, abs=1e-5)
+    assert stats.variation_per_token == stats.variation / len(whole().tokens)
+    assert (stats + stats).variation == 2 * stats.variation
+    assert RowStats.from_json(vars(stats)) == stats
+
+
+def test_what_a_stop_text_cuts_off_is_not_metered():
+    """The same text stopped by a budget and by a string reports the same."""
+    (cut,) = generate(counting_pair(), ["a"], 24, stop=[whole().text[4:7]], **OPTIONS)
+    count = len(cut.tokens)
+    assert cut.finish == "stop" and whole().tokens[:count] == cut.tokens and cut.dropped
+    (short,) = generate(counting_pair(), ["a"], count, stop=[NEVER], **OPTIONS)
+    assert short.tokens == cut.tokens
+    assert cut.stats.variation == pytest.approx(short.stats.variation, abs=1e-6)
+    assert cut.stats.extra_accepted == pytest.approx(short.stats.extra_accepted, abs=1e-6)
+    assert 0 < cut.stats.variation < whole().stats.variation
+
+
+def test_a_row_that_is_refilled_meters_its_own_text():
+    prompts = ["a", "xyz"]
+    first, second = generate_many(counting_pair(), prompts, [24, 5], rows=1, stop=[NEVER], **OPTIONS)
+    assert first.tokens == whole().tokens
+    assert first.stats.variation == pytest.approx(whole().stats.variation, abs=1e-5)
+    assert 0 < second.stats.variation < first.stats.variation
+
+
+class LossyDrafter(NgramDrafter):
+    exact = False
+
+
+@pytest.mark.parametrize("call", [generate, lambda *a, **b: next(stream(*a, **b)), generate_many])
+def test_exactness_can_be_demanded(call):
+    call = functools.partial(call, table_pair(), [[1]], 4, require_exact=True)
+    with pytest.raises(ValueError, match=r"EARS\(beta=0.3\) is lossy"):
+        call(rule=EARS(0.3))
+    with pytest.raises(ValueError, match="exactness is required, but LossyDrafter"):
+        call(drafter=LossyDrafter(2))
+
+
+def test_exact_rules_have_no_meter():
+    (one,) = generate(table_pair(), [[1]], 4, require_exact=True, rule=BlockRule())
+    assert one.exact and one.stats.variation is None and np.isnan(one.stats.variation_per_token)
+    assert (one.stats + one.stats).variation is None
+    assert not SyntheticAcceptance(EARS(), 0.5).metered, "made-up texts follow no rule"
+
+
+def test_a_rule_must_say_whether_it_is_metered():
+    class Own:
+        exact, trees, draft_independent = True, False, False
+        sample, verify = BlockRule.sample, BlockRule.verify
+
+    with pytest.raises(ValueError, match="the rule must set metered"):
+        generate(table_pair(), [[1]], 4, rule=Own())

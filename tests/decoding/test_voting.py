@@ -2,13 +2,11 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specsamp import (
-    Adaptive,
     BlockRule,
     ChoosingDrafter,
     Pair,
@@ -16,7 +14,7 @@ from specsamp import (
     VotingDrafter,
     generate,
 )
-from specsamp.decoding.drafter import Drafter, Prefix, with_length
+from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.drafters.voting import vote
 from specsamp.decoding.method import choose_drafter
@@ -82,17 +80,30 @@ def test_the_two_wrong_ways_in_numbers():
 # The loop.
 
 
+def on_target(target, rule, drafter):
+    return dataclasses.replace(table_loop(rule, drafter), target=target)
+
+
+EXITS, HEADS = LayeredTableLM(V), ShowsTokens(V)
+EXIT_LAYERS = dict(target=jnp.stack([FAR, TARGET - FAR]))
+LOOKUP_OR_MODEL = ChoosingDrafter((NgramDrafter(2), *models(1)))
+MODELS_OR_LOOKUP = ChoosingDrafter((*models(2), NgramDrafter(2)))
+LOOKUP_OR_EXIT = ChoosingDrafter((NgramDrafter(2), EarlyExitDrafter(EXITS, 1, 2)))
+TWO_HEADS = VotingDrafter(tuple(FeatureDrafter(HEADS, table_head(V, layer), 2) for layer in (0, 3)))
+
+
 @pytest.mark.parametrize(
-    "drafter, weights, rule, sampling, adaptive",
+    "loop, weights, sampling, options",
     [
-        (ChoosingDrafter((NgramDrafter(2), *models(1))), (None, NEAR), BlockRule(), NUCLEUS, None),
-        (ChoosingDrafter((*models(2), NgramDrafter(2))), (FAR, NEAR, None), TokenRule(), FULL, RESTLESS),
+        (on_target(TABLE, BlockRule(), LOOKUP_OR_MODEL), (None, NEAR), NUCLEUS, {}),
+        (on_target(TABLE, TokenRule(), MODELS_OR_LOOKUP), (FAR, NEAR, None), FULL, dict(adaptive=RESTLESS)),
+        (on_target(EXITS, BlockRule(), LOOKUP_OR_EXIT), (None, None), FULL, EXIT_LAYERS),
+        (on_target(HEADS, TokenRule(), TWO_HEADS), (TARGET, FAR), FULL, {}),
     ],
+    ids=["lookup or model", "models or lookup", "lookup or early exit", "heads of two layers"],
 )
-def test_the_text_has_the_distribution_of_the_target(drafter, weights, rule, sampling, adaptive):
-    loop = table_loop(rule, drafter)
-    sampled = dict(length=3, samples=20_000, powered=False, adaptive=adaptive)
-    assert distribution_test(loop, weights, sampling, **sampled) > FALSE_ALARM
+def test_the_text_has_the_distribution_of_the_target(loop, weights, sampling, options):
+    assert distribution_test(loop, weights, sampling, length=3, samples=20_000, powered=False, **options) > FALSE_ALARM
 
 
 def test_votes_that_are_judged_by_one_part_are_caught():
@@ -101,21 +112,6 @@ def test_votes_that_are_judged_by_one_part_are_caught():
     assert distribution_test(loop, (FAR,) * 3, FULL, **few) < FALSE_ALARM * 1e-6
     right = table_loop(TokenRule(), VotingDrafter(models(3, 1)))
     assert distribution_test(right, (FAR,) * 3, FULL, **few) > FALSE_ALARM
-
-
-def test_parts_inside_the_target():
-    """A head that reads one layer, an early exit in the target's cache, and prompt lookup."""
-    exits = LayeredTableLM(V)
-    drafter = ChoosingDrafter((NgramDrafter(2), EarlyExitDrafter(exits, 1, 2)))
-    loop = dataclasses.replace(table_loop(BlockRule(), drafter), target=exits)
-    few = dict(length=3, samples=20_000, powered=False)
-    layers = jnp.stack([FAR, TARGET - FAR])
-    assert distribution_test(loop, (None, None), FULL, target=layers, **few) > FALSE_ALARM
-    heads = ShowsTokens(V)
-    drafter = VotingDrafter(tuple(FeatureDrafter(heads, table_head(V, layer), 2) for layer in (0, 3)))
-    assert drafter.hidden_layers == (0, 3)
-    loop = dataclasses.replace(table_loop(TokenRule(), drafter), target=heads)
-    assert distribution_test(loop, (TARGET, FAR), FULL, **few) > FALSE_ALARM
 
 
 def test_each_part_is_handed_its_own_features():
@@ -211,13 +207,6 @@ class Tree(NgramDrafter):
     depth = 2
 
 
-class Fixed(Drafter):
-    K = 2
-
-    def propose(self, weights, state, prefix, cache, sample):
-        raise NotImplementedError
-
-
 TWO = (NgramDrafter(2), ModelDrafter(TableLM(12), 2))
 
 
@@ -251,10 +240,3 @@ def test_what_does_not_fit_the_pair_is_refused():
         with pytest.raises(ValueError, match=message):
             choose_drafter(where, None, drafter)
     assert two_models.max_positions == 64
-    with pytest.raises(ValueError, match="ChoosingDrafter cannot draft 1 tokens"):
-        generate(
-            pair, [[1]], 4, drafter=ChoosingDrafter((Fixed(),)), draft_length=Adaptive(lengths=(1, 2), costs_ms=(1, 2))
-        )
-    assert jax.tree.structure(with_length(ChoosingDrafter(TWO), 1).init(2, 8)) == jax.tree.structure(
-        ChoosingDrafter(TWO).init(2, 8)
-    )

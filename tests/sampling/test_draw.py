@@ -82,14 +82,17 @@ def test_distribution_of_one_block(vocab_size):
 
 @pytest.mark.parametrize("vocab_size", [129, 300, 1000])
 def test_distribution_of_several_blocks(vocab_size):
-    """Every pair of uniforms on a grid of 2^8 x 2^9: the block's distribution, and the token's distribution in its block."""
+    """Every pair of uniforms on a grid of 2^8 x 2^9: the block's distribution, and the token's distribution in its block.
+
+    Weights are multiplied by a power of two, which rounds nothing: they need not be normalised.
+    """
     firsts, seconds = 2**8, 2**9
     weights = positive_weights(vocab_size)
     weights[-1] = 0.1  # so that the last block is met even if it has one token
     weights /= weights.sum()
     draw_all = jax.jit(jax.vmap(jax.vmap(draw, in_axes=(None, 0)), in_axes=(None, 0)))
     pairs = np.stack(np.meshgrid(np.arange(firsts) / firsts, np.arange(seconds) / seconds, indexing="ij"), axis=-1)
-    tokens = np.asarray(draw_all(weights, pairs.astype(np.float32)))
+    tokens = np.asarray(draw_all(8 * weights, pairs.astype(np.float32)))
 
     def padded(x):
         return np.pad(x, (0, -vocab_size % BLOCK)).reshape(-1, BLOCK)
@@ -102,17 +105,6 @@ def test_distribution_of_several_blocks(vocab_size):
         return x / x.sum(-1, keepdims=True)
 
     np.testing.assert_allclose(given_block(counts), given_block(distributions), atol=2 / seconds, rtol=0)
-
-
-@pytest.mark.parametrize("vocab_size", [5, 300])
-def test_weights_need_not_be_normalised(vocab_size):
-    rng = np.random.default_rng(1)
-    weights = np.broadcast_to(positive_weights(vocab_size), (500, vocab_size))
-    uniforms = rng.random((500, 2), np.float32)
-    expected = drawn(weights, uniforms)
-    assert len(set(np.asarray(expected).tolist())) > 3
-    for scale in (2.0**-60, 8.0, 2.0**60):  # powers of two round nothing
-        np.testing.assert_array_equal(drawn(weights * np.float32(scale), uniforms), expected)
 
 
 @pytest.mark.parametrize("vocab_size", [5, 300])

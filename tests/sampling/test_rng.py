@@ -54,16 +54,6 @@ def test_the_number_and_place_of_offsets_do_not_matter():
     np.testing.assert_array_equal(one_each, np.take_along_axis(np.asarray(all_offsets), ragged[..., None], axis=1))
 
 
-def test_sharding_does_not_matter():
-    mesh = jax.make_mesh((4,), ("batch",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
-    sharded = jax.device_put(
-        (PROMPTS, SAMPLES, STARTS, OFFSETS), jax.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
-    )
-    over_devices = uniforms(SEED, *sharded, Purpose.DRAFT, 0)
-    assert len(over_devices.sharding.device_set) == 4
-    np.testing.assert_array_equal(over_devices, uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS, Purpose.DRAFT, 0))
-
-
 def test_every_part_of_the_address_counts():
     """No two of 1,944 addresses share a number, however their parts are exchanged."""
     seeds, purposes, drafters = (0, 1), tuple(Purpose), (0, 1, 2)

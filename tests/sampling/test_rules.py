@@ -1,7 +1,5 @@
 """The rules' distributions, enumerated in float64: nothing here is drawn, so an exact rule is exact to rounding."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +8,8 @@ from scipy.special import log_softmax
 
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Draft
-from specsamp.sampling.warp import top_k
-from support.distributions import constant, grid, log, one_hots, random_distributions, warped
+from support import mutants
+from support.distributions import constant, grid, log, one_hots, random_distributions
 from support.enumeration import autoregressive, enumerate_round, joint_distribution, split
 
 OPTIMISED = True
@@ -52,10 +50,6 @@ def test_float32_rounds_but_does_not_bias(rule):
     assert_exact(rule, names, target, draft, num_tokens=3, length=3, dtype=np.float32, tolerance=1e-6)
 
 
-def drafted_per_prefix(rng, names, vocab_size, num_tokens, length):
-    return [rng.integers(num_tokens + 1, size=(len(names), vocab_size**m, 1)) for m in range(length)]
-
-
 def drafted_until_told_to_stop(rng, names, vocab_size, num_tokens, length):
     """A stopping time: whether to draft one more depends on the prefix and on all that is drafted."""
     num_drafted = []
@@ -69,14 +63,13 @@ def drafted_until_told_to_stop(rng, names, vocab_size, num_tokens, length):
 
 
 @pytest.mark.parametrize("one_hot", [False, True], ids=["distributions", "one-hot"])
-@pytest.mark.parametrize("drafted", [drafted_per_prefix, drafted_until_told_to_stop])
 @every_rule
-def test_any_number_of_tokens_may_be_drafted(rule, drafted, one_hot):
+def test_any_number_of_tokens_may_be_drafted(rule, one_hot):
     length, num_tokens = 3, 3
     names, target, draft = grid(3)
     if one_hot:
         names, target, draft = one_hots(names, target, draft)
-    num_drafted = drafted(np.random.default_rng(0), names, 3, num_tokens, length)
+    num_drafted = drafted_until_told_to_stop(np.random.default_rng(0), names, 3, num_tokens, length)
     assert {0, 1, 2, 3} <= set(num_drafted[0].ravel()) | set(num_drafted[1].ravel())
     assert_exact(
         rule, names, target, draft, num_tokens=num_tokens, length=length, one_hot=one_hot, num_drafted=num_drafted
@@ -117,20 +110,6 @@ def test_padding_is_not_looked_at(rule, one_hot):
     assert np.all(acceptance[padding[:, :-1]] == 0)
 
 
-@every_rule
-def test_a_one_hot_draft_may_be_written_out(rule):
-    rng, rows, num_tokens, vocab_size = np.random.default_rng(2), 2000, 3, 4
-    tokens = rng.integers(vocab_size, size=(rows, num_tokens)).astype(np.int32)
-    num_drafted = rng.integers(num_tokens + 1, size=rows).astype(np.int32)
-    logits = rng.normal(size=(rows, num_tokens + 1, vocab_size)) * 2
-    target = np.concatenate([log_softmax(logits[::2], -1), warped(top_k(2), logits[1::2])])
-    written_out = log(np.eye(vocab_size)[tokens])
-    for implied, explicit in zip(
-        split(rule, tokens, num_drafted, None, target), split(rule, tokens, num_drafted, written_out, target)
-    ):
-        np.testing.assert_allclose(implied, explicit, rtol=0, atol=EXACT)
-
-
 # Broken rules, which the enumeration must catch.
 
 
@@ -165,16 +144,8 @@ def take(log_c, index_B):
     return jnp.take_along_axis(log_c, jnp.clip(index_B, 0, log_c.shape[1] - 1)[:, None], axis=1)[:, 0]
 
 
-def stops_at_a_refusal(self, passed_BK):
-    return TokenRule().num_accepted(passed_BK)
-
-
-def broken(rule, **methods):
-    return dataclasses.dataclass(frozen=True)(type(f"Broken{rule.__name__}", (rule,), methods))()
-
-
 BROKEN = {
-    f"{rule.__name__}: {name}": broken(rule, **methods)
+    f"{rule.__name__}: {name}": mutants.broken(rule, **methods)
     for rule in (TokenRule, BlockRule)
     for name, methods in {
         "accepts always": {"acceptance": always(1)},
@@ -183,12 +154,12 @@ BROKEN = {
         "residual of the last position": {"residual": residual_at(-1)},
     }.items()
 } | {
-    "BlockRule: stops at the first refusal": broken(BlockRule, num_accepted=stops_at_a_refusal),
-    "BlockRule: scale c_(n+1)": broken(BlockRule, residual=block_residual(lambda c, n: take(c, n + 1))),
-    "BlockRule: scale c_(n-1)": broken(BlockRule, residual=block_residual(lambda c, n: take(c, n - 1))),
-    "BlockRule: scale 1": broken(BlockRule, residual=block_residual(lambda c, n: 0 * take(c, n))),
-    "BlockRule: accepts like the token rule": broken(BlockRule, acceptance=TokenRule.acceptance),
-    "TokenRule: keeps the longest": broken(TokenRule, num_accepted=BlockRule.num_accepted),
+    "BlockRule: stops at the first refusal": mutants.StopsAtTheFirstRefusal(),
+    "BlockRule: scale c_(n+1)": mutants.COfTheNextIndex(),
+    "BlockRule: scale c_(n-1)": mutants.broken(BlockRule, residual=block_residual(lambda c, n: take(c, n - 1))),
+    "BlockRule: scale 1": mutants.broken(BlockRule, residual=block_residual(lambda c, n: 0 * take(c, n))),
+    "BlockRule: accepts like the token rule": mutants.broken(BlockRule, acceptance=TokenRule.acceptance),
+    "TokenRule: keeps the longest": mutants.broken(TokenRule, num_accepted=BlockRule.num_accepted),
 }
 
 
@@ -208,7 +179,7 @@ def test_a_broken_rule_is_caught(name, one_hot):
 
 def test_a_mutant_that_mutates_nothing_is_exact():
     target, draft = random_distributions(3, 4, 3, 6), random_distributions(4, 4, 3, 6)
-    same = broken(BlockRule, residual=block_residual(take))
+    same = mutants.broken(BlockRule, residual=block_residual(take))
     assert_exact(same, "0123", target, draft, num_tokens=3, length=3)
 
 
@@ -296,17 +267,3 @@ def test_block_rule_keeps_a_prefix_with_its_weight():
             ratio = np.exp(target[j] - draft[j])
             weight = np.minimum(1, weight[..., None] * ratio).reshape(scenarios, -1)
         np.testing.assert_allclose(kept, weight, atol=EXACT)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
-def test_block_rule_never_keeps_fewer_tokens(num_tokens):
-    target, draft = random_distributions(12, 300, 3, num_tokens + 1), random_distributions(13, 300, 3, num_tokens)
-    token, block = (
-        enumerate_round(rule, target, draft, num_tokens=num_tokens).expected_accepted_SX
-        for rule in (TokenRule(), BlockRule())
-    )
-    if num_tokens == 1:
-        np.testing.assert_allclose(block, token, atol=EXACT)
-    else:
-        assert np.all(block >= token - EXACT)
-        assert np.mean(block > token + 0.01) > 0.5

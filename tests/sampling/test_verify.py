@@ -1,6 +1,5 @@
 """What the rules draw, in float32: against the enumerated distributions, on known vectors, at the edges."""
 
-import dataclasses
 import functools
 
 import jax
@@ -14,6 +13,8 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import Purpose, RoundKeys, row_keys
 from specsamp.sampling.rules import Draft
+from support import mutants
+from support.distributions import random_distributions
 from support.enumeration import COMPILE_FAST, Given, autoregressive, enumerate_round, split
 
 OPTIMISED = True
@@ -117,11 +118,6 @@ def p_value(counts, distribution):
     return scipy.stats.chisquare(counts[keep], expected[keep], sum_check=False).pvalue
 
 
-def some_distributions(seed, depth, vocab_size=VOCAB_SIZE):
-    rng = np.random.default_rng(seed)
-    return [log_softmax(1.2 * rng.normal(size=(1, vocab_size**n, vocab_size)), -1) for n in range(depth)]
-
-
 @functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
 def verify(rule, draft, target, keys):
     return rule.verify(draft, Given(target, draft), keys)
@@ -144,7 +140,7 @@ def draft_each_row(rule, distributions_BKV, keys):
     return jax.lax.map(lambda at: draw(at[0], node=at[1], depth=at[1]), by_step).T
 
 
-TARGET, DRAFT = some_distributions(0, NUM_TOKENS + 1), some_distributions(1, NUM_TOKENS)
+TARGET, DRAFT = (random_distributions(i, 1, VOCAB_SIZE, NUM_TOKENS + 1 - i) for i in (0, 1))
 ONE_HOT = [np.where(np.eye(VOCAB_SIZE)[table.argmax(-1)], 0, -np.inf) for table in DRAFT]
 FIRST, SECOND = np.arange(27) // 9, np.arange(27) // 3 % 3
 STOP = np.where(FIRST == 0, 1, np.where(SECOND == 1, 2, 3))  # decided by what is drafted
@@ -167,11 +163,6 @@ def test_verify_draws_the_enumerated_distribution(rule, setting):
     assert p_value(count(rule, TARGET, **setting), enumerated(rule, TARGET, **setting)) > ALARM
 
 
-class ResidualReusesDraftNoise(RoundKeys):
-    def uniforms(self, purpose, offsets_BT, drafter=0):
-        return super().uniforms(Purpose.DRAFT if purpose == Purpose.RESIDUAL else purpose, offsets_BT, drafter)
-
-
 class AcceptReusesDraftNoise(RoundKeys):
     def uniforms(self, purpose, offsets_BT, drafter=0):
         if purpose != Purpose.ACCEPT:
@@ -179,22 +170,14 @@ class AcceptReusesDraftNoise(RoundKeys):
         return super().uniforms(Purpose.DRAFT, offsets_BT, drafter)[..., ::-1]  # a small vocabulary uses the second
 
 
-def broken(rule, **methods):
-    return dataclasses.dataclass(frozen=True)(type(f"Broken{rule.__name__}", (rule,), methods))()
-
-
-def accepts_always(self, draft, target_log_probs):
-    return draft.is_drafted_BK.astype(jnp.float32)
-
-
 @pytest.mark.parametrize(
     "rule, mistake",
     [
-        (TokenRule(), {"rule": broken(TokenRule, acceptance=accepts_always)}),
-        (BlockRule(), {"rule": broken(BlockRule, acceptance=accepts_always)}),
-        (BlockRule(), {"rule": broken(BlockRule, num_accepted=TokenRule.num_accepted)}),
+        (TokenRule(), {"rule": mutants.AcceptAlways()}),
+        (BlockRule(), {"rule": mutants.broken(BlockRule, acceptance=mutants.AcceptAlways.acceptance)}),
+        (BlockRule(), {"rule": mutants.StopsAtTheFirstRefusal()}),
         (BlockRule(), {"rule": TokenRule(), "drafted_by": TokenRule()}),
-        (TokenRule(), {"keys": ResidualReusesDraftNoise}),
+        (TokenRule(), {"keys": mutants.SharedNoise}),
         (TokenRule(), {"keys": AcceptReusesDraftNoise}),
     ],
 )
@@ -204,8 +187,7 @@ def test_a_mistake_is_caught(rule, mistake):
 
 
 def test_a_residual_without_mass_falls_back_to_the_target():
-    refuses = broken(TokenRule, acceptance=lambda self, draft, target: jnp.zeros_like(draft.tokens_BK, jnp.float32))
-    counts = count(refuses, TARGET, TARGET[:-1])
+    counts = count(mutants.RejectAlways(), TARGET, TARGET[:-1])
     assert counts[:, 1:].sum() == 0
     distribution = enumerated(TokenRule(), TARGET, TARGET[:-1]).sum((1, 2))[:, None] * np.exp(TARGET[0][0])
     assert p_value(counts[:, 0], distribution) > ALARM

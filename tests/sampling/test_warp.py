@@ -127,43 +127,6 @@ def test_chains_follow_the_rules_in_order(order, vocab_size):
     assert num_undecided <= 1, f"{num_undecided} rows too near a threshold to be compared"
 
 
-def test_order_matters():
-    logits = np.log(np.float32([[0.5, 0.3, 0.2]]))
-    flattened_first = warped(chain(temperature(2.5), top_p(0.75)), logits)
-    filtered_first = warped(chain(top_p(0.75), temperature(2.5)), logits)
-    assert (flattened_first > -np.inf).sum() == 3 and (filtered_first > -np.inf).sum() == 2
-
-
-def test_the_empty_chain_leaves_the_distribution_of_the_model():
-    logits = some_logits(130)
-    assert_same_distribution(warped(chain(), logits), oracle(logits)[0])
-
-
-@pytest.mark.parametrize(
-    "warp, kept",
-    [
-        (top_k(1), 1),
-        (top_k(2), 4),
-        (top_k(3), 4),
-        (top_k(4), 4),
-        (top_k(5), 6),
-        (top_p(0.3), 1),
-        (top_p(0.5), 4),
-        (top_p(0.7), 4),
-        (top_p(0.95), 4),
-        (top_p(0.99), 6),
-        (min_p(0.25), 4),
-        (min_p(0.03), 4),
-        (min_p(0.02), 6),
-    ],
-)
-def test_a_tie_across_the_cut_stays_or_goes_together(warp, kept):
-    """Masses 4/10.2 | 2/10.2 (three times) | 0.1/10.2 (twice), in a shuffled order."""
-    masses = np.float32([2, 0.1, 4, 2, 0.1, 2])
-    log_probs_V = warped(chain(warp), np.log(masses)[None])[0]
-    np.testing.assert_array_equal(log_probs_V > -np.inf, masses >= np.sort(masses)[-kept])
-
-
 @pytest.mark.parametrize("warp", [top_k(1), top_p(0.2), min_p(1.0)])
 def test_minus_zero_ties_with_zero(warp):
     logits = np.float32([[-0.0, 0.0, -1.0, 0.0, -0.0]])
@@ -196,12 +159,6 @@ def test_for_rows_gives_one_value_per_row_and_repeats_prompts():
     assert warp.warps[0].value.dtype == np.float32 and warp.warps[1].value.dtype == np.int32
 
 
-def test_for_rows_changes_no_distribution():
-    logits = some_logits(130)
-    warp = chain(temperature(0.3), top_k(20), top_p(0.9), min_p(0.02))
-    np.testing.assert_array_equal(warped(for_rows(warp, len(logits)), logits), warped(warp, logits))
-
-
 @pytest.mark.parametrize("warp", [greedy(), temperature(0), temperature(0.0), temperature(1e-6), temperature([0, 0])])
 def test_greedy_breaks_ties_to_the_lowest_index(warp):
     distribution = warped(chain(warp), np.float32([[1, 3, 3, 3], [2, 2, 0, 2]]))
@@ -221,11 +178,6 @@ def test_huge_logits_are_sampled_without_nan():
     warp = chain(temperature(0.3), top_k(3), top_p(0.9), min_p(0.1))
     distribution = np.exp(warped(warp, np.float32([[1e30, 1e30, -1e30, 0]])))
     np.testing.assert_allclose(distribution, [[0.5, 0.5, 0, 0]], atol=1e-6)
-
-
-def test_filters_after_greedy_keep_its_token():
-    distribution = warped(chain(temperature(0), top_k(2), top_p(0.5), min_p(0.3)), np.float32([[0, 2, 2, 1]]))
-    np.testing.assert_array_equal(distribution, np.where(np.arange(4) == 1, 0, -np.inf)[None])
 
 
 def test_bfloat16_logits_give_float32_log_probs():

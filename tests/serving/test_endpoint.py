@@ -163,20 +163,20 @@ def test_a_chat(client):
     assert whole.usage.total_tokens == CONTEXT, "without a limit there is all the room"
 
 
-def test_what_the_template_refuses(client):
-    with pytest.raises(openai.BadRequestError, match="the chat template takes users only"):
-        client.chat.completions.create(model="bytes", messages=[{"role": "system", "content": "Be brief."}])
+def test_what_the_template_refuses(client, monkeypatch):
+    """That a template cannot be rendered here is no mistake of the client."""
 
+    def ask(role):
+        client.chat.completions.create(model="bytes", messages=[{"role": role, "content": "Be brief."}])
 
-def test_a_template_that_cannot_be_rendered_here_is_no_mistake_of_the_client(client, monkeypatch):
     def fail(self, messages):
         raise CannotRender("no process")
 
+    with pytest.raises(openai.BadRequestError, match="the chat template takes users only"):
+        ask("system")
     monkeypatch.setattr(ChattyBytes, "encode_chat", fail)
     with pytest.raises(openai.APIStatusError, match="no process") as found:
-        client.with_options(max_retries=0).chat.completions.create(
-            model="bytes", messages=[{"role": "user", "content": "a"}]
-        )
+        ask("user")
     assert found.value.status_code == 503
 
 
@@ -195,12 +195,8 @@ def test_models(client, server):
     "document, message",
     [
         (b"", "no JSON"),
-        (b"[" * 100_000 + b"]" * 100_000, "nested too deeply"),
-        ({"prompt": ""}, "prompt 0 is empty"),
         ({"prompt": [5, -1]}, "prompt 0.* got -1"),
-        ({"prompt": [10**30]}, "prompt 0.* below 257"),
         ({"prompt": "a" * 41}, "prompt 0 has 41 tokens, and 16 more are asked for: beyond the 40"),
-        ({"prompt": ["a"] * 7}, "7 texts are asked for, of 6"),
         ({"prompt": "a", "n": 128}, "128 texts are asked for, of 6"),
         ({"prompt": "a", "min_p": 0.5}, "without min_p in --warps"),
     ],

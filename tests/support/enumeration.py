@@ -58,17 +58,14 @@ def chain_rounds(
     shown: Distributions | None = None,
     **options,
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, Rounds]]]:
-    """Chains rounds until ``length`` tokens are out.
+    """Chains rounds until ``length`` tokens are out; a round that emits more is cut.
 
     Args:
-      rule: the rule; only its split is used.
       target, draft: tables for every prefix shorter than ``length + num_tokens``.
-      num_tokens: K.
-      length: how many tokens; a round that emits more is cut.
       num_drafted: one entry for each length of prefix; this and the rest as in `enumerate_round`.
 
     Returns:
-      The joint distribution of the tokens, and, for each length of prefix, the probability that a round starts at each
+      The joint distribution of the tokens, and for each length of prefix the probability that a round starts at each
       prefix, and the rounds.
     """
     scenarios, _, vocab_size = target[0].shape
@@ -129,9 +126,7 @@ def enumerate_round(
     """One round from every prefix of ``target[0]``, whose length need not be zero.
 
     Args:
-      rule: the rule; only its split is used.
       target, draft: ``target[i]`` conditions on the prefix and i drafted tokens; i up to K, or K - 1.
-      num_tokens: K.
       num_drafted: broadcasts to ``[S, X, D]``; K if None. It may depend on the drafted tokens as a
         stopping time does, that is, whether it exceeds i on the first i alone. What lies beyond it is
         drafted all the same, handed to the rule, and must not matter.
@@ -144,11 +139,8 @@ def enumerate_round(
     num_drafts = vocab_size**num_tokens
     shape = (scenarios, prefixes, num_drafts)
 
-    target_rows, draft_rows = (
-        along_drafts(target, num_tokens + 1, num_tokens),
-        along_drafts(draft, num_tokens, num_tokens),
-    )
-    draft_rows = draft_rows.reshape(shape + (num_tokens, vocab_size))
+    target_rows = along_drafts(target, num_tokens + 1, num_tokens)
+    draft_rows = along_drafts(draft, num_tokens, num_tokens).reshape(shape + (num_tokens, vocab_size))
     drafted = np.exp(np.take_along_axis(draft_rows, drafts_DK[None, None, :, :, None], axis=-1)).prod((-2, -1))
     seen = None if one_hot else draft_rows if shown is None else along_drafts(shown, num_tokens, num_tokens)
 

@@ -158,7 +158,7 @@ class Run:
         return np.take_along_axis(tokens, self.prompt_lengths[:, None] + np.arange(length)[None, :], axis=1)
 
 
-def decode(
+def prefill(
     loop,
     target,
     draft,
@@ -173,10 +173,9 @@ def decode(
     prompt_ids=None,
     padded_length=None,
     slots=None,
-    slice_rounds=2**30,
     adaptive=None,
 ):
-    """Runs ``loop`` as `generate` would, on bare arrays."""
+    """Returns the state of ``loop`` after it has read the prompts, as `generate` would make it, of bare arrays."""
     lengths = np.array([len(p) for p in prompts], np.int32)
     budgets = np.broadcast_to(np.asarray(budgets, np.int32), lengths.shape)
     padded = np.full((len(prompts), padded_length or lengths.max()), 1, np.int32)
@@ -198,11 +197,21 @@ def decode(
     )
     slots = slots or max(int((lengths + budgets).max()) + loop.headroom, padded.shape[1])
     weights = Weights(target=target, draft=draft)
-    state = loop.prefill(weights, request, jnp.asarray(padded), jnp.asarray(lengths), slots=slots, num_samples=samples)
+    return loop.prefill(weights, request, jnp.asarray(padded), jnp.asarray(lengths), slots=slots, num_samples=samples)
+
+
+def decode(loop, target, draft, prompts, budgets, sampling, *, samples=1, slice_rounds=2**30, **options):
+    """Runs ``loop`` until no row is running; ``options`` as of `prefill`."""
+    state = prefill(loop, target, draft, prompts, budgets, sampling, samples=samples, **options)
     while True:
-        state = loop.run(weights, state, slice_rounds)
+        state = loop.run(Weights(target=target, draft=draft), state, slice_rounds)
         if not bool(jnp.any(state.running_B)):
-            return Run(state=state, prompt_lengths=repeat(lengths))
+            return Run(state=state, prompt_lengths=np.repeat([len(prompt) for prompt in prompts], samples))
+
+
+def texts(state):
+    """Returns the tokens of each row, its prompt's included."""
+    return [row[:length].tolist() for row, length in zip(np.asarray(state.tokens_BS), np.asarray(state.lengths_B))]
 
 
 def table_loop(rule, drafter, vocab_size=3, loop=Loop, **options):

@@ -15,6 +15,11 @@ from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import Purpose, RoundKeys
 
 
+def broken(rule, **methods):
+    """Returns a rule of this class with other methods."""
+    return dataclasses.dataclass(frozen=True)(type(f"Broken{rule.__name__}", (rule,), methods))()
+
+
 class AcceptAlways(TokenRule):
     def acceptance(self, draft, target_log_probs):
         return draft.is_drafted_BK.astype(jnp.float32)

@@ -59,13 +59,12 @@ def _meters(rule, draft, target):
     return jax.vmap(meter, out_axes=1)(jnp.arange(outcomes, dtype=jnp.int32))
 
 
-def joint_and_price(rule, target, draft, *, num_tokens, length, one_hot=False):
+def joint_and_price(rule, target, draft, *, num_tokens, length):
     """The joint distribution of ``length`` tokens, ``[S, V**length]``, and the mean of their metered sums, ``[S]``."""
-    options = dict(num_tokens=num_tokens, one_hot=one_hot)
-    joint, chained = chain_rounds(rule, target, draft, length=length, **options)
+    joint, chained = chain_rounds(rule, target, draft, length=length, num_tokens=num_tokens)
     price = 0.0
     for m, (reached, rounds) in enumerate(chained):
-        cost, _ = meters(rule, target[m:], draft[m:], **options)
+        cost, _ = meters(rule, target[m:], draft[m:], num_tokens=num_tokens)
         happens_SXDN = rounds.joint_SXDNV.sum(-1)
         spent_SXDN = np.where(happens_SXDN > 0, cost[..., : length - m].sum(-1), 0)
         price = price + np.einsum("sx,sxdn,sxdn->s", reached, happens_SXDN, spent_SXDN)

@@ -54,9 +54,9 @@ class Gate:
     def __init__(self, monkeypatch):
         from specsamp.decoding.engine import Engine
 
-        self._open, run = threading.Event(), Engine.run
-        self.open, self.close = self._open.set, self._open.clear
-        monkeypatch.setattr(Engine, "run", lambda *arguments: (self._open.wait(120), run(*arguments))[1])
+        is_open, run = threading.Event(), Engine.run
+        self.open = is_open.set
+        monkeypatch.setattr(Engine, "run", lambda *arguments: (is_open.wait(120), run(*arguments))[1])
 
 
 def wait_until(holds):
