@@ -68,24 +68,19 @@ def test_content_is_on_the_disk_before_the_file_has_its_name(tmp_path, monkeypat
     assert calls == [(False, 4)] and path.read_text() == "text"
 
 
-@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600)])
-def test_a_new_file_has_the_permissions_that_the_umask_leaves(tmp_path, umask, mode):
-    before = os.umask(umask)
+def test_permissions_are_those_of_the_umask_or_of_what_is_replaced(tmp_path):
+    """Links stay links."""
+    private, link = tmp_path / "private", tmp_path / "link"
+    before = os.umask(0o022)
     try:
-        storage.write(tmp_path / "new", "x")
+        storage.write(private, "old")
+        assert private.stat().st_mode & 0o777 == 0o644
+        private.chmod(0o600)
+        link.symlink_to("private")
+        storage.write(link, "new")
     finally:
         os.umask(before)
-    assert (tmp_path / "new").stat().st_mode & 0o777 == mode
-
-
-def test_what_is_replaced_keeps_its_permissions_and_links_stay(tmp_path):
-    private, link = tmp_path / "private", tmp_path / "link"
-    private.write_text("old")
-    private.chmod(0o600)
-    link.symlink_to("private")
-    storage.write(link, "new")
-    assert link.is_symlink() and private.read_text() == "new"
-    assert private.stat().st_mode & 0o777 == 0o600
+    assert link.is_symlink() and private.read_text() == "new" and private.stat().st_mode & 0o777 == 0o600
     assert sorted(os.listdir(tmp_path)) == ["link", "private"]
 
 

@@ -92,3 +92,29 @@ def test_families_without_windows_have_full_attention_only(name):
 def test_values_of_another_kind_are_named(name, changes, message):
     with pytest.raises(ValueError, match=f"config.json .*{message}"):
         read(name, **changes)
+
+
+def test_which_layers_have_experts():
+    def sparse(**changes):
+        config = read("qwen3_moe", num_hidden_layers=4, **changes)
+        return [layer for layer in range(4) if config.has_experts(layer)]
+
+    assert sparse(mlp_only_layers=None) == [0, 1, 2, 3]
+    assert sparse(mlp_only_layers=[2]) == [0, 1, 3]
+    assert sparse(mlp_only_layers=[1], decoder_sparse_step=2) == [3]
+    assert read("qwen3_moe", mlp_only_layers=[0, 1, 2]).experts is None
+    with pytest.raises(ValueError, match="config.json describes no model"):
+        sparse(decoder_sparse_step=0)
+    with pytest.raises(ValueError, match="config.json.* 9 experts"):
+        sparse(num_experts_per_tok=9)
+
+
+def test_names_and_windows_as_files_have_them():
+    """Older files write num_experts; a window holds in every layer, unlike that of dense models."""
+    older = {key: value for key, value in golden.read("qwen3_moe").config.items() if key != "num_local_experts"} | dict(
+        num_experts=8
+    )
+    assert parse_config("config.json", older, "float32")[1] == read("qwen3_moe")
+    windowed = read("qwen3_moe", use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    assert windowed.window == 4 and windowed.global_layers == ()
+    assert read("mixtral").window == 5 and read("mixtral", sliding_window=None).window is None

@@ -91,47 +91,39 @@ HEADS = {
 }
 
 
-def swap(params, one, other):
-    return dict(params) | {one: params[other], other: params[one]}
+def reading(**fields):
+    return lambda pair: read_otherwise(pair, **fields)
+
+
+def swapping(one, other):
+    return with_params(lambda params: {one: params[other], other: params[one]})
+
+
+def with_params(change):
+    return lambda pair: read_otherwise(pair, dict(pair.draft_params) | change(pair.draft_params))
+
+
+def with_ids(*ids):
+    return with_params(lambda _: {DRAFT_IDS: jnp.asarray(ids)})
 
 
 def later(params):
-    """A first head that says what the target itself does."""
-    return dict(params) | {"head_0": params["head_2"], "head_1": params["head_0"]}
+    """Returns a first head that says what the target itself does."""
+    return {"head_0": params["head_2"], "head_1": params["head_0"]}
 
 
-MISTAKES = {
-    "layers too high": ("eagle3", lambda p: read_otherwise(p, hidden_layers=(2, 3, 5)), "the layers before"),
-    "layers too low": ("eagle3", lambda p: read_otherwise(p, hidden_layers=(0, 1, 3)), "the layers after"),
-    "a missing norm": ("mtp", lambda p: read_otherwise(p, hidden_layers=(LAYERS,)), "the layers before"),
-    "swapped norms": (
-        "residual",
-        lambda p: read_otherwise(p, swap(p.draft_params, "attention_norm", "hidden_norm")),
-        "the norms of token and feature swapped",
-    ),
-    "another residual": (
-        "residual",
-        lambda p: read_otherwise(p, norm_before_residual=False),
-        "norm_before_residual = True",
-    ),
-    "another order": ("mtp", lambda p: read_otherwise(p, hidden_first=False), "the hidden state first"),
-    "swapped norms of a module": (
-        "mtp",
-        lambda p: read_otherwise(p, swap(p.draft_params, "token_norm", "hidden_norm")),
-        "the norms of token and hidden state swapped",
-    ),
-    "heads too late": ("medusa", lambda p: read_otherwise(p, later(p.draft_params)), "every head one token earlier"),
-    "ids taken for offsets": (
-        "reduced",
-        lambda p: read_otherwise(p, dict(p.draft_params) | {DRAFT_IDS: jnp.asarray([0, 2, 5])}),
-        "d2t as ids instead of offsets",
-    ),
-    "offsets that mean nothing": (
-        "first",
-        lambda p: read_otherwise(p, dict(p.draft_params) | {DRAFT_IDS: jnp.asarray([1, 3, 5])}),
-        "the offsets d2t ignored",
-    ),
-}
+MISTAKES = [
+    ("eagle3", reading(hidden_layers=(2, 3, 5)), "the layers before"),
+    ("eagle3", reading(hidden_layers=(0, 1, 3)), "the layers after"),
+    ("mtp", reading(hidden_layers=(LAYERS,)), "the layers before"),  # a norm is missing
+    ("residual", swapping("attention_norm", "hidden_norm"), "the norms of token and feature swapped"),
+    ("residual", reading(norm_before_residual=False), "norm_before_residual = True"),
+    ("mtp", reading(hidden_first=False), "the hidden state first"),
+    ("mtp", swapping("token_norm", "hidden_norm"), "the norms of token and hidden state swapped"),
+    ("medusa", with_params(later), "every head one token earlier"),
+    ("reduced", with_ids(0, 2, 5), "d2t as ids instead of offsets"),
+    ("first", with_ids(1, 3, 5), "the offsets d2t ignored"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +144,8 @@ def test_a_head_that_fits_is_not_accused(pairs, texts, name):
     assert len(found.readings) > 1, "nothing else was tried"
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_each_mistake_is_named(pairs, texts, mistake):
-    name, make, expected = MISTAKES[mistake]
+@pytest.mark.parametrize("name, make, expected", MISTAKES)
+def test_each_mistake_is_named(pairs, texts, name, make, expected):
     found = check_head(make(pairs[name]), texts)
     assert not found.fits and found.better.name.startswith(expected)
     assert f"WARNING: THE HEAD IS READ WRONGLY: with {expected}" in found.sentences[-1]

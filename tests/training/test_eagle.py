@@ -1,4 +1,4 @@
-"""Training of heads: the training-time test sees what decoding sees, and what it learns is what decoding accepts."""
+"""Training of heads: the training-time test sees what decoding sees, and its loss is the one of the paper."""
 
 import dataclasses
 import functools
@@ -8,19 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.warp import chain, temperature, top_p
-from specsamp.training.data import Windows
 from specsamp.training.eagle import TrainHead, most_frequent
-from specsamp.training.evaluate import evaluate
-from specsamp.training.task import Pretrain
-from specsamp.training.trainer import TrainConfig, init_state, train_step
 from support.weights import drawn_params
 
 V, LENGTH, LAYERS, STEPS = 16, 12, 3, 3
@@ -36,17 +30,7 @@ TASK = TrainHead(head=HEAD, target=TARGET, test_steps=STEPS)
 KEY = jax.random.key(0)
 
 
-def noisy_cycle(rows=120):
-    """A text whose next token follows from the last two, with some noise."""
-    random, text = np.random.default_rng(0), [1, 2]
-    for _ in range(rows * LENGTH):
-        text.append((5 * text[-1] + text[-2] + 3) % V if random.random() < 0.9 else int(random.integers(V)))
-    return np.array(text, np.int32)
-
-
-DATA = Windows(noisy_cycle(), LENGTH)
-HELD_OUT = DATA.in_order()[:16]
-TOKENS = jnp.asarray(HELD_OUT[:2])
+TOKENS = jax.random.randint(KEY, (2, LENGTH + 1), 0, V)
 
 
 @pytest.fixture(scope="module")
@@ -154,39 +138,6 @@ def test_a_reduced_vocabulary_learns_a_renormalised_target_and_is_judged_by_the_
 
 def test_the_most_frequent_tokens_are_kept():
     np.testing.assert_array_equal(most_frequent(np.array([5, 5, 2, 7, 7, 7, 0, 2]), 9, 3), [2, 5, 7])
-
-
-one_step = jax.jit(train_step, static_argnums=(0, 1))
-TRAIN = TrainConfig(steps=120, batch=16, warmup_steps=4, learning_rate=1e-2)
-
-
-def test_a_head_learns_to_draft_and_its_own_features_serve_it():
-    """Trained with three steps it is accepted more at the third position than trained with one, or not at all."""
-    target_params = trained_target()
-    evaluating = TrainHead(head=HEAD, target=TARGET, test_steps=STEPS)
-
-    def accepted(test_steps, steps=TRAIN.steps):
-        task = dataclasses.replace(TASK, test_steps=test_steps)
-        state, teacher = init_state(task, TRAIN), task.teacher(target_params)
-        for number in range(steps):
-            state, _ = one_step(task, TRAIN, state, teacher, DATA.batch(number, TRAIN.batch)[None])
-        mesh, warps = make_mesh(1, 1, devices=jax.devices()[:1]), {"own": chain(temperature(0.8), top_p(0.95))}
-        measured = evaluate(evaluating, state.params, teacher, HELD_OUT, 16, mesh, warps)
-        assert measured.keys() == {"loss"} | {
-            f"{name}/position_{i} (own)" for name in ("acceptance", "greedy_agreement") for i in (1, 2, 3)
-        }
-        return [measured[f"acceptance/position_{i} (own)"] for i in (1, 2, 3)]
-
-    three, one, untrained = accepted(3), accepted(1), accepted(3, steps=0)
-    assert three[0] > untrained[0] + 0.15 and three[2] > one[2] + 0.02, (three, one, untrained)
-
-
-def trained_target():
-    task, config = Pretrain(TARGET), dataclasses.replace(TRAIN, steps=150)
-    state = init_state(task, config)
-    for number in range(config.steps):
-        state, _ = one_step(task, config, state, None, DATA.batch(number, config.batch)[None])
-    return state.params
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The public pairs as configurations: their published sizes, and meshes that both models divide over."""
+"""The paper's experiment and public pairs as configurations: published sizes, and meshes that both models divide over."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from configs import hf
+from configs import chinchilla, hf
 from launch.lib import shapes
 from launch.lib.fields import ExperimentConfig
 from specsamp.checkpoints.head_export import write_head
@@ -49,13 +49,19 @@ def test_sizes_are_the_published_ones(name):
     assert config.num_parameters == pytest.approx(PUBLISHED[name], rel=1e-4)
 
 
+def mesh_of(config):
+    """Returns an abstract mesh of a configuration's devices."""
+    ways = config.mesh.draft_model_parallelism or None
+    shape, names = mesh_axes(1, config.mesh.model, ways, config.num_kv_heads)
+    return jax.sharding.AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", hf.PAIRS)
 def test_both_models_divide_over_their_mesh(name):
     config, pair = ExperimentConfig.from_config_dict(hf.get_config(name)), hf.PAIRS[name]
     devices = config.mesh.model
-    shape, names = mesh_axes(1, devices, config.mesh.draft_model_parallelism or None, config.num_kv_heads)
-    mesh = jax.sharding.AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+    mesh = mesh_of(config)
     target, draft = published_config(pair.target), published_config(pair.draft)
     few = dict(num_layers=2, window=None, global_layers=())  # all layers have the same sizes
     rows = -(-max(target.vocab_size, draft.vocab_size) // devices) * devices
@@ -75,8 +81,6 @@ def test_a_head_divides_over_the_mesh_of_its_target(name):
     """With the sizes of EAGLE-3 heads: as wide as the target, a reduced vocabulary of 32,000 or 64,000 tokens."""
     config = ExperimentConfig.from_config_dict(hf.get_config(name))
     assert config.drafter == "head"
-    shape, names = mesh_axes(1, config.mesh.model, None, config.num_kv_heads)
-    mesh = jax.sharding.AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
     target = published_config(hf.HEADS[name].target)
     layer = dataclasses.replace(target, num_layers=1, window=None, global_layers=(), query_key_norm=False)
     for draft_vocab_size in (32_000, 64_000):
@@ -89,7 +93,7 @@ def test_a_head_divides_over_the_mesh_of_its_target(name):
                 own_output=True,
             )
         )
-        sharded = shard_head(head, Layout.tensor_parallel(mesh))
+        sharded = shard_head(head, Layout.tensor_parallel(mesh_of(config)))
         sharded.param_shardings(jax.eval_shape(head.init, jax.random.key(0)))
 
 
@@ -136,3 +140,49 @@ def test_two_names_are_a_pair_and_anything_else_is_refused():
     for wrong in ("llama", "a,b,c", "a,", ""):
         with pytest.raises(ValueError, match="choose one of gpt2, llama-8b, .* or give a target and a draft"):
             hf.get_config(wrong)
+
+
+def test_the_paper():
+    config = chinchilla.get_config()
+    assert (config.target.preset, config.draft.preset) == ("chinchilla_70b", "draft_4b")
+    assert (config.draft_length, config.batch, config.rule) == (4, 1, "token")
+    assert (config.sampling.temperature, config.sampling.top_p) == (1.0, 0.8)
+    assert (config.mesh.data, config.mesh.model, config.mesh.draft_model_parallelism) == (1, 16, 0)
+    greedy = chinchilla.get_config("v4-32,greedy").sampling
+    assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
+    wide = chinchilla.get_config("v4-256")  # more devices than heads
+    assert (wide.mesh.data, wide.mesh.model, wide.batch) == (2, 64, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "argument, devices, draft_model_parallelism, batch",
+    [("v5p-64,batch=8", 32, 16, 8), ("batch=2,v4-16", 8, 0, 2), ("v6e-64", 64, 16, 1), ("tiny", 1, 0, 1)],
+)
+def test_other_slices_and_batches(argument, devices, draft_model_parallelism, batch):
+    """Both models divide over the mesh: the draft, with 48 heads, over a part of it."""
+    config = ExperimentConfig.from_config_dict(chinchilla.get_config(argument))
+    assert (config.mesh.model, config.batch) == (devices, batch)
+    assert config.mesh.draft_model_parallelism == draft_model_parallelism
+    ways = draft_model_parallelism or devices
+    names = ("data", "replica", "model")
+    mesh = jax.sharding.AbstractMesh((1, devices // ways, ways), names, axis_types=(AxisType.Auto,) * 3)
+    over = {"target": ("model", "replica"), "draft": ("model",)}
+    for side, axes in over.items():
+        model = shard_model(getattr(config, side).model(), Layout.tensor_parallel(mesh, axes))
+        model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("v4-33", "unknown TPU accelerator type 'v4-33'; closest matches: v4-32, v4-64"),
+        ("batch=0", "batch must be a positive integer; got '0'"),
+        ("v4-32,v4-64", "more than one slice"),
+        ("v5litepod-8", "v5litepod-8 cannot hold 148 GB of weights in 8 x 16 GiB: take a larger slice"),
+        ("v4-256,batch=1", "batch 1 does not divide over 2 copies of the target"),
+    ],
+)
+def test_bad_arguments(argument, message):
+    with pytest.raises(ValueError, match=message):
+        chinchilla.get_config(argument)
