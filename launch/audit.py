@@ -3,15 +3,12 @@
     python launch/audit.py --config=configs/trained_pair.py
     python launch/audit.py --config=configs/hf.py:qwen-3b --config.rule=block --prompts=mine.txt --output=audit.json
     python launch/audit.py --config=configs/random_pair.py:tiny --detect=0.1 --checks=greedy,distribution
-    python launch/audit.py --config=configs/trained_pair.py --config.rule=bounded:0.01:ears:1.0
 
 The checks compute in float32: weights of another dtype are held a second time, in that.
 
-The last line says which errors would have been seen and how surely. It says in capitals if the texts are too few for
---detect: then give more prompts, or a larger --config.max_new_tokens.
-
-A lossy rule is audited against its budget: it fails where the samples show that their total variation over the counted
-cells exceeds what the budget allows. A lossy rule without a budget is refused.
+The last line says which errors would have been seen, and in capitals if the texts are too few for --detect: then give more
+prompts, or a larger --config.max_new_tokens. A lossy rule fails where samples show that their total variation over the
+counted cells exceeds its budget; without a budget, as in bounded:0.01:ears:1.0, it is refused.
 
 Exit status: 0, all checks passed; 1, one failed; 2, what was asked for cannot be audited (stderr says why).
 """

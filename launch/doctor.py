@@ -3,15 +3,12 @@
     python launch/doctor.py                                          # versions, devices, memory, caches, access
     python launch/doctor.py --config=configs/hf.py:llama-8b          # does the pair fit, are its files within reach?
     python launch/doctor.py --look_at=head --config=configs/hf.py:llama-8b-eagle3
-    python launch/doctor.py --look_at=head --config=configs/hf.py:TARGET,HEAD --config.drafter=head --prompts=mine.txt
     python launch/doctor.py --look_at=names                          # all pairs of configs/hf.py
-    python launch/doctor.py --look_at=names --pair=llama-8b --pair=Qwen/Qwen2.5-7B,Qwen/Qwen2.5-0.5B
     python launch/doctor.py --look_at=names --pair=Qwen/Qwen3-8B,RedHatAI/Qwen3-8B-speculator.eagle3 --head
 
---look_at=head checks that a head fits its target. The target continues the prompts by itself. On these texts the head
-drafts a token after every position: once as it is configured, and once for each way in which its files could be meant
-instead, such as layers that are counted from one. A head that is read wrongly costs speed and nothing else, so nothing
-but this shows it.
+--look_at=head checks that a head fits its target. On texts of the target it drafts a token after every position: as it is
+configured, and for each other way in which its files could be meant, such as layers that are counted from one. A head that
+is read wrongly costs speed alone, so nothing else shows it.
 
 --look_at=names looks whether public names exist, may be read and would load. Config, tokenizer and the headers of the
 tensors are read from the hub, some megabytes; no weights are downloaded.

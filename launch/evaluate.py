@@ -2,8 +2,7 @@
 
     python launch/evaluate.py --task=python
     python launch/evaluate.py --task=humaneval --config=configs/hf.py:llama-8b --samples=10 --output=runs/he.json
-    python launch/evaluate.py --task=spec_bench --source=question.jsonl --methods=plain,token,block/ngram/4
-    python launch/evaluate.py --task=python --methods=plain,token,always --output=runs/python.json
+    python launch/evaluate.py --task=spec_bench --source=question.jsonl --methods=plain,token,block/ngram/4,always
 
 A method is "plain"; RULE, RULE/DRAFTER or RULE/DRAFTER/K; or "always", a control that accepts every drafted token and must
 come out as different. A lossy rule, such as "ears:0.3" or "bounded:0.01:typical", is shown with its price; --require_exact

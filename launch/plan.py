@@ -3,7 +3,6 @@
     python launch/plan.py --acceptance=0.8 --target_ms=14.1 --draft_ms=1.8
     python launch/plan.py --acceptance=0.85,0.8,0.7 --target_ms=14.1 --draft_ms=1.8 --new_tokens=128 --batch=8
     python launch/plan.py --histogram=40,25,15,20 --config=configs/chinchilla.py --chip=v4 --devices=16 --context=2048
-    python launch/plan.py --acceptance=0.8 --config=configs/hf.py:qwen-30b-a3b --chip=v5e --devices=8
     python launch/plan.py --acceptance=0.8 --compile_report=notebooks/results/compile_chinchilla_v4.json
     python launch/plan.py --measured=notebooks/results/python_pair_grid.json --temperature=0.8 --new_tokens=128
 

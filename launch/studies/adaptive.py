@@ -2,14 +2,10 @@
 
     python launch/study.py adaptive --prompts=notebooks/results/python_prompts.json --output=runs/python_adaptive.json
 
-Texts are of two kinds: "easy", greedy, after prompts that say everything twice; and "hard", sampled at temperature 1,
-where prompt lookup finds little. All is done in two ways. *Counted*: the rounds that a run takes, each at the
-milliseconds of its width in a table that is measured first, on other texts; no clock disturbs that. *By the clock*: plain
-decoding and adaptive lengths take turns on the same texts; the loss is the time of all texts over that of plain decoding,
-less one, and its upper bound holds 95% of the resampled sets of texts. The best fixed length is chosen afterwards; the
-oracle chooses one afterwards for each batch of texts. Costs, the usual length and the acceptance that rows begin with are
-calibrated on a fifth of the prompts; the others are measured, each once. What a draft model reads after a pause is in the
-clock alone. A cell is a setting: drafter, kind of texts and batch.
+Texts are "easy", greedy after prompts that say everything twice, or "hard", sampled at temperature 1, where prompt lookup
+finds little. *Counted* are the rounds of a run, each at the milliseconds of its width in a table that is calibrated on a
+fifth of the prompts. *By the clock*, plain decoding and adaptive lengths take turns on the others; the bound of the loss
+holds 95% of resampled sets of texts. The best fixed length is chosen afterwards, the oracle's for each batch of texts.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python launch/study.py agreement --config=configs/trained_pair.py --output=runs/python_pair_agreement.json
 
-Two distributions are checked, greedy and the configuration's sampling, at batch 1 and 4. Rounds of every K and of plain
-decoding are timed on every second prompt, and acceptance is counted in them. From this the planner forecasts ms per token
-on the other prompts. All sides decode in turn, in two passes. The difference of two passes over the *same* texts is the
-noise: no forecast can be expected to come closer. The configuration's own K, batch and repeats are not used.
+Greedy and with the configuration's sampling, at batch 1 and 4, rounds of every K are timed and acceptance is counted on
+every second prompt. From this the planner forecasts ms per token on the others. All sides decode in turn, in two passes; the
+difference of two passes over the *same* texts is the noise, and no forecast comes closer.
 """
 
 from __future__ import annotations

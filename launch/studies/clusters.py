@@ -2,9 +2,8 @@
 
     python launch/study.py clusters --output=runs/python_clusters.json
 
-A round is kept as the number of drafted tokens that it accepted, a digit. If tokens were accepted independently, rounds
-would be as long as the mean rate says, a first token as likely whatever came before, and counts of rounds uncorrelated.
-Intervals hold 95% of 1,000 sets of prompts that are drawn anew: texts of one prompt go together.
+A round is kept as the number of tokens that it accepted, a digit. If tokens were accepted independently, rounds would be as
+long as the mean rate says, and their counts uncorrelated. Intervals hold 95% of 1,000 sets of prompts that are drawn anew.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
     python launch/study.py drafters --output=runs/python_drafters.json
     python launch/study.py drafters --head=Medusa=runs/medusa_head --output=runs/python_drafters.json
-    python launch/study.py drafters --exit_target=runs/layer_skip --prompts=4 --K=2 --output=runs/few.json
 
 The draft model of a pair, prompt lookup, an early exit and the pair's head; --head adds heads that launch/export.py wrote.
 An early exit of the pair's own target, which was not trained for it, is hardly accepted: --exit_target names the run of
 one that was, whose texts are its own.
 
-Temperature and top-p are numbers of one program: greedy decoding pays for the warp that it does not need, on both sides.
 A draft's cost is what proposing and reading what was accepted take for each drafted token, in steps of the target.
 "Accepted at" a position: of the rounds that came so far.
 """

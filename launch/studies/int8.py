@@ -3,11 +3,9 @@
     python launch/study.py int8 --output=runs/int8_error.json
     python launch/study.py int8 --ask=speed --output=runs/int8_speed_cpu.json
 
-Error: each held-out prompt of a pair is read in one call. The weights of the shipped pair are stored in int8, so decoding
-with int8 weights changes nothing more; random weights of the shape of configs/random_pair.py:38m were never rounded.
-
-Speed: all settings of a model take turns; a sample is several calls in one program, as the loop has them. One setting
-widens int8 matrices whole, as XLA does on CPUs; `specsamp.models.cpu_weights` widens them block by block.
+Error: each held-out prompt of a pair is read in one call. The shipped pair is stored in int8, so int8 weights change nothing
+more; random weights of the shape of configs/random_pair.py:38m were never rounded. Speed: all settings of a model take turns;
+one widens int8 matrices whole, as XLA does on CPUs, where `specsamp.models.cpu_weights` widens them block by block.
 """
 
 from __future__ import annotations

@@ -3,14 +3,12 @@
     python launch/study.py lossy --output=runs/python_lossy.json --figures=runs
     python launch/study.py lossy --rules=token,ears:0.3,bounded:0.01:ears:1 --prompts=2 --config.max_new_tokens=32
 
-All rules and plain decoding take turns on the same prompts, in one process; a distribution is a cell. A speedup is the
-median over prompts of the ratio within a turn. Temperature and top-p are numbers of one program: all rules are compiled
-once. Tokens per round and bias depend on no clock. Constants of rules follow their names after colons, see
-launch/lib/rules.py.
+All rules and plain decoding take turns on the same prompts; a speedup is the median over prompts. Constants of rules follow
+their names after colons, see launch/lib/rules.py.
 
-Bias is the total variation of a token's distribution under the rule from the target's, metered while decoding. Its sums
-over texts, on average, bound the total variation of texts; a bound beyond 1 says nothing. Bought is the share of
-verified tokens that are accepted beyond what the token rule would accept there.
+Bias is the total variation of a token's distribution under the rule from the target's, metered while decoding. Its sum
+over a text, on average, bounds the total variation of texts; beyond 1 it says nothing. Bought is the share of verified
+tokens that are accepted beyond what the token rule would accept there.
 """
 
 from __future__ import annotations

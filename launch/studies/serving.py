@@ -4,9 +4,7 @@
     python launch/study.py serving --ask=endpoint --max_new_tokens=128
 
 batches: rounds and time of fixed batches, which wait for their slowest row, and of the queue.
-
-endpoint: what clients of launch/serve.py see that ask again as soon as they are answered; they share the machine's cores
-with the server.
+endpoint: what clients of launch/serve.py see, on the server's own machine, that ask again as soon as they are answered.
 """
 
 from __future__ import annotations
