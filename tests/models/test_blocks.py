@@ -1,7 +1,6 @@
 """A tree scored in one call equals each of its paths scored alone, and can be cut down to one of them."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from specsamp.models.interface import Block
 from specsamp.models.slots import move_slots
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
+from support.weights import drawn_params
 
 # Parents of six scored rows, in two rows of the batch: row 0 is the pending token, then five nodes.
 PARENTS = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4]])
@@ -60,13 +60,7 @@ CHAIN = block_of(np.arange(-1, 5)[None].repeat(2, axis=0), STARTS)
 @functools.cache
 def prepared(scheme, order="default"):
     model = TransformerLM(tiny(**SCHEMES[scheme]), order)
-    rng = np.random.default_rng(0)
-
-    def fill(path, leaf):
-        noise = rng.normal(size=leaf.shape) / (1 if leaf.ndim == 1 else math.sqrt(model.config.width))
-        return jnp.asarray(noise + (path[-1].key == "scale"), jnp.float32)
-
-    params = jax.tree.map_with_path(fill, jax.eval_shape(model.init, jax.random.key(0)))
+    params = drawn_params(model, noise=0.15)
     return model, model.fit_slots(model.prepare(params), SLOTS)
 
 

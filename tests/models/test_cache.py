@@ -34,15 +34,17 @@ def test_write_slots_writes_just_its_slots(batch, length, axis):
     np.testing.assert_array_equal(turn(written), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_zeros_has_a_buffer_of_its_own_for_every_array(dtype):
-    config = tiny(num_kv_heads=2, dtype=dtype, num_layers=3)
-    leaves = jax.tree.leaves(TransformerLM(config).init_cache(batch=5, slots=9))
-    assert len(leaves) == 2 * config.num_layers
-    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
-    for leaf in leaves:
-        assert leaf.shape == (5, 2, 9, config.head_size) and leaf.dtype == dtype and not leaf.any()
-        assert leaf.nbytes * len(leaves) == 5 * 9 * config.kv_bytes_per_token
+@pytest.mark.parametrize("dtype, cache_dtype", [("float32", None), ("bfloat16", None), ("float32", "int8")])
+def test_zeros_has_a_buffer_of_its_own_for_every_array(dtype, cache_dtype):
+    """In int8 a byte for each entry, and four for the scale of a token and head."""
+    config = tiny(num_kv_heads=2, dtype=dtype, cache_dtype=cache_dtype, num_layers=3)
+    layers = TransformerLM(config).init_cache(batch=5, slots=9).layers
+    leaves = jax.tree.leaves(layers)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves) == (4 if cache_dtype else 2) * 3
+    assert sum(leaf.nbytes for leaf in leaves) == 5 * 9 * config.kv_bytes_per_token
+    for name in ("keys_BMSH", "values_BMSH"):
+        array = getattr(layers[0], name)
+        assert array.shape == (5, 2, 9, config.head_size) and array.dtype == (cache_dtype or dtype) and not array.any()
 
 
 @pytest.mark.parametrize("batch", [3, MAX_UNROLLED_ROWS + 1])

@@ -2,19 +2,34 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
+import numpy as np
 import pytest
 
-from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_1m, draft_4b, target_38m, tiny
+from models.test_switches import MODELS
+from specsamp.models.config import (
+    ExpertsConfig,
+    TransformerConfig,
+    chinchilla_70b,
+    draft_1m,
+    draft_4b,
+    target_38m,
+    tiny,
+)
 from specsamp.models.transformer import TransformerLM
 
+EXPERTS = ExpertsConfig(num_experts=8, experts_per_token=2, width=12, dense_layers=(0,))
 SHAPES = dict(
     multi_head={},
     grouped=dict(num_kv_heads=2),
     multi_query=dict(num_kv_heads=1),
     wide_head=dict(head_size=14),
     narrow=dict(feedforward_width=24, vocab_size=7, num_layers=3),
+    ngrams=dict(ngram_rows=97),
+    longer_ngrams=dict(ngram_rows=97, ngram_order=4),
+    experts=dict(gated=True, experts=EXPERTS),
 )
 
 
@@ -39,11 +54,22 @@ def test_presets_have_the_published_size(config, published):
     assert config.num_parameters == count(config)
 
 
-@pytest.mark.parametrize("positions", ["relative", "rotary"])
-@pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_num_parameters_equals_the_module(positions, changes):
-    config = tiny(positions=positions, **changes)
+CONFIGS = {
+    f"{positions}, {name}": tiny(positions=positions, **changes)
+    for positions in ("relative", "rotary")
+    for name, changes in SHAPES.items()
+} | MODELS
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_counts_axes_and_json(name):
+    """The formula counts the parameters of the module; axes name each; a config comes back from JSON."""
+    config = CONFIGS[name]
     assert config.num_parameters == count(config)
+    axes = TransformerLM(config).param_axes()
+    jax.tree.map(lambda spec, leaf: np.testing.assert_equal(len(spec), leaf.ndim), axes, shapes_of(config))
+    read = TransformerConfig.from_json(json.loads(json.dumps(dataclasses.asdict(config))))
+    assert read == config and hash(read) == hash(config)
 
 
 def test_defaults_follow_from_the_width():
@@ -81,6 +107,19 @@ def test_documents_from_before_a_field_had_its_name_are_read():
         (dict(activation="tanh"), "activation must be one of gelu, gelu_exact, relu, relu_squared, silu; got 'tanh'"),
         (dict(dtype="float16"), "dtype must be one of float32, bfloat16; got 'float16'"),
         (dict(positions="rotary", head_size=7), "head_size must be even; got 7"),
+        (dict(norm="batch"), "norm must be one of rms, layer; got 'batch'"),
+        (dict(window=0), "window must be an integer >= 1.*got 0"),
+        (dict(logit_cap=0.0), "logit_cap must be above 0; got 0.0"),
+        (dict(global_layers=(1,)), "set window"),
+        (dict(window=4, global_layers=(2,)), "layer 2; there are layers 0 to 1"),
+        (dict(rotary_size=4), "rotary_size is of rotary positions; these are 'relative'"),
+        (dict(positions="rotary", rotary_size=3), "must be even and at most head_size 8; got 3"),
+        (dict(num_real_tokens=65), "num_real_tokens 65 exceeds vocab_size 64"),
+        (dict(positions="rotary", rotary_scaling=dict(kind="ntk", factor=2.0)), "linear, llama3, yarn; got 'ntk'"),
+        (dict(positions="rotary", rotary_scaling=dict(kind="llama3", factor=2.0)), "needs original_positions"),
+        (dict(weight_dtype="int4"), "weight_dtype must be one of None, int8; got 'int4'"),
+        (dict(ngram_order=1), "ngram_order must be from 2 to 5; got 1"),
+        (dict(experts=EXPERTS), "experts have a gate and no biases: set gated=True"),
     ],
     ids=str,
 )

@@ -1,7 +1,7 @@
 """Experts chosen by each token: sums by NumPy, calls of any length, and matrices that nobody chose, which are not read."""
 
 import dataclasses
-import json
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import pytest
 
 from specsamp import Pair, generate
 from specsamp.decoding.drafters import EarlyExitDrafter
-from specsamp.models.config import ExpertsConfig, TransformerConfig, tiny
+from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.experts import STACKED_AXES, block_size, expected_steps, mix_experts, route
 from specsamp.models.int8 import decode_weights, dequantise, is_int8
 from specsamp.models.transformer import TransformerLM
@@ -122,30 +122,22 @@ def test_int8_experts_are_the_matrices_they_stand_for(params, stacked):
 
 
 def test_gradients_are_those_of_all_experts(stacked):
-    """Compares gradients with differences, by tokens, the router and matrices."""
-    x_RD, logits_RE = some_tokens(70), some_tokens(70, seed=1)[:, :8]
-    operands, other_RD = (x_RD, logits_RE, stacked), some_tokens(70, seed=2)
+    """Compares with plain sums over all experts, by tokens, the router and matrices."""
+    operands, other_RD = (some_tokens(70), some_tokens(70, seed=1)[:, :8], stacked), some_tokens(70, seed=2)
 
-    def loss(x_RD, logits_RE, stacked):
-        return jnp.sum(mix_experts(CONFIG, x_RD, route(logits_RE, EXPERTS), stacked) * other_RD)
+    def plain(x_RD, shares_RE, stacked):
+        gate_ERF, up_ERF = (jnp.einsum("RD,EDF->ERF", x_RD, stacked[name]) for name in ("gate", "up"))
+        return jnp.einsum("RE,ERF,EFD->RD", shares_RE, jax.nn.silu(gate_ERF) * up_ERF, stacked["down"])
 
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=COMPILE_FAST)(*operands)
-    random = np.random.default_rng(3)
-    for part in range(3):
-        step = [jax.tree.map(lambda x: 0.0 * x, one) for one in operands]
-        step[part] = jax.tree.map(lambda x: 1e-3 * random.normal(size=x.shape).astype(np.float32), operands[part])
-        there, back = (
-            by_numpy_loss(
-                *jax.tree.map(lambda x, dx: np.asarray(x, np.float64) + way * dx, operands, tuple(step)), other_RD
-            )
-            for way in (1, -1)
-        )
-        along = sum(float(np.vdot(g, d)) for g, d in zip(jax.tree.leaves(gradients[part]), jax.tree.leaves(step[part])))
-        assert along == pytest.approx((there - back) / 2, rel=1e-3, abs=1e-4)
+    def gradients(mix):
+        def loss(x_RD, logits_RE, stacked):
+            return jnp.sum(mix(x_RD, route(logits_RE, EXPERTS), stacked) * other_RD)
 
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=COMPILE_FAST)(*operands)
 
-def by_numpy_loss(x_RD, logits_RE, stacked, other_RD):
-    return np.vdot(by_numpy(x_RD, logits_RE, stacked, EXPERTS), other_RD)
+    ours, expected = gradients(functools.partial(mix_experts, CONFIG)), gradients(plain)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), ours, expected)
+    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(ours)) > 1e-2
 
 
 def test_drafts_are_verified_as_anywhere(params):
@@ -159,14 +151,10 @@ def test_drafts_are_verified_as_anywhere(params):
     assert 0 < drafted.stats.accepted < drafted.stats.drafted
 
 
-def test_counts_axes_and_json():
+def test_parameters_of_experts_are_counted():
     shapes = jax.eval_shape(MODEL.init, jax.random.key(0))
-    assert CONFIG.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(shapes))
     assert CONFIG.num_expert_parameters == sum(shapes["layer_1"]["experts"][name].size for name in STACKED_AXES)
     assert CONFIG.num_parameters - CONFIG.num_active_parameters == CONFIG.num_expert_parameters * 6 // 8
-    jax.tree.map(lambda spec, leaf: np.testing.assert_equal(len(spec), leaf.ndim), MODEL.param_axes(), shapes)
-    read = TransformerConfig.from_json(json.loads(json.dumps(dataclasses.asdict(CONFIG))))
-    assert read == CONFIG and hash(read) == hash(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -181,11 +169,6 @@ def test_counts_axes_and_json():
 def test_shapes_that_cannot_be_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(EXPERTS, **changes)
-
-
-def test_experts_without_a_gate_are_refused():
-    with pytest.raises(ValueError, match="experts have a gate and no biases: set gated=True"):
-        tiny(experts=EXPERTS)
 
 
 # How many experts a call is expected to read.

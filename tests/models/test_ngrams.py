@@ -65,13 +65,3 @@ def test_rows_spread_evenly():
     pairs = jnp.stack(jnp.meshgrid(jnp.arange(1000), jnp.arange(1000)), -1).reshape(-1, 2)
     counts = np.bincount(np.asarray(ngrams.rows_of(pairs, 2, 1024)[:, 0]), minlength=1024)
     assert counts.min() > 0.5 * 1e6 / 1024 and counts.max() < 2 * 1e6 / 1024
-
-
-def test_the_parameters_are_counted():
-    for order, tables in ((2, 1), (3, 2), (4, 3)):
-        model = make(order)
-        shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
-        assert sum(np.prod(leaf.shape) for leaf in shapes) == model.config.num_parameters
-        assert sum(leaf.shape == (ROWS, 16) for leaf in shapes) == tables
-    with pytest.raises(ValueError, match="ngram_order"):
-        make(order=1)
