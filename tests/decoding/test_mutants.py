@@ -29,6 +29,7 @@ from support.loop_distributions import (
     V,
     cut_at_stop,
     distribution_test,
+    first_token,
 )
 
 K = 3
@@ -213,22 +214,17 @@ def test_shared_uniforms_between_rows_are_seen_by_the_address():
     assert not np.array_equal(together, np.stack(by_place))
 
 
-def first_token(drafter, target, draft, stop):
-    """How often token 0 is written first, of a target and a draft with these probabilities everywhere."""
-    loop = table_loop(TokenRule(), drafter, vocab_size=2)
-    tables = (jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (3, 3, 3, 2)) for probs in (target, draft))
-    run = decode(loop, *tables, [[0]], 1, FULL, samples=40_000, adaptive=Adaptive(lengths=(1,), stop=stop))
-    return 1 - run.emitted(1).mean()
-
-
 def test_no_token_decides_whether_it_is_submitted():
     """Golden values: to submit x where x = 0 writes (.85, .15) for (.7, .3), to drop what is improbable (.42, .58)."""
-    looks = mutants.SubmitsTheFirstTokenAlone(TableLM(2), 1), (0.7, 0.3), (0.5, 0.5), Confidence(0.0)
-    drops = mutants.StopsOneTokenEarly(TableLM(2), 1), (0.3, 0.7), (0.6, 0.4), Confidence(0.5)
-    assert first_token(*looks) == pytest.approx(0.85, abs=0.01)
-    assert first_token(*drops) == pytest.approx(0.42, abs=0.01)
-    right = ModelDrafter(TableLM(2), 1)
-    assert first_token(right, *drops[1:]) == pytest.approx(0.3, abs=0.01)
+
+    def written(drafter, target, draft, least):
+        adaptive = Adaptive(lengths=(1,), stop=Confidence(least))
+        return first_token(drafter, target, draft, adaptive=adaptive)[0]
+
+    looks, drops = mutants.SubmitsTheFirstTokenAlone(TableLM(2), 1), mutants.StopsOneTokenEarly(TableLM(2), 1)
+    assert written(looks, (0.7, 0.3), (0.5, 0.5), 0.0) == pytest.approx(0.85, abs=0.01)
+    for drafter, expected in ((drops, 0.42), (ModelDrafter(TableLM(2), 1), 0.3)):
+        assert written(drafter, (0.3, 0.7), (0.6, 0.4), 0.5) == pytest.approx(expected, abs=0.01)
 
 
 class DropsTheUnsure(ModelDrafter):

@@ -24,7 +24,7 @@ from specsamp.models.interface import Output
 from support import mutants
 from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, near, table_loop, table_pair
 from support.heads import ShowsTokens, table_head
-from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, RESTLESS, TARGET, V, distribution_test
+from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, RESTLESS, TARGET, V, distribution_test, first_token
 
 TABLE = TableLM(V)
 
@@ -62,19 +62,12 @@ def test_votes_are_counted_token_by_token():
 # Golden numbers: drafts from (.5, .5) for a target of (.7, .3).
 
 
-def first_token(drafter, weights, rule=TokenRule()):
-    """Counts how often token 0 is written first, and how often what was drafted."""
-    tables = [jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (3, 3, 3, 2)) for probs in ((0.7, 0.3), (0.5, 0.5))]
-    loop = table_loop(rule, drafter, vocab_size=2)
-    run = decode(loop, tables[0], (tables[1],) * weights if weights else tables[1], [[0]], 1, FULL, samples=40_000)
-    return 1 - run.emitted(1).mean(), float(run.state.stats.accepted_BT[:, 1].mean())
-
-
 def test_the_two_wrong_ways_in_numbers():
     two = (ModelDrafter(TableLM(2), 1),) * 2
-    assert first_token(mutants.TiesGoToTheLowerId(two), 2) == pytest.approx((0.7, 0.6), abs=0.01)
-    assert first_token(mutants.TiesJudgedByOnePart(two), 2)[0] == pytest.approx(0.85, abs=0.01)
-    assert first_token(two[0], 0, mutants.KeepsTheBestOfTwo())[0] == pytest.approx(0.64, abs=0.01)
+    tables = (0.7, 0.3), (0.5, 0.5)
+    assert first_token(mutants.TiesGoToTheLowerId(two), *tables, parts=2) == pytest.approx((0.7, 0.6), abs=0.01)
+    assert first_token(mutants.TiesJudgedByOnePart(two), *tables, parts=2)[0] == pytest.approx(0.85, abs=0.01)
+    assert first_token(two[0], *tables, rule=mutants.KeepsTheBestOfTwo())[0] == pytest.approx(0.64, abs=0.01)
 
 
 # The loop.
@@ -153,7 +146,7 @@ class ReadsAllAnew(ModelDrafter):
 
 def of_the_second_part(drafter, first, second):
     """Counts how many tokens of the second part were written per proposal."""
-    run = decode(table_loop(TokenRule(), drafter), TARGET, (first, second), PROMPTS[1:], 60, FULL, samples=50)
+    run = decode(table_loop(TokenRule(), drafter), TARGET, (first, second), [[2, 0, 1, 1]], 60, FULL, samples=50)
     state = run.state.drafter_state
     assert state.rounds_BP.min() > 5
     return float(state.accepted_BP[:, 1].sum() / state.rounds_BP[:, 1].sum())

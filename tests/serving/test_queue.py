@@ -12,6 +12,7 @@ from specsamp import (
     BlockRule,
     CompletionLog,
     CoupledRule,
+    FirstCome,
     NgramDrafter,
     chain,
     generate,
@@ -21,16 +22,10 @@ from specsamp import (
 )
 from specsamp.decoding.engine import Engine
 from support.extras import slow_but
-from support.fakes import counting_pair, table_pair
+from support.fakes import counting_pair
+from support.schedules import BUDGETS, PAIR, PROMPTS, Restless, by_row
 
-PAIR = table_pair()
-PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
-BUDGETS = [5, 21, 9, 30, 1, 13, 17]
 VALUES = np.linspace(0.5, 1.2, len(PROMPTS)).tolist()
-
-
-def by_row(completions):
-    return {(row.prompt_index, row.sample_index): row for row in completions}
 
 
 def queue(order=range(7), **options):
@@ -91,18 +86,20 @@ def test_rows_are_busy_while_prompts_wait():
     assert work.usage.occupancy > 0.95 and work.usage.rounds < 0.7 * fixed
 
 
-def test_strings_end_texts_and_their_rows_take_the_next_prompt():
+@pytest.mark.parametrize("schedule", [FirstCome(), Restless()], ids=lambda schedule: type(schedule).__name__)
+def test_strings_end_texts_and_their_rows_take_the_next_prompt(schedule):
+    """Also those of texts that were put aside."""
     prompts, budgets, stop = ["c", "x", "m", "d"], [30, 5, 4, 40], ["gh", "pq"]
     options = dict(draft_length=3, stop=stop)
     together = generate(counting_pair(), prompts, budgets, **options)
-    work = generate_many(counting_pair(), prompts, budgets, rows=2, rounds_per_slice=1, **options)
+    work = generate_many(counting_pair(), prompts, budgets, rows=2, rounds_per_slice=1, schedule=schedule, **options)
     done = by_row(work)
     assert [done[index, 0].text for index in range(4)] == ["def", "yz{|}", "no", "ef"]
     for row in together:
         cut = done[row.prompt_index, 0]
         assert dataclasses.replace(cut, dropped=0) == dataclasses.replace(row, dropped=0)
         assert cut.dropped <= 3 + 1
-    assert work.usage.rounds < 12
+    assert work.usage.rounds < 12 and (work.usage.preempted > 0) == schedule.preempts
     assert work.usage.busy == sum(row.stats.rounds for row in done.values()), "rounds past a stop are not busy"
 
 

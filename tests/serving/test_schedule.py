@@ -27,20 +27,12 @@ from specsamp import (
 from specsamp.decoding.request import Request
 from specsamp.serving import batch
 from specsamp.serving.schedule import Nearest
-from support.fakes import LayeredTableLM, counting_pair, near, random_table, table_pair
-from support.schedules import FakeClock, Oracle, Restless
-
-PAIR = table_pair()
-PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
-BUDGETS = [5, 21, 9, 30, 1, 13, 17]
+from support.fakes import LayeredTableLM, near, random_table
+from support.schedules import BUDGETS, PAIR, PROMPTS, FakeClock, Oracle, Restless, by_row
 
 PENALISED = chain(penalties(repetition=1.3), temperature(0.9))
 PACED = Adaptive(lengths=(0, 2), costs_ms=(1, 1.6), usual=2, margin=0, pause=3, stop=Confidence(0.1))
 PLAIN = dict(draft_length=0, sampling=chain(temperature(0.9)), rows=3)
-
-
-def by_row(completions):
-    return {(row.prompt_index, row.sample_index): row for row in completions}
 
 
 def layered_pair():
@@ -81,16 +73,6 @@ def test_a_cache_that_gets_lost_shows(monkeypatch):
     )
     done = by_row(generate_many(PAIR, PROMPTS, BUDGETS, schedule=Restless(), rounds_per_slice=1, **PLAIN))
     assert sum(done[key].tokens != expected[key].tokens for key in expected) >= 3
-
-
-def test_strings_end_texts_that_were_put_aside():
-    prompts, budgets, stop = ["c", "x", "m", "d"], [30, 5, 4, 40], ["gh", "pq"]
-    work = generate_many(
-        counting_pair(), prompts, budgets, rows=2, rounds_per_slice=1, draft_length=3, stop=stop, schedule=Restless()
-    )
-    done = by_row(work)
-    assert [done[index, 0].text for index in range(4)] == ["def", "yz{|}", "no", "ef"]
-    assert work.usage.preempted > 0
 
 
 def test_prompts_are_decoded_when_they_have_arrived():

@@ -1,10 +1,12 @@
 """The target, drafts and prompts whose distributions are tested through the loop, and the test itself."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
+from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, min_p, temperature, top_p
-from support.fakes import decode, joint_distribution, near, p_value, random_table, samples_for
+from support.fakes import decode, joint_distribution, near, p_value, random_table, samples_for, table_loop
 
 V = 3
 TARGET = random_table(0, V)
@@ -47,6 +49,17 @@ def distribution_test(
     run = decode(loop, target, draft, prompts, budgets, sampling, samples=samples, **options)
     emitted = run.emitted(length).reshape(len(prompts), samples, length)
     return p_value(list(zip(emitted, distributions)), powered)
+
+
+def first_token(drafter, target, draft, *, rule=TokenRule(), parts=0, adaptive=None):
+    """Returns how often token 0 is written first, and what is drafted is accepted.
+
+    The target and the draft, or each of its ``parts``, have these probabilities of two tokens everywhere.
+    """
+    target, draft = (jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (3, 3, 3, 2)) for probs in (target, draft))
+    loop = table_loop(rule, drafter, vocab_size=2)
+    run = decode(loop, target, (draft,) * parts or draft, [[0]], 1, FULL, samples=40_000, adaptive=adaptive)
+    return 1 - run.emitted(1).mean(), float(run.state.stats.accepted_BT[:, 1].mean())
 
 
 def cut_at_stop(run, distribution, stop):

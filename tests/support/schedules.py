@@ -1,9 +1,18 @@
-"""Schedules and clocks for tests of the queue."""
+"""Prompts, schedules and clocks for tests of the queue."""
 
 import dataclasses
 from collections.abc import Sequence
 
 from specsamp.serving.schedule import Predictor, Schedule
+from support.fakes import table_pair
+
+PAIR = table_pair()
+PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
+BUDGETS = [5, 21, 9, 30, 1, 13, 17]
+
+
+def by_row(completions):
+    return {(row.prompt_index, row.sample_index): row for row in completions}
 
 
 class Restless(Schedule):
