@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from specsamp.decoding.batch_rows import extract, insert
-from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Finish, Weights
-from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
-from specsamp.sampling.warp import Chain, Warp, chain, greedy, register_warp, temperature
+from specsamp.sampling.warp import Chain, Warp, chain, register_warp, temperature
 from support import fakes
 from support.fakes import TableLM, decode, table_loop, texts
 from support.loop_distributions import NEAR, TARGET, V
@@ -107,48 +106,6 @@ def test_prompts_read_in_chunks(alone, chunk):
     state = prefill([0, 1, 2])
     arrays = state.tokens_BS, jnp.zeros(3, jnp.int32), state.lengths_B
     assert texts(finished(LOOP.extend(WEIGHTS, state.request, None, *arrays, chunk=chunk))) == alone
-
-
-@register_warp
-class NeverTwice(Warp):
-    """Excludes a row's last token, and what it excluded is known only from the tokens before: a warp with a state."""
-
-    weight: jax.Array
-
-    def init(self, tokens_BP, lengths_B, vocab_size):
-        return jnp.take_along_axis(tokens_BP, lengths_B[:, None] - 1, axis=1)[:, 0]
-
-    def advance(self, state, tokens_B):
-        return tokens_B
-
-    def __call__(self, logits, state=()):
-        is_last = jnp.arange(logits.shape[-1])[None, :] == state[:, None]
-        return logits - jnp.where(is_last, self.weight[:, None], 0)
-
-
-NEVER = Chain((NeverTwice(np.float32(50.0)),))
-
-
-def test_a_warp_with_a_state_forbids_repetition():
-    run = decode(table_loop(TokenRule(), ModelDrafter(TableLM(V), 3)), TARGET, NEAR, PROMPTS, 20, NEVER, samples=5)
-    tokens, lengths = np.asarray(run.state.tokens_BS), np.asarray(run.state.lengths_B)
-    for row, length, start in zip(tokens, lengths, run.prompt_lengths):
-        emitted = row[start - 1 : length]
-        assert (emitted[1:] != emitted[:-1]).all(), emitted
-    run = decode(table_loop(TokenRule(), ModelDrafter(TableLM(V), 3)), TARGET, TARGET, PROMPTS, 20, NEVER, samples=5)
-    assert (run.state.stats.accepted_BT[:, 3] == 5).all(), "a draft equal to the target follows the same state"
-
-
-@pytest.mark.parametrize("drafter", [ModelDrafter(TableLM(V), 3), NgramDrafter(K=2)])
-@pytest.mark.parametrize("rule, sampling", [(CoupledRule(), NEVER), (TokenRule(), Chain((*NEVER.warps, greedy())))])
-def test_a_stateful_text_does_not_depend_on_the_draft(rule, sampling, drafter):
-    """Under the coupled rule and under greedy decoding: verification sees the state of each scored row."""
-
-    def tokens(drafter):
-        draft = NEAR if isinstance(drafter, ModelDrafter) else None
-        return decode(table_loop(rule, drafter), TARGET, draft, PROMPTS, 20, sampling).emitted(20)
-
-    np.testing.assert_array_equal(tokens(drafter), tokens(NoDrafter()))
 
 
 @register_warp
