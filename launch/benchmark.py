@@ -109,10 +109,14 @@ def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, 
         (cell,) = cells
         (decoder,) = decoders(pair, {"speculative": cell.method}, cell.workload).values()
         with entry.progress(console, "compiling and tracing"):
-            traced = trace(decoder, _TRACE.value)
-        entry.show(traced.tables(), console)
-        console.print("\n" + "\n".join(map(entry.visible, traced.sentences)))
-        results.add({**found, "trace": traced.programs}, entry.header())
+            programs = trace(decoder, _TRACE.value)
+        shown, folder = [program.table() for program in programs if program.ms], entry.visible(_TRACE.value)
+        entry.show(shown, console)
+        console.print(f"\ntrace: pip install xprof; xprof --logdir={folder} --port=6006; open http://localhost:6006")
+        console.print(f"or open the latest .trace.json.gz in {folder} at https://ui.perfetto.dev")
+        if not shown:
+            console.print(f"{jax.default_backend()} reported no operations: there is no table by scope")
+        results.add({**found, "trace": programs}, entry.header())
     if not entry.is_first():
         return
     if measured:

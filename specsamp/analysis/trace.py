@@ -1,7 +1,7 @@
 """Shows where the time of decoding goes while it runs: a profile of one prefill and some rounds, by named scope.
 
-    traced = trace(decoder, "runs/trace")                  # of `specsamp.analysis.workload`
-    report.print_tables(traced.tables(), console)
+    programs = trace(decoder, "runs/trace")                # of `specsamp.analysis.workload`
+    report.print_tables([program.table() for program in programs], console)
 
 Nothing is taken apart. `jax.profiler` records when each operation of the compiled programs ran, and writes a folder that
 xprof and Perfetto show. Each operation carries the `jax.named_scope` that it comes from; operations that the compiler
@@ -70,29 +70,6 @@ class ProgramTime:
         return Table(title=self.what, header=("scope", "share", "ms"), rows=rows, note=note)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trace:
-    """A profile that was written, and the times in it."""
-
-    folder: str  # for xprof
-    programs: tuple[ProgramTime, ...]  # a prefill and a round
-
-    def tables(self) -> list[Table]:
-        """Returns a table for each program whose operations were reported."""
-        return [program.table() for program in self.programs if program.ms]
-
-    @property
-    def sentences(self) -> list[str]:
-        """Says how to open the profile, and whether its operations are missing."""
-        lines = [
-            f"trace: pip install xprof; xprof --logdir={self.folder} --port=6006; open http://localhost:6006",
-            f"or open the latest .trace.json.gz in {self.folder} at https://ui.perfetto.dev",
-        ]
-        if not self.tables():
-            lines.append(f"{jax.default_backend()} reported no operations: there is no table by scope")
-        return lines
-
-
 class Profiled:
     """A decoder's prefill and rounds of its first prompts, compiled so that operations name the scopes of this source."""
 
@@ -159,8 +136,8 @@ def middle_rounds(decoder: TimedDecoder) -> tuple[int, int]:
     return warm, min(most - warm, ROUNDS)
 
 
-def trace(decoder: TimedDecoder, folder: str | os.PathLike) -> Trace:
-    """Writes a profile of one prefill and some rounds of a workload's first prompts, after a run that is not counted.
+def trace(decoder: TimedDecoder, folder: str | os.PathLike) -> tuple[ProgramTime, ...]:
+    """Writes a profile of one prefill and some rounds of a workload's first prompts, and returns the times of both.
 
     All processes must call it; each writes its own file into the folder, local or ``gs://``. Programs are compiled anew,
     since compiled ones may name scopes of another version; ValueError is raised under ``JAX_DISABLE_JIT``.
@@ -171,8 +148,9 @@ def trace(decoder: TimedDecoder, folder: str | os.PathLike) -> Trace:
     spans = profiled.profile(folder, lambda: profiled.decode(profiled.prefill(), rounds))
     read = f"Prefill of {int(profiled.prompts[1].sum())} tokens"
     programs = ("prefill", read, 1), ("decode", f"Round, K = {decoder.method.drafter.K}", rounds)
-    times = [ProgramTime(what=what, runs=runs, scopes=ms_by_scope(spans[name], runs)) for name, what, runs in programs]
-    return Trace(folder=os.fspath(folder), programs=tuple(times))
+    return tuple(
+        ProgramTime(what=what, runs=runs, scopes=ms_by_scope(spans[name], runs)) for name, what, runs in programs
+    )
 
 
 def scopes_of(text: str) -> dict[str, Scope]:
