@@ -95,7 +95,6 @@ def test_each_text_is_counted_once(monkeypatch):
     "arguments, message",
     [
         ([TINY, "--config.drafter=none"], "without a drafter there is nothing to forecast"),
-        ([TINY, "--config.synthetic_acceptance=0.8"], "--config.synthetic_acceptance=0.8 has no effect here"),
         ([TINY], "two halves of prompts need four, this pair has 0"),
     ],
 )

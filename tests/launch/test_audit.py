@@ -23,9 +23,3 @@ def test_a_lossy_setting_of_the_configuration():
     done = call("audit", "--plain", *TINY, "--config.synthetic_acceptance=0.5")
     assert done.returncode == 1, done.stderr
     assert "1 of 1 checks failed: acceptance" in done.stdout
-
-
-def test_what_cannot_be_audited():
-    done = call("audit", "--plain", "--config=configs/trained_pair.py:nothing")
-    assert done.returncode == 2 and "no pair 'nothing'" in done.stderr
-    assert "Traceback" not in done.stderr

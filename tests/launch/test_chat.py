@@ -32,11 +32,6 @@ def test_a_system_message_takes_a_template(tmp_path):
     assert (done.returncode, done.stderr) == (2, "--system: this pair has no chat template\n")
 
 
-def test_a_lossy_rule_is_refused_where_exactness_is_required():
-    done = call("chat", "--require_exact", "--config.rule=ears:0.3")
-    assert done.returncode == 2 and "exactness is required, but EARS" in done.stderr, done.stderr
-
-
 def test_messages_of_a_conversation():
     said = [chat.Turn(asked=a, answered=b, tokens=()) for a, b in (("Hi", "Hello."), ("Why?", "Because."))]
     talk = types.SimpleNamespace(has_template=True, system="Be brief.", turns=said)

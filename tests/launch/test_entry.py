@@ -20,7 +20,7 @@ def entry():
     return importlib.import_module("launch.lib.entry")
 
 
-def test_a_place_to_write_is_tried_before_the_work(entry, tmp_path):
+def test_a_place_to_write_is_tried_before_the_work(entry, tmp_path, monkeypatch):
     entry.check_output(None)
     entry.check_output("/dev/null")
     entry.check_output(str(tmp_path / "new" / "result.json"))
@@ -33,12 +33,8 @@ def test_a_place_to_write_is_tried_before_the_work(entry, tmp_path):
     with pytest.raises(ValueError, match="'ftpx://bucket/result.json'"):
         entry.check_output("ftpx://bucket/result.json")
 
-
-def test_a_full_disk_is_found_before_the_work(entry, tmp_path, monkeypatch):
-    """A probe without content fits a full disk."""
-
     def full(path, content):
-        if content:
+        if content:  # a probe without content fits a full disk
             raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(entry.storage, "write", full)

@@ -60,13 +60,6 @@ def test_efficiency_is_the_share_of_what_theory_allows():
         speedup.point_of("token", result(1.2, split=None))
 
 
-@pytest.mark.parametrize(
-    "arguments, told",
-    [
-        (["--config.draft_temperature=0.5"], "--config.draft_temperature=0.5 has no effect here"),
-        (["--config.drafter=none"], "--config.drafter"),
-    ],
-)
-def test_what_has_no_curve_is_refused(arguments, told):
-    done = call("study", "speedup", "--config=configs/random_pair.py:tiny", *arguments)
-    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
+def test_what_has_no_curve_is_refused():
+    done = call("study", "speedup", "--config=configs/random_pair.py:tiny", "--config.drafter=none")
+    assert done.returncode == 2 and "--config.drafter" in done.stderr

@@ -84,9 +84,6 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
         np.testing.assert_allclose(ours, theirs, rtol=2**-8)
     plain, drafted = (generate(pair, ["def f(x):"], 8, draft_length=K)[0] for K in (0, 3))
     assert plain.tokens == drafted.tokens
-    exported = open_first_head(pair_folder / "head", pair.target.config)
-    for ours, theirs in zip(jax.tree.leaves(exported.params), jax.tree.leaves(trained.params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
     assert history(pair_folder / "head") == history(tmp_path / "tuned")
     curve = history(pair_folder / "head")["curve"]
     assert [(point["run"], point["tokens"]) for point in curve] == [(0, 4 * 8 * 16), (1, 2 * 4 * 8 * 16)]
