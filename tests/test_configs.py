@@ -164,12 +164,12 @@ def test_other_slices_and_batches(argument, devices, draft_model_parallelism, ba
     config = ExperimentConfig.from_config_dict(chinchilla.get_config(argument))
     assert (config.mesh.model, config.batch) == (devices, batch)
     assert config.mesh.draft_model_parallelism == draft_model_parallelism
-    ways = draft_model_parallelism or devices
-    names = ("data", "replica", "model")
-    mesh = jax.sharding.AbstractMesh((1, devices // ways, ways), names, axis_types=(AxisType.Auto,) * 3)
-    over = {"target": ("model", "replica"), "draft": ("model",)}
-    for side, axes in over.items():
-        model = shard_model(getattr(config, side).model(), Layout.tensor_parallel(mesh, axes))
+    mesh = mesh_of(config)
+    for shape, layout in (
+        (config.target, Layout.tensor_parallel(mesh)),
+        (config.draft, draft_layout(mesh, draft_model_parallelism or None)),
+    ):
+        model = shard_model(shape.model(), layout)
         model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
 
 
