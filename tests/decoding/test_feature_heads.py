@@ -16,8 +16,7 @@ from specsamp.decoding.state import Weights
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
-from specsamp.sampling.rules import Draft
-from specsamp.sampling.warp import chain, log_probs, temperature
+from specsamp.sampling.warp import chain, temperature
 from support import mutants
 from support.fakes import FALSE_ALARM, decode, joint_distribution, p_value, prefill, texts
 from support.heads import LayeredTable, ShowsTokens, eagle1, eagle3, medusa, mtp, table_head
@@ -82,24 +81,6 @@ def test_medusa_tokens_that_are_verified_by_the_first_head_are_caught():
         distribution_test(distribution_loop(head, TokenRule(), drafter=ByOneHead), weights_of(head), FULL, **SAMPLED)
         < FALSE_ALARM**2
     )
-
-
-def test_a_reduced_vocabulary_in_numbers():
-    """Target (.4, .3, .2, .1), head (.6, 0, .4, 0): accepted with .6, the rest is (0, .75, 0, .25)."""
-    head = eagle3(4, draft_vocab_size=2)
-    weights = head.prepare(drawn_params(head) | {DRAFT_IDS: jnp.asarray([0, 2])})
-    distribution_BRV = log_probs(chain(), head.expand(weights, jnp.log(jnp.asarray([[[0.6, 0.4]]]))))
-    np.testing.assert_allclose(np.exp(distribution_BRV[0, 0]), [0.6, 0, 0.4, 0], atol=1e-6)
-    target = jnp.log(jnp.asarray([[[0.4, 0.3, 0.2, 0.1]] * 2]))
-    num_drafted_B = jnp.ones(1, int)
-    drafts = [
-        Draft(tokens_BK=jnp.asarray([[token]]), num_drafted_B=num_drafted_B, log_probs_BRV=distribution_BRV)
-        for token in (0, 2)
-    ]
-    first, second = (TokenRule().acceptance(draft, target) for draft in drafts)
-    np.testing.assert_allclose(0.6 * first + 0.4 * second, [[0.6]], atol=1e-6)
-    residual = TokenRule().residual(drafts[0], target, jnp.zeros(1, int))
-    np.testing.assert_allclose(residual / residual.sum(), [[0, 0.75, 0, 0.25]], atol=1e-6)
 
 
 # What the head knows: its own distribution is the target's where its features are right.

@@ -95,15 +95,6 @@ def test_no_match_drafts_nothing():
     assert draft.num_drafted_B.tolist() == [0, 0]
 
 
-def test_several_samples_from_one_prefill():
-    pair = table_pair()
-    rows = generate(pair, [[1], [2, 3]], 12, sampling=chain(temperature(1.0)), num_samples=4)
-    assert [(r.prompt_index, r.sample_index) for r in rows] == [(p, s) for p in (0, 1) for s in range(4)]
-    assert len({tuple(r.tokens) for r in rows}) == 8
-    again = generate(pair, [[1], [2, 3]], 12, sampling=chain(temperature(1.0)), num_samples=2)
-    assert [r.tokens for r in again] == [rows[i].tokens for i in (0, 1, 4, 5)], "more samples change none"
-
-
 def test_streamed_text_is_cut_at_whole_characters():
     """Half of a multi-byte character is held back until it is complete."""
 
