@@ -1,6 +1,5 @@
 """What a profile is read as: which operation belongs to which scope, and that every moment counts once."""
 
-
 import jax
 import pytest
 from jax.profiler import ProfileData

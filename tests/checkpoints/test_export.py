@@ -50,10 +50,6 @@ def test_the_shipped_target_has_a_counterpart():
 def test_what_has_no_counterpart_is_named(change, named, tmp_path):
     with pytest.raises(ValueError, match=f"LlamaForCausalLM has no counterpart of {named}"):
         export(tmp_path, dataclasses.replace(CONFIG, **change), {})
-    assert not list(tmp_path.iterdir())
-
-
-def test_parameters_of_another_model_write_nothing(tmp_path):
     with pytest.raises(WrongShapes, match="layer_0/mlp/gate: absent"):
         export(tmp_path, CONFIG, random_params(dataclasses.replace(CONFIG, gated=False)))
     assert not list(tmp_path.iterdir())

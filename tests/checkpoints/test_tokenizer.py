@@ -30,11 +30,8 @@ def test_special_tokens_begin_prompts_but_not_stop_texts(with_specials):
     assert with_specials.encode("ab.") == [0, 3, 5, 2]
     assert with_specials.token_id(".") == 2 and with_specials.token_id("</s>") == 1
     assert with_specials.token_id("ab") is None
-
-
-def test_vocabulary_size_reaches_the_largest_id(with_specials):
-    assert with_specials.vocab_size == 6
     assert with_specials.token(3) == "a" and with_specials.token(4) == ""
+    assert with_specials.vocab_size == 6  # reaches the largest id
 
 
 def test_texts_are_neither_cut_nor_filled_up(with_specials, tmp_path):
@@ -46,16 +43,13 @@ def test_texts_are_neither_cut_nor_filled_up(with_specials, tmp_path):
     assert JsonTokenizer(saved(tokenizer, tmp_path)).encode("abab") == with_specials.encode("abab") == [0, 3, 5, 3, 5]
 
 
-def test_a_tokenizer_without_tokens(tmp_path):
-    with pytest.raises(ValueError, match="tokenizer.json has no tokens"):
-        JsonTokenizer(saved(tokenizers.Tokenizer(models.BPE()), tmp_path))
-
-
-def test_unknown_end_of_text_and_missing_files_are_named(with_specials, tmp_path):
+def test_damaged_tokenizers_are_named(with_specials, tmp_path):
     with pytest.raises(ValueError, match="has no token '<end>'"):
         JsonTokenizer(tmp_path / "tokenizer.json", eos="<end>")
     with pytest.raises(FileNotFoundError, match="no tokenizer at"):
         JsonTokenizer(tmp_path / "elsewhere.json")
+    with pytest.raises(ValueError, match="tokenizer.json has no tokens"):
+        JsonTokenizer(saved(tokenizers.Tokenizer(models.BPE()), tmp_path))
 
 
 @pytest.fixture

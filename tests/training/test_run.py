@@ -54,16 +54,13 @@ def params_of(folder, step=None):
         return checkpoints.restore(step, params=shapes(PARAMS))["params"]
 
 
-def test_the_last_states_come_back(saved):
+def test_the_last_states_come_back(saved, tmp_path):
     np.testing.assert_array_equal(params_of(saved)["matrix"], 6 * PARAMS["matrix"])
     np.testing.assert_array_equal(params_of(saved, 3)["matrix"], 3 * PARAMS["matrix"])
     with opened(saved) as checkpoints:
         assert checkpoints.latest == 6
         restored = checkpoints.restore(params=shapes(PARAMS), rest=shapes(REST))
     np.testing.assert_array_equal(restored["rest"]["moment"], REST["moment"])
-
-
-def test_no_checkpoint(saved, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*nothing: it has steps \[\]"):
         params_of(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 1 in .*: it has steps \[3, 6\]"):
