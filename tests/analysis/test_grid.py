@@ -263,11 +263,3 @@ def test_costs_are_compared_within_a_cell():
     np.testing.assert_allclose(costs.error, np.hypot(0.929 * 0.02 / 5, CLOCK_DRIFT), rtol=1e-2)
     band = make_plan(Profile.of_rate(0.7), costs)[4].speedup
     assert band.lower < band.value < band.upper
-
-
-def test_the_error_of_a_median():
-    """Against medians that were drawn; that of a mean is the control."""
-    samples = np.random.default_rng(0).normal(10.0, 1.0, (4000, 201))
-    told = np.mean([Quartiles.of(row).relative_error(201) for row in samples[:400]]) * 10
-    drawn = np.median(samples, axis=1).std()
-    assert abs(told / drawn - 1) < 0.06 < abs(samples.mean(1).std() / drawn - 1)
