@@ -1,7 +1,6 @@
 """Two checkpoints as a pair: what does not belong together is refused, what is padded is masked, stops are agreed."""
 
 import dataclasses
-import json
 import shutil
 
 import jax
@@ -20,7 +19,7 @@ from specsamp.mesh.sharded import shard_model
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
-from support.checkpoint_shapes import CONFIG, random_params
+from support.checkpoint_shapes import CONFIG, edit, random_params
 from support.extras import slow_but
 from support.weights import drawn_params
 
@@ -37,13 +36,6 @@ def draft_original(tokenizer, tmp_path_factory):
 @pytest.fixture
 def draft(draft_original, tmp_path):
     return shutil.copytree(draft_original, tmp_path / "draft")
-
-
-def change_tokenizer(folder, change):
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    change(content)
-    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def refuse_to_read(monkeypatch):
@@ -122,7 +114,7 @@ def rename_added(content):
     ids=["merges", "vocabulary", "added"],
 )
 def test_tokenizers_that_differ_are_refused_before_anything_is_read(original, draft, change, message, monkeypatch):
-    change_tokenizer(draft, change)
+    edit(draft / "tokenizer.json", change)
     refuse_to_read(monkeypatch)
     with pytest.raises(ValueError, match=message):
         read_pair(original, draft)
@@ -136,25 +128,24 @@ def test_names_and_formats_of_equal_tokenizers_do_not_matter(original, draft):
         content["model"]["merges"] = [m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]]
         content["post_processor"] = None
 
-    change_tokenizer(draft, same)
+    edit(draft / "tokenizer.json", same)
     assert len(differences(open_checkpoint(original), open_checkpoint(draft))) == 2
-    change_tokenizer(draft, lambda content: content.update(normalizer={"type": "NFC"}))
+    edit(draft / "tokenizer.json", lambda content: content.update(normalizer={"type": "NFC"}))
     assert any("normalizers differ" in line for line in differences(open_checkpoint(original), open_checkpoint(draft)))
 
 
 def test_added_tokens_without_an_embedding_are_left_out_and_said(original, draft, tmp_path):
     """As Gemma 3's text models carry the placeholder for images: 262145 tokens for 262144 rows."""
     target = shutil.copytree(original, tmp_path / "target")
-    config = json.loads((target / "config.json").read_text(encoding="utf-8")) | {"vocab_size": 279}
-    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    edit(target / "config.json", lambda content: content.update(vocab_size=279))
     image = dict(id=279, content="<image>")
-    change_tokenizer(target, lambda content: content["added_tokens"].append(content["added_tokens"][0] | image))
+    edit(target / "tokenizer.json", lambda content: content["added_tokens"].append(content["added_tokens"][0] | image))
     checkpoint = open_checkpoint(target)
     assert checkpoint.tokenizer.vocab_size == 279 and checkpoint.tokenizer.token_id("<image>") is None
     assert checkpoint.tokenizer.encode("x<image>") == open_checkpoint(original).tokenizer.encode("x<image>")
     said = differences(checkpoint, open_checkpoint(draft))
     assert f"{target} has no embedding of <image>: prompts cannot use them" in said and len(said) == 3
-    change_tokenizer(target, lambda content: content["model"]["vocab"].update({"<image>": 279}))
+    edit(target / "tokenizer.json", lambda content: content["model"]["vocab"].update({"<image>": 279}))
     with pytest.raises(ValueError, match="280 tokens.* 279 rows"):
         open_checkpoint(target)
 
