@@ -8,22 +8,11 @@ import sys
 import pytest
 
 from specsamp.checkpoints.export import export
-from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.name_check import check_pair
-from specsamp.models.eagle import Eagle3Config
-from specsamp.models.heads import FeatureHead
-from support.checkpoint_shapes import CONFIG, edit, random_params
+from support.checkpoint_shapes import CONFIG, edit, random_params, write_random_head
 from support.run_script import call
 from support.stand_in_hub import StandInHub
-from support.weights import drawn_params
 
-HEAD = Eagle3Config(
-    layer=dataclasses.replace(CONFIG, num_layers=1),
-    target_layers=CONFIG.num_layers,
-    hidden_layers=(0, 1),
-    draft_vocab_size=64,
-    own_output=True,
-)
 CHAT = {"chat_template": "{{ messages[0].content }}"}
 
 
@@ -35,8 +24,7 @@ def hub(original, tokenizer, tmp_path, monkeypatch):
     (target / "tokenizer_config.json").write_text(json.dumps(CHAT), encoding="utf-8")
     smaller = dataclasses.replace(CONFIG, width=16, num_heads=2, num_kv_heads=1, tied=True)
     export(hub.folder / "some/draft", smaller, random_params(smaller), tokenizer)
-    head = FeatureHead(HEAD)
-    write_head(hub.folder / "some/head", head, drawn_params(head), target_name="some/target", K=3)
+    write_random_head(hub.folder / "some/head", "some/target")
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
     return hub
 

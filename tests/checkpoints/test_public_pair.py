@@ -11,17 +11,13 @@ import pytest
 from specsamp import generate, temperature
 from specsamp.checkpoints import hugging_face, orbax
 from specsamp.checkpoints.export import export
-from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.public_pair import differences, read_head_pair, read_pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
-from specsamp.models.eagle import Eagle3Config
-from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
-from support.checkpoint_shapes import CONFIG, edit, random_params
+from support.checkpoint_shapes import CONFIG, edit, random_params, write_random_head
 from support.extras import slow_but
-from support.weights import drawn_params
 
 DRAFT = dataclasses.replace(CONFIG, vocab_size=288, num_layers=1, feedforward_width=32, max_positions=256)
 
@@ -198,14 +194,7 @@ def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params,
 
 @pytest.fixture
 def head_folder(tmp_path):
-    """An EAGLE-3 head for the target, which has too few layers for the usual ones."""
-    layer = dataclasses.replace(CONFIG, num_layers=1, tied=False, num_real_tokens=None)
-    config = Eagle3Config(
-        layer=layer, target_layers=CONFIG.num_layers, hidden_layers=(0, 1), draft_vocab_size=64, own_output=True
-    )
-    head = FeatureHead(config)
-    write_head(tmp_path / "head", head, drawn_params(head), target_name="org/a-target", K=3)
-    return tmp_path / "head"
+    return write_random_head(tmp_path / "head", "org/a-target")
 
 
 @pytest.mark.parametrize("on_mesh", slow_but([False, True], False))

@@ -1,14 +1,19 @@
 """The model of the checkpoints that the tests write, and how they read and spoil them."""
 
+import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.models.config import tiny
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
+from support.weights import drawn_params
 
 CONFIG = tiny(
     vocab_size=304, width=32, num_heads=4, num_kv_heads=2, positions="rotary", gated=True, activation="silu", tied=False
@@ -19,6 +24,21 @@ def random_params(config, seed=0):
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / np.sqrt(32), jnp.float32), shapes)
+
+
+def write_random_head(folder, target_name):
+    """Writes an EAGLE-3 head for the model, which has too few layers for the usual ones."""
+    head = FeatureHead(
+        Eagle3Config(
+            layer=dataclasses.replace(CONFIG, num_layers=1),
+            target_layers=CONFIG.num_layers,
+            hidden_layers=(0, 1),
+            draft_vocab_size=64,
+            own_output=True,
+        )
+    )
+    write_head(folder, head, drawn_params(head), target_name=target_name, K=3)
+    return folder
 
 
 def open_all(folder):
