@@ -1,6 +1,5 @@
 """Public checkpoints on the command line."""
 
-import dataclasses
 import json
 import shutil
 
@@ -12,17 +11,13 @@ from configs import hf
 from launch.lib import experiment
 from launch.lib.fields import ExperimentConfig
 from specsamp.checkpoints.export import export
-from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
-from specsamp.models.eagle import Eagle3Config
-from specsamp.models.heads import FeatureHead
 from specsamp.training.data import train_tokenizer
 from specsamp.training.source import open_trained
 from support import extras
-from support.checkpoint_shapes import CONFIG, random_params
+from support.checkpoint_shapes import CONFIG, random_params, write_random_head
 from support.run_script import call, module
-from support.weights import drawn_params
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +43,7 @@ def test_two_names_become_an_experiment(folder, capsys):
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
     """Random weights: it fits nothing."""
-    place = tmp_path_factory.mktemp("public") / "head"
-    layer = dataclasses.replace(CONFIG, num_layers=1)
-    config = Eagle3Config(layer=layer, target_layers=CONFIG.num_layers, hidden_layers=(0, 1), own_output=True)
-    made = FeatureHead(config)
-    write_head(place, made, drawn_params(made), target_name=f"org/{place.name}", K=2)
-    return place
+    return write_random_head(tmp_path_factory.mktemp("public") / "head", "org/head")
 
 
 def test_a_head_is_checked(folder, head, tmp_path):
