@@ -5,7 +5,6 @@
     python launch/benchmark.py --config=configs/random_pair.py:tiny --config.draft_length=2
     python launch/benchmark.py --config=configs/random_pair.py:7b \\
         --config.synthetic_acceptance=0.8 --grid=draft_length=0,1,4,8
-    python launch/study.py memory --config=configs/random_pair.py:38m
     JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
 
 Sizes after the colon: "38m", a target for one laptop with a draft of one layer; "small", the same with

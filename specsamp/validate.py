@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +29,7 @@ def integer(name: str, value: Any, least: int = 0, limit: int = 2**31) -> int:
 
 def integers(name: str, values: Any, least: int = 0, limit: int = 2**31) -> list[int]:
     """Returns each element of a list, as `integer` gives it; raises ValueError for what is no list."""
-    if isinstance(values, str) or not hasattr(values, "__len__"):
+    if isinstance(values, (str, Mapping, Set)) or not hasattr(values, "__len__"):
         raise ValueError(f"{name} must be a list; got {values!r}")
     return [integer(f"{name}[{i}]", value, least, limit) for i, value in enumerate(values)]
 
@@ -41,9 +41,9 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, above
       ValueError: it is none; booleans and texts are none.
     """
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not least <= value <= most or (above and value == least):
+    if not is_number or not abs(value) < math.inf or not least <= value <= most or (above and value == least):
         low = f"above {least:g}" if above else f"from {least:g}"
-        raise ValueError(f"{name} must be {low}{'' if most == math.inf else f' to {most:g}'}; got {value!r}")
+        raise ValueError(f"{name} must be a number {low}{'' if most == math.inf else f' to {most:g}'}; got {value!r}")
     return float(value)
 
 
@@ -57,6 +57,6 @@ def switch(name: str, value: Any) -> bool:
 def choice(name: str, value: T, known: Iterable[Any]) -> T:
     """Returns ``value``, which must be among ``known``; raises ValueError with all that are."""
     known = list(known)
-    if value not in known:
+    if not any(value is each or (isinstance(value, type(each)) and value == each) for each in known):
         raise ValueError(f"{name} must be one of {', '.join(map(str, known))}; got {value!r}")
     return value

@@ -143,7 +143,7 @@ def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     "arguments, message",
     [
         (["--grid=draft_lenght=1"], "'draft_lenght' makes another pair"),
-        (["--config.synthetic_acceptance=1.5"], "synthetic_acceptance must be from 0 to 1"),
+        (["--config.synthetic_acceptance=1.5"], "synthetic_acceptance must be a number from 0 to 1"),
         (["--config.max_new_tokens=5000"], "need 5008 positions, but the target has"),
         (["--config.attention=kernel"], "attention 'kernel' is for TPUs, and this is a cpu: choose plain"),
         (["--config.attention=flash"], "attention must be one of plain, kernel; got 'flash'"),

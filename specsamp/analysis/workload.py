@@ -20,7 +20,7 @@ import numpy as np
 from specsamp import validate
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.engine import Engine, round_slots
-from specsamp.decoding.method import Method
+from specsamp.decoding.method import Method, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Request, make_requests
 from specsamp.decoding.results import RowStats
@@ -144,7 +144,7 @@ class TimedDecoder:
 
     def prefill(self, requests: Sequence[Request]) -> DecodeState:
         """Returns the state before the first round."""
-        return self.engine.prefill(requests, least_length=self.workload.prompt_length)
+        return self.engine.prefill(requests, width=self.workload.prompt_length)
 
     def decode(self, repeat: int) -> Timing:
         """Decodes the prompts of one repeat to the end; ``loop_seconds`` holds nothing but the loop.
@@ -184,6 +184,7 @@ def decoders(
     prompts, _ = workload.rows(0, pair.target.vocab_size)
     made = {}
     for name, method in methods.items():
+        make_method(pair, method=method)
         requests = make_requests(pair, method, prompts, workload.max_new_tokens, stop=())
         made[name] = TimedDecoder(engine=Engine.create(pair, method, requests, slots=slots), workload=workload)
     return made

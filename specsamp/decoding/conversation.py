@@ -47,9 +47,11 @@ class Conversation:
         stop: Sequence[int | str] | None = None,
         **decoding: Unpack[Decoding],
     ):
-        """Makes an empty conversation; arguments that are not named here are those of `generate`.
+        """Makes an empty conversation.
 
         Args:
+          seed, stop, decoding: as in `generate`: method, or sampling, draft_sampling, draft_length, rule, drafter; and
+            require_exact.
           max_tokens: of all turns together, for which caches are made; default 4096, or as many as the models have
             positions for.
 

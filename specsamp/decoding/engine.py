@@ -110,23 +110,25 @@ class Engine:
             idle=requests[0],
         )
 
-    def prefill(self, requests: Sequence[Request | None], num_samples: int = 1, least_length: int = 1) -> DecodeState:
+    def prefill(
+        self, requests: Sequence[Request | None], num_samples: int = 1, width: int | None = None
+    ) -> DecodeState:
         """Reads prompts, padded to the bucket of the longest, into a state with a row for each request.
 
         Args:
           requests: each prompt's ``num_samples`` requests in a row; None is an idle row. Idle rows are added until all
             data shards have as many.
-          least_length: prompts are padded to its bucket at least, so that batches of short prompts share the program.
+          width: to which prompts are padded; default the bucket of the longest.
         """
         requests = [*requests, *[None] * (-len(requests) % (self.pair.shards.count * num_samples))]
         prompts = [(0,) if request is None else request.prompt for request in requests[::num_samples]]
-        arrays = self.arrays(requests), *self.padded(prompts, least_length)
+        arrays = self.arrays(requests), *self.padded(prompts, width)
         return self.loop.prefill(self.weights, *arrays, slots=self.slots, num_samples=num_samples)
 
-    def padded(self, prompts: Sequence[Sequence[int]], least_length: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Returns prompts as int32 ``[B, P]``, padded to the bucket of the longest, and their lengths ``[B]``."""
-        longest = max(least_length, *map(len, prompts))
-        tokens_BP = np.zeros((len(prompts), min(_padded_length(self.pair, longest), self.slots)), np.int32)
+    def padded(self, prompts: Sequence[Sequence[int]], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns prompts as int32 ``[B, P]``, padded to ``width`` or the bucket of the longest, and their lengths ``[B]``."""
+        width = _padded_length(self.pair, max(map(len, prompts))) if width is None else width
+        tokens_BP = np.zeros((len(prompts), min(width, self.slots)), np.int32)
         for row, tokens in zip(tokens_BP, prompts):
             row[: len(tokens)] = tokens
         return tokens_BP, np.array([len(tokens) for tokens in prompts], np.int32)

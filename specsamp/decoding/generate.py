@@ -121,8 +121,8 @@ def stream(
     """Does what `generate` does, a few rounds at a time: the same tokens, as they come.
 
     The loop stays on the device for ``rounds_per_chunk`` rounds; a sequence's last chunk says how it ended. Text that is
-    not yet complete (half of a multi-byte character) is held back. Arguments that are not named here are those of
-    `generate`.
+    not yet complete (half of a multi-byte character) is held back. ``decoding`` and the other arguments are those of
+    `generate`: method, or sampling, draft_sampling, draft_length, rule, drafter; and require_exact.
     """
     rounds_per_chunk = validate.integer("rounds_per_chunk", rounds_per_chunk, 1)
     use_compilation_cache()

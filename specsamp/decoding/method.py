@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive
@@ -91,15 +91,21 @@ def make_method(
     rule: Rule | None = None,
     drafter: Drafter | None = None,
     require_exact: bool = False,
+    **unknown: Any,
 ) -> Method:
     """Returns ``method``, or a method made of the other arguments of `generate`, checked against a pair.
 
     Raises:
+      TypeError: a keyword that `generate` does not have, or that is not one of these.
       ValueError: both were given; drafter or rule have the wrong type, are lossy though ``require_exact`` is True, or
         need parameters that the pair lacks.
     """
+    if unknown:
+        known = ", ".join(Decoding.__annotations__)
+        raise TypeError(f"unexpected keyword {next(iter(unknown))!r}: the keywords that say how to decode are {known}")
     if not isinstance(pair, Pair):
         raise ValueError(f"pair must be a Pair, such as load_pair('python'); got {pair!r}")
+    require_exact = validate.switch("require_exact", require_exact)
     if method is not None:
         parts = dict(
             sampling=sampling,
@@ -114,6 +120,12 @@ def make_method(
         if not isinstance(method, Method):
             raise ValueError(f"method must be a Method, such as Method(drafter=NgramDrafter(K=4)); got {method!r}")
         drafter, rule, adaptive = method.drafter, method.rule, method.adaptive
+        if not isinstance(drafter, Drafter):
+            raise ValueError(f"the method's drafter must be derived from specsamp.Drafter; got {drafter!r}")
+        if not (adaptive is None or isinstance(adaptive, Adaptive)):
+            raise ValueError(f"the method's adaptive must be an Adaptive or None; got {adaptive!r}")
+        if adaptive is not None and adaptive.K != drafter.K:
+            raise ValueError(f"the method's adaptive drafts up to {adaptive.K} tokens, its drafter K = {drafter.K}")
     else:
         rule = TokenRule() if rule is None else rule
         adaptive = draft_length if isinstance(draft_length, Adaptive) else None

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Unpack
 
+import numpy as np
+
 from specsamp import validate
 from specsamp.compilation_cache import use_compilation_cache
 from specsamp.decoding.engine import Engine
@@ -26,6 +28,7 @@ from specsamp.serving.schedule import ROUNDS_PER_LOOK, FirstCome, Schedule, Serv
 
 DEFAULT_ROWS = 8
 TOGETHER = 4  # prompts of a data shard that are read in one call, where so many wait and rows are free
+MAX_TEXTS = 1 << 22  # of a call: the host holds a request for each
 LOST = 0.05  # of a row's rounds, at most: between a string that ends its text and the next look for it
 
 
@@ -61,7 +64,8 @@ def generate_many(
     """Does what `generate` does, ``rows`` texts at a time: the same completions, in the order in which they end.
 
     A prompt has the same completion with any number of rows and in any order of prompts, unless the drafter looks at
-    several rows at once (`Completion.row_independent`). Arguments that are not named here are those of `generate`.
+    several rows at once (`Completion.row_independent`). ``decoding`` (method, or
+    sampling, draft_sampling, draft_length, rule, drafter; and require_exact) and all else is as in `generate`.
 
     Args:
       rows: texts that are decoded together; rounded up to a multiple of the data shards.
@@ -87,11 +91,16 @@ def generate_many(
         rounds_per_slice = validate.integer("rounds_per_slice", rounds_per_slice, 1)
     method = make_method(pair, **decoding)
     requests = make_requests(pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids)
-    requests = with_samples(requests, validate.integer("num_samples", num_samples, 1))
+    num_samples = validate.integer("num_samples", num_samples, 1)
+    validate.integer("prompts times num_samples", len(requests) * num_samples, 1, MAX_TEXTS)
+    requests = with_samples(requests, num_samples)
     rows = min(rows, len(requests))
     spare = max(refill, TOGETHER) * pair.shards.count
     engine = Engine.create(pair, method, requests, batch=rows, spare=spare, keep_log_probs=return_log_probs)
     if arrivals is not None:
+        arrivals = np.asarray(arrivals).tolist()
+        if not isinstance(arrivals, list):
+            raise ValueError(f"arrivals must be a list of seconds; got {arrivals!r}")
         if len(arrivals) != len(prompts):
             raise ValueError(f"{len(arrivals)} arrivals for {len(prompts)} prompts: give each prompt one")
         for request in requests:

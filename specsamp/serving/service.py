@@ -76,6 +76,8 @@ class Service:
         rows = validate.integer("rows", rows, 1)
         max_waiting = validate.integer("max_waiting", max_waiting, 0)
         self._rounds = validate.integer("rounds_per_slice", rounds_per_slice, 1)
+        if not isinstance(method, Method):
+            raise ValueError(f"method must be a Method, such as Method(drafter=NgramDrafter(K=4)); got {method!r}")
         self._pair, self.method = pair, make_method(pair, method=method)
         self.context = context_of(pair, method.drafter, "context", context)
         self._stop_ids = sorted(make_stops(pair, None).ids)
@@ -160,6 +162,9 @@ class Service:
           Failed: the service is closed.
         """
         num_samples = validate.integer("num_samples", num_samples, 1)
+        for name, value in (("prompts", prompts), ("stop", stop)):
+            if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+                raise ValueError(f"{name} must be a list; got {value!r}")
         if len(stop) > MAX_STOPS:
             raise ValueError(f"{len(stop)} stop texts: at most {MAX_STOPS} are taken")
         count = len(prompts) * num_samples

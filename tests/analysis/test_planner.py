@@ -191,9 +191,9 @@ def test_bands_hold_the_errors_of_acceptance_and_of_clocks():
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan"), "0.5", True])
 def test_impossible_acceptance_rates(rate):
-    with pytest.raises(ValueError, match="the acceptance at position 1 must be from 0 to 1; got"):
+    with pytest.raises(ValueError, match="the acceptance at position 1 must be a number from 0 to 1; got"):
         Profile.of_rate(rate)
-    with pytest.raises(ValueError, match="the acceptance at position 2 must be from 0 to 1"):
+    with pytest.raises(ValueError, match="the acceptance at position 2 must be a number from 0 to 1"):
         Profile.of_positions((0.5, rate))
 
 

@@ -83,7 +83,11 @@ def test_families_without_windows_have_full_attention_only(name):
         ("qwen2", dict(layer_types=[["full_attention"], 3]), "layer_types = .*a list of full_attention"),
         ("qwen2", dict(num_hidden_layers="2"), "num_hidden_layers = '2'; a positive integer is wanted"),
         ("gemma3", dict(num_hidden_layers=2.0), "num_hidden_layers = 2.0; a positive integer is wanted"),
-        ("llama2", dict(rope_theta=float("inf"), rope_parameters=None), "rotary_base must be above 0; got inf"),
+        (
+            "llama2",
+            dict(rope_theta=float("inf"), rope_parameters=None),
+            "rotary_base must be a number above 0; got inf",
+        ),
         ("llama2", dict(rope_scaling=dict(rope_type="linear", factor="2")), "factor = '2'"),
         ("llama2", dict(rope_scaling=LLAMA3 | dict(original_max_position_embeddings="8")), "embeddings = '8'"),
     ],

@@ -113,7 +113,11 @@ DAMAGES = [
     ("rope", config_says(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rotary positions by .*dynamic"),
     ("llama 3", config_says(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "llama3 .*max_position.* = None"),
     ("scaling", config_says(rope_scaling="linear"), "config.json says rope_scaling = 'linear'; an object is wanted"),
-    ("epsilon", config_says(rms_norm_eps="1e-5"), "config.json describes .* norm_epsilon must be above 0; got '1e-5'"),
+    (
+        "epsilon",
+        config_says(rms_norm_eps="1e-5"),
+        "config.json describes .* norm_epsilon must be a number above 0; got '1e-5'",
+    ),
     ("tied", config_says(tie_word_embeddings="false"), "config.json describes .* tied must be True or False; got"),
     ("stop", config_says(eos_token_id=[1, 304]), "ends texts with token 304, but has 304 tokens"),
 ]

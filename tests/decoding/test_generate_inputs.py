@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from specsamp import (
+    Adaptive,
     BlockRule,
+    Method,
     ModelDrafter,
     NgramDrafter,
     NoDrafter,
@@ -16,6 +18,7 @@ from specsamp import (
     TokenRule,
     chain,
     generate,
+    generate_many,
     stream,
     temperature,
     top_p,
@@ -72,6 +75,14 @@ def test_parts_that_make_no_pair(parts, message):
     "change, message",
     [
         (dict(prompts=[]), "no prompts"),
+        (dict(method=Method(drafter=None)), "the method's drafter must be derived from specsamp.Drafter; got None"),
+        (dict(method=Method(drafter=NgramDrafter(2), adaptive=3)), "adaptive must be an Adaptive or None; got 3"),
+        (
+            dict(method=Method(drafter=NgramDrafter(2), adaptive=Adaptive(lengths=(1, 4), costs_ms=(1, 2)))),
+            "the method's adaptive drafts up to 4 tokens, its drafter K = 2",
+        ),
+        (dict(require_exact="no"), "require_exact must be True or False; got 'no'"),
+        (dict(prompt_ids={7}), "prompt_ids must be a list; got .7."),
         (dict(prompts={"a": 1}), "prompts must be a list of prompts"),
         (dict(prompts={"a", "b"}), "prompts must be a list of prompts"),
         (dict(prompts=[b"ab"]), "prompt 0 is bytes: give a text"),
@@ -134,6 +145,16 @@ def test_missing_parts_are_named():
     for pair in (None, "python"):
         with pytest.raises(ValueError, match=r"pair must be a Pair, such as load_pair\('python'\)"):
             generate(pair, [[1]], 4)
+
+
+def test_keywords_that_do_not_exist_are_named():
+    for door in (stream, generate_many):
+        with pytest.raises(
+            TypeError, match="unexpected keyword 'foo'.* are method, sampling, .*drafter, require_exact"
+        ):
+            door(counting_pair(), ["a"], foo=3)
+    with pytest.raises(ValueError, match="prompts times num_samples must be an integer .*got 5000000"):
+        generate_many(counting_pair(), ["a"], 4, num_samples=5_000_000)
 
 
 def test_sizes_are_bounded():

@@ -73,7 +73,7 @@ def test_cells_of_other_weights_make_another_file(tmp_path):
         (["draft_length=1.5"], "draft_length .*1.5"),
         (["draft_length"], "write a field and its values"),
         (["seed=1,2"], "'seed' makes another pair or text"),
-        (["synthetic_acceptance=1.5"], r"synthetic_acceptance must be from 0 to 1; got 1.5"),
+        (["synthetic_acceptance=1.5"], r"synthetic_acceptance must be a number from 0 to 1; got 1.5"),
         (["draft_temperature=hot"], "temperature .*'hot'"),
         (["draft_length=1", "draft_length=2"], "'draft_length' is given twice"),
     ],

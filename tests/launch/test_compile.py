@@ -41,7 +41,7 @@ def test_what_fits(tmp_path):
             "exit_layer must be an integer >= 1 and below 80; got 80",
         ),
         (["--config.drafter=ngram"], "--config.drafter is ngram"),
-        (["--acceptance=0.5", "--acceptance=1.5"], "--acceptance must be from 0 to 1; got 1.5"),
+        (["--acceptance=0.5", "--acceptance=1.5"], "--acceptance must be a number from 0 to 1; got 1.5"),
         (["--output=/proc/none/report.json"], "--output=/proc/none/report.json cannot be written"),
     ],
 )

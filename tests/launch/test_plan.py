@@ -40,10 +40,10 @@ def test_forecasts(arguments, found):
     "arguments, message",
     [
         ((RATE, *CALLS, "--chip_hour=3"), "--chip_hour needs --devices: how many chips take these milliseconds"),
-        (("--acceptance=1.5", *CALLS), "must be from 0 to 1; got 1.5"),
+        (("--acceptance=1.5", *CALLS), "must be a number from 0 to 1; got 1.5"),
         (("--histogram=3,x", *CALLS), "--histogram=3,x: invalid literal"),
         ((RATE, *CALLS, "--chip=v4"), "give costs in one way"),
-        ((RATE, "--target_ms=nan", "--draft_ms=1"), "target_ms must be above 0; got nan"),
+        ((RATE, "--target_ms=nan", "--draft_ms=1"), "target_ms must be a number above 0; got nan"),
         ((RATE, "--measured=README.md"), "README.md holds no cells"),
         ((*MEASURED, "--context=2048"), "--context has no effect: it goes with --chip or --compile_report"),
         ((RATE, *CALLS, "--config=configs/chinchilla.py"), "--config has no effect: it goes with --chip"),

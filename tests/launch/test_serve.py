@@ -72,7 +72,7 @@ def never(monkeypatch):
         (["--host=192.0.2.1"], "choose others"),
         (["--key_file=README.md"], "--key_file=README.md must hold a key of printable ASCII without spaces"),
         (["--key_file=/dev/zero"], "/dev/zero is no regular file"),
-        (["--timeout=inf"], "--timeout must be from 0.1; got inf"),
+        (["--timeout=inf"], "--timeout must be a number from 0.1; got inf"),
     ],
     ids=str,
 )

@@ -115,7 +115,7 @@ def test_results_are_shown_without_measuring(run, tmp_path):
     "argument, told",
     [
         ("--lengths=1,x", "--lengths=1,x must be whole numbers"),
-        ("--lengths=2,0", "--lengths must be from 1; got 0"),
+        ("--lengths=2,0", "--lengths must be a number from 1; got 0"),
         ("--lengths=", "--lengths= is empty"),
         ("--ways=a,c", "--ways must be one of a, b; got 'c'"),
     ],

@@ -109,7 +109,7 @@ def test_documents_from_before_a_field_had_its_name_are_read():
         (dict(positions="rotary", head_size=7), "head_size must be even; got 7"),
         (dict(norm="batch"), "norm must be one of rms, layer; got 'batch'"),
         (dict(window=0), "window must be an integer >= 1.*got 0"),
-        (dict(logit_cap=0.0), "logit_cap must be above 0; got 0.0"),
+        (dict(logit_cap=0.0), "logit_cap must be a number above 0; got 0.0"),
         (dict(global_layers=(1,)), "set window"),
         (dict(window=4, global_layers=(2,)), "layer 2; there are layers 0 to 1"),
         (dict(rotary_size=4), "rotary_size is of rotary positions; these are 'relative'"),

@@ -217,11 +217,11 @@ def test_greedy_targets_are_written_exactly(rule):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: EARS(1.5), "EARS's beta must be from 0 to 1; got 1.5"),
-        (lambda: Lenience(0), "Lenience's lenience must be above 0 to 1; got 0"),
-        (lambda: Typical(epsilon=float("nan")), "Typical's epsilon must be above 0 to 1; got nan"),
-        (lambda: Typical(delta=2), "Typical's delta must be above 0 to 1; got 2"),
-        (lambda: Bounded(EARS(), -0.1), "Bounded's tv_per_token must be from 0 to 1; got -0.1"),
+        (lambda: EARS(1.5), "EARS's beta must be a number from 0 to 1; got 1.5"),
+        (lambda: Lenience(0), "Lenience's lenience must be a number above 0 to 1; got 0"),
+        (lambda: Typical(epsilon=float("nan")), "Typical's epsilon must be a number above 0 to 1; got nan"),
+        (lambda: Typical(delta=2), "Typical's delta must be a number above 0 to 1; got 2"),
+        (lambda: Bounded(EARS(), -0.1), "Bounded's tv_per_token must be a number from 0 to 1; got -0.1"),
         (lambda: Bounded(JointThreshold()), "Bounded takes a lossy rule that goes token by token"),
     ],
 )

@@ -224,3 +224,12 @@ def test_numbers_that_make_no_service(options, message):
     assert CountingLM().max_positions == 64
     with pytest.raises(ValueError, match=message):
         Service(PAIR, METHOD, **options)
+    with pytest.raises(ValueError, match="method must be a Method.*got None"):
+        Service(PAIR, None)
+
+
+@pytest.mark.parametrize("asked", [dict(stop="ab"), dict(stop=None), dict(prompts="ab"), dict(prompts=None)])
+def test_prompts_and_stops_are_lists(service, asked):
+    (name,) = asked
+    with pytest.raises(ValueError, match=f"{name} must be a list; got {asked[name]!r}"):
+        service.ask(**{"prompts": ["a"], "max_new_tokens": 2, "deliver": print} | asked)

@@ -60,7 +60,7 @@ def test_nothing_to_train_on(tmp_path):
     write(tmp_path, {"a.py": b"\xff", "b.py": "1"})
     with pytest.raises(ValueError, match="1 undecodable, 1 held out"):
         read_corpus(tmp_path, held_out=1.0)
-    with pytest.raises(ValueError, match="data.held_out must be from 0 to 1; got 1.5"):
+    with pytest.raises(ValueError, match="data.held_out must be a number from 0 to 1; got 1.5"):
         read_corpus(tmp_path, held_out=1.5)
 
 
@@ -162,7 +162,7 @@ def test_a_mixture_has_its_share_of_rows_each_once_per_epoch():
     np.testing.assert_array_equal(Mixture(windows, rows, share=0.5).batch(6, 6), batches[6])
     with pytest.raises(ValueError, match="rows of 9 tokens beside windows of 8"):
         Mixture(Windows(STREAM, 7), rows, 0.5)
-    with pytest.raises(ValueError, match="must be from 0 to 1; got 1.5"):
+    with pytest.raises(ValueError, match="must be a number from 0 to 1; got 1.5"):
         Mixture(windows, rows, 1.5)
 
 

@@ -145,7 +145,7 @@ def test_the_most_frequent_tokens_are_kept():
     [
         ({"objective": "cross_entropy"}, "objective must be one of forward_kl, .*lk_hybrid.*got 'cross_entropy'"),
         ({"test_steps": 0}, "test_steps must be an integer >= 1 .*; got 0"),
-        ({"decay": 0.0}, "decay must be above 0 to 1; got 0.0"),
+        ({"decay": 0.0}, "decay must be a number above 0 to 1; got 0.0"),
         ({"chunk": 0}, "chunk must be an integer >= 1 .*; got 0"),
         ({"target": TransformerLM(tiny(vocab_size=V, width=8))}, "made for another target: its width is 16"),
     ],

@@ -165,7 +165,7 @@ def test_exits_learn_to_draft(params):
     "changes, message",
     [
         ({"curriculum": "random"}, "curriculum must be one of rotational, gradual; got 'random'"),
-        ({"dropout": 1.5}, "dropout must be from 0 to 1; got 1.5"),
+        ({"dropout": 1.5}, "dropout must be a number from 0 to 1; got 1.5"),
         ({"rotation": 0}, "rotation must be an integer >= 1 .*; got 0"),
         ({"model": TransformerLM(tiny(num_layers=1))}, "a model of one layer has no earlier exit"),
     ],

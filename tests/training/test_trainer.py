@@ -269,9 +269,9 @@ def test_a_training_that_diverges_ends_and_saves_nothing_of_it(params, tmp_path)
         ({"steps": 0}, "train.steps must be an integer >= 1 .*; got 0"),
         ({"microbatches": 3}, "train.batch 8 is no multiple of train.microbatches 3"),
         ({"warmup_steps": 12}, "train.warmup_steps must be .* below 12; got 12"),
-        ({"learning_rate": -1.0}, "train.learning_rate must be above 0; got -1.0"),
-        ({"weight_decay": -0.1}, "train.weight_decay must be from 0; got -0.1"),
-        ({"beta2": 1.5}, "train.beta2 must be from 0 to 1; got 1.5"),
+        ({"learning_rate": -1.0}, "train.learning_rate must be a number above 0; got -1.0"),
+        ({"weight_decay": -0.1}, "train.weight_decay must be a number from 0; got -0.1"),
+        ({"beta2": 1.5}, "train.beta2 must be a number from 0 to 1; got 1.5"),
         ({"seed": 2**32}, "train.seed must be .* below 4294967296; got 4294967296"),
     ],
 )

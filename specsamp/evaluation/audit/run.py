@@ -54,6 +54,8 @@ class Settings:
     def __post_init__(self):
         if not self.checks:
             raise ValueError(f"checks must name one at least: choose from {', '.join(CHECKS)}")
+        if isinstance(self.checks, str):
+            raise ValueError(f"checks must be a tuple; for one, write ({self.checks!r},)")
         for name in self.checks:
             validate.choice("checks", name, CHECKS)
         for name in ("detect", "false_alarm"):
