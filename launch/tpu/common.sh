@@ -108,7 +108,7 @@ read_secrets() {
 # no such slice.
 read_slice() {
   local found
-  found="$(python3 "$ROOT/launch/tpu/slices.py" "$accelerator" name topology chips hosts runtime_version)" || exit 2
+  found="$(python3 "$ROOT/specsamp/mesh/slices.py" "$accelerator" name topology chips hosts runtime_version)" || exit 2
   read -r accelerator topology chips hosts runtime_version <<<"$found"
 }
 

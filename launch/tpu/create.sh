@@ -4,7 +4,7 @@
 #   launch/tpu/create.sh --name=pod --accelerator=v4-32 --zone=us-central2-b --project=my-project --spot
 #
 #   --name             name of the slice, for the queued resource and its only node
-#   --accelerator      slice to order, such as v4-32; python3 launch/tpu/slices.py --list prints all names
+#   --accelerator      slice to order, such as v4-32; python3 specsamp/mesh/slices.py --list prints all names
 #   --zone             zone that offers the slice; default $CLOUDSDK_COMPUTE_ZONE, which gcloud reads too
 #   --project          project that pays for it; default $CLOUDSDK_CORE_PROJECT, which gcloud reads too
 #   --spot             order at the lower price; Google may take the slice away at any time, see keep_running.sh

@@ -7,7 +7,7 @@
 #   launch/tpu/gke.sh delete --name=cluster
 #
 #   --name             name of the cluster
-#   --accelerator      slice to use, such as tpu7x-16 or v5p-32; python3 launch/tpu/slices.py --list prints all names
+#   --accelerator      slice to use, such as tpu7x-16 or v5p-32; python3 specsamp/mesh/slices.py --list prints all names
 #   --zone             zone that offers the slice; default $CLOUDSDK_COMPUTE_ZONE
 #   --project          project that pays for it; default $CLOUDSDK_CORE_PROJECT
 #   --dry_run          print the commands and run nothing

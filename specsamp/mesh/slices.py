@@ -3,8 +3,12 @@
     find("v4-32").topology        # "2x2x4"
     find("v5e-16").hosts          # 4
 
-This file imports the standard library only and runs on Python 3.9: launch/tpu/slices.py prints what it finds on the
-machine that orders a slice, where specsamp need not be installed.
+    python3 specsamp/mesh/slices.py v4-32                     # all fields
+    python3 specsamp/mesh/slices.py v4-32 topology hosts      # 2x2x4 4
+    python3 specsamp/mesh/slices.py --list                    # the names of all slices
+
+This file imports the standard library only and runs on Python 3.9, since the machine that orders a slice need not have
+specsamp installed.
 
 Sources: the pages v4, v5e, v5p, v6e, tpu7x and runtimes of cloud.google.com/tpu/docs (topologies, memory, images),
 plan-tpus of cloud.google.com/kubernetes-engine/docs/concepts (machine types, node labels), and the table of slices in
@@ -14,11 +18,13 @@ default topology in xpk, and v4-384, which Google's MaxText runs on.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import json
 import math
 import pathlib
+import sys
 
 GIB = 2**30
 # By the prefix of the name. ``cores_in_name`` is what a chip adds to the number in it: 2 if it counts TensorCores.
@@ -101,3 +107,35 @@ def find(name: str) -> Slice:
         ]
         closest = ", ".join(dict.fromkeys(near))
     raise ValueError(f"unknown TPU accelerator type {name!r}; closest matches: {closest}")
+
+
+def main() -> None:
+    """Prints the fields of a slice, or the names of all slices; wrong arguments end with one line and status 2."""
+    fields = [field.name for field in dataclasses.fields(Slice)] + ["hosts", "devices"]
+    parser = argparse.ArgumentParser(description="Prints the fields of a Cloud TPU slice.")
+    parser.add_argument("name", nargs="?", help="accelerator type of the slice, such as v4-32 or v5e-16")
+    parser.add_argument("field", nargs="*", help=f"fields to print in one line, out of: {', '.join(fields)}")
+    parser.add_argument("--list", action="store_true", help="print the names of all slices, one per line")
+    arguments = parser.parse_args()
+    if arguments.list:
+        print(*all_slices(), sep="\n")
+        return
+    try:
+        if arguments.name is None:
+            raise ValueError("no accelerator type: give one, such as v4-32, or --list")
+        for field in arguments.field:
+            if field not in fields:
+                raise ValueError(f"a TPU slice has no field {field!r}: choose from {', '.join(fields)}")
+        found = find(arguments.name)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    values = {field: "none" if getattr(found, field) is None else getattr(found, field) for field in fields}
+    if arguments.field:
+        print(*(values[field] for field in arguments.field))
+    else:
+        print(*(f"{field}: {value}" for field, value in values.items()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -161,7 +161,7 @@ def test_only_what_is_committed_is_copied(cloud):
 
 def test_a_slice_is_described_without_installed_packages():
     def describe(*arguments):
-        script = ROOT / "launch" / "tpu" / "slices.py"
+        script = ROOT / "specsamp" / "mesh" / "slices.py"
         return subprocess.run([sys.executable, "-I", "-S", script, *arguments], capture_output=True, text=True)
 
     assert describe("v4-32", "topology").stdout == "2x2x4\n"

@@ -81,7 +81,6 @@ class Cloud:
     def __init__(self, folder):
         self.folder, self.checkout, self.fake = folder, folder / "checkout", folder / "fake"
         catalogue = (
-            ROOT / "launch/tpu/slices.py",
             ROOT / "specsamp/mesh/slices.py",
             ROOT / "specsamp/mesh/slices.json",
         )
