@@ -176,7 +176,7 @@ def test_other_slices_and_batches(argument, devices, draft_model_parallelism, ba
 @pytest.mark.parametrize(
     "argument, message",
     [
-        ("v4-33", "unknown TPU accelerator type 'v4-33'; closest matches: v4-32, v4-64"),
+        ("v4-33", "unknown TPU accelerator type 'v4-33'; closest matches: v4-16, v4-32"),
         ("batch=0", "batch must be a positive integer; got '0'"),
         ("v4-32,v4-64", "more than one slice"),
         ("v5litepod-8", "v5litepod-8 cannot hold 148 GB of weights in 8 x 16 GiB: take a larger slice"),

@@ -35,7 +35,7 @@ from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.models.compiling import Options
-from specsamp.models.interface import LanguageModel, Output, check_logits
+from specsamp.models.interface import LanguageModel, Output, check_logits, check_state
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, Meter, Rule, TargetDistributions, Verdict
 
@@ -376,10 +376,11 @@ class Loop:
             output = self.target(weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers)
         check_logits("target", self.target, output)
         with jax.named_scope("draft"):
-            drafter_state, cache = self.drafter.read(
+            read_state, cache = self.drafter.read(
                 weights, drafter_state, tokens_BT, start_B, lengths_B, output, output.cache
             )
-        return cache, drafter_state
+        check_state(self.drafter, drafter_state, read_state)
+        return cache, read_state
 
     def _first_state(
         self, request: RequestBatch, tokens_BS: Array, lengths_B: Array, caches: tuple[Any, Any]

@@ -1,10 +1,7 @@
-"""Joins the processes of a job, divides prompts among replicas of the models, and gathers the results.
+"""Joins the processes of a job, which then decode together on one mesh.
 
     start("10.0.0.2:8476", num_processes=4, process_id=i)     # start() on a TPU pod; before any other JAX call
-    replica = my_replica(model=8)                             # the mesh that this process decodes on
-    mine = replica.share(len(prompts))
-    completions = generate(shard(pair, replica.mesh), [prompts[i] for i in mine], prompt_ids=mine)
-    everything = replica.gather(mine, completions, len(prompts))     # on every process, in the order of the prompts
+    completions = generate(shard(pair, make_mesh(data=4, model=8)), prompts)     # the same in every process
 
 All processes run the same program. When one of them dies, the others end with a message.
 """
@@ -12,29 +9,25 @@ All processes run the same program. When one of them dies, the others end with a
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import os
 import pickle
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
-from specsamp import machine
-from specsamp.mesh.layout import make_mesh
+from specsamp import machine, validate
 
 # How long until a process that died is noticed, and how long processes wait for each other at the start. Raise both on
 # a machine that is too busy to answer in time.
 HEARTBEAT_SECONDS = int(os.environ.get("SPECSAMP_HEARTBEAT_SECONDS", "30"))
 CONNECT_SECONDS = int(os.environ.get("SPECSAMP_CONNECT_SECONDS", "45"))
-
 
 T = TypeVar("T")
 
@@ -61,8 +54,7 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
         raise ValueError(f"give coordinator, num_processes and process_id together, or none of them; got {given}")
     if coordinator is not None:
         host, port = _host_and_port(coordinator)
-        if not 0 <= process_id < num_processes:
-            raise ValueError(f"process_id must be in [0, {num_processes}); got {process_id}")
+        validate.integer("process_id", process_id, 0, num_processes)
         if process_id:
             _wait_for(host, port)
     # JAX would catch the notice of a preemption and wait to be asked about it. Without its service the notice ends the
@@ -147,67 +139,11 @@ def check_same_code(version: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Replica:
-    """One of ``count`` groups of processes; each group holds one copy of the models, on a mesh of its own."""
-
-    mesh: Mesh
-    index: int
-    count: int
-
-    def share(self, num_items: int) -> list[int]:
-        """Returns the indices of the items that this replica works on: every ``count``-th."""
-        return list(range(self.index, num_items, self.count))
-
-    def gather(self, indices: Sequence[int], results: Sequence[Any], num_items: int) -> list[Any]:
-        """Returns the results of all replicas in the order of their items. Every process must call it.
-
-        Raises:
-          ValueError: an item has no result, or the numbers of results and indices differ.
-        """
-        if len(indices) != len(results):
-            raise ValueError(f"{len(results)} results for {len(indices)} indices")
-        # All processes of a replica have the same results, so it does not matter whose is kept.
-        by_index = dict(pair for part in gather_objects(list(zip(indices, results))) for pair in part)
-        missing = sorted(set(range(num_items)) - by_index.keys())
-        if missing:
-            raise ValueError(f"no result for items {missing[:10]}")
-        return [by_index[i] for i in range(num_items)]
-
-
-def my_replica(model: int, **parts: int | None) -> Replica:
-    """Returns the replica that this process belongs to.
-
-    Its mesh has the devices of this process, and those of neighbouring processes if ``model`` is larger than that.
-
-    Args:
-      model: number of devices that hold one copy of the target together.
-      parts: ``draft_model_parallelism``, ``num_kv_heads`` and ``rows`` of `make_mesh`.
-
-    Raises:
-      ValueError: ``model`` neither divides the devices of a process nor is a multiple of them.
-    """
-    local, processes = jax.local_device_count(), jax.process_count()
-    if model < 1:
-        raise ValueError(f"model must be >= 1; got {model}")
-    together = max(model // local, 1)
-    if (local % model if model <= local else model % local) or processes % together:
-        raise ValueError(
-            f"model {model} must divide the {local} devices of a process, or be a multiple of them that divides "
-            f"all {jax.device_count()}"
-        )
-    index = jax.process_index() // together
-    devices = [d for d in jax.devices() if d.process_index // together == index]
-    mesh = make_mesh(len(devices) // model, model, devices=devices, **parts)
-    return Replica(mesh=mesh, index=index, count=processes // together)
-
-
 def gather_objects(value: Any) -> list[Any]:
     """Returns the values of all processes, ordered by process. Every process must call it.
 
-    Values are sent as pickles, which can run code when they are read. Only processes of this job send them, but JAX's
-    coordinator accepts everybody who can reach its port, so that port must be inside a trusted network. The hosts of a
-    TPU slice have such a network.
+    Values are sent as pickles, which can run code when they are read. JAX's coordinator accepts every connection to its
+    port, so the port must be inside a trusted network, such as that of a TPU slice.
     """
     if jax.process_count() == 1:
         return [value]
@@ -220,23 +156,23 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Returns what the first process makes, in every process; an error that it meets is raised in all. All must call it."""
+    """Runs ``make`` in the first process; returns its result, or raises its error, in all. All must call it."""
     made, error = None, None
     if jax.process_index() == 0:
         try:
             made = make()
-        except Exception as met:  # noqa: BLE001, whatever it is, the others must not wait for what does not come
+        except Exception as met:  # noqa: BLE001, after any error the other processes would wait for ever
             error = met
     if jax.process_count() > 1:
-        told = gather_objects((made, None if error is None else _portable(error)))[0]
-        made, error = told if jax.process_index() else (made, error)
+        message = gather_objects((made, None if error is None else _portable(error)))[0]
+        made, error = message if jax.process_index() else (made, error)
     if error is not None:
         raise error
     return made
 
 
 def _portable(error: Exception) -> Exception:
-    """Returns an error that arrives as it was sent: itself, or its text."""
+    """Returns the error, or a RuntimeError with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
         return error

@@ -1,4 +1,4 @@
-"""Finds the Cloud TPU slices that Google sells, by name; slices.json has what they are.
+"""Finds the Cloud TPU slices that Google sells, by name; slices.json is the catalogue.
 
     find("v4-32").topology        # "2x2x4"
     find("v5e-16").hosts          # 4
@@ -33,11 +33,7 @@ GENERATIONS = json.loads(pathlib.Path(__file__).with_suffix(".json").read_text(e
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Chips that are ordered together and share a network of their own.
-
-    A host is one virtual machine of the slice and runs one JAX process. (Google's pages also call the physical
-    machine a host; it may hold two of these virtual machines.)
-    """
+    """Chips that are ordered together and share a network. A host is one of its virtual machines, with one JAX process."""
 
     name: str  # the accelerator type, such as "v4-32"
     topology: str  # chips along each axis of the network, such as "2x2x4"
@@ -70,16 +66,17 @@ def all_slices() -> dict[str, Slice]:
             # A flat slice of up to eight chips is one host; all other slices consist of hosts with four chips.
             chips_per_host = chips if chips <= 8 and topology.count("x") == 1 else min(chips, 4)
             name = f"{prefix}-{chips * generation['cores_in_name']}"
-            shared = {key: generation[key] for key in ("devices_per_chip", "runtime_version", "gke_accelerator")}
             found[name] = Slice(
                 name=name,
                 topology=topology,
                 chips=chips,
                 chips_per_host=chips_per_host,
+                devices_per_chip=generation["devices_per_chip"],
+                runtime_version=generation["runtime_version"],
+                gke_accelerator=generation["gke_accelerator"],
                 gke_machine_type=generation["gke_machine_type"].format(chips_per_host),
                 hbm_bytes=generation["hbm_gib"] * GIB,
                 hbm_bytes_per_second=generation["hbm_bytes_per_second"],
-                **shared,
             )
     return found
 
@@ -90,22 +87,17 @@ def find(name: str) -> Slice:
     Raises:
       ValueError: there is no such slice; the message lists the closest names.
     """
-    slices, (word, _, size) = all_slices(), name.strip().lower().rpartition("-")
-    prefix = next((each for each, generation in GENERATIONS.items() if word in (each, generation["alias"])), None)
-    if prefix is not None and size.isdecimal():
-        if (known := slices.get(f"{prefix}-{int(size)}")) is not None:
-            return known
+    slices, (prefix, _, size) = all_slices(), name.strip().lower().rpartition("-")
+    prefix = next((each for each, generation in GENERATIONS.items() if prefix == generation["alias"]), prefix)
+    if (found := slices.get(f"{prefix}-{size}")) is not None:
+        return found
+    if prefix in GENERATIONS and size.isdecimal():
         sizes = [int(each.rpartition("-")[2]) for each in slices if each.startswith(f"{prefix}-")]
-        below, above = [n for n in sizes if n < int(size)], [n for n in sizes if n > int(size)]
+        nearest = sorted(sorted(sizes, key=lambda each: abs(each - int(size)))[:2])
         unit = "TensorCores, two per chip" if GENERATIONS[prefix]["cores_in_name"] == 2 else "chips"
-        closest = ", ".join(f"{prefix}-{n}" for n in below[-1:] + above[:1]) + f" (the number counts {unit})"
+        closest = ", ".join(f"{prefix}-{each}" for each in nearest) + f" (the number counts {unit})"
     else:
-        asked = name.strip().lower()
-        spellings = {each: each for each in slices} | {f"{each} {s.topology}": each for each, s in slices.items()}
-        near = [each for each, found in slices.items() if found.topology == asked] or [
-            spellings[spelling] for spelling in difflib.get_close_matches(asked, spellings, n=5, cutoff=0.0)
-        ]
-        closest = ", ".join(dict.fromkeys(near))
+        closest = ", ".join(difflib.get_close_matches(f"{prefix}-{size}", slices, n=5, cutoff=0.0))
     raise ValueError(f"unknown TPU accelerator type {name!r}; closest matches: {closest}")
 
 

@@ -109,3 +109,19 @@ def test_no_cache_travels_and_a_feature_stays_where_it_is(pair, data, model):
         assert [piece.device for piece in kept.addressable_shards] == [piece.device for piece in old.addressable_shards]
         assert kept.sharding.devices_indices_map(kept.shape) == old.sharding.devices_indices_map(old.shape)
         np.testing.assert_array_equal(new, old)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgetful(Feature):
+    """Begins with a state of another width than `read` returns."""
+
+    def init(self, batch, slots):
+        return {"feature": jnp.zeros((batch, 3))}
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_a_state_that_reading_changes_is_refused_in_one_line(pair, on_mesh):
+    pair = shard(pair, make_mesh(2, 4)) if on_mesh else pair
+    with pytest.raises(ValueError, match=r"Forgetful.read .* init: at state\['feature'\] init has float32\[") as error:
+        generate(pair, [[1, 2, 3]], 4, drafter=Forgetful())
+    assert "nothing" in str(error.value) and "\n" not in str(error.value)

@@ -12,15 +12,10 @@ from specsamp.mesh import slices
     [
         ("v4-8", "2x2x1", 4, 1, "tpu-ubuntu2204-base", "ct4p-hightpu-4t"),
         ("v4-32", "2x2x4", 16, 4, "tpu-ubuntu2204-base", "ct4p-hightpu-4t"),
-        ("v4-4096", "8x16x16", 2048, 512, "tpu-ubuntu2204-base", "ct4p-hightpu-4t"),
         ("v5litepod-1", "1x1", 1, 1, "v2-alpha-tpuv5-lite", "ct5lp-hightpu-1t"),
         ("v5litepod-8", "2x4", 8, 1, "v2-alpha-tpuv5-lite", "ct5lp-hightpu-8t"),
-        ("v5litepod-16", "4x4", 16, 4, "v2-alpha-tpuv5-lite", "ct5lp-hightpu-4t"),
-        ("v5p-32", "2x2x4", 16, 4, "v2-alpha-tpuv5", "ct5p-hightpu-4t"),
         ("v5p-1152", "4x12x12", 576, 144, "v2-alpha-tpuv5", "ct5p-hightpu-4t"),
-        ("v5p-12288", "16x16x24", 6144, 1536, "v2-alpha-tpuv5", "ct5p-hightpu-4t"),
         ("v6e-8", "2x4", 8, 1, "v2-alpha-tpuv6e", "ct6e-standard-8t"),
-        ("v6e-256", "16x16", 256, 64, "v2-alpha-tpuv6e", "ct6e-standard-4t"),
         ("tpu7x-16", "2x2x2", 8, 2, None, "tpu7x-standard-4t"),
         ("tpu7x-18432", "16x24x24", 9216, 2304, None, "tpu7x-standard-4t"),
     ],
@@ -42,13 +37,10 @@ def test_every_slice_agrees_with_itself():
         assert int(name.rpartition("-")[2]) in (found.chips, 2 * found.chips)
 
 
-def test_a_chip_of_the_newest_generation_is_two_devices():
-    assert slices.find("tpu7x-8").devices == 8 and slices.find("v5p-8").devices == 4
-
-
-def test_memory_is_that_of_a_chip():
+def test_devices_and_memory_of_chips():
     v4 = slices.find("v4-32")
     assert v4.hbm_bytes == 32 * 2**30 and v4.hbm_bytes_per_second == 1.2e12
+    assert slices.find("tpu7x-8").devices == 8 and slices.find("v5p-8").devices == 4
 
 
 def test_names_that_people_use_are_understood():
@@ -61,12 +53,7 @@ def test_names_that_people_use_are_understood():
     [
         ("v4-30", "v4-16, v4-32 (the number counts TensorCores, two per chip)"),
         ("v5e-2", "v5litepod-1, v5litepod-4 (the number counts chips)"),
-        ("v3-8", "v4-8, "),
-        ("2x2x4", "v4-32, v5p-32, tpu7x-32"),
-        ("v4:2x2x4", "v4-32, "),
         ("v5p", "v5p-"),
-        ("v4--8", "v4-8"),
-        ("", ""),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_closest_ones(name, closest):

@@ -22,9 +22,10 @@ from specsamp import (
 )
 from specsamp.decoding.engine import Engine
 from support.extras import slow_but
-from support.fakes import counting_pair
-from support.schedules import BUDGETS, PAIR, PROMPTS, Restless, by_row
+from support.fakes import counting_pair, table_pair
+from support.schedules import BUDGETS, PROMPTS, Restless, by_row
 
+PAIR = table_pair()
 VALUES = np.linspace(0.5, 1.2, len(PROMPTS)).tolist()
 
 

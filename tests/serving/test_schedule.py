@@ -27,9 +27,10 @@ from specsamp import (
 from specsamp.decoding.request import Request
 from specsamp.serving import batch
 from specsamp.serving.schedule import Nearest
-from support.fakes import LayeredTableLM, near, random_table
-from support.schedules import BUDGETS, PAIR, PROMPTS, FakeClock, Oracle, Restless, by_row
+from support.fakes import LayeredTableLM, near, random_table, table_pair
+from support.schedules import BUDGETS, PROMPTS, FakeClock, Oracle, Restless, by_row
 
+PAIR = table_pair()
 PENALISED = chain(penalties(repetition=1.3), temperature(0.9))
 PACED = Adaptive(lengths=(0, 2), costs_ms=(1, 1.6), usual=2, margin=0, pause=3, stop=Confidence(0.1))
 PLAIN = dict(draft_length=0, sampling=chain(temperature(0.9)), rows=3)

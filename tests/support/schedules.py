@@ -4,9 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from specsamp.serving.schedule import Predictor, Schedule
-from support.fakes import table_pair
 
-PAIR = table_pair()
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
 BUDGETS = [5, 21, 9, 30, 1, 13, 17]
 
