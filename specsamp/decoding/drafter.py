@@ -211,3 +211,24 @@ def catch_up(
 
     state, seen_B = jax.lax.while_loop(lambda carry: is_behind(carry[1]), read, (state, seen_B))
     return state, jnp.minimum(seen_B, prefix.lengths_B)
+
+
+def check_state(drafter: Drafter, state: Any, read_state: Any) -> None:
+    """Raises ValueError, while tracing, if `Drafter.read` returns other arrays than the state that it was given."""
+
+    def shapes(tree: Any) -> dict[str, str]:
+        leaves = jax.tree.leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
+
+    given, returned = shapes(state), shapes(read_state)
+    for path in given | returned:
+        if given.get(path) != returned.get(path):
+            raise ValueError(
+                f"{type(drafter).__name__}.read must return a state like that of init: at state{path} init has "
+                f"{given.get(path, 'nothing')}, read returns {returned.get(path, 'nothing')}"
+            )
+    if jax.tree.structure(state) != jax.tree.structure(read_state):
+        raise ValueError(
+            f"{type(drafter).__name__}.read must return a state like that of init: init has "
+            f"{jax.tree.structure(state)}, read returns {jax.tree.structure(read_state)}"
+        )

@@ -30,12 +30,12 @@ import jax.numpy as jnp
 
 from specsamp.decoding.commit import append
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafter import Drafter, catch_up, hooks_of, with_length
+from specsamp.decoding.drafter import Drafter, catch_up, check_state, hooks_of, with_length
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.models.compiling import Options
-from specsamp.models.interface import LanguageModel, Output, check_logits, check_state
+from specsamp.models.interface import LanguageModel, Output, check_logits
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, Meter, Rule, TargetDistributions, Verdict
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 Array = jax.Array
@@ -215,24 +214,3 @@ def check_logits(name: str, model: LanguageModel, output: Output) -> None:
     width = output.logits_BTV.shape[-1]
     if width != model.vocab_size:
         raise ValueError(f"the {name} has a vocabulary of {model.vocab_size} but returned logits of width {width}")
-
-
-def check_state(drafter: Any, state: Any, read_state: Any) -> None:
-    """Raises ValueError, while tracing, if `Drafter.read` returns other arrays than the state that it was given."""
-
-    def shapes(tree: Any) -> dict[str, str]:
-        leaves = jax.tree.leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
-
-    given, returned = shapes(state), shapes(read_state)
-    for path in given | returned:
-        if given.get(path) != returned.get(path):
-            raise ValueError(
-                f"{type(drafter).__name__}.read must return a state like that of init: at state{path} init has "
-                f"{given.get(path, 'nothing')}, read returns {returned.get(path, 'nothing')}"
-            )
-    if jax.tree.structure(state) != jax.tree.structure(read_state):
-        raise ValueError(
-            f"{type(drafter).__name__}.read must return a state like that of init: init has "
-            f"{jax.tree.structure(state)}, read returns {jax.tree.structure(read_state)}"
-        )

@@ -56,7 +56,7 @@ def test_int8_is_what_is_read_and_nothing_is_widened(monkeypatch):
     def contract(spec, x, y, *, dtype=None):
         return (widened if is_int8(y) else products.contract)(spec, x, y, dtype=dtype)
 
-    for module in ("attention", "feedforward", "decoder"):
+    for module in ("attention", "modules", "decoder"):
         monkeypatch.setattr(f"specsamp.models.{module}.contract", contract)
     mistaken, _, _ = call(in_int8)  # compilers differ in whether they write the wide rows, or read the others again
     assert mistaken.read + mistaken.written > 1.1 * floor
