@@ -22,6 +22,7 @@ from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import define_require_exact, make_rule
+from specsamp import use_compilation_cache
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.conversation import Conversation
 from specsamp.decoding.method import check_exact
@@ -31,7 +32,7 @@ from specsamp.decoding.text import Continuation
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _SYSTEM = flags.DEFINE_string("system", None, "The system message, before the first turn.")
-_TOKENS = flags.DEFINE_integer("max_tokens", None, "Tokens of all turns together; default up to 4096.", lower_bound=2)
+_TOKENS = flags.DEFINE_integer("max_tokens", None, "Tokens of all turns together; default up to 4096.", lower_bound=3)
 _REQUIRE_EXACT = define_require_exact()
 
 COMMANDS = {"/new", "/undo", "/quit"}
@@ -51,9 +52,10 @@ def main() -> None:
     if _SYSTEM.value and not has_template:
         raise ValueError("--system: this pair has no chat template")
     console.print(headline(experiment))
+    talk = Talk(experiment, has_template, _SYSTEM.value, console)
+    talk.compile()
     told = "/new, /undo, /quit" if has_template else "no chat template: what you type is completed; /new, /undo, /quit"
     console.print(told, style="dim")
-    talk = Talk(experiment, has_template, _SYSTEM.value, console)
     while (line := ask(console)) is not None:
         if line == "/quit":
             break
@@ -93,6 +95,15 @@ class Talk:
         )
         self.turns: list[Turn] = []
 
+    def compile(self) -> None:
+        """Compiles a first and a later turn, which are different programs, so that answers begin at once."""
+        start, folder = time.perf_counter(), use_compilation_cache()
+        self.console.print(f"compiling for {self.chat.max_tokens} tokens; programs are kept in {folder}", style="dim")
+        with entry.progress(self.console, "compiling"):
+            for tokens in ([0], [0, 0]):
+                list(self.chat.stream(tokens, 1))
+        self.console.print(f"compiled in {time.perf_counter() - start:.1f} s", style="dim")
+
     def turn(self, line: str) -> None:
         if line == "/new":
             self.turns = []
@@ -117,8 +128,9 @@ class Talk:
             return
         else:
             seconds, stats = time.perf_counter() - start, self.chat.stats
-            rate = f", {stats.emitted / seconds:.1f} a second" if self.turns else ""  # the first turn compiles
-            told = f"{stats.emitted} tokens{rate}, {stats.emitted_per_round:.2f} a round"
+            told = (
+                f"{stats.emitted} tokens, {stats.emitted / seconds:.1f} a second, {stats.emitted_per_round:.2f} a round"
+            )
             cost = "" if stats.variation is None else f", bias {stats.variation_per_token:.4f} a token (lossy rule)"
             self.console.print(f"\n{told}{cost}; read {self.chat.tokens_read} tokens", style="dim")
         self.turns.append(Turn(asked=line, answered=pieces.text, tokens=tuple(self.chat.tokens)))
