@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,10 @@ OUT_OF_MEMORY = 3  # the status that chat_sandbox.py ends with
 
 class CannotRender(ValueError):
     """Raised where a template could run but its library or its process is missing."""
+
+
+class ProcessEnded(CannotRender):
+    """Raised where the process ended, but not at a limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +147,8 @@ def _run(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
     if not free.acquire(timeout=seconds):
         raise CannotRender(f"{PROCESSES} other conversations took their templates {seconds:g} seconds: try again later")
     try:
+        with contextlib.suppress(ProcessEnded):  # as where the system is short of memory: a new one tries again
+            return _answer(_take_process(), request)
         return _answer(_take_process(), request)
     finally:
         free.release()
@@ -163,7 +170,9 @@ def _take_process() -> subprocess.Popen:
             [sys.executable, "-P", str(program), str(MAX_SECONDS), str(MAX_BYTES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             encoding="utf-8",
+            errors="replace",
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # the terminal interrupts this program, not the template
         )
@@ -175,9 +184,10 @@ def _answer(process: subprocess.Popen, request: str) -> dict[str, str]:
     """Returns the answer of a process, which becomes idle again, or the limit that ended the process.
 
     Raises:
-      CannotRender: the process ended for another reason, or took too long by the clock.
+      CannotRender: the process took too long by the clock.
+      ProcessEnded: it ended for another reason; the message has the last line that it wrote to stderr.
     """
-    answer, seconds = None, MAX_SECONDS + MORE_SECONDS
+    answer, seconds, start = None, MAX_SECONDS + MORE_SECONDS, time.monotonic()
     timer = threading.Timer(seconds, process.kill)
     timer.daemon = True
     timer.start()
@@ -189,7 +199,7 @@ def _answer(process: subprocess.Popen, request: str) -> dict[str, str]:
         timer.cancel()
         if answer is None:
             process.kill()
-            process.communicate()
+            last_line = process.communicate()[1].strip().rpartition("\n")[2]
     if answer is not None:
         _idle.append(process)
         return answer
@@ -197,10 +207,9 @@ def _answer(process: subprocess.Popen, request: str) -> dict[str, str]:
         return {"error": f"it takes more than {MAX_SECONDS:g} seconds"}
     if process.returncode == OUT_OF_MEMORY:
         return {"error": f"it takes more than {MAX_BYTES:,} bytes of memory"}
-    raise CannotRender(
-        f"the process that runs chat templates ended with status {process.returncode}, or was not done in {seconds:g} "
-        "seconds by the clock"
-    )
+    if time.monotonic() - start >= seconds:
+        raise CannotRender(f"the process that runs chat templates was not done in {seconds:g} seconds by the clock")
+    raise ProcessEnded(f"the process that runs chat templates ended with status {process.returncode}: {last_line}")
 
 
 @atexit.register

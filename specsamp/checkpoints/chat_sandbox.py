@@ -22,6 +22,7 @@ import jinja2.ext
 import jinja2.sandbox
 
 OUT_OF_MEMORY = 3
+MAX_CHARACTERS = 2**24  # of the text
 
 
 class Generation(jinja2.ext.Extension):
@@ -58,7 +59,8 @@ def compile_template(source):
 
 def render(source, variables):
     try:
-        return {"text": compile_template(source).render(**variables)}
+        text = compile_template(source).render(**variables)
+        return {"text": text} if len(text) <= MAX_CHARACTERS else {"error": f"it writes {len(text):,} characters"}
     except MemoryError:
         return {"error": "it takes too much memory"}
     except Exception as error:  # a program can fail in any way
