@@ -10,27 +10,33 @@ theory allows follows from the measured acceptance rate and the measured times o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from configs import trained_pair
 from launch.lib.experiment import build
+from launch.lib.fields import SamplingFields
 from launch.lib.rules import RULES
-from launch.lib.study import Document, Option, Published, Study
+from launch.lib.study import Document, Key, Option, Published, Study, law
 from launch.studies.compile_tables import forecast
-from specsamp import chain, greedy, temperature, top_p
 from specsamp.analysis.benchmark import Result, benchmark
+from specsamp.analysis.figures import BLUE, VERMILLION, axes_of
 from specsamp.analysis.grid import words
 from specsamp.analysis.report import Table
-from specsamp.analysis.tables import best_cells, ratio
+from specsamp.analysis.tables import ratio
 from specsamp.analysis.workload import Quartiles
 from specsamp.decoding.method import Method
 from specsamp.models.config import TransformerConfig
 from specsamp.tpu import calibration
 from specsamp.tpu.tables import faster
 
-DISTRIBUTIONS = {"greedy": greedy(), "temperature 0.8, top-p 0.95": chain(temperature(0.8), top_p(0.95))}
+DISTRIBUTIONS = {
+    "greedy": SamplingFields(temperature=0.0, top_p=0.95),
+    "temperature 0.8, top-p 0.95": SamplingFields(temperature=0.8, top_p=0.95),
+}
+DEMO_LENGTH = trained_pair.get_config().draft_length
 
 
 def measure(options, key, say) -> dict[str, Any]:
@@ -42,14 +48,14 @@ def measure(options, key, say) -> dict[str, Any]:
     pair, work = experiment.pair, experiment.workload
     work = dataclasses.replace(work, repeats=work.repeats * options.passes)
     curves = {}
-    for name, warp in DISTRIBUTIONS.items():
+    for name, sampling in DISTRIBUTIONS.items():
         results = []
         for rule in ("token", "block"):
             jax.clear_caches()  # Linux allows a process 65,530 mappings, and a program takes several
             for K in options.draft_length:
                 say(f"{name}, {rule} rule, K = {K}")
                 drafter = config.make_drafter(pair.target, pair.draft_or_head, K)
-                method = Method(drafter=drafter, rule=RULES[rule](), sampling=warp)
+                method = Method(drafter=drafter, rule=RULES[rule](), sampling=sampling.warp())
                 results.append((rule, benchmark(pair, method, work)))
         curves[name] = {
             "ms_per_token": Quartiles.of([result.autoregressive.ms_per_token.median for _, result in results]),
@@ -114,15 +120,16 @@ def table(document: Document) -> Table:
     return Table.of("Speedup by draft length and rule", rows)
 
 
-def headline(speedup: Document, slices: Document) -> Table:
+def headline(speedup: Document, grid: Document, slices: Document) -> Table:
     """Returns the three numbers of the first screen of the main README."""
     sizes = " + ".join(f"{streamed(speedup['models'][side]) / 1e6:.1f}M" for side in ("target", "draft"))
-    batch, cores, rows = speedup["config"]["batch"], speedup["environment"]["cores"], []
-    for setting, point, curve in best_points(speedup):
-        where = f"{sizes} parameters, float32, batch {batch}, {cores} CPU cores, {curve['prompts']} prompts"
+    cores, rows = speedup["environment"]["cores"], []
+    for (name, curve), sampling in zip(speedup["curves"].items(), DISTRIBUTIONS.values(), strict=True):
+        where = f"{sizes} parameters, float32, batch 1, {cores} CPU cores, {curve['prompts']} prompts"
         if curve["same_tokens"]:
             where += f"; greedy tokens equal on {curve['same_tokens']} of {curve['prompts']} prompts"
-        rows.append((f"**{point['speedup']['median']:.2f}x**", f"measured: {setting}, token rule; {where}"))
+        gain = spread(setting(sampling, "model", DEMO_LENGTH, 1), speedup, grid)
+        rows.append((f"**{gain}**", f"measured: {words(name)}, K = {DEMO_LENGTH}, token rule; {where}"))
     gain = faster(calibration.band_ratio(*forecast(slices, "v4:2x2x4", 1)))
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
     rows.append((f"**{gain}**", f"forecast from a compiler estimate, nothing ran: {where}"))
@@ -130,31 +137,75 @@ def headline(speedup: Document, slices: Document) -> Table:
 
 
 def summary(speedup: Document, grid: Document, audit: Document, agreement: Document, slices: Document) -> Table:
-    """Returns the table of results of the main README."""
-    cpu = f"{speedup['environment']['cores']} CPU cores"
-    rows = [(f"shipped pair, {where}, batch 1", cpu, ratio(best["speedup"])) for where, best, _ in best_points(speedup)]
-    drafters = {"model": "shipped pair", "ngram": "shipped target, prompt lookup"}
-    for cell in best_cells(grid["cells"]):
-        key = cell["key"]
-        if (key["rule"], key["temperature"], key["batch"]) == ("token", 0.0, 4):
-            name = f"{drafters[key['drafter']]}, greedy, K = {key['draft_length']}, batch 4"
-            rows.append((name, cpu, ratio(cell["result"]["speedup"])))
+    """Returns the table of further results of the main README."""
+    cpu, (greedy, sampled) = f"{speedup['environment']['cores']} CPU cores", DISTRIBUTIONS.values()
+    rows = []
+    for name, key in (
+        ("shipped pair", setting(greedy, "model", 4, 4)),
+        ("shipped pair", setting(sampled, "model", 4, 4)),
+        ("shipped target, prompt lookup", setting(greedy, "ngram", 4, 4)),
+    ):
+        where = f"{name}, {law(key)}, K = {key['draft_length']}, batch {key['batch']}"
+        rows.append((where, cpu, spread(key, speedup, grid)))
     passed = sum(check["verdict"] == "passed" for check in audit["checks"])
     rows.append(("audit of the shipped pair", cpu, f"{passed} of {len(audit['checks'])} checks passed"))
     worst = [cell["result"]["worst_error"] for cell in agreement["cells"]]
     rows.append((f"forecast ms per token, worst error of {len(worst)} curves", cpu, f"{max(worst):.1%}"))
-    for topology, batch in (("v4:2x2x4", 1), ("v4:2x2x4", 8), ("v5e:4x4", 1), ("v6e:4x4", 32)):
+    for topology, batch in (("v4:2x2x4", 8), ("v5e:4x4", 1), ("v6e:4x4", 32)):
         where = f"16 TPU {topology.partition(':')[0]}, compiler estimate"
         gain = faster(calibration.band_ratio(*forecast(slices, topology, batch)))
         rows.append((f"70B + 4B, K = 4, acceptance 0.8, batch {batch}", where, gain))
     return Table(title="Results", header=("what", "where", "result"), rows=rows, left=3)
 
 
-def best_points(document: Document) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Yields setting, point and curve of the best K of the token rule: greedy and sampled."""
+def setting(sampling: SamplingFields, drafter: str, draft_length: int, batch: int) -> Key:
+    """Returns the key that a cell of launch/benchmark.py has with the token rule."""
+    key = {"draft_length": draft_length, "drafter": drafter, "rule": "token", "batch": batch}
+    return key | dataclasses.asdict(sampling) | {"draft_temperature": None}
+
+
+def measured(document: Document) -> list[tuple[Key, Mapping[str, float]]]:
+    """Returns the key and the speedup of each setting in a file of cells, or of this study."""
+    if "cells" in document:
+        return [(cell["key"], cell["result"]["speedup"]) for cell in document["cells"] if "result" in cell]
+    drafter, batch, found = document["config"]["drafter"], document["config"]["batch"], []
     for name, curve in document["curves"].items():
-        point = best_of(curve["points"], "token")
-        yield f"{words(name)}, K = {point['draft_length']}", point, curve
+        for point in curve["points"]:
+            key = setting(DISTRIBUTIONS[name], drafter, point["draft_length"], batch)
+            found.append((key | {"rule": point["rule"]}, point["speedup"]))
+    return found
+
+
+def spread(key: Key, *documents: Document) -> str:
+    """Returns the median speedups of a setting in several measurements, with the outermost quartiles."""
+    found = [speedup for document in documents for other, speedup in measured(document) if other == key]
+    if len(found) < 2:
+        return ratio(found[0]) if found else "not measured"
+    low, high = (of(speedup["median"] for speedup in found) for of in (min, max))
+    lower, upper = min(speedup["lower"] for speedup in found), max(speedup["upper"] for speedup in found)
+    return f"{low:.2f}x to {high:.2f}x ({lower:.2f} to {upper:.2f})"
+
+
+def draw(*documents: Document) -> Any:
+    """Draws speedup by draft length for greedy and sampled text: a curve with quartiles for each measurement."""
+    figure, axes = axes_of(2, "K, drafted tokens per round", sharey=True)
+    for axis, (name, sampling) in zip(axes, DISTRIBUTIONS.items(), strict=True):
+        for number, (document, colour) in enumerate(zip(documents, (BLUE, VERMILLION), strict=True), 1):
+            curve = [
+                (key["draft_length"], speedup)
+                for key, speedup in measured(document)
+                if key == setting(sampling, "model", key["draft_length"], 1)
+            ]
+            curve.sort(key=lambda point: point[0])
+            lengths = [length for length, _ in curve]
+            middle, low, high = ([speedup[edge] for _, speedup in curve] for edge in ("median", "lower", "upper"))
+            axis.plot(lengths, middle, marker="o", markersize=3, color=colour, label=f"measurement {number}")
+            axis.fill_between(lengths, low, high, color=colour, alpha=0.15, linewidth=0)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_title(words(name), fontsize=10)
+    axes[0].set(ylabel="speedup over plain decoding", ylim=(0, None))
+    axes[0].legend(fontsize=7, frameon=False)
+    return figure
 
 
 def streamed(model: Mapping[str, Any]) -> int:
@@ -174,10 +225,11 @@ STUDY = Study(
     measure=measure,
     tables={
         "speedup": Published(["python_pair_speedup"], table),
-        "headline": Published(["python_pair_speedup", "compile_slices"], headline),
+        "headline": Published(["python_pair_speedup", "python_pair_grid", "compile_slices"], headline),
         "summary": Published(
             ["python_pair_speedup", "python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"],
             summary,
         ),
     },
+    figures={"speedup_by_length": Published(["python_pair_speedup", "python_pair_grid"], draw)},
 )

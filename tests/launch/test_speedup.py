@@ -15,6 +15,9 @@ from support.run_script import call
 COUNTS = RowStats(rounds=10, emitted=22, drafted=20, reached=(10, 6), accepted_counts=(4, 3, 3))
 
 
+SPREADS = {"token": {"median": 2.0, "lower": 1.5, "upper": 2.5}, "block": {"median": 9.0, "lower": 9.0, "upper": 9.0}}
+
+
 def quartiles(value):
     return Quartiles.of([value])
 
@@ -58,6 +61,23 @@ def test_efficiency_is_the_share_of_what_theory_allows():
     assert point["costs"] == {"target_step": 4.0, "draft_call": 0.75, "score": 5.0}
     with pytest.raises(ValueError, match="phases of a round"):
         speedup.point_of("token", result(1.2, split=None))
+
+
+def test_several_measurements_of_a_setting_are_a_range():
+    greedy = speedup.DISTRIBUTIONS["greedy"]
+    points = [{"rule": rule, "draft_length": K, "speedup": SPREADS[rule]} for K in (2, 3) for rule in SPREADS]
+    curves = {"greedy": {"points": points}}
+    study = {"config": {"drafter": "model", "batch": 1}, "curves": curves}
+    key = speedup.setting(greedy, "model", 3, 1)
+    cells = [{"key": key, "result": {"speedup": {"median": 1.5, "lower": 1.25, "upper": 1.75}}}]
+    cells += [
+        {"key": key | {"batch": 4}, "result": {"speedup": SPREADS["block"]}},
+        {"key": key, "out_of_memory": "all"},
+    ]
+    assert speedup.spread(key, study) == "2.00x (1.50 to 2.50)"
+    assert speedup.spread(key, study, {"cells": cells}) == "1.50x to 2.00x (1.25 to 2.50)"
+    assert speedup.spread(key | {"batch": 4}, study, {"cells": cells}) == "9.00x (9.00 to 9.00)"
+    assert speedup.spread(key | {"temperature": 0.8}, study, {"cells": cells}) == "not measured"
 
 
 def test_what_has_no_curve_is_refused():
