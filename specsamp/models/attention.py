@@ -71,7 +71,7 @@ class Attention(nn.Module):
         if rope is not None:
             q_BNTH, k_BMTH = apply_rope(q_BNTH, *rope), apply_rope(k_BMTH, *rope)
         if cache is None:
-            cache = KVCache(keys_BMSH=k_BMTH, values_BMSH=v_BMTH)
+            cache = KVCache.of(k_BMTH, v_BMTH)
         else:
             cache = cache.append(k_BMTH, v_BMTH, start_B)
         visible = Visibility(start_B=start_B, num_queries=length, window=self.window, block=block)

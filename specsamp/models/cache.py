@@ -1,6 +1,6 @@
 """The memory of a model between calls: a cache for each layer, and the caches of all layers.
 
-Attention calls the `LayerCache` of its layer, which alone knows the order of axes, the precision and the kernels.
+Attention calls the `LayerCache` of its layer and does not depend on the order of axes, the precision or the kernels.
 Layers have separate arrays because an array stacked over layers is copied in and out of a loop. Taking tokens
 back moves lengths only; stale slots are masked by position and overwritten later.
 """
@@ -8,34 +8,92 @@ back moves lengths only; stale slots are masked by position and overwritten late
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specsamp.models.int8 import quantise
 from specsamp.models.products import contract, soft_cap
-from specsamp.models.slots import SLOTS_AXIS, move_slots, read_moved, write_pair, write_slots
+from specsamp.models.slots import SLOTS_AXIS, move_slots, read_moved, write_slots
 from specsamp.models.visibility import Visibility
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.cache import Kernels  # imports Pallas, which a CPU does not need
 
 Array = jax.Array
 
-AXES = {"B": "batch", "M": "kv_heads", "S": "slots", "H": "head", "1": None}  # logical axes, by letters of names
+LOGICAL_AXES = {"B": "batch", "M": "kv_heads", "S": "slots", "H": "head", "1": None}  # by letters of names
 
 
-class LayerCache(Protocol):
-    """Keeps the keys and values of one layer; a pytree whose every leaf leads with the batch.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerCache:
+    """The keys and values of one layer, in arrays whose names end with the letters of their axes, keys first.
 
-    Nothing in it may become NaN: slots that are not seen are masked by their scores, not by their values.
+    Derived classes declare the arrays and fill them in `of`. Nothing in them may become NaN: slots that are not seen
+    are masked by their scores, not by their values.
     """
+
+    kernels: Kernels | None = dataclasses.field(default=None, metadata=dict(static=True))
+
+    @classmethod
+    def of(cls, k_BMTH: Array, v_BMTH: Array) -> Self:
+        """Returns a cache of T slots that hold these keys and values."""
+        raise NotImplementedError
+
+    @classmethod
+    def zeros(
+        cls, batch: int, kv_heads: int, slots: int, head_size: int, dtype: Any, kernels: Kernels | None = None
+    ) -> Self:
+        """Makes an empty cache. No two arrays share a buffer: donating a buffer twice is an error."""
+        tokens = jax.ShapeDtypeStruct((batch, kv_heads, slots, head_size), dtype)
+        arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(cls.of, tokens, tokens))
+        return dataclasses.replace(arrays, kernels=kernels)
+
+    @classmethod
+    def logical_axes(cls, kernels: Kernels | None = None) -> Self:
+        """Returns the logical axis names of every array, each a `PartitionSpec`."""
+        specs = {name: PartitionSpec(*(LOGICAL_AXES[axis] for axis in axes)) for name, axes in cls._axes().items()}
+        return cls(**specs, kernels=kernels)
+
+    @classmethod
+    def _axes(cls) -> dict[str, str]:
+        """Returns the letters of the axes of every array, by its name."""
+        names = [field.name for field in dataclasses.fields(cls) if field.name != "kernels"]
+        return {name: name.rpartition("_")[2] for name in names}
 
     @property
     def num_slots(self) -> int:
-        """Returns S."""
+        return self.values_BMSH.shape[SLOTS_AXIS]
+
+    @property
+    def scales_BM1S(self) -> tuple[Array, Array] | None:
+        """Returns the scales of int8 keys and values, float32; None for other dtypes."""
+        return None
 
     def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
-        """Writes T tokens of each row in slots ``start_B ..``; requires ``start_B + T <= S``."""
+        """Writes T tokens of each sequence in slots ``start_B ..``; requires ``start_B + T <= S``."""
+        return self._write(self.of(k_BMTH, v_BMTH), start_B)
+
+    def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
+        """Moves slots ``start_B + rows_BT`` to ``start_B ..``, see `specsamp.models.slots.move_slots`."""
+        moved = {
+            name: read_moved(getattr(self, name), start_B, rows_BT, num_rows, axes.index("S"))
+            for name, axes in self._axes().items()
+        }
+        return self._write(dataclasses.replace(self, **moved), start_B)
+
+    def _write(self, new: LayerCache, start_B: Array) -> Self:
+        """Writes the slots of a smaller cache in slots ``start_B ..``."""
+        written = {}
+        if self.kernels is not None and self.kernels.take(self.num_slots, new.num_slots):
+            both = [(cache.keys_BMSH, cache.values_BMSH) for cache in (self, new)]
+            written = dict(zip(("keys_BMSH", "values_BMSH"), self.kernels.write(*both, start_B), strict=True))
+        for name, axes in self._axes().items():
+            if name not in written:
+                written[name] = write_slots(getattr(self, name), getattr(new, name), start_B, axes.index("S"))
+        return dataclasses.replace(self, **written)
 
     def attend(
         self,
@@ -49,44 +107,40 @@ class LayerCache(Protocol):
         """Returns each query's mean of the values, weighted by the softmax of its scores, ``[B, N, T, H]``.
 
         Args:
-          visible: the slots each query sees.
+          visible: the slots that each query sees.
           scale: of the scores, bias included.
           bias_BNTS: float32, added to the products of queries and keys.
           cap: soft cap of the scores, see `soft_cap`.
         """
-
-    def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
-        """Moves slots ``start_B + rows_BT`` to ``start_B ..``, see `specsamp.models.slots.move_slots`."""
-
-
-class SlotCache:
-    """Base of the caches of a layer: dataclasses of arrays whose names end with the letters of their `AXES`."""
-
-    @classmethod
-    def zeros(cls, batch: int, kv_heads: int, slots: int, head_size: int, dtype: Any) -> Self:
-        """Makes an empty cache. No two arrays share a buffer: donating a buffer twice is an error."""
-        sizes = {"B": batch, "M": kv_heads, "S": slots, "H": head_size, "1": 1}
-        arrays = {}
-        for field in dataclasses.fields(cls):
-            shape = [sizes[letter] for letter in field.name.rpartition("_")[2]]
-            arrays[field.name] = jnp.zeros(shape, field.metadata.get("dtype", dtype))
-        return cls(**arrays)
-
-    @classmethod
-    def logical_axes(cls) -> Self:
-        """Returns the logical axis names of every array, each a `PartitionSpec`."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: PartitionSpec(*(AXES[letter] for letter in name.rpartition("_")[2])) for name in names})
-
-    @property
-    def num_slots(self) -> int:
-        return self.values_BMSH.shape[SLOTS_AXIS]
+        (batch, heads, length, size), (_, kv_heads, slots, _) = q_BNTH.shape, self.values_BMSH.shape
+        group = heads // kv_heads
+        if self.kernels is not None and self.kernels.take(slots, length, group):
+            return self.kernels.attend(q_BNTH, self, visible, scale=scale, bias_BNTS=bias_BNTS, cap=cap)
+        # Queries that share a kv head are extra rows of one product.
+        rows_shape, scales_BM1S = (batch, kv_heads, group * length), self.scales_BM1S
+        keys, keys_axes = next(iter(self._axes().items()))
+        q_BMRH = q_BNTH.reshape(*rows_shape, size)
+        scores = contract(f"BMRH,{keys_axes}->BMRS", q_BMRH, getattr(self, keys), dtype=jnp.float32)
+        if scales_BM1S is not None:
+            scores = scores * scales_BM1S[0]
+        scores = scores.reshape(batch, heads, length, slots)
+        if bias_BNTS is not None:
+            scores = scores + bias_BNTS
+        scores = scores * scale
+        if cap is not None:
+            scores = soft_cap(scores, cap)
+        scores = jnp.where(visible.mask(slots)[:, None], scores, -jnp.inf)
+        probs = jax.nn.softmax(scores, axis=-1)
+        if scales_BM1S is not None:
+            probs = (probs.reshape(*rows_shape, slots) * scales_BM1S[1]).reshape(scores.shape)
+        probs_BMRS = probs.astype(q_BNTH.dtype).reshape(*rows_shape, slots)
+        return contract("BMRS,BMSH->BMRH", probs_BMRS, self.values_BMSH).reshape(q_BNTH.shape)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KVCache(SlotCache):
-    """A `LayerCache` of keys and values as they are; ``write`` writes both, see `write_pair`.
+class KVCache(LayerCache):
+    """A `LayerCache` of keys and values as they are.
 
     For ``[B, S, M, H]`` the compiler estimates six times the cycles and twice the traffic on a TPU.
     """
@@ -94,21 +148,14 @@ class KVCache(SlotCache):
     keys_BMSH: Array
     values_BMSH: Array
 
-    def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array, write: Callable = write_pair) -> Self:
-        keys_BMSH, values_BMSH = write((self.keys_BMSH, self.values_BMSH), (k_BMTH, v_BMTH), start_B)
-        return type(self)(keys_BMSH=keys_BMSH, values_BMSH=values_BMSH)
-
-    def attend(self, q_BNTH, visible, *, scale, bias_BNTS=None, cap=None) -> Array:
-        return attend_to_slots(q_BNTH, self.keys_BMSH, "BMSH", self.values_BMSH, visible, scale, bias_BNTS, cap)
-
-    def compact(self, start_B: Array, rows_BT: Array, num_rows: int, write: Callable = write_pair) -> Self:
-        moved = (read_moved(x, start_B, rows_BT, num_rows) for x in (self.keys_BMSH, self.values_BMSH))
-        return self.append(*moved, start_B, write)
+    @classmethod
+    def of(cls, k_BMTH: Array, v_BMTH: Array) -> Self:
+        return cls(keys_BMSH=k_BMTH, values_BMSH=v_BMTH)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransposedKVCache(SlotCache):
+class TransposedKVCache(LayerCache):
     """A `LayerCache` for CPUs, with keys ``[B, M, H, S]``.
 
     With few queries a CPU's products take three times as long when both sides contract their last axis.
@@ -117,59 +164,35 @@ class TransposedKVCache(SlotCache):
     keys_BMHS: Array
     values_BMSH: Array
 
-    def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
-        return type(self)(
-            keys_BMHS=write_slots(self.keys_BMHS, k_BMTH.swapaxes(2, 3), start_B, axis=3),
-            values_BMSH=write_slots(self.values_BMSH, v_BMTH, start_B),
-        )
-
-    def attend(self, q_BNTH, visible, *, scale, bias_BNTS=None, cap=None) -> Array:
-        return attend_to_slots(q_BNTH, self.keys_BMHS, "BMHS", self.values_BMSH, visible, scale, bias_BNTS, cap)
-
-    def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
-        return type(self)(
-            keys_BMHS=move_slots(self.keys_BMHS, start_B, rows_BT, num_rows, axis=3),
-            values_BMSH=move_slots(self.values_BMSH, start_B, rows_BT, num_rows),
-        )
+    @classmethod
+    def of(cls, k_BMTH: Array, v_BMTH: Array) -> Self:
+        return cls(keys_BMHS=k_BMTH.swapaxes(2, 3), values_BMSH=v_BMTH)
 
 
-def attend_to_slots(
-    q_BNTH: Array,
-    keys: Array,
-    keys_axes: str,
-    values_BMSH: Array,
-    visible: Visibility,
-    scale: float,
-    bias_BNTS: Array | None,
-    cap: float | None,
-    scales_BM1S: tuple[Array, Array] | None = None,
-) -> Array:
-    """Computes `LayerCache.attend` from arrays.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Int8KVCache(LayerCache):
+    """A `LayerCache` in int8, with a scale for each token and head; for either weight order.
 
-    Args:
-      keys: with the axes ``keys_axes``, BMSH or BMHS.
-      scales_BM1S: float32, that keys and values have still to be multiplied by; None: they are what they are.
+    A score is a product with the int8 key times the key's scale; a probability is multiplied by the scale of its value
+    before it meets the int8 value. So the cache is never widened. Tokens are rounded when they are written, and a call
+    attends to its own tokens as they are stored: otherwise a distribution would depend on how a text is cut into calls.
     """
-    (batch, heads, length, size), (_, kv_heads, slots, _) = q_BNTH.shape, values_BMSH.shape
-    # Queries that share a kv head are extra rows of one product.
-    rows_shape = (batch, kv_heads, heads // kv_heads * length)
-    q_BMRH = q_BNTH.reshape(*rows_shape, size)
-    scores = contract(f"BMRH,{keys_axes}->BMRS", q_BMRH, keys, dtype=jnp.float32)
-    if scales_BM1S is not None:
-        scores = scores * scales_BM1S[0]
-    scores = scores.reshape(batch, heads, length, slots)
-    if bias_BNTS is not None:
-        scores = scores + bias_BNTS
-    scores = scores * scale
-    if cap is not None:
-        scores = soft_cap(scores, cap)
-    scores = jnp.where(visible.mask(slots)[:, None], scores, -jnp.inf)
-    probs = jax.nn.softmax(scores, axis=-1)
-    if scales_BM1S is not None:
-        probs = (probs.reshape(*rows_shape, slots) * scales_BM1S[1]).reshape(scores.shape)
-    probs = probs.astype(q_BNTH.dtype)
-    mixed_BMRH = contract("BMRS,BMSH->BMRH", probs.reshape(*rows_shape, slots), values_BMSH)
-    return mixed_BMRH.reshape(batch, heads, length, size)
+
+    keys_BMSH: Array
+    values_BMSH: Array
+    key_scales_BM1S: Array
+    value_scales_BM1S: Array
+
+    @classmethod
+    def of(cls, k_BMTH: Array, v_BMTH: Array) -> Self:
+        keys, values = quantise(k_BMTH, (3,)), quantise(v_BMTH, (3,))
+        scales = dict(key_scales_BM1S=keys.scale.swapaxes(2, 3), value_scales_BM1S=values.scale.swapaxes(2, 3))
+        return cls(keys_BMSH=keys.values, values_BMSH=values.values, **scales)
+
+    @property
+    def scales_BM1S(self) -> tuple[Array, Array]:
+        return self.key_scales_BM1S, self.value_scales_BM1S
 
 
 @jax.tree_util.register_dataclass
@@ -181,7 +204,7 @@ class TransformerCache:
     tokens_BS: Array | None = None  # int32, the tokens themselves, of models that embed n-grams
 
     def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
-        """Moves slots ``start_B + rows_BT`` of everything to ``start_B ..``, see `move_slots`."""
+        """Moves slots ``start_B + rows_BT`` of all arrays to ``start_B ..``, see `move_slots`."""
         tokens_BS = self.tokens_BS
         if tokens_BS is not None:
             tokens_BS = move_slots(tokens_BS[:, None, :, None], start_B, rows_BT, num_rows)[:, 0, :, 0]

@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from specsamp.models.cache import KVCache
+from specsamp.models.cache import Int8KVCache, KVCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
-from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import LanguageModel, LayeredModel
 from specsamp.models.modules import weight
 from specsamp.models.products import contract, full_precision

@@ -52,11 +52,6 @@ def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = 
     return jax.vmap(write)(cache_BMSH, new_BMTH, start_B)
 
 
-def write_pair(caches: tuple[Array, Array], new: tuple[Array, Array], start_B: Array) -> tuple[Array, Array]:
-    """Writes keys and values ``[B, M, T, H]`` into their caches, as `write_slots` does one of them."""
-    return tuple(write_slots(cache, rows, start_B) for cache, rows in zip(caches, new, strict=True))
-
-
 def read_slots(cache_BMSH: Array, start_B: Array, count: int, axis: int = SLOTS_AXIS) -> Array:
     """Reads ``count`` slots of each row from that row's own start; requires ``start_B + count <= S``."""
 

@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specsamp import validate
-from specsamp.models.cache import KVCache, LayerCache, TransformerCache, TransposedKVCache
+from specsamp.models.cache import Int8KVCache, KVCache, LayerCache, TransformerCache, TransposedKVCache
 from specsamp.models.compiling import few_rows_on_cpu
 from specsamp.models.config import TransformerConfig
 from specsamp.models.cpu_weights import UNEMBEDDING, CPUDecoder, to_cpu_order
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
 from specsamp.models.experts import STACKED_AXES
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
-from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.interface import Block, LayeredModel, MeshLayout, Output
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
@@ -193,14 +192,15 @@ class TransformerLM(LayeredModel):
         config = self.config
         shape = (batch, config.num_kv_heads, slots, config.head_size)
         tokens_BS = jnp.zeros((batch, slots), jnp.int32) if config.ngram_rows else None
-        layers = [self._cache_class.zeros(*shape, config.compute_dtype) for _ in range(config.num_layers)]
-        layers = tuple(map(self._with_kernels, layers))
-        return TransformerCache(layers=layers, tokens_BS=tokens_BS)
+        layers = [
+            self._cache_class.zeros(*shape, config.compute_dtype, self._kernels) for _ in range(config.num_layers)
+        ]
+        return TransformerCache(layers=tuple(layers), tokens_BS=tokens_BS)
 
     def cache_axes(self) -> TransformerCache:
         """Returns the logical axis names of `init_cache`'s result, as a tree of `PartitionSpec`."""
         tokens_BS = PartitionSpec("batch", "slots") if self.config.ngram_rows else None
-        layers = (self._with_kernels(self._cache_class.logical_axes()),) * self.config.num_layers
+        layers = (self._cache_class.logical_axes(self._kernels),) * self.config.num_layers
         return TransformerCache(layers=layers, tokens_BS=tokens_BS)
 
     def compact(self, cache: TransformerCache, start_B: Array, rows_BT: Array, num_rows: int) -> TransformerCache:
@@ -254,13 +254,14 @@ class TransformerLM(LayeredModel):
         return few_rows_on_cpu() if self.weight_order == "cpu" and self.config.dtype == "float32" else ()
 
     @property
-    def _cache_class(self) -> type[KVCache] | type[TransposedKVCache] | type[Int8KVCache]:
+    def _cache_class(self) -> type[LayerCache]:
         if self.config.cache_dtype == "int8":
             return Int8KVCache
         return TransposedKVCache if self.weight_order == "cpu" else KVCache
 
-    def _with_kernels(self, cache: LayerCache) -> LayerCache:
-        return cache if self.kernels is None else self.kernels.wrap(cache, self.config.head_size)
+    @property
+    def _kernels(self) -> Kernels | None:
+        return self.kernels and self.kernels.for_heads(self.config.head_size)
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
         decoder = (CPUDecoder if self.weight_order == "cpu" else Decoder)(self.config, self.layout)

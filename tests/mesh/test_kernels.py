@@ -13,7 +13,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model, with_attention
 from specsamp.models.config import tiny
-from specsamp.models.kernels.cache import KernelCache, Kernels
+from specsamp.models.kernels.cache import Kernels
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.extras import slow_but
@@ -47,7 +47,7 @@ def test_a_call_over_a_mesh_equals_one_device(name):
         return output.logits_BTV, output.cache
 
     (layer,) = cache.layers
-    layer = KernelCache(cache=layer, kernels=sharded.model.kernels)
+    layer = dataclasses.replace(layer, kernels=sharded.model.kernels)
     split = DataShards(mesh).map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS))
     placed = jax.device_put(weights, sharded.weight_shardings(weights))
     made = jax.jit(split, compiler_options=COMPILE_FAST)(

@@ -11,11 +11,10 @@ import pytest
 from specsamp import EarlyExitDrafter, Pair, generate, greedy
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
-from specsamp.models import int8_cache
-from specsamp.models.cache import KVCache
+from specsamp.models import cache as layer_caches
+from specsamp.models.cache import Int8KVCache, KVCache
 from specsamp.models.config import tiny
 from specsamp.models.int8 import Int8Weight, dequantise, quantise
-from specsamp.models.int8_cache import Int8KVCache
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
 from support.enumeration import COMPILE_FAST
@@ -73,12 +72,8 @@ def test_scales_are_folded_into_scores_and_probabilities():
     q_BNTH = jnp.asarray(rng.normal(size=(BATCH, HEADS, 5, SIZE)), jnp.float32)
     expected = attended(plain, q_BNTH, start_B)
     np.testing.assert_allclose(attended(ours, q_BNTH, start_B), expected, atol=1e-6)
-    exchanged = Int8KVCache(
-        keys_BMSH=ours.keys_BMSH,
-        values_BMSH=ours.values_BMSH,
-        key_scales_BM1S=ours.value_scales_BM1S,
-        value_scales_BM1S=ours.key_scales_BM1S,
-    )
+    of_keys, of_values = ours.scales_BM1S
+    exchanged = dataclasses.replace(ours, key_scales_BM1S=of_values, value_scales_BM1S=of_keys)
     assert np.abs(attended(exchanged, q_BNTH, start_B) - expected).max() > 0.01
     rows_BT = jnp.array([[0, 2, 3], [1, 2, 4]])
     moved = (cache.compact(start_B, rows_BT, 5) for cache in (ours, plain))
@@ -116,7 +111,7 @@ def test_a_scale_of_a_whole_call_would_leave_one(monkeypatch):
         made = quantise(x, (2, 3))
         return Int8Weight(made.values, jnp.broadcast_to(made.scale, (*x.shape[:3], 1)))
 
-    monkeypatch.setattr(int8_cache, "quantise", of_the_call)
+    monkeypatch.setattr(layer_caches, "quantise", of_the_call)
     assert np.abs(last((6,)) - last((2, 3, 1))).max() > 1e-4
 
 
