@@ -20,10 +20,11 @@ from absl import flags
 from rich.console import Console
 from rich.text import Text
 
-from launch.lib import entry
+from launch.lib import entry, study
+from launch.lib.cells import make_cells
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import ExperimentConfig, Int8Fields
 from specsamp import NoDrafter, chain, temperature, use_compilation_cache
 from specsamp.analysis import tables
 from specsamp.analysis.report import Table
@@ -80,7 +81,10 @@ def main() -> None:
     if jax.config.jax_disable_jit:
         console.print("\nJAX_DISABLE_JIT is set, nothing is compiled: the timings are left out.")
         return
-    entry.show([timing_table(timings, experiment)], console)
+    table = timing_table(timings, experiment)
+    if experiment.folder == "python" and config.int8 == Int8Fields():
+        table = dataclasses.replace(table, rows=[*table.rows, committed_speedups(config, experiment)])
+    entry.show([table], console)
 
 
 def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Console) -> None:
@@ -152,6 +156,18 @@ def timing_table(timings: dict, experiment: Experiment) -> Table:
     rows = [(name, greedy[name], sampled[name]) for name in greedy]
     title = "Both sides in one process, in turn; medians"
     return Table(title=title, header=("", "greedy", "sampled"), rows=rows)
+
+
+def committed_speedups(config: ExperimentConfig, experiment: Experiment) -> tuple[str, str, str]:
+    """Returns a row of the table: what the README says of this setting, greedy and sampled."""
+    from launch.studies import speedup  # it takes a second, which the first text need not wait for
+
+    results = [study.RESULTS / f"{name}.json" for name in ("python_pair_speedup", "python_pair_grid")]
+    if not all(path.exists() for path in results):
+        return ("speedup in the README", "only in a clone", "only in a clone")
+    documents, key = [study.read_result(path.stem) for path in results], make_cells([config], experiment)[0].key
+    greedy, sampled = (speedup.spread(key | {"temperature": t}, *documents) for t in (0.0, key["temperature"]))
+    return (f"speedup in the README, {documents[0]['environment']['cores']} CPU cores", greedy, sampled)
 
 
 if __name__ == "__main__":

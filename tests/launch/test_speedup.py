@@ -1,16 +1,20 @@
 """The study of speedups: its arithmetic, from results that are made up."""
 
+import dataclasses
 import math
 import types
 
 import pytest
 
+from launch.lib import study
+from launch.lib.experiment import build
+from launch.lib.fields import ExperimentConfig
 from launch.studies import speedup
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.benchmark import Result
 from specsamp.analysis.workload import Quartiles
 from specsamp.decoding.results import RowStats
-from support.run_script import call
+from support.run_script import ROOT, call, module
 
 COUNTS = RowStats(rounds=10, emitted=22, drafted=20, reached=(10, 6), accepted_counts=(4, 3, 3))
 
@@ -78,6 +82,18 @@ def test_several_measurements_of_a_setting_are_a_range():
     assert speedup.spread(key, study, {"cells": cells}) == "1.50x to 2.00x (1.25 to 2.50)"
     assert speedup.spread(key | {"batch": 4}, study, {"cells": cells}) == "9.00x (9.00 to 9.00)"
     assert speedup.spread(key | {"temperature": 0.8}, study, {"cells": cells}) == "not measured"
+
+
+def test_the_demo_has_the_speedups_of_the_readme(monkeypatch, tmp_path):
+    demo, config = module("demo"), ExperimentConfig.from_file("configs/trained_pair.py")
+    experiment = build(config)
+    name, *shown = demo.committed_speedups(config, experiment)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert name == "speedup in the README, 2 CPU cores" and all(f"**{speedup}**" in text for speedup in shown)
+    longer = dataclasses.replace(config, draft_length=32)
+    assert demo.committed_speedups(longer, experiment)[1:] == ("not measured", "not measured")
+    monkeypatch.setattr(study, "RESULTS", tmp_path)
+    assert "only in a clone" in demo.committed_speedups(config, experiment)
 
 
 def test_what_has_no_curve_is_refused():
