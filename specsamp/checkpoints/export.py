@@ -53,8 +53,8 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
     for file, shard in zip(files, shards):
         tensors = {}
         for name in shard:
-            source = find_source(name, names)
-            tensors[source.tensor] = np.ascontiguousarray(source.write(np.asarray(leaves[name]), sizes(config)))
+            source = find_source(name, names, sizes(config))
+            tensors[source.tensor] = source.write(np.asarray(leaves[name]))
             weight_map[source.tensor] = file
         storage.write(place / file, save(tensors, metadata={"format": "pt"}))
     if len(files) > 1:

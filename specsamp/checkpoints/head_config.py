@@ -19,7 +19,7 @@ from typing import Any
 from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.fields import Fields
 from specsamp.checkpoints.safetensors_io import MEDUSA_SINGLE, SINGLE
-from specsamp.checkpoints.tensor_names import TABLES, find_source
+from specsamp.checkpoints.tensor_names import TABLES
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.heads import HeadConfig
@@ -112,14 +112,13 @@ def _medusa(
         _require(fields, key, fields(key, size), what, size)
     fields.require("truncated_vocab_size", target.vocab_size)
     numbers = {match[1] for name in found if (match := re.match(r"(?:blocks\.)?(\d+)\.", name))}
-    bias = find_source("head_0/bias", layout.names).tensor
     return layout, MedusaConfig(
         layer=dataclasses.replace(target, num_layers=1, tied=False, num_real_tokens=None, dtype=dtype, experts=None),
         target_layers=target.num_layers,
         hidden_layers=(target.num_layers,),
         own_output=True,
         num_heads=max(len(numbers), 1),  # a number that is left out is a missing tensor
-        bias=bias in found,
+        bias=any(name.endswith("bias") for name in found),
     )
 
 

@@ -29,7 +29,7 @@ from specsamp.checkpoints.head_config import (
     HeadLayout,
     parse_head,
 )
-from specsamp.checkpoints.heads import KEPT, OFFSETS, head_sizes, head_sources
+from specsamp.checkpoints.heads import KEPT, OFFSETS, head_sources
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.rope import describe_rotary
 from specsamp.checkpoints.safetensors_io import INDEX, MEDUSA_PICKLE, MEDUSA_SINGLE, PICKLE, SINGLE
@@ -53,10 +53,10 @@ def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, tar
     place, config = storage.place(folder), head.config
     layout, content = describe_head(config, target_name, K)
     check_shapes("what is to be written", params, jax.eval_shape(FeatureHead(config).init, jax.random.key(0)))
-    leaves, sizes = flatten_dict(params, sep="/"), head_sizes(config)
-    tensors = {}
-    for name, source in head_sources(config, layout).items():
-        tensors[source.tensor] = np.ascontiguousarray(source.write(np.asarray(leaves[name]), sizes))
+    leaves = flatten_dict(params, sep="/")
+    tensors = {
+        source.tensor: source.write(np.asarray(leaves[name])) for name, source in head_sources(config, layout).items()
+    }
     if config.draft_vocab_size is not None:
         ids_U = np.asarray(leaves[DRAFT_IDS], np.int64)
         tensors[OFFSETS] = ids_U - np.arange(len(ids_U))

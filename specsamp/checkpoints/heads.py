@@ -18,15 +18,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import SingleDeviceSharding
 
 from specsamp import storage
 from specsamp.checkpoints.head_config import MIMO_MTP, HeadLayout, parse_head
 from specsamp.checkpoints.hub import download_weights, find_folder, read_headers
-from specsamp.checkpoints.hugging_face import OnProgress, read_leaves, read_piece
+from specsamp.checkpoints.hugging_face import OnProgress, placed, read_leaves
 from specsamp.checkpoints.pickles import read_pickle
 from specsamp.checkpoints.safetensors_io import (
     INDEX,
@@ -37,12 +37,10 @@ from specsamp.checkpoints.safetensors_io import (
     SINGLE,
     Tensor,
     are_equal,
-    check_tensors,
     find_tensors,
     read_header,
 )
-from specsamp.checkpoints.tensor_names import TensorSource, find_source
-from specsamp.mesh.sharded import ShardedHead
+from specsamp.checkpoints.tensor_names import TensorSource, check_tensors, find_source
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
 
@@ -105,13 +103,7 @@ def open_head(
         found = _find(download_weights(name, *APART) if from_hub else folder)
     content = storage.read_json(folder / "config.json")
     layout, config = parse_head(str(folder / "config.json"), content, target, dtype, found.keys())
-    sources = head_sources(config, layout)
-    check_tensors(
-        name,
-        found,
-        {source.tensor: source.shape(head_sizes(config)) for source in sources.values()},
-        layout.beside.search,
-    )
+    check_tensors(name, found, head_sources(config, layout), layout.beside.search)
     has_ids = config.draft_vocab_size is not None and not headers_only
     draft_ids = _read_ids(name, found, config) if has_ids else None
     if config.own_embedding and target_embedding is not None and are_equal(found[EMBEDDING], target_embedding):
@@ -137,40 +129,30 @@ def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: OnProgres
     Raises:
       ValueError: a number is infinite or NaN, with file and tensor.
     """
-    there, here, dtype = head_sizes(checkpoint.config), head_sizes(head.config), head.config.layer.compute_dtype
-    sources = head_sources(head.config, checkpoint.layout)
+    dtype, sources = head.config.layer.compute_dtype, head_sources(checkpoint.config, checkpoint.layout)
     shapes = jax.eval_shape(FeatureHead(head.config).init, jax.random.key(0))
-    if isinstance(head, ShardedHead):
-        shardings = head.param_shardings(shapes)
-    else:
-        shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
-
-    def place(shape: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-        kept = shape.dtype if shape.dtype == np.int32 else dtype
-        return jax.ShapeDtypeStruct(shape.shape, kept, sharding=sharding)
-
-    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        if name == DRAFT_IDS:
-            return checkpoint.draft_ids[index]
-        piece = read_piece(sources[name], checkpoint.tensors, there, here, dtype, index)
-        if not np.isfinite(piece).all():
+    in_dtype = jax.tree.map(lambda x: x if x.dtype == np.int32 else jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+    places = flatten_dict(placed(in_dtype, head), sep="/")
+    ids = places.pop(DRAFT_IDS, None)
+    leaves = read_leaves(places, sources, checkpoint.tensors, progress)
+    for name, leaf in leaves.items():
+        if not jnp.isfinite(leaf).all():
             tensor = sources[name].tensor
             raise ValueError(
                 f"{checkpoint.tensors[tensor].file}: {tensor} holds numbers that are infinite or NaN: the head was damaged "
                 "in training or conversion"
             )
-        return piece
+    if ids is not None:
+        leaves[DRAFT_IDS] = jax.make_array_from_callback(ids.shape, ids.sharding, checkpoint.draft_ids.__getitem__)
+    return unflatten_dict(leaves, sep="/")
 
-    places = flatten_dict(jax.tree.map(place, shapes, shardings), sep="/")
-    return unflatten_dict(read_leaves(places, read, progress), sep="/")
 
-
-def head_sizes(config: HeadConfig) -> dict[str, int]:
-    """Returns the size of the axis that each letter of `HEAD` stands for."""
-    layer, shapes = config.layer, _shapes(config)
-    read = {"X": ("attention/query", 1), "Y": ("fc", 0)}
+def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSource]:
+    """Returns the source of each parameter; raises KeyError for one that the layout does not have."""
+    shapes = flatten_dict(jax.eval_shape(FeatureHead(config).init, jax.random.key(0)), sep="/")
+    layer, read = config.layer, {"X": ("attention/query", 1), "Y": ("fc", 0)}
     wide = {letter: shapes[name].shape[axis] for letter, (name, axis) in read.items() if name in shapes}
-    return wide | dict(
+    letters = wide | dict(
         V=layer.vocab_size,
         U=config.num_outputs,
         D=layer.width,
@@ -180,15 +162,7 @@ def head_sizes(config: HeadConfig) -> dict[str, int]:
         H=layer.head_size,
         W=config.target_width,
     )
-
-
-def _shapes(config: HeadConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    return flatten_dict(jax.eval_shape(FeatureHead(config).init, jax.random.key(0)), sep="/")
-
-
-def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSource]:
-    """Returns the source of each parameter; raises KeyError for one that the layout does not have."""
-    return {name: find_source(name, layout.names) for name in _shapes(config) if name != DRAFT_IDS}
+    return {name: find_source(name, layout.names, letters) for name in shapes if name != DRAFT_IDS}
 
 
 def _find(folder: epath.Path) -> dict[str, Tensor]:

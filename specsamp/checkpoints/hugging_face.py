@@ -27,6 +27,7 @@ import jax
 import numpy as np
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import SingleDeviceSharding
 
 from specsamp import storage
 from specsamp.checkpoints import orbax
@@ -35,12 +36,13 @@ from specsamp.checkpoints.chat import read_chat_template
 from specsamp.checkpoints.fields import differing_fields
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder, read_headers
 from specsamp.checkpoints.int8_tensors import read_int8
-from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, check_tensors, find_tensors
-from specsamp.checkpoints.tensor_names import BUFFERS, TensorSource, find_source, sizes
+from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, find_tensors
+from specsamp.checkpoints.tensor_names import BUFFERS, TensorSource, check_tensors, find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.mesh.sharded import ShardedModel, placed_params
+from specsamp.mesh.sharded import ShardedHead, ShardedModel
 from specsamp.models.config import DECODING, TransformerConfig
-from specsamp.models.int8 import Int8Weight, is_int8, summed_axes
+from specsamp.models.heads import FeatureHead
+from specsamp.models.int8 import Int8Weight, decode_weights, is_int8, summed_axes
 from specsamp.models.transformer import TransformerLM
 
 OnProgress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
@@ -94,19 +96,18 @@ class Checkpoint:
             self._check(self._named(read_headers(self.name)) if self.from_hub else self._found)
 
     def _check(self, found: Mapping[str, Tensor]) -> None:
-        letters, of_head = sizes(self.config), self.family.head_prefix
-        members = [member for source in self.sources().values() for member in source.members(letters)]
+        of_head = self.family.head_prefix
         repeated = self._ends[1] if self.config.tied else None
 
         def is_harmless(name: str) -> bool:
             return name == repeated or bool(BUFFERS.search(name)) or (of_head is not None and name.startswith(of_head))
 
-        check_tensors(self.name, found, {source.tensor: source.shape(letters) for source in members}, is_harmless)
+        check_tensors(self.name, found, self.sources(), is_harmless)
 
     @property
     def _ends(self) -> tuple[str, ...]:
         """Returns the names of the embedding and of the output embedding, which files of a tied model may repeat."""
-        return tuple(find_source(name, self.family.names).tensor for name in ("embedding", "output_embedding"))
+        return tuple(find_source(name, self.family.names, {}).tensor for name in ("embedding", "output_embedding"))
 
     @functools.cached_property
     def _found(self) -> dict[str, Tensor]:
@@ -129,7 +130,8 @@ class Checkpoint:
     def sources(self) -> dict[str, TensorSource]:
         """Returns which tensor holds each parameter, by the parameter's name."""
         shapes = jax.eval_shape(TransformerLM(self.config).init, jax.random.key(0))
-        return {name: find_source(name, self.family.names) for name in flatten_dict(shapes, sep="/")}
+        letters = sizes(self.config)
+        return {name: find_source(name, self.family.names, letters) for name in flatten_dict(shapes, sep="/")}
 
 
 def open_checkpoint(
@@ -210,28 +212,41 @@ def read_params(
     """
     check_same_model(checkpoint, model.config)
     if checkpoint.is_converted:
-        return orbax.restore_params(checkpoint.folder, placed_params(model))
-    tensors, sources = checkpoint.tensors, checkpoint.sources()
-    there, here = sizes(checkpoint.config), sizes(model.config)
-    places = flatten_dict(placed_params(model), sep="/")
+        return orbax.restore_params(checkpoint.folder, _placed_params(model))
+    places = flatten_dict(_placed_params(model), sep="/")
+    return unflatten_dict(read_leaves(places, checkpoint.sources(), checkpoint.tensors, progress), sep="/")
 
-    def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
-        dtype = np.float32 if is_int8(places[name]) else places[name].dtype
-        return read_piece(sources[name], tensors, there, here, dtype, index)
 
-    return unflatten_dict(read_leaves(places, read, progress), sep="/")
+def _placed_params(model: TransformerLM | ShardedModel) -> Any:
+    """Returns the shapes of the parameters in the dtypes of decode-time weights, with their shardings."""
+    bare, config = model.model if isinstance(model, ShardedModel) else model, model.config
+
+    def stored(key):
+        cast = jax.tree.map(lambda x: x.astype(config.compute_dtype), bare.init(key))
+        return decode_weights(cast, config.compute_dtype, config.weight_dtype)
+
+    return placed(jax.eval_shape(stored, jax.random.key(0)), model)
+
+
+def placed(shapes: Any, model: TransformerLM | ShardedModel | FeatureHead) -> Any:
+    """Returns shapes with the shardings of a model or head on a mesh, or on the first device without a mesh."""
+    if isinstance(model, (ShardedModel, ShardedHead)):
+        shardings = model.param_shardings(shapes)
+    else:
+        shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
+    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
 
 
 def read_leaves(
     places: Mapping[str, jax.ShapeDtypeStruct | Int8Weight],
-    read: Callable[[str, tuple[slice, ...]], np.ndarray],
-    progress: OnProgress = lambda *_: None,
+    sources: Mapping[str, TensorSource],
+    tensors: Mapping[str, Tensor],
+    progress: OnProgress,
 ) -> dict[str, jax.Array | Int8Weight]:
-    """Makes the array of each place, one at a time; reads the pieces that this process's devices hold.
+    """Reads the parameter of each place, one after another; only the slices that this process's devices hold.
 
     Args:
-      places: shapes, dtypes and shardings.
-      read: returns a slice of the array of that name; in float32 if it becomes an int8 weight.
+      places: shapes, dtypes and shardings, by the parameter's name.
     """
     done, arrays = 0, {}
 
@@ -240,8 +255,9 @@ def read_leaves(
 
     total = sum(map(size, places.values()))
     for name, place in places.items():
-        of_this = functools.partial(read, name)
-        arrays[name] = read_int8(place, summed_axes(name), of_this) if is_int8(place) else _read_array(place, of_this)
+        dtype = np.float32 if is_int8(place) else place.dtype
+        read = functools.partial(sources[name].read, tensors, shape=place.shape, dtype=dtype)
+        arrays[name] = read_int8(place, summed_axes(name), read) if is_int8(place) else _read_array(place, read)
         done += size(place)
         progress(name, done, total)
     return arrays
@@ -279,39 +295,6 @@ def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLi
         told = {"model": shape, "converted_from": checkpoint.name}
         in_int8 = checkpoint.config.weight_dtype == "int8"
         storage.write_json(place / "run.json", told | {"weight_dtype": "int8"} if in_int8 else told)
-
-
-def read_piece(
-    source: TensorSource,
-    tensors: Mapping[str, Tensor],
-    there: Mapping[str, int],
-    here: Mapping[str, int],
-    dtype: np.dtype,
-    index: tuple[slice, ...],
-) -> np.ndarray:
-    """Reads a slice of a parameter in ``dtype``, contiguous and owning its memory.
-
-    Rows of the model's vocabulary beyond the checkpoint's, which are padding, are zero.
-
-    Args:
-      tensors: of the checkpoint, by name.
-      there, here: the size of every letter in the checkpoint and in the model.
-    """
-    if source.is_stacked:
-        members = source.members(here)[index[0]]
-        shape = [len(range(*part.indices(here[letter]))) for part, letter in zip(index, source.axes)]
-        stacked = np.empty(shape, dtype)
-        for place, member in zip(stacked, members, strict=True):
-            place[...] = read_piece(member, tensors, there, here, dtype, index[1:])
-        return stacked
-    full = [piece.indices(here[letter])[:2] for letter, piece in zip(source.axes, index)]
-    inside = [(min(first, there[x]), min(last, there[x])) for x, (first, last) in zip(source.axes, full)]
-    values = source.read(tensors[source.tensor].read, there, [slice(*span) for span in inside])
-    if full == inside:
-        return np.array(values, dtype, order="C")
-    padded = np.zeros([last - first for first, last in full], dtype)
-    padded[tuple(slice(0, n) for n in values.shape)] = values
-    return padded
 
 
 def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:

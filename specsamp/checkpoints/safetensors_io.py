@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +19,6 @@ import numpy as np
 from etils import epath
 
 from specsamp import storage
-from specsamp.checkpoints.params import MOST_SHOWN
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -169,46 +168,6 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
     if size != 8 + length + filled:
         raise damaged(f"truncated or too long: {size} bytes; its header says {8 + length + filled}")
     return tensors
-
-
-def check_tensors(
-    name: str,
-    found: Mapping[str, Tensor],
-    wanted: Mapping[str, tuple[int, ...]],
-    ignored: Callable[[str], Any],
-) -> None:
-    """Checks that files hold exactly the tensors of a model, in their shapes and a known dtype.
-
-    Args:
-      name: of the checkpoint, for messages.
-      wanted: the shape of each tensor.
-      ignored: whether a tensor of that name is no part of the model, but does no harm.
-
-    Raises:
-      ValueError: with the tensors that are missing, unknown, misshapen or of another dtype.
-    """
-    there = {name: found[name] for name in wanted if name in found}
-
-    def where(name: str) -> str:
-        return f"{name} {found[name].shape} in {found[name].file.name}"
-
-    problems = {
-        "missing": [f"{name} {shape}" for name, shape in wanted.items() if name not in found],
-        "not part of the model": [where(name) for name in sorted(found.keys() - wanted.keys()) if not ignored(name)],
-        "of another shape than config.json says": [
-            f"{where(name)}, {wanted[name]} wanted" for name, tensor in there.items() if tensor.shape != wanted[name]
-        ],
-        f"of a dtype that is not supported (quantised?; known are {', '.join(DTYPES)})": [
-            f"{where(name)}: {tensor.kind}" for name, tensor in there.items() if tensor.kind not in DTYPES
-        ],
-    }
-    described = [
-        f"{len(names)} tensors are {what}: {'; '.join(names[:MOST_SHOWN])}{' ...' if len(names) > MOST_SHOWN else ''}"
-        for what, names in problems.items()
-        if names
-    ]
-    if described:
-        raise ValueError(f"{name} does not hold the model of its config.json. {'. '.join(described)}")
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

@@ -18,18 +18,19 @@ import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from specsamp import storage
+from specsamp.checkpoints.params import MOST_SHOWN
+from specsamp.checkpoints.safetensors_io import DTYPES, Tensor
 from specsamp.models.config import TransformerConfig
 
 TABLES: dict[str, dict[str, str]] = storage.read_json(pathlib.Path(__file__).with_suffix(".json"))
 
 # Tensors of some files that no model needs: masks and tables that are computed.
 BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
-
-ReadTensor = Callable[[tuple[slice, ...]], np.ndarray]
 
 
 def sizes(config: TransformerConfig) -> dict[str, int]:
@@ -52,16 +53,17 @@ def sizes(config: TransformerConfig) -> dict[str, int]:
 class TensorSource:
     """The tensor that holds a parameter, or the tensors of all experts."""
 
-    tensor: str  # its name; of experts one with the place of their number, "{e}"
+    tensor: str  # its name; of experts with "{e}" for their number
     tensor_axes: tuple[str, ...]  # each a product of letters, the outermost first
     axes: str  # of the parameter
+    sizes: Mapping[str, int]  # of the axis that each letter stands for, in the checkpoint
     part: int | None = None  # of C
 
-    def members(self, sizes: Mapping[str, int]) -> list[TensorSource]:
-        """Returns one source for each expert of a stacked parameter; [self] for any other parameter."""
+    def members(self) -> list[TensorSource]:
+        """Returns the source of each expert of a stacked parameter; [self] for any other parameter."""
         if not self.is_stacked:
             return [self]
-        tensors = [self.tensor.format(e=expert) for expert in range(sizes["E"])]
+        tensors = [self.tensor.format(e=expert) for expert in range(self.sizes["E"])]
         return [dataclasses.replace(self, tensor=tensor, axes=self.axes[1:]) for tensor in tensors]
 
     @property
@@ -69,40 +71,51 @@ class TensorSource:
         """Returns whether the parameter stacks the tensors of all experts."""
         return "{e}" in self.tensor
 
-    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    @property
+    def shape(self) -> tuple[int, ...]:
         """Returns the shape of the tensor, or of each expert's."""
-        return tuple(math.prod(sizes[letter] for letter in axis) for axis in self.tensor_axes)
+        return tuple(math.prod(self.sizes[letter] for letter in axis) for axis in self.tensor_axes)
 
-    def read(self, read: ReadTensor, sizes: Mapping[str, int], index: Sequence[slice]) -> np.ndarray:
-        """Returns the slice ``index`` of the parameter, perhaps as a view of the array that ``read`` returned.
+    def read(
+        self, tensors: Mapping[str, Tensor], index: Sequence[slice], *, shape: Sequence[int], dtype: np.dtype
+    ) -> np.ndarray:
+        """Reads a slice of the parameter in ``dtype``; the array owns its memory.
+
+        Of a tensor axis that is a product, the outermost letter limits what is read, the others what is kept.
 
         Args:
-          read: reads a slice of the tensor. Of an axis that is a product, the outermost letter limits what is read,
-            the others what is kept.
-          sizes: of every letter.
-          index: one slice for each axis of the parameter.
+          tensors: of the checkpoint, by name.
+          index: one slice for each axis of the parameter, without steps.
+          shape: of the parameter in the model. Rows beyond the tensor's pad the vocabulary, and are zero.
         """
-        wanted = {letter: piece.indices(sizes[letter])[:2] for letter, piece in zip(self.axes, index, strict=True)}
+        spans = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
+        values = np.zeros([last - first for first, last in spans], dtype)
+        if self.is_stacked:
+            for expert, member in zip(values, self.members()[index[0]], strict=True):
+                expert[...] = member.read(tensors, index[1:], shape=shape[1:], dtype=dtype)
+            return values
+        wanted = {letter: np.minimum(span, self.sizes[letter]) for letter, span in zip(self.axes, spans)}
         if self.part is not None:
             wanted["C"] = (self.part, self.part + 1)
-        inner = [math.prod(sizes[letter] for letter in axis[1:]) for axis in self.tensor_axes]
-        spans = [wanted[axis[0]] for axis in self.tensor_axes]
-        block = read(tuple(slice(first * n, last * n) for (first, last), n in zip(spans, inner)))
+        outermost = {axis[0]: math.prod(self.sizes[letter] for letter in axis[1:]) for axis in self.tensor_axes}
+        block = tensors[self.tensor].read([slice(*np.multiply(wanted[x], inner)) for x, inner in outermost.items()])
         letters = "".join(self.tensor_axes)
-        outermost = {axis[0] for axis in self.tensor_axes}
-        block = block.reshape([np.diff(wanted[x])[0] if x in outermost else sizes[x] for x in letters])
+        block = block.reshape([np.diff(wanted[x])[0] if x in outermost else self.sizes[x] for x in letters])
         block = block[tuple(slice(None) if x in outermost else slice(*wanted[x]) for x in letters)]
         if self.part is not None:
             block, letters = block.squeeze(letters.index("C")), letters.replace("C", "")
-        return block.transpose([letters.index(letter) for letter in self.axes])
+        block = block.transpose([letters.index(letter) for letter in self.axes])
+        values[tuple(map(slice, block.shape))] = block
+        return values
 
-    def write(self, parameter: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    def write(self, parameter: np.ndarray) -> np.ndarray:
         """Returns the tensor of a whole parameter. A tensor of three parameters cannot be made of one of them."""
         letters = "".join(self.tensor_axes)
-        return parameter.transpose([self.axes.index(letter) for letter in letters]).reshape(self.shape(sizes))
+        moved = parameter.transpose([self.axes.index(letter) for letter in letters])
+        return np.ascontiguousarray(moved.reshape(self.shape))
 
 
-def find_source(parameter: str, names: Mapping[str, str]) -> TensorSource:
+def find_source(parameter: str, names: Mapping[str, str], sizes: Mapping[str, int]) -> TensorSource:
     """Returns the source of a parameter by a family's table; raises KeyError for one that the family does not have."""
     layer = re.match(r"(?:layer|head)_(\d+)/", parameter)
     line = names[re.sub(r"^(layer|head)_\d+/", r"\1/", parameter)]
@@ -111,5 +124,45 @@ def find_source(parameter: str, names: Mapping[str, str]) -> TensorSource:
         tensor=match["tensor"].format(i=layer and layer[1], e="{e}"),
         tensor_axes=tuple(match["axes"].split()),
         axes=match["ours"],
+        sizes=sizes,
         part=None if match["part"] is None else int(match["part"]),
     )
+
+
+def check_tensors(
+    name: str, found: Mapping[str, Tensor], sources: Mapping[str, TensorSource], is_harmless: Callable[[str], Any]
+) -> None:
+    """Checks that files hold exactly the tensors of a model, in their shapes and a known dtype.
+
+    Args:
+      name: of the checkpoint, for messages.
+      found: the tensors of its files.
+      sources: of each parameter.
+      is_harmless: returns whether a tensor of that name, which is no part of the model, may be there.
+
+    Raises:
+      ValueError: with the tensors that are missing, unknown, misshapen or of another dtype.
+    """
+    wanted = {member.tensor: member.shape for source in sources.values() for member in source.members()}
+    there = {name: found[name] for name in wanted if name in found}
+
+    def where(name: str) -> str:
+        return f"{name} {found[name].shape} in {found[name].file.name}"
+
+    problems = {
+        "missing": [f"{name} {shape}" for name, shape in wanted.items() if name not in found],
+        "not part of the model": [where(name) for name in sorted(found.keys() - wanted) if not is_harmless(name)],
+        "of another shape than config.json says": [
+            f"{where(name)}, {wanted[name]} wanted" for name, tensor in there.items() if tensor.shape != wanted[name]
+        ],
+        f"of a dtype that is not supported (quantised?; known are {', '.join(DTYPES)})": [
+            f"{where(name)}: {tensor.kind}" for name, tensor in there.items() if tensor.kind not in DTYPES
+        ],
+    }
+    described = [
+        f"{len(names)} tensors are {what}: {'; '.join(names[:MOST_SHOWN])}{' ...' if len(names) > MOST_SHOWN else ''}"
+        for what, names in problems.items()
+        if names
+    ]
+    if described:
+        raise ValueError(f"{name} does not hold the model of its config.json. {'. '.join(described)}")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
@@ -23,7 +23,6 @@ from specsamp.mesh.layout import MODEL, REPLICA, Layout, put
 from specsamp.models.cache import KVCache
 from specsamp.models.compiling import fewest_collectives_on_tpu
 from specsamp.models.heads import FeatureHead, HeadModule
-from specsamp.models.int8 import decode_weights
 from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
 from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
@@ -112,30 +111,6 @@ def with_attention(pair: Pair, attention: str) -> Pair:
         return dataclasses.replace(model, kernels=kernels) if isinstance(model, TransformerLM) else model
 
     return dataclasses.replace(pair, target=change(pair.target), draft=change(pair.draft))
-
-
-def placed_params(model: TransformerLM | ShardedModel) -> Any:
-    """Returns the parameters as `jax.ShapeDtypeStruct`, in the dtypes of decode-time weights and with their shardings.
-
-    The parameters of a model without a layout are on the first device.
-    """
-    bare, config = model.model if isinstance(model, ShardedModel) else model, model.config
-
-    def stored(key):
-        cast = jax.tree.map(lambda x: x.astype(config.compute_dtype), bare.init(key))
-        return decode_weights(cast, config.compute_dtype, config.weight_dtype)
-
-    shapes = jax.eval_shape(stored, jax.random.key(0))
-    if isinstance(model, ShardedModel):
-        shardings = model.param_shardings(shapes)
-    else:
-        one = SingleDeviceSharding(jax.local_devices()[0])
-        shardings = jax.tree.map(lambda _: one, shapes)
-
-    def describe(x, sharding):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(describe, shapes, shardings)
 
 
 @dataclasses.dataclass(frozen=True)
