@@ -5,6 +5,8 @@ Gated models are written as Llama, ungated ones as Arcee, which is Llama without
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,19 +18,19 @@ from specsamp import storage
 from specsamp.checkpoints.architectures import FAMILIES, parse_config
 from specsamp.checkpoints.fields import ACTIVATIONS, SIZES, differing_fields
 from specsamp.checkpoints.params import check_shapes
-from specsamp.checkpoints.safetensors_io import INDEX, SINGLE
+from specsamp.checkpoints.safetensors_io import INDEX, MEDUSA_PICKLE, MEDUSA_SINGLE, PICKLE, SINGLE
 from specsamp.checkpoints.tensor_names import find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.models.config import DECODING, TransformerConfig
 from specsamp.models.transformer import TransformerLM
 
-# Without the first there is no model. Numbered files are found through an index only.
-WRITTEN = ("config.json", INDEX, SINGLE, "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-SHARD_BYTES = 2 * 10**9  # at most, of one file (or one tensor that is larger)
+# What an older export of a model or head may have left. Without the first there is no model.
+STALE = ("config.json", INDEX, SINGLE, PICKLE, MEDUSA_SINGLE, MEDUSA_PICKLE)
+STALE += ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonTokenizer | None = None) -> None:
-    """Writes config, tensors, tokenizer and stop token; ``config.json`` comes last.
+    """Writes config, tensors, tokenizer and stop token.
 
     Args:
       folder: local or in a bucket.
@@ -39,27 +41,28 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
       ValueError: neither architecture can describe this model, with the fields that have no counterpart; or the parameters
         are of another model.
     """
-    place = storage.place(folder)
     content = describe_model(config, None if tokenizer is None else tokenizer.eos_id)
     check_shapes("what is to be exported", params, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
     leaves = flatten_dict(params, sep="/")
     content["torch_dtype"] = str(leaves["final_norm/scale"].dtype)
     names = FAMILIES[content["architectures"][0]].names
-    shards = _shards({name: leaf.nbytes for name, leaf in leaves.items()})
-    count, weight_map = len(shards), {}
-    files = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    for name in WRITTEN:  # of an older export: no reader may take it for a part of this one
+    sources = {name: find_source(name, names, sizes(config)) for name in leaves}
+    tensors = {source.tensor: source.write(np.asarray(leaves[name])) for name, source in sources.items()}
+    write_folder(folder, content, tensors, tokenizer=tokenizer)
+
+
+def write_folder(
+    folder: str | os.PathLike,
+    content: Mapping[str, Any],
+    tensors: dict[str, np.ndarray],
+    file: str = SINGLE,
+    tokenizer: JsonTokenizer | None = None,
+) -> None:
+    """Writes tensors to ``file``, then the tokenizer, and ``content`` as config.json last; an older export goes first."""
+    place = storage.place(folder)
+    for name in STALE:  # no reader may take it for a part of this export
         (place / name).unlink(missing_ok=True)
-    for file, shard in zip(files, shards):
-        tensors = {}
-        for name in shard:
-            source = find_source(name, names, sizes(config))
-            tensors[source.tensor] = source.write(np.asarray(leaves[name]))
-            weight_map[source.tensor] = file
-        storage.write(place / file, save(tensors, metadata={"format": "pt"}))
-    if len(files) > 1:
-        total = sum(leaf.nbytes for leaf in leaves.values())
-        storage.write_json(place / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    storage.write(place / file, save(tensors, metadata={"format": "pt"}))
     if tokenizer is not None:
         storage.write(place / "tokenizer.json", tokenizer.to_json())
         end = None if tokenizer.eos_id is None else tokenizer.token(tokenizer.eos_id)
@@ -95,13 +98,3 @@ def describe_model(config: TransformerConfig, eos_id: int | None) -> dict:
             "rotary positions and without n-gram tables (configs/python_pair.py:llama_target, llama_draft)"
         )
     return content
-
-
-def _shards(sizes: dict[str, int]) -> list[list[str]]:
-    """Returns the names of the parameters of each file, given the bytes of each parameter."""
-    shards: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if shards[-1] and sum(map(sizes.get, shards[-1])) + size > SHARD_BYTES:
-            shards.append([])
-        shards[-1].append(name)
-    return shards

@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
-from safetensors.numpy import save
 
-from specsamp import storage
 from specsamp.checkpoints.architectures import FAMILIES
+from specsamp.checkpoints.export import write_folder
 from specsamp.checkpoints.fields import SIZES, differing_fields
 from specsamp.checkpoints.head_config import (
     EAGLE,
@@ -32,7 +31,6 @@ from specsamp.checkpoints.head_config import (
 from specsamp.checkpoints.heads import KEPT, OFFSETS, head_sources
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.rope import describe_rotary
-from specsamp.checkpoints.safetensors_io import INDEX, MEDUSA_PICKLE, MEDUSA_SINGLE, PICKLE, SINGLE
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
@@ -41,7 +39,7 @@ from specsamp.models.mtp import MTPConfig
 
 
 def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, target_name: str, K: int) -> None:
-    """Writes a head; ``config.json`` comes last.
+    """Writes a head as a folder.
 
     Args:
       target_name: where readers find the target: a folder, or an id of the hub.
@@ -50,7 +48,7 @@ def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, tar
     Raises:
       ValueError: a head that no layout here can describe; parameters of another head.
     """
-    place, config = storage.place(folder), head.config
+    config = head.config
     layout, content = describe_head(config, target_name, K)
     check_shapes("what is to be written", params, jax.eval_shape(FeatureHead(config).init, jax.random.key(0)))
     leaves = flatten_dict(params, sep="/")
@@ -61,10 +59,7 @@ def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, tar
         ids_U = np.asarray(leaves[DRAFT_IDS], np.int64)
         tensors[OFFSETS] = ids_U - np.arange(len(ids_U))
         tensors[KEPT] = np.isin(np.arange(config.layer.vocab_size), ids_U)
-    for stale in ("config.json", INDEX, SINGLE, PICKLE, MEDUSA_SINGLE, MEDUSA_PICKLE):
-        (place / stale).unlink(missing_ok=True)
-    storage.write(place / layout.file, save(tensors, metadata={"format": "pt"}))
-    storage.write_json(place / "config.json", content)
+    write_folder(folder, content, tensors, layout.file)
 
 
 def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[HeadLayout, dict[str, Any]]:

@@ -1,10 +1,13 @@
 """A small checkpoint in the format of Hugging Face, of several files, with its tokenizer."""
 
+import json
 import shutil
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from specsamp.checkpoints import export
+from specsamp.checkpoints.export import export
+from specsamp.checkpoints.safetensors_io import INDEX, SINGLE
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.training.data import train_tokenizer
 from support.checkpoint_shapes import CONFIG, random_params
@@ -23,10 +26,20 @@ def params():
 @pytest.fixture(scope="session")
 def original(params, tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("public") / "model"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "SHARD_BYTES", 60_000)
-        export.export(folder, CONFIG, params, tokenizer)
+    export(folder, CONFIG, params, tokenizer)
+    divide(folder)
     return folder
+
+
+def divide(folder):
+    """Moves the tensors of a checkpoint into four files and an index, as large public ones have them."""
+    tensors, of_tensor = load_file(folder / SINGLE), {}
+    (folder / SINGLE).unlink()
+    for i in range(4):
+        part = {name: tensors[name] for name in list(tensors)[i::4]}
+        save_file(part, folder / (file := f"model-0000{i + 1}-of-00004.safetensors"))
+        of_tensor |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": of_tensor}), encoding="utf-8")
 
 
 @pytest.fixture
