@@ -24,8 +24,8 @@ from launch.lib.config import ConfigFlag
 from launch.lib.training import TrainingConfig
 from specsamp import storage
 from specsamp.checkpoints.chat import read_chat_template
+from specsamp.checkpoints.heads import check_embedding
 from specsamp.checkpoints.params import check_shapes
-from specsamp.checkpoints.public_pair import check_head_of
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.data_shards import DATA
 from specsamp.mesh import distributed
@@ -231,7 +231,7 @@ def make_task(config: TrainingConfig, model: TransformerLM, target: Source | Non
     if config.head is not None:
         head = source.make_head(model.config, config.head, **sizes_of(target))
         if target.public:
-            check_head_of(target.public, head.config, "the head")
+            check_embedding(target.config, head.config, "the head")
         model = target.model_in(config.compute_dtype)
         return TrainHead(head=head, target=model, objective=config.objective, **dataclasses.asdict(config.test_time))
     if target is not None:

@@ -16,7 +16,7 @@ from launch.lib.shapes import known_models
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
 from specsamp.checkpoints.params import digest_of_pair
-from specsamp.checkpoints.public_pair import read_head_pair, read_pair
+from specsamp.checkpoints.public_pair import read_pair
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
@@ -119,10 +119,10 @@ def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
 def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
     """Reads the pair of configs/hf.py; prints a line for every gigabyte and every difference of the two models."""
     console = entry.make_console(stderr=True)
-    read = read_head_pair if config.word.draft == "head" else read_pair
-    return read(
+    return read_pair(
         config.hugging_face.target,
         config.hugging_face.draft,
+        is_head=config.word.draft == "head",
         dtype=config.hugging_face.dtype,
         int8=config.int8.sides,
         mesh=mesh,

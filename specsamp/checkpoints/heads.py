@@ -108,6 +108,7 @@ def open_head(
     draft_ids = _read_ids(name, found, config) if has_ids else None
     if config.own_embedding and target_embedding is not None and are_equal(found[EMBEDDING], target_embedding):
         config = dataclasses.replace(config, own_embedding=False)
+    check_embedding(target, config, name)
     verifier = (content.get("speculators_config") or {}).get("verifier") or {}
     own = name if layout is MIMO_MTP else None  # a module is of the target that it lies beside
     return HeadCheckpoint(
@@ -118,6 +119,14 @@ def open_head(
         draft_ids=draft_ids,
         trained_for=verifier.get("name_or_path") or content.get("base_model_name_or_path") or own,
     )
+
+
+def check_embedding(target: TransformerConfig, head: HeadConfig, name: str) -> None:
+    """Raises ValueError for a head that shares the embedding of a target which scales it."""
+    if not head.own_embedding and target.embedding_scale is not None:
+        raise ValueError(
+            f"{name} shares the embedding of its target, which scales it: heads of such targets are not read"
+        )
 
 
 def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: OnProgress = lambda *_: None) -> Any:

@@ -192,8 +192,8 @@ def check_readable(checkpoint: Checkpoint, model: TransformerLM | ShardedModel) 
     """Raises the errors of `read_params`, before any tensor is read: of tensors, and of their division over a mesh."""
     if not checkpoint.is_converted:
         checkpoint.tensors
-    if isinstance(model, ShardedModel):
-        model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
+    bare = model.model if isinstance(model, ShardedModel) else model
+    placed(jax.eval_shape(bare.init, jax.random.key(0)), model)
 
 
 def read_params(

@@ -13,10 +13,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from specsamp.checkpoints.heads import open_head
 from specsamp.checkpoints.hub import why_not
 from specsamp.checkpoints.hugging_face import Checkpoint, open_checkpoint
-from specsamp.checkpoints.public_pair import check_head_of, differences
+from specsamp.checkpoints.public_pair import open_draft
 
 T = TypeVar("T")
 
@@ -46,32 +45,25 @@ def check_pair(name: str, target: str, draft: str, *, is_head: bool = False, cha
     """
 
     def open_target() -> Checkpoint:
-        checkpoint = _open(target)
+        checkpoint = open_checkpoint(target)
+        checkpoint.check_headers()
         if checkpoint.require_tokenizer().chat is None and chat:
             raise ValueError("no chat template, which the messages of this pair's prompts need")
         return checkpoint
 
-    def open_draft() -> list[str]:
-        if not is_head:
-            found = _open(draft)
-            return [] if opened is None else differences(opened, found)
+    def open_its_draft() -> list[str]:
         if opened is None:
-            raise ValueError("not checked: a head is checked against its target, which does not load")
-        head = open_head(draft, opened.config, headers_only=True)
-        check_head_of(opened, head.config, head.name)
-        return head.notes(opened.name)
+            raise ValueError("not checked: a draft is checked against its target, which does not load")
+        found, notes = open_draft(opened, draft, is_head=is_head, headers_only=True)
+        if not is_head:
+            found.check_headers()
+        return notes
 
     opened, problem = _tried(target, open_target)
     yield NameCheck(pair=name, role="target", model=target, problem=problem)
-    notes, problem = _tried(draft, open_draft)
+    notes, problem = _tried(draft, open_its_draft)
     role = "head" if is_head else "draft"
     yield NameCheck(pair=name, role=role, model=draft, problem=problem, notes=tuple(notes or ()))
-
-
-def _open(name: str) -> Checkpoint:
-    checkpoint = open_checkpoint(name)
-    checkpoint.check_headers()
-    return checkpoint
 
 
 def _tried(name: str, look: Callable[[], T]) -> tuple[T | None, str | None]:

@@ -10,15 +10,22 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from specsamp.checkpoints.heads import open_head, read_head
-from specsamp.checkpoints.hugging_face import Checkpoint, OnProgress, check_readable, open_checkpoint, read_params
+from specsamp.checkpoints.heads import HeadCheckpoint, open_head, read_head
+from specsamp.checkpoints.hugging_face import (
+    Checkpoint,
+    OnProgress,
+    check_readable,
+    open_checkpoint,
+    placed,
+    read_params,
+)
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
 from specsamp.mesh.sharded import draft_layout, shard_head, shard_model
 from specsamp.models.config import TransformerConfig
-from specsamp.models.heads import FeatureHead, HeadConfig
+from specsamp.models.heads import FeatureHead
 from specsamp.models.int8 import FLOAT, Int8
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
@@ -28,100 +35,87 @@ def read_pair(
     target: str,
     draft: str,
     *,
+    is_head: bool = False,
     dtype: str = "bfloat16",
     int8: Int8 = FLOAT,
     mesh: Mesh | None = None,
     draft_model_parallelism: int | None = None,
     progress: OnProgress = lambda *_: None,
     say: Callable[[str], None] = lambda _: None,
-    check: Callable[[LanguageModel, LanguageModel], Any] = lambda *_: None,
+    check: Callable[[LanguageModel, LanguageModel | FeatureHead], Any] = lambda *_: None,
 ) -> Pair:
-    """Reads a pair of two checkpoints, ready for `generate`.
+    """Reads a pair of two checkpoints, or of a checkpoint and a head, ready for `generate`.
 
     Args:
       target, draft: folders, ``gs://`` folders or ids of the hub; or what launch/export.py made of them.
+      is_head: the draft is a head, which drafts from the target's hidden states.
       dtype: of weights, activations and caches.
-      int8: what is in int8 instead; weights are quantised while they are read.
-      mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both models on one device.
+      int8: what is in int8 instead; weights of models are quantised while they are read.
+      mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both on one device.
+      progress: see `read_params`.
       say: called with a sentence for each harmless difference of the two.
       check: called with target and draft before any weight is read; raises ValueError to refuse them.
 
     Raises:
-      FileNotFoundError, ValueError: a checkpoint cannot be read, see `open_checkpoint`, or the two do not belong
-        together, see `differences`: before any weight is read.
+      FileNotFoundError, ValueError: a checkpoint cannot be read, see `open_checkpoint` and `open_head`, or the two do not
+        belong together, see `differences`: before any weight is read.
     """
     ours = open_checkpoint(target, dtype=dtype, **int8.of("target"))
-    theirs = open_checkpoint(draft, dtype=dtype, **int8.of("draft"))
-    for difference in differences(ours, theirs):
-        say(difference)
-    rows = max(ours.config.vocab_size, theirs.config.vocab_size)
-    models = [TransformerLM.for_backend(_padded(side.config, rows, ours, mesh)) for side in (ours, theirs)]
-    if mesh is not None:
-        layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, draft_model_parallelism)
-        models = [shard_model(model, layout) for model, layout in zip(models, layouts)]
-    check(*models)
-    for checkpoint, model in zip((ours, theirs), models):
-        check_readable(checkpoint, model)
-    params = [read_params(checkpoint, model, progress) for checkpoint, model in zip((ours, theirs), models)]
-    return Pair(
-        target=models[0],
-        target_params=params[0],
-        draft=models[1],
-        draft_params=params[1],
-        tokenizer=ours.tokenizer,
-        stop=ours.stop_ids or None,
-        shards=DataShards(mesh),
-    )
-
-
-def read_head_pair(
-    target: str,
-    head: str,
-    *,
-    dtype: str = "bfloat16",
-    int8: Int8 = FLOAT,
-    mesh: Mesh | None = None,
-    draft_model_parallelism: int | None = None,
-    progress: OnProgress = lambda *_: None,
-    say: Callable[[str], None] = lambda _: None,
-    check: Callable[[LanguageModel, FeatureHead], Any] = lambda *_: None,
-) -> Pair:
-    """Reads a target and a head that drafts from its hidden states, ready for `generate`.
-
-    Args:
-      target, head: folders, ``gs://`` folders or ids of the hub.
-      dtype, int8, mesh, draft_model_parallelism, progress: see `read_pair`.
-      say: called with a sentence if the head was trained for another model of the same sizes.
-      check: called with target and head before any weight is read; raises ValueError to refuse them.
-
-    Raises:
-      FileNotFoundError, ValueError: see `open_checkpoint` and `open_head`: before any weight is read.
-    """
-    ours = open_checkpoint(target, dtype=dtype, **int8.of("target"))
-    ours.require_tokenizer()
-    embedding = None if ours.is_converted else ours.tensors[ours.sources()["embedding"].tensor]
-    theirs = open_head(head, ours.config, target_embedding=embedding, dtype=dtype)
-    for note in theirs.notes(ours.name):
+    theirs, notes = open_draft(ours, draft, is_head=is_head, dtype=dtype, int8=int8)
+    for note in notes:
         say(note)
-    check_head_of(ours, theirs.config, theirs.name)
-    model = TransformerLM.for_backend(_padded(ours.config, ours.config.vocab_size, ours, mesh))
-    layer = dataclasses.replace(theirs.config.layer, vocab_size=model.config.vocab_size, **int8.of("draft"))
-    drafting = FeatureHead(dataclasses.replace(theirs.config, layer=layer))
+    rows = ours.config.vocab_size if is_head else max(ours.config.vocab_size, theirs.config.vocab_size)
+    model = TransformerLM.for_backend(_padded(ours.config, rows, ours, mesh))
+    if is_head:
+        layer = dataclasses.replace(theirs.config.layer, vocab_size=model.vocab_size, **int8.of("draft"))
+        drafting = FeatureHead(dataclasses.replace(theirs.config, layer=layer))
+    else:
+        drafting = TransformerLM.for_backend(_padded(theirs.config, rows, ours, mesh))
     if mesh is not None:
         model = shard_model(model, Layout.tensor_parallel(mesh))
-        drafting = shard_head(drafting, draft_layout(mesh, draft_model_parallelism))
-        drafting.param_shardings(jax.eval_shape(FeatureHead(drafting.config).init, jax.random.key(0)))
+        drafting = (shard_head if is_head else shard_model)(drafting, draft_layout(mesh, draft_model_parallelism))
     check(model, drafting)
     check_readable(ours, model)
+    if is_head:
+        placed(jax.eval_shape(drafting.init, jax.random.key(0)), drafting)
+    else:
+        check_readable(theirs, drafting)
     return Pair(
         target=model,
         target_params=read_params(ours, model, progress),
-        head=drafting,
-        draft_params=read_head(theirs, drafting, progress),
+        draft_params=(read_head if is_head else read_params)(theirs, drafting, progress),
         tokenizer=ours.tokenizer,
         stop=ours.stop_ids or None,
         shards=DataShards(mesh),
+        **{"head" if is_head else "draft": drafting},
     )
+
+
+def open_draft(
+    target: Checkpoint,
+    name: str,
+    *,
+    is_head: bool,
+    dtype: str = "bfloat16",
+    int8: Int8 = FLOAT,
+    headers_only: bool = False,
+) -> tuple[Checkpoint | HeadCheckpoint, list[str]]:
+    """Opens a draft model or head; returns it with the differences from its target that do no harm.
+
+    Args:
+      headers_only: see `open_head`.
+
+    Raises:
+      FileNotFoundError, ValueError: see `read_pair`.
+    """
+    target.require_tokenizer()
+    if not is_head:
+        draft = open_checkpoint(name, dtype=dtype, **int8.of("draft"))
+        return draft, differences(target, draft)
+    in_files = not headers_only and not target.is_converted
+    embedding = target.tensors[target.sources()["embedding"].tensor] if in_files else None
+    head = open_head(name, target.config, target_embedding=embedding, dtype=dtype, headers_only=headers_only)
+    return head, head.notes(target.name)
 
 
 def _padded(config: TransformerConfig, rows: int, target: Checkpoint, mesh: Mesh | None) -> TransformerConfig:
@@ -129,14 +123,6 @@ def _padded(config: TransformerConfig, rows: int, target: Checkpoint, mesh: Mesh
     devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)  # that hold a copy together
     rows = -(-rows // devices) * devices
     return dataclasses.replace(config, vocab_size=rows, num_real_tokens=min(target.tokenizer.vocab_size, rows))
-
-
-def check_head_of(target: Checkpoint, head: HeadConfig, name: str) -> None:
-    """Raises ValueError for a head that shares the embedding of a target which scales it."""
-    if not head.own_embedding and target.config.embedding_scale is not None:
-        raise ValueError(
-            f"{name} shares the embedding of {target.name}, which scales it: heads of such targets are not read"
-        )
 
 
 def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:

@@ -53,7 +53,7 @@ def test_names_that_are_not_there_or_not_given(hub):
     hub.gated.add("some/target")
     target, head = problems(draft="some/head", is_head=True)
     assert target == "gated: accept its licence on its page, then hf auth login"
-    assert head.startswith("not checked: a head is checked against its target")
+    assert head.startswith("not checked: a draft is checked against its target")
 
 
 def test_models_that_do_not_fit(hub):

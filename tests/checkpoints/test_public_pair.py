@@ -12,7 +12,7 @@ from specsamp import generate, temperature
 from specsamp.checkpoints import hugging_face, orbax
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
-from specsamp.checkpoints.public_pair import differences, read_head_pair, read_pair
+from specsamp.checkpoints.public_pair import differences, read_pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.transformer import TransformerLM
@@ -201,7 +201,7 @@ def head_folder(tmp_path):
 def test_a_target_and_a_head_write_the_targets_text(original, head_folder, on_mesh):
     said = []
     mesh = make_mesh(2, 4) if on_mesh else None
-    pair = read_head_pair(original, head_folder, dtype="float32", mesh=mesh, say=said.append)
+    pair = read_pair(original, head_folder, is_head=True, dtype="float32", mesh=mesh, say=said.append)
     assert len(said) == 1 and "was trained for org/a-target" in said[0]
     assert not pair.head.config.own_embedding
     made, plain = (generate(pair, ["def f(x)"], 24, draft_length=K)[0] for K in (3, 0))
@@ -210,4 +210,4 @@ def test_a_target_and_a_head_write_the_targets_text(original, head_folder, on_me
 
 def test_a_head_of_another_target_is_refused_before_tensors_are_read(draft, head_folder):
     with pytest.raises(ValueError, match="vocab_size = 304, but the target's vocabulary is 288"):
-        read_head_pair(draft, head_folder, dtype="float32")
+        read_pair(draft, head_folder, is_head=True, dtype="float32")

@@ -14,7 +14,7 @@ from specsamp import generate
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.pair import load_pair, save_pair
-from specsamp.checkpoints.public_pair import read_head_pair
+from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
@@ -192,7 +192,7 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(tra
 
     done = call("export", f"--run={tmp_path / 'head'}", f"--output={tmp_path / 'exported'}")
     assert (done.returncode or 0) == 0, done.stderr
-    pair = read_head_pair(str(public_target), str(tmp_path / "exported"), dtype="float32")
+    pair = read_pair(str(public_target), str(tmp_path / "exported"), is_head=True, dtype="float32")
     trained = open_trained_head(tmp_path / "head")
     for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2**-8)
