@@ -1,8 +1,10 @@
 """Package metadata. ``pip install -e .[test]`` is what launch/test.sh does."""
 
+import importlib.util
 import pathlib
 import re
 import shutil
+import sys
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
@@ -40,6 +42,11 @@ def commands():
         )
     return found
 
+
+if {"dist_info", "bdist_wheel"} & set(sys.argv) and not any(
+    map(importlib.util.find_spec, ("wheel", "setuptools.command.bdist_wheel"))
+):
+    sys.exit("this setuptools makes no wheels: pip install 'setuptools>=70.1', or leave out --no-build-isolation")
 
 ON_LINUX_X86 = "sys_platform == 'linux' and platform_machine == 'x86_64'"
 

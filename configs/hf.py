@@ -6,9 +6,9 @@
     python launch/benchmark.py --config=configs/hf.py:exported/target,exported/draft --config.hugging_face.dtype=float32
 
 After the colon comes the name of a pair below, or a target and a draft, each a folder, a gs:// folder or the id of a
-model of the hub (pip install "specsamp[hf]"). With --config.drafter=head the draft is a head, such as EAGLE-3's, or
-once more the target, where a module for multi-token prediction lies in its checkpoint. Some models want their licence
-accepted on their page, and a token.
+model of the hub (pip install huggingface_hub jinja2). With --config.drafter=head the draft is a head, such as EAGLE-3's,
+or once more the target, where a module for multi-token prediction lies in its checkpoint. Some models can be read only
+after their licence was accepted on their page, and with a token.
 launch/export.py writes a model that was trained here as such a folder.
 """
 

@@ -70,7 +70,9 @@ def main() -> None:
         from specsamp.serving.endpoint import make_app
         from specsamp.serving.web_server import WebServer, address, bind
     except ImportError as error:
-        raise ValueError(f"an endpoint takes libraries ({error}): pip install -e '.[serve]'") from error
+        raise ValueError(
+            f"an endpoint takes libraries ({error}): pip install starlette uvicorn pydantic jinja2"
+        ) from error
     for warp in _WARPS.value:
         validate.choice("--warps", warp, OPTIONAL_WARPS)
     validate.number("--timeout", _TIMEOUT.value, 0.1)

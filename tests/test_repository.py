@@ -1,6 +1,7 @@
 """The files in git stay small: everybody who tries the package fetches a clone."""
 
 import pathlib
+import re
 import subprocess
 
 import pytest
@@ -29,3 +30,15 @@ def test_weights_are_the_only_large_files_and_leave_room():
 def test_the_readme_clones_without_old_weights():
     """Their history is more than they are themselves."""
     assert "git clone --filter=blob:none " in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_no_text_installs_the_package_by_its_name():
+    """No index has a package of this name, so anybody could register it."""
+    by_name = re.compile(r"pip install [^\n]*?(?<![\w/@.-])specsamp\b(?![/.]|\[[\w,]+\] @)")
+    assert by_name.search("pip install 'specsamp[serve]'")  # the control
+    texts = [
+        path
+        for path in tracked_files()
+        if path.suffix in (".py", ".md", ".sh", ".ipynb") and path.name != "test_repository.py"
+    ]
+    assert [str(path) for path in texts if by_name.search(path.read_text(encoding="utf-8"))] == []

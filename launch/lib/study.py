@@ -161,7 +161,7 @@ def run_study(study: Study, arguments: Sequence[str]) -> int:
 
 def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None:
     if options.figures and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--figures: there is no matplotlib, which draws them: pip install -e .[figures]")
+        raise ValueError("--figures: there is no matplotlib, which draws them: pip install matplotlib")
     every = study.tables | study.figures
     if options.results is not None or study.measure is None:
         folder = storage.place(options.results or RESULTS)

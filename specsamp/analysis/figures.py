@@ -1,7 +1,7 @@
 """The look of all figures: one palette, one style.
 
 Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers tell apart. Lines differ in
-`STYLES`, too, for print. Only drawing needs matplotlib (``pip install specsamp[figures]``), which is imported then.
+`STYLES`, too, for print. Only drawing imports matplotlib.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def described_mesh(
         described = topologies.get_topology_desc(topology.replace("v7x", "tpu7x"), platform="tpu", **options)
     except Exception as error:  # whatever libtpu raises for a shape that it refuses
         if isinstance(error, RuntimeError) and ("not installed" in str(error) or "libtpu" in str(error)):
-            missing = "no libtpu here: pip install libtpu (or specsamp[tpu]); it exists for Linux on x86-64 only"
+            missing = "no libtpu here: pip install libtpu; it exists for Linux on x86-64 only"
             raise ValueError(missing) from error
         raise ValueError(f"the compiler refuses the topology {topology!r} ({error}): try one of {EXAMPLES}") from error
     count = math.prod(sizes) * chip.devices

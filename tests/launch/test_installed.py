@@ -52,6 +52,15 @@ def test_a_wheel_brings_all_commands_and_configurations(site):
     assert listed.returncode == 0 and "  --results: " in listed.stdout, listed.stderr
 
 
+def test_a_setuptools_that_makes_no_wheels_is_named():
+    without = "import importlib.util, runpy, setuptools, sys; importlib.util.find_spec = lambda name: None; "
+    program = without + "sys.argv = ['setup.py', 'dist_info']; runpy.run_path('setup.py')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(
+        "this setuptools makes no wheels: pip install 'setuptools>=70"
+    )
+
+
 # One process imports JAX, and forks for each command: flags of two commands would meet.
 EVERY = """
 import json, os, sys
