@@ -4,7 +4,7 @@ python launch/study.py --list
 python launch/study.py backtest --output=runs/tpu_backtest.json
 python launch/study.py backtest --results=notebooks/results    # shows what was measured, and measures nothing
 python launch/study.py backtest --help
-python launch/study.py --page                                  # fills README.md and notebooks/results/README.md
+python launch/study.py --page                                  # fills the tables of README.md, notebooks/results and the card of the pair
 """
 
 import sys
@@ -17,7 +17,7 @@ from specsamp.analysis.report import Table
 
 _LIST = flags.DEFINE_bool("list", False, "List the studies and what they ask.")
 _PAGE = flags.DEFINE_bool(
-    "page", False, "Fill the marks of README.md and notebooks/results/README.md with their tables."
+    "page", False, "Fill the tables of README.md, of notebooks/results and of the shipped pair's card."
 )
 
 

@@ -1,4 +1,4 @@
-"""Fills the tables of the pages: README.md and notebooks/results/README.md hold prose by hand, and marks.
+"""Fills the tables of the pages: `PAGES` hold prose by hand, and marks.
 
     <!-- table: NAME -->        a table of a study, see `launch.lib.study.Published`
     <!-- files: NAME NAME -->   where results come from: files, machine, versions, the commands that measure them again
@@ -16,10 +16,10 @@ from typing import Any
 
 from launch.lib import study
 from launch.lib.config import CHECKOUT
-from launch.lib.study import RESULTS, Document, Published
+from launch.lib.study import PAIR, RESULTS, Document, Published
 from specsamp import storage
 
-PAGES = (CHECKOUT / "README.md", RESULTS / "README.md")
+PAGES = (CHECKOUT / "README.md", RESULTS / "README.md", PAIR.with_name("README.md"))
 MARK = re.compile(r"(<!-- (table|files): ([\w ]+?) -->\n)((?:(?!<!--).)*)(<!-- end -->)", re.DOTALL)
 OPENED = re.compile(r"<!-- *(?:table|files|end)\b.*")
 

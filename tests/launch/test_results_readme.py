@@ -11,7 +11,7 @@ from launch.lib.study import RESULTS
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *(ROOT / folder / "README.md" for folder in ("launch", "notebooks", "notebooks/results"))]
+PAGES = [*page.PAGES, ROOT / "launch/README.md", ROOT / "notebooks/README.md", *(ROOT / ".github").glob("*.md")]
 
 
 def test_the_pages_are_what_their_marks_are_filled_with():
@@ -58,7 +58,7 @@ def test_commands_of_the_readmes_name_files_that_are_there():
     for file in (README, ROOT / "launch/README.md"):
         text = file.read_text(encoding="utf-8")
         paths = re.findall(r"\b((?:launch|configs)/[\w/]+\.(?:py|sh))", text)
-        paths += re.findall(r"\b(specsamp/[\w/]+(?:\.py)?)\b", text)
+        paths += re.findall(r"\b(specsamp/[\w/]+(?:\.\w+)?)\b", text)
         paths = [path for path in paths if path != "specsamp/xla" and "NAME" not in path]  # the cache, and placeholders
         assert paths and not [path for path in paths if not (ROOT / path).exists()]
 
