@@ -38,6 +38,7 @@ from specsamp import storage, validate
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results
 from specsamp.decoding.method import Method, check_exact
+from specsamp.decoding.pair import Pair
 from specsamp.evaluation.evaluate import Requests, conversation, decode, lengths, max_positions, tabulate
 from specsamp.evaluation.task import EvaluationTask, Problem
 from specsamp.evaluation.tasks import TASKS, load_task
@@ -82,7 +83,8 @@ def main() -> None:
     identity = task_identity(config, problems)
     Results.open(_OUTPUT.value, identity)
     ways = ways_of(config)
-    experiment = build(config, [one.prompt for one in problems.values()][: config.batch])
+    experiments = build_each(config, ways, [one.prompt for one in problems.values()][: config.batch])
+    experiment = next(iter(experiments.values()))
     requests = Requests(
         samples=_SAMPLES.value,
         rows=_ROWS.value,
@@ -91,9 +93,11 @@ def main() -> None:
         chat=bool(config.chat),
         require_exact=_REQUIRE_EXACT.value,
     )
-    methods = {name: own.make_method(experiment.pair) for name, own in ways.items()}
+    pairs = {name: experiments.get(own.word.draft, experiment).pair for name, own in ways.items()}
+    methods = {name: own.make_method(pairs[name]) for name, own in ways.items()}
     problems = fitting(problems, experiment, list(methods.values()), requests, console)
-    identity |= {"weights": experiment.weights, "environment": machine_identity()}
+    weights = ", ".join(filter(None, (one.weights for one in experiments.values())))
+    identity |= {"weights": weights, "environment": machine_identity()}
     results = Results.open(_OUTPUT.value, identity)
     sampling = ", ".join(f"{name} = {value}" for name, value in dataclasses.asdict(config.sampling).items())
     asked = f"{task.name}: {len(problems)} problems, {requests.samples} x {requests.max_new_tokens} tokens of each"
@@ -101,7 +105,7 @@ def main() -> None:
     console.print(headline(experiment, task=f"{asked}; {sampling}; {template} a chat template"))
     with entry.keeps("the same command goes on" if _OUTPUT.value else "nothing is kept without --output"):
         with entry.progress(console, "decoding") as say:
-            decode_blocks(task, blocks_of(problems), methods, experiment, requests, results, say)
+            decode_blocks(task, blocks_of(problems), methods, pairs, requests, results, say)
     if not entry.is_first():
         return
     if turns := sum(cell["result"]["turns_left_out"] for cell in results.cells):
@@ -120,7 +124,7 @@ def decode_blocks(
     task: EvaluationTask,
     blocks: Mapping[str, Mapping[int, Problem]],
     methods: Mapping[str, Method],
-    experiment: Experiment,
+    pairs: Mapping[str, Pair],
     requests: Requests,
     results: Results,
     say: Any,
@@ -134,12 +138,12 @@ def decode_blocks(
                 continue
             where = f"{name}, block {block}"
             result = decode(
-                experiment.pair,
+                pairs[name],
                 task,
                 problems,
                 methods[name],
                 requests,
-                functools.partial(open_log, name, block, experiment),
+                functools.partial(open_log, name, block, results.document["identity"]["weights"]),
                 lambda done: say(f"{where}: {done} of {len(problems) * requests.samples} completions"),
             )
             cell = json.loads(report.json_text({"key": key, "method": repr(methods[name]), "result": result}))
@@ -147,14 +151,31 @@ def decode_blocks(
             results.add(cell, entry.header() | {"evaluation": tabulate(results.cells, PLAIN)})
 
 
-def open_log(method: str, block: str, experiment: Experiment, turn: int) -> CompletionLog | None:
+def open_log(method: str, block: str, weights: str, turn: int) -> CompletionLog | None:
     """Opens the log of the completions of a block, in a folder next to the output; None without an output."""
     if not _OUTPUT.value or storage.is_stream(_OUTPUT.value):
         return None
     name = f"{method}.{block}" + (f".turn {turn + 1}" if turn else "")
     # Names that a disk takes, and no two alike.
     file = f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name)[:80]}.{hashlib.sha256(name.encode()).hexdigest()[:6]}"
-    return CompletionLog(f"{_OUTPUT.value}.texts/{file}.jsonl", {"weights": experiment.weights})
+    return CompletionLog(f"{_OUTPUT.value}.texts/{file}.jsonl", {"weights": weights})
+
+
+def build_each(
+    config: ExperimentConfig, ways: Mapping[str, ExperimentConfig], prompts: Sequence[str]
+) -> dict[str | None, Experiment]:
+    """Reads the pair once for each kind of draft, "model" or "head", that the ways need; all share the target."""
+    needed = {own.word.draft: own for own in ways.values() if own.word.draft and not own.is_plain}
+    made: dict[str | None, Experiment] = {}
+    for draft, own in (needed or {config.word.draft: config}).items():
+        experiment = build(own.turned({"rule": config.rule, "synthetic_acceptance": None}), prompts)
+        if made:
+            target_params = next(iter(made.values())).pair.target_params
+            experiment = dataclasses.replace(
+                experiment, pair=dataclasses.replace(experiment.pair, target_params=target_params)
+            )
+        made[draft] = experiment
+    return made
 
 
 def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:

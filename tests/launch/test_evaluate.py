@@ -44,6 +44,24 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
     assert refused.returncode == 2 and "task.problems was 6, is 5" in refused.stderr
 
 
+@pytest.mark.slow
+def test_a_head_and_a_draft_model_are_compared_in_one_run(tmp_path):
+    """Greedy texts of all three are those of the target: the scores are equal."""
+    output = tmp_path / "both.json"
+    asked = ("--methods=plain,token/head/2,token/model/2", "--config.sampling.temperature=0.0", f"--output={output}")
+    done = call("evaluate", *FLAGS[:1], "--problems=3", "--rows=3", "--blocks=1", *FLAGS[-1:], *asked)
+    assert done.returncode == 0, done.stderr
+    cells = {cell["key"]["method"]: cell["result"] for cell in result(output)["cells"]}
+    assert list(cells) == ["plain", "token, head, K = 2", "token, model, K = 2"]
+    scores = [cell["scores"] for cell in cells.values()]
+    for of_one in scores[1:]:
+        for one, plain in zip(of_one, scores[0], strict=True):
+            assert one == pytest.approx(plain, abs=1e-5)
+    rounds = [sum(one["rounds"] for one in cell["counts"].values()) for cell in cells.values()]
+    assert rounds[1] < rounds[0] and rounds[2] < rounds[0] and rounds[1] != rounds[2]
+    assert len(result(output)["identity"]["weights"].split(", ")) == 2
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
