@@ -18,7 +18,8 @@ def add_decoding(
     draft_model_parallelism: int = 0,
 ) -> ConfigDict:
     """Adds to ``config`` what configurations of pairs share, and returns it."""
-    config.draft_length = draft_length  # K; 0 decodes autoregressively
+    # K; 0 decodes autoregressively; "machine": what a forecast for this machine finds best, prompt lookup included
+    config.draft_length = config_dict.FieldReference(draft_length, field_type=object)
     # or "beam", "head", "early_exit", "ngram", or "none": both sides autoregressive, a test of the benchmark itself
     config.drafter = "model"
     config.beams = 4  # hypotheses of the draft model's search, for "beam"

@@ -37,6 +37,7 @@ from launch.lib.cells import (
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
+from launch.lib.machine_choice import chosen
 from specsamp import use_compilation_cache
 from specsamp.analysis import grid, tables
 from specsamp.analysis.grid import Cell
@@ -74,6 +75,7 @@ def main() -> None:
     points = [point for texts in grids for point in parse_grid([*texts, *_GRID.value])]
     if _TRACE.value and len(points) > 1:
         raise ValueError(f"--trace is of one cell, and {len(points)} are asked for: choose one")
+    config = chosen(config, console)
     configs = turned(config, points)  # all are checked before weights are read
     entry.check_output(_OUTPUT.value)
     grid.Results.open(_OUTPUT.value, known_identity(config))  # another run's file is refused before weights are read

@@ -24,7 +24,8 @@ from launch.lib import entry, study
 from launch.lib.cells import make_cells
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
-from launch.lib.fields import ExperimentConfig, Int8Fields
+from launch.lib.fields import MACHINE, ExperimentConfig, Int8Fields
+from launch.lib.machine_choice import Calls, best
 from specsamp import NoDrafter, chain, temperature, use_compilation_cache
 from specsamp.analysis import tables
 from specsamp.analysis.report import Table
@@ -46,45 +47,60 @@ NUM_PROMPTS = 3
 def main() -> None:
     console = entry.make_console()
     config = _CONFIG.value
+    configs = choose(config, console)
     with entry.progress(console, "reading the pair"):
-        experiment = build(config, [text.replace("\\n", "\n") for text in _PROMPT.value])
+        experiment = build(configs["sampled"], [text.replace("\\n", "\n") for text in _PROMPT.value])
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
     prompts = len(_PROMPT.value) or min(NUM_PROMPTS, len(experiment.workload.prompts) or NUM_PROMPTS)
-    # Numbers of a warp are data: the greedy and the sampled distribution run the same programs.
-    warps = {name: chain(temperature(t), experiment.method.sampling) for name, t in (("greedy", 0.0), ("sampled", 1.0))}
-    plain = Method(drafter=NoDrafter())
     sides = {}
-    for name, warp in warps.items():
-        methods = {"autoregressive": plain, "speculative": experiment.method}
+    for name, of_name in configs.items():
+        # Numbers of a warp are data: the greedy and the sampled distribution run the same programs.
+        warp = chain(temperature(float(name == "sampled")), experiment.method.sampling)
+        methods = {"autoregressive": Method(drafter=NoDrafter()), "speculative": of_name.make_method(experiment.pair)}
         methods = {side: dataclasses.replace(method, sampling=warp) for side, method in methods.items()}
         sides[name] = decoders(experiment.pair, methods, experiment.workload)
     start = time.perf_counter()
-    with entry.progress(console, "compiling"):
-        for side in sides["greedy"].values():
+    with entry.progress(console, "compiling, then decoding"):
+        first = sides["sampled"]["speculative"].decode(0)
+    show_text(experiment, 0, first, console)
+    with entry.progress(console, "compiling the rest"):
+        for side in (*sides["sampled"].values(), *sides["greedy"].values()):
             side.decode(0)
     done = "ran once without compiling" if jax.config.jax_disable_jit else "compiled"
-    console.print(f"{done} in {time.perf_counter() - start:.1f} s", style="dim")
+    console.print(f"\n{done} in {time.perf_counter() - start:.1f} s", style="dim")
     with entry.keeps("the same command starts anew"), entry.progress(console, "decoding") as say:
 
         def decode(distribution: str, name: str, turn: int) -> Timing:
             number, prompt = divmod(turn, prompts)
             say(f"pass {number + 1} of {_PASSES.value}, prompt {prompt}: {distribution}, {name}")
             timing = sides[distribution][name].decode(prompt)
-            if number == 0 and (distribution, name) == ("sampled", "speculative"):
+            if number == 0 and prompt and (distribution, name) == ("sampled", "speculative"):
                 show_text(experiment, prompt, timing, console)
             return timing
 
-        keys = itertools.product(warps, ("autoregressive", "speculative"))
+        keys = itertools.product(sides, ("autoregressive", "speculative"))
         timings = take_turns({key: functools.partial(decode, *key) for key in keys}, _PASSES.value * prompts)
     show_agreement(prompts, timings, console)
     if jax.config.jax_disable_jit:
         console.print("\nJAX_DISABLE_JIT is set, nothing is compiled: the timings are left out.")
         return
-    table = timing_table(timings, experiment)
+    table = timing_table(timings, configs)
     if experiment.folder == "python" and config.int8 == Int8Fields():
-        table = dataclasses.replace(table, rows=[*table.rows, committed_speedups(config, experiment)])
+        table = dataclasses.replace(table, rows=[*table.rows, committed_speedups(configs, experiment)])
     entry.show([table], console)
+
+
+def choose(config: ExperimentConfig, console: Console) -> dict[str, ExperimentConfig]:
+    """Returns the configuration of both distributions; where no draft was asked for, with the best for this machine."""
+    configs = {"greedy": config.turned({"sampling.temperature": 0.0}), "sampled": config}
+    asked = {"draft_length", "drafter"} & {*_CONFIG.fields_set} or any(
+        name.startswith("adaptive") for name in _CONFIG.fields_set
+    )
+    if config.draft_length != MACHINE and (asked or not config.writes_text or jax.config.jax_disable_jit):
+        return configs
+    calls = Calls.of(config, console)
+    return {name: best(of_name, calls, console, least=1) for name, of_name in configs.items()}
 
 
 def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Console) -> None:
@@ -131,43 +147,45 @@ def show_agreement(prompts: int, timings: dict, console: Console) -> None:
         console.print(f"prompts {different} differ: launch/audit.py says whether by rounding alone")
 
 
-def timing_table(timings: dict, experiment: Experiment) -> Table:
+def timing_table(timings: dict, configs: dict[str, ExperimentConfig]) -> Table:
     """Returns the table of both sides, greedy and sampled."""
-    most = experiment.method.drafter.K if experiment.method.adaptive is None else f"0 to {experiment.method.drafter.K}"
 
-    def column(distribution: str) -> dict[str, str]:
+    def column(distribution: str, config: ExperimentConfig) -> dict[str, str]:
         sides = (timings[distribution, name] for name in ("autoregressive", "speculative"))
         plain, drafted = (np.array([t.loop_seconds / t.stats.emitted * 1e3 for t in runs]) for runs in sides)
         stats = functools.reduce(operator.add, (timing.stats for timing in timings[distribution, "speculative"]))
+        adapts = config.adaptive is not None and not config.adaptive.is_off
         cells = {
             "autoregressive, ms per token": f"{np.median(plain):.2f}",
-            f"speculative, K = {most}, ms per token": f"{np.median(drafted):.2f}",
+            "drafter": f"{config.drafter_name}, K = {'0 to ' * adapts}{config.draft_length}",
+            "speculative, ms per token": f"{np.median(drafted):.2f}",
             "speedup": f"{np.median(plain / drafted):.2f}x",
             "acceptance, of verified tokens": f"{stats.acceptance_rate:.1%}",
             "emitted per round": f"{stats.emitted_per_round:.2f}",
         }
-        if not experiment.method.rule.exact:
+        if not config.acceptance_rule.exact:
             cells["LOSSY rule, total variation per token"] = f"{stats.variation_per_token:.5f}"
-        if experiment.method.adaptive is not None:
+        if adapts:
             cells["rounds by drafted tokens, from 0 on"] = tables.shares(stats)
         return cells
 
-    greedy, sampled = column("greedy"), column("sampled")
+    greedy, sampled = (column(name, config) for name, config in configs.items())
     rows = [(name, greedy[name], sampled[name]) for name in greedy]
     title = "Both sides in one process, in turn; medians"
     return Table(title=title, header=("", "greedy", "sampled"), rows=rows)
 
 
-def committed_speedups(config: ExperimentConfig, experiment: Experiment) -> tuple[str, str, str]:
-    """Returns a row of the table: what the README says of this setting, greedy and sampled."""
+def committed_speedups(configs: dict[str, ExperimentConfig], experiment: Experiment) -> tuple[str, str, str]:
+    """Returns a row of the table: the committed measurements of the same settings, greedy and sampled."""
     from launch.studies import speedup  # it takes a second, which the first text need not wait for
 
     results = [study.RESULTS / f"{name}.json" for name in ("python_pair_speedup", "python_pair_grid")]
     if not all(path.exists() for path in results):
-        return ("speedup in the README", "only in a clone", "only in a clone")
-    documents, key = [study.read_result(path.stem) for path in results], make_cells([config], experiment)[0].key
-    greedy, sampled = (speedup.spread(key | {"temperature": t}, *documents) for t in (0.0, key["temperature"]))
-    return (f"speedup in the README, {documents[0]['environment']['cores']} CPU cores", greedy, sampled)
+        return ("committed speedups", "only in a clone", "only in a clone")
+    documents = [study.read_result(path.stem) for path in results]
+    keys = [make_cells([config], experiment)[0].key for config in configs.values()]
+    greedy, sampled = (speedup.spread(key, *documents) for key in keys)
+    return (f"committed speedups, {documents[0]['environment']['cores']} CPU cores", greedy, sampled)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from launch.lib import entry
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import MACHINE, ExperimentConfig
 from launch.lib.shapes import known_models
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
@@ -73,6 +73,8 @@ def build(
     for field in () if all_fields else ("draft_temperature", "synthetic_acceptance"):
         if (value := getattr(config, field)) is not None:
             raise ValueError(f"--config.{field}={value} has no effect here: use launch/benchmark.py")
+    if config.draft_length == MACHINE:
+        raise ValueError(f"--config.draft_length={MACHINE} has no effect here: use demo, benchmark, chat or serve")
     mesh = config_mesh(config)
     choose_kernels(config.attention)
     word, known, workload = config.word, known_models(config), config.workload()

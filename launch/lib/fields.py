@@ -38,6 +38,7 @@ PRESETS = {
     preset.__name__: preset
     for preset in (models.chinchilla_70b, models.draft_4b, models.target_38m, models.draft_1m, models.tiny)
 }
+MACHINE = "machine"  # the draft length that launch/lib/machine_choice.py chooses
 INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SIDES}
 
 
@@ -123,7 +124,7 @@ class ExperimentConfig:
 
     rule: str
     drafter: str
-    draft_length: int
+    draft_length: int | str  # or MACHINE
     sampling: SamplingFields
     mesh: MeshFields
     batch: int
@@ -151,7 +152,12 @@ class ExperimentConfig:
         for name in ("beams", "exit_layer"):
             if getattr(self, name) is not None or name == self.word.takes:
                 validate.integer(name, getattr(self, name), 1)
-        validate.integer("draft_length", self.draft_length, 0)
+        if self.draft_length != MACHINE:
+            validate.integer("draft_length", self.draft_length, 0)
+        elif self.adaptive is not None and not self.adaptive.is_off:
+            raise ValueError(
+                f"draft_length={MACHINE} is one length, and adaptive.lengths are several: choose one of the two"
+            )
         validate.integer("seed", self.seed, 0, 2**32)
         self.workload()  # refuses numbers out of range
         if self.draft_temperature is not None:

@@ -1,6 +1,5 @@
 """The study of speedups: its arithmetic, from results that are made up."""
 
-import dataclasses
 import math
 import types
 
@@ -87,13 +86,14 @@ def test_several_measurements_of_a_setting_are_a_range():
 def test_the_demo_has_the_speedups_of_the_readme(monkeypatch, tmp_path):
     demo, config = module("demo"), ExperimentConfig.from_file("configs/trained_pair.py")
     experiment = build(config)
-    name, *shown = demo.committed_speedups(config, experiment)
+    configs = {"greedy": config.turned({"sampling.temperature": 0.0}), "sampled": config}
+    name, *shown = demo.committed_speedups(configs, experiment)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert name == "speedup in the README, 2 CPU cores" and all(f"**{speedup}**" in text for speedup in shown)
-    longer = dataclasses.replace(config, draft_length=32)
+    assert name == "committed speedups, 2 CPU cores" and all(f"**{speedup}**" in text for speedup in shown)
+    longer = {name: config.turned({"draft_length": 32}) for name, config in configs.items()}
     assert demo.committed_speedups(longer, experiment)[1:] == ("not measured", "not measured")
     monkeypatch.setattr(study, "RESULTS", tmp_path)
-    assert "only in a clone" in demo.committed_speedups(config, experiment)
+    assert "only in a clone" in demo.committed_speedups(configs, experiment)
 
 
 def test_what_has_no_curve_is_refused():

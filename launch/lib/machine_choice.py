@@ -1,0 +1,127 @@
+"""Chooses drafter and draft length for this machine: the meaning of --config.draft_length=machine.
+
+Single calls are timed once, and kept beside the compiled programs. Acceptance comes from the file ``acceptance.json`` of
+the pair, which `launch/benchmark.py` has written for other prompts; without one for this sampling, a few of the pair's
+prompts are decoded first. The planner does the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping
+
+import jax
+from rich.console import Console
+
+from launch.lib import entry
+from launch.lib.cells import machine_identity
+from launch.lib.experiment import Experiment, build
+from launch.lib.fields import MACHINE, ExperimentConfig
+from specsamp import machine, storage
+from specsamp.analysis import grid, report
+from specsamp.analysis.acceptance import Profile
+from specsamp.analysis.call_costs import LENGTH, CallCosts, time_calls
+from specsamp.analysis.planner import make_plan
+from specsamp.analysis.workload import decoders
+from specsamp.checkpoints.pair import pair_folder
+from specsamp.compilation_cache import use_compilation_cache
+
+ACCEPTANCE = "acceptance.json"  # in the folder of a pair
+FEW_PROMPTS = 4  # that are decoded where no file says what is accepted
+
+
+def chosen(config: ExperimentConfig, console: Console) -> ExperimentConfig:
+    """Returns the configuration with the drafter and draft length for this machine; prints them, and the forecast.
+
+    A configuration whose draft length is a number is returned as it is.
+    """
+    if config.draft_length != MACHINE:
+        return config
+    return best(config, Calls.of(config, console), console)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Calls:
+    """The costs of rounds on this machine by the word of the drafter, and the pair, once it was read."""
+
+    config: ExperimentConfig
+    costs: Mapping[str, CallCosts]
+    experiment: Experiment | None = None
+
+    @classmethod
+    def of(cls, config: ExperimentConfig, console: Console) -> Calls:
+        """Reads the costs that an earlier run has kept, or times the calls of the pair."""
+        folder = use_compilation_cache()
+        told = {
+            "config": config.recorded,
+            **machine_identity(),
+            "jax": jax.__version__,
+            "source": machine.source_version(),
+        }
+        key = hashlib.sha256(json.dumps(report.as_json(told), sort_keys=True).encode()).hexdigest()[:16]
+        path = None if folder is None else pathlib.Path(folder) / f"specsamp_calls_{key}.json"
+        if path is not None and path.is_file():
+            found = storage.read_json(path)["costs"]
+            costs = {word: CallCosts.from_json(of_word) for word, of_word in found.items()}
+            return cls(config=config, costs=costs)
+        calls = cls(config=config, costs={})
+        with entry.progress(console, "timing single calls of target and drafters on this machine"):
+            experiment = calls.read()
+            methods = {word: of_word.make_method(experiment.pair) for word, of_word in words(config).items()}
+            calls.costs = time_calls(experiment.pair, methods, experiment.workload)
+        if path is not None:
+            storage.write(path, report.json_text({**told, "costs": calls.costs}))
+        return calls
+
+    def read(self) -> Experiment:
+        """Returns the experiment with drafts of the length that is timed; the pair is read once."""
+        if self.experiment is None:
+            self.experiment = build(self.config.turned({"draft_length": LENGTH}), check_heads=False)
+        return self.experiment
+
+    def acceptance(self, config: ExperimentConfig) -> dict[str, Profile]:
+        """Returns the acceptance under the sampling of ``config`` by drafter: of a file, or of a few prompts decoded now."""
+        if config.pair is not None and (path := pair_folder(config.pair) / ACCEPTANCE).is_file():
+            greedy = config.sampling.temperature == 0
+            same = {"temperature": 0.0} if greedy else dataclasses.asdict(config.sampling)
+            cells = grid.chosen(grid.read_document(path)["cells"], **same)
+            known = {word: grid.chosen(cells, drafter=word, rule="token") for word in self.costs}
+            if all(known.values()):
+                return {word: grid.measured_acceptance(of_word)[LENGTH] for word, of_word in known.items()}
+        pair = self.read().pair
+        work = dataclasses.replace(self.read().workload, repeats=FEW_PROMPTS)
+        sides = decoders(pair, {word: one.make_method(pair) for word, one in words(config).items()}, work)
+        texts = {word: [side.decode(turn).rows for turn in range(FEW_PROMPTS)] for word, side in sides.items()}
+        return {word: Profile.of_texts([row for rows in turns for row in rows]) for word, turns in texts.items()}
+
+
+def words(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
+    """Returns the configuration with each drafter to choose from: its own, and prompt lookup, which needs no weights."""
+    tried = dict.fromkeys([config.drafter, *(["ngram"] if config.word.draft else [])])
+    return {word: config.turned({"drafter": word, "draft_length": LENGTH}) for word in tried}
+
+
+def best(config: ExperimentConfig, calls: Calls, console: Console, least: int = 0) -> ExperimentConfig:
+    """Returns the configuration with the drafter and the draft length, at least ``least``, of the best forecast."""
+    with entry.progress(console, "counting what is accepted"):
+        accepted = calls.acceptance(config)
+    plans = {
+        word: make_plan(accepted[word], costs, draft_lengths=range(LENGTH + 1)) for word, costs in calls.costs.items()
+    }
+
+    forecasts = {
+        word: max((one for one in plan.forecasts if one.draft_length >= least), key=lambda one: one.speedup.value)
+        for word, plan in plans.items()
+    }
+    word = max(forecasts, key=lambda word: forecasts[word].speedup.value)
+    said = ", ".join(f"{name} K = {one.draft_length}: {one.speedup.value:.2f}x" for name, one in forecasts.items())
+    console.print(f"forecast for this machine, {distribution(config)}: {said}", style="dim")
+    return config.turned({"drafter": word, "draft_length": forecasts[word].draft_length})
+
+
+def distribution(config: ExperimentConfig) -> str:
+    """Names the sampling in words."""
+    return grid.words(grid.distribution_of(dataclasses.asdict(config.sampling)))

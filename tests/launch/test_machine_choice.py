@@ -1,0 +1,89 @@
+"""The draft length "machine": from costs that are timed once, and from acceptance on other prompts."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from launch.lib import machine_choice
+from launch.lib.fields import MACHINE, ExperimentConfig
+from specsamp.analysis import grid
+from specsamp.analysis.call_costs import CallCosts
+from specsamp.checkpoints.pair import ASSETS
+from support.run_script import call, save_tiny_pair
+
+FREE = dict.fromkeys((1, 2, 4, 6, 8), 10.0)  # scoring more positions costs nothing
+DEAR = {T: 10.0 * T for T in FREE}
+
+
+def cell(drafter, accepted_counts):
+    """A cell of launch/benchmark.py, as far as it says what was accepted."""
+    key = {"draft_length": 7, "drafter": drafter, "rule": "token", "batch": 1, "temperature": 0.8}
+    reached = [sum(accepted_counts[i:]) for i in range(7)]
+    counts = {"rounds": sum(accepted_counts), "emitted": 0, "reached": reached, "accepted_counts": accepted_counts}
+    return {"key": key | {"top_k": 0, "top_p": 0.95, "min_p": 0.0}, "result": {"acceptance": counts}}
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A pair whose draft is its target."""
+    monkeypatch.setattr(machine_choice, "use_compilation_cache", lambda: str(tmp_path / "kept"))
+    save_tiny_pair(tmp_path, ["def f(x):", "return x"])
+    config = ExperimentConfig.from_file(f"configs/trained_pair.py:{tmp_path}")
+    return config.turned({"draft_length": MACHINE, "max_new_tokens": 8, "prompt_length": 8})
+
+
+def choose(config, monkeypatch, **costs):
+    timed = []
+    costs = {word: CallCosts(target_ms=ms, draft_ms=draft_ms) for word, (ms, draft_ms) in costs.items()}
+    monkeypatch.setattr(machine_choice, "time_calls", lambda pair, methods, work: timed.append(methods) or costs)
+    out = io.StringIO()
+    found = machine_choice.chosen(config, Console(file=out, width=200))
+    return found, timed, out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "model, ngram, chosen",
+    [
+        ((FREE, 0.1), (FREE, 0.0), ("model", 7)),  # a cheap draft that is accepted
+        ((FREE, 9.0), (FREE, 0.0), ("ngram", 7)),  # a dear draft
+        ((DEAR, 9.0), (DEAR, 0.0), ("model", 0)),  # nothing pays
+    ],
+)
+def test_the_best_forecast_is_chosen_and_calls_are_timed_once(config, monkeypatch, tmp_path, model, ngram, chosen):
+    cells = [cell("model", [1, 0, 0, 0, 0, 0, 0, 9]), cell("ngram", [6, 0, 0, 0, 0, 0, 0, 4])]
+    (tmp_path / "acceptance.json").write_text(json.dumps({"identity": {}, "cells": cells}), encoding="utf-8")
+    found, timed, said = choose(config, monkeypatch, model=model, ngram=ngram)
+    assert (found.drafter, found.draft_length) == chosen
+    assert [{word: one.drafter.K for word, one in methods.items()} for methods in timed] == [{"model": 7, "ngram": 7}]
+    assert "forecast for this machine, T = 0.8, top-p 0.95: model K = " in said
+    again, timed, _ = choose(config, monkeypatch)
+    assert again == found and not timed
+
+
+def test_without_a_file_for_this_sampling_acceptance_is_counted(config, monkeypatch):
+    found, _, said = choose(config, monkeypatch, model=(FREE, 0.0), ngram=(FREE, 0.0))
+    assert (found.drafter, found.draft_length) == ("model", 7), "the draft is the target: everything is accepted"
+    assert "model K = 7: 8.00x" in said
+
+
+def test_only_some_commands_choose():
+    done = call("audit", "--config=configs/trained_pair.py", f"--config.draft_length={MACHINE}")
+    assert done.returncode == 2 and f"--config.draft_length={MACHINE} has no effect here" in done.stderr
+    fields = ("--config.adaptive.lengths=(0,4)", "--config.adaptive.costs_ms=(1.0,2.0)")
+    done = call("chat", "--config=configs/trained_pair.py", f"--config.draft_length={MACHINE}", *fields)
+    assert done.returncode == 2 and "choose one of the two" in done.stderr
+
+
+def test_the_acceptance_of_the_shipped_pair_is_of_other_prompts_than_its_own():
+    folder = ASSETS / "python"
+    cells = grid.read_document(folder / machine_choice.ACCEPTANCE)["cells"]
+    for temperature in (0.0, 0.8):
+        of_temperature = grid.chosen(cells, temperature=temperature, top_p=0.95, rule="token", draft_length=7)
+        assert {one["key"]["drafter"] for one in of_temperature} == {"model", "ngram"}
+    files = [
+        {one["file"] for one in json.loads((folder / name).read_text(encoding="utf-8"))["prompts"]}
+        for name in ("prompts.json", "acceptance_prompts.json")
+    ]
+    assert not files[0] & files[1]
