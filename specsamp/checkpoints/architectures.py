@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from specsamp import validate
 from specsamp.checkpoints.fields import OPTIONAL_SIZES, SIZES, Fields
 from specsamp.checkpoints.rope import rope_parameters, rotary_fields
 from specsamp.checkpoints.tensor_names import TABLES
@@ -41,8 +42,7 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
     """
     architectures = content.get("architectures") or ["none"]
     architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
-    if architecture not in FAMILIES:
-        raise ValueError(f"{path} is of the architecture {architecture!r}; known are {', '.join(FAMILIES)}")
+    validate.choice(f"{path}: architectures", architecture, FAMILIES)
     family, fields = FAMILIES[architecture], Fields(path, content)
     model_type = content.get("model_type")
     if model_type not in (None, family.model_type):  # transformers goes by the second, others by the first

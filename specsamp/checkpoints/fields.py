@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from specsamp import validate
+
 # The names of activations in config.json, and ours; of several that mean one, the first is written.
 ACTIVATIONS = {
     "gelu": "gelu_exact",
@@ -59,17 +61,11 @@ class Fields:
 
     def count(self, key: str) -> int:
         """Returns a positive integer."""
-        value = self(key)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{self.path} says {key} = {value!r}; a positive integer is wanted")
-        return value
+        return validate.integer(f"{self.path}: {key}", self(key), 1)
 
     def switch(self, key: str, default: bool) -> bool:
         """Returns true or false; raises ValueError for anything else, such as a text."""
-        value = self(key, default)
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.path} says {key} = {value!r}; true or false is wanted")
-        return value
+        return validate.switch(f"{self.path}: {key}", self(key, default))
 
     def object(self, key: str) -> Mapping[str, Any]:
         """Returns an object, which is empty where the key is absent or null."""
@@ -85,7 +81,4 @@ class Fields:
 
     def activation(self, key: str, *default: str) -> str:
         """Returns the name that `TransformerConfig` has for an activation."""
-        name = self(key, *default)
-        if name not in ACTIVATIONS:
-            raise ValueError(f"{self.path} says {key} = {name!r}; known are {', '.join(ACTIVATIONS)}")
-        return ACTIVATIONS[name]
+        return ACTIVATIONS[validate.choice(f"{self.path}: {key}", self(key, *default), ACTIVATIONS)]

@@ -16,6 +16,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from specsamp import validate
 from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.fields import Fields
 from specsamp.checkpoints.safetensors_io import MEDUSA_SINGLE, SINGLE
@@ -77,9 +78,7 @@ def parse_head(
         supported; with file, key and value.
     """
     fields = Fields(path, content)
-    kind = fields(SPECULATORS, None)
-    if kind not in (None, "eagle3"):
-        raise ValueError(f"{path} says {SPECULATORS} = {kind!r}; known is 'eagle3'")
+    kind = validate.choice(f"{path}: {SPECULATORS}", fields(SPECULATORS, None), (None, "eagle3"))
     try:
         if kind == "eagle3":
             of_layer = Fields(f"{path}, in transformer_layer_config,", fields.object("transformer_layer_config"))
@@ -180,8 +179,7 @@ def _eagle3(
 def _layer(fields: Fields, target: TransformerConfig, dtype: str) -> TransformerConfig:
     """Returns the shape of the head's only decoder layer, with the target's vocabulary."""
     model_type = fields("model_type", "llama")
-    if model_type not in FAMILY_OF:
-        raise ValueError(f"{fields.path} says model_type = {model_type!r}; known of heads are {', '.join(FAMILY_OF)}")
+    validate.choice(f"{fields.path}: model_type", model_type, FAMILY_OF)
     fields.require("num_hidden_layers", 1)
     layer = TransformerConfig(dtype=dtype, **FAMILIES[FAMILY_OF[model_type]].read(fields))
     _require(fields, "vocab_size", layer.vocab_size, "vocabulary", target.vocab_size)
@@ -193,20 +191,12 @@ def _layer(fields: Fields, target: TransformerConfig, dtype: str) -> Transformer
 def _hidden_layers(fields: Fields, target_layers: int) -> tuple[int, ...]:
     """Returns the layers of the target that are read, as outputs."""
     key = "eagle_aux_hidden_state_layer_ids"
-    entering, outputs = fields(key, None), fields.object("eagle_config").get(key)
-    if entering is None and outputs is None:
+    inputs, outputs = fields(key, None), fields.object("eagle_config").get(key)
+    if inputs is None and outputs is None:
         return Eagle3Config.usual_layers(target_layers)
-    ids = entering if outputs is None else outputs
-    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise ValueError(f"{fields.path} says {key} = {ids!r}; a list of layers is wanted")
-    layers = [i - 1 for i in ids] if outputs is None else ids
-    beyond = [i for i, layer in zip(ids, layers) if not 0 <= layer < target_layers]
-    if beyond:
-        raise ValueError(
-            f"{fields.path} says {key} = {ids!r}, but {beyond[0]} is none of the hidden states of a target of "
-            f"{target_layers} layers: the head is of another target"
-        )
-    return tuple(layers)
+    first, ids = (1, inputs) if outputs is None else (0, outputs)
+    name = f"{fields.path}, for a target of {target_layers} layers: {key}"
+    return tuple(i - first for i in validate.integers(name, ids, first, target_layers + first))
 
 
 def _require(fields: Fields, key: str, value: int, what: str, wanted: int) -> None:

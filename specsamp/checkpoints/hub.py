@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 from etils import epath
 
 from specsamp import storage
-from specsamp.checkpoints.safetensors_io import INDEX, PICKLES, SINGLE, Tensor, read_index, refuse_pickles
+from specsamp.checkpoints.safetensors_io import INDEX, NO_WEIGHTS, SINGLE, Tensor, read_index
 
 # These files tell whether a checkpoint can be read: weights are downloaded last.
 SMALL_FILES = (
@@ -48,19 +47,18 @@ def download_weights(name: str, *others: str) -> epath.Path:
     """Downloads the tensors of a model of the hub, and returns their folder.
 
     Args:
-      others: files that are taken where the model has no `SINGLE`, the first that is there.
+      others: files that are taken where the model has no `SINGLE`; the first that is there.
 
     Raises:
-      FileNotFoundError: the hub does not give them. ValueError: the model has other pickles only.
+      FileNotFoundError: the hub does not give them.
     """
     folder = _download(name, [INDEX])
     if (folder / INDEX).exists():
-        return _download(name, sorted(set(read_index(folder / INDEX).values())))
+        return _download(name, read_index(folder))
     for file in (SINGLE, *others):
         folder = _download(name, [file])
         if (folder / file).exists():
-            return folder
-    _refuse_what_the_hub_has(name)
+            break
     return folder
 
 
@@ -70,13 +68,11 @@ def read_headers(name: str) -> dict[str, Tensor]:
     Raises:
       FileNotFoundError: the hub does not give the headers. ValueError: the model has no safetensors.
     """
-    import huggingface_hub
-
+    hub = _library(name)
     try:
-        files = huggingface_hub.get_safetensors_metadata(name).files_metadata
-    except huggingface_hub.errors.NotASafetensorsRepoError as error:
-        _refuse_what_the_hub_has(name)
-        raise ValueError(f"{name} has neither {SINGLE} nor {INDEX}") from error
+        files = hub.get_safetensors_metadata(name).files_metadata
+    except hub.errors.NotASafetensorsRepoError as error:
+        raise ValueError(f"{name} has {NO_WEIGHTS}") from error
     except Exception as error:  # of the network, of the hub, of access rights
         raise FileNotFoundError(f"the hub did not give the headers of {name} ({_told(error)})") from error
     return {
@@ -139,16 +135,3 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
             "its licence accepted on its page and a token: hf auth login"
         ) from error
     return epath.Path(found)
-
-
-def _refuse_what_the_hub_has(name: str) -> None:
-    """Raises ValueError if a model has pickles but no safetensors, before the pickles are downloaded."""
-    import huggingface_hub
-
-    try:
-        files = huggingface_hub.list_repo_files(name)
-    except Exception:  # without a network, what is here of the model is all that can be checked
-        return
-    pickles = sorted(file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES))
-    if pickles:
-        raise refuse_pickles(name, pickles)

@@ -29,7 +29,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
-from specsamp import storage
+from specsamp import storage, validate
 from specsamp.checkpoints import orbax
 from specsamp.checkpoints.architectures import Family, parse_config
 from specsamp.checkpoints.chat import read_chat_template
@@ -174,9 +174,8 @@ def open_checkpoint(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the embedding of config.json only "
             f"{config.vocab_size} rows: they do not belong together"
         )
-    beyond = [stop for stop in stop_ids if not isinstance(stop, int) or not 0 <= stop < config.vocab_size]
-    if beyond:
-        raise ValueError(f"{folder} ends texts with token {beyond[0]!r}, but has {config.vocab_size} tokens")
+    for stop in stop_ids:
+        validate.integer(f"{folder}: eos_token_id", stop, limit=config.vocab_size)
     return Checkpoint(
         name=os.fspath(name),
         folder=folder,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from specsamp import validate
 from specsamp.checkpoints.fields import Fields
 from specsamp.models.config import TransformerConfig
 from specsamp.models.positions import RotaryScaling
@@ -84,10 +85,6 @@ def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> Ro
     for field, value in values.items():
         if field == "whole_dimensions":
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            key = SCALINGS[kind][field]
-            raise ValueError(
-                f"{fields.path} has {kind} scaling of rotary positions with {key} = {value!r}; a positive number is wanted"
-            )
-        values[field] = value if field == "original_positions" else float(value)
+        number = validate.number(f"{fields.path}: {SCALINGS[kind][field]} of {kind} scaling", value, 0, above=True)
+        values[field] = value if field == "original_positions" else number
     return RotaryScaling(kind=kind, **values)

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from specsamp import storage
+from specsamp import storage, validate
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -27,9 +27,14 @@ MEDUSA_SINGLE, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(bool)}
 PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")  # no path; nor a pattern, which names are to the hub
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+NO_WEIGHTS = (
+    f"neither {SINGLE} nor {INDEX}. Weights that are pickles are refused: reading a pickle runs any code that its author "
+    "put there. If you trust it, convert it with PyTorch and transformers: "
+    "AutoModelForCausalLM.from_pretrained(NAME).save_pretrained('converted'), "
+    "then copy its tokenizer files and give 'converted'"
+)
 MOST_HEADER_BYTES = 100 * 2**20  # as the library has it
-BLOCK_BYTES = 64 * 2**20  # of whole rows from a bucket at a time
+BLOCK_BYTES = 64 * 2**20  # of a tensor at a time, where values are compared or quantised
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +53,7 @@ class Tensor:
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """Returns the slice ``index``, one for each axis, without steps.
 
-        Of a local file it is a view, whose pages are read when they are used.
+        Of a local file it is a view, whose pages are read when they are used. Of a file in a bucket whole rows are read.
         """
         index = tuple(index)
         if not os.fspath(self.file).startswith(storage.BUCKETS):
@@ -57,16 +62,10 @@ class Tensor:
             return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)[index]
         first, last, _ = index[0].indices(self.shape[0])
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        rows = max(BLOCK_BYTES // max(row_bytes, 1), 1)
-        blocks = []
         with self.file.open("rb") as file:
-            for start in range(first, last, rows):
-                stop = min(start + rows, last)
-                file.seek(self.offset + start * row_bytes)
-                block = np.frombuffer(file.read((stop - start) * row_bytes), self.dtype)
-                kept = block.reshape(stop - start, *self.shape[1:])[(slice(None), *index[1:])]
-                blocks.append(kept.copy() if len(index) > 1 else kept)  # so that what was not asked for can go
-        return np.concatenate(blocks)
+            file.seek(self.offset + first * row_bytes)
+            rows = np.frombuffer(file.read((last - first) * row_bytes), self.dtype)
+        return rows.reshape(last - first, *self.shape[1:])[(slice(None), *index[1:])]
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
@@ -90,50 +89,42 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
     """Returns all tensors of a checkpoint by name; only the headers of its files are read.
 
     Raises:
-      FileNotFoundError: there are none, or files that the index names are missing.
-      ValueError: pickles only; a file is truncated or damaged; the index contradicts a file, or names one elsewhere.
+      FileNotFoundError: there are no such files, or files that the index names are missing.
+      ValueError: a file is truncated or damaged; or the index names one elsewhere.
     """
-    if not (folder / INDEX).exists():
-        if not (folder / SINGLE).exists():
-            if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
-                raise refuse_pickles(os.fspath(folder), pickles)
-            raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {INDEX}; weights in other formats are not read")
-        return read_header(folder / SINGLE)
-    of_tensor = read_index(folder / INDEX)
-    files = sorted(set(of_tensor.values()))
+    files = read_index(folder) if (folder / INDEX).exists() else [SINGLE]
     missing = [file for file in files if not (folder / file).exists()]
+    if missing == [SINGLE]:
+        raise FileNotFoundError(f"{folder} has {NO_WEIGHTS}")
     if missing:
-        lost = [name for name, file in of_tensor.items() if file in missing]
         raise FileNotFoundError(
-            f"{folder / INDEX} names files that are not there: {', '.join(missing)}, with {len(lost)} tensors such as "
-            f"{lost[0]}: download them again"
+            f"{folder / INDEX} names files that are missing: {', '.join(missing)}: download them again"
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors |= read_header(folder / file)
-    absent = [name for name, file in of_tensor.items() if name not in tensors or tensors[name].file != folder / file]
-    if absent:
-        raise ValueError(f"{folder / INDEX} says that {absent[0]} is in {of_tensor[absent[0]]}, which is not so")
     return tensors
 
 
-def read_index(path: epath.Path) -> dict[str, str]:
-    """Returns the file of every tensor, by the name of the tensor.
+def read_index(folder: epath.Path) -> list[str]:
+    """Returns the names of the files that the index of a checkpoint lists.
 
     Raises:
-      ValueError: it is no index, or names files outside of its folder, which would make any file that this user can read
-        a part of the checkpoint.
+      ValueError: it is no index; or it names files outside of its folder, which would make any file that this user can
+        read a part of the checkpoint.
     """
-    of_tensor = storage.read_json(path).get("weight_map")
+    of_tensor = storage.read_json(folder / INDEX).get("weight_map")
     if not isinstance(of_tensor, dict):
-        raise ValueError(f"{path} is no index of tensors: it says weight_map = {of_tensor!r:.60}; an object is wanted")
+        raise ValueError(
+            f"{folder / INDEX} is no index of tensors: weight_map must be an object; got {of_tensor!r:.60}"
+        )
     for tensor, file in of_tensor.items():
         if not isinstance(file, str) or not PLAIN_NAME.fullmatch(file):
             raise ValueError(
-                f"{path} is no index of tensors: it says that {tensor!r} is in {file!r}; the plain name of a file beside "
-                "the index is wanted"
+                f"{folder / INDEX} is no index of tensors: the file of {tensor!r} must be the plain name of a file beside "
+                f"the index; got {file!r}"
             )
-    return of_tensor
+    return sorted(set(of_tensor.values()))
 
 
 def read_header(file: epath.Path) -> dict[str, Tensor]:
@@ -157,7 +148,8 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
             header.pop("__metadata__", None)
             tensors, filled = {}, 0
             for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                (begin, end), shape, kind = _sizes(entry["data_offsets"]), _sizes(entry["shape"]), str(entry["dtype"])
+                begin, end = validate.integers("data_offsets", entry["data_offsets"], limit=2**63)
+                shape, kind = tuple(validate.integers("shape", entry["shape"], limit=2**63)), str(entry["dtype"])
                 dtype = (DTYPES | INTEGERS).get(kind)
                 if not filled == begin <= end or (dtype and end - begin != math.prod(shape) * dtype.itemsize):
                     raise ValueError(f"{name} {shape} of {kind} takes bytes {begin} to {end}, behind byte {filled}")
@@ -168,20 +160,3 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
     if size != 8 + length + filled:
         raise damaged(f"truncated or too long: {size} bytes; its header says {8 + length + filled}")
     return tensors
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
-    """Returns a list of JSON as sizes; raises ValueError unless all are integers that are not negative."""
-    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
-        raise ValueError(f"{values!r:.60} are no sizes")
-    return tuple(values)
-
-
-def refuse_pickles(name: str, pickles: Sequence[str]) -> ValueError:
-    """Returns the error for a folder, or a model of the hub, that has pickles only, with the way to convert them."""
-    return ValueError(
-        f"{name} has its weights as pickles ({', '.join(pickles[:3])}), which are refused: reading one runs any code "
-        "that its author put there. If you trust it, convert it with PyTorch and transformers: "
-        f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained('converted'), "
-        "then copy its tokenizer files and give 'converted'"
-    )

@@ -77,11 +77,11 @@ def only_a_pickle(folder):
 
 
 DAMAGES = [
-    ("no shard", lambda folder: shard(folder).unlink(), f"{INDEX}.*model-00002.*, with . tensors"),
+    ("no shard", lambda folder: shard(folder).unlink(), f"{INDEX} names files that are missing: model-00002"),
     (
         "no tensor",
         lambda folder: tensor_change(folder, UP, lambda tensors: tensors.pop(UP)),
-        f"{INDEX} says that {UP} is in model-0000.*, which is not so",
+        rf"1 tensors are missing: {UP} \(128, 32\)",
     ),
     ("cut in its length", cut(3), "model-00002.* is damaged .truncated"),
     ("cut in its header", cut(20), "model-00002.* is damaged .truncated"),
@@ -91,7 +91,7 @@ DAMAGES = [
     ("pipe: tokenizer", as_pipe("tokenizer.json"), "no tokenizer at .*tokenizer.json"),
     ("pipe: shard", as_pipe(None), "model-00002.* is no regular file"),
     ("index: no JSON", index_is(b'{"a": ' + 50_000 * b"["), f"{INDEX} is no JSON"),
-    ("index: empty", index_is(b"{}"), f"{INDEX} is no index .* weight_map = None"),
+    ("index: empty", index_is(b"{}"), f"{INDEX} is no index .* weight_map must be an object; got None"),
     *(
         (
             f"index: {name}",
@@ -100,18 +100,26 @@ DAMAGES = [
         )  # files of this user are no part of it
         for name in (3, "", "..", "../model/{file}", "{folder}/{file}", "*")
     ),
-    ("pickle", only_a_pickle, "pytorch_model.bin.*save_pretrained"),
+    ("pickle", only_a_pickle, "neither model.safetensors nor .*pickle.*save_pretrained"),
     (
         "a tensor too many",
         lambda folder: tensor_change(folder, UP, lambda tensors: tensors.update({BIAS: np.zeros(32, np.float32)})),
         rf"1 tensors are not part of the model: {BIAS} \(32,\) in model-",
     ),
-    ("architecture", config_says(architectures=["BertModel"]), "architecture 'BertModel'; known are Llama.*, Mistral"),
+    (
+        "architecture",
+        config_says(architectures=["BertModel"]),
+        "config.json: architectures must be one of Llama.*, Mistral.*; got 'BertModel'",
+    ),
     ("no width", config_says(hidden_size=None), "config.json does not say 'hidden_size'"),
-    ("activation", config_says(hidden_act="softplus"), "hidden_act = 'softplus'; known are gelu"),
+    ("activation", config_says(hidden_act="softplus"), "hidden_act must be one of gelu.*; got 'softplus'"),
     ("quantised", config_says(quantization_config={"bits": 4}), "give the checkpoint before it was quantised"),
     ("rope", config_says(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rotary positions by .*dynamic"),
-    ("llama 3", config_says(rope_parameters={"rope_type": "llama3", "factor": 2.0}), "llama3 .*max_position.* = None"),
+    (
+        "llama 3",
+        config_says(rope_parameters={"rope_type": "llama3", "factor": 2.0}),
+        "config.json: original_max_position_embeddings of llama3 .*; got None",
+    ),
     ("scaling", config_says(rope_scaling="linear"), "config.json says rope_scaling = 'linear'; an object is wanted"),
     (
         "epsilon",
@@ -119,7 +127,7 @@ DAMAGES = [
         "config.json describes .* norm_epsilon must be a number above 0; got '1e-5'",
     ),
     ("tied", config_says(tie_word_embeddings="false"), "config.json describes .* tied must be True or False; got"),
-    ("stop", config_says(eos_token_id=[1, 304]), "ends texts with token 304, but has 304 tokens"),
+    ("stop", config_says(eos_token_id=[1, 304]), "eos_token_id must be .* below 304; got 304"),
 ]
 
 
@@ -141,7 +149,10 @@ def test_damaged_headers(tmp_path):
     for header, message in (
         (b"{", "its header cannot be read"),
         (b'{"a": ' + 50_000 * b"[" + 50_000 * b"]" + b"}", "its header cannot be read: RecursionError"),
-        (good | {"a": good["a"] | {"shape": [-2, -2]}}, "its header cannot be read: ValueError: .-2, -2. are no sizes"),
+        (
+            good | {"a": good["a"] | {"shape": [-2, -2]}},
+            r"its header cannot be read: ValueError: shape\[0\] must be an integer >= 0 .*; got -2",
+        ),
         ([], "its header cannot be read"),
         ({"a": {}}, "its header cannot be read"),
         (good | {"a": good["a"] | {"shape": [2, 3]}}, "a .2, 3. of F32 takes bytes 0 to 16"),

@@ -186,13 +186,17 @@ def test_an_embedding_that_repeats_the_targets_is_not_read(tmp_path):
     "tensors, config, message",
     [
         ({}, {"hidden_size": 16}, "hidden_size = 16, but the target's width is 8"),
-        ({}, {"eagle_aux_hidden_state_layer_ids": [2, 5, 11]}, r"\[2, 5, 11\], but 11 is none .* of 9 layers"),
+        (
+            {},
+            {"eagle_aux_hidden_state_layer_ids": [2, 5, 11]},
+            r"of 9 layers: eagle_aux_.*\[2\] must be .* below 10; got 11",
+        ),
         ({}, {"eagle_aux_hidden_state_layer_ids": [2, 2, 6]}, "names a layer twice"),
         ({}, {"num_hidden_layers": 2}, "num_hidden_layers = 2; only 1 is supported"),
         ({}, {"norm_before_fc": True}, r"1 tensors are missing: input_norm.weight \(24,\)"),
-        ({}, {"speculators_model_type": "peagle"}, "known is 'eagle3'"),
-        ({}, {"model_type": "gpt2"}, "known of heads are llama, qwen3"),
-        ({}, {"norm_before_residual": "false"}, "norm_before_residual = 'false'; true or false"),
+        ({}, {"speculators_model_type": "peagle"}, "speculators_model_type must be one of .*eagle3; got 'peagle'"),
+        ({}, {"model_type": "gpt2"}, "model_type must be one of llama, qwen3; got 'gpt2'"),
+        ({}, {"norm_before_residual": "false"}, "norm_before_residual must be True or False; got 'false'"),
         ({}, {"architectures": ["DFlashDraftModel"]}, "architectures = 'DFlashDraftModel'; known"),
         ({"d2t": None}, {}, "a reduced vocabulary of 6 tokens, but no tensor d2t"),
         ({"d2t": np.array([0, 1, 1, 4, 5, 11])}, {}, r"model.safetensors: d2t\[5\] makes token 16 of 5; .* below 16"),
@@ -210,7 +214,7 @@ def test_heads_that_do_not_fit(tmp_path, tensors, config, message):
 
 @pytest.mark.parametrize("key", ["bias", "qkv_bias"])
 def test_switches_of_eagle_1_that_are_texts(tmp_path, key):
-    with pytest.raises(ValueError, match=f"{key} = 'false'; true or false"):
+    with pytest.raises(ValueError, match=f"{key} must be True or False; got 'false'"):
         open_head(toy_eagle1(tmp_path, **{key: "false"}), TOY_TARGET)
 
 

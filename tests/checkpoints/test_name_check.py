@@ -9,6 +9,7 @@ import pytest
 
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.name_check import check_pair
+from specsamp.checkpoints.safetensors_io import INDEX
 from support.checkpoint_shapes import CONFIG, edit, random_params, write_random_head
 from support.run_script import call
 from support.stand_in_hub import StandInHub
@@ -62,6 +63,8 @@ def test_models_that_do_not_fit(hub):
     edit(hub.folder / "some/draft/config.json", lambda content: content.update(architectures=["MambaForCausalLM"]))
     target, draft = problems()
     assert target is None and "MambaForCausalLM" in draft
+    (hub.folder / "some/target" / INDEX).unlink()
+    assert "some/target has neither model.safetensors nor " in problems()[0]
 
 
 def test_tuned_models_need_a_chat_template(hub):

@@ -66,6 +66,3 @@ class StandInHub:
             info = types.SimpleNamespace(dtype=found.kind, shape=list(found.shape))
             files.setdefault(found.file.name, types.SimpleNamespace(tensors={})).tensors[tensor] = info
         return types.SimpleNamespace(files_metadata=files)
-
-    def list_repo_files(self, name):
-        return [path.name for path in (self.folder / name).iterdir()]
