@@ -86,7 +86,7 @@ def main() -> None:
         console.print("\nJAX_DISABLE_JIT is set, nothing is compiled: the timings are left out.")
         return
     table = timing_table(timings, configs)
-    if experiment.folder == "python" and config.int8 == Int8Fields():
+    if experiment.pair_name == "python" and config.int8 == Int8Fields():
         table = dataclasses.replace(table, rows=[*table.rows, committed_speedups(configs, experiment)])
     entry.show([table], console)
 

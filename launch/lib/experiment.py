@@ -14,7 +14,7 @@ from launch.lib import entry
 from launch.lib.fields import MACHINE, ExperimentConfig
 from launch.lib.shapes import known_models
 from specsamp.analysis.workload import Workload, check_positions
-from specsamp.checkpoints.pair import fingerprint, load_pair, load_prompts
+from specsamp.checkpoints.pair import load_pair, load_prompts
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.decoding.data_shards import DataShards
@@ -42,16 +42,10 @@ class Experiment:
     pair_name: str | None  # None: random parameters
     method: Method
     workload: Workload
-    folder: str | None = None  # name or folder of a pair that was trained here
 
     @functools.cached_property
     def weights(self) -> str | None:
-        """Returns the identity of the weights, a `fingerprint` of files or a digest; None: they are random.
-
-        It may read all parameters, in all processes together.
-        """
-        if self.folder is not None:
-            return fingerprint(self.folder, "model" if self.pair.head is None else "head")
+        """Returns a digest of the weights, which all processes read together; None: they are random."""
         return None if self.pair_name is None else digest_of_pair(self.pair)
 
     @property
@@ -101,7 +95,7 @@ def build(
     method = config.make_method(pair)
     if check_heads and pair.head is not None and method.drafter.hidden_layers and workload.prompts:
         say_how_a_head_fits(pair, workload, method.sampling)
-    return Experiment(pair=pair, pair_name=name, method=method, workload=workload, folder=config.pair)
+    return Experiment(pair=pair, pair_name=name, method=method, workload=workload)
 
 
 def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:

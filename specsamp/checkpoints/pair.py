@@ -17,7 +17,6 @@ Pairs of public checkpoints are read by public_pair.py.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import pathlib
 from typing import Any
@@ -39,11 +38,6 @@ from specsamp.models.transformer import TransformerLM
 ASSETS = pathlib.Path(__file__).parent / "assets"
 
 
-def shipped() -> list[str]:
-    """Returns the names of the pairs that come with the package."""
-    return sorted(path.parent.name for path in ASSETS.glob("*/pair.json"))
-
-
 def load_pair(
     name_or_path: str | pathlib.Path,
     *,
@@ -54,7 +48,7 @@ def load_pair(
     """Reads a pair, ready for `generate`.
 
     Args:
-      name_or_path: one of `shipped()`, or a folder that `save_pair` wrote.
+      name_or_path: a pair that comes with the package, or a folder that `save_pair` wrote.
       draft: what drafts by default: the draft "model", or the "head".
       dtype: of decode-time weights, activations and caches.
       int8: what is in int8 instead: weights as they are stored.
@@ -79,8 +73,9 @@ def load_pair(
         from specsamp.checkpoints.heads import open_head, read_head  # with Orbax, which a draft model does without
         from specsamp.models.heads import FeatureHead
 
-        place = head_folder(folder)
-        checkpoint = open_head(place, configs["target"], dtype=dtype)
+        if not (folder / "head" / "config.json").is_file():
+            raise FileNotFoundError(f"the pair {str(name_or_path)!r} has no head: {folder}/head/config.json is missing")
+        checkpoint = open_head(folder / "head", configs["target"], dtype=dtype)
         layer = dataclasses.replace(checkpoint.config.layer, **int8.of("draft"))
         head = FeatureHead(dataclasses.replace(checkpoint.config, layer=layer))
         drafting = {"head": head, "draft_params": read_head(checkpoint, head)}
@@ -93,14 +88,6 @@ def load_pair(
         tokenizer=JsonTokenizer(folder / "tokenizer.json", eos=eos),
         **drafting,
     )
-
-
-def head_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the folder of a pair's head; raises FileNotFoundError for a pair without a head."""
-    place = pair_folder(name_or_path) / "head"
-    if not (place / "config.json").is_file():
-        raise FileNotFoundError(f"the pair {str(name_or_path)!r} has no head: {place / 'config.json'} is missing")
-    return place
 
 
 def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
@@ -121,21 +108,6 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
     return texts
 
 
-def fingerprint(name_or_path: str | pathlib.Path, draft: str = "model") -> str:
-    """Returns the first 16 digits of a SHA-256 over the files of target and draft.
-
-    The config.json of a head counts too: it says how the weights are read.
-    """
-    folder, digest = pair_folder(name_or_path), hashlib.sha256()
-    drafting = [folder / "draft.safetensors"]
-    if draft == "head":
-        place = head_folder(name_or_path)
-        drafting = [*sorted(place.glob("*.safetensors")), place / "config.json"]
-    for path in (folder / "target.safetensors", *drafting):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def pair_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
     """Returns the folder of a pair, by its name or path; raises FileNotFoundError, or ValueError for no name."""
     if not isinstance(name_or_path, (str, os.PathLike)):
@@ -143,8 +115,9 @@ def pair_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
     for folder in (ASSETS / str(name_or_path), pathlib.Path(name_or_path).expanduser()):
         if (folder / "pair.json").is_file():
             return folder
+    known = ", ".join(sorted(path.parent.name for path in ASSETS.glob("*/pair.json")))
     raise FileNotFoundError(
-        f"no pair {str(name_or_path)!r}: give one of {', '.join(shipped()) or 'none'}, or a folder with a pair.json"
+        f"no pair {str(name_or_path)!r}: give one of {known or 'none'}, or a folder with a pair.json"
     )
 
 

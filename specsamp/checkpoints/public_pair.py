@@ -154,22 +154,9 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
 def _compare_tokenizers(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
     """Returns how texts are prepared differently; raises ValueError where tokens or merges differ."""
     ours, theirs = (json.loads(tokenizer.to_json()) for tokenizer in (target, draft))
-
-    def tokens(content: dict) -> dict[int, Any]:
-        """Returns the piece of each id, whether an added token stands in the vocabulary as well or not."""
-        vocabulary = content["model"]["vocab"]
-        if isinstance(vocabulary, dict):
-            pieces = {index: piece for piece, index in vocabulary.items()}
-        else:  # Unigram: pieces and scores
-            pieces = dict(enumerate(map(tuple, vocabulary)))
-        return pieces | {token["id"]: token["content"] for token in content.get("added_tokens") or ()}
-
-    def merges(content: dict) -> dict[int, str]:
-        found = content["model"].get("merges") or ()
-        return {i: " ".join(merge) if isinstance(merge, list) else merge for i, merge in enumerate(found)}
-
-    _compare("vocabulary, at id", tokens(ours), tokens(theirs))
-    _compare("merges, at merge", merges(ours), merges(theirs))
+    merges = [dict(enumerate(map(" ".join, content["model"].get("merges") or ()))) for content in (ours, theirs)]
+    _compare("vocabulary, at id", target.pieces, draft.pieces)
+    _compare("merges, at merge", *merges)
     return [
         f"the tokenizers' {part}s differ: some texts are cut into other tokens than the draft was trained on"
         for part in ("normalizer", "pre_tokenizer")
@@ -177,7 +164,7 @@ def _compare_tokenizers(target: JsonTokenizer, draft: JsonTokenizer) -> list[str
     ]
 
 
-def _compare(what: str, ours: dict[int, Any], theirs: dict[int, Any]) -> None:
+def _compare(what: str, ours: dict[int, str], theirs: dict[int, str]) -> None:
     """Raises ValueError with the first key where the two differ."""
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):

@@ -69,7 +69,12 @@ class JsonTokenizer:
     @property
     def vocab_size(self) -> int:
         """Returns the largest id plus one: ids may have gaps."""
-        return max(self._tokenizer.get_vocab().values()) + 1
+        return max(self.pieces) + 1
+
+    @property
+    def pieces(self) -> dict[int, str]:
+        """Returns the text of each id, with those of added tokens."""
+        return {index: text for text, index in self._tokenizer.get_vocab().items()}
 
     def to_json(self) -> str:
         return self._tokenizer.to_str()
