@@ -53,6 +53,7 @@ _TASK = flags.DEFINE_enum("task", None, list(TASKS), "Evaluate on this task.", r
 _SOURCE = flags.DEFINE_string(
     "source", None, "File of the task's records, local or gs://, or a data set of the hub; by default the task's own."
 )
+_SHOTS = flags.DEFINE_string("shots", None, "Show the solved problems of this file before each problem of gsm8k.")
 _METHODS = flags.DEFINE_list("methods", [PLAIN, "token"], "Ways to decode, separated by commas.")
 _PROBLEMS = flags.DEFINE_integer("problems", None, "Take the first so many problems; by default all.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Completions of each problem.", lower_bound=1)
@@ -72,7 +73,7 @@ def main() -> None:
     console = entry.make_console()
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
-    task = load_task(_TASK.value, _SOURCE.value, insist=_RUN_UNISOLATED.value)
+    task = load_task(_TASK.value, _SOURCE.value, shots=_SHOTS.value, insist=_RUN_UNISOLATED.value)
     problems = dict(enumerate(task.problems[: _PROBLEMS.value]))
     own = {} if "max_new_tokens" in _CONFIG.fields_set else {"max_new_tokens": task.max_new_tokens}
     config = config.turned({"batch": _ROWS.value} | own)

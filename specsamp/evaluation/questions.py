@@ -24,16 +24,18 @@ def load_spec_bench(source: str) -> EvaluationTask:
     return EvaluationTask(name="spec_bench", problems=_read_turns(source, dict.fromkeys(MT_BENCH, "mt_bench")))
 
 
-def load_gsm8k(source: str = GSM8K) -> EvaluationTask:
-    """Reads questions and answers; the answer's last number follows ``####``."""
+def load_gsm8k(source: str = GSM8K, shots: str | None = None) -> EvaluationTask:
+    """Reads questions and answers, whose last number is the result.
+
+    Args:
+      shots: a file of further questions; all are shown with their answers before each question.
+    """
+    fields, asked = {"question": str, "answer": str}, "Question: {question}\nAnswer:"
+    examples = read_records(shots, fields) if shots else []
+    shown = "".join(f"{asked.format(**example)} {example['answer']}\n\n" for example in examples)
     problems = [
-        Problem(
-            id=str(place),
-            category="math",
-            prompt=f"Question: {record['question']}\nAnswer:",
-            reference=record["answer"],
-        )
-        for place, record in enumerate(read_records(source, {"question": str, "answer": str}), 1)
+        Problem(id=str(place), category="math", prompt=shown + asked.format(**record), reference=record["answer"])
+        for place, record in enumerate(read_records(source, fields), 1)
     ]
     return EvaluationTask(name="gsm8k", problems=problems, stop=GSM8K_STOP, score=score_numbers)
 

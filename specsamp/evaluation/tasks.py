@@ -21,15 +21,19 @@ TASKS: dict[str, Callable[..., EvaluationTask]] = {
     "python": python_syntax.load_python,
 }
 RUN_PROGRAMS = ("humaneval", "mbpp")
+SHOWS_SHOTS = ("gsm8k",)
 WITHOUT_SOURCE = ("spec_bench", "mt_bench")
 
 
-def load_task(name: str, source: str | None = None, *, insist: bool = False) -> EvaluationTask:
+def load_task(
+    name: str, source: str | None = None, *, shots: str | None = None, insist: bool = False
+) -> EvaluationTask:
     """Reads a task.
 
     Args:
       name: one of `TASKS`.
       source: a file or a data set of the hub; default the task's own on the hub, or of the pair `python`.
+      shots: a file of solved problems that are shown before each problem, for the tasks `SHOWS_SHOTS`.
       insist: run generated programs although this machine does not isolate them.
 
     Raises:
@@ -40,7 +44,10 @@ def load_task(name: str, source: str | None = None, *, insist: bool = False) -> 
     validate.choice("task", name, TASKS)
     if source is None and name in WITHOUT_SOURCE:
         raise ValueError(f"the task {name} has no default source: name its question.jsonl")
-    task = TASKS[name]() if source is None else TASKS[name](source)
+    if shots is not None and name not in SHOWS_SHOTS:
+        raise ValueError(f"shots have no effect on the task {name}: only on {', '.join(SHOWS_SHOTS)}")
+    shown = {} if shots is None else {"shots": shots}
+    task = TASKS[name](*([] if source is None else [source]), **shown)
     if name not in RUN_PROGRAMS:
         return task
     if insist:

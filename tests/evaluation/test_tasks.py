@@ -259,6 +259,17 @@ def test_gsm8k_is_scored_by_the_last_number(write):
     assert task.score(problem, [Attempt(text=text) for text in answers]) == {"correct": pytest.approx(1 / 2)}
 
 
+def test_shots_are_shown_before_each_question(write, tmp_path):
+    source = write(lines([{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "#### 4"}]))
+    shots = tmp_path / "shots.jsonl"
+    shots.write_text(lines([{"question": "0 + 1?", "answer": "It is 1.\n#### 1"}]), encoding="utf-8")
+    problems = load_task("gsm8k", source, shots=str(shots)).problems
+    shown = "Question: 0 + 1?\nAnswer: It is 1.\n#### 1\n\nQuestion: "
+    assert [one.prompt for one in problems] == [f"{shown}{asked}?\nAnswer:" for asked in ("1 + 1", "2 + 2")]
+    with pytest.raises(ValueError, match="shots have no effect on the task mbpp"):
+        load_task("mbpp", source, shots=str(shots))
+
+
 @pytest.mark.parametrize("field", ["text", "prompt"])
 def test_mbpp(write, field):
     record = {"task_id": 11, field: "Write a function to match \\x.", "test_list": ["assert f(1) == 2"]}
