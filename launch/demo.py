@@ -185,7 +185,7 @@ def committed_speedups(configs: dict[str, ExperimentConfig], experiment: Experim
     documents = [study.read_result(path.stem) for path in results]
     keys = [make_cells([config], experiment)[0].key for config in configs.values()]
     greedy, sampled = (speedup.spread(key, *documents) for key in keys)
-    return (f"committed speedups, {documents[0]['environment']['cores']} CPU cores", greedy, sampled)
+    return (f"committed speedups, {speedup.cpu_of(documents[0])}", greedy, sampled)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import numpy as np
 from specsamp import __version__
 
 PACKAGE = pathlib.Path(__file__).parent
+VECTOR_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "amx_int8", "asimddp", "i8mm", "sve")
 MACHINE_IDS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
 GOOGLE = "0x1ae0"  # the vendor on the PCI bus, also of network cards and disks; and what its chips are called there
 TPU_CHIPS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x007c", "0x0083"}
@@ -52,6 +53,7 @@ def environment() -> dict[str, Any]:
         "devices": jax.device_count(),
         "machine": here["platform"],
         "cpu": here["cpu"],
+        "instructions": instructions(),
         "cores": here["cores"],
         "memory_gib": here["memory_gib"],
         "machine_id": here["id"],
@@ -81,12 +83,22 @@ def cores() -> int | None:
         return os.cpu_count()
 
 
+def instructions() -> list[str]:
+    """Returns which of the vector instructions the CPU has that matter for speed; "AMD EPYC" names many kinds."""
+    known = (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
+    return [name for name in VECTOR_INSTRUCTIONS if name in known]
+
+
 def _cpu() -> str | None:
+    return _cpuinfo("model name") or platform.processor() or None
+
+
+def _cpuinfo(field: str) -> str | None:
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        found = re.search(rf"^{field}\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or None
+        return None
+    return found and found[1].strip()
 
 
 def memory_gib() -> int | None:

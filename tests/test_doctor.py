@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import pytest
 
-from specsamp import doctor
+from launch.lib import page
+from specsamp import doctor, machine
 from specsamp.doctor import Facts, Level, Wanted, examine
 from support.run_script import call
 
@@ -86,6 +87,18 @@ def test_the_facts_of_this_machine():
     known = doctor.read_facts()
     assert (known.platform, known.devices, known.failed) == ("cpu", 8, "")
     assert known.required["jaxlib"] and known.memory_bytes > 0
+
+
+def test_a_result_names_the_kind_of_cpu(monkeypatch):
+    """By instructions, too: int8 gains on one AMD EPYC, and loses on another."""
+    text = "model name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f\n"
+    monkeypatch.setattr(machine.pathlib.Path, "read_text", lambda *_, **options: text)
+    assert (machine.host_facts()["cpu"], machine.instructions()) == ("AMD EPYC", ["avx2", "avx512f"])
+    environment = {"date": "2026-11-24", "machine": "Linux x86_64", "cores": 2, "devices": 1, "device_kind": "cpu"}
+    environment |= dict.fromkeys(("python", "jax", "jaxlib", "flax"), "1") | {"cpu": "AMD EPYC"}
+    told = page.source("name", {"environment": environment | {"instructions": machine.instructions()}})
+    assert "; AMD EPYC, avx2 avx512f, Linux x86_64, 2 cores, " in told
+    assert "; Linux x86_64, 2 cores, " in page.source("name", {"environment": environment | {"cpu": None}})
 
 
 def test_the_command_says_how_bad_it_is(tmp_path, monkeypatch):

@@ -110,12 +110,13 @@ def source(name: str, document: Document) -> str:
 
 def _machine(environments: Sequence[Mapping[str, Any]]) -> str:
     def all_of(name: str) -> str:
-        return ", ".join(dict.fromkeys(str(one[name]) for one in environments))
+        return ", ".join(dict.fromkeys(str(one[name]) for one in environments if one.get(name)))
 
     days = sorted({one["date"][:10] for one in environments})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    cpus = [f"{cpu}, " for cpu in (all_of("cpu"), " ".join(environments[-1].get("instructions", ()))) if cpu]
     return (
-        f"{when}; {all_of('machine')}, {all_of('cores')} cores, {all_of('devices')} x {all_of('device_kind')}; "
+        f"{when}; {''.join(cpus)}{all_of('machine')}, {all_of('cores')} cores, {all_of('devices')} x {all_of('device_kind')}; "
         f"Python {all_of('python')}, jax {all_of('jax')}, jaxlib {all_of('jaxlib')}, flax {all_of('flax')}"
     )
 

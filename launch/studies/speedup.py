@@ -36,7 +36,7 @@ DISTRIBUTIONS = {
     "greedy": SamplingFields(temperature=0.0, top_p=0.95),
     "temperature 0.8, top-p 0.95": SamplingFields(temperature=0.8, top_p=0.95),
 }
-DEMO_LENGTH = trained_pair.get_config().draft_length
+DRAFT_LENGTH = trained_pair.get_config().draft_length
 
 
 def measure(options, key, say) -> dict[str, Any]:
@@ -123,13 +123,13 @@ def table(document: Document) -> Table:
 def headline(speedup: Document, grid: Document, slices: Document) -> Table:
     """Returns the three numbers of the first screen of the main README."""
     sizes = " + ".join(f"{streamed(speedup['models'][side]) / 1e6:.1f}M" for side in ("target", "draft"))
-    cores, rows = speedup["environment"]["cores"], []
+    rows = []
     for (name, curve), sampling in zip(speedup["curves"].items(), DISTRIBUTIONS.values(), strict=True):
-        where = f"{sizes} parameters, float32, batch 1, {cores} CPU cores, {curve['prompts']} prompts"
+        where = f"{sizes} parameters, float32, batch 1, {cpu_of(speedup)}, {curve['prompts']} prompts"
         if curve["same_tokens"]:
             where += f"; greedy tokens equal on {curve['same_tokens']} of {curve['prompts']} prompts"
-        gain = spread(setting(sampling, "model", DEMO_LENGTH, 1), speedup, grid)
-        rows.append((f"**{gain}**", f"measured: {words(name)}, K = {DEMO_LENGTH}, token rule; {where}"))
+        gain = spread(setting(sampling, "model", DRAFT_LENGTH, 1), speedup, grid)
+        rows.append((f"**{gain}**", f"measured: {words(name)}, K = {DRAFT_LENGTH}, token rule; {where}"))
     gain = faster(calibration.band_ratio(*forecast(slices, "v4:2x2x4", 1)))
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
     rows.append((f"**{gain}**", f"forecast from a compiler estimate, nothing ran: {where}"))
@@ -138,24 +138,30 @@ def headline(speedup: Document, grid: Document, slices: Document) -> Table:
 
 def summary(speedup: Document, grid: Document, audit: Document, agreement: Document, slices: Document) -> Table:
     """Returns the table of further results of the main README."""
-    cpu, (greedy, sampled) = f"{speedup['environment']['cores']} CPU cores", DISTRIBUTIONS.values()
-    rows = []
+    (greedy, sampled), rows = DISTRIBUTIONS.values(), []
     for name, key in (
         ("shipped pair", setting(greedy, "model", 4, 4)),
         ("shipped pair", setting(sampled, "model", 4, 4)),
         ("shipped target, prompt lookup", setting(greedy, "ngram", 4, 4)),
     ):
         where = f"{name}, {law(key)}, K = {key['draft_length']}, batch {key['batch']}"
-        rows.append((where, cpu, spread(key, speedup, grid)))
+        rows.append((where, cpu_of(speedup), spread(key, speedup, grid)))
     passed = sum(check["verdict"] == "passed" for check in audit["checks"])
-    rows.append(("audit of the shipped pair", cpu, f"{passed} of {len(audit['checks'])} checks passed"))
+    rows.append(("audit of the shipped pair", cpu_of(audit), f"{passed} of {len(audit['checks'])} checks passed"))
     worst = [cell["result"]["worst_error"] for cell in agreement["cells"]]
-    rows.append((f"forecast ms per token, worst error of {len(worst)} curves", cpu, f"{max(worst):.1%}"))
+    rows.append((f"forecast ms per token, worst error of {len(worst)} curves", cpu_of(agreement), f"{max(worst):.1%}"))
     for topology, batch in (("v4:2x2x4", 8), ("v5e:4x4", 1), ("v6e:4x4", 32)):
         where = f"16 TPU {topology.partition(':')[0]}, compiler estimate"
         gain = faster(calibration.band_ratio(*forecast(slices, topology, batch)))
         rows.append((f"70B + 4B, K = 4, acceptance 0.8, batch {batch}", where, gain))
     return Table(title="Results", header=("what", "where", "result"), rows=rows, left=3)
+
+
+def cpu_of(document: Document) -> str:
+    """Returns where a result was measured: "2 CPU cores (AMD EPYC)"; older files do not know the CPU."""
+    environment = (document if "environment" in document else document["cells"][0])["environment"]
+    cpu = environment.get("cpu")
+    return f"{environment['cores']} CPU cores" + (f" ({cpu})" if cpu else "")
 
 
 def setting(sampling: SamplingFields, drafter: str, draft_length: int, batch: int) -> Key:
