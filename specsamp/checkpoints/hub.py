@@ -1,4 +1,4 @@
-"""Folders of checkpoints by name: local, in a bucket, or of a model of the Hugging Face hub, which is downloaded."""
+"""Finds the folder of a checkpoint, on a disk or in a bucket, or downloads it from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ from specsamp import storage
 from specsamp.checkpoints.safetensors_io import INDEX, NO_WEIGHTS, SINGLE, Tensor, read_index
 
 # These files tell whether a checkpoint can be read: weights are downloaded last.
-SMALL_FILES = (
-    *("config.json", "generation_config.json", "tokenizer.json"),
-    *("tokenizer_config.json", "chat_template.jinja", INDEX),
-)
+SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+SMALL_FILES += ("chat_template.jinja", INDEX)
 
 ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model of the hub
 
 
 def find_folder(name: str | os.PathLike) -> tuple[epath.Path, bool]:
-    """Returns the folder of a checkpoint's small files, downloaded if they are not here, and whether they were.
+    """Returns the folder of a checkpoint's small files, and whether they come from the hub.
 
     Raises:
       FileNotFoundError: no such folder or model, or no config.json in it.
-      ValueError: this is no name; or the name may be a model of the hub, whose library is not installed.
+      ValueError: the name may be a model of the hub, whose library is not installed.
     """
-    if not isinstance(name, (str, os.PathLike)):
-        raise ValueError(f"a checkpoint must be a folder or the id of a model of the hub; got {name!r}")
     name = os.fspath(name)
     folder = storage.place(name)
     if (folder / "config.json").exists():
@@ -83,11 +79,10 @@ def read_headers(name: str) -> dict[str, Tensor]:
 
 
 def why_not(name: str) -> str | None:
-    """Returns why `name` cannot be downloaded (missing, gated, no access), or None; also None for a name that is no id.
+    """Returns why a model of the hub cannot be downloaded (missing, gated, no access); None: it can, or it is a folder.
 
     Raises:
-      ConnectionError: the hub cannot be asked.
-      ValueError: its library is not installed.
+      ConnectionError: the hub does not answer. ValueError: its library is not installed.
     """
     if storage.place(name).exists() or not ID.fullmatch(name):
         return None
@@ -102,7 +97,7 @@ def why_not(name: str) -> str | None:
         return f"the hub does not give it ({_told(error)})"
     except Exception as error:  # of the library that it makes requests with
         raise ConnectionError(
-            f"the hub cannot be reached, and names are looked up there ({_told(error)}): check network and HF_HUB_OFFLINE"
+            f"the hub, where names are looked up, cannot be reached ({_told(error)}): check network and HF_HUB_OFFLINE"
         ) from error
     return None
 
@@ -113,12 +108,12 @@ def _told(error: Exception) -> str:
 
 
 def _library(name: str) -> Any:
-    """Returns the hub's library; raises ValueError where it is not installed."""
+    """Imports the hub's library; raises ValueError where it is not installed."""
     try:
         import huggingface_hub
     except ImportError as error:
         raise ValueError(
-            f"no folder {name!r}, and without its library the hub cannot be asked: pip install huggingface_hub"
+            f"no folder {name!r}; the library that looks it up on the hub is missing: pip install huggingface_hub"
         ) from error
     return huggingface_hub
 

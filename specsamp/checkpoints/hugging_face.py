@@ -1,18 +1,18 @@
-"""A checkpoint in the format of Hugging Face: opened and checked whole, then read in slices.
+"""Opens checkpoints in the format of Hugging Face, checks them, and reads their tensors in slices.
 
     checkpoint = open_checkpoint("meta-llama/Llama-3.2-1B")     # or a folder, or gs://bucket/folder
     model = TransformerLM(checkpoint.config)
     params = read_params(checkpoint, model)
 
-Opening reads config, tokenizer and headers; `read_params` reads tensors, each process only what its devices hold, and
-at most one tensor at a time lies in host memory beside what is already in its place.
+Opening reads config and tokenizer. `read_params` reads tensors: each process reads the slices that its devices hold, one
+parameter after another.
 
-A converted checkpoint (`write_converted`, launch/export.py) has its parameters in Orbax's format, which reads faster
-on a mesh:
+A converted checkpoint (`write_converted`, launch/export.py) has its parameters in the format of Orbax, which a mesh reads
+faster:
 
     config.json, tokenizer.json, ...   as they were
-    run.json                           the shape, so that a draft can be distilled from it like from a run
-    checkpoints/0/params               what was in the safetensors
+    run.json                           the shape, as a training run has it
+    checkpoints/0/params               the parameters
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ OnProgress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes i
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Checkpoint:
-    """An opened checkpoint: everything is known except the values of its tensors."""
+    """An opened checkpoint, whose tensors are still in their files."""
 
     name: str  # as the caller gave it
     folder: epath.Path  # of the small files
-    from_hub: bool  # then the tensors are downloaded when they are first read
+    from_hub: bool  # its tensors are downloaded when they are first read
     family: Family
     config: TransformerConfig
     tokenizer: JsonTokenizer | None
@@ -71,11 +71,11 @@ class Checkpoint:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors of the model, after checking their names, shapes and dtypes.
+        """Returns all tensors of the files, after a check that they are those of the model.
 
         Raises:
-          FileNotFoundError, ValueError: see `find_tensors`; or unread, missing or misshapen tensors, with names
-            and both shapes; or an unsupported dtype; or a tied model whose output embedding is another one.
+          FileNotFoundError, ValueError: see `find_tensors` and `check_tensors`; or the output embedding of a tied model is
+            not its embedding.
         """
         self._check(self._found)
         embedding, output = map(self._found.get, self._ends)
@@ -87,11 +87,7 @@ class Checkpoint:
         return self._found
 
     def check_headers(self) -> None:
-        """Makes the checks of `tensors` on headers alone: no tensor is downloaded.
-
-        Raises:
-          FileNotFoundError, ValueError: see `tensors`.
-        """
+        """Makes the checks of `tensors` that take headers alone: no tensor is downloaded."""
         if not self.is_converted:
             self._check(self._named(read_headers(self.name)) if self.from_hub else self._found)
 
@@ -106,7 +102,7 @@ class Checkpoint:
 
     @property
     def _ends(self) -> tuple[str, ...]:
-        """Returns the names of the embedding and of the output embedding, which files of a tied model may repeat."""
+        """Returns the names of the embedding and the output embedding."""
         return tuple(find_source(name, self.family.names, {}).tensor for name in ("embedding", "output_embedding"))
 
     @functools.cached_property
@@ -124,11 +120,11 @@ class Checkpoint:
 
     @property
     def is_converted(self) -> bool:
-        """Returns whether its parameters are in Orbax's format."""
+        """Returns whether the parameters are in the format of Orbax."""
         return (self.folder / "run.json").exists()
 
     def sources(self) -> dict[str, TensorSource]:
-        """Returns which tensor holds each parameter, by the parameter's name."""
+        """Returns the source of each parameter by its name."""
         shapes = jax.eval_shape(TransformerLM(self.config).init, jax.random.key(0))
         letters = sizes(self.config)
         return {name: find_source(name, self.family.names, letters) for name in flatten_dict(shapes, sep="/")}
@@ -141,7 +137,7 @@ def open_checkpoint(
     weight_dtype: str | None = None,
     cache_dtype: str | None = None,
 ) -> Checkpoint:
-    """Reads config, tokenizer and stop tokens of a checkpoint; its tensors are opened when they are first used.
+    """Reads config, tokenizer and stop tokens of a checkpoint.
 
     Args:
       name: a folder, on a disk or in a bucket, or the id of a model of the hub, such as "Qwen/Qwen2.5-0.5B".
@@ -152,8 +148,7 @@ def open_checkpoint(
     Raises:
       FileNotFoundError: no such folder or model, or no config.json in it.
       ValueError: an architecture, value or file that cannot be read; int8 of a checkpoint that was converted in float; a
-        tokenizer larger than the embedding. (Added tokens beyond the embedding are left out; see
-        `specsamp.checkpoints.public_pair.differences`.)
+        tokenizer with more tokens than the embedding has rows. Added tokens without a row are left out.
     """
     folder, from_hub = find_folder(name)
     content = storage.read_json(folder / "config.json")
@@ -168,7 +163,10 @@ def open_checkpoint(
     generation = storage.read_json(beside) if beside.exists() else {}
     stops = generation.get("eos_token_id", content.get("eos_token_id"))
     stop_ids = tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
-    tokenizer = _tokenizer(folder, stop_ids, config.vocab_size)
+    tokenizer = None
+    if (folder / "tokenizer.json").exists():
+        eos, chat = stop_ids[0] if stop_ids else None, read_chat_template(folder)
+        tokenizer = JsonTokenizer(folder / "tokenizer.json", eos=eos, rows=config.vocab_size, chat=chat)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the embedding of config.json only "
@@ -188,7 +186,7 @@ def open_checkpoint(
 
 
 def check_readable(checkpoint: Checkpoint, model: TransformerLM | ShardedModel) -> None:
-    """Raises the errors of `read_params`, before any tensor is read: of tensors, and of their division over a mesh."""
+    """Raises the errors of `read_params` before any tensor is read."""
     if not checkpoint.is_converted:
         checkpoint.tensors
     bare = model.model if isinstance(model, ShardedModel) else model
@@ -198,18 +196,24 @@ def check_readable(checkpoint: Checkpoint, model: TransformerLM | ShardedModel) 
 def read_params(
     checkpoint: Checkpoint, model: TransformerLM | ShardedModel, progress: OnProgress = lambda *_: None
 ) -> Any:
-    """Reads the parameters of ``model`` from a checkpoint, in its compute dtype and where they belong.
+    """Reads the parameters of ``model`` from a checkpoint, in its compute dtype and onto its devices.
 
     Args:
-      model: of the checkpoint's config. It may have a larger vocabulary (rows beyond the checkpoint's are zero;
-        set ``num_real_tokens``) and another dtype.
+      model: of the checkpoint's config. It may have another dtype and a larger vocabulary, whose further rows are zero.
       progress: called after every parameter of a checkpoint that is not converted.
 
     Raises:
-      ValueError: the model is another than the checkpoint's, with the fields that differ; or a converted checkpoint is
-        damaged. FileNotFoundError, ValueError: see `Checkpoint.tensors`.
+      FileNotFoundError, ValueError: another model than the checkpoint's, with the fields that differ; a damaged converted
+        checkpoint; or see `Checkpoint.tensors`.
     """
-    check_same_model(checkpoint, model.config)
+    different = differing_fields(checkpoint.config, model.config, but=(*DECODING, "num_real_tokens", "vocab_size"))
+    if model.config.vocab_size < checkpoint.config.vocab_size:
+        different["vocab_size"] = checkpoint.config.vocab_size, model.config.vocab_size
+    if different:
+        fields = "; ".join(
+            f"{name} is {there!r} there, {here!r} in the model" for name, (there, here) in different.items()
+        )
+        raise ValueError(f"{checkpoint.name} is another model: {fields}")
     if checkpoint.is_converted:
         return orbax.restore_params(checkpoint.folder, _placed_params(model))
     places = flatten_dict(_placed_params(model), sep="/")
@@ -228,7 +232,7 @@ def _placed_params(model: TransformerLM | ShardedModel) -> Any:
 
 
 def placed(shapes: Any, model: TransformerLM | ShardedModel | FeatureHead) -> Any:
-    """Returns shapes with the shardings of a model or head on a mesh, or on the first device without a mesh."""
+    """Returns shapes with the shardings of a model or head, which are those of the first device without a mesh."""
     if isinstance(model, (ShardedModel, ShardedHead)):
         shardings = model.param_shardings(shapes)
     else:
@@ -275,13 +279,10 @@ def _read_array(place: jax.ShapeDtypeStruct, read: Callable[[tuple[slice, ...]],
 
 
 def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLike) -> None:
-    """Writes a checkpoint in Orbax's format; every process must call it. ``run.json`` comes last.
-
-    Args:
-      params: as `read_params` gave them.
+    """Writes the parameters from `read_params` in the format of Orbax; every process must call it.
 
     Raises:
-      ValueError: there are parameters in the folder, perhaps of a conversion that did not end.
+      ValueError: the folder has parameters, perhaps of a conversion that did not end.
     """
     place = storage.place(folder)
     if jax.process_index() == 0:
@@ -294,23 +295,3 @@ def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLi
         told = {"model": shape, "converted_from": checkpoint.name}
         in_int8 = checkpoint.config.weight_dtype == "int8"
         storage.write_json(place / "run.json", told | {"weight_dtype": "int8"} if in_int8 else told)
-
-
-def check_same_model(checkpoint: Checkpoint, config: TransformerConfig) -> None:
-    """Raises ValueError unless ``config`` is the checkpoint's; dtype and padding of the vocabulary may differ."""
-    different = differing_fields(checkpoint.config, config, but=(*DECODING, "num_real_tokens", "vocab_size"))
-    if config.vocab_size < checkpoint.config.vocab_size:
-        different["vocab_size"] = checkpoint.config.vocab_size, config.vocab_size
-    if different:
-        told = "; ".join(
-            f"{name} is {there!r} there, {here!r} in the model" for name, (there, here) in different.items()
-        )
-        raise ValueError(f"{checkpoint.name} is another model: {told}")
-
-
-def _tokenizer(folder: epath.Path, stop_ids: tuple[int, ...], rows: int) -> JsonTokenizer | None:
-    """Reads the tokenizer of a folder, or None; added tokens beyond the ``rows`` of the embedding are left out."""
-    if not (folder / "tokenizer.json").exists():
-        return None
-    eos, chat = stop_ids[0] if stop_ids else None, read_chat_template(folder)
-    return JsonTokenizer(folder / "tokenizer.json", eos=eos, rows=rows, chat=chat)

@@ -1,10 +1,10 @@
-"""Pairs of models trained here, each in a folder: two models, their tokenizer, and where they come from.
+"""Reads and writes pairs of models trained here, each in a folder.
 
     pair = load_pair("python")                  # the one that comes with the package
     pair = load_pair("python", draft="head")    # its target, with the head that drafts inside it
     pair = load_pair("runs/my_pair")            # of launch/export.py
 
-    pair.json             shapes of both models, how they were trained, what was measured
+    pair.json             shapes of both models, and how they were trained
     target.safetensors    int8 with a scale per output channel, see int8_tensors.py
     draft.safetensors
     tokenizer.json
@@ -17,7 +17,6 @@ Pairs of public checkpoints are read by public_pair.py.
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 from typing import Any
 
@@ -51,12 +50,12 @@ def load_pair(
       name_or_path: a pair that comes with the package, or a folder that `save_pair` wrote.
       draft: what drafts by default: the draft "model", or the "head".
       dtype: of decode-time weights, activations and caches.
-      int8: what is in int8 instead: weights as they are stored.
+      int8: what is in int8 instead; files hold weights in int8.
 
     Raises:
       FileNotFoundError: no such pair, or a file of it is missing.
-      ValueError: another word for ``draft``; a file is damaged, of other shapes than pair.json says (both are listed),
-        or the tokenizer does not fit the models.
+      ValueError: another word for ``draft``; or a file is damaged, of other shapes than pair.json says (both are listed)
+        or of a tokenizer that does not fit the models.
     """
     validate.choice("draft", draft, ("model", "head"))
     folder = pair_folder(name_or_path)
@@ -109,9 +108,7 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
 
 
 def pair_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the folder of a pair, by its name or path; raises FileNotFoundError, or ValueError for no name."""
-    if not isinstance(name_or_path, (str, os.PathLike)):
-        raise ValueError(f"a pair must be a name or a folder; got {name_or_path!r}")
+    """Returns the folder of a pair, by its name or path; raises FileNotFoundError if there is none."""
     for folder in (ASSETS / str(name_or_path), pathlib.Path(name_or_path).expanduser()):
         if (folder / "pair.json").is_file():
             return folder
@@ -130,11 +127,11 @@ def save_pair(
     provenance: dict,
     eos: str = EOS,
 ) -> None:
-    """Writes a pair; ``pair.json`` comes last, so that a half-written folder is not taken for a pair.
+    """Writes a pair; ``pair.json`` comes last: a folder without it is no pair.
 
     Args:
       target, draft: config and parameters of each side, which are stored as int8.
-      provenance: where the pair comes from and what was measured, in any form that JSON knows.
+      provenance: where the pair comes from, as JSON.
       eos: the text of the token that ends a text.
     """
     folder = pathlib.Path(folder)

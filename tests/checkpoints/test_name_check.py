@@ -89,4 +89,4 @@ def test_without_a_network_there_is_one_line(hub):
     hub.network = False
     done = call("doctor", "--look_at=names")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "the hub cannot be reached, and names are looked up there (TimeoutError: nobody answers)" in done.stderr
+    assert "the hub, where names are looked up, cannot be reached (TimeoutError: nobody answers)" in done.stderr

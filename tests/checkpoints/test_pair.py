@@ -13,7 +13,6 @@ from flax.traverse_util import flatten_dict
 from specsamp.checkpoints import pair as pairs
 from specsamp.checkpoints.int8_tensors import PAIR_SCALES, read_pair_tensors, write_pair_tensors
 from specsamp.checkpoints.pair import load_pair, load_prompts, save_pair
-from specsamp.checkpoints.public_pair import read_pair
 from specsamp.models.config import tiny
 from specsamp.models.int8 import summed_axes
 from specsamp.models.transformer import TransformerLM
@@ -178,10 +177,6 @@ def test_unknown_names_list_what_is_shipped(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "ASSETS", tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match="give one of none"):
         load_pair("pair")
-    with pytest.raises(ValueError, match="a pair must be a name or a folder; got 5"):
-        load_pair(5)
-    with pytest.raises(ValueError, match="a checkpoint must be .*; got 5"):
-        read_pair(5, 5)
 
 
 def test_prompts(saved):
