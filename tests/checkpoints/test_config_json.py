@@ -23,6 +23,14 @@ def test_families_that_turn_whole_heads_ignore_a_part(name):
         assert read(name, rope_parameters=within).rotary_size is None
 
 
+def test_old_and_new_config_files_say_the_same():
+    """As the authors of Llama 3 wrote it, and as transformers 5 writes it; people add rope_scaling to lengthen a model."""
+    new = dict(rope_parameters=LLAMA3 | {"original_max_position_embeddings": 8})
+    old = dict(rope_parameters=None, rope_theta=500.0, rope_scaling=new["rope_parameters"])
+    assert read("llama2", **old) == read("llama2", **new) != read("llama2")
+    assert read("llama2", **new, rope_scaling={"type": "linear", "factor": 2.0}).rotary_scaling.factor == 2
+
+
 def test_gpt_neox_turns_a_part_of_each_head():
     assert read("gpt_neox").rotary_size == 2
     half = dict(rope_theta=10_000.0, partial_rotary_factor=0.5)

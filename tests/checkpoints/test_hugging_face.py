@@ -18,7 +18,7 @@ from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.transformer import TransformerLM
 from support import golden
-from support.checkpoint_shapes import edit, open_all
+from support.checkpoint_shapes import open_all
 
 
 def test_a_checkpoint_of_many_files_is_read_whole(original, params, tokenizer):
@@ -86,25 +86,6 @@ def test_rows_of_padding_are_zero(original, params):
         np.testing.assert_array_equal(read[name], np.pad(params[name], ((0, 8), (0, 0))))
     with pytest.raises(ValueError, match="num_layers is 2 there, 3 in the model"):
         read_params(checkpoint, TransformerLM(dataclasses.replace(wide, num_layers=3)))
-
-
-def test_old_and_new_config_files_say_the_same(saved):
-    """Llama 3.1 as its authors wrote it, and as transformers 5 writes it."""
-    scaling = dict(
-        factor=8.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192, rope_type="llama3"
-    )
-    edit(
-        saved / "config.json",
-        lambda config: [config.pop("rope_parameters"), config.update(rope_theta=5e5, rope_scaling=scaling)],
-    )
-    old = open_checkpoint(saved).config
-    edit(saved / "config.json", lambda config: [config.pop("rope_theta"), config.pop("rope_scaling")])
-    edit(saved / "config.json", lambda config: config.update(rope_parameters=scaling | {"rope_theta": 5e5}))
-    assert open_checkpoint(saved).config == old
-    assert old.rotary_base == 5e5 and old.rotary_scaling.factor == 8 and old.rotary_scaling.original_positions == 8192
-    added = {"type": "linear", "factor": 2.0}  # as model cards tell to lengthen a model
-    edit(saved / "config.json", lambda config: config.update(rope_scaling=added))
-    assert open_checkpoint(saved).config.rotary_scaling.factor == 2
 
 
 def test_stop_tokens_of_the_generation_config_come_first(saved):

@@ -1,7 +1,5 @@
 """Checkpoints read, converted and written in int8: bit by bit what quantising all at once gives, and never more at once."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,14 +49,6 @@ def test_a_checkpoint_is_quantised_while_it_is_read(original, name, model, tmp_p
     if model:
         up = read["layer_0"]["mlp"]["up"]
         assert [x.addressable_shards[0].data.shape for x in (up.values, up.scale)] == [(32, 32), (1, 32)]
-
-
-def test_rows_of_padding_are_zero(original):
-    checkpoint = open_checkpoint(original, dtype="float32", weight_dtype="int8")
-    rows = checkpoint.config.vocab_size
-    padded = dataclasses.replace(checkpoint.config, vocab_size=rows + 8, num_real_tokens=rows)
-    table = read_params(checkpoint, TransformerLM(padded))["embedding"]
-    assert is_int8(table) and table.shape[0] == rows + 8 and not np.any(table.values[rows:])
 
 
 def test_both_sides_of_a_pair(original, stored):
