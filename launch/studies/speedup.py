@@ -197,14 +197,13 @@ def draw(*documents: Document) -> Any:
     figure, axes = axes_of(2, "K, drafted tokens per round", sharey=True)
     for axis, (name, sampling) in zip(axes, DISTRIBUTIONS.items(), strict=True):
         for number, (document, colour) in enumerate(zip(documents, (BLUE, VERMILLION), strict=True), 1):
-            curve = [
-                (key["draft_length"], speedup)
+            at = {
+                key["draft_length"]: speedup
                 for key, speedup in measured(document)
                 if key == setting(sampling, "model", key["draft_length"], 1)
-            ]
-            curve.sort(key=lambda point: point[0])
-            lengths = [length for length, _ in curve]
-            middle, low, high = ([speedup[edge] for _, speedup in curve] for edge in ("median", "lower", "upper"))
+            }
+            lengths = sorted(at)
+            middle, low, high = ([at[length][edge] for length in lengths] for edge in ("median", "lower", "upper"))
             axis.plot(lengths, middle, marker="o", markersize=3, color=colour, label=f"measurement {number}")
             axis.fill_between(lengths, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.axhline(1, color="black", linewidth=0.8)
