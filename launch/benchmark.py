@@ -16,7 +16,7 @@ configuration adds its cells. A file belongs to one machine. --trace=runs/trace 
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,10 +26,12 @@ from rich.console import Console
 from launch.lib import costs, entry
 from launch.lib.cells import (
     costs_of,
+    define_again,
     define_prompts,
-    identity_of,
     known_identity,
     make_cells,
+    measure_missing,
+    pair_identity,
     parse_grid,
     read_prompts,
     turned,
@@ -40,6 +42,7 @@ from launch.lib.fields import ExperimentConfig
 from launch.lib.machine_choice import chosen
 from specsamp import use_compilation_cache
 from specsamp.analysis import grid, tables
+from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.grid import Cell
 from specsamp.analysis.trace import trace
 from specsamp.analysis.workload import check_fits, decoders
@@ -60,7 +63,7 @@ _CHIP_HOUR = costs.define_chip_hour()
 _TRACE = flags.DEFINE_string(
     "trace", None, "Then profile one prefill and some rounds into this folder, and show their time by named scope."
 )
-_AGAIN = flags.DEFINE_bool("again", False, "Measure cells again that --output holds already, and replace them.")
+_AGAIN = define_again()
 
 
 def main() -> None:
@@ -78,7 +81,8 @@ def main() -> None:
     config = chosen(config, console)
     configs = turned(config, points)  # all are checked before weights are read
     entry.check_output(_OUTPUT.value)
-    grid.Results.open(_OUTPUT.value, known_identity(config))  # another run's file is refused before weights are read
+    identity = known_identity(config)
+    grid.Results.open(_OUTPUT.value, identity)  # another run's file is refused before weights are read
     if _TRACE.value and jax.config.jax_disable_jit:
         raise ValueError("--trace is of compiled programs, and JAX_DISABLE_JIT is set: leave out one of the two")
     if _TRACE.value:
@@ -86,7 +90,7 @@ def main() -> None:
     experiment = build(config, read_prompts(_PROMPTS.value), all_fields=True)
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
-    measure_all(make_cells(configs, experiment), identity_of(config, experiment), experiment.pair, console)
+    measure_all(make_cells(configs, experiment), identity | pair_identity(experiment), experiment.pair, console)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and phases are left out.")
 
@@ -101,12 +105,13 @@ def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, 
     if made_up:
         told = "SYNTHETIC ACCEPTANCE: speedups and ms per token below are made up; rounds are not."
         console.print(told, style="bold red")
-    if there := sum(results.find(cell.key) is not None for cell in cells):
-        console.print(f"{there} of {len(cells)} cells are in {output} already; --again measures them anew")
-    kept = f"the cells measured so far are in {output}; the same command goes on" if output else "nothing was written"
+
+    def measure(number: int, say: Callable[[str], None]) -> Result:
+        cell = cells[number]
+        return benchmark(pair, cell.method, cell.workload, lambda text: say(f"{grid.describe(cell.key)}: {text}"))
+
     start = time.perf_counter()
-    with entry.keeps(kept), entry.progress(console, "starting") as say:
-        measured = grid.measure_cells(pair, cells, results, again=_AGAIN.value, header=entry.header, progress=say)
+    measured = measure_missing([cell.facts for cell in cells], measure, results, _AGAIN.value, console)
     if _TRACE.value and "result" in (found := results.find(cells[0].key)):
         (cell,) = cells
         (decoder,) = decoders(pair, {"speculative": cell.method}, cell.workload).values()
@@ -129,7 +134,7 @@ def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, 
     entry.show(costs.cost_tables(costs_of(rows), costs.chips_of(pair), _CHIP_HOUR.value), console)
     if len(cells) == len(measured) == 1:
         label = LABEL.format(rate=cells[0].key["synthetic_acceptance"]) if made_up else ""
-        entry.show(tables.result_tables(measured[0][1], label), console)
+        entry.show(tables.result_tables(measured[0], label), console)
     entry.say_written(output, console)
 
 

@@ -24,7 +24,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from absl import flags
 
 from launch.lib import costs, entry
@@ -239,7 +238,6 @@ def task_identity(config: ExperimentConfig, problems: Mapping[int, Problem]) -> 
         "task": {"name": _TASK.value, "problems": len(problems), "sha256": told, "samples": _SAMPLES.value},
         "blocks": _BLOCKS.value,
         "config": {name: value for name, value in config.recorded.items() if name not in left_out},
-        "jax": jax.__version__,
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from configs import random_pair
 from launch.lib import experiment
+from launch.lib.config import load_config
 from launch.lib.fields import ExperimentConfig, SamplingFields
 from specsamp.decoding.adaptive import Adaptive, Entropy
 from specsamp.decoding.drafters import (
@@ -32,7 +33,7 @@ TINY = "configs/random_pair.py:tiny"
 def turned(**fields):
     """The tiny pair's configuration with other values; of a group's field as ``group__field``."""
     point = {name.replace("__", "."): value for name, value in fields.items()}
-    return ExperimentConfig.from_file(TINY).turned(point)
+    return ExperimentConfig.from_config_dict(load_config(TINY)).turned(point)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_sampling_that_is_off_is_left_out():
 
 @pytest.mark.parametrize("size", random_pair.SIZES)
 def test_every_size_describes_a_pair(size):
-    config = ExperimentConfig.from_file(f"configs/random_pair.py:{size}")
+    config = ExperimentConfig.from_config_dict(load_config(f"configs/random_pair.py:{size}"))
     target, draft = config.target.model(), config.draft.model()
     assert target.vocab_size == draft.vocab_size
     assert draft.config.num_parameters < target.config.num_parameters

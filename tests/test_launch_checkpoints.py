@@ -9,6 +9,7 @@ import pytest
 
 from configs import hf
 from launch.lib import experiment
+from launch.lib.config import load_config
 from launch.lib.fields import ExperimentConfig
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
@@ -29,7 +30,9 @@ def folder(tmp_path_factory):
 
 
 def test_two_names_become_an_experiment(folder, capsys):
-    config = ExperimentConfig.from_file(f"configs/hf.py:{folder},{folder}").turned({"hugging_face.dtype": "float32"})
+    config = ExperimentConfig.from_config_dict(load_config(f"configs/hf.py:{folder},{folder}")).turned(
+        {"hugging_face.dtype": "float32"}
+    )
     built = experiment.build(config)
     assert built.pair_name == f"{folder}, {folder}" and len(built.workload.prompts) == len(hf.PROMPTS)
     assert "read 0.0 of 0.0 GB" in capsys.readouterr().err
@@ -74,7 +77,9 @@ def test_commands_say_how_a_head_fits_and_write_prompts_as_conversations(folder,
     talk = [{"role": "user", "content": "some"}, {"role": "assistant", "content": "text"}]
     (tmp_path / "prompts.json").write_text(json.dumps(["some text", {"messages": talk}]), encoding="utf-8")
     turned = {"hugging_face.dtype": "float32", "drafter": "head", "draft_length": 2, "sampling.temperature": 0}
-    config = ExperimentConfig.from_file(f"configs/hf.py:{target},{head}").turned(turned | {"chat": True})
+    config = ExperimentConfig.from_config_dict(load_config(f"configs/hf.py:{target},{head}")).turned(
+        turned | {"chat": True}
+    )
     built = experiment.build(config, module("benchmark").read_prompts(str(tmp_path / "prompts.json")))
     texts = [built.pair.tokenizer.decode(prompt) for prompt in built.workload.prompts]
     assert texts == ["user: some text", "user: someassistant: text"]

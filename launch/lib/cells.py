@@ -1,23 +1,22 @@
 """Turns a configuration and a grid into cells for launch/benchmark.py, and files into prompts."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import itertools
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from absl import flags
+from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.experiment import Experiment
 from launch.lib.fields import ExperimentConfig, SamplingFields
 from specsamp import machine, storage
-from specsamp.analysis.grid import Cell, describe
+from specsamp.analysis.grid import Cell, Results, describe, measure_cells
 from specsamp.decoding.request import Prompt
 
 Point = dict[str, Any]  # values of fields of the configuration
@@ -96,22 +95,45 @@ def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
     )
 
 
+def define_again() -> flags.FlagHolder:
+    """Defines --again."""
+    return flags.DEFINE_bool("again", False, "Measure cells again that --output holds already, and replace them.")
+
+
+def measure_missing(
+    cells: Sequence[Mapping[str, Any]],
+    measure: Callable[[int, Callable[[str], None]], Any],
+    results: Results,
+    again: bool,
+    console: Console,
+) -> dict[int, Any]:
+    """Measures the cells that a file lacks, see `specsamp.analysis.grid.measure_cells`; prints how many it holds."""
+    path = results.path
+    if there := sum(results.find(cell["key"]) is not None for cell in cells):
+        console.print(f"{there} of {len(cells)} cells are in {path} already; --again measures them anew")
+    kept = f"the cells measured so far are in {path}; the same command goes on" if path else "nothing was written"
+    with entry.keeps(kept), entry.progress(console, "starting") as say:
+        return measure_cells(cells, measure, results, again=again, header=entry.header, progress=say)
+
+
 def machine_identity() -> dict[str, Any]:
     """Returns the devices, and the machine of a CPU; an accelerator is the same in any machine."""
     device = jax.devices()[0]
     found = {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()}
-    return {"device": found} | ({"machine": machine.host_facts()} if device.platform == "cpu" else {})
+    return {"device": found, "jax": jax.__version__} | (
+        {"machine": machine.host_facts()} if device.platform == "cpu" else {}
+    )
 
 
 def known_identity(config: ExperimentConfig) -> dict[str, Any]:
-    """Returns the part of `identity_of` that is known before a pair is read."""
+    """Returns the part of a grid's identity that is known before a pair is read."""
     apart = TURNED | {"sampling", "adaptive"}
     fields = {name: value for name, value in config.recorded.items() if name not in apart}
-    return {"config": fields, **machine_identity(), "jax": jax.__version__}
+    return {"config": fields, **machine_identity()}
 
 
-def identity_of(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
-    """Returns the identity that all cells of a file share."""
+def pair_identity(experiment: Experiment) -> dict[str, Any]:
+    """Returns the pair and the prompts, as they identify a file of results."""
     work = experiment.workload
     prompts = {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())} if work.prompts else None
     return {
@@ -120,7 +142,6 @@ def identity_of(config: ExperimentConfig, experiment: Experiment) -> dict[str, A
         "random_weights": experiment.pair_name is None,
         "models": experiment.configs,
         "prompts": prompts,
-        **known_identity(config),
     }
 
 

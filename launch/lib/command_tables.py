@@ -1,7 +1,5 @@
 """Tables of measurements by commands: for launch/evaluate.py, and of committed results for the pages."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

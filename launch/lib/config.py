@@ -6,8 +6,6 @@ The word after the colon is the argument of ``get_config``. A file is looked for
 checkout. A configuration is Python code that is run as it is: use only files that you trust.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

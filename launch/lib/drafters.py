@@ -1,7 +1,5 @@
 """Drafters by the word that a configuration names them with."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Makes the pair of a configuration, and what decodes it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

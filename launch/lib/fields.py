@@ -13,7 +13,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from launch.lib.config import load_config
 from launch.lib.drafters import DRAFTERS, AdaptiveFields, Word
 from launch.lib.rules import make_rule
 from specsamp import validate
@@ -171,11 +170,6 @@ class ExperimentConfig:
         """Reads a configuration; raises ValueError for a field that is missing, unknown or wrong."""
         fields = config.to_dict()
         return read_fields(cls, {**fields, "recorded": fields})
-
-    @classmethod
-    def from_file(cls, text: str) -> ExperimentConfig:
-        """Reads the configuration of ``FILE.py:WORD``."""
-        return cls.from_config_dict(load_config(text))
 
     def turned(self, point: Mapping[str, Any]) -> ExperimentConfig:
         """Returns the configuration with other values, such as ``{"batch": 8, "sampling.temperature": 0.0}``."""

@@ -7,8 +7,6 @@
 What stands between a mark and its end is replaced. Every committed result must be in a mark.
 """
 
-from __future__ import annotations
-
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,17 +26,17 @@ MOVED: Mapping[str, str] = {
     r"launch/sweep\.py": "launch/benchmark.py --sweep",
     r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",
     # Programs that are gone: the page has their answers.
-    r".* --study=variants .*|.*/(cut_prompts|in_flight|freeze_forecasts|scheduling|head_training|streaming)\.py.*|.* --(memory|combined) .*": "",
+    r".* --study=variants .*|.*/(cut_prompts|in_flight|freeze_forecasts|scheduling|head_training|streaming)\.py.*|.* --(memory|combined) .*|.*int8_speed\.py.*|.* --(grid|study)=(shapes|complements)\b.*": "",
     r"(compile_study\.py.*) --figure=\S*/\w+\.png": r"\1 --figures=runs",
     r"launch/(?:studies/)?compile_study\.py(.*) --study=": r"launch/study.py compile\1 --grid=",
     r"launch/(?:studies/)?compile_training\.py(.*) --topology=": r"launch/study.py compile --grid=training\1 --change=topology=",
     r"launch/(?:studies/)?int8_error\.py": "launch/study.py int8",
-    r"launch/(?:studies/)?int8_speed\.py": "launch/study.py int8 --ask=speed",
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
     r"launch/(?:studies/)?refill\.py": "launch/study.py serving --ask=batches",
     r"launch/(?:studies/)?serve_load\.py": "launch/study.py serving --ask=endpoint --max_new_tokens=128",
     r"launch/(?:studies/)?(adaptive|agreement|backtest|drafters|lossy|speedup)\.py": r"launch/study.py \1",
     r"--prompts=runs/python_prompts\.json": "--prompts=notebooks/results/python_prompts.json",
+    r"(launch/study\.py (?:drafters|lossy).*) --prompts=": r"\1 --prompt_count=",
     # Last, of all studies: a figure was a file, and is one of a folder; a flag that was repeated is a list.
     r"(launch/study\.py .*)--figure=\S*/\w+\.png": r"\1--figures=runs",
 }

@@ -3,8 +3,6 @@
 A lossy rule's constants follow its name, in the order of its fields; the rest have their defaults.
 """
 
-from __future__ import annotations
-
 from absl import flags
 
 from specsamp import validate

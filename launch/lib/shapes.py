@@ -1,7 +1,5 @@
 """Shapes of models that a configuration names, known before any weights are read."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

@@ -1,31 +1,36 @@
-"""Runs studies: what a study asks and measures is its own file in launch/studies; flags, files and tables are here.
+"""Runs studies: a file in launch/studies says what one asks and measures; flags, files and tables are here.
 
 A study is a module ``launch/studies/NAME.py`` with a `Study` named ``STUDY``. The runner brings --output, which is
 written after each cell and from which the same command goes on; --again; --figures; --results, which shows the tables
-of results that exist and measures nothing; progress, tables on the console, and the same tables as Markdown.
+of results that exist and measures nothing; progress, tables on the console, and the same tables as Markdown. For a
+study of a configuration it also brings --config and --prompts, and reads the pair.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import functools
 import importlib.util
 import pathlib
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 from absl import flags
 from rich.console import Console
 
 import specsamp
 from launch.lib import entry
+from launch.lib.cells import (
+    define_again,
+    define_prompts,
+    machine_identity,
+    measure_missing,
+    pair_identity,
+    read_prompts,
+)
 from launch.lib.config import CHECKOUT, ConfigFlag, meant
+from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
-from specsamp import machine, storage, validate
+from specsamp import storage, use_compilation_cache, validate
 from specsamp.analysis import figures, grid, report
 from specsamp.analysis.report import Table
 
@@ -100,11 +105,12 @@ class Study:
     Attributes:
       question: what it asks, in one sentence.
       options: its flags by name, in addition to the shared ones.
-      config: the default of --config, for a study of a configuration; its value is ``options.config``.
-      prepare: checks the options and loads what all cells share, before anything is written. What it returns is
-        handed to the functions below; by default the options themselves.
+      config: the default of --config, for a study of a configuration. All functions below but ``prepare`` then find
+        the pair in ``options.experiment``, all of them the configuration in ``options.config``.
+      prepare: checks the options, before a pair is read, and adds fields to them for the functions below.
       cells: lists the keys of the cells; by default there is one, {}, and its result's fields are the document's.
-      identity: says what all cells of a file share, by default the options; a file of another identity is refused.
+      identity: returns the options that all cells of a file share, by default all of them; a file of another identity
+        is refused. Study, machine, configuration and pair always belong to it.
       measure: returns the result of a cell as JSON (dataclasses allowed).
       tables: the tables of committed results, by the names that pages have them under.
       figures: draw documents, as tables are made of them; each is a PNG file of that name.
@@ -117,8 +123,8 @@ class Study:
     tables: Mapping[str, Published] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
     config: str | None = None
-    prepare: Callable[[Any], Any] = lambda options: options
-    cells: Callable[[Any], Sequence[Key]] = lambda prepared: [{}]
+    prepare: Callable[[Any], None] = lambda options: None
+    cells: Callable[[Any], Sequence[Key]] = lambda options: [{}]
     identity: Callable[[Any], Mapping[str, Any]] | None = None
     figures: Mapping[str, Published] = dataclasses.field(default_factory=dict)
     shown: Callable[[Any], Sequence[str]] | None = None
@@ -142,17 +148,20 @@ def run_study(study: Study, arguments: Sequence[str]) -> int:
     options = {option: described.define(option) for option, described in study.options.items()}
     shared = {
         "output": entry.define_output(),
-        "again": flags.DEFINE_bool("again", False, "Measure cells again that --output holds already."),
+        "again": define_again(),
         "figures": flags.DEFINE_string("figures", None, "Draw the figures into this folder."),
         "results": flags.DEFINE_string(
             "results", None, "Measure nothing: show what the files of this folder hold, such as notebooks/results."
         ),
     }
 
+    if config is not None:
+        shared["prompts"] = define_prompts()
+
     def main() -> None:
         values = {name: flag.value for name, flag in shared.items()}
         values |= {name: study.options[name].read(name, flag.value) for name, flag in options.items()}
-        _run(study, types.SimpleNamespace(config=config, **values), entry.make_console())
+        _run(study, types.SimpleNamespace(config=config and config.value, **values), entry.make_console())
 
     text = "" if study.measure is None else sys.modules[study.measure.__module__].__doc__
     main.__doc__ = f"{study.question}\n\n{text}"
@@ -171,9 +180,13 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
     entry.check_output(options.output)
     if options.figures:
         entry.check_output(f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures")
-    prepared = study.prepare(options)
-    document = _measured(study, prepared, options, console)
-    shown = study.shown(prepared) if study.shown else [name for name, each in every.items() if len(each.results) == 1]
+    study.prepare(options)
+    if options.config is not None:
+        options.experiment = build(options.config, read_prompts(options.prompts))
+        console.print(headline(options.experiment, study.question))
+        use_compilation_cache()
+    document = _measured(study, options, console)
+    shown = study.shown(options) if study.shown else [name for name, each in every.items() if len(each.results) == 1]
     with entry.reading(options.output or "what was measured"):
         found = {name: every[name].make(document) for name in shown if name in study.tables or options.figures}
     _show(study, found, options, console)
@@ -189,35 +202,27 @@ def _show(study: Study, found: Mapping[str, Any], options: types.SimpleNamespace
             console.print(f"drawn: {options.figures}/{name}.png")
 
 
-def _measured(study: Study, prepared: Any, options: types.SimpleNamespace, console: Console) -> Document:
+def _measured(study: Study, options: types.SimpleNamespace, console: Console) -> Document:
     """Returns the document with all cells; those that the output lacks are measured now."""
-    identity = _asked(study, options) if study.identity is None else study.identity(prepared)
-    results = grid.Results.open(options.output, identity)
-    keys = [report.as_json(key) for key in study.cells(prepared)]
-    missing = [key for key in keys if options.again or results.find(key) is None]
-    if len(missing) < len(keys):
-        there = f"{len(keys) - len(missing)} of {len(keys)} cells are in {options.output} already"
-        console.print(f"{there}; --again measures them anew")
-    kept = f"the cells measured so far are in {options.output}; the same command goes on"
-    with entry.keeps(kept if options.output else "nothing was written"), entry.progress(console, "starting") as say:
-        for number, key in enumerate(missing, 1):
-            where = ", ".join([f"cell {number} of {len(missing)}", *map(str, key.values())])
-            say(where)
-            start = time.perf_counter()
-            outcome = grid.outcome_of(
-                functools.partial(study.measure, prepared, key, lambda text, where=where: say(f"{where}: {text}"))
-            )
-            if number % grid.KEPT_PROGRAMS == 0:
-                jax.clear_caches()
-            results.add({"key": key, "seconds": round(time.perf_counter() - start, 1), **outcome}, entry.header())
+    keys = [report.as_json(key) for key in study.cells(options)]
+    results = grid.Results.open(options.output, _identity(study, options))
+
+    def measure(number: int, say: Say) -> Any:
+        where = ", ".join(map(str, keys[number].values())) or "measuring"
+        say(where)
+        return study.measure(options, keys[number], lambda text: say(f"{where}: {text}"))
+
+    measure_missing([{"key": key} for key in keys], measure, results, options.again, console)
     return whole(results.document | {"cells": list(filter(None, map(results.find, keys)))})
 
 
-def _asked(study: Study, options: types.SimpleNamespace) -> dict[str, Any]:
-    """Returns the name of a study and what was asked of it."""
+def _identity(study: Study, options: types.SimpleNamespace) -> dict[str, Any]:
+    """Returns the identity of a study's file."""
     given = {name: value for name, value in vars(options).items() if name in study.options}
-    config = {} if options.config is None else {"config": options.config.value.recorded}
-    return {"study": study.measure.__module__.rpartition(".")[2], "options": given, **config}
+    known = {"study": study.measure.__module__.rpartition(".")[2], **machine_identity()}
+    if options.config is not None:
+        known |= {"config": options.config.recorded} | pair_identity(options.experiment)
+    return known | ({"options": given} if study.identity is None else study.identity(options))
 
 
 def whole(document: Document) -> Document:
@@ -227,12 +232,7 @@ def whole(document: Document) -> Document:
         return document
     if "result" not in cells[0]:
         raise ValueError(f"out of memory: {cells[0]['out_of_memory']}; --again measures anew")
-    return document | cells[0]["result"]
-
-
-def here() -> dict[str, Any]:
-    """Returns the part of an identity that times depend on: the machine and the version of JAX."""
-    return {"machine": machine.host_facts(), "jax": jax.__version__}
+    return document.get("identity", {}) | document | cells[0]["result"]
 
 
 def read_result(name: str, folder: pathlib.Path = RESULTS) -> Document:

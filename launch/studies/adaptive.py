@@ -8,26 +8,20 @@ fifth of the prompts. *By the clock*, plain decoding and adaptive lengths take t
 holds 95% of resampled sets of texts. The best fixed length is chosen afterwards, the oracle's for each batch of texts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from launch.lib import entry
-from launch.lib.cells import read_prompts
 from launch.lib.drafters import DRAFTERS
-from launch.lib.experiment import build, headline
 from launch.lib.rules import make_rule
-from launch.lib.study import Document, Option, Published, Study, here
-from specsamp import chain, temperature, use_compilation_cache
+from launch.lib.study import Document, Option, Published, Study
+from specsamp import chain, temperature
 from specsamp.analysis.draft_length import adapted_to
 from specsamp.analysis.report import Table
-from specsamp.analysis.workload import TimedDecoder, Workload, decoders, take_turns
+from specsamp.analysis.workload import TimedDecoder, Workload, decode_in_turns, decoders
 from specsamp.decoding.engine import to_host
 from specsamp.decoding.method import Method
 
@@ -37,27 +31,16 @@ TEMPERATURES = {"easy": 0.0, "hard": 1.0}
 DRAFTING = [word for word, drafter in DRAFTERS.items() if drafter.drafts]
 
 
-def prepare(options: Any) -> Any:
-    """Returns the options with the pair, after all checks."""
-    config = options.config.value
-    experiment = build(config, read_prompts(options.prompts) if options.prompts else ())
-    calibrated, measured = split(experiment.workload.prompts)
+def cells(options: Any) -> list[Mapping[str, Any]]:
+    """Returns a key for each drafter, kind of texts and batch; raises ValueError for too few prompts."""
+    calibrated, measured = split(options.experiment.workload.prompts)
     if not calibrated or len(measured) < options.texts:
         raise ValueError(
             f"--texts={options.texts} needs a quarter more prompts, and there are {len(calibrated) + len(measured)}: give "
             "more by --prompts (notebooks/results/python_prompts.json has 160), or fewer texts"
         )
-    task = f"adaptive draft lengths, {options.texts} texts in each setting"
-    entry.make_console().print(headline(experiment, task))
-    use_compilation_cache()
-    return types.SimpleNamespace(**{**vars(options), "config": config}, experiment=experiment)
-
-
-def identity(options: Any) -> dict[str, Any]:
-    """Returns what all cells of a file share."""
-    told = {"pair": options.experiment.pair_name, "weights": options.experiment.weights, "lengths": LENGTHS}
-    texts = {"clock": options.texts, "counted": options.counted}
-    return {"config": options.config.recorded, **told, "texts": texts, **here()}
+    settings = itertools.product(options.drafters, options.kinds, BATCHES)
+    return [{"drafter": word, "kind": kind, "batch": batch} for word, kind, batch in settings]
 
 
 def split(prompts: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -85,18 +68,14 @@ def measure(options: Any, key: Mapping[str, Any], say: Any) -> dict[str, Any]:
     turns, counted = (-(-texts // batch) for texts in (options.texts, min(options.counted, options.texts)))
     of_others = {K: with_prompts(side, others) for K, side in sides.items()}
     sides = {K: with_prompts(side, prompts) for K, side in sides.items()}
-    for K, side in of_others.items():
-        say(f"compiling: K = {K}")
-        side.decode(0)
-    found = adapted_to(take_turns({K: side.decode for K, side in of_others.items()}, -(-len(others) // batch), say))
+    found = adapted_to(decode_in_turns(of_others, -(-len(others) // batch), say))
     longest = dataclasses.replace(methods[LENGTHS[-1]], adaptive=found)
     (adaptive,) = decoders(pair, {"adaptive": longest}, dataclasses.replace(work, prompts=prompts)).values()
-    adaptive.decode(0)
     say("counting rounds")
     rounds_KN = np.array([[side.decode(n).rounds for n in range(counted)] for side in sides.values()])
     fixed_KN = rounds_KN * np.array(found.costs_ms)[:, None]
     counted_N = np.array([counted_ms(adaptive, n) for n in range(counted)])
-    clocks = take_turns({"plain": sides[0].decode, "adaptive": adaptive.decode}, turns, say)
+    clocks = decode_in_turns({"plain": sides[0], "adaptive": adaptive}, turns, say)
     seconds = {name: np.array([one.loop_seconds for one in timings]) for name, timings in clocks.items()}
     chosen = np.random.default_rng(0).integers(turns, size=(RESAMPLED, turns))
     ratios = seconds["adaptive"][chosen].sum(1) / seconds["plain"][chosen].sum(1)
@@ -157,16 +136,11 @@ STUDY = Study(
             ("model", "ngram"), "The words of the drafters, with commas between them.", choices=DRAFTING
         ),
         "kinds": Option(("easy", "hard"), "The kinds of texts, with commas between them.", choices=tuple(TEMPERATURES)),
-        "prompts": Option("", "Decode the prompts of this file, JSON or one in each line; by default the pair's."),
         "texts": Option(128, "How many texts are decoded by the clock in each setting.", least=1),
         "counted": Option(48, "How many of them are counted, with every length.", least=1),
     },
-    prepare=prepare,
-    cells=lambda options: [
-        {"drafter": word, "kind": kind, "batch": batch}
-        for word, kind, batch in itertools.product(options.drafters, options.kinds, BATCHES)
-    ],
-    identity=identity,
+    cells=cells,
+    identity=lambda options: {"texts": options.texts, "counted": options.counted},
     measure=measure,
     tables={"adaptive": Published(["python_adaptive"], table)},
 )

@@ -10,55 +10,47 @@ difference of two passes over the *same* texts is the noise, and no forecast com
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from launch.lib.cells import identity_of, read_prompts
-from launch.lib.experiment import build
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Key, Option, Published, Say, Study, answers
-from specsamp import greedy, use_compilation_cache
+from specsamp import greedy
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.costs import CostTable, Round, clock_error
 from specsamp.analysis.grid import distribution_of, words
 from specsamp.analysis.planner import Forecast, make_plan
 from specsamp.analysis.report import Table
-from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, decoders, take_turns
+from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, decode_in_turns, decoders
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.results import RowStats
 
-BATCHES, PASSES = (1, 4), 2
+BATCHES, PASSES, GREEDY = (1, 4), 2, "greedy"
 
 
-def prepare(options: Any) -> Any:
-    """Returns the options with the pair and the distributions, after all checks."""
-    config = options.config.value
-    if not config.word.drafts:
+def prepare(options: Any) -> None:
+    """Refuses a configuration without a drafter."""
+    if not options.config.word.drafts:
         raise ValueError("without a drafter there is nothing to forecast")
-    experiment = build(config, read_prompts(options.prompts) if options.prompts else ())
-    if (count := len(experiment.workload.prompts)) < 4:
+
+
+def cells(options: Any) -> list[Key]:
+    """Returns a key for each distribution and batch; raises ValueError for too few prompts."""
+    if (count := len(options.experiment.workload.prompts)) < 4:
         raise ValueError(f"two halves of prompts need four, this pair has {count}: give --prompts")
-    use_compilation_cache()
-    laws = {"greedy": greedy(), distribution_of(dataclasses.asdict(config.sampling)): experiment.method.sampling}
-    return types.SimpleNamespace(**vars(options) | {"config": config}, experiment=experiment, laws=laws)
-
-
-def identity(options: Any) -> dict[str, Any]:
-    """Returns what all cells of a file share."""
-    config, asked = options.config, {"longest": options.longest, "batches": BATCHES, "passes": PASSES}
-    turned = {"rule": config.rule, "drafter": config.drafter_name, "sampling": dataclasses.asdict(config.sampling)}
-    return identity_of(config, options.experiment) | turned | {"asked": asked}
+    laws = GREEDY, distribution_of(dataclasses.asdict(options.config.sampling))
+    return [{"law": law, "batch": batch} for law in dict.fromkeys(laws) for batch in BATCHES]
 
 
 def measure(options: Any, key: Key, say: Say) -> dict[str, Any]:
     """Fits on one half of the prompts; forecasts and measures on the other."""
     config, pair, work = options.config, options.experiment.pair, options.experiment.workload
+    sampling = greedy() if key["law"] == GREEDY else options.experiment.method.sampling
     drafters = {K: config.make_drafter(pair.target, pair.draft_or_head, K) for K in range(1, options.longest + 1)}
-    method = Method(drafter=NoDrafter(), rule=make_rule(config.rule), sampling=options.laws[key["law"]])
+    method = Method(drafter=NoDrafter(), rule=make_rule(config.rule), sampling=sampling)
     methods = {0: method} | {K: method.with_drafter(drafter) for K, drafter in drafters.items()}
     halves, each_half = [], len(work.prompts) // 2
     for half in (0, 1):
@@ -72,11 +64,8 @@ def agreement(fit: Mapping[int, TimedDecoder], check: Mapping[int, TimedDecoder]
     """Forecasts from the texts of one half of the prompts what is measured on the other; decoders are by K."""
     work = check[0].workload
     sides = {("fit", K): side for K, side in fit.items()} | {("check", K): side for K, side in check.items()}
-    for number, side in enumerate(sides.values(), 1):
-        say(f"compiling {number} of {len(sides)}")
-        side.decode(0)
-    runs = {name: lambda turn, side=side: side.decode(turn % work.repeats) for name, side in sides.items()}
-    timed = {name: Timed.of(timings) for name, timings in take_turns(runs, PASSES * work.repeats, say).items()}
+    passes = [decode_in_turns(sides, work.repeats, say) for _ in range(PASSES)]
+    timed = {name: Timed.of([timings[name] for timings in passes]) for name in sides}
     costs = CostTable(
         rounds=tuple(Round(draft_length=K, batch=work.batch, ms=timed["fit", K].round_ms) for K in fit),
         error=clock_error(timed["fit", K].error for K in fit),
@@ -109,10 +98,10 @@ class Timed:
     rows: tuple[RowStats, ...]
 
     @classmethod
-    def of(cls, timings: Sequence[Timing]) -> Timed:
+    def of(cls, passes: Sequence[Sequence[Timing]]) -> Timed:
         """Reads the timings of all passes; every pass has the same texts."""
-        first = timings[: len(timings) // PASSES]
-        seconds_PR = np.array([timing.loop_seconds for timing in timings]).reshape(PASSES, -1)
+        first = passes[0]
+        seconds_PR = np.array([[timing.loop_seconds for timing in timings] for timings in passes])
         rows = tuple(row for timing in first for row in timing.rows)
         return cls(seconds_PR, np.array([timing.rounds for timing in first]), rows)
 
@@ -168,11 +157,9 @@ STUDY = Study(
     config="configs/trained_pair.py",
     options={
         "longest": Option(12, "The largest K to forecast.", least=1),
-        "prompts": Option("", "Decode the prompts of this file, JSON or one in each line; by default the pair's."),
     },
     prepare=prepare,
-    identity=identity,
-    cells=lambda options: [{"law": law, "batch": batch} for law in options.laws for batch in BATCHES],
+    cells=cells,
     measure=measure,
     tables={"agreement": Published(["python_pair_agreement"], table)},
 )

@@ -5,8 +5,6 @@
 Each layout and each source is left out of the fits once; rows that no fit explains are compared, too. Seconds, no TPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ A round is kept as the number of tokens that it accepted, a digit. If tokens wer
 long as the mean rate says, and their counts uncorrelated. Intervals hold 95% of 1,000 sets of prompts that are drawn anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -6,18 +6,15 @@
 
     slices       the paper's pair on sixteen chips of each kind, by batch
     scoring      a call of the target by its tokens, from one to the ridge of each chip
-    shapes       a step of drafts of 4B parameters from 4 to 40 layers, and of a 7B of ordinary shape, on 1 to 16 chips
-    complements  int8, fewer kv heads, a draft model and a head together
     heads        a head of EAGLE-3's shape, and an early exit, beside a draft model
     kernels      calls and rounds whose caches are read by kernels, with all slots alive and with ``live`` of them
     training     the memory of a device in a training step of an EAGLE-3 head, in ``data`` shards, with ``layers`` of the
                  target, ``test_steps`` of the training-time test, and logits of ``chunk`` positions at a time
 
 Models are compiled at two and four layers and continued to all of them, see `specsamp.tpu.stack`; the training step is
-compiled whole. Rounds are of top-p, the token rule and K = 4. Minutes to an hour on two cores.
+compiled whole. Rounds are of top-p, the token rule and K = 4. Minutes to an hour on two cores. The tables of shapes and
+complements are dated records.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -45,7 +42,6 @@ from specsamp.models.kernels.cache import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.tpu.program import Memory, Program
-from specsamp.tpu.programs import WINDOW
 from specsamp.tpu.stack import Stack
 from specsamp.tpu.topology import described_mesh, parse
 from specsamp.training.eagle import TrainHead
@@ -63,10 +59,9 @@ MODELS = {
     "Llama 3.2 1B": functools.partial(published_config, "meta-llama/Llama-3.2-1B"),
 }
 EXIT = f"early exit after {EXIT_LAYER}"
-DATA = storage.read_json(__file__.removesuffix("py") + "json")
 GRIDS = {  # of every block all cells that have one of the values of each field
     grid: [dict(zip(block, values, strict=True)) for block in blocks for values in itertools.product(*block.values())]
-    for grid, blocks in DATA["grids"].items()
+    for grid, blocks in storage.read_json(__file__.removesuffix("py") + "json").items()
 }
 
 
@@ -92,26 +87,6 @@ def slices(topology: str, batch: int) -> dict[str, Any]:
 
 def scoring(topology: str, tokens: int) -> dict[str, Any]:
     return stack_of(chinchilla_70b(), topology).call(tokens).facts(topology)
-
-
-def shapes(shape: str, chips: int) -> dict[str, Any]:
-    """Compiles a step of heads of 128 and relative positions; chips share the heads, a multiple of 16."""
-    config = TransformerConfig(vocab_size=32_000, head_size=128, dtype="bfloat16", **DATA["shapes"][shape])
-    topology = {1: "v4:1x1x1", 4: "v4:2x2x1", 8: "v4:2x2x2", 16: PAPER}[chips]
-    return stack_of(config, topology).call(WINDOW).facts(topology) | {"layers": config.num_layers}
-
-
-def complements(form: str, kv_heads: int, batch: int) -> dict[str, Any]:
-    target = dataclasses.replace(chinchilla_70b(num_kv_heads=kv_heads), **DATA["forms"][form])
-    draft = dataclasses.replace(draft_4b(), **DATA["forms"][form])
-    pair = stack_of(target, PAPER, batch, drafter=draft, kernels=Kernels())
-    with_head = dataclasses.replace(pair, drafter=eagle3_of(target))
-    window = WINDOW if batch == 1 else 1  # a product of one row does not use the matrix unit
-    programs = {"step": pair.call(window), "score": pair.call(K + 1)}
-    programs |= {"draft step": pair.draft_step(window), "head step": with_head.draft_step(window)}
-    if batch == 1:
-        programs |= {"round with the draft": pair.round(*METHOD), "round with the head": with_head.round(*METHOD)}
-    return {"programs": told(programs, PAPER, batch)}
 
 
 def heads(target: str, topology: str, drafter: str) -> dict[str, Any]:
@@ -155,12 +130,11 @@ def training(
     return {"head": shape, "memory": Memory.of(made, chip.hbm_bytes // chip.devices)}
 
 
-def prepare(options: Any) -> Any:
+def prepare(options: Any) -> None:
     """Checks the grid, and keeps arrays on the CPU: only the compiler is a TPU's."""
     if options.grid is None:
         raise ValueError(f"--grid: name one of {', '.join(GRIDS)}")
     jax.config.update("jax_platforms", "cpu")
-    return options
 
 
 def cells(options: Any) -> list[dict[str, Any]]:
@@ -177,8 +151,8 @@ def cells(options: Any) -> list[dict[str, Any]]:
     return [dict(each) for each in dict.fromkeys(tuple((key | changes).items()) for key in keys)]
 
 
-ANSWERS = {answer.__name__: answer for answer in (slices, scoring, shapes, complements, heads, kernels, training)}
-TABLES = {name: f"compile_{name}" for name in GRIDS if name != "training"} | {"training": "compile_head_training"}
+ANSWERS = {answer.__name__: answer for answer in (slices, scoring, heads, kernels, training)}
+TABLES = {name: f"compile_{name}" for name in (*GRIDS, "shapes", "complements")} | {"training": "compile_head_training"}
 
 STUDY = Study(
     question="What do pairs move, hold and wait for on a TPU slice, by its compiler's estimate?",
@@ -188,7 +162,7 @@ STUDY = Study(
     },
     prepare=prepare,
     cells=cells,
-    identity=lambda options: {"grid": options.grid, "libtpu": version("libtpu"), "jax": jax.__version__},
+    identity=lambda options: {"grid": options.grid, "libtpu": version("libtpu")},
     measure=lambda options, key, say: ANSWERS[options.grid](**key),
     tables={name: Published([file], getattr(tables, name, tables.programs)) for name, file in TABLES.items()} | REPORTS,
     figures={"compile_scoring": Published(["compile_scoring"], tables.draw_scoring)},

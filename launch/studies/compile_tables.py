@@ -1,7 +1,5 @@
 """Milliseconds, tables and figures of the answers of the study compile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from launch.lib.study import Document, answers

@@ -11,19 +11,17 @@ A draft's cost is what proposing and reading what was accepted take for each dra
 "Accepted at" a position: of the rounds that came so far.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-import types
 import zlib
 from collections.abc import Callable
 from typing import Any
 
-from launch.lib.study import Document, Key, Option, Published, Study, here, law
+from launch.lib.study import Document, Key, Option, Published, Study, law
 from specsamp import chain, temperature, top_p, use_compilation_cache
 from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.report import Table
+from specsamp.analysis.tables import ratio
 from specsamp.analysis.workload import Workload
 from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.pair import load_pair, load_prompts, pair_folder
@@ -45,19 +43,19 @@ OPTIONS = {
     "exit_target": Option(None, "The run of a target that was trained for early exit; default the pair's own target."),
     "exit_layer": Option(2, "Layers of the target that draft in an early exit.", least=1),
     "K": Option((1, 2, 4), "Draft lengths, with commas between them.", least=1),
-    "prompts": Option(16, "Decode the first so many held-out prompts of the pair.", least=1),
+    "prompt_count": Option(16, "Decode the first so many held-out prompts of the pair.", least=1),
     "max_new_tokens": Option(128, "Tokens that each prompt is continued by.", least=1),
     "sampling": Option(tuple(SAMPLINGS), "Distributions, with commas between them.", choices=tuple(SAMPLINGS)),
 }
 
 
-def prepare(options: Any) -> Any:
-    """Returns the options with all that drafts and with the prompts."""
-    sources = sources_of(options)
-    tokens = tuple(map(tuple, encode(load_pair(options.pair), load_prompts(options.pair)[: options.prompts])))
+def prepare(options: Any) -> None:
+    """Adds the drafters and the prompts."""
+    options.sources = sources_of(options)
+    tokens = tuple(map(tuple, encode(load_pair(options.pair), load_prompts(options.pair)[: options.prompt_count])))
     sizes = {"prompt_length": max(map(len, tokens)), "max_new_tokens": options.max_new_tokens, "repeats": len(tokens)}
+    options.work = Workload(prompts=tokens, **sizes)
     use_compilation_cache()
-    return types.SimpleNamespace(**vars(options), sources=sources, work=Workload(prompts=tokens, **sizes))
 
 
 def sources_of(options: Any) -> dict[str, tuple[Pair, Callable[[int], Drafter]]]:
@@ -106,7 +104,7 @@ def cells(options: Any) -> list[dict[str, Any]]:
 def identity(options: Any) -> dict[str, Any]:
     """Returns what all cells of a file share."""
     prompts = {"count": len(options.work.prompts), "crc32": zlib.crc32(repr(options.work.prompts).encode())}
-    return {"pair": options.pair, "prompts": prompts, "max_new_tokens": options.max_new_tokens, **here()}
+    return {"pair": options.pair, "prompts": prompts, "max_new_tokens": options.max_new_tokens}
 
 
 def measure(options: Any, key: Key, say: Callable[[str], None]) -> Result:
@@ -132,7 +130,7 @@ def drafters(document: Document) -> Table:
             spent = sum(split[part]["ms"]["median"] for part in ("draft", "commit"))
             cost = f"{spent / (key['draft_length'] * split['step']['ms']['median']):.2f}"
         ms = f"{result['speculative']['ms_per_token']['median']:.2f}"
-        gained = "{median:.2f}x ({lower:.2f} to {upper:.2f})".format(**result["speedup"])
+        gained = ratio(result["speedup"])
         rows.append((*named, f"{counts['emitted'] / counts['rounds']:.2f}", *shares, cost, ms, gained))
     positions = [f"accepted at {i + 1}" for i in range(most)]
     header = (

@@ -1,4 +1,4 @@
-"""Draws committed results: figure 1 of Chen et al. with our curves, and speedup against batch.
+"""Draws committed results: figure 1 of Chen et al. with our curves.
 
     python launch/study.py figures --results=notebooks/results --figures=runs
     python launch/study.py figures --cells=runs/mine.json --figures=runs
@@ -7,16 +7,14 @@ Cells are those of launch/benchmark.py. Our curves are lines, with quartiles; th
 2302.01318). Nothing is measured here. The tables are those of commands.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from launch.lib import command_tables
 from launch.lib.study import Document, Option, Published, Study
 from specsamp.analysis import grid
 from specsamp.analysis.figures import COLOURS, STYLES, axes_of
-from specsamp.analysis.grid import distribution_of, setting
+from specsamp.analysis.grid import distribution_of
 
 TOKENS = 128  # whose time the paper shows
 
@@ -33,32 +31,18 @@ PAPER_EMITTED = {  # tokens per round over K + 1
 PAPER_ROUND_MS = (14.1, 16.3, 18.2, 20.3, 22.8, 25.0, 27.1, 28.5)
 
 
-def read(options: Any) -> dict[str, Any]:
+def prepare(options: Any) -> None:
     """Reads the cells that are drawn."""
     if not options.figures:
         raise ValueError("--figures: name the folder that the figures are drawn into, or give --results")
-    return grid.read_document(options.cells)
+    options.document = grid.read_document(options.cells)
 
 
 def drafted(document: Document) -> list[Mapping[str, Any]]:
-    """Returns the measured cells with a draft model and the token rule, by draft length."""
-    wanted = {"rule": "token", "drafter": "model"}.items()
-    cells = [cell for cell in document["cells"] if "result" in cell and wanted <= cell["key"].items()]
+    """Returns the measured cells of batch 1 with a draft model, by draft length; drafts at the target's temperature."""
+    wanted = {"rule": "token", "drafter": "model", "draft_temperature": None}
+    cells = grid.chosen(document["cells"], batch=1, **wanted)
     return sorted((cell for cell in cells if cell["key"]["draft_length"]), key=lambda cell: cell["key"]["draft_length"])
-
-
-def batches_of(document: Document) -> list[int]:
-    """Returns the batch sizes of these cells."""
-    return sorted({cell["key"]["batch"] for cell in drafted(document)})
-
-
-def grouped(cells: Sequence[Mapping[str, Any]], *fields: str) -> dict[str, list[Mapping[str, Any]]]:
-    """Returns the cells by distribution and by the named fields of their keys."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for cell in cells:
-        named = [f"{field} {cell['key'][field]}" for field in fields if cell["key"].get(field) is not None]
-        groups.setdefault(", ".join([distribution_of(cell["key"]), *named]), []).append(cell)
-    return groups
 
 
 def draw_paper(document: Document) -> Any:
@@ -66,8 +50,9 @@ def draw_paper(document: Document) -> Any:
 
     Each value is divided by that of the plain decoding that took turns with it, since cells are measured minutes apart.
     """
-    cells = [cell for cell in drafted(document) if cell["key"]["batch"] == 1]
-    groups = grouped([cell for cell in cells if cell["key"].get("draft_temperature") is None])
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for cell in drafted(document):
+        groups.setdefault(distribution_of(cell["key"]), []).append(cell)
     if not groups:
         raise ValueError("no curve: no distribution has a draft model at batch 1 under the token rule")
     figure, (total, share, rounds) = axes_of(3, "K, drafted tokens per round")
@@ -104,42 +89,12 @@ def draw_paper(document: Document) -> Any:
     return figure
 
 
-def draw_batches(document: Document) -> Any:
-    """Draws the speedup over plain decoding of the same batch, a panel for each draft length."""
-    groups = grouped(drafted(document), "draft_length", "draft_temperature").values()
-    groups = [sorted(group, key=lambda cell: cell["key"]["batch"]) for group in groups if len(group) > 1]
-    if not groups:
-        raise ValueError("no curve over batch sizes: nothing was measured at two of them")
-    panels = list(dict.fromkeys(group[0]["key"]["draft_length"] for group in groups))
-    figure, axes = axes_of(len(panels), "batch size", sharey=True)
-    names = list(dict.fromkeys(setting(group[0]["key"]) for group in groups))
-    for group in groups:
-        axis, name = axes[panels.index(group[0]["key"]["draft_length"])], setting(group[0]["key"])
-        colour, style = COLOURS[names.index(name) % len(COLOURS)], STYLES[names.index(name) % len(STYLES)]
-        at, speedups = [cell["key"]["batch"] for cell in group], [cell["result"]["speedup"] for cell in group]
-        middle, low, high = ([one[edge] for one in speedups] for edge in ("median", "lower", "upper"))
-        axis.plot(at, middle, style, marker="o", markersize=3, color=colour, label=name)
-        axis.fill_between(at, low, high, color=colour, alpha=0.1, linewidth=0)
-    batches = sorted({cell["key"]["batch"] for group in groups for cell in group})
-    for axis, panel in zip(axes, panels, strict=True):
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(batches, map(str, batches))
-        axis.set_title(f"K = {panel}", fontsize=10)
-        axis.legend(fontsize=7, frameon=False)
-    axes[0].set(ylabel="speedup over plain decoding", ylim=(0, None))  # of all: they share it
-    return figure
-
-
 STUDY = Study(
     question="How do our curves compare with those of the paper, and what did the commands measure?",
-    prepare=read,
+    prepare=prepare,
     options={"cells": Option("notebooks/results/python_pair_grid.json", "Draw the cells of this file.")},
-    measure=lambda document, key, say: document,
+    measure=lambda options, key, say: options.document,
     tables=command_tables.TABLES,
-    figures={
-        "figure_1": Published(["python_pair_grid"], draw_paper),
-        "speedup_by_batch": Published(["python_pair_grid"], draw_batches),
-    },
-    shown=lambda document: ["figure_1", *["speedup_by_batch"] * (len(batches_of(document)) > 1)],
+    figures={"figure_1": Published(["python_pair_grid"], draw_paper)},
+    shown=lambda options: ["figure_1"],
 )

@@ -1,17 +1,13 @@
-"""Measures what int8 weights and caches change: logits, held-out loss and acceptance; or the time of a call.
+"""Measures what int8 weights and caches change: logits, held-out loss and acceptance.
 
     python launch/study.py int8 --output=runs/int8_error.json
-    python launch/study.py int8 --ask=speed --output=runs/int8_speed_cpu.json
 
-Error: each held-out prompt of a pair is read in one call. The shipped pair is stored in int8, so int8 weights change nothing
-more; random weights of the shape of configs/random_pair.py:38m were never rounded. Speed: all settings of a model take turns;
-one widens int8 matrices whole, as XLA does on CPUs, where `specsamp.models.cpu_weights` widens them block by block.
+Each held-out prompt of a pair is read in one call. The shipped pair is stored in int8, so int8 weights change nothing
+more; random weights of the shape of configs/random_pair.py:38m were never rounded. The table of times is a dated record:
+launch/benchmark.py times a pair with and without --config.int8.weights.
 """
 
-from __future__ import annotations
-
 import dataclasses
-import time
 from typing import Any
 
 import jax
@@ -19,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import log_softmax, softmax
 
-from launch.lib.study import Document, Option, Published, Say, Study
+from launch.lib.study import Document, Published, Say, Study
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import ratio
-from specsamp.analysis.workload import Quartiles, take_turns
 from specsamp.checkpoints.pair import load_pair, load_prompts
-from specsamp.models.config import TransformerConfig, target_38m
-from specsamp.models.int8 import SIDES, Int8, Int8Weight, is_int8
+from specsamp.models.config import target_38m
+from specsamp.models.int8 import SIDES, Int8
 from specsamp.models.transformer import TransformerLM
 
 INT8 = {
@@ -35,15 +30,9 @@ INT8 = {
     "int8 weights and caches": Int8(weights=SIDES, caches=SIDES),
 }
 PAIR, LENGTH = "python", 64  # tokens of each prompt that are read
-TOKENS, SLOTS, CALLS = (1, 5), 2048, 4  # of a timed program; a call reads all slots
-WHOLE = "int8 weights, widened whole"
-TIMED = {name: int8.of("target") for name, int8 in INT8.items()}
-TIMED |= {"bfloat16": {"dtype": "bfloat16"}, WHOLE: TIMED["int8 weights"]}
-LARGE = dict(width=1024, num_layers=9, num_heads=16, num_kv_heads=4, feedforward_width=4096, vocab_size=8192)
-LARGE |= dict(positions="rotary", gated=True, activation="silu", tied=False)
 
 
-def errors(options, say: Say) -> dict[str, Any]:
+def measure(options, key, say: Say) -> dict[str, Any]:
     """Reads the same texts in every setting, with the pair and with random weights."""
     tokenizer = load_pair(PAIR).tokenizer
     texts = [tokenizer.encode(text)[:LENGTH] for text in load_prompts(PAIR)]
@@ -87,69 +76,6 @@ def against(logits_BTV: np.ndarray, plain_BTV: np.ndarray) -> dict[str, float]:
     }
 
 
-def speeds(options, say: Say) -> dict[str, Any]:
-    """Times calls in every setting, and compares them with those in float32 of the same turn."""
-    pair, large, found = load_pair(PAIR), TransformerConfig(**LARGE), {}
-    random = large, TransformerLM(large).init(jax.random.key(0))
-    models = {f"target of {PAIR}": (pair.target.config, pair.target_params), "random": random}
-    for model_name, (config, params) in models.items():
-        runs, settings = {}, {}
-        for name, changes in TIMED.items():
-            say(f"compiling: {model_name}, {name}")
-            model = TransformerLM.for_backend(dataclasses.replace(config, **changes))
-            weights = model.fit_slots(model.prepare(params), SLOTS)
-            if name == WHOLE:
-                weights = jax.tree.map(in_one_block, weights, is_leaf=is_int8)
-            settings[name] = {
-                "streamed, MB": sum(x.nbytes for x, _ in model.matrices_read(weights, 1)) / 1e6,
-                "calls": {},
-            }
-            for tokens in TOKENS:
-                runs[name, tokens] = Timed(model, weights, tokens)
-        samples = take_turns(runs, options.turns, say)
-        for (name, tokens), ms in samples.items():
-            settings[name]["calls"][str(tokens)] = {
-                "temporaries, MB": runs[name, tokens].temporaries / 1e6,
-                "ms": Quartiles.of(ms),
-                "over float32": Quartiles.of(np.divide(ms, samples["float32", tokens])),
-            }
-        found[model_name] = {"config": config, "settings": settings}
-    return {"slots": SLOTS, "calls": CALLS, "turns": options.turns, "models": found}
-
-
-def in_one_block(weight: Any) -> Any:
-    """Returns an int8 matrix that a CPU widens whole; other weights as they are."""
-    return Int8Weight(weight.values, weight.scale) if is_int8(weight) else weight
-
-
-class Timed:
-    """A program of several calls; called, it returns the milliseconds of one of them."""
-
-    def __init__(self, model: TransformerLM, weights: Any, tokens: int):
-        self.fixed = weights, jnp.full((1,), SLOTS // 2)
-        self.carry = jnp.zeros((1, tokens), jnp.int32), model.init_cache(1, SLOTS)
-        lowered = jax.jit(call_often, static_argnums=0, donate_argnums=3).lower(model, *self.fixed, self.carry)
-        self.program = lowered.compile(compiler_options=dict(model.compiler_options) or None)
-        self.temporaries = self.program.memory_analysis().temp_size_in_bytes
-        self(0)  # warms up
-
-    def __call__(self, turn: int) -> float:
-        start = time.perf_counter()
-        self.carry = jax.block_until_ready(self.program(*self.fixed, self.carry))
-        return (time.perf_counter() - start) * 1e3 / CALLS
-
-
-def call_often(model: TransformerLM, weights: Any, start_B: jax.Array, carry: Any) -> Any:
-    """Calls the model one time after the other, each on the likeliest tokens of the one before."""
-
-    def step(_: Any, carry: Any) -> Any:
-        tokens_BT, cache = jax.lax.optimization_barrier(carry)
-        output = model(weights, tokens_BT, start_B, cache)
-        return output.logits_BTV.argmax(-1).astype(jnp.int32), output.cache
-
-    return jax.lax.fori_loop(0, CALLS, step, carry)
-
-
 def error_table(document: Document) -> Table:
     """Returns what int8 changes of the pair's target, of the pair's acceptance, and of random weights."""
     rms, deviation, likeliest = "logits, rms of the difference", "logits, standard deviation", "same likeliest token"
@@ -179,15 +105,11 @@ def speed_table(document: Document) -> Table:
 
 
 STUDY = Study(
-    question="What do int8 weights and caches change, and how long does a call take with them?",
-    options={
-        "ask": Option("error", "Measure what int8 changes, or the time of a call.", choices=("error", "speed")),
-        "turns": Option(15, "Speed: how often every setting is timed.", least=2),
-    },
-    measure=lambda options, key, say: {"error": errors, "speed": speeds}[options.ask](options, say),
+    question="What do int8 weights and caches change?",
+    measure=measure,
     tables={
         "int8_error": Published(["int8_error"], error_table),
         "int8_speed": Published(["int8_speed_cpu"], speed_table),
     },
-    shown=lambda options: [f"int8_{options.ask}"],
+    shown=lambda options: ["int8_error"],
 )

@@ -1,7 +1,7 @@
 """Measures what lossy rules gain, beside the bias that they meter: a curve for each rule, and exact rules at zero.
 
     python launch/study.py lossy --output=runs/python_lossy.json --figures=runs
-    python launch/study.py lossy --rules=token,ears:0.3,bounded:0.01:ears:1 --prompts=2 --config.max_new_tokens=32
+    python launch/study.py lossy --rules=token,ears:0.3,bounded:0.01:ears:1 --prompt_count=2 --config.max_new_tokens=32
 
 All rules and plain decoding take turns on the same prompts; a speedup is the median over prompts. Constants of rules follow
 their names after colons, see launch/lib/rules.py.
@@ -11,26 +11,22 @@ over a text, on average, bounds the total variation of texts; beyond 1 it says n
 tokens that are accepted beyond what the token rule would accept there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import operator
 import re
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from launch.lib import entry
-from launch.lib.experiment import build, headline
 from launch.lib.rules import make_rule
-from launch.lib.study import Document, Option, Published, Study, here
-from specsamp import chain, temperature, top_p, use_compilation_cache
+from launch.lib.study import Document, Option, Published, Study
+from specsamp import chain, temperature, top_p
 from specsamp.analysis.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STYLES, VERMILLION, axes_of
 from specsamp.analysis.report import Table
-from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, decoders, take_turns
+from specsamp.analysis.tables import ratio
+from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, decode_in_turns, decoders
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.method import Method
 
@@ -50,37 +46,23 @@ TABLES = ("lossy", "lossy_nucleus")
 Point = Mapping[str, Any]  # what a rule gained and cost
 
 
-def prepare(options: Any) -> Any:
-    """Returns the options with the rules and the pair."""
-    config = options.config.value
-    rules = {word: make_rule(word) for word in options.rules}
-    if next(iter(rules)) != "token" or PLAIN in rules:
-        raise ValueError(f"--rules={','.join(rules)} must begin with token, where all curves begin")
-    experiment = build(config)
-    task = f"{len(rules)} rules, K = {experiment.method.drafter.K}, {options.prompts} prompts"
-    entry.make_console().print(headline(experiment, task))
-    use_compilation_cache()
-    return types.SimpleNamespace(**vars(options) | {"config": config, "rules": rules}, experiment=experiment)
-
-
-def identity(options: Any) -> dict[str, Any]:
-    """Returns what all cells of a file share."""
-    told = {"pair": options.experiment.pair_name, "weights": options.experiment.weights, "rules": list(options.rules)}
-    return {"config": options.config.recorded, **told, "prompts": options.prompts, **here()}
+def prepare(options: Any) -> None:
+    """Refuses a rule that there is not, and curves without a beginning."""
+    for word in options.rules:
+        make_rule(word)
+    if options.rules[0] != "token":
+        raise ValueError(f"--rules={','.join(options.rules)} must begin with token, where all curves begin")
 
 
 def measure(options: Any, key: Mapping[str, float], say: Any) -> list[Point]:
     """Decodes all prompts with every rule and plainly, in turn, and returns a point for each rule."""
     experiment, sampling = options.experiment, chain(temperature(key["temperature"]), top_p(key["top_p"]))
-    work = dataclasses.replace(experiment.workload, batch=1, repeats=options.prompts)
+    work = dataclasses.replace(experiment.workload, batch=1, repeats=options.prompt_count)
     drafter = experiment.method.drafter
     methods = {PLAIN: Method(drafter=NoDrafter(), sampling=sampling)}
-    methods |= {word: Method(drafter=drafter, rule=rule, sampling=sampling) for word, rule in options.rules.items()}
+    methods |= {word: Method(drafter=drafter, rule=make_rule(word), sampling=sampling) for word in options.rules}
     sides = decoders(experiment.pair, methods, work)
-    for word, side in sides.items():
-        say(f"compiling: {word}")
-        side.decode(0)
-    timings = take_turns({word: side.decode for word, side in sides.items()}, work.repeats, say)
+    timings = decode_in_turns(sides, work.repeats, say)
     plain = seconds(timings[PLAIN])
     return [{"rule": word, **key, **point(sides[word], timings[word], plain)} for word in options.rules]
 
@@ -123,7 +105,7 @@ def table(number: int, document: Document) -> Table:
         (
             point["rule"] if point["exact"] else f"{point['rule']} (lossy)",
             f"{point['tokens_per_round']:.2f}",
-            "{median:.2f}x ({lower:.2f} to {upper:.2f})".format(**point["speedup"]),
+            ratio(point["speedup"]),
             f"{point['variation_per_token']:.4f}",
             f"{point['variation_per_text']:.2f}",
             f"{point['acceptance']:.3f}",
@@ -171,11 +153,10 @@ STUDY = Study(
     config="configs/trained_pair.py",
     options={
         "rules": Option(RULES, "The rules, with commas between them; the first is the exact one."),
-        "prompts": Option(16, "Decode the first so many held-out prompts.", least=1),
+        "prompt_count": Option(16, "Decode the first so many held-out prompts.", least=1),
     },
     prepare=prepare,
     cells=lambda options: SAMPLINGS,
-    identity=identity,
     measure=measure,
     tables={name: Published(["python_lossy"], functools.partial(table, i)) for i, name in enumerate(TABLES)},
     figures={"python_lossy": Published(["python_lossy"], draw)},

@@ -6,8 +6,6 @@
 An example, not a measurement: prompt and seed are those of a text whose first rounds show every outcome.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

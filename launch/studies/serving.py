@@ -7,8 +7,6 @@ batches: rounds and time of fixed batches, which wait for their slowest row, and
 endpoint: what clients of launch/serve.py see, on the server's own machine, that ask again as soon as they are answered.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics
@@ -22,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from launch.lib.config import CHECKOUT
-from launch.lib.study import Document, Option, Published, Say, Study, here
+from launch.lib.study import Document, Option, Published, Say, Study
 from specsamp import chain, generate, generate_many, load_pair, temperature, top_p
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import take_turns
@@ -34,8 +32,8 @@ TABLES = {"batches": "refill", "endpoint": "serve_load"}
 PAIR, K, ROWS, CONTEXT, SLICE, CLIENTS = "python", 3, 8, 512, 16, (1, 4, 8, 16)
 
 
-def prepare(options: Any) -> Any:
-    """Reads pair and problems; the endpoint reads its own."""
+def prepare(options: Any) -> None:
+    """Reads the pair and the problems; an endpoint reads its own pair."""
     if set(options.ask) != {"endpoint"}:
         task = load_task("humaneval", options.problems, insist=True)  # nothing is scored: no program runs
         options.pair = load_pair(PAIR)
@@ -43,7 +41,6 @@ def prepare(options: Any) -> Any:
         options.prompts = [prompt for prompt in encoded if len(prompt) + options.max_new_tokens <= room]
         sampling = chain(temperature(0.8), top_p(0.95))
         options.settings = {"sampling": sampling, "draft_length": K, "stop": list(task.stop)}
-    return options
 
 
 def queued(options: Any, **settings: Any) -> dict[str, Any]:
@@ -176,7 +173,7 @@ STUDY = Study(
     options=OPTIONS,
     prepare=prepare,
     cells=lambda options: [{"ask": ask} for ask in options.ask],
-    identity=lambda options: {name: getattr(options, name) for name in [*OPTIONS][2:]} | here(),
+    identity=lambda options: {name: getattr(options, name) for name in [*OPTIONS][2:]},
     measure=lambda options, key, say: ASKED[key["ask"]](options, say),
     tables={
         "refill": Published(["python_pair_refill"], refill),

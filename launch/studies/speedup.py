@@ -7,8 +7,6 @@ theory allows follows from the measured acceptance rate and the measured times o
 `specsamp.analysis.benchmark`); the file also holds the same with the measured tokens per round.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +14,6 @@ from typing import Any
 import jax
 
 from configs import trained_pair
-from launch.lib.experiment import build
 from launch.lib.fields import SamplingFields
 from launch.lib.rules import RULES
 from launch.lib.study import Document, Key, Option, Published, Study, law
@@ -39,13 +36,15 @@ DISTRIBUTIONS = {
 DRAFT_LENGTH = trained_pair.get_config().draft_length
 
 
+def prepare(options) -> None:
+    """Refuses a configuration without a drafter."""
+    if not options.config.word.drafts:
+        raise ValueError("--config.drafter: without a drafter there is no curve")
+
+
 def measure(options, key, say) -> dict[str, Any]:
     """Measures every rule and K with every distribution."""
-    config = options.config.value
-    if not config.word.drafts:
-        raise ValueError("--config.drafter: without a drafter there is no curve")
-    experiment = build(config)
-    pair, work = experiment.pair, experiment.workload
+    pair, work = options.experiment.pair, options.experiment.workload
     work = dataclasses.replace(work, repeats=work.repeats * options.passes)
     curves = {}
     for name, sampling in DISTRIBUTIONS.items():
@@ -54,7 +53,7 @@ def measure(options, key, say) -> dict[str, Any]:
             jax.clear_caches()  # Linux allows a process 65,530 mappings, and a program takes several
             for K in options.draft_length:
                 say(f"{name}, {rule} rule, K = {K}")
-                drafter = config.make_drafter(pair.target, pair.draft_or_head, K)
+                drafter = options.config.make_drafter(pair.target, pair.draft_or_head, K)
                 method = Method(drafter=drafter, rule=RULES[rule](), sampling=sampling.warp())
                 results.append((rule, benchmark(pair, method, work)))
         curves[name] = {
@@ -63,14 +62,7 @@ def measure(options, key, say) -> dict[str, Any]:
             "prompts": work.repeats,
             "same_tokens": min(result.same_tokens for _, result in results) if name == "greedy" else None,
         }
-    left_out = ("sampling", "rule", "draft_length")
-    return {
-        "config": {field: value for field, value in config.recorded.items() if field not in left_out},
-        "pair": experiment.pair_name,
-        "weights": experiment.weights,
-        "models": experiment.configs,
-        "curves": curves,
-    }
+    return {"curves": curves}
 
 
 def point_of(rule: str, result: Result) -> dict[str, Any]:
@@ -227,6 +219,7 @@ STUDY = Study(
         "draft_length": Option((1, 2, 3, 4, 5, 6, 7, 8), "Draft lengths K to measure.", least=1),
         "passes": Option(3, "How often each side decodes every prompt.", least=1),
     },
+    prepare=prepare,
     measure=measure,
     tables={
         "speedup": Published(["python_pair_speedup"], table),

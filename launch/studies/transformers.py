@@ -7,14 +7,11 @@ Their model has random weights: the time of a token does not depend on which one
 in float32, with a cache, and write the same number of tokens after the same prompts.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
 import numpy as np
 
-from launch.lib.experiment import build
 from launch.lib.study import Document, Published, Study
 from specsamp import NoDrafter
 from specsamp.analysis.report import Table
@@ -24,14 +21,13 @@ from specsamp.decoding.method import Method
 from specsamp.models.config import TransformerConfig
 
 
-def prepare(options) -> Any:
+def prepare(options) -> None:
     """Refuses a machine without their package, before anything is written or read."""
     try:
         import torch  # noqa: F401
         import transformers  # noqa: F401
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}: pip install torch transformers") from error
-    return options
 
 
 def measure(options, key, say) -> dict[str, Any]:
@@ -39,9 +35,8 @@ def measure(options, key, say) -> dict[str, Any]:
     import torch
     import transformers
 
-    say("reading the pair")
-    experiment = build(options.config.value)
-    work, config = experiment.workload, experiment.pair.target.config
+    experiment, work = options.experiment, options.experiment.workload
+    config = experiment.pair.target.config
     if not work.prompts or work.batch != 1:
         raise ValueError("--config: compare a pair with prompts, at batch 1")
     ours = decoders(experiment.pair, {"ours": Method(drafter=NoDrafter())}, work)["ours"]
@@ -61,7 +56,6 @@ def measure(options, key, say) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "torch_threads": torch.get_num_threads(),
-        "config": options.config.value.recorded,
         "transformers_parameters": parameters,
         "ms_per_token": {name: Quartiles.of(values) for name, values in ms.items()},
         "ratio": Quartiles.of(ms["transformers"] / ms["ours"]),

@@ -26,7 +26,7 @@ from scipy.optimize import isotonic_regression
 
 from specsamp import validate
 from specsamp.analysis.costs import Costs
-from specsamp.analysis.workload import Timing, Workload, decoders, take_turns
+from specsamp.analysis.workload import Timing, Workload, decode_in_turns, decoders
 from specsamp.decoding.adaptive import LENGTHS, Adaptive, Stop
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.method import Method, make_method
@@ -161,9 +161,7 @@ def time_lengths(
         methods[K] = make_method(pair, draft_length=K, drafter=drafter, **how)
         check_budgets(pair, methods[K].drafter, [*map(len, token_lists)], budget)
     sides = decoders(pair, methods, workload, least_length=workload.prompt_length + budget)
-    for side in sides.values():
-        side.decode(0)  # compiles
-    return take_turns({K: side.decode for K, side in sides.items()}, workload.repeats)
+    return decode_in_turns(sides, workload.repeats)
 
 
 def _rising(ms: Sequence[float]) -> tuple[float, ...]:

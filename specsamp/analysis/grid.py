@@ -1,7 +1,7 @@
 """Measures many cells into one file: each is written when it is done, and a run that was interrupted goes on.
 
     results = Results.open("results.json", {"pair": ..., "config": ...})
-    measure_cells(pair, cells, results)
+    measure_cells([{"key": key} for key in keys], lambda number, say: measure(keys[number]), results)
 
 A file belongs to one identity: pair, configuration, device, machine. Cells are told apart by their key. A cell that the
 file holds is measured again only with ``again``, and then replaces the old one; so a grid may be measured in several
@@ -27,11 +27,9 @@ import numpy as np
 from specsamp import storage
 from specsamp.analysis import report
 from specsamp.analysis.acceptance import Profile
-from specsamp.analysis.benchmark import Result, benchmark
 from specsamp.analysis.costs import CostTable, Round, clock_error
 from specsamp.analysis.workload import Quartiles, Workload
 from specsamp.decoding.method import Method
-from specsamp.decoding.pair import Pair
 from specsamp.decoding.results import RowStats
 from specsamp.mesh.distributed import from_first
 from specsamp.models.compiling import is_out_of_memory
@@ -51,6 +49,12 @@ class Cell:
     key: Key
     method: Method
     workload: Workload
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Returns what a file says of the cell, beside what is measured."""
+        counts = {name: getattr(self.workload, name) for name in ("repeats", "prompt_length", "max_new_tokens", "seed")}
+        return {"key": dict(self.key), "exact": self.method.exact, "workload": counts}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -136,59 +140,47 @@ def origin(path: str | os.PathLike, document: Mapping[str, Any]) -> str:
 
 
 def measure_cells(
-    pair: Pair,
-    cells: Sequence[Cell],
+    cells: Sequence[Mapping[str, Any]],
+    measure: Callable[[int, Callable[[str], None]], Any],
     results: Results,
     *,
     again: bool = False,
     header: Callable[[], Mapping[str, Any]] = dict,
     progress: Callable[[str], None] = lambda text: None,
-) -> list[tuple[Cell, Result]]:
-    """Measures the cells that ``results`` does not hold yet, and returns those that were measured now.
+) -> dict[int, Any]:
+    """Measures the cells that ``results`` does not hold yet; returns the results of this run by number of the cell.
 
     Args:
+      cells: the "key" of each cell, and other fields that are written with its result.
+      measure: returns the result of the cell of a number; it also gets a function that shows what is going on.
       again: measures all cells and replaces those in the file one by one, except by running out of memory.
       header: makes the header of the file and of each cell at the time of writing.
       progress: gets a line on the cell that is being measured.
     """
-    now = []
+    now = {}
     # All processes must measure the same cells, whatever files they see.
-    missing = from_first(lambda: [i for i, cell in enumerate(cells) if again or results.find(cell.key) is None])
+    missing = from_first(lambda: [i for i, cell in enumerate(cells) if again or results.find(cell["key"]) is None])
     for count, number in enumerate(missing, 1):
-        cell = cells[number]
-        where = f"cell {number + 1} of {len(cells)} ({describe(cell.key)})"
+        key = cells[number]["key"]
+        where = f"cell {number + 1} of {len(cells)}"
+        progress(where)
         start = time.perf_counter()
-
-        def measure(cell: Cell = cell, where: str = where) -> Result:
-            return benchmark(pair, cell.method, cell.workload, lambda text: progress(f"{where}: {text}"))
-
-        outcome = outcome_of(measure)
+        try:
+            outcome = {"result": measure(number, lambda text, where=where: progress(f"{where}: {text}"))}
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
+                raise
+            outcome = {"out_of_memory": str(error).partition("\n")[0] or "MemoryError"}
+        gc.collect()  # its memory is free for the next
         if count % KEPT_PROGRAMS == 0:
             jax.clear_caches()
         if "result" in outcome:
-            now.append((cell, outcome["result"]))
-        elif results.find(cell.key) is not None:
+            now[number] = outcome["result"]
+        elif results.find(key) is not None:
             continue  # the old result is worth more
-        measured = {
-            "key": dict(cell.key),
-            "seconds": round(time.perf_counter() - start, 1),
-            "exact": cell.method.exact,
-            "workload": {n: getattr(cell.workload, n) for n in ("repeats", "prompt_length", "max_new_tokens", "seed")},
-        }
-        results.add({**measured, **header(), **outcome}, header())
+        seconds = round(time.perf_counter() - start, 1)
+        results.add({**cells[number], "seconds": seconds, **header(), **outcome}, header())
     return now
-
-
-def outcome_of(measure: Callable[[], Any]) -> dict[str, Any]:
-    """Returns ``{"result": measure()}``, or ``{"out_of_memory": why}`` if it ran out of memory."""
-    try:
-        outcome = {"result": measure()}
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
-            raise
-        outcome = {"out_of_memory": str(error).partition("\n")[0] or "MemoryError"}
-    gc.collect()  # its memory is free for the next
-    return outcome
 
 
 def _flat(tree: Any, name: str = "") -> dict[str, Any]:

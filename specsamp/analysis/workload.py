@@ -190,6 +190,16 @@ def decoders(
     return made
 
 
+def decode_in_turns(
+    sides: Mapping[Name, TimedDecoder], turns: int, progress: Callable[[str], None] = lambda text: None
+) -> dict[Name, list[Timing]]:
+    """Decodes once with every decoder, which compiles, then with all of them in turn; returns the timings by name."""
+    for number, side in enumerate(sides.values(), 1):
+        progress(f"compiling {number} of {len(sides)}")
+        side.decode(0)
+    return take_turns({name: side.decode for name, side in sides.items()}, turns, progress)
+
+
 def check_fits(pair: Pair, drafters: Iterable[Drafter], workload: Workload) -> None:
     """Raises ValueError if a workload or a K has too many positions for a model, or rows do not divide over data shards."""
     if workload.batch % pair.shards.count:

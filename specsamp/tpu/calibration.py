@@ -38,8 +38,6 @@ HIDDEN_ON, ADDED_ON = "v5e", "v4"  # the chips of the two kinds of programs
 SHARES = tuple(tenth / 10 for tenth in range(11))  # overlaps that are tried
 NEARLY = 1.25  # an overlap explains steps nearly as well as the best with at most so many times its error
 FEWEST_STEPS = 4  # to check three numbers
-# Chen et al., Figure 1, read off to about 2%: a round at K = 1 .. 7, in milliseconds. Not fitted: a check.
-ROUNDS_MS = {1: 16.3, 2: 18.2, 3: 20.3, 4: 22.8, 5: 25.0, 6: 27.1, 7: 28.5}
 
 Steps = Sequence[tuple[Work, float]]  # with their milliseconds
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specsamp import validate
-from specsamp.analysis.workload import Quartiles, Workload, decoders
+from specsamp.analysis.workload import Quartiles, Workload, decode_in_turns, decoders
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
@@ -118,10 +118,9 @@ def step_ms(pair: Pair, batch: int, slots: int, repeats: int) -> Quartiles:
     """Returns the milliseconds of a step of plain decoding, nothing but the loop in them."""
     work = Workload(batch=batch, prompt_length=PROMPT, max_new_tokens=NEW_TOKENS, repeats=repeats)
     plain = Method(drafter=NoDrafter(), sampling=SAMPLING)
-    side = decoders(pair, {"plain": plain}, work, least_length=slots - NEW_TOKENS)["plain"]
-    side.decode(0)  # compiles
-    timings = [side.decode(repeat) for repeat in range(repeats)]
-    return Quartiles.of(np.array([timing.loop_seconds / timing.rounds for timing in timings]) * 1e3)
+    sides = decoders(pair, {"plain": plain}, work, least_length=slots - NEW_TOKENS)
+    timings = decode_in_turns(sides, repeats)["plain"]
+    return Quartiles.of([timing.loop_seconds / timing.rounds * 1e3 for timing in timings])
 
 
 def fit_own(

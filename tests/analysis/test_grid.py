@@ -12,6 +12,7 @@ import pytest
 from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import grid, tables
 from specsamp.analysis.acceptance import Profile
+from specsamp.analysis.benchmark import benchmark
 from specsamp.analysis.costs import CLOCK_DRIFT
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import Quartiles, Workload
@@ -52,68 +53,71 @@ CELLS = [cell(batch=batch) for batch in (1, 2, 4)]
 
 
 @pytest.fixture
-def benchmarks(monkeypatch):
-    """Replaces the measurement; says how often it was called."""
-    calls = []
+def outcomes(monkeypatch):
+    """Says how often cells were measured; results and errors are those that it was given."""
+    calls, todo = [], []
 
-    def replace_by(*outcomes):
-        todo = list(outcomes)
+    def measure(number, say):
+        calls.append(number)
+        outcome = todo.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
-        def fake(pair, drafter, *arguments, **options):
-            calls.append(drafter)
-            outcome = todo.pop(0)
-            if isinstance(outcome, BaseException):
-                raise outcome
-            return outcome
-
-        monkeypatch.setattr(grid, "benchmark", fake)
-        monkeypatch.setattr(jax, "clear_caches", lambda: None)
+    def given(*outcomes):
+        todo[:] = outcomes
         return calls
 
-    return replace_by
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)
+    given.measure = measure
+    return given
+
+
+def measure_cells(cells, results, outcomes, **options):
+    return grid.measure_cells([each.facts for each in cells], outcomes.measure, results, **options)
 
 
 def stored(path):
     return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
 
 
-def test_programs_are_kept_while_they_are_few(benchmarks, monkeypatch):
+def test_programs_are_kept_while_they_are_few(outcomes, monkeypatch):
     """Of five cells, the programs of two are kept at a time."""
-    benchmarks(*[{"n": 0}] * 5)
+    outcomes(*[{"n": 0}] * 5)
     monkeypatch.setattr(grid, "KEPT_PROGRAMS", 2)
     when = []
     monkeypatch.setattr(jax, "clear_caches", lambda: when.append(len(results.cells)))
     results = grid.Results.open(None, IDENTITY)
-    grid.measure_cells(None, [cell(draft_length=K) for K in (1, 2, 3, 4, 5)], results)
+    measure_cells([cell(draft_length=K) for K in (1, 2, 3, 4, 5)], results, outcomes)
     assert when == [1, 3]
 
 
-def test_an_interrupted_run_goes_on_at_the_next_cell(tmp_path, benchmarks):
+def test_an_interrupted_run_goes_on_at_the_next_cell(tmp_path, outcomes):
     path = str(tmp_path / "new" / "grid.json")
-    calls = benchmarks({"n": 1}, KeyboardInterrupt())
+    calls = outcomes({"n": 1}, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        grid.measure_cells(None, CELLS, grid.Results.open(path, IDENTITY), header=lambda: {"command": "first"})
+        measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes, header=lambda: {"command": "first"})
     assert [one["key"]["batch"] for one in stored(path)["cells"]] == [1] and len(calls) == 2
-    calls = benchmarks({"n": 2}, {"n": 3})
+    calls = outcomes({"n": 2}, {"n": 3})
     again = grid.Results.open(path, IDENTITY)
-    grid.measure_cells(None, CELLS, again, header=lambda: {"command": "second"})
+    measure_cells(CELLS, again, outcomes, header=lambda: {"command": "second"})
     assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 2, 3]
     assert [one["command"] for one in stored(path)["cells"]] == ["first", "second", "second"]
     assert len(calls) == 4
-    assert grid.measure_cells(None, CELLS, grid.Results.open(path, IDENTITY)) == []  # nothing is left
+    assert measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes) == {}  # nothing is left
 
 
-def test_cells_are_measured_again_only_where_that_is_asked_for(tmp_path, benchmarks):
+def test_cells_are_measured_again_only_where_that_is_asked_for(tmp_path, outcomes):
     path = str(tmp_path / "grid.json")
-    benchmarks({"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}, KeyboardInterrupt())
-    grid.measure_cells(None, CELLS, grid.Results.open(path, IDENTITY))
+    outcomes({"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}, KeyboardInterrupt())
+    measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes)
     with pytest.raises(KeyboardInterrupt):
-        grid.measure_cells(None, CELLS[1:], grid.Results.open(path, IDENTITY), again=True)
+        measure_cells(CELLS[1:], grid.Results.open(path, IDENTITY), outcomes, again=True)
     assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 4, 3]  # each in its place, when it is measured
     before, other = grid.Results.open(path, IDENTITY), grid.Results.open(path, IDENTITY)
-    benchmarks(MemoryError(), {"n": 5}, {"n": 6})
-    grid.measure_cells(None, CELLS[:2], other, again=True)
-    grid.measure_cells(None, [cell(batch=8)], before)  # a run that began before has not what was measured meanwhile
+    outcomes(MemoryError(), {"n": 5}, {"n": 6})
+    measure_cells(CELLS[:2], other, outcomes, again=True)
+    measure_cells([cell(batch=8)], before, outcomes)  # a run that began before has not what was measured meanwhile
     assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 5, 3, 6]  # memory that ran out replaced nothing
 
 
@@ -169,21 +173,21 @@ def test_cells_of_another_machine_are_refused(tmp_path):
     assert grid.Results.open(path, {"machine": {"id": "a"}}).cells  # the part of the identity that is known
 
 
-def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_path, benchmarks):
+def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_path, outcomes):
     path = str(tmp_path / "grid.json")
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes\nand more")
-    benchmarks(full, MemoryError(), {"n": 3})
-    grid.measure_cells(None, CELLS, grid.Results.open(path, IDENTITY))
+    outcomes(full, MemoryError(), {"n": 3})
+    measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes)
     first, second, third = stored(path)["cells"]
     assert first["out_of_memory"] == "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes"
     assert second["out_of_memory"] == "MemoryError" and third["result"] == {"n": 3}
     assert "result" not in first
     table = tables.grid_table("", stored(path)["cells"][:2])
     assert [row[3] for row in table.rows] == ["out of memory"] * 2
-    assert grid.measure_cells(None, CELLS, grid.Results.open(path, IDENTITY)) == []  # not tried again
-    benchmarks(jax.errors.JaxRuntimeError("INTERNAL: something else"))
+    assert measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes) == {}  # not tried again
+    outcomes(jax.errors.JaxRuntimeError("INTERNAL: something else"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        grid.measure_cells(None, CELLS[:1], grid.Results.open(None, IDENTITY))
+        measure_cells(CELLS[:1], grid.Results.open(None, IDENTITY), outcomes)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +206,7 @@ def measured(pair):
             ),
             workload=Workload(batch=2, prompt_length=3, max_new_tokens=120, repeats=4),
         )
-        grid.measure_cells(pair, [made], results)
+        grid.measure_cells([made.facts], lambda *_: benchmark(pair, made.method, made.workload), results)
         return results.cells[0]
 
 

@@ -58,7 +58,7 @@ def test_cells_of_other_weights_make_another_file(tmp_path):
 
     def identity(weights):
         vars(built)["weights"] = weights  # kept once it was asked for
-        return cells.identity_of(config, built)
+        return cells.known_identity(config) | cells.pair_identity(built)
 
     grid.Results.open(path, identity("first")).add({"key": {"batch": 1}, "result": {}}, {})
     assert grid.Results.open(path, identity("first")).find({"batch": 1})

@@ -34,7 +34,14 @@ def medusa(pair, tmp_path_factory):
 
 
 def study(pair, output, *arguments):
-    fixed = ["--plain", f"--pair={pair}", "--prompts=1", "--max_new_tokens=4", "--exit_layer=1", f"--output={output}"]
+    fixed = [
+        "--plain",
+        f"--pair={pair}",
+        "--prompt_count=1",
+        "--max_new_tokens=4",
+        "--exit_layer=1",
+        f"--output={output}",
+    ]
     return call("study", "drafters", *fixed, *arguments)
 
 

@@ -72,29 +72,15 @@ def test_figure_1_has_a_curve_for_each_distribution_and_the_published_points():
     assert to_png(figure).startswith(b"\x89PNG")
 
 
-def test_speedups_over_batches_have_a_panel_for_each_length():
-    document = {"cells": [*CELLS, cell(2, batch=1), cell(2, batch=8)]}
-    axes = figures.draw_batches(document).axes
-    assert [axis.get_title() for axis in axes] == ["K = 2", "K = 4"]
-    np.testing.assert_allclose(lines(axes[1])["greedy, draft model, token rule"], [[1, 1.5], [8, 0.75]])
-    made_up = [cell(4, batch=batch, synthetic_acceptance=0.8) for batch in (1, 2)]
-    assert any("SYNTHETIC ACCEPTANCE 0.8" in name for name in lines(figures.draw_batches({"cells": made_up}).axes[0]))
-
-
 def test_too_few_cells():
     with pytest.raises(ValueError, match="batch 1"):
         figures.draw_paper({"cells": [cell(4, batch=8)]})
-    with pytest.raises(ValueError, match="measured at two"):
-        figures.draw_batches({"cells": CELLS[:2]})
-    shown = [figures.STUDY.shown({"cells": cells}) for cells in (CELLS[:2], CELLS)]
-    assert shown == [["figure_1"], ["figure_1", "speedup_by_batch"]]
 
 
 def test_committed_results_are_drawn_and_damaged_ones_refused(tmp_path):
     done = call("study", "figures", f"--figures={tmp_path}")
     assert done.returncode == 0, done.stderr
-    for name in ("figure_1", "speedup_by_batch"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "figure_1.png").read_bytes().startswith(b"\x89PNG")
     for cells, told in (("README.md", "README.md holds no cells"), ("nothing.json", "nothing.json")):
         done = call("study", "figures", f"--cells={cells}", f"--figures={tmp_path}")
         assert done.returncode == 2 and told in done.stderr

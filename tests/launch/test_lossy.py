@@ -94,7 +94,7 @@ def test_curves_are_named_after_rules():
 @pytest.mark.slow
 def test_the_study_measures_and_draws(tmp_path):
     output = tmp_path / "lossy.json"
-    few = ["--config=configs/random_pair.py:tiny", "--prompts=1", "--config.max_new_tokens=4"]
+    few = ["--config=configs/random_pair.py:tiny", "--prompt_count=1", "--config.max_new_tokens=4"]
     done = call(
         "study", "lossy", *few, "--rules=token,ears:1", f"--output={output}", f"--figures={tmp_path}", "--plain"
     )

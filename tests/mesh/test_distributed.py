@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from configs import chinchilla
 from launch.lib import experiment
 from launch.lib.fields import ExperimentConfig
 from specsamp import generate
@@ -189,7 +190,7 @@ def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
     assert ["written to" in text for text in printed] == [True, False]
     document = json.loads(output.read_text())
     assert document["environment"]["devices"] == 8
-    here = experiment.build(ExperimentConfig.from_file("configs/chinchilla.py:tiny,batch=2").turned(fields))
+    here = experiment.build(ExperimentConfig.from_config_dict(chinchilla.get_config("tiny,batch=2")).turned(fields))
     side = decoders(here.pair, {"x": here.method}, here.workload)["x"]
     stats = side.decode(0).stats
     (cell,) = document["cells"]
