@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from launch.lib import machine_choice
+from launch.lib.config import load_config
 from launch.lib.fields import MACHINE, ExperimentConfig
 from specsamp.analysis import grid
 from specsamp.analysis.call_costs import CallCosts
@@ -30,7 +31,7 @@ def config(tmp_path, monkeypatch):
     """A pair whose draft is its target."""
     monkeypatch.setattr(machine_choice, "use_compilation_cache", lambda: str(tmp_path / "kept"))
     save_tiny_pair(tmp_path, ["def f(x):", "return x"])
-    config = ExperimentConfig.from_file(f"configs/trained_pair.py:{tmp_path}")
+    config = ExperimentConfig.from_config_dict(load_config(f"configs/trained_pair.py:{tmp_path}"))
     return config.turned({"draft_length": MACHINE, "max_new_tokens": 8, "prompt_length": 8})
 
 

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from launch.lib import study
+from launch.lib.config import load_config
 from launch.lib.experiment import build
 from launch.lib.fields import ExperimentConfig
 from launch.studies import speedup
@@ -84,7 +85,7 @@ def test_several_measurements_of_a_setting_are_a_range():
 
 
 def test_the_demo_has_the_speedups_of_the_readme(monkeypatch, tmp_path):
-    demo, config = module("demo"), ExperimentConfig.from_file("configs/trained_pair.py")
+    demo, config = module("demo"), ExperimentConfig.from_config_dict(load_config("configs/trained_pair.py"))
     experiment = build(config)
     configs = {"greedy": config.turned({"sampling.temperature": 0.0}), "sampled": config}
     name, *shown = demo.committed_speedups(configs, experiment)
