@@ -106,8 +106,8 @@ def main() -> None:
     for plan, place in zip(plans, places, strict=True):
         best, digits = plan.best, ".2g" if report else ".2f"
         verdict = f"K = {best.draft_length}, {best.speedup.value:{digits}}x" if best.draft_length else "decode plainly"
-        if costs.open:
-            hidden, added = (make_plan(accepted, edge, **place).best.draft_length for edge in costs.edges)
+        if costs.is_range:
+            hidden, added = (make_plan(accepted, edge, **place).best.draft_length for edge in costs.bounds)
             verdict = f"K = {hidden} if all collectives are hidden, {added} if all are added (0: decode plainly)"
         console.print(f"{where(plan)}: {verdict}")
     document = {"kind": "forecast", "acceptance": accepted, "costs": costs, "plans": plans}
@@ -133,16 +133,16 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     document = grid.read_document(_MEASURED.value)
     console.print(grid.origin(_MEASURED.value, document))
     cells = grid.chosen(document["cells"], **wanted)
-    distributions = sorted({grid.distribution_of(cell["key"]) for cell in cells if cell["key"]["draft_length"]})
-    if len(distributions) == 1:
-        return [cell for cell in cells if grid.distribution_of(cell["key"]) == distributions[0]]
-    if distributions:
-        known = f"{_MEASURED.value} has {'; '.join(distributions)}"
-        raise ValueError(f"--measured: choose cells of one distribution with --temperature; {known}")
-    keys = [cell["key"] for cell in document["cells"] if cell["key"]["draft_length"]]
-    known = sorted({f"{key['rule']} and {key['drafter']} at temperature {key['temperature']:g}" for key in keys})
-    asked = " and ".join(f"--{name}={value}" for name, value in wanted.items() if value is not None)
-    raise ValueError(f"--measured: no cell of {_MEASURED.value} has {asked}; it has {'; '.join(known) or 'no draft'}")
+    drafted = [cell["key"] for cell in cells if cell["key"]["draft_length"]]
+    laws = {grid.distribution_of(key) for key in drafted}
+    if len(laws) == 1:
+        return [cell for cell in cells if grid.distribution_of(cell["key"]) in laws]
+    keys = drafted or [cell["key"] for cell in document["cells"] if cell["key"]["draft_length"]]
+    known = sorted({f"{key['rule']}, {key['drafter']}, {grid.distribution_of(key)}" for key in keys})
+    raise ValueError(
+        f"--measured: choose cells of one distribution by --rule, --drafter and --temperature; {_MEASURED.value} has "
+        f"{'; '.join(known) or 'no draft'}"
+    )
 
 
 def acceptance(cells: Sequence[Mapping[str, Any]]) -> Acceptance:
@@ -206,18 +206,18 @@ def where(plan: Plan) -> str:
 def plan_table(plan: Plan, costs: Costs, report: Mapping[str, Any] | None) -> Table:
     """Returns the forecast of every K; digits and bands as far as the costs are known."""
     digits = 3 if report is None else 2
-    show = tables.span if costs.open else functools.partial(tables.interval, digits=digits)
+    show = tables.span if costs.is_range else functools.partial(tables.interval, digits=digits)
     rows = []
     for one in plan.forecasts:
         K, ms = one.draft_length, f"{one.round_ms:.{digits}g}"
-        if costs.edges:
-            least, most = (edge.round_ms(K, plan.batch, plan.context) for edge in costs.edges)
-            ms = str(Band(least=least, likely=one.round_ms, most=most, open=costs.open))
-        name = f"K = {K}" + " *" * (one is plan.best and not costs.open)
+        if costs.bounds:
+            least, most = (edge.round_ms(K, plan.batch, plan.context) for edge in costs.bounds)
+            ms = str(Band(least=least, likely=one.round_ms, most=most, open=costs.is_range))
+        name = f"K = {K}" + " *" * (one is plan.best and not costs.is_range)
         rows.append((name, tables.interval(one.tokens_per_round), ms, show(one.ms_per_token), show(one.speedup, "x")))
     note = "* is best; brackets: 95%, by the counts behind the acceptance and the clocks behind the costs"
-    if costs.edges:
-        note += f". Milliseconds: {basis(costs.open, own_calibration(_CALIBRATION.value, report['topology']))}"
+    if costs.bounds:
+        note += f". Milliseconds: {basis(costs.is_range, own_calibration(_CALIBRATION.value, report['topology']))}"
     if isinstance(costs, Roofline):
         note += ROOFLINE + (EXPERTS if costs.target.experts else "")
     header = ("", "tokens per round", "ms per round", "ms per token", "speedup")

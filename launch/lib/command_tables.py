@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.lib.study import Document, Published
+from launch.lib.study import Document, Published, law
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.grid import counts_of
 from specsamp.analysis.report import Table
-from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, grid_table, prices
+from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, grid_table, prices, ratio
 from specsamp.evaluation.audit import audit_table
 from specsamp.tpu import calibration
 from specsamp.tpu.report import Report
@@ -120,7 +120,40 @@ def public_pairs(*documents: Document) -> Table:
     return Table.of("Public pairs on TPU v5e (compiler estimate)", rows)
 
 
+def drafters(document: Document) -> Table:
+    """Returns what each drafter of one target gains, by distribution and K; a draft costs proposing and reading it."""
+    most, rows = max(cell["key"]["draft_length"] for cell in document["cells"]), []
+    for cell in document["cells"]:
+        key, cost = cell["key"], ""
+        named = key["drafter"], law(key), f"{key['draft_length']}"
+        if "result" not in cell:
+            rows.append((*named, "out of memory", *[""] * (most + 3)))
+            continue
+        result, split, counts = cell["result"], cell["result"]["split"], cell["result"]["acceptance"]
+        shares = ["" if share is None else f"{share:.2f}" for share in counts["by_position"]]
+        shares += [""] * (most - len(shares))
+        if split is not None:
+            spent = sum(split[part]["ms"]["median"] for part in ("draft", "commit"))
+            cost = f"{spent / (key['draft_length'] * split['step']['ms']['median']):.2f}"
+        ms = f"{result['speculative']['ms_per_token']['median']:.2f}"
+        gained = ratio(result["speedup"])
+        rows.append((*named, f"{counts['emitted'] / counts['rounds']:.2f}", *shares, cost, ms, gained))
+    positions = [f"accepted at {i + 1}" for i in range(most)]
+    header = (
+        "drafter",
+        "sampling",
+        "K",
+        "tokens per round",
+        *positions,
+        "a draft, in steps",
+        "ms per token",
+        "speedup",
+    )
+    return Table(title="Drafters of one target, on the same prompts", header=header, rows=rows)
+
+
 TABLES = {
+    "drafters": Published(["python_drafters"], drafters),
     "pair": Published(["pair"], trained),
     "grid": Published(["python_pair_grid"], lambda grid: grid_table("Best draft lengths", grid["cells"], best=True)),
     "audit": Published(["python_pair_audit"], lambda audit: audit_table(audit["checks"])),

@@ -13,7 +13,6 @@ import json
 import pathlib
 from collections.abc import Mapping
 
-import jax
 from rich.console import Console
 
 from launch.lib import entry
@@ -58,7 +57,6 @@ class Calls:
         told = {
             "config": config.recorded,
             **machine_identity(),
-            "jax": jax.__version__,
             "source": machine.source_version(),
         }
         key = hashlib.sha256(json.dumps(report.as_json(told), sort_keys=True).encode()).hexdigest()[:16]

@@ -32,11 +32,12 @@ MOVED: Mapping[str, str] = {
     r"launch/(?:studies/)?compile_training\.py(.*) --topology=": r"launch/study.py compile --grid=training\1 --change=topology=",
     r"launch/(?:studies/)?int8_error\.py": "launch/study.py int8",
     r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
+    r"launch/(?:studies/)?drafters\.py.*": "launch/evaluate.py --task=python --methods=plain,token/model/4,token/ngram/4,token/head/4",
     r"launch/(?:studies/)?refill\.py": "launch/study.py serving --ask=batches",
     r"launch/(?:studies/)?serve_load\.py": "launch/study.py serving --ask=endpoint --max_new_tokens=128",
-    r"launch/(?:studies/)?(adaptive|agreement|backtest|drafters|lossy|speedup)\.py": r"launch/study.py \1",
+    r"launch/(?:studies/)?(adaptive|agreement|backtest|lossy|speedup)\.py": r"launch/study.py \1",
     r"--prompts=runs/python_prompts\.json": "--prompts=notebooks/results/python_prompts.json",
-    r"(launch/study\.py (?:drafters|lossy).*) --prompts=": r"\1 --prompt_count=",
+    r"(launch/study\.py lossy.*) --prompts=": r"\1 --prompt_count=",
     # Last, of all studies: a figure was a file, and is one of a folder; a flag that was repeated is a list.
     r"(launch/study\.py .*)--figure=\S*/\w+\.png": r"\1--figures=runs",
 }

@@ -1,6 +1,6 @@
 """Predicts every published TPU measurement from the others: what milliseconds of this package are worth.
 
-    python launch/study.py backtest --output=runs/tpu_backtest.json --figures=runs
+    python launch/study.py backtest --output=runs/tpu_backtest.json
 
 Each layout and each source is left out of the fits once; rows that no fit explains are compared, too. Seconds, no TPU.
 """
@@ -12,19 +12,12 @@ from typing import Any
 import numpy as np
 
 from launch.lib.study import Document, Published, Study
-from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
 from specsamp.tpu.calibration import Band, fit_published, held_out, two_digits
 from specsamp.tpu.measurements import published
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B"
 COVERED = 0.9  # of the rows, what bands are measured by
-SHOWN = {  # in the figure, by kind and chip; the rest is of other programs than ours
-    "v5e, layout left out": ("step", "v5e"),
-    "v4, layout left out": ("step", "v4"),
-    "served": ("served", ""),
-    "launched call by call": ("launched", ""),
-}
 
 
 def measure(options, key, say) -> dict[str, Any]:
@@ -84,28 +77,8 @@ def backtest_table(document: Document) -> Table:
     return Table(title="Published steps, forecast from the others", header=header, rows=rows)
 
 
-def draw(document: Document) -> Any:
-    """Draws forecast against published milliseconds, with bands and the line on which both are equal."""
-    figure, (axis,) = axes_of(1, "published, ms")
-    checks = [check for check in checks_of(document) if check["left_out"] != "source"]
-    for colour, (label, (kind, chip)) in zip(COLOURS, SHOWN.items()):
-        shown = [c for c in checks if c["kind"] == kind and c["layout"].startswith(chip)]
-        likely, least, most = ([getattr(c["band"], name) for c in shown] for name in ("likely", "least", "most"))
-        look = {"label": f"{label} ({len(shown)})", "fmt": "o", "color": colour, "markersize": 3, "elinewidth": 0.7}
-        bars = np.subtract(likely, least), np.subtract(most, likely)
-        axis.errorbar([c["measured_ms"] for c in shown], likely, bars, **look)
-    axis.plot([1, 100], [1, 100], color="black", linewidth=0.8)
-    axis.loglog()
-    for one in (axis.xaxis, axis.yaxis):
-        one.set_major_formatter(lambda ms, _: f"{ms:g}")
-    axis.set_title("forecast, ms, of steps on TPUs", fontsize=10)
-    axis.legend(fontsize=7, frameon=False)
-    return figure
-
-
 STUDY = Study(
     question="What are forecasts of milliseconds on TPUs worth?",
     measure=measure,
     tables={"backtest": Published(["tpu_backtest"], backtest_table)},
-    figures={"tpu_backtest": Published(["tpu_backtest"], draw)},
 )

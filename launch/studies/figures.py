@@ -1,9 +1,8 @@
 """Draws committed results: figure 1 of Chen et al. with our curves.
 
     python launch/study.py figures --results=notebooks/results --figures=runs
-    python launch/study.py figures --cells=runs/mine.json --figures=runs
 
-Cells are those of launch/benchmark.py. Our curves are lines, with quartiles; the points are those of Chen et al. (arXiv
+Our curves are lines, with quartiles; the points are those of Chen et al. (arXiv
 2302.01318). Nothing is measured here. The tables are those of commands.
 """
 
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.lib import command_tables
-from launch.lib.study import Document, Option, Published, Study
+from launch.lib.study import Document, Published, Study
 from specsamp.analysis import grid
 from specsamp.analysis.figures import COLOURS, STYLES, axes_of
 from specsamp.analysis.grid import distribution_of
@@ -29,13 +28,6 @@ PAPER_EMITTED = {  # tokens per round over K + 1
     "XSum": (1, 0.875, 0.78, 0.695, 0.618, 0.553, 0.50, 0.455),
 }
 PAPER_ROUND_MS = (14.1, 16.3, 18.2, 20.3, 22.8, 25.0, 27.1, 28.5)
-
-
-def prepare(options: Any) -> None:
-    """Reads the cells that are drawn."""
-    if not options.figures:
-        raise ValueError("--figures: name the folder that the figures are drawn into, or give --results")
-    options.document = grid.read_document(options.cells)
 
 
 def drafted(document: Document) -> list[Mapping[str, Any]]:
@@ -91,10 +83,6 @@ def draw_paper(document: Document) -> Any:
 
 STUDY = Study(
     question="How do our curves compare with those of the paper, and what did the commands measure?",
-    prepare=prepare,
-    options={"cells": Option("notebooks/results/python_pair_grid.json", "Draw the cells of this file.")},
-    measure=lambda options, key, say: options.document,
     tables=command_tables.TABLES,
     figures={"figure_1": Published(["python_pair_grid"], draw_paper)},
-    shown=lambda options: ["figure_1"],
 )

@@ -3,7 +3,7 @@
     python launch/study.py lossy --output=runs/python_lossy.json --figures=runs
     python launch/study.py lossy --rules=token,ears:0.3,bounded:0.01:ears:1 --prompt_count=2 --config.max_new_tokens=32
 
-All rules and plain decoding take turns on the same prompts; a speedup is the median over prompts. Constants of rules follow
+Each rule takes turns with plain decoding on the same prompts; a speedup is the median over prompts. Constants of rules follow
 their names after colons, see launch/lib/rules.py.
 
 Bias is the total variation of a token's distribution under the rule from the target's, metered while decoding. Its sum
@@ -13,24 +13,19 @@ tokens that are accepted beyond what the token rule would accept there.
 
 import dataclasses
 import functools
-import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from launch.lib.rules import make_rule
-from launch.lib.study import Document, Option, Published, Study
+from launch.lib.study import Document, Key, Option, Published, Say, Study, answers
 from specsamp import chain, temperature, top_p
+from specsamp.analysis.benchmark import benchmark
 from specsamp.analysis.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, STYLES, VERMILLION, axes_of
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import ratio
-from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, decode_in_turns, decoders
-from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.method import Method
 
-PLAIN = "plain"
 RULES = (
     "token",
     "block",
@@ -54,53 +49,36 @@ def prepare(options: Any) -> None:
         raise ValueError(f"--rules={','.join(options.rules)} must begin with token, where all curves begin")
 
 
-def measure(options: Any, key: Mapping[str, float], say: Any) -> list[Point]:
-    """Decodes all prompts with every rule and plainly, in turn, and returns a point for each rule."""
-    experiment, sampling = options.experiment, chain(temperature(key["temperature"]), top_p(key["top_p"]))
+def measure(options: Any, key: Key, say: Say) -> Point:
+    """Decodes all prompts with a rule and plainly, in turn; returns what the rule gained and cost."""
+    experiment, rule = options.experiment, make_rule(key["rule"])
+    sampling = chain(temperature(key["temperature"]), top_p(key["top_p"]))
     work = dataclasses.replace(experiment.workload, batch=1, repeats=options.prompt_count)
-    drafter = experiment.method.drafter
-    methods = {PLAIN: Method(drafter=NoDrafter(), sampling=sampling)}
-    methods |= {word: Method(drafter=drafter, rule=make_rule(word), sampling=sampling) for word in options.rules}
-    sides = decoders(experiment.pair, methods, work)
-    timings = decode_in_turns(sides, work.repeats, say)
-    plain = seconds(timings[PLAIN])
-    return [{"rule": word, **key, **point(sides[word], timings[word], plain)} for word in options.rules]
-
-
-def point(side: TimedDecoder, timings: Sequence[Timing], plain: np.ndarray) -> Point:
-    """Returns what a rule gained and cost; an exact one costs nothing."""
-    stats = functools.reduce(operator.add, (timing.stats for timing in timings))
-    variation, extra = (stats.variation, stats.extra_accepted) if side.method.rule.metered else (0.0, 0.0)
+    method = Method(drafter=experiment.method.drafter, rule=rule, sampling=sampling)
+    found = benchmark(experiment.pair, method, work, say)
+    counts = found.acceptance
     return {
-        "exact": side.method.rule.exact,
-        "draft_length": side.method.drafter.K,
-        "tokens_per_round": stats.emitted_per_round,
-        "acceptance": stats.acceptance_rate,
-        "bought": extra / sum(stats.reached),
-        "variation_per_token": variation / stats.emitted,
-        "variation_per_text": variation / len(timings),
-        "ms_per_token": Quartiles.of(seconds(timings) / side.workload.max_new_tokens * 1e3),
-        "speedup": Quartiles.of(plain / seconds(timings)),
+        **key,
+        "exact": rule.exact,
+        "draft_length": method.drafter.K,
+        "tokens_per_round": counts.emitted_per_round,
+        "acceptance": counts.acceptance_rate,
+        "bought": counts.extra_accepted / sum(counts.reached) if rule.metered else 0.0,
+        "variation_per_token": counts.variation_per_token if rule.metered else 0.0,
+        "variation_per_text": found.variation_per_text or 0.0,
+        "ms_per_token": found.speculative.ms_per_token,
+        "speedup": found.speedup,
     }
 
 
-def seconds(timings: Sequence[Timing]) -> np.ndarray:
-    """Returns the seconds of the loop in each turn."""
-    return np.array([timing.loop_seconds for timing in timings])
-
-
-def curves(document: Document) -> list[list[Point]]:
-    """Returns the points of each distribution; in older files a cell is a point."""
-    found: dict[tuple[float, float], list[Point]] = {}
-    for cell in document["cells"]:
-        points = cell["result"] if isinstance(cell["result"], list) else [cell["result"]]
-        found.setdefault((points[0]["temperature"], points[0]["top_p"]), []).extend(points)
-    return list(found.values())
+def points_of(document: Document, number: int) -> list[Point]:
+    """Returns the points under the distribution of a number."""
+    return [result for key, result in answers(document) if SAMPLINGS[number].items() <= key.items()]
 
 
 def table(number: int, document: Document) -> Table:
     """Returns a row for each rule, under the distribution of that number."""
-    points = curves(document)[number]
+    points = points_of(document, number)
     rows = [
         (
             point["rule"] if point["exact"] else f"{point['rule']} (lossy)",
@@ -125,7 +103,7 @@ def family(rule: str) -> str:
 
 def draw(document: Document) -> Any:
     """Draws tokens per round and speedup by bias per token: a curve for each rule, from the token rule, without bias."""
-    points, colours = curves(document)[0], (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY)
+    points, colours = points_of(document, 0), (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, GREY)
     token = next(point for point in points if point["rule"] == "token")
     values = {
         "tokens per round": lambda point: point["tokens_per_round"],
@@ -156,7 +134,8 @@ STUDY = Study(
         "prompt_count": Option(16, "Decode the first so many held-out prompts.", least=1),
     },
     prepare=prepare,
-    cells=lambda options: SAMPLINGS,
+    cells=lambda options: [law | {"rule": rule} for law in SAMPLINGS for rule in options.rules],
+    identity=lambda options: {"prompt_count": options.prompt_count},
     measure=measure,
     tables={name: Published(["python_lossy"], functools.partial(table, i)) for i, name in enumerate(TABLES)},
     figures={"python_lossy": Published(["python_lossy"], draw)},

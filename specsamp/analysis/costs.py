@@ -29,9 +29,9 @@ class Costs:
     """Costs as `specsamp.analysis.planner.make_plan` needs them."""
 
     error: float = 0.0  # the relative standard error of a round's time; 0 if it is known exactly
-    edges: tuple[Costs, ...] = ()  # the cheapest and the dearest case, where more is open than the error of a clock
-    worlds: tuple[Costs, ...] = ()  # cases of which one is true: a speedup compares two programs within each
-    open: bool = False  # no value between the edges is likelier than another
+    bounds: tuple[Costs, ...] = ()  # the lowest and the highest costs, where a forecast has a band
+    scenarios: tuple[Costs, ...] = ()  # one of them is true: a speedup compares two programs within each
+    is_range: bool = False  # no value between the bounds is likelier than another
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
         """Returns the milliseconds of one round of all rows."""

@@ -91,8 +91,8 @@ def make_plan(
         def gain(case: Costs) -> float:
             return case.round_ms(0, batch, context) / (case.round_ms(K, batch, context) * rounds)
 
-        ms = [case.round_ms(K, batch, context) * rounds / batch for case in costs.edges]
-        gains = [gain(case) for case in costs.worlds] + ([] if costs.open else [gain(costs)])
+        ms = [case.round_ms(K, batch, context) * rounds / batch for case in costs.bounds]
+        gains = [gain(case) for case in costs.scenarios] + ([] if costs.is_range else [gain(costs)])
         error, both_clocks = tokens.relative_error, costs.error * math.sqrt(2) if K else 0.0
         forecasts.append(
             Forecast(

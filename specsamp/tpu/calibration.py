@@ -49,8 +49,8 @@ class Band:
     least: float
     likely: float
     most: float
-    open: bool = False  # a range between full overlap and none: ``likely`` is only the geometric mean of its ends
-    # The same calls in several cases of which one is true: two programs are compared within each, see `band_ratio`.
+    open: bool = False  # between full overlap and no overlap of collectives: ``likely`` is only the geometric mean
+    # The milliseconds in several scenarios, one of which is true: `band_ratio` compares two programs within each.
     worlds: tuple[float, ...] = dataclasses.field(default=(), compare=False)
 
     def __truediv__(self, number: float) -> Band:
@@ -115,7 +115,7 @@ class Calibrations:
     def estimate(self, chip: str, *works: Work) -> Band:
         """Estimates calls of a program of today, by the fit of its chip if there is one.
 
-        Otherwise the band is the range between full overlap and none. Its three worlds are: all hidden; all added; and
+        Otherwise the band is the range between full overlap and none. Its three scenarios are: all hidden; all added; and
         the target's call, which comes first, hidden, but those of a draft, which have little to hide under, added.
 
         Raises:
@@ -147,7 +147,7 @@ def estimate(chip: str, *works: Work, own: Calibration | None = None) -> Band:
 def band_ratio(slow: Band, fast: Band) -> Band:
     """Returns by how much one program is faster than another of the same chip.
 
-    Errors are mostly common to both, so the programs are compared within each of the worlds.
+    Errors are mostly common to both, so the programs are compared within each scenario.
     """
     likely, is_open = slow.likely / fast.likely, slow.open and fast.open
     ends = [a / b for a, b in zip(slow.worlds, fast.worlds, strict=True)] or [likely]

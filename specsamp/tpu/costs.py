@@ -43,7 +43,7 @@ class Roofline(Costs):
 def compiled_costs(report: dict[str, Any], own: Calibration | None = None) -> CostTable:
     """Returns the times of a plain step and of a round at the report's K, as a calibration estimates them.
 
-    The ends of their bands are the edges.
+    The ends of their bands are the bounds.
 
     Args:
       report: a `specsamp.tpu.report.Report` as JSON: the entry "report" of a file of ``launch/compile_report.py``.
@@ -65,7 +65,7 @@ def compiled_costs(report: dict[str, Any], own: Calibration | None = None) -> Co
     step, round_ = (compiled.calibrated_ms(program.name, own) for program in programs)
     return dataclasses.replace(
         table(step.likely, round_.likely),
-        edges=(table(step.least, round_.least), table(step.most, round_.most)),
-        worlds=tuple(map(table, step.worlds, round_.worlds)),
-        open=step.open,
+        bounds=(table(step.least, round_.least), table(step.most, round_.most)),
+        scenarios=tuple(map(table, step.worlds, round_.worlds)),
+        is_range=step.open,
     )

@@ -90,12 +90,12 @@ def test_costs_of_a_compile_report():
     report["programs"] = [program("target step", 1228, 100), program("round", 2456, 200)]
     calibrated = compiled_costs(report)
     assert calibrated.round_ms(0, 1, 2048) < calibrated.round_ms(4, 1, 2048)
-    least, most = calibrated.edges  # of v4 no program of today was measured
+    least, most = calibrated.bounds  # of v4 no program of today was measured
     assert least.round_ms(4, 1, 2048) < calibrated.round_ms(4, 1, 2048) < most.round_ms(4, 1, 2048)
     assert least.round_ms(0, 1, 2048) == pytest.approx(1.023, abs=0.001)  # streaming alone
     of_v5e = compiled_costs(report | {"topology": "v5e:4x4"})
-    assert of_v5e.error == 0 and not of_v5e.open and calibrated.open
-    low, likely, high = (table.round_ms(4, 1, 2048) for table in (of_v5e.edges[0], of_v5e, of_v5e.edges[1]))
+    assert of_v5e.error == 0 and not of_v5e.is_range and calibrated.is_range
+    low, likely, high = (table.round_ms(4, 1, 2048) for table in (of_v5e.bounds[0], of_v5e, of_v5e.bounds[1]))
     assert low < likely < high
     report["programs"][1]["hbm_bytes"] = None
     with pytest.raises(ValueError, match="do not fit v4:2x2x4"):

@@ -48,7 +48,7 @@ def test_forecasts(arguments, found):
         ((*MEASURED, "--context=2048"), "--context has no effect: it goes with --chip or --compile_report"),
         ((RATE, *CALLS, "--config=configs/chinchilla.py"), "--config has no effect: it goes with --chip"),
         ((RATE, *ROOFLINE[:2], "--config.drafter=ngram"), "--config.drafter is ngram"),
-        ((*MEASURED, "--drafter=lookup"), "has --rule=token and --drafter=lookup"),
+        ((*MEASURED, "--drafter=lookup"), "python_pair_grid.json has block, model, T = 0.8"),
         ((RATE, *ROOFLINE[:2], "--devices=4"), "--devices=4 cannot hold the models: weights of 148"),
     ],
 )
