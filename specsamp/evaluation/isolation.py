@@ -6,8 +6,8 @@
 Machines differ (a container may forbid namespaces), so `find_isolation` runs a program that attempts what must fail. If
 it reaches a network or other users' files, no program runs, unless the caller insists. A program passes if it reaches
 its end: the harness then reports a word that is drawn anew for each run. Until then neither a descriptor nor Python's
-introspection gives this word. A program that is written against this very harness can still search its own memory for
-the word with ctypes, or skip its tests with a trace function. Then its score is wrong, but the walls still hold.
+introspection shows this word. A program that is written against this harness can still search its own memory for the
+word with ctypes, or skip its tests with a trace function. Then its score is wrong, but the walls hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import os
 import pathlib
 import secrets
 import select
-import selectors
 import signal
 import socket
 import subprocess
@@ -34,7 +33,7 @@ from typing import IO
 READY = b"ready\n"  # the first line of a report: the walls stand
 JAIL = pathlib.Path(__file__).with_name("jail.py")
 WALLS = ("namespaces", "landlock", "system calls")
-# What must be out of a program's reach, and the walls that keep it there.
+# What a program must not reach, and the walls against it.
 ASPECTS = {
     "network": ("namespaces", "system calls"),
     "files": ("namespaces", "landlock"),
@@ -47,19 +46,19 @@ ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS"
 
 
 class IsolationError(RuntimeError):
-    """Says that a program was not run, since it could not be isolated."""
+    """Raised where a program was not run, since it could not be isolated."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """Limits of one program."""
 
-    seconds: float = 10.0  # of the wall clock, its start included
-    cpu_seconds: int = 5  # of computation, by process
-    memory_mib: int = 1024  # of addresses, by process
-    processes: int = 16  # threads included
-    files: int = 64  # open ones
-    file_mib: int = 4  # size of a file; within namespaces all files together may have four times as much
+    seconds: float = 10.0  # of the wall clock, from its start
+    cpu_seconds: int = 5  # per process
+    memory_mib: int = 1024  # of addresses, per process
+    processes: int = 16  # and threads
+    files: int = 64  # that are open
+    file_mib: int = 4  # per file; within namespaces all files together have four times as much
     output_kib: int = 64
 
 
@@ -71,7 +70,7 @@ class Outcome:
       status: "passed", "failed" (an exception, or an end before the last line), "timeout", "memory", "output" (more
         than allowed) or "killed" (by a signal).
       detail: the exception, the signal or the limit.
-      output: the beginning of what it printed.
+      output: the beginning of its output.
     """
 
     status: str
@@ -90,7 +89,7 @@ class Isolation:
     Attributes:
       walls: the names in `WALLS` that can be built.
       missing: the other names, with the reason.
-      by: for each aspect of `ASPECTS`, what isolates it; empty: nothing does.
+      by: for each aspect of `ASPECTS`, the walls that isolate it; empty if none does.
     """
 
     walls: tuple[str, ...]
@@ -104,14 +103,14 @@ class Isolation:
 
     @property
     def sentences(self) -> list[str]:
-        """Returns sentences for a user: how each aspect is isolated, and which walls are missing."""
+        """Returns how each aspect is isolated, and which walls are missing."""
         lines = [
             f"{aspect}: isolated by {how}" if how else f"{aspect}: NOT ISOLATED" for aspect, how in self.by.items()
         ]
         return lines + [f"without {wall}: {why}" for wall, why in self.missing.items()]
 
 
-# A program that prints what it can reach of a server, a file and a process outside.
+# A program that tries to reach a server, a file and a process outside, and prints where it succeeded.
 PROBE = """
 import json, os, socket, time
 def can(attempt):
@@ -137,7 +136,7 @@ open("own", "w").write("")
 
 @functools.cache
 def find_isolation(walls: tuple[str, ...] = WALLS) -> Isolation:
-    """Returns which of ``walls`` can be built and what a program within them cannot reach; both are tried.
+    """Tries which of ``walls`` can be built, and what a program within them cannot reach.
 
     Raises:
       IsolationError: no program runs at all.
@@ -161,7 +160,7 @@ def find_isolation(walls: tuple[str, ...] = WALLS) -> Isolation:
         )
         outcome = _run(probe, limits, walls)
     if not outcome.passed:  # for example, Python lies in root's home, which nobody may read
-        why = f"a program that only looks around fails within the walls ({outcome.detail})"
+        why = f"a harmless program fails within the walls ({outcome.detail})"
         if not walls:
             raise IsolationError(why)
         found = find_isolation(walls[1:])
@@ -187,9 +186,9 @@ def run_isolated(
 
     Args:
       program: Python source.
-      limits: of this program.
-      isolation: default that of `find_isolation`.
-      insist: run it although this machine isolates too little.
+      limits: limits of the program.
+      isolation: default `find_isolation()`.
+      insist: run the program although this machine isolates too little.
 
     Raises:
       IsolationError: network or files are not isolated, and the caller does not insist.
@@ -208,11 +207,7 @@ def run_all(
     isolation: Isolation | None = None,
     insist: bool = False,
 ) -> Iterator[Outcome]:
-    """Runs programs side by side, as `run_isolated` does, and yields their outcomes in order.
-
-    Args:
-      workers: programs at a time; default one per core.
-    """
+    """Runs ``workers`` programs at a time (default: one per core) with `run_isolated`, and yields outcomes in order."""
     isolation = find_isolation() if isolation is None else isolation  # once, not in every thread
     one = functools.partial(run_isolated, limits=limits, isolation=isolation, insist=insist)
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
@@ -236,6 +231,7 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
     pipe, jail_pipe = os.pipe()
     with (
         open(pipe, "rb", buffering=0) as reports,
+        tempfile.TemporaryFile() as printed,
         tempfile.TemporaryDirectory(prefix="specsamp-", ignore_cleanup_errors=True) as folder,
     ):
         request = dataclasses.asdict(limits) | {
@@ -249,9 +245,8 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-u", str(JAIL), json.dumps(request)],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=printed,
                 stderr=subprocess.STDOUT,
-                bufsize=0,
                 pass_fds=(jail_pipe,),
                 start_new_session=True,
                 env=ENVIRONMENT,
@@ -261,67 +256,49 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
         with process:
             try:
                 with contextlib.suppress(BrokenPipeError):  # the process has ended, for a reason in the report
-                    _write(process.stdin, source)
-                    _write(process.stdin, word)  # so short that a pipe takes it whole
+                    process.stdin.write(source + word)
                     process.stdin.close()
-                report, output, why = _follow(reports, process.stdout, deadline, limits.output_kib << 10)
-                if not why:
-                    _wait_for_end(reports)
+                report, in_time = _read(reports, deadline)
             finally:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
-            _wait_for_end(reports)
-    status, detail = _judge(report, word, why, code, limits, output)
-    return Outcome(status=status, detail=detail, output=output.decode("utf-8", "replace"))
+            _read(reports, time.monotonic() + 1.0, to_end=True)  # no process is left, unless there are no walls
+        printed.seek(0)
+        output = printed.read((limits.output_kib << 10) + 1)
+    status, detail = _judge(report, word, in_time, code, limits, output)
+    return Outcome(status=status, detail=detail, output=output[: limits.output_kib << 10].decode("utf-8", "replace"))
 
 
-def _write(pipe: IO[bytes], content: bytes) -> None:
-    view = memoryview(content)
-    while view:
-        view = view[pipe.write(view) :]
+def _read(reports: IO[bytes], deadline: float, *, to_end: bool = False) -> tuple[bytes, bool]:
+    """Reads a report until the program has reported or all processes have ended.
 
+    Args:
+      reports: a pipe that ends with the last process.
+      deadline: of the monotonic clock.
+      to_end: read on after the program has reported.
 
-def _follow(reports: IO[bytes], outputs: IO[bytes], deadline: float, most: int) -> tuple[bytes, bytes, str]:
-    """Reads report and output until the program has reported or ended, and returns both, and what it exceeded."""
-    report, output = bytearray(), bytearray()
-    with selectors.DefaultSelector() as selector:
-        selector.register(reports, selectors.EVENT_READ, report)
-        selector.register(outputs, selectors.EVENT_READ, output)
-        while len(output) <= most and not report.partition(READY)[2]:
-            ready = selector.select(max(deadline - time.monotonic(), 0))
-            if not ready:
-                return bytes(report), bytes(output), "timeout"
-            for key, _ in ready:
-                read = os.read(key.fd, 1 << 16)
-                key.data.extend(read)
-                if not read:
-                    selector.unregister(key.fileobj)
-            if reports not in (key.fileobj for key in selector.get_map().values()):
-                break
-    os.set_blocking(outputs.fileno(), False)
-    while len(output) <= most and (read := outputs.read(1 << 16)):  # what was printed before the end
-        output.extend(read)
-    return bytes(report), bytes(output[:most]), "output" if len(output) > most else ""
-
-
-def _wait_for_end(reports: IO[bytes]) -> None:
-    """Waits up to a second for the end of the report, which comes with the last process; only without walls one may stay."""
-    late = time.monotonic() + 1.0
-    poll = select.poll()
+    Returns:
+      The report, and whether it came before the deadline.
+    """
+    report, poll = b"", select.poll()
     poll.register(reports, select.POLLIN)
-    while poll.poll(max(late - time.monotonic(), 0) * 1000) and reports.read(1 << 16):
-        pass
+    while poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+        read = reports.read(1 << 16)
+        report += read
+        if not read or (report.partition(READY)[2] and not to_end):
+            return report, True
+    return report, False
 
 
-def _judge(report: bytes, word: bytes, exceeded: str, code: int, limits: Limits, output: bytes) -> tuple[str, str]:
-    """Returns status and detail."""
+def _judge(report: bytes, word: bytes, in_time: bool, code: int, limits: Limits, output: bytes) -> tuple[str, str]:
+    """Returns status and detail of an `Outcome`."""
     if report.startswith(b"refused"):
         raise IsolationError(report.decode().partition("\n")[2])
-    if exceeded == "timeout" or code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
-        return "timeout", f"longer than {limits.seconds} s, or {limits.cpu_seconds} s of computation"
-    if exceeded == "output":
+    if len(output) > limits.output_kib << 10:
         return "output", f"more than {limits.output_kib} KiB"
+    if not in_time or code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
+        return "timeout", f"longer than {limits.seconds} s, or {limits.cpu_seconds} s of computation"
     if not report.startswith(READY):
         raise IsolationError(f"the harness did not start: {output.decode('utf-8', 'replace')[-300:].strip()}")
     report = report.removeprefix(READY)

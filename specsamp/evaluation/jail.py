@@ -1,14 +1,14 @@
-"""Builds walls around one untrusted program and runs it: the script that `isolation` starts, of the standard library.
+"""Builds walls around one untrusted program and runs it. `isolation` starts this script; it needs Python alone.
 
     python jail.py '{"walls": [...], ...}'     # stdin: the program, then a secret word; see `isolation.run_isolated`
 
-Three processes: this one, which the caller can kill; the first of the new namespaces, whose end ends all processes that
-the program has started; and the program. A wall that the kernel does not offer raises OSError:
+There are three processes: this script, which the caller can kill; the first process of the new namespaces, with which
+all their processes end; and the program. A wall that the kernel does not offer raises OSError:
 
-- ``namespaces`` of users, processes, network and mounts. The root is a new one in memory with Python and the system's
-  libraries, which cannot be written to, and a working folder. Root becomes nobody; no privileges are needed.
+- ``namespaces`` of users, processes, network and mounts. The root folder is made in memory. It has Python and the
+  system's libraries, which are read-only, and a working folder. Root becomes nobody; no privileges are needed.
 - ``landlock``: a list of the folders that can be read and written, for machines without namespaces. Names and sizes of
-  other files can still be seen.
+  other files stay visible.
 - ``system calls``: a filter that refuses sockets, new processes, signals to other processes, memory and queues that are
   shared by number, and changes of other users' files.
 """
@@ -46,29 +46,30 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of 
 libc = ctypes.CDLL(None, use_errno=True)
 Step = tuple[int, int, int, int]  # of a filter: what it does, steps to skip if so and if not, and a value
 
-# Calls by their numbers on these machines; None: the machine has no such call.
+# System calls with their numbers on x86_64 and aarch64.
 NEEDED = {"pivot_root": (155, 41), "capset": (126, 91), "clone": (56, 220)}  # clone: for threads
-OF_ITSELF = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261)}  # with its own process only
-REFUSED = {
-    **{"socket": (41, 198), "fork": (57, None), "vfork": (58, None), "ptrace": (101, 117), "tkill": (200, 130)},
-    **{"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "rt_sigqueueinfo": (129, 138)},
-    **{"rt_tgsigqueueinfo": (297, 240), "setpriority": (141, 140), "ioprio_set": (251, 30)},
-    **{"sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118)},
-    **{"sched_setattr": (314, 274), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40)},
-    **{"umount2": (166, 39), "chroot": (161, 51), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53)},
-    **{"chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54), "utime": (132, None)},
-    **{"utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5)},
-    **{"lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15)},
-    **{"fremovexattr": (199, 16), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218)},
-    **{"bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425)},
-    **{"shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "shmdt": (67, 197), "mq_open": (240, 180)},
-    **{"msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_unlink": (241, 181)},
-    **{"semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192)},
-    **{"pidfd_open": (434, 434)},
-    **{"pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438), "open_tree": (428, 428), "move_mount": (429, 429)},
-    **{"fsopen": (430, 430), "mount_setattr": (442, 442), "fchmodat2": (452, 452), "setxattrat": (463, 463)},
-    **{"removexattrat": (466, 466)},
-}
+OF_ITSELF = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261)}  # allowed on the program's own process
+# A dash where the machine has no such call. By line: sockets and processes, signals, priorities, mounts, attributes of
+# files, the kernel, and memory and queues that are shared by number.
+REFUSED = """
+    socket 41 198, fork 57 -, vfork 58 -, unshare 272 97, setns 308 268, ptrace 101 117,
+    process_vm_readv 310 270, process_vm_writev 311 271,
+    tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_open 434 434,
+    pidfd_send_signal 424 424, pidfd_getfd 438 438,
+    setpriority 141 140, ioprio_set 251 30, sched_setaffinity 203 122, sched_setscheduler 144 119,
+    sched_setparam 142 118, sched_setattr 314 274,
+    mount 165 40, umount2 166 39, chroot 161 51, open_tree 428 428, move_mount 429 429, fsopen 430 430,
+    mount_setattr 442 442,
+    chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, lchown 94 -, fchown 93 55,
+    fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5,
+    lsetxattr 189 6, fsetxattr 190 7, setxattrat 463 463, removexattr 197 14, lremovexattr 198 15,
+    fremovexattr 199 16, removexattrat 466 466,
+    keyctl 250 219, add_key 248 217, request_key 249 218, bpf 321 280, perf_event_open 298 241,
+    userfaultfd 323 282, io_uring_setup 425 425,
+    shmget 29 194, shmat 30 196, shmctl 31 195, shmdt 67 197, msgget 68 186, msgsnd 69 189, msgrcv 70 188,
+    msgctl 71 187, semget 64 190, semop 65 193, semctl 66 191, semtimedop 220 192, mq_open 240 180,
+    mq_unlink 241 181
+"""
 # Calls that are refused with some values of an argument: their numbers, the argument's place, the test, and the values.
 REFUSED_WITH = {
     "prctl": ((157, 167), 0, BPF_EQUAL, (PR_SET_PDEATHSIG,)),  # by which it would outlive its parent
@@ -79,12 +80,12 @@ REFUSED_WITH = {
 
 
 def enter() -> None:
-    """Builds what surrounds the program, starts it, and ends as it does."""
+    """Builds the namespaces, starts the program in them, and exits with its status."""
     request = json.loads(sys.argv[1])
     os.umask(0o022)
     die_with_parent()
     source = bytearray()
-    while len(source) < request["bytes"]:  # not the word, which comes behind it
+    while len(source) < request["bytes"]:  # the word, which follows, stays in the pipe
         source += os.read(0, request["bytes"] - len(source))
     is_root = False
     try:
@@ -127,8 +128,8 @@ def be_program(request: dict, source: bytearray, is_root: bool) -> None:
 def run_program(source: str, word: int, report: int) -> None:
     """Runs a program as ``__main__``, reports how it ended, and ends the process.
 
-    The word is read first. While the program runs it is an operand of an unfinished sum: no descriptor gives it, and no
-    variable of a frame nor any object that Python lists holds it.
+    The word is read first. While the program runs it is an operand of an unfinished sum: no descriptor can read it, and
+    no variable of a frame and no object that Python lists holds it.
     """
     read, write, leave = os.read, os.write, os._exit  # the program may replace them
     main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -151,7 +152,7 @@ def report_missing(request: dict, wall: str, error: OSError) -> None:
 
 
 def end_as(child: int) -> None:
-    """Waits for a child and ends as it does, after a signal with 128 and its number; orphans are waited for, too."""
+    """Waits for a child and for orphans, and exits with the child's status: 128 and the signal's number after a signal."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -160,6 +161,7 @@ def end_as(child: int) -> None:
 
 
 def die_with_parent() -> None:
+    """Lets the kernel kill this process when its parent ends."""
     if sys.platform == "linux":
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -169,7 +171,7 @@ def enter_namespaces() -> bool:
     flags = NEW_NS | NEW_UTS | NEW_IPC | NEW_PID | NEW_NET
     uid, gid = os.geteuid(), os.getegid()
     if uid == 0:
-        with contextlib.suppress(OSError):  # a root without the privilege does as others do
+        with contextlib.suppress(OSError):  # a root without the privilege goes on like other users
             succeeded(libc.unshare(flags))
             return True
     succeeded(libc.unshare(flags | NEW_USER))
@@ -180,7 +182,7 @@ def enter_namespaces() -> bool:
 
 
 def build_root(folder: str, readable: list[str], file_mib: int) -> None:
-    """Builds a root in memory over ``folder``, where files can be changed in WORK only, and makes it the process's."""
+    """Mounts a root in memory over ``folder``, in which only WORK can be written, and enters it."""
     mount("", "/", "", REC | PRIVATE)
     mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
     for path in [*readable, *DEVICES]:
@@ -210,18 +212,18 @@ def drop_privileges(is_root: bool) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        succeeded(libc.unshare(NEW_USER))  # where its processes are counted apart from others of nobody
+        succeeded(libc.unshare(NEW_USER))  # its processes are counted apart from nobody's other processes
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     syscall(call_number("capset"), struct.pack("Ii", 0x20080522, 0), bytes(24))
 
 
 def restrict_files(readable: list[str], work: str) -> None:
-    """Restricts the process, by Landlock, to read some folders and to change files in one."""
+    """Restricts the process by Landlock: it reads ``readable`` and changes files in ``work``."""
     version = syscall(LANDLOCK_CREATE, None, 0, 1)
     if version < 3:
-        raise OSError(f"Landlock's version {version} lets files be cut short: Linux 6.2 has version 3")
+        raise OSError(f"Landlock's version {version} does not protect files from truncation: Linux 6.2 has version 3")
     every_right = (1 << (16 if version >= 5 else 15)) - 1
-    # Handled rights, TCP's two, and two scopes: signals and abstract sockets.
+    # The rights of files, the two of TCP, and two scopes: signals and abstract sockets.
     attributes = struct.pack("3Q", every_right, 3, 3)[: 24 if version >= 6 else 16 if version >= 4 else 8]
     rules = syscall(LANDLOCK_CREATE, attributes, len(attributes), 0)
     rights = {path: EXECUTE | READ_FILE | (READ_DIR if os.path.isdir(path) else 0) for path in readable}
@@ -234,9 +236,9 @@ def restrict_files(readable: list[str], work: str) -> None:
 
 
 def set_limits(request: dict, own_user: bool) -> None:
-    """Limits resources; the number of processes only where other processes of the same user do not count."""
+    """Limits resources; the number of processes only where the user has no other processes."""
     limits = {
-        resource.RLIMIT_CPU: (request["cpu_seconds"], request["cpu_seconds"] + 1),  # the second one cannot be caught
+        resource.RLIMIT_CPU: (request["cpu_seconds"], request["cpu_seconds"] + 1),  # the second signal cannot be caught
         resource.RLIMIT_AS: 2 * (request["memory_mib"] << 20,),
         resource.RLIMIT_FSIZE: 2 * (request["file_mib"] << 20,),
         resource.RLIMIT_NOFILE: 2 * (request["files"],),
@@ -245,38 +247,35 @@ def set_limits(request: dict, own_user: bool) -> None:
     if own_user:
         limits[resource.RLIMIT_NPROC] = 2 * (request["processes"],)
     for kind, (soft, hard) in limits.items():
-        with contextlib.suppress(ValueError):  # a limit is lower already, or there is none of this kind
+        with contextlib.suppress(ValueError):  # the limit is lower already, or the system does not have it
             resource.setrlimit(kind, (soft, hard))
 
 
 def filter_calls() -> None:
     """Refuses system calls that reach other processes, a network or other users' files; threads are allowed."""
     column, architecture = machine()
-
-    def numbers(calls):
-        return [pair[column] for pair in calls.values() if pair[column] is not None]
-
+    refused = [call.split()[1 + column] for call in REFUSED.split(",")]
     allow, refuse = (BPF_RETURN, 0, 0, ALLOW), (BPF_RETURN, 0, 0, REFUSE)
     steps = [(BPF_LOAD, 0, 0, 4), (BPF_EQUAL, 1, 0, architecture), (BPF_RETURN, 0, 0, KILL), (BPF_LOAD, 0, 0, 0)]
     if column == 0:  # the numbers of another convention of the same machine
         steps += [(BPF_LEAST, 0, 1, 0x40000000), refuse]
-    for refused in numbers(REFUSED):
-        steps += of_call(refused, refuse)
+    for number in refused:
+        steps += of_call(int(number), refuse) if number != "-" else []
     for pair, place, test, values in REFUSED_WITH.values():
         tests = [step for value in values for step in ((test, 0, 1, value), refuse)]
         steps += of_call(pair[column], load_argument(place), *tests, allow)
-    steps += of_call(CLONE3, (BPF_RETURN, 0, 0, UNKNOWN))  # its flags cannot be read: clone is tried next
+    steps += of_call(CLONE3, (BPF_RETURN, 0, 0, UNKNOWN))  # a filter cannot read its flags; libraries then use clone
     steps += of_call(call_number("clone"), load_argument(0), (BPF_ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse)
-    for own in numbers(OF_ITSELF):
+    for pair in OF_ITSELF.values():
         tests = [(BPF_EQUAL, 0, 1, 0), allow, (BPF_EQUAL, 0, 1, os.getpid()), allow]
-        steps += of_call(own, load_argument(0), *tests, refuse)
+        steps += of_call(pair[column], load_argument(0), *tests, refuse)
     steps.append(allow)
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     prctl(PR_SET_SECCOMP, 2, struct.pack("HP", len(steps), ctypes.addressof(program)))
 
 
 def of_call(call: int, *steps: Step) -> list[Step]:
-    """Returns steps of a filter, which must end with a verdict, for one call only."""
+    """Returns the steps of a filter for one call; the last step must be a verdict."""
     return [(BPF_EQUAL, 0, len(steps), call), *steps]
 
 
@@ -299,7 +298,7 @@ def call_number(call: str) -> int:
 
 
 def mount(source: str, place: str, kind: str, flags: int, options: str = "") -> None:
-    """Mounts, where strings may be empty."""
+    """Mounts ``source`` at ``place``; strings may be empty."""
     succeeded(libc.mount(source.encode(), place.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
 
 
@@ -309,7 +308,7 @@ def prctl(*arguments: int | bytes) -> None:
 
 
 def syscall(*arguments: int | bytes | None) -> int:
-    """Calls the kernel by number."""
+    """Calls the kernel by a system call's number."""
     return succeeded(libc.syscall(*map(_word, arguments)))
 
 
@@ -318,7 +317,7 @@ def _word(argument: int | bytes | None) -> ctypes.c_long | bytes | None:
 
 
 def succeeded(result: int) -> int:
-    """Returns a call's result; raises OSError where it failed."""
+    """Returns a call's result; raises OSError if it is negative."""
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
