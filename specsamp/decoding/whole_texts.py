@@ -1,16 +1,18 @@
-"""Reads whole texts in one call, as teacher forcing does: what models say after each token, without decoding."""
+"""Reads whole texts in one call (teacher forcing): a model's logits after each token, without decoding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.engine import round_slots
+from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.engine import round_slots, to_host
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.state import Weights
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import Warp, chain, first_tokens
 
@@ -25,23 +27,39 @@ def full_warp(pair: Pair, warp: Warp) -> Warp:
     return chain(warp) if pair.num_tokens is None else chain(first_tokens(pair.num_tokens), warp)
 
 
-def padded_batches(pair: Pair, texts: Sequence[Sequence[int]]) -> tuple[int, list[tuple[Array, Array, list[int]]]]:
-    """Returns slots, and batches of equally many texts: padded tokens, lengths, indices. The last text is repeated."""
+def read_texts(
+    pair: Pair,
+    drafter: Drafter,
+    texts: Sequence[Sequence[int]],
+    read: Callable[[Weights, int, Array, Array, list[int]], Any],
+) -> list[Any]:
+    """Reads texts in batches of one shape, and returns the results of each text on the host.
+
+    Args:
+      pair: has the weights of the target and of the drafter.
+      drafter: its weights are read, too.
+      texts: token ids.
+      read: called with weights, cache slots, padded tokens ``[B, T]``, lengths ``[B]`` and the texts' indices; returns
+        arrays whose first axis is B. The last batch is filled up with copies of the last text.
+    """
     longest = max(map(len, texts))
     width = -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
     for model in (pair.target, pair.draft):
         if model is not None and model.max_positions is not None:
             width = max(longest, min(width, model.max_positions))
+    slots = round_slots(width)
+    weights = pair.weights(drafter, slots)
     rows = -(-min(TOGETHER, len(texts)) // pair.shards.count) * pair.shards.count
-    batches = []
+    results = []
     for start in range(0, len(texts), rows):
         indices = [min(i, len(texts) - 1) for i in range(start, start + rows)]
         tokens_BT = np.zeros((rows, width), np.int32)
         for row, i in enumerate(indices):
             tokens_BT[row, : len(texts[i])] = texts[i]
         lengths_B = jnp.asarray([len(texts[i]) for i in indices], jnp.int32)
-        batches.append((jnp.asarray(tokens_BT), lengths_B, indices))
-    return round_slots(width), batches
+        found = to_host(read(weights, slots, jnp.asarray(tokens_BT), lengths_B, indices))
+        results += [jax.tree.map(lambda values: values[row], found) for row in range(rows)]
+    return results[: len(texts)]
 
 
 def read_logits(model: LanguageModel, weights: Any, tokens_BT: Array, slots: int) -> Array:

@@ -24,9 +24,9 @@ from absl import logging
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafters import NoDrafter
-from specsamp.decoding.engine import to_host
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.whole_texts import padded_batches, read_logits
+from specsamp.decoding.state import Weights
+from specsamp.decoding.whole_texts import read_logits, read_texts
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import Warp, chain, greedy, temperature, top_k, top_p
 from specsamp.serving.generate_many import DEFAULT_ROWS, generate_many
@@ -150,17 +150,18 @@ class HarnessModel(LM):
 
     def _read(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns log-probabilities of each text's tokens after the first, and whether they are the most probable."""
+
+        def read(weights: Weights, slots: int, tokens_BT: Array, *_: Any) -> tuple[Array, Array]:
+            return _score(self.pair.target, self.pair.shards, weights.target, tokens_BT, slots=slots)
+
         by_size = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for first in range(0, len(by_size), READ_TOGETHER):
             part = by_size[first : first + READ_TOGETHER]
-            slots, batches = padded_batches(self.pair, [texts[index] for index in part])
-            weights = self.pair.weights(NoDrafter(), slots).target
-            for tokens_BT, _, rows in batches:
-                scored = to_host(_score(self.pair.target, self.pair.shards, weights, tokens_BT, slots=slots))
-                for row, place in enumerate(rows):
-                    size = len(texts[part[place]]) - 1
-                    found[part[place]] = scored[0][row, :size], scored[1][row, :size]
+            scored = read_texts(self.pair, NoDrafter(), [texts[index] for index in part], read)
+            for index, (scores, best) in zip(part, scored, strict=True):
+                size = len(texts[index]) - 1
+                found[index] = scores[:size], best[:size]
         return [found[index] for index in range(len(texts))]
 
 

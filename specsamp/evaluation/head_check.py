@@ -5,8 +5,8 @@
 
 The target and the head read a few texts (teacher forcing). After every pair of tokens the first drafted token is accepted
 with probability ``sum_x min(q(x), p(x))`` of the target's distribution q and the head's p. This is measured as the head is
-configured, and again for each other way in which its files could be meant: the layers before or after those it reads,
-what its configuration names as plausible (`HeadConfig.other_readings`), and other ids of a reduced vocabulary.
+configured, and for each other plausible reading of its files: the layers before or after the configured layers, the
+readings that its configuration names (`HeadConfig.other_readings`), and other ids of a reduced vocabulary.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafters.feature import FeatureDrafter, read_pairs
+from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.engine import to_host
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode
 from specsamp.decoding.state import Weights
-from specsamp.decoding.whole_texts import full_warp, padded_batches
+from specsamp.decoding.whole_texts import full_warp, read_texts
+from specsamp.evaluation.audit.readers import first_logits
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.interface import LayeredModel
 from specsamp.sampling.warp import Warp, chain, for_rows, log_probs, temperature
@@ -38,7 +39,7 @@ Array = jax.Array
 CONFIGURED = "as configured"
 # Another reading is clearly better if its mean acceptance is higher by this much, and by so many standard errors.
 CLEAR_GAIN, CLEAR_ERRORS = 0.05, 4.0
-CHECKED_TEXTS, CHECKED_TOKENS = 4, 64  # of a head that is read
+CHECKED_TEXTS, CHECKED_TOKENS = 4, 64  # read by `warn_unless_it_fits`
 EXAMPLES = (
     "The steam engine was improved by James Watt, whose separate condenser kept the cylinder hot. It soon drove mills,",
     "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)\n",
@@ -54,7 +55,7 @@ class Reading:
     Attributes:
       name: the difference from the configured reading.
       hidden_layers: the target's layers that are read, as in `HeadConfig`.
-      acceptance_N: float64, of the first drafted token after each pair of tokens.
+      acceptance_N: float32, of the first drafted token after each pair of tokens.
     """
 
     name: str
@@ -64,25 +65,25 @@ class Reading:
     @property
     def acceptance(self) -> float:
         """Returns the mean acceptance."""
-        return float(self.acceptance_N.mean())
+        return float(self.acceptance_N.mean(dtype=np.float64))
 
     def is_clearly_better(self, other: Reading) -> bool:
-        """Returns whether it gains more than noise over another reading of the same texts."""
+        """Returns whether its gain over another reading of the same texts is larger than noise."""
         gain_N = self.acceptance_N - other.acceptance_N
         return bool(gain_N.mean() > max(CLEAR_GAIN, CLEAR_ERRORS * gain_N.std() / np.sqrt(len(gain_N))))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class HeadCheck:
-    """Findings of `check_head`; the first reading is the configured one."""
+    """Findings of `check_head`; the configured reading comes first."""
 
     readings: tuple[Reading, ...]
 
     @property
     def better(self) -> Reading | None:
-        """Returns the best reading that fits and is clearly better than the configured one, or None."""
+        """Returns the best other reading that fits and is clearly better, or None."""
         configured, *others = self.readings
-        clear = [one for one in others if one.acceptance >= LOW and one.is_clearly_better(configured)]
+        clear = [reading for reading in others if reading.acceptance >= LOW and reading.is_clearly_better(configured)]
         return max(clear, key=lambda reading: reading.acceptance, default=None)
 
     @property
@@ -101,8 +102,8 @@ class HeadCheck:
         if configured.acceptance < LOW:
             found.append(
                 f"WARNING: THE HEAD DOES NOT FIT: {configured.acceptance:.0%} of its first tokens are accepted, where "
-                "heads that fit have more than half. Was it trained for this very target (a tuned model is another one "
-                "than its base), and on prompts like these (with the chat template)?"
+                "heads that fit have more than half. Was it trained for this very target (a tuned model differs from its "
+                "base), and on prompts like these (with the chat template)?"
             )
         if better is not None:
             found.append(
@@ -119,10 +120,9 @@ def check_head(
 
     Args:
       pair: a pair with a head.
-      texts: token ids of texts like those that will be decoded, such as `write_texts` gives; texts of a single token are
-        left out.
-      sampling: the warp of both distributions; default none, temperature 1.
-      others: False: only the way in which it is configured, which takes the fewest programs.
+      texts: token ids, such as `write_texts` returns; texts of a single token are left out.
+      sampling: the warp of both distributions; default: temperature 1.
+      others: whether to measure other readings, which takes more programs.
 
     Raises:
       ValueError: the pair has no head, or all texts are too short.
@@ -131,37 +131,38 @@ def check_head(
         raise ValueError("the pair has no head that could be checked")
     texts = [text for text in texts if len(text) > 1]
     if not texts:
-        raise ValueError("all texts are shorter than 2 tokens, after which a head drafts first: give longer ones")
-    slots, batches = padded_batches(pair, texts)
-    weights = pair.weights(FeatureDrafter(pair.target, pair.head, 1), slots)
+        raise ValueError("all texts are shorter than 2 tokens, after which a head drafts first: give longer texts")
     warp = full_warp(pair, chain(temperature(1.0)) if sampling is None else sampling)
     ways = {CONFIGURED: _Way(pair.head, pair.head.hidden_layers, pair.draft_params)}
     ways |= _other_ways(pair.head, pair.draft_params) if others else {}
     layers = tuple(sorted({layer for way in ways.values() for layer in way.hidden_layers}))
-    found: dict[str, list[np.ndarray]] = {name: [] for name in ways}
-    for number, (tokens_BT, lengths_B, indices) in enumerate(batches):
+
+    def read(weights: Weights, slots: int, tokens_BT: Array, *_: Any) -> dict[str, Array]:
         logits_BTV, hidden = _read_target(pair.target, pair.shards, weights.target, tokens_BT, layers, slots)
-        counts_BN = np.arange(1, tokens_BT.shape[1]) < np.asarray(lengths_B)[:, None]
-        # The last batch is filled up with copies of the last text, which do not count.
-        counts_BN &= (number * len(indices) + np.arange(len(indices)) == indices)[:, None]
+        found = {}
         for name, way in ways.items():
             prepared = weights.draft if name == CONFIGURED else way.head.fit_slots(way.head.prepare(way.params), slots)
-            acceptance_BN = first_acceptance(
+            found[name] = first_acceptance(
                 pair.target,
                 way.head,
                 pair.shards,
-                weights.target,
-                prepared,
+                Weights(target=weights.target, draft=prepared),
                 tuple(hidden[layers.index(layer)] for layer in way.hidden_layers),
                 logits_BTV,
                 tokens_BT,
-                for_rows(warp, len(indices)),
+                for_rows(warp, len(tokens_BT)),
                 slots=slots,
             )
-            found[name].append(np.asarray(to_host(acceptance_BN), np.float64)[counts_BN])
+        return found
+
+    rows = read_texts(pair, FeatureDrafter(pair.target, pair.head, 1), texts, read)
     return HeadCheck(
         readings=tuple(
-            Reading(name=name, hidden_layers=way.hidden_layers, acceptance_N=np.concatenate(found[name]))
+            Reading(
+                name=name,
+                hidden_layers=way.hidden_layers,
+                acceptance_N=np.concatenate([row[name][: len(text) - 1] for row, text in zip(rows, texts)]),
+            )
             for name, way in ways.items()
         )
     )
@@ -182,8 +183,10 @@ def write_texts(
 ) -> list[list[int]]:
     """Returns prompts with the target's own completions, as token ids."""
     sampling = chain(temperature(1.0)) if sampling is None else sampling
-    made = generate(pair, prompts, tokens, draft_length=0, sampling=sampling, seed=seed)
-    return [[*prompt, *one.tokens] for prompt, one in zip(encode(pair, prompts), made, strict=True)]
+    completions = generate(pair, prompts, tokens, draft_length=0, sampling=sampling, seed=seed)
+    return [
+        [*prompt, *completion.tokens] for prompt, completion in zip(encode(pair, prompts), completions, strict=True)
+    ]
 
 
 class _Way(NamedTuple):
@@ -235,8 +238,7 @@ def first_acceptance(
     target: LayeredModel,
     head: FeatureHead,
     shards: DataShards,
-    target_weights: Any,
-    head_weights: Any,
+    weights: Weights,
     hidden: tuple[Array, ...],
     logits_BTV: Array,
     tokens_BT: Array,
@@ -246,14 +248,11 @@ def first_acceptance(
 ) -> Array:
     """Returns the acceptance ``[B, T-1]`` of the first token that is drafted after each pair of tokens."""
 
-    def read(target_weights, head_weights, hidden, logits_BTV, tokens_BT, warp):
-        weights = Weights(target=target_weights, draft=head_weights)
-        empty = target.init_cache(len(tokens_BT), slots), head.init_cache(len(tokens_BT), slots)
-        _, returned_BND, _ = read_pairs(target, head, weights, tokens_BT, hidden, empty)
-        of_target = functools.partial(target.unembed_normed, target_weights)
-        drafted_BNV = head.expand(head_weights, head.logits(head_weights, returned_BND, of_target))
+    def read(weights, hidden, logits_BTV, tokens_BT, warp):
+        cache = target.init_cache(len(tokens_BT), slots), head.init_cache(len(tokens_BT), slots)
+        drafted_BNV = first_logits(target, head, weights, tokens_BT, hidden, cache)
         distributions = (jnp.exp(log_probs(warp, x_BNV)) for x_BNV in (drafted_BNV, logits_BTV[:, 1:]))
         return jnp.minimum(*distributions).sum(-1)
 
-    specs = (REPLICATED, REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS)
-    return shards.map(read, specs)(target_weights, head_weights, hidden, logits_BTV, tokens_BT, warp)
+    specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS)
+    return shards.map(read, specs)(weights, hidden, logits_BTV, tokens_BT, warp)

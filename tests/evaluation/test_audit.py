@@ -49,23 +49,12 @@ from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import Warp, log_probs, register_warp
 from support import mutants
-from support.audits import subject_of
-from support.fakes import LayeredTableLM, TableLM, near, random_table
+from support.audits import FAR, NEAR, PROMPTS, RARE, TARGET, K, V, subject_of, table_subject
+from support.fakes import LayeredTableLM, TableLM
 from support.weights import drawn_params
 
-V, K = 8, 3
-TARGET = random_table(10, V)
-NEAR, FAR = near(TARGET, 11, 0.4), random_table(12, V)
-PROMPTS = [[0], [1, 2, 3], [4, 5, 6, 7, 0, 1, 2], [3, 3], [5, 1], [6, 1, 4, 4, 0]]
 NUCLEUS = chain(temperature(0.8), top_p(0.9))
 COARSE = Settings(detect=0.1, rows=512)
-RARE = 1e-6  # chance of a false alarm in a single check here
-
-
-def subject(model=TableLM(V), draft=NEAR, **changes):
-    pair = Pair(target=model, target_params=TARGET, draft=TableLM(V), draft_params=draft)
-    settings = {"drafter": ModelDrafter(TableLM(V), K), "sampling": NUCLEUS, "max_new_tokens": 24} | changes
-    return subject_of(pair=pair, prompts=PROMPTS, **settings)
 
 
 def counted(audited):
@@ -86,7 +75,7 @@ def with_loop(monkeypatch):
 
 
 def test_a_sound_pair_passes_every_check_that_applies():
-    found = audit(subject(), COARSE)
+    found = audit(table_subject(), COARSE)
     assert found.passed and found.named(Status.NOT_APPLICABLE) == ["bfloat16"]
     assert found.summary.startswith("6 of 6 checks passed (bfloat16 not applicable)")
     # Tables know no rounding: nothing had to be excused.
@@ -101,7 +90,7 @@ def test_a_sound_pair_passes_every_check_that_applies():
 
 @pytest.mark.parametrize("changes", [{"draft": FAR}, {"rule": BlockRule(), "draft": FAR}, {"drafter": NgramDrafter(K)}])
 def test_sound_distributions_pass(changes):
-    assert not failed(counted(subject(**changes)))
+    assert not failed(counted(table_subject(**changes)))
 
 
 @pytest.fixture(scope="module")
@@ -180,62 +169,35 @@ class WarpOnTheDraftAlone(Loop):
     ids=lambda changes: type(next(iter(changes.values()))).__name__,
 )
 def test_the_distribution_of_a_broken_rule_or_drafter(changes):
-    check = counted(subject(draft=FAR, **changes))
+    check = counted(table_subject(draft=FAR, **changes))
     assert failed(check)
     assert "times, not" in check.sentence
 
 
 def test_a_warp_on_the_draft_alone(with_loop):
     with_loop(WarpOnTheDraftAlone)
-    assert failed(counted(subject()))
+    assert failed(counted(table_subject()))
 
 
 def test_a_lossy_rule_fails_on_greedy_text():
-    check = streams.greedy_text(subject(rule=mutants.AcceptAlways()))
+    check = streams.greedy_text(table_subject(rule=mutants.AcceptAlways()))
     assert failed(check) and "behind the target's choice" in check.sentence
 
 
 def test_a_hole_in_the_cache_of_the_draft():
     """It costs acceptance, and nothing else."""
-    audited = subject(drafter=mutants.HoleInTheCache(TableLM(V), K))
+    audited = table_subject(drafter=mutants.HoleInTheCache(TableLM(V), K))
     check = streams.equal_draft(audited, RARE)
     assert failed(check) and check.numbers["accepted"] < 0.95 * check.numbers["verified"]
     settings = dataclasses.replace(COARSE, checks=("greedy", "acceptance"))
     assert audit(audited, settings).summary == "1 of 2 checks failed: acceptance"
 
 
-@dataclasses.dataclass(frozen=True)
-class ForgetfulLM(TableLM):
-    """Does not keep the last token of a call that scores several."""
-
-    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
-        output = super().__call__(weights, tokens_BT, start_B, cache)
-        length = tokens_BT.shape[1]
-        if not 1 < length <= K + 1:
-            return output
-        at_BS = jnp.arange(cache.shape[1])[None] == (start_B + length - 1)[:, None]
-        return dataclasses.replace(output, cache=jnp.where(at_BS, 0, output.cache))
-
-
-def test_a_hole_in_the_cache_of_the_target():
-    assert failed(streams.greedy_text(subject(ForgetfulLM(V))))
-
-
 def test_a_length_of_a_neighbour(with_loop):
     with_loop(mutants.ScoresWithANeighboursLength)
-    assert failed(streams.neighbours(subject(), RARE))
+    assert failed(streams.neighbours(table_subject(), RARE))
     with_loop(mutants.DraftsWithANeighboursLength)
-    assert failed(streams.equal_draft(subject(), RARE))
-
-
-def test_noise_by_the_place_in_the_batch(with_loop):
-    class ByPlace(Loop):
-        def _keys(self, request, state):
-            rows_B = jax.random.split(jax.random.key(0, impl="threefry2x32"), len(state.lengths_B))
-            return RoundKeys(rows_B=rows_B, starts_B=state.lengths_B)
-
-    with_loop(ByPlace)
-    assert failed(streams.neighbours(subject(), RARE))
+    assert failed(streams.equal_draft(table_subject(), RARE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +217,7 @@ class PaddedLM(TableLM):
 
 
 def test_a_leak_of_padding():
-    check = streams.padding(subject(PaddedLM(V)), RARE)
+    check = streams.padding(table_subject(PaddedLM(V)), RARE)
     assert failed(check) and check.numbers["texts_that_differ"] > check.numbers["differences_allowed"]
 
 
@@ -265,15 +227,17 @@ def test_noise_of_the_round_under_the_coupled_rule():
             apart = RoundKeys(rows_B=keys.rows_B, starts_B=1000 * keys.starts_B)
             return super().verify(draft, target, apart)
 
-    check = streams.coupled_text(subject(rule=ByRound()))
-    assert failed(check) and not failed(streams.coupled_text(subject()))
+    check = streams.coupled_text(table_subject(rule=ByRound()))
+    assert failed(check) and not failed(streams.coupled_text(table_subject()))
 
 
-def test_logits_that_are_nan():
-    broken = subject()
-    broken = dataclasses.replace(broken, pair=dataclasses.replace(broken.pair, target_params=TARGET.at[3].set(jnp.nan)))
-    check = streams.greedy_text(broken)
-    assert failed(check) and "NaN or infinite" in check.sentence
+def test_a_check_that_ends_early_fails_and_the_audit_goes_on():
+    """Logits that are NaN end sampled texts before their second token."""
+    broken = table_subject(target=TARGET.at[3].set(jnp.nan))
+    found = audit(broken, dataclasses.replace(COARSE, checks=("greedy", "distribution", "acceptance")))
+    assert found.summary == "2 of 3 checks failed: greedy, distribution"
+    greedily, sampled, _ = (check.sentence for check in found.checks)
+    assert "NaN or infinite" in greedily and sampled.startswith("the check ended early: texts ended before")
 
 
 # Budgets of lossy rules.
@@ -283,14 +247,14 @@ BUDGET = 0.02
 
 def within_budget(rule, *more):
     settings = dataclasses.replace(COARSE, checks=("distribution", *more))
-    return audit(subject(draft=FAR, rule=rule, sampling=chain(temperature(1.0))), settings)
+    return audit(table_subject(draft=FAR, rule=rule, sampling=chain(temperature(1.0))), settings)
 
 
 def test_a_rule_that_keeps_to_its_budget_passes():
     found = within_budget(Bounded(EARS(1.0), BUDGET), "acceptance")
     check, acceptance = found.checks
     assert found.passed and acceptance.numbers["accepted"] == acceptance.numbers["verified"]
-    assert check.numbers["allowed"] == 2 * BUDGET and 0.005 < check.numbers["measured"] < 0.06
+    assert check.numbers["allowed"] == 2 * BUDGET and abs(check.numbers["measured"] - BUDGET) < 0.04
     assert "LOSSY: no more than its budget of 0.02 per token" in found.summary and "seen with 99%" in found.summary
     checks = report.as_json([dataclasses.asdict(check) for check in found.checks])
     assert "up to its budget" in audit_table(checks, claims=True).rows[0][2]
@@ -306,7 +270,7 @@ def test_a_rule_that_exceeds_its_budget_fails():
 
 def test_a_near_tie_is_explained_and_nothing_else_is():
     """Greedy, and at the edge of a nucleus, where a token is in for one rounding and out for another."""
-    audited = subject()
+    audited = table_subject()
     logits_V = next_logits(audited.pair, [[1, 2, 3]])[0]
     first, second = np.argsort(-logits_V)[:2].tolist()
     gap = float(logits_V[first] - logits_V[second])
@@ -337,7 +301,7 @@ def test_a_near_tie_is_explained_and_nothing_else_is():
 
 def test_cells_are_a_partition():
     """Against enumeration: the probability of a cell is that of the pairs in it."""
-    (cells,) = distribution.read_cells(subject(sampling=chain()), [1])
+    (cells,) = distribution.read_cells(table_subject(sampling=chain()), [1])
     every = [(x1, x2) for x1 in range(V) for x2 in range(V)]
     joint = np.zeros((V, V))
     for x1 in range(V):
@@ -371,8 +335,6 @@ def test_false_alarms_are_as_rare_and_errors_are_seen_as_often_as_is_said(allowe
     assert share_that_fails(allowed) <= 0.05
     assert share_that_fails(allowed + detect) > 0.98
     assert share_that_fails(allowed + detect / 3) < 0.9  # the control
-    with pytest.raises(ValueError, match="error of 1e-07 takes more than 1000000000 samples"):
-        distribution.samples_for(cells, 1e-7, level)
 
 
 # What cannot be audited.
@@ -389,11 +351,11 @@ class Remembers(Warp):
 
 def test_what_would_be_empty_is_refused():
     with pytest.raises(ValueError, match=r"temperature 0\?"):
-        audit(subject(sampling=greedy()), COARSE)
+        audit(table_subject(sampling=greedy()), COARSE)
     with pytest.raises(ValueError, match="nothing is drafted"):
-        subject(drafter=NoDrafter())
+        table_subject(drafter=NoDrafter())
     with pytest.raises(ValueError, match="draft_sampling.*Remembers"):
-        subject(draft_sampling=Remembers())
+        table_subject(draft_sampling=Remembers())
     with pytest.raises(ValueError, match="is lossy.*budget"):
         within_budget(EARS(0.3))
     with pytest.raises(ValueError, match="checks must be one of greedy, bfloat16, .*got 'luck'"):
@@ -402,19 +364,19 @@ def test_what_would_be_empty_is_refused():
         with pytest.raises(ValueError, match=f"{name} must"):
             Settings(**{name: value})
     with pytest.raises(ValueError, match="together 22, more than the target's 20 positions"):
-        subject(TableLM(V, max_positions=20), max_new_tokens=15)
+        table_subject(TableLM(V, max_positions=20), max_new_tokens=15)
 
 
 @pytest.mark.slow
 def test_what_does_not_apply_is_said():
-    assert "no model" in streams.equal_draft(subject(drafter=NgramDrafter(K)), RARE).sentence
-    alone = dataclasses.replace(subject(), prompts=PROMPTS[1:2])
+    assert "no model" in streams.equal_draft(table_subject(drafter=NgramDrafter(K)), RARE).sentence
+    alone = dataclasses.replace(table_subject(), prompts=PROMPTS[1:2])
     assert streams.neighbours(alone, RARE).verdict is Status.NOT_APPLICABLE
     paced = Adaptive(lengths=(0, 1, K), costs_ms=(1, 1.2, 1.9), usual=K, acceptance=0.6)  # as the number of rows says
-    assert streams.neighbours(subject(adaptive=paced), RARE).verdict is Status.PASSED
-    short = subject(TableLM(V, max_positions=35))
+    assert streams.neighbours(table_subject(adaptive=paced), RARE).verdict is Status.PASSED
+    short = table_subject(TableLM(V, max_positions=35))
     assert "more than the models' positions" in streams.padding(short, RARE).sentence
-    flat = subject()
+    flat = table_subject()
     flat = dataclasses.replace(flat, pair=dataclasses.replace(flat.pair, target_params=0 * TARGET))
     assert "agreement means nothing" in streams.greedy_text(flat).sentence
     json.dumps([dataclasses.asdict(streams.greedy_text(flat))], allow_nan=False)
@@ -428,7 +390,7 @@ def test_readers_belong_to_classes():
 
     model = TableLM(V)
     beam = BeamDrafter(model, K)
-    assert readers.reader(beam) is None and readers.with_target_as_draft(beam, model) is None
+    assert readers.reader(beam) is None
     assert readers.reader(Own(K)) is None
     readers.reader.register(Own, lambda drafter: readers.Reader(model=model))
     assert readers.reader(Own(K)).model == model and readers.reader(NgramDrafter(K)) is None

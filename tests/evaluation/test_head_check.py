@@ -11,6 +11,7 @@ from specsamp import Pair
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
+from specsamp.decoding.state import Weights
 from specsamp.evaluation.head_check import _read_target, check_head, first_acceptance, warn_unless_it_fits, write_texts
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.rejection import TokenRule
@@ -173,7 +174,8 @@ def test_the_acceptance_is_that_of_decoding():
     decoded = stats.accepted_BT[:, 1].sum() / stats.reached_BK.sum()
     tokens_BT = run.state.tokens_BS[:200, :32]
     logits_BTV, hidden = _read_target(target, DataShards(), params, tokens_BT, head.hidden_layers, 32)
-    arguments = (target, head, DataShards(), params, params / 2, hidden, logits_BTV, tokens_BT, for_rows(sampling, 200))
+    weights = Weights(target=params, draft=params / 2)
+    arguments = (target, head, DataShards(), weights, hidden, logits_BTV, tokens_BT, for_rows(sampling, 200))
     forced = np.asarray(first_acceptance(*arguments, slots=32))[:, 2:28].mean()
     assert 0.5 < forced < 0.95
     np.testing.assert_allclose(forced, decoded, atol=0.02)

@@ -49,33 +49,6 @@ class FeatureState:
     has_edge_B: Array  # bool, whether there is such a token: not before the first chunk, and not after a round
 
 
-def read_pairs(
-    target: LayeredModel,
-    head: FeatureHead,
-    weights: Weights,
-    tokens_BT: Array,
-    hidden: tuple[Array, ...],
-    cache: tuple[Any, Any],
-) -> tuple[Array, Array, Any]:
-    """Reads the pairs of whole sequences, from slot 0 on.
-
-    Args:
-      hidden: the outputs of the target's layers for these sequences.
-      cache: the empty caches of the target and of the head.
-
-    Returns:
-      The embedded tokens ``[B, T, D]``, the features ``[B, T-1, D]`` after every pair, and the head's cache.
-    """
-    start_B = jnp.zeros((len(tokens_BT),), jnp.int32)
-    if head.config.own_embedding:
-        embedded_BTD = head.embed(weights.draft, tokens_BT)
-    else:
-        embedded_BTD, _ = target.embed(weights.target, tokens_BT, start_B, cache[0])
-    features_BTD = head.fuse(weights.draft, hidden)
-    returned_BTD, of_head = head(weights.draft, embedded_BTD[:, 1:], features_BTD[:, :-1], start_B, cache[1])
-    return embedded_BTD, returned_BTD, of_head
-
-
 @dataclasses.dataclass(frozen=True)
 class FeatureDrafter(Drafter):
     """Drafts with ``head``, whose weights are ``weights.draft``.

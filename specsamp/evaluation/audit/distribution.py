@@ -1,18 +1,18 @@
 """Counts the first two sampled tokens after some prompts and compares them with the target's distribution.
 
-The cells of a prompt are its most probable pairs (x1, x2), its most probable first tokens x1 with any other second
-token, and the rest. They partition all continuations. Their probabilities come from the target's logits, read by
-teacher forcing.
+The cells of a prompt are its probable pairs (x1, x2), its probable first tokens x1 with any other second token, and the
+rest. They partition all continuations. Their probabilities come from the target's logits, read by teacher forcing.
 
 **The test.** Half of the samples choose, after each prompt, the cells that came too often. The other half counts how
-often these cells come. Their probability in what is sampled, less their probability under the target, is at most the
-total variation of the two distributions. So the rule fails if the count is too large for the target's probability plus
-the total variation that is allowed: none, or the budget of a lossy rule (`specsamp.sampling.lossy.Bounded`). The test is
-binomial. The probabilities of several prompts differ, which makes large counts rarer still (Hoeffding 1956).
+often these cells come. The difference between their sampled probability and their probability under the target is at
+most the total variation of the two distributions. So the rule fails if the count is too large for the target's
+probability plus the total variation that is allowed: none, or the budget of a lossy rule
+(`specsamp.sampling.lossy.Bounded`). The test is binomial. The probabilities of several prompts differ, which makes large
+counts rarer still (Hoeffding 1956).
 
 **Power.** An error moves the probability e between cells. With n samples in the first half, a cell of probability r that
 is chosen wrongly loses at most ``0.17 sqrt(r (1 - r) / n)`` of e, by the normal approximation; C cells lose at most
-``0.17 sqrt((C - 1) / n)``. What is left must exceed the spread of the count. `samples_for` solves this for n.
+``0.17 sqrt((C - 1) / n)``. The remaining error must exceed the spread of the count. `samples_for` solves this for n.
 
 **Not seen** are an error between continuations of one cell, which may hold most of a flat distribution, and an error
 that begins at the third token. `specsamp.evaluation.audit.rounds` looks for mistakes in acceptance and residual.
@@ -31,22 +31,18 @@ from specsamp.evaluation.audit.subject import POWER, Check, Status, Subject
 from specsamp.evaluation.audit.teacher import next_logits
 from specsamp.sampling.warp import for_rows, log_probs
 
-FIRSTS = 24  # first tokens that may have a cell
-CONTINUED = 12  # first tokens whose second tokens are read
-PAIRS = 16  # pairs that may have a cell
-SMALLEST = 5e-3  # probability of a cell
+SMALLEST = 1e-2  # probability of a cell
 REST = 0  # index of the cell of all other continuations
 TOKENS = 2  # of a sample
 CHOICE_LOSS = 0.17  # largest value of x * normal.sf(x)
 # Standard deviations of the count, times the square root of its size: under the target, and with an error, where the
 # choice of cells varies as well.
 SPREAD, SPREAD_WITH_ERROR = 0.5, 0.7
-MOST_SAMPLES = 10**9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cells:
-    """A partition of the continuations of one prompt.
+    """A partition of a prompt's continuations.
 
     Attributes:
       prompt_id: index of the prompt.
@@ -71,19 +67,17 @@ def read_cells(subject: Subject, prompt_ids: Sequence[int]) -> list[Cells]:
       ValueError: no prompt does.
     """
     probs_NV = _probs(subject, subject.prompt_logits[list(prompt_ids)])
-    firsts = [np.argsort(-probs_V)[:FIRSTS].tolist() for probs_V in probs_NV]
-    followed = [(i, x1) for i, found in enumerate(firsts) for x1 in found[:CONTINUED] if probs_NV[i, x1] > 0]
+    firsts = [np.flatnonzero(probs_V >= min(SMALLEST, probs_V.max())).tolist() for probs_V in probs_NV]
+    followed = [(i, x1) for i, of_prompt in enumerate(firsts) for x1 in of_prompt]
     seconds = _probs(subject, next_logits(subject.pair, [(*subject.prompts[prompt_ids[i]], x1) for i, x1 in followed]))
-    pairs: list[dict] = [{} for _ in prompt_ids]
+    probable: list[dict[tuple[int, int | None], float]] = [{} for _ in prompt_ids]
     for (i, x1), seconds_V in zip(followed, seconds, strict=True):
-        pairs[i] |= {(x1, x2): probs_NV[i, x1] * seconds_V[x2] for x2 in np.argsort(-seconds_V)[:PAIRS].tolist()}
+        pairs_V = probs_NV[i, x1] * seconds_V
+        pairs = {(x1, x2): pairs_V[x2] for x2 in np.flatnonzero(pairs_V >= SMALLEST).tolist()}
+        other = probs_NV[i, x1] - sum(pairs.values())
+        probable[i] |= pairs | ({(x1, None): other} if other >= SMALLEST else {})
     cells = []
-    for i, prompt_id in enumerate(prompt_ids):
-        found = dict(sorted(pairs[i].items(), key=lambda item: -item[1])[:PAIRS])
-        found = {pair: probability for pair, probability in found.items() if probability >= SMALLEST}
-        for x1 in firsts[i]:
-            other = probs_NV[i, x1] - sum(probability for pair, probability in found.items() if pair[0] == x1)
-            found |= {(x1, None): other} if other >= SMALLEST else {}
+    for prompt_id, found in zip(prompt_ids, probable, strict=True):
         index = {pair: number for number, pair in enumerate(found, start=1)}
         probs_C = np.array([max(1 - sum(found.values()), 0), *found.values()])
         if probs_C.max() < 1 - SMALLEST:
@@ -103,16 +97,10 @@ def samples_for(cells: Sequence[Cells], detect: float, level: float) -> int:
       cells: of each prompt.
       detect: total variation, on average over the prompts.
       level: probability, at most, that a sound pair fails.
-
-    Raises:
-      ValueError: they are more than `MOST_SAMPLES`.
     """
     lost = CHOICE_LOSS * np.mean([np.sqrt(len(one.probs_C) - 1) for one in cells])
     spread = SPREAD * stats.norm.isf(level) + SPREAD_WITH_ERROR * stats.norm.isf(1 - POWER)
-    half = math.ceil(((lost + spread / np.sqrt(len(cells))) / detect) ** 2)
-    if 2 * half * len(cells) > MOST_SAMPLES:
-        raise ValueError(f"to see an error of {detect} takes more than {MOST_SAMPLES} samples: set a larger detect")
-    return 2 * half
+    return 2 * math.ceil(((lost + spread / np.sqrt(len(cells))) / detect) ** 2)
 
 
 def count_pairs(
@@ -134,13 +122,15 @@ def count_pairs(
       level: probability, at most, that a sound pair fails.
       allowed: total variation of two tokens that a lossy rule may cost.
       rows: number of samples that are drawn together.
-      progress: is called with what is being done.
+      progress: called with the work that begins.
+
+    Raises:
+      ValueError: a text has no second token.
     """
     samples = samples_for(cells, detect, level)
     drawn = draw_pairs(subject, [one.prompt_id for one in cells], samples, rows, progress)
     if any(len(pair) < TOKENS for of_prompt in drawn for pair in of_prompt):
-        sentence = "texts ended before their second token: the target's logits were NaN or infinite"
-        return Check(name="distribution", verdict=Status.FAILED, sentence=sentence)
+        raise ValueError("texts ended before their second token: the target's logits were NaN or infinite")
     choosing, counting = (
         [one.count(of_prompt[half]) for one, of_prompt in zip(cells, drawn, strict=True)]
         for half in (slice(samples // 2), slice(samples // 2, None))
@@ -173,12 +163,12 @@ def count_pairs(
 def excess(
     cells: Sequence[Cells], choosing: Sequence[np.ndarray], counting: Sequence[np.ndarray], allowed: float
 ) -> tuple[float, float]:
-    """Returns the measured total variation, and the p-value of its being at most ``allowed``.
+    """Returns the measured total variation, and the p-value of the claim that it is at most ``allowed``.
 
     Args:
       cells: of each prompt.
       choosing: counts [C] of the samples that choose cells.
-      counting: counts [C] of the others.
+      counting: counts [C] of the other samples.
       allowed: total variation, on average over the prompts.
     """
     hits, counted, expected = 0, 0, []
@@ -221,7 +211,7 @@ def _probs(subject: Subject, logits_NV: np.ndarray) -> np.ndarray:
 
 
 def _worst(cells: Sequence[Cells], counts: Sequence[np.ndarray]) -> str:
-    """Describes the cell whose count is farthest off."""
+    """Describes the cell whose count is farthest from its expectation."""
     off = []
     for one, counts_C in zip(cells, counts, strict=True):
         expected_C = one.probs_C * counts_C.sum()

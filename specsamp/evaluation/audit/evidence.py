@@ -1,4 +1,4 @@
-"""Likelihood-ratio tests of how tokens are distributed, with any number of tokens.
+"""Likelihood-ratio tests of how often events happen, with any number of tokens.
 
 For a test with the alternatives a_1 .. a_S and the tokens x_1 .. x_N of all texts in turn,
 
@@ -8,7 +8,10 @@ If tokens follow q, E is a martingale of mean one, so it ever exceeds 1 / level 
 ``level`` (Ville's inequality): 1 / E is a p-value. This needs no normal approximation and no number of tokens fixed in
 advance. Several tests share a level by Bonferroni's inequality.
 
-The alternatives are other odds of an event, such as that a drafted token is accepted.
+The alternatives multiply the odds of an event, such as that a drafted token is accepted, by ``exp(t)``. If the event's
+frequency is off by e per token, log E is at least ``t (N e - d) - N t^2 / 8 - log S`` for each t (Hoeffding's lemma). Its
+deviation d stays below ``sqrt(N log(1 / (1 - POWER)) / 2)`` with probability `POWER` (Azuma's inequality). So an error is
+seen if it is large enough for one t: `Evidence.error_seen`.
 """
 
 from __future__ import annotations
@@ -17,11 +20,11 @@ import dataclasses
 
 import jax
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 from specsamp.evaluation.audit.subject import POWER
 
-TILTS = (-1.0, -0.3, -0.1, 0.1, 0.3, 1.0)  # of the log-odds of an event
+TILTS = np.array([-1.0, -0.3, -0.1, -0.03, 0.03, 0.1, 0.3, 1.0])  # t, of the log-odds of an event
 
 
 @jax.tree_util.register_dataclass
@@ -30,65 +33,35 @@ class Evidence:
     """Log-likelihood ratios of T tests with S alternatives each; those of two sets of tokens add up.
 
     Attributes:
-      evidence_TS: float64, log-likelihood ratio of each alternative.
-      mean_TS, variance_TS: its mean and variance where the alternative is true.
-      moved_TS: total variation between the alternative and q, summed over tokens.
+      log_ratios_TS: float64, log-likelihood ratio of each alternative.
       tokens_T: number of tokens that were tested.
     """
 
-    evidence_TS: np.ndarray
-    mean_TS: np.ndarray
-    variance_TS: np.ndarray
-    moved_TS: np.ndarray
+    log_ratios_TS: np.ndarray
     tokens_T: np.ndarray
 
     @property
     def p_values(self) -> np.ndarray:
         """Returns ``min(1, 1 / E)`` for each test, float64 [T]."""
-        log_evidence_T = special.logsumexp(self.evidence_TS, axis=1) - np.log(self.evidence_TS.shape[1])
+        log_evidence_T = special.logsumexp(self.log_ratios_TS, axis=1) - np.log(len(TILTS))
         return np.exp(-np.maximum(log_evidence_T, 0))
 
-    @property
-    def total_variation(self) -> np.ndarray:
-        """Returns the probability that each alternative moves, averaged over the tested tokens, [T, S]."""
-        return self.moved_TS / np.maximum(self.tokens_T, 1)[:, None]
-
-    def power(self, level: float) -> np.ndarray:
-        """Returns the probability [T, S] that a test at ``level`` rejects where the alternative is true.
-
-        The evidence is a sum over many tokens, so its distribution is taken to be normal: an estimate, unlike the
-        level, which is a bound.
-        """
-        threshold = np.log(self.evidence_TS.shape[1] / level)
-        deviation_TS = np.sqrt(np.maximum(self.variance_TS, 1e-12))
-        return stats.norm.sf((threshold - self.mean_TS) / deviation_TS)
-
-    def is_seen(self, level: float) -> np.ndarray:
-        """Returns whether each alternative is seen with `POWER` by a test at ``level``, [T, S]."""
-        return self.power(level) >= POWER
+    def error_seen(self, level: float) -> np.ndarray:
+        """Returns the smallest error of an event's frequency that a test at ``level`` sees with `POWER`, [T]."""
+        tokens_T1, tilts = np.maximum(self.tokens_T, 1)[:, None], np.abs(TILTS)
+        threshold, deviation_T1 = np.log(len(TILTS) / level), np.sqrt(np.log(1 / (1 - POWER)) / (2 * tokens_T1))
+        return np.min(threshold / (tilts * tokens_T1) + deviation_T1 + tilts / 8, axis=1)
 
 
 def tilted(probs_NT: np.ndarray, happened_NT: np.ndarray, tested_NT: np.ndarray) -> Evidence:
-    """Returns a test of each event's frequency: alternatives multiply its odds by ``exp(tilt)``.
+    """Returns a test of each event's frequency.
 
     Args:
       probs_NT: float64, the events' probabilities at each token.
       happened_NT: bool.
       tested_NT: bool, tokens that count.
     """
-    tilts_S = np.array(TILTS)
     # Rounding may leave a probability just outside [0, 1].
-    probs_NTS = np.clip(probs_NT, 0, 1)[..., None]
-    log_norm_NTS = np.log1p(probs_NTS * np.expm1(tilts_S))
-    tilted_NTS = probs_NTS * np.exp(tilts_S - log_norm_NTS)
-
-    def total(x_NTS):
-        return np.sum(x_NTS * tested_NT[..., None], axis=0)
-
-    return Evidence(
-        evidence_TS=total(tilts_S * happened_NT[..., None] - log_norm_NTS),
-        mean_TS=total(tilts_S * tilted_NTS - log_norm_NTS),
-        variance_TS=total(tilts_S**2 * tilted_NTS * (1 - tilted_NTS)),
-        moved_TS=total(np.abs(tilted_NTS - probs_NTS)),
-        tokens_T=tested_NT.sum(axis=0),
-    )
+    log_norm_NTS = np.log1p(np.clip(probs_NT, 0, 1)[..., None] * np.expm1(TILTS))
+    log_ratios_NTS = (TILTS * happened_NT[..., None] - log_norm_NTS) * tested_NT[..., None]
+    return Evidence(log_ratios_TS=log_ratios_NTS.sum(axis=0), tokens_T=tested_NT.sum(axis=0))

@@ -1,7 +1,7 @@
 """Facts about drafters that audits need: the model that drafted tokens are sampled from, and drafters of other models.
 
 The package's drafters are registered. For another drafter the audit leaves out checks, unless its class is registered:
-``reader.register(MyDrafter)``, ``with_target_as_draft.register(MyDrafter)``.
+``reader.register(MyDrafter, lambda drafter: Reader(model=drafter.model))``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import BeamDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
-from specsamp.decoding.drafters.feature import read_pairs
 from specsamp.decoding.state import Weights
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
@@ -34,15 +33,56 @@ class Reader:
       weights_of: returns its weights among those of a pair.
       depth: number of tokens at the beginning of a draft that are sampled from it; None: all. Later tokens also depend
         on where the round began. With a number, prompts of one token are not read: their first round may draft nothing.
+      with_target: returns the drafter with the target as its draft model, whose tokens are all accepted; None: the
+        drafter has no such model.
     """
 
     model: LanguageModel
     weights_of: Callable[[Weights], Any] = operator.attrgetter("draft")
     depth: int | None = None
+    with_target: Callable[[LanguageModel], Drafter] | None = None
 
     def reads(self, prompt: Any) -> bool:
         """Returns whether sequences that begin with this prompt can be read."""
         return self.depth is None or len(prompt) > 1
+
+
+@functools.singledispatch
+def reader(drafter: Drafter) -> Reader | None:
+    """Returns the model that drafted tokens are sampled from, or None."""
+    return None
+
+
+@reader.register
+def _(drafter: ModelDrafter) -> Reader:
+    return Reader(model=drafter.model, with_target=lambda target: dataclasses.replace(drafter, model=target))
+
+
+@reader.register
+def _(drafter: BeamDrafter) -> None:
+    return None  # no token is sampled from the model's distribution
+
+
+@reader.register
+def _(drafter: EarlyExitDrafter) -> Reader:
+    def with_target(target: LanguageModel) -> Drafter:
+        return WholeTargetDrafter(target, target.num_layers, drafter.K, drafter.window)
+
+    return Reader(model=drafter.exit_model, weights_of=operator.attrgetter("target"), with_target=with_target)
+
+
+@reader.register
+def _(drafter: FeatureDrafter) -> Reader:
+    return Reader(model=FirstTokenReader(drafter.target, drafter.head), weights_of=lambda weights: weights, depth=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeTargetDrafter(EarlyExitDrafter):
+    """Drafts with all layers: every token is accepted, which checks the weights and the cache that both share."""
+
+    @property
+    def last_exit(self) -> int:
+        return self.model.num_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,74 +113,41 @@ class FirstTokenReader(LanguageModel):
         block: Any = None,
     ) -> Output:
         output = self.target(weights.target, tokens_BT, start_B, cache[0], hidden_layers=self.head.hidden_layers)
-        _, returned_BTD, of_head = read_pairs(self.target, self.head, weights, tokens_BT, output.hidden, cache)
-        unembed = functools.partial(self.target.unembed_normed, weights.target)
-        logits_BTV = self.head.expand(weights.draft, self.head.logits(weights.draft, returned_BTD, unembed))
-        logits_BTV = jnp.concatenate([jnp.zeros_like(output.logits_BTV[:, :1]), logits_BTV], axis=1)
-        return Output(logits_BTV=logits_BTV, cache=(output.cache, of_head))
+        logits_BNV = first_logits(self.target, self.head, weights, tokens_BT, output.hidden, cache)
+        logits_BTV = jnp.concatenate([jnp.zeros_like(output.logits_BTV[:, :1]), logits_BNV], axis=1)
+        return Output(logits_BTV=logits_BTV, cache=cache)
 
 
-@dataclasses.dataclass(frozen=True)
-class WholeTargetDrafter(EarlyExitDrafter):
-    """Drafts with all layers: every token is accepted, which checks the weights and the cache that both share."""
+def first_logits(
+    target: LayeredModel,
+    head: FeatureHead,
+    weights: Weights,
+    tokens_BT: Array,
+    hidden: tuple[Array, ...],
+    cache: tuple[Any, Any],
+) -> Array:
+    """Returns the logits ``[B, T-1, V]`` of the first token that a head drafts after each pair of tokens.
 
-    @property
-    def last_exit(self) -> int:
-        return self.model.num_layers
-
-
-@functools.singledispatch
-def reader(drafter: Drafter) -> Reader | None:
-    """Returns the model that drafted tokens are sampled from, or None."""
-    return None
-
-
-@reader.register
-def _(drafter: ModelDrafter) -> Reader:
-    return Reader(model=drafter.model)
-
-
-@reader.register
-def _(drafter: BeamDrafter) -> None:
-    return None  # no token is sampled from the model's distribution
-
-
-@reader.register
-def _(drafter: EarlyExitDrafter) -> Reader:
-    return Reader(model=drafter.exit_model, weights_of=operator.attrgetter("target"))
-
-
-@reader.register
-def _(drafter: FeatureDrafter) -> Reader:
-    return Reader(model=FirstTokenReader(drafter.target, drafter.head), weights_of=lambda weights: weights, depth=1)
-
-
-@functools.singledispatch
-def with_target_as_draft(drafter: Drafter, target: LanguageModel) -> Drafter | None:
-    """Returns this drafter with the target as its draft model (acceptance is then 1), or None."""
-    return None
-
-
-@with_target_as_draft.register
-def _(drafter: ModelDrafter, target: LanguageModel) -> ModelDrafter:
-    return dataclasses.replace(drafter, model=target)
-
-
-@with_target_as_draft.register
-def _(drafter: BeamDrafter, target: LanguageModel) -> None:
-    return None  # even the target's own most probable tokens are not always accepted
-
-
-@with_target_as_draft.register
-def _(drafter: EarlyExitDrafter, target: LanguageModel) -> WholeTargetDrafter:
-    return WholeTargetDrafter(target, target.num_layers, drafter.K, drafter.window)
+    Args:
+      hidden: the outputs of the target's layers for these whole sequences.
+      cache: the empty caches of the target and of the head.
+    """
+    start_B = jnp.zeros((len(tokens_BT),), jnp.int32)
+    if head.config.own_embedding:
+        embedded_BTD = head.embed(weights.draft, tokens_BT)
+    else:
+        embedded_BTD, _ = target.embed(weights.target, tokens_BT, start_B, cache[0])
+    features_BTD = head.fuse(weights.draft, hidden)
+    returned_BND, _ = head(weights.draft, embedded_BTD[:, 1:], features_BTD[:, :-1], start_B, cache[1])
+    unembed = functools.partial(target.unembed_normed, weights.target)
+    return head.expand(weights.draft, head.logits(weights.draft, returned_BND, unembed))
 
 
 def with_models(drafter: Drafter, models: Mapping[Any, Any]) -> Drafter:
     """Returns the drafter of a pair of other models of the same shapes, such as those of another dtype.
 
     Args:
-      models: the new model, or head, for each old one; they are replaced in the drafter's fields and in its parts.
+      models: the new model, or head, for each old model; they are replaced in the drafter's fields and in its parts.
     """
 
     def replace(value: Any) -> Any:

@@ -26,7 +26,7 @@ CHECKS = {
 }
 # What may fail by chance: pairs of tokens, ratios, two kinds of acceptance, neighbours, padding.
 CHANCES = 6
-UNREADABLE = "errors within a cell are not looked for: only a draft model has a distribution that can be read"
+UNREADABLE = "errors within a cell are not searched for: only a draft model has a distribution that can be read"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ class Settings:
             raise ValueError(f"checks must be a tuple; for one, write ({self.checks!r},)")
         for name in self.checks:
             validate.choice("checks", name, CHECKS)
-        for name in ("detect", "false_alarm"):
-            validate.number(name, getattr(self, name), 0, 0.99, above=True)
+        validate.number("detect", self.detect, 0.001, 0.99)
+        validate.number("false_alarm", self.false_alarm, 0, 0.99, above=True)
         for name in ("distribution_prompts", "rows"):
             validate.integer(name, getattr(self, name), 1)
 
@@ -103,18 +103,18 @@ class Audit:
 def audit(
     subject: Subject, settings: Settings = Settings(), progress: Callable[[str], None] = lambda text: None
 ) -> Audit:
-    """Runs the checks, in float32 except for the check of bfloat16.
+    """Runs the checks, in float32 except for the check of bfloat16. A check that raises ValueError has failed.
 
     A lossy rule is held to its budget, and its drafter to the acceptance under the token rule.
 
     Args:
       subject: the pair, its prompts and settings.
-      settings: what to check.
-      progress: is called with what is being done.
+      settings: which checks to run, and how closely.
+      progress: called with the work that begins.
 
     Raises:
-      ValueError: a distribution that leaves nothing to chance, or a lossy rule without a budget; raised before any check
-        has run.
+      ValueError: before the first check, for a distribution that leaves nothing to chance or a lossy rule without a
+        budget.
     """
     budget = budget_of(subject.method.rule)
     exact = subject.cast("float32") or subject
@@ -126,7 +126,7 @@ def audit(
     cells = distribution.read_cells(exact, prompt_ids) if "distribution" in settings.checks else []
 
     @functools.cache  # two checks read the same texts
-    def read_texts() -> rounds.Rounds | None:
+    def read_texts() -> rounds.Rounds:
         return rounds.collect(exact, detect=settings.detect, false_alarm=level, rows=settings.rows, progress=progress)
 
     def check_distribution() -> Check:
@@ -166,7 +166,10 @@ def audit(
     for name, claim in CHECKS.items():
         if name in settings.checks:
             progress(f"{name}: {claim}")
-            checks.append(run[name]())
+            try:
+                checks.append(run[name]())
+            except ValueError as error:
+                checks.append(Check(name=name, verdict=Status.FAILED, sentence=f"the check ended early: {error}"))
     return Audit(settings=settings, checks=tuple(checks), budget=budget)
 
 
@@ -174,22 +177,22 @@ def budget_of(rule: Rule) -> float | None:
     """Returns the total variation per token that a lossy rule may cost; None for a rule that claims to be exact.
 
     Raises:
-      ValueError: the rule is lossy and states no budget, so there is nothing to hold it to.
+      ValueError: the rule is lossy and has no budget.
     """
     if rule.metered and not isinstance(rule, Bounded):
         raise ValueError(
-            f"{rule!r} is lossy and promises nothing that could be audited: give it a budget, such as "
+            f"{rule!r} is lossy and has no budget that could be audited: give it a budget, such as "
             "rule = bounded:0.01:ears:1.0, or audit an exact rule"
         )
     return rule.tv_per_token if rule.metered else None
 
 
 def audit_table(checks: Sequence[Mapping[str, Any]], *, claims: bool = False) -> Table:
-    """Returns a row for each check: its verdict, and what that rests on.
+    """Returns a row for each check: its verdict and the observations behind it.
 
     Args:
-      checks: as JSON has them.
-      claims: also what each check claims, and in the note what it can see.
+      checks: the checks in JSON form.
+      claims: adds a column of the claims, and to the note the errors that would have been seen.
     """
     header = ("check", "verdict", *["claim"][:claims], "what was seen")
     rows = [(check["name"], check["verdict"], *[CHECKS[check["name"]]][:claims], check["sentence"]) for check in checks]

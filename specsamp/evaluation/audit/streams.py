@@ -10,7 +10,7 @@ import numpy as np
 from specsamp.decoding.drafters import NgramDrafter, NoDrafter
 from specsamp.decoding.engine import SMALLEST_BUCKET
 from specsamp.decoding.results import Completion
-from specsamp.evaluation.audit.readers import with_target_as_draft
+from specsamp.evaluation.audit.readers import reader
 from specsamp.evaluation.audit.subject import FARTHEST, Check, Status, Subject
 from specsamp.evaluation.audit.teacher import Text, judge
 from specsamp.sampling.coupled import CoupledRule
@@ -58,9 +58,10 @@ def coupled_text(subject: Subject) -> Check:
 def equal_draft(subject: Subject, false_alarm: float) -> Check:
     """Checks that a target that is its own draft accepts all drafted tokens, except for rounding."""
     pair = subject.pair
-    drafter = with_target_as_draft(subject.method.drafter, pair.target)
-    if drafter is None:
+    draft = reader(subject.method.drafter)
+    if draft is None or draft.with_target is None:
         return _not_applicable("acceptance", "the drafter has no model that could be the target")
+    drafter = draft.with_target(pair.target)
     same = dataclasses.replace(
         subject,
         method=dataclasses.replace(subject.method, drafter=drafter, draft_sampling=None),

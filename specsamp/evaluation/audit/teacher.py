@@ -20,9 +20,9 @@ import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafters import NoDrafter
-from specsamp.decoding.engine import to_host
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.whole_texts import padded_batches, read_logits
+from specsamp.decoding.state import Weights
+from specsamp.decoding.whole_texts import read_logits, read_texts
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.rng import RoundKeys, row_keys
 from specsamp.sampling.warp import Warp, for_rows, log_probs
@@ -59,13 +59,11 @@ class Judgement:
 
 def next_logits(pair: Pair, texts: Sequence[Sequence[int]]) -> np.ndarray:
     """Returns the target's logits after each text, ``[len(texts), V]`` float32."""
-    slots, batches = padded_batches(pair, texts)
-    weights = pair.weights(NoDrafter(), slots).target
-    rows = [
-        to_host(logits_from(pair.target, pair.shards, weights, tokens_BT, lengths_B, slots=slots, count=1))[:, 0]
-        for tokens_BT, lengths_B, _ in batches
-    ]
-    return np.concatenate(rows)[: len(texts)]
+
+    def read(weights: Weights, slots: int, tokens_BT: Array, lengths_B: Array, indices: Sequence[int]) -> Array:
+        return logits_from(pair.target, pair.shards, weights.target, tokens_BT, lengths_B, slots=slots, count=1)[:, 0]
+
+    return np.stack(read_texts(pair, NoDrafter(), texts, read))
 
 
 def judge(
@@ -81,11 +79,9 @@ def judge(
       noise_seed: seed of texts of the coupled rule, whose score is the log-probability plus its noise. None: the score
         is the log-probability.
     """
-    slots, batches = padded_batches(pair, [(*text.prompt, *text.tokens) for text in texts])
-    weights = pair.weights(NoDrafter(), slots).target
     count = round_up(max(len(text.tokens) for text in texts))
-    judgements = []
-    for tokens_BT, _, indices in batches:
+
+    def read(weights: Weights, slots: int, tokens_BT: Array, _: Array, indices: Sequence[int]) -> Judgement:
         rows = [texts[i] for i in indices]
         starts_B = jnp.asarray([len(text.prompt) for text in rows], jnp.int32)
         tokens_BN = np.zeros((len(rows), count), np.int32)
@@ -95,11 +91,16 @@ def judge(
         if noise_seed is not None:
             ids_B = jnp.asarray([text.prompt_id for text in rows], jnp.int32)
             keys = RoundKeys(rows_B=row_keys(noise_seed, ids_B, jnp.zeros_like(ids_B)), starts_B=starts_B)
-        logits_BNV = logits_from(pair.target, pair.shards, weights, tokens_BT, starts_B, slots=slots, count=count)
-        found = to_host(_judge(logits_BNV, tokens_BN, for_rows(warp, len(rows)), keys, jnp.float32(tolerance)))
-        for row, text in enumerate(rows):
-            judgements.append(jax.tree.map(lambda values_BN: values_BN[row, : len(text.tokens)], found))
-    return judgements[: len(texts)]
+        logits_BNV = logits_from(
+            pair.target, pair.shards, weights.target, tokens_BT, starts_B, slots=slots, count=count
+        )
+        return _judge(logits_BNV, tokens_BN, for_rows(warp, len(rows)), keys, jnp.float32(tolerance))
+
+    found = read_texts(pair, NoDrafter(), [(*text.prompt, *text.tokens) for text in texts], read)
+    return [
+        jax.tree.map(lambda values_N: values_N[: len(text.tokens)], judgement)
+        for text, judgement in zip(texts, found, strict=True)
+    ]
 
 
 def round_up(count: int) -> int:
