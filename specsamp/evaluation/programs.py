@@ -1,7 +1,4 @@
-"""Tasks whose answers are programs, HumanEval and MBPP: each runs with its tests in isolation, and counts if it passes.
-
-The files are those of openai/human-eval and of google-research/mbpp.
-"""
+"""HumanEval and MBPP, in the files of openai/human-eval and google-research/mbpp. Programs are tested in isolation."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ HUMANEVAL, MBPP = "openai/openai_humaneval", "google-research-datasets/mbpp"
 HUMANEVAL_FIELDS = {"task_id": str, "prompt": str, "entry_point": str, "test": str}
 HUMANEVAL_STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 MBPP_STOP = ('\n"""', "\nassert", "\nprint", "\nif")
-MBPP_TESTED = range(11, 511)  # ids that published results are of; the others are examples and for training
+MBPP_TESTED = range(11, 511)  # ids of published results; other ids are examples and for training
 KS = (1, 10, 100)  # of pass@k
 
 
 def load_humaneval(source: str = HUMANEVAL) -> EvaluationTask:
-    """Reads functions to be completed from signature and docstring."""
+    """Reads signatures with docstrings; answers complete the functions."""
     problems = [
         Problem(
             id=record["task_id"],
@@ -37,10 +34,7 @@ def load_humaneval(source: str = HUMANEVAL) -> EvaluationTask:
 
 
 def load_mbpp(source: str = MBPP) -> EvaluationTask:
-    """Reads the tasks 11 to 510 with their tests, which are shown in the prompt.
-
-    The sanitized edition calls the text of a task ``prompt``.
-    """
+    """Reads the tasks 11 to 510; prompts show the tests. The sanitized edition calls a task's text ``prompt``."""
     problems = []
     for record in read_records(source, {"task_id": int, "test_list": list}, key="task_id"):
         if record["task_id"] not in MBPP_TESTED:
@@ -71,13 +65,13 @@ def load_mbpp(source: str = MBPP) -> EvaluationTask:
 def score_programs(
     problem: Problem, attempts: Sequence[Attempt], *, stop: Sequence[str], prompt_is_code: bool, insist: bool = False
 ) -> dict[str, float]:
-    """Returns pass@k for each of `KS` that there are attempts for, and the share of programs that parse.
+    """Returns pass@k for each of `KS` up to the number of attempts, and the share of programs that parse.
 
     Args:
       problem: its reference is the tests.
       attempts: completions of the problem.
       stop: texts that end a program.
-      prompt_is_code: a program begins with its prompt.
+      prompt_is_code: whether the prompt is the program's beginning.
       insist: run programs although this machine does not isolate them.
 
     Raises:
@@ -92,11 +86,5 @@ def score_programs(
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Returns the unbiased estimate that one of k answers passes, from n of which some did: 1 - C(n - c, k) / C(n, k).
-
-    Raises:
-      ValueError: not ``0 <= passed <= n`` and ``1 <= k <= n``.
-    """
-    if not (0 <= passed <= n and 1 <= k <= n):
-        raise ValueError(f"pass@{k} cannot be estimated from {passed} of {n} answers: give at least {k} answers")
+    """Returns the unbiased estimate that one of k <= n answers passes: ``1 - C(n - passed, k) / C(n, k)``."""
     return 1 - math.prod(1 - k / i for i in range(n - passed + 1, n + 1)) if n - passed >= k else 1.0

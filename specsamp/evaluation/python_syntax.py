@@ -13,7 +13,7 @@ from specsamp.evaluation.task import Attempt, EvaluationTask, Problem
 
 
 class ParseResult(enum.Enum):
-    """Answers of Python's own parser."""
+    """Results of Python's parser."""
 
     COMPLETE = enum.auto()
     INCOMPLETE = enum.auto()  # no error up to the end, where a statement is still open
@@ -23,13 +23,13 @@ class ParseResult(enum.Enum):
 def parses(prompt: str, completion: str, ended: bool = False) -> bool:
     """Returns whether ``prompt + completion``, cut at its last complete statement, parses with `ast`.
 
-    What the budget may have cut is left out: a last line without its end, a statement that is open at the end. At least
-    one line of the completion that is not blank must remain, and no error may come before the cut.
+    The cut removes a last line without its end, and a statement that is open at the end: the budget may have cut them.
+    At least one line of the completion that is not blank must remain, and no error may come before the cut.
 
     Args:
       prompt: begins a top-level statement.
-      completion: what was generated.
-      ended: the completion ended with the end-of-text token. Then nothing was cut, and all of it must parse.
+      completion: the generated text.
+      ended: whether the completion ended with the end-of-text token; then all of it must parse.
     """
     text = prompt + completion
     if ended:

@@ -20,7 +20,7 @@ def load_mt_bench(source: str) -> EvaluationTask:
 
 
 def load_spec_bench(source: str) -> EvaluationTask:
-    """Reads ``question.jsonl`` of Spec-Bench, whose six tasks are five categories and the eight of MT-bench together."""
+    """Reads ``question.jsonl`` of Spec-Bench: five categories, and the eight of MT-bench as a sixth."""
     return EvaluationTask(name="spec_bench", problems=_read_turns(source, dict.fromkeys(MT_BENCH, "mt_bench")))
 
 
@@ -47,13 +47,13 @@ def score_numbers(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, fl
 
 
 def last_number(text: str) -> float | None:
-    """Returns the last number of a text, whose thousands may be set off by commas; None if there is none."""
+    """Returns the last number of a text, or None; commas may separate thousands."""
     numbers = NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def _read_turns(source: str, names: Mapping[str, str] | None = None) -> list[Problem]:
-    """Returns questions of one or more turns; ``names`` replaces names of categories."""
+    """Returns questions of one turn or several; ``names`` replaces names of categories."""
     problems = []
     for record in read_records(source, {"question_id": int, "category": str, "turns": list}, key="question_id"):
         first, *further = map(str, record["turns"]) if record["turns"] else [""]

@@ -1,4 +1,4 @@
-"""Reads records of data sets: JSON lines, compressed or not, a JSON array, or Parquet, from a file or the hub."""
+"""Reads records of data sets from files or the hub: JSON lines (plain or gzip), a JSON array, or Parquet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etils import epath
 from specsamp import storage
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
-CONVERTED = "refs/convert/parquet"  # where the hub keeps what it has made of a data set in another format
+CONVERTED = "refs/convert/parquet"  # the hub's own Parquet copy of a data set in another format
 Record = Mapping[str, Any]
 
 
@@ -24,13 +24,14 @@ def read_records(source: str, fields: Mapping[str, type], *, split: str = "test"
     """Returns the records of a data set, checked.
 
     Args:
-      source: a file, on a disk or in a bucket, or the id of a data set of the hub, of which ``split`` is read.
-      fields: those that every record must have, with their types.
+      source: a file, on a disk or in a bucket, or the id of a data set on the hub.
+      fields: required fields of every record, with their types.
+      split: the split of a data set on the hub.
       key: the field whose values must differ.
 
     Raises:
       FileNotFoundError: there is no such file or data set.
-      ValueError: it is damaged or empty, or a record is not as it should be: with file, line and field.
+      ValueError: the file is damaged or empty, or a record is wrong; the message has file, line and field.
     """
     found: list[Record] = []
     seen: dict[Any, str] = {}
@@ -91,7 +92,7 @@ def _parse_parquet(path: epath.Path, content: bytes) -> list[Any]:
 
 
 def _find(source: str, split: str) -> list[epath.Path]:
-    """Returns the files of a data set, downloaded if they are the hub's."""
+    """Returns the files of a data set; files on the hub are downloaded."""
     path = storage.place(source)
     if path.exists():
         return [path]
@@ -101,7 +102,7 @@ def _find(source: str, split: str) -> list[epath.Path]:
         import huggingface_hub as hub
     except ImportError as error:
         raise ValueError(
-            f"there is no file {source!r}, and to look on the hub for it takes a library: pip install huggingface_hub"
+            f"there is no file {source!r}, and reading the hub takes a library: pip install huggingface_hub"
         ) from error
     try:
         for revision in (None, CONVERTED):
@@ -113,13 +114,13 @@ def _find(source: str, split: str) -> list[epath.Path]:
                 ]
     except Exception as error:  # of the network, of the hub, of access rights
         raise FileNotFoundError(
-            f"no file {source!r}, and the hub did not give it ({type(error).__name__}: {error})"
+            f"no file {source!r}, and the hub did not send it ({type(error).__name__}: {error})"
         ) from error
     raise FileNotFoundError(f"the data set {source!r} has no file of the split {split!r}: give a file")
 
 
 def choose_files(names: Sequence[str], split: str) -> list[str]:
-    """Returns the files of a split: of the first folder that has some, or the only file of data there is."""
+    """Returns a split's files in the first folder that has any; without any, the only data file."""
     data = sorted(name for name in names if name.endswith(ENDINGS))
     of_split = [name for name in data if re.search(rf"(^|/){split}[-./]", name)]
     if not of_split:

@@ -1,6 +1,7 @@
-"""Defines what an evaluation is made of: problems, texts that stop a completion, and scores whose means have intervals.
+"""Defines the parts of an evaluation: problems, completions, and scores with intervals of their means.
 
-A task is one function that reads its problems and one that scores completions; `specsamp.evaluation.tasks` lists them.
+A task is a function that reads its problems and a function that scores completions; `specsamp.evaluation.tasks` lists
+them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A prompt, and what its completions are scored by.
+    """A prompt with the reference that scores its completions.
 
     Attributes:
       id: its name in its file.
-      category: problems of one are reported together; may be empty.
-      further_turns: what a user says after the answer, where the problem is a conversation.
+      category: problems of a category are reported together; may be empty.
+      further_turns: the user's later messages, where the problem is a conversation.
       reference: the text to compare with, or the tests that follow a program.
     """
 
@@ -36,14 +37,14 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """A completion: its text, and whether it ended by itself rather than by the budget or a stop text."""
+    """A completion: its text, and whether it ended with an end-of-text token."""
 
     text: str
     ended: bool = False
 
 
 def no_score(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Returns no measures: of such tasks only time and acceptance are measured, by category."""
+    """Returns no measures: the evaluation of such tasks measures time and acceptance."""
     return {}
 
 
@@ -54,8 +55,8 @@ class EvaluationTask:
     Attributes:
       name: one of `specsamp.evaluation.tasks.TASKS`.
       stop: texts that end a completion, and are no part of it.
-      continues: a completion goes on with the prompt's own text; a chat model's, which begins anew, would score 0.
-      score: returns a problem's value of each measure, estimated from its attempts.
+      continues: whether a completion goes on with the prompt's text; the answers of a chat model would score 0.
+      score: returns each measure's value for a problem, estimated from its attempts.
     """
 
     name: str
@@ -67,7 +68,7 @@ class EvaluationTask:
 
 
 def cut(text: str, stop: Sequence[str]) -> str:
-    """Returns a text up to the first of the stop texts that it holds."""
+    """Returns a text up to its first stop text."""
     return text[: Stops(texts=tuple(stop)).first(text)]
 
 
@@ -89,22 +90,16 @@ class ScoreInterval:
 
     @property
     def detectable(self) -> float:
-        """Returns the size of a true mean that four of five such samples would tell from 0, for values within [-1, 1].
+        """Returns the size of a true mean that 80% of such samples would tell from 0, for values within [-1, 1].
 
-        Values that are all equal have no spread, but do not show that there is none: P of them leave 3 / P open.
+        P equal values have no spread in the sample, but leave a mean of 3 / P possible.
         """
         return max((1.96 + 0.84) * self.error, 3 / self.problems)
 
 
 def mean_interval(values_P: Sequence[float], *, seed: int = 0) -> ScoreInterval:
-    """Returns the mean over problems, with an interval from resampled problems.
-
-    Raises:
-      ValueError: there are no values.
-    """
+    """Returns the mean over at least one problem, with an interval from resampled problems."""
     values_P = np.asarray(values_P, np.float64)
-    if not len(values_P):
-        raise ValueError("there are no scores to take the mean of")
     P = len(values_P)
     means_R = np.random.default_rng(seed).multinomial(P, np.full(P, 1 / P), RESAMPLES) @ values_P / P
     low, high = np.quantile(means_R, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
@@ -118,7 +113,7 @@ def mean_interval(values_P: Sequence[float], *, seed: int = 0) -> ScoreInterval:
 
 
 def summarise(scores: Sequence[Mapping[str, float]]) -> dict[str, ScoreInterval]:
-    """Returns the mean of each measure over problems, from the scores of each."""
+    """Returns the mean of each measure over problems."""
     return {name: mean_interval([score[name] for score in scores]) for name in (scores[0] if scores else ())}
 
 

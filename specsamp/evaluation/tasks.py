@@ -1,4 +1,4 @@
-"""Tasks by name; a new one is two functions, which read and score, and a line here."""
+"""Lists the tasks by name. A new task is two functions, which read and score, and a line here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specsamp import validate
 from specsamp.evaluation import isolation, programs, python_syntax, questions, xsum
 from specsamp.evaluation.task import EvaluationTask
 
-# What reads each task from a file or a data set of the hub; for `python`, the name of a pair with prompts.
+# The function that reads each task from a file or a data set on the hub; `python` reads the prompts of a pair.
 TASKS: dict[str, Callable[..., EvaluationTask]] = {
     "humaneval": programs.load_humaneval,
     "xsum": xsum.load_xsum,
@@ -32,7 +32,7 @@ def load_task(
 
     Args:
       name: one of `TASKS`.
-      source: a file or a data set of the hub; default the task's own on the hub, or of the pair `python`.
+      source: a file or a data set on the hub; default: the task's own data set, or the pair "python".
       shots: a file of solved problems that are shown before each problem, for the tasks `SHOWS_SHOTS`.
       insist: run generated programs although this machine does not isolate them.
 

@@ -1,4 +1,4 @@
-"""XSum: summaries of articles in one sentence, after one example, scored by ROUGE."""
+"""XSum: summarises articles in one sentence, after one example; ROUGE scores the summaries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEMPLATE = "Article: {document}\nSummary:"
 
 
 def load_xsum(source: str = HUB) -> EvaluationTask:
-    """Reads articles with the fields ``document`` and ``summary``; the first of them is the example.
+    """Reads articles with the fields ``document`` and ``summary``; the first article is the example.
 
     Raises:
       ValueError: as `read_records`; there is one article only; or the library of the scores is missing.
@@ -48,7 +48,7 @@ def _ask(record: Record) -> str:
 
 
 def _flat(text: str) -> str:
-    """Returns a text in one line: an empty line ends an example."""
+    """Returns a text in one line, since an empty line ends an example."""
     return " ".join(text.split())
 
 

@@ -1,4 +1,4 @@
-"""Tasks: their files, good and bad, what they ask, and how they score."""
+"""Tasks: their files, good and bad, their prompts and their scores."""
 
 import gzip
 import itertools
@@ -13,7 +13,7 @@ import pytest
 from specsamp.checkpoints.pair import load_prompts
 from specsamp.evaluation import isolation, programs, questions, xsum
 from specsamp.evaluation.programs import load_humaneval, load_mbpp, pass_at_k
-from specsamp.evaluation.records import choose_files, read_records
+from specsamp.evaluation.records import read_records
 from specsamp.evaluation.task import Attempt, compare, cut, mean_interval, summarise
 from specsamp.evaluation.tasks import load_task
 from support.extras import is_here, needs
@@ -93,8 +93,6 @@ def test_pass_at_k_is_the_share_of_choices_with_one_that_passes():
             share = np.mean([min(choice) < passed for choice in choices])
             assert pass_at_k(n, passed, k) == pytest.approx(share, abs=1e-12)
     assert pass_at_k(10_000, 3, 100) == pytest.approx(1 - math.comb(9_997, 100) / math.comb(10_000, 100), rel=1e-9)
-    with pytest.raises(ValueError, match="pass@10 cannot be estimated from 1 of 5 answers"):
-        pass_at_k(5, 1, 10)
 
 
 def test_intervals_hold_the_truth_and_differences_are_paired():
@@ -111,8 +109,6 @@ def test_intervals_hold_the_truth_and_differences_are_paired():
     assert 0.009 < found.low < found.mean < found.high < 0.011
     assert found.high - found.low < 0.1 * (summarise(scores)["a"].high - summarise(scores)["a"].low)
     assert compare(scores, scores)["a"].detectable == 3 / 200  # equal values do not show that there is no difference
-    with pytest.raises(ValueError, match="no scores"):
-        mean_interval([])
 
 
 def test_cut_at_the_first_of_the_stop_texts():
@@ -151,36 +147,24 @@ def test_there_is_no_such_file_or_task(tmp_path):
 
 
 def test_the_hub(write, monkeypatch):
-    """Its library is stood in for: a data set whose files it has converted."""
-    path = write(lines([ADD]))
-    files = {None: ["README.md", "script.py"], "refs/convert/parquet": ["main/test/0.jsonl", "main/train/0.jsonl"]}
+    """A stand-in of its library has a data set whose files it has converted."""
+    ours = {"main/test-0.jsonl": write(lines([ADD]), "0"), "main/test-1.jsonl": write(lines([LAST]), "1")}
+    others = ["main/train-0.jsonl", "main/latest.jsonl", "small/test-0.jsonl"]
+    files = {None: ["README.md", "script.py"], "refs/convert/parquet": [*ours, *others]}
     hub = types.SimpleNamespace(
         list_repo_files=lambda name, repo_type, revision: files[revision],
-        hf_hub_download=lambda name, file, repo_type, revision: {"main/test/0.jsonl": path}[file],
+        hf_hub_download=lambda name, file, repo_type, revision: ours[file],
     )
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    assert [problem.id for problem in load_task("humaneval", insist=True).problems] == ["Own/0"]
+    assert [problem.id for problem in load_task("humaneval", insist=True).problems] == ["Own/0", "Own/1"]
     with pytest.raises(FileNotFoundError, match="'a/b' has no file of the split 'dev'"):
         read_records("a/b", {}, split="dev")
     hub.list_repo_files = None
-    with pytest.raises(FileNotFoundError, match="no file 'a/b', and the hub did not give it .TypeError"):
+    with pytest.raises(FileNotFoundError, match="no file 'a/b', and the hub did not send it .TypeError"):
         read_records("a/b", {})
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match="pip install huggingface_hub"):
         read_records("a/b", {})
-
-
-@pytest.mark.parametrize(
-    "names, chosen",
-    [
-        (["a/test-00000-of-00002.parquet", "a/test-00001-of-00002.parquet", "b/test-0.parquet"], [0, 1]),
-        (["data/test.jsonl", "data/train.jsonl", "data/latest.jsonl"], [0]),
-        (["HumanEval.jsonl.gz", "README.md"], [0]),
-        (["one.jsonl", "two.jsonl"], []),
-    ],
-)
-def test_files_of_a_split(names, chosen):
-    assert choose_files(names, "test") == [names[place] for place in chosen]
 
 
 @pytest.mark.skipif(not is_here("pyarrow"), reason="without pyarrow")
