@@ -345,7 +345,7 @@ def test_what_would_be_empty_is_refused():
         within_budget(EARS(0.3))
     with pytest.raises(ValueError, match="checks must be one of greedy, bfloat16, .*got 'luck'"):
         Settings(checks=("luck",))
-    for name, value in (("checks", ()), ("detect", 0.0), ("false_alarm", 1.0), ("rows", 0)):
+    for name, value in (("checks", ()), ("checks", "greedy"), ("detect", 0.0), ("false_alarm", 1.0), ("rows", 0)):
         with pytest.raises(ValueError, match=f"{name} must"):
             Settings(**{name: value})
     with pytest.raises(ValueError, match="together 22, more than the target's 20 positions"):

@@ -72,7 +72,9 @@ def test_a_sound_pair_shows_nothing(sound):
     for tests in (sound.ratios, sound.positions):
         assert tests.p_values.min() > CHANCE
     assert sound.texts >= 126 and sound.ratios.tokens_T[0] > 1500
-    np.testing.assert_array_less(np.abs(sound.accepted_T - sound.expected_T), 5 * np.sqrt(sound.expected_T))
+    positions = sound.positions
+    deviation_T = np.abs(positions.happened_T - positions.expected_T)
+    np.testing.assert_array_less(deviation_T, 5 * np.sqrt(positions.expected_T))
     assert rounds.error_seen(sound.ratios, RARE) <= 0.1
 
 

@@ -35,10 +35,13 @@ class Evidence:
     Attributes:
       log_ratios_TS: float64, log-likelihood ratio of each alternative.
       tokens_T: number of tokens that were tested.
+      happened_T, expected_T: how often the events happened, and how often they were expected.
     """
 
     log_ratios_TS: np.ndarray
     tokens_T: np.ndarray
+    happened_T: np.ndarray
+    expected_T: np.ndarray
 
     @property
     def p_values(self) -> np.ndarray:
@@ -64,4 +67,9 @@ def tilted(probs_NT: np.ndarray, happened_NT: np.ndarray, tested_NT: np.ndarray)
     # Rounding may leave a probability just outside [0, 1].
     log_norm_NTS = np.log1p(np.clip(probs_NT, 0, 1)[..., None] * np.expm1(TILTS))
     log_ratios_NTS = (TILTS * happened_NT[..., None] - log_norm_NTS) * tested_NT[..., None]
-    return Evidence(log_ratios_TS=log_ratios_NTS.sum(axis=0), tokens_T=tested_NT.sum(axis=0))
+    return Evidence(
+        log_ratios_TS=log_ratios_NTS.sum(axis=0),
+        tokens_T=tested_NT.sum(axis=0),
+        happened_T=(happened_NT & tested_NT).sum(axis=0),
+        expected_T=(probs_NT * tested_NT).sum(axis=0),
+    )

@@ -50,19 +50,16 @@ class Rounds:
     Attributes:
       texts: number of texts.
       ratios: tests (1) of the module's docstring.
-      positions: tests (2); meaningful under the token rule.
-      accepted_T, expected_T: drafted tokens accepted in each of those tests, and how many were expected.
+      positions: tests (2), of all positions together first; meaningful under the token rule.
     """
 
     texts: int
     ratios: Evidence
     positions: Evidence
-    accepted_T: np.ndarray
-    expected_T: np.ndarray
 
 
 def can_read(subject: Subject) -> bool:
-    """Returns whether the draft's distribution can be read: it is that of a model after the text so far."""
+    """Returns whether drafted tokens are sampled from a model that `reader` returns."""
     draft = reader(subject.method.drafter)
     return draft is not None and any(map(draft.reads, subject.prompts))
 
@@ -75,7 +72,7 @@ def collect(
     rows: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Rounds:
-    """Draws texts of all prompts, about ``rows`` at a time, until their ratios show an error of ``detect``.
+    """Draws texts of all prompts, about ``rows`` at a time, until they would show an error of ``detect``.
 
     It gives up after `MOST_BATCHES` calls of `generate`.
 
@@ -102,10 +99,7 @@ def collect(
 
 
 def error_seen(tests: Evidence, false_alarm: float) -> float:
-    """Returns the error that each of some tests sees with probability `POWER`; they share ``false_alarm``.
-
-    The first test has the tokens of all.
-    """
+    """Returns the error that the first test sees with probability `POWER`, where all tests share ``false_alarm``."""
     return float(tests.error_seen(false_alarm / len(tests.tokens_T))[0])
 
 
@@ -115,7 +109,7 @@ def read_rounds(subject: Subject, texts: Sequence[Sequence[int]], from_draft: Se
     Args:
       subject: the pair with its settings.
       texts: token ids, prompts included.
-      from_draft: for each text, whether each of its tokens behind the prompt had been drafted.
+      from_draft: for each text, whether each of its tokens after the prompt was drafted.
     """
     pair, draft = subject.pair, reader(subject.method.drafter)
     warps = (subject.method.sampling, subject.method.draft_sampling or subject.method.sampling)
@@ -142,13 +136,10 @@ def read_rounds(subject: Subject, texts: Sequence[Sequence[int]], from_draft: Se
     offsets_N, drafted_N, acceptance_N, above_NE, above_probs_NE = map(np.concatenate, zip(*verified))
     is_counted_NT = np.concatenate([offsets_N[:, None] >= 0, offsets_N[:, None] == np.arange(K)], axis=1)
     is_tested_N = (offsets_N == 0) | isinstance(subject.method.rule, TokenRule)
-    acceptance_N1, accepted_N1 = acceptance_N[:, None].astype(np.float64), drafted_N[:, None]
     return Rounds(
         texts=len(texts),
         ratios=tilted(above_probs_NE.astype(np.float64), above_NE, np.tile(is_tested_N[:, None], len(EDGES))),
-        positions=tilted(acceptance_N1, accepted_N1, is_counted_NT),
-        accepted_T=(accepted_N1 & is_counted_NT).sum(0),
-        expected_T=(acceptance_N1 * is_counted_NT).sum(0),
+        positions=tilted(acceptance_N[:, None].astype(np.float64), drafted_N[:, None], is_counted_NT),
     )
 
 
@@ -199,16 +190,16 @@ def expected_ratios(found: Rounds, *, detect: float, false_alarm: float) -> Chec
 
 def expected_acceptance(found: Rounds, *, false_alarm: float) -> Check:
     """Checks that each position of a draft is accepted as often as the two models say; arguments as above."""
-    tests, level = found.positions, false_alarm / len(found.accepted_T)
+    tests, level = found.positions, false_alarm / len(found.positions.tokens_T)
     worst = int(np.argmin(tests.p_values))
     p_value = float(tests.p_values[worst])
     numbers = {"p_value_of_the_worst_position": p_value}
-    for i in range(len(found.accepted_T)):
+    for i, tokens in enumerate(tests.tokens_T):
         position = f"position_{i}" if i else "all_positions"
-        numbers[f"verified_at_{position}"] = int(tests.tokens_T[i])
-        numbers[f"accepted_at_{position}"] = int(found.accepted_T[i])
-        numbers[f"expected_at_{position}"] = float(found.expected_T[i])
-    sentence = f"with the draft {found.accepted_T[0]} of {tests.tokens_T[0]} were, {found.expected_T[0]:.0f} expected; "
+        numbers[f"verified_at_{position}"] = int(tokens)
+        numbers[f"accepted_at_{position}"] = int(tests.happened_T[i])
+        numbers[f"expected_at_{position}"] = float(tests.expected_T[i])
+    sentence = f"with the draft {tests.happened_T[0]} of {tests.tokens_T[0]} were, {tests.expected_T[0]:.0f} expected; "
     sentence += f"the farthest off is {f'position {worst}' if worst else 'their total'}, p = {p_value:.2g}"
     seen = f"a rate of acceptance that is off by {error_seen(tests, false_alarm):.2g} seen with {POWER:.0%}"
     verdict = Status.FAILED if p_value < level else Status.PASSED

@@ -1,4 +1,4 @@
-"""Runs all checks of a pair; together they fail a sound pair with at most one stated probability."""
+"""Runs all checks of a pair; the probability that they fail a sound pair has one bound."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ CHECKS = {
     "neighbours": "a text does not depend on what else is in its batch",
     "padding": "a text does not depend on padding",
 }
-# What may fail by chance: pairs of tokens, ratios, two kinds of acceptance, neighbours, padding.
-CHANCES = 6
+CHANCES = 6  # tests that may fail by chance: pairs of tokens, ratios, two of acceptance, neighbours, padding
 UNREADABLE = "errors within a cell are not searched for: only a draft model has a distribution that can be read"
 
 
@@ -40,9 +39,6 @@ class Settings:
       false_alarm: probability, at most, that a sound pair fails.
       distribution_prompts: number of prompts, evenly spaced, after which two tokens are sampled.
       rows: number of samples that are drawn together.
-
-    Raises:
-      ValueError: an unknown check, or a number out of range.
     """
 
     checks: tuple[str, ...] = tuple(CHECKS)
@@ -52,10 +48,8 @@ class Settings:
     rows: int = 128
 
     def __post_init__(self):
-        if not self.checks:
-            raise ValueError(f"checks must name one at least: choose from {', '.join(CHECKS)}")
-        if isinstance(self.checks, str):
-            raise ValueError(f"checks must be a tuple; for one, write ({self.checks!r},)")
+        if not self.checks or isinstance(self.checks, str):
+            raise ValueError(f"checks must be a tuple of {', '.join(CHECKS)}; got {self.checks!r}")
         for name in self.checks:
             validate.choice("checks", name, CHECKS)
         validate.number("detect", self.detect, 0.001, 0.99)
@@ -66,11 +60,11 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Audit:
-    """Results of all checks, with the settings that they ran with."""
+    """Results of all checks, with their settings."""
 
     settings: Settings
     checks: tuple[Check, ...]
-    budget: float | None = None  # of a lossy rule: total variation per token
+    budget: float | None = None  # total variation per token of a lossy rule
 
     def named(self, verdict: Status) -> list[str]:
         """Returns the names of the checks with this verdict."""
@@ -83,7 +77,7 @@ class Audit:
 
     @property
     def summary(self) -> str:
-        """Returns one line: what failed, or which errors would have been seen."""
+        """Returns a line with the checks that failed, or with the errors that would have been seen."""
         passed, failed, skipped = map(self.named, (Status.PASSED, Status.FAILED, Status.NOT_APPLICABLE))
         aside = f" ({', '.join(skipped)} not applicable)" if skipped else ""
         total = len(passed) + len(failed)

@@ -1,4 +1,4 @@
-"""Checks that compare texts token by token: each difference is a rounding error that can be shown, or a fault."""
+"""Checks that compare texts token by token: each difference is explained by rounding, or a fault."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from specsamp.sampling.warp import Warp, chain, greedy
 
 ALONE = 4  # prompts that are also decoded alone
 SHOWN = 3  # faults in a sentence
-MOST_EXCUSABLE = 0.5  # share of positions; where rounding could decide more, agreement says nothing
+MOST_EXCUSABLE = 0.5  # share of tokens; where rounding could decide more, agreement means nothing
 
 
 def greedy_text(subject: Subject) -> Check:
-    """Checks that greedy text with the draft equals greedy text without, each token being the target's choice."""
+    """Checks that greedy text is the same with and without the draft, and that each token is the target's choice."""
     greedily = dataclasses.replace(subject.method, sampling=greedy(), draft_sampling=None)
     alone = greedily.with_drafter(NoDrafter())
     runs = {"with the draft": subject.decode(method=greedily), "alone": subject.decode(method=alone)}
@@ -32,8 +32,8 @@ def greedy_text(subject: Subject) -> Check:
 def bfloat16_text(subject: Subject, in_bfloat16: Subject | None) -> Check:
     """Checks that each token of greedy text in bfloat16 is the choice of the target in bfloat16, or nearly.
 
-    The tolerance is measured: each of two ways to compute a logit may be off by as much as bfloat16 differs from
-    float32 after the prompts.
+    The tolerance is measured: twice the largest difference of bfloat16 from float32 after the prompts, since both
+    computations of a logit may be off.
     """
     if in_bfloat16 is None:
         return _not_applicable("bfloat16", "the target has no dtype to choose")
@@ -89,7 +89,7 @@ def neighbours(subject: Subject, false_alarm: float) -> Check:
     reverse = subject.decode([prompts[i] for i in backwards], prompt_ids=backwards)[::-1]
     # The longest prompts have the same padding alone as in the batch: the effect of padding is another check.
     longest = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[-ALONE:]
-    # Adaptive lengths depend on the batch size: such a prompt is "alone" in a batch of its own copies.
+    # Adaptive lengths depend on the batch size: then a prompt is "alone" in a batch of its copies.
     copies = 1 if together[0].row_independent else len(prompts)
     alone = [subject.decode([prompts[i]] * copies, prompt_ids=[i] * copies)[0] for i in longest]
     pairs = list(zip(together, reverse, strict=True)) + [(together[i], row) for i, row in zip(longest, alone)]
@@ -98,7 +98,7 @@ def neighbours(subject: Subject, false_alarm: float) -> Check:
 
 
 def padding(subject: Subject, false_alarm: float) -> Check:
-    """Checks that a prompt's text is the same with more padding and slots, for a longer prompt in its batch."""
+    """Checks that a prompt's text is the same with more padding and slots, which a longer prompt in its batch needs."""
     prompts = list(subject.prompts)
     longest = max(prompts, key=len)
     positions = [m.max_positions for m in (subject.pair.target, subject.pair.draft) if m and m.max_positions]

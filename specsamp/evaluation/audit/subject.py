@@ -26,10 +26,10 @@ from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import Warp, is_stateless
 
-# How far two float32 computations of the same logits are apart, in units of eps times the largest logit. FARTHEST
-# bounds the difference of a logit, with a margin of three over what 500,000 logits of the pair "python" showed. FLIPS
-# bounds the probability that rounding changes a sampled token, which is one acceptance and one draw: the two
-# distributions were 0.7 units apart in total variation.
+# Differences of two float32 computations of the same logits, in units of eps times the largest logit. FARTHEST bounds
+# the difference of a logit: three times the largest difference among 500,000 logits of the pair "python". FLIPS bounds
+# the probability that rounding changes a sampled token, by an acceptance and a draw: the two distributions were 0.7 units
+# apart in total variation.
 FARTHEST, FLIPS = 32, 4
 POWER = 0.99  # probability with which an error must be seen
 
@@ -50,7 +50,7 @@ class Check:
       name: one of `specsamp.evaluation.audit.run.CHECKS`.
       verdict: passed, failed or not applicable.
       sentence: the observations behind the verdict.
-      numbers: the same for programs; finite, since JSON has no other numbers.
+      numbers: the observations as numbers; finite, for JSON.
       seen: which errors would have been seen, and with which probability.
     """
 
@@ -61,14 +61,11 @@ class Check:
     seen: str = ""
 
     def __and__(self, other: Check) -> Check:
-        """Joins two parts of one check: it fails if either does, and passes if one does and the other does not apply."""
-        verdicts = (self.verdict, other.verdict)
-        worst = next(
-            verdict for verdict in (Status.FAILED, Status.PASSED, Status.NOT_APPLICABLE) if verdict in verdicts
-        )
+        """Joins two parts of a check. It fails if either part fails; a part that does not apply does not count."""
+        severity = (Status.NOT_APPLICABLE, Status.PASSED, Status.FAILED)
         return Check(
             name=self.name,
-            verdict=worst,
+            verdict=max(self.verdict, other.verdict, key=severity.index),
             sentence="; ".join((self.sentence, other.sentence)),
             numbers=self.numbers | other.numbers,
             seen="; ".join(filter(None, (self.seen, other.seen))),
@@ -77,13 +74,13 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Subject:
-    """A pair, its prompts, and the settings it is used with.
+    """A pair with its prompts and settings.
 
     Attributes:
       pair: target and draft.
       prompts: token ids; ``prompts[i]`` has prompt id i in every batch.
-      method: the audited method; its warps have the same numbers for all prompts. Texts are compared and counted with its
-        adaptive draft length; rounds are tested with the drafter's K alone.
+      method: the audited method; its warps have the same numbers for all prompts. Its adaptive draft length is used in
+        all checks but the tests of rounds, which always draft K tokens.
       max_new_tokens: longest length of the texts that are compared or read.
       seed: seed of the noise.
 
@@ -104,14 +101,14 @@ class Subject:
             one, vocab_size = jnp.ones(1, jnp.int32), self.pair.target.vocab_size
             if warp is not None and not is_stateless(warp.init(one[None], one, vocab_size)):
                 raise ValueError(
-                    f"{name} depends on the text before each token, which the audit's own distributions do not follow: "
+                    f"{name} depends on the text before each token, and the audit does not compute such distributions: "
                     f"audit the pair without {type(warp).__name__}"
                 )
         lengths = [len(tokens) for tokens in encode(self.pair, self.prompts)]
         check_budgets(self.pair, self.method.drafter, lengths, self.max_new_tokens)
 
     def decode(self, prompts: Sequence[Sequence[int]] | None = None, **changes: Any) -> list[Completion]:
-        """Calls `generate` with these settings, on all prompts or others; ``changes`` replaces its arguments."""
+        """Calls `generate` with these settings, on these prompts by default; ``changes`` replaces its arguments."""
         settings = {"max_new_tokens": self.max_new_tokens, "method": self.method, "seed": self.seed}
         return generate(self.pair, self.prompts if prompts is None else prompts, **(settings | changes))
 
@@ -120,7 +117,7 @@ class Subject:
         return full_warp(self.pair, warp)
 
     def cast(self, dtype: str) -> Subject | None:
-        """Returns the same with models that compute in ``dtype``; None if the target has no dtype to choose."""
+        """Returns the subject with models that compute in ``dtype``; None if the target has no dtype to choose."""
         target = in_dtype(self.pair.target, dtype)
         if target is None:
             return None
@@ -133,7 +130,7 @@ class Subject:
             self.method.drafter, {self.pair.target: target, self.pair.draft: draft, self.pair.head: head}
         )
         if dtype == "float32":
-            # Widened once, here: `Pair.weights` would make a wider copy for every number of slots.
+            # Widened once: `Pair.weights` would make a wider copy for every number of slots.
             params = {"target_params": pair.target_params}
             params |= {"draft_params": pair.draft_params} if recast or head else {}
             pair = dataclasses.replace(pair, **jax.tree.map(_widen, params))
@@ -152,7 +149,7 @@ class Subject:
         return float(jnp.finfo(jnp.float32).eps * largest)
 
     def flips_allowed(self, tokens: int, false_alarm: float) -> int:
-        """Returns how many of ``tokens`` tokens rounding may change; more has a probability below ``false_alarm``."""
+        """Returns how many of ``tokens`` tokens rounding changes at most, except with probability ``false_alarm``."""
         return int(stats.binom.isf(false_alarm, tokens, min(FLIPS * self.rounding, 1.0)))
 
 
@@ -162,7 +159,7 @@ def _widen(x: jax.Array) -> jax.Array:
 
 
 def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
-    """Returns the model computing in another dtype, on its mesh if it has one; None for models of other kinds."""
+    """Returns the model computing in another dtype, on its mesh; None for models other than transformers."""
     if isinstance(model, ShardedModel):
         inner = in_dtype(model.model, dtype)
         return inner and shard_model(inner, model.layout)

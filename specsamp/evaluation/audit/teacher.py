@@ -1,10 +1,10 @@
-"""Teacher forcing: reads the target's logits of whole texts in one call, without a cache from before or a draft.
+"""Teacher forcing: reads the target's logits of whole texts in one call, without an earlier cache or a draft.
 
 Every other way to compute the same logits differs by rounding. So a token is *explained* if the target would choose it
-for some logits within a tolerance of these. Two changes of the logits are tried, which
-favour the token most. Both raise its own logit by the tolerance. The first lowers all larger logits by it. The second
-lowers the logit of the target's choice and raises all logits larger than that. This covers the thresholds of a warp: a
-token at the edge of a nucleus, this one or the target's choice, may be inside for one rounding and outside for another.
+for some logits within a tolerance of these. Two changes of the logits are tried. Both raise the token's own logit by the
+tolerance. The first lowers all larger logits by it. The second lowers the logit of the target's choice and raises all
+logits larger than that. This covers the thresholds of a warp: rounding may put the token, or the target's choice, inside
+or outside a nucleus.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
-    """A prompt and what followed it."""
+    """A prompt and the tokens that followed."""
 
     prompt_id: int
     prompt: tuple[int, ...]
@@ -47,8 +47,8 @@ class Judgement:
     Attributes:
       chosen_N: bool, the token is the target's choice.
       explained_N: bool, it is the target's choice for some logits within the tolerance.
-      excusable_N: bool, the token with the second highest score would be explained, too.
-      behind_N: float32, by how much its score is below that of the target's choice; inf where it is excluded.
+      excusable_N: bool, the second highest score is within twice the tolerance of the highest.
+      behind_N: float32, the distance of the token's score from the highest; inf where the token is excluded.
     """
 
     chosen_N: np.ndarray
@@ -73,11 +73,11 @@ def judge(
 
     Args:
       pair: its target reads the texts.
-      texts: prompts and what followed them.
+      texts: prompts with the tokens that followed.
       warp: warp with one number for all texts; ``chain()`` for greedy texts.
-      tolerance: how far logits may be off.
-      noise_seed: seed of texts of the coupled rule, whose score is the log-probability plus its noise. None: the score
-        is the log-probability.
+      tolerance: largest rounding error of a logit.
+      noise_seed: seed of texts of the coupled rule, whose score is the log-probability plus noise. None: the score is
+        the log-probability.
     """
     count = round_up(max(len(text.tokens) for text in texts))
 
@@ -104,7 +104,7 @@ def judge(
 
 
 def round_up(count: int) -> int:
-    """Returns a number of positions that few programs are compiled for."""
+    """Rounds up a number of positions, so that few programs are compiled."""
     return -(-count // 8) * 8
 
 
@@ -119,7 +119,7 @@ def logits_from(
     slots: int,
     count: int,
 ) -> Array:
-    """Returns the logits of the tokens at ``starts_B`` and after, ``[B, count, V]`` float32; stale beyond a text."""
+    """Returns the logits of ``count`` tokens from ``starts_B`` on, ``[B, count, V]`` float32; stale beyond a text."""
 
     def read(weights: Any, tokens_BT: Array, starts_B: Array) -> Array:
         at_BN = jnp.minimum(starts_B[:, None] - 1 + jnp.arange(count)[None, :], tokens_BT.shape[1] - 1)
@@ -138,29 +138,25 @@ def _judge(logits_BNV: Array, tokens_BN: Array, warp: Warp, keys: RoundKeys | No
     def scores(logits_BNV: Array) -> Array:
         return log_probs(warp, logits_BNV) + noise_BNV
 
-    def explained(tokens_BN: Array) -> Array:
-        let_in_BNV = jnp.where(is_larger(tokens_BN), -tolerance, 0)
-        put_out_BNV = jnp.where(is_token(best_BN), -tolerance, jnp.where(is_larger(best_BN), tolerance, 0))
-        is_chosen_BN = jnp.zeros(tokens_BN.shape, bool)
-        for shift_BNV in (let_in_BNV, put_out_BNV):
-            favoured_BNV = logits_BNV + jnp.where(is_token(tokens_BN), tolerance, shift_BNV)
-            is_chosen_BN |= jnp.argmax(scores(favoured_BNV), axis=-1) == tokens_BN
-        return is_chosen_BN
-
-    def is_token(tokens_BN):
+    def is_token(tokens_BN: Array) -> Array:
         return jnp.arange(logits_BNV.shape[-1])[None, None] == tokens_BN[..., None]
 
-    def is_larger(tokens_BN):
+    def is_larger(tokens_BN: Array) -> Array:
         return logits_BNV > jnp.take_along_axis(logits_BNV, tokens_BN[..., None], axis=-1)
 
     scores_BNV = scores(logits_BNV)
-    best_BN = jnp.argmax(scores_BNV, axis=-1)
-    next_BN = jnp.argmax(jnp.where(is_token(best_BN), -jnp.inf, scores_BNV), axis=-1)
-    own_BN = jnp.take_along_axis(scores_BNV, tokens_BN[..., None], axis=-1)[..., 0]
-    chosen_BN = best_BN == tokens_BN
+    best_BN, own_BN = jnp.argmax(scores_BNV, axis=-1), jnp.take_along_axis(scores_BNV, tokens_BN[..., None], axis=-1)
+    highest_BN = scores_BNV.max(-1)
+    second_BN = jnp.where(is_token(best_BN), -jnp.inf, scores_BNV).max(-1)
+    lower_larger_BNV = jnp.where(is_larger(tokens_BN), -tolerance, 0)
+    exclude_best_BNV = jnp.where(is_token(best_BN), -tolerance, jnp.where(is_larger(best_BN), tolerance, 0))
+    explained_BN = best_BN == tokens_BN
+    for shift_BNV in (lower_larger_BNV, exclude_best_BNV):
+        favoured_BNV = logits_BNV + jnp.where(is_token(tokens_BN), tolerance, shift_BNV)
+        explained_BN |= jnp.argmax(scores(favoured_BNV), axis=-1) == tokens_BN
     return Judgement(
-        chosen_N=chosen_BN,
-        explained_N=chosen_BN | explained(tokens_BN),
-        excusable_N=explained(next_BN),
-        behind_N=scores_BNV.max(-1) - own_BN,
+        chosen_N=best_BN == tokens_BN,
+        explained_N=explained_BN,
+        excusable_N=highest_BN - second_BN <= 2 * tolerance,
+        behind_N=highest_BN - own_BN[..., 0],
     )
