@@ -1,7 +1,7 @@
-"""Evaluates ways to decode on a task: quality beside plain decoding, time per token, and acceptance.
+"""Evaluates ways to decode on a task: quality compared with plain decoding, time per token, and acceptance.
 
-All ways get the same requests. A block of problems is decoded in every way before the next block begins, so that a
-machine whose speed drifts favours none of them.
+All ways get the same requests. A block of problems is decoded in every way before the next block begins, so that drifts
+of the machine's speed favour no way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specsamp.evaluation.task import Attempt, EvaluationTask, Problem, compare, 
 from specsamp.serving.generate_many import Queue, generate_many
 from specsamp.serving.log import CompletionLog
 
-TURNS_APART = 1_000_000  # of the noise of a problem's turns
+TURNS_APART = 1_000_000  # prompt ids between the turns of a problem
 LOG_PROB = "log_prob"  # measured for every task: log-probability per token under the target, at temperature 1
 
 
@@ -38,7 +38,7 @@ class Requests:
     Attributes:
       samples: completions of each problem.
       rows: texts that are decoded together.
-      chat: a problem is the first message of a user, whose answer is written by the chat template.
+      chat: whether a problem is a user's message in the chat template.
       require_exact: refuse ways to decode that are lossy.
     """
 
@@ -59,21 +59,21 @@ def decode(
     open_log: Callable[[int], CompletionLog | None] = lambda turn: None,
     say: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """Decodes some problems of a task in one way, and scores what was written.
+    """Decodes some problems of a task in one way, and scores the completions.
 
-    Further turns of a problem follow the answers to the turns before, if conversations are written by a chat template.
+    With a chat template, further turns of a problem follow the answers to earlier turns.
 
     Args:
       pair: a pair with a tokenizer.
-      task: how completions are scored.
-      problems: by their place in the task, which is the address of their noise.
+      task: scores completions.
+      problems: by their place in the task, which is their prompt id.
       method: the way to decode.
-      requests: what all ways share.
-      open_log: returns the log of the completions of a turn, so that a killed run goes on.
-      say: is called with the number of completions so far.
+      requests: shared by all ways.
+      open_log: returns the log of a turn's completions, from which a killed run resumes.
+      say: called with the number of completions so far.
 
     Returns:
-      Scores of each problem, counts by category, and the time of what was decoded now; as JSON.
+      Scores of each problem, counts by category, and the time of this run; as JSON.
     """
     ends = make_stops(pair, None).ids
     written: dict[int, list[Completion]] = {key: [] for key in problems}
@@ -126,7 +126,7 @@ def decode(
 
 
 def conversation(problem: Problem, written: Sequence[Completion], turn: int, requests: Requests) -> Prompt | None:
-    """Returns the prompt of a turn, after the answers so far; None: the problem has no such turn."""
+    """Returns the prompt of a turn, after the answers so far, or None if the problem has no such turn."""
     if turn == 0:
         return [{"role": "user", "content": problem.prompt}] if requests.chat else problem.prompt
     if not requests.chat or requests.samples > 1 or turn > len(problem.further_turns) or len(written) < turn:
@@ -139,7 +139,7 @@ def conversation(problem: Problem, written: Sequence[Completion], turn: int, req
 
 
 def max_positions(pair: Pair, drafter: Drafter) -> float:
-    """Returns the longest text that target and drafter have positions for."""
+    """Returns the number of positions that target and drafter both have."""
     known = (pair.target.max_positions, drafter.max_positions)
     return min((positions for positions in known if positions is not None), default=math.inf)
 
@@ -150,7 +150,7 @@ def lengths(pair: Pair, prompts: Mapping[int, Prompt]) -> dict[int, int]:
 
 
 def _timed(work: Queue, completions: Sequence[Completion], seconds: float) -> collections.Counter:
-    """Returns the time and how busy the rows were; nothing for a run that was resumed, whose rows are busy otherwise."""
+    """Returns the time and the occupancy of rows; nothing for a resumed run, whose rows had less work."""
     if work.known:
         return collections.Counter()
     usage = work.usage
@@ -190,15 +190,15 @@ def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str
     """Joins the results of `decode` for each way and block.
 
     Args:
-      cells: with ``key``: the names of "method" and "block"; and ``result``, as JSON.
-      baseline: the method that the others are compared with, on the blocks that both have.
+      cells: with ``key``, the names of "method" and "block", and ``result``, as JSON.
+      baseline: the method of the comparison, on the blocks that both ways have.
 
     Returns:
-      Results of each way over all its blocks, as files of results hold them; unknown values are None.
-      ``scores`` are means over problems with intervals, ``differences`` those from the baseline on the same problems.
-      ``ms_per_token`` is of uninterrupted blocks, ``speedups`` of each block that both decoded.
-      ``occupancy`` is the share of rows that were busy while requests waited, ``dropped`` that of tokens beyond a stop
-      text. ``variation_per_text`` is the mean over completions of the sum of a lossy rule's meter.
+      Results of each way over all its blocks, as files of results have them; unknown values are None.
+      ``scores`` are means over problems with intervals, ``differences`` are differences from the baseline.
+      ``ms_per_token`` comes from uninterrupted blocks, ``speedups`` from each block that both ways decoded.
+      ``occupancy`` is the share of rows that were busy while requests waited, ``dropped`` the share of tokens beyond a
+      stop text. ``variation_per_text`` is the mean over completions of the sum of a lossy rule's meter.
     """
     methods = list(dict.fromkeys(cell["key"]["method"] for cell in cells))
     return [_row(name, _blocks_of(name, cells), _blocks_of(baseline, cells), name == baseline) for name in methods]

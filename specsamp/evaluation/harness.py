@@ -1,4 +1,4 @@
-"""Runs tasks of lm-evaluation-harness on our loop: `generate_until` over the queue, likelihoods by the target.
+"""Runs tasks of lm-evaluation-harness: texts are written by our queue, likelihoods are read from the target.
 
     import lm_eval                                        # pip install lm-eval
     from specsamp import load_pair
@@ -19,12 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import logging
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import make_stops
 from specsamp.decoding.state import Weights
 from specsamp.decoding.whole_texts import read_logits, read_texts
 from specsamp.models.interface import LanguageModel
@@ -73,23 +73,22 @@ class HarnessModel(LM):
             budget = fields.get("max_gen_toks", fields.get("max_tokens", usual))
             until = fields.get("until") or []
             prompts = [self._cut(self._encode(requests[i].args[0]), budget) for i in indices]
-            ends = self.pair.stop if self.pair.stop is not None else [self.pair.tokenizer.eos_id]
             work = generate_many(
                 self.pair,
                 prompts,
                 budget,
                 rows=self.rows,
                 sampling=sampling_of(fields),
-                stop=[*([until] if isinstance(until, str) else until), *(end for end in ends if end is not None)],
+                stop=[*([until] if isinstance(until, str) else until), *sorted(make_stops(self.pair, None).ids)],
                 prompt_ids=indices,
                 **self.options,
             )
-            texts |= {indices[one.prompt_index]: one.text for one in work}
+            texts |= {indices[completion.prompt_index]: completion.text for completion in work}
         return [texts[index] for index in range(len(requests))]
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Returns the log-probability of each continuation, and whether it is what greedy decoding would write."""
-        whole, starts = [], []
+        """Returns the log-probability of each continuation, and whether greedy decoding would write it."""
+        texts, counts = [], []
         for request in requests:
             context, continuation = request.args
             if context.strip():
@@ -98,26 +97,23 @@ class HarnessModel(LM):
             else:
                 first = self._begin()
                 tokens = [*first, *self._encode(context + continuation)]
-            dropped = max(len(tokens) - self._positions(), 0)
-            whole.append(tokens[dropped:])
-            starts.append(max(len(first) - dropped, 1))
-        return [
-            (float(scores[start - 1 :].sum()), bool(best[start - 1 :].all()))
-            for (scores, best), start in zip(self._read(whole), starts, strict=True)
-        ]
+            texts.append(tokens[-self._positions() :])
+            counts.append(min(len(tokens) - len(first), len(texts[-1]) - 1))
+        return self._read(texts, counts)
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Returns the log-probability of each text; one beyond the model's positions is read in windows."""
-        windows, owners = [], []
+        """Returns the log-probability of each text; a text beyond the model's positions is read in windows."""
+        windows, counts, owners = [], [], []
         for index, request in enumerate(requests):
             tokens, width = [*self._begin(), *self._encode(request.args[0])], self._positions()
             for end in range(1, len(tokens), width - 1):
                 last = min(end + width - 1, len(tokens))
-                windows.append((tokens[max(last - width, 0) : last], last - end))
+                windows.append(tokens[max(last - width, 0) : last])
+                counts.append(last - end)
                 owners.append(index)
         totals = [0.0] * len(requests)
-        for owner, (_, count), (scores, _) in zip(owners, windows, self._read([tokens for tokens, _ in windows])):
-            totals[owner] += float(scores[len(scores) - count :].sum())
+        for owner, (score, _) in zip(owners, self._read(windows, counts), strict=True):
+            totals[owner] += score
         return totals
 
     @property
@@ -131,7 +127,7 @@ class HarnessModel(LM):
         return self.pair.tokenizer.encode(text)
 
     def _begin(self) -> list[int]:
-        """Returns the tokens of an empty context: the end of another text."""
+        """Returns the tokens of an empty context: the end-of-text token."""
         if self.pair.tokenizer.eos_id is None:
             raise ValueError("the tokenizer has no end of text to begin an empty context with")
         return [self.pair.tokenizer.eos_id]
@@ -140,7 +136,7 @@ class HarnessModel(LM):
         return self.pair.target.max_positions or 2048
 
     def _cut(self, tokens: list[int], budget: int) -> list[int]:
-        """Drops the beginning of a context that is too long for the answer to fit, as the harness's own models do."""
+        """Drops the beginning of a context that leaves no room for the answer, as the harness's own models do."""
         room = self._positions() - budget
         if room < 1:
             raise ValueError(f"a budget of {budget} tokens leaves no room in {self._positions()} positions")
@@ -148,20 +144,21 @@ class HarnessModel(LM):
             logging.warning("a context of %d tokens lost its first %d", len(tokens), len(tokens) - room)
         return (tokens or self._begin())[-room:]
 
-    def _read(self, texts: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns log-probabilities of each text's tokens after the first, and whether they are the most probable."""
+    def _read(self, texts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[tuple[float, bool]]:
+        """Returns the log-probability of each text's last ``count`` tokens, and whether each is the most probable."""
 
         def read(weights: Weights, slots: int, tokens_BT: Array, *_: Any) -> tuple[Array, Array]:
             return _score(self.pair.target, self.pair.shards, weights.target, tokens_BT, slots=slots)
 
         by_size = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        found: dict[int, tuple[float, bool]] = {}
         for first in range(0, len(by_size), READ_TOGETHER):
             part = by_size[first : first + READ_TOGETHER]
             scored = read_texts(self.pair, NoDrafter(), [texts[index] for index in part], read)
-            for index, (scores, best) in zip(part, scored, strict=True):
-                size = len(texts[index]) - 1
-                found[index] = scores[:size], best[:size]
+            for index, (scores_N, is_best_N) in zip(part, scored, strict=True):
+                end = len(texts[index]) - 1
+                tail = slice(end - counts[index], end)
+                found[index] = float(scores_N[tail].sum()), bool(is_best_N[tail].all())
         return [found[index] for index in range(len(texts))]
 
 

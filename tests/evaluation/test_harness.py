@@ -1,4 +1,4 @@
-"""The adapter of lm-evaluation-harness, with its interface stood in for: what it asks, and what it is told."""
+"""The adapter of lm-evaluation-harness, on a stand-in of its interface."""
 
 import sys
 import types
