@@ -1,1 +1,1 @@
-"""Evaluations of what a pair writes."""
+"""Evaluations: audits, tasks with scores, and checks of heads."""

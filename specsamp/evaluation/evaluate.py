@@ -216,7 +216,7 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
     timed = [block["timed"] for block in blocks.values()]
 
     def over_blocks(field: str) -> float:
-        return sum(one.get(field, 0) for one in timed)  # a counter leaves out what is zero
+        return sum(one.get(field, 0) for one in timed)  # a counter has no zeros
 
     def ratio(above: float, below: float) -> float | None:
         return above / below if below else None

@@ -6,7 +6,7 @@
 
     found = lm_eval.simple_evaluate(model=HarnessModel(load_pair("python")), tasks=["gsm8k"])
 
-Generated texts follow the target's distribution, so scores are those of the target alone, in less time.
+Generated texts follow the target's distribution, so scores equal the target's, in less time.
 """
 
 from __future__ import annotations

@@ -200,10 +200,10 @@ class _Way(NamedTuple):
 def _other_ways(head: FeatureHead, params: Mapping[str, Any]) -> dict[str, _Way]:
     """Returns other ways to read a head's files, each by a name for messages."""
     config, ways = head.config, {}
-    for shift, name in ((-1, "the layers before those"), (1, "the layers after those")):
+    for shift, name in ((-1, "the layers before"), (1, "the layers after")):
         layers = tuple(layer + shift for layer in config.hidden_layers)
         if all(0 <= layer <= config.target_layers for layer in layers):
-            ways[f"{name} it reads, {layers}"] = _Way(head, layers, params)
+            ways[f"{name} the configured layers, {layers}"] = _Way(head, layers, params)
     for name, (fields, places) in config.other_readings().items():
         other = dataclasses.replace(head, config=dataclasses.replace(config, **fields))
         other_params = {key: params[places.get(key, key)] for key in params if places.get(key, key) is not None}

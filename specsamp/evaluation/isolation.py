@@ -3,8 +3,8 @@
     print("\\n".join(find_isolation().sentences))
     outcome = run_isolated("assert sorted([2, 1]) == [1, 2]")     # outcome.passed
 
-Machines differ (a container may forbid namespaces), so `find_isolation` runs a program that attempts what must fail. If
-it reaches a network or other users' files, no program runs, unless the caller insists. A program passes if it reaches
+Machines differ (a container may forbid namespaces), so `find_isolation` runs a program whose attempts must fail. If it
+reaches a network or other users' files, no program runs, unless the caller insists. A program passes if it reaches
 its end: the harness then reports a word that is drawn anew for each run. Until then neither a descriptor nor Python's
 introspection shows this word. A program that is written against this harness can still search its own memory for the
 word with ctypes, or skip its tests with a trace function. Then its score is wrong, but the walls hold.
@@ -144,12 +144,6 @@ def find_isolation(walls: tuple[str, ...] = WALLS) -> Isolation:
     if sys.platform != "linux":
         return Isolation(walls=(), missing=dict.fromkeys(walls, "only Linux has it"), by=dict.fromkeys(ASPECTS, ""))
     missing, limits = {}, Limits()
-    for wall in walls:
-        try:
-            _run("", limits, (wall,))
-        except IsolationError as error:
-            missing[wall] = str(error)
-    walls = tuple(wall for wall in walls if wall not in missing)
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
         probe = PROBE.format(
             port=server.getsockname()[1],
@@ -158,16 +152,23 @@ def find_isolation(walls: tuple[str, ...] = WALLS) -> Isolation:
             processes=limits.processes,
             memory=limits.memory_mib,
         )
-        outcome = _run(probe, limits, walls)
-    if not outcome.passed:  # for example, Python lies in root's home, which nobody may read
-        why = f"a harmless program fails within the walls ({outcome.detail})"
-        if not walls:
-            raise IsolationError(why)
-        found = find_isolation(walls[1:])
-        return dataclasses.replace(found, missing={**missing, walls[0]: why, **found.missing})
+        while True:
+            left = tuple(wall for wall in walls if wall not in missing)
+            try:
+                outcome = _run(probe, limits, left)
+                if outcome.passed:
+                    break
+                # For example, Python lies in root's home, which nobody may not read.
+                why = f"a harmless program fails within the walls ({outcome.detail})"
+            except IsolationError as error:
+                why = str(error)
+            if not left:
+                raise IsolationError(why)
+            wall = why.partition(":")[0]
+            missing[wall if wall in left else left[0]] = why
     reached = json.loads(outcome.output)
-    by = {name: " and ".join(how for how in ways if how in (*walls, "limits")) for name, ways in ASPECTS.items()}
-    return Isolation(walls=walls, missing=missing, by={name: "" if reached[name] else how for name, how in by.items()})
+    by = {name: " and ".join(how for how in ways if how in (*left, "limits")) for name, ways in ASPECTS.items()}
+    return Isolation(walls=left, missing=missing, by={name: "" if reached[name] else how for name, how in by.items()})
 
 
 def require(isolation: Isolation) -> None:
@@ -225,7 +226,7 @@ def readable() -> list[str]:
 
 
 def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
-    """Runs a program within walls; raises IsolationError if one of them cannot be built."""
+    """Runs a program within walls; raises IsolationError if a wall cannot be built."""
     source, word = program.encode("utf-8", "surrogatepass"), secrets.token_hex(16).encode()
     deadline = time.monotonic() + limits.seconds
     pipe, jail_pipe = os.pipe()

@@ -44,7 +44,7 @@ SOCK_DATAGRAM = 2  # a bit that streams do not have
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers below, and architecture
 libc = ctypes.CDLL(None, use_errno=True)
-Step = tuple[int, int, int, int]  # of a filter: what it does, steps to skip if so and if not, and a value
+Step = tuple[int, int, int, int]  # of a filter: operation, steps to skip if true and if false, value
 
 # System calls with their numbers on x86_64 and aarch64.
 NEEDED = {"pivot_root": (155, 41), "capset": (126, 91), "clone": (56, 220)}  # clone: for threads
@@ -72,10 +72,10 @@ REFUSED = """
 """
 # Calls that are refused with some values of an argument: their numbers, the argument's place, the test, and the values.
 REFUSED_WITH = {
-    "prctl": ((157, 167), 0, BPF_EQUAL, (PR_SET_PDEATHSIG,)),  # by which it would outlive its parent
-    "fcntl": ((72, 25), 1, BPF_EQUAL, (F_SETOWN, F_SETSIG, F_SETOWN_EX)),  # a descriptor would signal others
-    "ioctl": ((16, 29), 1, BPF_EQUAL, (FIOSETOWN, SIOCSPGRP)),  # the same of sockets
-    "socketpair": ((53, 199), 1, BPF_ANY_BIT, (SOCK_DATAGRAM,)),  # which can be sent elsewhere
+    "prctl": ((157, 167), 0, BPF_EQUAL, (PR_SET_PDEATHSIG,)),  # the program would outlive its parent
+    "fcntl": ((72, 25), 1, BPF_EQUAL, (F_SETOWN, F_SETSIG, F_SETOWN_EX)),  # a descriptor would signal other processes
+    "ioctl": ((16, 29), 1, BPF_EQUAL, (FIOSETOWN, SIOCSPGRP)),  # the same for sockets
+    "socketpair": ((53, 199), 1, BPF_ANY_BIT, (SOCK_DATAGRAM,)),  # datagrams can be sent elsewhere
 }
 
 
@@ -288,7 +288,7 @@ def machine() -> tuple[int, int]:
     """Returns the column of this machine's numbers, and its architecture."""
     name = os.uname().machine
     if name not in MACHINES:
-        raise OSError(f"the system calls of {name} are not known, only those of {', '.join(MACHINES)}")
+        raise OSError(f"the system calls of {name} are not known, only of {', '.join(MACHINES)}")
     return MACHINES[name]
 
 

@@ -97,7 +97,7 @@ def _find(source: str, split: str) -> list[epath.Path]:
     if path.exists():
         return [path]
     if source.startswith(storage.BUCKETS) or not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.endswith(ENDINGS):
-        raise FileNotFoundError(f"no file {source!r}; give one, or the id of a data set of the hub")
+        raise FileNotFoundError(f"no file {source!r}; give one, or the id of a data set on the hub")
     try:
         import huggingface_hub as hub
     except ImportError as error:

@@ -1,7 +1,6 @@
-"""The audit passes what is sound, and says of every injected mistake that its check failed.
+"""The audit passes sound pairs, and every injected mistake fails its check.
 
-Mistakes are injected as rules and drafters, which the audit takes as they are, as models, and as loops, which
-`generate` then runs instead of its own.
+Mistakes are injected as rules, drafters, models, and loops that replace the loop of `generate`.
 """
 
 import dataclasses
@@ -38,7 +37,6 @@ from specsamp.evaluation.audit import (
     audit,
     audit_table,
     distribution,
-    readers,
     streams,
 )
 from specsamp.evaluation.audit.run import UNREADABLE
@@ -254,7 +252,7 @@ def test_a_rule_that_exceeds_its_budget_fails():
 
 
 def test_a_near_tie_is_explained_and_nothing_else_is():
-    """Greedy, and at the edge of a nucleus, where a token is in for one rounding and out for another."""
+    """Greedy, and at the edge of a nucleus, where rounding puts a token inside or outside."""
     audited = table_subject()
     logits_V = next_logits(audited.pair, [[1, 2, 3]])[0]
     first, second = np.argsort(-logits_V)[:2].tolist()
@@ -285,7 +283,7 @@ def test_a_near_tie_is_explained_and_nothing_else_is():
 
 
 def test_cells_are_a_partition():
-    """Against enumeration: the probability of a cell is that of the pairs in it."""
+    """The probability of a cell is the enumerated probability of its pairs."""
     (cells,) = distribution.read_cells(table_subject(sampling=chain()), [1])
     every = [(x1, x2) for x1 in range(V) for x2 in range(V)]
     joint = np.zeros((V, V))
@@ -354,10 +352,11 @@ def test_what_would_be_empty_is_refused():
 
 @pytest.mark.slow
 def test_what_does_not_apply_is_said():
-    assert "no model" in streams.equal_draft(table_subject(drafter=NgramDrafter(K)), RARE).sentence
+    for drafter in (NgramDrafter(K), BeamDrafter(TableLM(V), K)):  # a beam samples no token
+        assert "no model" in streams.equal_draft(table_subject(drafter=drafter), RARE).sentence
     alone = dataclasses.replace(table_subject(), prompts=PROMPTS[1:2])
     assert streams.neighbours(alone, RARE).verdict is Status.NOT_APPLICABLE
-    paced = Adaptive(lengths=(0, 1, K), costs_ms=(1, 1.2, 1.9), usual=K, acceptance=0.6)  # as the number of rows says
+    paced = Adaptive(lengths=(0, 1, K), costs_ms=(1, 1.2, 1.9), usual=K, acceptance=0.6)
     assert streams.neighbours(table_subject(adaptive=paced), RARE).verdict is Status.PASSED
     short = table_subject(TableLM(V, max_positions=35))
     assert "more than the models' positions" in streams.padding(short, RARE).sentence
@@ -365,17 +364,3 @@ def test_what_does_not_apply_is_said():
     flat = dataclasses.replace(flat, pair=dataclasses.replace(flat.pair, target_params=0 * TARGET))
     assert "agreement means nothing" in streams.greedy_text(flat).sentence
     json.dumps([dataclasses.asdict(streams.greedy_text(flat))], allow_nan=False)
-
-
-def test_readers_belong_to_classes():
-    """A beam search samples nothing, and a user's own drafter has no reader until its class is registered."""
-
-    class Own(NgramDrafter):
-        pass
-
-    model = TableLM(V)
-    beam = BeamDrafter(model, K)
-    assert readers.reader(beam) is None
-    assert readers.reader(Own(K)) is None
-    readers.reader.register(Own, lambda drafter: readers.Reader(model=model))
-    assert readers.reader(Own(K)).model == model and readers.reader(NgramDrafter(K)) is None

@@ -1,4 +1,4 @@
-"""The audit of heads: what is sound passes, and each mistake fails the check that is there for it."""
+"""The audit of heads: a sound head passes, and each mistake fails its check."""
 
 import dataclasses
 

@@ -45,7 +45,7 @@ def test_texts_come_in_order_and_end_where_the_task_says(harness):
 
 
 def test_likelihoods_are_those_of_the_target(harness):
-    """Scores 'bc' after 'a' and of 'bx', which is not what greedy decoding would write; an empty context begins anew."""
+    """Of 'bc' after 'a', and of 'bx', which greedy decoding would not write; an empty context begins anew."""
     model = harness.HarnessModel(counting_pair())
     right = 20.0 - np.log(np.exp(20.0) + BYTES - 1)
     found = model.loglikelihood([asked("a", "bc"), asked("a", "bx"), asked("", "bc"), asked("ab ", "c")])

@@ -1,4 +1,4 @@
-"""The check of heads: a head that fits is not accused, and each mistake in reading one is named."""
+"""The check of heads: a head that fits is not accused, and each mistake in reading a head is named."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from support.loop_distributions import TARGET as TABLE
 from support.weights import drawn_params
 
 V, TARGET = 6, LayeredTable(6)
-# The next token depends on the one before the last alone: all that a head needs is in the features of its pair.
+# The next token depends on the last but one alone: the features of a pair hold all that its head needs.
 FOLLOWS_VV = 3.0 * np.random.default_rng(0).normal(size=(V + 1, V))
 PROMPTS = [[0, 1], [2, 3], [4, 5], [5, 1, 3]]
 
@@ -34,9 +34,9 @@ def target_params(ids=range(V)):
 
 
 def fitted(head, ids=range(V)):
-    """A pair whose head says what its target does: its layer adds nothing, and its output is solved for.
+    """A pair whose head has its target's logits: its layer adds nothing, and its output is solved for.
 
-    Norms have scales of their own for each entry, so that one is not as good as another.
+    The scales of norms differ, so that swapped norms are worse.
     """
     table, rng = target_params(ids), np.random.default_rng(1)
     params = drawn_params(head)
@@ -48,7 +48,7 @@ def fitted(head, ids=range(V)):
         return 0 * x if "['attention']['output']" in name or "['down']" in name else x
 
     params = jax.tree.map_with_path(rough, params)
-    if "fc" in params:  # of what it joins, the hidden state alone, which is last in EAGLE-1 and first elsewhere
+    if "fc" in params:  # keeps the hidden state alone, which is last in EAGLE-1 and first elsewhere
         fc = np.zeros(params["fc"].shape, np.float32)
         place = (
             slice(WIDTH, None)
@@ -109,7 +109,7 @@ def with_ids(*ids):
 
 
 def later(params):
-    """Returns a first head that says what the target itself does."""
+    """Returns parameters whose first head has the target's logits."""
     return {"head_0": params["head_2"], "head_1": params["head_0"]}
 
 
@@ -153,7 +153,7 @@ def test_each_mistake_is_named(pairs, texts, name, make, expected):
 
 
 def test_a_head_of_another_target_is_said_loudly(pairs, texts):
-    """When it is checked and when it is read; a head that fits is not warned of, and short texts say nothing."""
+    """When it is checked and when it is read; a head that fits and short texts give no warning."""
     pair = pairs["eagle3"]
     wrong = read_otherwise(pair, dict(pair.draft_params) | {"output": -3 * pair.draft_params["output"]})
     found = check_head(wrong, texts)

@@ -43,7 +43,7 @@ REACHES = {
     "starts a process": "import subprocess; subprocess.run(['/bin/true'], check=True)",
     "signals by a descriptor": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {pid})",
 }
-# Looks for the word that says that a program passed, and reports it.
+# Searches for the word of a program that passed, and reports it.
 PRY = """
 import gc, os, re, sys
 found, frame = [], sys._getframe()
@@ -81,7 +81,7 @@ def is_refused(name, *arguments):
 print(json.dumps([(name, *(one for one in rest if type(one) is int)) for name, *rest in calls if not is_refused(name, *rest)]))
 print(len(calls))
 """
-# How those end that no walls are needed for, or that are not to be tried without.
+# Programs that end without walls, or that must not be tried without walls.
 ENDLESS = {
     "loops": "while True: pass",
     "sleeps": "import time; time.sleep(100)",
@@ -135,7 +135,7 @@ BOMBS = {
 @pytest.fixture
 def processes(tmp_path_factory, monkeypatch):
     """Returns the processes that programs of this test have left."""
-    jail = shutil.copy(isolation.JAIL, tmp_path_factory.mktemp("jail"))  # a name of its own
+    jail = shutil.copy(isolation.JAIL, tmp_path_factory.mktemp("jail"))  # its path names this test's processes
     monkeypatch.setattr(isolation, "JAIL", jail)
     return lambda: [path for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if str(jail) in read(path)]
 
@@ -186,7 +186,7 @@ def test_nothing_is_reached(walls, outside):
 
 
 def test_without_walls_everything_is_reached(outside):
-    """The control: the programs do what they are said to do."""
+    """The control: without walls the attacks succeed."""
     none = find_isolation(())
     assert not any(none.by[aspect] for aspect in ASPECTS if aspect != "memory")
     assert not none.suffices
@@ -251,7 +251,7 @@ def is_privileged():
 
 
 def test_what_passes(walls):
-    """Ordinary programs, the standard library and others', a working folder, and what they print."""
+    """Ordinary programs with libraries, a working folder and output."""
     outcome = run_isolated(
         "import numpy, threading\nopen('a', 'w').write('b')\nprint(open('a').read())", isolation=walls
     )

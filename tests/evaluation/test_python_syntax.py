@@ -1,4 +1,4 @@
-"""What counts as Python that a budget cut off, and what does not."""
+"""Python that a budget cut off parses; other text does not."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_verdicts(text, verdict):
         (DEF, "    foo bar\n    return x\n", False),
         (DEF, "    return x", False),  # no line of it survives
         (DEF, "", False),
-        ("x = 1\n", "y = (\n", False),  # what is left is the prompt
+        ("x = 1\n", "y = (\n", False),  # only the prompt is left
         ("x = 1\n\x0c\n", "y = (\n", False),  # a form feed ends no line
         ("def f(", "x):\n    return x\n", True),  # in the middle of a line
         ("def f(", "x, x y):\n    return x\n", False),

@@ -1,4 +1,4 @@
-"""The audit's tests of rounds: each sees its mistake, none sees what is not there, and power is what is said."""
+"""The audit's tests of rounds: each mistake fails, sound pairs pass, and stated errors are seen."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +43,7 @@ def sound():
     return collect()
 
 
-# What the review found: a flat pair, whose pairs of tokens lie in one cell nearly all.
+# A flat pair: nearly all pairs of tokens lie in one cell.
 
 
 def flat_pair(rule):
@@ -95,7 +95,7 @@ def test_mistakes_are_seen(changes):
 
 
 def test_acceptance_by_position_sees_what_changes_no_distribution():
-    """A draft whose cache has a hole is accepted less often; what is emitted follows the target all the same."""
+    """A draft whose cache has a hole is accepted less often; emitted tokens follow the target all the same."""
     found = collect(drafter=mutants.HoleInTheCache(TableLM(V), K))
     assert found.ratios.p_values.min() > CHANCE
     assert found.positions.p_values[1] < RARE

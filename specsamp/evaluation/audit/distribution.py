@@ -14,8 +14,8 @@ counts rarer still (Hoeffding 1956).
 is chosen wrongly loses at most ``0.17 sqrt(r (1 - r) / n)`` of e, by the normal approximation; C cells lose at most
 ``0.17 sqrt((C - 1) / n)``. The remaining error must exceed the spread of the count. `samples_for` solves this for n.
 
-**Not seen** are an error between continuations of one cell, which may hold most of a flat distribution, and an error
-that begins at the third token. `specsamp.evaluation.audit.rounds` looks for mistakes in acceptance and residual.
+**Not seen** are errors between continuations of one cell, which may hold most of a flat distribution, and errors
+that begin at the third token. `specsamp.evaluation.audit.rounds` looks for mistakes in acceptance and residual.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Cells:
     Attributes:
       prompt_id: index of the prompt.
       index: the cell of each pair ``(x1, x2)``; ``(x1, None)`` is x1 with a second token that is not listed.
-      probs_C: float64, the probability of each cell; that of `REST` comes first.
+      probs_C: float64, the probability of each cell; the cell `REST` comes first.
     """
 
     prompt_id: int

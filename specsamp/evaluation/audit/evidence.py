@@ -30,7 +30,7 @@ TILTS = np.array([-1.0, -0.3, -0.1, -0.03, 0.03, 0.1, 0.3, 1.0])  # t, of the lo
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Log-likelihood ratios of T tests with S alternatives each; those of two sets of tokens add up.
+    """Log-likelihood ratios of T tests with S alternatives each; the ratios of two sets of tokens add up.
 
     Attributes:
       log_ratios_TS: float64, log-likelihood ratio of each alternative.

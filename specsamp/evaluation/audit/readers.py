@@ -144,7 +144,7 @@ def first_logits(
 
 
 def with_models(drafter: Drafter, models: Mapping[Any, Any]) -> Drafter:
-    """Returns the drafter of a pair of other models of the same shapes, such as those of another dtype.
+    """Returns the drafter of a pair whose models are replaced, such as by models of another dtype.
 
     Args:
       models: the new model, or head, for each old model; they are replaced in the drafter's fields and in its parts.

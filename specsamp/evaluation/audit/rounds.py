@@ -1,6 +1,6 @@
 """Tests how drafted tokens are accepted and replaced, on long sampled texts that both models read once more.
 
-After any prefix the next token must follow the target's distribution q, whatever the draft's distribution p is. Mistakes
+After any prefix the next token must follow the target's distribution q for every distribution p of the draft. Mistakes
 in acceptance or residual move probability from tokens with q > p to tokens with q < p, or back. Where q is flat, counts
 of single tokens cannot see that. The ratio q(x) / p(x) of every token of long texts can.
 
@@ -36,8 +36,8 @@ from specsamp.sampling.warp import Warp, for_rows, log_probs
 
 Array = jax.Array
 
-# Edges of log2(q / p). None is 0: where draft and target are equal, rounding would say on which side a token lies, and a
-# compiler may compute the ratio twice.
+# Edges of log2(q / p). No edge is 0: where draft and target are equal, rounding would decide on which side a token lies,
+# and a compiler may compute the ratio twice.
 EDGES = (-2.0, -1.0, -0.5, 1e-3, 0.5, 1.0, 2.0)
 MOST_BATCHES = 64  # calls of `generate`
 
@@ -45,7 +45,7 @@ MOST_BATCHES = 64  # calls of `generate`
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """The evidence of sampled texts; that of two sets of texts adds up.
+    """The evidence of sampled texts; sums are the evidence of several sets of texts.
 
     Attributes:
       texts: number of texts.

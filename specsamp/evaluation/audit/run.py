@@ -16,12 +16,12 @@ from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 
 CHECKS = {
-    "greedy": "greedy text is what the target writes alone",
+    "greedy": "greedy text is the text of the target alone",
     "bfloat16": "in bfloat16 every greedy token is the target's choice, or nearly",
     "coupled": "under the coupled rule a seed's text does not depend on the draft",
-    "distribution": "samples follow the target's distribution, those of a lossy rule up to its budget",
+    "distribution": "samples follow the target's distribution, up to the budget of a lossy rule",
     "acceptance": "drafted tokens are accepted as often as both models say, always where the draft is the target",
-    "neighbours": "a text does not depend on what else is in its batch",
+    "neighbours": "a text does not depend on the rest of its batch",
     "padding": "a text does not depend on padding",
 }
 CHANCES = 6  # tests that may fail by chance: pairs of tokens, ratios, two of acceptance, neighbours, padding
@@ -30,7 +30,7 @@ UNREADABLE = "errors within a cell are not searched for: only a draft model has 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of an audit: what to check and how closely.
+    """Settings of an audit: the checks and their sensitivity.
 
     Attributes:
       checks: names of `CHECKS`.
@@ -89,8 +89,8 @@ class Audit:
         if self.budget is not None:
             found = f"LOSSY: no more than its budget of {self.budget:g} per token was found"
         return (
-            f"{len(passed)} of {total} checks passed{aside}: {found} between what this pair writes with the draft and "
-            f"what its target writes alone{seen}; chance of a false alarm {self.settings.false_alarm:g}"
+            f"{len(passed)} of {total} checks passed{aside}: {found} between this pair's texts with the draft and "
+            f"the texts of its target alone{seen}; chance of a false alarm {self.settings.false_alarm:g}"
         )
 
 
@@ -103,7 +103,7 @@ def audit(
 
     Args:
       subject: the pair, its prompts and settings.
-      settings: which checks to run, and how closely.
+      settings: the checks and their sensitivity.
       progress: called with the work that begins.
 
     Raises:
@@ -191,7 +191,7 @@ def audit_table(checks: Sequence[Mapping[str, Any]], *, claims: bool = False) ->
     header = ("check", "verdict", *["claim"][:claims], "what was seen")
     rows = [(check["name"], check["verdict"], *[CHECKS[check["name"]]][:claims], check["sentence"]) for check in checks]
     notes = [
-        "near-tie: the target would choose that token for some logits within rounding of those it has when it reads "
+        "near-tie: the target would choose that token if rounding changed the logits that it computes when it reads "
         "the whole text at once"
     ]
     notes += [f"{check['name']}: {check['seen']}" for check in checks if claims and check["seen"]]

@@ -85,7 +85,7 @@ class Subject:
       seed: seed of the noise.
 
     Raises:
-      ValueError: nothing is drafted, there are no prompts, one is too long, or a warp depends on the text before.
+      ValueError: nothing is drafted, there are no prompts, a prompt is too long, or a warp depends on earlier tokens.
     """
 
     pair: Pair
