@@ -14,7 +14,7 @@ from specsamp.checkpoints.pair import load_prompts
 from specsamp.evaluation import isolation, programs, questions, xsum
 from specsamp.evaluation.programs import load_humaneval, load_mbpp, pass_at_k
 from specsamp.evaluation.records import read_records
-from specsamp.evaluation.task import Attempt, compare, cut, mean_interval, summarise
+from specsamp.evaluation.task import Attempt, compare, mean_interval, summarise
 from specsamp.evaluation.tasks import load_task
 from support.extras import is_here, needs
 
@@ -109,11 +109,6 @@ def test_intervals_hold_the_truth_and_differences_are_paired():
     assert 0.009 < found.low < found.mean < found.high < 0.011
     assert found.high - found.low < 0.1 * (summarise(scores)["a"].high - summarise(scores)["a"].low)
     assert compare(scores, scores)["a"].detectable == 3 / 200  # equal values do not show that there is no difference
-
-
-def test_cut_at_the_first_of_the_stop_texts():
-    assert cut("a\nb\n#c\nclass", ("\nclass", "\n#")) == "a\nb"
-    assert cut("a", ("\nclass",)) == cut("a", ()) == "a"
 
 
 @pytest.mark.parametrize(
