@@ -240,7 +240,7 @@ def test_a_rule_that_keeps_to_its_budget_passes():
     assert check.numbers["allowed"] == 2 * BUDGET and abs(check.numbers["measured"] - BUDGET) < 0.04
     assert "LOSSY: no more than its budget of 0.02 per token" in found.summary and "seen with 99%" in found.summary
     checks = report.as_json([dataclasses.asdict(check) for check in found.checks])
-    assert "up to its budget" in audit_table(checks, claims=True).rows[0][2]
+    assert "up to the budget" in audit_table(checks, claims=True).rows[0][2]
 
 
 def test_a_rule_that_exceeds_its_budget_fails():
