@@ -71,7 +71,7 @@ def main() -> None:
     if jax.process_count() > 1:
         raise ValueError("an endpoint runs in one process: leave out --distributed and --coordinator")
     try:
-        from specsamp.serving.endpoint import make_app
+        from specsamp.serving.endpoint import Endpoint
         from specsamp.serving.web_server import WebServer, address, bind
     except ImportError as error:
         raise ValueError(
@@ -107,8 +107,8 @@ def main() -> None:
             service.compile(say)
         service.start()
         model = _MODEL.value or (config.hugging_face.target if config.hugging_face else config.pair)
-        app = make_app(
-            service,
+        endpoint = Endpoint(
+            service=service,
             model=model,
             warps=_WARPS.value,
             has_chat=has_chat,
@@ -117,7 +117,7 @@ def main() -> None:
             timeout=_TIMEOUT.value,
         )
         server = WebServer(
-            app,
+            endpoint.app(),
             lambda: service.close("the server was stopped"),
             connections=service.capacity,
             timeout=_TIMEOUT.value,

@@ -29,7 +29,7 @@ from specsamp.decoding.request import encode
 from specsamp.evaluation.tasks import load_task
 
 TABLES = {"batches": "refill", "endpoint": "serve_load"}
-PAIR, K, ROWS, CONTEXT, SLICE, CLIENTS = "python", 3, 8, 512, 16, (1, 4, 8, 16)
+PAIR, K, ROWS, CONTEXT, CLIENTS = "python", 3, 8, 512, (1, 4, 8, 16)
 
 
 def prepare(options: Any) -> None:
@@ -43,10 +43,9 @@ def prepare(options: Any) -> None:
         options.settings = {"sampling": sampling, "draft_length": K, "stop": list(task.stop)}
 
 
-def queued(options: Any, **settings: Any) -> dict[str, Any]:
+def queued(options: Any) -> dict[str, Any]:
     """Decodes all prompts by the queue, compiled before."""
-    settings = options.settings | settings
-    work = generate_many(options.pair, options.prompts, options.max_new_tokens, rows=ROWS, **settings)
+    work = generate_many(options.pair, options.prompts, options.max_new_tokens, rows=ROWS, **options.settings)
     work.compile()
     begin = time.perf_counter()
     tokens = sum(len(text.tokens) for text in work)
@@ -66,10 +65,9 @@ def fixed(options: Any) -> dict[str, Any]:
 
 
 def batches(options: Any, say: Say) -> dict[str, Any]:
-    """Compares the queue, also where it leaves the loop every few rounds, with fixed batches."""
+    """Compares the queue with fixed batches."""
     ways = {
         "queue": lambda turn: queued(options),
-        f"queue, {SLICE} rounds at a time": lambda turn: queued(options, rounds_per_slice=SLICE),
         "batches": lambda turn: fixed(options),
     }
     runs = take_turns(ways, options.repeats + 1, say)

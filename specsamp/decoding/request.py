@@ -34,7 +34,7 @@ class Request:
       stops: what ends it.
       tokenizer: writes its text; None: it has none.
       arrived: when it was asked for, in seconds.
-      emitted: tokens so far, updated between two runs of the loop.
+      emitted, rounds: tokens and rounds so far, updated between two runs of the loop.
       shown: tokens that its caller has been given.
       shard: the data shard in which it began, and where it must go on.
       preempted: its row in host memory, while another request has its place.
@@ -53,6 +53,7 @@ class Request:
     tokenizer: Tokenizer | None = None
     arrived: float = 0.0
     emitted: int = 0
+    rounds: int = 0
     shown: int = 0
     shard: int | None = None
     preempted: Any = None

@@ -1,4 +1,4 @@
-"""A file of completions, a line of JSON each, that is written as they end and that a killed run goes on from."""
+"""A file of completions: a line of JSON each, written as they end. A killed run goes on from it."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ BUCKET_SECONDS = 30  # between writes to a bucket, where a file cannot be append
 class CompletionLog:
     """Completions in a file, local or in a bucket. Of several processes the first reads and writes it.
 
-    The first line says what was asked; a file of something else is refused. A line that was cut short by the end of a
-    process is dropped, and its completion decoded again. One run at a time writes a file.
+    The first line describes the call; a file of another call is refused. A line that was cut short when a process ended is
+    dropped, and its completion is decoded again. One run at a time writes a file.
 
     Attributes:
-      completions: what the file holds, by prompt and sample.
+      completions: of the file, by prompt and sample.
     """
 
     def __init__(self, path: str | os.PathLike, identity: Mapping[str, Any] | None = None):
         """Names a file, which is read by `open`.
 
         Args:
-          identity: what else must be the same for a run to go on; as JSON. Default: `digest_of_pair`, which reads
-            all parameters.
+          identity: what must be the same for a run to go on, besides the call; as JSON. Default: `digest_of_pair`,
+            which reads all parameters.
         """
         if not isinstance(path, (str, os.PathLike)):
             raise ValueError(f"log must be a path or a CompletionLog; got {path!r}")
@@ -48,11 +48,11 @@ class CompletionLog:
         self._lock = contextlib.ExitStack()
 
     def open(self, engine: Engine, requests: Sequence[Request]) -> None:
-        """Reads what the file holds of these requests, or begins a file, and keeps it from other runs until `close`.
+        """Reads the completions of these requests, or begins a file, and keeps it from other runs until `close`.
 
         Raises:
-          ValueError: it was begun by another call, with what differs; it is no file of completions; or another run is
-            writing it.
+          ValueError: it was begun by another call (the message says what differs), it is no file of completions, or
+            another run is writing it.
           OSError: it cannot be written.
         """
         identity = self.identity
@@ -65,7 +65,12 @@ class CompletionLog:
         with contextlib.ExitStack() as lock:
             from_first(lambda: lock.enter_context(storage.locked(self.path, wait=False)))
             lines = from_first(self._read)
-            self.completions = self._completions(lines, asked, requests)
+            if lines:
+                self._check(lines[0], asked)
+            known = {(request.prompt_index, request.sample_index) for request in requests}
+            for number, line in enumerate(lines[1:], start=2):
+                completion = self._parse(line, number, known)
+                self.completions[completion.prompt_index, completion.sample_index] = completion
             from_first(lambda: self._begin([json.dumps(asked), *lines[1:]]))
             self._lock = lock.pop_all()
 
@@ -76,7 +81,7 @@ class CompletionLog:
             self._lines.add(json.dumps(dataclasses.asdict(completion)) + "\n")
 
     def close(self) -> None:
-        """Writes what a bucket has not got yet, and leaves the file to other runs."""
+        """Writes completions that a bucket lacks, and leaves the file to other runs."""
         with self._lock:
             if self._lines is not None:
                 self._lines.flush()
@@ -90,16 +95,6 @@ class CompletionLog:
             return []
         *lines, _ = storage.read_text(self.path).split("\n")
         return lines
-
-    def _completions(
-        self, lines: list[str], asked: dict, requests: Sequence[Request]
-    ) -> dict[tuple[int, int], Completion]:
-        if not lines:
-            return {}
-        self._check(lines[0], asked)
-        known = {(request.prompt_index, request.sample_index) for request in requests}
-        found = (self._parse(line, number, known) for number, line in enumerate(lines[1:], start=2))
-        return {(completion.prompt_index, completion.sample_index): completion for completion in found}
 
     def _parse(self, line: str, number: int, known: Set[tuple[int, int]]) -> Completion:
         try:
@@ -132,7 +127,7 @@ class CompletionLog:
 
 
 def describe_requests(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
-    """Returns what the requests' completions depend on besides the weights: equal requests, equal descriptions."""
+    """Describes everything besides the weights that the completions depend on; equal requests have equal descriptions."""
     arrays, method, first = engine.arrays(requests), engine.method, requests[0]
     leaves, structure = jax.tree.flatten((arrays.sampling, arrays.draft_sampling))
     prompts = tuple(request.prompt for request in requests if request.sample_index == 0)

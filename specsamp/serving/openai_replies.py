@@ -10,8 +10,8 @@ from typing import Any
 from specsamp.decoding.request import Request
 from specsamp.decoding.results import Chunk, RowStats
 from specsamp.decoding.text import INCOMPLETE, Continuation
-from specsamp.serving.answer import Answer
 from specsamp.serving.openai_requests import GenerationRequest
+from specsamp.serving.service import Answer
 
 LEAST_LOG_PROB = -9999.0  # JSON has no -inf
 LAST_EVENT = b"data: [DONE]\n\n"
@@ -41,7 +41,7 @@ class Reply:
         kind = "chat.completion" if asked.is_chat else "text_completion"
         prefix = "chatcmpl" if asked.is_chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
-        if not exact:  # not of the protocol, whose clients skip what they do not know
+        if not exact:  # a field beyond the protocol, which its clients skip
             self._head["exact"] = False
         if asked.is_chat and asked.stream:
             self._head["object"] += ".chunk"
@@ -58,15 +58,15 @@ class Reply:
         return [self._chunk(choice.row, {"delta": delta}, None, None) for choice in self._choices]
 
     def chunk(self, gained: Chunk) -> dict[str, Any] | None:
-        """Takes what a text has gained, and returns the chunk of a stream; None if it shows nothing yet."""
+        """Takes new tokens of a text, and returns the chunk of a stream; None if they show nothing yet."""
         choice = self._choices[gained.prompt_index * self._asked.n + gained.sample_index]
-        text, log_probs = choice.push(gained)
-        if not (text or log_probs or gained.finish):
+        text = choice.push(gained)
+        if not (text or choice.log_probs or gained.finish):
             return None
         content = {"text": text}
         if self._asked.is_chat:
             content = {"delta": {"content": text} if text else {}}
-        return self._chunk(choice.row, content, log_probs, gained.finish)
+        return self._chunk(choice.row, content, choice.log_probs, gained.finish)
 
     def end(self) -> list[dict[str, Any]]:
         """Returns the chunks after the last text."""
@@ -79,13 +79,13 @@ class Reply:
             content = {"text": choice.text}
             if self._asked.is_chat:
                 content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-            choices.append(_with_end(choice.row, content, choice.all_log_probs, choice.finish))
+            choices.append(_with_end(choice.row, content, choice.log_probs, choice.finish))
         return self._head | {"choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
         """Counts tokens, including those of stop texts and the stop token.
 
-        Drafted tokens were accepted or rejected. The rejected ones are in no other count.
+        Drafted tokens were accepted or rejected. Rejected tokens are in no other count.
         """
         prompt, completion = self._prompt_tokens, sum(choice.stats.emitted for choice in self._choices)
         accepted = sum(choice.stats.accepted for choice in self._choices)
@@ -112,63 +112,46 @@ def _with_end(row: int, content: dict, log_probs: dict | None, finish: str | Non
 
 
 class _Choice:
-    """Holds a text that grows."""
+    """Holds a text that grows.
+
+    Attributes:
+      log_probs: of the tokens of the last chunk, under the target at temperature 1, if they were asked for.
+    """
 
     def __init__(self, asked: GenerationRequest, row: int, request: Request):
         self.row, self.text, self.finish = row, "", None
         self.stats: RowStats | None = None  # at the end
-        self._tokens: list[int] = []
-        self._stream = request.text_stream()
-        self._log_probs = None
-        if asked.log_probs:
-            make = _ChatLogProbs if asked.is_chat else _LogProbs
-            self._log_probs = make(request.tokenizer, request.prompt)
+        self.log_probs: dict[str, Any] | None = None
+        self._asked, self._tokenizer, self._context = asked, request.tokenizer, list(request.prompt)
+        self._stream, self._tokens, self._offset = request.text_stream(), [], 0
 
-    def push(self, gained: Chunk) -> tuple[str, dict[str, Any] | None]:
-        """Returns the new text, and its log-probabilities if they were asked for."""
+    def push(self, gained: Chunk) -> str:
+        """Takes a chunk, and returns the new text."""
         self._tokens += gained.tokens
         self.finish, self.stats = gained.finish, gained.stats
         new = self._stream.push(self._tokens, gained.finish is not None)
         self.text += new
-        return new, self._log_probs and self._log_probs.push(gained)
+        if self._asked.log_probs:
+            texts = [self._token_text(token) for token in gained.tokens]
+            log_probs = [max(one, LEAST_LOG_PROB) for one in gained.log_probs]
+            form = self._of_chat if self._asked.is_chat else self._of_completion
+            self.log_probs = form(texts, log_probs) if texts else None
+        return new
 
-    @property
-    def all_log_probs(self) -> dict[str, Any] | None:
-        """Returns the log-probabilities of a text that came as a whole."""
-        return self._log_probs and self._log_probs.last
-
-
-class _LogProbs:
-    """Log-probabilities of a completion's tokens, under the target at temperature 1."""
-
-    def __init__(self, tokenizer, prompt: tuple[int, ...]):
-        self._tokenizer, self._context, self._offset = tokenizer, list(prompt), 0
-        self.last: dict[str, Any] | None = None
-
-    def push(self, gained: Chunk) -> dict[str, Any] | None:
-        texts = [self._text(token) for token in gained.tokens]
-        log_probs = [max(one, LEAST_LOG_PROB) for one in gained.log_probs]
-        self.last = self._form(texts, log_probs) if texts else None
-        return self.last
-
-    def _text(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         """Returns the text that a token adds; for a token without text, such as the end of text, its name."""
         text = Continuation(self._tokenizer, self._context).decode([token])
         self._context = [*self._context[-16:], token]
         return text or self._tokenizer.token(token)
 
-    def _form(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
+    def _of_completion(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
         offsets = []
         for text in texts:
             offsets.append(self._offset)
             self._offset += len(text.rstrip(INCOMPLETE))
         return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": offsets}
 
-
-class _ChatLogProbs(_LogProbs):
-    """The same in the form of chats."""
-
-    def _form(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
+    def _of_chat(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
         content = [
             {
                 "token": text,

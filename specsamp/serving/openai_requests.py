@@ -1,7 +1,7 @@
 """Requests of OpenAI's protocol: the bodies of /v1/completions and /v1/chat/completions as models of pydantic.
 
-Every field is served, or ignored because it changes no text, or refused with the reason: none is dropped in silence. A
-field that is null counts as left out: clients send back what they were sent, such as the refusal of an answer.
+Every field is served, or ignored because it changes no text, or refused with the reason. A field that is null counts as
+left out, because clients send back the messages that they were sent, with nulls such as the refusal of an answer.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _own_tokens_only(default: int | None, how: str) -> Any:
 
 
 class _Fields(BaseModel):
-    """Takes exactly the fields of its class, in exactly their types.
+    """Takes the fields of its class, in their types, and no others.
 
     The description of a field completes the message "FIELD must be ...; got VALUE".
     """

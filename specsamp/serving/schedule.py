@@ -1,11 +1,9 @@
 """Chooses which waiting text takes a free row of a batch, and which running text is preempted for it.
 
-First come, first served lets a short text wait behind long ones. `ShortestFirst` is the scheduling of ALISE (Zhao and
-Wang, 2024, arXiv:2410.23537): a text's length is predicted from finished texts with similar prompts, the text with the
-fewest tokens to come goes first, running texts are preempted for it, and waiting time counts, so that nothing waits for
-ever.
-
-A schedule decides when a text is decoded, never what it says.
+First come, first served lets a short text wait behind long texts. `ShortestFirst` is the scheduling of ALISE (Zhao and
+Wang, 2024, arXiv:2410.23537): a text's length is predicted from finished texts with similar prompts, and the text with
+the fewest tokens to come goes first. Running texts are preempted for it. Waiting time counts, so that no text waits for
+ever. A schedule decides when a text is decoded, and never changes its tokens.
 """
 
 from __future__ import annotations
@@ -18,35 +16,21 @@ import numpy as np
 
 from specsamp.decoding.request import Request
 
-ROUNDS_PER_LOOK = 8  # between two looks for what has arrived
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Served:
-    """Times of a text, in seconds: its arrival and its end; and the number of its tokens."""
-
-    arrived: float
-    ended: float
-    emitted: int
-
-    @property
-    def seconds_per_token(self) -> float:
-        """The normalised latency: all the time that the text took, waiting included, for each of its tokens."""
-        return (self.ended - self.arrived) / max(self.emitted, 1)
+ROUNDS_PER_LOOK = 8  # between two looks for prompts that have arrived
 
 
 class Schedule(abc.ABC):
-    """Decides which request is decoded first. Several processes must decide alike: from the arguments and nothing else.
+    """Decides which request is decoded first, from the arguments alone, so that several processes decide alike.
 
     Attributes:
-      preempts: whether `displace` may name a text; else it is never asked.
+      preempts: whether `displace` is called.
     """
 
     preempts: bool = False
 
     @abc.abstractmethod
     def choose(self, waiting: Sequence[Request]) -> Request:
-        """Returns the request of ``waiting`` that takes a free row; they lie in the order in which they began to wait."""
+        """Returns the request that takes a free row; ``waiting`` is in the order in which requests began to wait."""
 
     def displace(self, newcomer: Request, running: Sequence[Request]) -> Request | None:
         """Returns the request of ``running`` that is preempted for ``newcomer``, or None."""
@@ -63,28 +47,16 @@ class FirstCome(Schedule):
         return waiting[0]
 
 
-class Predictor(abc.ABC):
-    """Predicts lengths."""
-
-    @abc.abstractmethod
-    def remaining(self, request: Request) -> float:
-        """Returns how many tokens are still to come."""
-
-    def finish(self, request: Request) -> None:
-        """Takes note of a request that has ended."""
-
-
 @dataclasses.dataclass(eq=False, kw_only=True)
-class Nearest(Predictor):
+class Nearest:
     """Predicts the mean length of the finished texts whose prompts are nearest; the budget before any has finished.
 
     The distance of two prompts is the cosine of their hashed counts of tokens and pairs of tokens; texts with about the
-    same budget come first. Only texts that were longer than this text is now count. A text that outlives all of them is
-    expected to spend its budget.
+    same budget come first. Only neighbours longer than the request is now count; without any, it will spend its budget.
 
     Attributes:
-      neighbours: finished texts that a prediction is made of.
-      capacity: the last so many finished texts are remembered.
+      neighbours: finished texts per prediction.
+      capacity: finished texts that are kept, the last ones.
       width: of the hash.
     """
 
@@ -99,19 +71,21 @@ class Nearest(Predictor):
         self._known: dict[tuple[tuple[int, ...], int], tuple[int, np.ndarray]] = {}
 
     def remaining(self, request: Request) -> float:
+        """Returns how many tokens of a request are still to come."""
         lengths = self._nearest(tuple(request.prompt), request.max_new_tokens.bit_length())
         longer = lengths[lengths > request.emitted]
         expected = longer.mean() if len(longer) else request.max_new_tokens
         return min(float(expected), request.max_new_tokens) - request.emitted
 
     def finish(self, request: Request) -> None:
+        """Takes note of a request that has ended."""
         at = self._finished % self.capacity
         self._counts_NW[at], self._lengths_N[at] = self._counts(tuple(request.prompt)), request.emitted
         self._sizes_N[at] = request.max_new_tokens.bit_length()
         self._finished += 1
 
     def _nearest(self, prompt: tuple[int, ...], size: int) -> np.ndarray:
-        """Returns the lengths of the nearest; they are looked for again when twice as many have finished."""
+        """Returns the lengths of the nearest texts; the search is repeated when twice as many texts have finished."""
         finished, lengths = self._known.get((prompt, size), (0, np.zeros(0)))
         if self._finished >= max(2 * finished, 1):
             count = min(self._finished, self.capacity)
@@ -132,16 +106,16 @@ class Nearest(Predictor):
 class ShortestFirst(Schedule):
     """The text with the fewest predicted tokens to come goes first, and running texts are preempted for it.
 
-    A second of waiting is worth ``ageing`` tokens. All texts age alike, so it is the later arrival of newcomers that
-    counts: a text with L tokens to come is passed by none that arrives more than L / ageing seconds after it.
+    A second of waiting is worth ``ageing`` tokens: no text that arrives more than L / ageing seconds later passes a text
+    with L tokens to come.
 
     Attributes:
       predictor: of lengths.
       ageing: in tokens a second; 0 lets long texts starve under a heavy load.
-      worth: a running text is preempted for a text with so many tokens less to come.
+      worth: the fewest tokens by which a text must be shorter than a running text to preempt it.
     """
 
-    predictor: Predictor = dataclasses.field(default_factory=Nearest)
+    predictor: Nearest = dataclasses.field(default_factory=Nearest)
     ageing: float = 1.0
     worth: float = 16.0
     preempts: bool = True

@@ -30,11 +30,51 @@ from specsamp.decoding.request import Prompt, Request, encode, make_requests, ma
 from specsamp.decoding.results import Chunk, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.sampling.warp import Warp
-from specsamp.serving.answer import Answer, Busy, Failed, TooLong
 from specsamp.serving.batch import Batch
 from specsamp.serving.schedule import FirstCome, Schedule
 
 MAX_STOPS = 4  # strings that end the texts of a request
+
+
+class Busy(Exception):
+    """Too many texts wait already."""
+
+
+class TooLong(ValueError):
+    """A prompt and its budget are longer than the context."""
+
+
+class Failed(Exception):
+    """A call ends without its texts: the service failed, or was closed."""
+
+
+class Answer:
+    """A call that is being answered, as its caller sees it.
+
+    Attributes:
+      requests: of the call, in order of prompts and samples.
+      is_streamed: whether chunks are delivered while a text grows; else each text is one chunk.
+      is_over: whether nothing more is delivered.
+    """
+
+    def __init__(self, requests: Sequence[Request], deliver: Callable[[Chunk | Failed], None], is_streamed: bool):
+        self.requests, self.is_streamed, self.is_over = requests, is_streamed, False
+        self._deliver = deliver
+
+    def cancel(self) -> None:
+        """Says, from any thread, that the caller has left; the rows are free after the slice."""
+        self.is_over = True
+
+    def send(self, what: Chunk | Failed) -> None:
+        """Delivers a chunk or the reason of a failure; a caller that raises has left."""
+        if self.is_over:
+            return
+        self.is_over = isinstance(what, Failed)
+        try:
+            self._deliver(what)
+        except Exception as error:
+            logging.error("an answer was not taken: %r", error)
+            self.is_over = True
 
 
 class Service:
@@ -85,7 +125,7 @@ class Service:
         self._engine = Engine.create(
             pair,
             method,
-            self._requests([[0]], 1, method, 0, (), 1),
+            make_requests(pair, method, [[0]], 1, stop=self._stop_ids),
             batch=rows,
             spare=pair.shards.count,
             slots=round_slots(max(self.context + loop.headroom, loop.window)),
@@ -93,17 +133,18 @@ class Service:
             keep_log_probs=True,
             keep_rounds=True,
         )
-        self.batch = Batch(self._engine, rows=rows, refill=1, schedule=schedule)
+        self.batch = Batch(self._engine, rows=rows, schedule=schedule)
         self.capacity = self.batch.usage.rows + max_waiting
         self._changed = threading.Condition()  # guards what follows
         self._inbox: list[Request] = []
-        self._unfinished = 0  # texts
         self._closed: str | None = None  # why
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
 
     def compile(self, say: Callable[[str], None] = logging.info) -> None:
         """Compiles for prompts of all sizes; ``say`` gets a line before each."""
-        sizes = list(self._sizes())
+        sizes = [min(bucket(1), self.context - 1)]  # the longest prompts of each bucket
+        while sizes[-1] < self.context - 1:
+            sizes.append(min(bucket(sizes[-1] + 1), self.context - 1))
 
         def prompts() -> Iterator[list[int]]:
             for number, size in enumerate(sizes, start=1):
@@ -111,7 +152,7 @@ class Service:
                 yield [0] * size
             say("compiling the loop")
 
-        self.batch.compile(prompts(), texts_end_late=True)
+        self.batch.compile(prompts())
 
     def start(self) -> None:
         """Begins to take requests."""
@@ -120,7 +161,7 @@ class Service:
     def close(self, reason: str = "the service was closed") -> int:
         """Ends what is running and waiting, whose callers are told why; returns how many texts these were."""
         with self._changed:
-            self._closed, left = self._closed or reason, self._unfinished
+            self._closed, left = self._closed or reason, self.unfinished
             self._changed.notify()
         return left
 
@@ -132,7 +173,8 @@ class Service:
     @property
     def unfinished(self) -> int:
         """Returns how many texts are running or waiting."""
-        return self._unfinished
+        running = sum(request is not None for request in self.batch.running)
+        return len(self._inbox) + len(self.batch.waiting) + running
 
     def ask(
         self,
@@ -150,11 +192,11 @@ class Service:
 
         Args:
           max_new_tokens: None: as many as there is room for.
-          deliver: is handed pieces as they come, and at last that of each text which has a finish, or a `Failed`; by
-            the service's thread, which it must not hold up.
-          sampling: of the same kinds as the service's method; default its own.
+          deliver: takes the chunks as they come, the last of each text with its finish, or a `Failed`. It is called by
+            the service's thread and must return at once.
+          sampling: of the same kinds as the service's method, which is the default.
           stop: strings that end texts besides the pair's stop tokens, at most 4.
-          is_streamed: pieces are wanted while a text grows.
+          is_streamed: whether chunks are delivered while a text grows.
 
         Raises:
           ValueError: naming the value and the fix.
@@ -170,69 +212,40 @@ class Service:
         count = len(prompts) * num_samples
         if count > self.capacity:
             raise ValueError(f"{count} texts are asked for, of {self.capacity} that are taken at a time: ask for fewer")
-        with self._changed:
-            self._check_open()
-            if self._unfinished + count > self.capacity:
-                raise Busy(f"{self._unfinished} texts are running or waiting, of {self.capacity}: try again later")
-            self._unfinished += count
-        taken = False
-        try:
-            method = self.method if sampling is None else dataclasses.replace(self.method, sampling=sampling)
-            requests = self._requests(prompts, max_new_tokens, method, seed, stop, num_samples)
-            if jax.tree.structure(requests[0].sampling) != jax.tree.structure(self._engine.idle.sampling):
-                raise ValueError(
-                    f"sampling must be of the kinds of warps in {self.method.sampling!r}; got {sampling!r}"
-                )
-            answer, now = Answer(requests, deliver, is_streamed), time.monotonic()
-            for request in requests:
-                request.answer, request.arrived = answer, now
-            with self._changed:
-                self._check_open()
-                self._inbox += requests
-                self._changed.notify()
-                taken = True
-            return answer
-        finally:
-            if not taken:
-                self._leave(count)
-
-    def _requests(
-        self,
-        prompts: Sequence[Prompt],
-        max_new_tokens: int | None,
-        method: Method,
-        seed: int,
-        stop: Sequence[str],
-        num_samples: int,
-    ) -> list[Request]:
-        """Returns the checked requests; None is a budget of all the room that there is."""
-        prompts, budgets = encode(self._pair, prompts), []
-        for index, tokens in enumerate(prompts):
-            room = self.context - len(tokens)
-            budget = room if max_new_tokens is None else validate.integer("max_tokens", max_new_tokens, 1)
-            if room < max(budget, 1):
-                raise TooLong(
-                    f"prompt {index} has {len(tokens)} tokens, and {max(budget, 1)} more are asked for: beyond the "
-                    f"{self.context} that there is room for. Shorten the prompt, or lower max_tokens"
-                )
-            budgets.append(budget)
+        self._check_room(count)  # before prompts are encoded, which takes time
+        method = self.method if sampling is None else dataclasses.replace(self.method, sampling=sampling)
+        prompts = encode(self._pair, prompts)
+        budgets = [self._budget(index, len(tokens), max_new_tokens) for index, tokens in enumerate(prompts)]
         stop = [*self._stop_ids, *stop]
-        return with_samples(make_requests(self._pair, method, prompts, budgets, seed=seed, stop=stop), num_samples)
+        requests = with_samples(make_requests(self._pair, method, prompts, budgets, seed=seed, stop=stop), num_samples)
+        if jax.tree.structure(requests[0].sampling) != jax.tree.structure(self._engine.idle.sampling):
+            raise ValueError(f"sampling must be of the kinds of warps in {self.method.sampling!r}; got {sampling!r}")
+        answer, now = Answer(requests, deliver, is_streamed), time.monotonic()
+        for request in requests:
+            request.answer, request.arrived = answer, now
+        with self._changed:
+            self._check_room(count)
+            self._inbox += requests
+            self._changed.notify()
+        return answer
 
-    def _sizes(self) -> Iterator[int]:
-        """Yields the longest prompt of each bucket."""
-        size = 0
-        while size < self.context - 1:
-            size = min(bucket(size + 1), self.context - 1)
-            yield size
-
-    def _check_open(self) -> None:
+    def _check_room(self, count: int) -> None:
+        """Raises Failed after `close`, and Busy where so many more texts do not fit."""
         if self._closed is not None:
             raise Failed(self._closed)
+        if self.unfinished + count > self.capacity:
+            raise Busy(f"{self.unfinished} texts are running or waiting, of {self.capacity}: try again later")
 
-    def _leave(self, count: int) -> None:
-        with self._changed:
-            self._unfinished -= count
+    def _budget(self, index: int, length: int, max_new_tokens: int | None) -> int:
+        """Returns the budget of a prompt with ``length`` tokens; None: all the room that there is."""
+        room = self.context - length
+        budget = room if max_new_tokens is None else validate.integer("max_tokens", max_new_tokens, 1)
+        if room < max(budget, 1):
+            raise TooLong(
+                f"prompt {index} has {length} tokens, and {max(budget, 1)} more are asked for: beyond the {self.context} "
+                "that there is room for. Shorten the prompt, or lower max_tokens"
+            )
+        return budget
 
     def _work(self) -> None:
         while self._wait():
@@ -255,33 +268,24 @@ class Service:
             return self._closed is None
 
     def _slice(self) -> None:
+        """Fills the rows, decodes a few rounds, and delivers new tokens: all at the end, earlier where they are streamed."""
         batch = self.batch
-        left = [request for request in batch.waiting if request.answer.is_over]
         batch.waiting[:] = [request for request in batch.waiting if not request.answer.is_over]
-        self._leave(len(left))
         self._fill()
-        running = list(batch.running)
-        requests = [request for request in running if request is not None]
+        requests = [request for request in batch.running if request is not None]
         if not requests:
             return
-        batch.run(min(self._rounds, self._engine.rounds_per_look(requests)))
-        state = batch.fetch(
-            always=any(one.answer.is_streamed or one.answer.is_over or one.stops.texts for one in requests)
-        )
-        if state is None:
-            return
-        texts = [
-            None if request is None else self._text(state, place, request) for place, request in enumerate(running)
-        ]
-        ended = batch.settle(texts)
-        unwanted = sum(request is not None and text is None for request, text in zip(running, texts))
-        self._leave(len(ended) + unwanted)
-        for request, text in zip(running, texts):
-            if text is not None:
-                self._deliver(request, text)
+        batch.run(self._rounds)
+        answers = [request.answer for request in requests]
+        found = batch.collect(self._text, always=any(answer.is_streamed or answer.is_over for answer in answers))
+        for request, text in found:
+            if text is not None and (request.answer.is_streamed or text.finish != Finish.RUNNING):
+                chunk = Chunk.of(request, text, self.method)
+                if chunk is not None:
+                    request.answer.send(chunk)
 
     def _fill(self) -> None:
-        """Gives free rows to waiting requests. A prompt that cannot be read fails alone."""
+        """Gives free rows to waiting requests; a prompt that cannot be read fails alone."""
         try:
             self.batch.fill()
         except Exception as error:
@@ -292,7 +296,6 @@ class Service:
             for request in unread:
                 self.batch.running[self.batch.running.index(request)] = None
                 request.answer.send(Failed(f"the prompt was not read: {_in_short(error)}"))
-            self._leave(len(unread))
 
     def _text(self, state: DecodeState, place: int, request: Request) -> RowText | None:
         """Returns the text of a row; None if its caller has left, or it has failed."""
@@ -308,13 +311,6 @@ class Service:
             request.answer.send(Failed(f"decoding failed: {_in_short(error)}"))
             return None
 
-    def _deliver(self, request: Request, text: RowText) -> None:
-        """Hands the caller what is new: all of it at the end, and before that only to callers that stream."""
-        if request.answer.is_streamed or text.finish != Finish.RUNNING:
-            chunk = Chunk.of(request, text, self.method)
-            if chunk is not None:
-                request.answer.send(chunk)
-
     def _drop(self, reason: str, and_waiting: bool) -> None:
         """Ends all running texts, and with ``and_waiting`` all waiting texts; their callers get the reason."""
         with self._changed:
@@ -323,7 +319,6 @@ class Service:
             for texts in (self.batch.waiting, self._inbox) if and_waiting else ():
                 requests += texts
                 texts.clear()
-            self._unfinished -= len(requests)
         for request in requests:
             request.answer.send(Failed(reason))
 

@@ -1,7 +1,4 @@
-"""Runs an endpoint under uvicorn: a place that is bound early, connections that end, and an end that is said.
-
-Takes the library uvicorn.
-"""
+"""Runs an endpoint under uvicorn, which must be installed: binds early, ends slow connections, ends texts on a signal."""
 
 from __future__ import annotations
 
@@ -12,19 +9,19 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-SPARE_CONNECTIONS = 64  # beyond those of all texts that may run or wait
-LAST_SECONDS = 5  # that connections have at the end, once their texts have ended
+SPARE_CONNECTIONS = 64  # besides the connections of all texts that may run or wait
+LAST_SECONDS = 5  # that connections have to end, after their texts have ended
 
 
 def bind(host: str, port: int, timeout: float) -> socket.socket:
-    """Returns a socket at an address, on which nobody listens yet.
+    """Returns a socket at an address, which does not listen yet.
 
     Args:
-      port: 0 for any that is free.
-      timeout: seconds after which the system gives up a connection whose other end takes nothing, where it can (Linux).
+      port: 0 for any free port.
+      timeout: seconds after which Linux gives up a connection whose other end reads nothing.
 
     Raises:
-      ValueError: the address is none of this machine's, or somebody has it already.
+      ValueError: this machine does not have the address, or another process uses it.
     """
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -52,7 +49,7 @@ class WebServer(uvicorn.Server):
     """Serves an application until it is interrupted.
 
     Attributes:
-      ended: how many texts were ended then.
+      ended: how many texts the interrupt ended.
     """
 
     def __init__(self, app: Starlette, close: Callable[[], int], *, connections: int, timeout: float):
@@ -60,12 +57,12 @@ class WebServer(uvicorn.Server):
 
         Args:
           close: ends the service, and returns how many texts it has ended.
-          connections: at a time; more are told to come later.
-          timeout: seconds that a connection has to send a request's headers, twice that after an answer.
+          connections: the most at a time; further clients are told to come later.
+          timeout: seconds that a connection has to send the headers of a request; twice as many after an answer.
         """
 
         class Connection(H11Protocol):
-            """Closes a connection without a complete request in time, also one whose earlier requests were answered."""
+            """Closes a connection without a complete request in time, also after earlier answers."""
 
             def connection_made(self, transport):
                 super().connection_made(transport)
@@ -95,7 +92,7 @@ class WebServer(uvicorn.Server):
         self._close, self.ended = close, 0
 
     def handle_exit(self, sig, frame) -> None:
-        """Ends the texts, so that no connection waits for one: called by uvicorn on a signal."""
+        """Ends the texts, so that no connection waits for its text; uvicorn calls it on a signal."""
         if not self.should_exit:
             self.ended = self._close()
         super().handle_exit(sig, frame)

@@ -70,19 +70,19 @@ def prefill(loop, weights, first, rows=ROWS):
     return loop.prefill(weights, request, tokens_BP, jnp.full((rows,), 3), slots=SLOTS)
 
 
-@pytest.mark.parametrize("data, model, refill", [(2, 2, 1), pytest.param(1, 4, 2, marks=pytest.mark.slow)])
-def test_rows_that_are_refilled_on_a_mesh_have_the_tokens_of_one_device(pair, data, model, refill):
+@pytest.mark.parametrize("data, model", [(2, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
+def test_rows_that_are_refilled_on_a_mesh_have_the_tokens_of_one_device(pair, data, model):
     """Budgets differ, so that a shard has a free row while the other has none."""
     prompts, budgets = [[i, 3 * i, 7] for i in range(1, 10)], [3, 12, 5, 9, 1, 12, 7, 2, 11]
     call = dict(drafter=Feature(), sampling=chain(temperature(1.0)))
     alone = [row.tokens for row in generate(pair, prompts, budgets, **call)]
     mesh = make_mesh(data, model, devices=jax.devices()[: data * model])
-    done = list(generate_many(shard(pair, mesh), prompts, budgets, rows=4, refill=refill, **call))
+    done = list(generate_many(shard(pair, mesh), prompts, budgets, rows=4, **call))
     assert [row.tokens for row in sorted(done, key=lambda row: row.prompt_index)] == alone
     if data == 1:
         return
     more = dict(schedule=Restless(), rounds_per_slice=2)  # rows that are put aside in host memory, and brought back
-    work = generate_many(shard(pair, mesh), prompts, budgets, rows=4, refill=refill, **call, **more)
+    work = generate_many(shard(pair, mesh), prompts, budgets, rows=4, **call, **more)
     assert [row.tokens for row in sorted(work, key=lambda row: row.prompt_index)] == alone
     assert work.usage.preempted > 4
 

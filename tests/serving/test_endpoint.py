@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import signal
 import socket
 
@@ -14,7 +13,7 @@ pytestmark = extras.needs("starlette", "uvicorn", "pydantic", "openai")
 if extras.is_here("openai"):
     import openai
 if extras.is_here("starlette"):
-    from specsamp.serving.endpoint import make_app
+    from specsamp.serving.endpoint import Endpoint
 
 from specsamp.checkpoints.chat import CannotRender
 from specsamp.decoding.drafters import NoDrafter
@@ -22,9 +21,9 @@ from specsamp.decoding.method import Method
 from specsamp.decoding.request import Request
 from specsamp.decoding.results import Chunk, RowStats, RowText
 from specsamp.decoding.state import Finish
-from specsamp.serving.answer import Answer
 from specsamp.serving.openai_replies import Reply
 from specsamp.serving.openai_requests import read_request
+from specsamp.serving.service import Answer
 from support.services import (
     CONTEXT,
     PAIR,
@@ -191,23 +190,18 @@ def test_models(client, server):
     assert status == 200 and document["status"] == "ok" and document["busy_rounds_of_rows"] > 0
 
 
-@pytest.mark.parametrize(
-    "document, message",
-    [
+def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, service):
+    for document, message in (
         (b"", "no JSON"),
-        ({"prompt": [5, -1]}, "prompt 0.* got -1"),
         ({"prompt": "a" * 41}, "prompt 0 has 41 tokens, and 16 more are asked for: beyond the 40"),
         ({"prompt": "a", "n": 128}, "128 texts are asked for, of 6"),
         ({"prompt": "a", "min_p": 0.5}, "without min_p in --warps"),
-    ],
-    ids=lambda given: str(given)[:40],
-)
-def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, service, document, message):
-    status, headers, found = post(server, COMPLETIONS, document)
-    assert status == 400 and headers["content-type"] == "application/json"
-    assert set(found["error"]) == {"message", "type", "param", "code"}
-    assert re.search(message, found["error"]["message"]), found
-    assert (found["error"]["code"] == "context_length_exceeded") == ("more" in message)
+    ):
+        status, headers, found = post(server, COMPLETIONS, document)
+        assert status == 400 and headers["content-type"] == "application/json"
+        assert set(found["error"]) == {"message", "type", "param", "code"}
+        assert message in found["error"]["message"], found
+        assert (found["error"]["code"] == "context_length_exceeded") == ("more" in message)
     check_that_it_answers(server, service)
 
 
@@ -298,7 +292,7 @@ def test_a_client_that_does_not_read_holds_no_row(server, service):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_takes_not_even_the_beginning_is_given_up(service, stream):
     """Such as one that asks again and again over a connection, and reads nothing."""
-    app = make_app(service, model="bytes", warps=WARPS, timeout=0.1)
+    app = Endpoint(service=service, model="bytes", warps=WARPS, timeout=0.1).app()
     body = json.dumps({"prompt": "abc", "max_tokens": 3, "stream": stream}).encode()
     asked = [{"type": "http.request", "body": body}]
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [(b"content-type", b"application/json")]}
@@ -318,7 +312,7 @@ def test_who_comes_when_all_places_are_taken_is_told_to_come_later(server, servi
     wait_until(lambda: service.unfinished == ROWS + WAITING)
     status, headers, document = post(server, COMPLETIONS, {"prompt": "a"})
     assert (status, headers["retry-after"]) == (429, "1")
-    assert document["error"]["code"] == "rate_limit_exceeded"
+    assert document["error"]["code"] == "rate_limit_exceeded" and "6 texts are running" in document["error"]["message"]
     gate.open()
     for raw in waiting:
         with raw:

@@ -69,25 +69,18 @@ def test_what_asks_for_nothing_is_taken():
     [
         ({"prompt": None}, "prompt", "a text, token ids, or a list"),
         ({"prompt": 5}, "prompt", "got 5"),
-        ({"prompt": [[]]}, "prompt", "token ids"),
-        ({"prompt": ["a", 1]}, "prompt", "token ids"),
         ({"prompt": [1, True]}, "prompt", "token ids"),
         ({"prompt": "\ud800"}, "prompt", "token ids"),
         ({"max_tokens": 0}, "max_tokens", "an integer from 1 to 2147483647; got 0"),
         ({"max_tokens": 1e3}, "max_tokens", "got 1000.0"),
-        ({"max_tokens": True}, "max_tokens", "got True"),
         ({"temperature": -0.1}, "temperature", "a number from 0 to 1000; got -0.1"),
-        ({"temperature": 10**400}, "temperature", "from 0 to 1000"),
-        ({"temperature": False}, "temperature", "got False"),
         ({"temperature": float("inf")}, "temperature", "got inf"),
         ({"top_p": 0}, "top_p", "above 0"),
-        ({"top_p": 1.1}, "top_p", "at most 1 .*got 1.1"),
         ({"top_k": 2.5}, "top_k", "got 2.5"),
         ({"n": 0}, "n", "an integer from 1 to 128"),
         ({"seed": -1}, "seed", "from 0 to 4294967295; got -1"),
         ({"stop": ["a"] * 5}, "stop", "a list of at most 4"),
         ({"stop": [""]}, "stop", "none of them empty"),
-        ({"stop": ["\udfff"]}, "stop", "a text"),
         ({"stream": "yes"}, "stream", "true or false; got 'yes'"),
         ({"stream_options": {}}, "stream_options", "set stream"),
         ({"stream": True, "stream_options": 5}, "stream_options", "must be a JSON object; got 5"),
@@ -95,12 +88,9 @@ def test_what_asks_for_nothing_is_taken():
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage", "got 1"),
         ({"logprobs": 2}, "logprobs", "logprobs must be 0.* got 2"),
         ({"echo": True}, "echo", "echo = True is not supported"),
-        ({"logprobs": True}, "logprobs", "got True"),
         ({"echo": 0}, "echo", "echo = 0 is not supported"),
         ({"best_of": 2}, "best_of", "not supported"),
-        ({"suffix": "end"}, "suffix", "suffix = 'end' is not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
-        ({"tools": [{}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"messages": HI}, "messages", "unknown field 'messages'"),
         ({"temprature": 1}, "temprature", "unknown field 'temprature': leave it out"),
@@ -119,16 +109,13 @@ def test_what_is_wrong_is_named_with_its_value(changes, param, message):
     "changes, param, message",
     [
         ({"messages": None}, "messages", "at least one"),
-        ({"messages": []}, "messages", "at least one"),
         ({"messages": "Hi"}, "messages", "a list of messages"),
         ({"messages": ["Hi"]}, "messages[0]", "must be a JSON object; got 'Hi'"),
         ({"messages": [{"content": "Hi"}]}, "messages[0].role", "a text such as user"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "got None"),
         ({"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content", "got 5"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "must be a text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "image_url"),
         ({"messages": [*HI, HI[0] | {"tool_calls": []}]}, "messages[1].tool_calls", "unknown field"),
-        ({"prompt": "a"}, "prompt", "unknown field 'prompt'"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs = true gives those of the text.* got 3"),
         ({"logprobs": 1}, "logprobs", "true or false"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ: give one"),
@@ -174,13 +161,10 @@ def test_bodies_that_are_no_json(body, message):
         parse_body(body)
 
 
-@pytest.mark.parametrize("document", [None, 5, "text", [], [{}]], ids=lambda given: str(given)[:40])
-def test_documents_that_are_no_objects(document):
-    with pytest.raises(ApiError, match="the body must be a JSON object"):
-        read(document)
-
-
 def test_messages_are_short_and_can_be_sent():
+    for document in (None, [{}]):
+        with pytest.raises(ApiError, match="the body must be a JSON object"):
+            read(document)
     with pytest.raises(ApiError) as caught:
         read({"prompt": "a", "x" * 100_000: 1})
     assert len(json.dumps(caught.value.body)) < 2 * MAX_MESSAGE

@@ -8,12 +8,11 @@ import pytest
 from specsamp import NoDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
-from specsamp.serving.answer import Busy, Failed
 from specsamp.serving.batch import Batch
 from specsamp.serving.request_warps import make_warp
-from specsamp.serving.service import Service
+from specsamp.serving.service import Failed, Service
 from support.fakes import CountingLM, compiled_programs
-from support.services import CONTEXT, PAIR, WARPS, Gate, alone, make_service
+from support.services import CONTEXT, PAIR, WARPS, alone, make_service
 
 METHOD = Method(drafter=NoDrafter(), sampling=make_warp({}, WARPS))
 
@@ -85,12 +84,10 @@ def test_texts_of_different_requests_are_those_that_they_have_alone(service):
     assert stats.emitted == 9 and stats.accepted > 0 and service.unfinished == 0
 
 
-def test_without_a_budget_a_text_has_all_the_room(service):
+def test_prompts_of_any_length_up_to_the_context(service):
+    """And without a budget a text has all the room."""
     ((tokens, finish, _),) = Caller(service, ["ab"], None).wait()
     assert (len(tokens), finish) == (CONTEXT - 2, "length")
-
-
-def test_prompts_of_any_length_up_to_the_context(service):
     for size in (1, 16, 17, 33, CONTEXT - 1):
         ((tokens, _, _),) = Caller(service, [[50] * size], 1).wait()
         assert tokens == [51]
@@ -119,20 +116,12 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_held(service):
         (dict(prompts=["a"], stop=[""]), "a stop text is empty"),
         (dict(prompts=["a"], num_samples=7), "7 texts are asked for, of 6 that are taken at a time"),
         (dict(prompts=["a"], num_samples=10**9), "texts are asked for, of 6"),
+        (dict(prompts="ab"), "prompts must be a list; got 'ab'"),
+        (dict(prompts=["a"], stop="ab"), "stop must be a list; got 'ab'"),
     ):
         with pytest.raises(ValueError, match=message):
             Caller(service, **given)
     assert service.unfinished == 0
-
-
-def test_too_many_texts_are_refused_until_others_end(service, monkeypatch):
-    gate = Gate(monkeypatch)
-    callers = [Caller(service, ["a"], 2) for _ in range(6)]
-    with pytest.raises(Busy, match="6 texts are running or waiting, of 6"):
-        Caller(service, ["a"], 2)
-    gate.open()
-    assert [caller.wait() for caller in callers] == [of(alone(["a"], 2))] * 6
-    assert Caller(service, ["a"], 2).wait() == of(alone(["a"], 2))
 
 
 @pytest.mark.parametrize("part", ["text", "prefill"])
@@ -156,6 +145,7 @@ def test_an_error_of_one_request_is_its_own(service, monkeypatch, part):
 
 
 def test_an_error_of_the_batch_ends_what_runs_and_those_that_wait_go_on(service, monkeypatch):
+    """And the rounds of the batch that is begun anew are counted from its own beginning."""
     hold, run, calls = threading.Event(), Engine.run, []
 
     def fail_once(*arguments):
@@ -164,22 +154,12 @@ def test_an_error_of_the_batch_ends_what_runs_and_those_that_wait_go_on(service,
 
     monkeypatch.setattr(Engine, "run", fail_once)
     lost, waiting = Caller(service, ["a", "b"], 9), Caller(service, ["abc"], 9)
+    before = service.batch.usage.busy
     hold.set()
     with pytest.raises(Failed, match="decoding failed: ZeroDivisionError: division by zero"):
         lost.wait()
     assert waiting.wait() == of(alone(["abc"], 9)) and service.unfinished == 0
-
-
-def test_rounds_are_counted_right_after_an_error_of_the_batch(service, monkeypatch):
-    """Also those of a row that nobody takes in the batch that is begun anew."""
-    Caller(service, ["a", "b"], 9).wait()
-    with monkeypatch.context() as broken:
-        broken.setattr(Engine, "run", lambda *_: 1 / 0)
-        with pytest.raises(Failed):
-            Caller(service, ["a"], 9).wait()
-    before, caller = service.batch.usage.busy, Caller(service, ["abc"], 9)
-    caller.wait()
-    assert service.batch.usage.busy - before == caller.got[0][-1].stats.rounds
+    assert service.batch.usage.busy - before == waiting.got[0][-1].stats.rounds
 
 
 def test_where_no_batch_can_be_made_nobody_waits_for_ever(service, monkeypatch):
@@ -210,26 +190,13 @@ def test_a_service_that_closes_says_so_to_those_who_wait():
         made.ask(["a"], 1, deliver=print)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
+def test_numbers_that_make_no_service():
+    assert CountingLM().max_positions == 64
+    for options, message in (
         (dict(rows=0), "rows must be"),
         (dict(max_waiting=-1), "max_waiting must be"),
-        (dict(rounds_per_slice=0), "rounds_per_slice must be"),
-        (dict(context=1), "context must be"),
         (dict(context=65), "context = 65, but the models have 64 positions"),
-    ],
-)
-def test_numbers_that_make_no_service(options, message):
-    assert CountingLM().max_positions == 64
-    with pytest.raises(ValueError, match=message):
-        Service(PAIR, METHOD, **options)
-    with pytest.raises(ValueError, match="method must be a Method.*got None"):
-        Service(PAIR, None)
-
-
-@pytest.mark.parametrize("asked", [dict(stop="ab"), dict(stop=None), dict(prompts="ab"), dict(prompts=None)])
-def test_prompts_and_stops_are_lists(service, asked):
-    (name,) = asked
-    with pytest.raises(ValueError, match=f"{name} must be a list; got {asked[name]!r}"):
-        service.ask(**{"prompts": ["a"], "max_new_tokens": 2, "deliver": print} | asked)
+        (dict(method=None), "method must be a Method.*got None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Service(**dict(pair=PAIR, method=METHOD) | options)

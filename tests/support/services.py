@@ -70,10 +70,10 @@ def wait_until(holds):
 @contextlib.contextmanager
 def serving(service, timeout=60.0, **options):
     """Runs an endpoint in a thread; gives the server, and its port as ``server.port``."""
-    from specsamp.serving.endpoint import make_app
+    from specsamp.serving.endpoint import Endpoint
     from specsamp.serving.web_server import WebServer, bind
 
-    app = make_app(service, model="bytes", warps=WARPS, timeout=timeout, **options)
+    app = Endpoint(service=service, model="bytes", warps=WARPS, timeout=timeout, **options).app()
     with bind("127.0.0.1", 0, timeout) as bound:
         server = WebServer(app, service.close, connections=service.capacity, timeout=timeout)
         server.port = bound.getsockname()[1]
