@@ -43,8 +43,8 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.text_format import human_count
 from specsamp.training import run
 from specsamp.training.data import Corpus, held_out_windows, read_corpus, standard_library
-from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS, evaluate
-from specsamp.training.source import Source, open_trained, open_trained_head
+from specsamp.training.evaluate import evaluate
+from specsamp.training.source import Source, open_trained
 from specsamp.training.task import Distill, Pretrain
 
 _TARGET = flags.DEFINE_string("target", None, "Make a pair: the folder of the target's training run.")
@@ -125,7 +125,7 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
     with entry.progress(console, "measuring on held-out text"):
         sides = {"float32": (target.params, draft.params), "int8": (stored.target_params, stored.draft_params)}
         for name, (of_target, of_draft) in sides.items():
-            told = evaluate(distilled, of_draft, of_target, rows, 16, warps=COMPARED_DISTRIBUTIONS)
+            told = evaluate(distilled, of_draft, of_target, rows, 16)
             measured[name] = {"target": evaluate(alone, of_target, None, rows, 16), "draft": told}
     write_prompts(output / "prompts.json", corpus)
     provenance |= {"held_out": measured, "held_out_windows": len(rows), "exported": machine.environment()}
@@ -163,15 +163,14 @@ def export_head(console: Console) -> None:
     place = storage.place(_OUTPUT.value)
     if (place / "config.json").exists() and not (place / "training.json").exists():
         raise ValueError(f"{_OUTPUT.value} holds a model or a head that was not exported here: give another folder")
-    trained = open_trained_head(_RUN.value)
+    trained = open_trained(_RUN.value, is_head=True)
     with entry.reading(f"{_RUN.value}/run.json"):
         config, target = trained.provenance["config"], trained.made_from("target")
         name = target.get("name") or config["target"].rstrip("/").split("/")[-1]
         params = jax.tree.map(lambda x: x if x.dtype == np.int32 else x.astype(jnp.bfloat16), trained.params)
         head, K = FeatureHead(trained.config), config["test_time"]["test_steps"]
         write_head(_OUTPUT.value, head, params, target_name=name, K=K)
-        told = provenance_of(trained) | {"target": target} | run.history(trained.folder, trained.step)
-        storage.write_json(place / "training.json", told)
+        storage.write_json(place / "training.json", provenance_of(trained) | {"target": target})
     console.print(f"{sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6:.1f} MB, of step {trained.step}")
 
 

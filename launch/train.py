@@ -46,7 +46,6 @@ from specsamp.training.data import (
     train_tokenizer,
 )
 from specsamp.training.eagle import TrainHead, most_frequent
-from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS
 from specsamp.training.generated import complete_windows
 from specsamp.training.layerskip import LayerSkip
 from specsamp.training.log import Progress
@@ -116,8 +115,6 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
         run.open_run(folder, config.recorded, tokenizer.to_json(), **made_from)
         if is_head and config.head.get("draft_vocab_size"):
             run.write_array(folder / run.IDS, np.asarray(teacher_params[DRAFT_IDS]))
-        if is_head and first is not None and not (folder / run.BEFORE).exists():
-            storage.write_json(folder / run.BEFORE, run.history(config.init))
     epochs = train_config.steps * train_config.batch * data.length / len(windows.stream)
     count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
     console.print(
@@ -136,7 +133,6 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
         intervals=config.intervals,
         console=console,
         params=first_params,
-        warps=COMPARED_DISTRIBUTIONS if task.drafts else None,
         mesh=mesh,
     )
 

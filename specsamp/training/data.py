@@ -1,7 +1,6 @@
 """Reads a folder of text files as token windows; each line of a ``.jsonl`` file is a conversation.
 
-Everything here is a function of the files, the seed and the step. No reader has a state of its own, so the position
-in the data needs no checkpoint beyond the step.
+Everything here is a function of the files, the seed and the step, so a resumed run needs nothing but its step.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ TrainingText = str | ChatText
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Texts by relative path. Whether a file, or a conversation, is trained on or held out depends on its path alone."""
+    """Texts by relative path; the path alone decides whether a file, or a conversation, is trained on or held out."""
 
     train: dict[str, TrainingText]
     held_out: dict[str, TrainingText]
@@ -49,7 +48,7 @@ class Corpus:
     digest: str  # SHA-256 of all paths and contents, both sides
 
     def describe(self) -> dict:
-        """Returns the digest, and the number of files and bytes that are trained on and held out."""
+        """Returns the digest, and the number of files and bytes of both sides."""
 
         def size(texts):
             return sum(len(text.encode()) for text in texts.values())
@@ -80,12 +79,12 @@ def read_corpus(
 
     Args:
       pattern: of file names, as in `fnmatch`.
-      exclude: patterns, as in `fnmatch`, of folders and files that are left out wherever they occur.
+      exclude: patterns, as in `fnmatch`, of folders and files that are left out.
       held_out: share of the files kept from training, in [0, 1], by a hash of the relative path.
 
     Raises:
       FileNotFoundError: there is no such folder.
-      ValueError: a share outside [0, 1], a line that is no conversation, or nothing is left to train on.
+      ValueError: a share outside [0, 1], a line that is no conversation, or no file to train on.
     """
     validate.number("data.held_out", held_out, 0, 1)
     folder = pathlib.Path(folder)
@@ -130,9 +129,7 @@ def _parts(name: str, text: str) -> Iterable[tuple[str, TrainingText]]:
         except (ValueError, KeyError, TypeError, RecursionError):
             is_conversation = False
         if not is_conversation:
-            raise ValueError(
-                f'{name}, line {number}: {line[:60]!r} is no conversation; {{"messages": [...]}} is wanted'
-            )
+            raise ValueError(f'{name}, line {number}: {line[:60]!r} is no conversation: write {{"messages": [...]}}')
         yield f"{name}:{number}", ChatText(line)
 
 
@@ -179,8 +176,8 @@ def token_stream(texts: Iterable[TrainingText], tokenizer) -> np.ndarray:
 class Windows:
     """Cuts windows of ``length + 1`` tokens from a stream, in an order that depends on the seed and the epoch.
 
-    Inputs of windows do not overlap within an epoch; every epoch cuts the stream at another offset. A window gives
-    ``length`` inputs and as many labels.
+    A window gives ``length`` inputs and as many labels. Inputs do not overlap within an epoch; every epoch cuts the stream
+    at another offset.
 
     Raises:
       ValueError: a length below 1, or a stream too short for one window.
@@ -222,7 +219,7 @@ def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.nd
     """Returns at most ``most`` windows of the held-out files, spread evenly over them, ``[windows, length + 1]``.
 
     Raises:
-      ValueError: no file is held out, they are too short for a window, or no window is asked for.
+      ValueError: no file is held out, the files are too short for a window, or ``most`` is below 1.
     """
     validate.integer("data.held_out_windows", most, 1)
     if not corpus.held_out:
@@ -233,30 +230,18 @@ def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.nd
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Mixes batches: a share comes from ``rows``, in an order drawn per epoch, the rest from ``windows``.
-
-    Raises:
-      ValueError: a share outside [0, 1], or rows of another length than the windows.
-    """
+    """Mixes batches: a share comes from ``rows``, in an order drawn per epoch, the rest from ``windows``."""
 
     windows: Windows
     rows: np.ndarray  # [rows, length + 1] int32
-    share: float
+    share: float  # in [0, 1]
     seed: int = 0
-
-    def __post_init__(self):
-        validate.number("the share of generated rows", self.share, 0, 1)
-        if self.rows.shape[1:] != (self.windows.length + 1,):
-            raise ValueError(f"rows of {self.rows.shape[1]} tokens beside windows of {self.windows.length + 1}")
 
     def batch(self, step: int, size: int) -> np.ndarray:
         """Returns ``[size, length + 1]`` int32: first rows of windows, then ``round(share * size)`` of ``rows``."""
         drawn = round(self.share * size)
         epochs, places = np.divmod(np.arange(step * drawn, (step + 1) * drawn), len(self.rows))
-
-        def shuffled(epoch):
-            return np.random.default_rng([self.seed, 1, int(epoch)]).permutation(len(self.rows))
-
-        order = {epoch: shuffled(epoch) for epoch in set(epochs)}
+        shuffles = {epoch: np.random.default_rng([self.seed, 1, epoch]) for epoch in set(epochs.tolist())}
+        order = {epoch: shuffle.permutation(len(self.rows)) for epoch, shuffle in shuffles.items()}
         chosen = [order[epoch][place] for epoch, place in zip(epochs, places, strict=True)]
         return np.concatenate([self.windows.batch(step, size - drawn), self.rows[chosen]])

@@ -1,18 +1,18 @@
 """Trains heads that draft from a target's hidden states, by EAGLE-3's training-time test (arXiv 2503.01840, section 3.2).
 
-In decoding a head reads the target's hidden states once and goes on with features of its own. So it does here, for S
-steps. At step i row t reads the true token x_{t+1+i} beside the feature that step i - 1 returned for it (the target's
-own hidden states at step 0), at position t + i, and says what follows x_{t+1+i}. It sees what a draft would see there:
-the true features of rows up to t, then one feature of its own for each step. The loss compares it with the target:
+In decoding a head reads the target's hidden states once and goes on with its own features. Training does the same for S
+steps. At step i row t reads the true token x_{t+1+i} and the feature that step i - 1 returned for the row (at step 0 the
+target's hidden states), at position t + i, and predicts the token after x_{t+1+i}. It attends to the same features as in
+decoding: the target's of rows up to t, then its own of each step. The loss compares it with the target:
 
     loss = sum_i decay^i mean_t D(q_{t+1+i}, p_{t,i}),       D one of `DIVERGENCES`
 
-Medusa heads go through the same test: they return the feature that they were given, so that step i is the head at offset
-i, which says x_{t+2+i} from what the target knew at t, whatever lies between.
+Medusa heads go through the same test. They return the feature that they read, so step i is the head at offset i, which
+predicts x_{t+2+i} from the target's hidden state at t.
 
-The target runs in the same step, without a gradient, so that no hidden states are stored. With a reduced vocabulary
-``q`` is renormalised over it, and positions whose likeliest token is outside are left out; acceptance, which is logged
-for each step, is always that of the whole ``q``.
+The target runs in the same step, without a gradient, so no hidden states are stored. With a reduced vocabulary ``q`` is
+renormalised over it, and positions whose likeliest token is outside are left out. The logged acceptance of each step is
+always under the whole ``q``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
 from specsamp.sampling.warp import Warp, log_probs
 from specsamp.training.objective import DIVERGENCES, greedy_agreement, overlap
+from specsamp.training.task import Task
 
 Array = jax.Array
 
@@ -45,15 +46,15 @@ Array = jax.Array
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepCache:
-    """The keys and values of the steps so far; a `LayerCache` for the attention of a head.
+    """Keys and values of the steps so far; a `LayerCache` for the attention of a head.
 
-    Row t of a step sees the rows up to t of the first step, and row t alone of every later one, its own included.
+    Row t of a step sees rows up to t of the first step, and row t of every later step so far.
 
     Attributes:
-      later: R, the steps after the first, for which there is room.
+      later: R, the most steps after the first.
       keys, values: of the first step, ``[B, M, T, H]``; None before it.
-      own_keys, own_values: of the later ones, ``[R, B, M, T, H]``.
-      count: how many of them there are so far.
+      own_keys, own_values: of the later steps, ``[R, B, M, T, H]``.
+      count: the number of later steps so far.
     """
 
     later: int
@@ -68,7 +69,7 @@ class StepCache:
         return self.keys.shape[2] + self.later
 
     def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
-        """Adds a step; ``start_B`` is its number, which its positions were counted from."""
+        """Adds a step; ``start_B`` is its number, where its positions begin."""
         if self.keys is None:
             room = jnp.zeros((self.later, *k_BMTH.shape), k_BMTH.dtype)
             return dataclasses.replace(self, keys=k_BMTH, values=v_BMTH, own_keys=room, own_values=room)
@@ -101,17 +102,17 @@ class StepCache:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainHead:
-    """Trains a head beside its target; a `Task`. Its teacher comes from `teacher`.
+class TrainHead(Task):
+    """Trains a head beside its target; a `Task`, whose teacher `teacher` returns.
 
     Attributes:
-      head: its parameters are trained, but for the ids of a reduced vocabulary.
-      target: the model it was made for.
+      head: its parameters are trained, except the ids of a reduced vocabulary.
+      target: the model that it reads.
       objective: one of `DIVERGENCES`.
-      test_steps: S of the training-time test; of Medusa heads as many as there are.
-      decay: weight of a step, of that of the step before it.
-      chunk: positions whose logits are made at a time; they, and what a step computes, are made again for the
-        gradient. None: nothing is made again.
+      test_steps: S of the training-time test; at most the number of Medusa heads.
+      decay: weight of a step relative to the step before.
+      chunk: positions whose logits are in memory at a time. Logits and steps are then computed again for the gradient.
+        None: all positions, and nothing is computed again.
 
     Raises:
       ValueError: an unknown objective, a number out of range, or a head for another target.
@@ -123,7 +124,6 @@ class TrainHead:
     test_steps: int = 7
     decay: float = 0.8
     chunk: int | None = None
-    drafts = True
 
     def __post_init__(self):
         validate.choice("objective", self.objective, DIVERGENCES)
@@ -140,14 +140,8 @@ class TrainHead:
         """Returns the target's parameters in its compute dtype, and the ids of a reduced vocabulary.
 
         Args:
-          draft_ids: ``[U]``, increasing.
-
-        Raises:
-          ValueError: ids without a reduced vocabulary, one without ids, or another number of them.
+          draft_ids: of the reduced vocabulary, ``[U]``, increasing.
         """
-        size, given = self.head.config.draft_vocab_size, None if draft_ids is None else len(draft_ids)
-        if size != given:
-            raise ValueError(f"the head has a reduced vocabulary of {size} tokens; {given} ids were given")
         target_params = jax.tree.map(lambda x: x.astype(self.target.config.compute_dtype), target_params)
         return {"target": target_params, DRAFT_IDS: None if draft_ids is None else jnp.asarray(draft_ids, jnp.int32)}
 
@@ -172,10 +166,7 @@ class TrainHead:
         return losses_S @ self.decay ** jnp.arange(self.test_steps), _by_position("acceptance", accepted_S)
 
     def measure(self, params, teacher_params, tokens_BT, warp):
-        """Returns the objective, and the acceptance of a token at each position of a draft.
-
-        Position i + 1 is step i: the tokens before it are those of the text.
-        """
+        """Returns the objective, and the acceptance at each position of a draft: position i + 1 is step i."""
         losses_S, accepted_S, agreed_S = self._averages(params, teacher_params, tokens_BT, warp)
         return {
             "loss": losses_S @ self.decay ** jnp.arange(self.test_steps),
@@ -187,7 +178,7 @@ class TrainHead:
         """Returns the divergence, the acceptance and the share of equal modes of each step, ``[S]``.
 
         Args:
-          warp: of acceptance and modes; None: temperature 1, modes are not compared.
+          warp: of acceptance and modes; None: temperature 1, and modes are not compared.
         """
         weights = self.head.training_weights(params, teacher[DRAFT_IDS])
         stream_BTD, features_SBTD = self._steps(weights, teacher["target"], tokens_BT)
@@ -214,8 +205,8 @@ class TrainHead:
         """Runs the target, and the steps of the training-time test.
 
         Returns:
-          The stream behind the target's last layer ``[B, T, D]``; and what each step returned, ``[S, B, T, D]``: at t
-          what is to be compared with the target's row t, which for t <= i is nothing.
+          The stream behind the target's last layer, ``[B, T, D]``; and the features of each step, ``[S, B, T, D]``, which
+          are compared with the target at the same position t, for t > i.
         """
         head, inputs_BT = self.head, tokens_BT[:, :-1]
         layers = *head.hidden_layers, self.target.num_layers - 1
@@ -224,7 +215,7 @@ class TrainHead:
         before = head.fuse(weights, tuple(hidden)), StepCache(later=max(self.test_steps - 1, 1))
 
         def run(weights, embedded_BTD, before, step):
-            # Rows whose tokens lie beyond the window come round: what they return is compared with nothing.
+            # The last tokens come round to the front; features at these positions are not compared.
             token_BTD = jnp.roll(embedded_BTD, -step, axis=1)
             return head(weights, token_BTD, before[0], jnp.full(len(tokens_BT), step), before[1])
 
@@ -235,7 +226,7 @@ class TrainHead:
             return after, after[0]
 
         first = run(weights, embedded_BTD, before, jnp.int32(0))
-        _, later = jax.lax.scan(go_on, first, jnp.arange(1, self.test_steps))  # a loop: each is compiled alike
+        _, later = jax.lax.scan(go_on, first, jnp.arange(1, self.test_steps))  # a loop: one step is compiled
         returned = [jnp.roll(features_BTD, i + 1, axis=1) for i, features_BTD in enumerate([first[0], *later])]
         return stream_BTD, jnp.stack(returned)
 
@@ -245,8 +236,7 @@ class TrainHead:
         """Compares each step with some rows of the target.
 
         Returns:
-          ``[S, 5]``: sums of divergences, of the positions that they are of, of acceptance, of equal modes, and of all
-          positions.
+          ``[S, 5]``: sums of divergences, of positions with a divergence, of acceptance, of equal modes, and of positions.
         """
         target_BTV = target_BTU = self.target.read_out(teacher["target"], stream_BTD)
         ids_U, is_counted_BT = teacher[DRAFT_IDS], jnp.ones(target_BTV.shape[:2], bool)
@@ -274,12 +264,12 @@ class TrainHead:
             of_each = divergence_BT * counts_BT, counts_BT, accepted_BT * exists_BT, agreed_BT * exists_BT, exists_BT
             return jnp.stack([x_BT.sum(dtype=jnp.float32) for x_BT in of_each])
 
-        if self.head.config.max_tokens is not None:  # each step has parameters of its own
+        if self.head.config.max_tokens is not None:  # each step has other parameters
             return jnp.stack([sums(step, features_BTD) for step, features_BTD in enumerate(features_SBTD)])
         return jax.lax.map(lambda one: sums(*one), (jnp.arange(self.test_steps), features_SBTD))
 
     def _reduced_logits(self, target_params: Any, ids_U: Array, stream_BTD: Array) -> Array:
-        """Returns the target's logits ``[B, T, U]`` of some ids, computed from their rows of its output alone."""
+        """Returns the target's logits ``[B, T, U]`` of some ids, computed from these rows of its output."""
         ends = {name: target_params[name][ids_U] for name in ("embedding", OUTPUT_EMBEDDING) if name in target_params}
         config = dataclasses.replace(self.target.config, vocab_size=len(ids_U), num_real_tokens=None)
         return TransformerLM(config).read_out({**target_params, **ends}, stream_BTD)
@@ -292,7 +282,7 @@ class TrainHead:
 
 
 def most_frequent(tokens: np.ndarray, vocab_size: int, count: int) -> np.ndarray:
-    """Returns the ``count`` most frequent of ``vocab_size`` ids, ``[count]`` int32, increasing; of equals the lower."""
+    """Returns the ``count`` most frequent of ``vocab_size`` ids, ``[count]`` int32, increasing; ties go to the lower id."""
     order = np.argsort(-np.bincount(tokens, minlength=vocab_size), kind="stable")
     return np.sort(order[:count]).astype(np.int32)
 

@@ -26,13 +26,13 @@ def complete_windows(
       pair: its target writes.
       rows: ``[rows, T + 1]`` tokens.
       prompt_length: tokens that are kept, in [1, T].
-      sampling: the distribution of what is written, its numbers one for all rows or one per row of a batch.
+      sampling: the target's warp, with numbers for all rows or for each row of a batch.
       seed: of the noise, which depends on the seed and the id of a row alone.
       batch: rows written at a time.
-      first_id: the id of the first row; the others count on from it.
+      first_id: the id of the first row; ids increase by 1.
 
     Returns:
-      ``[rows, T + 1]`` int32. An end of text inside a row does not end it: the next text follows.
+      ``[rows, T + 1]`` int32. A row goes on after an end of text, with the next text.
 
     Raises:
       ValueError: no token is kept, or none is left to write.

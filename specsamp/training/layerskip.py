@@ -1,14 +1,14 @@
 """LayerSkip: trains a target so that its own first layers can draft (Elhoushi et al., arXiv 2404.16710).
 
-Target and draft are trained together, being one model: layers are dropped at random, the deeper the oftener, and the
-output reads the streams of inner layers as it reads the last one.
+Target and draft are one model. Layers are dropped at random, deep layers more often, and the output reads the streams of
+inner layers like that of the last.
 
     dropout      p(l, t) = S(t) D(l) p_max,   D(l) = 2^(l / (L-1)) - 1,   S(t) = 2^(t / (T-1)) - 1, or 1 in fine-tuning
     loss         sum_l w(l, t) CE(l),         w(l, t) = e(l) C(l, t) / sum_l e(l) C(l, t)
 
-L layers are counted from 0, steps t from 0 to T - 1. ``CE(l)`` is the cross-entropy of what the final norm and the
-output make of the stream behind layer l, the draft's distribution at exit l + 1. The curriculum ``C(l, t)`` is 1 for the
-layers that are read at step t; the last is read at every step.
+L layers are counted from 0, steps t from 0 to T - 1. ``CE(l)`` is the cross-entropy of the draft at exit l + 1: final norm
+and output applied to the stream behind layer l. The curriculum ``C(l, t)`` is 1 for the layers that are read at step t; the
+last layer is read at every step.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from specsamp import validate
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import log_probs
 from specsamp.training.objective import cross_entropy, greedy_agreement, overlap
+from specsamp.training.task import Task
 
 Array = jax.Array
 
@@ -65,14 +66,14 @@ def loss_weights(exit_scale: float, is_read_L: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerSkip:
+class LayerSkip(Task):
     """Minimises cross-entropy on text at the last layer and at inner ones, with layers dropped; a `Task`.
 
     Attributes:
       model: the target, which drafts with its first layers (`specsamp.decoding.drafters.EarlyExitDrafter`).
-      steps: T, those of the training.
-      from_scratch: dropout grows with the steps; False: fine-tuning, it is that of the last step from the first.
-      dropout: p_max, the probability that the last layer is dropped for a sample.
+      steps: T of the training.
+      from_scratch: whether dropout grows with the steps; in fine-tuning every step has that of the last.
+      dropout: p_max, the probability that the last layer is dropped for a sequence.
       exit_scale: s, how much inner layers count; 0: not at all.
       curriculum: one of `CURRICULA`, see `read_layers`.
       rotation: R of the rotational curriculum: a step reads one inner layer in so many.
@@ -88,7 +89,6 @@ class LayerSkip:
     exit_scale: float = 0.2
     curriculum: str = "rotational"
     rotation: int = 8
-    drafts = True
 
     def __post_init__(self):
         validate.choice("layer_skip.curriculum", self.curriculum, CURRICULA)
@@ -99,21 +99,13 @@ class LayerSkip:
         if self.model.num_layers < 2:
             raise ValueError("a model of one layer has no earlier exit: give it two or more layers")
 
-    def init(self, key, teacher_params=None):
-        return self.model.init(key)
-
-    def param_axes(self):
-        return self.model.param_axes()
-
-    def teacher_axes(self):
-        return None
-
     def loss(self, params, teacher_params, tokens_BT, key, step=0):
         inputs_BT, labels_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
-        kept_BL = jax.random.uniform(key, (len(tokens_BT), self.model.num_layers)) >= self.dropout_at(step)[None]
-        streams = self.streams(params, inputs_BT, kept_BL)
+        num_layers = self.model.num_layers
+        kept_BL = jax.random.uniform(key, (len(tokens_BT), num_layers)) >= self.dropout_at(step)[None]
+        streams = self.model.forward_streams(params, inputs_BT, tuple(range(num_layers)), kept_BL=kept_BL)
 
-        # A layer that is not read costs nothing, and logits are made again for the gradient: one layer's at a time.
+        # A layer that is not read costs nothing. Logits are computed again for the gradient, one layer at a time.
         @jax.checkpoint
         def text_loss(params: Any, x_BTD: Array) -> Array:
             log_probs_BTV = jax.nn.log_softmax(self.model.read_out(params, x_BTD))
@@ -122,14 +114,15 @@ class LayerSkip:
         def nothing(params: Any, x_BTD: Array) -> Array:
             return jnp.zeros(())
 
-        weights_L = self.weights_at(step)
+        is_read_L = read_layers(self.curriculum, num_layers, step, self.steps, self.rotation)
+        weights_L = loss_weights(self.exit_scale, is_read_L)
         losses = [jax.lax.cond(w > 0, text_loss, nothing, params, x_BTD) for w, x_BTD in zip(weights_L, streams)]
         return sum(w * loss for w, loss in zip(weights_L, losses, strict=True)), {"text_loss": losses[-1]}
 
     def measure(self, params, teacher_params, tokens_BT, warp):
         """Returns the loss at each exit, and the acceptance of a token that is drafted there."""
         inputs_BT, labels_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
-        *inner, last_BTD = self.streams(params, inputs_BT, None)
+        *inner, last_BTD = self.model.forward_streams(params, inputs_BT, tuple(range(self.model.num_layers)))
         target_BTV = self.model.read_out(params, last_BTD)
         measured = {"loss": cross_entropy(jax.nn.log_softmax(target_BTV), labels_BT).mean()}
         for exit_layer, x_BTD in enumerate(inner, start=1):
@@ -146,13 +139,3 @@ class LayerSkip:
         """Returns the probability that each layer is dropped at a step, ``[L]``."""
         scale = dropout_scale(step, self.steps) if self.from_scratch else 1.0
         return dropout_rates(self.model.num_layers, self.dropout, scale)
-
-    def weights_at(self, step: Array | int) -> Array:
-        """Returns the weight of each layer's loss at a step, ``[L]``."""
-        is_read_L = read_layers(self.curriculum, self.model.num_layers, step, self.steps, self.rotation)
-        return loss_weights(self.exit_scale, is_read_L)
-
-    def streams(self, params: Any, inputs_BT: Array, kept_BL: Array | None) -> tuple[Array, ...]:
-        """Returns the stream behind each layer, ``[B, T, D]``."""
-        layers = tuple(range(self.model.num_layers))
-        return self.model.forward_streams(params, inputs_BT, layers, kept_BL=kept_BL)

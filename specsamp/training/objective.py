@@ -7,8 +7,8 @@ the target and Q for the draft:
     reverse KL        sum Q log(Q/P)
     total variation   1/2 sum |P - Q|       exactly 1 - acceptance of the token rule (Chen et al.,
                                             arXiv 2302.01318, theorem 1; DistillSpec, arXiv 2310.08461)
-    lk hybrid         w KL(P || Q) + (1 - w) TV, w = exp(-3 acceptance) without gradient: from the one that learns fast
-                                            to the one that counts (as the package speculators offers it)
+    lk hybrid         w KL(P || Q) + (1 - w) TV, w = exp(-3 acceptance) without gradient (as in the package speculators):
+                                            KL learns fast at first, TV is the final aim
 """
 
 from __future__ import annotations

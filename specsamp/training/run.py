@@ -18,7 +18,6 @@ from specsamp.training.log import read_metrics
 
 FIX = "restore the file, or begin anew in another --workdir"
 IDS = f"{DRAFT_IDS}.npy"  # of a head with a reduced vocabulary
-BEFORE = "before.json"  # what a head had seen when its run began with it
 
 
 def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str] = ()) -> None:
@@ -45,7 +44,7 @@ def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str]
 
 
 def check_same(folder: str | os.PathLike, name: str, description: dict) -> None:
-    """Checks that the "corpus" or "target" (``name``) of a run is the one that the run began with.
+    """Checks that a run goes on with the "corpus" or "target" (``name``) that it began with.
 
     Raises:
       ValueError: its ``sha256`` differs (the message shows both descriptions), or its file is damaged.
@@ -61,35 +60,12 @@ def check_same(folder: str | os.PathLike, name: str, description: dict) -> None:
 
 
 def open_run(folder: str | os.PathLike, config: dict, tokenizer_json: str, **made_from: dict) -> None:
-    """Creates the folder of a run and writes its configuration, tokenizer and descriptions, all checked before."""
+    """Creates the folder of a run and writes its configuration, tokenizer and descriptions."""
     folder = storage.place(folder)
     storage.write_json(folder / "run.json", config)
     storage.write(folder / "tokenizer.json", tokenizer_json)
     for name, description in made_from.items():
         storage.write_json(folder / f"{name}.json", description)
-
-
-def history(folder: str | os.PathLike, last_step: int | None = None) -> dict[str, Any]:
-    """Returns the training history of a head: "tokens" seen, and "curve", held-out measurements by tokens seen.
-
-    Args:
-      last_step: of the run; default all that it logged.
-    """
-    folder = storage.place(folder)
-    if not (folder / "run.json").exists():
-        return {name: read_training(folder).get(name, empty) for name, empty in (("tokens", 0), ("curve", []))}
-    before = storage.read_json(folder / BEFORE) if (folder / BEFORE).exists() else {"tokens": 0, "curve": []}
-    config, curve, last = read_config(folder), list(before["curve"]), 0
-    number = curve[-1]["run"] + 1 if curve else 0
-    tokens = config["train"]["batch"] * config["data"]["length"]
-    for record in read_metrics(folder / "metrics.jsonl"):
-        if last_step is not None and record["step"] > last_step:
-            break
-        last = record["step"]
-        if "held_out/loss" in record:
-            measured = {key.removeprefix("held_out/"): x for key, x in record.items() if key.startswith("held_out/")}
-            curve.append({"run": number, "step": last, "tokens": before["tokens"] + last * tokens} | measured)
-    return {"tokens": before["tokens"] + last * tokens, "curve": curve}
 
 
 def last_metrics(folder: epath.Path, step: int) -> dict[str, Any]:
@@ -106,11 +82,6 @@ def last_metrics(folder: epath.Path, step: int) -> dict[str, Any]:
             before = record["step"]
         last |= record
     return last | {"training_seconds": seconds}
-
-
-def read_training(folder: epath.Path) -> dict[str, Any]:
-    """Reads the training.json of an exported head; {} if another program wrote the head."""
-    return storage.read_json(folder / "training.json") if (folder / "training.json").exists() else {}
 
 
 def read_config(folder: str | os.PathLike) -> dict:
@@ -136,11 +107,7 @@ def without_paths(config: dict) -> dict:
 
 
 def read_description(path: epath.Path) -> dict:
-    """Reads an object of a run's folder, such as the description of its corpus or target.
-
-    Raises:
-      FileNotFoundError, ValueError: as `storage.read_json`, with the fix.
-    """
+    """Reads an object of a run's folder, such as the description of its corpus; raises as `storage.read_json`."""
     try:
         return storage.read_json(path)
     except ValueError as error:

@@ -1,13 +1,12 @@
 """Loads the parameters that a training begins with, or that a draft or a head learns from.
 
-    open_trained(folder)         the model of a run
-    open_trained_head(folder)    the head of a run
-    open_target(name)            the target of a pair, or the model of a run
+    open_trained(folder)         the model or the head of a run
+        open_target(name)            the target of a pair, or the model of a run
     open_first_head(folder)      the head of a run, or one that was exported or published
     open_public_target(name)     a public checkpoint, by folder, bucket or hub id
 
-A public target of billions of parameters is never whole on one device. Each device reads its part when the parameters
-are first used, after everything else about the training has been checked.
+A public target of billions of parameters is never whole on one device: each device reads its part when the parameters are
+first used.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.sharded import ShardedModel, shard_model
+from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.training.run import FIX, IDS, read_array, read_config, read_description, read_training
+from specsamp.training.run import FIX, IDS, read_array, read_config, read_description
 
 HEADS = {"eagle3": Eagle3Config, "medusa": MedusaConfig, "mtp": MTPConfig}  # kinds of heads that are trained
 
-# Fields of a head's decoder layer that it takes from its target where a configuration leaves them open. It never takes
-# norms of queries and keys, windows or caps: public heads are plain layers beside any target.
+# Fields of a head's decoder layer that come from its target where a configuration leaves them open. Norms of queries and
+# keys, windows and caps do not: public heads are plain layers beside any target.
 OF_ITS_LAYERS = (
     *("vocab_size", "width", "num_heads", "num_kv_heads", "head_size", "feedforward_width"),
     *("max_positions", "norm_epsilon", "rotary_base", "rotary_scaling"),
@@ -63,9 +62,9 @@ class Source:
       config: its shape.
       read: reads the parameters.
       step: of the checkpoint in a run.
-      provenance: what the files say about the run: its "config", "corpus" and "target", as far as they are there.
-      public: the checkpoint, if it is a public one.
-      mesh: whose model axis holds the parameters together. None: each process has all of them.
+      provenance: "config", "corpus" and "target" of the run, as far as its files have them.
+      public: the public checkpoint, or None.
+      mesh: the mesh whose model axis splits the parameters. None: each process has all parameters.
     """
 
     folder: epath.Path
@@ -90,7 +89,7 @@ class Source:
         """
         tokenizer = self.public.require_tokenizer()
         if tokenizer.eos_id is None:
-            raise ValueError(f"{self.public.name} names no eos_token_id, which parts texts: add it to config.json")
+            raise ValueError(f"{self.public.name} names no eos_token_id, which ends texts: add it to config.json")
         return tokenizer
 
     def made_from(self, name: str) -> dict[str, Any]:
@@ -104,12 +103,13 @@ class Source:
         return TransformerLM(dataclasses.replace(self.config, dtype=dtype))
 
     def writer(self, dtype: str) -> Pair:
-        """Returns the model that writes text: a public model is split over its mesh and never writes tokens of padding."""
+        """Returns the model as a pair that writes text; a public model is split over its mesh and writes no padding tokens."""
         model = self.model_in(dtype)
         if self.mesh is None:
             return Pair(target=model, target_params=self.params)
         real = min(self.tokenizer.vocab_size, self.config.vocab_size)
-        model = _sharded(dataclasses.replace(model.config, num_real_tokens=real), self.mesh)
+        model = TransformerLM(dataclasses.replace(model.config, num_real_tokens=real))
+        model = shard_model(model, Layout.tensor_parallel(self.mesh))
         return Pair(target=model, target_params=self.params, shards=DataShards(self.mesh))
 
     @functools.cached_property
@@ -134,74 +134,65 @@ def is_trained_here(name: str | os.PathLike) -> bool:
 
 
 def open_target(name: str | os.PathLike) -> Source:
-    """Reads the target of a pair, by name or folder, or the model of a run.
-
-    Raises:
-      FileNotFoundError, ValueError: see `load_pair` and `open_trained`.
-    """
+    """Reads the target of a pair, by name or folder, or the model of a run; raises as `load_pair` and `open_trained`."""
     try:
         folder = pair_folder(str(name))
     except FileNotFoundError:
         return open_trained(name)
     pair = load_pair(folder)
     provenance = storage.read_json(folder / "pair.json").get("provenance", {}).get("target", {})
-    return _source(folder, pair.target.config, pair.target_params, provenance.get("step", 0), provenance)
+    folder, config, step = storage.place(folder), pair.target.config, provenance.get("step", 0)
+    return Source(folder=folder, config=config, read=lambda: pair.target_params, step=step, provenance=provenance)
 
 
-def open_trained(folder: str | os.PathLike) -> Source:
-    """Reads the parameters of a run, without its optimizer.
+def open_trained(folder: str | os.PathLike, *, is_head: bool = False) -> Source:
+    """Reads the parameters of the run of a model or a head, without its optimizer.
+
+    Args:
+      is_head: whether it must be the run of a head, else of a model; a head comes with the ids of a reduced vocabulary.
 
     Raises:
       FileNotFoundError: no run, or no checkpoint.
-      ValueError: the configuration is damaged, or the checkpoint is, or does not fit it; or it is the run of a head.
+      ValueError: the other kind of run; or the configuration is damaged, or the checkpoint is, or does not fit it.
     """
     folder, fields = storage.place(folder), read_config(folder)
-    if "head" in fields:
-        raise ValueError(f"{folder} is the run of a head, which is no model: launch/export.py reads it")
-    with _damaged(folder, "model"):
-        config = TransformerConfig.from_json(fields["model"])
-    params, step = _restore(folder, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
-    return _source(folder, config, params, step, _provenance(folder, fields))
-
-
-def open_trained_head(folder: str | os.PathLike) -> Source:
-    """Reads the parameters of the run of a head, with the ids of a reduced vocabulary.
-
-    Raises:
-      FileNotFoundError, ValueError: as `open_trained`; or it is no run of a head.
-    """
-    folder, fields = storage.place(folder), read_config(folder)
-    if "head" not in fields:
-        raise ValueError(f"{folder} is no run of a head")
-    target = read_description(folder / "target.json")
-    with _damaged(folder, "head"):
-        layer = TransformerConfig.from_json(fields["model"], dtype=fields["compute_dtype"])
-        sizes = {name: target[name] for name in ("target_layers", "target_width")}
-        head = make_head(layer, fields["head"], **sizes)
-    shapes = dict(jax.eval_shape(head.init, jax.random.key(0)))
+    if ("head" in fields) != is_head:
+        raise ValueError(f"{folder} is the run of a {'model, not of a head' if is_head else 'head, not of a model'}")
+    files = {name: folder / f"{name}.json" for name in ("corpus", "target")}
+    provenance = {name: read_description(path) for name, path in files.items() if path.exists()}
+    try:
+        if is_head:
+            layer = TransformerConfig.from_json(fields["model"], dtype=fields["compute_dtype"])
+            target = read_description(folder / "target.json")
+            sizes = {name: target[name] for name in ("target_layers", "target_width")}
+            model = make_head(layer, fields["head"], **sizes)
+        else:
+            model = TransformerLM(TransformerConfig.from_json(fields["model"]))
+    except (KeyError, TypeError, ValueError) as error:
+        told = f"{folder / 'run.json'} describes no {'head' if is_head else 'model'} ({type(error).__name__}: {error})"
+        raise ValueError(f"{told}: {FIX}") from error
+    shapes = dict(jax.eval_shape(model.init, jax.random.key(0)))
     ids = shapes.pop(DRAFT_IDS, None)
     params, step = _restore(folder, shapes)
     if ids is not None:
         params = params | {DRAFT_IDS: jax.numpy.asarray(read_array(folder / IDS))}
-    return _source(folder, head.config, params, step, _provenance(folder, fields))
+    provenance |= {"config": fields}
+    return Source(folder=folder, config=model.config, read=lambda: params, step=step, provenance=provenance)
 
 
 def open_first_head(folder: str | os.PathLike, target: TransformerConfig) -> Source:
-    """Reads the head that a training begins with: of a run, or one that was exported or published.
-
-    Raises:
-      FileNotFoundError, ValueError: as `open_trained_head`; or as `open_head`.
-    """
+    """Reads the head of a run, or an exported or published head; raises as `open_trained` and `open_head`."""
     if (storage.place(folder) / "run.json").exists():
-        return open_trained_head(folder)
+        return open_trained(folder, is_head=True)
     checkpoint = open_head(folder, target, dtype="float32")
-    params = read_head(checkpoint, FeatureHead(checkpoint.config))
-    told = read_training(storage.place(folder))
-    return _source(folder, checkpoint.config, params, told.get("step", 0), told)
+    params, training = read_head(checkpoint, FeatureHead(checkpoint.config)), storage.place(folder) / "training.json"
+    told = storage.read_json(training) if training.exists() else {}  # of a head that was exported here
+    step, config = told.get("step", 0), checkpoint.config
+    return Source(folder=training.parent, config=config, read=lambda: params, step=step, provenance=told)
 
 
 def open_public_target(name: str, dtype: str, mesh: Mesh, progress: OnProgress = lambda *_: None) -> Source:
-    """Opens a public checkpoint; once it is open, only the values of its tensors can still be wrong.
+    """Opens a public checkpoint, and checks everything but the values of its tensors.
 
     Args:
       name: a folder, ``gs://`` folder or id of the hub.
@@ -217,7 +208,7 @@ def open_public_target(name: str, dtype: str, mesh: Mesh, progress: OnProgress =
     if checkpoint.config.weight_dtype == "int8":
         raise ValueError(f"{name} holds weights in int8, which nothing is trained beside: give the float checkpoint")
     config = checkpoint.config
-    model = _sharded(config, mesh)
+    model = shard_model(TransformerLM(config), Layout.tensor_parallel(mesh))
     source = Source(
         folder=checkpoint.folder,
         config=config,
@@ -241,7 +232,7 @@ def make_head(
         of the kind, and ``draft_vocab_size`` is 0, the whole vocabulary.
 
     Raises:
-      ValueError: an unknown kind, or what no head can be.
+      ValueError: an unknown kind, or fields that do not fit.
     """
     fields = dict(fields)
     kind = fields.pop("kind")
@@ -268,30 +259,6 @@ def layer_fields(fields: Mapping[str, Any], target: TransformerConfig) -> dict[s
     return {**fields, **taken} | ({} if scaling is None else {"rotary_scaling": dataclasses.asdict(scaling)})
 
 
-def _source(
-    folder: str | os.PathLike, config: TransformerConfig | HeadConfig, params: Any, step: int, provenance: Mapping
-) -> Source:
-    """Returns a source whose parameters have been read."""
-    place = storage.place(folder)
-    return Source(folder=place, config=config, read=lambda: params, step=step, provenance=provenance)
-
-
-def _provenance(folder: epath.Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration of a run with the descriptions of its corpus and target."""
-    files = {name: folder / f"{name}.json" for name in ("corpus", "target")}
-    return {"config": config} | {name: read_description(path) for name, path in files.items() if path.exists()}
-
-
-@contextlib.contextmanager
-def _damaged(folder: epath.Path, what: str):
-    """Names the run.json whose fields describe no model or head."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder / 'run.json'} describes no {what} ({told}): {FIX}") from error
-
-
 def _restore(folder: epath.Path, shapes: Any) -> tuple[Any, int]:
     """Reads parameters of these shapes from the last checkpoint of a run; returns them and the step."""
     # On one device, however many there were where it was saved. (Of many processes, each gets a whole copy.)
@@ -306,7 +273,3 @@ def _restore(folder: epath.Path, shapes: Any) -> tuple[Any, int]:
     if jax.process_count() > 1:
         params = jax.tree.map(lambda x: jax.numpy.asarray(np.asarray(x)), params)
     return params, step
-
-
-def _sharded(config: TransformerConfig, mesh: Mesh) -> ShardedModel:
-    return shard_model(TransformerLM(config), Layout.tensor_parallel(mesh))

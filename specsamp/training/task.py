@@ -1,12 +1,13 @@
 """Tasks of training: a target on text, or a draft on its target.
 
-A task is static and hashable, as models are. Parameters and the tokens of a step are arguments of its methods.
+A task is static and hashable, as models are; parameters and tokens are arguments of its methods.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -18,20 +19,27 @@ from specsamp.training.objective import DIVERGENCES, cross_entropy, greedy_agree
 Array = jax.Array
 
 
-class Task(Protocol):
-    """Interface between the trainer and a task; all it returns is averaged over positions."""
+class Task(abc.ABC):
+    """The interface between the trainer and a task; losses and measurements are averages over positions.
 
-    drafts: bool  # whether `measure` compares a draft with its target under a warp
+    The defaults are those of a task that trains all of ``model``, without a teacher.
+    """
+
+    model: TransformerLM
 
     def init(self, key: Array, teacher_params: Any = None) -> Any:
         """Returns the initial float32 parameters: random, except those copied from a given teacher."""
+        return self.model.init(key)
 
     def param_axes(self) -> Any:
         """Returns the logical axes of the parameters, see `specsamp.mesh.layout.Layout`."""
+        return self.model.param_axes()
 
     def teacher_axes(self) -> Any:
         """Returns the logical axes of ``teacher_params``; None if they are absent or replicated."""
+        return None
 
+    @abc.abstractmethod
     def loss(
         self, params: Any, teacher_params: Any, tokens_BT: Array, key: Array, step: Array | int = 0
     ) -> tuple[Array, dict[str, Array]]:
@@ -45,29 +53,20 @@ class Task(Protocol):
           step: updates made so far, for tasks that change with it.
         """
 
+    @abc.abstractmethod
     def measure(self, params: Any, teacher_params: Any, tokens_BT: Array, warp: Warp) -> dict[str, Array]:
         """Returns scalars on held-out tokens ``[B, T + 1]``.
 
-        "loss" is cross-entropy on the text, also of a draft that is trained on another objective; distributions of
-        draft and target are compared under ``warp``.
+        Names that begin with "loss" do not depend on ``warp``, under which the other numbers compare a draft with its
+        target. The loss of a model is its cross-entropy, also of a draft that is trained on another objective.
         """
 
 
 @dataclasses.dataclass(frozen=True)
-class Pretrain:
+class Pretrain(Task):
     """Minimises cross-entropy on text: trains a target, or the baseline of a draft."""
 
     model: TransformerLM
-    drafts = False
-
-    def init(self, key, teacher_params=None):
-        return self.model.init(key)
-
-    def param_axes(self):
-        return self.model.param_axes()
-
-    def teacher_axes(self):
-        return None
 
     def loss(self, params, teacher_params, tokens_BT, key, step=0):
         return _text_loss(self.model, params, tokens_BT)[0], {}
@@ -77,7 +76,7 @@ class Pretrain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Distill:
+class Distill(Task):
     """Trains a draft to imitate its target on given text.
 
     Attributes:
@@ -92,18 +91,11 @@ class Distill:
     model: TransformerLM
     target: TransformerLM
     objective: str = "forward_kl"
-    drafts = True
 
     def __post_init__(self):
         validate.choice("objective", self.objective, (*DIVERGENCES, "cross_entropy"))
         if self.model.vocab_size != self.target.vocab_size:
             raise ValueError(f"draft vocabulary {self.model.vocab_size} != target {self.target.vocab_size}")
-
-    def init(self, key, teacher_params=None):
-        return self.model.init(key)
-
-    def param_axes(self):
-        return self.model.param_axes()
 
     def teacher_axes(self):
         return self.target.param_axes()

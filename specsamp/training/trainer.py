@@ -1,7 +1,7 @@
 """The training loop: one jitted step over a mesh, checkpoints, metrics, exact resume.
 
-A step depends on the state, the seed and its own number only: data windows are addressed by step, and random numbers
-by seed, step and microbatch. So a run that is killed and resumed gives the losses it would have given.
+A step depends on the state, the seed and its number only: data windows are addressed by step, and random numbers by seed,
+step and microbatch. So a run that is killed and resumed gives the losses it would have given.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,8 @@ from specsamp import storage, validate
 from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.checkpoints.params import check_shapes
 from specsamp.mesh.layout import DATA, Layout, put
-from specsamp.sampling.warp import Warp
-from specsamp.training.evaluate import data_mesh, evaluate, evaluation_batch
+from specsamp.training.data import Mixture, Windows
+from specsamp.training.evaluate import evaluate, evaluation_batch
 from specsamp.training.log import MetricsLog, Progress
 from specsamp.training.task import Task
 
@@ -33,11 +32,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with warm-up and cosine decay.
-
-    Raises:
-      ValueError: a number outside its range.
-    """
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with warm-up and cosine decay."""
 
     steps: int
     batch: int  # rows per step, over all devices and microbatches
@@ -109,22 +104,10 @@ class TrainState:
     opt_state: Any
 
 
-class Batches(Protocol):
-    """Rows of tokens addressed by step, see `specsamp.training.data`."""
-
-    def batch(self, step: int, size: int) -> np.ndarray:
-        """Returns ``[size, T + 1]`` int32 tokens, always the same for the same step."""
-
-
 def init_state(task: Task, config: TrainConfig, params: Any = None, teacher_params: Any = None) -> TrainState:
-    """Builds the state of step 0, from the parameters that the task begins with, or from a copy of the given ones."""
+    """Builds the state of step 0, from a copy of ``params`` or from the task's initial parameters."""
     params = task.init(run_key(config), teacher_params) if params is None else jax.tree.map(jnp.copy, params)
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=config.optimizer().init(params))
-
-
-def new_state(shardings: TrainState) -> Callable[..., TrainState]:
-    """Compiles `init_state` so that each device makes its own part of each array."""
-    return jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)
 
 
 def run_key(config: TrainConfig) -> Array:
@@ -180,31 +163,29 @@ def train_step(
 def train(
     task: Task,
     config: TrainConfig,
-    data: Batches,
+    data: Windows | Mixture,
     folder: str | os.PathLike,
     *,
     held_out: np.ndarray,
+    mesh: Mesh,
     teacher_params: Any = None,
     params: Any = None,
-    warps: dict[str, Warp] | None = None,
     intervals: Intervals = Intervals(),
-    mesh: Mesh | None = None,
     console: Console | None = None,
 ) -> TrainState:
     """Trains to the last step, from the latest checkpoint in ``folder`` if there is one.
 
     Args:
       held_out: ``[rows, T + 1]`` tokens, for evaluation.
-      teacher_params: parameters that the task looks at and does not train (a target's).
-      params: to start from, when there is no checkpoint; they are copied.
-      warps: distributions under which a draft is compared with its target, by name; default: the models' own.
+      teacher_params: parameters that are read but not trained (a target's).
+      params: the initial parameters where there is no checkpoint; they are copied.
 
     Raises:
       ValueError: rows do not divide over the data shards or do not fill them, the model does not divide
         over ``model``, or a checkpoint or ``params`` do not fit.
-      FloatingPointError: the loss or its gradient is no longer finite; nothing of that is saved.
+      FloatingPointError: the loss or its gradient is no longer finite; that state is not saved.
     """
-    folder, console, mesh = storage.place(folder), console or Console(), mesh or data_mesh()
+    folder, console = storage.place(folder), console or Console()
     per_microbatch = config.batch // config.microbatches
     check_rows(config, held_out, mesh)
     shardings = state_shardings(task, config, mesh)
@@ -238,7 +219,7 @@ def train(
                     rate = float(config.learning_rates()(step))
                     log.write(now, **numbers, learning_rate=rate, tokens_per_second=pace)
             if now % intervals.evaluate == 0 or last:
-                measured = evaluate(task, state.params, teacher_params, held_out, per_microbatch, mesh, warps)
+                measured = evaluate(task, state.params, teacher_params, held_out, per_microbatch, mesh)
                 if log is not None:
                     log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
                 progress.note("held out: " + "  ".join(f"{name} {value:.4f}" for name, value in measured.items()))
@@ -255,7 +236,7 @@ def initial_state(
     params: Any = None,
     teacher_params: Any = None,
 ) -> TrainState:
-    """Restores the latest checkpoint; without one, begins at ``params`` (which are copied) or as the task does.
+    """Restores the latest checkpoint; without a checkpoint, returns `init_state`.
 
     Raises:
       ValueError: the checkpoint is damaged, or it or ``params`` are of another model.
@@ -269,15 +250,12 @@ def initial_state(
     if params is not None:
         check_shapes("what training starts from", params, jax.eval_shape(task.init, run_key(config)))
         params = put(params, shardings.params)
-    return new_state(shardings)(task, config, params, teacher_params)
+    # Compiled, so that each device makes its part of each array.
+    return jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)(task, config, params, teacher_params)
 
 
 def check_finite(step: int, numbers: dict[str, float], saved: int | None) -> None:
-    """Ends a training that diverged, before its state replaces a good checkpoint.
-
-    Raises:
-      FloatingPointError: a number is not finite; the message says which, and what can be done.
-    """
+    """Raises FloatingPointError, with a fix, if a number is not finite: before the state replaces a good checkpoint."""
     if not np.isfinite(list(numbers.values())).all():
         raise FloatingPointError(
             f"training diverged: at step {step} "
@@ -289,7 +267,7 @@ def check_finite(step: int, numbers: dict[str, float], saved: int | None) -> Non
 
 
 def check_rows(config: TrainConfig, held_out: np.ndarray, mesh: Mesh) -> None:
-    """Checks that rows can be spread over the devices: now, not after hundreds of steps.
+    """Checks that rows can be spread over the devices, before the first step.
 
     Raises:
       ValueError: the rows of a microbatch do not divide over the data shards, or held-out rows do not fill them.

@@ -19,8 +19,7 @@ from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import train_tokenizer
-from specsamp.training.run import history
-from specsamp.training.source import open_first_head, open_trained, open_trained_head
+from specsamp.training.source import open_first_head, open_trained
 from support.checkpoint_shapes import CONFIG, random_params
 from support.run_script import call
 from support.training import HEAD, metrics, quiet, training_config
@@ -78,22 +77,19 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     (pair_folder / "config.json").unlink()
     told = json.loads((pair_folder / "head" / "training.json").read_text(encoding="utf-8"))
     assert told["config"]["target"] == "pair" and str(tmp_path) not in json.dumps(told)
-    pair, trained = load_pair(pair_folder, draft="head"), open_trained_head(tmp_path / "tuned")
+    pair, trained = load_pair(pair_folder, draft="head"), open_trained(tmp_path / "tuned", is_head=True)
     assert pair.head.config == dataclasses.replace(trained.config, layer=pair.head.config.layer)
     for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2**-8)
     plain, drafted = (generate(pair, ["def f(x):"], 8, draft_length=K)[0] for K in (0, 3))
     assert plain.tokens == drafted.tokens
-    assert history(pair_folder / "head") == history(tmp_path / "tuned")
-    curve = history(pair_folder / "head")["curve"]
-    assert [(point["run"], point["tokens"]) for point in curve] == [(0, 4 * 8 * 16), (1, 2 * 4 * 8 * 16)]
 
     (pair_folder / "prompts.json").write_text('{"prompts": [{"text": "def f(x):"}]}', encoding="utf-8")
     word = [f"--config=configs/trained_pair.py:{pair_folder}", "--config.drafter=head", "--config.draft_length=2"]
     done = call("benchmark", *word, "--plain", "--config.max_new_tokens=4", "--config.repeats=1")
     assert (done.returncode or 0) == 0 and "FeatureDrafter K = 2" in done.stdout, done.stderr
 
-    with pytest.raises(ValueError, match="head is the run of a head, which is no model: launch/export.py reads it"):
+    with pytest.raises(ValueError, match="head is the run of a head, not of a model"):
         open_trained(tmp_path / "head")
     with pytest.raises(ValueError, match="head must be one of eagle3, medusa, mtp.*got 'medium'"):
         train.run_training(
@@ -114,7 +110,7 @@ def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair
     train.run_training(training_config(f"tiny_{kind}", texts, fields), tmp_path / "run", quiet())
     last = metrics(tmp_path / "run")[-1]
     assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
-    trained = open_trained_head(tmp_path / "run")
+    trained = open_trained(tmp_path / "run", is_head=True)
     done = call("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'head'}")
     assert (done.returncode or 0) == 0, done.stderr
     assert (pair_folder / "head" / file).is_file()
@@ -193,7 +189,7 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(tra
     done = call("export", f"--run={tmp_path / 'head'}", f"--output={tmp_path / 'exported'}")
     assert (done.returncode or 0) == 0, done.stderr
     pair = read_pair(str(public_target), str(tmp_path / "exported"), is_head=True, dtype="float32")
-    trained = open_trained_head(tmp_path / "head")
+    trained = open_trained(tmp_path / "head", is_head=True)
     for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2**-8)
     asked = [[{"role": "user", "content": "add 5 to x"}]]

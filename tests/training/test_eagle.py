@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
@@ -15,6 +17,7 @@ from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.eagle import TrainHead, most_frequent
+from specsamp.training.trainer import TrainConfig, init_state, initial_state, state_shardings, train_step
 from support.weights import drawn_params
 
 V, LENGTH, LAYERS, STEPS = 16, 12, 3, 3
@@ -31,6 +34,10 @@ KEY = jax.random.key(0)
 
 
 TOKENS = jax.random.randint(KEY, (2, LENGTH + 1), 0, V)
+MEDUSA_TASK = TrainHead(head=MEDUSA, target=TARGET, test_steps=STEPS)
+TRAIN = TrainConfig(steps=60, batch=8, warmup_steps=4, learning_rate=2e-2, weight_decay=0.0)
+ROWS = jnp.asarray((np.arange(LENGTH + 1) + np.arange(8)[:, None]) * 3 % V, jnp.int32)  # the next token is known
+one_step = jax.jit(train_step, static_argnums=(0, 1))
 
 
 @pytest.fixture(scope="module")
@@ -140,24 +147,74 @@ def test_the_most_frequent_tokens_are_kept():
     np.testing.assert_array_equal(most_frequent(np.array([5, 5, 2, 7, 7, 7, 0, 2]), 9, 3), [2, 5, 7])
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
+def test_a_medusa_head_learns_from_the_loss_of_its_offset_alone(target_params):
+    """And the weight of its offset is that of its gradient."""
+    params, teacher = MEDUSA_TASK.init(KEY), MEDUSA_TASK.teacher(target_params)
+    of_decay = [dataclasses.replace(MEDUSA_TASK, decay=decay) for decay in (1.0, 0.5)]
+    whole, half = (jax.jit(jax.grad(task.loss, has_aux=True))(params, teacher, ROWS, KEY)[0] for task in of_decay)
+    assert whole.keys() == {f"head_{i}" for i in range(STEPS)}  # nothing of the target
+    assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(whole))
+    for i in range(STEPS):
+        pairs = zip(jax.tree.leaves(half[f"head_{i}"]), jax.tree.leaves(whole[f"head_{i}"]), strict=True)
+        assert all(np.allclose(small, 0.5**i * large, atol=1e-6) for small, large in pairs)
+
+
+def medusa_losses(target_params, mesh):
+    teacher = MEDUSA_TASK.teacher(target_params)
+    state = init_state(MEDUSA_TASK, TRAIN, teacher_params=teacher)
+    state, found = jax.device_put(state, state_shardings(MEDUSA_TASK, TRAIN, mesh)), []
+    for _ in range(TRAIN.steps):
+        state, metrics = one_step(MEDUSA_TASK, TRAIN, state, teacher, ROWS[None])
+        found.append(metrics)
+    return {name: [float(one[name]) for one in found] for name in found[0]}
+
+
+def test_the_loss_of_medusa_heads_falls_and_every_offset_is_accepted_more(target_params):
+    """The heads are split over devices as the target's output is, and learn the same."""
+    one, two = (medusa_losses(target_params, make_mesh(1, n, devices=jax.devices()[:n])) for n in (1, 2))
+    assert one["loss"][-1] < 0.5 * one["loss"][0]
+    for i in range(1, STEPS + 1):
+        accepted = one[f"acceptance/position_{i}"]
+        assert accepted[-1] > accepted[0] + 0.1, accepted
+    np.testing.assert_allclose(two["loss"], one["loss"], rtol=1e-3)
+
+
+def test_a_new_state_is_made_where_it_belongs():
+    """Heads, which begin as the target's output, and their moments: nothing is moved, and little is made beside them."""
+    mesh = make_mesh(2, 4)
+    target = dataclasses.replace(TARGET, config=dataclasses.replace(TARGET.config, vocab_size=2048, num_heads=4))
+    head = FeatureHead(dataclasses.replace(MEDUSA.config, layer=dataclasses.replace(LAYER, vocab_size=2048)))
+    task = TrainHead(head=head, target=target, test_steps=STEPS)
+    shardings = state_shardings(task, TRAIN, mesh)
+    teacher = task.teacher(target.init(KEY))
+    teacher = jax.device_put(teacher, Layout.tensor_parallel(mesh).shardings(task.teacher_axes(), teacher))
+    whole = init_state(task, TRAIN, teacher_params=teacher)
+    nothing_saved = types.SimpleNamespace(latest=None)
+    with jax.transfer_guard_device_to_device("disallow_explicit"):
+        made = initial_state(task, TRAIN, nothing_saved, shardings, teacher_params=teacher)
+        with pytest.raises(jax.errors.JaxRuntimeError):  # the control: made whole, and put in its place
+            jax.block_until_ready(jax.device_put(whole, shardings))
+    assert made.params["head_0"]["output"].sharding.shard_shape((2048, 16)) == (512, 16)
+    jax.tree.map(np.testing.assert_array_equal, made, whole)
+    compiled = (
+        jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings).lower(task, TRAIN, None, teacher).compile()
+    )
+    sizes = compiled.memory_analysis()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
+    assert sizes.output_size_in_bytes + sizes.temp_size_in_bytes < 0.4 * size
+
+
+def test_what_does_not_fit_is_refused(target_params):
+    for changes, message in (
         ({"objective": "cross_entropy"}, "objective must be one of forward_kl, .*lk_hybrid.*got 'cross_entropy'"),
         ({"test_steps": 0}, "test_steps must be an integer >= 1 .*; got 0"),
         ({"decay": 0.0}, "decay must be a number above 0 to 1; got 0.0"),
         ({"chunk": 0}, "chunk must be an integer >= 1 .*; got 0"),
+        ({"head": MEDUSA, "test_steps": 4}, "test_steps is 4, but the head drafts 3 tokens at most"),
         ({"target": TransformerLM(tiny(vocab_size=V, width=8))}, "made for another target: its width is 16"),
-    ],
-)
-def test_numbers_are_checked(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TASK, **changes)
-
-
-def test_what_does_not_fit_is_refused(target_params):
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(TASK, **changes)
     with pytest.raises(ValueError, match="test_time.chunk 5 does not divide windows of 12 tokens"):
         task = dataclasses.replace(TASK, chunk=5)
         jax.eval_shape(task.loss, task.init(KEY), TASK.teacher(target_params), TOKENS, KEY)
-    with pytest.raises(ValueError, match="a reduced vocabulary of None tokens; 10 ids were given"):
-        TASK.teacher(target_params, IDS)

@@ -67,24 +67,13 @@ def test_the_last_states_come_back(saved, tmp_path):
         params_of(saved, 1)  # more than the two that are kept
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+def truncate_largest(folder):
+    largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
 
 
-def largest(folder):
-    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda step: truncate(largest(step / "params")),
-        lambda step: [path.unlink() for path in (step / "params").rglob("*") if path.is_file()],
-    ],
-    ids=["half of the data", "no files"],
-)
-def test_a_damaged_checkpoint_is_named_and_can_be_deleted(saved, damage):
-    damage(saved / "6")
+def test_a_damaged_checkpoint_is_named_and_can_be_deleted(saved):
+    truncate_largest(saved / "6" / "params")
     with pytest.raises(ValueError, match="checkpoints/6 is damaged .*: delete that folder to go back") as caught:
         params_of(saved)
     assert str(saved) in str(caught.value)
@@ -95,23 +84,12 @@ def test_a_damaged_checkpoint_is_named_and_can_be_deleted(saved, damage):
 def test_a_checkpoint_that_was_cut_while_it_was_written_is_no_checkpoint(saved):
     """Killed in the middle: what lies there under Orbax's temporary name is passed over, and written anew."""
     cut = shutil.copytree(saved / "6", saved / "9.orbax-checkpoint-tmp")
-    truncate(largest(cut / "params"))
+    truncate_largest(cut / "params")
     np.testing.assert_array_equal(params_of(saved)["matrix"], 6 * PARAMS["matrix"])
     with opened(saved) as checkpoints:
         assert checkpoints.latest == 6
         checkpoints.save(9, params=jax.tree.map(lambda x: 9 * x, PARAMS), rest=REST)
     np.testing.assert_array_equal(params_of(saved)["matrix"], 9 * PARAMS["matrix"])
-
-
-def test_a_checkpoint_of_another_model_lists_both_shapes(saved):
-    other = {"matrix": jnp.zeros((2, 4)), "bias": jnp.zeros(3), "scale": jnp.ones(3)}
-    with opened(saved) as checkpoints, pytest.raises(ValueError) as caught:
-        checkpoints.restore(params=shapes(other))
-    message = str(caught.value)
-    assert "6/params is of another model" in message and "delete" not in message
-    assert "matrix: (2, 3) there, (2, 4) wanted" in message
-    assert "bias: absent there, (3,) wanted" in message
-    assert "scale" not in message
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +130,9 @@ def test_opening_what_is_no_trained_model(trained, tmp_path):
     config = source.open_trained(folder).provenance["config"]
     config["model"]["feedforward_width"] += 1
     storage.write_json(folder / "run.json", config)
-    with pytest.raises(ValueError, match=r"up: \(16, 64\) there, \(16, 65\) wanted"):
+    with pytest.raises(ValueError, match=r"7/params is of another .*up: \(16, 64\) there, \(16, 65\) wanted") as caught:
         source.open_trained(folder)
+    assert "delete" not in str(caught.value)
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(FileNotFoundError, match="no checkpoint in"):
         source.open_trained(folder)

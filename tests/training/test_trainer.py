@@ -14,9 +14,8 @@ from rich.console import Console
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.warp import chain
 from specsamp.training.data import Windows
-from specsamp.training.evaluate import evaluate
+from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS, evaluate
 from specsamp.training.task import Distill, Pretrain
 from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step
 from support.weights import drawn_params
@@ -263,23 +262,6 @@ def test_a_training_that_diverges_ends_and_saves_nothing_of_it(params, tmp_path)
         run(tmp_path / "rare", params=broken, intervals=Intervals(log=100, evaluate=100, checkpoint=8))
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"steps": 0}, "train.steps must be an integer >= 1 .*; got 0"),
-        ({"microbatches": 3}, "train.batch 8 is no multiple of train.microbatches 3"),
-        ({"warmup_steps": 12}, "train.warmup_steps must be .* below 12; got 12"),
-        ({"learning_rate": -1.0}, "train.learning_rate must be a number above 0; got -1.0"),
-        ({"weight_decay": -0.1}, "train.weight_decay must be a number from 0; got -0.1"),
-        ({"beta2": 1.5}, "train.beta2 must be a number from 0 to 1; got 1.5"),
-        ({"seed": 2**32}, "train.seed must be .* below 4294967296; got 4294967296"),
-    ],
-)
-def test_numbers_of_a_training_are_checked(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TRAIN, **changes)
-
-
 @pytest.fixture(scope="module")
 def target():
     """A larger model whose distribution is far from uniform."""
@@ -296,7 +278,7 @@ def test_a_draft_gets_closer_to_its_target(target, params, objective):
     judge = Distill(MODEL, model)  # one program for all objectives
 
     def acceptance(state):
-        return evaluate(judge, state.params, teacher_params, HELD_OUT, 16, mesh_of(1))["acceptance"]
+        return evaluate(judge, state.params, teacher_params, HELD_OUT, 16, mesh_of(1))["acceptance (temperature 1)"]
 
     before = acceptance(state)
     for number in range(config.steps):
@@ -320,14 +302,26 @@ def test_cross_entropy_needs_no_target(target, params):
 def test_a_draft_that_is_its_target_is_always_accepted(target):
     model, params = target
     task = Distill(model, model)
-    measured = evaluate(task, params, params, HELD_OUT, 16, mesh_of(1), {"own": chain()})
-    assert measured["greedy_agreement (own)"] == 1.0
-    np.testing.assert_allclose(measured["acceptance (own)"], 1.0, atol=1e-5)
-    assert measured.keys() == {"loss", "acceptance (own)", "greedy_agreement (own)"}
+    measured = evaluate(task, params, params, HELD_OUT, 16, mesh_of(1))
+    compared = {
+        f"{number} ({name})" for number in ("acceptance", "greedy_agreement") for name in COMPARED_DISTRIBUTIONS
+    }
+    assert measured.keys() == {"loss"} | compared
+    np.testing.assert_allclose([measured[name] for name in compared], 1.0, atol=1e-5)
     np.testing.assert_allclose(task.loss(params, params, jnp.asarray(HELD_OUT), KEY)[0], 0.0, atol=1e-5)
 
 
-def test_intervals_and_tasks_are_checked():
+def test_numbers_and_tasks_are_checked():
+    for changes, message in (
+        ({"steps": 0}, "train.steps must be an integer >= 1 .*; got 0"),
+        ({"microbatches": 3}, "train.batch 8 is no multiple of train.microbatches 3"),
+        ({"warmup_steps": 12}, "train.warmup_steps must be .* below 12; got 12"),
+        ({"learning_rate": 0.0}, "train.learning_rate must be a number above 0; got 0.0"),
+        ({"beta2": 1.5}, "train.beta2 must be a number from 0 to 1; got 1.5"),
+        ({"seed": 2**32}, "train.seed must be .* below 4294967296; got 4294967296"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(TRAIN, **changes)
     with pytest.raises(ValueError, match="intervals.evaluate must be an integer >= 1 .*; got 0"):
         Intervals(evaluate=0)
     with pytest.raises(ValueError, match="objective must be one of forward_kl, .*cross_entropy.*got 'kl'"):
