@@ -1,1 +1,1 @@
-"""Many texts over few rows: what keeps the rows of a batch busy, with a closed list of prompts or with requests as they come."""
+"""Decodes many texts over few rows: a list of prompts, or requests as they come."""

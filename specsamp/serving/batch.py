@@ -174,7 +174,7 @@ class Batch:
         return found
 
     def _begin(self) -> None:
-        """Makes a state whose rows have all ended, unless there is a state: one short prompt is read, and copied."""
+        """Makes a state whose rows have all ended, unless there is a state."""
         if self._state is None:
             self._state = self._engine.prefill([None] * len(self.running), self._per_shard)
 

@@ -51,7 +51,7 @@ class Endpoint:
     model: str
     warps: Collection[str] = ()
     has_chat: bool = True
-    key: str | None = None
+    key: str | None = dataclasses.field(default=None, repr=False)
     max_body: int = 1 << 20
     timeout: float = 60.0
 
@@ -62,8 +62,8 @@ class Endpoint:
                 Route("/health", self.health),
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.one_model),
-                Route("/v1/completions", self.completions, methods=["POST"]),
-                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/completions", functools.partial(self._answer, is_chat=False), methods=["POST"]),
+                Route("/v1/chat/completions", functools.partial(self._answer, is_chat=True), methods=["POST"]),
             ],
             exception_handlers={ApiError: _refuse, HTTPException: _refuse_path, Exception: _fail},
         )
@@ -86,12 +86,6 @@ class Endpoint:
             raise ApiError(f"no such model: {self.model!r} is served here", status=404, code="model_not_found")
         return _reply(self._described())
 
-    async def completions(self, request: Request) -> Response:
-        return await self._answer(request, is_chat=False)
-
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, is_chat=True)
-
     def _described(self) -> dict:
         room = {"max_model_len": self.service.context}
         return {"id": self.model, "object": "model", "created": 0, "owned_by": "specsamp", **room}
@@ -107,7 +101,7 @@ class Endpoint:
         deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait)
         answer = await run_in_threadpool(self._ask, asked, deliver)
         reply = Reply(asked, answer, self.model, exact=self.service.method.exact)
-        return _Answering(asked, answer, reply, chunks, self.timeout)
+        return _Answering(answer, reply, chunks, self.timeout)
 
     def _ask(self, asked: GenerationRequest, deliver) -> Answer:
         try:
@@ -162,9 +156,9 @@ class Endpoint:
 class _Answering(Response):
     """Sends an answer as it comes, and drops it when the client leaves or does not read."""
 
-    def __init__(self, asked: GenerationRequest, answer: Answer, reply: Reply, chunks: asyncio.Queue, timeout: float):
+    def __init__(self, answer: Answer, reply: Reply, chunks: asyncio.Queue, timeout: float):
         super().__init__()
-        self._asked, self._answer, self._reply, self._chunks, self._timeout = asked, answer, reply, chunks, timeout
+        self._answer, self._reply, self._chunks, self._timeout = answer, reply, chunks, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_wait_for_the_end(receive))
@@ -186,7 +180,7 @@ class _Answering(Response):
             async with asyncio.timeout(self._timeout):
                 await send(message)
 
-        if not self._asked.stream:
+        if not self._answer.is_streamed:
             response = await self._whole()
             await response(scope, receive, send_in_time)
             return

@@ -1,4 +1,4 @@
-"""Texts for many callers at once: requests are taken as they come, and the rows of one batch are kept busy with them.
+"""Decodes texts for many callers: takes requests as they come, over the rows of one batch.
 
     service = Service(pair, Method(drafter=ModelDrafter(pair.draft, 4)), rows=8)
     service.compile()
@@ -6,8 +6,8 @@
     pieces = queue.SimpleQueue()
     service.ask(["def f"], 64, sampling=chain(temperature(0.8)), deliver=pieces.put)
 
-A text is what `generate` writes with the same seed, whatever else is in the batch. One thread does all the work on the
-batch, a slice of a few rounds at a time (`specsamp.serving.batch`); callers may be any threads.
+A text equals that of `generate` with the same seed. One thread does all the work on the batch, a slice of a few rounds at
+a time (`specsamp.serving.batch`); callers may be any threads.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Service:
     """Decodes the texts of many requests over the rows of one batch.
 
     Attributes:
-      batch: for its counts; the service's thread changes it.
+      batch: its rows and their counts; the service's thread changes it.
       method: drafter and rule of all requests.
       context: the most tokens of a prompt and its text together.
       capacity: the most texts that run or wait.
@@ -105,13 +105,13 @@ class Service:
           rows: texts that are decoded together; rounded up to a multiple of the data shards.
           context: default 4096, or as many as the models have positions for.
           max_waiting: texts beyond the rows; more are refused.
-          rounds_per_slice: after so many rounds at the latest streams get what is new, and newcomers a free row.
+          rounds_per_slice: the most rounds between two deliveries to streams, and two searches for free rows.
 
         Raises:
           ValueError: naming the value and the fix.
         """
         if jax.process_count() > 1:
-            raise ValueError("a service is one process's: leave out --distributed and --coordinator")
+            raise ValueError("a service runs in one process: leave out --distributed and --coordinator")
         use_compilation_cache()
         rows = validate.integer("rows", rows, 1)
         max_waiting = validate.integer("max_waiting", max_waiting, 0)
@@ -159,7 +159,7 @@ class Service:
         self._thread.start()
 
     def close(self, reason: str = "the service was closed") -> int:
-        """Ends what is running and waiting, whose callers are told why; returns how many texts these were."""
+        """Ends all texts with this reason for their callers; returns how many texts that were."""
         with self._changed:
             self._closed, left = self._closed or reason, self.unfinished
             self._changed.notify()

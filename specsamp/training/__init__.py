@@ -1,1 +1,1 @@
-"""Training targets, and distilling drafts from them."""
+"""Trains targets, and distils drafts from them."""

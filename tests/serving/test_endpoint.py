@@ -99,11 +99,8 @@ def test_a_seeded_answer_is_that_of_generate(client):
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     details = answer.usage.completion_tokens_details
     emitted = sum(one.stats.emitted for one in expected)
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
-        3,
-        emitted,
-        3 + emitted,
-    )
+    usage = answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens
+    assert usage == (3, emitted, 3 + emitted)
     assert details.accepted_prediction_tokens == sum(one.stats.accepted for one in expected)
     drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens
     assert drafted == sum(one.stats.drafted for one in expected)
@@ -147,11 +144,8 @@ def test_a_chat(client):
     answer = client.chat.completions.create(**settings)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "z{|", "length")
-    assert [(one.token, one.bytes, one.logprob) for one in choice.logprobs.content][0] == (
-        "z",
-        [122],
-        pytest.approx(0, abs=1e-5),
-    )
+    first = choice.logprobs.content[0]
+    assert (first.token, first.bytes, first.logprob) == ("z", [122], pytest.approx(0, abs=1e-5))
     assert answer.usage.prompt_tokens == 6
     with client.chat.completions.create(stream=True, **settings) as stream:
         chunks = list(stream)
