@@ -1,4 +1,4 @@
-"""The rows of a batch and the requests that they decode: all of a call (`generate_many`), or requests as they come (`Service`).
+"""Assigns the rows of a batch to requests: of one call (`generate_many`), or of many callers (`Service`).
 
 The loop stays on the device until rows have ended. Their texts are fetched, the next prompts are read and written over
 their rows, and the other rows go on unchanged (`specsamp.decoding.batch_rows`). One program is compiled for the loop, and
@@ -117,7 +117,7 @@ class Batch:
         self._state = None
 
     def fill(self) -> None:
-        """Gives free rows to waiting requests, then preempts running requests for those that are still waiting."""
+        """Gives free rows to waiting requests, then preempts running requests for the rest."""
         self._begin()
         self._admit()
         if self._schedule.preempts and self.waiting:
@@ -253,7 +253,7 @@ class Batch:
         return range(shard * self._per_shard, (shard + 1) * self._per_shard)
 
     def _in_shards(self, places: Sequence[int | None]) -> list[int]:
-        """Returns rows as they are counted within their data shards."""
+        """Returns the places of rows within their data shards."""
         return [NOWHERE if place is None else place % self._per_shard for place in places]
 
     def _able(self, waiting: list[Request], shard: int) -> list[Request]:

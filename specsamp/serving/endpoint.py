@@ -71,7 +71,7 @@ class Endpoint:
         return app
 
     async def health(self, request: Request) -> Response:
-        """Replies how busy the rows are; counts are those since the start."""
+        """Replies how busy the rows are, counted since the start."""
         usage, unfinished = self.service.batch.usage, self.service.unfinished
         counts = {"slices": usage.slices, "rounds": usage.rounds, "busy_rounds_of_rows": usage.busy}
         return _reply({"status": "ok", "rows": usage.rows, "unfinished_texts": unfinished, **counts})

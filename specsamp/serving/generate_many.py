@@ -52,7 +52,7 @@ def generate_many(
     """Does what `generate` does, ``rows`` texts at a time: the same completions, in the order in which they end.
 
     A prompt has the same completion with any number of rows and in any order of prompts, unless the drafter looks at
-    several rows at once (`Completion.row_independent`). Arguments that are not named here are those of `generate`.
+    several rows at once (`Completion.row_independent`). All other arguments are as in `generate`.
 
     Args:
       rows: texts that are decoded together; rounded up to a multiple of the data shards.

@@ -51,7 +51,7 @@ class CompletionLog:
         """Reads the completions of these requests, or begins a file, and keeps it from other runs until `close`.
 
         Raises:
-          ValueError: it was begun by another call (the message says what differs), it is no file of completions, or
+          ValueError: another call began the file (the message lists the differences), it is no file of completions, or
             another run is writing it.
           OSError: it cannot be written.
         """

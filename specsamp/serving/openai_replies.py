@@ -83,7 +83,7 @@ class Reply:
         return self._head | {"choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Counts tokens, including those of stop texts and the stop token.
+        """Counts tokens, including stop texts and the stop token.
 
         Drafted tokens were accepted or rejected. Rejected tokens are in no other count.
         """

@@ -93,12 +93,12 @@ def _switch() -> Any:
 
 
 def _own_tokens_only(default: int | None, how: str) -> Any:
-    wanted = f"0: log-probabilities of other tokens than the text's are not kept ({how} gives those of the text)"
+    wanted = f"0: only log-probabilities of the text's tokens are kept ({how} returns them)"
     return Field(default, ge=0, le=0, description=wanted)
 
 
 class _Fields(BaseModel):
-    """Takes the fields of its class, in their types, and no others.
+    """Refuses unknown fields, and values of other types.
 
     The description of a field completes the message "FIELD must be ...; got VALUE".
     """

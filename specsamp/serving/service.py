@@ -135,7 +135,7 @@ class Service:
         )
         self.batch = Batch(self._engine, rows=rows, schedule=schedule)
         self.capacity = self.batch.usage.rows + max_waiting
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the next two
         self._inbox: list[Request] = []
         self._closed: str | None = None  # why
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
@@ -188,7 +188,7 @@ class Service:
         num_samples: int = 1,
         is_streamed: bool = False,
     ) -> Answer:
-        """Takes a request; arguments that are not named here are those of `generate`.
+        """Takes a request; all other arguments are as in `generate`.
 
         Args:
           max_new_tokens: None: as many as there is room for.
@@ -259,7 +259,7 @@ class Service:
         self.batch.free()
 
     def _wait(self) -> bool:
-        """Waits until there is something to do, and takes what has come; returns False after `close`."""
+        """Waits for requests, and takes new requests over; returns False after `close`."""
         with self._changed:
             while not (self._inbox or self.batch.waiting or any(self.batch.running) or self._closed):
                 self._changed.wait()

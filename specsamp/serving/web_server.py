@@ -36,7 +36,9 @@ def bind(host: str, port: int, timeout: float) -> socket.socket:
             raise
         return bound
     except OSError as error:
-        raise ValueError(f"--host={host} --port={port}: {error.strerror or error}; choose others") from error
+        raise ValueError(
+            f"--host={host} --port={port}: {error.strerror or error}; choose another address or port"
+        ) from error
 
 
 def address(bound: socket.socket) -> str:

@@ -103,7 +103,7 @@ class StepCache:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainHead(Task):
-    """Trains a head beside its target; a `Task`, whose teacher `teacher` returns.
+    """Trains a head with its target as the teacher (`teacher`); a `Task`.
 
     Attributes:
       head: its parameters are trained, except the ids of a reduced vocabulary.

@@ -3,7 +3,7 @@
 ``target`` is the distribution to imitate and gets no gradient, ``draft`` the distribution being trained. With P for
 the target and Q for the draft:
 
-    forward KL        sum P log(P/Q)        what cross-entropy on the target's own samples estimates
+    forward KL        sum P log(P/Q)        cross-entropy on samples of the target estimates it, up to a constant
     reverse KL        sum Q log(Q/P)
     total variation   1/2 sum |P - Q|       exactly 1 - acceptance of the token rule (Chen et al.,
                                             arXiv 2302.01318, theorem 1; DistillSpec, arXiv 2310.08461)

@@ -27,7 +27,7 @@ def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str]
       changeable: top-level fields that may differ between a run and its resumption.
 
     Raises:
-      ValueError: another configuration began this run (the message lists what differs), or its file is damaged.
+      ValueError: another configuration began this run (the message lists the differences), or its file is damaged.
     """
     if (storage.place(folder) / "run.json").exists():
         before, now = _flat(read_config(folder)), _flat(json.loads(json.dumps(config)))

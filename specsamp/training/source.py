@@ -130,7 +130,7 @@ def is_trained_here(name: str | os.PathLike) -> bool:
     try:
         return bool(pair_folder(str(name)))
     except FileNotFoundError:
-        return (folder / "run.json").exists() and not (folder / "config.json").exists()  # nor what was converted
+        return (folder / "run.json").exists() and not (folder / "config.json").exists()  # nor a converted checkpoint
 
 
 def open_target(name: str | os.PathLike) -> Source:
@@ -206,7 +206,7 @@ def open_public_target(name: str, dtype: str, mesh: Mesh, progress: OnProgress =
     """
     checkpoint = open_checkpoint(name, dtype=dtype)
     if checkpoint.config.weight_dtype == "int8":
-        raise ValueError(f"{name} holds weights in int8, which nothing is trained beside: give the float checkpoint")
+        raise ValueError(f"{name} holds weights in int8, which cannot teach: give the float checkpoint")
     config = checkpoint.config
     model = shard_model(TransformerLM(config), Layout.tensor_parallel(mesh))
     source = Source(

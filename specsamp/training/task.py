@@ -22,13 +22,13 @@ Array = jax.Array
 class Task(abc.ABC):
     """The interface between the trainer and a task; losses and measurements are averages over positions.
 
-    The defaults are those of a task that trains all of ``model``, without a teacher.
+    By default all of ``model`` is trained, without a teacher.
     """
 
     model: TransformerLM
 
     def init(self, key: Array, teacher_params: Any = None) -> Any:
-        """Returns the initial float32 parameters: random, except those copied from a given teacher."""
+        """Returns the initial float32 parameters: random, or copied from a given teacher."""
         return self.model.init(key)
 
     def param_axes(self) -> Any:

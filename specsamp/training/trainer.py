@@ -44,7 +44,7 @@ class TrainConfig:
     beta2: float = 0.98
     weight_decay: float = 0.1  # of matrices; scales are left alone
     clip_norm: float = 1.0  # largest norm of a gradient over all parameters
-    seed: int = 0  # of random parameters, of the order of the data and of what a task draws
+    seed: int = 0  # of random parameters, of the order of the data and of a task's draws
 
     def __post_init__(self):
         for name in ("steps", "batch", "microbatches"):
@@ -52,7 +52,7 @@ class TrainConfig:
         if self.batch % self.microbatches:
             raise ValueError(f"train.batch {self.batch} is no multiple of train.microbatches {self.microbatches}")
         validate.integer("train.warmup_steps", self.warmup_steps, 0, limit=self.steps)
-        validate.integer("train.seed", self.seed, limit=2**32)  # beyond, keys would repeat those of other seeds
+        validate.integer("train.seed", self.seed, limit=2**32)  # keys of larger seeds would repeat
         for name in ("learning_rate", "clip_norm"):
             validate.number(f"train.{name}", getattr(self, name), 0, above=True)
         validate.number("train.weight_decay", self.weight_decay, 0)
@@ -136,7 +136,7 @@ def train_step(
     """Makes one update from ``A`` microbatches of ``[B, T + 1]`` tokens.
 
     Returns:
-      The new state, and scalars for the log: loss, what else the task reports, and the norm of the gradient.
+      The new state, and scalars for the log: the loss, other metrics of the task, and the norm of the gradient.
     """
     num_microbatches = tokens_ABT.shape[0]
     keys_A = jax.random.split(jax.random.fold_in(run_key(config), state.step), num_microbatches)
@@ -191,7 +191,7 @@ def train(
     shardings = state_shardings(task, config, mesh)
     replicated, rows_ABT = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, DATA))
 
-    # Closed whatever happens: what is being written is finished.
+    # Closing finishes a checkpoint that is being written.
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         teacher_axes = task.teacher_axes()
         teacher_params = put(teacher_params, Layout.tensor_parallel(mesh).shardings(teacher_axes, teacher_params))
@@ -248,7 +248,7 @@ def initial_state(
         step, opt_state = saved["rest"]
         return TrainState(step=step, params=saved["params"], opt_state=opt_state)
     if params is not None:
-        check_shapes("what training starts from", params, jax.eval_shape(task.init, run_key(config)))
+        check_shapes("the initial parameters", params, jax.eval_shape(task.init, run_key(config)))
         params = put(params, shardings.params)
     # Compiled, so that each device makes its part of each array.
     return jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)(task, config, params, teacher_params)

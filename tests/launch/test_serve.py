@@ -69,7 +69,7 @@ def never(monkeypatch):
         (["--config=configs/random_pair.py:tiny"], "a pair without a tokenizer"),
         (["--require_exact", "--config.rule=ears:0.3"], "exactness is required, but EARS(beta=0.3"),
         (["--host=no.such.host.invalid"], "--host=no.such.host.invalid --port=0: "),
-        (["--host=192.0.2.1"], "choose others"),
+        (["--host=192.0.2.1"], "choose another address"),
         (["--key_file=README.md"], "--key_file=README.md must hold a key of printable ASCII without spaces"),
         (["--key_file=/dev/zero"], "/dev/zero is no regular file"),
         (["--timeout=inf"], "--timeout must be a number from 0.1; got inf"),

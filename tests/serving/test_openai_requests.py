@@ -116,7 +116,7 @@ def test_what_is_wrong_is_named_with_its_value(changes, param, message):
         ({"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content", "got 5"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "image_url"),
         ({"messages": [*HI, HI[0] | {"tool_calls": []}]}, "messages[1].tool_calls", "unknown field"),
-        ({"top_logprobs": 3}, "top_logprobs", "logprobs = true gives those of the text.* got 3"),
+        ({"top_logprobs": 3}, "top_logprobs", "logprobs = true returns them.* got 3"),
         ({"logprobs": 1}, "logprobs", "true or false"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ: give one"),
     ],
