@@ -34,10 +34,7 @@ from specsamp.decoding.text import Continuation
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _SYSTEM = flags.DEFINE_string("system", None, "The system message, before the first turn.")
 _TOKENS = flags.DEFINE_integer(
-    "max_tokens",
-    None,
-    "Tokens of all turns together; default up to 4096. A call reads all: fewer are faster.",
-    lower_bound=3,
+    "max_tokens", None, "Tokens of all turns together, fewer are faster; default up to 4096.", lower_bound=3
 )
 _REQUIRE_EXACT = define_require_exact()
 

@@ -42,10 +42,7 @@ _PORT = flags.DEFINE_integer("port", 8000, "The port; 0 takes one that is free."
 _MODEL = flags.DEFINE_string("model", None, "The model's name for clients; default that of the pair or the target.")
 _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
 _CONTEXT = flags.DEFINE_integer(
-    "context",
-    None,
-    "Tokens of a prompt and its text together; default up to 4096. A call reads all: fewer are faster.",
-    lower_bound=2,
+    "context", None, "Tokens of a prompt and its text together, fewer are faster; default up to 4096.", lower_bound=2
 )
 _MAX_WAITING = flags.DEFINE_integer(
     "max_waiting", 64, "Texts that may wait for a row; requests beyond are told to come later.", lower_bound=0

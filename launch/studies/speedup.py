@@ -175,10 +175,10 @@ def measured(document: Document) -> list[tuple[Key, Mapping[str, float]]]:
 
 
 def spread(key: Key, *documents: Document) -> str:
-    """Returns the median speedups of a setting in several measurements, with the outermost quartiles."""
+    """Returns the median speedups of a setting in several measurements, with the outermost quartiles; "" without any."""
     found = [speedup for document in documents for other, speedup in measured(document) if other == key]
     if len(found) < 2:
-        return ratio(found[0]) if found else "not measured"
+        return ratio(found[0]) if found else ""
     low, high = (of(speedup["median"] for speedup in found) for of in (min, max))
     lower, upper = min(speedup["lower"] for speedup in found), max(speedup["upper"] for speedup in found)
     return f"{low:.2f}x to {high:.2f}x ({lower:.2f} to {upper:.2f})"
