@@ -4,7 +4,7 @@
     python launch/audit.py --config=configs/hf.py:qwen-3b --config.rule=block --prompts=mine.txt --output=audit.json
     python launch/audit.py --config=configs/random_pair.py:tiny --detect=0.1 --checks=greedy,distribution
 
-The checks compute in float32: weights of another dtype are held a second time, in that.
+The checks compute in float32: weights of another dtype are held twice, once in float32.
 
 The last line says which errors would have been seen, and in capitals if the texts are too few for --detect: then give more
 prompts, or a larger --config.max_new_tokens. A lossy rule fails where samples show that their total variation over the

@@ -1,10 +1,10 @@
-"""Measures on the devices at hand what estimates for a TPU rest on; compile_report.py and plan.py then prefer it.
+"""Measures the numbers behind estimates on the devices at hand; compile_report.py and plan.py then prefer them.
 
     python launch/calibrate.py --output=runs/calibration.json
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1 --calibration=runs/calibration.json
 
-It measures the bandwidth that is reached, all-reduces by size and along each axis of the slice, and
-steps of small decoders with random weights. Each step stands beside its fit, and on a TPU beside the forecast from
+It measures the memory bandwidth, all-reduces by size and along each axis of the slice, and steps of small decoders
+with random weights. Each step stands beside its fit, and on a TPU beside the forecast from
 published measurements. That takes minutes on a TPU, less than one on a CPU. A calibration serves the slice that it was
 measured on: another chip or another shape is refused.
 """

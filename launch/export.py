@@ -1,4 +1,4 @@
-"""Writes a pair, a head or a model in the form in which it is read; the flags say which.
+"""Writes a pair, a head or a model as it is read later; the flags say which.
 
     python launch/export.py --target=runs/target --draft=runs/draft --output=runs/my_pair   # a pair of two runs
     python launch/export.py --run=runs/head --output=runs/my_pair/head                      # a head, for its pair
@@ -10,8 +10,8 @@
 
 A pair stores both models in int8; the cost of that on held-out text is measured and printed.
 
-An EAGLE-3 head is written in the layout of speculators, which other engines read; Medusa with its authors' names, and an MTP
-module with those of MiMo's. `load_pair(..., draft="head")` finds the head in the folder ``head`` of its pair.
+An EAGLE-3 head is written in the format of speculators, which other engines read; a Medusa head with the names of its
+authors' tensors, and an MTP module with the names of MiMo's. `load_pair(..., draft="head")` finds the head in the folder ``head`` of its pair.
 
 A model becomes a folder that Hugging Face transformers loads. A public checkpoint becomes an Orbax folder, of which every
 device of any mesh reads just its part: `--config=configs/hf.py:gs://BUCKET/llama-70b,gs://BUCKET/llama-1b`. With --model=N

@@ -165,7 +165,7 @@ def numbers(flag: str, texts: list[str], kind: type) -> list:
 
 
 def round_costs(cells: Sequence[Mapping[str, Any]], report: Mapping[str, Any] | None) -> Costs:
-    """Returns the costs of rounds by the one way that the flags give."""
+    """Returns the costs of rounds; raises ValueError unless the flags give them in exactly one way."""
     calls = (_TARGET_MS.value, _DRAFT_MS.value)
     given = [calls != (None, None), report is not None, _CHIP.value is not None, bool(cells)]
     if sum(given) != 1 or None in calls and given[0]:

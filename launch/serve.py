@@ -119,7 +119,7 @@ def main() -> None:
             connections=service.capacity,
             timeout=_TIMEOUT.value,
         )
-        bound.listen()  # before anybody reads that it is ready
+        bound.listen()  # before the address is printed
         say_where(console, address(bound), model, key)
         try:
             server.run(sockets=[bound])

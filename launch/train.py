@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
-    """Checks all that can be wrong before it writes anything, then trains."""
+    """Makes all checks before it writes anything, then trains."""
     train_config, data, model_devices = config.train, config.data, config.mesh.model
     if model_devices < 1 or jax.device_count() % model_devices:
         raise ValueError(f"--config.mesh.model={model_devices} does not divide the {jax.device_count()} devices")
@@ -153,7 +153,7 @@ def check_all_processes(folder: epath.Path, corpus: Corpus) -> None:
 
 
 def check_split(held_out: float, corpus: Corpus, other: Source) -> None:
-    """Refuses a model that has read what this run holds out, or holds out what this run reads."""
+    """Refuses a model whose training read text that this run holds out, or the other way round."""
     theirs = other.provenance.get("config", {}).get("data")  # none: a converted public checkpoint
     if theirs is None or theirs["held_out"] == held_out or other.made_from("corpus")["sha256"] != corpus.digest:
         return
@@ -185,7 +185,7 @@ def check_windows(config: TrainingConfig, model: TransformerLM, target: Source |
 
 def check_first(config: TrainingConfig, first: Source, tokenizer: JsonTokenizer, task: Task) -> Any:
     """Returns the parameters that training begins with."""
-    if config.head is not None:  # shapes show neither its layers nor where its norms stand
+    if config.head is not None:  # shapes do not show which layers it reads, nor where its norms are
         here, there = shape_of(task.head.config), shape_of(first.config)
         names = [name for name in there | here if there.get(name) != here.get(name)]
         if names:
@@ -295,7 +295,7 @@ def target_rows(config: TrainingConfig, folder: epath.Path, target: Source, wind
     missing = distributed.from_first(lambda: [first for first, path in paths.items() if not path.exists()])
     for number, first in enumerate(missing):
         is_mine = number % jax.process_count() == jax.process_index()
-        if is_mine or target.mesh is not None:  # what is spread over a mesh computes in all processes together
+        if is_mine or target.mesh is not None:  # a target on a mesh computes in all processes together
             part = complete_windows(
                 target.writer(config.compute_dtype),
                 rows[first : first + fields.batch],

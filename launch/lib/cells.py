@@ -21,7 +21,7 @@ from specsamp.decoding.request import Prompt
 
 Point = dict[str, Any]  # values of fields of the configuration
 
-# The fields of a point; every other field makes another pair or another text, hence another file.
+# The fields that a grid may change. Any other field makes another pair or text, hence another file.
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingFields))
 TURNED = {
     "draft_length",
@@ -58,7 +58,7 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
 
 
 def turned(config: ExperimentConfig, points: Sequence[Point]) -> list[ExperimentConfig]:
-    """Returns the configuration at each point; raises ValueError for a field or value that none can have."""
+    """Returns the configuration at each point; raises ValueError for a field that no grid can change, or a wrong value."""
     for field in {field for point in points for field in point} - TURNED:
         raise ValueError(f"--grid: {field!r} makes another pair or text: choose of {', '.join(sorted(TURNED))}")
     return [config.turned(point) for point in points]

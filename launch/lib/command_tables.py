@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.lib.study import Document, Published, law
+from launch.lib.study import Document, Published, answers, law
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.grid import counts_of
 from specsamp.analysis.report import Table
@@ -78,7 +78,7 @@ def label_of(row: Mapping[str, Any]) -> str:
 
 
 def known(value: float | None, form: str) -> str:
-    """Formats a number; what is not known is empty."""
+    """Formats a number; an unknown number is empty."""
     return "" if value is None else format(value, form)
 
 
@@ -122,34 +122,23 @@ def public_pairs(*documents: Document) -> Table:
 
 def drafters(document: Document) -> Table:
     """Returns what each drafter of one target gains, by distribution and K; a draft costs proposing and reading it."""
-    most, rows = max(cell["key"]["draft_length"] for cell in document["cells"]), []
-    for cell in document["cells"]:
-        key, cost = cell["key"], ""
-        named = key["drafter"], law(key), f"{key['draft_length']}"
-        if "result" not in cell:
-            rows.append((*named, "out of memory", *[""] * (most + 3)))
-            continue
-        result, split, counts = cell["result"], cell["result"]["split"], cell["result"]["acceptance"]
-        shares = ["" if share is None else f"{share:.2f}" for share in counts["by_position"]]
-        shares += [""] * (most - len(shares))
-        if split is not None:
-            spent = sum(split[part]["ms"]["median"] for part in ("draft", "commit"))
-            cost = f"{spent / (key['draft_length'] * split['step']['ms']['median']):.2f}"
-        ms = f"{result['speculative']['ms_per_token']['median']:.2f}"
-        gained = ratio(result["speedup"])
-        rows.append((*named, f"{counts['emitted'] / counts['rounds']:.2f}", *shares, cost, ms, gained))
-    positions = [f"accepted at {i + 1}" for i in range(most)]
-    header = (
-        "drafter",
-        "sampling",
-        "K",
-        "tokens per round",
-        *positions,
-        "a draft, in steps",
-        "ms per token",
-        "speedup",
-    )
-    return Table(title="Drafters of one target, on the same prompts", header=header, rows=rows)
+    rows = []
+    for key, result in answers(document):
+        K, split, counts = key["draft_length"], result["split"], result["acceptance"]
+        spent = sum(split[part]["ms"]["median"] for part in ("draft", "commit"))
+        row = {
+            "drafter": key["drafter"],
+            "sampling": law(key),
+            "K": K,
+            "tokens per round": f"{counts['emitted'] / counts['rounds']:.2f}",
+            **dict.fromkeys((f"accepted at {i + 1}" for i in range(4)), ""),
+            **{f"accepted at {i}": f"{share:.2f}" for i, share in enumerate(counts["by_position"], 1)},
+            "a draft, in steps": f"{spent / (K * split['step']['ms']['median']):.2f}",
+            "ms per token": f"{result['speculative']['ms_per_token']['median']:.2f}",
+            "speedup": ratio(result["speedup"]),
+        }
+        rows.append(row)
+    return Table.of("Drafters of one target, on the same prompts", rows)
 
 
 TABLES = {

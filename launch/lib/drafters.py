@@ -55,7 +55,7 @@ def _head(target: LanguageModel, draft: LanguageModel | FeatureHead | None, K: i
 
 
 def lookup_and_model(draft: LanguageModel, K: int) -> tuple[Drafter, ...]:
-    """Returns prompt lookup, which costs nothing, and the draft model: the drafters that vote, or are chosen from."""
+    """Returns the two drafters of "chosen" and "voting": prompt lookup, which costs nothing, and the draft model."""
     return NgramDrafter(K=K), ModelDrafter(draft, K, decode_window())
 
 
@@ -87,7 +87,7 @@ STOPS = {"none": lambda least: None, "entropy": Entropy, "confidence": Confidenc
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveFields:
-    """Draft lengths that rows choose from, as configs/common.py explains the fields."""
+    """Holds the fields of draft lengths that adapt; configs/common.py explains them."""
 
     lengths: tuple[int, ...] = ()
     costs_ms: tuple[float, ...] = ()
@@ -103,11 +103,11 @@ class AdaptiveFields:
 
     @property
     def is_off(self) -> bool:
-        """Returns whether every draft has the one length of the configuration."""
+        """Returns whether the draft length never adapts."""
         return self.stop == "none" and not self.lengths
 
     def make(self, drafter: Drafter) -> Adaptive | None:
-        """Returns the draft length for a drafter; None: it is always the drafter's K."""
+        """Returns the adaptive draft length for a drafter, or None if it never adapts."""
         if self.is_off or drafter.K == 0:
             return None
         adaptive = Adaptive(

@@ -1,4 +1,4 @@
-"""Makes the pair of a configuration, and what decodes it."""
+"""Makes the pair of a configuration, its method and its workload."""
 
 import dataclasses
 import functools

@@ -43,7 +43,7 @@ INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SI
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8Fields:
-    """The sides of a pair that are decoded in int8: none, target, draft or both."""
+    """Says which models of a pair are decoded in int8: none, target, draft or both."""
 
     weights: str = "none"
     caches: str = "none"
@@ -60,12 +60,12 @@ class Int8Fields:
 
 @dataclasses.dataclass(frozen=True)
 class ModelFields:
-    """A preset of specsamp/models/config.py, and fields of its shape; None is the preset's."""
+    """Names a preset of specsamp/models/config.py, and changes of its shape; None keeps the preset's value."""
 
     fields: Mapping[str, Any]
 
     def model(self, **decoding: str | None) -> TransformerLM:
-        """Returns the model; ``decoding`` are fields of its shape that the pair's configuration says elsewhere."""
+        """Returns the model; ``decoding`` holds further fields of its shape, such as ``weight_dtype``."""
         changes = {name: value for name, value in self.fields.items() if value is not None} | decoding
         preset = PRESETS[validate.choice("preset", changes.pop("preset", None), PRESETS)]
         return TransformerLM.for_backend(preset(**changes))
@@ -96,12 +96,12 @@ _FILTERS = (("top_k", top_k, 0), ("top_p", top_p, 1.0), ("min_p", min_p, 0.0))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshFields:
-    """The devices that a pair is spread over, see configs/common.py."""
+    """Says over how many devices a pair is spread, see configs/common.py."""
 
     data: int = 1
     model: int = 1
     draft_model_parallelism: int = 0
-    num_kv_heads: int | None = None  # only a pair of public checkpoints says it
+    num_kv_heads: int | None = None  # of public checkpoints; otherwise the shape says it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,7 @@ class ExperimentConfig:
 
     @property
     def acceptance_rule(self) -> Rule:
-        """Returns the rule with synthetic acceptance if that is asked for; where nothing is drafted, nothing is lossy."""
+        """Returns the acceptance rule, with synthetic acceptance if it is set; plain decoding has an exact rule."""
         rule = make_rule(self.rule)
         if self.is_plain:
             return rule if rule.exact else TokenRule()
@@ -227,7 +227,7 @@ class ExperimentConfig:
         return self.word.make(target, draft, K, self.own_number) if K else NoDrafter()
 
     def make_adaptive(self, drafter: Drafter) -> Adaptive | None:
-        """Returns the draft lengths that rows choose from; None: it is always the drafter's K."""
+        """Returns the adaptive draft length, or None if it never adapts."""
         return None if self.adaptive is None else self.adaptive.make(drafter)
 
     def make_method(self, pair: Pair) -> Method:
@@ -273,7 +273,7 @@ def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
         values[name] = value
     try:
         return kind(**values)
-    except ValueError as error:  # a message that begins with a field gets the name that a user types
+    except ValueError as error:  # a message begins with a field: it gets the name of its flag
         message = str(error).removeprefix(group)
         if re.match(r"\w*", message)[0] not in known:
             raise
@@ -282,6 +282,6 @@ def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
 
 @functools.cache
 def _groups(kind: type) -> dict[str, type]:
-    """Returns the fields of a dataclass that are groups of fields, which their types say."""
+    """Returns the fields of a dataclass whose types are dataclasses, with these types."""
     types = {name: (hint, *typing.get_args(hint)) for name, hint in typing.get_type_hints(kind).items()}
     return {name: one for name, each in types.items() for one in each if dataclasses.is_dataclass(one)}

@@ -1,4 +1,4 @@
-"""Runs studies: a file in launch/studies says what one asks and measures; flags, files and tables are here.
+"""Runs studies: a file in launch/studies says what a study measures; flags, files and tables are here.
 
 A study is a module ``launch/studies/NAME.py`` with a `Study` named ``STUDY``. The runner brings --output, which is
 written after each cell and from which the same command goes on; --again; --figures; --results, which shows the tables

@@ -102,7 +102,7 @@ def with_prompts(decoder: TimedDecoder, prompts: tuple[Any, ...]) -> TimedDecode
 def counted_ms(decoder: TimedDecoder, repeat: int) -> float:
     """Decodes round by round, and returns the sum of the milliseconds that the table gives each round's width."""
     policy, total = decoder.method.adaptive, 0.0
-    state = decoder.engine.run(decoder.prefill(decoder.requests(repeat)), 0)  # it knows what the drafter will find
+    state = decoder.engine.run(decoder.prefill(decoder.requests(repeat)), 0)  # chooses the first draft lengths
     while True:
         running_B, draft_lengths_B = to_host((state.running_B, state.adaptive_state.draft_lengths_B))
         if not running_B.any():

@@ -7,8 +7,6 @@ every second prompt. From this the planner forecasts ms per token on the others.
 difference of two passes over the *same* texts is the noise, and no forecast comes closer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -65,7 +63,7 @@ def agreement(fit: Mapping[int, TimedDecoder], check: Mapping[int, TimedDecoder]
     work = check[0].workload
     sides = {("fit", K): side for K, side in fit.items()} | {("check", K): side for K, side in check.items()}
     passes = [decode_in_turns(sides, work.repeats, say) for _ in range(PASSES)]
-    timed = {name: Timed.of([timings[name] for timings in passes]) for name in sides}
+    timed = {name: Timed([timings[name] for timings in passes]) for name in sides}
     costs = CostTable(
         rounds=tuple(Round(draft_length=K, batch=work.batch, ms=timed["fit", K].round_ms) for K in fit),
         error=clock_error(timed["fit", K].error for K in fit),
@@ -91,28 +89,33 @@ def agreement(fit: Mapping[int, TimedDecoder], check: Mapping[int, TimedDecoder]
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """The rounds and times of all texts of a decoder: seconds by pass and batch of texts."""
+    """The texts of a decoder, in passes that decode the same: seconds by pass and batch of texts."""
 
-    seconds_PR: np.ndarray
-    rounds_R: np.ndarray
-    rows: tuple[RowStats, ...]
+    passes: Sequence[Sequence[Timing]]
 
-    @classmethod
-    def of(cls, passes: Sequence[Sequence[Timing]]) -> Timed:
-        """Reads the timings of all passes; every pass has the same texts."""
-        first = passes[0]
-        seconds_PR = np.array([[timing.loop_seconds for timing in timings] for timings in passes])
-        rows = tuple(row for timing in first for row in timing.rows)
-        return cls(seconds_PR, np.array([timing.rounds for timing in first]), rows)
+    @property
+    def rows(self) -> list[RowStats]:
+        """Returns the counts of each text."""
+        return [row for timing in self.passes[0] for row in timing.rows]
+
+    @property
+    def rounds_R(self) -> np.ndarray:
+        """Returns the rounds of each batch."""
+        return np.array([timing.rounds for timing in self.passes[0]])
+
+    @property
+    def seconds_PR(self) -> np.ndarray:
+        """Returns the seconds of each batch in each pass."""
+        return np.array([[timing.loop_seconds for timing in timings] for timings in self.passes])
 
     @property
     def round_ms(self) -> float:
-        """The milliseconds of a round."""
+        """Returns the milliseconds of a round."""
         return float(np.median(self.seconds_PR, axis=0).sum() / self.rounds_R.sum() * 1e3)
 
     @property
     def error(self) -> float:
-        """The relative standard error of a round's time."""
+        """Returns the relative standard error of a round's time."""
         ms_R = np.median(self.seconds_PR, axis=0) / self.rounds_R
         return Quartiles.of(ms_R).relative_error(len(ms_R))
 

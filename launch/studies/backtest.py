@@ -17,12 +17,12 @@ from specsamp.tpu.calibration import Band, fit_published, held_out, two_digits
 from specsamp.tpu.measurements import published
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B"
-COVERED = 0.9  # of the rows, what bands are measured by
+COVERED = 0.9  # the share of rows that a band should cover
 
 
 def measure(options, key, say) -> dict[str, Any]:
     """Predicts the published rows."""
-    # What of a row's own was not fitted, the row, and its forecast.
+    # What was left out of the fit, the row, and its forecast.
     found = [(by, *pair) for by in ("layout", "source") for pair in held_out(by)]
     others = [row for row in published() if row.kind not in ("step", "collective")]
     found += [("kind", row, fit_published().of_row(row)) for row in others]

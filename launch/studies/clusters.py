@@ -1,4 +1,4 @@
-"""Asks whether rejections are clustered: what a round tells of the next, and of one eight rounds later.
+"""Measures whether rejections are clustered: how a round predicts the next round, and the round eight later.
 
     python launch/study.py clusters --output=runs/python_clusters.json
 
@@ -59,7 +59,7 @@ def statistics(prompts: Sequence[Sequence[Sequence[int]]], K: int) -> list[float
 
 
 STUDY = Study(
-    question="Are rejections clustered: does a round tell how the next one goes?",
+    question="Are rejections clustered: does the acceptance of a round predict that of the next round?",
     cells=lambda options: LAWS,
     identity=lambda options: {"pair": PAIR, "K": K, "samples": SAMPLES, "max_new_tokens": TOKENS},
     measure=measure,

@@ -42,7 +42,7 @@ Point = Mapping[str, Any]  # what a rule gained and cost
 
 
 def prepare(options: Any) -> None:
-    """Refuses a rule that there is not, and curves without a beginning."""
+    """Refuses unknown rules, and rules that do not begin with token."""
     for word in options.rules:
         make_rule(word)
     if options.rules[0] != "token":

@@ -4,7 +4,7 @@
     python launch/study.py serving --ask=endpoint --max_new_tokens=128
 
 batches: rounds and time of fixed batches, which wait for their slowest row, and of the queue.
-endpoint: what clients of launch/serve.py see, on the server's own machine, that ask again as soon as they are answered.
+endpoint: latencies of clients of launch/serve.py on the server's machine; each sends a request as soon as it is answered.
 """
 
 import json
@@ -98,7 +98,7 @@ def endpoint(options: Any, say: Say) -> dict[str, Any]:
 
 
 def load(url: str, clients: int, requests: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns what so many clients see that take turns with the requests."""
+    """Returns tokens per second and latencies of a number of clients, which share the requests."""
 
     def ask(number: int) -> tuple[int, float, float]:
         """Returns tokens, and the seconds to the first event and to the end of a streamed answer."""
@@ -167,7 +167,7 @@ OPTIONS = {
     "requests": Option(64, "Requests of each number of clients, together.", least=1),
 }
 STUDY = Study(
-    question="What does the queue gain, and what do clients of the endpoint wait for?",
+    question="What does the queue gain, and how long do clients of the endpoint wait?",
     options=OPTIONS,
     prepare=prepare,
     cells=lambda options: [{"ask": ask} for ask in options.ask],

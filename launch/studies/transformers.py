@@ -3,7 +3,7 @@
     pip install torch transformers
     python launch/study.py transformers --output=runs/python_pair_transformers.json
 
-Their model has random weights: the time of a token does not depend on which one it is. Both are greedy,
+Their model has random weights: the time of a token does not depend on its value. Both are greedy,
 in float32, with a cache, and write the same number of tokens after the same prompts.
 """
 

@@ -1,1 +1,1 @@
-"""Forecasts, measurement, and how far they agree: what decoding costs and where a round goes."""
+"""Measures and forecasts the time of decoding, and where the time of a round goes."""

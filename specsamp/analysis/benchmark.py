@@ -56,7 +56,7 @@ class RoundSplit:
     verify: PhaseTime  # warping its logits, and the rule
     commit: PhaseTime  # bookkeeping
     round: PhaseTime  # the whole
-    unexplained: Quartiles  # ms: of operations in no scope, and between operations
+    unexplained: Quartiles  # ms of operations in no scope, and between operations
     sampling_share: Quartiles  # (draft_sampling + verify + commit) / round
     step: PhaseTime  # one round of the autoregressive loop
     least_round: Quartiles  # (draft_model + score) / step: the round if only its models took time, in steps
@@ -108,7 +108,7 @@ class Result:
     speedup: Quartiles  # autoregressive over speculative ms per token, within a repeat
     overall_speedup: float  # the same of all repeats together: seconds over seconds
     acceptance: RowStats  # counts of the speculative side, over all rows and repeats
-    same_tokens: int  # repeats in which both sides emitted the same tokens: all of them if greedy, but for near-ties
+    same_tokens: int  # repeats in which both sides emitted the same tokens: all of them if greedy, except near-ties
     split: RoundSplit | None  # None under JAX_DISABLE_JIT, for adaptive lengths, or where no profile can be made
     slots: int  # of the caches, which attention reads
     memory: Mapping[str, Any]  # see `memory_use`
@@ -135,7 +135,7 @@ def benchmark(
 
     The warps of the method have scalar numbers. With `NoDrafter` both sides are the same, and the speedup shows the error.
     """
-    # A meter has nothing to say of plain decoding, and would take time.
+    # Plain decoding needs no meter, which would take time.
     rule = TokenRule() if method.rule.metered else method.rule
     plain = Method(drafter=NoDrafter(), rule=rule, sampling=method.sampling)
     sides = decoders(pair, {"autoregressive": plain, "speculative": method}, workload)

@@ -89,7 +89,7 @@ def calibrate(
     """
     if len(lengths) < 2:
         raise ValueError(f"lengths must be at least two to choose between, such as {LENGTHS}; got {tuple(lengths)!r}")
-    Adaptive(lengths=tuple(lengths), costs_ms=[1.0] * len(lengths), stop=stop)  # refuses lengths before the hour
+    Adaptive(lengths=tuple(lengths), costs_ms=[1.0] * len(lengths), stop=stop)  # refuses lengths before measuring
     timings = time_lengths(pair, prompts, max_new_tokens, draft_lengths=lengths, **options)
     found = adapted_to({K: timings[K] for K in lengths}, stop)
     return gather_objects(found)[0]  # all processes choose the same

@@ -120,7 +120,7 @@ class Results:
 
 
 def read_document(path: str | os.PathLike) -> dict[str, Any]:
-    """Returns a file of cells as it was written; raises ValueError if it is none."""
+    """Returns the document of a file of cells; raises ValueError for any other file."""
     try:
         document = storage.read_json(path)
         sound = [isinstance(cell["key"], dict) and {"result", "out_of_memory"} & {*cell} for cell in document["cells"]]
@@ -132,7 +132,7 @@ def read_document(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def origin(path: str | os.PathLike, document: Mapping[str, Any]) -> str:
-    """Returns a line on where and when the cells of a document were measured, as far as it says."""
+    """Returns a line on where and when the cells of a document were measured, as far as it is known."""
     known = document.get("environment") or {}
     names = {"cpu": "{}", "device_kind": "{}", "cores": "{} cores", "jax": "JAX {}", "date": "on {:.10}"}
     said = [form.format(known[name]) for name, form in names.items() if known.get(name)]

@@ -70,7 +70,7 @@ def make_plan(
     """Forecasts every draft length.
 
     Args:
-      acceptance: a profile, or one for each K, counted with the rule that is meant.
+      acceptance: a profile, or one for each K, counted with the rule that will decode.
       draft_lengths: the K to compare, at most 1024; 0 is always among them.
       context: slots of the caches; None leaves it to the costs.
       new_tokens: of every sequence; None: sequences never end.

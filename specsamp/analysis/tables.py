@@ -166,7 +166,7 @@ def interval(value: Interval, unit: str = "", digits: int = 3) -> str:
 
 
 def span(value: Interval, unit: str = "", digits: int = 2) -> str:
-    """Formats the interval alone, where no value within is likelier than another."""
+    """Formats the interval alone, for a range in which no value is likelier than another."""
     lower, upper = (f"{float(f'{edge:.{digits}g}'):g}{unit}" for edge in (value.lower, value.upper))
     return lower if lower == upper else f"{lower} to {upper}"
 

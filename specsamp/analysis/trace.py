@@ -50,7 +50,7 @@ class ProgramTime:
 
     what: str  # one run of it
     runs: int  # that were traced; all else is per run
-    scopes: Mapping[str, float]  # ms by scope: "draft/attention", or "draft/rest" of what of a phase is in no part
+    scopes: Mapping[str, float]  # ms by scope: "draft/attention"; "draft/rest" holds operations of the phase in no part
 
     @property
     def ms(self) -> float:

@@ -1,1 +1,1 @@
-"""Finds what a TPU will do, compiled without one: programs, traffic, reports, calibration, studies."""
+"""Estimates programs on TPUs without a TPU: compiled programs, their traffic, reports and calibration."""

@@ -1,4 +1,4 @@
-"""One program that was compiled for a described slice: its traffic, memory and collectives."""
+"""Measures a program that is compiled for a described slice: its traffic, memory and collectives."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Returns whether a device has room for it."""
+        """Returns whether it fits a device."""
         return self.total <= USABLE * self.capacity
 
     @property

@@ -1,4 +1,4 @@
-"""Programs of deep models from shallow ones: a layer costs what the next one costs.
+"""Estimates programs of deep models from shallow models: all layers cost the same.
 
     pair = Stack(chinchilla_70b(), described_mesh("v4:2x2x4"), "v4:2x2x4", drafter=draft_4b())
     pair.round(4, chain(top_p(0.8)), TokenRule()).facts("v4:2x2x4")["work"]     # for `specsamp.tpu.calibration.estimate`

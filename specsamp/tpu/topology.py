@@ -1,4 +1,4 @@
-"""Meshes of TPU slices that are described, not present: `libtpu` holds the whole TPU compiler and needs no TPU.
+"""Builds meshes of TPU slices that are described, not present: `libtpu` has the whole compiler and needs no TPU.
 
 mesh = described_mesh("v4:2x2x4", data=1)       # 16 chips; for shapes with shardings only
 """

@@ -213,7 +213,7 @@ def _delivered(op: Instruction, operands: list[Instruction]) -> Array:
 
 
 def _fetched_again(op: Instruction, body: dict[str, Instruction]) -> bool:
-    """Returns whether a run also fetches what ``op`` does for the next run, which then finds it on chip."""
+    """Returns whether the same run fetches the operand of ``op`` once more, for the next run."""
     return any(x is not op and (x.opcode, x.operands) == (op.opcode, op.operands) for x in body.values())
 
 

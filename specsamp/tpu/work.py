@@ -1,4 +1,4 @@
-"""Work of programs, as far as it decides their milliseconds: of shapes alone here, of compiled programs elsewhere."""
+"""Defines the work of a program, from which its milliseconds follow, and computes it from shapes alone."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def replica_axes(sizes: Sequence[int], chips: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a model, from which the work of a call follows; `specsamp.tpu.report` asks the compiler instead."""
+    """Sizes of a model, from which the work of a call follows; `specsamp.tpu.report` takes it from the compiler instead."""
 
     layers: int
     width: int

@@ -134,18 +134,6 @@ def test_a_tpu_has_lines_of_programs_and_of_operations():
     ]
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--trace=README.md"], "--trace=README.md/profile cannot be written"),
-        (["--trace=runs/x", "--grid=draft_length=1,2"], "--trace is of one cell, and 2 are asked for: choose one"),
-    ],
-)
-def test_what_cannot_be_traced_is_refused_at_once(arguments, message):
-    done = call("benchmark", TINY, *arguments)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-
-
 def test_what_is_not_compiled_is_not_traced():
     with jax.disable_jit():
         done = call("benchmark", TINY, "--trace=runs/x")

@@ -91,18 +91,6 @@ def test_each_text_is_counted_once(monkeypatch):
     assert [len(rows) for rows in told] == [TEXTS]
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([TINY, "--config.drafter=none"], "without a drafter there is nothing to forecast"),
-        ([TINY], "two halves of prompts need four, this pair has 0"),
-    ],
-)
-def test_what_is_refused_before_anything_is_decoded(arguments, message):
-    done = call("study", "agreement", *arguments)
-    assert done.returncode == 2 and message in done.stderr, done.stderr
-
-
 @pytest.mark.slow
 def test_a_tiny_pair_end_to_end(tmp_path):
     """The halves share no prompt; the tables show every K."""

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from support import extras
 from support.run_script import call
 
@@ -29,23 +27,3 @@ def test_what_fits(tmp_path):
     assert not done.returncode, done.stderr
     for cell in json.loads(output.read_text(encoding="utf-8"))["fits"]:
         assert (cell["share"] <= 0.98) == (cell["batch"] <= cell["most_rows"])
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--topology=v9:2x2"], "no TPU topology 'v9:2x2': give a chip (v3, v4, v5e, v5p, v6e, v7x)"),
-        (["--config.mesh.data=3"], "data 3 does not divide the 16 devices of 'v4:2x2x4'"),
-        (
-            ["--config.drafter=early_exit", "--config.exit_layer=80"],
-            "exit_layer must be an integer >= 1 and below 80; got 80",
-        ),
-        (["--config.drafter=ngram"], "--config.drafter is ngram"),
-        (["--acceptance=0.5", "--acceptance=1.5"], "--acceptance must be a number from 0 to 1; got 1.5"),
-        (["--output=/proc/none/report.json"], "--output=/proc/none/report.json cannot be written"),
-    ],
-)
-def test_what_has_no_report(arguments, message):
-    done = call("compile_report", "--plain", *arguments)
-    assert done.returncode == 2 and message in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr

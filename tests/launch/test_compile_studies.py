@@ -1,6 +1,5 @@
 """The study compile: its cells are those of the committed answers, and its tables and figures read both forms of them."""
 
-import re
 import types
 
 import pytest
@@ -11,7 +10,6 @@ from launch.studies import compile_tables as tables
 from launch.studies.compile import GRIDS, STUDY
 from specsamp.models.config import TransformerConfig
 from support import extras
-from support.run_script import call
 
 
 def cells(grid, *changes):
@@ -42,21 +40,6 @@ def test_changed_cells_are_compiled_once():
         {"target": "Llama 3.1 8B", "topology": "v5e:2x4", "drafter": "EAGLE-3"}
     ]
     assert cells("training", "layers=7")[0]["layers"] == 7
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "--grid: name one of slices, scoring"),
-        (["--grid=scoring", "--change=token=2"], "--change=token=2.*no 'token'.*tokens"),
-        (["--grid=scoring", "--change=tokens=0"], "--change=tokens=0: tokens must be a positive integer; got '0'"),
-        (["--grid=training", "--change=target=gpt"], "target=gpt"),
-    ],
-)
-def test_what_is_refused(arguments, message):
-    done = call("study", "compile", "--plain", *arguments)
-    assert done.returncode == 2, done.stderr
-    assert re.search(message, done.stderr), done.stderr
 
 
 @extras.needs("matplotlib")

@@ -47,45 +47,6 @@ def test_the_command_is_the_one_that_was_typed(entry, monkeypatch):
     assert entry.command() == "python launch/x.py '--prompt=a b'"
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([TINY, "--config.draft_lenght=1"], "has no field 'draft_lenght'; did you mean draft_length"),
-        (["--config.target.width=7"], "has no field 'target.width'; choose one of adaptive.acceptance, "),
-        ([TINY, "--config.sampling=1"], "--config.sampling is a group of fields: set one of sampling.min_p"),
-        ([TINY, "--config.draft_length=many"], "--config.draft_length must be an integer >= 0"),
-        (["--config=configs/trained.py"], "no file 'configs/trained.py'; did you mean configs/trained_pair.py"),
-        (["--config="], "no file ''; choose one of configs/chinchilla.py"),
-        (["--config=README.md"], "README.md is no Python file"),
-        (["--config=configs/random_pair.py:huge"], "no size 'huge' in configs/random_pair.py"),
-        (["--config=configs/python_pair.py"], "--config has no field rule, drafter"),
-        ([TINY, "--nothing"], "Unknown command line flag 'nothing'"),
-        ([TINY, "one"], "unexpected argument 'one'"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(arguments, message):
-    done = call("demo", *arguments)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-
-
-@pytest.mark.parametrize(
-    "command, message",
-    [
-        (f"demo {TINY} --config.beams=0", "--config.beams must be an integer >= 1 and below 2147483648; got 0"),
-        (
-            f"demo {TINY} --config.exit_layer=0",
-            "--config.exit_layer must be an integer >= 1 and below 2147483648; got 0",
-        ),
-        ("evaluate --task=python --methods=token/early_exit", "--config.exit_layer must be an integer >= 1"),
-        ("export --pair=python --output=", "--output is empty: name a folder"),
-        ("export --checkpoint=none --model=3 --output=/tmp/none", "--model=3 does not divide the 8 devices"),
-    ],
-)
-def test_fields_and_flags_are_checked_where_nothing_chose_them_and_before_files_are_read(command, message):
-    done = call(*command.split())
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-
-
 def test_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
     """And what another folder holds under the same name comes first."""
     config_file = importlib.import_module("launch.lib.config")

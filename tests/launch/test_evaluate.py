@@ -60,26 +60,3 @@ def test_a_head_and_a_draft_model_are_compared_in_one_run(tmp_path):
     rounds = [sum(one["rounds"] for one in cell["counts"].values()) for cell in cells.values()]
     assert rounds[1] < rounds[0] and rounds[2] < rounds[0] and rounds[1] != rounds[2]
     assert len(result(output)["identity"]["weights"].split(", ")) == 2
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--methods=slow"], "got 'slow'"),
-        (["--methods=plain,ears:0.3", "--require_exact"], "exactness is required, but EARS(beta=0.3"),
-        (["--methods=token/eagle"], "got 'eagle'"),
-        (["--methods=token/model/0"], "draft at least one token"),
-        (["--config=configs/hf.py:llama-8b-eagle3"], "python is completed and not answered"),
-        (["--methods="], "--methods has ''"),
-        (["--methods=token/none"], "drafts nothing: write plain"),
-        (["--config.rule=block"], "--config.rule=block has no effect: name it in --methods"),
-        (["--methods=token,token"], "names token, model, K = 3 twice"),
-        (["--task=humaneval", "--source=/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["--config.max_new_tokens=2040"], "all 6 problems are too long for 2048 positions"),
-        (["--config=configs/random_pair.py:tiny"], "a pair without a tokenizer"),
-    ],
-)
-def test_what_cannot_be_evaluated_is_said(flags, message):
-    given = [flag for flag in FLAGS if not any(flag.split("=")[0] == one.split("=")[0] for one in flags)]
-    done = call("evaluate", *given, *flags)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -104,14 +104,3 @@ def test_the_study_measures_and_draws(tmp_path):
     assert not ears["exact"] and 0 < ears["variation_per_token"] < 1 and ears["bought"] > 0
     assert ears["variation_per_text"] == pytest.approx(4 * ears["variation_per_token"])
     assert (tmp_path / "python_lossy.png").read_bytes().startswith(b"\x89PNG") and "ears:1 (lossy)" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "argument, told",
-    [
-        ("--rules=ears:1", "--rules=ears:1 must begin with token"),
-    ],
-)
-def test_what_the_study_of_lossy_rules_refuses(argument, told):
-    done = call("study", "lossy", argument)
-    assert done.returncode == 2 and told in done.stderr

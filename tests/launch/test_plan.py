@@ -36,27 +36,6 @@ def test_forecasts(arguments, found):
     assert all(text in done.stdout for text in found), done.stdout
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ((RATE, *CALLS, "--chip_hour=3"), "--chip_hour needs --devices: how many chips take these milliseconds"),
-        (("--acceptance=1.5", *CALLS), "must be a number from 0 to 1; got 1.5"),
-        (("--histogram=3,x", *CALLS), "--histogram=3,x: invalid literal"),
-        ((RATE, *CALLS, "--chip=v4"), "give costs in one way"),
-        ((RATE, "--target_ms=nan", "--draft_ms=1"), "target_ms must be a number above 0; got nan"),
-        ((RATE, "--measured=README.md"), "README.md holds no cells"),
-        ((*MEASURED, "--context=2048"), "--context has no effect: it goes with --chip or --compile_report"),
-        ((RATE, *CALLS, "--config=configs/chinchilla.py"), "--config has no effect: it goes with --chip"),
-        ((RATE, *ROOFLINE[:2], "--config.drafter=ngram"), "--config.drafter is ngram"),
-        ((*MEASURED, "--drafter=lookup"), "python_pair_grid.json has block, model, T = 0.8"),
-        ((RATE, *ROOFLINE[:2], "--devices=4"), "--devices=4 cannot hold the models: weights of 148"),
-    ],
-)
-def test_what_is_refused(arguments, message):
-    done = call("plan", *arguments)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
-
-
 def measured(K, draft_temperature, emitted):
     """A cell whose rounds emit ``emitted`` tokens."""
     distribution = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": draft_temperature}

@@ -62,25 +62,6 @@ def never(monkeypatch):
         monkeypatch.setattr(importlib.import_module("launch.lib.experiment"), name, fail)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--warps=top_p,top_q"], "--warps must be one of penalties, top_k, top_p, min_p; got 'top_q'"),
-        (["--config=configs/random_pair.py:tiny"], "a pair without a tokenizer"),
-        (["--require_exact", "--config.rule=ears:0.3"], "exactness is required, but EARS(beta=0.3"),
-        (["--host=no.such.host.invalid"], "--host=no.such.host.invalid --port=0: "),
-        (["--host=192.0.2.1"], "choose another address"),
-        (["--key_file=README.md"], "--key_file=README.md must hold a key of printable ASCII without spaces"),
-        (["--key_file=/dev/zero"], "/dev/zero is no regular file"),
-        (["--timeout=inf"], "--timeout must be a number from 0.1; got inf"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_served_is_refused_before_anything_is_read(never, arguments, message):
-    done = call("serve", "--port=0", *arguments)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-
-
 def test_a_port_that_somebody_has(never):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -14,7 +14,7 @@ from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.benchmark import Result
 from specsamp.analysis.workload import Quartiles
 from specsamp.decoding.results import RowStats
-from support.run_script import ROOT, call, module
+from support.run_script import ROOT, module
 
 COUNTS = RowStats(rounds=10, emitted=22, drafted=20, reached=(10, 6), accepted_counts=(4, 3, 3))
 
@@ -95,8 +95,3 @@ def test_the_demo_has_the_speedups_of_the_readme(monkeypatch, tmp_path):
     assert demo.committed_speedups(longer, experiment)[1:] == tuple(f"K = 3: {speedup}" for speedup in shown)
     monkeypatch.setattr(study, "RESULTS", tmp_path)
     assert "only in a clone" in demo.committed_speedups(configs, experiment)
-
-
-def test_what_has_no_curve_is_refused():
-    done = call("study", "speedup", "--config=configs/random_pair.py:tiny", "--config.drafter=none")
-    assert done.returncode == 2 and "--config.drafter" in done.stderr
