@@ -84,9 +84,7 @@ def generate_many(
     if arrivals is not None:
         arrivals = np.asarray(arrivals).tolist()
         if not isinstance(arrivals, list) or len(arrivals) != len(prompts):
-            raise ValueError(
-                f"arrivals must be a list of {len(prompts)} seconds, a number per prompt; got {arrivals!r}"
-            )
+            raise ValueError(f"arrivals must be {len(prompts)} seconds, a number per prompt; got {arrivals!r:.60}")
         for request in requests:
             seconds = arrivals[request.prompt_index]
             request.arrived = validate.number(f"arrivals[{request.prompt_index}]", seconds, 0)

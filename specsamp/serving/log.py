@@ -55,9 +55,7 @@ class CompletionLog:
             another run is writing it.
           OSError: it cannot be written.
         """
-        identity = self.identity
-        if identity is None:
-            identity = {"weights": digest_of_pair(engine.pair)}
+        identity = {"weights": digest_of_pair(engine.pair)} if self.identity is None else self.identity
         try:
             asked = json.loads(json.dumps({"completions_of": describe_requests(engine, requests) | dict(identity)}))
         except TypeError as error:

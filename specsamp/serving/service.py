@@ -142,9 +142,8 @@ class Service:
 
     def compile(self, say: Callable[[str], None] = logging.info) -> None:
         """Compiles for prompts of all sizes; ``say`` gets a line before each."""
-        sizes = [min(bucket(1), self.context - 1)]  # the longest prompts of each bucket
-        while sizes[-1] < self.context - 1:
-            sizes.append(min(bucket(sizes[-1] + 1), self.context - 1))
+        longest = self.context - 1
+        sizes = sorted({min(bucket(size), longest) for size in range(1, longest + 1)})  # the longest of each bucket
 
         def prompts() -> Iterator[list[int]]:
             for number, size in enumerate(sizes, start=1):

@@ -137,11 +137,7 @@ class TrainHead(Task):
         self.head.check_target(self.target)
 
     def teacher(self, target_params: Any, draft_ids: np.ndarray | None = None) -> dict[str, Any]:
-        """Returns the target's parameters in its compute dtype, and the ids of a reduced vocabulary.
-
-        Args:
-          draft_ids: of the reduced vocabulary, ``[U]``, increasing.
-        """
+        """Returns the target's parameters in its compute dtype, and the ids of a reduced vocabulary, ``[U]``, increasing."""
         target_params = jax.tree.map(lambda x: x.astype(self.target.config.compute_dtype), target_params)
         return {"target": target_params, DRAFT_IDS: None if draft_ids is None else jnp.asarray(draft_ids, jnp.int32)}
 
