@@ -6,10 +6,13 @@ python -m specsamp demo                        # the same without installing, in
 """
 
 import ast
+import difflib
 import importlib
 import pathlib
 import sys
 from collections.abc import Sequence
+
+from specsamp import __version__
 
 PACKAGE = pathlib.Path(__file__).parent
 COPY = PACKAGE / "checkout"  # of launch and configs, see setup.py
@@ -34,9 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print("\n".join([USAGE, "", *(f"  {name:<20} {text}" for name, text in known.items())]))
         return 0
+    if arguments[0] in ("--version", "-V"):
+        print(f"specsamp {__version__}")
+        return 0
     name = arguments[0].replace("_", "-")
     if name not in known:
-        today = NOW.get(name, f"choose one of {', '.join(known)}")
+        close = difflib.get_close_matches(name, known, n=1)
+        today = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"
+        today = NOW.get(name, today)
         print(f"no command {arguments[0]!r}: {today}", file=sys.stderr)
         return 2
     sys.path.insert(0, str(folder().parent))

@@ -119,7 +119,9 @@ def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
 
 
 def test_an_unknown_command_is_refused_with_those_there_are(capsys):
-    assert main(["serf"]) == 2
-    assert "no command 'serf': choose one of audit, benchmark," in capsys.readouterr().err
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"specsamp {specsamp.__version__}\n"
+    for name, told in {"fly": "choose one of audit, benchmark,", "serv": "did you mean serve?"}.items():
+        assert main([name]) == 2
+        assert f"no command {name!r}: {told}" in capsys.readouterr().err
     assert main(["check_head", "--plain"]) == 2
     assert "no command 'check_head': use doctor --look_at=head" in capsys.readouterr().err
