@@ -105,6 +105,7 @@ def _find(source: str, split: str) -> list[epath.Path]:
             f"there is no file {source!r}, and reading the hub takes a library: pip install huggingface_hub"
         ) from error
     try:
+        hub.auth_check(source, repo_type="dataset")  # fails at once without a network, where a list is tried five times
         for revision in (None, CONVERTED):
             names = hub.list_repo_files(source, repo_type="dataset", revision=revision)
             if chosen := choose_files(names, split):
