@@ -1,12 +1,12 @@
-"""Public heads: opened and checked against their target before memory is spent, then read in slices.
+"""Opens public heads, checks them against their target, and reads their tensors in slices.
 
     checkpoint = open_head("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", target.config)
     head = FeatureHead(checkpoint.config)
     params = read_head(checkpoint, head)
 
-A folder holds ``config.json`` and ``model.safetensors``; or ``pytorch_model.bin``, see `pickles`; Medusa's has files of
-its own names. The tensor ``d2t`` of a reduced vocabulary holds offsets: its token i is the target's ``i + d2t[i]``. An
-MTP module is read out of the checkpoint of its target: give the target's name.
+A folder holds ``config.json`` and ``model.safetensors``, ``pytorch_model.bin`` (see pickles.py) or a file with a name that
+Medusa chose. The tensor ``d2t`` of a reduced vocabulary holds offsets: its token i is the target's ``i + d2t[i]``. An MTP
+module lies in the checkpoint of its target: give the target's name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
 
 EMBEDDING, OFFSETS, KEPT = "embed_tokens.weight", "d2t", "t2d"
-APART = (MEDUSA_SINGLE, PICKLE, MEDUSA_PICKLE)  # files of heads alone
+HEAD_FILES = (MEDUSA_SINGLE, PICKLE, MEDUSA_PICKLE)  # that no model has
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,10 +57,10 @@ class HeadCheckpoint:
     config: HeadConfig
     tensors: Mapping[str, Tensor]
     draft_ids: np.ndarray | None  # int32 [U]
-    trained_for: str | None  # the target that its files name
+    trained_for: str | None  # the name of the target in its files
 
     def notes(self, target_name: str) -> list[str]:
-        """Returns a sentence where the head was trained for a model of another name, which no shape shows."""
+        """Returns a sentence if the files name another target, which no shape shows."""
 
         def last(name: str) -> str:
             return name.rstrip("/").split("/")[-1]
@@ -86,21 +86,21 @@ def open_head(
     Args:
       name: a folder, on a disk or in a bucket, or the id of a model of the hub.
       target: of the target's checkpoint, without padding of its vocabulary.
-      target_embedding: a head that repeats it does without one of its own.
+      target_embedding: a head whose embedding repeats it is read without an embedding.
       dtype: of decode-time weights, activations and caches.
-      headers_only: downloads no tensor, and leaves the ids of a reduced vocabulary unread: to check a head, not to use it.
+      headers_only: downloads no tensor, and leaves the ids of a reduced vocabulary unread. The head can only be checked.
 
     Raises:
-      FileNotFoundError: no such head. ValueError: a head of another kind or target, see `parse_head`; tensors that are
-        missing, unknown or misshapen; a pickle that holds more than tensors; a reduced vocabulary whose ids leave the
-        target's or do not increase; with file, name and value.
+      FileNotFoundError: no such head.
+      ValueError: a head of another kind or target, see `parse_head`; other tensors, see `check_tensors` and `read_pickle`;
+        or a reduced vocabulary whose ids are not increasing ids of the target.
     """
     folder, from_hub = find_folder(name)
     name = os.fspath(name)
     if from_hub and headers_only:
         found = _renamed(read_headers(name))
     else:
-        found = _find(download_weights(name, *APART) if from_hub else folder)
+        found = _find(download_weights(name, *HEAD_FILES) if from_hub else folder)
     content = storage.read_json(folder / "config.json")
     layout, config = parse_head(str(folder / "config.json"), content, target, dtype, found.keys())
     check_tensors(name, found, head_sources(config, layout), layout.beside.search)
@@ -110,14 +110,14 @@ def open_head(
         config = dataclasses.replace(config, own_embedding=False)
     check_embedding(target, config, name)
     verifier = (content.get("speculators_config") or {}).get("verifier") or {}
-    own = name if layout is MIMO_MTP else None  # a module is of the target that it lies beside
+    beside = name if layout is MIMO_MTP else None  # a module lies in the checkpoint of its target
     return HeadCheckpoint(
         name=name,
         layout=layout,
         config=config,
         tensors=found,
         draft_ids=draft_ids,
-        trained_for=verifier.get("name_or_path") or content.get("base_model_name_or_path") or own,
+        trained_for=verifier.get("name_or_path") or content.get("base_model_name_or_path") or beside,
     )
 
 
@@ -130,10 +130,10 @@ def check_embedding(target: TransformerConfig, head: HeadConfig, name: str) -> N
 
 
 def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: OnProgress = lambda *_: None) -> Any:
-    """Reads the parameters of ``head``, in its compute dtype and where they belong.
+    """Reads the parameters of ``head`` in its compute dtype and onto its devices.
 
     Args:
-      head: of the checkpoint's config. Its vocabulary may be larger: rows beyond the checkpoint's are zero.
+      head: of the checkpoint's config. It may have a larger vocabulary, whose further rows are zero.
 
     Raises:
       ValueError: a number is infinite or NaN, with file and tensor.
@@ -176,33 +176,32 @@ def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSour
 
 def _find(folder: epath.Path) -> dict[str, Tensor]:
     """Returns all tensors of a folder, by the names that speculators has for them; safetensors come before pickles."""
-    apart = [name for name in APART if (folder / name).exists()]
-    if not apart or (folder / INDEX).exists() or (folder / SINGLE).exists():
+    files = [name for name in HEAD_FILES if (folder / name).exists()]
+    if not files or (folder / INDEX).exists() or (folder / SINGLE).exists():
         return _renamed(find_tensors(folder))
-    read = read_header if apart[0] == MEDUSA_SINGLE else read_pickle
-    return _renamed(read(folder / apart[0]))
+    return _renamed((read_header if files[0] == MEDUSA_SINGLE else read_pickle)(folder / files[0]))
 
 
 def _renamed(found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors by the names that speculators has for them."""
-    medusa = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in found.items()}
-    return {re.sub(r"^midlayer\.", "layers.0.", name): tensor for name, tensor in medusa.items()}
+    names = {re.sub(r"^medusa_heads?\.", "", name): name for name in found}
+    return {re.sub(r"^midlayer\.", "layers.0.", new): found[name] for new, name in names.items()}
 
 
 def _read_ids(name: str, found: Mapping[str, Tensor], config: HeadConfig) -> np.ndarray:
     """Returns the target's id of each token of a reduced vocabulary."""
-    shapes = {OFFSETS: (config.num_outputs,), KEPT: (config.layer.vocab_size,)}
-    for key, shape in shapes.items():
+    size, num_ids = config.layer.vocab_size, config.num_outputs
+    if OFFSETS not in found:
+        raise ValueError(f"{name} has a reduced vocabulary of {num_ids} tokens, but no tensor {OFFSETS}")
+    for key, shape in ((OFFSETS, (num_ids,)), (KEPT, (size,))):
         tensor = found.get(key)
-        if tensor is None and key == OFFSETS:
-            raise ValueError(f"{name} has a reduced vocabulary of {config.num_outputs} tokens, but no tensor {OFFSETS}")
         if tensor is not None and (tensor.shape != shape or tensor.kind not in INTEGERS):
-            raise ValueError(f"{tensor.file} has {key} {tensor.shape} of {tensor.kind}; integers {shape} are wanted")
+            raise ValueError(f"{tensor.file} has {key} {tensor.shape} of {tensor.kind}; it must be integers {shape}")
     file = found[OFFSETS].file
-    ids_U = np.asarray(found[OFFSETS].read([slice(None)]), np.int64) + np.arange(config.num_outputs)
-    wrong = np.flatnonzero((ids_U < 0) | (ids_U >= config.layer.vocab_size) | (np.diff(ids_U, prepend=-1) <= 0))
+    ids_U = np.asarray(found[OFFSETS].read([slice(None)]), np.int64) + np.arange(num_ids)
+    wrong = np.flatnonzero((ids_U < 0) | (ids_U >= size) | (np.diff(ids_U, prepend=-1) <= 0))
     if len(wrong):
-        at, size = wrong[0], config.layer.vocab_size
+        at = wrong[0]
         raise ValueError(
             f"{file}: {OFFSETS}[{at}] makes token {ids_U[at]} of {at}; tokens must increase and be below {size}, the "
             "number of the target's tokens"

@@ -1,7 +1,7 @@
-"""Int8 weights: in the files of pairs, and quantised while a float checkpoint is read.
+"""Reads int8 weights: from the files of pairs, and from float checkpoints, which are quantised while they are read.
 
-A weight of a pair's file is two tensors, the second with the scales. Matrices of a float checkpoint are quantised a block
-at a time: no float copy of a whole matrix is ever made.
+In the file of a pair a weight is two tensors, values and scales. Matrices of a float checkpoint are quantised a block at a
+time, without a float copy of a whole matrix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict
 from specsamp.checkpoints.safetensors_io import BLOCK_BYTES
 from specsamp.models.int8 import Int8Weight, dequantise, is_stored_in_int8, quantise, summed_axes
 
-PAIR_SCALES = ".scale_of_int8"  # behind the name of the weight
+PAIR_SCALES = ".scale_of_int8"  # follows the name of the weight
 
 Read = Callable[[tuple[slice, ...]], np.ndarray]  # of a slice of the parameter, in float32
 
@@ -53,9 +53,9 @@ def read_pair_tensors(tensors: Mapping[str, np.ndarray], *, in_int8: bool) -> di
 
 
 def read_int8(place: Int8Weight, axes: tuple[int, ...], read: Read) -> Int8Weight:
-    """Quantises a parameter while it is read, each process for the output channels that its devices hold.
+    """Quantises a parameter while it is read; each process reads the output channels that its devices hold.
 
-    A scale covers all entries that a product sums over. They are read whole also where devices hold parts of them.
+    A channel is read whole, even where a device holds a part of it: its scale covers all entries that a product sums over.
 
     Args:
       place: shape, dtype and sharding of both arrays.
@@ -83,10 +83,10 @@ def read_int8(place: Int8Weight, axes: tuple[int, ...], read: Read) -> Int8Weigh
 
 
 def quantise_in_blocks(spans: tuple[tuple[int, int], ...], axes: tuple[int, ...], read: Read) -> Int8Weight:
-    """Returns the int8 weight of a part of a parameter, of NumPy's arrays.
+    """Returns the int8 weight of a part of a parameter, in arrays of NumPy.
 
     Args:
-      spans: first and last entry along each axis; whole along ``axes``.
+      spans: first and last entry along each axis; ``axes`` are covered whole.
     """
     sizes = [last - first for first, last in spans]
     over = max((i for i in range(len(sizes)) if i not in axes), key=sizes.__getitem__)

@@ -1,23 +1,20 @@
 """Checks whether pairs of public names would load, without downloading weights.
 
-    for finding in check_pair("qwen-3b", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-0.5B"):
-        print(finding.model, finding.problem or "loads")
+    for check in check_pair("qwen-3b", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-0.5B"):
+        print(check.model, check.problem or "loads")
 
-The config, the tokenizer and the headers of tensors are read, and checked as always before weights are read. Values are
-not: whether a tied model repeats its embedding, and the ids of a reduced vocabulary.
+Configs, tokenizers and the headers of tensors are checked. The values of tensors are not: whether a tied model repeats its
+embedding, and the ids of a reduced vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 from specsamp.checkpoints.hub import why_not
 from specsamp.checkpoints.hugging_face import Checkpoint, open_checkpoint
 from specsamp.checkpoints.public_pair import open_draft
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +24,7 @@ class NameCheck:
     pair: str
     role: str  # "target", "draft" or "head"
     model: str
-    problem: str | None  # why it would not load; None: it would
+    problem: str | None  # the reason why it would not load, None if it would
     notes: tuple[str, ...] = ()  # what differs without harm
 
 
@@ -38,39 +35,34 @@ def check_pair(name: str, target: str, draft: str, *, is_head: bool = False, cha
       name: of the pair.
       target, draft: the names that are checked.
       is_head: the draft is a head.
-      chat: prompts are messages, which take a chat template.
+      chat: prompts are messages, so that the target needs a chat template.
 
     Raises:
-      ConnectionError: the hub cannot be asked. ValueError: its library is not installed.
+      ConnectionError: the hub does not answer. ValueError: its library is not installed.
     """
+    opened: list[Checkpoint] = []
 
-    def open_target() -> Checkpoint:
+    def check_target() -> list[str]:
         checkpoint = open_checkpoint(target)
         checkpoint.check_headers()
         if checkpoint.require_tokenizer().chat is None and chat:
             raise ValueError("no chat template, which the messages of this pair's prompts need")
-        return checkpoint
+        opened.append(checkpoint)
+        return []
 
-    def open_its_draft() -> list[str]:
-        if opened is None:
+    def check_draft() -> list[str]:
+        if not opened:
             raise ValueError("not checked: a draft is checked against its target, which does not load")
-        found, notes = open_draft(opened, draft, is_head=is_head, headers_only=True)
+        found, notes = open_draft(opened[0], draft, is_head=is_head, headers_only=True)
         if not is_head:
             found.check_headers()
         return notes
 
-    opened, problem = _tried(target, open_target)
-    yield NameCheck(pair=name, role="target", model=target, problem=problem)
-    notes, problem = _tried(draft, open_its_draft)
-    role = "head" if is_head else "draft"
-    yield NameCheck(pair=name, role=role, model=draft, problem=problem, notes=tuple(notes or ()))
-
-
-def _tried(name: str, look: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Returns the result of ``look`` and None; or None and the problem with the name."""
-    if (problem := why_not(name)) is not None:
-        return None, problem
-    try:
-        return look(), None
-    except (ValueError, OSError) as error:
-        return None, " ".join(str(error).split())
+    for role, model, check in (("target", target, check_target), ("head" if is_head else "draft", draft, check_draft)):
+        problem, notes = why_not(model), []
+        if problem is None:
+            try:
+                notes = check()
+            except (ValueError, OSError) as error:
+                problem = " ".join(str(error).split())
+        yield NameCheck(pair=name, role=role, model=model, problem=problem, notes=tuple(notes))

@@ -1,4 +1,4 @@
-"""Orbax checkpoints: of a training run, and of a converted public checkpoint, which any mesh reads in place."""
+"""Writes and reads Orbax checkpoints of training runs and of converted public checkpoints."""
 
 from __future__ import annotations
 
@@ -16,31 +16,23 @@ GB = 10**9
 
 
 def save_params(folder: str | os.PathLike, params: Any) -> None:
-    """Writes the parameters of a converted checkpoint; every process must call it.
-
-    Raises:
-      ValueError: there are parameters in the folder, perhaps of a conversion that did not end.
-    """
+    """Writes the parameters of a converted checkpoint; see `Checkpoints.save` for the errors."""
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
     with contextlib.closing(Checkpoints(storage.place(folder) / "checkpoints", largest)) as checkpoints:
         checkpoints.save(0, params=params)
 
 
 def restore_params(folder: str | os.PathLike, shapes: Any) -> Any:
-    """Reads the parameters of a converted checkpoint; rows of padding, which were not saved, are zero.
-
-    Raises:
-      ValueError: the folder is damaged.
-    """
+    """Reads the parameters of a converted checkpoint; rows of padding, which were not saved, are zero."""
     as_float32 = 4 * max(leaf.size for leaf in jax.tree.leaves(shapes))  # the most that was stored
     with contextlib.closing(Checkpoints(storage.place(folder) / "checkpoints", as_float32)) as checkpoints:
         return checkpoints.restore(0, padded=True, params=shapes)["params"]
 
 
 class Checkpoints:
-    """Keeps the last two states of a run, saved in the background; each is complete or absent.
+    """Keeps the last two states of a run, which are saved in the background; each is complete or absent.
 
-    ``largest`` is the size of the largest array in bytes, if arrays are to be copied to host memory one at a time.
+    With ``largest``, the bytes of the largest array, arrays are copied to host memory one at a time.
     """
 
     def __init__(self, folder: str | os.PathLike, largest: int | None = None):
@@ -59,10 +51,10 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, **items: Any) -> None:
-        """Saves ``params``, and the ``rest`` that only a resumed training needs, in the background.
+        """Saves ``params``, and the ``rest`` of a training state, in the background; every process must call it.
 
         Raises:
-          ValueError: the step is there, perhaps of a conversion that did not end. Orbax would keep it as it is.
+          ValueError: the step exists, perhaps of a conversion that did not end. Orbax would keep it.
         """
         saved = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         if not self._manager.save(step, args=ocp.args.Composite(**saved)):
@@ -73,7 +65,7 @@ class Checkpoints:
 
         Args:
           step: default: the latest.
-          padded: shapes may have more rows than were saved; these are zero.
+          padded: shapes may have more rows than were saved. The further rows are zero.
 
         Raises:
           FileNotFoundError: there is no checkpoint.

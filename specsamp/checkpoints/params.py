@@ -21,11 +21,11 @@ class WrongShapes(ValueError):
 
 
 def check_shapes(what: str, have: Any, want: Any) -> None:
-    """Raises `WrongShapes` unless both trees have leaves of the same names and shapes.
+    """Raises `WrongShapes` unless two trees have leaves of the same names and shapes.
 
     Args:
-      what: begins the message, such as the path of what was read.
-      have, want: trees of anything with a shape.
+      what: names ``have`` in the message, such as by its path.
+      have, want: trees of leaves with a shape.
     """
     have, want = _shapes(have), _shapes(want)
     different = [
@@ -41,8 +41,8 @@ def check_shapes(what: str, have: Any, want: Any) -> None:
 def digest(params: Any) -> str:
     """Returns 16 hexadecimal digits of a digest over names, dtypes, values and their places.
 
-    Values count by a weighted sum of their bits, modulo 2^32: integers, so that a mesh changes nothing, and nothing for
-    zeros, so that rows of padding do not. Arrays are read once, where they lie; every process must call it.
+    The bits of all values enter a weighted sum modulo 2^32. It is the same on any mesh, since integers are summed, and with
+    rows of padding, since zeros add nothing. Every process must call it.
     """
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -51,7 +51,7 @@ def digest(params: Any) -> str:
 
 
 def digest_of_pair(pair: Pair) -> str:
-    """Returns the digest of a pair's parameters, and of how its head reads them, which no value shows."""
+    """Returns the digest of a pair's parameters and of the configuration of its head."""
     of_params = digest((pair.target_params, pair.draft_params))
     if pair.head is None:
         return of_params
@@ -63,13 +63,13 @@ def digest_of_pair(pair: Pair) -> str:
 
 @jax.jit
 def _weighted_sum(x: jax.Array) -> jax.Array:
-    """Sums the bits of each entry, mixed, times an odd number that its place gives."""
+    """Returns the sum of the mixed bits of each entry, multiplied by an odd number that depends on its place."""
     unsigned = jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")
     bits = (x.astype(unsigned) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, unsigned)).astype(
         jnp.uint32
     )
     bits = bits * jnp.uint32(0x9E3779B1)  # odd numbers without a pattern
-    bits = bits ^ (bits >> 15)  # else signs, which are the highest bit, would cancel in pairs
+    bits = bits ^ (bits >> 15)  # without this, signs, which are the highest bit, cancel in pairs
     place = jnp.ones(bits.shape, jnp.uint32)
     for axis in range(bits.ndim):
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
@@ -78,6 +78,6 @@ def _weighted_sum(x: jax.Array) -> jax.Array:
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every leaf by its path, such as ``layer_0/mlp/up``; trees need not be dictionaries."""
+    """Returns the shape of every leaf by its path, such as ``layer_0/mlp/up``."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_int8)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}

@@ -201,7 +201,7 @@ def test_an_embedding_that_repeats_the_targets_is_not_read(tmp_path):
         ({"d2t": None}, {}, "a reduced vocabulary of 6 tokens, but no tensor d2t"),
         ({"d2t": np.array([0, 1, 1, 4, 5, 11])}, {}, r"model.safetensors: d2t\[5\] makes token 16 of 5; .* below 16"),
         ({"d2t": np.array([0, 2, 1, 4, 5, 5])}, {}, r"d2t\[2\] makes token 3 of 2"),
-        ({"d2t": np.array([0.0, 1, 1, 4, 5, 5], np.float32)}, {}, r"d2t \(6,\) of F32; integers \(6,\) are wanted"),
+        ({"d2t": np.array([0.0, 1, 1, 4, 5, 5], np.float32)}, {}, r"d2t \(6,\) of F32; it must be integers \(6,\)"),
         ({"t2d": np.arange(16) < 6}, {}, "t2d keeps other tokens than d2t"),
         ({"extra.weight": np.zeros(3, np.float32)}, {}, r"not part of the model: extra.weight \(3,\) in model"),
         ({"norm.weight": np.full(8, np.nan, np.float32)}, {}, "model.safetensors: norm.weight.*NaN"),
