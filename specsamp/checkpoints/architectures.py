@@ -1,7 +1,7 @@
-"""Reads ``config.json`` as a `TransformerConfig`; one function per family of models.
+"""Reads ``config.json`` as a `TransformerConfig`; each family of models has a function.
 
-Files of all ages are read: a key that is left out means what it meant when the file was written. A key that would
-change the model in a way that is not supported is refused, never ignored.
+A key that is left out has the default of transformers, also in old files. A key that changes the model in a way that is not
+supported is refused.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from specsamp.models.config import ExpertsConfig, TransformerConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models that share names and the meaning of config.json."""
+    """Models with the same names of tensors and the same meaning of config.json."""
 
-    model_type: str  # what config.json calls it beside its architecture
+    model_type: str  # of config.json
     names: Mapping[str, str]  # see tensor_names.py
-    read: Callable[[Fields], dict]  # to fields of a TransformerConfig
-    prefix: str = ""  # of tensors, which some files leave out
-    head_prefix: str | None = None  # of the tensors of a head beside the model, see head_config.py
+    read: Callable[[Fields], dict]  # returns the fields of a TransformerConfig
+    prefix: str = ""  # of tensors; some files leave it out
+    head_prefix: str | None = None  # of the tensors of a head in the same files, see head_config.py
 
 
 def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Family, TransformerConfig]:
-    """Returns the family and the shape of a model.
+    """Returns the family and the shape of the model that a file describes.
 
     Args:
-      path: of the file, for messages.
-      content: of the file.
       dtype: of decode-time weights, activations and caches.
 
     Raises:
@@ -45,7 +43,7 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
     validate.choice(f"{path}: architectures", architecture, FAMILIES)
     family, fields = FAMILIES[architecture], Fields(path, content)
     model_type = content.get("model_type")
-    if model_type not in (None, family.model_type):  # transformers goes by the second, others by the first
+    if model_type not in (None, family.model_type):  # transformers reads model_type, other programs architectures
         raise ValueError(
             f"{path} says architectures = {architecture!r}, whose model_type is {family.model_type!r}, and model_type = "
             f"{model_type!r}: correct the one that is wrong"
@@ -53,8 +51,8 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
     if (quantised := content.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise ValueError(
-            f"{path} has a quantization_config ({method!r:.40}): give the checkpoint before it was quantised, int8 is "
-            "made of it while it is read"
+            f"{path} has a quantization_config ({method!r:.40}): give the checkpoint before it was quantised; it can be "
+            "quantised to int8 while it is read"
         )
     try:
         config = TransformerConfig(dtype=dtype, **family.read(fields))
@@ -92,7 +90,7 @@ def _like_llama(fields: Fields) -> dict:
 
 
 def _arcee(fields: Fields) -> dict:
-    """Reads an ArceeForCausalLM, which is Llama without a gate."""
+    """Reads an ArceeForCausalLM: Llama without a gate."""
     return _llama(fields) | dict(
         gated=False, activation=fields.activation("hidden_act", "relu2"), norm_epsilon=fields("rms_norm_eps", 1e-5)
     )
@@ -101,12 +99,10 @@ def _arcee(fields: Fields) -> dict:
 def _mistral(fields: Fields, window: int | None = 4096) -> dict:
     """Reads a MistralForCausalLM; ``window`` is the default of its sliding_window."""
     window = fields.or_null("sliding_window", window)
-    kinds = ["full_attention" if window is None else "sliding_attention"] * fields.count("num_hidden_layers")
-    no_biases = dict(attention_bias=False, output_bias=False, feedforward_bias=False)  # whatever the file says
     return (
         _llama(fields)
-        | _windows(fields, window, kinds)
-        | no_biases
+        | _windows(fields, window, lambda _: window is not None)
+        | dict(attention_bias=False, output_bias=False, feedforward_bias=False)  # the file may say otherwise
         | dict(num_kv_heads=fields.or_null("num_key_value_heads", 8))
     )
 
@@ -115,13 +111,9 @@ def _qwen2(fields: Fields, first: int | None = None) -> dict:
     """Reads a Qwen2ForCausalLM. Layers from ``first`` on have the window; None reads ``first`` from the file."""
     window = fields.or_null("sliding_window", 4096) if fields.switch("use_sliding_window", False) else None
     first = fields("max_window_layers", 28) if first is None else first
-    kinds = [
-        "full_attention" if window is None or i < first else "sliding_attention"
-        for i in range(fields.count("num_hidden_layers"))
-    ]
     return (
         _llama(fields)
-        | _windows(fields, window, kinds)
+        | _windows(fields, window, lambda i: window is not None and i >= first)
         | dict(attention_bias=True, output_bias=False, feedforward_bias=False)
         | dict(num_kv_heads=fields.or_null("num_key_value_heads", 32))
     )
@@ -216,12 +208,10 @@ def _gpt_neox(fields: Fields) -> dict:
 
 def _gemma2(fields: Fields) -> dict:
     """Reads a Gemma2ForCausalLM, in which every other layer has a window."""
-    kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(fields.count("num_hidden_layers"))]
-    rotary = rotary_fields(fields, rope_parameters(fields), _usual(fields))
     return (
         _like_gemma(fields)
-        | rotary
-        | _windows(fields, fields.or_null("sliding_window", 4096), kinds)
+        | rotary_fields(fields, rope_parameters(fields), _usual(fields))
+        | _windows(fields, fields.or_null("sliding_window", 4096), lambda i: i % 2 == 0)
         | dict(
             attention_cap=fields.or_null("attn_logit_softcapping", 50.0),
             logit_cap=fields.or_null("final_logit_softcapping", 30.0),
@@ -231,10 +221,9 @@ def _gemma2(fields: Fields) -> dict:
 
 def _gemma3(fields: Fields) -> dict:
     """Reads a Gemma3ForCausalLM, whose layers with a window have other rotary positions."""
-    fields.require("attn_logit_softcapping", None)  # which transformers reads, but does not apply
-    every, num_layers = fields("sliding_window_pattern", 6), fields.count("num_hidden_layers")
-    kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers)]
-    windows = _windows(fields, fields.or_null("sliding_window", 4096), kinds)
+    fields.require("attn_logit_softcapping", None)  # transformers reads it, but does not apply it
+    every = fields("sliding_window_pattern", 6)
+    windows = _windows(fields, fields.or_null("sliding_window", 4096), lambda i: bool((i + 1) % every))
     given = Fields(f"{fields.path}, in rope_parameters,", fields.object("rope_parameters"))
     everywhere = {"rope_theta": fields("rope_theta", 1e6), **given.object("full_attention")}
     everywhere |= fields.object("rope_scaling")
@@ -269,25 +258,25 @@ def _like_gemma(fields: Fields) -> dict:
     )
 
 
-def _windows(fields: Fields, window: int | None, kinds: list[str]) -> dict:
-    """Returns the window and the layers without it; ``kinds`` is the kind of each layer unless the file lists them.
+def _windows(fields: Fields, window: int | None, has_window: Callable[[int], bool]) -> dict:
+    """Returns the window and the layers without it.
 
-    Raises:
-      ValueError: the list is no list of kinds, one for each layer; or layers have a window, but none is given.
+    Args:
+      window: the size, None if the file has none.
+      has_window: returns whether a layer has a window; used where the file does not list the kinds of its layers.
     """
-    kinds = fields("layer_types", kinds)
-    known, num_layers = ("full_attention", "sliding_attention"), fields("num_hidden_layers")
+    known, num_layers = ("full_attention", "sliding_attention"), fields.count("num_hidden_layers")
+    kinds = fields("layer_types", [known[has_window(i)] for i in range(num_layers)])
     if not isinstance(kinds, list) or not all(kind in known for kind in kinds) or len(kinds) != num_layers:
         raise ValueError(
-            f"{fields.path} says layer_types = {kinds!r}; a list of {' or '.join(known)} for each of the {num_layers} "
-            "layers is wanted"
+            f"{fields.path} says layer_types = {kinds!r}; it must list {' or '.join(known)} for each of {num_layers} layers"
         )
     if "sliding_attention" not in kinds:
         return {}
     if window is None:
         raise ValueError(
-            f"{fields.path} has layers of sliding_attention but no window for them: set sliding_window (and "
-            "use_sliding_window, where the family has it), or layer_types to full_attention"
+            f"{fields.path} has layers of sliding_attention, but no window for them: set sliding_window (and "
+            "use_sliding_window, if the family has it), or set layer_types to full_attention"
         )
     return dict(window=window, global_layers=tuple(i for i, kind in enumerate(kinds) if kind == "full_attention"))
 

@@ -1,6 +1,6 @@
 """Writes a model trained here as a folder that transformers, and other readers of its format, can load.
 
-Gated models are written as Llama, ungated ones as Arcee, which is Llama without the gate.
+Gated models are written as Llama, ungated models as Arcee, which is Llama without the gate.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
       tokenizer: its ``eos_id`` becomes the stop token.
 
     Raises:
-      ValueError: neither architecture can describe this model, with the fields that have no counterpart; or the parameters
-        are of another model.
+      ValueError: the architecture cannot describe this model, with the fields; or the parameters are of another model.
     """
     content = describe_model(config, None if tokenizer is None else tokenizer.eos_id)
     check_shapes("what is to be exported", params, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))

@@ -1,4 +1,4 @@
-"""The keys of a config.json, read with messages that name file, key and value."""
+"""Reads the keys of a config.json; messages name file, key and value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from specsamp import validate
 
-# The names of activations in config.json, and ours; of several that mean one, the first is written.
+# The names of activations in config.json, and ours. Of several names for one activation, the first is written.
 ACTIVATIONS = {
     "gelu": "gelu_exact",
     "gelu_pytorch_tanh": "gelu",
@@ -20,7 +20,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-# The sizes of a model: the field of a TransformerConfig, and the key of config.json in all families but GPT-2.
+# The sizes of a model: the field of a TransformerConfig, and the key of config.json in all families except GPT-2.
 SIZES = {
     "vocab_size": "vocab_size",
     "width": "hidden_size",
@@ -56,7 +56,7 @@ class Fields:
         return default[0]
 
     def or_null(self, key: str, default: Any) -> Any:
-        """Returns the value of a key, or ``default`` if it is absent; null is a value here, with its own meaning."""
+        """Returns the value of a key, which may be null, or ``default`` if it is absent."""
         return self._content.get(key, default)
 
     def count(self, key: str) -> int:
@@ -71,11 +71,11 @@ class Fields:
         """Returns an object, which is empty where the key is absent or null."""
         value = self(key, {})
         if not isinstance(value, Mapping):
-            raise ValueError(f"{self.path} says {key} = {value!r}; an object is wanted")
+            raise ValueError(f"{self.path} says {key} = {value!r}; it must be an object")
         return value
 
     def require(self, key: str, allowed: Any) -> None:
-        """Raises ValueError unless a key that changes the model has the one value that is supported."""
+        """Raises ValueError unless a key is absent, null or the only supported value."""
         if self(key, allowed) != allowed:
             raise ValueError(f"{self.path} says {key} = {self(key)!r}; only {allowed!r} is supported")
 

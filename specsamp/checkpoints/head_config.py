@@ -1,12 +1,11 @@
-"""Reads the ``config.json`` of a head: layouts of EAGLE, of the package speculators, of Medusa, of MTP modules.
+"""Reads the ``config.json`` of a head, in the layouts of EAGLE, of the package speculators, of Medusa and of MTP modules.
 
-A head reads hidden states, `Output.hidden`, by the number of the layer that returned them; files count differently.
-EAGLE's files name no layers: heads read the inputs of layers 2, L/2 and L-3, the outputs of the layers before. Files of
-speculators name inputs of layers, so that id i is layer i - 1 here. SpecForge names outputs, in ``eagle_config``.
+Here ``hidden_layers`` are the layers whose outputs a head reads. Files of EAGLE do not name them: heads read the inputs of
+layers 2, L/2 and L-3, which are the outputs of the layers before. Files of speculators name inputs of layers, so that id i
+is layer i - 1 here. Files of SpecForge name outputs, in ``eagle_config``.
 
-Configs of Medusa heads say little: sizes are the target's, and tensors are counted for the number of heads, since
-published files say two where there are five. An MTP module lies in the checkpoint of its target, whose config.json
-describes both.
+Medusa heads have the sizes of their target. Their number is counted from the tensors, since published files with five heads
+say two. An MTP module lies in the checkpoint of its target, and config.json describes both.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from specsamp.models.mtp import MTPConfig
 
 FAMILY_OF = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-PLAIN = ("none", *FAMILY_OF.values())  # architectures that files of EAGLE name, if they do not name a head
-SPECULATORS = "speculators_model_type"  # the key that tells that layout
+PLAIN = ("none", *FAMILY_OF.values())  # architectures in files of EAGLE that do not name a head
+SPECULATORS = "speculators_model_type"  # a key that only files of speculators have
 MIMO = "MiMoForCausalLM"
 
 
@@ -38,40 +37,38 @@ MIMO = "MiMoForCausalLM"
 class HeadLayout:
     """The files of a kind of heads."""
 
-    whose: str  # layout it is, for messages
+    whose: str  # its authors, for messages
     file: str  # of the tensors, where it is written
     names: Mapping[str, str]  # see tensor_names.py
-    beside: re.Pattern  # names of tensors that are read apart, or are no parameters of the head
+    others: re.Pattern  # names of tensors that are no parameters of the head
 
 
-# Maps of vocabularies are read apart; what belongs to the target, and tables that are computed, is not read.
+# Other tensors are maps of vocabularies, tensors of the target, and tables that are computed.
 EAGLE = HeadLayout(
     whose="speculators",
     file=SINGLE,
     names=TABLES["head"],
-    beside=re.compile(r"(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$|rotary_emb\."),
+    others=re.compile(r"(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$|rotary_emb\."),
 )
 NOTHING = re.compile(r"(?!)")
-MEDUSA = HeadLayout(whose="Medusa's authors", file=MEDUSA_SINGLE, names=TABLES["medusa"], beside=NOTHING)
-MEDUSA_BLOCKS = HeadLayout(whose="vLLM", file=SINGLE, names=TABLES["medusa_blocks"], beside=NOTHING)
+MEDUSA = HeadLayout(whose="Medusa's authors", file=MEDUSA_SINGLE, names=TABLES["medusa"], others=NOTHING)
+MEDUSA_BLOCKS = HeadLayout(whose="vLLM", file=SINGLE, names=TABLES["medusa_blocks"], others=NOTHING)
 MIMO_MTP = HeadLayout(
     whose="MiMo's module",
     file=SINGLE,
     names=TABLES["mimo_mtp"],
-    beside=re.compile(rf"^(?!{re.escape(FAMILIES[MIMO].head_prefix)})"),
+    others=re.compile(rf"^(?!{re.escape(FAMILIES[MIMO].head_prefix)})"),
 )
 
 
 def parse_head(
     path: str, content: Mapping[str, Any], target: TransformerConfig, dtype: str, found: Collection[str]
 ) -> tuple[HeadLayout, HeadConfig]:
-    """Returns the layout and the shape of a head for ``target``.
+    """Returns the layout and the shape of the head that a file describes.
 
     Args:
-      path: of the file, for messages.
-      content: of the file.
       target: of the checkpoint, without padding of its vocabulary.
-      found: the names of the tensors in its files: embedding, output and bias are in some only.
+      found: the names of the tensors in its files. Only some heads have an embedding, an output or a bias.
 
     Raises:
       ValueError: another kind of head, a head for another target (width, vocabulary, layers), or a value that is not
@@ -116,16 +113,13 @@ def _medusa(
         target_layers=target.num_layers,
         hidden_layers=(target.num_layers,),
         own_output=True,
-        num_heads=max(len(numbers), 1),  # a number that is left out is a missing tensor
+        num_heads=max(len(numbers), 1),
         bias=any(name.endswith("bias") for name in found),
     )
 
 
 def _mtp(fields: Fields, target: TransformerConfig, dtype: str) -> MTPConfig:
-    """Reads the module of MiMo. Its input is the target's stream before the final norm; it norms its own output.
-
-    Some engines zero the embedding of the very first pair; the authors' module does not, and neither does ours.
-    """
+    """Reads the module of MiMo: it reads the target's stream before the final norm, and has a norm for its output."""
     fields.require("num_nextn_predict_layers", 1)
     layer = TransformerConfig(dtype=dtype, **FAMILIES[MIMO].read(fields))
     for key, size, what, wanted in (
@@ -189,7 +183,7 @@ def _layer(fields: Fields, target: TransformerConfig, dtype: str) -> Transformer
 
 
 def _hidden_layers(fields: Fields, target_layers: int) -> tuple[int, ...]:
-    """Returns the layers of the target that are read, as outputs."""
+    """Returns the layers of the target whose outputs the head reads."""
     key = "eagle_aux_hidden_state_layer_ids"
     inputs, outputs = fields(key, None), fields.object("eagle_config").get(key)
     if inputs is None and outputs is None:

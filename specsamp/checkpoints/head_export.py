@@ -1,8 +1,8 @@
 """Writes heads as files for `specsamp.checkpoints.heads` and for other programs.
 
-EAGLE-3 heads are written in the layout of the package speculators, Medusa heads in that of their authors. For an MTP
-module without its target there is no public layout: it gets the names that MiMo's has in the checkpoint of its target,
-in a folder of its own, which is read here alone.
+EAGLE-3 heads are written in the layout of the package speculators, Medusa heads in the layout of their authors. There is no
+public layout for an MTP module without its target: its tensors get the names of MiMo's module, and only this package reads
+the folder.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, tar
 
     Args:
       target_name: where readers find the target: a folder, or an id of the hub.
-      K: tokens per round that it proposes to draft.
+      K: the draft length that the files recommend.
 
     Raises:
-      ValueError: a head that no layout here can describe; parameters of another head.
+      ValueError: a head that its layout cannot describe; parameters of another head.
     """
     config = head.config
     layout, content = describe_head(config, target_name, K)
@@ -63,18 +63,10 @@ def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, tar
 
 
 def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[HeadLayout, dict[str, Any]]:
-    """Returns the layout of a head, and its ``config.json``.
-
-    Args:
-      target_name: where readers find the target.
-      K: tokens per round that it proposes to draft.
-
-    Raises:
-      ValueError: a kind that is not written; or a field that has no counterpart in its layout, with its value.
-    """
+    """Returns the layout of a head, and its ``config.json``; see `write_head`."""
     if type(config) not in WRITTEN:
         known = ", ".join(kind.__name__ for kind in WRITTEN)
-        raise ValueError(f"a head is written of {known}; got {type(config).__name__}")
+        raise ValueError(f"only heads of {known} can be written; got {type(config).__name__}")
     (layout, describe), layer = WRITTEN[type(config)], config.layer
     content = describe(config, target_name, K)
     try:
@@ -121,7 +113,7 @@ def _eagle3(config: Eagle3Config, target_name: str, K: int) -> dict[str, Any]:
 
 def _medusa(config: MedusaConfig, target_name: str, K: int) -> dict[str, Any]:
     if not config.bias:
-        raise ValueError("bias = False: Medusa's own code has one in each block, and would take a random one")
+        raise ValueError("bias = False: the code of Medusa has a bias in each block, and would leave it random")
     return {
         "model_type": "medusa",
         "base_model_name_or_path": target_name,
@@ -144,7 +136,7 @@ def _mtp(config: MTPConfig, target_name: str, K: int) -> dict[str, Any]:
 
 
 def _layer(layer: TransformerConfig) -> dict[str, Any]:
-    """Returns the keys of a decoder layer, which both layouts share."""
+    """Returns the keys of a decoder layer."""
     return {
         **{key: getattr(layer, ours) for ours, key in SIZES.items() if ours != "num_layers"},
         "rms_norm_eps": layer.norm_epsilon,

@@ -103,7 +103,7 @@ def open_head(
         found = _find(download_weights(name, *HEAD_FILES) if from_hub else folder)
     content = storage.read_json(folder / "config.json")
     layout, config = parse_head(str(folder / "config.json"), content, target, dtype, found.keys())
-    check_tensors(name, found, head_sources(config, layout), layout.beside.search)
+    check_tensors(name, found, head_sources(config, layout), layout.others.search)
     has_ids = config.draft_vocab_size is not None and not headers_only
     draft_ids = _read_ids(name, found, config) if has_ids else None
     if config.own_embedding and target_embedding is not None and are_equal(found[EMBEDDING], target_embedding):

@@ -1,8 +1,8 @@
 """Reads tensors of PyTorch's zip files without PyTorch, and without running the code in them.
 
-Such a file is a zip archive: ``data.pkl`` describes the tensors, and the bytes of each storage are another entry, not
-compressed. A pickle is a program. Here it may make tuples, lists, dictionaries, numbers and texts, and call one function,
-which notes where a tensor lies. Any other name is refused before it runs.
+Such a file is a zip archive: ``data.pkl`` describes the tensors, and the bytes of each storage are another entry, which is
+not compressed. A pickle is a program. Here it may make tuples, lists, dictionaries, numbers and texts, and call one
+function, which notes where a tensor lies. Every other name is refused before it is used.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def read_pickle(file: epath.Path) -> dict[str, Tensor]:
     """Returns the tensors of a file by name; their values stay there until a slice is read.
 
     Raises:
-      ValueError: the file is damaged or older than PyTorch 1.6, holds anything but tensors by name, or a tensor that is
-        not a contiguous part of its storage; with the file.
+      ValueError: the file is damaged or older than PyTorch 1.6, holds other things than tensors by name, or a tensor that
+        is not contiguous; with the file.
     """
     if not storage.is_regular_file(file):
         raise ValueError(f"{file} is no regular file")
@@ -87,7 +87,7 @@ def _tensor(file: epath.Path, content: Any, archive: zipfile.ZipFile, root: str,
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names that a dictionary of tensors needs, and returns objects that a pickle cannot change."""
+    """Resolves the names that a dictionary of tensors needs, to objects that a pickle cannot change."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -109,7 +109,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Described(NamedTuple):
-    """A tensor: the dtype and name of its storage, the entry where it begins there, and its shape."""
+    """A tensor: dtype and name of its storage, the place of its first value there, and its shape."""
 
     kind: str
     key: str

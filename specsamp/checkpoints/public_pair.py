@@ -1,4 +1,4 @@
-"""Reads two public checkpoints as a pair, or a checkpoint and a head, after checking that they belong together."""
+"""Reads two public checkpoints, or a checkpoint and a head, as a pair, after a check that they belong together."""
 
 from __future__ import annotations
 
@@ -119,24 +119,23 @@ def open_draft(
 
 
 def _padded(config: TransformerConfig, rows: int, target: Checkpoint, mesh: Mesh | None) -> TransformerConfig:
-    """Returns the config with ``rows`` tokens, rounded up so that they divide over a mesh; those of padding are masked."""
-    devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)  # that hold a copy together
+    """Returns the config with ``rows`` tokens, rounded up to divide over a mesh; rows without a token are masked."""
+    devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)  # which hold a copy together
     rows = -(-rows // devices) * devices
     return dataclasses.replace(config, vocab_size=rows, num_real_tokens=min(target.tokenizer.vocab_size, rows))
 
 
 def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
-    """Returns where the two differ without harm: stop tokens, rows of padding, how texts are cut before merging.
+    """Returns sentences on harmless differences: stop tokens, rows of padding, how texts are cut before merging.
 
     Raises:
-      ValueError: their tokens do not mean the same, or their texts would be cut into other tokens; with the first
-        difference of vocabulary, merges or added tokens.
+      ValueError: their vocabularies or merges differ; with the first difference.
     """
     notes = _compare_tokenizers(target.require_tokenizer(), draft.require_tokenizer())
     if set(target.stop_ids) != set(draft.stop_ids):
         notes.append(
-            f"stop tokens differ: {sorted(target.stop_ids)} in the target, {sorted(draft.stop_ids)} in the draft; the "
-            "target's end a text"
+            f"stop tokens differ: {sorted(target.stop_ids)} in the target, which end a text, and {sorted(draft.stop_ids)} in "
+            "the draft"
         )
     for checkpoint in (target, draft):
         if left_out := checkpoint.tokenizer.left_out:
@@ -152,7 +151,7 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
 
 
 def _compare_tokenizers(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
-    """Returns how texts are prepared differently; raises ValueError where tokens or merges differ."""
+    """Returns sentences on how texts are prepared differently; raises ValueError where tokens or merges differ."""
     ours, theirs = (json.loads(tokenizer.to_json()) for tokenizer in (target, draft))
     merges = [dict(enumerate(map(" ".join, content["model"].get("merges") or ()))) for content in (ours, theirs)]
     _compare("vocabulary, at id", target.pieces, draft.pieces)

@@ -1,8 +1,4 @@
-"""The ``config.json`` of public models, as their authors published them (published.json).
-
-Plans and compile reports of these models need no download. A checkpoint that is read has a file of its own. Tests
-compare the numbers of parameters with the published ones.
-"""
+"""Reads published.json: the ``config.json`` of public models, so that plans and compile reports need no download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the rotary positions of a config.json, as fields of a `TransformerConfig`."""
+"""Reads the rotary positions of a config.json as fields of a `TransformerConfig`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCALINGS = {"linear": {"factor": "factor"}, "llama3": LLAMA3, "yarn": YARN}
 
 
 def rope_parameters(fields: Fields) -> Mapping[str, Any]:
-    """Returns the rotary parameters of the file: rope_scaling first, which people add to lengthen what a model reads."""
+    """Returns the rotary parameters of a file: rope_scaling comes first, since people add it to lengthen the context."""
     return fields.object("rope_scaling") or fields.object("rope_parameters")
 
 
@@ -38,13 +38,13 @@ def rotary_fields(
     """Returns the fields of rotary positions.
 
     Args:
-      given: rope_parameters, or rope_scaling in older files and where it was added; see `rope_parameters`.
+      given: the result of `rope_parameters`.
       usual: sizes of the model.
-      partial: whether the family turns a part of each head; the others ignore partial_rotary_factor.
+      partial: whether the family rotates a part of each head; other families ignore partial_rotary_factor.
     """
     given = {key: value for key, value in given.items() if value is not None}
-    if "full_attention" in given:  # by kind of layer, only where kinds differ
-        raise ValueError(f"{fields.path} has rope_parameters for each kind of layer, which is known of Gemma 3 only")
+    if "full_attention" in given:
+        raise ValueError(f"{fields.path} has rope_parameters for each kind of layer, which only Gemma 3 may have")
     base = float(given.get("rope_theta", fields("rope_theta", 10_000.0)))
     share = given.get("partial_rotary_factor", fields("partial_rotary_factor", 1.0))
     head_size = usual["head_size"] or usual["width"] // usual["num_heads"]
@@ -67,14 +67,14 @@ def describe_rotary(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> RotaryScaling | None:
-    """Returns how frequencies are scaled, None where they are not; raises ValueError where we do not know how."""
+    """Returns the scaling of frequencies, or None; raises ValueError for a kind that is not supported."""
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return None
     if kind not in SCALINGS or (kind == "yarn" and ("mscale" in given or "mscale_all_dim" in given)):
         raise ValueError(
-            f"{fields.path} scales its rotary positions by {dict(given)}; known are {', '.join(SCALINGS)} (scaling that "
-            "depends on the length of the text would turn keys that are cached already)"
+            f"{fields.path} scales its rotary positions by {dict(given)}; supported are {', '.join(SCALINGS)} (scaling that "
+            "depends on the length of the text would change keys in the cache)"
         )
     if kind == "yarn":
         factor = given.get("factor", 1)

@@ -1,7 +1,7 @@
-"""Reads tensors of safetensors files, a slice at a time, on a disk or in a bucket.
+"""Reads slices of tensors in safetensors files, on a disk or in a bucket.
 
-A file holds the length of its header, a JSON header and the bytes of all tensors. The library of that name maps local
-files only; here a slice is read wherever the file lies, and all headers are checked before any tensor is read.
+A file holds the length of its header, a JSON header and the bytes of all tensors. The library of that name maps local files
+only.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from specsamp import storage, validate
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-PICKLE = "pytorch_model.bin"  # read of heads only, see pickles.py
+PICKLE = "pytorch_model.bin"  # only heads are read from pickles, see pickles.py
 MEDUSA_SINGLE, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(bool)}
-PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")  # no path; nor a pattern, which names are to the hub
+PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")  # neither a path nor a pattern, which the hub would expand
 NO_WEIGHTS = (
     f"neither {SINGLE} nor {INDEX}. Weights that are pickles are refused: reading a pickle runs any code that its author "
     "put there. If you trust it, convert it with PyTorch and transformers: "
     "AutoModelForCausalLM.from_pretrained(NAME).save_pretrained('converted'), "
     "then copy its tokenizer files and give 'converted'"
 )
-MOST_HEADER_BYTES = 100 * 2**20  # as the library has it
+MOST_HEADER_BYTES = 100 * 2**20  # the limit of the library
 BLOCK_BYTES = 64 * 2**20  # of a tensor at a time, where values are compared or quantised
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A tensor in a file; its values stay there until a slice is read."""
+    """A tensor in a file."""
 
     file: epath.Path
-    kind: str  # its dtype as the file calls it; see `DTYPES` for those that can be read
+    kind: str  # its dtype by the name in the file; `DTYPES` and `INTEGERS` can be read
     shape: tuple[int, ...]
     offset: int  # of its first byte in the file
 
@@ -51,7 +51,7 @@ class Tensor:
         return (DTYPES | INTEGERS)[self.kind]
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
-        """Returns the slice ``index``, one for each axis, without steps.
+        """Returns a slice of the values: ``index`` has a slice without steps for each axis.
 
         Of a local file it is a view, whose pages are read when they are used. Of a file in a bucket whole rows are read.
         """
@@ -69,10 +69,7 @@ class Tensor:
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors hold the same values, read a block at a time until the first difference.
-
-    Tensors of another shape, or of a dtype that cannot be read, are not equal.
-    """
+    """Returns whether two tensors hold the same values; tensors of a dtype that cannot be read are not equal."""
     if one.shape != other.shape or not {one.kind, other.kind} <= DTYPES.keys():
         return False
     row_bytes = math.prod(one.shape[1:]) * max(one.dtype.itemsize, other.dtype.itemsize)
@@ -128,7 +125,7 @@ def read_index(folder: epath.Path) -> list[str]:
 
 
 def read_header(file: epath.Path) -> dict[str, Tensor]:
-    """Returns the tensors of one file; raises ValueError if it is truncated or damaged."""
+    """Returns the tensors of a file by name; raises ValueError if it is truncated or damaged."""
     if not storage.is_regular_file(file):
         raise ValueError(f"{file} is no regular file")  # a pipe would be waited for
     size = file.stat().length
@@ -140,7 +137,7 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
         start = content.read(8)
         length = int.from_bytes(start, "little")
         if start == b"version ":
-            raise ValueError(f"{file} is not there, only git's pointer to it: run git lfs pull in its folder")
+            raise ValueError(f"{file} is a pointer of git to the file: run git lfs pull in its folder")
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
             raise damaged(f"truncated: {size} bytes, of which the header alone would take {8 + length}")
         try:

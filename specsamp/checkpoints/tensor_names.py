@@ -1,14 +1,14 @@
-"""Tables of names: which tensor of a checkpoint is which parameter, and how the axes of one lie in the other.
+"""Finds the tensor of each parameter by tables of names, and reads and writes its values.
 
-A line such as ``"NH D -> NDH"`` reads: the tensor has two axes, the first of them N heads of H entries; the
-parameter has the axes N, D, H. C is the three of queries, keys and values in one tensor, of which a line names
-one: ``"NCH D -> NDH: C=0"``. Of E experts, each in a tensor of its own, a line names all: ``"x.{e}.y  F D -> EDF"``.
-For the letters see `sizes`; of heads U is the reduced vocabulary, W the target's width, X and Y are the widths that the
-projections to heads and fc read.
+A line of a table such as ``"NH D -> NDH"`` says: the tensor has two axes, of which the first is N heads of H entries; the
+parameter has the axes N, D, H. C counts queries, keys and values that share a tensor; a line names the part that it takes:
+``"NCH D -> NDH: C=0"``. E counts experts, each in a separate tensor, and a line names them all: ``"x.{e}.y  F D -> EDF"``.
+For other letters see `sizes`. In heads U is the reduced vocabulary and W the target's width; X and Y are the widths of the
+inputs of attention and of fc.
 
-The tables are tensor_names.json. A family of models names its table in architectures.py, a kind of heads in
-head_config.py. Heads of EAGLE are written in the layout of speculators; EAGLE calls their layers.0 midlayer. Medusa has
-two tables: its authors' names, and in medusa_blocks those that vLLM reads.
+The tables are in tensor_names.json. architectures.py names the table of each family, head_config.py of each kind of heads.
+Heads of EAGLE have the names of the package speculators. Medusa has two tables: ``medusa`` with the names of its authors,
+``medusa_blocks`` with those of vLLM.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from specsamp.models.config import TransformerConfig
 
 TABLES: dict[str, dict[str, str]] = storage.read_json(pathlib.Path(__file__).with_suffix(".json"))
 
-# Tensors of some files that no model needs: masks and tables that are computed.
+# Tensors that no model needs, but some files have: masks and tables that are computed.
 BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 

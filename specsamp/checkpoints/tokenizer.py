@@ -1,4 +1,4 @@
-"""The tokenizer of any ``tokenizer.json``."""
+"""Reads the tokenizer of any ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ EOS = "<eos>"  # the end-of-text token of tokenizers that are trained here
 
 
 class JsonTokenizer:
-    """A Hugging Face ``tokenizer.json``; ``eos`` is the text (or id) of its end-of-text token, if it has one.
+    """A Hugging Face ``tokenizer.json``; ``eos`` is the text or id of its end-of-text token, if it has one.
 
-    Added tokens from the id ``rows`` on are left out (`left_out`): some models share the tokenizer of a sibling that
-    knows more of them, such as the placeholder for images of Gemma 3.
+    Added tokens from the id ``rows`` on are left out (`left_out`): some models have the tokenizer of a larger sibling, with
+    more added tokens, such as the placeholder for images of Gemma 3.
     """
 
     left_out: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class JsonTokenizer:
             raise FileNotFoundError(f"no tokenizer at {path}")
         try:
             tokenizer = tokenizers.Tokenizer.from_str(found.read_text(encoding="utf-8"))
-        except Exception as error:  # the class itself is what it raises
+        except Exception as error:  # the library raises the class Exception itself
             raise ValueError(f"{path} is no tokenizer.json ({error})") from error
         added = tokenizer.get_added_tokens_decoder()
         ordinary = tokenizer.get_vocab(with_added_tokens=False).values()
@@ -50,16 +50,16 @@ class JsonTokenizer:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: tokenizers.Tokenizer, eos: str | None = None) -> JsonTokenizer:
-        """Wraps a tokenizer that is in no file yet; ``eos`` is the text of its end-of-text token."""
+        """Wraps a tokenizer that is not in a file yet; ``eos`` is the text of its end-of-text token."""
         made = cls.__new__(cls)
         made._set(tokenizer, eos, "the tokenizer")
         return made
 
     def _set(self, tokenizer: tokenizers.Tokenizer, eos: str | int | None, name: str) -> None:
-        """Takes a tokenizer; raises ValueError, which begins with ``name``, if it has no tokens or not the end."""
+        """Sets the tokenizer; raises ValueError with ``name`` if it has no tokens, or no token ``eos``."""
         if not tokenizer.get_vocab_size():
             raise ValueError(f"{name} has no tokens")
-        tokenizer.no_truncation()  # files may keep what a training run cut and filled its rows to
+        tokenizer.no_truncation()  # files may hold the lengths to which a training run cut and padded its texts
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.eos_id = tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
@@ -83,18 +83,18 @@ class JsonTokenizer:
         return self._tokenizer.encode(text).ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, complete: bool = False) -> list[int]:
-        """Returns the ids of a conversation. The template writes all special tokens; none are added.
+        """Returns the ids of a conversation, in which the template writes all special tokens.
 
         Args:
-          complete: no answer follows, as in a text to train on.
+          complete: no answer follows; such a text is for training.
 
         Raises:
-          ValueError: there is no chat template, or it does not take these messages.
+          ValueError: there is no chat template, or it refuses these messages.
         """
         if self.chat is None:
             raise ValueError(
-                "the tokenizer has no chat template, which a conversation takes: give a tuned model, whose "
-                "tokenizer_config.json has one, or a text"
+                "the tokenizer has no chat template, which a conversation needs: give a text, or a tuned model, whose "
+                "tokenizer_config.json has a template"
             )
         text = self.chat.render(messages, add_generation_prompt=not complete)
         return self._tokenizer.encode(text, add_special_tokens=False).ids

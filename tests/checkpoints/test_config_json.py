@@ -88,7 +88,7 @@ def test_families_without_windows_have_full_attention_only(name):
     "name, changes, message",
     [
         ("qwen2", dict(layer_types=5), "layer_types = 5"),
-        ("qwen2", dict(layer_types=[["full_attention"], 3]), "layer_types = .*a list of full_attention"),
+        ("qwen2", dict(layer_types=[["full_attention"], 3]), "layer_types = .*must list full_attention"),
         ("qwen2", dict(num_hidden_layers="2"), "num_hidden_layers must be an integer >= 1 .*; got '2'"),
         ("gemma3", dict(num_hidden_layers=2.0), "num_hidden_layers must be an integer >= 1 .*; got 2.0"),
         (

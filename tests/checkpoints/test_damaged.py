@@ -120,7 +120,7 @@ DAMAGES = [
         config_says(rope_parameters={"rope_type": "llama3", "factor": 2.0}),
         "config.json: original_max_position_embeddings of llama3 .*; got None",
     ),
-    ("scaling", config_says(rope_scaling="linear"), "config.json says rope_scaling = 'linear'; an object is wanted"),
+    ("scaling", config_says(rope_scaling="linear"), "config.json says rope_scaling = 'linear'; it must be an object"),
     (
         "epsilon",
         config_says(rms_norm_eps="1e-5"),

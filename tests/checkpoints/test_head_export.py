@@ -58,7 +58,7 @@ def test_what_is_written_is_read_again(config, file, tensor, tmp_path):
         (dataclasses.replace(MEDUSA, own_output=False), "Medusa's authors has no counterpart of own_output = False"),
         (dataclasses.replace(MODULE, own_output=True), "MiMo's module has no tensor for the parameter 'output'"),
         (dataclasses.replace(MODULE, hidden_first=False), "MiMo's module has no counterpart of hidden_first = False"),
-        (dataclasses.replace(MEDUSA, bias=False), "bias = False: Medusa's own code has one"),
+        (dataclasses.replace(MEDUSA, bias=False), "bias = False: the code of Medusa has a bias"),
         (dataclasses.replace(MODULE, hidden_layers=(2,)), r"has no counterpart of hidden_layers = \(2,\)"),
     ],
 )
