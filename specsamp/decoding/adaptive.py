@@ -31,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.sampling.warp import register_warp
 
 Array = jax.Array
 
@@ -45,7 +44,7 @@ MOST_CERTAIN = 0.999  # the largest acceptance for which 1 - alpha is accurate e
 
 
 class Stop:
-    """A condition that ends a draft early, a pytree of numbers; derive from it, under `register_warp`, to write your own.
+    """A condition that ends a draft early; derive a frozen dataclass of numbers from it to write your own.
 
     It is called after every drafted token except the last, and decides about the next token alone.
     """
@@ -64,7 +63,7 @@ class Stop:
         raise NotImplementedError(f"{type(self).__name__} does not say when a draft goes on")
 
 
-@register_warp
+@dataclasses.dataclass(frozen=True)
 class Entropy(Stop):
     """Goes on while ``1 - sqrt(weight * H) >= least``, H the entropy in nats (AdaEDL, arXiv 2410.18351).
 
@@ -85,7 +84,7 @@ class Entropy(Stop):
         return 1 - jnp.sqrt(self.weight * entropy_B) >= self.least
 
 
-@register_warp
+@dataclasses.dataclass(frozen=True)
 class Confidence(Stop):
     """Goes on while the draft's own probability of all its tokens so far is at least ``least``."""
 
@@ -102,7 +101,7 @@ class Confidence(Stop):
 class Adaptive:
     """An adaptive draft length: the argument ``draft_length`` of `generate`.
 
-    All numbers except lengths and widths are data: changing them compiles nothing.
+    Its numbers are compiled into the loop: write down a calibration, and the program is found again.
 
     Attributes:
       lengths: the draft lengths to choose from, ascending, 0 or more; the last is the drafter's K.
@@ -118,6 +117,8 @@ class Adaptive:
         batches, where a sequence that drafts less than the others only falls behind.
       pause: rounds without a draft after which the shortest draft is tried again. The pause doubles, up to eightfold, as
         long as drafting does not pay. Default: 16 for each sequence of the batch.
+      longest: the longest draft of a sequence, besides the usual length. Default: the last length, and in batches the usual
+        length, or the shortest draft if that is 0.
       widths: the lengths that rounds are compiled for; a round takes the smallest width that holds all drafts. Default: all
         lengths on a CPU, where each scored position costs; elsewhere the last one, and 0 if it is a length.
 
@@ -134,6 +135,7 @@ class Adaptive:
     decay: float = 0.95
     margin: float | None = None
     pause: int | None = None
+    longest: int | None = None
     widths: tuple[int, ...] | None = None
 
     def __post_init__(self):
@@ -153,15 +155,16 @@ class Adaptive:
                 raise ValueError(f"stop must be a Stop, such as Entropy() or Confidence(0.3); got {self.stop!r}")
             self.stop.check()
         self._check_costs()
-        if self.usual is not None and (self.costs_ms is None or self.usual not in self.lengths):
-            raise ValueError(f"usual must be one of the lengths {self.lengths}, beside costs_ms; got {self.usual!r}")
+        for name in ("usual", "longest"):
+            if getattr(self, name) is not None:
+                validate.choice(name, getattr(self, name), self.lengths)
         validate.number("acceptance", self.acceptance, 0, 1)
         validate.number("trust", self.trust, 0, math.inf, above=True)
         validate.number("decay", self.decay, 0, 1)
         if self.margin is not None:
             validate.number("margin", self.margin, 0, math.inf)
         if self.pause is not None:
-            validate.integer("pause", self.pause, 1, 2**20)
+            validate.integer("pause", self.pause, 1, 2**27)
 
     def _check_costs(self) -> None:
         """Checks ``costs_ms``, and that the draft length adapts."""
@@ -194,43 +197,74 @@ class Adaptive:
         """Returns the largest length, which is the drafter's K."""
         return self.lengths[-1]
 
-    def for_rows(self, count: int, batch: int | None = None) -> LengthPolicy:
-        """Returns the numbers as arrays with one entry for each of ``count`` rows, with the defaults filled in.
+    @property
+    def shortest(self) -> int:
+        """Returns the smallest length above 0."""
+        return next(length for length in self.lengths if length)
 
-        Args:
-          batch: number of rows that are decoded together; default ``count``.
-        """
-        batch = count if batch is None else batch
-
-        def rows(value: float | Sequence[float]) -> Array:
-            value = jnp.asarray(value, jnp.float32)
-            return jnp.broadcast_to(value, (count, *value.shape))
-
-        widths = self.widths
+    def for_batch(self, batch: int) -> Adaptive:
+        """Returns these numbers with their defaults filled in, for ``batch`` sequences that are decoded together."""
+        widths, usual = self.widths, self.usual
         if widths is None:
             widths = self.lengths if jax.default_backend() == "cpu" else (*[0] * (self.lengths[0] == 0), self.K)
-        costs = (1.0,) if self.costs_ms is None else self.costs_ms
-        if self.usual is None:
+        if usual is None:
             tokens_L = tokens_per_round(jnp.array([min(self.acceptance, MOST_CERTAIN)]), self.lengths)[0]
-            usual = int(np.argmax(np.asarray(tokens_L) / np.asarray(costs)))
-        else:
-            usual = self.lengths.index(self.usual)
-        longest, margin = len(self.lengths) - 1, MARGIN
-        if batch > 1:
-            longest, margin = usual if self.lengths[usual] else min(1, longest), MARGIN_OF_SEVERAL
-        return LengthPolicy(
-            lengths=self.lengths,
+            usual = self.lengths[int(np.argmax(np.asarray(tokens_L) / np.asarray(self.costs_ms or 1.0)))]
+        defaults = dict(
             widths=widths,
-            stop=jax.tree.map(rows, self.stop),
-            costs_BL=rows(costs),
-            usual_B=rows(usual).astype(jnp.int32),
-            longest_B=rows(longest).astype(jnp.int32),
-            margin_B=rows(margin if self.margin is None else self.margin),
-            accepted_B=rows(self.acceptance * self.trust / max(1 - self.acceptance, 1 - MOST_CERTAIN)),
-            rejected_B=rows(self.trust),
-            decay_B=rows(self.decay),
-            pause_B=rows(PAUSE * batch if self.pause is None else self.pause).astype(jnp.int32),
+            usual=usual,
+            margin=MARGIN if batch == 1 else MARGIN_OF_SEVERAL,
+            pause=PAUSE * batch,
+            longest=self.K if batch == 1 else usual or self.shortest,
         )
+        chosen = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **chosen)
+
+    def begin(self, lengths_B: Array, falls_behind: bool) -> AdaptiveState:
+        """Returns the initial adaptive state, after prefill."""
+        nothing_B = jnp.zeros(lengths_B.shape, jnp.float32)
+        state = AdaptiveState(
+            draft_lengths_B=jnp.full_like(lengths_B, self.K),
+            accepted_B=nothing_B,
+            rejected_B=nothing_B,
+            idle_B=jnp.zeros_like(lengths_B),
+            pause_B=jnp.full_like(lengths_B, self.pause),
+            seen_B=lengths_B - 1 if falls_behind and self.widths[0] == 0 else None,
+        )
+        return dataclasses.replace(state, draft_lengths_B=self._best(state))
+
+    def learn(
+        self, state: AdaptiveState, running_B: Array, num_drafted_B: Array, num_accepted_B: Array
+    ) -> AdaptiveState:
+        """Returns the adaptive state after a round; finished rows keep theirs."""
+        tried_B = state.draft_lengths_B > 0
+        # A draft without tokens counts as a rejection: the round's width was paid for all the same.
+        rejected_B = tried_B & ((num_accepted_B < num_drafted_B) | (num_drafted_B == 0))
+        decay_B = jnp.where(tried_B, self.decay, 1)
+        after = dataclasses.replace(
+            state,
+            accepted_B=decay_B * state.accepted_B + num_accepted_B,
+            rejected_B=decay_B * state.rejected_B + rejected_B,
+            idle_B=jnp.where(tried_B, 0, state.idle_B + 1),
+        )
+        best_B = self._best(after)
+        longer_B = jnp.minimum(2 * state.pause_B, LONGEST_PAUSE * self.pause)
+        pause_B = jnp.where(best_B > 0, self.pause, jnp.where(tried_B, longer_B, state.pause_B))
+        tries_B = (best_B == 0) & (after.idle_B >= pause_B)
+        after = dataclasses.replace(after, pause_B=pause_B, draft_lengths_B=jnp.where(tries_B, self.shortest, best_B))
+        return jax.tree.map(lambda new, old: jnp.where(running_B, new, old).astype(old.dtype), after, state)
+
+    def _best(self, state: AdaptiveState) -> Array:
+        """Returns the length with the most expected tokens per time if its gain exceeds the margin, else the usual one."""
+        prior = self.acceptance * self.trust / max(1 - self.acceptance, 1 - MOST_CERTAIN)
+        accepted_B = prior + state.accepted_B
+        rate_B = accepted_B / (accepted_B + self.trust + state.rejected_B)
+        lengths = [length for length in self.lengths if length <= max(self.longest, self.usual)]
+        costs_L = jnp.asarray(self.costs_ms[: len(lengths)] if self.costs_ms else [1.0], jnp.float32)
+        goodput_BL = tokens_per_round(jnp.minimum(rate_B, MOST_CERTAIN), lengths) / costs_L[None, :]
+        best_B = jnp.asarray(lengths, jnp.int32)[jnp.argmax(goodput_BL, axis=1)]
+        is_clear_B = goodput_BL.max(axis=1) > (1 + self.margin) * goodput_BL[:, lengths.index(self.usual)]
+        return jnp.where(is_clear_B, best_B, self.usual)
 
 
 @jax.tree_util.register_dataclass
@@ -245,71 +279,6 @@ class AdaptiveState:
     pause_B: Array  # int32, rounds without a draft after which one is tried
     # int32, the tokens at the beginning of the row that the drafter's state covers; None: it never falls behind
     seen_B: Array | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LengthPolicy:
-    """`Adaptive` with its defaults filled in and one number per row, as `RequestBatch` holds it."""
-
-    lengths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    stop: Stop | None
-    costs_BL: Array
-    usual_B: Array  # int32, index of a length
-    longest_B: Array  # int32, index of the largest length that the row may choose
-    margin_B: Array
-    accepted_B: Array  # the expectation before the first draft, as counts
-    rejected_B: Array
-    decay_B: Array
-    pause_B: Array  # int32
-
-    def begin(self, lengths_B: Array, falls_behind: bool) -> AdaptiveState:
-        """Returns the initial adaptive state, after prefill."""
-        nothing_B = jnp.zeros_like(self.decay_B)
-        state = AdaptiveState(
-            draft_lengths_B=jnp.full_like(lengths_B, self.lengths[-1]),
-            accepted_B=nothing_B,
-            rejected_B=nothing_B,
-            idle_B=jnp.zeros_like(lengths_B),
-            pause_B=self.pause_B,
-            seen_B=lengths_B - 1 if falls_behind and self.widths[0] == 0 else None,
-        )
-        return dataclasses.replace(state, draft_lengths_B=self._best(state))
-
-    def learn(
-        self, state: AdaptiveState, running_B: Array, num_drafted_B: Array, num_accepted_B: Array
-    ) -> AdaptiveState:
-        """Returns the adaptive state after a round; finished rows keep theirs."""
-        tried_B = state.draft_lengths_B > 0
-        # A draft without tokens counts as a rejection: the round's width was paid for all the same.
-        rejected_B = tried_B & ((num_accepted_B < num_drafted_B) | (num_drafted_B == 0))
-        decay_B = jnp.where(tried_B, self.decay_B, 1)
-        after = dataclasses.replace(
-            state,
-            accepted_B=decay_B * state.accepted_B + num_accepted_B,
-            rejected_B=decay_B * state.rejected_B + rejected_B,
-            idle_B=jnp.where(tried_B, 0, state.idle_B + 1),
-        )
-        best_B = self._best(after)
-        longer_B = jnp.minimum(2 * state.pause_B, LONGEST_PAUSE * self.pause_B)
-        pause_B = jnp.where(best_B > 0, self.pause_B, jnp.where(tried_B, longer_B, state.pause_B))
-        shortest = next((length for length in self.lengths if length), 0)
-        tries_B = (best_B == 0) & (after.idle_B >= pause_B)
-        after = dataclasses.replace(after, pause_B=pause_B, draft_lengths_B=jnp.where(tries_B, shortest, best_B))
-        return jax.tree.map(lambda new, old: jnp.where(running_B, new, old).astype(old.dtype), after, state)
-
-    def _best(self, state: AdaptiveState) -> Array:
-        """Returns the length with the most expected tokens per time if its gain exceeds the margin, else the usual one."""
-        accepted_B = self.accepted_B + state.accepted_B
-        rate_B = accepted_B / (accepted_B + self.rejected_B + state.rejected_B)
-        goodput_BL = tokens_per_round(jnp.minimum(rate_B, MOST_CERTAIN), self.lengths) / self.costs_BL
-        lengths_L = jnp.asarray(self.lengths, jnp.int32)
-        goodput_BL = jnp.where(jnp.arange(len(self.lengths))[None, :] <= self.longest_B[:, None], goodput_BL, 0)
-        usual_B1 = jnp.take_along_axis(goodput_BL, self.usual_B[:, None], axis=1)
-        best_B = jnp.argmax(goodput_BL, axis=1)
-        is_clear_B = goodput_BL.max(axis=1) > (1 + self.margin_B) * usual_B1[:, 0]
-        return lengths_L[jnp.where(is_clear_B, best_B, self.usual_B)]
 
 
 def tokens_per_round(rate_B: Array, lengths: Sequence[int]) -> Array:

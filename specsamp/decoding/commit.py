@@ -24,11 +24,6 @@ def append(
     tokens_BT = verdict.tokens_BT
     positions = jnp.arange(tokens_BT.shape[1])[None, :]
     count_B, lengths_B, ending_B = _cut(request, state, verdict, target, positions)
-    adaptive_state = state.adaptive_state
-    if request.adaptive is not None:
-        adaptive_state = request.adaptive.learn(
-            adaptive_state, state.running_B, draft.num_drafted_B, verdict.num_accepted_B
-        )
 
     def put(buffer_BS: Array, block_BT: Array) -> Array:
         return write_tokens(buffer_BS, block_BT, state.lengths_B, count_B)
@@ -43,7 +38,6 @@ def append(
         stats=_count(state.stats, state.running_B, draft, verdict, count_B),
         warp_state=_advance(request.sampling, state.warp_state, tokens_BT, count_B),
         draft_warp_state=_advance(request.draft_sampling, state.draft_warp_state, tokens_BT, count_B),
-        adaptive_state=adaptive_state,
     )
 
 

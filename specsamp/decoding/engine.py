@@ -51,7 +51,6 @@ class Engine:
 
     Attributes:
       slots: of each row.
-      batch: rows that are decoded at a time.
       stop_ids: the most stop tokens of a request.
       idle: a request whose numbers fill the rows that decode nothing.
     """
@@ -61,7 +60,6 @@ class Engine:
     loop: Loop
     weights: Weights
     slots: int
-    batch: int
     stop_ids: int
     idle: Request
 
@@ -94,8 +92,8 @@ class Engine:
         """
         if keep_rounds is None:
             keep_rounds = any(request.stops.texts for request in requests)
-        loop = method.loop(pair, keep_log_probs=keep_log_probs, keep_rounds=keep_rounds)
         batch = len(requests) if batch is None else batch
+        loop = method.loop(pair, batch=batch, keep_log_probs=keep_log_probs, keep_rounds=keep_rounds)
         if slots is None:
             slots = _slots(pair, loop, requests)
         check_memory(loop, rows=batch + spare, slots=slots)
@@ -105,7 +103,6 @@ class Engine:
             loop=loop,
             weights=pair.weights(method.drafter, slots),
             slots=slots,
-            batch=batch,
             stop_ids=max(stop_ids, *(len(request.stops.ids) for request in requests)),
             idle=requests[0],
         )
@@ -192,7 +189,6 @@ class Engine:
         for row, request in zip(stop_ids_BN, asked):
             row[: len(request.stops.ids)] = sorted(request.stops.ids)
         has_own_draft = self.idle.draft_sampling is not None
-        adaptive = self.method.adaptive
         return RequestBatch.create(
             sampling=_stack([request.sampling for request in asked]),
             draft_sampling=_stack([request.draft_sampling for request in asked]) if has_own_draft else None,
@@ -202,7 +198,6 @@ class Engine:
             sample_ids=[request.sample_index for request in asked],
             stop_ids=stop_ids_BN,
             num_tokens=self.pair.num_tokens,
-            adaptive=None if adaptive is None else adaptive.for_rows(len(asked), self.batch),
         )
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.commit import append
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter, catch_up, check_state, hooks_of, with_length
@@ -53,6 +54,7 @@ class Loop:
         on a TPU plain decoding is faster if it feeds one known token again (2); elsewhere it is not (1).
       keep_log_probs: whether to record the target's log-probabilities of the emitted tokens.
       keep_rounds: whether to record where rounds begin, so that texts can be cut and counted afterwards.
+      adaptive: adaptive draft lengths, from `Adaptive.for_batch`; None: every round drafts the drafter's K tokens.
       shards: how rows are split over devices.
     """
 
@@ -62,6 +64,7 @@ class Loop:
     window: int = 1
     keep_log_probs: bool = False
     keep_rounds: bool = False
+    adaptive: Adaptive | None = None
     shards: DataShards = DataShards()
 
     @property
@@ -117,7 +120,7 @@ class Loop:
             return rounds + 1, self.round(weights, request, state)
 
         first = jnp.zeros((), jnp.int32), state
-        if request.adaptive is None:
+        if self.adaptive is None:
             _, state = jax.lax.while_loop(goes_on, one_round, first)
         else:
             body = functools.partial(self._rounds_by_width, weights, request, goes_on)
@@ -165,8 +168,8 @@ class Loop:
             keys=self._keys(request, state),
             warp_state=state.draft_warp_state,
             any_shard=self.shards.any,
-            draft_lengths_B=None if request.adaptive is None else state.adaptive_state.draft_lengths_B,
-            stop=None if request.adaptive is None else request.adaptive.stop,
+            draft_lengths_B=None if self.adaptive is None else state.adaptive_state.draft_lengths_B,
+            stop=None if self.adaptive is None else self.adaptive.stop,
         )
         draft, drafter_state, cache = self.drafter.propose(
             weights, state.drafter_state, state.prefix, state.cache, sampler
@@ -174,7 +177,7 @@ class Loop:
         if draft.parents_BK is not None:
             raise NotImplementedError("the loop scores chains only: token trees are not decoded yet")
         num_drafted_B = draft.num_drafted_B
-        if request.adaptive is not None:  # drafters that do not use `Sampler.chain` always draft K tokens
+        if self.adaptive is not None:  # drafters that do not use `Sampler.chain` always draft K tokens
             num_drafted_B = jnp.minimum(num_drafted_B, state.adaptive_state.draft_lengths_B)
         if draft.log_probs_BRV is not None:
             # A chain ends before the first distribution that is NaN. That depends on its context alone: no bias.
@@ -213,8 +216,14 @@ class Loop:
     def commit(
         self, request: RequestBatch, state: DecodeState, draft: Draft, verdict: Verdict, target: TargetDistributions
     ) -> DecodeState:
-        """Appends the emitted tokens."""
-        return append(request, state, draft, verdict, target)
+        """Appends the emitted tokens, and chooses the next draft lengths if they adapt."""
+        after = append(request, state, draft, verdict, target)
+        if self.adaptive is None:
+            return after
+        counts = draft.num_drafted_B, verdict.num_accepted_B
+        return dataclasses.replace(
+            after, adaptive_state=self.adaptive.learn(state.adaptive_state, state.running_B, *counts)
+        )
 
     def _keys(self, request: RequestBatch, state: DecodeState) -> RoundKeys:
         return RoundKeys(rows_B=request.row_keys_B, starts_B=state.lengths_B)
@@ -230,7 +239,7 @@ class Loop:
             return self.shards.max(jnp.max(jnp.where(state.running_B, state.adaptive_state.draft_lengths_B, 0)))
 
         narrower = -1
-        for width in request.adaptive.widths:
+        for width in self.adaptive.widths:
             if narrower == 0:
                 carry = carry[0], self._catch_up(weights, carry[1], longest(carry[1]) > 0)
 
@@ -386,7 +395,7 @@ class Loop:
         self, request: RequestBatch, tokens_BS: Array, lengths_B: Array, caches: tuple[Any, Any]
     ) -> DecodeState:
         """Returns the state of rows that have not emitted anything."""
-        (cache, drafter_state), adaptive = caches, request.adaptive
+        cache, drafter_state = caches
 
         def empty(dtype: Any) -> Array:
             return jnp.zeros(tokens_BS.shape, dtype)
@@ -404,11 +413,11 @@ class Loop:
             cache=cache,
             drafter_state=drafter_state,
             meter=Meter(variation=empty(jnp.float32), extra=empty(jnp.float32)) if self.rule.metered else None,
-            stats=Stats.zeros(len(lengths_B), self.depth, adaptive is not None),
+            stats=Stats.zeros(len(lengths_B), self.depth, self.adaptive is not None),
             request=request,
             warp_state=start(request.sampling),
             draft_warp_state=start(request.draft_sampling),
-            adaptive_state=None if adaptive is None else adaptive.begin(lengths_B, hooks_of(self.drafter).falls_behind),
+            adaptive_state=self.adaptive and self.adaptive.begin(lengths_B, hooks_of(self.drafter).falls_behind),
         )
 
 

@@ -56,8 +56,8 @@ class Method:
         """Returns this method with another drafter, which drafts K tokens in every round."""
         return dataclasses.replace(self, drafter=drafter, adaptive=None)
 
-    def loop(self, pair: Pair, *, keep_log_probs: bool = False, keep_rounds: bool = False) -> Loop:
-        """Returns the loop that decodes with ``pair`` this way on the platform at hand."""
+    def loop(self, pair: Pair, *, batch: int = 1, keep_log_probs: bool = False, keep_rounds: bool = False) -> Loop:
+        """Returns the loop that decodes ``batch`` sequences at a time this way, on the platform at hand."""
         return Loop(
             target=pair.target,
             drafter=self.drafter,
@@ -65,6 +65,7 @@ class Method:
             window=decode_window(),
             keep_log_probs=keep_log_probs,
             keep_rounds=keep_rounds,
+            adaptive=self.adaptive and self.adaptive.for_batch(batch),
             shards=pair.shards,
         )
 

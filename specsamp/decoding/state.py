@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.adaptive import AdaptiveState, LengthPolicy
+from specsamp.decoding.adaptive import AdaptiveState
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.rules import Meter
 from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows
@@ -68,7 +68,6 @@ class RequestBatch:
     row_keys_B: Array  # from sampling.rng.row_keys
     limits_B: Array  # int32, the length at which each row's budget ends
     stop_ids_BN: Array  # int32; -1 is never emitted
-    adaptive: LengthPolicy | None = None  # None: every round drafts the drafter's K tokens
 
     @classmethod
     def create(
@@ -82,7 +81,6 @@ class RequestBatch:
         sample_ids: Sequence[int] | None = None,
         stop_ids: Sequence[int] | np.ndarray = (),
         num_tokens: int | None = None,
-        adaptive: LengthPolicy | None = None,
     ) -> RequestBatch:
         """Makes the arrays of some rows.
 
@@ -95,7 +93,6 @@ class RequestBatch:
           sample_ids: per row, which sample of its prompt it is; default 0.
           stop_ids: tokens that end any row, or ``[B, N]`` padded with -1.
           num_tokens: ids from here on are padding of the vocabulary and never sampled; None: there are none.
-          adaptive: the policy of the draft length, with one number per row.
 
         Raises:
           ValueError: a number of a warp has neither no axis nor one value per row.
@@ -120,7 +117,6 @@ class RequestBatch:
             row_keys_B=row_keys(np.asarray(seed, np.uint32), np.asarray(ids, np.int32), np.asarray(samples, np.int32)),
             limits_B=np.asarray(limits, np.int32),
             stop_ids_BN=stop_ids,
-            adaptive=adaptive,
         )
 
 
@@ -186,7 +182,7 @@ class DecodeState:
     rounds_BS: Array | None = None
     warp_state: Any = ()  # of request.sampling, after the committed tokens; () for warps without a state
     draft_warp_state: Any = ()  # of request.draft_sampling
-    adaptive_state: AdaptiveState | None = None  # of request.adaptive
+    adaptive_state: AdaptiveState | None = None  # of a loop whose draft lengths adapt
     meter: Meter | None = None  # [B, S], of what was emitted under a rule that is metered
 
     @property

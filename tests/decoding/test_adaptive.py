@@ -16,7 +16,6 @@ from specsamp import (
     TokenRule,
     chain,
     generate,
-    generate_many,
     temperature,
 )
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
@@ -89,7 +88,7 @@ def test_after_a_pause_as_much_is_accepted(drafter, catches_up):
 
 def wanted_after(adaptive, rounds, rows=1):
     """What a row wants at first, and after each of some rounds of ``(drafted, accepted)`` tokens."""
-    policy = adaptive.for_rows(rows)
+    policy = adaptive.for_batch(rows)
     state = policy.begin(jnp.full(rows, 9), False)
     learn, wanted = jax.jit(policy.learn), [int(state.draft_lengths_B[0])]
     for counts in rounds:
@@ -128,34 +127,13 @@ def test_a_row_of_several_keeps_to_the_length_of_all_until_a_shorter_one_is_clea
 
 
 def test_lengths_suit_the_rows_that_are_decoded_together():
-    """Counts the rows of many prompts over two rows, and of one request in a service of eight."""
     adaptive = Adaptive(lengths=(2, 8), costs_ms=(1, 1.5), usual=2)
-    pair, method, policies = table_pair(), Method(drafter=NgramDrafter(8), adaptive=adaptive), []
+    pair, method, chosen = table_pair(), Method(drafter=NgramDrafter(8), adaptive=adaptive), []
     for prompts, batch in ((5, 2), (1, 8), (1, None)):
         requests = make_requests(pair, method, [[1]] * prompts, 4)
-        policies.append(Engine.create(pair, method, requests, batch=batch).arrays(requests).adaptive)
-    assert [policy.pause_B.tolist() for policy in policies] == [[32] * 5, [128], [16]]
-    assert [policy.longest_B.tolist() for policy in policies] == [[0] * 5, [0], [1]]  # none goes up by itself
-
-
-@pytest.mark.slow
-def test_one_row_of_a_queue_or_a_service_is_alone():
-    """Counts no row that is only read beside it, to follow it."""
-    adaptive = Adaptive(lengths=(0, 1, 4), costs_ms=(1, 1.2, 1.9), usual=1)
-    pair, made, for_rows = table_pair(), [], Adaptive.for_rows
-
-    def counted(self, count, batch=None):
-        made.append(batch)
-        return for_rows(self, count, batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Adaptive, "for_rows", counted)
-        asked = dict(rows=1, drafter=NgramDrafter(4), draft_length=adaptive)
-        assert len(list(generate_many(pair, [[1, 2], [3]], 4, **asked))) == 2
-        of_queue = len(made)
-        service = Service(pair, Method(drafter=NgramDrafter(4), adaptive=adaptive), rows=1, context=32)
-        service.batch.compile([[1]], texts_end_late=False)
-    assert 0 < of_queue < len(made) and set(made) == {1}
+        chosen.append(Engine.create(pair, method, requests, batch=batch).loop.adaptive)
+    chosen.append(Service(pair, method, rows=1, context=32)._engine.loop.adaptive)  # beside a row that is only read
+    assert [(one.pause, one.longest) for one in chosen] == [(32, 2), (128, 2), (16, 8), (16, 8)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +193,7 @@ def test_stops_see_what_they_say():
         (dict(lengths=(0, 4), costs_ms=(1, 2), decay=2), "decay must be a number from 0 to 1; got 2"),
         (dict(lengths=(0, 4), costs_ms=(1, 2), pause=0), "pause must be an integer"),
         (dict(lengths=(0, 4), costs_ms=(1, 2), margin=-1), "margin must be a number from 0; got -1"),
-        (dict(lengths=(0, 4), costs_ms=(1, 2), usual=2), r"usual.*\(0, 4\).*; got 2"),
+        (dict(lengths=(0, 4), costs_ms=(1, 2), usual=2), "usual must be one of 0, 4; got 2"),
         (dict(lengths=(0, 4), costs_ms=(1, 2), widths=(0, 2)), r"widths must be some of \(0, 4\).*got \(0, 2\)"),
     ],
 )

@@ -57,12 +57,9 @@ def compiled_run(
         drafter = EarlyExitDrafter(target, 1, K, exit_window)
     if combine is not None:
         drafter = combine((NgramDrafter(K), drafter))
-    loop = Loop(target=target, drafter=drafter, rule=rule)
-    request = RequestBatch.create(
-        sampling=chain(temperature(0.8), top_k(50), top_p(0.95)),
-        limits=[100] * batch,
-        adaptive=adaptive and adaptive.for_rows(batch),
-    )
+    loop = Loop(target=target, drafter=drafter, rule=rule, adaptive=adaptive and adaptive.for_batch(batch))
+    sampling = chain(temperature(0.8), top_k(50), top_p(0.95))
+    request = RequestBatch.create(sampling=sampling, limits=[100] * batch)
     params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
     weights = jax.eval_shape(
         lambda t, d: Weights(

@@ -72,12 +72,17 @@ def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: i
     name, rule = method
     drafter, init_draft = drafter_of(name, target, draft)
     keeps_rounds = name in OTHERS
-    loop = Loop(target=target, drafter=drafter, rule=rule, window=window, keep_log_probs=True, keep_rounds=keeps_rounds)
-    warp = chain(temperature(0.8), top_p(0.9))
-    lengths = Adaptive(lengths=(0, 1, K), costs_ms=(1.0, 1.2, 1.5), stop=Confidence(0.3))
-    request = RequestBatch.create(
-        sampling=warp, limits=[40] * batch, adaptive=lengths.for_rows(batch) if name == "adaptive" else None
+    lengths = Adaptive(lengths=(0, 1, K), costs_ms=(1.0, 1.2, 1.5), stop=Confidence(0.3)).for_batch(batch)
+    loop = Loop(
+        target=target,
+        drafter=drafter,
+        rule=rule,
+        window=window,
+        keep_log_probs=True,
+        keep_rounds=keeps_rounds,
+        adaptive=lengths if name == "adaptive" else None,
     )
+    request = RequestBatch.create(sampling=chain(temperature(0.8), top_p(0.9)), limits=[40] * batch)
 
     def prepare(key):
         draft_weights = drafter.fit_slots(drafter.prepare(init_draft(key)), SLOTS)

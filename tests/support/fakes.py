@@ -173,7 +173,6 @@ def prefill(
     prompt_ids=None,
     padded_length=None,
     slots=None,
-    adaptive=None,
 ):
     """Returns the state of ``loop`` after it has read the prompts, as `generate` would make it, of bare arrays."""
     lengths = np.array([len(p) for p in prompts], np.int32)
@@ -193,15 +192,16 @@ def prefill(
         prompt_ids=repeat(range(len(prompts)) if prompt_ids is None else prompt_ids),
         sample_ids=np.tile(np.arange(samples), len(prompts)),
         stop_ids=stop_ids,
-        adaptive=None if adaptive is None else adaptive.for_rows(len(prompts) * samples),
     )
     slots = slots or max(int((lengths + budgets).max()) + loop.headroom, padded.shape[1])
     weights = Weights(target=target, draft=draft)
     return loop.prefill(weights, request, jnp.asarray(padded), jnp.asarray(lengths), slots=slots, num_samples=samples)
 
 
-def decode(loop, target, draft, prompts, budgets, sampling, *, samples=1, slice_rounds=2**30, **options):
-    """Runs ``loop`` until no row is running; ``options`` as of `prefill`."""
+def decode(loop, target, draft, prompts, budgets, sampling, *, samples=1, slice_rounds=2**30, adaptive=None, **options):
+    """Runs ``loop``, with draft lengths that may adapt, until no row is running; ``options`` as of `prefill`."""
+    if adaptive is not None:
+        loop = dataclasses.replace(loop, adaptive=adaptive.for_batch(len(prompts) * samples))
     state = prefill(loop, target, draft, prompts, budgets, sampling, samples=samples, **options)
     while True:
         state = loop.run(Weights(target=target, draft=draft), state, slice_rounds)
