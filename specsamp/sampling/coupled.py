@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.sampling.rng import RoundKeys
-from specsamp.sampling.rules import Draft, TargetDistributions, Verdict
+from specsamp.sampling.rules import Draft, TargetDistributions, Verdict, count_leading
 
 Array = jax.Array
 
@@ -25,7 +25,6 @@ class CoupledRule:
 
     exact = True
     metered = False
-    trees = False
     draft_independent = True
 
     def sample(
@@ -36,16 +35,12 @@ class CoupledRule:
         gumbels_BV = keys.position_gumbels(depth, log_probs_BV.shape[-1])
         return jnp.argmax(log_probs_BV + gumbels_BV, axis=-1).astype(jnp.int32)
 
-    def num_accepted(self, agreed_BK: Array) -> Array:
-        """Returns the number of tokens before the first disagreement, ``[B]`` int32."""
-        return jnp.sum(jnp.cumprod(agreed_BK, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
-
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
         """Draws the target's choices and keeps the drafted tokens that agree with them."""
         target_log_probs = target.all()
         num_rows, vocab_size = target_log_probs.shape[1:]
         gumbels = [keys.position_gumbels(offset, vocab_size) for offset in range(num_rows)]
         choices_BT = jnp.argmax(target_log_probs + jnp.stack(gumbels, axis=1), axis=-1).astype(jnp.int32)
-        num_accepted_B = self.num_accepted((choices_BT[:, :-1] == draft.tokens_BK) & draft.is_drafted_BK)
+        num_accepted_B = count_leading((choices_BT[:, :-1] == draft.tokens_BK) & draft.is_drafted_BK)
         emitted = jnp.arange(num_rows)[None, :] <= num_accepted_B[:, None]
         return Verdict(tokens_BT=jnp.where(emitted, choices_BT, -1), num_accepted_B=num_accepted_B)

@@ -2,20 +2,20 @@
 
     completions = generate(pair, prompts, sampling=chain(temperature(1.0)), rule=Bounded(EARS(0.3), tv_per_token=0.01))
 
-Each is split like the exact rules of `specsamp.sampling.rejection`, with q the target's distribution and p the draft's.
+Each rule is split like the exact rules of `specsamp.sampling.rejection`, with q the target's distribution and p the draft's.
 
-* `EARS` (arXiv 2512.13194) accepts with ``min(1, q/p + beta (1 - max q))``: the more the less certain the target is.
+* `EARS` (arXiv 2512.13194) accepts with ``min(1, q/p + beta (1 - max q))``: more, the less certain the target is.
 * `Lenience` (Leviathan et al., arXiv 2211.17192, appendix A.5) accepts with ``min(1, q / (l p))``.
 * `Typical` (Medusa, arXiv 2401.10774, section 2.3.1) accepts where ``q > min(epsilon, delta exp(-H(q)))``.
 * `JointThreshold` (MTAD, arXiv 2407.09722) accepts the longest prefix whose joint ratio exceeds ``tau``.
-* `Bounded` mixes one of the first three with the exact rule, so that no token costs more than its budget.
+* `Bounded` mixes one of the first three rules with the exact rule, so that no token costs more than a budget.
 
-**The meter.** A rule that goes token by token, accepts x with probability a(x), and replaces a rejected token by a draw
-from r, gives a token the distribution ``o = p a + (1 - sum p a) r`` if all before it were accepted. Its cost there is
-the total variation ``sum (o - q)+``. With r = norm((q - p)+) and a at least min(1, q/p), that is
-``sum (p a - q)+``, as much as the acceptance it buys.
+**The meter.** A rule verifies token by token, accepts x with probability a(x), and replaces a rejected token by a draw
+from r. If all earlier tokens were accepted, a token has the distribution ``o = p a + (1 - sum p a) r``. Its cost is the
+total variation ``sum (o - q)+``. With r = norm((q - p)+) and a at least min(1, q/p), the cost ``sum (p a - q)+`` equals
+the gain of acceptance.
 
-Under greedy decoding all of these rules write what the target writes: q has one token, and no other is accepted.
+Under greedy decoding these rules write the target's tokens: q has one token, and no other token is accepted.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ Array = jax.Array
 
 
 class LossyTokenRule(RejectionRule):
-    """Verifies token by token; subclasses choose which tokens are accepted, and by what they are replaced."""
+    """Verifies token by token; subclasses choose which tokens are accepted, and which tokens replace them."""
 
     exact = False
     metered = True
+    num_accepted = TokenRule.num_accepted
 
     @abc.abstractmethod
     def accepts(self, log_q: Array, log_p: Array) -> Array:
-        """Returns the probability that each token is accepted, were it drafted, ``[..., V]``.
+        """Returns the probability that each token is accepted if it is drafted, ``[..., V]``.
 
         Args:
           log_q: float32 ``[..., V]``, the target's distribution, warped and normalised.
-          log_p: likewise the draft's; one-hot where the token was chosen.
+          log_p: likewise the draft's; one-hot if the token was not drawn.
         """
 
     def replaces(self, log_q: Array, log_p: Array) -> Array:
@@ -57,10 +58,6 @@ class LossyTokenRule(RejectionRule):
         """Returns `accepts` at the drafted tokens, ``[B, K]``; 0 where nothing was drafted."""
         accepted_BKV = self.accepts(target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs))
         return jnp.where(draft.is_drafted_BK, _at_tokens(accepted_BKV, draft.tokens_BK), 0)
-
-    def num_accepted(self, passed_BK: Array) -> Array:
-        """Returns the number of tokens before the first rejection, ``[B]`` int32."""
-        return TokenRule().num_accepted(passed_BK)
 
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
         """Returns `replaces` after ``num_accepted_B`` tokens; the target's distribution if all are accepted, ``[B, V]``."""
@@ -100,9 +97,6 @@ class EARS(LossyTokenRule):
 
     Attributes:
       beta: in [0, 1]; 0.3 to 0.5 are in use.
-
-    Raises:
-      ValueError: beta is out of range.
     """
 
     beta: float = 0.3
@@ -111,7 +105,6 @@ class EARS(LossyTokenRule):
         validate.number("EARS's beta", self.beta, 0, 1)
 
     def accepts(self, log_q: Array, log_p: Array) -> Array:
-        """Returns the probability that each token is accepted, ``[..., V]``."""
         tolerance = self.beta * (1 - jnp.exp(log_q.max(-1, keepdims=True)))
         accepted = jnp.minimum(_exact_accepts(log_q, log_p) + tolerance, 1)
         return jnp.where(log_q == -jnp.inf, 0, accepted)
@@ -123,9 +116,6 @@ class Lenience(LossyTokenRule):
 
     Attributes:
       lenience: in (0, 1]; 1 is exact.
-
-    Raises:
-      ValueError: lenience is out of range.
     """
 
     lenience: float = 0.5
@@ -134,7 +124,6 @@ class Lenience(LossyTokenRule):
         validate.number("Lenience's lenience", self.lenience, 0, 1, above=True)
 
     def accepts(self, log_q: Array, log_p: Array) -> Array:
-        """Returns the probability that each token is accepted, ``[..., V]``."""
         return _exact_accepts(log_q, log_p, log_scale=-math.log(self.lenience))
 
 
@@ -142,15 +131,12 @@ class Lenience(LossyTokenRule):
 class Typical(LossyTokenRule):
     """Accepts a token where ``q > min(epsilon, delta exp(-H(q)))``, else draws from the target.
 
-    Published for chains that the draft chose; here the draft may as well be drawn. It can accept less than the exact
-    rule does: its meter's ``extra`` is negative then.
+    Published for chains that the draft chose; here the draft may also be drawn. If it accepts less than the exact rule,
+    ``extra`` of its meter is negative.
 
     Attributes:
       epsilon: in (0, 1].
       delta: in (0, 1], in use as the square root of epsilon.
-
-    Raises:
-      ValueError: a constant is out of range.
     """
 
     epsilon: float = 0.09
@@ -161,29 +147,24 @@ class Typical(LossyTokenRule):
         validate.number("Typical's delta", self.delta, 0, 1, above=True)
 
     def accepts(self, log_q: Array, log_p: Array) -> Array:
-        """Returns 1 for each token that is accepted, else 0, ``[..., V]``."""
         q = jnp.exp(log_q)
         entropy = -jnp.sum(jnp.where(q > 0, q * log_q, 0), axis=-1, keepdims=True)
         return (q > jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))).astype(q.dtype)
 
     def replaces(self, log_q: Array, log_p: Array) -> Array:
-        """Returns the target's distribution, ``[..., V]``."""
         return jnp.exp(log_q)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounded(LossyTokenRule):
-    """Follows a lossy rule as far as a budget allows, token by token, and the exact rule for the rest.
+    """Follows a lossy rule as far as a budget for each token allows, and the exact rule for the rest.
 
-    Where the rule costs a total variation v above the budget b, it is followed with probability b / v. The mixture of
-    both costs ``min(v, b)``, since the exact rule costs nothing. So n tokens cost at most n b.
+    If the rule costs a total variation v above the budget b, it is followed with probability b / v. The mixture costs
+    ``min(v, b)``, since the exact rule costs nothing. So n tokens cost at most n b.
 
     Attributes:
       rule: `EARS`, `Lenience`, `Typical`, or another `LossyTokenRule`.
-      tv_per_token: in [0, 1].
-
-    Raises:
-      ValueError: the budget is out of range, or the rule does not go token by token.
+      tv_per_token: the budget, in [0, 1].
     """
 
     rule: LossyTokenRule
@@ -198,7 +179,6 @@ class Bounded(LossyTokenRule):
             )
 
     def accepts(self, log_q: Array, log_p: Array) -> Array:
-        """Returns the probability that each token is accepted, ``[..., V]``."""
         share = self._share(log_q, log_p)
         return share * self.rule.accepts(log_q, log_p) + (1 - share) * _exact_accepts(log_q, log_p)
 
@@ -218,23 +198,21 @@ class Bounded(LossyTokenRule):
 class JointThreshold(RejectionRule):
     """Accepts the longest prefix with ``prod q_i(d_i) / p_i(d_i) > tau``, then draws from the target (MTAD).
 
-    The paper drafts by a beam search of the draft model, as `specsamp.decoding.drafters.BeamDrafter` does, which reports
-    the draft's log-probabilities of its tokens as `Draft.scores_BK`. Any other draft is judged by the distributions it
-    was drawn from, and a one-hot draft by ``p = 1``.
+    The paper drafts by a beam search of the draft model, as `specsamp.decoding.drafters.BeamDrafter` does:
+    `Draft.scores_BK` are the log-probabilities log p. For other drafts, p is the distribution that a token was drawn
+    from, or 1 if the draft is one-hot.
 
-    Given the draft, an accepted token is certain: its cost is ``1 - q(d)``. Where the draft was drawn, texts are
-    closer to the target's than this bound.
+    Given the draft, an accepted token is certain: its cost is ``1 - q(d)``. If the draft was drawn, texts are closer to
+    the target's than this bound.
 
     Attributes:
       tau: in (0, 1].
-
-    Raises:
-      ValueError: tau is out of range.
     """
 
     tau: float = 0.5
     exact = False
     metered = True
+    num_accepted = BlockRule.num_accepted
 
     def __post_init__(self):
         validate.number("JointThreshold's tau", self.tau, 0, 1, above=True)
@@ -248,12 +226,7 @@ class JointThreshold(RejectionRule):
         passed_BK = jnp.cumsum(log_ratios_BK, axis=1) > math.log(self.tau)
         return jnp.where(draft.is_drafted_BK, passed_BK, False).astype(target_log_probs.dtype)
 
-    def num_accepted(self, passed_BK: Array) -> Array:
-        """Returns the length of the longest accepted prefix, ``[B]`` int32; earlier rejections do not end it."""
-        return BlockRule().num_accepted(passed_BK)
-
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
-        """Returns the target's distribution after ``num_accepted_B`` tokens, ``[B, V]``."""
         return jnp.exp(at_rows(target_log_probs, num_accepted_B))
 
     def meter(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Meter:

@@ -28,7 +28,7 @@ def penalties(
     presence: float | Sequence[float] = 0.0,
     frequency: float | Sequence[float] = 0.0,
 ) -> Penalties:
-    """Lowers the logits of tokens that occurred already; each number is a scalar or one per row.
+    """Lowers the logits of tokens that occurred before; each number is a scalar or has one value per row.
 
     Args:
       repetition: > 0, divides positive and multiplies negative logits of tokens that occur in the prompt or the text
@@ -58,7 +58,7 @@ def bias(values: Mapping[int, float]) -> Chain:
 
 
 def ban(tokens: Sequence[int]) -> Chain:
-    """Excludes tokens. A row that is left without any ends as invalid."""
+    """Excludes tokens. A row without any other token ends as invalid."""
     if not isinstance(tokens, Iterable) or not all(isinstance(token, Hashable) for token in tokens):
         raise ValueError(f"banned tokens must be a list of ids; got {tokens!r}")
     return bias({token: -np.inf for token in tokens})

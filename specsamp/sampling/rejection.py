@@ -34,7 +34,7 @@ import jax.numpy as jnp
 
 from specsamp.sampling.draw import draw
 from specsamp.sampling.rng import Purpose, RoundKeys
-from specsamp.sampling.rules import Draft, Meter, TargetDistributions, Verdict
+from specsamp.sampling.rules import Draft, Meter, TargetDistributions, Verdict, count_leading
 
 Array = jax.Array
 
@@ -44,7 +44,6 @@ class RejectionRule(abc.ABC):
 
     exact = True
     metered = False
-    trees = False
     draft_independent = False
 
     @abc.abstractmethod
@@ -108,7 +107,7 @@ class TokenRule(RejectionRule):
 
     def num_accepted(self, passed_BK: Array) -> Array:
         """Returns the number of tokens before the first rejection, ``[B]`` int32."""
-        return jnp.sum(jnp.cumprod(passed_BK, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+        return count_leading(passed_BK)
 
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
         """Returns ``(q - p)+`` after ``num_accepted_B`` tokens, ``[B, V]``, not normalised."""

@@ -43,33 +43,26 @@ class Draft:
     log_probs_BRV: Array | None = None
     parents_BK: Array | None = None  # int32, the scored row of each node's parent; None: a chain, 0, 1, .., K-1
     depth: int | None = dataclasses.field(default=None, metadata={"static": True})  # None: K
-    # int32 [B, K+1], from a scored row to its row of log_probs_BRV, where trees do not order them alike.
-    log_prob_rows_BT: Array | None = None
     scores_BK: Array | None = None  # float32, log-probabilities that are no sampling distribution; lossy rules only
 
     @property
     def is_drafted_BK(self) -> Array:
         return jnp.arange(self.tokens_BK.shape[1])[None, :] < self.num_drafted_B[:, None]
 
-    @property
-    def max_accepted(self) -> int:
-        """The most tokens that can be accepted."""
-        return self.tokens_BK.shape[1] if self.depth is None else self.depth
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Meter:
-    """Cost and gain of a lossy rule for each emitted token; both are 0 where nothing was drafted.
+    """Cost and gain of a lossy rule for each emitted token; both are 0 if nothing was drafted.
 
-    The rule gives a token another distribution than the target does, given the tokens before it: ``variation`` is the
-    total variation between the two. Summed over a text and averaged over texts it bounds the total variation between
-    the texts of the rule and those of the target. The sum of a single text bounds nothing: where it is 0 after one
-    token and 1 after another, both of them likely, the texts that begin with the first report 0.
+    ``variation`` is the total variation between the distributions that the rule and the target give a token, given the
+    tokens before it. Its sum over a text, averaged over texts, bounds the total variation between the texts of the rule
+    and of the target. The sum of a single text bounds nothing: if it is 0 after one likely token and 1 after another,
+    texts that begin with the first token report 0.
     """
 
     variation: Array  # float32 in [0, 1]: [B, T] of a verdict, [B, S] of a state
-    extra: Array  # float32, the probability of acceptance there, less that of the token rule; shapes as above
+    extra: Array  # float32, the probability of acceptance minus that of the token rule; shapes as above
 
 
 @jax.tree_util.register_dataclass
@@ -93,8 +86,8 @@ class Verdict:
 class TargetDistributions:
     """The target's distributions after each scored row, which are warped when a rule reads them.
 
-    Warping a row costs more than reading it (top-p searches the whole vocabulary), so a rule that walks down a tree
-    reads only the rows that it visits. A warp with a state gets the state of the path to a row.
+    Warping a row costs time (top-p searches the whole vocabulary), so a rule for trees reads only the rows on its path. A
+    warp with a state gets the state of the path to a row.
     """
 
     logits_BTV: Array  # float32, one row per scored row
@@ -133,13 +126,11 @@ class Rule(Protocol):
     Attributes:
       exact: whether emitted tokens follow the target's distribution.
       metered: whether its verdicts have a meter, as those of lossy rules should.
-      trees: whether it verifies drafts with ``parents_BK``; the loop does not score such drafts yet.
       draft_independent: whether the text is the same for every draft.
     """
 
     exact: bool
     metered: bool
-    trees: bool
     draft_independent: bool
 
     def sample(
@@ -157,6 +148,11 @@ class Rule(Protocol):
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
         """Decides which tokens of ``draft`` stay, and draws the token that follows."""
+
+
+def count_leading(is_true_BK: Array) -> Array:
+    """Returns the number of true entries before the first false one, ``[B]`` int32."""
+    return jnp.sum(jnp.cumprod(is_true_BK, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
 
 def _stack(states: list[Any]) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from specsamp import validate
 from specsamp.sampling.rng import Purpose, RoundKeys
-from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict
+from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict, count_leading
 
 Array = jax.Array
 LABEL = "SYNTHETIC ACCEPTANCE {rate:g}: made up, not the pair's"
@@ -28,7 +28,6 @@ class SyntheticAcceptance:
     rate: float
     exact = False
     metered = False
-    trees = False
     draft_independent = False
 
     def __post_init__(self):
@@ -47,7 +46,7 @@ class SyntheticAcceptance:
         batch, num_tokens = draft.tokens_BK.shape
         offsets_BK = jnp.broadcast_to(jnp.arange(num_tokens), (batch, num_tokens))
         passed_BK = (keys.uniforms(Purpose.ACCEPT, offsets_BK)[..., 0] < self.rate) & draft.is_drafted_BK
-        num_accepted_B = jnp.sum(jnp.cumprod(passed_BK, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+        num_accepted_B = count_leading(passed_BK)
         positions, n_B1 = jnp.arange(num_tokens + 1)[None, :], num_accepted_B[:, None]
         tokens_BT = jnp.where(positions < n_B1, jnp.pad(draft.tokens_BK, ((0, 0), (0, 1))), -1)
         return Verdict(tokens_BT=jnp.where(positions == n_B1, last_B1, tokens_BT), num_accepted_B=num_accepted_B)

@@ -1,8 +1,7 @@
 """Warps: from a model's logits to the distribution that is sampled.
 
-A warp is a pytree of numbers that is called on logits and returns logits of the same shape, with
-``-inf`` where a token is excluded. Because its numbers are data, they can be turned between calls
-without recompiling, and each may be one number for all rows or one per row::
+A warp is a pytree of numbers that maps logits to logits of the same shape, ``-inf`` for excluded tokens. Its numbers are
+data, so they may change between calls without recompiling. Each is a scalar or has one value per row::
 
     sampling = chain(temperature([0.0, 0.8]), top_p(0.95))     # row 0 greedy, row 1 sampled
     log_probs_BTV = log_probs(sampling, logits_BTV)
@@ -41,8 +40,8 @@ class Warp:
 
     A warp that depends on the tokens before a position (a repetition penalty, a grammar) overrides `init` and
     `advance`, and is called on ``[B, V]`` with the state of each row's context. Every leaf of a state leads with the
-    batch. Without a state nothing is traced for it. A warp must keep at least one token: a row without any ends as
-    invalid. A number is a scalar or has one value per row; tables that rows share are not supported yet.
+    batch. A warp must keep at least one token: a row without any token ends as invalid. A number is a scalar or has one
+    value per row; tables that rows share are not supported yet.
     """
 
     @property
@@ -124,7 +123,7 @@ def top_p(value: float | Sequence[float]) -> TopP:
 
 
 def min_p(value: float | Sequence[float]) -> MinP:
-    """Keeps tokens at least ``value`` in [0, 1] times as probable as the most probable one."""
+    """Keeps tokens at least ``value`` in [0, 1] times as probable as the most probable token."""
     return MinP(checked("min_p", value, np.float32, lambda v: (v >= 0) & (v <= 1), "must lie in [0, 1]"))
 
 
@@ -148,13 +147,11 @@ def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
     return jax.nn.log_softmax(warp(logits, state), axis=-1)
 
 
-def for_rows(warp: Warp, rows: int, repeats: int = 1) -> Warp:
+def for_rows(warp: Warp, rows: int) -> Warp:
     """Gives every number of ``warp`` one value per row, so that its shape never causes a recompile.
 
     Args:
-      warp: numbers are scalars or have one value per prompt.
-      rows: how many prompts there are.
-      repeats: samples per prompt; prompt ``i`` becomes rows ``i * repeats`` and following.
+      warp: its numbers are scalars or have one value per row.
 
     Raises:
       ValueError: a number has neither no axis nor ``rows`` values.
@@ -168,7 +165,7 @@ def for_rows(warp: Warp, rows: int, repeats: int = 1) -> Warp:
             raise ValueError(
                 f"sampling parameter of shape {value.shape} for {rows} prompts: give one number, or one per prompt"
             )
-        return np.repeat(np.broadcast_to(value, (rows,)), repeats)
+        return np.broadcast_to(value, (rows,))
 
     if not callable(warp):
         raise ValueError(f"sampling must be a warp such as chain(temperature(0.8)); got {warp!r}")

@@ -180,7 +180,7 @@ def test_exact_rules_have_no_meter():
 
 def test_a_rule_must_say_whether_it_is_metered():
     class Own:
-        exact, trees, draft_independent = True, False, False
+        exact, draft_independent = True, False
         sample, verify = BlockRule.sample, BlockRule.verify
 
     with pytest.raises(ValueError, match="the rule must set metered"):

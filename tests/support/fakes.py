@@ -184,9 +184,12 @@ def prefill(
     def repeat(x):
         return np.repeat(np.asarray(x, np.int32), samples)
 
+    def warps(warp):
+        return jax.tree.map(lambda x: np.repeat(x, samples), for_rows(warp, len(prompts)))
+
     request = RequestBatch.create(
-        sampling=for_rows(sampling, len(prompts), samples),
-        draft_sampling=None if draft_sampling is None else for_rows(draft_sampling, len(prompts), samples),
+        sampling=warps(sampling),
+        draft_sampling=None if draft_sampling is None else warps(draft_sampling),
         limits=repeat(lengths + budgets),
         seed=seed,
         prompt_ids=repeat(range(len(prompts)) if prompt_ids is None else prompt_ids),
