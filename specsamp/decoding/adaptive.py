@@ -1,11 +1,11 @@
-"""Adaptive draft lengths: when a draft ends early, and how many tokens each sequence drafts in its next round.
+"""Adaptive draft lengths: the early end of a draft, and the length of each sequence's next draft.
 
     generate(pair, prompts, draft_length=Adaptive(lengths=(8,), stop=Confidence(0.3)))
     generate(pair, prompts, draft_length=Adaptive(lengths=(0, 1, 2, 4, 8), costs_ms=(5.1, 7.0, 7.6, 8.9, 11.4), usual=4))
 
-Whether token k is submitted depends on nothing from token k on: this keeps adaptive drafts exact. A *stop* sees the tokens
-of a draft up to k and may cancel token k + 1. The *length* of a round is chosen before the round begins, from the
-acceptance in the earlier rounds of the sequence. It maximises the tokens per time
+Whether token k is submitted depends on earlier tokens only: this keeps adaptive drafts exact. A *stop* sees the tokens of
+a draft up to k and may cancel token k + 1. The *length* of a round is chosen before the round begins, from the acceptance
+in the earlier rounds of the sequence. It maximises the tokens per time
 
     E(alpha, k) / costs_ms[k],    E(alpha, k) = 1 + alpha + ... + alpha^k
 
@@ -14,10 +14,10 @@ acceptance in the earlier rounds of the sequence. It maximises the tokens per ti
 A draft ends at its first rejection. So the maximum-likelihood estimate of the acceptance is accepted / (accepted +
 rejections); accepted / drafted would be too small. The counts of earlier rounds decay.
 
-No sequence looks at the others or at a clock. But a round is as wide as its longest draft, and a batch ends with its
-slowest sequence. So in a batch, a sequence uses `Adaptive.usual` until its own acceptance clearly favours a shorter
-draft. It never takes a longer draft, with one exception: if the usual length is 0, it may take the shortest draft. With
-the same seed, the tokens of a sequence thus depend on the number of sequences in the batch, and on nothing else in it.
+A length depends neither on other sequences nor on a clock. But a round is as wide as its longest draft, and a batch ends
+with its slowest sequence. So in a batch, a sequence uses `Adaptive.usual` until its own acceptance clearly favours a
+shorter draft. It never takes a longer draft, except the shortest one if the usual length is 0. With the same seed, the
+tokens of a sequence thus depend on the number of sequences in the batch, and on nothing else in the batch.
 """
 
 from __future__ import annotations
@@ -119,8 +119,6 @@ class Adaptive:
         long as drafting does not pay. Default: 16 for each sequence of the batch.
       longest: the longest draft of a sequence, besides the usual length. Default: the last length, and in batches the usual
         length, or the shortest draft if that is 0.
-      widths: the lengths that rounds are compiled for; a round takes the smallest width that holds all drafts. Default: all
-        lengths on a CPU, where each scored position costs; elsewhere the last one, and 0 if it is a length.
 
     Raises:
       ValueError: naming the value and the fix.
@@ -136,7 +134,6 @@ class Adaptive:
     margin: float | None = None
     pause: int | None = None
     longest: int | None = None
-    widths: tuple[int, ...] | None = None
 
     def __post_init__(self):
         lengths = validate.integers("lengths", self.lengths)
@@ -145,11 +142,6 @@ class Adaptive:
                 f"lengths must rise, from 0 or more to at least 1, such as {LENGTHS}; got {self.lengths!r}"
             )
         object.__setattr__(self, "lengths", tuple(lengths))
-        if self.widths is not None:
-            widths = validate.integers("widths", self.widths)
-            if not widths or widths[-1] != lengths[-1] or widths != [length for length in lengths if length in widths]:
-                raise ValueError(f"widths must be some of {self.lengths}, and the last one; got {self.widths!r}")
-            object.__setattr__(self, "widths", tuple(widths))
         if self.stop is not None:
             if not isinstance(self.stop, Stop):
                 raise ValueError(f"stop must be a Stop, such as Entropy() or Confidence(0.3); got {self.stop!r}")
@@ -168,23 +160,18 @@ class Adaptive:
 
     def _check_costs(self) -> None:
         """Checks ``costs_ms``, and that the draft length adapts."""
-        if self.costs_ms is None:
-            if len(self.lengths) > 1:
-                raise ValueError(
-                    f"lengths={self.lengths!r} need costs_ms, the milliseconds of a round with each, as "
-                    "specsamp.analysis.draft_length.calibrate measures them; got None"
-                )
-            if self.stop is None:
-                raise ValueError(
-                    f"lengths={self.lengths!r} without a stop never adapts: give stop=Confidence(), or the number alone"
-                )
-            return
-        if len(self.lengths) == 1:
-            raise ValueError(f"costs_ms choose between lengths, and {self.lengths!r} is one: leave costs_ms out")
-        costs = tuple(self.costs_ms) if hasattr(self.costs_ms, "__len__") else ()
-        if len(costs) != len(self.lengths):
+        count = len(self.lengths)
+        if count == 1 and self.stop is None:
             raise ValueError(
-                f"costs_ms must be {len(self.lengths)} numbers, one for each length; got {self.costs_ms!r}"
+                f"lengths={self.lengths!r} without a stop never adapts: give stop=Confidence(), or the number alone"
+            )
+        if count == 1 and self.costs_ms is None:
+            return
+        costs = tuple(self.costs_ms) if hasattr(self.costs_ms, "__len__") else ()
+        if len(costs) != count:
+            raise ValueError(
+                f"costs_ms must be {count} numbers, the milliseconds of a round with each of lengths={self.lengths!r}, as "
+                f"specsamp.analysis.draft_length.calibrate measures them; got {self.costs_ms!r}"
             )
         for i, cost in enumerate(costs):
             validate.number(f"costs_ms[{i}]", cost, 0, above=True)
@@ -198,20 +185,27 @@ class Adaptive:
         return self.lengths[-1]
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Returns the lengths that rounds are compiled for; a round takes the smallest width that holds all drafts.
+
+        On a CPU, where each scored position costs, these are all lengths; elsewhere the last one, and 0 if it is a length.
+        """
+        if jax.default_backend() == "cpu":
+            return self.lengths
+        return (0, self.K) if self.lengths[0] == 0 else (self.K,)
+
+    @property
     def shortest(self) -> int:
         """Returns the smallest length above 0."""
         return next(length for length in self.lengths if length)
 
     def for_batch(self, batch: int) -> Adaptive:
         """Returns these numbers with their defaults filled in, for ``batch`` sequences that are decoded together."""
-        widths, usual = self.widths, self.usual
-        if widths is None:
-            widths = self.lengths if jax.default_backend() == "cpu" else (*[0] * (self.lengths[0] == 0), self.K)
+        usual = self.usual
         if usual is None:
             tokens_L = tokens_per_round(jnp.array([min(self.acceptance, MOST_CERTAIN)]), self.lengths)[0]
             usual = self.lengths[int(np.argmax(np.asarray(tokens_L) / np.asarray(self.costs_ms or 1.0)))]
         defaults = dict(
-            widths=widths,
             usual=usual,
             margin=MARGIN if batch == 1 else MARGIN_OF_SEVERAL,
             pause=PAUSE * batch,

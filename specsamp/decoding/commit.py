@@ -1,4 +1,4 @@
-"""The end of a round: what each row emits, why it ends, and what is counted."""
+"""The end of a round: the emitted tokens of each row, its end, and the counts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def append(
 def _cut(
     request: RequestBatch, state: DecodeState, verdict: Verdict, target: TargetDistributions, positions: Array
 ) -> tuple[Array, Array, Array]:
-    """Returns the number of tokens that each row emits, its length after them, and how it ends, if it was running."""
+    """Returns for each row the number of emitted tokens, the new length, and the `Finish` of a row that was running."""
     tokens_BT = verdict.tokens_BT
     is_stop_BT = jnp.any(tokens_BT[..., None] == request.stop_ids_BN[:, None, :], axis=-1)
     is_stop_BT &= positions < verdict.num_emitted_B[:, None]

@@ -1,4 +1,4 @@
-"""A text that grows by turns: what target and draft have read of it stays in their caches.
+"""A text that grows by turns; the caches of target and draft keep the tokens that they have read.
 
 chat = Conversation(pair, max_tokens=4096, sampling=temperature(0.7))
 for chunk in chat.stream([{"role": "user", "content": "Why is the sky blue?"}]):
@@ -21,21 +21,20 @@ from specsamp.decoding.request import Prompt, Request, make_requests
 from specsamp.decoding.results import Chunk, RowStats
 from specsamp.decoding.state import DecodeState
 
-CHUNK = 64  # tokens of a turn that are read in a call
+CHUNK = 64  # tokens of a turn that are read per call
 
 
 class Conversation:
     """Keeps the caches of one sequence between turns: only the new tokens of each text are read.
 
-    A text is given whole, as messages, a string or tokens; as much of its beginning as was read or written before is
-    not read again. So an answer that is edited, or taken back, is right as well. What is written after the text number
-    n, counted from 0, is what ``generate(..., prompt_ids=[n])`` writes after it, up to near-ties of rounding: every turn
-    has other noise.
+    Each turn gives the whole text, as messages, a string or tokens. The beginning that the caches hold is not read again,
+    so an answer may also be edited or taken back. Turn n, counted from 0, writes what ``generate(..., prompt_ids=[n])``
+    writes after its text, up to near-ties of rounding.
 
     Attributes:
-      tokens: the last text and what was written after it.
-      tokens_read: of the last text, how many were read.
-      stats: counts of what was written after it.
+      tokens: the last text and its continuation.
+      tokens_read: number of tokens of the last text that were read.
+      stats: counts of the continuation.
     """
 
     def __init__(
@@ -52,8 +51,7 @@ class Conversation:
         Args:
           seed, stop, decoding: as in `generate`: method, or sampling, draft_sampling, draft_length, rule, drafter; and
             require_exact.
-          max_tokens: of all turns together, for which caches are made; default 4096, or as many as the models have
-            positions for.
+          max_tokens: the number of tokens of all turns together; default 4096, or the number of positions of the models.
 
         Raises:
           ValueError: naming the value and the fix; the models have fewer positions, or rows are split over devices.
@@ -67,7 +65,7 @@ class Conversation:
         self._pair, self._seed, self._stop = pair, seed, stop
         self._turn = 0
         self.max_tokens = context_of(pair, self._method.drafter, "max_tokens", max_tokens)
-        # A chunk of a prompt is read whole, also where it reaches beyond the text.
+        # The last chunk of a prompt may reach beyond the text.
         headroom = max(self._method.loop(pair).headroom, CHUNK)
         slots = round_slots(self.max_tokens + headroom)
         self._engine = Engine.create(pair, self._method, self._requests([0], 1), slots=slots)
@@ -77,7 +75,7 @@ class Conversation:
         self._state: DecodeState | None = None
 
     def stream(self, text: Prompt, max_new_tokens: int = 256, *, rounds_per_chunk: int = 1) -> Iterator[Chunk]:
-        """Continues a text, a few rounds at a time; `tokens` is complete when the last chunk was taken.
+        """Continues a text, a few rounds at a time; `tokens` is complete after the last chunk.
 
         Raises:
           ValueError: before anything is decoded: the text and its continuation are longer than ``max_tokens``.
@@ -95,17 +93,11 @@ class Conversation:
 
     def _requests(self, text: Prompt, max_new_tokens: int) -> list[Request]:
         return make_requests(
-            self._pair,
-            self._method,
-            [text],
-            max_new_tokens,
-            seed=self._seed,
-            stop=self._stop,
-            prompt_ids=[self._turn],
+            self._pair, self._method, [text], max_new_tokens, seed=self._seed, stop=self._stop, prompt_ids=[self._turn]
         )
 
     def _stream(self, request: Request, rounds_per_chunk: int) -> Iterator[Chunk]:
-        state, self._state = self._state, None  # it is donated: after a stream that is left early, all is read anew
+        state, self._state = self._state, None  # it is donated: after a stream that ends early, all is read anew
         self.tokens, self.stats = list(request.prompt), None
         start = 0 if state is None else self._known(state, request.prompt)
         self.tokens_read = len(request.prompt) - start
@@ -122,7 +114,7 @@ class Conversation:
             yield chunk
 
     def _known(self, state: DecodeState, tokens: Sequence[int]) -> int:
-        """Returns how many tokens of a text need not be read: the caches hold all before the pending one."""
+        """Returns the number of tokens that need not be read: the caches hold all tokens before the pending one."""
         before_BS, lengths_B = to_host((state.tokens_BS, state.lengths_B))
         before = before_BS[0, : int(lengths_B[0])].tolist()
         most = min(len(before), len(tokens))

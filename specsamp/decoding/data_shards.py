@@ -1,7 +1,7 @@
 """Splits the rows of a batch over the mesh axis ``data``.
 
-Rows know nothing of each other, so each shard runs the loop by itself, apart from agreeing on when to end: a
-collective of all devices (compilers make them of smaller ones) must find all of them in the same round.
+Rows are independent, so each shard runs the loop by itself. All shards end in the same round: compilers may make
+collectives of all devices, and such a collective must find all devices in the same round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DataShards:
 
     @property
     def count(self) -> int:
-        """The number of shards; batches are multiples of it."""
+        """Returns the number of shards, which divides every batch."""
         return 1 if self.mesh is None else self.mesh.shape[DATA]
 
     def map(self, function: Callable, in_specs: tuple[PartitionSpec, ...]) -> Callable:
@@ -59,7 +59,7 @@ class DataShards:
         return shard if self.count == 1 else jax.lax.psum(shard, DATA)
 
     def replicate(self, tree: Any) -> Any:
-        """Gives, within such a function, all devices of a shard the same values; they may have sampled apart."""
+        """Gives, within such a function, all devices of a shard the same values; their samples may differ."""
         if self.mesh is None:
             return tree
         return constrain(tree, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), tree))

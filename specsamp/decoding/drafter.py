@@ -1,19 +1,17 @@
 """The interface between the loop and a drafter.
 
-A new way to draft is one class derived from `Drafter`, in a file of its own.
-
-How the kinds of drafters use it:
+A new way to draft is one class derived from `Drafter`, in its own file.
 
 *Drafters inside the target* (`EarlyExitDrafter`; EAGLE, Medusa, MTP). ``hidden_layers`` names the layers of the target
 whose outputs the loop keeps. `read` gets these outputs for the prompt, chunk by chunk, and `commit` for the accepted
 path. All methods get ``weights.target`` and the target's cache. A drafter that writes to this cache returns it.
 
-*Several drafters* (`VotingDrafter`, `ChoosingDrafter`) are one drafter that holds the others and their states. It
-either chooses one *before* the tokens are sampled, or proposes tokens without a distribution. Each part has its own
-`Sampler` index, so that their random numbers differ.
+*Several drafters* (`VotingDrafter`, `ChoosingDrafter`) are one drafter with several parts. It either chooses a part
+*before* the tokens are sampled, or proposes tokens without a distribution. Each part has its own `Sampler` index, so
+that the random numbers of the parts differ.
 
 *Adaptive lengths.* Every round has arrays ``[B, K]``; ``num_drafted_B`` says how many tokens count. A drafter that draws
-a chain with `Sampler.chain` stops early by itself. The drafts of any other drafter are cut to the chosen lengths.
+a chain with `Sampler.chain` stops early by itself. The drafts of other drafters are cut to the chosen lengths.
 
 *Token trees* are not decoded yet. A tree is a `Draft` with ``parents_BK`` and ``depth``. The loop will pass the target a
 `Block`, the rule will return the accepted positions, and the target will move their cache slots together
@@ -137,8 +135,8 @@ class DrafterHooks:
         """Returns this drafter with another K, at least 1, for the same state. Default: with the field K replaced."""
         return None
 
-    def max_draft_length(self, state: Any, prefix: Prefix) -> Array | None:
-        """Returns the most tokens that it can draft after ``prefix``, int32 ``[B]``; None: always K.
+    def draft_lengths(self, state: Any, prefix: Prefix) -> Array | None:
+        """Returns the number of tokens that it is able to draft after ``prefix``, int32 ``[B]``; None: always K.
 
         With adaptive lengths, a round is no wider than this. The computation must be cheap compared to a target call.
         """
@@ -165,7 +163,7 @@ class NoDrafter(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class Paused(NoDrafter):
-    """Drafts nothing and keeps the state of ``drafter``, whose `commit` still gets the emitted tokens."""
+    """Drafts nothing and keeps the state of ``drafter``, whose `commit` gets the emitted tokens."""
 
     drafter: Drafter
 
@@ -195,7 +193,7 @@ def catch_up(
 
     Args:
       seen_B: int32, the tokens of each row that the drafter's state covers.
-      is_behind: of ``seen_B``, whether tokens are missing.
+      is_behind: maps ``seen_B`` to whether tokens are missing.
 
     Returns:
       The drafter's state, and ``seen_B`` after that.
@@ -221,14 +219,12 @@ def check_state(drafter: Drafter, state: Any, read_state: Any) -> None:
         return {jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
 
     given, returned = shapes(state), shapes(read_state)
-    for path in given | returned:
-        if given.get(path) != returned.get(path):
-            raise ValueError(
-                f"{type(drafter).__name__}.read must return a state like that of init: at state{path} init has "
-                f"{given.get(path, 'nothing')}, read returns {returned.get(path, 'nothing')}"
-            )
-    if jax.tree.structure(state) != jax.tree.structure(read_state):
-        raise ValueError(
-            f"{type(drafter).__name__}.read must return a state like that of init: init has "
-            f"{jax.tree.structure(state)}, read returns {jax.tree.structure(read_state)}"
-        )
+    path = next((path for path in given | returned if given.get(path) != returned.get(path)), None)
+    structures = jax.tree.structure(state), jax.tree.structure(read_state)
+    if path is None and structures[0] == structures[1]:
+        return
+    ours, theirs = structures if path is None else (given.get(path, "nothing"), returned.get(path, "nothing"))
+    raise ValueError(
+        f"{type(drafter).__name__}.read must return a state like that of init: at state{path or ''} init has {ours}, "
+        f"read returns {theirs}"
+    )

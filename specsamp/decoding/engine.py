@@ -1,13 +1,12 @@
-"""The engine under every way to decode: it reads requests into rows of a state, runs the loop, and takes out what they wrote.
+"""The engine under every way to decode: reads requests into rows of a state, runs the loop, and takes texts out.
 
     engine = Engine.create(pair, method, requests)
     state = engine.prefill(requests)
     state = engine.run(state)
     texts = engine.take(state, requests)
 
-Between two runs, other requests may take the place of rows (`Engine.insert`). Sizes are rounded up to
-buckets so that calls of about the same size share a program; what is beyond the sizes asked for is padding that nothing
-sees.
+Between two runs, other requests may take the place of rows (`Engine.insert`). Sizes are rounded up to buckets, so that
+calls of about the same size share a program. Padding changes no result.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SMALLEST_BUCKET = 16
 SLOTS_MULTIPLE = 128
 DEFAULT_CONTEXT = 4096
 MANY_ROUNDS = np.iinfo(np.int32).max
-TOKENS_PER_LOOK = 8  # that a row may write between two looks for strings that end texts
+TOKENS_PER_LOOK = 8  # tokens that a row may write between two searches for stop strings
 TOKEN_BYTES = 9  # per slot of a row: the token, whether it was drafted, its log-probability
 
 
@@ -50,9 +49,9 @@ class Engine:
     """A loop with its weights, and the sizes of the states that it runs on.
 
     Attributes:
-      slots: of each row.
-      stop_ids: the most stop tokens of a request.
-      idle: a request whose numbers fill the rows that decode nothing.
+      slots: slots of each row.
+      stop_ids: the largest number of stop tokens of a request.
+      idle: a request whose numbers fill idle rows.
     """
 
     pair: Pair
@@ -80,12 +79,12 @@ class Engine:
         """Chooses sizes for some requests, and prepares the weights for them.
 
         Args:
-          requests: all that will be decoded, or an example of them where the sizes are given.
-          batch: rows that are decoded at a time; default all requests.
-          spare: rows that are read while others are decoded; only memory counts them.
-          slots: of the caches; default as many as the requests take.
-          stop_ids: the most stop tokens of requests that are still to come.
-          keep_rounds: see `Loop`; default where strings end these requests' texts.
+          requests: all requests, or an example of them if the sizes are given.
+          batch: number of rows that are decoded together; default the number of requests.
+          spare: number of rows that are read while others are decoded, for the check of memory.
+          slots: slots of the caches; default as many as the requests need.
+          stop_ids: the largest number of stop tokens of later requests.
+          keep_rounds: see `Loop`; default whether strings end the texts of these requests.
 
         Raises:
           ValueError: the caches do not fit in memory.
@@ -113,9 +112,9 @@ class Engine:
         """Reads prompts, padded to the bucket of the longest, into a state with a row for each request.
 
         Args:
-          requests: each prompt's ``num_samples`` requests in a row; None is an idle row. Idle rows are added until all
-            data shards have as many.
-          width: to which prompts are padded; default the bucket of the longest.
+          requests: ``num_samples`` requests of each prompt, one prompt after the other; None is an idle row. Idle rows
+            are added until all data shards have the same number.
+          width: the padded length of prompts; default the bucket of the longest.
         """
         requests = [*requests, *[None] * (-len(requests) % (self.pair.shards.count * num_samples))]
         prompts = [(0,) if request is None else request.prompt for request in requests[::num_samples]]
@@ -135,8 +134,8 @@ class Engine:
 
         Args:
           state: without its request batch; None: nothing was read yet.
-          start: tokens at the beginning of the prompt that need not be read.
-          chunk: tokens read per call.
+          start: number of tokens at the beginning of the prompt that need not be read.
+          chunk: number of tokens that are read per call.
         """
         tokens_BS = np.zeros((1, self.slots), np.int32)
         tokens_BS[0, : len(request.prompt)] = request.prompt
@@ -157,12 +156,12 @@ class Engine:
         return self.loop.run(self.weights, state, max_rounds, min_running)
 
     def take(self, state: DecodeState, requests: Sequence[Request | None]) -> list[RowText | None]:
-        """Returns what the requests have written so far; their rows are the first of ``state``, in this order."""
+        """Returns the texts of the requests so far; their rows are the first rows of ``state``, in this order."""
         state = to_host(without_caches(state))
         return [None if request is None else self.text(state, place, request) for place, request in enumerate(requests)]
 
     def text(self, state: DecodeState, place: int, request: Request) -> RowText:
-        """Returns what the request in row ``place`` has written, cut where a string ends it; ``state`` is on the host."""
+        """Returns the text of the request in row ``place``, cut where a string ends it; ``state`` is on the host."""
         text = RowText.of(state, place, len(request.prompt))
         count = request.stops.count(request.continuation, text.tokens)
         if count is None:
@@ -174,7 +173,7 @@ class Engine:
         """Ends some of the first rows of ``state``, as if they had met a stop token."""
         is_ended_B = np.zeros(len(state.lengths_B), bool)
         is_ended_B[: len(is_ended)] = is_ended
-        return batch_rows.end(state, is_ended_B)
+        return dataclasses.replace(state, finish_B=batch_rows.end(state.finish_B, is_ended_B))
 
     def rounds_per_look(self, requests: Sequence[Request]) -> int:
         """Returns the most rounds between two searches for stop strings; tokens written after a stop string are lost."""
@@ -206,7 +205,7 @@ def _stack(warps: Sequence[Any]) -> Any:
 
 
 def without_caches(state: DecodeState) -> DecodeState:
-    """Returns what rows have written: their state without caches, and without the requests' arrays."""
+    """Returns a state without caches and request batch: the texts of its rows and their counts."""
     nothing = dict(
         cache=None, drafter_state=None, request=None, warp_state=(), draft_warp_state=(), adaptive_state=None
     )

@@ -57,23 +57,22 @@ def generate(
       method: drafter, rule and sampling as one value, instead of the five arguments that follow.
       sampling: a warp (see `specsamp.sampling.warp`), its numbers scalar or one per prompt; default greedy.
         Ids that the tokenizer does not have (a padded vocabulary) are always excluded.
-      draft_sampling: the draft's own warp; default the target's. Any choice is exact, the more alike
-        the two the more is accepted.
+      draft_sampling: the draft's warp; default the target's. Any choice is exact; similar warps accept more tokens.
       draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
-        `specsamp.analysis.draft_length.choose_draft_length` measures which K pays on a device. `Adaptive`: each row
-        drafts as many tokens as pay for it, down to none, round by round.
-      rule: `TokenRule`, `BlockRule` or `CoupledRule`; or a lossy one (`specsamp.sampling.lossy`), which says in
-        `Completion.stats` what it cost.
+        `specsamp.analysis.draft_length.choose_draft_length` measures which K pays on a device. With `Adaptive`, each
+        sequence chooses its length anew for every round.
+      rule: `TokenRule`, `BlockRule` or `CoupledRule`; or a lossy rule (`specsamp.sampling.lossy`), whose cost is in
+        `Completion.stats`.
       drafter: your own, or `EarlyExitDrafter` or `NgramDrafter`; default the pair's draft model.
-      seed: in [0, 2**32); same seed and prompt id, same noise, whatever the batch around a prompt. Calls that
-        share both share their noise: give each its own seed or ``prompt_ids``.
+      seed: in [0, 2**32). The same seed and prompt id give the same noise in every batch. So calls for different samples
+        need different seeds or ``prompt_ids``.
       stop: token ids, or strings of any number of tokens, which are not part of the text; default the pair's stop
         tokens, or the tokenizer's end of text. Strings are searched every few rounds: tokens decoded after a stop
-        string are dropped, and counted in `Completion.dropped` alone.
+        string are dropped, and counted in `Completion.dropped` only.
       num_samples: completions per prompt, from one prefill.
       return_log_probs: also return the target's log-probability of each token.
-      prompt_ids: the prompts' indices in your data set, if this call handles a part of it: a completion
-        depends on its id, not on its place in the call. Default 0, 1, 2, ...
+      prompt_ids: the indices of the prompts in your data set: a completion depends on its id, not on its place in the
+        call. Default 0, 1, 2, ...
       require_exact: refuse a lossy rule or drafter, before anything is read.
 
     Returns:
@@ -118,7 +117,7 @@ def stream(
     prompt_ids: Sequence[int] | None = None,
     **decoding: Unpack[Decoding],
 ) -> Iterator[Chunk]:
-    """Does what `generate` does, a few rounds at a time: the same tokens, as they come.
+    """Yields the tokens of `generate`, a few rounds at a time.
 
     The loop stays on the device for ``rounds_per_chunk`` rounds; a sequence's last chunk says how it ended. Text that is
     not yet complete (half of a multi-byte character) is held back. ``decoding`` and the other arguments are those of
@@ -141,7 +140,7 @@ def stream(
 def chunks(
     engine: Engine, state: DecodeState, requests: Sequence[Request], rounds_per_chunk: int
 ) -> Generator[Chunk, None, DecodeState]:
-    """Decodes a few rounds at a time what ``state`` has read; returns the state in which all requests have ended."""
+    """Yields the chunks of requests that ``state`` has read; returns the state in which all have ended."""
     streams = [request.text_stream() for request in requests]
     running = [True] * len(requests)
     while any(running):

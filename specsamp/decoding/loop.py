@@ -47,15 +47,15 @@ _Program = Callable[..., DecodeState]  # of weights, request, state, max_rounds,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A target, a drafter and a rule, all static; one compiled program for each value of a loop and for each shape.
+    """A target, a drafter and a rule, all static; there is one compiled program for each loop and shape.
 
     Attributes:
-      window: the fewest tokens that the target is fed in a call. With one row a TPU's matrix unit is not used at all, so
-        on a TPU plain decoding is faster if it feeds one known token again (2); elsewhere it is not (1).
+      window: the smallest number of tokens per call of the target. A single token does not use a TPU's matrix unit, so
+        plain decoding on a TPU is faster if it feeds a known token again (2); elsewhere it is not (1).
       keep_log_probs: whether to record the target's log-probabilities of the emitted tokens.
-      keep_rounds: whether to record where rounds begin, so that texts can be cut and counted afterwards.
+      keep_rounds: whether to record the beginnings of rounds, so that texts can be cut and counted afterwards.
       adaptive: adaptive draft lengths, from `Adaptive.for_batch`; None: every round drafts the drafter's K tokens.
-      shards: how rows are split over devices.
+      shards: the split of rows over devices.
     """
 
     target: LanguageModel
@@ -69,15 +69,15 @@ class Loop:
 
     @property
     def headroom(self) -> int:
-        """Returns the number of scratch slots beyond the longest allowed length: a finished row still drafts into them.
+        """Returns the number of scratch slots beyond the longest length, into which finished rows go on drafting.
 
-        An update that passes the end of a buffer would be moved back, over committed tokens.
+        Without them, JAX would move an update that passes the end of a buffer back over committed tokens.
         """
         return self.drafter.K + 1
 
     @property
     def depth(self) -> int:
-        """Returns the most tokens of a draft that can be accepted."""
+        """Returns the largest number of tokens of a draft that can be accepted."""
         depth = hooks_of(self.drafter).depth
         return self.drafter.K if depth is None else depth
 
@@ -88,17 +88,17 @@ class Loop:
     ) -> DecodeState:
         """Runs while at least ``min_running`` rows of all shards are running, and for at most ``max_rounds`` rounds.
 
-        A run may be sliced: the result is the same. ``state`` is donated, except its request, so that no cache is copied.
+        Several short runs give the result of one long run. ``state`` is donated, except its request.
         """
         request, state = state.request, dataclasses.replace(state, request=None)
-        # Within another program, the options of that program hold. JAX has no public way to ask for it.
+        # Within another program, the options of that program hold. JAX has no public test for this case.
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((weights, request, state)))
         program = _program(self, ()) if is_traced else self.program
         return dataclasses.replace(program(weights, request, state, max_rounds, min_running), request=request)
 
     @property
     def program(self) -> _Program:
-        """Returns the jitted `run` of all shards; its request is an argument beside the state, which is donated."""
+        """Returns the jitted `run` of all shards, with the request and the donated state as two arguments."""
         return _program(self, self.target.compiler_options)
 
     def _run(
@@ -125,7 +125,7 @@ class Loop:
         else:
             body = functools.partial(self._rounds_by_width, weights, request, goes_on)
             _, state = jax.lax.while_loop(goes_on, body, (first[0], self._limit_lengths(state)))
-        # Devices may have sampled apart; the next run expects its state where this one found it.
+        # Devices may have sampled different tokens; the next run needs the state on the devices of this run.
         small = self.shards.replicate(dataclasses.replace(state, cache=None, drafter_state=None))
         return dataclasses.replace(small, cache=state.cache, drafter_state=self._replicate(state.drafter_state))
 
@@ -161,7 +161,7 @@ class Loop:
             return self.commit(request, state, draft, verdict, target)
 
     def draft(self, weights: Weights, request: RequestBatch, state: DecodeState) -> tuple[Draft, Any, Any]:
-        """Returns the drafter's proposal, its state and the target's cache; the rule draws the noise."""
+        """Returns the drafter's proposal, its state and the target's cache."""
         sampler = Sampler(
             warp=request.draft_sampling,
             rule=self.rule,
@@ -177,17 +177,17 @@ class Loop:
         if draft.parents_BK is not None:
             raise NotImplementedError("the loop scores chains only: token trees are not decoded yet")
         num_drafted_B = draft.num_drafted_B
-        if self.adaptive is not None:  # drafters that do not use `Sampler.chain` always draft K tokens
+        if self.adaptive is not None:  # drafters without `Sampler.chain` draft K tokens
             num_drafted_B = jnp.minimum(num_drafted_B, state.adaptive_state.draft_lengths_B)
         if draft.log_probs_BRV is not None:
-            # A chain ends before the first distribution that is NaN. That depends on its context alone: no bias.
+            # A chain ends before the first distribution that is NaN. This depends on its context alone: no bias.
             sound_BR = ~jnp.isnan(draft.log_probs_BRV).any(-1)
             sound_B = jnp.sum(jnp.cumprod(sound_BR, axis=1), axis=1).astype(num_drafted_B.dtype)
             num_drafted_B = jnp.minimum(num_drafted_B, sound_B)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), drafter_state, cache
 
     def score(self, weights: Weights, state: DecodeState, draft: Draft, cache: Any) -> Output:
-        """Calls the target once; the result has one position for the pending token and for each drafted token."""
+        """Calls the target once; returns the output at the pending token and at each drafted token."""
         positions = draft.tokens_BK.shape[1] + 1
         width = max(positions, self.window)
         start_B = jnp.maximum(state.lengths_B + positions - 1 - width, 0)
@@ -265,14 +265,12 @@ class Loop:
         return self._limit_lengths(after)
 
     def _limit_lengths(self, state: DecodeState) -> DecodeState:
-        """Lowers the draft lengths to the most tokens that the drafter can draft."""
-        most_B = hooks_of(self.drafter).max_draft_length(state.drafter_state, state.prefix)
-        if most_B is None:
+        """Lowers the draft lengths to those that the drafter is able to draft."""
+        able_B = hooks_of(self.drafter).draft_lengths(state.drafter_state, state.prefix)
+        if able_B is None:
             return state
-        lengths_B = state.adaptive_state.draft_lengths_B
-        return state.with_adaptive(
-            draft_lengths_B=jnp.where(state.running_B, jnp.minimum(lengths_B, most_B), lengths_B)
-        )
+        chosen_B = state.adaptive_state.draft_lengths_B
+        return state.with_adaptive(draft_lengths_B=jnp.where(state.running_B, jnp.minimum(chosen_B, able_B), chosen_B))
 
     def _catch_up(self, weights: Weights, state: DecodeState, drafts_next: Array) -> DecodeState:
         """Feeds the drafter the tokens emitted while it was paused, if any row is going to draft."""
@@ -304,12 +302,11 @@ class Loop:
         """Reads the prompts once and copies the result to ``num_samples`` rows each.
 
         Args:
-          weights: of target and draft, fit for ``slots`` slots.
-          request: with ``B * num_samples`` rows; prompt i has rows ``i * num_samples`` and following.
-          tokens_BP: prompts, padded on the right; padding is never seen.
+          weights: for ``slots`` slots.
+          request: of ``B * num_samples`` rows; prompt i has rows ``i * num_samples`` and following.
+          tokens_BP: prompts, padded on the right.
           lengths_B: true lengths, at least 1.
-          slots: of caches and token buffer: the largest limit plus `headroom`, at least P and `window`.
-          num_samples: rows per prompt.
+          slots: slots of caches and token buffer: the largest limit plus `headroom`, at least P and `window`.
         """
 
         def read(weights: Weights, request: RequestBatch, tokens_BP: Array, lengths_B: Array) -> DecodeState:
@@ -337,15 +334,15 @@ class Loop:
         *,
         chunk: int,
     ) -> DecodeState:
-        """Reads longer texts into rows that hold the beginnings of these texts, which are not read again.
+        """Reads texts into rows that hold the beginnings of these texts, which are not read again.
 
         Args:
           request: of the new texts.
-          state: without its request; donated. None: of rows that hold nothing yet.
+          state: without its request; donated. None: nothing was read yet.
           tokens_BS: the whole texts, each beginning with ``start_B`` tokens that ``state`` has committed.
-          start_B: int32, at most ``state.lengths_B - 2``, or 0: a draft may not have seen the token before the last.
-          lengths_B: of the whole texts.
-          chunk: tokens read per call; beyond the longest text there must be as many slots.
+          start_B: int32, at most ``state.lengths_B - 2``, or 0: the draft may not have read the token before the last.
+          lengths_B: lengths of the whole texts.
+          chunk: number of tokens per call; there must be as many slots beyond the longest text.
         """
 
         def extend(
@@ -379,7 +376,7 @@ class Loop:
     def _read(
         self, weights: Weights, tokens_BT: Array, start_B: Array, lengths_B: Array, caches: tuple[Any, Any]
     ) -> tuple[Any, Any]:
-        """Feeds some tokens of the prompts to target and drafter; returns the target's cache and the drafter's state."""
+        """Lets target and drafter read some tokens of the prompts; returns their caches."""
         cache, drafter_state = caches
         with jax.named_scope("target"):
             output = self.target(weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers)

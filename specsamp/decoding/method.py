@@ -97,54 +97,55 @@ def make_method(
     """Returns ``method``, or a method made of the other arguments of `generate`, checked against a pair.
 
     Raises:
-      TypeError: a keyword that `generate` does not have, or that is not one of these.
-      ValueError: both were given; drafter or rule have the wrong type, are lossy though ``require_exact`` is True, or
-        need parameters that the pair lacks.
+      TypeError: a keyword is unknown.
+      ValueError: both were given, a part has the wrong type or does not fit the pair, or ``require_exact`` is True and a
+        part is lossy.
     """
     if unknown:
         known = ", ".join(Decoding.__annotations__)
         raise TypeError(f"unexpected keyword {next(iter(unknown))!r}: the keywords that say how to decode are {known}")
     if not isinstance(pair, Pair):
         raise ValueError(f"pair must be a Pair, such as load_pair('python'); got {pair!r}")
-    require_exact = validate.switch("require_exact", require_exact)
-    if method is not None:
-        parts = dict(
-            sampling=sampling,
-            draft_sampling=draft_sampling,
-            draft_length=draft_length,
-            rule=rule,
-            drafter=drafter,
-        )
-        both = [name for name, part in parts.items() if part is not None]
-        if both:
-            raise ValueError(f"method and {', '.join(both)} were given: make {both[0]} a field of the method")
-        if not isinstance(method, Method):
-            raise ValueError(f"method must be a Method, such as Method(drafter=NgramDrafter(K=4)); got {method!r}")
-        drafter, rule, adaptive = method.drafter, method.rule, method.adaptive
-        if not isinstance(drafter, Drafter):
-            raise ValueError(f"the method's drafter must be derived from specsamp.Drafter; got {drafter!r}")
-        if not (adaptive is None or isinstance(adaptive, Adaptive)):
-            raise ValueError(f"the method's adaptive must be an Adaptive or None; got {adaptive!r}")
-        if adaptive is not None and adaptive.K != drafter.K:
-            raise ValueError(f"the method's adaptive drafts up to {adaptive.K} tokens, its drafter K = {drafter.K}")
-    else:
-        rule = TokenRule() if rule is None else rule
-        adaptive = draft_length if isinstance(draft_length, Adaptive) else None
-    _check_rule(rule)
-    drafter = choose_drafter(pair, draft_length if adaptive is None else adaptive.K, drafter)
-    if adaptive is not None:
-        check_lengths(drafter, adaptive.lengths)
-    if require_exact:
-        check_exact(rule, drafter)
-    if method is not None:
-        return method
-    return Method(
-        drafter=drafter,
-        rule=rule,
-        sampling=greedy() if sampling is None else sampling,
-        draft_sampling=draft_sampling,
-        adaptive=adaptive,
+    parts = dict(
+        sampling=sampling, draft_sampling=draft_sampling, draft_length=draft_length, rule=rule, drafter=drafter
     )
+    if method is None:
+        adaptive = draft_length if isinstance(draft_length, Adaptive) else None
+        method = Method(
+            drafter=_choose_drafter(pair, draft_length if adaptive is None else adaptive.K, drafter),
+            rule=TokenRule() if rule is None else rule,
+            sampling=greedy() if sampling is None else sampling,
+            draft_sampling=draft_sampling,
+            adaptive=adaptive,
+        )
+    elif both := [name for name, part in parts.items() if part is not None]:
+        raise ValueError(f"method and {', '.join(both)} were given: make {both[0]} a field of the method")
+    elif not isinstance(method, Method):
+        raise ValueError(f"method must be a Method, such as Method(drafter=NgramDrafter(K=4)); got {method!r}")
+    _check_rule(method.rule)
+    _check_drafter(pair, method.drafter)
+    if method.adaptive is not None:
+        _check_adaptive(method.adaptive, method.drafter)
+    if validate.switch("require_exact", require_exact):
+        check_exact(method.rule, method.drafter)
+    return method
+
+
+def _choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None) -> Drafter:
+    """Returns the given drafter, or that of the pair's draft model or head; a ``draft_length`` of 0 drafts nothing."""
+    if draft_length is not None:
+        draft_length = validate.integer("draft_length (0 decodes autoregressively)", draft_length, 0)
+    if drafter is None and draft_length == 0:
+        return NoDrafter()
+    if drafter is None:
+        most = None if pair.head is None else pair.head.config.max_tokens
+        return default_drafter(pair, draft_length or min(DEFAULT_DRAFT_LENGTH, most or DEFAULT_DRAFT_LENGTH))
+    if isinstance(drafter, Drafter) and draft_length not in (None, drafter.K):
+        raise ValueError(
+            f"draft_length {draft_length} differs from the drafter's K = {drafter.K}: leave draft_length out, or make "
+            "the drafter with that K"
+        )
+    return drafter
 
 
 def _check_rule(rule: Rule) -> None:
@@ -156,6 +157,28 @@ def _check_rule(rule: Rule) -> None:
         raise ValueError(
             f"the rule must set metered: True if its verdicts have a meter, else False (most rules); got {rule!r}"
         )
+
+
+def _check_drafter(pair: Pair, drafter: Drafter) -> None:
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter must be derived from specsamp.Drafter, such as NgramDrafter(K=4); got {drafter!r}")
+    try:
+        hash(drafter)
+    except TypeError as error:
+        raise ValueError("the drafter must be hashable, such as a frozen dataclass without arrays") from error
+    K = validate.integer("the drafter's K", drafter.K, 0, MAX_DRAFT_LENGTH + 1)
+    for name, positions in (("target", pair.target.max_positions), ("draft", drafter.max_positions)):
+        if positions is not None and K >= positions:
+            raise ValueError(f"K = {K} does not fit the {name}'s {positions} positions: draft fewer tokens per round")
+    drafter.check(pair.target, pair.draft, pair.draft_params)
+
+
+def _check_adaptive(adaptive: Adaptive, drafter: Drafter) -> None:
+    if not isinstance(adaptive, Adaptive):
+        raise ValueError(f"the method's adaptive must be an Adaptive or None; got {adaptive!r}")
+    if adaptive.K != drafter.K:
+        raise ValueError(f"the method's adaptive drafts up to {adaptive.K} tokens, its drafter K = {drafter.K}")
+    check_lengths(drafter, adaptive.lengths)
 
 
 def check_exact(rule: Rule, drafter: Drafter | None = None) -> None:
@@ -180,43 +203,6 @@ def check_lengths(drafter: Drafter, lengths: Sequence[int]) -> None:
                 f"{type(drafter).__name__} cannot draft {K} tokens: make K a field of a frozen dataclass, "
                 "override DrafterHooks.of_length, or give one draft length"
             )
-
-
-def choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None) -> Drafter:
-    """Returns the given drafter, none where ``draft_length`` is 0, or that of the pair's draft model, checked."""
-    if draft_length == "auto":
-        raise ValueError(
-            'draft_length="auto" is not taken any more: call specsamp.analysis.draft_length.choose_draft_length(pair, '
-            "prompts), which measures and says why, and pass its answer"
-        )
-    if draft_length is not None:
-        draft_length = validate.integer("draft_length (0 decodes autoregressively)", draft_length, 0)
-    if drafter is None:
-        if draft_length == 0:
-            return NoDrafter()
-        most = None if pair.head is None else pair.head.config.max_tokens
-        drafter = default_drafter(pair, draft_length or min(DEFAULT_DRAFT_LENGTH, most or DEFAULT_DRAFT_LENGTH))
-    if not isinstance(drafter, Drafter):
-        raise ValueError(f"drafter must be derived from specsamp.Drafter, such as NgramDrafter(K=4); got {drafter!r}")
-    try:
-        hash(drafter)
-    except TypeError as error:
-        raise ValueError("the drafter must be hashable, such as a frozen dataclass without arrays") from error
-    K = validate.integer("the drafter's K", drafter.K, 0)
-    if draft_length is not None and draft_length > K:
-        raise ValueError(f"draft_length {draft_length} exceeds the drafter's K = {K}: make the drafter with a larger K")
-    if draft_length not in (None, K):
-        raise ValueError(
-            f"draft_length {draft_length} differs from the drafter's K = {K}: leave draft_length out, or make the "
-            "drafter with that K"
-        )
-    for name, positions in (("target", pair.target.max_positions), ("draft", drafter.max_positions)):
-        if positions is not None and K >= positions:
-            raise ValueError(f"K = {K} does not fit the {name}'s {positions} positions: draft fewer tokens per round")
-    if K > MAX_DRAFT_LENGTH:
-        raise ValueError(f"K = {K} is more than {MAX_DRAFT_LENGTH}: draft fewer tokens per round")
-    drafter.check(pair.target, pair.draft, pair.draft_params)
-    return drafter
 
 
 def default_drafter(pair: Pair, K: int) -> Drafter:

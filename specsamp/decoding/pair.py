@@ -47,12 +47,12 @@ class Pair:
     Attributes:
       target, target_params: the model whose distribution is sampled.
       draft, draft_params: the model that proposes; leave both out to decode without a draft. Parameters
-        without a model are for your own drafter, whose ``prepare`` is handed them.
-      head: drafts from the target's hidden states instead of a draft model; ``draft_params`` are its own then.
-      tokenizer: of the target; without one, prompts are token ids and completions have no text.
-      draft_tokenizer: only to be compared with the target's, where the draft came with its own.
-      stop: ids that end a text unless a call says otherwise; None: the tokenizer's end of text.
-      shards: how the rows of a batch are split over devices; see `specsamp.mesh`.
+        without a model are for the ``prepare`` of your own drafter.
+      head: drafts from the target's hidden states instead of a draft model, with the parameters ``draft_params``.
+      tokenizer: the target's; None: prompts are token ids, and completions have no text.
+      draft_tokenizer: the draft's, which is compared with the target's.
+      stop: default ids that end a text; None: the tokenizer's end of text.
+      shards: the split of rows over devices; see `specsamp.mesh`.
 
     Raises:
       ValueError: vocabularies or tokenisers differ; the message says where.
@@ -117,7 +117,7 @@ class Pair:
 
     @property
     def draft_or_head(self) -> LanguageModel | FeatureHead | None:
-        """Returns what ``draft_params`` belong to."""
+        """Returns the owner of ``draft_params``."""
         return self.head or self.draft
 
     @property
@@ -129,7 +129,7 @@ class Pair:
     def weights(self, drafter: Drafter, slots: int) -> Weights:
         """Returns decode-time weights for caches of ``slots`` slots; each model's are prepared once.
 
-        What `prepare` leaves as it was shares its memory with the parameters.
+        Parameters that `prepare` does not change share their memory with the weights.
         """
         if "target" not in self._prepared:
             self._prepared["target"] = self.target.prepare(self.target_params)

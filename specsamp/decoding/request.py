@@ -1,4 +1,4 @@
-"""Sequences that are asked for: prompts as token ids, budgets, noise and stops, checked before anything is compiled."""
+"""Requests: prompts as token ids, budgets, noise and stops, checked before anything is compiled."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from specsamp import validate
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair, Tokenizer
-from specsamp.decoding.stops import Stops
-from specsamp.decoding.text import Continuation, TextStream
+from specsamp.decoding.text import Continuation, Stops, TextStream
 from specsamp.sampling.warp import Warp, for_rows, greedy
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # a text, token ids, or the messages of a conversation
@@ -22,23 +21,23 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # a text, token ids,
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Request:
-    """One sequence that is asked for, and how far it has come.
+    """One sequence to decode, and its progress.
 
     Attributes:
       prompt: token ids, at least one.
-      max_new_tokens: its budget.
-      sampling: the target's warp; its numbers are scalars.
-      draft_sampling: the draft's; None: the target's.
-      seed, prompt_id, sample_index: the address of its noise.
-      prompt_index: the prompt's place in the call; equal to `prompt_id` by default.
-      stops: what ends it.
-      tokenizer: writes its text; None: it has none.
-      arrived: when it was asked for, in seconds.
+      max_new_tokens: the budget.
+      sampling: the target's warp, with scalar numbers.
+      draft_sampling: the draft's warp; None: the target's.
+      seed, prompt_id, sample_index: the address of the noise.
+      prompt_index: the place of the prompt in the call.
+      stops: tokens and strings that end the sequence.
+      tokenizer: decodes the tokens; None: the result has no text.
+      arrived: time of arrival, in seconds.
       emitted, rounds: tokens and rounds so far, updated between two runs of the loop.
-      shown: tokens that its caller has been given.
-      shard: the data shard in which it began, and where it must go on.
-      preempted: its row in host memory, while another request has its place.
-      answer: the caller's, of requests that are served (`specsamp.serving.service`).
+      shown: number of tokens that the caller has received.
+      shard: the data shard in which the sequence began, and must go on.
+      preempted: the row in host memory, while another request has its place.
+      answer: the answer of a service that this sequence belongs to (`specsamp.serving.service`).
     """
 
     prompt: tuple[int, ...]
@@ -66,11 +65,11 @@ class Request:
 
     @functools.cached_property
     def continuation(self) -> Continuation | None:
-        """Returns what decodes the tokens after the prompt; None without a tokenizer."""
+        """Returns the decoder of the tokens after the prompt; None without a tokenizer."""
         return None if self.tokenizer is None else Continuation(self.tokenizer, self.prompt)
 
     def text_stream(self) -> TextStream | None:
-        """Returns a new stream of its text; None without a tokenizer."""
+        """Returns a new stream of the text; None without a tokenizer."""
         return None if self.continuation is None else TextStream(self.continuation, self.stops)
 
 
@@ -84,11 +83,7 @@ def make_requests(
     stop: Sequence[int | str] | None = None,
     prompt_ids: Sequence[int] | None = None,
 ) -> list[Request]:
-    """Returns a request for each prompt; arguments are those of `generate`.
-
-    Raises:
-      ValueError: before compilation, naming the value and the fix.
-    """
+    """Returns a request for each prompt; arguments and errors are those of `generate`."""
     token_lists = encode(pair, prompts)
     lengths = [len(tokens) for tokens in token_lists]
     budgets = check_budgets(pair, method.drafter, lengths, max_new_tokens)
@@ -119,7 +114,7 @@ def make_requests(
 
 
 def with_samples(requests: Sequence[Request], num_samples: int) -> list[Request]:
-    """Returns ``num_samples`` copies of each request, in order, which differ in their noise."""
+    """Returns ``num_samples`` copies of each request, in order, with different noise."""
     return [dataclasses.replace(request, sample_index=sample) for request in requests for sample in range(num_samples)]
 
 
@@ -173,16 +168,14 @@ def check_budgets(
                     f"prompt {index} has {length} tokens and a budget of {budget}, together {length + budget}, more "
                     f"than the {name}'s {positions} positions: shorten the prompt or lower max_new_tokens"
                 )
-    for length, budget in zip(lengths, budgets):
-        validate.integer("prompt and max_new_tokens together", length + budget, 1)
     return budgets
 
 
 def make_stops(pair: Pair, stop: Sequence[int | str] | None) -> Stops:
     """Returns the stops of a call; by default the pair's stop tokens, or the tokenizer's end of text.
 
-    A string ends a text wherever it is written, in whatever tokens. A string that is never written, such as the name of
-    a special token, stands for the token.
+    A string ends a text with any tokens that spell it. The name of a special token, which no text contains, stands for
+    the token.
     """
     if stop is None and pair.stop is not None:
         return Stops(frozenset(validate.integers("the pair's stop", pair.stop, 0, pair.target.vocab_size)))

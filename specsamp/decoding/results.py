@@ -23,12 +23,12 @@ class RowStats:
     rounds: int
     emitted: int
     drafted: int
-    reached: tuple[int, ...]  # per drafted position, rounds in which it was verified
+    reached: tuple[int, ...]  # by drafted position, rounds in which it was verified
     accepted_counts: tuple[int, ...]  # rounds by number of accepted tokens, 0 .. K
     lengths: tuple[int, ...] = ()  # rounds by number of drafted tokens, 0 .. K; () where the length does not adapt
-    # Of a lossy rule, summed over tokens; None: not metered. See `specsamp.sampling.rules.Meter`.
-    variation: float | None = None  # from the target's distribution; averaged over texts it bounds that of texts
-    extra_accepted: float | None = None  # drafted tokens accepted in expectation beyond the token rule's
+    # The sums of a lossy rule's `specsamp.sampling.rules.Meter`; None: not metered.
+    variation: float | None = None
+    extra_accepted: float | None = None
 
     @property
     def variation_per_token(self) -> float:
@@ -46,7 +46,7 @@ class RowStats:
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
-        """The share of drafted tokens accepted at each position, given that the position was reached."""
+        """Returns the accepted share of the drafted tokens that were verified, by position."""
         accepted = [sum(self.accepted_counts[i + 1 :]) for i in range(len(self.reached))]
         return tuple(a / r if r else float("nan") for a, r in zip(accepted, self.reached))
 
@@ -56,7 +56,7 @@ class RowStats:
 
     @classmethod
     def of(cls, stats: Stats, row: int, meter: Meter | None = None) -> RowStats:
-        """Returns the loop's counts of one row, with the sums of its meter; both are on the host."""
+        """Returns the loop's counts of one row, and the sums of its meter, from arrays on the host."""
         return cls(
             rounds=int(stats.rounds_B[row]),
             emitted=int(stats.emitted_B[row]),
@@ -76,14 +76,14 @@ class RowStats:
         adapts: bool = False,
         meter: Meter | None = None,
     ) -> RowStats:
-        """Counts the rounds of a text that may have been cut anywhere, as the loop would have, had it cut there.
+        """Returns the counts of a text that was cut anywhere, as if the loop had ended it there.
 
         Args:
-          rounds: per token, 1 + the tokens drafted in the round that it is the first of, else 0.
-          from_draft: per token, whether it had been drafted.
-          depth: the most tokens of a draft that can be accepted.
-          adapts: whether the draft length does.
-          meter: of the text's tokens.
+          rounds: for the first token of each round, 1 + the number of drafted tokens; for other tokens 0.
+          from_draft: for each token, whether it had been drafted.
+          depth: `Loop.depth`.
+          adapts: whether the draft length adapts.
+          meter: of these tokens.
         """
         begins = [at for at, begin in enumerate(rounds) if begin] + [len(rounds)]
         counts, reached, accepted_counts, lengths = 0, [0] * depth, [0] * (depth + 1), [0] * (depth + 1)
@@ -130,7 +130,7 @@ class RowStats:
 
 
 def _sums(meter: Meter | None) -> dict[str, float]:
-    """Returns the fields of `RowStats` that a meter of some tokens gives."""
+    """Returns the fields of `RowStats` that come from a meter."""
     if meter is None:
         return {}
     return {"variation": float(meter.variation.sum()), "extra_accepted": float(meter.extra.sum())}
@@ -150,7 +150,7 @@ class RowText:
 
     @classmethod
     def of(cls, state: DecodeState, place: int, prompt_length: int) -> RowText:
-        """Returns what the row ``place`` of a state on the host has written after its prompt."""
+        """Returns the text after the prompt in row ``place`` of a state on the host."""
         emitted = slice(prompt_length, int(state.lengths_B[place]))
         meter = state.meter and jax.tree.map(lambda x_BS: x_BS[place, emitted], state.meter)
         return cls(
@@ -163,7 +163,7 @@ class RowText:
         )
 
     def cut(self, count: int, rounds: list[int], depth: int) -> RowText:
-        """Returns the text as it would be, had it stopped after ``count`` tokens; see `RowStats.of_rounds`."""
+        """Returns the first ``count`` tokens as a text that a string has ended; see `RowStats.of_rounds`."""
         meter = None
         if self.meter is not None:
             meter = Meter(variation=self.meter.variation[:count], extra=self.meter.extra[:count])
@@ -189,10 +189,10 @@ class Completion:
     from_draft: list[bool]  # whether each token had been drafted
     log_probs: list[float] | None  # under the target at temperature 1, unfiltered
     finish: str  # "stop", "length", or "invalid" where the target's logits are no distribution (NaN, inf)
-    exact: bool  # whether rule and drafter are lossless; what a lossy rule costs is in stats
+    exact: bool  # whether rule and drafter are lossless; stats have the cost of a lossy rule
     row_independent: bool  # whether the prompt has the same text in every batch
     stats: RowStats
-    dropped: int = 0  # tokens that were decoded beyond a stop text; nothing else counts them
+    dropped: int = 0  # tokens that were decoded beyond a stop text; no other field counts them
 
     @classmethod
     def of(cls, request: Request, text: RowText, method: Method) -> Completion:
@@ -215,11 +215,11 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Holds what a sequence has gained since the last look: tokens, and the text that they complete."""
+    """The tokens of a sequence since its last chunk, and the text that they complete."""
 
     prompt_index: int
     sample_index: int
-    text: str | None  # None where the caller makes it
+    text: str | None  # None: the caller makes it
     tokens: list[int]
     from_draft: list[bool]
     log_probs: list[float] | None
@@ -229,7 +229,7 @@ class Chunk:
 
     @classmethod
     def of(cls, request: Request, text: RowText, method: Method) -> Chunk | None:
-        """Returns what is new in ``text``, all that the request has written; None if it goes on and has gained nothing."""
+        """Returns the tokens of ``text`` that are new; None if there are none and the request goes on."""
         is_running = text.finish == Finish.RUNNING
         if is_running and len(text.tokens) == request.shown:
             return None

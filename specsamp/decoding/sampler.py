@@ -1,8 +1,8 @@
-"""Sampling drafted tokens: tokens are verified under the distribution that they were sampled from.
+"""Samples drafted tokens, and keeps the distributions under which they are verified.
 
 Whether a token is proposed must not depend on its value. With a target distribution of (.7, .3) and a draft distribution
-of (.5, .5), a drafter that proposes its token only if it is the first one outputs (.85, .15). So `Sampler.chain` decides
-about token k + 1 after token k was sampled, and before token k + 1 is.
+of (.5, .5), a drafter that proposes only the first of the two tokens outputs (.85, .15). So `Sampler.chain` decides about
+token k + 1 after token k was sampled, and before token k + 1 is sampled.
 """
 
 from __future__ import annotations
@@ -49,17 +49,12 @@ class Sampler:
 
     @property
     def is_one_hot(self) -> bool:
-        """Returns whether sampling is statically greedy: then distributions are one-hot and are not stored."""
+        """Returns whether sampling is statically greedy: one-hot distributions are not stored."""
         warps = self.warp.warps if isinstance(self.warp, Chain) else (self.warp,)
         return any(isinstance(warp, Greedy) for warp in warps)
 
     def __call__(
-        self,
-        logits_BV: Array,
-        node: Array | int,
-        *,
-        depth: Array | int | None = None,
-        warp_state: Any = None,
+        self, logits_BV: Array, node: Array | int, *, depth: Array | int | None = None, warp_state: Any = None
     ) -> tuple[Array, Array | None]:
         """Draws a token per row.
 

@@ -58,10 +58,7 @@ class Weights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestBatch:
-    """Sampling, noise, budget and stop tokens of each row: data, so that changing them compiles nothing.
-
-    Constant during the loop; every leaf leads with the rows.
-    """
+    """Sampling, noise, budget and stop tokens of each row: data, so that changing them compiles nothing."""
 
     sampling: Warp  # numbers of shape [B]
     draft_sampling: Warp  # numbers of shape [B]
@@ -79,23 +76,20 @@ class RequestBatch:
         seed: int | Sequence[int] = 0,
         prompt_ids: Sequence[int] | None = None,
         sample_ids: Sequence[int] | None = None,
-        stop_ids: Sequence[int] | np.ndarray = (),
+        stop_ids: Sequence[int] | np.ndarray = (-1,) * STOPS_MULTIPLE,
         num_tokens: int | None = None,
     ) -> RequestBatch:
         """Makes the arrays of some rows.
 
         Args:
           sampling: the target's warp; its numbers are scalars or have one value per row.
-          limits: per row, the length at which its budget ends.
-          draft_sampling: the draft's own warp; default the target's.
+          limits: the length at which the budget of each row ends.
+          draft_sampling: the draft's warp; default the target's.
           seed: in [0, 2**32), one for all rows or one per row.
-          prompt_ids: per row, the index of its prompt in the caller's data set; default 0, 1, 2, ...
-          sample_ids: per row, which sample of its prompt it is; default 0.
-          stop_ids: tokens that end any row, or ``[B, N]`` padded with -1.
+          prompt_ids: the index of each row's prompt in the caller's data set; default 0, 1, 2, ...
+          sample_ids: the index of each row among the samples of its prompt; default 0.
+          stop_ids: tokens that end any row, or ``[B, N]``, padded with -1.
           num_tokens: ids from here on are padding of the vocabulary and never sampled; None: there are none.
-
-        Raises:
-          ValueError: a number of a warp has neither no axis nor one value per row.
         """
         count = len(limits)
 
@@ -103,11 +97,6 @@ class RequestBatch:
             rows = for_rows(warp, count)
             return rows if num_tokens is None else chain(for_rows(first_tokens(num_tokens), count), rows)
 
-        stop_ids = np.asarray(stop_ids, np.int32)
-        if stop_ids.ndim == 1:
-            columns = max(-(-len(stop_ids) // STOPS_MULTIPLE), 1) * STOPS_MULTIPLE
-            padded = np.pad(np.sort(stop_ids), (0, columns - len(stop_ids)), constant_values=-1)
-            stop_ids = np.broadcast_to(padded, (count, columns))
         ids = np.arange(count) if prompt_ids is None else prompt_ids
         samples = np.zeros(count) if sample_ids is None else sample_ids
         sampling = warp_rows(sampling)
@@ -116,7 +105,7 @@ class RequestBatch:
             draft_sampling=sampling if draft_sampling is None else warp_rows(draft_sampling),
             row_keys_B=row_keys(np.asarray(seed, np.uint32), np.asarray(ids, np.int32), np.asarray(samples, np.int32)),
             limits_B=np.asarray(limits, np.int32),
-            stop_ids_BN=stop_ids,
+            stop_ids_BN=np.broadcast_to(np.asarray(stop_ids, np.int32), (count, np.shape(stop_ids)[-1])),
         )
 
 
@@ -130,13 +119,11 @@ class Stats:
     drafted_B: Array  # int32, drafted tokens that were verified or followed a verified rejection
     reached_BK: Array  # int32, rounds in which position i was verified: all before it were accepted
     accepted_BT: Array  # int32 [B, depth+1], rounds by the number of accepted tokens that were emitted
-    lengths_BT: Array | None = (
-        None  # int32 [B, depth+1], rounds by the number of drafted tokens; None: it does not adapt
-    )
+    lengths_BT: Array | None = None  # int32 [B, depth+1], rounds by the number of drafted tokens; None: it is fixed
 
     @classmethod
     def zeros(cls, batch: int, depth: int, adapts: bool = False) -> Stats:
-        """Returns empty counts for drafts, of a length that ``adapts`` or not, of which ``depth`` tokens can be accepted."""
+        """Returns empty counts for drafts of up to ``depth`` accepted tokens, whose length ``adapts`` or not."""
 
         def count(*shape: int) -> Array:
             return jnp.zeros(shape, jnp.int32)
@@ -163,15 +150,15 @@ class Prefix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
-    """Everything about the rows of a batch; all of it but the request is the carry of the loop.
+    """The rows of a batch: the carry of the loop, and the request.
 
-    ``tokens_BS[b, :lengths_B[b]]`` is committed. The last committed token is *pending*: the caches
-    hold the positions before it. Every leaf leads with the rows, so rows can be inserted and extracted.
+    ``tokens_BS[b, :lengths_B[b]]`` is committed. The last committed token is *pending*: the caches hold the positions
+    before it. Every leaf leads with the rows, so rows can be inserted and extracted.
     """
 
     tokens_BS: Array  # int32, prompts and emitted tokens; beyond the length: scratch
     lengths_B: Array  # int32, committed tokens, prompt included
-    finish_B: Array  # int32 Finish
+    finish_B: Array  # int32, a Finish
     from_draft_BS: Array  # bool, whether the emitted token had been drafted
     log_probs_BS: Array | None  # float32, log-probability of emitted tokens under the target (unwarped)
     cache: Any  # the target's

@@ -1,20 +1,61 @@
-"""Text while it is being written."""
+"""Texts while they are written: the tokens and strings that end them, and the text of tokens after a prompt."""
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from specsamp.decoding.pair import Tokenizer
-from specsamp.decoding.stops import Stops
+if TYPE_CHECKING:
+    from specsamp.decoding.pair import Tokenizer
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+CONTEXT = 16  # tokens of a prompt that are decoded with its text: the first space of a text depends on them
 
 
-CONTEXT = 16  # tokens of a prompt that are looked at: a text's first space depends on what is before it
+@dataclasses.dataclass(frozen=True)
+class Stops:
+    """Tokens and strings that end a text.
+
+    The end of a text depends on its tokens alone, not on the rounds after which the host searched it.
+
+    Attributes:
+      ids: tokens, after which the loop emits nothing.
+      texts: strings of any number of tokens, which may begin and end inside a token.
+    """
+
+    ids: frozenset[int] = frozenset()
+    texts: tuple[str, ...] = ()
+
+    def first(self, text: str) -> int | None:
+        """Returns where the first of the strings begins in ``text``, or None."""
+        found = [at for at in map(text.find, self.texts) if at >= 0]
+        return min(found, default=None)
+
+    def count(self, tokenizer, tokens: Sequence[int]) -> int | None:
+        """Returns the fewest of ``tokens`` whose text holds a stop string; None if the text of all tokens holds none."""
+        if not self.texts or self.first(tokenizer.decode(tokens)) is None:
+            return None
+        ends = range(1, len(tokens) + 1)
+        return ends[bisect.bisect_left(ends, True, key=lambda n: self.first(tokenizer.decode(tokens[:n])) is not None)]
+
+    def text(self, tokenizer, tokens: Sequence[int]) -> str:
+        """Returns the text of ``tokens`` before the stop token or the stop string."""
+        if tokens and tokens[-1] in self.ids:
+            tokens = tokens[:-1]
+        text = tokenizer.decode(tokens)
+        return text[: self.first(text)]
+
+    def held_back(self, text: str) -> int:
+        """Returns how many characters at the end of ``text`` may be the beginning of a stop string."""
+        most = max(map(len, self.texts), default=1) - 1
+        sizes = range(min(most, len(text)), 0, -1)
+        return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self.texts)), 0)
 
 
 class Continuation:
-    """Decodes what follows a prompt, so that prompt and text together are the text of all their tokens.
+    """Decodes the tokens after a prompt, so that prompt and text together are the text of all tokens.
 
     Decoded alone, a text would lose its first space with tokenizers that begin every text with a space.
     """
@@ -31,13 +72,11 @@ class Continuation:
 
 
 class TextStream:
-    """Turns a growing list of tokens into pieces of text that together are the text of the whole.
+    """Turns a growing list of tokens into pieces of text that together are the whole text.
 
-    A tokenizer's text of a prefix need not be a prefix of its text: the last character may lack bytes,
-    and a tokenizer that falls back to bytes then shows the whole run of bytes as unknown. What may still
-    change is held back until it agrees with what has been shown, and so is what may be the beginning of a
-    string that ends the text. (A text that ends inside a character is the exception: its last piece shows
-    what is left.)
+    The text of the first tokens need not be the beginning of the whole text: the last character may lack bytes, and
+    some tokenizers then show a whole run of bytes as unknown. Characters that may still change are held back, and so is
+    a possible beginning of a stop string. If a text ends inside a character, the last piece shows the rest as it is.
     """
 
     def __init__(self, tokenizer: Tokenizer | Continuation, stops: Stops = Stops()):
@@ -46,7 +85,7 @@ class TextStream:
         self._shown = ""
 
     def push(self, tokens: Sequence[int], finished: bool) -> str:
-        """Returns the text that is new in ``tokens``, all tokens so far; everything if ``finished``."""
+        """Returns the new text of ``tokens``, all tokens so far; with ``finished``, all text that was held back."""
         text = self._stops.text(self._tokenizer, tokens)
         if not finished:
             text = text.rstrip(INCOMPLETE)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from specsamp.decoding.stops import Stops
+from specsamp.decoding.text import Stops
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95

@@ -65,20 +65,6 @@ def test_the_request_of_a_caller_survives_donation():
     assert int(batch.request.limits_B[1]) == 1 + BUDGET, "not donated"
 
 
-@pytest.mark.parametrize(
-    "at, message",
-    [([2], r"\[0, 2\)"), ([-2], r"\[0, 2\)"), ([0, 0], "occurs twice"), ([], "at least one"), ([0, 1], "1 rows for 2")],
-)
-def test_places_that_do_not_exist(at, message):
-    with pytest.raises(ValueError, match=message):
-        insert(prefill([0, 1]), prefill([2]), at)
-
-
-def test_rows_with_more_slots_are_refused():
-    with pytest.raises(ValueError, match="32 slots do not fit a state of 24"):
-        insert(prefill([0, 1]), prefill([2], slots=32), [0])
-
-
 def test_a_run_returns_once_fewer_rows_are_running(alone):
     state = prefill([0, 1, 2])
     state = dataclasses.replace(
@@ -129,28 +115,6 @@ def test_a_warp_that_excludes_every_token_ends_the_row():
     run = decode(table_loop(TokenRule(), ModelDrafter(TableLM(V), 3)), TARGET, NEAR, PROMPTS, 20, sampling)
     assert np.asarray(run.state.finish_B).tolist() == [Finish.INVALID] * 3
     assert (np.asarray(run.state.lengths_B) - run.prompt_lengths).tolist() == [2, 2, 2]
-
-
-def with_stops(state, stops):
-    stop_ids_BN = jnp.broadcast_to(jnp.asarray(stops), (len(state.lengths_B), len(stops)))
-    return dataclasses.replace(state, request=dataclasses.replace(state.request, stop_ids_BN=stop_ids_BN))
-
-
-def test_a_newcomer_does_not_inherit_stop_tokens(alone):
-    """The state has more columns of stop ids than the newcomer; the other way round is refused."""
-    many = with_stops(prefill([0, 1]), [-1] * 15 + [0])
-    mixed = insert(many, prefill([2]), [0])
-    assert np.asarray(mixed.request.stop_ids_BN[0]).tolist() == [-1] * 16
-    assert texts(finished(mixed))[0] == alone[2]
-    with pytest.raises(ValueError, match="rows with 16 stop ids do not fit a state of 8"):
-        insert(prefill([0, 1]), with_stops(prefill([2]), [-1] * 16), [0])
-
-
-def test_rows_with_other_warps_are_refused():
-    other = prefill([2])
-    other = dataclasses.replace(other, request=dataclasses.replace(other.request, sampling=chain()))
-    with pytest.raises(ValueError, match="rows with other warps"):
-        insert(prefill([0, 1]), other, [0])
 
 
 def test_a_tree_is_refused_not_scored_as_a_chain():

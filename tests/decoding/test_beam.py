@@ -11,7 +11,7 @@ from scipy.special import log_softmax, softmax
 from specsamp import JointThreshold, TokenRule
 from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.drafters import BeamDrafter
-from specsamp.decoding.method import choose_drafter
+from specsamp.decoding.method import make_method
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.sampling.penalties import penalties
@@ -170,8 +170,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ValueError, match=f"beams.*; got {beams}"):
             BeamDrafter(TableLM(SIZE), K, beams=beams)
     with pytest.raises(ValueError, match="draft vocabulary 6 != target vocabulary 12"):
-        choose_drafter(table_pair(), None, BeamDrafter(TableLM(SIZE), K))
+        make_method(table_pair(), drafter=BeamDrafter(TableLM(SIZE), K))
     with pytest.raises(ValueError, match="a BeamDrafter needs the pair's draft_params"):
-        choose_drafter(
-            dataclasses.replace(table_pair(), draft=None, draft_params=None), None, BeamDrafter(TableLM(12), K)
-        )
+        alone = dataclasses.replace(table_pair(), draft=None, draft_params=None)
+        make_method(alone, drafter=BeamDrafter(TableLM(12), K))

@@ -111,7 +111,7 @@ def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
 
 
 SMALL = dict(positions="rotary", num_layers=2, vocab_size=512)
-PACED = Adaptive(lengths=(0, 1, 3), costs_ms=(1, 2, 3), stop=Confidence(0.3), widths=(0, 1, 3))
+PACED = Adaptive(lengths=(0, 1, 3), costs_ms=(1, 2, 3), stop=Confidence(0.3))
 COPY_NO_CACHE = {
     "an early exit": (1, dict(layout="cpu", exit_window=1)),
     "an early exit of two rows a step": (3, dict(exit_window=2)),

@@ -11,7 +11,7 @@ from specsamp import EarlyExitDrafter, Pair, chain, generate, penalties, tempera
 from specsamp.decoding.conversation import Conversation
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.engine import Engine
-from specsamp.decoding.method import Method, choose_drafter
+from specsamp.decoding.method import make_method
 from specsamp.decoding.request import make_requests
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
@@ -79,8 +79,7 @@ def test_what_is_read_on_leaves_the_caches_of_the_whole_text(kind):
     """Tokens alone do not show a wrong feature, or a hole: a draft's cache costs acceptance and nothing else."""
     pair, drafter = PAIRS[kind]()
     text, slots = [5, 6, 7, 2, 9, 4, 1], 128
-    chosen = choose_drafter(pair, None, drafter)
-    method = Method(drafter=chosen, sampling=temperature(1.0))
+    method = make_method(pair, drafter=drafter, sampling=temperature(1.0))
     requests = make_requests(pair, method, [text[:4]], 20)
     engine = Engine.create(pair, method, requests, slots=slots)
     state = engine.run(engine.prefill(requests))

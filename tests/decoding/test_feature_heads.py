@@ -10,7 +10,7 @@ import pytest
 from specsamp.decoding.batch_rows import insert
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.method import choose_drafter
+from specsamp.decoding.method import make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Weights
 from specsamp.models.heads import DRAFT_IDS
@@ -211,6 +211,6 @@ def test_a_head_that_is_asked_for_more_tokens_than_it_has_is_refused():
     with pytest.raises(ValueError, match="K = 3, but the head drafts 2"):
         FeatureDrafter(target, head, 3)
     pair = Pair(target=target, target_params=TARGET, head=head, draft_params=drawn_params(head))
-    assert choose_drafter(pair, None, None).K == 2, "fewer than generate's own default"
+    assert make_method(pair).drafter.K == 2, "fewer than generate's own default"
     with pytest.raises(ValueError, match="K = 4, but the head drafts 2"):
-        choose_drafter(pair, 4, None)
+        make_method(pair, draft_length=4)

@@ -61,11 +61,6 @@ def test_a_stumbling_draft_is_corrected():
     assert row.stats.acceptance_by_position[2] < 1 == row.stats.acceptance_by_position[0]
 
 
-@pytest.mark.parametrize("K", [0, 1, 2, 7, 16])
-def test_any_draft_length(K):
-    assert generate(counting_pair(), ["a", "abc"], 12, draft_length=K)[1].text == "defghijklmno"
-
-
 def test_prompt_lookup_copies_and_continues_a_period():
     """After 'abcabc' the n-gram drafter proposes the period for all of its K tokens."""
     table = jnp.full((4, 4, 4, 3), -20.0)
@@ -86,13 +81,6 @@ def test_longer_matches_win_over_recent_ones(max_ngram, expected):
     prefix = Prefix(tokens_BS=tokens, lengths_B=jnp.array([len(context)]))
     draft, _, _ = NgramDrafter(2, max_ngram=max_ngram).propose(Weights(target=None), (), prefix, None, None)
     assert draft.tokens_BK[0, 0] == expected and draft.num_drafted_B[0] == 2
-
-
-def test_no_match_drafts_nothing():
-    tokens = jnp.asarray([[0, 1, 2, 3, 3, 3], [5, 0, 0, 0, 0, 0]])
-    prefix = Prefix(tokens_BS=tokens, lengths_B=jnp.array([4, 1]))
-    draft, _, _ = NgramDrafter(3).propose(Weights(target=None), (), prefix, None, None)
-    assert draft.num_drafted_B.tolist() == [0, 0]
 
 
 def test_streamed_text_is_cut_at_whole_characters():

@@ -75,7 +75,7 @@ def test_parts_that_make_no_pair(parts, message):
     "change, message",
     [
         (dict(prompts=[]), "no prompts"),
-        (dict(method=Method(drafter=None)), "the method's drafter must be derived from specsamp.Drafter; got None"),
+        (dict(method=Method(drafter=None)), "drafter must be derived from specsamp.Drafter, .*; got None"),
         (dict(method=Method(drafter=NgramDrafter(2), adaptive=3)), "adaptive must be an Adaptive or None; got 3"),
         (
             dict(method=Method(drafter=NgramDrafter(2), adaptive=Adaptive(lengths=(1, 4), costs_ms=(1, 2)))),
@@ -103,9 +103,8 @@ def test_parts_that_make_no_pair(parts, message):
         (dict(drafter=NgramDrafter), "drafter must be derived from specsamp.Drafter"),
         (dict(draft_length=-1), r"0 decodes autoregressively.*got -1"),
         (dict(draft_length=64), "does not fit the target's 64 positions"),
-        (dict(draft_length=10**5), "K = 100000"),
-        (dict(drafter=NgramDrafter(2), draft_length=4), "draft_length 4 exceeds the drafter's K = 2"),
-        (dict(drafter=NgramDrafter(4), draft_length=2), "differs from the drafter's K = 4"),
+        (dict(draft_length=10**5), "K must be .* below 1025; got 100000"),
+        (dict(drafter=NgramDrafter(2), draft_length=4), "draft_length 4 differs from the drafter's K = 2"),
         (dict(drafter=ModelDrafter(CountingLM(vocab_size=8), 2)), "draft vocabulary 8 != target vocabulary 257"),
         (dict(drafter=ModelDrafter(CountingLM(stumbles_at=3), 2)), "is not the pair's draft"),
         (dict(stop=[257]), "a stop id must be an integer >= 0 and below 257; got 257"),
@@ -160,8 +159,6 @@ def test_keywords_that_do_not_exist_are_named():
 def test_sizes_are_bounded():
     with pytest.raises(ValueError, match="1000000000 rows of 128 slots need .* GB"):
         generate(table_pair(), [[1]], 4, num_samples=10**9)
-    with pytest.raises(ValueError, match="K = 100000 is more than 1024"):
-        generate(table_pair(), [[1]], 4, draft_length=10**5)
     with pytest.raises(ValueError, match="K .*>= 1.*got 0"):
         ModelDrafter(CountingLM(), 0)
     for K in (0, "4", None):

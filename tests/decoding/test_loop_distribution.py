@@ -62,12 +62,7 @@ CASES = {
         dict(draft_sampling=chain(temperature(0.5), top_k(2))),
     ),
     "known tokens that are fed again": (table_loop(TokenRule(), model(1, window=3), window=4), NEAR, FULL, {}),
-    "five tokens": (
-        table_loop(BlockRule(), model(3)),
-        NEAR,
-        chain(temperature(2.0)),
-        dict(length=5, prompts=[[1, 2]]),
-    ),
+    "five tokens": (table_loop(BlockRule(), model(3)), NEAR, chain(temperature(2.0)), dict(length=5, prompts=[[1, 2]])),
 }
 
 

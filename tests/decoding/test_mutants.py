@@ -89,13 +89,6 @@ def test_a_rule_with_a_mistake_is_caught(rule):
     assert caught(model_loop(rule))
 
 
-def test_noise_by_absolute_position_is_harmless_for_the_token_rule():
-    """It never looked at what came after the refusal: the control of the last rule above."""
-    assert (
-        distribution_test(model_loop(by_position(TokenRule)), FAR, FULL, samples=HARMLESS, powered=False) > FALSE_ALARM
-    )
-
-
 def test_draft_log_probs_before_warping():
     assert caught(table_loop(TokenRule(), mutants.DistributionBeforeWarping(TableLM(V), K)), sampling=LIKELY)
 
@@ -197,21 +190,6 @@ def test_lost_draft_of_the_last_round_under_a_budget():
 
     assert np.array_equal(prefixes(Loop, 4), prefixes(Loop, 12))
     assert not np.array_equal(prefixes(Clipped, 4), prefixes(Clipped, 12))
-
-
-def test_shared_uniforms_between_rows_are_seen_by_the_address():
-    """The control of invariance: a row keyed by its place in the batch changes with its neighbours."""
-    loop = model_loop(TokenRule())
-    shapes = {"padded_length": 4, "slots": 32}
-
-    def alone(index, prompt_id):
-        return decode(loop, TARGET, NEAR, [PROMPTS[index]], 8, FULL, prompt_ids=[prompt_id], **shapes).emitted(8)[0]
-
-    keyed = [alone(index, index) for index in range(len(PROMPTS))]
-    by_place = [alone(index, 0) for index in range(len(PROMPTS))]
-    together = decode(loop, TARGET, NEAR, PROMPTS, 8, FULL, **shapes).emitted(8)
-    assert np.array_equal(together, np.stack(keyed))
-    assert not np.array_equal(together, np.stack(by_place))
 
 
 def test_no_token_decides_whether_it_is_submitted():

@@ -8,7 +8,7 @@ import pytest
 
 from specsamp import BlockRule, ModelDrafter, NgramDrafter, NoDrafter, chain, generate, stream, temperature
 from specsamp.decoding.results import RowStats
-from specsamp.decoding.stops import Stops
+from specsamp.decoding.text import Stops
 from support.byte_tokenizer import ByteTokenizer
 from support.fakes import TableLM, counting_pair, decode, table_loop
 from support.loop_distributions import NEAR, TARGET, V

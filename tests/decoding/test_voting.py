@@ -6,18 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import (
-    BlockRule,
-    ChoosingDrafter,
-    Pair,
-    TokenRule,
-    VotingDrafter,
-    generate,
-)
+from specsamp import BlockRule, ChoosingDrafter, Pair, TokenRule, VotingDrafter, generate
 from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.drafters.voting import vote
-from specsamp.decoding.method import choose_drafter
+from specsamp.decoding.method import make_method
 from specsamp.decoding.state import Weights
 from specsamp.evaluation.audit.readers import with_models
 from specsamp.models.interface import Output
@@ -189,11 +182,11 @@ def test_models_of_their_own():
     assert generate(pair, [[1, 2]], 30, drafter=drafter)[0].stats.emitted_per_round > 1.5
 
 
-def test_what_is_foreseen_is_what_any_part_will_find():
+def test_the_longest_draft_length_of_the_parts_counts():
     prefix = Prefix(tokens_BS=jnp.asarray([[1, 2, 1, 0], [1, 2, 3, 0]]), lengths_B=jnp.full(2, 3))
     lookups = VotingDrafter((NgramDrafter(2, 3, 2), NgramDrafter(2)))
-    assert lookups.max_draft_length(lookups.init(2, 4), prefix).tolist() == [2, 0]
-    assert ChoosingDrafter(TWO).max_draft_length(ChoosingDrafter(TWO).init(2, 4), prefix) is None
+    assert lookups.draft_lengths(lookups.init(2, 4), prefix).tolist() == [2, 0]
+    assert ChoosingDrafter(TWO).draft_lengths(ChoosingDrafter(TWO).init(2, 4), prefix) is None
 
 
 class Tree(NgramDrafter):
@@ -231,5 +224,5 @@ def test_what_does_not_fit_the_pair_is_refused():
         (dataclasses.replace(own, draft_params=(None, None)), VotingDrafter(TWO), "ModelDrafter.*draft_params"),
     ):
         with pytest.raises(ValueError, match=message):
-            choose_drafter(where, None, drafter)
+            make_method(where, drafter=drafter)
     assert two_models.max_positions == 64

@@ -8,7 +8,7 @@ import threading
 import time
 
 from specsamp import generate
-from specsamp.decoding.method import Method, choose_drafter
+from specsamp.decoding.method import make_method
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.byte_tokenizer import ByteTokenizer
@@ -33,7 +33,7 @@ PAIR = dataclasses.replace(counting_pair(stumbles_at=ord("k"), max_positions=Non
 
 
 def make_service():
-    method = Method(drafter=choose_drafter(PAIR, K, None), sampling=make_warp({}, WARPS))
+    method = make_method(PAIR, draft_length=K, sampling=make_warp({}, WARPS))
     return Service(PAIR, method, rows=ROWS, context=CONTEXT, max_waiting=WAITING, rounds_per_slice=2)
 
 

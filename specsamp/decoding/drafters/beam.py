@@ -60,9 +60,6 @@ class BeamDrafter(ModelDrafter):
     Attributes:
       model, K, window: as in `ModelDrafter`.
       beams: hypotheses kept after each token, from 1 (the greedy chain) to the size of the vocabulary.
-
-    Raises:
-      ValueError: a number is out of range.
     """
 
     beams: int = dataclasses.field(default=4, kw_only=True)

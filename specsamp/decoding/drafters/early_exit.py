@@ -39,9 +39,6 @@ class EarlyExitDrafter(Drafter):
       window: rows fed per step, 1 or 2, see `Loop.window`. With two the token is fed twice, in its own slot and in the
         next one, which the next step or the scoring call overwrites. (Feeding the token before it again, as
         `ModelDrafter` does, would write over what a scoring call left.)
-
-    Raises:
-      ValueError: a model that cannot be called in parts, or a number out of range.
     """
 
     model: LayeredModel

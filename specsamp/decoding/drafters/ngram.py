@@ -45,7 +45,7 @@ class NgramDrafter(DrafterHooks, Drafter):
     def weights_key(self) -> None:
         return None
 
-    def max_draft_length(self, state: Any, prefix: Prefix) -> Array:
+    def draft_lengths(self, state: Any, prefix: Prefix) -> Array:
         return jnp.where(self._found(prefix) > 0, self.K, 0).astype(jnp.int32)
 
     def propose(

@@ -1,22 +1,22 @@
 """Several drafters vote, or one of them is chosen (Minions, arXiv 2402.15678).
 
-The draft is exact if it is verified under the distribution that its tokens follow. A winner that was chosen *by its
-tokens* does not follow the distribution of its drafter: of two samples from (.5, .5), with ties to the lower id, the
-winner follows (.75, .25). So there are two methods:
+A draft is exact if it is verified under the distribution that its tokens follow. A winner that was chosen *by its tokens*
+does not follow the distribution of its drafter: of two samples from (.5, .5), with ties to the lower id, the winner
+follows (.75, .25). So there are two methods:
 
-`VotingDrafter` lets all parts draft and takes the tokens with the largest weight of votes. The winner is verified as a
-one-hot proposal: it is accepted with the target's probability of it, however it was chosen.
+`VotingDrafter` lets all parts draft and takes the tokens with the most votes. The winner is verified as a one-hot
+proposal: it is accepted with the target's probability of it, however it was chosen.
 
-`ChoosingDrafter` chooses one part for each row from past rounds alone, before anything is sampled. So the tokens follow
-the distribution of that part and are verified under it. A part that proposes nothing leaves the row to the next part:
-whether a first token is drafted is known before it is sampled.
+`ChoosingDrafter` chooses a part for each row from past rounds alone, before anything is sampled. So the tokens are
+verified under the distribution of that part. If the part proposes nothing, the next part drafts: whether a first token
+is drafted is known before it is sampled.
 
-Each part has its own state, weights and counts of accepted tokens. If another draft was accepted, the state of a part
-holds its own tokens instead of the emitted ones. So ``seen_BP`` counts the tokens that the state of each part covers, and
-the part reads the missing ones before it drafts again, as after a pause (`specsamp.decoding.drafter.catch_up`).
+Each part has its own state, weights and counts. After a round with another draft, the state of a part lacks the emitted
+tokens. ``seen_BP`` counts the tokens that the state covers, and the part reads the missing tokens before it drafts again
+(`specsamp.decoding.drafter.catch_up`).
 
-An emitted token counts for every part that proposed it and all tokens before it. The counts decay, so that a part that
-was not asked for long is expected to do well again.
+An emitted token counts for every part that proposed it and all tokens before it. The counts decay, so that after a long
+pause a part is expected to do well again.
 """
 
 from __future__ import annotations
@@ -71,23 +71,16 @@ class CombinedDraft(Draft):
 
 @dataclasses.dataclass(frozen=True)
 class CombinedDrafter(DrafterHooks, Drafter):
-    """Holds several drafters of the same K and counts their accepted tokens; subclasses combine the drafts into one.
+    """Holds drafters of chains with the same K, and counts their accepted tokens; subclasses combine the drafts.
 
-    If the pair has a draft model or a head, every part with parameters gets ``Pair.draft_params``. Parts with different
-    models need a pair without both, whose ``draft_params`` are a tuple with one entry per part: None for parts without
-    parameters.
-
-    Attributes:
-      parts: one or more drafters of chains, with the same K.
-
-    Raises:
-      ValueError: naming the value and the fix.
+    Parts with parameters share ``Pair.draft_params``. Parts with different models need a pair without a draft model and
+    without a head, whose ``draft_params`` are a tuple with one entry for each part: None for a part without parameters.
     """
 
     parts: tuple[Drafter, ...]
 
-    trust = 0.3  # the weight, in rounds, of the initial expectation that all K tokens of a part are accepted
-    decay = 0.9  # the factor by which the counts of earlier rounds shrink in every round
+    trust = 0.3  # rounds that the initial expectation counts for: that all K tokens of a part are accepted
+    decay = 0.9  # of the counts of earlier rounds, in every round
 
     def __post_init__(self):
         if isinstance(self.parts, list):
@@ -133,22 +126,23 @@ class CombinedDrafter(DrafterHooks, Drafter):
     def of_length(self, K: int) -> CombinedDrafter:
         return dataclasses.replace(self, parts=tuple(with_length(part, K) for part in self.parts))
 
-    def max_draft_length(self, state: CombinedState, prefix: Prefix) -> Array | None:
-        most = [hooks_of(part).max_draft_length(own, prefix) for part, own in zip(self.parts, state.parts)]
-        return None if any(most_B is None for most_B in most) else functools.reduce(jnp.maximum, most)
+    def draft_lengths(self, state: CombinedState, prefix: Prefix) -> Array | None:
+        able = [hooks_of(part).draft_lengths(own, prefix) for part, own in zip(self.parts, state.parts)]
+        return None if any(able_B is None for able_B in able) else functools.reduce(jnp.maximum, able)
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         takers = {(type(part), part.weights_key) for part in self.parts if type(part).prepare is not Drafter.prepare}
+        count = len(self.parts)
         if isinstance(draft_params, tuple):
-            if draft is not None or len(draft_params) != len(self.parts):
+            if draft is not None or len(draft_params) != count:
                 raise ValueError(
-                    f"draft_params are a tuple of {len(draft_params)} for {len(self.parts)} drafters: give one entry for each, "
-                    "None for those without, and leave out the pair's draft"
+                    f"draft_params are a tuple of {len(draft_params)} for {count} drafters: give one entry for each, None "
+                    "for those without, and leave out the pair's draft"
                 )
         elif len(takers) > 1:
             raise ValueError(
-                f"{len(takers)} of the drafters have parameters of their own, and the pair's draft_params are those of one: "
-                f"make draft_params a tuple of {len(self.parts)}, and leave out the pair's draft and head"
+                f"{len(takers)} of the drafters have different parameters: make draft_params a tuple of {count}, and leave "
+                "out the pair's draft and head"
             )
         for part, own in zip(self.parts, self._own_params(draft_params)):
             part.check(target, draft, own)
@@ -225,12 +219,12 @@ class CombinedDrafter(DrafterHooks, Drafter):
     def ask(
         self, i: int, memory: Memory, weights: Weights, prefix: Prefix, sample: Sampler, asks_B: Array
     ) -> tuple[Draft, Memory]:
-        """Catches part i up on the requesting rows, then lets it draft."""
+        """Lets part i read the tokens that it missed in the rows of ``asks_B``, and draft."""
         part, own = self.parts[i], _weights_of(weights, i)
         (state, seen_B, cache), lengths_B = memory, prefix.lengths_B
         seen_B = jnp.minimum(seen_B, lengths_B)  # a stop or the budget may have cut the last round
         if hooks_of(part).falls_behind:
-            # Only the counts of requesting rows change, so that no count depends on other rows.
+            # Only the counts of the rows of asks_B change, so that no count depends on other rows.
             state, _ = catch_up(
                 part, own, state, prefix, seen_B, lambda seen_B: sample.any(asks_B & (seen_B < lengths_B - 2))
             )
@@ -254,7 +248,7 @@ class VotingDrafter(CombinedDrafter):
     with the larger weight always wins, and with sampled tokens `ChoosingDrafter` then loses less acceptance.
 
     Attributes:
-      weighted: whether the vote of a part is its expected number of accepted tokens; else all votes are equal.
+      weighted: whether the vote of a part weighs as much as its expected number of accepted tokens; else all votes are equal.
     """
 
     weighted: bool = True
@@ -273,10 +267,7 @@ class VotingDrafter(CombinedDrafter):
         weights_BP = self.expected(state) if self.weighted else jnp.ones_like(state.rounds_BP)
         tokens_BK, num_drafted_B = vote(proposed_BPK, num_proposed_BP, weights_BP)
         draft = CombinedDraft(
-            tokens_BK=tokens_BK,
-            num_drafted_B=num_drafted_B,
-            proposed_BPK=proposed_BPK,
-            num_proposed_BP=num_proposed_BP,
+            tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, proposed_BPK=proposed_BPK, num_proposed_BP=num_proposed_BP
         )
         return draft, state.with_parts(memories), cache
 
@@ -285,7 +276,7 @@ class VotingDrafter(CombinedDrafter):
 class ChoosingDrafter(CombinedDrafter):
     """Drafts with the part of the most expected tokens per time; if it proposes nothing, with the next part that does.
 
-    A part runs only if some row asks it. So put parts first that cost nothing or often propose nothing.
+    A part runs only if some row needs it. So put parts first that cost nothing or often propose nothing.
 
     Attributes:
       costs: the time of a round with each part, in any unit; None: all equal.
@@ -303,7 +294,7 @@ class ChoosingDrafter(CombinedDrafter):
                 validate.number(f"costs[{i}]", cost, 0, above=True)
 
     def choose(self, state: CombinedState) -> Array:
-        """Returns the index of the part that each row asks first, int32 ``[B]``, from past rounds alone."""
+        """Returns the index of each row's first part, int32 ``[B]``, from past rounds alone."""
         costs_P = jnp.asarray(self.costs or (1.0,) * len(self.parts), jnp.float32)
         return jnp.argmax((1 + self.expected(state)) / costs_P[None, :], axis=1).astype(jnp.int32)
 
