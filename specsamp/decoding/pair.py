@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Pair:
-    """Target and draft with their parameters, and the tokenizer that both share.
+    """Target and draft with their parameters, and the tokenizer that they share.
 
     Attributes:
       target, target_params: the model whose distribution is sampled.
@@ -50,12 +50,11 @@ class Pair:
         without a model are for the ``prepare`` of your own drafter.
       head: drafts from the target's hidden states instead of a draft model, with the parameters ``draft_params``.
       tokenizer: the target's; None: prompts are token ids, and completions have no text.
-      draft_tokenizer: the draft's, which is compared with the target's.
       stop: default ids that end a text; None: the tokenizer's end of text.
       shards: the split of rows over devices; see `specsamp.mesh`.
 
     Raises:
-      ValueError: vocabularies or tokenisers differ; the message says where.
+      ValueError: a part has the wrong type, or vocabularies differ.
     """
 
     target: LanguageModel
@@ -64,7 +63,6 @@ class Pair:
     draft_params: Any = None
     head: FeatureHead | None = None
     tokenizer: Tokenizer | None = None
-    draft_tokenizer: Tokenizer | None = None
     stop: tuple[int, ...] | None = None
     shards: DataShards = DataShards()
     _fitted: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
@@ -84,16 +82,13 @@ class Pair:
                 raise ValueError(f"the {name} must be hashable, such as a frozen dataclass without arrays") from error
         if self.target_params is None:
             raise ValueError("target_params is None: give the target's parameters, () for a model that has none")
-        for name, tokenizer in (("tokenizer", self.tokenizer), ("draft_tokenizer", self.draft_tokenizer)):
-            if isinstance(tokenizer, str):
-                raise ValueError(f"the {name} must be an object such as JsonTokenizer(text); got {tokenizer!r}")
+        if isinstance(self.tokenizer, str):
+            raise ValueError(f"the tokenizer must be an object such as JsonTokenizer(text); got {self.tokenizer!r}")
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.target.vocab_size:
             raise ValueError(
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens but the target's vocabulary only "
                 f"{self.target.vocab_size}: they do not belong together"
             )
-        if self.tokenizer is not None and self.draft_tokenizer is not None:
-            _check_same_tokens(self.tokenizer, self.draft_tokenizer)
         if self.head is not None:
             self._check_head()
         if self.draft is None:
@@ -102,10 +97,8 @@ class Pair:
             raise ValueError("a draft model was given without draft_params")
         if self.draft.vocab_size != self.target.vocab_size:
             raise ValueError(
-                f"draft vocabulary {self.draft.vocab_size} != target vocabulary {self.target.vocab_size}: "
-                f"first difference at id {min(self.draft.vocab_size, self.target.vocab_size)}, which only the "
-                f"{'draft' if self.draft.vocab_size > self.target.vocab_size else 'target'} has; "
-                "use a draft trained with the target's tokenizer"
+                f"draft vocabulary {self.draft.vocab_size} != target vocabulary {self.target.vocab_size}: use a draft trained "
+                "with the target's tokenizer"
             )
 
     def _check_head(self) -> None:
@@ -147,15 +140,3 @@ class Pair:
             draft = drafter.fit_slots(self._prepared[drafts], slots)
             self._fitted[key] = Weights(target=target, draft=draft)
         return self._fitted[key]
-
-
-def _check_same_tokens(target: Tokenizer, draft: Tokenizer) -> None:
-    for index in range(max(target.vocab_size, draft.vocab_size)):
-        ours = repr(target.token(index)) if index < target.vocab_size else "nothing"
-        theirs = repr(draft.token(index)) if index < draft.vocab_size else "nothing"
-        if ours != theirs:
-            raise ValueError(
-                f"draft and target tokenizers differ ({draft.vocab_size} and {target.vocab_size} tokens): first "
-                f"difference at id {index}, {theirs} in the draft and {ours} in the target; "
-                "use a draft trained with the target's tokenizer"
-            )

@@ -1,10 +1,10 @@
 """Draws a token from weights by inverse CDF, with a two-level cumulative sum.
 
 The vocabulary is cut into blocks. The first of a draw's two uniforms chooses a block by the block
-sums, the second a token within it. A float32 uniform has 23 random bits: a single one for the whole
+sums, the second a token within it. A float32 uniform has 23 random bits: a single uniform for the whole
 vocabulary would round every token's probability to a multiple of 2^-23, together an error of up to
 V * 2^-24 in total variation; two keep 23 bits *per level* (tests/sampling/test_draw.py measures both).
-A Gumbel draw needs a random number per token, so only the coupled rule, which depends on it, uses one.
+Gumbel noise takes a random number per token of the vocabulary, so only the coupled rule uses it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """Types of acceptance rules, which decide which drafted tokens stay and which token follows them.
 
-The rules themselves are in `rejection`, `coupled` and `lossy`.
+The rules are in `rejection`, `coupled` and `lossy`.
 
-A rule sees the drafted tokens ``d_1 .. d_K``, the draft's distributions ``p_1 .. p_K`` they were drawn from,
-and the target's distributions ``q_1 .. q_{K+1}`` (``q_i`` and ``p_i`` condition on ``d_1 .. d_{i-1}``). It keeps
-``n`` drafted tokens and appends one of the target's: a *correction* if ``n`` is short of what was
-drafted, a *bonus* otherwise.
+A rule sees the drafted tokens ``d_1 .. d_K``, the draft's distributions ``p_1 .. p_K`` that they were drawn from, and the
+target's distributions ``q_1 .. q_{K+1}`` (``q_i`` and ``p_i`` condition on ``d_1 .. d_{i-1}``). It keeps ``n`` drafted
+tokens and appends a token of the target: a *correction* if ``n`` is less than the number of drafted tokens, else a *bonus*.
 
-A chain is a tree whose ``parents_BK`` is None. None is static structure, so what trees need is never traced for
-chains. Three numbers that coincide for chains are kept apart: *nodes* (K; scored rows, slots), *depth* (the most
-tokens that can be accepted; statistics, emitted tokens) and the rows of ``log_probs_BRV`` (one for each node that
-has children).
+A chain is a tree whose ``parents_BK`` is None. None is static structure, so chains trace nothing for trees. Three numbers
+are equal for chains and differ for trees: *nodes* (K; scored rows, slots), *depth* (the largest number of accepted tokens)
+and the rows of ``log_probs_BRV`` (one for each node with children).
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ Array = jax.Array
 class Draft:
     """A drafter's proposal for one round: K nodes. Scored row 0 is the pending token, row i is node i.
 
-    Nodes are in topological order, siblings in the order in which they were drawn, so that the first
-    ``num_drafted_B`` nodes are a tree whatever the number.
+    Nodes are in topological order, siblings in the order in which they were drawn. So the first ``num_drafted_B`` nodes
+    are always a tree.
     """
 
     tokens_BK: Array  # int32
@@ -43,7 +41,7 @@ class Draft:
     log_probs_BRV: Array | None = None
     parents_BK: Array | None = None  # int32, the scored row of each node's parent; None: a chain, 0, 1, .., K-1
     depth: int | None = dataclasses.field(default=None, metadata={"static": True})  # None: K
-    scores_BK: Array | None = None  # float32, log-probabilities that are no sampling distribution; lossy rules only
+    scores_BK: Array | None = None  # float32, log-probabilities of tokens that were not sampled; for lossy rules
 
     @property
     def is_drafted_BK(self) -> Array:
@@ -125,7 +123,7 @@ class Rule(Protocol):
 
     Attributes:
       exact: whether emitted tokens follow the target's distribution.
-      metered: whether its verdicts have a meter, as those of lossy rules should.
+      metered: whether its verdicts have a meter; True for lossy rules.
       draft_independent: whether the text is the same for every draft.
     """
 
@@ -142,7 +140,7 @@ class Rule(Protocol):
           log_probs_BV: the draft's distribution, warped and normalised.
           keys: of the round.
           node: index of the drafted node, 0 for the first: the address of independent noise.
-          depth: tokens between the pending one and this one: the address of noise that belongs to a position.
+          depth: number of drafted tokens before this token: the address of noise that belongs to a position.
           drafter: index, where several draft in one round.
         """
 

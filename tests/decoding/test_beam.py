@@ -158,7 +158,6 @@ def test_a_row_searches_alone():
         return drafter.propose(weights, state.drafter_state, prefix, state.cache, sample)[0]
 
     draft = propose(jnp.asarray(wanted))
-    assert draft.num_drafted_B.tolist() == wanted
     for row, (prompt, length) in enumerate(zip(TEXTS, wanted)):
         tokens, scores = search(LOGITS, plain, prompt, 4, length)
         assert draft.tokens_BK[row, :length].tolist() == list(tokens)

@@ -45,20 +45,11 @@ class WithoutHash(CountingLM):
     __hash__ = None
 
 
-class OtherBytes(ByteTokenizer):
-    def token(self, index):
-        return "X" if index == 31 else super().token(index)
-
-
 @pytest.mark.parametrize(
     "parts, message",
     [
-        (
-            dict(draft=CountingLM(vocab_size=200), draft_params=()),
-            "draft vocabulary 200 != target vocabulary 257.* id 200",
-        ),
+        (dict(draft=CountingLM(vocab_size=200), draft_params=()), "draft vocabulary 200 != target vocabulary 257"),
         (dict(target=CountingLM(vocab_size=200), tokenizer=ByteTokenizer()), "tokenizer has 257 tokens.* 200"),
-        (dict(tokenizer=ByteTokenizer(), draft_tokenizer=OtherBytes()), "first difference at id 31, 'X' in the draft"),
         (dict(draft=CountingLM()), "without draft_params"),
         (dict(target=object()), "target.*LanguageModel; got <object"),
         (dict(target=WithoutHash()), "the target must be hashable"),
@@ -137,8 +128,6 @@ def test_missing_parts_are_named():
         generate(alone, [[1]], 4)
     with pytest.raises(ValueError, match="needs a tokenizer in the pair"):
         generate(alone, ["a"], 4, draft_length=0)
-    with pytest.raises(ValueError, match="without draft_params"):
-        Pair(target=CountingLM(), target_params=(), draft=CountingLM())
     with pytest.raises(ValueError, match="rounds_per_chunk must be an integer >= 1"):
         stream(alone, [[1]], 4, rounds_per_chunk=0)
     for pair in (None, "python"):

@@ -6,9 +6,9 @@ joint probabilities of the proposal under the target and under the draft, which 
     drafter = BeamDrafter(pair.draft, K=4, beams=4)
     completions = generate(pair, prompts, drafter=drafter, rule=JointThreshold(0.5), sampling=chain(temperature(1.0)))
 
-Nothing is sampled: the proposal is a function of the sequence. So an exact rule verifies it as one-hot and stays exact,
-as for prompt lookup. It accepts the first token with the target's probability of it, whereas a sampled token is accepted
-with ``sum min(p, q)``.
+Nothing is sampled: the proposal is a function of the sequence. So an exact rule verifies it as one-hot, as for prompt
+lookup. It accepts the first token with the target's probability of it; a sampled token is accepted with
+``sum min(p, q)``.
 
 The joint probabilities are those of the warped distributions, after temperature and filters. In a greedy row these are
 one-hot, and the most probable sequence is the draft's greedy chain.
@@ -88,12 +88,9 @@ class BeamDrafter(ModelDrafter):
         # The cache in which the best hypothesis was last extended has read all its tokens but the last, as after a chain.
         best_B = jnp.arange(len(lengths_B)) * beams + found.parents_BW[:, 0]
         state = jax.tree.map(lambda x: jnp.take(x, best_B, axis=0), caches)
-        num_drafted_B = jnp.full_like(lengths_B, self.K)
-        if sample.draft_lengths_B is not None:
-            num_drafted_B = jnp.minimum(num_drafted_B, sample.draft_lengths_B)
         draft = Draft(
+            num_drafted_B=jnp.full_like(lengths_B, self.K),
             tokens_BK=gather_tokens(found.tokens_BWS[:, 0], lengths_B, self.K),
-            num_drafted_B=num_drafted_B,
             scores_BK=found.scores_BWK[:, 0],
         )
         return draft, state, cache
@@ -111,7 +108,7 @@ class BeamDrafter(ModelDrafter):
     def _extend(
         self, found: Hypotheses, logits_BWV: Array, offset: Array | int, lengths_B: Array, sample: Sampler
     ) -> Hypotheses:
-        """Extends all hypotheses by one token and returns the ``beams`` most probable ones."""
+        """Extends all hypotheses by one token and returns the ``beams`` most probable hypotheses."""
         log_probs_BWV = jax.vmap(functools.partial(log_probs, sample.warp), in_axes=1, out_axes=1)(
             logits_BWV, found.warp_state
         )

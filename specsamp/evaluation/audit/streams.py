@@ -65,7 +65,7 @@ def equal_draft(subject: Subject, false_alarm: float) -> Check:
     same = dataclasses.replace(
         subject,
         method=dataclasses.replace(subject.method, drafter=drafter, draft_sampling=None),
-        pair=dataclasses.replace(pair, draft=pair.target, draft_params=pair.target_params, draft_tokenizer=None),
+        pair=dataclasses.replace(pair, draft=pair.target, draft_params=pair.target_params),
     )
     rows = [completion.stats for completion in same.decode()]
     verified, accepted = sum(sum(row.reached) for row in rows), sum(row.accepted for row in rows)
