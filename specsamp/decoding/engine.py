@@ -33,6 +33,7 @@ from specsamp.decoding.request import Request
 from specsamp.decoding.results import RowText
 from specsamp.decoding.state import STOPS_MULTIPLE, DecodeState, RequestBatch, Weights
 from specsamp.models.interface import LanguageModel
+from specsamp.sampling.warp import Warp
 
 Array = jax.Array
 
@@ -189,19 +190,17 @@ class Engine:
             row[: len(request.stops.ids)] = sorted(request.stops.ids)
         has_own_draft = self.idle.draft_sampling is not None
         return RequestBatch.create(
-            sampling=_stack([request.sampling for request in asked]),
-            draft_sampling=_stack([request.draft_sampling for request in asked]) if has_own_draft else None,
+            sampling=self._stack([request.sampling for request in asked]),
+            draft_sampling=self._stack([request.draft_sampling for request in asked]) if has_own_draft else None,
             limits=[0 if request is None else request.limit for request in requests],
             seed=[request.seed for request in asked],
             prompt_ids=[request.prompt_id for request in asked],
             sample_ids=[request.sample_index for request in asked],
             stop_ids=stop_ids_BN,
-            num_tokens=self.pair.num_tokens,
         )
 
-
-def _stack(warps: Sequence[Any]) -> Any:
-    return jax.tree.map(lambda *numbers: np.stack(numbers), *warps)
+    def _stack(self, warps: Sequence[Warp]) -> Warp:
+        return self.pair.full_warp(jax.tree.map(lambda *numbers: np.stack(numbers), *warps))
 
 
 def without_caches(state: DecodeState) -> DecodeState:

@@ -10,6 +10,7 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.state import Weights
 from specsamp.models.interface import LanguageModel
+from specsamp.sampling.warp import Warp, chain, first_tokens
 
 if TYPE_CHECKING:
     from specsamp.models.heads import FeatureHead
@@ -113,11 +114,11 @@ class Pair:
         """Returns the owner of ``draft_params``."""
         return self.head or self.draft
 
-    @property
-    def num_tokens(self) -> int | None:
-        """Returns the number of tokens that the tokenizer knows; None if the target's vocabulary has no padding."""
-        known = self.target.vocab_size if self.tokenizer is None else self.tokenizer.vocab_size
-        return None if known == self.target.vocab_size else known
+    def full_warp(self, warp: Warp) -> Warp:
+        """Returns ``warp`` as `generate` applies it: ids that the tokenizer does not have are excluded."""
+        if self.tokenizer is None or self.tokenizer.vocab_size == self.target.vocab_size:
+            return warp
+        return chain(first_tokens(self.tokenizer.vocab_size), warp)
 
     def weights(self, drafter: Drafter, slots: int) -> Weights:
         """Returns decode-time weights for caches of ``slots`` slots; each model's are prepared once.

@@ -30,7 +30,7 @@ import numpy as np
 from specsamp.decoding.adaptive import AdaptiveState
 from specsamp.sampling.rng import row_keys
 from specsamp.sampling.rules import Meter
-from specsamp.sampling.warp import Warp, chain, first_tokens, for_rows
+from specsamp.sampling.warp import Warp, for_rows
 
 Array = jax.Array
 
@@ -77,7 +77,6 @@ class RequestBatch:
         prompt_ids: Sequence[int] | None = None,
         sample_ids: Sequence[int] | None = None,
         stop_ids: Sequence[int] | np.ndarray = (-1,) * STOPS_MULTIPLE,
-        num_tokens: int | None = None,
     ) -> RequestBatch:
         """Makes the arrays of some rows.
 
@@ -89,20 +88,14 @@ class RequestBatch:
           prompt_ids: the index of each row's prompt in the caller's data set; default 0, 1, 2, ...
           sample_ids: the index of each row among the samples of its prompt; default 0.
           stop_ids: tokens that end any row, or ``[B, N]``, padded with -1.
-          num_tokens: ids from here on are padding of the vocabulary and never sampled; None: there are none.
         """
         count = len(limits)
-
-        def warp_rows(warp: Warp) -> Warp:
-            rows = for_rows(warp, count)
-            return rows if num_tokens is None else chain(for_rows(first_tokens(num_tokens), count), rows)
-
         ids = np.arange(count) if prompt_ids is None else prompt_ids
         samples = np.zeros(count) if sample_ids is None else sample_ids
-        sampling = warp_rows(sampling)
+        sampling = for_rows(sampling, count)
         return cls(
             sampling=sampling,
-            draft_sampling=sampling if draft_sampling is None else warp_rows(draft_sampling),
+            draft_sampling=sampling if draft_sampling is None else for_rows(draft_sampling, count),
             row_keys_B=row_keys(np.asarray(seed, np.uint32), np.asarray(ids, np.int32), np.asarray(samples, np.int32)),
             limits_B=np.asarray(limits, np.int32),
             stop_ids_BN=np.broadcast_to(np.asarray(stop_ids, np.int32), (count, np.shape(stop_ids)[-1])),

@@ -14,17 +14,11 @@ from specsamp.decoding.engine import round_slots, to_host
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Weights
 from specsamp.models.interface import LanguageModel
-from specsamp.sampling.warp import Warp, chain, first_tokens
 
 Array = jax.Array
 
 TOGETHER = 8  # texts per call
 WIDTH_MULTIPLE = 64
-
-
-def full_warp(pair: Pair, warp: Warp) -> Warp:
-    """Returns ``warp`` as `generate` applies it: tokens that the tokenizer does not have are excluded."""
-    return chain(warp) if pair.num_tokens is None else chain(first_tokens(pair.num_tokens), warp)
 
 
 def read_texts(

@@ -28,7 +28,7 @@ from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode
 from specsamp.decoding.state import Weights
-from specsamp.decoding.whole_texts import full_warp, read_texts
+from specsamp.decoding.whole_texts import read_texts
 from specsamp.evaluation.audit.readers import first_logits
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.interface import LayeredModel
@@ -132,7 +132,7 @@ def check_head(
     texts = [text for text in texts if len(text) > 1]
     if not texts:
         raise ValueError("all texts are shorter than 2 tokens, after which a head drafts first: give longer texts")
-    warp = full_warp(pair, chain(temperature(1.0)) if sampling is None else sampling)
+    warp = pair.full_warp(chain(temperature(1.0)) if sampling is None else sampling)
     ways = {CONFIGURED: _Way(pair.head, pair.head.hidden_layers, pair.draft_params)}
     ways |= _other_ways(pair.head, pair.draft_params) if others else {}
     layers = tuple(sorted({layer for way in ways.values() for layer in way.hidden_layers}))

@@ -107,19 +107,6 @@ def test_distribution_of_several_blocks(vocab_size):
     np.testing.assert_allclose(given_block(counts), given_block(distributions), atol=2 / seconds, rtol=0)
 
 
-@pytest.mark.parametrize("vocab_size", [5, 300])
-@pytest.mark.parametrize("shape", [(), (7,), (3, 4)])
-def test_batch_shapes(shape, vocab_size):
-    """[], [B] and [B, T]: each draw is the draw alone."""
-    rng = np.random.default_rng(2)
-    weights = rng.random(shape + (vocab_size,), np.float32)
-    uniforms = rng.random(shape + (2,), np.float32)
-    tokens = drawn(weights, uniforms)
-    assert tokens.shape == shape and tokens.dtype == jnp.int32
-    for at in np.ndindex(shape):
-        assert tokens[at] == drawn(weights[at], uniforms[at])
-
-
 @pytest.mark.parametrize("tiny", [1e-30, 1.2e-38])
 @pytest.mark.parametrize("at", [0, 127, 128, 299])
 def test_a_tiny_weight_alone_is_drawn(at, tiny):

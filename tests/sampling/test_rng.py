@@ -34,16 +34,6 @@ PROMPTS, SAMPLES, STARTS = ids(3, 3, 0, 900_000), ids(0, 1, 1, 7), ids(5, 5, 17,
 OFFSETS = jnp.broadcast_to(jnp.arange(6), (4, 6))
 
 
-def test_the_size_of_the_batch_does_not_matter():
-    all_rows = uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS, Purpose.DRAFT, 0)
-    gumbels = position_gumbels(SEED, PROMPTS, SAMPLES, STARTS, 2)
-    for b in range(4):
-        row = slice(b, b + 1)
-        alone = uniforms(SEED, PROMPTS[row], SAMPLES[row], STARTS[row], OFFSETS[row], Purpose.DRAFT, 0)
-        np.testing.assert_array_equal(alone, all_rows[row])
-        np.testing.assert_array_equal(position_gumbels(SEED, PROMPTS[row], SAMPLES[row], STARTS[row], 2), gumbels[row])
-
-
 def test_the_number_and_place_of_offsets_do_not_matter():
     all_offsets = uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS, Purpose.ACCEPT, 1)
     for offset in (0, 5):

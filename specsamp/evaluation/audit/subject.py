@@ -18,7 +18,6 @@ from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import check_budgets, encode
 from specsamp.decoding.results import Completion
-from specsamp.decoding.whole_texts import full_warp
 from specsamp.evaluation.audit.readers import with_models
 from specsamp.evaluation.audit.teacher import next_logits
 from specsamp.mesh.sharded import ShardedModel, shard_model
@@ -114,7 +113,7 @@ class Subject:
 
     def full_warp(self, warp: Warp) -> Warp:
         """Returns ``warp`` as `generate` applies it: tokens that the tokenizer does not have are excluded."""
-        return full_warp(self.pair, warp)
+        return self.pair.full_warp(warp)
 
     def cast(self, dtype: str) -> Subject | None:
         """Returns the subject with models that compute in ``dtype``; None if the target has no dtype to choose."""
