@@ -4,7 +4,7 @@
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1 --calibration=runs/calibration.json
 
 It measures the memory bandwidth, all-reduces by size and along each axis of the slice, and steps of small decoders
-with random weights. Each step stands beside its fit, and on a TPU beside the forecast from
+with random weights. It shows each step with its fit, and on a TPU with the forecast from
 published measurements. That takes minutes on a TPU, less than one on a CPU. A calibration serves the slice that it was
 measured on: another chip or another shape is refused.
 """
@@ -120,7 +120,7 @@ def small_decoder(scale: Scale, layers: int, devices: int) -> tuple:
 def measured_table(
     chip: str, reached: float, rate: float, sizes: tuple[int, ...], collectives: list, steps: list
 ) -> Table:
-    """Returns the measurements; steps stand beside the fitted calibration and the published forecast."""
+    """Returns the measurements; steps with the fitted calibration and the published forecast."""
     rows = [
         ("bandwidth of a device", f"{reached / 1e9:.3g} GB/s of {rate / 1e9:.3g}", "", ""),
     ]

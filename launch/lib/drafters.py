@@ -30,8 +30,8 @@ class Word:
       make: returns the drafter, given the target, the pair's draft model or head, K, and the number that ``takes`` names.
       draft: "model" or "head", which the pair then must hold; None: only the target is needed.
       takes: the field with a number of the drafter, which stands behind the word in results.
-      drafts: False for plain decoding, whatever K is.
-      compiled: compile reports know the drafter; forecasts from shapes, too, unless it is a head.
+      drafts: False for plain decoding at any K.
+      compiled: True if compile reports have the drafter; forecasts from shapes have it, too, unless it is a head.
     """
 
     make: Callable[[LanguageModel, LanguageModel | FeatureHead | None, int, int | None], Drafter]

@@ -103,7 +103,7 @@ class Study:
     """Describes a study.
 
     Attributes:
-      question: what it asks, in one sentence.
+      question: the question of the study, in one sentence.
       options: its flags by name, in addition to the shared ones.
       config: the default of --config, for a study of a configuration. All functions below but ``prepare`` then find
         the pair in ``options.experiment``, all of them the configuration in ``options.config``.
@@ -203,7 +203,7 @@ def _show(study: Study, found: Mapping[str, Any], options: types.SimpleNamespace
 
 
 def _measured(study: Study, options: types.SimpleNamespace, console: Console) -> Document:
-    """Returns the document with all cells; those that the output lacks are measured now."""
+    """Returns the document with all cells; cells that the output lacks are measured now."""
     keys = [report.as_json(key) for key in study.cells(options)]
     results = grid.Results.open(options.output, _identity(study, options))
 
@@ -226,7 +226,7 @@ def _identity(study: Study, options: types.SimpleNamespace) -> dict[str, Any]:
 
 
 def whole(document: Document) -> Document:
-    """Returns a document as tables read it: the fields of a single cell stand beside the header."""
+    """Returns a document as tables read it: the fields of a single cell join those of the header."""
     cells = document.get("cells", ())
     if len(cells) != 1 or cells[0].get("key") != {}:
         return document

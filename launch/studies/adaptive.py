@@ -1,4 +1,4 @@
-"""Measures what a draft length that adapts costs and gains beside plain decoding and beside every fixed length.
+"""Compares draft lengths that adapt with plain decoding and with every fixed length.
 
     python launch/study.py adaptive --prompts=notebooks/results/python_prompts.json --output=runs/python_adaptive.json
 
@@ -44,7 +44,7 @@ def cells(options: Any) -> list[Mapping[str, Any]]:
 
 
 def split(prompts: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns the prompts that calibrate, every fifth, and those that are measured."""
+    """Returns the prompts for calibration, every fifth, and the prompts for measurement."""
     return tuple(prompts[::5]), tuple(prompt for at, prompt in enumerate(prompts) if at % 5)
 
 

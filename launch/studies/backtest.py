@@ -35,7 +35,7 @@ def measure(options, key, say) -> dict[str, Any]:
 
 
 def checks_of(document: Document) -> list[Document]:
-    """Reads the checks of a result, with their bands; older files say what follows from each beside it."""
+    """Reads the checks of a result, with their bands; older files nest them."""
     checks = [check.get("check", check) for check in document["checks"]]
     return [{**check, "band": Band(**check["forecast"])} for check in checks]
 

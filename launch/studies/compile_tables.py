@@ -71,7 +71,7 @@ def slices(document: Document) -> Table:
 
 
 def heads(document: Document) -> Table:
-    """Returns what a draft and a round take with a head or an early exit, beside a draft model."""
+    """Returns the costs of drafts and rounds with a head or an early exit, next to a draft model."""
     rows = []
     for name, answer in answers(document):
         topology, programs = name["topology"], answer["programs"]

@@ -91,7 +91,7 @@ def error_table(document: Document) -> Table:
 
 
 def speed_table(document: Document) -> Table:
-    """Returns the milliseconds of a call by what is in int8, beside float32 in the same turns."""
+    """Returns the milliseconds of a call in int8, compared with float32 in the same turns."""
     rows, lengths = [], list(document["models"]["random"]["settings"]["float32"]["calls"])
     for model, found in document["models"].items():
         for setting, of_setting in found["settings"].items():

@@ -1,4 +1,4 @@
-"""Measures what lossy rules gain, beside the bias that they meter: a curve for each rule, and exact rules at zero.
+"""Measures the gain of lossy rules and the bias that they meter: a curve for each rule, and exact rules at zero.
 
     python launch/study.py lossy --output=runs/python_lossy.json --figures=runs
     python launch/study.py lossy --rules=token,ears:0.3,bounded:0.01:ears:1 --prompt_count=2 --config.max_new_tokens=32

@@ -150,7 +150,7 @@ def summary(speedup: Document, grid: Document, audit: Document, agreement: Docum
 
 
 def cpu_of(document: Document) -> str:
-    """Returns where a result was measured: "2 CPU cores (AMD EPYC)"; older files do not know the CPU."""
+    """Returns where a result was measured: "2 CPU cores (AMD EPYC)"; older files do not name the CPU."""
     environment = (document if "environment" in document else document["cells"][0])["environment"]
     cpu = environment.get("cpu")
     return f"{environment['cores']} CPU cores" + (f" ({cpu})" if cpu else "")

@@ -1,4 +1,4 @@
-"""Autoregressive decoding beside Hugging Face transformers: a model of the same shape, in turn, in one process.
+"""Compares autoregressive decoding with Hugging Face transformers: a model of the same shape, in turn, in one process.
 
     pip install torch transformers
     python launch/study.py transformers --output=runs/python_pair_transformers.json

@@ -44,7 +44,7 @@ class PhaseTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundSplit:
-    """One round of the speculative loop by scope, and a round of the autoregressive loop beside it.
+    """One round of the speculative loop by scope, and a round of the autoregressive loop for comparison.
 
     The five parts are ``draft_model``, ``draft_sampling``, ``score``, ``verify``, ``commit``.
     """

@@ -37,7 +37,7 @@ SECONDS = 4.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallCosts(Costs):
-    """A round scores K + 1 positions, interpolated between those that were timed, and drafts K tokens at equal cost.
+    """A round scores K + 1 positions, interpolated between timed numbers of positions, and drafts K tokens at equal cost.
 
     Attributes:
       target_ms: milliseconds of the target's call, by scored positions.

@@ -83,7 +83,7 @@ class CostTable(Costs):
 
 @dataclasses.dataclass(frozen=True)
 class PerCall(Costs):
-    """A round takes ``target_ms + K * draft_ms`` (as in Chen et al., arXiv 2302.01318), whatever the batch and context."""
+    """A round takes ``target_ms + K * draft_ms`` (as in Chen et al., arXiv 2302.01318) at every batch and context."""
 
     target_ms: float
     draft_ms: float

@@ -3,7 +3,7 @@
     results = Results.open("results.json", {"pair": ..., "config": ...})
     measure_cells([{"key": key} for key in keys], lambda number, say: measure(keys[number]), results)
 
-A file belongs to one identity: pair, configuration, device, machine. Cells are told apart by their key. A cell that the
+A file belongs to one identity: pair, configuration, device, machine. A cell is identified by its key. A cell that the
 file holds is measured again only with ``again``, and then replaces the old one; so a grid may be measured in several
 runs. A file that holds anything else is refused and left alone. A cell that runs out of memory is recorded as such.
 
@@ -44,7 +44,7 @@ SIDES = ("autoregressive", "speculative")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A method and a batch that are measured beside plain decoding."""
+    """A method and a workload, measured in turn with plain decoding."""
 
     key: Key
     method: Method
@@ -52,7 +52,7 @@ class Cell:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Returns what a file says of the cell, beside what is measured."""
+        """Returns the fields of a cell's record other than its measurement."""
         counts = {name: getattr(self.workload, name) for name in ("repeats", "prompt_length", "max_new_tokens", "seed")}
         return {"key": dict(self.key), "exact": self.method.exact, "workload": counts}
 
@@ -158,7 +158,7 @@ def measure_cells(
       progress: gets a line on the cell that is being measured.
     """
     now = {}
-    # All processes must measure the same cells, whatever files they see.
+    # All processes must measure the same cells, also where they see different files.
     missing = from_first(lambda: [i for i, cell in enumerate(cells) if again or results.find(cell["key"]) is None])
     for count, number in enumerate(missing, 1):
         key = cells[number]["key"]

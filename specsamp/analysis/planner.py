@@ -25,7 +25,7 @@ from specsamp.analysis.costs import Costs
 
 DRAFT_LENGTHS = tuple(range(13))
 LONGEST = 1024  # draft length: beyond any that could pay
-DRAWS = 8000  # sequences whose rounds are drawn to know the slowest
+DRAWS = 8000  # sequences that are drawn to estimate the rounds of the slowest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

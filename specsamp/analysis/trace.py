@@ -130,7 +130,7 @@ class Profiled:
 
 
 def middle_rounds(decoder: TimedDecoder) -> tuple[int, int]:
-    """Returns how many rounds are run before those that are timed, and how many are timed; together they end no text."""
+    """Returns the number of warm-up rounds and of timed rounds; together they end no text."""
     most = max((decoder.workload.max_new_tokens - 1) // (decoder.engine.loop.depth + 1), 1)
     warm = min(most - 1, WARM_ROUNDS)
     return warm, min(most - warm, ROUNDS)
@@ -212,7 +212,7 @@ def operations(profile: Any) -> list[Operation]:
                 name = event.name.partition(" = ")[0].removeprefix("%")
                 found.append((next(inside, ""), name, event.start_ns, event.end_ns))
             continue
-        with warnings.catch_warnings():  # the type of these, made by C++, lacks what Python 3.12 asks of types
+        with warnings.catch_warnings():  # their type, made in C++, lacks an attribute that Python 3.12 requires
             warnings.simplefilter("ignore", DeprecationWarning)
             events = [(event, dict(event.stats)) for line in plane.lines for event in line.events]
         ends = {(event.name, stats.get("_c")): event.start_ns for event, stats in events}

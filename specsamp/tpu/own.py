@@ -136,7 +136,7 @@ def fit_own(
     base = Calibration(efficiency=min(reached / rate, 1.0), call_ms=0.0, layouts=1, points=len(steps))
     if collectives:
         crossed = [hops(one.chips) for one in collectives]
-        if len(set(crossed)) == 1:  # what a hop takes cannot be told from what a collective takes
+        if len(set(crossed)) == 1:  # the time of a hop cannot be separated from that of a collective
             crossed = [0] * len(crossed)
         wires = [wire_ms(2 * one.bytes, one.chips, link_rate) * 1e3 for one in collectives]
         times, columns = [one.microseconds for one in collectives], [(1.0, *each) for each in zip(crossed, wires)]

@@ -26,7 +26,7 @@ class Memory:
 
     arguments: int  # weights, tables, state
     temporaries: int
-    outputs: int  # without those that reuse the memory of arguments
+    outputs: int  # except outputs that reuse the memory of arguments
     code: int = 0
     capacity: int
 

@@ -86,7 +86,7 @@ class Programs:
         return _size(weights), _size((self.cache(self.target), self.draft_cache()))
 
     def draft_weights(self) -> Any:
-        """Returns the shapes of the weights that a round drafts with, beside the target's, sharded."""
+        """Returns the shapes of the draft's own weights in a round, sharded."""
         if self.inside:
             return None
         return self.weights(self.draft) if self.head is None else self.weights(self.draft)["head"]
@@ -122,7 +122,7 @@ class Programs:
         request = self._by_rows(
             jax.eval_shape(lambda: RequestBatch.create(sampling=self.sampling, limits=[self.slots] * self.batch))
         )
-        # Sharded models ask for the devices of their mesh even where only shapes are wanted.
+        # Sharded models use the devices of their mesh even to compute shapes.
         bare = dataclasses.replace(
             loop,
             target=self.target.model,

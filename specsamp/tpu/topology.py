@@ -99,7 +99,7 @@ def described_mesh(
         options |= {"chips_per_host_bounds": (1, 1, 1)}
     try:
         described = topologies.get_topology_desc(topology.replace("v7x", "tpu7x"), platform="tpu", **options)
-    except Exception as error:  # whatever libtpu raises for a shape that it refuses
+    except Exception as error:  # libtpu raises several kinds for shapes that it refuses
         if isinstance(error, RuntimeError) and ("not installed" in str(error) or "libtpu" in str(error)):
             missing = "no libtpu here: pip install libtpu; it exists for Linux on x86-64 only"
             raise ValueError(missing) from error

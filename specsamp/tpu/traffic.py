@@ -179,7 +179,7 @@ class Tally:
         return read, written
 
     def taken(self, computation: str) -> list[float]:
-        """Returns how many bytes of each parameter a fused computation reads; inf of one of which it may read all."""
+        """Returns how many bytes of each parameter a fused computation reads; inf if it may read all of them."""
         inner = self.module.computations[computation]
         users: dict[str, list[tuple[Instruction, int]]] = collections.defaultdict(list)
         for user in inner.values():
