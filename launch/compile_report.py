@@ -9,8 +9,8 @@
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
 The shape of a head is that of its folder, or of the published checkpoint of its target; any other head has the shape of
-EAGLE-3, with the 32,000 likeliest tokens. The mesh has all devices of the topology: ``config.mesh.data`` data shards, and
-the devices of a shard hold one replica of the target together. All numbers are compiler estimates: nothing runs.
+EAGLE-3, with the 32,000 likeliest tokens. The mesh has all devices of the topology: ``config.mesh.data`` data shards,
+and the devices of a shard hold one replica of the target together. All numbers are compiler estimates: nothing runs.
 """
 
 import dataclasses

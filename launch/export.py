@@ -11,7 +11,8 @@
 A pair stores both models in int8; the cost of that on held-out text is measured and printed.
 
 An EAGLE-3 head is written in the format of speculators, which other engines read; a Medusa head with the names of its
-authors' tensors, and an MTP module with the names of MiMo's. `load_pair(..., draft="head")` finds the head in the folder ``head`` of its pair.
+authors' tensors, and an MTP module with the names of MiMo's. `load_pair(..., draft="head")` finds the head in the
+folder ``head`` of its pair.
 
 A model becomes a folder that Hugging Face transformers loads. A public checkpoint becomes an Orbax folder, of which every
 device of any mesh reads just its part: `--config=configs/hf.py:gs://BUCKET/llama-70b,gs://BUCKET/llama-1b`. With --model=N

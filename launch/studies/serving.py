@@ -4,7 +4,8 @@
     python launch/study.py serving --ask=endpoint --max_new_tokens=128
 
 batches: rounds and time of fixed batches, which wait for their slowest row, and of the queue.
-endpoint: latencies of clients of launch/serve.py on the server's machine; each sends a request as soon as it is answered.
+endpoint: latencies of clients of launch/serve.py on the server's machine; each sends a request as soon as it is
+answered.
 """
 
 import json
