@@ -66,7 +66,7 @@ class DataShards:
 
 
 def constrain(tree: Any, shardings: Any) -> Any:
-    """Applies `jax.lax.with_sharding_constraint`, also inside `jax.shard_map`, which has a mesh of its own."""
+    """Applies `jax.lax.with_sharding_constraint`, also inside `jax.shard_map`, where another mesh holds."""
     if not jax.sharding.get_abstract_mesh().empty:
         shardings = jax.tree.map(lambda sharding: sharding.spec, shardings)
     return jax.lax.with_sharding_constraint(tree, shardings)

@@ -233,7 +233,7 @@ class Loop:
     def _rounds_by_width(
         self, weights: Weights, request: RequestBatch, goes_on: Callable[[_Carry], Array], carry: _Carry
     ) -> _Carry:
-        """Runs rounds of each width in turn, from narrow to wide, each while it is the smallest one that fits."""
+        """Runs rounds of each width in turn, from narrow to wide, each while it is the smallest width that fits."""
 
         def longest(state: DecodeState) -> Array:
             return self.shards.max(jnp.max(jnp.where(state.running_B, state.adaptive_state.draft_lengths_B, 0)))

@@ -49,7 +49,7 @@ class Finish(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Decode-time weights, which travel beside the static objects."""
+    """Decode-time weights of target and drafter."""
 
     target: Any
     draft: Any = None

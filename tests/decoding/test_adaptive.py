@@ -1,4 +1,4 @@
-"""Draft lengths that adapt: exact whatever they depend on, as long as no token decides about itself."""
+"""Adaptive draft lengths: texts are exact as long as no token decides whether it is submitted."""
 
 import dataclasses
 import math
@@ -46,9 +46,9 @@ def test_the_coupled_rule_writes_what_it_writes_without_a_draft(restless):
 
 
 def test_a_row_paces_itself_alone(monkeypatch):
-    """Checks that beside others, and under other widths, a row drafts the same lengths and writes the same text.
+    """Drafts the same lengths and writes the same text in a batch, and under other widths.
 
-    So it is where all that depends on the number of rows is given.
+    The numbers whose defaults depend on the batch size are given.
     """
     adaptive = Adaptive(lengths=(0, 1, 2), costs_ms=(1, 1.55, 2.0), usual=2, decay=0.8, pause=2, trust=0.3, margin=0)
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
@@ -80,7 +80,7 @@ def test_after_a_pause_as_much_is_accepted(drafter, catches_up):
 
 
 def wanted_after(adaptive, rounds, rows=1):
-    """What a row wants at first, and after each of some rounds of ``(drafted, accepted)`` tokens."""
+    """Returns the draft lengths of a row: at first, and after each of some rounds of ``(drafted, accepted)`` tokens."""
     policy = adaptive.for_batch(rows)
     state = policy.begin(jnp.full(rows, 9), False)
     learn, wanted = jax.jit(policy.learn), [int(state.draft_lengths_B[0])]
@@ -107,7 +107,7 @@ def test_the_length_has_the_most_tokens_per_time():
 
 
 def test_a_row_of_several_keeps_to_the_length_of_all_until_a_shorter_one_is_clearly_better():
-    """A round is as wide as the row that wants most: alone, the same row goes up as soon as that pays."""
+    """A round is as wide as its longest draft: alone, the same row drafts more as soon as that pays."""
     adaptive = Adaptive(lengths=(0, 1, 4), costs_ms=(1, 2.1, 3.0), usual=1, acceptance=0.9)
     accepted, rejected = [(1, 1)] * 12, [(1, 0)] * 30
     assert wanted_after(adaptive, accepted)[-1] == 4 and set(wanted_after(adaptive, accepted, rows=2)) == {1}
@@ -125,7 +125,7 @@ def test_lengths_suit_the_rows_that_are_decoded_together():
     for prompts, batch in ((5, 2), (1, 8), (1, None)):
         requests = make_requests(pair, method, [[1]] * prompts, 4)
         chosen.append(Engine.create(pair, method, requests, batch=batch).loop.adaptive)
-    chosen.append(Service(pair, method, rows=1, context=32)._engine.loop.adaptive)  # beside a row that is only read
+    chosen.append(Service(pair, method, rows=1, context=32)._engine.loop.adaptive)  # another row is only read
     assert [(one.pause, one.longest) for one in chosen] == [(32, 2), (128, 2), (16, 8), (16, 8)]
 
 

@@ -1,4 +1,4 @@
-"""A draft by beam search: it is what a search by hand finds, exact as a certain proposal, and knows what was written."""
+"""Drafts by beam search: those of a search by hand, exact as one-hot proposals, with a cache of the emitted tokens."""
 
 import dataclasses
 
@@ -146,7 +146,7 @@ def test_its_cache_holds_the_text(beam):
 
 
 def test_a_row_searches_alone():
-    """Drafts alike where lengths adapt: a round may be wider than a row wants: it searches as it would in a round of its own width."""
+    """Searches with adaptive lengths as in a round of each row's length, though the round is wider."""
     drafter = BeamDrafter(TableLM(SIZE), K, beams=4)
     _, weights, state = first_state(drafter, TABLE, TEXTS, FULL)
     wanted = [K - 1, 1, K - 1, 2, K]

@@ -99,7 +99,7 @@ def copied_caches(text, batch):
     ],
 )
 def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
-    """Caches are updated in place, and weights have the layout that every call wants."""
+    """Caches are updated in place, and weights have the layout of every call."""
     num_layers = 2 if (batch, K) == (4, 4) else 1  # between layers nothing is copied either
     text = compiled_run(batch, K, positions=positions, layout=layout, num_layers=num_layers).as_text()
     assert not copied_caches(text, batch)

@@ -1,4 +1,4 @@
-"""Conversations: a text that goes on where another one ended is the same as one that is read anew."""
+"""Conversations: a text that is read on has the same continuation as a text that is read anew."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Heads inside the target: exact whatever they propose, and worth what their features are worth."""
+"""Heads inside the target: texts are exact, and right features are accepted."""
 
 import dataclasses
 
@@ -83,7 +83,7 @@ def test_medusa_tokens_that_are_verified_by_the_first_head_are_caught():
     )
 
 
-# What the head knows: its own distribution is the target's where its features are right.
+# Features of the head: if they are right, its distribution is that of the target.
 
 PROMPTS_READ = [[0], [2, 1, 2, 1], [1, 2, 1, 2, 2]]
 WEIGHTS = Weights(target=TARGET, draft=TARGET)

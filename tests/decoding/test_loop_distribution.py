@@ -73,7 +73,7 @@ def test_texts_have_the_distribution_of_the_target(case):
 
 
 def test_rows_with_parameters_of_their_own():
-    """A greedy row beside two sampled ones: the greedy one is certain, the others keep their distributions."""
+    """A greedy row and two sampled rows: the greedy row is certain, the sampled rows keep their distributions."""
     temperatures, prompts = [0.0, 0.7, 1.5], [[1, 2], *PROMPTS]
     sampling = chain(temperature(temperatures), min_p([0.0, 0.1, 0.0]))
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))

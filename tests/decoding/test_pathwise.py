@@ -25,7 +25,7 @@ ROWS_APART = chain(temperature([1.0, 0.4, 0.0, 0.4]), top_p([1.0, 0.9, 1.0, 1.0]
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda x: f"{type(x).__name__}{x.K}")
 def test_coupled_stream_is_the_autoregressive_stream(drafter):
-    """For the same seed, whatever the temperature, K and drafter."""
+    """For the same seed, with every temperature, K and drafter."""
 
     def run(drafter):
         loop = table_loop(CoupledRule(), drafter, V)

@@ -111,7 +111,7 @@ def test_each_part_is_handed_its_own_features():
     assert [float(drafter._output_of(i, output).hidden[0][0, 0, 0]) for i in (0, 1)] == [5, 3]
 
 
-# What the parts know.
+# States of the parts.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class CountsAllRounds(VotingDrafter):
 
 
 class ReadsAllAnew(ModelDrafter):
-    """Reads the whole text in every round: what it knows has no holes."""
+    """Reads the whole text in every round: its cache has no holes."""
 
     def propose(self, weights, state, prefix, cache, sample):
         state = self.model(weights.draft, prefix.tokens_BS, jnp.zeros_like(prefix.lengths_B), state).cache

@@ -88,7 +88,7 @@ def test_golden_joint_ratios():
 
 @tokenwise_rules
 def test_the_meter_is_the_total_variation_of_what_is_emitted(rule):
-    """Enumerates every token of a round, given those before it: the left side never asks the rule for its meter."""
+    """Enumerates every token of a round, given the tokens before it: the left side does not use the rule's meter."""
     num_tokens = 2
     for one_hot in (False, True):
         names, target, draft = one_hots(*grid(3)) if one_hot else grid(3)

@@ -30,7 +30,7 @@ _Carry = tuple[Any, Array, Array]  # cache, last tokens, all tokens
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitDrafter(Drafter):
-    """Drafts with the target cut after ``exit_layer`` layers; it has no weights and no state of its own.
+    """Drafts with the target cut after ``exit_layer`` layers; it has neither weights nor a state.
 
     Attributes:
       model: the pair's target, ``pair.target``.

@@ -66,7 +66,7 @@ class CombinedDraft(Draft):
     """The draft that is verified, and the proposals of P drafters."""
 
     proposed_BPK: Array  # int32
-    num_proposed_BP: Array  # int32 in [0, K]; 0 for parts that were not asked
+    num_proposed_BP: Array  # int32 in [0, K]; 0 for parts that did not draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,20 +216,20 @@ class CombinedDrafter(DrafterHooks, Drafter):
             rounds_BP=self.decay * state.rounds_BP + (num_BP > 0),
         )
 
-    def ask(
-        self, i: int, memory: Memory, weights: Weights, prefix: Prefix, sample: Sampler, asks_B: Array
+    def draft_part(
+        self, i: int, memory: Memory, weights: Weights, prefix: Prefix, sample: Sampler, rows_B: Array
     ) -> tuple[Draft, Memory]:
-        """Lets part i read the tokens that it missed in the rows of ``asks_B``, and draft."""
+        """Lets part i read the tokens that it missed in ``rows_B``, and draft."""
         part, own = self.parts[i], _weights_of(weights, i)
         (state, seen_B, cache), lengths_B = memory, prefix.lengths_B
         seen_B = jnp.minimum(seen_B, lengths_B)  # a stop or the budget may have cut the last round
         if hooks_of(part).falls_behind:
-            # Only the counts of the rows of asks_B change, so that no count depends on other rows.
+            # Only the counts of rows_B change, so that no count depends on other rows.
             state, _ = catch_up(
-                part, own, state, prefix, seen_B, lambda seen_B: sample.any(asks_B & (seen_B < lengths_B - 2))
+                part, own, state, prefix, seen_B, lambda seen_B: sample.any(rows_B & (seen_B < lengths_B - 2))
             )
         draft, state, cache = part.propose(own, state, prefix, cache, dataclasses.replace(sample, drafter=i))
-        return draft, (state, jnp.where(asks_B, lengths_B, seen_B), cache)
+        return draft, (state, jnp.where(rows_B, lengths_B, seen_B), cache)
 
     def _own_params(self, params: Any) -> tuple[Any, ...]:
         return params if isinstance(params, tuple) else (params,) * len(self.parts)
@@ -259,7 +259,7 @@ class VotingDrafter(CombinedDrafter):
         drafts, memories = [], []
         all_B = jnp.ones(prefix.lengths_B.shape, bool)
         for i in range(len(self.parts)):
-            draft, (*memory, cache) = self.ask(i, (*state.of_part(i), cache), weights, prefix, sample, all_B)
+            draft, (*memory, cache) = self.draft_part(i, (*state.of_part(i), cache), weights, prefix, sample, all_B)
             drafts.append(draft)
             memories.append(memory)
         proposed_BPK = jnp.stack([draft.tokens_BK for draft in drafts], axis=1)
@@ -302,18 +302,18 @@ class ChoosingDrafter(CombinedDrafter):
         self, weights: Weights, state: CombinedState, prefix: Prefix, cache: Any, sample: Sampler
     ) -> tuple[CombinedDraft, CombinedState, Any]:
         first_B = self.choose(state)
-        wants_B = jnp.ones(first_B.shape, bool) if sample.draft_lengths_B is None else sample.draft_lengths_B > 0
+        drafts_B = jnp.ones(first_B.shape, bool) if sample.draft_lengths_B is None else sample.draft_lengths_B > 0
         draft, memories = self._no_draft(weights, state, prefix, cache, sample), []
         for i in range(len(self.parts)):
-            asks_B = wants_B & (first_B <= i) & (draft.num_drafted_B == 0)
+            rows_B = drafts_B & (first_B <= i) & (draft.num_drafted_B == 0)
 
-            def ask(carry: tuple[Draft, Memory], i: int = i, asks_B: Array = asks_B) -> tuple[Draft, Memory]:
+            def run_part(carry: tuple[Draft, Memory], i: int = i, rows_B: Array = rows_B) -> tuple[Draft, Memory]:
                 draft, memory = carry
-                proposed, memory = self.ask(i, memory, weights, prefix, sample, asks_B)
-                return _select(draft, proposed, i, asks_B & (proposed.num_drafted_B > 0)), memory
+                proposed, memory = self.draft_part(i, memory, weights, prefix, sample, rows_B)
+                return _select(draft, proposed, i, rows_B & (proposed.num_drafted_B > 0)), memory
 
             memory = *state.of_part(i), cache
-            draft, (*memory, cache) = _run_if(sample.any(asks_B), ask, (draft, memory))
+            draft, (*memory, cache) = _run_if(sample.any(rows_B), run_part, (draft, memory))
             memories.append(memory)
         return draft, state.with_parts(memories), cache
 
@@ -322,12 +322,12 @@ class ChoosingDrafter(CombinedDrafter):
     ) -> CombinedDraft:
         """Returns a draft without tokens, with an array for distributions if any part returns distributions."""
         batch, P, K = len(prefix.lengths_B), len(self.parts), self.K
-        asks_B = jnp.ones(batch, bool)
+        rows_B = jnp.ones(batch, bool)
 
-        def ask(i: int) -> Array | None:
-            return self.ask(i, (*state.of_part(i), cache), weights, prefix, sample, asks_B)[0].log_probs_BRV
+        def log_probs_of(i: int) -> Array | None:
+            return self.draft_part(i, (*state.of_part(i), cache), weights, prefix, sample, rows_B)[0].log_probs_BRV
 
-        shapes = [jax.eval_shape(functools.partial(ask, i)) for i in range(P)]
+        shapes = [jax.eval_shape(functools.partial(log_probs_of, i)) for i in range(P)]
         known = [shape for shape in shapes if shape is not None]
         return CombinedDraft(
             tokens_BK=jnp.zeros((batch, K), jnp.int32),
