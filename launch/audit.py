@@ -53,6 +53,7 @@ FAILED = 1
 
 def main() -> int:
     console = entry.make_console()
+    _CONFIG.refuse_fields(["batch", "repeats"], "give --rows and --prompt_count")
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
     settings = Settings(

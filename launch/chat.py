@@ -45,6 +45,7 @@ def main() -> None:
     console = entry.make_console()
     if jax.process_count() > 1:
         raise ValueError("a chat runs in one process: leave out --distributed and --coordinator")
+    _CONFIG.refuse_fields(["batch", "prompt_length", "repeats"], "a chat decodes one text")
     config = _CONFIG.value
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))

@@ -65,6 +65,7 @@ BATCHES, CONTEXTS = (1, 4, 8, 16, 32, 64, 128), (2048, 8192, 32768)
 
 def main() -> None:
     console = entry.make_console()
+    _CONFIG.refuse_fields(["max_new_tokens", "prompt_length", "repeats", "seed"], "give --slots")
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
     for rate in _ACCEPTANCE.value:
@@ -76,7 +77,7 @@ def main() -> None:
     head = FeatureHead(head_of(config, target.config)) if word.draft == "head" else None
     chip, sizes = parse(_TOPOLOGY.value)
     own = own_calibration(_CALIBRATION.value, _TOPOLOGY.value)
-    num_devices = math.prod(sizes) * chip.devices // max(config.mesh.data, 1)
+    num_devices = math.prod(sizes) * chip.devices // config.mesh.data
     asked = config.mesh.draft_model_parallelism if word.draft == "model" else num_devices
     parallelism = asked or math.gcd(draft.config.num_heads, num_devices)
     if parallelism < num_devices and not asked:
@@ -87,7 +88,7 @@ def main() -> None:
         config.mesh.data,
         draft_model_parallelism=parallelism,
         num_kv_heads=target.config.num_kv_heads,
-        rows=config.batch // max(config.mesh.data, 1),
+        rows=config.batch // config.mesh.data,
     )
     if head is not None:
         console.print(f"the head is of the kind {head.config.kind}")

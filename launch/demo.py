@@ -46,6 +46,7 @@ NUM_PROMPTS = 3
 
 def main() -> None:
     console = entry.make_console()
+    _CONFIG.refuse_fields(["repeats"], "give --passes")
     config = _CONFIG.value
     configs = choose(config, console)
     with entry.progress(console, "reading the pair"):

@@ -65,7 +65,7 @@ def main() -> int:
 def look_at_machine(console: Console) -> int:
     """Prints the findings about the machine, and returns the worst level."""
     known = doctor.read_facts()
-    findings = doctor.examine(known, wanted(known.devices))
+    findings = doctor.examine(known, wanted())
     for finding in findings:
         sign, colour = SIGNS[finding.level]
         fix = f"\n{'':<9}{finding.fix}" if finding.fix else ""
@@ -73,15 +73,14 @@ def look_at_machine(console: Console) -> int:
     return max(finding.level for finding in findings)
 
 
-def wanted(devices: int) -> Wanted:
-    """Returns the devices, memory and names that the configuration takes, its models divided over a replica."""
+def wanted() -> Wanted:
+    """Returns the devices, memory and names that the configuration takes, its models divided over the model axis."""
     config = _CONFIG.value
     names = [config.hugging_face.target, config.hugging_face.draft] if config.hugging_face else []
     from_hub = tuple(name for name in names if name and not storage.place(name).exists())
-    data, model = config.mesh.data or 1, config.mesh.model
+    data, model = config.mesh.data, config.mesh.model
     sizes = [one.config.weight_bytes for one in known_models(config).values()]
-    each = sum(sizes) / (model or max(devices // data, 1)) if sizes else None
-    return Wanted(devices=data * (model or 1), weights_bytes=each, from_hub=from_hub)
+    return Wanted(devices=data * model, weights_bytes=sum(sizes) / model if sizes else None, from_hub=from_hub)
 
 
 def look_at_head(console: Console) -> int:

@@ -70,14 +70,14 @@ _OUTPUT = entry.define_output()
 
 def main() -> None:
     console = entry.make_console()
+    _CONFIG.refuse_fields(["rule"], "name it in --methods")
+    _CONFIG.refuse_fields(["batch", "prompt_length", "repeats"], "give --rows, --problems and --samples")
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
     task = load_task(_TASK.value, _SOURCE.value, shots=_SHOTS.value, insist=_RUN_UNISOLATED.value)
     problems = dict(enumerate(task.problems[: _PROBLEMS.value]))
     own = {} if "max_new_tokens" in _CONFIG.fields_set else {"max_new_tokens": task.max_new_tokens}
     config = config.turned({"batch": _ROWS.value} | own)
-    if "rule" in _CONFIG.fields_set:
-        raise ValueError(f"--config.rule={config.rule} has no effect: name it in --methods")
     if config.chat and task.continues:
         raise ValueError(f"{task.name} is completed and not answered: set --config.chat=false")
     identity = task_identity(config, problems)

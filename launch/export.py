@@ -72,8 +72,6 @@ def main() -> None:
     if sum(flags.FLAGS[name].value is not None for name in FORMS) != 1 or (_TARGET.value and not _DRAFT.value):
         raise ValueError("give one of --run, --pair and --checkpoint, or --target and --draft")
     entry.check_goes_with(GOES_WITH)
-    if not _OUTPUT.value:
-        raise ValueError("--output is empty: name a folder")
     if _TARGET.value:
         if _OUTPUT.value.startswith(storage.BUCKETS):
             raise ValueError(f"--output must be a local folder, to be copied from there; got {_OUTPUT.value}")

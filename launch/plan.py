@@ -77,6 +77,9 @@ EXPERTS = (
     ". Of experts a call reads those that its tokens choose, if they choose independently and all alike, divided evenly "
     "over the devices"
 )
+NOT_READ = (
+    "adaptive batch draft_length max_new_tokens mesh prompt_length repeats rule sampling seed".split()
+)  # of --config
 GOES_WITH = {
     "context": ("chip", "compile_report"),
     "devices": ("chip", "chip_hour"),
@@ -118,6 +121,7 @@ def check_flags() -> None:
     """Refuses a flag that goes with another way of giving costs."""
     if _CHIP.value is None and any(argument.startswith("--config") for argument in sys.argv[1:]):
         raise ValueError("--config has no effect: it goes with --chip")
+    _CONFIG.refuse_fields(NOT_READ, "a plan takes --batch, --context, --devices and --longest")
     entry.check_goes_with(GOES_WITH)
     if _CHIP_HOUR.value is not None and _DEVICES.value is None:
         raise ValueError("--chip_hour needs --devices: how many chips take these milliseconds")

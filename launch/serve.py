@@ -77,6 +77,8 @@ def main() -> None:
     for warp in _WARPS.value:
         validate.choice("--warps", warp, OPTIONAL_WARPS)
     validate.number("--timeout", _TIMEOUT.value, 0.1)
+    of_requests = ("batch", "max_new_tokens", "prompt_length", "repeats", "sampling", "seed")
+    _CONFIG.refuse_fields(of_requests, "requests bring it, and --rows and --context bound it")
     config, key = _CONFIG.value, read_key()
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))

@@ -158,7 +158,7 @@ def _devices(known: Facts) -> Finding:
 
 def _pair(known: Facts, wanted: Wanted) -> list[Finding]:
     found = []
-    if wanted.devices > known.devices:
+    if wanted.devices > known.devices and not known.failed:
         what = f"the pair's mesh takes {wanted.devices} devices, JAX sees {known.devices}"
         fix = "set --config.mesh.data and --config.mesh.model to what there is, or take a larger slice"
         found.append(Finding(Level.ERROR, what, fix))
@@ -196,11 +196,8 @@ def read_facts() -> Facts:
     """Reads the facts of this machine; the devices are JAX's, which starts its backend."""
     versions = {name: found for name in ("jax", *PLUGINS) if (found := machine.version(name)) is not None}
     cache = find_compilation_cache()
-    memory, host, failed = None, machine.memory_gib(), ""
-    try:
-        devices = jax.local_devices()
-    except (RuntimeError, AssertionError) as error:  # without a plugin, JAX fails an assertion
-        devices, failed = [], " ".join(str(error).split()) or type(error).__name__
+    memory, host, failed = None, machine.memory_gib(), machine.why_no_devices()
+    devices = [] if failed else jax.local_devices()
     platform = devices[0].platform if devices else "cpu"
     if devices and platform != "cpu":
         memory = (devices[0].memory_stats() or {}).get("bytes_limit")

@@ -143,6 +143,23 @@ def commit() -> str:
         return "unknown"
 
 
+def why_no_devices() -> str:
+    """Returns why JAX has no devices, in one line, and an empty text where it has some; this starts its backend."""
+    try:
+        jax.local_devices()
+    except (RuntimeError, AssertionError) as error:  # without a plugin or a GPU, JAX fails an assertion without a text
+        asked = jax.config.jax_platforms
+        return " ".join(str(error).split()) or f"this machine, or this installation of JAX, has no {asked}"
+    return ""
+
+
+def require_devices() -> None:
+    """Raises RuntimeError, with the reason and the fix, where JAX has no devices."""
+    if why := why_no_devices():
+        asked = jax.config.jax_platforms or ""
+        raise RuntimeError(f"JAX finds no devices (JAX_PLATFORMS={asked}): {why}; `specsamp doctor` says more")
+
+
 def has_tpu() -> bool:
     """Returns whether a TPU is on this machine's PCI bus, also where no driver is installed."""
     for path in glob.glob("/sys/bus/pci/devices/*/vendor"):

@@ -29,9 +29,15 @@ def integer(name: str, value: Any, least: int = 0, limit: int = 2**31) -> int:
 
 def integers(name: str, values: Any, least: int = 0, limit: int = 2**31) -> list[int]:
     """Returns each element of a list, as `integer` gives it; raises ValueError for what is no list."""
-    if isinstance(values, (str, Mapping, Set)) or not hasattr(values, "__len__"):
+    if not is_list(values):
         raise ValueError(f"{name} must be a list; got {values!r}")
     return [integer(f"{name}[{i}]", value, least, limit) for i, value in enumerate(values)]
+
+
+def is_list(value: Any) -> bool:
+    """Returns whether ``value`` has items in an order and is no text: a list, a tuple or an array of an axis."""
+    texts_and_sets = (str, bytes, bytearray, Mapping, Set)
+    return hasattr(value, "__len__") and not isinstance(value, texts_and_sets) and getattr(value, "shape", True) != ()
 
 
 def number(name: str, value: Any, least: float, most: float = math.inf, *, above: bool = False) -> float:
@@ -51,6 +57,14 @@ def switch(name: str, value: Any) -> bool:
     """Returns ``value``, which must be True or False; raises ValueError for anything else, such as a text."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False; got {value!r}")
+    return value
+
+
+def instance(name: str, value: Any, kind: type[T], example: str) -> T:
+    """Returns ``value``, which must be a ``kind``; raises ValueError with an example of one."""
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise ValueError(f"{name} must be {article} {kind.__name__}, such as {example}; got {value!r:.200}")
     return value
 
 

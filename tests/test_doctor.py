@@ -1,6 +1,9 @@
 """The doctor: each planted trouble is found with its fix, and a sound machine has none."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -124,3 +127,28 @@ def test_devices_that_do_not_start_are_a_finding_and_no_traceback(monkeypatch, e
         monkeypatch.setattr(jax, name, fail)
     done = call("doctor")
     assert done.returncode == 2 and "JAX does not start: Unable to initialize backend 'tpu'" in done.stdout
+    assert "mesh takes" not in done.stdout, "no mesh fits where there are no devices"
+
+
+WITHOUT_DEVICES = """
+from support.run_script import call
+from specsamp import load_pair
+done = call("doctor"), call("demo"), call("calibrate")
+for one in done:
+    print(one.returncode, (one.stdout if one is done[0] else one.stderr).replace(chr(10), " "))
+try:
+    load_pair("python")
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_a_backend_that_is_not_there_is_one_line_of_every_command_and_of_load_pair():
+    """In a process without another backend, where JAX fails an assertion that has no text."""
+    environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WITHOUT_DEVICES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=100)
+    lines = done.stdout.splitlines()
+    told = "JAX finds no devices (JAX_PLATFORMS=cuda): this machine, or this installation of JAX, has no cuda; `specsamp doctor`"
+    assert lines[0].startswith("2 ") and "JAX does not start: this machine" in lines[0], done
+    assert all(line.startswith(f"2 {told}") for line in lines[1:3]) and lines[3].startswith(told), done

@@ -52,6 +52,12 @@ class ConfigFlag:
         config_flags.DEFINE_config_dict("config", self.fields, sys_argv=["", *rest])
         return rest
 
+    def refuse_fields(self, names: Sequence[str], why: str) -> None:
+        """Refuses fields, or groups of fields, that were set although this command does not read them."""
+        for name in self.fields_set:
+            if name.partition(".")[0] in names:
+                raise ValueError(f"--config.{name}={known_fields(self.fields)[name]} has no effect: {why}")
+
     @functools.cached_property
     def value(self) -> Any:
         """Returns the dataclass of the fields; raises ValueError for a field that is missing or wrong."""

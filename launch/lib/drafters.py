@@ -100,6 +100,9 @@ class AdaptiveFields:
         validate.choice("stop", self.stop, STOPS)
         for name in ("acceptance", "least"):
             validate.number(name, getattr(self, name), 0, 1)
+        for name in () if self.lengths else ("costs_ms", "usual"):
+            if getattr(self, name) not in ((), None):
+                raise ValueError(f"{name} has no effect without adaptive.lengths; got {getattr(self, name)!r}")
 
     @property
     def is_off(self) -> bool:

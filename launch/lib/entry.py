@@ -41,6 +41,7 @@ if importlib.util.find_spec("libtpu") and not has_tpu():
         jax.config.update("jax_platforms", jax.config.jax_platforms or "cpu")
 
 UNUSABLE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+ENDLESS = 2**31  # no flag takes a number as large
 HELP = ("--help", "-help", "-h", "--helpshort", "--helpfull")
 WIDTH_OF_FILES = 160  # columns of what is no terminal
 SAY_EVERY_SECONDS = 20.0
@@ -123,10 +124,11 @@ def guarded(command: Callable[[], int]) -> int:
             raise
         return _end(error, f"out of memory: {_in_words(error)}", UNUSABLE)
     except (RuntimeError, AssertionError) as error:
-        if not traceback.extract_tb(error.__traceback__)[-1].filename.endswith("xla_bridge.py"):
-            raise
-        asked = os.environ.get("JAX_PLATFORMS", "")
-        return _end(error, f"JAX finds no devices (JAX_PLATFORMS={asked}): {_in_words(error)}; see doctor", UNUSABLE)
+        try:
+            machine.require_devices()
+        except RuntimeError as backend:
+            return _end(error, str(backend), UNUSABLE)
+        raise
 
 
 def _status(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> int:
@@ -158,6 +160,18 @@ def parse_arguments(config: ConfigFlag | None, arguments: Sequence[str]) -> None
         raise ValueError(f"--config.FIELD=VALUE: {error}") from error
     if len(left) > 1:
         raise ValueError(f"unexpected argument {left[1]!r}: write --FLAG=VALUE")
+    for name in set(flags.FLAGS) - _OTHERS:
+        if flags.FLAGS[name].present and not name.startswith("config."):  # fields have checks of their kind
+            check_flag(name, flags.FLAGS[name].value)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuses an empty text, which a variable of the shell may have left, and a number that is endless."""
+    for each in value if isinstance(value, list) else [value]:
+        if each == "" and not isinstance(flags.FLAGS[name].parser, flags.ListParser):
+            raise ValueError(f"--{name} is empty: give a value, or leave the flag out")
+        if isinstance(each, (int, float)) and not abs(each) < ENDLESS:
+            raise ValueError(f"--{name} must be a number below {ENDLESS}; got {each}")
 
 
 def _end(error: BaseException, line: str, status: int) -> int:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from launch.lib import entry
 from launch.lib.fields import MACHINE, ExperimentConfig
 from launch.lib.shapes import known_models
+from specsamp import validate
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import load_pair, load_prompts
 from specsamp.checkpoints.params import digest_of_pair
@@ -20,7 +21,7 @@ from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode
 from specsamp.evaluation.head_check import check_head, write_texts
-from specsamp.mesh.layout import Layout, make_mesh
+from specsamp.mesh.layout import Layout, make_mesh, mesh_axes
 from specsamp.mesh.sharded import ShardedModel, draft_layout, shard, shard_model, with_attention
 from specsamp.models.int8 import decode_weights
 from specsamp.models.kernels.cache import choose_kernels
@@ -70,6 +71,8 @@ def build(
     mesh = config_mesh(config)
     choose_kernels(config.attention)
     word, known, workload = config.word, known_models(config), config.workload()
+    if config.exit_layer is not None and "target" in known:  # also of a drafter that --grid or --methods names
+        validate.integer("--config.exit_layer", config.exit_layer, 1, known["target"].num_layers)
     if "target" in known and ("draft" in known or word.draft != "head"):  # heads in files are checked when opened
         drafter = config.make_drafter(known["target"], known.get("draft"))  # refuses what does not fit the target
         config.make_adaptive(drafter)
@@ -200,12 +203,14 @@ def random_params(model: TransformerLM | ShardedModel, key: jax.Array) -> Any:
 def config_mesh(config: ExperimentConfig) -> Mesh | None:
     """Returns the mesh of a configuration over all devices of all processes; None for a single device."""
     fields = config.mesh
+    draft_model_parallelism = fields.draft_model_parallelism or None
     if fields.data * fields.model == 1 and jax.process_count() == 1:
+        mesh_axes(1, 1, draft_model_parallelism)  # refuses more devices for the draft
         return None
     return make_mesh(
         fields.data,
         fields.model,
-        draft_model_parallelism=fields.draft_model_parallelism or None,
+        draft_model_parallelism=draft_model_parallelism,
         num_kv_heads=config.num_kv_heads,
-        rows=config.batch // max(fields.data, 1),  # 0 is refused with the mesh
+        rows=config.batch // fields.data,
     )

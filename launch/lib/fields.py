@@ -103,6 +103,10 @@ class MeshFields:
     draft_model_parallelism: int = 0
     num_kv_heads: int | None = None  # of public checkpoints; otherwise the shape says it
 
+    def __post_init__(self):
+        for name, least in (("data", 1), ("model", 1), ("draft_model_parallelism", 0)):
+            validate.integer(name, getattr(self, name), least)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublicNames:

@@ -27,6 +27,10 @@ class DataFields:
     length: int
     held_out_windows: int
 
+    def __post_init__(self):
+        for name in ("length", "held_out_windows"):
+            validate.integer(name, getattr(self, name), 1)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratedFields:

@@ -25,7 +25,7 @@ import safetensors
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save_file
 
-from specsamp import storage, validate
+from specsamp import machine, storage, validate
 from specsamp.checkpoints.int8_tensors import read_pair_tensors, write_pair_tensors
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
@@ -57,7 +57,9 @@ def load_pair(
       ValueError: another word for ``draft``; or a file is damaged, of other shapes than pair.json says (both are listed)
         or of a tokenizer that does not fit the models.
     """
+    machine.require_devices()
     validate.choice("draft", draft, ("model", "head"))
+    validate.instance("int8", int8, Int8, "Int8(weights=('target',))")
     folder = pair_folder(name_or_path)
     described = storage.read_json(folder / "pair.json")
     try:

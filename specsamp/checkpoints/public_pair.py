@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from specsamp import machine, validate
 from specsamp.checkpoints.heads import HeadCheckpoint, open_head, read_head
 from specsamp.checkpoints.hugging_face import (
     Checkpoint,
@@ -60,6 +61,8 @@ def read_pair(
       FileNotFoundError, ValueError: a checkpoint cannot be read, see `open_checkpoint` and `open_head`, or the two do not
         belong together, see `differences`: before any weight is read.
     """
+    machine.require_devices()
+    validate.instance("int8", int8, Int8, "Int8(weights=('target',))")
     ours = open_checkpoint(target, dtype=dtype, **int8.of("target"))
     theirs, notes = open_draft(ours, draft, is_head=is_head, dtype=dtype, int8=int8)
     for note in notes:

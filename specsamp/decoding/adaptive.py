@@ -143,9 +143,7 @@ class Adaptive:
             )
         object.__setattr__(self, "lengths", tuple(lengths))
         if self.stop is not None:
-            if not isinstance(self.stop, Stop):
-                raise ValueError(f"stop must be a Stop, such as Entropy() or Confidence(0.3); got {self.stop!r}")
-            self.stop.check()
+            validate.instance("stop", self.stop, Stop, "Entropy() or Confidence(0.3)").check()
         self._check_costs()
         for name in ("usual", "longest"):
             if getattr(self, name) is not None:

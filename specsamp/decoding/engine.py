@@ -90,6 +90,7 @@ class Engine:
         Raises:
           ValueError: the caches do not fit in memory.
         """
+        validate.switch("return_log_probs", keep_log_probs)
         if keep_rounds is None:
             keep_rounds = any(request.stops.texts for request in requests)
         batch = len(requests) if batch is None else batch

@@ -16,6 +16,7 @@ from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, greedy
 
+EXAMPLE = "Method(drafter=NgramDrafter(K=4))"
 DEFAULT_DRAFT_LENGTH = 4
 MAX_DRAFT_LENGTH = 1024  # every step of a draft is traced or looped over, and scoring holds its logits
 
@@ -104,8 +105,7 @@ def make_method(
     if unknown:
         known = ", ".join(Decoding.__annotations__)
         raise TypeError(f"unexpected keyword {next(iter(unknown))!r}: the keywords that say how to decode are {known}")
-    if not isinstance(pair, Pair):
-        raise ValueError(f"pair must be a Pair, such as load_pair('python'); got {pair!r}")
+    validate.instance("pair", pair, Pair, "load_pair('python')")
     parts = dict(
         sampling=sampling, draft_sampling=draft_sampling, draft_length=draft_length, rule=rule, drafter=drafter
     )
@@ -120,8 +120,7 @@ def make_method(
         )
     elif both := [name for name, part in parts.items() if part is not None]:
         raise ValueError(f"method and {', '.join(both)} were given: make {both[0]} a field of the method")
-    elif not isinstance(method, Method):
-        raise ValueError(f"method must be a Method, such as Method(drafter=NgramDrafter(K=4)); got {method!r}")
+    validate.instance("method", method, Method, EXAMPLE)
     _check_rule(method.rule)
     _check_drafter(pair, method.drafter)
     if method.adaptive is not None:
@@ -160,8 +159,7 @@ def _check_rule(rule: Rule) -> None:
 
 
 def _check_drafter(pair: Pair, drafter: Drafter) -> None:
-    if not isinstance(drafter, Drafter):
-        raise ValueError(f"drafter must be derived from specsamp.Drafter, such as NgramDrafter(K=4); got {drafter!r}")
+    validate.instance("drafter", drafter, Drafter, "NgramDrafter(K=4)")
     try:
         hash(drafter)
     except TypeError as error:
@@ -174,8 +172,7 @@ def _check_drafter(pair: Pair, drafter: Drafter) -> None:
 
 
 def _check_adaptive(adaptive: Adaptive, drafter: Drafter) -> None:
-    if not isinstance(adaptive, Adaptive):
-        raise ValueError(f"the method's adaptive must be an Adaptive or None; got {adaptive!r}")
+    validate.instance("the method's adaptive", adaptive, Adaptive, "Adaptive(stop=Confidence(), lengths=(4,))")
     if adaptive.K != drafter.K:
         raise ValueError(f"the method's adaptive drafts up to {adaptive.K} tokens, its drafter K = {drafter.K}")
     check_lengths(drafter, adaptive.lengths)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from specsamp import validate
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.state import Weights
@@ -59,9 +60,9 @@ class Pair:
     """
 
     target: LanguageModel
-    target_params: Any
+    target_params: Any = dataclasses.field(repr=False)
     draft: LanguageModel | None = None
-    draft_params: Any = None
+    draft_params: Any = dataclasses.field(default=None, repr=False)
     head: FeatureHead | None = None
     tokenizer: Tokenizer | None = None
     stop: tuple[int, ...] | None = None
@@ -73,8 +74,7 @@ class Pair:
         for name, model in (("target", self.target), ("draft", self.draft)):
             if model is None and name == "draft":
                 continue
-            if not isinstance(model, LanguageModel):
-                raise ValueError(f"the {name} must be a model derived from specsamp.LanguageModel; got {model!r}")
+            validate.instance(f"the {name}", model, LanguageModel, "TransformerLM(config)")
             if not isinstance(getattr(model, "vocab_size", None), int):
                 raise ValueError(f"the {name} has no vocab_size: {model!r}")
             try:
@@ -83,7 +83,8 @@ class Pair:
                 raise ValueError(f"the {name} must be hashable, such as a frozen dataclass without arrays") from error
         if self.target_params is None:
             raise ValueError("target_params is None: give the target's parameters, () for a model that has none")
-        if isinstance(self.tokenizer, str):
+        validate.instance("shards", self.shards, DataShards, "DataShards(mesh)")
+        if not (self.tokenizer is None or hasattr(self.tokenizer, "vocab_size")):
             raise ValueError(f"the tokenizer must be an object such as JsonTokenizer(text); got {self.tokenizer!r}")
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.target.vocab_size:
             raise ValueError(
@@ -107,7 +108,9 @@ class Pair:
             raise ValueError("a pair has a draft model or a head, whose parameters are draft_params: leave one out")
         if self.draft_params is None:
             raise ValueError("a head was given without draft_params")
-        self.head.check_target(self.target)
+        from specsamp.models.heads import FeatureHead  # loads Flax, which a draft model does without
+
+        validate.instance("the head", self.head, FeatureHead, "FeatureHead(config)").check_target(self.target)
 
     @property
     def draft_or_head(self) -> LanguageModel | FeatureHead | None:
@@ -126,11 +129,11 @@ class Pair:
         Parameters that `prepare` does not change share their memory with the weights.
         """
         if "target" not in self._prepared:
-            self._prepared["target"] = self.target.prepare(self.target_params)
+            self._prepared["target"] = _prepared(self.target, "target_params", self.target_params)
         # A class that prepares differently has other weights, also where it inherits the key.
         drafts = (type(drafter).prepare, type(drafter).fit_slots, drafter.weights_key)
         if drafts not in self._prepared:
-            self._prepared[drafts] = drafter.prepare(self.draft_params)
+            self._prepared[drafts] = _prepared(drafter, "draft_params", self.draft_params)
         key = (drafts, slots)
         if key not in self._fitted:
             target = next((w.target for (_, s), w in self._fitted.items() if s == slots), None)
@@ -141,3 +144,10 @@ class Pair:
             draft = drafter.fit_slots(self._prepared[drafts], slots)
             self._fitted[key] = Weights(target=target, draft=draft)
         return self._fitted[key]
+
+
+def _prepared(model: LanguageModel | Drafter, name: str, params: Any) -> Any:
+    try:
+        return model.prepare(params)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{name} are not those of {model!r:.200}: {type(error).__name__} {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -120,7 +120,7 @@ def with_samples(requests: Sequence[Request], num_samples: int) -> list[Request]
 
 def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Returns the token ids of every prompt."""
-    if isinstance(prompts, (str, bytes, Mapping, Set)) or not hasattr(prompts, "__len__"):
+    if not validate.is_list(prompts):
         raise ValueError(f"prompts must be a list of prompts; for one, write [prompt]; got {prompts!r}")
     if len(prompts) == 0:
         raise ValueError("no prompts were given")
@@ -138,7 +138,7 @@ def _encode_one(pair: Pair, index: int, prompt: Prompt) -> list[int]:
         tokens = pair.tokenizer.encode(prompt) if prompt else []
     elif isinstance(prompt, (bytes, bytearray)):
         raise ValueError(f"prompt {index} is bytes: give a text (bytes.decode()) or a list of token ids")
-    elif isinstance(prompt, (Mapping, Set)) or not hasattr(prompt, "__len__"):
+    elif not validate.is_list(prompt):
         raise ValueError(f"prompt {index} must be a text, a list of token ids or a list of messages; got {prompt!r}")
     elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
         if pair.tokenizer is None:
@@ -155,7 +155,7 @@ def check_budgets(
     pair: Pair, drafter: Drafter, lengths: Sequence[int], max_new_tokens: int | Sequence[int]
 ) -> list[int]:
     """Returns the budget of each prompt; raises ValueError if a sequence is longer than a model has positions."""
-    if hasattr(max_new_tokens, "__len__") and not isinstance(max_new_tokens, str):
+    if validate.is_list(max_new_tokens):
         budgets = validate.integers("max_new_tokens", max_new_tokens, 1)
         if len(budgets) != len(lengths):
             raise ValueError(f"{len(budgets)} max_new_tokens for {len(lengths)} prompts: give one, or one per prompt")
@@ -182,7 +182,7 @@ def make_stops(pair: Pair, stop: Sequence[int | str] | None) -> Stops:
     if stop is None:
         eos = None if pair.tokenizer is None else pair.tokenizer.eos_id
         return Stops() if eos is None else Stops(frozenset([eos]))
-    if isinstance(stop, str) or not hasattr(stop, "__len__"):
+    if not validate.is_list(stop):
         raise ValueError(f"stop must be a list; for one, write [stop]; got {stop!r}")
     ids, texts = [], []
     for entry in stop:

@@ -74,6 +74,8 @@ def make_mesh(
       ValueError: ``data`` x ``model`` is not the number of devices, ``draft_model_parallelism`` does not divide
         ``model``, or a size is no positive integer.
     """
+    if not (devices is None or (validate.is_list(devices) and all(hasattr(one, "device_kind") for one in devices))):
+        raise ValueError(f"devices must be a list of devices, such as jax.devices(); got {devices!r}")
     count = jax.device_count() if devices is None else len(devices)
     given = {"data": data, "model": model}
     for name, size in given.items():

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from specsamp import validate
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout, put
@@ -38,13 +39,10 @@ def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None)
         copy, None splits the draft like the target, and any other number must be the one that the mesh was made with.
 
     Raises:
-      ValueError: a size of a model does not divide over the devices; the message names both numbers.
-      TypeError: ``pair`` is not a `Pair`, or ``mesh`` is not a `Mesh`.
+      ValueError: a size of a model does not divide over the devices, with both numbers; or an argument has the wrong type.
     """
-    if not isinstance(pair, Pair):
-        raise TypeError(f"pair must be a Pair, such as load_pair('python'); got {pair!r}")
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh must be a Mesh, such as make_mesh(data=2, model=4); got {mesh!r}")
+    validate.instance("pair", pair, Pair, "load_pair('python')")
+    validate.instance("mesh", mesh, Mesh, "make_mesh(data=2, model=4)")
     layout = draft_layout(mesh, draft_model_parallelism)
     target = shard_model(pair.target, Layout.tensor_parallel(mesh))
     draft = pair.draft and shard_model(pair.draft, layout)

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp import validate
+
 Array = jax.Array
 
 # The axes that a product sums over, by the name of the parameter, with that of its module where that tells two of one
@@ -56,9 +58,9 @@ class Int8:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            for side in getattr(self, field.name):
-                if side not in SIDES:
-                    raise ValueError(f"{field.name} in int8 are of {' or '.join(SIDES)}; got {side!r}")
+            sides = getattr(self, field.name)
+            if not (validate.is_list(sides) and set(sides) <= set(SIDES)):
+                raise ValueError(f"{field.name} in int8 must be a tuple of {' and '.join(SIDES)}; got {sides!r}")
 
     def of(self, side: str) -> dict[str, str | None]:
         """Returns the fields of a `TransformerConfig` that say it of this side."""

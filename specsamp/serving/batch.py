@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import numpy as np
 
+from specsamp import validate
 from specsamp.decoding.batch_rows import NOWHERE
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.engine import Engine, bucket, to_host, without_caches
@@ -88,7 +89,8 @@ class Batch:
         self.waiting: list[Request] = []
         self.running: list[Request | None] = [None] * rows
         self.reading: list[Request] = []
-        self._engine, self._schedule = engine, schedule
+        self._engine = engine
+        self._schedule = validate.instance("schedule", schedule, Schedule, "ShortestFirst()")
         self._together = min(together, self._per_shard)
         self._state: DecodeState | None = None
         self._ended = self._rounds_of_ended = 0  # texts, and their rounds

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specsamp import validate
 from specsamp.decoding.request import Request
 
 ROUNDS_PER_LOOK = 8  # between two looks for prompts that have arrived
@@ -119,6 +120,13 @@ class ShortestFirst(Schedule):
     ageing: float = 1.0
     worth: float = 16.0
     preempts: bool = True
+
+    def __post_init__(self):
+        if not hasattr(self.predictor, "remaining"):
+            raise ValueError(f"predictor must have the methods of Nearest; got {self.predictor!r}")
+        validate.number("ageing", self.ageing, 0)
+        validate.number("worth", self.worth, 0)
+        validate.switch("preempts", self.preempts)
 
     def choose(self, waiting: Sequence[Request]) -> Request:
         return min(waiting, key=self._standing)

@@ -24,7 +24,7 @@ from absl import logging
 from specsamp import validate
 from specsamp.compilation_cache import use_compilation_cache
 from specsamp.decoding.engine import Engine, bucket, context_of, round_slots
-from specsamp.decoding.method import Method, make_method
+from specsamp.decoding.method import EXAMPLE, Method, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, Request, encode, make_requests, make_stops, with_samples
 from specsamp.decoding.results import Chunk, RowText
@@ -116,9 +116,7 @@ class Service:
         rows = validate.integer("rows", rows, 1)
         max_waiting = validate.integer("max_waiting", max_waiting, 0)
         self._rounds = validate.integer("rounds_per_slice", rounds_per_slice, 1)
-        if not isinstance(method, Method):
-            raise ValueError(f"method must be a Method, such as Method(drafter=NgramDrafter(K=4)); got {method!r}")
-        self._pair, self.method = pair, make_method(pair, method=method)
+        self._pair, self.method = pair, make_method(pair, method=validate.instance("method", method, Method, EXAMPLE))
         self.context = context_of(pair, method.drafter, "context", context)
         self._stop_ids = sorted(make_stops(pair, None).ids)
         loop = method.loop(pair, keep_log_probs=True, keep_rounds=True)
@@ -204,7 +202,7 @@ class Service:
         """
         num_samples = validate.integer("num_samples", num_samples, 1)
         for name, value in (("prompts", prompts), ("stop", stop)):
-            if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+            if not validate.is_list(value):
                 raise ValueError(f"{name} must be a list; got {value!r}")
         if len(stop) > MAX_STOPS:
             raise ValueError(f"{len(stop)} stop texts: at most {MAX_STOPS} are taken")

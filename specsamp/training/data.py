@@ -87,6 +87,8 @@ def read_corpus(
       ValueError: a share outside [0, 1], a line that is no conversation, or no file to train on.
     """
     validate.number("data.held_out", held_out, 0, 1)
+    if not pattern or pathlib.PurePath(pattern).is_absolute():
+        raise ValueError(f"data.pattern must be of file names, such as '*.py'; got {pattern!r}")
     folder = pathlib.Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder of texts at {folder}")

@@ -51,10 +51,12 @@ class WithoutHash(CountingLM):
         (dict(draft=CountingLM(vocab_size=200), draft_params=()), "draft vocabulary 200 != target vocabulary 257"),
         (dict(target=CountingLM(vocab_size=200), tokenizer=ByteTokenizer()), "tokenizer has 257 tokens.* 200"),
         (dict(draft=CountingLM()), "without draft_params"),
-        (dict(target=object()), "target.*LanguageModel; got <object"),
+        (dict(target=object()), "target must be a LanguageModel, .* got <object"),
         (dict(target=WithoutHash()), "the target must be hashable"),
-        (dict(draft="python", draft_params=()), "the draft must be a model derived from"),
-        (dict(tokenizer="gpt2"), "the tokenizer must be an object .* got 'gpt2'"),
+        (dict(draft="python", draft_params=()), "the draft must be a LanguageModel, .* got 'python'"),
+        (dict(tokenizer="gpt2"), "the tokenizer must be an object such as .* got 'gpt2'"),
+        (dict(shards=None), "shards must be a DataShards"),
+        (dict(head="eagle", draft_params=()), "the head must be a FeatureHead"),
     ],
 )
 def test_parts_that_make_no_pair(parts, message):
@@ -66,8 +68,8 @@ def test_parts_that_make_no_pair(parts, message):
     "change, message",
     [
         (dict(prompts=[]), "no prompts"),
-        (dict(method=Method(drafter=None)), "drafter must be derived from specsamp.Drafter, .*; got None"),
-        (dict(method=Method(drafter=NgramDrafter(2), adaptive=3)), "adaptive must be an Adaptive or None; got 3"),
+        (dict(method=Method(drafter=None)), "drafter must be a Drafter, .* got None"),
+        (dict(method=Method(drafter=NgramDrafter(2), adaptive=3)), "adaptive must be an Adaptive, .* got 3"),
         (
             dict(method=Method(drafter=NgramDrafter(2), adaptive=Adaptive(lengths=(1, 4), costs_ms=(1, 2)))),
             "the method's adaptive drafts up to 4 tokens, its drafter K = 2",
@@ -89,9 +91,10 @@ def test_parts_that_make_no_pair(parts, message):
         (dict(max_new_tokens=[1, 2]), "2 max_new_tokens for 1 prompts"),
         (dict(seed=-1), "seed must be an integer >= 0"),
         (dict(prompt_ids=[0.5]), r"prompt_ids\[0\] must be an integer"),
+        (dict(prompts=np.array(5)), "prompts must be a list of prompts"),
         (dict(stop=3), "stop must be a list"),
         (dict(sampling=0.8), "sampling must be a warp"),
-        (dict(drafter=NgramDrafter), "drafter must be derived from specsamp.Drafter"),
+        (dict(drafter=NgramDrafter), "drafter must be a Drafter"),
         (dict(draft_length=-1), r"0 decodes autoregressively.*got -1"),
         (dict(draft_length=64), "does not fit the target's 64 positions"),
         (dict(draft_length=10**5), "K must be .* below 1025; got 100000"),
@@ -150,6 +153,10 @@ def test_sizes_are_bounded():
         generate(table_pair(), [[1]], 4, num_samples=10**9)
     with pytest.raises(ValueError, match="K .*>= 1.*got 0"):
         ModelDrafter(CountingLM(), 0)
+    with pytest.raises(ValueError, match="return_log_probs must be True or False; got 'no'"):
+        generate(table_pair(), [[1]], 4, return_log_probs="no")
+    with pytest.raises(ValueError, match="target_params are not those of TransformerLM.*AttributeError"):
+        generate(Pair(target=TransformerLM(tiny()), target_params="x"), [[1]], 4, draft_length=0)
     for K in (0, "4", None):
         with pytest.raises(ValueError, match=f"K .*>= 1.*got {K!r}"):
             NgramDrafter(K)

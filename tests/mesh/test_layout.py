@@ -170,6 +170,7 @@ def test_unknown_names():
         (dict(num_kv_heads="2"), "num_kv_heads must be an integer.*got '2'"),
         (dict(data=16), "data 16 x model 1 has 16 devices"),
         (dict(data=1, model=8, draft_model_parallelism=3), "draft_model_parallelism 3 does not divide the 8 devices"),
+        (dict(devices=[1]), r"devices must be a list of devices, such as jax.devices\(\); got \[1\]"),
         (dict(rows=-1), "rows must be an integer >= 0.*got -1"),
     ],
 )

@@ -288,7 +288,7 @@ def test_what_does_not_divide_is_said_before_anything_is_placed(transformer_pair
 
 
 def test_only_a_pair_can_be_sharded_and_only_over_a_mesh(table_pair):
-    with pytest.raises(TypeError, match=r"mesh must be a Mesh, such as make_mesh\(.*got 8"):
+    with pytest.raises(ValueError, match=r"mesh must be a Mesh, such as make_mesh\(.*got 8"):
         shard(table_pair, 8)
-    with pytest.raises(TypeError, match=r"pair must be a Pair, such as load_pair\('python'\); got 'python'"):
+    with pytest.raises(ValueError, match=r"pair must be a Pair, such as load_pair\('python'\); got 'python'"):
         shard("python", make_mesh(1, 8))

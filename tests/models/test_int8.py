@@ -189,7 +189,10 @@ def test_a_mesh_has_the_logits_of_one_device_and_scales_beside_their_channels():
 def test_what_is_in_int8_is_said_by_side():
     assert Int8(weights=("draft",)).of("draft") == {"weight_dtype": "int8", "cache_dtype": None}
     assert Int8(caches=("target",)).of("target") == {"weight_dtype": None, "cache_dtype": "int8"}
-    with pytest.raises(ValueError, match="weights in int8 are of target or draft; got 'both'"):
-        Int8(weights=("both",))
+    for sides in (("both",), "target", None):
+        with pytest.raises(
+            ValueError, match=r"weights in int8 must be a tuple of target and draft; got .*(both|target|None)"
+        ):
+            Int8(weights=sides)
     with pytest.raises(ValueError, match="weight_dtype must be one of None, int8; got 'int4'"):
         tiny(weight_dtype="int4")

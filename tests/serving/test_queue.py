@@ -196,6 +196,7 @@ def test_numbers_that_make_no_queue():
         (dict(rows=0), "rows must be"),
         (dict(rounds_per_slice=0), "rounds_per_slice"),
         (dict(arrivals=[0.0]), "arrivals must be 7 seconds.*got .0.0."),
+        (dict(schedule="shortest"), r"schedule must be a Schedule, such as ShortestFirst\(\); got 'shortest'"),
         (dict(arrivals=[0, -1, 0, 0, 0, 0, 0]), r"arrivals\[1\] must be"),
     ):
         with pytest.raises(ValueError, match=message):
