@@ -104,8 +104,8 @@ def _medusa(
     layout = MEDUSA_BLOCKS if any(name.startswith("blocks.") for name in found) else MEDUSA
     for key in ("medusa_num_layers", "num_hidden_layers"):
         fields.require(key, 1)
-    for key, what, size in (("hidden_size", "width", target.width), ("vocab_size", "vocabulary", target.vocab_size)):
-        _require(fields, key, fields(key, size), what, size)
+    _require(fields, "hidden_size", fields("hidden_size", target.width), "width", target.width)
+    _require(fields, "vocab_size", fields("vocab_size", target.vocab_size), "vocabulary", target.vocab_size)
     fields.require("truncated_vocab_size", target.vocab_size)
     numbers = {match[1] for name in found if (match := re.match(r"(?:blocks\.)?(\d+)\.", name))}
     return layout, MedusaConfig(
@@ -122,12 +122,9 @@ def _mtp(fields: Fields, target: TransformerConfig, dtype: str) -> MTPConfig:
     """Reads the module of MiMo: it reads the target's stream before the final norm, and has a norm for its output."""
     fields.require("num_nextn_predict_layers", 1)
     layer = TransformerConfig(dtype=dtype, **FAMILIES[MIMO].read(fields))
-    for key, size, what, wanted in (
-        ("hidden_size", layer.width, "width", target.width),
-        ("vocab_size", layer.vocab_size, "vocabulary", target.vocab_size),
-        ("num_hidden_layers", layer.num_layers, "number of layers", target.num_layers),
-    ):
-        _require(fields, key, size, what, wanted)
+    _require(fields, "hidden_size", layer.width, "width", target.width)
+    _require(fields, "vocab_size", layer.vocab_size, "vocabulary", target.vocab_size)
+    _require(fields, "num_hidden_layers", layer.num_layers, "number of layers", target.num_layers)
     return MTPConfig(
         layer=dataclasses.replace(layer, num_layers=1, tied=False),
         target_layers=target.num_layers,

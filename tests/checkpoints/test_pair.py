@@ -117,16 +117,8 @@ def test_missing_and_truncated_files_are_named(saved, name):
         load_pair(saved)
 
 
-def test_weights_without_their_scales_are_damaged(saved):
-    path = saved / "draft.safetensors"
-    tensors = safetensors.numpy.load_file(path)
-    del tensors["embedding" + PAIR_SCALES]
-    safetensors.numpy.save_file(tensors, path)
-    with pytest.raises(ValueError, match="draft.safetensors is damaged .embedding has no scales"):
-        load_pair(saved)
-
-
-def test_weights_of_another_model_list_both_shapes(saved):
+def test_weights_that_are_not_of_the_pair_are_named(saved):
+    """With both shapes, or with the weight that has no scales."""
     edit(saved / "pair.json", lambda content: content["draft"].update(feedforward_width=50, positions="relative"))
     with pytest.raises(ValueError, match="draft.safetensors is of another model") as caught:
         load_pair(saved)
@@ -134,6 +126,11 @@ def test_weights_of_another_model_list_both_shapes(saved):
     assert "layer_0/mlp/up: (12, 48) there, (12, 50) wanted" in message
     assert "layer_0/attention/relative: absent there, (2, 12, 6) wanted" in message
     assert "target" not in message
+    tensors = safetensors.numpy.load_file(saved / "draft.safetensors")
+    del tensors["embedding" + PAIR_SCALES]
+    safetensors.numpy.save_file(tensors, saved / "draft.safetensors")
+    with pytest.raises(ValueError, match="draft.safetensors is damaged .embedding has no scales"):
+        load_pair(saved)
 
 
 def test_a_tokenizer_of_another_model(saved):
