@@ -35,12 +35,11 @@ T = TypeVar("T")
 def start(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
     """Joins the processes of a job and checks that all of them run the same code. Call it before any other use of JAX.
 
-    When one process dies, the runtime ends the others within `HEARTBEAT_SECONDS`. The last line of each then says so,
-    and its exit status is 1, see `end_on_abort`.
+    When one process dies, the other processes end within `HEARTBEAT_SECONDS`, see `end_on_abort`.
 
     Args:
-      coordinator: "host:port" of process 0. Give all three arguments, or none of them on a TPU pod, under Slurm and
-        under Open MPI, where JAX finds the processes itself.
+      coordinator: "host:port" of process 0. Give all three arguments; or none on a TPU pod, under Slurm and under Open
+        MPI, where JAX finds the processes.
       num_processes: number of processes of the job.
       process_id: number of this process, from 0.
 
@@ -57,8 +56,7 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
         validate.integer("process_id", process_id, 0, num_processes)
         if process_id:
             _wait_for(host, port)
-    # JAX would catch the notice of a preemption and wait to be asked about it. Without its service the notice ends the
-    # process, as it ends any other program.
+    # JAX would catch the notice of a preemption. Without its service the notice ends the process.
     jax.config.update("jax_enable_preemption_service", False)
     who = f"all {num_processes} processes reached {coordinator}" if coordinator else "all processes of this job met"
     # The runtime aborts without naming the processes that it waited for.
@@ -91,9 +89,9 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
 def end_on_abort(message: str) -> None:
     """Ends this process with ``message`` as its last line and exit status 1 if the runtime aborts it.
 
-    The runtime aborts a process when another process of its job has died: it prints about thirty lines of its own stack
-    and raises SIGABRT in one of its threads. Python runs its signal handlers later, in the main thread, and would not
-    come to it; so this installs a handler of the C library.
+    The runtime aborts a process when another process of its job has died: it prints about thirty lines of its stack and
+    raises SIGABRT in one of its threads. Python would run a signal handler later, in the main thread, which is too late;
+    so this installs a handler of the C library.
     """
     if os.name == "posix":
         _abort_handlers.append(_ABORT_HANDLER(lambda number: end_now(message)))
@@ -101,7 +99,7 @@ def end_on_abort(message: str) -> None:
 
 
 def end_now(message: str, status: int = 1) -> NoReturn:
-    """Prints ``message`` as the last line of this process and ends it without waiting for the others.
+    """Prints ``message`` as the last line of this process and ends it.
 
     A normal exit would wait up to `HEARTBEAT_SECONDS` for the process that died, and would then be aborted.
     """
@@ -118,11 +116,7 @@ _abort_handlers: list[Any] = []  # keeps the handlers alive, because the C libra
 
 
 def code_version() -> str:
-    """Returns a digest of the source tree, the JAX version and the command line.
-
-    In a checkout the source tree includes launch and configs. The commit that launch/tpu/setup.sh installed, from
-    ``SPECSAMP_VERSION``, comes first.
-    """
+    """Returns the version of the source tree (see `machine.source_version`), the JAX version and the command line."""
     command = " ".join(argument for argument in sys.argv[1:] if not argument.startswith("--process_id"))
     return f"specsamp {machine.source_version()}, jax {jax.__version__}, {command or 'no arguments'}"
 
@@ -142,8 +136,8 @@ def check_same_code(version: str) -> None:
 def gather_objects(value: Any) -> list[Any]:
     """Returns the values of all processes, ordered by process. Every process must call it.
 
-    Values are sent as pickles, which can run code when they are read. JAX's coordinator accepts every connection to its
-    port, so the port must be inside a trusted network, such as that of a TPU slice.
+    Values are sent as pickles, which can run code when they are read. JAX's coordinator accepts every connection, so its
+    port must be inside a trusted network, such as the network of a TPU slice.
     """
     if jax.process_count() == 1:
         return [value]
@@ -161,7 +155,7 @@ def from_first(make: Callable[[], T]) -> T:
     if jax.process_index() == 0:
         try:
             made = make()
-        except Exception as met:  # noqa: BLE001, after any error the other processes would wait for ever
+        except Exception as met:  # noqa: BLE001, otherwise the other processes would wait for ever
             error = met
     if jax.process_count() > 1:
         message = gather_objects((made, None if error is None else _portable(error)))[0]
@@ -172,7 +166,7 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def _portable(error: Exception) -> Exception:
-    """Returns the error, or a RuntimeError with its text if it cannot be pickled."""
+    """Returns the error, or a RuntimeError with its message if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
         return error
@@ -188,10 +182,9 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _wait_for(host: str, port: int) -> None:
-    """Waits until the coordinator listens; the runtime would end the process without naming the address.
+    """Waits until the coordinator listens; raises ConnectionError after `CONNECT_SECONDS`.
 
-    Raises:
-      ConnectionError: nothing answered within `CONNECT_SECONDS`.
+    The runtime would end the process without naming the address.
     """
     until = time.monotonic() + CONNECT_SECONDS
     while True:

@@ -1,7 +1,7 @@
-"""Meshes of devices, and the rules that say how arrays are split over their axes.
+"""Meshes of devices, and the rules by which arrays are split over their axes.
 
-Models name the axes of their parameters, weights and caches ("heads", "vocab", ...). A `Layout` maps each of these
-logical axes to mesh axes by `RULES`. All mesh axes are Auto: the compiler derives the shardings of intermediate values.
+Models name the axes of their parameters, weights and caches ("heads", "vocab", ...). A `Layout` maps these logical axes
+to mesh axes by `RULES`. All mesh axes are Auto: the compiler derives the shardings of intermediate values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specsamp.decoding.data_shards import DATA, constrain
 from specsamp.models.int8 import Int8Weight, is_int8
 
 REPLICA, MODEL = "replica", "model"
-ROWS = "rows"  # the logical axis of logits and of everything sampled from them: the sequences of a data shard
+ROWS = "rows"  # the logical axis of logits and of tokens that are sampled from them: the sequences of a data shard
 
 SPLIT = "over the devices of the model, which must divide it"
 AS_FAR_AS_POSSIBLE = "over as many of these devices as divide it; the others hold copies"
@@ -54,8 +54,8 @@ def make_mesh(
 ) -> Mesh:
     """Makes a mesh with the axes ``data`` and ``model``.
 
-    The sizes after them can split the model axis in two, ``replica`` x ``model``: an array that does not divide over all
-    ``model`` devices is split over the inner axis and replicated over the outer one. The first size that requires it
+    The other sizes can split the model axis in two, ``replica`` x ``model``: arrays that do not divide over all devices
+    of the model are split over the inner axis and replicated over the outer axis. The first size that requires it
     decides, in the order of the arguments.
 
     Args:
@@ -64,9 +64,9 @@ def make_mesh(
         both, one copy is split over all devices.
       draft_model_parallelism: number of devices that hold one copy of the draft together; 1 and ``model`` need no
         mesh axis.
-      num_kv_heads: kv heads of the target. If there are fewer than ``model`` devices, each device stores the cache of
-        its own kv heads instead of all of them.
-      rows: sequences of one data shard. If there are fewer than ``model`` devices, sampling is split over as many
+      num_kv_heads: kv heads of the target. With fewer kv heads than ``model`` devices, a device stores the cache of its
+        kv heads, not of all.
+      rows: sequences of one data shard. With fewer sequences than ``model`` devices, sampling is split over as many
         devices as divide them.
       devices: devices of the mesh; by default all devices of all processes, with neighbours in the network together.
 
@@ -77,8 +77,7 @@ def make_mesh(
     if not (devices is None or (validate.is_list(devices) and all(hasattr(one, "device_kind") for one in devices))):
         raise ValueError(f"devices must be a list of devices, such as jax.devices(); got {devices!r}")
     count = jax.device_count() if devices is None else len(devices)
-    given = {"data": data, "model": model}
-    for name, size in given.items():
+    for name, size in (("data", data), ("model", model)):
         if size is not None:
             validate.integer(f"the mesh axis {name!r}", size, 1)
     if data is None:
@@ -120,7 +119,7 @@ def mesh_axes(
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Says how the arrays of a model lie on a mesh, by `RULES`; hashable."""
+    """The layout of a model's arrays on a mesh, by `RULES`; hashable."""
 
     mesh: Mesh
     over: tuple[str, ...]  # the mesh axes that hold one copy of the model together, major first
@@ -134,7 +133,8 @@ class Layout:
     @classmethod
     def tensor_parallel(cls, mesh: Mesh) -> Layout:
         """Returns the layout that splits heads, feed-forward and vocabulary over all model axes."""
-        # The model axis is major, so that an array split over it alone lies with its part of one split over both.
+        # The model axis is major: the parts of an array that is split over both axes then lie with the same array's parts
+        # over the model axis alone.
         return cls(mesh, tuple(axis for axis in (MODEL, REPLICA) if axis in mesh.shape))
 
     @classmethod
@@ -165,7 +165,7 @@ class Layout:
         return PartitionSpec(*specs)
 
     def _axes_of(self, name: str | None, size: int, used: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-        """Returns the mesh axes that a logical axis is split over; ``used`` are those of the axes before it."""
+        """Returns the mesh axes that a logical axis is split over; ``used``: the mesh axes of the axes before it."""
         if name == "batch":
             return (DATA,)
         if name is None:
@@ -184,14 +184,15 @@ class Layout:
     def shardings(self, axes: Any, shapes: Any) -> Any:
         """Returns the `NamedSharding` of each array (or shape) of a tree, from the tree of their logical axes.
 
-        ``axes`` is None for a model that names no axes: every device then has all arrays.
+        Without ``axes`` every device has all arrays.
         """
         if axes is None:
             return jax.tree.map(lambda x: NamedSharding(self.mesh, PartitionSpec()), shapes)
 
         def sharding(names, x):
             if is_int8(x):
-                # Scales lie with their output channels. Every device has those of a table: no lookup is a collective.
+                # Scales lie with their output channels. Every device has all scales of a table, so that a lookup needs
+                # no collective.
                 kept = (size > 1 and name != "vocab" for name, size in zip(names, x.scale.shape))
                 of_scale = PartitionSpec(*(name if keep else None for name, keep in zip(names, kept)))
                 return Int8Weight(sharding(names, x.values), sharding(of_scale, x.scale))
@@ -204,24 +205,24 @@ class Layout:
         return constrain(tree, self.shardings(axes, tree))
 
     def on_all_devices(self, tree: Any) -> Any:
-        """Gives all devices of a data shard whole arrays: streams, and tokens that were sampled on different devices."""
+        """Replicates arrays over the devices of a data shard: streams, and tokens sampled on different devices."""
         return jax.tree.map(lambda x: self.constrain(PartitionSpec(*(None,) * x.ndim), x), tree)
 
     def split_features(self, x_BTX: jax.Array) -> jax.Array:
-        """Splits a concatenation like the rows of the matrix that it is multiplied by, in two steps.
+        """Splits a concatenation like the rows of the matrix of its product, in two steps.
 
-        In one step the compiler splits the tokens of each part, joins the parts and sends them round.
+        In one step the compiler would split the tokens of each part, and exchange them between devices.
         """
         return self.constrain(PartitionSpec(None, None, "features"), self.on_all_devices(x_BTX))
 
     def by_rows(self, logits_BTV: jax.Array) -> jax.Array:
-        """Gathers the vocabulary of each sequence, and divides the sequences among the devices as far as they divide.
+        """Gathers the vocabulary of each sequence, and splits the sequences over the devices as far as they divide.
 
         Warps then need no collectives. If all devices warped all sequences, a batch of eight would cost ten times the
-        cycles (notebooks/results/compile_variants.json). A single sequence is on all devices.
+        cycles (notebooks/results/compile_variants.json).
 
-        The sharding changes in two steps. In one step the compiler would gather the embedding, or all sequences where
-        the vocabulary is split over more devices.
+        The sharding changes in two steps. In one step the compiler would gather the embedding, or all sequences if the
+        vocabulary is split over more devices.
         """
         rows = self.spec(PartitionSpec(ROWS), logits_BTV.shape[:1])
         over = rows[0] if rows else None
@@ -231,11 +232,11 @@ class Layout:
         return logits_BTV
 
     def place_cache(self, axes: Any, cache: Any) -> Any:
-        """Lays a cache out by its logical axes, if there is one; without axes it is left to the compiler."""
+        """Constrains the sharding of a cache, if there is one, by its logical axes; without axes the compiler decides."""
         if axes is None or cache is None:
             return cache
 
-        # Inside `jax.shard_map` the batch is that of one data shard already.
+        # Inside `jax.shard_map` the batch is already the batch of one data shard.
         def without_batch(spec):
             return PartitionSpec(*(None if name == "batch" else name for name in spec))
 
@@ -268,10 +269,7 @@ class Layout:
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """Applies `jax.device_put`, also if other processes hold some of the devices.
-
-    Every process must then call it with the same, whole values.
-    """
+    """Applies `jax.device_put`, also to devices of other processes; all processes must pass the same, whole values."""
 
     def put_one(x: Any, sharding: NamedSharding) -> jax.Array:
         if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):

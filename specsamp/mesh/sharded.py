@@ -1,11 +1,11 @@
-"""Shards a pair over a mesh: models and heads. `generate` is then called as on one device and gives the same tokens.
+"""Shards a pair over a mesh. `generate` is then called as on one device and gives the same tokens.
 
     mesh = make_mesh(data=2, model=4)
     completions = generate(shard(pair, mesh), prompts)
 
 Over the mesh axis ``model`` the compiler splits each call of a model, from the shardings of its weights, caches and
-logits. Over the axis ``data`` the rows of the batch are split with `jax.shard_map`: each data shard decodes its rows
-with a program of its own devices, and the shards only agree on when to end.
+logits. Over the axis ``data`` `jax.shard_map` splits the sequences of the batch: each data shard decodes its sequences
+on its devices, and the shards only agree on when to end.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout, put
 from specsamp.models.cache import KVCache
-from specsamp.models.compiling import fewest_collectives_on_tpu
+from specsamp.models.compiling import FEWEST_COLLECTIVES, options_on
 from specsamp.models.heads import FeatureHead, HeadModule
-from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
+from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
+
+Array = jax.Array
 
 
 def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None) -> Pair:
     """Returns the pair with its parameters sharded over the mesh, for `generate` and for benchmarks.
 
     Args:
-      pair: models and parameters; the parameters may be on any devices, also on this mesh.
+      pair: models and parameters; the parameters may be on any devices.
       mesh: a mesh from `make_mesh`.
       draft_model_parallelism: number of devices that hold one copy of the draft together. 1 gives every device a
-        copy, None splits the draft like the target, and any other number must be the one that the mesh was made with.
+        copy, None splits the draft like the target, any other number must be that of `make_mesh`.
 
     Raises:
       ValueError: a size of a model does not divide over the devices, with both numbers; or an argument has the wrong type.
@@ -49,7 +51,7 @@ def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None)
     head = pair.head and shard_head(pair.head, layout)
     if drafting := draft or head:
         shardings = drafting.param_shardings(pair.draft_params)
-    else:  # parameters of a drafter that is no model, or None
+    else:  # None, or parameters of a drafter that is no model
         shardings = Layout.replicated(mesh).shardings(None, pair.draft_params)
     return dataclasses.replace(
         pair,
@@ -63,11 +65,7 @@ def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None)
 
 
 def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layout:
-    """Returns the layout of a draft that ``draft_model_parallelism`` devices hold together, see `shard`.
-
-    Raises:
-      ValueError: the mesh was made for another number of devices.
-    """
+    """Returns the layout of a draft; raises ValueError if the mesh was made for another number, see `shard`."""
     if draft_model_parallelism == 1:
         return Layout.replicated(mesh)
     if draft_model_parallelism in (None, mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)):
@@ -81,12 +79,12 @@ def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layo
 
 
 def shard_head(head: FeatureHead, layout: Layout) -> ShardedHead:
-    """Wraps a head so that its weights, cache and logits are laid out over a mesh."""
+    """Wraps a head so that its weights, cache and logits are sharded over a mesh."""
     return ShardedHead(head.config, layout)
 
 
 def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
-    """Wraps a model so that its weights, caches and logits are laid out over a mesh."""
+    """Wraps a model so that its weights, caches and logits are sharded over a mesh."""
     model = model.model if isinstance(model, ShardedModel) else model
     return ShardedModel(model.for_mesh(layout), layout)
 
@@ -95,11 +93,11 @@ def with_attention(pair: Pair, attention: str) -> Pair:
     """Returns the pair with another attention over its caches, on its mesh if it has one.
 
     Args:
-      attention: "kernel", for TPUs; or "plain", the same in XLA's operations. Heads, and models that are no
-        `TransformerLM`, have theirs alone.
+      attention: "kernel", for TPUs; or "plain", the same in XLA's operations. It is set for each `TransformerLM`;
+        heads and other models keep their attention.
 
     Raises:
-      ValueError: another word, or "kernel" where there is no TPU.
+      ValueError: another word, or "kernel" without a TPU.
     """
     kernels = choose_kernels(attention)
 
@@ -115,12 +113,11 @@ def with_attention(pair: Pair, attention: str) -> Pair:
 class ShardedModel(LayeredModel):
     """A `LanguageModel` whose weights and caches are sharded, and whose logits are gathered once per call.
 
-    Models may name the logical axes of their arrays with ``param_axes()``, ``weight_axes()`` and ``cache_axes()``,
-    each a tree of `PartitionSpec`. Every device has all of the arrays whose axes are not named.
-    The model can be called in parts if the one inside can.
+    Arrays whose logical axes the model does not name are on every device. The model can be called in parts if the model
+    inside can; ``options`` of a call are those of the model inside.
 
     Attributes:
-      whole: the model whose caches calls are given, where ``model`` is the first layers of it; None: it is ``model``.
+      whole: the model that makes the caches, if ``model`` is its first layers; None: ``model`` makes them.
     """
 
     model: LanguageModel
@@ -149,7 +146,7 @@ class ShardedModel(LayeredModel):
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
-        return fewest_collectives_on_tpu() or self.model.compiler_options
+        return options_on("tpu", FEWEST_COLLECTIVES) or self.model.compiler_options
 
     def param_shardings(self, params: Any) -> Any:
         """Returns the shardings of parameters, or of their shapes."""
@@ -159,8 +156,8 @@ class ShardedModel(LayeredModel):
         """Returns the shardings of prepared weights, or of their shapes."""
         return self.layout.shardings(self.model.weight_axes(), weights)
 
-    def init(self, key: jax.Array) -> Any:
-        """Returns random float32 parameters, the same on any mesh; under `jax.jit` each device makes its own part."""
+    def init(self, key: Array) -> Any:
+        """Returns random float32 parameters, the same on any mesh; under `jax.jit` each device makes its part."""
         shardings = self.param_shardings(jax.eval_shape(self.model.init, key))
         return jax.lax.with_sharding_constraint(self.model.init(key), shardings)
 
@@ -171,25 +168,15 @@ class ShardedModel(LayeredModel):
         weights = self.model.fit_slots(weights, slots)
         return put(weights, self.weight_shardings(weights))
 
-    def matrices_read(self, weights: Any, tokens: int) -> list[tuple[jax.Array, float]] | None:
+    def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array, float]] | None:
         return self.model.matrices_read(weights, tokens)
 
     def init_cache(self, batch: int, slots: int) -> Any:
         return self._place_cache((self.whole or self.model).init_cache(batch, slots))
 
-    def __call__(
-        self,
-        weights: Any,
-        tokens_BT: jax.Array,
-        start_B: jax.Array,
-        cache: Any,
-        *,
-        hidden_layers: tuple[int, ...] = (),
-        block: Block | None = None,
-    ) -> Output:
+    def __call__(self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, **options: Any) -> Output:
         tokens_BT, start_B = self.layout.on_all_devices((tokens_BT, start_B))
-        trees = {} if block is None else {"block": block}
-        output = self.model(weights, tokens_BT, start_B, cache, hidden_layers=hidden_layers, **trees)
+        output = self.model(weights, tokens_BT, start_B, cache, **options)
         return Output(
             logits_BTV=self.layout.by_rows(output.logits_BTV),
             cache=self._place_cache(output.cache),
@@ -199,42 +186,29 @@ class ShardedModel(LayeredModel):
     def first(self, num_layers: int) -> ShardedModel:
         return dataclasses.replace(self, model=self.model.first(num_layers), whole=self.whole or self.model)
 
-    def compact(self, cache: Any, start_B: jax.Array, rows_BT: jax.Array, num_rows: int) -> Any:
+    def compact(self, cache: Any, start_B: Array, rows_BT: Array, num_rows: int) -> Any:
         rows_BT, start_B = self.layout.on_all_devices((rows_BT, start_B))
         return self._place_cache(self.model.compact(cache, start_B, rows_BT, num_rows))
 
-    def embed(
-        self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, *, block: Block | None = None
-    ) -> tuple[jax.Array, Any]:
+    def embed(self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, **options: Any) -> tuple[Array, Any]:
         tokens_BT, start_B = self.layout.on_all_devices((tokens_BT, start_B))
-        x_BTD, written = self.model.embed(weights, tokens_BT, start_B, cache, block=block)
-        # What embedding does not write is left alone: else a loop that only embeds would move whole caches.
+        x_BTD, written = self.model.embed(weights, tokens_BT, start_B, cache, **options)
+        # Arrays that embedding does not write keep their place: a loop that only embeds must not move whole caches.
         placed = self._place_cache(written)
         cache = jax.tree.map(lambda old, new, at: old if new is old else at, cache, written, placed)
         return self.layout.on_all_devices(x_BTD), cache
 
     def layers(
-        self,
-        weights: Any,
-        x_BTD: jax.Array,
-        start_B: jax.Array,
-        cache: Any,
-        first: int,
-        last: int,
-        *,
-        hidden_layers: tuple[int, ...] = (),
-        block: Block | None = None,
-    ) -> tuple[jax.Array, Any, tuple[jax.Array, ...]]:
-        x_BTD, cache, hidden = self.model.layers(
-            weights, x_BTD, start_B, cache, first, last, hidden_layers=hidden_layers, block=block
-        )
+        self, weights: Any, x_BTD: Array, start_B: Array, cache: Any, first: int, last: int, **options: Any
+    ) -> tuple[Array, Any, tuple[Array, ...]]:
+        x_BTD, cache, hidden = self.model.layers(weights, x_BTD, start_B, cache, first, last, **options)
         x_BTD, hidden = self.layout.on_all_devices((x_BTD, hidden))
         return x_BTD, self._place_cache(cache), hidden
 
-    def unembed(self, weights: Any, x_BTD: jax.Array) -> jax.Array:
+    def unembed(self, weights: Any, x_BTD: Array) -> Array:
         return self.layout.by_rows(self.model.unembed(weights, x_BTD))
 
-    def unembed_normed(self, weights: Any, x_BTD: jax.Array) -> jax.Array:
+    def unembed_normed(self, weights: Any, x_BTD: Array) -> Array:
         return self.layout.by_rows(self.model.unembed_normed(weights, x_BTD))
 
     def _place_cache(self, cache: Any) -> Any:
@@ -257,36 +231,27 @@ class ShardedHead(FeatureHead):
     def init_cache(self, batch: int, slots: int) -> KVCache:
         return self.layout.place_cache(self.cache_axes(), super().init_cache(batch, slots))
 
-    def fuse(self, weights: Any, hidden: tuple[jax.Array, ...]) -> jax.Array:
+    def fuse(self, weights: Any, hidden: tuple[Array, ...]) -> Array:
         return self.layout.on_all_devices(super().fuse(weights, hidden))
 
-    def embed(self, weights: Any, tokens_BT: jax.Array) -> jax.Array:
+    def embed(self, weights: Any, tokens_BT: Array) -> Array:
         return self.layout.on_all_devices(super().embed(weights, self.layout.on_all_devices(tokens_BT)))
 
     def __call__(
-        self,
-        weights: Any,
-        embedded_BTD: jax.Array,
-        features_BTD: jax.Array,
-        start_B: jax.Array,
-        cache: KVCache | None,
-    ) -> tuple[jax.Array, KVCache]:
-        # The features that come in, too: else the compiler keeps them split in the carry, for their product.
+        self, weights: Any, embedded_BTD: Array, features_BTD: Array, start_B: Array, cache: KVCache | None
+    ) -> tuple[Array, KVCache]:
+        # The input features too: otherwise the compiler keeps them split in the carry, for their product.
         start_B, features_BTD = self.layout.on_all_devices((start_B, features_BTD))
         features_BTD, cache = super().__call__(weights, embedded_BTD, features_BTD, start_B, cache)
         return self.layout.on_all_devices(features_BTD), self.layout.place_cache(self.cache_axes(), cache)
 
     def logits(
-        self,
-        weights: Any,
-        features_BTD: jax.Array,
-        of_target: Callable[[jax.Array], jax.Array],
-        offset: jax.Array | int = 0,
-    ) -> jax.Array:
+        self, weights: Any, features_BTD: Array, of_target: Callable[[Array], Array], offset: Array | int = 0
+    ) -> Array:
         logits = super().logits(weights, features_BTD, of_target, offset)
         return self.layout.by_rows(logits) if self.config.own_output else logits  # the target has placed its own
 
-    def take(self, features_BTD: jax.Array, row_B: jax.Array) -> jax.Array:
+    def take(self, features_BTD: Array, row_B: Array) -> Array:
         return self.layout.on_all_devices(super().take(features_BTD, self.layout.on_all_devices(row_B)))
 
     def _module(self) -> HeadModule:

@@ -7,13 +7,12 @@
     python3 specsamp/mesh/slices.py v4-32 topology hosts      # 2x2x4 4
     python3 specsamp/mesh/slices.py --list                    # the names of all slices
 
-This file imports the standard library only and runs on Python 3.9, since the machine that orders a slice need not have
-specsamp installed.
+This file imports the standard library only and runs on Python 3.9: the machine that orders a slice may lack specsamp.
 
 Sources: the pages v4, v5e, v5p, v6e, tpu7x and runtimes of cloud.google.com/tpu/docs (topologies, memory, images),
-plan-tpus of cloud.google.com/kubernetes-engine/docs/concepts (machine types, node labels), and the table of slices in
-xpk 1.16, Google's launcher for GKE. Where those pages give only examples, the file has the sizes whose names have a
-default topology in xpk, and v4-384, which Google's MaxText runs on.
+plan-tpus of cloud.google.com/kubernetes-engine/docs/concepts (machine types, node labels), and the slices in xpk 1.16,
+Google's launcher for GKE. If a page gives only examples, the catalogue has the sizes with a default topology in xpk, and
+v4-384, which Google's MaxText runs on.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ import pathlib
 import sys
 
 GIB = 2**30
-# By the prefix of the name. ``cores_in_name`` is what a chip adds to the number in it: 2 if it counts TensorCores.
+# By the prefix of the name. ``cores_in_name``: what a chip adds to the number in the name, 2 if it counts TensorCores.
 GENERATIONS = json.loads(pathlib.Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+COPIED = ("devices_per_chip", "runtime_version", "gke_accelerator", "hbm_bytes_per_second")  # fields of `Slice`
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Chips that are ordered together and share a network. A host is one of its virtual machines, with one JAX process."""
+    """Chips that are ordered together and share a network. A host is a virtual machine, with one JAX process."""
 
     name: str  # the accelerator type, such as "v4-32"
     topology: str  # chips along each axis of the network, such as "2x2x4"
@@ -71,12 +71,9 @@ def all_slices() -> dict[str, Slice]:
                 topology=topology,
                 chips=chips,
                 chips_per_host=chips_per_host,
-                devices_per_chip=generation["devices_per_chip"],
-                runtime_version=generation["runtime_version"],
-                gke_accelerator=generation["gke_accelerator"],
                 gke_machine_type=generation["gke_machine_type"].format(chips_per_host),
                 hbm_bytes=generation["hbm_gib"] * GIB,
-                hbm_bytes_per_second=generation["hbm_bytes_per_second"],
+                **{field: generation[field] for field in COPIED},
             )
     return found
 

@@ -1,8 +1,8 @@
 """Attention, as a Linen module. Its cache stores keys and values, and computes scores from them.
 
 Weights keep one order of axes for every number of tokens: Q, K, V head-major ``[N, D, H]`` and the output ``[N, H, D]``.
-With any other order the TPU compiler lays weights out again for a loop that uses them at different T. (The order for
-CPUs is in `specsamp.models.cpu_weights`.)
+With any other order the TPU compiler rearranges weights for a loop that uses them at different T. CPUs have another
+order, see `specsamp.models.cpu_weights`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MAX_BATCHED_ROWS = 256
 class Attention(nn.Module):
     """Multi-head, grouped or multi-query attention over a cache, or over the call alone.
 
-    With a ``window``, a token sees itself and the ``window - 1`` slots before it. That is a mask: the cache
-    keeps every slot, so taking tokens back across the window's edge is moving lengths, as anywhere.
+    With a ``window``, a token sees itself and the ``window - 1`` slots before it. The window is a mask: the cache keeps
+    every slot, so that tokens can be taken back across the window's edge.
     """
 
     config: TransformerConfig
     window: int | None = None
-    input_width: int | None = None  # of what queries, keys and values are made of; None: the stream's width
+    input_width: int | None = None  # of the input of queries, keys and values; None: the stream's width
 
     table_axes: ClassVar[str] = "MSH"  # of the table of relative keys
 
@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
         Args:
           rope: from `Rotary.angles`, of models with rotary positions.
-          cache: None: the call sees its own tokens alone.
+          cache: None: the tokens of the call see each other alone.
           table: of relative keys for as many slots as the cache has; None: it is made in the call.
         """
         config = self.config
@@ -111,8 +111,7 @@ class Attention(nn.Module):
     ) -> tuple[Array, Array]:
         """Returns the queries for the keys, and their scores on the relative keys by slot, ``[B, N, T, S]`` float32.
 
-        See `specsamp.models.positions`. In a block each slot's score is gathered: the slots of a tree are no run of
-        distances.
+        See `specsamp.models.positions`. In a block the score of each slot is gathered by its distance.
         """
         config = self.config
         batch, heads, length, size = q_BNTH.shape
@@ -142,7 +141,7 @@ class Attention(nn.Module):
 
 
 def project(x_BTD: Array, weight_NDH: Array | Int8Weight) -> Array:
-    """Multiplies ``BTD,NDH -> BNTH``, without laying the weight out again for few rows."""
+    """Multiplies ``BTD,NDH -> BNTH``; for few rows the weight is not rearranged."""
     batch, length, width = x_BTD.shape
     heads, _, size = weight_NDH.shape
     if batch * length > MAX_BATCHED_ROWS:

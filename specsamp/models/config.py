@@ -17,12 +17,12 @@ POSITIONS = ("relative", "rotary", "learned")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")  # "gelu" is the usual one by tanh
 NORMS = ("rms", "layer")
 DTYPES = ("float32", "bfloat16")
-DECODING = ("dtype", "weight_dtype", "cache_dtype")  # fields that say how a model is decoded, not which it is
+DECODING = ("dtype", "weight_dtype", "cache_dtype")  # fields that change how a model is decoded, not its parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Layers whose feed-forward part is a choice of experts for each token (Shazeer et al., arXiv 1701.06538)."""
+    """The shape of layers that choose experts for each token (Shazeer et al., arXiv 1701.06538)."""
 
     num_experts: int  # E, of a layer
     experts_per_token: int  # k
@@ -44,18 +44,17 @@ class ExpertsConfig:
         return num_layers - sum(layer < num_layers for layer in set(self.dense_layers))
 
     def expected_touched(self, tokens: int) -> float:
-        """Returns how many experts of a layer a call of so many tokens is expected to read.
+        """Returns the expected number of experts that a call of ``tokens`` tokens reads in a layer.
 
         ``E (1 - (1 - k / E)^T)``, if tokens choose independently and all experts are equally popular (Huang et al.,
-        MoESD, arXiv 2505.19645). Where some experts are more popular, or neighbouring tokens are alike, it is less.
+        MoESD, arXiv 2505.19645); less if some experts are more popular, or if neighbouring tokens are alike.
         """
         return self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** tokens)
 
     def expected_blocks(self, tokens: int, block: int, devices: int = 1) -> float:
-        """Returns how many blocks of at most ``block`` tokens of one expert a call is expected to need.
+        """Returns the expected number of blocks, each of at most ``block`` tokens of one expert, that a call needs.
 
-        Of devices that divide the experts evenly, the device with most blocks counts. Tokens choose as for
-        `expected_touched`.
+        If devices divide the experts evenly, the device with most blocks counts. See `expected_touched`.
         """
         if devices == 1 and block >= tokens:
             return self.expected_touched(tokens)
@@ -76,13 +75,12 @@ def _simulated_blocks(total: int, chosen: int, tokens: int, block: int, devices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A decoder in the style of Chinchilla, and what the families of public checkpoints do otherwise.
+    """A decoder in the style of Chinchilla, with switches for the families of public checkpoints.
 
-    Chinchilla's parameter counts pin it down as far as it is public: per layer 4 D^2 for Q, K, V, O,
-    D^2 for the relative-position projection, 8 D^2 for an ungated feed-forward of width 4 D; tied
-    embeddings. The activation was not published.
+    Chinchilla's parameter counts give per layer 4 D^2 for Q, K, V, O, D^2 for the projection of relative positions, 8 D^2
+    for an ungated feed-forward of width 4 D; and tied embeddings. The activation was not published.
 
-    Every switch after ``dtype`` is off by default, and then leaves no trace in parameters or programs.
+    Every switch after ``dtype`` is off by default, and then changes neither parameters nor programs.
     """
 
     vocab_size: int
@@ -132,9 +130,7 @@ class TransformerConfig:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], **changes: Any) -> TransformerConfig:
-        """Returns the config that a pair.json or run.json describes, with ``changes`` to its fields.
-
-        Documents written before `num_real_tokens` had its name call it ``num_tokens``.
+        """Returns the config of a pair.json or run.json, with ``changes``; early documents say ``num_tokens``.
 
         Raises:
           TypeError: ``fields`` is no object, or a field has an unknown name. ValueError: see the class.
@@ -165,7 +161,7 @@ class TransformerConfig:
         self._check_combinations()
 
     def _check_values(self) -> None:
-        """Checks each field by itself; None stands for a default where the default is None."""
+        """Checks each field by itself; None is allowed where it is the default."""
         choices = dict(positions=POSITIONS, activation=ACTIVATIONS, norm=NORMS, dtype=DTYPES)
         choices |= dict.fromkeys(("weight_dtype", "cache_dtype"), (None, "int8"))
         for field in dataclasses.fields(self):
@@ -182,8 +178,7 @@ class TransformerConfig:
                 validate.number(name, value, 0, above=True)
 
     def _check_combinations(self) -> None:
-        if not 2 <= self.ngram_order <= 5:
-            raise ValueError(f"ngram_order must be from 2 to 5; got {self.ngram_order}")
+        validate.integer("ngram_order", self.ngram_order, 2, 6)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if self.positions == "rotary" and self.head_size % 2:
@@ -208,7 +203,7 @@ class TransformerConfig:
             raise ValueError("global_layers and window_rotary_base say what differs from a window: set window")
 
     def window_of(self, layer: int) -> int | None:
-        """Returns how many tokens a layer sees, None for all."""
+        """Returns the window of a layer; None: it sees all tokens."""
         return None if layer in self.global_layers else self.window
 
     def has_experts(self, layer: int) -> bool:
@@ -234,10 +229,7 @@ class TransformerConfig:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters, by a formula: tracing 80 layers for their shapes takes seconds.
-
-        Tests compare it with the shapes of the module.
-        """
+        """The number of parameters, by a formula: tracing 80 layers for their shapes takes seconds."""
         heads, kv, size = self.num_heads, self.num_kv_heads, self.head_size
         width, inner = self.width, self.feedforward_width
         norm = width * (2 if self.norm == "layer" else 1)
@@ -263,29 +255,14 @@ class TransformerConfig:
 
     @property
     def num_expert_parameters(self) -> int:
-        """The number of parameters of all experts, of which a call reads those that its tokens choose."""
+        """The number of parameters of all experts."""
         of_layer = 0 if self.experts is None else 3 * self.width * self.experts.width * self.experts.num_experts
         return self.num_sparse_layers * of_layer
-
-    @property
-    def num_active_parameters(self) -> int:
-        """The number of parameters that one token uses: all but those of experts that it did not choose."""
-        if self.experts is None:
-            return self.num_parameters
-        left_out = self.experts.num_experts - self.experts.experts_per_token
-        return self.num_parameters - self.num_expert_parameters * left_out // self.experts.num_experts
 
     @property
     def weight_bytes(self) -> int:
         """The bytes of decode-time weights; in int8 one for each parameter, the scales left out."""
         return self.num_parameters * (1 if self.weight_dtype == "int8" else self.compute_dtype.itemsize)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        of_head = self.head_size * self.compute_dtype.itemsize
-        if self.cache_dtype == "int8":
-            of_head = self.head_size + 4  # and the scale
-        return 2 * self.num_layers * self.num_kv_heads * of_head
 
 
 def chinchilla_70b(**changes) -> TransformerConfig:

@@ -1,11 +1,11 @@
-"""Decode-time weights in the order that suits CPUs: products over few rows as ``[T, in] x [in, out]``, few and large.
+"""Decode-time weights in the order for CPUs: few and large products over few rows, ``[T, in] x [in, out]``.
 
 Q, K and V are one matrix ``[D, (N+2M) H]``, the output is ``[D, V]`` (a copy, if it is tied), tables of relative keys
 are ``[M, H, S]``, and keys are cached as ``[B, M, H, S]`` (`TransposedKVCache`). XLA's CPU backend would transpose
-``[D, N, H]`` in every call. Such weights cannot be split over a mesh: their axes hold several things.
+``[D, N, H]`` in every call. Such weights cannot be split over a mesh, because one axis joins several logical axes.
 
-Nor has that backend a product of a matrix in int8: it writes the matrix in float32 first, and a large one goes to memory
-and back. Widened a block at a time (`Int8Blocks`) it stays in the cache, and memory gives a quarter.
+That backend multiplies by an int8 matrix only after it has written the matrix in float32, a large one to memory. Widened
+a block at a time (`Int8Blocks`) the matrix stays in the CPU's cache, and a quarter of the bytes is read from memory.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from specsamp.models.cache import LayerCache, TransformerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import Experts
 from specsamp.models.int8 import take_rows
-from specsamp.models.interface import Block, MeshLayout, Output
+from specsamp.models.interface import Block, MeshLayout
 from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract, soft_cap
 
@@ -68,7 +68,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model: a call is `embed`, `run_layers` and `unembed`, which can also be called alone."""
+    """The whole model, called in three parts: `embed`, `run_layers` and `unembed`."""
 
     config: TransformerConfig
     layout: MeshLayout | None = None  # over a mesh, see `Experts`
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         self.embedding = weight(
             self, "embedding", (config.vocab_size, config.width), ("vocab", "embed"), fan_in=config.width
         )
-        # From zero: an n-gram that was never seen adds nothing.
+        # Zero at first: an n-gram that training did not meet adds nothing.
         zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("vocab", "embed"))
         self.ngram_tables = [
             self.param(f"ngrams_{order}", zeros, (config.ngram_rows, config.width))
@@ -96,24 +96,10 @@ class Decoder(nn.Module):
         self.final_norm = Norm(config)
         self.output_embedding = self.declare_output()
 
-    def __call__(
-        self,
-        tokens_BT: Array,
-        start_B: Array,
-        cache: TransformerCache | None = None,
-        tables: tuple[Array, ...] | None = None,
-        hidden_layers: tuple[int, ...] = (),
-        block: Block | None = None,
-    ) -> Output:
-        """Scores tokens; without a cache they see each other alone.
-
-        Args:
-          tables: of relative keys, one for each layer; None: made in the call.
-        """
-        x_BTD, cache = self.embed(tokens_BT, start_B, cache, block)
-        last = self.config.num_layers
-        x_BTD, cache, hidden = self.run_layers(x_BTD, start_B, cache, tables, 0, last, hidden_layers, block)
-        return Output(logits_BTV=self.unembed(x_BTD), cache=cache, hidden=hidden)
+    def everything(self, tokens_BT: Array, start_B: Array) -> Array:
+        """Runs all parts once, to declare all parameters."""
+        x_BTD, _ = self.embed(tokens_BT, start_B, None)
+        return self.unembed(self.run_layers(x_BTD, start_B, None, None, 0, self.config.num_layers)[0])
 
     def embed(
         self, tokens_BT: Array, start_B: Array, cache: TransformerCache | None, block: Block | None = None
@@ -130,7 +116,7 @@ class Decoder(nn.Module):
                 if cache is not None:
                     cache = TransformerCache(layers=cache.layers, tokens_BS=memory_BS)
             if config.positions == "learned":
-                # Scratch slots beyond the table read its last row.
+                # The positions of scratch slots are beyond the table, and read its last row.
                 x_BTD = x_BTD + self.position_embedding[_positions(start_B, tokens_BT.shape[1], block)]
             x_BTD = x_BTD.astype(config.compute_dtype)
             if config.embedding_scale is not None:
@@ -152,11 +138,15 @@ class Decoder(nn.Module):
         """Runs layers ``first .. last - 1``; see `LayeredModel.layers`.
 
         Args:
-          kept_BL: bool, in training: the layers that each row goes through; it passes by the others.
+          cache: None: the tokens of the call see each other alone.
+          tables: of relative keys, one for each layer; None: they are made in the call.
+          kept_BL: bool, in training: the layers that each sequence goes through; it skips all other layers.
+
+        Raises:
+          ValueError: the call does not run one of ``hidden_layers``.
         """
         config = self.config
         numbers = range(first, last)
-        _check_layers(numbers, hidden_layers, config.num_layers)
         rotaries = [config.rotary_of(config.window_of(i)) for i in numbers]
         positions_BT = _positions(start_B, x_BTD.shape[1], block)
         ropes = {rotary: rotary and rotary.angles(positions_BT) for rotary in rotaries}
@@ -168,8 +158,14 @@ class Decoder(nn.Module):
             x_BTD = y_BTD if kept_BL is None else jnp.where(kept_BL[:, i, None, None], y_BTD, x_BTD)
             caches.append(layer_cache)
             hidden[i] = x_BTD
-        if config.num_layers in hidden_layers:
-            hidden[config.num_layers] = self.final_norm(x_BTD)
+        if last == config.num_layers and last in hidden_layers:
+            hidden[last] = self.final_norm(x_BTD)
+        for layer in hidden_layers:
+            if layer not in hidden:
+                raise ValueError(
+                    f"hidden_layers names layer {layer}; a call of layers {first} up to {last} has {tuple(hidden)}, and "
+                    f"the last call {config.num_layers}: the stream after the final norm"
+                )
         if cache is not None:
             layers = (*cache.layers[:first], *caches, *cache.layers[last:])
             cache = TransformerCache(layers=layers, tokens_BS=cache.tokens_BS)
@@ -181,7 +177,7 @@ class Decoder(nn.Module):
             return self.unembed_normed(self.final_norm(x_BTD))
 
     def unembed_normed(self, x_BTD: Array) -> Array:
-        """Returns the same from a stream that is normalised already."""
+        """Returns the logits of a stream that is normalised already."""
         config = self.config
         with jax.named_scope("logits"):
             logits_BTV = self.project_to_vocabulary(x_BTD)
@@ -201,7 +197,7 @@ class Decoder(nn.Module):
         return weight(self, OUTPUT_EMBEDDING, shape, ("vocab", "embed"), fan_in=config.width)
 
     def project_to_vocabulary(self, x_BTD: Array) -> Array:
-        """Returns the product of the normalised stream and the output's matrix, float32."""
+        """Returns the product of a normalised stream and the output matrix, float32."""
         return contract("BTD,VD->BTV", x_BTD, self.output_embedding, dtype=jnp.float32)
 
 
@@ -209,18 +205,3 @@ def _positions(start_B: Array, length: int, block: Block | None) -> Array:
     if block is not None:
         return block.positions_BT
     return start_B[:, None] + jnp.arange(length)[None, :]
-
-
-def _check_layers(numbers: range, hidden_layers: tuple[int, ...], num_layers: int) -> None:
-    first, last = numbers.start, numbers.stop
-    if not 0 <= first <= last <= num_layers:
-        raise ValueError(
-            f"no layers from {first} up to {last} in a model of {num_layers}: give 0 <= first <= last <= {num_layers}"
-        )
-    known = (*numbers, num_layers) if last == num_layers else tuple(numbers)
-    for layer in hidden_layers:
-        if layer not in known:
-            raise ValueError(
-                f"hidden_layers names layer {layer}; a call of layers {first} up to {last} has {known} "
-                f"({num_layers}: the stream after the final norm)"
-            )

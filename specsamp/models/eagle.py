@@ -60,7 +60,7 @@ class Eagle1Config(HeadConfig):
 
 
 class Eagle3(HeadModule):
-    """Mixes hidden states of three layers; its layer reads them beside the token, and returns features like them."""
+    """Mixes hidden states of three layers; its layer reads the mix and the token, and returns features of that kind."""
 
     config: Eagle3Config
 
@@ -103,7 +103,7 @@ class Eagle3Config(HeadConfig):
       norm_before_residual: the residual of the layer is the normalised feature.
       norm_before_fc: one norm of all hidden states side by side.
       fc_norm: a norm of each hidden state instead (EAGLE-3.1).
-      norm_output: the features that it returns are normalised (EAGLE-3.1).
+      norm_output: the returned features are normalised (EAGLE-3.1).
     """
 
     norm_before_residual: bool = False

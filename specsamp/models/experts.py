@@ -1,13 +1,13 @@
 """The feed-forward part of a layer as a choice of experts for each token (Shazeer et al., arXiv 1701.06538).
 
-A router chooses k experts for each token, and the share of each in the token's result. A call reads the experts that any
-of its tokens chose, and no others, one at each step of a loop: a gather would write their matrices to memory once more.
+A router chooses k experts for each token, and the share of each in the token's result. A call reads only the experts that
+its tokens chose, one at each step of a loop: a gather would write their matrices to memory once more.
 
-- Few tokens: each expert that was chosen multiplies all of them; it has a share of zero in those that did not choose it.
+- Few tokens: each chosen expert multiplies all tokens, with a share of zero for tokens that did not choose it.
 - Many tokens are sorted by expert, and padded to blocks; each step of the loop multiplies a block by its expert.
 
-Over a mesh each device has whole experts, or a part of the width of each (`specsamp.mesh.layout`). It sums what they make
-of all tokens, and one all-reduce sums over the devices.
+Over a mesh each device has whole experts, or a part of the width of each (`specsamp.mesh.layout`). It sums the results of
+its experts for all tokens, and one all-reduce sums over the devices.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ STACKED_AXES = {
     "up": ("experts", "embed", "expert_mlp"),
     "down": ("experts", "expert_mlp", "embed"),
 }
-FEW = 64  # tokens of a call (of all rows) that every chosen expert multiplies; beyond, tokens are sorted
+FEW = 64  # tokens of a call, of all sequences, up to which every chosen expert multiplies all of them
 BLOCKS = (8, 256)  # fewest and most tokens of a block
 
-# Names the loop in a compiled program: what is needed to say how often it is expected to run.
+# The name of the loop in a compiled program; `expected_steps` reads these numbers.
 SCOPE = "experts_{tokens}_tokens_{chosen}_of_{total}_here_{here}_blocks_of_{block}"
 _SCOPE = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>\\d+)", SCOPE))
 
@@ -62,7 +62,7 @@ class Experts(nn.Module):
         return self._mix(x_RD, shares_RE, stacked).astype(x_BTD.dtype).reshape(x_BTD.shape)
 
     def _mix(self, x_RD: Array, shares_RE: Array, stacked: dict[str, Any]) -> Array:
-        """Sums what the experts of all devices make of the tokens, float32."""
+        """Returns the sum of the results of the experts on all devices, float32."""
         mix = functools.partial(mix_experts, self.config)
         if self.layout is None:
             return mix(x_RD, shares_RE, stacked)
@@ -81,10 +81,10 @@ class Experts(nn.Module):
 
 
 def route(logits_RE: Array, experts: ExpertsConfig) -> Array:
-    """Returns the share of each expert in each token's result, float32, 0 for those that are not chosen.
+    """Returns the share of each expert in each token's result, float32; 0 for experts that are not chosen.
 
     Args:
-      logits_RE: float32, of the router. Of equal ones the first experts are chosen.
+      logits_RE: float32, of the router. Among equal logits the first experts are chosen.
     """
     chosen_Rk, ids_Rk = jax.lax.top_k(jax.nn.softmax(logits_RE, axis=-1), experts.experts_per_token)
     if experts.normalised:
@@ -95,13 +95,13 @@ def route(logits_RE: Array, experts: ExpertsConfig) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mix_experts(config: TransformerConfig, x_RD: Array, shares_RE: Array, stacked: dict[str, Any]) -> Array:
-    """Sums what experts make of each token, times their shares, ``[R, D]`` float32.
+    """Returns each token's sum over experts of share times result, ``[R, D]`` float32.
 
-    JAX cannot differentiate a loop whose length is data: for gradients every expert multiplies every token.
+    JAX cannot differentiate a loop whose length is data. So for gradients every expert multiplies every token.
 
     Args:
       x_RD: the tokens of a call.
-      shares_RE: of the experts that this device has.
+      shares_RE: of the experts of this device.
       stacked: their matrices, or a part of the width of each.
     """
     tokens, here = shares_RE.shape
@@ -143,7 +143,8 @@ mix_experts.defvjp(_forward, _backward)
 def block_size(tokens: int, experts: ExpertsConfig) -> int:
     """Returns how many tokens an expert multiplies at once.
 
-    All if they are few, else two to four times as many as choose an expert on average, so that most need one block.
+    Few tokens are one block. A block of many has two to four times the tokens that choose an expert on average, so that
+    most experts need one block.
     """
     if tokens <= FEW:
         return max(tokens, 1)
@@ -152,9 +153,9 @@ def block_size(tokens: int, experts: ExpertsConfig) -> int:
 
 
 def expected_steps(scope: str) -> float | None:
-    """Returns how often the loop with this scope is expected to run; None for the scope of any other loop.
+    """Returns the expected number of steps of the loop with this scope; None for the scope of any other loop.
 
-    See `ExpertsConfig.expected_blocks`: devices wait for the device with most blocks.
+    Devices wait for the device with most blocks, see `ExpertsConfig.expected_blocks`.
     """
     found = _SCOPE.search(scope)
     if found is None:
@@ -165,7 +166,7 @@ def expected_steps(scope: str) -> float | None:
 
 
 def _one_expert(stacked: dict[str, Any], activation: str, x_RD: Array, expert: Array) -> Array:
-    """Returns what one expert makes of tokens, float32."""
+    """Returns one expert's result for each token, float32."""
 
     def project(name):
         return contract_slice("RD,DF->RF", x_RD, stacked[name], expert, dtype=jnp.float32)
@@ -188,12 +189,12 @@ def _all_tokens(make: Any, x_RD: Array, shares_RE: Array) -> Array:
 
 
 def _in_blocks(make: Any, x_RD: Array, shares_RE: Array, block: int, most: int) -> Array:
-    """Lets each expert multiply the tokens that chose it, in blocks that are padded; there are at most so many."""
+    """Lets each expert multiply the tokens that chose it, in at most ``most`` padded blocks."""
     tokens = len(x_RD)
     is_chosen_ER = (shares_RE != 0).T
     blocks_E = -(-is_chosen_ER.sum(axis=1) // block)
     last_E = jnp.cumsum(blocks_E)  # the first block behind each expert's
-    # The place of each token among the blocks; an expert's tokens begin where its first block does.
+    # The place of each token among the blocks; the tokens of an expert begin with its first block.
     place_ER = ((last_E - blocks_E) * block)[:, None] + jnp.cumsum(is_chosen_ER, axis=1) - 1
     place_ER = jnp.where(is_chosen_ER, place_ER, most * block)  # dropped
     token_ER = jnp.broadcast_to(jnp.arange(tokens)[None], place_ER.shape)

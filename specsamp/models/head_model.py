@@ -1,4 +1,4 @@
-"""One step of a head as a model, so that compile reports measure it as they do a step of a draft model."""
+"""One step of a head as a model, so that compile reports measure it like a step of a draft model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class HeadModel(LanguageModel):
-    """Reads a token beside the feature of the step before, which lies in its cache, and says what follows.
+    """Scores the next token from a token and the feature of the step before, which is kept in the cache.
 
     Attributes:
-      target: of one layer, which is not run: it embeds tokens, and has the output, where the head has none.
-      head: which is called.
+      target: of one layer, which is not run; its embedding and output serve a head without.
+      head: the head that a step calls.
     """
 
     target: LayeredModel
@@ -50,7 +50,7 @@ class HeadModel(LanguageModel):
         return weights | {"target": self.target.fit_slots(weights["target"], slots)}
 
     def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array, float]]:
-        """See `LanguageModel.matrices_read`. A round reads the matrices of `FeatureHead.fuse` once, a step does not."""
+        """See `LanguageModel.matrices_read`. A step does not read the matrices of `FeatureHead.fuse`; a round does."""
         params, of_target = weights["head"]["params"], weights["target"]["params"]
         matrices = jax.tree.leaves([part for name, part in params.items() if self.head.config.is_read_by_a_step(name)])
         if not self.head.config.own_output:

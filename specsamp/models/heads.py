@@ -2,7 +2,7 @@
 
 A head reads pairs (h_t, x_{t+1}): the hidden states of a position, and the token after it. `fuse` turns the hidden
 states into one stream of *features*, a call turns pairs into the features of the next position, and `logits` scores the
-next token. So a head continues with the features that it returned. Pair t lies in slot t of its cache.
+next token. So a head continues with its own features. Pair t lies in slot t of its cache.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from specsamp import validate
 from specsamp.models.cache import Int8KVCache, KVCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
@@ -30,17 +31,17 @@ DRAFT_IDS = "draft_ids"  # int32 [U], the target's ids of a reduced vocabulary, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """The shape of a head, most of which have one decoder layer.
+    """The shape of a head.
 
     Attributes:
       layer: of its decoder layer; ``width`` is the head's, ``vocab_size`` the target's.
-      target_layers: of the target, which a head fits or not.
+      target_layers: the number of layers of the target.
       target_width: of the target's hidden states; None: the head's width.
       hidden_layers: the layers of the target, counted from 0, whose outputs it reads; ``target_layers`` stands for the
         stream after the final norm. See `Output.hidden`.
       draft_vocab_size: U, of a reduced vocabulary: the ids in the parameter ``draft_ids``; None: the whole vocabulary.
-      own_embedding: embeds tokens itself; False: the target does.
-      own_output: has an output matrix itself; False: the target's is used.
+      own_embedding: the head embeds tokens; False: the target does.
+      own_output: the head has an output matrix; False: the target's is used.
     """
 
     layer: TransformerConfig
@@ -54,16 +55,14 @@ class HeadConfig:
     module: ClassVar[type[HeadModule]]
     kind: ClassVar[str]  # the name of such heads in messages
     fused: ClassVar[tuple[str, ...]] = ()  # parameters that `FeatureHead.fuse` alone reads
-    has_layer: ClassVar[bool] = True  # it has a decoder layer, and so a cache; False: only sizes of ``layer`` count
+    has_layer: ClassVar[bool] = True  # and so a cache; False: only the sizes of ``layer`` count
     reads_final_norm: ClassVar[bool] = False  # its one hidden state is the stream after the final norm
 
     def __post_init__(self):
         object.__setattr__(self, "hidden_layers", tuple(self.hidden_layers))
         if self.target_width is None:
             object.__setattr__(self, "target_width", self.layer.width)
-        for layer in self.hidden_layers:
-            if not 0 <= layer <= self.target_layers:
-                raise ValueError(f"hidden_layers names layer {layer} of a target of {self.target_layers} layers")
+        validate.integers("hidden_layers", self.hidden_layers, 0, self.target_layers + 1)
         if len(set(self.hidden_layers)) < len(self.hidden_layers):
             raise ValueError(f"hidden_layers {self.hidden_layers} names a layer twice: choose different ones")
         if self.reads_final_norm and self.hidden_layers != (self.target_layers,):
@@ -78,12 +77,10 @@ class HeadConfig:
                 f"a head of width {self.layer.width} cannot share embedding or output of a target of width "
                 f"{self.target_width}: set own_embedding and own_output"
             )
-        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.layer.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size must be from 1 to the target's {self.layer.vocab_size}; got {self.draft_vocab_size}"
-            )
-        if self.draft_vocab_size is not None and not self.own_output:
-            raise ValueError("a head with a reduced vocabulary has an output of its own: set own_output")
+        if self.draft_vocab_size is not None:
+            validate.integer("draft_vocab_size", self.draft_vocab_size, 1, self.layer.vocab_size + 1)
+            if not self.own_output:
+                raise ValueError("a head with a reduced vocabulary has an output of its own: set own_output")
 
     @classmethod
     def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
@@ -91,29 +88,29 @@ class HeadConfig:
         return (target_layers,)
 
     def begin(self, params: Any, output_VD: Array) -> Any:
-        """Returns the parameters that training begins with, from random ones and the target's output matrix."""
+        """Returns the parameters that training begins with, from random parameters and the target's output matrix."""
         return params
 
     def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
         """Returns other ways to read the files of such a head, by a description.
 
-        Each way has the fields of the configuration that differ, and maps parameters of the top level to the name under
-        which they would be read; None: not at all.
+        A way consists of the fields of the configuration that differ, and of other names for parameters of the top
+        level; None: the parameter is left out.
         """
         return {}
 
     def is_read_by_a_step(self, name: str) -> bool:
-        """Returns whether a step that drafts one token multiplies by the parameter ``name`` of the top level."""
+        """Returns whether drafting one token multiplies by the parameter ``name`` of the top level."""
         return name != "embedding" and name not in self.fused
 
     @property
     def num_outputs(self) -> int:
-        """Returns U, the tokens that it can propose."""
+        """Returns U, the size of its vocabulary."""
         return self.draft_vocab_size or self.layer.vocab_size
 
     @property
     def max_tokens(self) -> int | None:
-        """Returns the most tokens that it drafts; None: any number."""
+        """Returns the longest draft; None: any length."""
         return None
 
 
@@ -125,7 +122,7 @@ class HeadModule(nn.Module):
     """Base of the modules of all heads. Derived classes define `fuse`, `normed` and `__call__` of `FeatureHead`.
 
     Attributes:
-      split: lays the input of ``fc``, a concatenation ``[B, T, X]``, out on a mesh like the rows of ``fc``.
+      split: splits the input ``[B, T, X]`` of ``fc`` over a mesh like the rows of ``fc``.
     """
 
     config: HeadConfig
@@ -145,12 +142,12 @@ class HeadModule(nn.Module):
         return take_rows(self.embedding, tokens_BT).astype(self.config.layer.compute_dtype)
 
     def project(self, x_BTD: Array, offset: Array | int) -> Array:
-        """Returns logits ``[B, T, U]`` float32 of the result of `normed`, by the head's own output."""
+        """Returns logits ``[B, T, U]`` float32 of the result of `normed`, by the head's output."""
         return self.multiply(self.output, x_BTD)
 
     @staticmethod
     def multiply(output_UD: Array, x_BTD: Array) -> Array:
-        """Returns logits ``[B, T, U]`` float32 of an output matrix."""
+        """Multiplies by an output matrix; returns logits ``[B, T, U]`` float32."""
         return contract("BTD,UD->BTU", x_BTD, output_UD, dtype=jnp.float32)
 
     def everything(self, hidden: tuple[Array, ...], start_B: Array) -> Array:
@@ -218,9 +215,9 @@ class FeatureHead:
         return self.training_weights(decode_weights(params, layer.compute_dtype, layer.weight_dtype), ids_U)
 
     def training_weights(self, params: Any, ids_U: Array | None) -> Any:
-        """Returns the weights that other methods take, from float32 parameters and the ids of a reduced vocabulary.
+        """Returns the weights for the other methods, from float32 parameters and the ids of a reduced vocabulary.
 
-        ``ranks_V`` holds the place of each of the target's ids among the head's ids, U where the head has no such id.
+        ``ranks_V`` holds the place of each target id among the head's ids, and U where the head has no such id.
         """
         ranks_V = None
         if ids_U is not None:
@@ -273,13 +270,13 @@ class FeatureHead:
         return KVCache if self.config.layer.cache_dtype is None else Int8KVCache
 
     def fuse(self, weights: Any, hidden: tuple[Array, ...]) -> Array:
-        """Returns features ``[B, T, D]`` of the target's hidden states, one for each of ``hidden_layers``."""
+        """Returns features ``[B, T, D]`` of the target's hidden states, one array for each of ``hidden_layers``."""
         dtype = self.config.layer.compute_dtype
         with jax.named_scope("fuse"):
             return self._apply("fuse", weights, tuple(x_BTD.astype(dtype) for x_BTD in hidden))
 
     def embed(self, weights: Any, tokens_BT: Array) -> Array:
-        """Returns the head's own embedding of tokens ``[B, T, D]``; only if it has one."""
+        """Returns the head's own embedding of tokens ``[B, T, D]``; requires ``config.own_embedding``."""
         return self._apply("embed", weights, tokens_BT)
 
     def __call__(
@@ -291,7 +288,7 @@ class FeatureHead:
           weights: from `prepare`.
           embedded_BTD: the tokens x_{t+1}.
           features_BTD: of positions t, from `fuse` or an earlier call.
-          cache: as of `LanguageModel.__call__`; None: pairs see each other alone.
+          cache: see `LanguageModel.__call__`; None: the pairs of the call see each other alone.
         """
         embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
         return self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, cache)

@@ -1,10 +1,10 @@
-"""Weights in int8, with a scale for each output channel of the product that they are in.
+"""Weights in int8, with a scale for each output channel of their product.
 
     values = round(weight / scale),   scale = max |weight| of the channel / 127
 
-A scale is the same for all that a product sums over, so it multiplies the product's output, in float32, and the matrix
-that is read from memory is the int8 one (`specsamp.models.products.contract`). What is multiplied is exact: int8
-numbers are numbers of bfloat16 too. Of a tied embedding a row is one channel, as it is looked up and as it makes a logit.
+A scale is the same for all entries that a product sums, so it multiplies the product's output, in float32, and only the
+int8 matrix is read from memory (`specsamp.models.products.contract`). The factors are exact, because bfloat16 contains
+the int8 numbers. Of a tied embedding a row is one channel, both for a lookup and for a logit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from specsamp import validate
 
 Array = jax.Array
 
-# The axes that a product sums over, by the name of the parameter, with that of its module where that tells two of one
-# name apart; the other axes are output channels. A parameter that is not here is no matrix of a product.
+# The axes that a product sums over, by the name of the parameter, with its module where two have the same name; the other
+# axes are output channels. A parameter that is not here is no matrix of a product.
 SUMMED_AXES = {
     **{f"ngrams_{order}": (1,) for order in range(2, 6)},  # [R, D]: every row
     "embedding": (1,),  # [V, D]: a logit is one channel
@@ -42,16 +42,15 @@ SUMMED_AXES = {
     "fc": (0,),
     "linear": (0,),  # [X, D], of a head
 }
-# Tables of relative keys are made from this matrix once, from what was trained and not from what was rounded.
+# Tables of relative keys are made from this matrix once, as it was trained and not rounded.
 NOT_READ = ("relative",)
-
 
 SIDES = ("target", "draft")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8:
-    """Says what of a pair is decoded in int8: a tuple of the sides "target" and "draft" each; a head is the draft."""
+    """Says which sides of a pair, of `SIDES`, have weights and caches in int8; a head counts as the draft."""
 
     weights: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
@@ -63,7 +62,7 @@ class Int8:
                 raise ValueError(f"{field.name} in int8 must be a tuple of {' and '.join(SIDES)}; got {sides!r}")
 
     def of(self, side: str) -> dict[str, str | None]:
-        """Returns the fields of a `TransformerConfig` that say it of this side."""
+        """Returns the fields of this side's `TransformerConfig`."""
         asked = {"weight_dtype": self.weights, "cache_dtype": self.caches}
         return {name: "int8" if side in sides else None for name, sides in asked.items()}
 
@@ -74,7 +73,7 @@ FLOAT = Int8()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Weight:
-    """A matrix in int8; or what describes one, such as a sharding for each array."""
+    """A matrix in int8; or its description, such as a sharding for each array."""
 
     values: Any  # int8; the first leaf, whose shape Linen compares with the one that a module declares
     scale: Any  # float32, of the same rank, 1 along the axes that a product sums over
@@ -103,12 +102,12 @@ class Int8Blocks(Int8Weight):
 
 
 def is_int8(x: Any) -> bool:
-    """Returns whether ``x`` is an `Int8Weight`, which is a leaf wherever weights are walked by their names."""
+    """Returns whether ``x`` is an `Int8Weight`, which is one leaf for functions that use names of weights."""
     return isinstance(x, Int8Weight)
 
 
 def summed_axes(name: str) -> tuple[int, ...] | None:
-    """Returns the axes that a product with the parameter sums over, None for what is no matrix of a product.
+    """Returns the axes that a product with the parameter sums over; None: it is no matrix of a product.
 
     Args:
       name: such as ``layer_0/attention/query``.
@@ -118,22 +117,22 @@ def summed_axes(name: str) -> tuple[int, ...] | None:
 
 
 def is_stored_in_int8(name: str) -> bool:
-    """Returns whether a model with int8 weights has this parameter in int8."""
+    """Returns whether models with int8 weights store this parameter in int8."""
     return summed_axes(name) is not None and name.split("/")[-1] not in NOT_READ
 
 
 def quantise(weight: Array | np.ndarray, axes: tuple[int, ...]) -> Int8Weight:
-    """Returns the nearest int8 weight, of JAX's arrays or of NumPy's as ``weight`` is.
+    """Returns the nearest int8 weight, as arrays of JAX or of NumPy like ``weight``; computed in float32.
 
     Args:
-      weight: of any floating dtype; all it is made of is float32.
-      axes: that a product sums over.
+      weight: of any floating dtype.
+      axes: the axes that a product sums over.
     """
     return _quantise(np, weight, axes) if isinstance(weight, np.ndarray) else _quantise_on_device(weight, axes)
 
 
 def _quantise(xp: Any, weight: Any, axes: tuple[int, ...]) -> Int8Weight:
-    # By products: a compiler makes products of some quotients, and then a device would round otherwise than NumPy.
+    # Products, no quotients: a compiler turns some quotients into products, and a device would not round like NumPy.
     weight = weight.astype(xp.float32)
     scale = xp.abs(weight).max(axis=axes, keepdims=True) * np.float32(1 / 127)
     scale = xp.where(scale > 0, scale, np.float32(1))
@@ -146,25 +145,19 @@ def _quantise_on_device(weight: Array, axes: tuple[int, ...]) -> Int8Weight:
 
 
 def dequantise(weight: Int8Weight) -> Array | np.ndarray:
-    """Returns the matrix that an int8 weight stands for, in float32."""
+    """Returns the float32 matrix that an int8 weight stands for."""
     return weight.values.astype(np.float32) * weight.scale
 
 
 def take_rows(table: Array | Int8Weight, ids: Array) -> Array:
-    """Looks rows up in a table ``[V, D]``; those of an int8 one are returned in float32."""
+    """Looks rows up in a table ``[V, D]``; an int8 table gives float32."""
     if is_int8(table):
         return table.values[ids].astype(jnp.float32) * table.scale[ids]
     return table[ids]
 
 
 def decode_weights(params: Any, dtype: jnp.dtype, weight_dtype: str | None) -> Any:
-    """Returns parameters as products of a call read them; what is in int8 already stays as it is.
-
-    Args:
-      params: a tree of parameters.
-      dtype: of what is not in int8.
-      weight_dtype: "int8", or None for ``dtype``.
-    """
+    """Converts parameters to ``dtype``, or matrices to int8 if ``weight_dtype`` says so; int8 weights stay."""
 
     def convert(path: Any, x: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -29,20 +29,19 @@ class Output:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """Positions and visibility among the last slots of a call, where they are not a chain (token trees).
+    """Positions and visibility among the last slots of a call, for token trees.
 
-    Every query sees all slots before ``start_B``; query t also sees slot ``start_B + r`` where
-    ``visible_BTR[:, t, r]``: its ancestors and itself, which stand in the order of their depth. R exceeds T where a
-    tree is drafted in several calls.
+    Every query sees all slots before ``start_B``. Query t also sees slot ``start_B + r`` where ``visible_BTR[:, t, r]``:
+    its ancestors and itself, in the order of their depth. R exceeds T if a tree is drafted in several calls.
     """
 
     start_B: Array  # int32, the slot of the tree's first row
-    positions_BT: Array  # int32, of the queries in their texts: ``start_B`` plus their depth
+    positions_BT: Array  # int32, of the queries in their sequences: ``start_B`` plus their depth
     visible_BTR: Array  # bool
 
 
 class MeshLayout(Protocol):
-    """Says how arrays lie on a mesh, see `specsamp.mesh.layout.Layout`; hashable."""
+    """The layout of arrays on a mesh, see `specsamp.mesh.layout.Layout`; hashable."""
 
     mesh: Mesh
 
@@ -57,7 +56,7 @@ class MeshLayout(Protocol):
 
 
 class LanguageModel(abc.ABC):
-    """A static, hashable description of a model, such as a frozen dataclass; its arrays travel beside it.
+    """A static, hashable description of a model, such as a frozen dataclass; its arrays are separate arguments.
 
     Derive from this class. ``vocab_size``, `init_cache` and `__call__` must be given; the rest has defaults.
     """
@@ -67,22 +66,19 @@ class LanguageModel(abc.ABC):
     compiler_options: tuple[tuple[str, str], ...] = ()  # for programs that call the model as their target
 
     def prepare(self, params: Any) -> Any:
-        """Turns training parameters into decode-time weights: cast, folded, quantised.
-
-        Weights do not change during a loop, so they are never donated and never in its carry.
-        """
+        """Turns training parameters into decode-time weights: cast, folded, quantised. They do not change in a loop."""
         return params
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
-        """Adds to ``weights`` what depends on the number of cache slots, such as tables of relative positions."""
+        """Adds arrays that depend on the number of cache slots, such as tables of relative positions."""
         return weights
 
     @abc.abstractmethod
     def init_cache(self, batch: int, slots: int) -> Any:
-        """Returns an empty cache whose every leaf has the batch as its leading axis.
+        """Returns an empty cache; the batch is the leading axis of every leaf.
 
-        Caches have a little more than ``max_positions`` slots: the last ones are scratch. A stale slot must not be
-        able to harm: scores are masked, not values, so nothing in a cache may become NaN.
+        Caches have a few scratch slots beyond ``max_positions``. Nothing in a cache may become NaN, because stale slots
+        are masked by their scores, not by their values.
         """
 
     @abc.abstractmethod
@@ -96,19 +92,19 @@ class LanguageModel(abc.ABC):
         hidden_layers: tuple[int, ...] = (),
         block: Block | None = None,
     ) -> Output:
-        """Scores ``tokens_BT`` in slots ``start_B[b] .. start_B[b] + T - 1`` of each row.
+        """Scores ``tokens_BT`` in slots ``start_B[b] .. start_B[b] + T - 1`` of each sequence.
 
-        Row b sees the slots before ``start_B[b]`` and, causally, its own tokens. What slots beyond hold is never
-        seen: taking tokens back means starting the next call earlier.
+        Sequence b sees the slots before ``start_B[b]`` and, causally, its own tokens. Later slots are never seen, so
+        tokens are taken back by starting the next call earlier.
 
         Args:
           weights: from `prepare` and `fit_slots`.
           tokens_BT: ``[B, T]`` int32.
           start_B: ``[B]`` int32, ``start_B + T <= slots``.
           cache: from `init_cache` or an earlier call.
-          hidden_layers: the layers whose outputs a drafter reads; 0 is the first, ``num_layers`` stands for the
-            stream after the final norm. Only asked for by drafters that declare them.
-          block: positions and visibility of a token tree; None is a chain. Only given by drafters of trees.
+          hidden_layers: the layers whose outputs the drafter reads; 0 is the first, ``num_layers`` stands for the
+            stream after the final norm. Not given for drafters without ``hidden_layers``.
+          block: positions and visibility of a token tree; None: a chain.
         """
 
     def compact(self, cache: Any, start_B: Array, rows_BT: Array, num_rows: int) -> Any:
@@ -116,28 +112,24 @@ class LanguageModel(abc.ABC):
 
         Args:
           cache: of this model.
-          start_B: ``[B]`` int32, the slot of the tree's first scored row.
-          rows_BT: ``[B, T]`` int32, increasing: the scored rows that stay. Entries behind the last of them may hold
+          start_B: ``[B]`` int32, the slot of the tree's first scored position.
+          rows_BT: ``[B, T]`` int32, increasing: the scored positions that stay. Entries behind the last of them may hold
             anything.
-          num_rows: how many rows the tree has, a static number; ``start_B + num_rows <= slots``.
+          num_rows: the size of the tree, a static number; ``start_B + num_rows <= slots``.
 
         Raises:
-          NotImplementedError: unless a model says how.
+          NotImplementedError: the model does not override it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no compact(): it cannot be the target of a token tree")
 
     def for_mesh(self, layout: MeshLayout) -> LanguageModel:
-        """Returns the model to lay out over a mesh: itself, unless it is made for a single device."""
+        """Returns the model for a mesh: itself, unless it is made for a single device."""
         return self
 
     def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array, float]] | None:
-        """Returns the matrices that a call multiplies by, and the share of each that it is expected to read.
+        """Returns the matrices that a call of ``tokens`` tokens multiplies by, each with the share that it reads.
 
-        Costs are estimated from them. The share is below 1 for stacked experts, of which tokens choose a few. None: all
-        arrays with two axes or more.
-
-        Args:
-          tokens: of all sequences of the call.
+        Costs are estimated from them. The share is below 1 for stacked experts. None: all arrays with two axes or more.
         """
         return None
 
@@ -146,25 +138,41 @@ class LanguageModel(abc.ABC):
         return None
 
     def weight_axes(self) -> Any:
-        """Returns the same for the result of `prepare` and `fit_slots`."""
+        """Returns the logical axis names of the result of `prepare` and `fit_slots`."""
         return None
 
     def cache_axes(self) -> Any:
-        """Returns the same for the result of `init_cache`."""
+        """Returns the logical axis names of the result of `init_cache`."""
         return None
 
 
 class LayeredModel(LanguageModel):
-    """A model in three calls, for drafters inside it: ``__call__`` is ``unembed(layers(embed(tokens)))``."""
+    """A model in three calls, so that drafters can run a part of it."""
 
     num_layers: int
     width: int  # D
+
+    def __call__(
+        self,
+        weights: Any,
+        tokens_BT: Array,
+        start_B: Array,
+        cache: Any,
+        *,
+        hidden_layers: tuple[int, ...] = (),
+        block: Block | None = None,
+    ) -> Output:
+        x_BTD, cache = self.embed(weights, tokens_BT, start_B, cache, block=block)
+        x_BTD, cache, hidden = self.layers(
+            weights, x_BTD, start_B, cache, 0, self.num_layers, hidden_layers=hidden_layers, block=block
+        )
+        return Output(logits_BTV=self.unembed(weights, x_BTD), cache=cache, hidden=hidden)
 
     @abc.abstractmethod
     def embed(
         self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, *, block: Block | None = None
     ) -> tuple[Array, Any]:
-        """Returns the embedded tokens ``[B, T, D]`` and the cache, in which n-gram models remember tokens."""
+        """Returns the embedded tokens ``[B, T, D]`` and the cache, in which n-gram models keep tokens."""
 
     @abc.abstractmethod
     def layers(
@@ -179,7 +187,7 @@ class LayeredModel(LanguageModel):
         hidden_layers: tuple[int, ...] = (),
         block: Block | None = None,
     ) -> tuple[Array, Any, tuple[Array, ...]]:
-        """Runs layers ``first .. last - 1``; returns the stream, the cache, and what ``hidden_layers`` asks for."""
+        """Runs layers ``first .. last - 1``; returns the stream, the cache, and the streams of ``hidden_layers``."""
 
     @abc.abstractmethod
     def unembed(self, weights: Any, x_BTD: Array) -> Array:
@@ -188,11 +196,10 @@ class LayeredModel(LanguageModel):
     def first(self, num_layers: int) -> LayeredModel:
         """Returns the model that ends after its first layers, with the same final norm and output.
 
-        It runs on weights of its own, and as well on those of the whole model, and on a cache of the whole: layers
-        behind the first are passed through untouched.
+        It also runs on the weights and the cache of the whole model, whose later layers stay untouched.
 
         Raises:
-          NotImplementedError: unless a model says how.
+          NotImplementedError: the model does not override it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no first(): it cannot be left after {num_layers} layers")
 
@@ -200,17 +207,13 @@ class LayeredModel(LanguageModel):
         """Returns `unembed` without the final norm, for heads that share the target's output.
 
         Raises:
-          NotImplementedError: unless a model says how.
+          NotImplementedError: the model does not override it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no unembed_normed(): heads cannot share its output")
 
 
 def check_logits(name: str, model: LanguageModel, output: Output) -> None:
-    """Refuses logits of another width than the vocabulary's: the missing tokens would get any distribution at all.
-
-    Raises:
-      ValueError: while tracing, with both numbers.
-    """
+    """Raises ValueError, while tracing, if the width of the logits is not the size of the vocabulary."""
     width = output.logits_BTV.shape[-1]
     if width != model.vocab_size:
         raise ValueError(f"the {name} has a vocabulary of {model.vocab_size} but returned logits of width {width}")

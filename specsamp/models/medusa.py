@@ -38,8 +38,8 @@ class MedusaHead(nn.Module):
 class Medusa(HeadModule):
     """Several heads on the stream after the target's final norm, one for each offset of a draft.
 
-    They read no tokens and have no cache, so a call returns the features that it was given. The target itself has
-    predicted the token before the draft.
+    They read no tokens and have no cache, so a call returns its features unchanged. The token before the draft is the
+    target's own prediction.
     """
 
     config: MedusaConfig
@@ -68,7 +68,7 @@ class Medusa(HeadModule):
 
 
 def _one_of(run: Callable[[Any, Array], Array], parts: Sequence[Any], offset: Array | int, x: Array) -> Array:
-    """Returns ``run(parts[offset], x)``; no other part is read."""
+    """Returns ``run(parts[offset], x)`` and reads no other part."""
     if isinstance(offset, int):
         return run(parts[offset], x)
     return jax.lax.switch(offset, [functools.partial(run, part) for part in parts], x)
@@ -79,7 +79,7 @@ class MedusaConfig(HeadConfig):
     """The shape of Medusa heads; of ``layer`` only width, vocabulary and dtype count.
 
     Attributes:
-      num_heads: how many there are, and the most tokens that they draft.
+      num_heads: the number of heads, and so the longest draft.
       bias: the linear layer of a residual block has a bias.
     """
 
@@ -96,13 +96,13 @@ class MedusaConfig(HeadConfig):
         validate.integer("num_heads", self.num_heads, 1)
 
     def begin(self, params: Any, output_VD: jax.Array) -> Any:
-        """Every head begins with the target's own output."""
+        """Returns the parameters with the target's output in every head."""
         if not self.own_output or self.draft_vocab_size is not None:
             return params
         return {name: head | {"output": output_VD} for name, head in params.items()}
 
     def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
-        """Returns the reading in which the first head predicts the target's token again: every head is a token behind."""
+        """Returns the reading in which every head is one token behind: the first predicts the target's token again."""
         if self.num_heads == 1:
             return {}
         last = self.num_heads - 1
@@ -110,7 +110,7 @@ class MedusaConfig(HeadConfig):
         return {"every head one token earlier": ({"num_heads": last}, places)}
 
     def is_read_by_a_step(self, name: str) -> bool:
-        """Returns whether it belongs to the first head: a step reads one head, and all are of one size."""
+        """Returns whether the parameter belongs to the first head: a step reads one head, and all have one size."""
         return name == "head_0"
 
     @property

@@ -1,4 +1,4 @@
-"""The small parts of all models: declared weights and biases, the norm, and the feed-forward part of a layer."""
+"""Parts of all models: declarations of weights and biases, the norm, and the feed-forward part of a layer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def weight(
 
 
 def zero_bias(module: nn.Module, name: str, axes: tuple[str, ...], y: Array) -> Array:
-    """Declares a bias for the last axis of ``y``, zero at first; returns it in the dtype and rank of ``y``."""
+    """Declares a bias for the last axis of ``y``, initially zero; returns it in the dtype and rank of ``y``."""
     init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
     return _with_rank(module.param(name, init, y.shape[-1:]).astype(y.dtype), y.ndim)
 

@@ -18,7 +18,7 @@ Array = jax.Array
 
 
 class MTP(HeadModule):
-    """Joins the normalised token and hidden state, projects them to one stream, and runs a layer like the target's."""
+    """Concatenates normalised token and hidden state, projects them to one stream, and runs a layer."""
 
     config: MTPConfig
 
@@ -49,8 +49,8 @@ class MTPConfig(HeadConfig):
     """The shape of a module with one dense layer.
 
     Attributes:
-      hidden_first: the hidden state stands before the token in what is projected, as in MiMo-7B; elsewhere behind it.
-      norm_output: the features that it returns are normalised.
+      hidden_first: the hidden state stands before the token in the projected input, as in MiMo-7B; False: behind it.
+      norm_output: the returned features are normalised.
     """
 
     hidden_first: bool = False
@@ -66,7 +66,7 @@ class MTPConfig(HeadConfig):
 
     @classmethod
     def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
-        """The stream before the final norm, as in MiMo: the module has a norm of its own for it."""
+        """Returns the layer before the final norm, as in MiMo: the module has a norm for it."""
         return (target_layers - 1,)
 
     def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:

@@ -1,8 +1,8 @@
 """Embeddings of the last n tokens: capacity that costs a step nothing.
 
 A draft must be small because each of its steps streams all its weights, but a lookup streams one row.
-So beside the embedding of a token, those of the last two, three, ... tokens are added to the stream
-(Huang et al., arXiv 2501.16975, call it over-encoding); n-grams share the rows of a table by their hash.
+So the embeddings of the last two, three, ... tokens are added to the embedding of a token (Huang et al., arXiv
+2501.16975, call it over-encoding). N-grams share the rows of a table by their hash.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
 def rows_of_call(
     tokens_BT: Array, start_B: Array, memory_BS: Array | None, config: TransformerConfig, block: Block | None = None
 ) -> tuple[list[Array], Array | None]:
-    """Returns the rows of each table for a call's tokens, and the memory with the call's tokens written.
+    """Returns the rows of each table for the tokens of a call, and the memory with these tokens written.
 
     Args:
       memory_BS: ``[B, S]`` int32, the tokens of earlier calls; None: the call begins the text.
@@ -35,60 +35,53 @@ def rows_of_call(
     """
     before, (batch, length) = config.ngram_order - 1, tokens_BT.shape
     orders = range(2, config.ngram_order + 1)
+    if memory_BS is not None:
+        written_BMSH = write_slots(memory_BS[:, None, :, None], tokens_BT[:, None, :, None], start_B)
+        memory_BS = written_BMSH[:, 0, :, 0]
     if block is None:
-        context_BX, memory_BS = context(tokens_BT, start_B, memory_BS, before)
+        context_BX = _context(tokens_BT, start_B, memory_BS, before)
         return [rows_of(context_BX, order, config.ngram_rows)[:, -length:] for order in orders], memory_BS
     if memory_BS is None:
         raise ValueError("n-gram embeddings of a tree need a cache: the tokens before the tree are read from it")
-    memory_BS = _write_memory(memory_BS, tokens_BT, start_B)
     slots_BX = ancestor_slots(block, before + 1).reshape(batch, -1)
     tokens_BX = jnp.take_along_axis(memory_BS, jnp.maximum(slots_BX, 0), axis=1)
-    # Each token of a tree with its own context, as if it were a row of a batch.
+    # Each token of a tree with its context is handled as a sequence.
     context_RX = jnp.where(slots_BX < 0, -1, tokens_BX).reshape(batch * length, before + 1)
     rows = [rows_of(context_RX, order, config.ngram_rows)[:, -1].reshape(batch, length) for order in orders]
     return rows, memory_BS
 
 
 def rows_of(context_BX: Array, order: int, num_rows: int) -> Array:
-    """Returns rows of the table for all n-grams (n = ``order``) within a context, in the order of their last tokens.
+    """Returns the table rows of all n-grams (n = ``order``) in a context, in the order of their last tokens.
 
     Args:
-      context_BX: ``[B, T + most - 1]`` int32 tokens, ``most`` the longest order of the model; -1 before
-        the beginning of a text.
+      context_BX: int32 tokens; -1 before the beginning of a text.
 
     Returns:
-      ``[B, X - order + 1]`` int32 in ``[0, num_rows)``: of the n-grams that end at positions ``order-1 ..``.
+      ``[B, X - order + 1]`` int32 in ``[0, num_rows)``, of the n-grams that end at positions ``order-1 ..``.
     """
     length = context_BX.shape[1] - order + 1
     mixed = jnp.full((context_BX.shape[0], length), order, jnp.uint32)
     for place in range(order):
         token = jax.lax.slice_in_dim(context_BX, place, place + length, axis=1).astype(jnp.uint32)
-        mixed = mixed + (token + 1) * jnp.uint32(_FACTORS[place % len(_FACTORS)])
+        mixed = mixed + (token + 1) * jnp.uint32(_FACTORS[place])
         mixed = mixed ^ (mixed >> 15)
     return (mixed % jnp.uint32(num_rows)).astype(jnp.int32)
 
 
-def context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: int) -> tuple[Array, Array | None]:
-    """Joins the ``before`` tokens ahead of a call and the call's tokens, and writes the latter into the memory.
+def _context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: int) -> Array:
+    """Returns the tokens of a call behind the ``before`` tokens ahead of it, ``[B, before + T]`` int32.
 
-    Returns:
-      ``[B, before + T]`` int32 and the memory ``[B, S]``. Without a memory the call begins the text. What
-      stands before a text is -1.
+    Before a text stands -1.
     """
     batch, length = tokens_BT.shape
     if memory_BS is None:
-        return jnp.pad(tokens_BT, ((0, 0), (before, 0)), constant_values=-1), None
-    memory_BS = _write_memory(memory_BS, tokens_BT, start_B)
+        return jnp.pad(tokens_BT, ((0, 0), (before, 0)), constant_values=-1)
     padded_BS = jnp.pad(memory_BS, ((0, 0), (before, 0)), constant_values=-1)
 
     def read(row, start):
         return jax.lax.dynamic_slice_in_dim(row, start, before + length)
 
     if batch == 1:  # vmap would make a gather of it
-        return read(padded_BS[0], start_B[0])[None], memory_BS
-    return jax.vmap(read)(padded_BS, start_B), memory_BS
-
-
-def _write_memory(memory_BS: Array, tokens_BT: Array, start_B: Array) -> Array:
-    """Writes a call's tokens into the memory, see `write_slots`."""
-    return write_slots(memory_BS[:, None, :, None], tokens_BT[:, None, :, None], start_B)[:, 0, :, 0]
+        return read(padded_BS[0], start_B[0])[None]
+    return jax.vmap(read)(padded_BS, start_B)

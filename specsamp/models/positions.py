@@ -4,10 +4,9 @@ Relative keys (Dai et al., arXiv 1901.02860): the score of query i on key j is
 
     (q_i + u) . k_j + (q_i + v) . r_{i-j},      r_d = R sinusoid(d)
 
-with biases u, v per head. When decoding, R does not change, so ``r`` is computed once for every
-distance: the D^2 matrices of all layers need not be streamed for each token. The table is kept
-*reversed*, slot ``S-1-d`` for distance d; then the scores of a query on all slots are a contiguous
-slice of its scores on the whole table, and no keys are gathered.
+with biases u, v per head. R does not change in decoding, so ``r`` is computed once for every distance: the D^2 matrices
+of all layers are not streamed for each token. The table is kept *reversed*, slot ``S-1-d`` for distance d; so the scores
+of a query on all slots are a contiguous slice of its scores on the whole table, and no keys are gathered.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """Scaling of rotary angles, for texts that are longer than the texts of the first training.
+    """Scaling of rotary angles, for texts that are longer than in the first training.
 
-    "linear" divides all frequencies by ``factor`` (Chen et al., arXiv 2306.15595). "llama3" divides those of
-    wavelengths beyond ``original_positions / low``, keeps those below ``original_positions / high`` and mixes between
-    (Llama 3.1). "yarn" divides those of dimensions that turn less than ``low`` times within the original positions,
-    keeps those that turn more than ``high`` times, with a ramp over dimensions between, and multiplies cosine and sine
-    by ``amplitude`` (Peng et al., arXiv 2309.00071).
+    "linear" divides all frequencies by ``factor`` (Chen et al., arXiv 2306.15595). "llama3" divides frequencies of
+    wavelengths beyond ``original_positions / low``, keeps frequencies of wavelengths below ``original_positions / high``
+    and mixes between (Llama 3.1). "yarn" divides the frequencies of dimensions that turn less than ``low`` times within
+    the original positions, keeps them for more than ``high`` times, with a ramp over the dimensions between, and
+    multiplies cosine and sine by ``amplitude`` (Peng et al., arXiv 2309.00071).
     """
 
     kind: str
     factor: float
-    original_positions: int | None = None  # not of "linear"
+    original_positions: int | None = None  # of "llama3" and "yarn"
     low: float = 1.0
     high: float = 4.0
     amplitude: float = 1.0
@@ -71,7 +70,7 @@ class Rotary:
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         if self.scaling is not None and self.scaling.amplitude != 1:
             cos, sin = cos * self.scaling.amplitude, sin * self.scaling.amplitude
-        # Without the barrier XLA's CPU backend computes them again for every head, layer and gradient.
+        # Without the barrier XLA's CPU backend computes both again for every head, layer and gradient.
         return jax.lax.optimization_barrier((cos, sin))
 
     def _scaled(self, frequencies: Array, scaling: RotaryScaling) -> Array:
@@ -83,7 +82,7 @@ class Rotary:
         else:
 
             def dimension(times):
-                """Returns the dimension that turns so many times."""
+                """Returns the dimension that turns ``times`` times within the original positions."""
                 return (
                     math.log(scaling.original_positions / (times * 2 * math.pi)) * self.size / (2 * math.log(self.base))
                 )
@@ -100,8 +99,7 @@ class Rotary:
 def apply_rope(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array) -> Array:
     """Rotates the first half of each head against its second half, in float32.
 
-    With angles for fewer entries, only the first entries of each head are rotated, their first half against their
-    second.
+    Entries beyond the angles stay; then the halves are those of the other entries.
     """
     half, size = cos_BTH.shape[-1], x_BNTH.shape[-1]
     cos, sin = cos_BTH[:, None], sin_BTH[:, None]
@@ -112,19 +110,15 @@ def apply_rope(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array) -> Array:
 
 def relative_keys(weight_MDH: Array, slots: int) -> Array:
     """Returns ``r`` for the distances ``S-1 .. 0``, ``[M, S, H]``."""
-    waves_SD = sinusoids(slots, weight_MDH.shape[1]).astype(weight_MDH.dtype)
-    # One product per head: its result needs no transpose, which XLA's CPU backend would fold into the
-    # product that uses the table and then refuse to run in bfloat16.
-    waves_MSD = jnp.broadcast_to(waves_SD[None], (weight_MDH.shape[0], *waves_SD.shape))
-    return jnp.einsum("MSD,MDH->MSH", waves_MSD, weight_MDH)
-
-
-def sinusoids(slots: int, width: int) -> Array:
-    """Returns sine and cosine of the distances ``S-1 .. 0`` (reversed), ``[S, D]`` float32."""
+    width = weight_MDH.shape[1]
     distances = jnp.arange(slots - 1, -1, -1, dtype=jnp.float32)
     frequencies = 10_000.0 ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     angles = distances[:, None] * frequencies[None, :]
-    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)[:, :width]
+    waves_SD = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)[:, :width].astype(weight_MDH.dtype)
+    # One product per head: its result is not transposed. XLA's CPU backend would fold a transpose into the product that
+    # uses the table, and would then refuse to run in bfloat16.
+    waves_MSD = jnp.broadcast_to(waves_SD[None], (weight_MDH.shape[0], *waves_SD.shape))
+    return jnp.einsum("MSD,MDH->MSH", waves_MSD, weight_MDH)
 
 
 def align_distances(scores_BXTS: Array, start_B: Array) -> Array:
@@ -132,21 +126,21 @@ def align_distances(scores_BXTS: Array, start_B: Array) -> Array:
 
     Args:
       scores_BXTS: ``[B, ..., T, S]``, of each query with the reversed table.
-      start_B: ``[B]`` slot of each row's first query; ``start_B + T <= S``.
+      start_B: ``[B]`` slot of each sequence's first query; ``start_B + T <= S``.
 
     Returns:
-      ``[B, ..., T, S]``: entry (t, s) is the score with distance ``start_B + t - s``; zero where that
-      is negative, which attention masks anyway.
+      ``[B, ..., T, S]``: entry (t, s) is the score with distance ``start_B + t - s``; zero for negative distances, which
+      attention masks anyway.
     """
     num_queries, slots = scores_BXTS.shape[-2:]
     padded = jnp.pad(scores_BXTS, [(0, 0)] * (scores_BXTS.ndim - 1) + [(0, slots)])
-    # Distance start + t - s lies in column S-1-start-t + s: one slice per row serves all its queries.
+    # Distance start + t - s lies in column S-1-start-t + s: one slice per sequence is enough for all its queries.
     width = slots + num_queries - 1
 
     def cut(row, start):
         return jax.lax.dynamic_slice_in_dim(row, slots - num_queries - start, width, axis=-1)
 
-    if len(start_B) <= MAX_UNROLLED_ROWS:  # together they are a gather, on a TPU a loop over rows and heads
+    if len(start_B) <= MAX_UNROLLED_ROWS:  # one gather for all would be a loop over rows and heads on a TPU
         rows = jnp.concatenate([cut(padded[b : b + 1], start_B[b]) for b in range(len(start_B))])
     else:
         rows = jax.vmap(cut)(padded, start_B)

@@ -1,8 +1,8 @@
-"""Products that accumulate in float32, forwards and backwards, their precision, and the soft cap of what they give.
+"""Products that accumulate in float32, forwards and backwards; their precision; and the soft cap.
 
-JAX transposes a product of bfloat16 operands with a float32 result into products of a float32 and a
-bfloat16 operand, and one with a bfloat16 result into products that accumulate in bfloat16 on some
-backends. Neither uses matrix units: on a CPU that has them a training step took nine times as long.
+JAX transposes a product of bfloat16 operands with a float32 result into products of a float32 and a bfloat16 operand. It
+transposes a product with a bfloat16 result into products that accumulate in bfloat16 on some backends. Neither uses
+matrix units: on a CPU with such units a training step took nine times as long.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ Array = jax.Array
 
 # Entries of an `Int8Blocks` that are widened at a time: 2 MB of float32, which stay in a CPU's cache.
 WIDENED_ENTRIES = 2**19
-WHOLE = 4  # a matrix of so many blocks stays there too, and is widened at once
-# Outputs for each summed entry beyond which blocks are columns: the sums of a vocabulary are too many to go through often.
-WIDE = 16
+WHOLE = 4  # a matrix of at most this many blocks is widened at once
+WIDE = 16  # with more outputs for each summed entry, such as a vocabulary, blocks are columns
 
 
 def contract(spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | None = None) -> Array:
     """Computes ``einsum(spec, x, y)`` in the dtype of ``x``, accumulated in float32, returned as ``dtype`` (as ``x``).
 
-    ``y`` may be a float32 parameter: it is rounded for the product, its gradient is not rounded at all.
-    Cotangents are rounded to the dtype of ``x``. Every index of one operand must be in the other or in
-    the result. Of a weight in int8 the scale multiplies the sums before they are rounded; it has no gradient.
+    ``y`` may be a float32 parameter: it is rounded for the product, but its gradient is not. Cotangents are rounded to
+    the dtype of ``x``. Every index of one operand must be in the other operand or in the result. The scale of an int8
+    weight multiplies the sums before they are rounded; int8 weights have no gradient.
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     if is_int8(y):
@@ -41,8 +40,8 @@ def contract(spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | N
 def contract_slice(spec: str, x: Array, stacked: Array | Int8Weight, at: Array, *, dtype: jnp.dtype) -> Array:
     """Computes `contract` with the entry ``at`` of the first axis of ``stacked``, which is read in place.
 
-    An int8 entry is not tied to x, as it is in `contract`: no compiler converts ahead what an index chooses, and a slice
-    that is tied is copied first. A CPU copies it anyway.
+    Unlike in `contract`, an int8 entry is not tied to x: no compiler converts a chosen entry ahead of the loop, and a tied
+    slice would be copied first. CPUs copy it anyway.
     """
     entry = jax.tree.map(lambda y: jax.lax.dynamic_index_in_dim(y, at, keepdims=False), stacked)
     if not is_int8(entry) or isinstance(entry, Int8Blocks):
@@ -75,7 +74,7 @@ _contract.defvjp(_forward, _backward)
 
 
 def _int8_sums(spec: str, x: Array, y: Int8Weight) -> Array:
-    # Tied to x, so that the compiler of a loop does not convert the matrix ahead of it and keep both.
+    # Tied to x, so that the compiler does not convert the matrix ahead of a loop and keep both.
     x, values = jax.lax.optimization_barrier((x, y.values))
 
     def multiply(x: Array, values: Array) -> Array:
@@ -89,7 +88,7 @@ def _int8_sums(spec: str, x: Array, y: Int8Weight) -> Array:
 
 
 def _by_rows(multiply: Callable, x: Array, values: Array, count: int) -> Array:
-    """Adds up the products of blocks of rows; sums are read and written once for each."""
+    """Adds up the products of blocks of rows; all sums are read and written for each block."""
     summed, outputs = values.shape
     rows = max(summed // count, 1)
 
@@ -104,7 +103,7 @@ def _by_rows(multiply: Callable, x: Array, values: Array, count: int) -> Array:
 
 
 def _by_columns(multiply: Callable, x: Array, values: Array, count: int) -> Array:
-    """Puts the products of blocks of columns side by side: better for many outputs, such as a vocabulary."""
+    """Puts the products of blocks of columns side by side; each sum is written once."""
     outputs = values.shape[1]
     columns = max(outputs // count, 1)
 
@@ -123,7 +122,7 @@ def _einsum(spec, precision, x, y, dtype):
 
 
 def _scale_of_output(spec: str, scale: Array) -> Array:
-    """Returns the scale of the second operand with the axes of the result; of those that are summed it has one entry."""
+    """Returns the scale of the second operand with the axes of the result; it has one entry along summed axes."""
     inputs, result = spec.split("->")
     axes = inputs.split(",")[1]
     size = dict(zip(axes, scale.shape, strict=True))
@@ -137,7 +136,7 @@ def soft_cap(x: Array, cap: float) -> Array:
 
 
 def full_precision(dtype: str) -> contextlib.AbstractContextManager:
-    """Makes float32 mean float32, also where a device would multiply in less; a user's own setting stands."""
+    """Makes products of float32 exact also on devices that would round the operands; a user's setting stands."""
     if dtype == "float32" and jax.config.jax_default_matmul_precision is None:
         return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""Slots of a cache, read, written and moved at every row's own offset.
+"""Reads, writes and moves slots of a cache at every row's own offset.
 
-Row by row, unrolled, up to `MAX_UNROLLED_ROWS` rows, and ``vmap`` of the same beyond: a scatter or a gather is a loop
-over rows and heads on a TPU.
+Up to `MAX_UNROLLED_ROWS` rows are handled one by one, more rows by ``vmap``: on a TPU a scatter or a gather is a loop
+over rows and heads.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ SLOTS_AXIS = 2
 
 
 def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = SLOTS_AXIS) -> Array:
-    """Writes T slots of each row from that row's own start; requires ``start_B + T <= S``.
+    """Writes T slots of each sequence from its own start; requires ``start_B + T <= S``.
 
-    An update that would pass the end is moved back by XLA and overwrites earlier slots: hence the headroom of the
-    loop's buffers.
+    XLA moves an update that would pass the end back, over earlier slots; so the loop's buffers have headroom.
 
     Args:
       axis: of the slots, 2, or 3 for transposed keys.
@@ -32,9 +31,9 @@ def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = 
         return (row, zero, start, zero) if axis == SLOTS_AXIS else (row, zero, zero, start)
 
     if (batch, new_BMTH.shape[axis]) == (1, 1) and slots > 1:
-        # A single slot of a single row is rewritten together with a neighbour. Written alone, XLA's CPU
-        # backend fuses the update into its reader and into the carry, and copies the cache for each
-        # (eight copies per layer and step; tests/decoding/test_compiled.py).
+        # A single slot of a single sequence is written together with a neighbour. Otherwise XLA's CPU backend fuses the
+        # update into its reader and into the carry, and copies the cache for each of them (eight copies per layer and
+        # step; tests/decoding/test_compiled.py).
         first = jnp.minimum(start_B[0], slots - 2)
         two = tuple(2 if i == axis else n for i, n in enumerate(new_BMTH.shape))
         old_BM2H = jax.lax.dynamic_slice(cache_BMSH, place(zero, first), two)
@@ -52,22 +51,11 @@ def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = 
     return jax.vmap(write)(cache_BMSH, new_BMTH, start_B)
 
 
-def read_slots(cache_BMSH: Array, start_B: Array, count: int, axis: int = SLOTS_AXIS) -> Array:
-    """Reads ``count`` slots of each row from that row's own start; requires ``start_B + count <= S``."""
-
-    def read(row, start):
-        return jax.lax.dynamic_slice_in_dim(row, start, count, axis)
-
-    if len(start_B) <= MAX_UNROLLED_ROWS:
-        return jnp.concatenate([read(cache_BMSH[b : b + 1], start_B[b]) for b in range(len(start_B))])
-    return jax.vmap(lambda row, start: read(row[None], start)[0])(cache_BMSH, start_B)
-
-
 def move_slots(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int, axis: int = SLOTS_AXIS) -> Array:
-    """Moves slots ``start_B + rows_BT`` of each row to ``start_B ..``; all are read before any is written.
+    """Moves slots ``start_B + rows_BT`` of each sequence to ``start_B ..``; all are read before any is written.
 
     Args:
-      rows_BT: ``[B, T]`` int32, T of the block's slots in increasing order. What is no longer of use may name any slot.
+      rows_BT: ``[B, T]`` int32, T of the block's slots in increasing order. Entries behind the last slot that stays may hold anything.
       num_rows: slots of the block, ``start_B + num_rows <= S``.
       axis: of the slots, 2, or 3 for transposed keys.
     """
@@ -75,8 +63,15 @@ def move_slots(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int,
 
 
 def read_moved(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int, axis: int = SLOTS_AXIS) -> Array:
-    """Reads slots ``start_B + rows_BT`` of each row; see `move_slots`."""
-    block_BMRH = read_slots(cache_BMSH, start_B, num_rows, axis)
+    """Reads slots ``start_B + rows_BT`` of each sequence; see `move_slots`."""
+
+    def read(row, start):
+        return jax.lax.dynamic_slice_in_dim(row, start, num_rows, axis)
+
+    if len(start_B) <= MAX_UNROLLED_ROWS:
+        block_BMRH = jnp.concatenate([read(cache_BMSH[b : b + 1], start_B[b]) for b in range(len(start_B))])
+    else:
+        block_BMRH = jax.vmap(lambda row, start: read(row[None], start)[0])(cache_BMSH, start_B)
     rows_BT = jnp.clip(rows_BT, 0, num_rows - 1)
     index = rows_BT[:, None, :, None] if axis == SLOTS_AXIS else rows_BT[:, None, None, :]
     return jnp.take_along_axis(block_BMRH, index, axis=axis)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from specsamp import validate
 from specsamp.models.cache import Int8KVCache, KVCache, LayerCache, TransformerCache, TransposedKVCache
-from specsamp.models.compiling import few_rows_on_cpu
+from specsamp.models.compiling import FEW_ROWS, options_on
 from specsamp.models.config import TransformerConfig
 from specsamp.models.cpu_weights import UNEMBEDDING, CPUDecoder, to_cpu_order
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
@@ -38,7 +38,7 @@ class TransformerLM(LayeredModel):
     Attributes:
       weight_order: the order of axes in decode-time weights and caches: "default", head-major like the parameters, for
         TPUs and meshes; or "cpu", see `specsamp.models.cpu_weights`. Results are the same.
-      kernels: of attention over the caches, for TPUs; None: the plain form, for all backends.
+      kernels: of attention over the caches, for TPUs; None: XLA's operations, for all backends.
       layout: of the weights over a mesh, for layers with experts; None: one device.
     """
 
@@ -92,23 +92,20 @@ class TransformerLM(LayeredModel):
 
     def _boxed(self, key: Array) -> Any:
         tokens_BT = jnp.zeros((1, 1), jnp.int32)
-        return Decoder(self.config).init(key, tokens_BT, jnp.zeros((1,), jnp.int32))["params"]
+        return Decoder(self.config).init(key, tokens_BT, jnp.zeros((1,), jnp.int32), method="everything")["params"]
 
     def forward(self, params: Any, tokens_BT: Array, *, hidden_layers: tuple[int, ...] = ()) -> Output:
         """Scores whole sequences without a cache, for training and evaluation; logits ``[B, T, V]`` float32."""
-        start_B = jnp.zeros(tokens_BT.shape[:1], jnp.int32)
-        with full_precision(self.config.dtype):
-            return Decoder(self.config, self.layout).apply(
-                {"params": params}, tokens_BT, start_B, hidden_layers=hidden_layers
-            )
+        *hidden, x_BTD = self.forward_streams(params, tokens_BT, (*hidden_layers, self.num_layers - 1))
+        return Output(logits_BTV=self.read_out(params, x_BTD), cache=None, hidden=tuple(hidden))
 
     def forward_streams(
         self, params: Any, tokens_BT: Array, layers: tuple[int, ...], *, kept_BL: Array | None = None
     ) -> tuple[Array, ...]:
-        """Returns the streams ``[B, T, D]`` behind ``layers``, as `forward` would, without the logits.
+        """Returns the streams ``[B, T, D]`` behind ``layers``; see `Output.hidden`.
 
         Args:
-          kept_BL: bool, the layers that a sequence goes through; it passes by the others. None: all.
+          kept_BL: bool, the layers that a sequence goes through; it skips all other layers. None: all.
         """
         start_B = jnp.zeros(tokens_BT.shape[:1], jnp.int32)
 
@@ -121,21 +118,21 @@ class TransformerLM(LayeredModel):
             return Decoder(self.config, self.layout).apply({"params": params}, method=run)
 
     def read_out(self, params: Any, x_BTD: Array) -> Array:
-        """Returns what final norm and output make of a stream, logits ``[B, T, V]`` float32, for training."""
+        """Returns logits ``[B, T, V]`` float32 of a stream, through final norm and output, for training."""
         with full_precision(self.config.dtype):
             return Decoder(self.config, self.layout).apply({"params": params}, x_BTD, method="unembed")
 
     # Decode-time weights.
 
     def prepare(self, params: Any) -> Any:
-        """Casts or quantises parameters and lays them out; see `fit_slots` for what depends on slots."""
+        """Casts or quantises parameters and puts them into the weight order; `fit_slots` does the rest."""
         weights = decode_weights(params, self.config.compute_dtype, self.config.weight_dtype)
         return {"params": to_cpu_order(weights) if self.weight_order == "cpu" else weights, "relative_keys": None}
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
-        """Folds the projections of relative positions into tables for caches of ``slots`` slots, once.
+        """Folds the projections of relative positions into tables for caches of ``slots`` slots.
 
-        Without it every call makes the tables anew. Weights of models with other positions are returned as they are.
+        Without the tables every call computes them. Weights of models with other positions are returned as they are.
         """
         if self.config.positions != "relative":
             return weights
@@ -143,7 +140,7 @@ class TransformerLM(LayeredModel):
         for i in range(self.config.num_layers):
             attention = dict(params[f"layer_{i}"]["attention"])
             with full_precision(self.config.dtype):
-                # Compiled, so that nothing is made whole on a device that holds a part of the weight.
+                # Compiled, so that a device that holds a part of the weight computes a part of the table.
                 table = jax.jit(relative_keys, static_argnums=1)(attention.pop("relative"), slots)
             table = table.astype(self.config.compute_dtype)
             tables.append(table.swapaxes(1, 2) if self.weight_order == "cpu" else table)
@@ -151,7 +148,7 @@ class TransformerLM(LayeredModel):
         return {"params": params, "relative_keys": tuple(tables)}
 
     def for_mesh(self, layout: MeshLayout) -> TransformerLM:
-        """Returns the model in the default weight order: heads side by side in one matrix cannot be split."""
+        """Returns the model in the default weight order: a CPU's joined heads cannot be split."""
         kernels = self.kernels and dataclasses.replace(self.kernels, layout=layout)
         of_experts = None if self.config.experts is None else layout
         return dataclasses.replace(self, weight_order="default", kernels=kernels, layout=of_experts)
@@ -160,7 +157,7 @@ class TransformerLM(LayeredModel):
         """Returns the logical axis names of `fit_slots`'s result, as a tree of `PartitionSpec`.
 
         Raises:
-          ValueError: the weight order is that of a CPU, where an axis holds several things.
+          ValueError: the weight order is "cpu", in which one axis joins several logical axes.
         """
         if self.weight_order == "cpu":
             raise ValueError("weights in the order 'cpu' cannot be split over a mesh: use TransformerLM(config)")
@@ -173,7 +170,7 @@ class TransformerLM(LayeredModel):
         return {"params": params, "relative_keys": (table,) * self.config.num_layers}
 
     def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array | Int8Weight, float]]:
-        """See `LanguageModel.matrices_read`. Tables of which a call looks up a few rows do not count."""
+        """See `LanguageModel.matrices_read`. Tables do not count: a call looks up a few of their rows."""
         experts, tables = self.config.experts, {POSITION_EMBEDDING}
         share = 1.0 if experts is None else experts.expected_touched(tokens) / experts.num_experts
         if UNEMBEDDING in weights["params"] or not self.config.tied:
@@ -209,19 +206,6 @@ class TransformerLM(LayeredModel):
 
     # Calls.
 
-    def __call__(
-        self,
-        weights: Any,
-        tokens_BT: Array,
-        start_B: Array,
-        cache: TransformerCache,
-        *,
-        hidden_layers: tuple[int, ...] = (),
-        block: Block | None = None,
-    ) -> Output:
-        tables = weights["relative_keys"]
-        return self._apply("__call__", weights, tokens_BT, start_B, cache, tables, hidden_layers, block)
-
     def embed(
         self, weights: Any, tokens_BT: Array, start_B: Array, cache: TransformerCache, *, block: Block | None = None
     ) -> tuple[Array, TransformerCache]:
@@ -251,7 +235,7 @@ class TransformerLM(LayeredModel):
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
         """Returns the compiler options of programs that call this model, see `specsamp.models.compiling`."""
-        return few_rows_on_cpu() if self.weight_order == "cpu" and self.config.dtype == "float32" else ()
+        return options_on("cpu", FEW_ROWS) if self.weight_order == "cpu" and self.config.dtype == "float32" else ()
 
     @property
     def _cache_class(self) -> type[LayerCache]:

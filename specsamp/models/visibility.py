@@ -1,4 +1,4 @@
-"""Computes which slots of a cache each query of a call sees, and how far back they are."""
+"""Computes the slots of a cache that each query of a call sees, and their distances."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Visibility:
-    """Says which slots the queries of a call see in one layer.
+    """The slots that the queries of a call see in one layer, see `mask`; kernels read the fields instead.
 
-    `mask` spells it out. A cache whose attention is a kernel may read the fields instead: without a block, query t
-    of row b sees the slots up to ``start_B[b] + t``, and of these the last ``window``.
+    Without a block, query t of sequence b sees the last ``window`` slots up to ``start_B[b] + t``.
 
     Attributes:
-      start_B: ``[B]`` int32, the slot of each row's first query.
+      start_B: ``[B]`` int32, the slot of each sequence's first query.
       num_queries: T.
       window: how many tokens a query sees, itself included; None: all.
-      block: a tree's visibility among its own tokens; None: causal.
+      block: a tree's visibility among its tokens; None: causal.
     """
 
     start_B: Array
@@ -41,16 +40,15 @@ class Visibility:
             if self.window is not None:
                 seen_BTS &= slots_S[None, None, :] > queries_BT[:, :, None] - self.window
             return seen_BTS
-        before_BTS = jnp.broadcast_to(
-            slots_S[None, None, :] < self.block.start_B[:, None, None], self._shape(num_slots)
-        )
+        shape = (len(self.start_B), self.num_queries, num_slots)
+        before_BTS = jnp.broadcast_to(slots_S[None, None, :] < self.block.start_B[:, None, None], shape)
         seen_BTS = _place(before_BTS, self.block.visible_BTR, self.block.start_B)
         return seen_BTS if self.window is None else seen_BTS & (self.distances(num_slots) < self.window)
 
     def distances(self, num_slots: int) -> Array:
-        """Returns ``[B, T, S]`` int32: how many tokens back a slot is. Only slots that are seen have a meaning.
+        """Returns ``[B, T, S]`` int32: how many tokens back a slot is; defined for slots that the query sees.
 
-        Within a block that is the number of ancestors between: those of a node lie in order of their slots.
+        Within a block it is the distance in the tree.
         """
         if self.block is None:
             queries_BT = self.start_B[:, None] + jnp.arange(self.num_queries)[None, :]
@@ -58,23 +56,20 @@ class Visibility:
         before_BTS = self.block.positions_BT[:, :, None] - jnp.arange(num_slots)[None, None, :]
         return _place(before_BTS, seen_after(self.block), self.block.start_B)
 
-    def _shape(self, num_slots: int) -> tuple[int, int, int]:
-        return len(self.start_B), self.num_queries, num_slots
-
 
 def seen_after(block: Block) -> Array:
-    """Counts the slots of the block behind each slot that the query sees too: ``[B, T, R]`` int32.
+    """Counts the slots behind each slot of the block that the query sees too, ``[B, T, R]`` int32.
 
-    For an ancestor of the query that is their distance in the tree.
+    For an ancestor of the query the count is their distance in the tree.
     """
     visible_BTR = block.visible_BTR.astype(jnp.int32)
     return jnp.sum(visible_BTR, axis=-1, keepdims=True) - jnp.cumsum(visible_BTR, axis=-1)
 
 
 def ancestor_slots(block: Block, count: int) -> Array:
-    """Returns the slots of each query's last ``count`` tokens, itself the last: ``[B, T, count]`` int32.
+    """Returns the slots of each query's last ``count`` tokens, itself the last, ``[B, T, count]`` int32.
 
-    Tokens before the block stand one after another. Negative where a text has not so many tokens.
+    A slot is negative if the text is shorter.
     """
     after_BTR, num_slots = seen_after(block), block.visible_BTR.shape[-1]
     slots = []
@@ -87,5 +82,5 @@ def ancestor_slots(block: Block, count: int) -> Array:
 
 
 def _place(whole_BTS: Array, part_BTR: Array, start_B: Array) -> Array:
-    """Writes R columns of each row from that row's own start."""
+    """Writes R columns of each sequence from its own start."""
     return write_slots(whole_BTS[:, None], part_BTR[:, None].astype(whole_BTS.dtype), start_B, axis=3)[:, 0]

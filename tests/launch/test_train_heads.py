@@ -95,7 +95,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
         train.run_training(
             training_config("tiny_head", texts, fields | {"head.kind": "medium"}), tmp_path / "x", quiet()
         )
-    with pytest.raises(ValueError, match="hidden_layers names layer 7 of a target of 2 layers"):
+    with pytest.raises(ValueError, match=r"hidden_layers\[\d\] must be an integer >= 0 and below 3; got 7"):
         train.run_training(
             training_config("tiny_head", texts, fields | {"head.hidden_layers": (0, 7)}), tmp_path / "x", quiet()
         )

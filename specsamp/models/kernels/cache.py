@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 from absl import logging
@@ -63,47 +61,34 @@ class Kernels:
         cap: float | None,
     ) -> Array:
         """Computes `LayerCache.attend`, and reads the cache as far as it is alive."""
-        heads, kv_heads = q_BNTH.shape[1], cache.keys_BMSH.shape[1]
-        of_heads, of_cache = self.heads_spec(heads, kv_heads), self.kv_heads_spec(kv_heads)
-        attend = functools.partial(decode_attention, scale=scale, cap=cap)
-        in_specs = (of_heads, of_cache, of_cache, PartitionSpec(), of_heads, of_cache)
-        attend = self.per_device(attend, in_specs, of_heads)
+        attend = functools.partial(decode_attention, scale=scale, cap=cap, interpret=self.interpret)
+        if self.layout is not None:
+            heads, kv_heads = q_BNTH.shape[1], cache.keys_BMSH.shape[1]
+            of_heads = of_cache = self.layout.spec(PartitionSpec(None, "kv_heads"), (1, kv_heads))
+            _, on_device = NamedSharding(self.layout.mesh, of_cache).shard_shape((1, kv_heads))
+            if on_device == 1:  # devices with the same kv head share its queries
+                of_heads = self.layout.spec(PartitionSpec(None, "heads"), (1, heads))
+            in_specs = (of_heads, of_cache, of_cache, PartitionSpec(), of_heads, of_cache)
+            attend = self.layout.per_device(attend, in_specs, of_heads)
         return attend(q_BNTH, cache.keys_BMSH, cache.values_BMSH, SeenSlots.of(visible), bias_BNTS, cache.scales_BM1S)
 
     def write(self, caches: tuple[Array, Array], new: tuple[Array, Array], start_B: Array) -> tuple[Array, Array]:
         """Writes keys and values ``[B, M, T, H]`` in place, in slots ``start_B ..`` of their arrays."""
-        split = (self.kv_heads_spec(new[0].shape[1]),) * 2
-        return self.per_device(append_rows, (split, split, PartitionSpec()), split)(caches, new, start_B)
-
-    def per_device(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        """Returns a kernel applied on each device to its part of the arrays."""
-        function = functools.partial(function, interpret=self.interpret)
-        return function if self.layout is None else self.layout.per_device(function, in_specs, out_specs)
-
-    def heads_spec(self, heads: int, kv_heads: int) -> PartitionSpec:
-        """Returns how queries are split: as far as kv heads are, and further if a device has a single kv head."""
-        if self.layout is None:
-            return PartitionSpec()
-        of_kv = self.kv_heads_spec(kv_heads)
-        _, on_device = NamedSharding(self.layout.mesh, of_kv).shard_shape((1, kv_heads))
-        return self.layout.spec(PartitionSpec(None, "heads"), (1, heads)) if on_device == 1 else of_kv
-
-    def kv_heads_spec(self, kv_heads: int) -> PartitionSpec:
-        """Returns how caches are split."""
-        if self.layout is None:
-            return PartitionSpec()
-        return self.layout.spec(PartitionSpec(None, "kv_heads"), (1, kv_heads))
+        append = functools.partial(append_rows, interpret=self.interpret)
+        if self.layout is not None:
+            split = (self.layout.spec(PartitionSpec(None, "kv_heads"), (1, new[0].shape[1])),) * 2
+            append = self.layout.per_device(append, (split, split, PartitionSpec()), split)
+        return append(caches, new, start_B)
 
 
 def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None:
-    """Returns the kernels that a word of `ATTENTION` stands for.
+    """Returns the kernels for a value of `ATTENTION`; "plain" is the default until a TPU has run the kernels.
 
     Args:
-      attention: "kernel", or "plain", which is the default everywhere until a TPU has run the kernels.
-      backend: that programs are compiled for; None: the default one.
+      backend: the backend that programs are compiled for; None: the default backend.
 
     Raises:
-      ValueError: an unknown word, or "kernel" where there is no TPU.
+      ValueError: an unknown value, or "kernel" without a TPU.
     """
     backend = backend or jax.default_backend()
     validate.choice("attention", attention, ATTENTION)

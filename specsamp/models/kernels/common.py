@@ -1,4 +1,4 @@
-"""Holds what kernels have in common: where their arrays lie, and products on matrix units."""
+"""What all kernels use: arrays in the memory of the device, and products on matrix units."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ LANES = 128  # entries of the last axis that a TPU keeps together
 
 
 def in_hbm(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Keeps the compiler from fetching all of a cache on chip before the kernel fetches what it needs."""
+    """Keeps ``x`` in the memory of the device, so that the kernel alone decides what is fetched on chip."""
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
 def einsum_in_float32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Computes ``einsum(spec, x, y)`` of one floating dtype, summed in float32.
 
-    Of float32 it keeps every bit. Matrix units have no more to give to bfloat16, and refuse to be asked.
+    Products of float32 keep every bit. For bfloat16 matrix units have no higher precision, and refuse the option.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32, precision=precision)

@@ -1,8 +1,8 @@
-"""Attention of a few queries over a cache, of which only blocks with slots that some query sees are fetched.
+"""Attention of a few queries over a cache; only blocks of slots that some query sees are fetched.
 
-The grid has a step for each such block, row after row, so that its length is data: `_schedule` says which row and
-which block a step is for. The softmax is carried over the blocks of a row as a running maximum, sum and mean
-(Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135), in float32.
+The grid has a step for each such block, sequence after sequence, so that its length is data; `_schedule` gives the
+sequence and the block of each step. The softmax is carried over the blocks of a sequence as a running maximum, sum and
+mean (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135), in float32.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from specsamp.models.visibility import Visibility, seen_after
 Array = jax.Array
 
 NAME = "decode_attention"  # of the kernel in compiled programs
-# Of keys in a step: with less, what a step costs would show; with more, more is fetched beyond the last live slot.
+# Bytes of keys in a step. With fewer, the cost of a step itself counts; with more, more dead slots are fetched.
 STEP_BYTES = 2**17
 MAX_BLOCK, MIN_BLOCK = 512, 256  # slots
-MAX_ROWS = 1024  # of queries per kv head: what is kept on chip grows with them
-UNSEEN = -1e30  # a score whose exponential is 0; the differences of two infinities would not be
+MAX_ROWS = 1024  # of queries per kv head; memory on chip grows with them
+UNSEEN = -1e30  # a score whose exponential is 0; the difference of two infinities would be NaN
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeenSlots:
-    """The slots that the queries of a call see, as numbers: `Visibility.mask` without an array of all slots.
+    """The slots that the queries of a call see: `Visibility.mask` as bounds, without an array of all slots.
 
     Query t of row b sees the slots ``bounds_BT2[b, t, 0] .. bounds_BT2[b, t, 1]`` and, in a tree, the slots
     ``tree_start_B[b] + r`` where ``tree_BTR[b, t, r]`` is 1.
@@ -91,7 +91,7 @@ def decode_attention(
       keys_BMSH, values_BMSH: in HBM, where they stay; S and H are multiples of 128.
       seen: every query sees a slot.
       scale, bias_BNTS, cap: see `LayerCache.attend`.
-      scales_BM1S: float32, that keys and values in int8 have still to be multiplied by; None: they are what they are.
+      scales_BM1S: float32, of keys and values in int8; None: for other dtypes.
       interpret: runs on the CPU.
     """
     (batch, heads, length, size), (_, kv_heads, num_slots, _) = q_BNTH.shape, keys_BMSH.shape
@@ -149,10 +149,7 @@ def decode_attention(
 
 
 def block_shape(kv_heads: int, num_slots: int, size: int, itemsize: int) -> tuple[int, int]:
-    """Returns the kv heads and the slots of a step.
-
-    Heads are taken in two groups at least, if there are two: the cores of a chip share them.
-    """
+    """Returns the kv heads and the slots of a step; several heads are at least two groups, for the cores of a chip."""
     most = max(min(kv_heads // 2, STEP_BYTES // (MIN_BLOCK * size * itemsize)), 1)
     of_heads = max(count for count in range(1, most + 1) if kv_heads % count == 0)
     wanted = min(max(STEP_BYTES // (of_heads * size * itemsize), MIN_BLOCK), MAX_BLOCK)
@@ -160,10 +157,9 @@ def block_shape(kv_heads: int, num_slots: int, size: int, itemsize: int) -> tupl
 
 
 def fetched_share(live: float, keys_shape: tuple[int, int, int, int], itemsize: int) -> float:
-    """Returns the share of keys, values and biases that a call fetches, if each row's first ``live`` slots are seen.
+    """Returns the share of keys, values and biases that a call fetches, if it sees the first slots, a share ``live``.
 
     Args:
-      live: share of the slots.
       keys_shape: ``[B, M, S, H]``, of a device.
     """
     _, kv_heads, num_slots, size = keys_shape
@@ -172,19 +168,19 @@ def fetched_share(live: float, keys_shape: tuple[int, int, int, int], itemsize: 
 
 
 def _schedule(first_B: Array, last_B: Array, num_blocks: int) -> tuple[Array, Array, Array]:
-    """Returns the number of steps, and the row and the block of each, int32 ``[B * num_blocks]``."""
+    """Returns the number of steps, and the sequence and the block of each step, int32 ``[B * num_blocks]``."""
     batch = len(first_B)
     ends_B = jnp.cumsum(last_B - first_B + 1, dtype=jnp.int32)
     steps_X = jnp.arange(batch * num_blocks, dtype=jnp.int32)
     row_X = jnp.minimum(jnp.sum(steps_X[:, None] >= ends_B[None, :], axis=1, dtype=jnp.int32), batch - 1)
-    # The last step of a row is for its last block.
+    # The last step of a sequence is for its last block.
     is_row_XB = row_X[:, None] == jnp.arange(batch, dtype=jnp.int32)[None, :]
     offset_X = jnp.sum(jnp.where(is_row_XB, (last_B + 1 - ends_B)[None, :], 0), axis=1, dtype=jnp.int32)
     return ends_B[-1], row_X, jnp.clip(steps_X + offset_X, 0, num_blocks - 1)
 
 
 def _kernel(row_X, block_X, first_B, last_B, tree_start_B, *refs, names, scale, cap):
-    """Adds the block of a step to the running softmax of its row."""
+    """Adds the block of a step to the running softmax of its sequence."""
     operands, (out, maximum, total, mean) = dict(zip(names, refs)), refs[len(names) :]
     step = pl.program_id(1)
     row, block = row_X[step], block_X[step]
@@ -209,7 +205,7 @@ def _kernel(row_X, block_X, first_B, last_B, tree_start_B, *refs, names, scale, 
     scores = jnp.where(seen[None], scores, UNSEEN)
     before = maximum[...]
     after = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
-    # Where a query has seen nothing yet this adds ones, which the first slot that it sees takes back.
+    # For a query that has seen no slot yet this adds ones; ``kept`` is 0 at its first slot and removes them.
     weights = jnp.exp(scores - after)
     kept = jnp.exp(before - after)
     maximum[...] = after
@@ -226,7 +222,7 @@ def _kernel(row_X, block_X, first_B, last_B, tree_start_B, *refs, names, scale, 
 
 
 def _seen(first: Array, count: int, bounds_R2: Array, tree_RX: Array | None, tree_start: Array) -> Array:
-    """Returns ``[R, count]`` bool: which slots from ``first`` on each query sees."""
+    """Returns ``[R, count]`` bool: whether each query sees each slot from ``first`` on."""
     shape = (bounds_R2.shape[0], count)
     slots = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
     seen = (slots >= bounds_R2[:, 0:1]) & (slots <= bounds_R2[:, 1:2])
