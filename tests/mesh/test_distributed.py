@@ -146,14 +146,10 @@ def test_bad_arguments(arguments, message):
 
 
 def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
-    before = distributed.code_version()
-    assert before == distributed.code_version() and jax.__version__ in before
     monkeypatch.setattr("sys.argv", ["x", "--process_id=3", "--config.batch=2"])
-    with_batch = distributed.code_version()
-    assert with_batch != before and "--config.batch=2" in with_batch and "process_id" not in with_batch
     monkeypatch.setenv("SPECSAMP_VERSION", "0123abc")
-    assert "specsamp 0123abc" in distributed.code_version()
     before = distributed.code_version()
+    assert before.startswith("specsamp 0123abc") and before.endswith(f", jax {jax.__version__}, --config.batch=2")
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setattr(distributed.machine, "PACKAGE", tmp_path)
     assert distributed.code_version() != before

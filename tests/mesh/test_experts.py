@@ -6,13 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from specsamp import NgramDrafter, Pair, generate
 from specsamp.mesh.layout import Layout, make_mesh, put
 from specsamp.mesh.sharded import ShardedModel, shard, shard_model
 from specsamp.models.config import ExpertsConfig, tiny
-from specsamp.models.experts import STACKED_AXES
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.weights import drawn_params
@@ -72,8 +70,3 @@ def test_experts_that_divide_neither_way_are_refused_with_the_way_out():
     with pytest.raises(ValueError, match="'expert_mlp' has 12 entries.* 8 devices") as error:
         shard_model(model, layout).param_shardings(jax.eval_shape(model.init, jax.random.key(0)))
     assert "--config.mesh.data=2 --config.mesh.model=4" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_every_device_has_the_experts_of_a_draft_that_is_not_split():
-    layout = Layout.replicated(make_mesh(1, 8))
-    assert {layout.spec(P(*axes), (6, 5, 3)) for axes in STACKED_AXES.values()} == {P()}

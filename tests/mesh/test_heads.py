@@ -1,15 +1,18 @@
-"""Heads on a mesh: the tokens of one device, weights and caches in their places, and nothing gathered that need not."""
+"""Heads on a mesh: the tokens of one device, all arrays in their places, and rows that move between batches."""
 
 import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specsamp import BlockRule, Pair, chain, generate, temperature
+from specsamp import BlockRule, Pair, chain, generate, generate_many, temperature
+from specsamp.decoding import batch_rows
+from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method, default_drafter
 from specsamp.decoding.request import make_requests
@@ -20,6 +23,8 @@ from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
+from specsamp.serving.batch import to_device_memory, to_host_memory
+from support.schedules import Restless
 from support.weights import drawn_params
 
 LAYER = tiny(
@@ -76,9 +81,15 @@ def engine_of(pair):
 )
 def test_tokens_of_one_device(pair, alone, data, model, draft):
     sharded = shard(pair, make_mesh(data, model), draft_model_parallelism=draft)
-    made = generate(sharded, PROMPTS, BUDGETS, rule=BlockRule(), sampling=SAMPLING, draft_length=3)
-    assert [c.tokens for c in made] == [c.tokens for c in alone]
+    call = dict(rule=BlockRule(), sampling=SAMPLING, draft_length=3)
+    assert [c.tokens for c in generate(sharded, PROMPTS, BUDGETS, **call)] == [c.tokens for c in alone]
     assert sum(c.stats.accepted for c in alone) > 0
+    if data != 2:
+        return
+    # Sequences that are preempted wait in host memory; a shard has a free row while the other has none.
+    work = generate_many(sharded, PROMPTS, BUDGETS, rows=2, schedule=Restless(), rounds_per_slice=2, **call)
+    assert [row.tokens for row in sorted(work, key=lambda row: row.prompt_index)] == [c.tokens for c in alone]
+    assert work.usage.preempted > 1
 
 
 def collectives(text):
@@ -119,10 +130,39 @@ def test_everything_stays_where_it_is(pair, data, model):
         state = engine.run(state, 1)
 
 
+@pytest.mark.parametrize(
+    "pair, data, model", [("eagle3", 2, 2), pytest.param("eagle3", 1, 4, marks=pytest.mark.slow)], indirect=["pair"]
+)
+def test_rows_leave_and_return_on_their_devices(pair, data, model):
+    engine, requests = engine_of(shard(pair, make_mesh(data, model, devices=jax.devices()[: data * model])))
+    state, shards, at_N = engine.run(engine.prefill(requests), 1), engine.loop.shards, jnp.asarray([1, 2])
+    rows = batch_rows.extract(state, [1, 2], shards)
+    read = batch_rows._read.lower(state, at_N, shards).compile().as_text()
+    bare = [dataclasses.replace(each, request=None) for each in (state, rows)]
+    write = batch_rows._write_donated.lower(*bare, at_N, shards).compile().as_text()
+    for text in (read, write):
+        assert "dynamic-" in text and not collectives(text)
+    aside = to_host_memory(bare[1], shards)
+    for kept, old, new in zip(*map(jax.tree.leaves, (aside, bare[1], to_device_memory(aside, shards)))):
+        assert kept.sharding.memory_kind == "pinned_host" and new.sharding == old.sharding
+        assert [piece.device for piece in kept.addressable_shards] == [piece.device for piece in old.addressable_shards]
+        assert kept.sharding.devices_indices_map(kept.shape) == old.sharding.devices_indices_map(old.shape)
+        np.testing.assert_array_equal(new, old)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgetful(FeatureDrafter):
+    """Begins with a state of another shape than `read` returns."""
+
+    def read(self, *arguments):
+        state, cache = super().read(*arguments)
+        return dataclasses.replace(state, ready_B=state.ready_B[:, None]), cache
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.parametrize("pair", ["eagle3"], indirect=True)
-def test_a_vocabulary_that_does_not_divide_is_refused(pair):
-    config = dataclasses.replace(HEADS["eagle3"], draft_vocab_size=20)
-    head = FeatureHead(config)
-    odd = dataclasses.replace(pair, head=head, draft_params=drawn_params(head))
-    with pytest.raises(ValueError, match="'vocab' has 20 entries.* 8 devices"):
-        shard(odd, make_mesh(1, 8))
+def test_a_state_that_reading_changes_is_refused_in_one_line(pair, on_mesh):
+    pair = shard(pair, make_mesh(2, 4)) if on_mesh else pair
+    with pytest.raises(ValueError, match=r"Forgetful.read .* init: at state.ready_B init has bool\[") as error:
+        generate(pair, [[1, 2, 3]], 4, drafter=Forgetful(pair.target, pair.head, 2))
+    assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""On every mesh the answer of one device: tokens of table models, logits of transformers; and all in its place."""
+"""On every mesh the tokens of one device, and all arrays in their places."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ def table_pair():
 
 @pytest.fixture(scope="module")
 def transformer_pair():
-    """Of one layer each: several layers are in the tests of logits below."""
+    """Of one layer each; the model that is called in parts below has two."""
     shape = {"num_heads": 8, "num_layers": 1}
     target = TransformerLM.for_backend(tiny(width=64, num_kv_heads=2, **shape))  # fewer kv heads than devices
     draft = TransformerLM.for_backend(tiny(positions="rotary", ngram_rows=32, **shape))
@@ -95,20 +95,6 @@ def test_tokens_of_table_models(table_pair, data, model, rule, draft_length):
     assert len({tuple(c.tokens) for c in expected}) > 6
     assert draft_length == 4 or all(sum(c.stats.lengths[n] for c in expected) > 5 for n in (0, 3))
     assert generate(shard(table_pair, make_mesh(data, model)), PROMPTS, BUDGETS, **call) == expected
-
-
-@pytest.mark.parametrize(
-    "data, model, draft_model_parallelism",
-    [(2, 4, 2), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in MESHES[:3])],
-)
-def test_tokens_of_transformers(transformer_pair, alone, data, model, draft_model_parallelism):
-    """On the CPU at hand the pair alone has another layout altogether."""
-    pair = shard(
-        transformer_pair,
-        make_mesh(data, model, draft_model_parallelism=draft_model_parallelism),
-        draft_model_parallelism=draft_model_parallelism,
-    )
-    assert_same(generate(pair, PROMPTS, BUDGETS, sampling=by_row(5), **CALL), alone)
 
 
 @pytest.mark.slow
@@ -155,32 +141,6 @@ def test_several_drafters(table_pair):
         assert leaf.sharding.is_equivalent_to(NamedSharding(pair.shards.mesh, P("data")), leaf.ndim)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def logits_of_two_calls(model, params, tokens_BT):
-    weights, start_B = model.fit_slots(model.prepare(params), 16), jnp.zeros(8, jnp.int32)
-    output = model(weights, tokens_BT, start_B, model.init_cache(8, 16))
-    return model(weights, tokens_BT[:, :2], start_B + 7, output.cache).logits_BTV
-
-
-@pytest.mark.parametrize(
-    "scheme, kv_heads, sizes",
-    [
-        ("relative", 8, (1, 8)),
-        ("rotary", 1, (2, 4)),
-        ("relative", 2, (2, 4)),  # fewer key heads than devices, and as many
-        ("relative", 2, (4, 2)),
-    ],
-)
-def test_logits_of_transformers(scheme, kv_heads, sizes):
-    model = TransformerLM(tiny(num_heads=8, width=64, positions=scheme, num_kv_heads=kv_heads))
-    params = drawn_params(model)
-    tokens_BT = jax.random.randint(jax.random.key(1), (8, 7), 0, 64)
-    expected = logits_of_two_calls(model, params, tokens_BT)
-    split = shard_model(model, Layout.tensor_parallel(make_mesh(*sizes)))
-    placed = jax.device_put(params, split.param_shardings(params))
-    np.testing.assert_allclose(logits_of_two_calls(split, placed, tokens_BT), expected, atol=2e-5)
-
-
 def test_a_model_on_a_mesh_can_be_called_in_parts():
     """Embed, layers and unembed are one call, hidden states included; moved slots are those of one device."""
     model = TransformerLM(tiny(num_heads=8, width=64, positions="rotary", ngram_rows=32))
@@ -205,11 +165,11 @@ def test_a_model_on_a_mesh_can_be_called_in_parts():
 
 
 @every_mesh
-def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_model_parallelism):
-    """Parameters, weights, caches before and after the loop, and what comes out of it."""
+def test_everything_is_where_it_should_be(transformer_pair, alone, data, model, draft_model_parallelism):
+    """Parameters, weights, caches before and after the loop; and the tokens are those of one device."""
     mesh = make_mesh(data, model, draft_model_parallelism=draft_model_parallelism)
     pair = shard(transformer_pair, mesh, draft_model_parallelism=draft_model_parallelism)
-    engine, requests = make_engine(pair, PROMPTS, BUDGETS, SAMPLING)
+    engine, requests = make_engine(pair, PROMPTS, BUDGETS, by_row(5))
     over_model = ("model", "replica") if draft_model_parallelism == 2 else "model"
     over_draft = {None: over_model, 1: None, 2: "model"}[draft_model_parallelism]
     of_two_key_heads = {1: None, 2: over_model, 4: None, 8: None}[model] if draft_model_parallelism != 2 else "model"
@@ -244,6 +204,7 @@ def test_everything_is_where_it_should_be(transformer_pair, data, model, draft_m
         if when == "before":
             state = engine.run(state)
     assert (np.asarray(state.finish_B) == 2).all()
+    assert_same(generate(pair, PROMPTS, BUDGETS, sampling=by_row(5), **CALL), alone)
 
 
 def test_random_parameters_do_not_depend_on_the_mesh():
@@ -277,14 +238,6 @@ def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
 def test_parameters_of_a_drafter_of_ones_own(table_pair):
     pair = dataclasses.replace(table_pair, draft=None, draft_params={"x": jnp.ones(3)})
     assert len(shard(pair, make_mesh(2, 4)).draft_params["x"].sharding.device_set) == 8
-
-
-def test_what_does_not_divide_is_said_before_anything_is_placed(transformer_pair):
-    odd = dataclasses.replace(transformer_pair.target.config, feedforward_width=100)
-    target = TransformerLM(odd)
-    pair = Pair(target=target, target_params=jax.eval_shape(target.init, jax.random.key(0)))
-    with pytest.raises(ValueError, match="'mlp' has 100 entries.* 8 devices"):
-        shard(pair, make_mesh(1, 8))
 
 
 def test_only_a_pair_can_be_sharded_and_only_over_a_mesh(table_pair):

@@ -10,13 +10,10 @@ from specsamp.mesh import slices
 @pytest.mark.parametrize(
     "name, topology, chips, hosts, runtime_version, machine_type",
     [
-        ("v4-8", "2x2x1", 4, 1, "tpu-ubuntu2204-base", "ct4p-hightpu-4t"),
         ("v4-32", "2x2x4", 16, 4, "tpu-ubuntu2204-base", "ct4p-hightpu-4t"),
         ("v5litepod-1", "1x1", 1, 1, "v2-alpha-tpuv5-lite", "ct5lp-hightpu-1t"),
-        ("v5litepod-8", "2x4", 8, 1, "v2-alpha-tpuv5-lite", "ct5lp-hightpu-8t"),
         ("v5p-1152", "4x12x12", 576, 144, "v2-alpha-tpuv5", "ct5p-hightpu-4t"),
         ("v6e-8", "2x4", 8, 1, "v2-alpha-tpuv6e", "ct6e-standard-8t"),
-        ("tpu7x-16", "2x2x2", 8, 2, None, "tpu7x-standard-4t"),
         ("tpu7x-18432", "16x24x24", 9216, 2304, None, "tpu7x-standard-4t"),
     ],
 )

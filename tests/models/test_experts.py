@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import Pair, generate
-from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.experts import STACKED_AXES, block_size, expected_steps, mix_experts, route
 from specsamp.models.int8 import decode_weights, dequantise, is_int8
@@ -138,23 +136,6 @@ def test_gradients_are_those_of_all_experts(stacked):
     ours, expected = gradients(functools.partial(mix_experts, CONFIG)), gradients(plain)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), ours, expected)
     assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(ours)) > 1e-2
-
-
-def test_drafts_are_verified_as_anywhere(params):
-    """Greedy text is what the target finds likeliest; here its first layer, which is dense, drafts."""
-    prompt = [1, 2, 3, 1, 2]
-    pair = Pair(target=MODEL, target_params=params)
-    (drafted,) = generate(pair, [prompt], 8, drafter=EarlyExitDrafter(MODEL, 1, 3))
-    text_BT = np.array([prompt + list(drafted.tokens)])
-    likeliest_BT = np.argmax(forward(MODEL, params, text_BT).logits_BTV, axis=-1)
-    assert list(drafted.tokens) == likeliest_BT[0, len(prompt) - 1 : -1].tolist()
-    assert 0 < drafted.stats.accepted < drafted.stats.drafted
-
-
-def test_parameters_of_experts_are_counted():
-    shapes = jax.eval_shape(MODEL.init, jax.random.key(0))
-    assert CONFIG.num_expert_parameters == sum(shapes["layer_1"]["experts"][name].size for name in STACKED_AXES)
-    assert CONFIG.num_parameters - CONFIG.num_active_parameters == CONFIG.num_expert_parameters * 6 // 8
 
 
 @pytest.mark.parametrize(

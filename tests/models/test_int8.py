@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import EarlyExitDrafter, Pair, generate, greedy
 from specsamp.mesh.layout import Layout, make_mesh, put
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import TransformerConfig, tiny
@@ -133,33 +132,6 @@ def test_heads_in_int8(config):
     assert np.abs(found - run(head, params)).max() > 1e-3
 
 
-@pytest.fixture(scope="module")
-def pair():
-    configs = (in_int8(tiny(num_kv_heads=2)), in_int8(tiny(positions="rotary", num_layers=1, num_heads=8)))
-    target, draft = map(TransformerLM.for_backend, configs)
-    params = [drawn_params(model, seed, noise=0.1) for seed, model in enumerate((target, draft))]
-    return Pair(target=target, target_params=params[0], draft=draft, draft_params=params[1])
-
-
-PROMPTS, TOKENS = [[1, 2, 3], [4, 5]], 16
-
-
-def tokens_of(pair, **call):
-    return [completion.tokens for completion in generate(pair, PROMPTS, TOKENS, **call)]
-
-
-@pytest.mark.slow
-def test_speculation_is_exact_with_respect_to_the_int8_target(pair):
-    """Greedily the tokens of the int8 target alone, whatever drafts; the float target has others."""
-    alone = tokens_of(pair, sampling=greedy(), draft_length=0)
-    assert tokens_of(pair, sampling=greedy(), draft_length=3) == alone
-    assert tokens_of(pair, sampling=greedy(), drafter=EarlyExitDrafter(pair.target, 1, 3)) == alone
-    config = dataclasses.replace(pair.target.config, weight_dtype=None)
-    coarse = jax.tree.map(lambda x: jnp.round(x * 8) / 8, pair.target_params)
-    other = Pair(target=TransformerLM.for_backend(config), target_params=coarse)
-    assert tokens_of(other, sampling=greedy(), draft_length=0) != alone
-
-
 def test_a_mesh_has_the_logits_of_one_device_and_scales_beside_their_channels():
     """Laid out after they were quantised, as a checkpoint is read; only looking up has its scales everywhere."""
     model = TransformerLM(in_int8(tiny(num_kv_heads=2, num_layers=1)))
@@ -194,5 +166,3 @@ def test_what_is_in_int8_is_said_by_side():
             ValueError, match=r"weights in int8 must be a tuple of target and draft; got .*(both|target|None)"
         ):
             Int8(weights=sides)
-    with pytest.raises(ValueError, match="weight_dtype must be one of None, int8; got 'int4'"):
-        tiny(weight_dtype="int4")

@@ -60,21 +60,31 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call, dtype",
+    [
+        *((call, dtype) for call in CALLS for dtype in ("float32", "bfloat16")),
+        ("grouped", "int8"),
+        ("windowed", "int8"),
+    ],
+)
 def test_attention_equals_the_plain_form(call, dtype):
     length, slots, kv_heads, group, window, biased, cap = CALLS[call]
+    int8, dtype = dtype == "int8", "float32" if dtype == "int8" else dtype
     q = drawn(3, kv_heads * group, length, SIZE, dtype=dtype, seed=1)
     keys, values = (drawn(3, kv_heads, slots, SIZE, dtype=dtype, seed=seed) for seed in (2, 3))
     bias = drawn(3, kv_heads * group, length, slots) if biased else None
     start = starts_of(3, slots, length)
-    ours, plain = both(q, keys, values, start, bias, window=window, cap=cap)
+    ours, plain = both(q, keys, values, start, bias, window=window, cap=cap, int8=int8)
     assert ours.dtype == dtype
     np.testing.assert_allclose(
         *(np.asarray(x, np.float32) for x in (ours, plain)), atol=2e-2 if dtype == "bfloat16" else 2e-6
     )
     one_less = both(q, keys, values, jnp.maximum(start - 1, 0), bias, window=window, cap=cap)[0]
     assert jnp.abs(ours - one_less)[1].max() > 0.05, "the control: a row that begins a slot earlier"
+    if int8:
+        as_it_is = both(q, keys, values, start, bias, window=window, cap=cap)[0]
+        assert jnp.abs(ours - as_it_is).max() > 1e-4, "the control: a cache in float"
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -92,18 +102,6 @@ def test_trees_equal_the_plain_form(window):
     later = Block(start_B=block.start_B, positions_BT=block.positions_BT[:, 3:], visible_BTR=block.visible_BTR[:, 3:])
     ours, plain = both(q[:, :, 3:], keys, values, jnp.asarray(start + 3), None, later, window=window)
     np.testing.assert_allclose(ours, plain, atol=2e-6)
-
-
-@pytest.mark.parametrize("call", ["grouped", "windowed"])
-def test_attention_over_int8_caches_equals_the_plain_form(call):
-    length, slots, kv_heads, group, window, biased, cap = CALLS[call]
-    q = drawn(3, kv_heads * group, length, SIZE, seed=1)
-    keys, values = (drawn(3, kv_heads, slots, SIZE, seed=seed) for seed in (2, 3))
-    bias = drawn(3, kv_heads * group, length, slots) if biased else None
-    given, options = (q, keys, values, starts_of(3, slots, length), bias), dict(window=window, cap=cap)
-    ours, plain = both(*given, **options, int8=True)
-    np.testing.assert_allclose(ours, plain, atol=2e-6)
-    assert jnp.abs(ours - both(*given, **options)[0]).max() > 1e-4, "the control: a cache as it is"
 
 
 @pytest.mark.parametrize("window", [None, 100])

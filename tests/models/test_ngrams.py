@@ -1,52 +1,32 @@
 """Embeddings of n-grams: the same in one call, in pieces, and against a sum written out token by token."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specsamp.models import ngrams
-from specsamp.models.config import TransformerConfig
+from specsamp.models.config import tiny
 from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
-from support.extras import slow_but
 from support.weights import drawn_params
-
-ROWS, SLOTS = 97, 24
-
-
-def make(order=3, **changes):
-    shape = dict(vocab_size=40, width=16, num_layers=1, num_heads=2, positions="rotary")
-    return TransformerLM(TransformerConfig(**shape, ngram_rows=ROWS, ngram_order=order), **changes)
 
 
 @pytest.mark.parametrize("order", WEIGHT_ORDERS)
-@pytest.mark.parametrize("batch", slow_but([1, 3], 3))
-def test_pieces_give_the_logits_of_the_whole(batch, order):
-    """The tokens before a call come from the cache, at each row's own offset; taken-back ones are overwritten."""
-    model = make(weight_order=order)
-    params = drawn_params(model)
-    tables = [name for name in params if name.startswith("ngrams")]
-    params |= {name: jax.random.normal(jax.random.key(i), params[name].shape) for i, name in enumerate(tables)}
-    tokens_BT = jax.random.randint(jax.random.key(1), (batch, 12 + batch), 0, 40)
+def test_pieces_give_the_logits_of_the_whole(order):
+    """One sequence, whose tokens are read without a gather; several are in test_switches.py."""
+    model = TransformerLM(tiny(num_layers=1, positions="rotary", ngram_rows=97), order)
+    params, tokens_BT = drawn_params(model), np.arange(12, dtype=np.int32)[None] * 7 % 64
+    params |= {name: jax.random.normal(jax.random.key(0), params[name].shape) for name in ("ngrams_2", "ngrams_3")}
     whole = model.forward(params, tokens_BT).logits_BTV
-    weights, cache = model.fit_slots(model.prepare(params), SLOTS), model.init_cache(batch, SLOTS)
-    step = jax.jit(model.__call__)
-    wrong_BT = (tokens_BT + 1) % 40
-    for tokens, first, last in [(tokens_BT, 0, 5), (wrong_BT, 5, 9), (tokens_BT, 5, 6), (tokens_BT, 6, 12)]:
-        # Row b is b tokens ahead of row 0, except at the beginning.
-        start_B = first + (jnp.arange(batch, dtype=jnp.int32) if first else jnp.zeros((batch,), jnp.int32))
-        end = last - first + (0 if first else batch)
-        rows = [slice(int(start), int(start) + end) for start in start_B]
-
-        def cut(x):
-            return jnp.stack([x[b, row] for b, row in enumerate(rows)])
-
-        output = step(weights, cut(tokens), start_B, cache)
+    weights, cache, step = model.prepare(params), model.init_cache(1, 24), jax.jit(model.__call__)
+    for first, last in ((0, 6), (6, 12)):
+        output = step(weights, tokens_BT[:, first:last], jnp.array([first]), cache)
         cache = output.cache
-        if tokens is tokens_BT:
-            np.testing.assert_allclose(output.logits_BTV, cut(whole), atol=1e-5)
-        else:
-            assert np.abs(output.logits_BTV - cut(whole)).max() > 1e-2
+        np.testing.assert_allclose(output.logits_BTV, whole[:, first:last], atol=1e-5)
+    alone = step(weights, tokens_BT[:, 6:], jnp.array([6]), dataclasses.replace(cache, tokens_BS=0 * cache.tokens_BS))
+    assert np.abs(alone.logits_BTV - whole[:, 6:]).max() > 1e-2, "the control: tokens before the call are forgotten"
 
 
 def test_an_ngram_adds_the_row_of_its_hash_alone():

@@ -36,10 +36,3 @@ def described(config):
 
 def test_names_axes_and_shapes():
     assert described(tiny(num_layers=1, num_kv_heads=2, **EVERYTHING)) == GOLDEN
-
-
-def test_learned_positions_and_later_layers():
-    lines = described(tiny(positions="learned"))
-    assert "position_embedding slots,embed 512,32" in lines
-    assert "layer_1/attention/query heads,embed,head 4,32,8" in lines
-    assert len(lines) == 3 + 2 * 8
