@@ -159,7 +159,7 @@ def _mixtral(fields: Fields) -> dict:
 def _experts(fields: Fields, **shape: Any) -> ExpertsConfig | None:
     """Returns the experts of a model, or None if all of its layers are dense."""
     experts = ExpertsConfig(**shape)
-    return experts if experts.num_sparse_layers(fields.count("num_hidden_layers")) else None
+    return experts if set(range(fields.count("num_hidden_layers"))) - set(experts.dense_layers) else None
 
 
 def _gpt2(fields: Fields) -> dict:

@@ -39,10 +39,6 @@ class ExpertsConfig:
         validate.switch("normalised", self.normalised)
         validate.integers("dense_layers", self.dense_layers)
 
-    def num_sparse_layers(self, num_layers: int) -> int:
-        """Returns how many of a model's layers have experts."""
-        return num_layers - sum(layer < num_layers for layer in set(self.dense_layers))
-
     def expected_touched(self, tokens: int) -> float:
         """Returns the expected number of experts that a call of ``tokens`` tokens reads in a layer.
 
@@ -251,7 +247,7 @@ class TransformerConfig:
     @property
     def num_sparse_layers(self) -> int:
         """The number of layers with experts."""
-        return 0 if self.experts is None else self.experts.num_sparse_layers(self.num_layers)
+        return sum(map(self.has_experts, range(self.num_layers)))
 
     @property
     def num_expert_parameters(self) -> int:

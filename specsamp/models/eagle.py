@@ -34,9 +34,6 @@ class Eagle1(HeadModule):
         self.attention = Attention(config.layer)
         self.mlp_norm, self.mlp = Norm(config.layer), FeedForward(config.layer)
 
-    def fuse(self, hidden: tuple[Array, ...]) -> Array:
-        return hidden[0]
-
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD
 

@@ -119,7 +119,7 @@ def _as_it_is(x: Array) -> Array:
 
 
 class HeadModule(nn.Module):
-    """Base of the modules of all heads. Derived classes define `fuse`, `normed` and `__call__` of `FeatureHead`.
+    """Base of the modules of all heads. Derived classes define `normed` and `__call__`, see `FeatureHead`.
 
     Attributes:
       split: splits the input ``[B, T, X]`` of ``fc`` over a mesh like the rows of ``fc``.
@@ -140,6 +140,10 @@ class HeadModule(nn.Module):
     def embed(self, tokens_BT: Array) -> Array:
         """Returns the head's own embedding of tokens, ``[B, T, D]``."""
         return take_rows(self.embedding, tokens_BT).astype(self.config.layer.compute_dtype)
+
+    def fuse(self, hidden: tuple[Array, ...]) -> Array:
+        """Returns the features ``[B, T, D]`` of hidden states; here the one hidden state."""
+        return hidden[0]
 
     def project(self, x_BTD: Array, offset: Array | int) -> Array:
         """Returns logits ``[B, T, U]`` float32 of the result of `normed`, by the head's output."""

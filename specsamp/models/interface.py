@@ -58,7 +58,8 @@ class MeshLayout(Protocol):
 class LanguageModel(abc.ABC):
     """A static, hashable description of a model, such as a frozen dataclass; its arrays are separate arguments.
 
-    Derive from this class. ``vocab_size``, `init_cache` and `__call__` must be given; the rest has defaults.
+    Derived classes define ``vocab_size``, `init_cache` and `__call__`; the rest has defaults. The defaults of `compact`,
+    and of `first` and `unembed_normed` below, raise NotImplementedError.
     """
 
     vocab_size: int
@@ -116,9 +117,6 @@ class LanguageModel(abc.ABC):
           rows_BT: ``[B, T]`` int32, increasing: the scored positions that stay. Entries behind the last of them may hold
             anything.
           num_rows: the size of the tree, a static number; ``start_B + num_rows <= slots``.
-
-        Raises:
-          NotImplementedError: the model does not override it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no compact(): it cannot be the target of a token tree")
 
@@ -197,18 +195,11 @@ class LayeredModel(LanguageModel):
         """Returns the model that ends after its first layers, with the same final norm and output.
 
         It also runs on the weights and the cache of the whole model, whose later layers stay untouched.
-
-        Raises:
-          NotImplementedError: the model does not override it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no first(): it cannot be left after {num_layers} layers")
 
     def unembed_normed(self, weights: Any, x_BTD: Array) -> Array:
-        """Returns `unembed` without the final norm, for heads that share the target's output.
-
-        Raises:
-          NotImplementedError: the model does not override it.
-        """
+        """Returns `unembed` without the final norm, for heads that share the target's output."""
         raise NotImplementedError(f"{type(self).__name__} has no unembed_normed(): heads cannot share its output")
 
 

@@ -25,11 +25,13 @@ class MedusaHead(nn.Module):
 
     def setup(self):
         config, width = self.config, self.config.layer.width
-        zeros = nn.initializers.zeros
-        self.linear = self.param("linear", nn.with_logical_partitioning(zeros, ("features", "embed")), (width, width))
-        self.bias = None
-        if config.bias:
-            self.bias = self.param("bias", nn.with_logical_partitioning(zeros, ("embed",)), (width,))
+
+        def zeros(name, *axes):
+            init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
+            return self.param(name, init, (width,) * len(axes))
+
+        self.linear = zeros("linear", "features", "embed")
+        self.bias = zeros("bias", "embed") if config.bias else None
         self.output = None
         if config.own_output:
             self.output = weight(self, "output", (config.num_outputs, width), ("vocab", "embed"), fan_in=width)
@@ -46,9 +48,6 @@ class Medusa(HeadModule):
 
     def setup(self):
         self.head = [MedusaHead(self.config) for _ in range(self.config.num_heads)]
-
-    def fuse(self, hidden: tuple[Array, ...]) -> Array:
-        return hidden[0]
 
     def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, Any]:
         return features_BTD, cache

@@ -30,9 +30,6 @@ class MTP(HeadModule):
         self.attention_norm, self.attention = Norm(layer), Attention(layer)
         self.mlp_norm, self.mlp, self.final_norm = Norm(layer), FeedForward(layer), Norm(layer)
 
-    def fuse(self, hidden: tuple[Array, ...]) -> Array:
-        return hidden[0]
-
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD if self.config.norm_output else self.final_norm(features_BTD)
 
