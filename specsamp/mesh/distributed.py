@@ -3,7 +3,7 @@
     start("10.0.0.2:8476", num_processes=4, process_id=i)     # start() on a TPU pod; before any other JAX call
     completions = generate(shard(pair, make_mesh(data=4, model=8)), prompts)     # the same in every process
 
-All processes run the same program. When one of them dies, the others end with a message.
+All processes run the same program. When a process dies, all other processes end with a message.
 """
 
 from __future__ import annotations

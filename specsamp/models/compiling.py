@@ -1,4 +1,4 @@
-"""Compiler options for programs that call a model, and a limit of what is unrolled.
+"""Compiler options for programs that call a model, and the number of rows that are unrolled.
 
 XLA's CPU backend gives float32 products to YNNPACK, whose time grows with every row: scoring 5 to 7 rows took 20 to 40%
 longer than with Eigen, which takes as long for seven rows as for two. Eigen is several times *slower* where both sides

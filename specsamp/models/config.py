@@ -14,7 +14,7 @@ from specsamp import validate
 from specsamp.models.positions import Rotary, RotaryScaling
 
 POSITIONS = ("relative", "rotary", "learned")
-ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")  # "gelu" is the usual one by tanh
+ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")  # "gelu" is the approximation by tanh
 NORMS = ("rms", "layer")
 DTYPES = ("float32", "bfloat16")
 DECODING = ("dtype", "weight_dtype", "cache_dtype")  # fields that change how a model is decoded, not its parameters
@@ -90,7 +90,7 @@ class TransformerConfig:
     max_positions: int = 2048
     rotary_base: float = 10_000.0
     ngram_rows: int = 0  # of each hashed table of n-gram embeddings, see ngrams.py; 0: none
-    ngram_order: int = 3  # the longest n; one table for each n from 2
+    ngram_order: int = 3  # the longest n; each n from 2 has a table
     activation: str = "gelu"
     norm_epsilon: float = 1e-6
     dtype: str = "float32"  # of decode-time weights, activations and cache
@@ -122,7 +122,7 @@ class TransformerConfig:
     # Rotary positions.
     rotary_size: int | None = None  # entries of each head that turn; None: all
     rotary_scaling: RotaryScaling | None = None
-    window_rotary_base: float | None = None  # of layers with a window, unscaled; None: as the others
+    window_rotary_base: float | None = None  # of layers with a window, unscaled; None: ``rotary_base``
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any], **changes: Any) -> TransformerConfig:
@@ -179,10 +179,8 @@ class TransformerConfig:
             raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(f"rotary positions turn pairs: head_size must be even; got {self.head_size}")
-        if self.num_real_tokens is not None and self.num_real_tokens > self.vocab_size:
-            raise ValueError(
-                f"num_real_tokens {self.num_real_tokens} exceeds vocab_size {self.vocab_size}, padding included"
-            )
+        if self.num_real_tokens is not None:
+            validate.integer("num_real_tokens", self.num_real_tokens, 1, self.vocab_size + 1)
         if self.positions != "rotary":
             for name in ("rotary_size", "rotary_scaling", "window_rotary_base"):
                 if getattr(self, name) is not None:
@@ -190,9 +188,7 @@ class TransformerConfig:
         size = self.rotary_size
         if size is not None and (size % 2 or size > self.head_size):
             raise ValueError(f"rotary_size must be even and at most head_size {self.head_size}; got {size}")
-        for layer in self.global_layers:
-            if not 0 <= layer < self.num_layers:
-                raise ValueError(f"global_layers names layer {layer}; there are layers 0 to {self.num_layers - 1}")
+        validate.integers("global_layers", self.global_layers, 0, self.num_layers)
         if self.experts is not None and (self.feedforward_bias or not self.gated):
             raise ValueError("experts have a gate and no biases: set gated=True and feedforward_bias=False")
         if self.window is None and (self.global_layers or self.window_rotary_base is not None):

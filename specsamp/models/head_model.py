@@ -23,7 +23,7 @@ class HeadModel(LanguageModel):
     """Scores the next token from a token and the feature of the step before, which is kept in the cache.
 
     Attributes:
-      target: of one layer, which is not run; its embedding and output serve a head without.
+      target: a target of one layer, which is not run. It has the embedding and the output for heads without them.
       head: the head that a step calls.
     """
 

@@ -180,7 +180,7 @@ def finish_layer(
 
 @dataclasses.dataclass(frozen=True)
 class FeatureHead:
-    """A head as a static, hashable value; its arrays travel beside it."""
+    """A head as a static, hashable value; parameters and weights are arguments of its methods."""
 
     config: HeadConfig
 

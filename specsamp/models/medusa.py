@@ -101,7 +101,7 @@ class MedusaConfig(HeadConfig):
         return {name: head | {"output": output_VD} for name, head in params.items()}
 
     def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
-        """Returns the reading in which every head is one token behind: the first predicts the target's token again."""
+        """Returns the reading in which every head is one token behind, and the first repeats the target's prediction."""
         if self.num_heads == 1:
             return {}
         last = self.num_heads - 1

@@ -99,7 +99,7 @@ class Rotary:
 def apply_rope(x_BNTH: Array, cos_BTH: Array, sin_BTH: Array) -> Array:
     """Rotates the first half of each head against its second half, in float32.
 
-    Entries beyond the angles stay; then the halves are those of the other entries.
+    With angles for fewer entries, only the first entries of a head are rotated, half against half.
     """
     half, size = cos_BTH.shape[-1], x_BNTH.shape[-1]
     cos, sin = cos_BTH[:, None], sin_BTH[:, None]
@@ -144,7 +144,7 @@ def align_distances(scores_BXTS: Array, start_B: Array) -> Array:
         rows = jnp.concatenate([cut(padded[b : b + 1], start_B[b]) for b in range(len(start_B))])
     else:
         rows = jax.vmap(cut)(padded, start_B)
-    # Laid end to end with one column more, row t is shifted by t. (A slice for each query costs a TPU more.)
+    # Rows of one column more, laid end to end, shift row t by t. (A slice for each query costs a TPU more.)
     flat = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, 1)])
     flat = flat.reshape(rows.shape[:-2] + (num_queries * (width + 1),))[..., num_queries - 1 :]
     flat = flat[..., : num_queries * width]

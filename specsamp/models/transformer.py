@@ -33,7 +33,7 @@ WEIGHT_ORDERS = ("default", "cpu")
 
 @dataclasses.dataclass(frozen=True)
 class TransformerLM(LayeredModel):
-    """A `LayeredModel`. Hashable and static; parameters and weights travel beside it.
+    """A `LayeredModel`, hashable and static; parameters and weights are arguments of its methods.
 
     Attributes:
       weight_order: the order of axes in decode-time weights and caches: "default", head-major like the parameters, for

@@ -72,12 +72,6 @@ def test_counts_axes_and_json(name):
     assert read == config and hash(read) == hash(config)
 
 
-def test_defaults_follow_from_the_width():
-    config = tiny(width=48, num_heads=3)
-    assert (config.head_size, config.num_kv_heads, config.feedforward_width) == (16, 3, 192)
-    assert tiny() == tiny() and hash(tiny()) == hash(tiny()) and tiny() != tiny(width=64)
-
-
 def test_documents_from_before_a_field_had_its_name_are_read():
     fields = dataclasses.asdict(tiny(num_real_tokens=60))
     fields["num_tokens"] = fields.pop("num_real_tokens")
@@ -100,10 +94,10 @@ def test_documents_from_before_a_field_had_its_name_are_read():
         (dict(positions="rotary", head_size=7), "head_size must be even; got 7"),
         (dict(logit_cap=0.0), "logit_cap must be a number above 0; got 0.0"),
         (dict(global_layers=(1,)), "set window"),
-        (dict(window=4, global_layers=(2,)), "layer 2; there are layers 0 to 1"),
+        (dict(window=4, global_layers=(2,)), r"global_layers\[0\] must be an integer >= 0 and below 2; got 2"),
         (dict(rotary_size=4), "rotary_size is of rotary positions; these are 'relative'"),
         (dict(positions="rotary", rotary_size=3), "must be even and at most head_size 8; got 3"),
-        (dict(num_real_tokens=65), "num_real_tokens 65 exceeds vocab_size 64"),
+        (dict(num_real_tokens=65), "num_real_tokens must be an integer >= 1 and below 65; got 65"),
         (dict(positions="rotary", rotary_scaling=dict(kind="ntk", factor=2.0)), "linear, llama3, yarn; got 'ntk'"),
         (dict(positions="rotary", rotary_scaling=dict(kind="llama3", factor=2.0)), "needs original_positions"),
         (dict(weight_dtype="int4"), "weight_dtype must be one of None, int8; got 'int4'"),

@@ -115,19 +115,6 @@ def test_a_window_is_exactly_that_wide(config):
     np.testing.assert_array_equal(np.flatnonzero(differs), np.arange(3, 3 + WINDOW))
 
 
-def test_layers_without_a_window_see_everything():
-    config = MODELS["gemma"]
-    assert [config.window_of(layer) for layer in range(2)] == [WINDOW, None]
-    assert [config.rotary_of(window).base for window in (WINDOW, None)] == [100.0, 1e4]
-    assert config.rotary_of(WINDOW).scaling is None and config.rotary_of(None).scaling == SCALING
-
-
-def test_masked_rows_of_the_vocabulary_have_no_mass():
-    config = MODELS["relative"]
-    logits = np.asarray(forward(TransformerLM(config), random_params(config), some_tokens(2, 6)).logits_BTV)
-    assert (logits[..., 60:] == -np.inf).all() and np.isfinite(logits[..., :60]).all()
-
-
 def test_scratch_slots_beyond_learned_positions_do_no_harm():
     config = MODELS["gpt2"]
     model, tokens = TransformerLM(config), some_tokens(1, 8)

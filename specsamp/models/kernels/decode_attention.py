@@ -85,7 +85,7 @@ def decode_attention(
     cap: float | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Computes what `specsamp.models.cache.LayerCache.attend` describes, on one device; returns ``[B, N, T, H]``.
+    """Computes `specsamp.models.cache.LayerCache.attend` on one device; returns ``[B, N, T, H]``.
 
     Args:
       keys_BMSH, values_BMSH: in HBM, where they stay; S and H are multiples of 128.
