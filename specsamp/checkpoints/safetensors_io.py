@@ -51,7 +51,7 @@ class Tensor:
         return (DTYPES | INTEGERS)[self.kind]
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
-        """Returns a slice of the values: ``index`` has a slice without steps for each axis.
+        """Returns a slice of the values: ``index`` has slices without steps for the first axes.
 
         Of a local file it is a view, whose pages are read when they are used. Of a file in a bucket whole rows are read.
         """
@@ -72,14 +72,9 @@ def are_equal(one: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors hold the same values; tensors of a dtype that cannot be read are not equal."""
     if one.shape != other.shape or not {one.kind, other.kind} <= DTYPES.keys():
         return False
-    row_bytes = math.prod(one.shape[1:]) * max(one.dtype.itemsize, other.dtype.itemsize)
-    rows = max(BLOCK_BYTES // max(row_bytes, 1), 1)
-    every = [slice(None)] * (len(one.shape) - 1)
-    for start in range(0, one.shape[0], rows):
-        index = [slice(start, start + rows), *every]
-        if not np.array_equal(one.read(index), other.read(index)):
-            return False
-    return True
+    rows = max(BLOCK_BYTES // (4 * max(math.prod(one.shape[1:]), 1)), 1)
+    blocks = [[slice(start, start + rows)] for start in range(0, one.shape[0], rows)]
+    return all(np.array_equal(one.read(block), other.read(block)) for block in blocks)
 
 
 def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
@@ -87,7 +82,7 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
 
     Raises:
       FileNotFoundError: there are no such files, or files that the index names are missing.
-      ValueError: a file is truncated or damaged; or the index names one elsewhere.
+      ValueError: a file is truncated or damaged; or the index names a file outside of the folder.
     """
     files = read_index(folder) if (folder / INDEX).exists() else [SINGLE]
     missing = [file for file in files if not (folder / file).exists()]
