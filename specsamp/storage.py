@@ -17,6 +17,8 @@ from typing import Any
 import fsspec
 from etils import epath
 
+from specsamp import validate
+
 LIBRARIES = {"gs://": "gcsfs", "s3://": "s3fs", "az://": "adlfs"}
 BUCKETS = tuple(LIBRARIES)
 
@@ -27,7 +29,7 @@ def place(path: str | os.PathLike) -> epath.Path:
     Raises:
       ValueError: a scheme that is not known, or whose library is not installed.
     """
-    text = os.fspath(path)
+    text = validate.path("a file", path)
     if "://" in text and not text.startswith(BUCKETS):
         raise ValueError(f"no storage of this kind: {text!r}; use a local path or one of {', '.join(BUCKETS)}")
     if not text.startswith(BUCKETS):

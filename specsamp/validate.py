@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, TypeVar
 
@@ -51,6 +52,13 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, above
         low = f"above {least:g}" if above else f"from {least:g}"
         raise ValueError(f"{name} must be a number {low}{'' if most == math.inf else f' to {most:g}'}; got {value!r}")
     return float(value)
+
+
+def path(name: str, value: Any) -> str:
+    """Returns ``value``, a path or a name, as text; raises ValueError for anything else, such as None."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise ValueError(f"{name} must be a path or a name; got {value!r}")
+    return os.fspath(value)
 
 
 def switch(name: str, value: Any) -> bool:

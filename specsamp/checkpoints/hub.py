@@ -9,7 +9,7 @@ from typing import Any
 
 from etils import epath
 
-from specsamp import storage
+from specsamp import storage, validate
 from specsamp.checkpoints.safetensors_io import INDEX, NO_WEIGHTS, SINGLE, Tensor, read_index
 
 # These files tell whether a checkpoint can be read: weights are downloaded last.
@@ -26,7 +26,7 @@ def find_folder(name: str | os.PathLike) -> tuple[epath.Path, bool]:
       FileNotFoundError: no such folder or model, or no config.json in it.
       ValueError: the name may be a model of the hub, whose library is not installed.
     """
-    name = os.fspath(name)
+    name = validate.path("a checkpoint", name)
     folder = storage.place(name)
     if (folder / "config.json").exists():
         return folder, False

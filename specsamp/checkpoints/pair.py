@@ -111,13 +111,12 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
 
 def pair_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
     """Returns the folder of a pair, by its name or path; raises FileNotFoundError if there is none."""
-    for folder in (ASSETS / str(name_or_path), pathlib.Path(name_or_path).expanduser()):
+    name = validate.path("a pair", name_or_path)
+    for folder in (ASSETS / name, pathlib.Path(name).expanduser()):
         if (folder / "pair.json").is_file():
             return folder
     known = ", ".join(sorted(path.parent.name for path in ASSETS.glob("*/pair.json")))
-    raise FileNotFoundError(
-        f"no pair {str(name_or_path)!r}: give one of {known or 'none'}, or a folder with a pair.json"
-    )
+    raise FileNotFoundError(f"no pair {name!r}: give one of {known or 'none'}, or a folder with a pair.json")
 
 
 def save_pair(

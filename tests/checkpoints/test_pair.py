@@ -11,11 +11,13 @@ import safetensors.numpy
 from flax.traverse_util import flatten_dict
 
 from specsamp.checkpoints import pair as pairs
+from specsamp.checkpoints.hub import find_folder
 from specsamp.checkpoints.int8_tensors import PAIR_SCALES, read_pair_tensors, write_pair_tensors
 from specsamp.checkpoints.pair import load_pair, load_prompts, save_pair
 from specsamp.models.config import tiny
 from specsamp.models.int8 import summed_axes
 from specsamp.models.transformer import TransformerLM
+from specsamp.storage import place
 from specsamp.training.data import train_tokenizer
 from support.checkpoint_shapes import edit
 
@@ -164,6 +166,13 @@ def test_unknown_names_list_what_is_shipped(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "ASSETS", tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match="give one of none"):
         load_pair("pair")
+
+
+@pytest.mark.parametrize("name", [None, 5])
+@pytest.mark.parametrize("read, what", [(load_pair, "a pair"), (find_folder, "a checkpoint"), (place, "a file")])
+def test_what_is_no_name_is_refused(read, what, name):
+    with pytest.raises(ValueError, match=f"{what} must be a path or a name; got {name}"):
+        read(name)
 
 
 def test_prompts(saved):
