@@ -21,7 +21,7 @@ from launch.lib import entry
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
-from launch.lib.machine_choice import chosen
+from launch.lib.machine_choice import for_machine
 from launch.lib.rules import define_require_exact, make_rule
 from specsamp import use_compilation_cache
 from specsamp.checkpoints.chat import knows_conversations
@@ -49,7 +49,7 @@ def main() -> None:
     config = _CONFIG.value
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
-    config = chosen(config, console)
+    config = for_machine(config, console)
     with entry.progress(console, "reading the pair"):
         experiment = build(config, ["def main():"])
     tokenizer = experiment.pair.tokenizer

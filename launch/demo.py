@@ -178,18 +178,18 @@ def timing_table(timings: dict, configs: dict[str, ExperimentConfig]) -> Table:
 
 def committed_speedups(configs: dict[str, ExperimentConfig], experiment: Experiment) -> tuple[str, str, str]:
     """Returns a row of the table: committed measurements of the same settings, or else those of the README."""
-    from launch.studies import speedup  # it takes a second, which the first text need not wait for
+    from launch.studies import speedup_tables  # it takes a second, which the first text need not wait for
 
     results = [study.RESULTS / f"{name}.json" for name in ("python_pair_speedup", "python_pair_grid")]
     if not all(path.exists() for path in results):
         return ("committed speedups", "only in a clone", "only in a clone")
     documents = [study.read_result(path.stem) for path in results]
     cells = []
-    for config, sampling in zip(configs.values(), speedup.DISTRIBUTIONS.values(), strict=True):
-        readme = speedup.setting(sampling, "model", speedup.DRAFT_LENGTH, 1)
-        same = speedup.spread(make_cells([config], experiment)[0].key, *documents)
-        cells.append(same or f"K = {speedup.DRAFT_LENGTH}: {speedup.spread(readme, *documents)}")
-    return (f"committed speedups, {speedup.cpu_of(documents[0])}", *cells)
+    for config, sampling in zip(configs.values(), speedup_tables.DISTRIBUTIONS.values(), strict=True):
+        readme = speedup_tables.setting(sampling, "model", speedup_tables.DRAFT_LENGTH, 1)
+        same = speedup_tables.spread(make_cells([config], experiment)[0].key, *documents)
+        cells.append(same or f"K = {speedup_tables.DRAFT_LENGTH}: {speedup_tables.spread(readme, *documents)}")
+    return (f"committed speedups, {speedup_tables.cpu_of(documents[0])}", *cells)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from launch.lib import entry
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline, rule_name
 from launch.lib.fields import ExperimentConfig
-from launch.lib.machine_choice import chosen
+from launch.lib.machine_choice import for_machine
 from launch.lib.rules import define_require_exact, make_rule
 from specsamp import NoDrafter, storage, validate
 from specsamp.checkpoints.chat import knows_conversations
@@ -83,7 +83,7 @@ def main() -> None:
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
     with bind(_HOST.value, _PORT.value, _TIMEOUT.value) as bound:
-        config = chosen(config.turned({"batch": _ROWS.value}), console)
+        config = for_machine(config.turned({"batch": _ROWS.value}), console)
         with entry.progress(console, "reading the pair"):
             experiment = build(config, ["def main():"])
         has_chat = knows_conversations(experiment.pair.tokenizer)

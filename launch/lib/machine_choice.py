@@ -22,7 +22,8 @@ from launch.lib.fields import MACHINE, ExperimentConfig
 from specsamp import machine, storage
 from specsamp.analysis import grid, report
 from specsamp.analysis.acceptance import Profile
-from specsamp.analysis.call_costs import LENGTH, CallCosts, time_calls
+from specsamp.analysis.costs import CallCosts
+from specsamp.analysis.draft_length import TIMED_LENGTH, time_calls
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import decoders
 from specsamp.checkpoints.pair import pair_folder
@@ -32,7 +33,7 @@ ACCEPTANCE = "acceptance.json"  # in the folder of a pair
 FEW_PROMPTS = 4  # that are decoded where no file says what is accepted
 
 
-def chosen(config: ExperimentConfig, console: Console) -> ExperimentConfig:
+def for_machine(config: ExperimentConfig, console: Console) -> ExperimentConfig:
     """Returns the configuration with the drafter and draft length for this machine; prints them, and the forecast.
 
     A configuration whose draft length is a number is returned as it is.
@@ -68,7 +69,7 @@ class Calls:
         calls = cls(config=config, costs={})
         with entry.progress(console, "timing single calls of target and drafters on this machine"):
             experiment = calls.read()
-            methods = {word: of_word.make_method(experiment.pair) for word, of_word in words(config).items()}
+            methods = {word: of_word.make_method(experiment.pair) for word, of_word in candidates(config).items()}
             calls.costs = time_calls(experiment.pair, methods, experiment.workload)
         if path is not None:
             storage.write(path, report.json_text({**told, "costs": calls.costs}))
@@ -77,7 +78,7 @@ class Calls:
     def read(self) -> Experiment:
         """Returns the experiment with drafts of the length that is timed; the pair is read once."""
         if self.experiment is None:
-            self.experiment = build(self.config.turned({"draft_length": LENGTH}), check_heads=False)
+            self.experiment = build(self.config.turned({"draft_length": TIMED_LENGTH}), check_heads=False)
         return self.experiment
 
     def acceptance(self, config: ExperimentConfig) -> dict[str, Profile]:
@@ -88,18 +89,18 @@ class Calls:
             cells = grid.chosen(grid.read_document(path)["cells"], **same)
             known = {word: grid.chosen(cells, drafter=word, rule="token") for word in self.costs}
             if all(known.values()):
-                return {word: grid.measured_acceptance(of_word)[LENGTH] for word, of_word in known.items()}
+                return {word: grid.measured_acceptance(of_word)[TIMED_LENGTH] for word, of_word in known.items()}
         pair = self.read().pair
         work = dataclasses.replace(self.read().workload, repeats=FEW_PROMPTS)
-        sides = decoders(pair, {word: one.make_method(pair) for word, one in words(config).items()}, work)
+        sides = decoders(pair, {word: one.make_method(pair) for word, one in candidates(config).items()}, work)
         texts = {word: [side.decode(turn).rows for turn in range(FEW_PROMPTS)] for word, side in sides.items()}
         return {word: Profile.of_texts([row for rows in turns for row in rows]) for word, turns in texts.items()}
 
 
-def words(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
+def candidates(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
     """Returns the configuration with each drafter to choose from: its own, and prompt lookup, which needs no weights."""
     tried = dict.fromkeys([config.drafter, *(["ngram"] if config.word.draft else [])])
-    return {word: config.turned({"drafter": word, "draft_length": LENGTH}) for word in tried}
+    return {word: config.turned({"drafter": word, "draft_length": TIMED_LENGTH}) for word in tried}
 
 
 def best(config: ExperimentConfig, calls: Calls, console: Console, least: int = 0) -> ExperimentConfig:
@@ -107,7 +108,8 @@ def best(config: ExperimentConfig, calls: Calls, console: Console, least: int = 
     with entry.progress(console, "counting what is accepted"):
         accepted = calls.acceptance(config)
     plans = {
-        word: make_plan(accepted[word], costs, draft_lengths=range(LENGTH + 1)) for word, costs in calls.costs.items()
+        word: make_plan(accepted[word], costs, draft_lengths=range(TIMED_LENGTH + 1))
+        for word, costs in calls.costs.items()
     }
 
     forecasts = {

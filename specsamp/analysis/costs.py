@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -94,6 +95,32 @@ class PerCall(Costs):
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
         return self.target_ms + draft_length * self.draft_ms
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallCosts(Costs):
+    """A round scores K + 1 positions, interpolated between timed numbers of positions, and drafts K tokens at equal cost.
+
+    Attributes:
+      target_ms: milliseconds of the target's call, by scored positions.
+      draft_ms: milliseconds of a drafted token.
+    """
+
+    target_ms: Mapping[int, float]
+    draft_ms: float
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> CallCosts:
+        """Reads costs from a file."""
+        return cls(target_ms={int(T): ms for T, ms in fields["target_ms"].items()}, draft_ms=fields["draft_ms"])
+
+    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
+        """Returns the milliseconds of a round of the batch that was timed; raises ValueError beyond the timed positions."""
+        longest = max(self.target_ms) - 1
+        if draft_length > longest:
+            raise ValueError(f"draft_length {draft_length} lies beyond {longest}, the longest that was timed")
+        scored_ms = np.interp(draft_length + 1, [*self.target_ms], [*self.target_ms.values()])
+        return float(scored_ms) + draft_length * self.draft_ms
 
 
 def _line(ms: Mapping[int, float], where: int) -> float:

@@ -10,7 +10,7 @@ from launch.lib import machine_choice
 from launch.lib.config import load_config
 from launch.lib.fields import MACHINE, ExperimentConfig
 from specsamp.analysis import grid
-from specsamp.analysis.call_costs import CallCosts
+from specsamp.analysis.costs import CallCosts
 from specsamp.checkpoints.pair import ASSETS
 from support.run_script import call, save_tiny_pair
 
@@ -40,7 +40,7 @@ def choose(config, monkeypatch, **costs):
     costs = {word: CallCosts(target_ms=ms, draft_ms=draft_ms) for word, (ms, draft_ms) in costs.items()}
     monkeypatch.setattr(machine_choice, "time_calls", lambda pair, methods, work: timed.append(methods) or costs)
     out = io.StringIO()
-    found = machine_choice.chosen(config, Console(file=out, width=200))
+    found = machine_choice.for_machine(config, Console(file=out, width=200))
     return found, timed, out.getvalue()
 
 

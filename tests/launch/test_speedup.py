@@ -9,7 +9,7 @@ from launch.lib import study
 from launch.lib.config import load_config
 from launch.lib.experiment import build
 from launch.lib.fields import ExperimentConfig
-from launch.studies import speedup
+from launch.studies import speedup, speedup_tables
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.benchmark import Result
 from specsamp.analysis.workload import Quartiles
@@ -68,20 +68,20 @@ def test_efficiency_is_the_share_of_what_theory_allows():
 
 
 def test_several_measurements_of_a_setting_are_a_range():
-    greedy = speedup.DISTRIBUTIONS["greedy"]
+    greedy = speedup_tables.DISTRIBUTIONS["greedy"]
     points = [{"rule": rule, "draft_length": K, "speedup": SPREADS[rule]} for K in (2, 3) for rule in SPREADS]
     curves = {"greedy": {"points": points}}
     study = {"config": {"drafter": "model", "batch": 1}, "curves": curves}
-    key = speedup.setting(greedy, "model", 3, 1)
+    key = speedup_tables.setting(greedy, "model", 3, 1)
     cells = [{"key": key, "result": {"speedup": {"median": 1.5, "lower": 1.25, "upper": 1.75}}}]
     cells += [
         {"key": key | {"batch": 4}, "result": {"speedup": SPREADS["block"]}},
         {"key": key, "out_of_memory": "all"},
     ]
-    assert speedup.spread(key, study) == "2.00x (1.50 to 2.50)"
-    assert speedup.spread(key, study, {"cells": cells}) == "1.50x to 2.00x (1.25 to 2.50)"
-    assert speedup.spread(key | {"batch": 4}, study, {"cells": cells}) == "9.00x (9.00 to 9.00)"
-    assert speedup.spread(key | {"temperature": 0.8}, study, {"cells": cells}) == ""
+    assert speedup_tables.spread(key, study) == "2.00x (1.50 to 2.50)"
+    assert speedup_tables.spread(key, study, {"cells": cells}) == "1.50x to 2.00x (1.25 to 2.50)"
+    assert speedup_tables.spread(key | {"batch": 4}, study, {"cells": cells}) == "9.00x (9.00 to 9.00)"
+    assert speedup_tables.spread(key | {"temperature": 0.8}, study, {"cells": cells}) == ""
 
 
 def test_the_demo_has_the_speedups_of_the_readme(monkeypatch, tmp_path):
