@@ -92,7 +92,7 @@ def parse_head(
         if "Eagle3" in architecture or fields("draft_vocab_size", None) is not None:
             return EAGLE, _eagle3(fields, fields, target, dtype, found)
         return EAGLE, _eagle1(fields, target, dtype, found)
-    except (ArithmeticError, TypeError, KeyError, ValueError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         if path in str(error):
             raise
         raise ValueError(f"{path} describes no head that can be read: {error}") from error

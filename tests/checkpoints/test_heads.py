@@ -198,6 +198,7 @@ def test_an_embedding_that_repeats_the_targets_is_not_read(tmp_path):
         ({}, {"model_type": "gpt2"}, "model_type must be one of llama, qwen3; got 'gpt2'"),
         ({}, {"norm_before_residual": "false"}, "norm_before_residual must be True or False; got 'false'"),
         ({}, {"architectures": ["DFlashDraftModel"]}, "architectures = 'DFlashDraftModel'; known"),
+        ({}, {"architectures": []}, "config.json describes no head that can be read"),
         ({"d2t": None}, {}, "a reduced vocabulary of 6 tokens, but no tensor d2t"),
         ({"d2t": np.array([0, 1, 1, 4, 5, 11])}, {}, r"model.safetensors: d2t\[5\] makes token 16 of 5; .* below 16"),
         ({"d2t": np.array([0, 2, 1, 4, 5, 5])}, {}, r"d2t\[2\] makes token 3 of 2"),
