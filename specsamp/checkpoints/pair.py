@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import safetensors
 from flax.traverse_util import unflatten_dict
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from specsamp import machine, storage, validate
 from specsamp.checkpoints.int8_tensors import read_pair_tensors, write_pair_tensors
@@ -136,14 +136,11 @@ def save_pair(
       eos: the text of the token that ends a text.
     """
     folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "pair.json").unlink(missing_ok=True)
-    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    storage.write(folder / "tokenizer.json", tokenizer_json)
     shapes = {}
     for side, (config, params) in {"target": target, "draft": draft}.items():
-        save_file(write_pair_tensors(params), folder / f"{side}.safetensors")
-        # safetensors makes its files private; like the others, they get what the umask leaves.
-        (folder / f"{side}.safetensors").chmod((folder / "tokenizer.json").stat().st_mode)
+        storage.write(folder / f"{side}.safetensors", save(write_pair_tensors(params)))
         shapes[side] = {k: v for k, v in dataclasses.asdict(config).items() if k not in DECODING}
     storage.write_json(folder / "pair.json", {**shapes, "eos": eos, "provenance": provenance})
 

@@ -98,7 +98,7 @@ def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pairs, "save_file", killed)
+    monkeypatch.setattr(pairs, "save", killed)
     with pytest.raises(KeyboardInterrupt):
         save_pair(
             folder, target=(TARGET, params["target"]), draft=(DRAFT, params["draft"]), tokenizer_json="", provenance={}
