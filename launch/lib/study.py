@@ -173,6 +173,7 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
         raise ValueError("--figures: there is no matplotlib, which draws them: pip install matplotlib")
     every = study.tables | study.figures
     if options.results is not None or study.measure is None:
+        entry.refuse_flags(["output", "again"], "nothing is measured")
         folder = storage.place(options.results or RESULTS)
         names = [*study.tables, *(study.figures if options.figures else ())]
         _show(study, {name: made(every[name], folder) for name in names}, options, console)

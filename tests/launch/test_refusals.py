@@ -69,6 +69,7 @@ BEFORE_A_PAIR_IS_READ = [
     ("export --pair=python --output=", "--output is empty: give a value, or leave the flag out"),
     (f"demo {TINY} --passes=99999999999999999999", "--passes must be a number below 2147483648; got 9999"),
     (f"benchmark {TINY} --chip_hour=nan", "--chip_hour must be a number below 2147483648; got nan"),
+    ("study figures --output=runs/x.json", "--output has no effect: nothing is measured"),
     (f"demo {TINY} --config.repeats=3", "--config.repeats=3 has no effect: give --passes"),
     ("serve --config.sampling.temperature=0.5", "--config.sampling.temperature=0.5 has no effect: requests bring it"),
     ("serve --config.batch=2", "--config.batch=2 has no effect: requests bring it, and --rows"),
