@@ -55,11 +55,7 @@ class Calls:
     def of(cls, config: ExperimentConfig, console: Console) -> Calls:
         """Reads the costs that an earlier run has kept, or times the calls of the pair."""
         folder = use_compilation_cache()
-        told = {
-            "config": config.recorded,
-            **machine_identity(),
-            "source": machine.source_version(),
-        }
+        told = {"config": config.recorded, **machine_identity(), "source": machine.source_version()}
         key = hashlib.sha256(json.dumps(report.as_json(told), sort_keys=True).encode()).hexdigest()[:16]
         path = None if folder is None else pathlib.Path(folder) / f"specsamp_calls_{key}.json"
         if path is not None and path.is_file():
@@ -78,7 +74,9 @@ class Calls:
     def read(self) -> Experiment:
         """Returns the experiment with drafts of the length that is timed; the pair is read once."""
         if self.experiment is None:
-            self.experiment = build(self.config.turned({"draft_length": TIMED_LENGTH}), check_heads=False)
+            self.experiment = build(
+                self.config.turned({"draft_length": TIMED_LENGTH}), check_heads=False, all_fields=True
+            )
         return self.experiment
 
     def acceptance(self, config: ExperimentConfig) -> dict[str, Profile]:
@@ -107,21 +105,12 @@ def best(config: ExperimentConfig, calls: Calls, console: Console, least: int = 
     """Returns the configuration with the drafter and the draft length, at least ``least``, of the best forecast."""
     with entry.progress(console, "counting what is accepted"):
         accepted = calls.acceptance(config)
-    plans = {
-        word: make_plan(accepted[word], costs, draft_lengths=range(TIMED_LENGTH + 1))
-        for word, costs in calls.costs.items()
-    }
-
-    forecasts = {
-        word: max((one for one in plan.forecasts if one.draft_length >= least), key=lambda one: one.speedup.value)
-        for word, plan in plans.items()
-    }
+    forecasts = {}
+    for word, costs in calls.costs.items():
+        plan = make_plan(accepted[word], costs, draft_lengths=range(TIMED_LENGTH + 1))
+        forecasts[word] = max(plan.forecasts[least:], key=lambda one: one.speedup.value)
     word = max(forecasts, key=lambda word: forecasts[word].speedup.value)
     said = ", ".join(f"{name} K = {one.draft_length}: {one.speedup.value:.2f}x" for name, one in forecasts.items())
-    console.print(f"forecast for this machine, {distribution(config)}: {said}", style="dim")
+    sampling = grid.words(grid.distribution_of(dataclasses.asdict(config.sampling)))
+    console.print(f"forecast for this machine, {sampling}: {said}", style="dim")
     return config.turned({"drafter": word, "draft_length": forecasts[word].draft_length})
-
-
-def distribution(config: ExperimentConfig) -> str:
-    """Names the sampling in words."""
-    return grid.words(grid.distribution_of(dataclasses.asdict(config.sampling)))
