@@ -46,7 +46,7 @@ from specsamp.training.data import (
     train_tokenizer,
 )
 from specsamp.training.eagle import TrainHead, most_frequent
-from specsamp.training.generated import complete_windows
+from specsamp.training.generated import kept_windows
 from specsamp.training.layerskip import LayerSkip
 from specsamp.training.log import Progress
 from specsamp.training.source import Source
@@ -91,7 +91,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     made_from = {"corpus": corpus.describe()}
     run.check_same(folder, "corpus", made_from["corpus"])
     for other in filter(None, (target, first)):
-        check_split(data.held_out, corpus, other)
+        other.check_split(data.held_out, corpus.digest)
     tokenizer = make_tokenizer(config, folder, corpus, target or first)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
@@ -150,17 +150,6 @@ def check_all_processes(folder: epath.Path, corpus: Corpus) -> None:
     seen = (folder / "seen_by_all").exists() and (folder / "seen_by_all").read_text() == word
     if not all(distributed.gather_objects(seen)):
         raise ValueError(f"{folder} is not the same folder for all processes: give a gs:// path, or a shared disk")
-
-
-def check_split(held_out: float, corpus: Corpus, other: Source) -> None:
-    """Refuses a model whose training read text that this run holds out, or the other way round."""
-    theirs = other.provenance.get("config", {}).get("data")  # none: a converted public checkpoint
-    if theirs is None or theirs["held_out"] == held_out or other.made_from("corpus")["sha256"] != corpus.digest:
-        return
-    raise ValueError(
-        f"data.held_out {held_out} is not the {theirs['held_out']} of {other.folder}, on the same files: held-out text "
-        f"of one model was read by the other. Give --config.data.held_out={theirs['held_out']}"
-    )
 
 
 def check_windows(config: TrainingConfig, model: TransformerLM, target: Source | None, mesh: Mesh) -> None:
@@ -281,36 +270,22 @@ def make_tokenizer(config: TrainingConfig, folder: epath.Path, corpus: Corpus, p
     return JsonTokenizer.from_tokenizer(trained, config.data.eos)
 
 
-def target_rows(config: TrainingConfig, folder: epath.Path, target: Source, windows: Windows, console: Console):
-    """Returns windows that the target completed; they are kept part by part, so a killed run goes on where it was.
-
-    Processes take turns with the parts, or write each together where none has the whole target.
-    """
+def target_rows(config: TrainingConfig, folder: epath.Path, target: Source, windows: Windows, console: Console) -> Any:
+    """Returns windows that the target completed, or None where none are asked for."""
     fields = config.generated
     if not fields.rows or not fields.share:
         return None
     rows = windows.batch(0, fields.rows)
-    progress = Progress(len(rows), config.data.length + 1 - fields.prompt_length, 0, console)
-    paths = {first: folder / "generated" / f"{first}.npy" for first in range(0, len(rows), fields.batch)}
-    missing = distributed.from_first(lambda: [first for first, path in paths.items() if not path.exists()])
-    for number, first in enumerate(missing):
-        is_mine = number % jax.process_count() == jax.process_index()
-        if is_mine or target.mesh is not None:  # a target on a mesh computes in all processes together
-            part = complete_windows(
-                target.writer(config.compute_dtype),
-                rows[first : first + fields.batch],
-                prompt_length=fields.prompt_length,
-                seed=config.train.seed,
-                batch=fields.batch,
-                first_id=first,
-                sampling=fields.sampling,
-            )
-            if is_mine:
-                run.write_array(paths[first], part)
-        progress.report(min(first + fields.batch, len(rows)))
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("generated text")
-    return np.concatenate([run.read_array(path) for path in paths.values()])
+    return kept_windows(
+        folder / "generated",
+        target.writer(config.compute_dtype),
+        rows,
+        batch=fields.batch,
+        report=Progress(len(rows), config.data.length + 1 - fields.prompt_length, 0, console).report,
+        prompt_length=fields.prompt_length,
+        sampling=fields.sampling,
+        seed=config.train.seed,
+    )
 
 
 if __name__ == "__main__":

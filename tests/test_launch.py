@@ -50,7 +50,7 @@ def turned(**fields):
         (dict(sampling__temperature=-1.0), "temperature must be >= 0"),
         (dict(draft_length=-1), "draft_length .*-1"),
         (dict(adaptive__stop="surprise"), "adaptive.stop must be one of none, entropy, confidence.*got 'surprise'"),
-        (dict(adaptive__lengths=(0, 4)), "need costs_ms"),
+        (dict(adaptive__lengths=(0, 4)), "costs_ms must be 2 numbers"),
         (dict(int8__weights="all"), "int8.weights must be one of none, target, draft, both.*got 'all'"),
         (dict(repeats=0), "repeats must be an integer >= 1 .*got 0"),
     ],

@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import numpy as np
+from etils import epath
+from jax.experimental import multihost_utils
 
 from specsamp import validate
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
+from specsamp.mesh import distributed
 from specsamp.sampling.warp import Warp
+from specsamp.training.run import read_array, write_array
+
+
+def kept_windows(
+    folder: epath.Path,
+    pair: Pair,
+    rows: np.ndarray,
+    *,
+    batch: int,
+    report: Callable[[int], Any] = lambda done: None,
+    **how: Any,
+) -> np.ndarray:
+    """Returns what `complete_windows` does; each part is kept in a file, so that a killed run goes on where it was.
+
+    Processes take turns with the parts, or write each together where none has the whole target.
+
+    Args:
+      folder: of the files.
+      batch: rows of a part.
+      report: gets the number of rows so far.
+      how: see `complete_windows`.
+    """
+    paths = {first: folder / f"{first}.npy" for first in range(0, len(rows), batch)}
+    missing = distributed.from_first(lambda: [first for first, path in paths.items() if not path.exists()])
+    for number, first in enumerate(missing):
+        is_mine = number % jax.process_count() == jax.process_index()
+        if is_mine or pair.shards.mesh is not None:  # a target on a mesh computes in all processes together
+            part = complete_windows(pair, rows[first : first + batch], batch=batch, first_id=first, **how)
+            if is_mine:
+                write_array(paths[first], part)
+        report(min(first + batch, len(rows)))
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("generated text")
+    return np.concatenate([read_array(path) for path in paths.values()])
 
 
 def complete_windows(

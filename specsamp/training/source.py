@@ -102,6 +102,21 @@ class Source:
         """Builds the model with another compute dtype."""
         return TransformerLM(dataclasses.replace(self.config, dtype=dtype))
 
+    def check_split(self, held_out: float, digest: str) -> None:
+        """Raises ValueError if its training read text that a run on the same files holds out, or the other way round.
+
+        Args:
+          held_out: the share of files that the run holds out.
+          digest: of the run's files.
+        """
+        theirs = self.provenance.get("config", {}).get("data")  # none: a converted public checkpoint
+        if theirs is None or theirs["held_out"] == held_out or self.made_from("corpus")["sha256"] != digest:
+            return
+        raise ValueError(
+            f"data.held_out {held_out} is not the {theirs['held_out']} of {self.folder}, on the same files: held-out text "
+            f"of one model was read by the other. Give --config.data.held_out={theirs['held_out']}"
+        )
+
     def writer(self, dtype: str) -> Pair:
         """Returns the model as a pair that writes text; a public model is split over its mesh and writes no padding tokens."""
         model = self.model_in(dtype)

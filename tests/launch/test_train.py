@@ -182,7 +182,7 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
             model_in=lambda dtype: model,
             identity={"sha256": "a"},
             params=jax.eval_shape(model.init, jax.random.key(0)),
-            provenance={},
+            check_split=lambda held_out, digest: None,
             public=None,
             mesh=None,
         )
