@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import pathlib
 from collections.abc import Mapping
 
@@ -56,7 +55,7 @@ class Calls:
         """Reads the costs that an earlier run has kept, or times the calls of the pair."""
         folder = use_compilation_cache()
         told = {"config": config.recorded, **machine_identity(), "source": machine.source_version()}
-        key = hashlib.sha256(json.dumps(report.as_json(told), sort_keys=True).encode()).hexdigest()[:16]
+        key = hashlib.sha256(report.json_text(told).encode()).hexdigest()[:16]
         path = None if folder is None else pathlib.Path(folder) / f"specsamp_calls_{key}.json"
         if path is not None and path.is_file():
             found = storage.read_json(path)["costs"]
