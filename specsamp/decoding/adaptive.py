@@ -35,11 +35,11 @@ from specsamp import validate
 Array = jax.Array
 
 LENGTHS = (0, 1, 2, 4, 8)
-LONGEST_PAUSE = 8  # times the first pause
+LONGEST_PAUSE = 16  # times the first pause
 # The gain in tokens per time for which a length replaces the usual one. A single sequence loses little by trying. In a
 # batch, a sequence that drafts less than the others saves no time, falls behind, and delays the end of the batch.
-MARGIN, MARGIN_OF_SEVERAL = 0.1, 0.5
-PAUSE = 16  # rounds, for each sequence of the batch
+MARGIN, MARGIN_OF_SEVERAL = 0.05, 0.5
+PAUSE = 8  # rounds, for each sequence of the batch
 MOST_CERTAIN = 0.999  # the largest acceptance for which 1 - alpha is accurate enough in float32
 
 
@@ -113,10 +113,10 @@ class Adaptive:
       acceptance: the expected acceptance of a drafted token, before any was verified.
       trust: the weight of that expectation, as a number of rejections.
       decay: the factor by which the counts of earlier rounds shrink in a round that drafts.
-      margin: the relative gain in tokens per time for which a length replaces the usual one. Default: 0.1, and 0.5 in
+      margin: the relative gain in tokens per time for which a length replaces the usual one. Default: 0.05, and 0.5 in
         batches, where a sequence that drafts less than the others only falls behind.
-      pause: rounds without a draft after which the shortest draft is tried again. The pause doubles, up to eightfold, as
-        long as drafting does not pay. Default: 16 for each sequence of the batch.
+      pause: rounds without a draft after which one is tried again (`trial`). The pause doubles, up to sixteenfold, as long
+        as drafting does not pay. Default: 8 for each sequence of the batch.
       longest: the longest draft of a sequence, besides the usual length. Default: the last length, and in batches the usual
         length, or the shortest draft if that is 0.
 
@@ -197,6 +197,17 @@ class Adaptive:
         """Returns the smallest length above 0."""
         return next(length for length in self.lengths if length)
 
+    @property
+    def trial(self) -> int:
+        """Returns the length that is tried after a pause, with the defaults filled in: the best one if ``acceptance`` is right.
+
+        A longer draft says more about the acceptance than the shortest one, and loses little where it is accepted.
+        """
+        most = max(self.longest, self.usual) or self.shortest
+        costs = dict(zip(self.lengths, self.costs_ms or [1.0]))
+        gains = {length: sum(self.acceptance**n for n in range(length + 1)) / costs[length] for length in self.lengths}
+        return max((length for length in self.lengths if 0 < length <= most), key=gains.__getitem__)
+
     def for_batch(self, batch: int) -> Adaptive:
         """Returns these numbers with their defaults filled in, for ``batch`` sequences that are decoded together."""
         usual = self.usual
@@ -243,7 +254,7 @@ class Adaptive:
         longer_B = jnp.minimum(2 * state.pause_B, LONGEST_PAUSE * self.pause)
         pause_B = jnp.where(best_B > 0, self.pause, jnp.where(tried_B, longer_B, state.pause_B))
         tries_B = (best_B == 0) & (after.idle_B >= pause_B)
-        after = dataclasses.replace(after, pause_B=pause_B, draft_lengths_B=jnp.where(tries_B, self.shortest, best_B))
+        after = dataclasses.replace(after, pause_B=pause_B, draft_lengths_B=jnp.where(tries_B, self.trial, best_B))
         return jax.tree.map(lambda new, old: jnp.where(running_B, new, old).astype(old.dtype), after, state)
 
     def _best(self, state: AdaptiveState) -> Array:

@@ -116,7 +116,7 @@ def test_a_row_of_several_keeps_to_the_length_of_all_until_a_shorter_one_is_clea
     assert wanted_after(dataclasses.replace(adaptive, margin=10.0), rejected, rows=2)[-1] == 1
     silent = dataclasses.replace(adaptive, usual=0, acceptance=0.0, trust=0.1)
     tries = wanted_after(silent, [(0, 0)] * 40, rows=2)
-    assert [at for at, wanted in enumerate(tries) if wanted] == [32]  # 16 rounds for each row
+    assert [at for at, wanted in enumerate(tries) if wanted] == [16]  # 8 rounds for each row
 
 
 def test_lengths_suit_the_rows_that_are_decoded_together():
@@ -126,7 +126,7 @@ def test_lengths_suit_the_rows_that_are_decoded_together():
         requests = make_requests(pair, method, [[1]] * prompts, 4)
         chosen.append(Engine.create(pair, method, requests, batch=batch).loop.adaptive)
     chosen.append(Service(pair, method, rows=1, context=32)._engine.loop.adaptive)  # another row is only read
-    assert [(one.pause, one.longest) for one in chosen] == [(32, 2), (128, 2), (16, 8), (16, 8)]
+    assert [(one.pause, one.longest) for one in chosen] == [(16, 2), (64, 2), (8, 8), (8, 8)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,11 +150,27 @@ def test_a_round_in_which_nothing_will_be_found_is_as_narrow_as_plain_decoding()
 def test_pauses_double_until_a_draft_pays():
     adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.0, trust=0.1, decay=0.5, margin=0, pause=2)
     idle, lost, won = (0, 0), (2, 0), (2, 2)
-    rounds = (
-        [idle] * 2 + [lost] + [idle] * 4 + [lost] + [idle] * 8 + [lost] + [idle] * 16 + [lost] + [idle] * 16 + [won]
-    )
+    rounds = [*[idle] * 2, lost, *[idle] * 4, lost, *[idle] * 8, lost, *[idle] * 16, lost, *[idle] * 32, lost] + [
+        *[idle] * 32,
+        won,
+    ]
     tries = [at for at, wanted in enumerate(wanted_after(adaptive, rounds)) if wanted]
-    assert tries == [2, 7, 16, 33, 50, 51]  # a pause grows no more than eightfold; what was won pays
+    assert tries == [2, 7, 16, 33, 66, 99, 100]  # a pause grows no more than sixteenfold; what was won pays
+
+
+@pytest.mark.parametrize(
+    "fields, tried",
+    [
+        (dict(acceptance=0.9), 4),  # the best of (1, 1.9 / 2.2, 2.7 / 2.4, 4.1 / 2.4)
+        (dict(acceptance=0.1), 1),
+        (dict(acceptance=0.9, longest=2), 2),
+        (dict(acceptance=0.9, longest=0), 1),
+    ],
+)
+def test_after_a_pause_the_length_that_should_be_best_is_tried(fields, tried):
+    adaptive = Adaptive(lengths=(0, 1, 2, 4), costs_ms=(1, 2.2, 2.4, 2.4), usual=0, pause=3, margin=100.0, **fields)
+    wanted = wanted_after(adaptive, [(0, 0)] * 3)
+    assert [length for length in wanted if length] == [tried]
 
 
 def test_stops_see_what_they_say():
