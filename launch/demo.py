@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.text import Text
 
 from launch.lib import entry, study
-from launch.lib.cells import make_cells
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import MACHINE, ExperimentConfig, Int8Fields
@@ -88,7 +87,7 @@ def main() -> None:
         return
     table = timing_table(timings, configs)
     if experiment.pair_name == "python" and config.int8 == Int8Fields():
-        table = dataclasses.replace(table, rows=[*table.rows, committed_speedups(configs, experiment)])
+        table = dataclasses.replace(table, rows=[*table.rows, committed_speedups()])
     entry.show([table], console)
 
 
@@ -174,20 +173,16 @@ def timing_table(timings: dict, configs: dict[str, ExperimentConfig]) -> Table:
     return Table(title=title, header=("", "greedy", "sampled"), rows=rows)
 
 
-def committed_speedups(configs: dict[str, ExperimentConfig], experiment: Experiment) -> tuple[str, str, str]:
-    """Returns a row of the table: committed measurements of the same settings, or else those of the README."""
-    from launch.studies import speedup_tables  # it takes a second, which the first text need not wait for
+def committed_speedups() -> tuple[str, str, str]:
+    """Returns a row of the table: the speedups of the README, greedy and sampled."""
+    from launch.studies.speedup_tables import cpu_of  # it takes a second, which the first text need not wait for
 
-    results = [study.RESULTS / f"{name}.json" for name in ("python_pair_speedup", "python_pair_grid")]
-    if not all(path.exists() for path in results):
-        return ("committed speedups", "only in a clone", "only in a clone")
-    documents = [study.read_result(path.stem) for path in results]
-    cells = []
-    for config, sampling in zip(configs.values(), speedup_tables.DISTRIBUTIONS.values(), strict=True):
-        readme = speedup_tables.setting(sampling, "model", speedup_tables.DRAFT_LENGTH, 1)
-        same = speedup_tables.spread(make_cells([config], experiment)[0].key, *documents)
-        cells.append(same or f"K = {speedup_tables.DRAFT_LENGTH}: {speedup_tables.spread(readme, *documents)}")
-    return (f"committed speedups, {speedup_tables.cpu_of(documents[0])}", *cells)
+    name = "python_pair_machine"
+    if not (study.RESULTS / f"{name}.json").exists():
+        return ("speedup in the README", "only in a clone", "only in a clone")
+    document = study.read_result(name)
+    cells = [f"{tables.ratio(one['speedup'])}, K = {key['draft_length']}" for key, one in study.answers(document)]
+    return (f"speedup in the README, {cpu_of(document)}", *cells)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,9 @@ STUDY = Study(
     measure=measure,
     tables={
         "speedup": Published(["python_pair_speedup"], table),
-        "headline": Published(["python_pair_speedup", "python_pair_grid", "compile_slices"], headline),
+        "headline": Published(
+            ["python_pair_machine", "python_pair_speedup", "python_pair_grid", "compile_slices"], headline
+        ),
         "summary": Published(
             ["python_pair_speedup", "python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"],
             summary,

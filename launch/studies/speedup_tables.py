@@ -6,7 +6,7 @@ from typing import Any
 
 from configs import trained_pair
 from launch.lib.fields import SamplingFields
-from launch.lib.study import Document, Key, law
+from launch.lib.study import Document, Key, answers, law
 from launch.studies.compile_tables import forecast
 from specsamp.analysis.figures import BLUE, VERMILLION, axes_of
 from specsamp.analysis.grid import words
@@ -23,10 +23,22 @@ DISTRIBUTIONS = {
 DRAFT_LENGTH = trained_pair.get_config().draft_length
 
 
-def headline(speedup: Document, grid: Document, slices: Document) -> Table:
-    """Returns the three numbers of the first screen of the main README."""
+def headline(chosen: Document, speedup: Document, grid: Document, slices: Document) -> Table:
+    """Returns the numbers of the first screen of the main README.
+
+    Args:
+      chosen: cells with the draft length that was chosen for the machine.
+      speedup, grid: measurements with the draft length of the configuration, on another machine.
+    """
     sizes = " + ".join(f"{streamed(speedup['models'][side]) / 1e6:.1f}M" for side in ("target", "draft"))
     rows = []
+    for key, result in answers(chosen):
+        turns = chosen["cells"][0]["workload"]["repeats"]
+        where = f"{sizes} parameters, float32, batch 1, {cpu_of(chosen)}, {turns} turns over 20 prompts"
+        if key["temperature"] == 0:
+            where += f"; greedy tokens equal in {result['same_tokens']} of {turns}"
+        length = f"K = {key['draft_length']} as chosen for this machine, {key['rule']} rule"
+        rows.append((f"**{ratio(result['speedup'])}**", f"measured: {law(key)}, {length}; {where}"))
     for (name, curve), sampling in zip(speedup["curves"].items(), DISTRIBUTIONS.values(), strict=True):
         where = f"{sizes} parameters, float32, batch 1, {cpu_of(speedup)}, {curve['prompts']} prompts"
         if curve["same_tokens"]:
@@ -63,8 +75,8 @@ def summary(speedup: Document, grid: Document, audit: Document, agreement: Docum
 def cpu_of(document: Document) -> str:
     """Returns where a result was measured: "2 CPU cores (AMD EPYC)"; older files do not name the CPU."""
     environment = (document if "environment" in document else document["cells"][0])["environment"]
-    cpu = environment.get("cpu")
-    return f"{environment['cores']} CPU cores" + (f" ({cpu})" if cpu else "")
+    named = [environment.get("cpu"), *environment.get("instructions", ())]
+    return f"{environment['cores']} CPU cores" + (f" ({', '.join(named)})" if named[0] else "")
 
 
 def setting(sampling: SamplingFields, drafter: str, draft_length: int, batch: int) -> Key:
