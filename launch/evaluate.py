@@ -31,7 +31,7 @@ from launch.lib.cells import machine_identity
 from launch.lib.command_tables import evaluation_tables
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
-from launch.lib.fields import ExperimentConfig
+from launch.lib.fields import MACHINE, ExperimentConfig
 from launch.lib.rules import LOSSY, RULES, define_require_exact
 from specsamp import storage, validate
 from specsamp.analysis import report
@@ -193,8 +193,8 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
             check_exact(own.acceptance_rule)
         if rule != PLAIN and not own.word.drafts:
             raise ValueError(f"--methods has {word!r}, which drafts nothing: write plain")
-        if rule != PLAIN and own.draft_length < 1:
-            raise ValueError(f"--methods has {word!r} with K = {own.draft_length}: draft at least one token")
+        if rule != PLAIN and own.draft_length in (0, MACHINE):
+            raise ValueError(f"--methods has {word!r} with K = {own.draft_length}: name a number of at least 1")
         name = PLAIN if rule == PLAIN else f"{rule}, {own.drafter_name}, K = {own.draft_length}"
         if name in ways:
             raise ValueError(f"--methods names {name} twice")

@@ -159,7 +159,7 @@ class ExperimentConfig:
             validate.integer("draft_length", self.draft_length, 0)
         elif self.adaptive is not None and not self.adaptive.is_off:
             raise ValueError(
-                f"draft_length={MACHINE} is one length, and adaptive.lengths are several: choose one of the two"
+                f"draft_length={MACHINE} is one length, and adaptive drafts have several: choose one of the two"
             )
         validate.integer("seed", self.seed, 0, 2**32)
         self.workload()  # refuses numbers out of range

@@ -7,11 +7,13 @@ prompts are decoded first. The planner does the rest.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import pathlib
 from collections.abc import Mapping
 
+import jax
 from rich.console import Console
 
 from launch.lib import entry
@@ -53,14 +55,15 @@ class Calls:
     @classmethod
     def of(cls, config: ExperimentConfig, console: Console) -> Calls:
         """Reads the costs that an earlier run has kept, or times the calls of the pair."""
+        if jax.process_count() > 1 or not config.word.drafts:
+            raise ValueError(f"--config.draft_length={MACHINE} takes a drafter, and one process: name a number")
         folder = use_compilation_cache()
         told = {"config": config.recorded, **machine_identity(), "source": machine.source_version()}
         key = hashlib.sha256(report.json_text(told).encode()).hexdigest()[:16]
         path = None if folder is None else pathlib.Path(folder) / f"specsamp_calls_{key}.json"
-        if path is not None and path.is_file():
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none is kept yet, or it is damaged
             found = storage.read_json(path)["costs"]
-            costs = {word: CallCosts.from_json(of_word) for word, of_word in found.items()}
-            return cls(config=config, costs=costs)
+            return cls(config=config, costs={word: CallCosts.from_json(of_word) for word, of_word in found.items()})
         calls = cls(config=config, costs={})
         with entry.progress(console, "timing single calls of target and drafters on this machine"):
             experiment = calls.read()
@@ -95,8 +98,8 @@ class Calls:
 
 
 def candidates(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
-    """Returns the configuration with each drafter to choose from: its own, and prompt lookup, which needs no weights."""
-    tried = dict.fromkeys([config.drafter, *(["ngram"] if config.word.draft else [])])
+    """Returns the configuration with each drafter to choose from: its own, and beside a draft model prompt lookup."""
+    tried = dict.fromkeys([config.drafter, *["ngram"] * (config.word.draft == "model")])
     return {word: config.turned({"drafter": word, "draft_length": TIMED_LENGTH}) for word in tried}
 
 

@@ -194,6 +194,8 @@ def time_calls(
     Returns:
       The costs of rounds with each drafter, from medians.
     """
+    if jax.config.jax_disable_jit:
+        raise ValueError("calls are timed as compiled programs: choose the draft length yourself under JAX_DISABLE_JIT")
     states, calls = {}, {}
     for name, decoder in decoders(pair, methods, workload).items():
         engine, requests = decoder.engine, decoder.requests(0)

@@ -147,7 +147,7 @@ class Adaptive:
         self._check_costs()
         for name in ("usual", "longest"):
             if getattr(self, name) is not None:
-                validate.choice(name, getattr(self, name), self.lengths)
+                validate.choice(name, validate.integer(name, getattr(self, name)), self.lengths)
         validate.number("acceptance", self.acceptance, 0, 1)
         validate.number("trust", self.trust, 0, math.inf, above=True)
         validate.number("decay", self.decay, 0, 1)

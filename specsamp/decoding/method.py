@@ -160,10 +160,7 @@ def _check_rule(rule: Rule) -> None:
 
 def _check_drafter(pair: Pair, drafter: Drafter) -> None:
     validate.instance("drafter", drafter, Drafter, "NgramDrafter(K=4)")
-    try:
-        hash(drafter)
-    except TypeError as error:
-        raise ValueError("the drafter must be hashable, such as a frozen dataclass without arrays") from error
+    _check_hashable("the drafter", drafter)
     K = validate.integer("the drafter's K", drafter.K, 0, MAX_DRAFT_LENGTH + 1)
     for name, positions in (("target", pair.target.max_positions), ("draft", drafter.max_positions)):
         if positions is not None and K >= positions:
@@ -171,8 +168,17 @@ def _check_drafter(pair: Pair, drafter: Drafter) -> None:
     drafter.check(pair.target, pair.draft, pair.draft_params)
 
 
+def _check_hashable(name: str, static: Any) -> None:
+    """Raises ValueError for what cannot be a static part of a compiled program."""
+    try:
+        hash(static)
+    except TypeError as error:
+        raise ValueError(f"{name} must be hashable, such as a frozen dataclass without arrays") from error
+
+
 def _check_adaptive(adaptive: Adaptive, drafter: Drafter) -> None:
     validate.instance("the method's adaptive", adaptive, Adaptive, "Adaptive(stop=Confidence(), lengths=(4,))")
+    _check_hashable("the method's adaptive, with its stop,", adaptive)
     if adaptive.K != drafter.K:
         raise ValueError(f"the method's adaptive drafts up to {adaptive.K} tokens, its drafter K = {drafter.K}")
     check_lengths(drafter, adaptive.lengths)

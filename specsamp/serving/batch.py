@@ -215,8 +215,8 @@ class Batch:
                 turn.append(None)
                 continue
             request = self._schedule.choose(able)
+            request.shard, self.running[place] = shard, request  # first: others count texts at any moment
             self.waiting.remove(request)
-            request.shard, self.running[place] = shard, request
             turn.append(place)
         return turn
 

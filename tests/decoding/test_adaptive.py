@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from specsamp import Adaptive, Confidence, CoupledRule, Entropy, TokenRule, chain, generate, temperature
+from specsamp.decoding.adaptive import Stop
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
@@ -222,3 +223,19 @@ def test_lengths_beyond_the_drafter_are_refused():
     short = Adaptive(lengths=(0, 2, 4), costs_ms=(1, 2, 3))
     with pytest.raises(ValueError, match="FourAlone cannot draft 2 tokens"):
         generate(counting_pair(), ["a"], draft_length=short, drafter=FourAlone())
+
+
+@dataclasses.dataclass
+class Unhashable(Stop):
+    """A stop that is not frozen."""
+
+    least: float = 0.3
+
+    def goes_on(self, log_probs_BV, log_prob_B):
+        return log_prob_B > self.least
+
+
+def test_a_stop_that_cannot_be_compiled_in_is_refused():
+    adaptive = Adaptive(lengths=(2,), stop=Unhashable())
+    with pytest.raises(ValueError, match="the method's adaptive, with its stop, must be hashable"):
+        generate(table_pair(), [[1]], 4, draft_length=adaptive)

@@ -61,6 +61,16 @@ def test_the_best_forecast_is_chosen_and_calls_are_timed_once(config, monkeypatc
     assert "forecast for this machine, T = 0.8, top-p 0.95: model K = " in said
     again, timed, _ = choose(config, monkeypatch)
     assert again == found and not timed
+    (kept,) = (tmp_path / "kept").iterdir()
+    kept.write_text("{", encoding="utf-8")
+    again, timed, _ = choose(config, monkeypatch, model=model, ngram=ngram)
+    assert again == found and timed, "a damaged file is measured again"
+
+
+def test_processes_that_decode_together_are_told_a_number(config, monkeypatch):
+    monkeypatch.setattr(machine_choice.jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="draft_length=machine takes a drafter, and one process: name a number"):
+        choose(config, monkeypatch)
 
 
 def test_without_a_file_for_this_sampling_acceptance_is_counted(config, monkeypatch):
