@@ -24,7 +24,7 @@ from launch.lib import entry, study
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import MACHINE, ExperimentConfig, Int8Fields
-from launch.lib.machine_choice import Calls, best
+from launch.lib.machine_choice import Calls, best, is_possible
 from specsamp import NoDrafter, chain, temperature, use_compilation_cache
 from specsamp.analysis import tables
 from specsamp.analysis.report import Table
@@ -95,7 +95,8 @@ def choose(config: ExperimentConfig, console: Console) -> dict[str, ExperimentCo
     """Returns the configuration of both distributions; where no draft was asked for, with the best for this machine."""
     configs = {"greedy": config.turned({"sampling.temperature": 0.0}), "sampled": config}
     asked = any(name.startswith(("draft_length", "drafter", "adaptive")) for name in _CONFIG.fields_set)
-    if config.draft_length != MACHINE and (asked or not config.writes_text or jax.config.jax_disable_jit):
+    plain = asked or not config.writes_text or not is_possible(config) or jax.config.jax_disable_jit
+    if config.draft_length != MACHINE and plain:
         return configs
     calls = Calls.of(config, console)
     return {name: best(of_name, calls, console, least=1) for name, of_name in configs.items()}

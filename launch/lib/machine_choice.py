@@ -29,6 +29,8 @@ from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import decoders
 from specsamp.checkpoints.pair import pair_folder
 from specsamp.compilation_cache import use_compilation_cache
+from specsamp.decoding.method import Method
+from specsamp.decoding.pair import Pair
 
 ACCEPTANCE = "acceptance.json"  # in the folder of a pair
 FEW_PROMPTS = 4  # that are decoded where no file says what is accepted
@@ -55,8 +57,8 @@ class Calls:
     @classmethod
     def of(cls, config: ExperimentConfig, console: Console) -> Calls:
         """Reads the costs that an earlier run has kept, or times the calls of the pair."""
-        if jax.process_count() > 1 or not config.word.drafts:
-            raise ValueError(f"--config.draft_length={MACHINE} takes a drafter, and one process: name a number")
+        if not is_possible(config):
+            raise ValueError(f"--config.draft_length={MACHINE} takes a drafter, and one device: name a number")
         folder = use_compilation_cache()
         told = {"config": config.recorded, **machine_identity(), "source": machine.source_version()}
         key = hashlib.sha256(report.json_text(told).encode()).hexdigest()[:16]
@@ -67,8 +69,7 @@ class Calls:
         calls = cls(config=config, costs={})
         with entry.progress(console, "timing single calls of target and drafters on this machine"):
             experiment = calls.read()
-            methods = {word: of_word.make_method(experiment.pair) for word, of_word in candidates(config).items()}
-            calls.costs = time_calls(experiment.pair, methods, experiment.workload)
+            calls.costs = time_calls(experiment.pair, candidates(config, experiment.pair), experiment.workload)
         if path is not None:
             storage.write(path, report.json_text({**told, "costs": calls.costs}))
         return calls
@@ -92,15 +93,20 @@ class Calls:
                 return {word: grid.measured_acceptance(of_word)[TIMED_LENGTH] for word, of_word in known.items()}
         pair = self.read().pair
         work = dataclasses.replace(self.read().workload, repeats=FEW_PROMPTS)
-        sides = decoders(pair, {word: one.make_method(pair) for word, one in candidates(config).items()}, work)
+        sides = decoders(pair, candidates(config, pair), work)
         texts = {word: [side.decode(turn).rows for turn in range(FEW_PROMPTS)] for word, side in sides.items()}
         return {word: Profile.of_texts([row for rows in turns for row in rows]) for word, turns in texts.items()}
 
 
-def candidates(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
-    """Returns the configuration with each drafter to choose from: its own, and beside a draft model prompt lookup."""
+def is_possible(config: ExperimentConfig) -> bool:
+    """Returns whether something drafts, on one device: calls are timed without a mesh, and by one clock."""
+    return config.word.drafts and config.mesh.data * config.mesh.model * jax.process_count() == 1
+
+
+def candidates(config: ExperimentConfig, pair: Pair) -> dict[str, Method]:
+    """Returns a method with each drafter to choose from: the configuration's, and beside a draft model prompt lookup."""
     tried = dict.fromkeys([config.drafter, *["ngram"] * (config.word.draft == "model")])
-    return {word: config.turned({"drafter": word, "draft_length": TIMED_LENGTH}) for word in tried}
+    return {word: config.turned({"drafter": word, "draft_length": TIMED_LENGTH}).make_method(pair) for word in tried}
 
 
 def best(config: ExperimentConfig, calls: Calls, console: Console, least: int = 0) -> ExperimentConfig:

@@ -67,10 +67,11 @@ def test_the_best_forecast_is_chosen_and_calls_are_timed_once(config, monkeypatc
     assert again == found and timed, "a damaged file is measured again"
 
 
-def test_processes_that_decode_together_are_told_a_number(config, monkeypatch):
-    monkeypatch.setattr(machine_choice.jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match="draft_length=machine takes a drafter, and one process: name a number"):
-        choose(config, monkeypatch)
+@pytest.mark.parametrize("fields, processes", [({}, 2), ({"mesh.data": 2}, 1), ({"mesh.model": 2}, 1)])
+def test_several_devices_are_told_a_number(config, monkeypatch, fields, processes):
+    monkeypatch.setattr(machine_choice.jax, "process_count", lambda: processes)
+    with pytest.raises(ValueError, match="draft_length=machine takes a drafter, and one device: name a number"):
+        choose(config.turned(fields), monkeypatch)
 
 
 def test_without_a_file_for_this_sampling_acceptance_is_counted(config, monkeypatch):
