@@ -95,8 +95,8 @@ def choose(config: ExperimentConfig, console: Console) -> dict[str, ExperimentCo
     """Returns the configuration of both distributions; where no draft was asked for, with the best for this machine."""
     configs = {"greedy": config.turned({"sampling.temperature": 0.0}), "sampled": config}
     asked = any(name.startswith(("draft_length", "drafter", "adaptive")) for name in _CONFIG.fields_set)
-    plain = asked or not config.writes_text or not is_possible(config) or jax.config.jax_disable_jit
-    if config.draft_length != MACHINE and plain:
+    can_choose = config.writes_text and is_possible(config)
+    if config.draft_length != MACHINE and (asked or not can_choose):
         return configs
     calls = Calls.of(config, console)
     return {name: best(of_name, calls, console, least=1) for name, of_name in configs.items()}

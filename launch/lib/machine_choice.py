@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import pathlib
 from collections.abc import Mapping
@@ -52,13 +53,12 @@ class Calls:
 
     config: ExperimentConfig
     costs: Mapping[str, CallCosts]
-    experiment: Experiment | None = None
 
     @classmethod
     def of(cls, config: ExperimentConfig, console: Console) -> Calls:
         """Reads the costs that an earlier run has kept, or times the calls of the pair."""
         if not is_possible(config):
-            raise ValueError(f"--config.draft_length={MACHINE} takes a drafter, and one device: name a number")
+            raise ValueError(f"--config.draft_length={MACHINE} takes a drafter, one device and jit: name a number")
         folder = use_compilation_cache()
         told = {"config": config.recorded, **machine_identity(), "source": machine.source_version()}
         key = hashlib.sha256(report.json_text(told).encode()).hexdigest()[:16]
@@ -68,19 +68,16 @@ class Calls:
             return cls(config=config, costs={word: CallCosts.from_json(of_word) for word, of_word in found.items()})
         calls = cls(config=config, costs={})
         with entry.progress(console, "timing single calls of target and drafters on this machine"):
-            experiment = calls.read()
-            calls.costs = time_calls(experiment.pair, candidates(config, experiment.pair), experiment.workload)
+            pair, work = calls.experiment.pair, calls.experiment.workload
+            calls.costs = time_calls(pair, candidates(config, pair), work)
         if path is not None:
             storage.write(path, report.json_text({**told, "costs": calls.costs}))
         return calls
 
-    def read(self) -> Experiment:
+    @functools.cached_property
+    def experiment(self) -> Experiment:
         """Returns the experiment with drafts of the length that is timed; the pair is read once."""
-        if self.experiment is None:
-            self.experiment = build(
-                self.config.turned({"draft_length": TIMED_LENGTH}), check_heads=False, all_fields=True
-            )
-        return self.experiment
+        return build(self.config.turned({"draft_length": TIMED_LENGTH}), check_heads=False, all_fields=True)
 
     def acceptance(self, config: ExperimentConfig) -> dict[str, Profile]:
         """Returns the acceptance under the sampling of ``config`` by drafter: of a file, or of a few prompts decoded now."""
@@ -91,16 +88,17 @@ class Calls:
             known = {word: grid.chosen(cells, drafter=word, rule="token") for word in self.costs}
             if all(known.values()):
                 return {word: grid.measured_acceptance(of_word)[TIMED_LENGTH] for word, of_word in known.items()}
-        pair = self.read().pair
-        work = dataclasses.replace(self.read().workload, repeats=FEW_PROMPTS)
+        pair = self.experiment.pair
+        work = dataclasses.replace(self.experiment.workload, repeats=FEW_PROMPTS)
         sides = decoders(pair, candidates(config, pair), work)
         texts = {word: [side.decode(turn).rows for turn in range(FEW_PROMPTS)] for word, side in sides.items()}
         return {word: Profile.of_texts([row for rows in turns for row in rows]) for word, turns in texts.items()}
 
 
 def is_possible(config: ExperimentConfig) -> bool:
-    """Returns whether something drafts, on one device: calls are timed without a mesh, and by one clock."""
-    return config.word.drafts and config.mesh.data * config.mesh.model * jax.process_count() == 1
+    """Returns whether something drafts, on one device, compiled: calls are timed without a mesh, by one clock."""
+    devices = config.mesh.data * config.mesh.model * jax.process_count()
+    return config.word.drafts and devices == 1 and not jax.config.jax_disable_jit
 
 
 def candidates(config: ExperimentConfig, pair: Pair) -> dict[str, Method]:

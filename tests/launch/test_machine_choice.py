@@ -70,7 +70,7 @@ def test_the_best_forecast_is_chosen_and_calls_are_timed_once(config, monkeypatc
 @pytest.mark.parametrize("fields, processes", [({}, 2), ({"mesh.data": 2}, 1), ({"mesh.model": 2}, 1)])
 def test_several_devices_are_told_a_number(config, monkeypatch, fields, processes):
     monkeypatch.setattr(machine_choice.jax, "process_count", lambda: processes)
-    with pytest.raises(ValueError, match="draft_length=machine takes a drafter, and one device: name a number"):
+    with pytest.raises(ValueError, match="draft_length=machine takes a drafter, one device and jit: name a number"):
         choose(config.turned(fields), monkeypatch)
 
 
