@@ -23,7 +23,6 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
         ModelDrafter,
         NgramDrafter,
         NoDrafter,
-        VotingDrafter,
     )
     from specsamp.decoding.generate import generate, stream
     from specsamp.decoding.loop import Loop
@@ -56,7 +55,6 @@ _NAMES = {
         "ModelDrafter",
         "NgramDrafter",
         "NoDrafter",
-        "VotingDrafter",
     ),
     "specsamp.decoding.generate": ("generate", "stream"),
     "specsamp.decoding.loop": ("Loop",),

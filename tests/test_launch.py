@@ -19,7 +19,6 @@ from specsamp.decoding.drafters import (
     ModelDrafter,
     NgramDrafter,
     NoDrafter,
-    VotingDrafter,
 )
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import BlockRule
@@ -41,7 +40,7 @@ def turned(**fields):
         (dict(rule="lucky"), "rule must be one of token, block, coupled.*got 'lucky'"),
         (
             dict(drafter="lm"),
-            "drafter must be one of model, beam, head, early_exit, ngram, chosen, voting, none.*got 'lm'",
+            "drafter must be one of model, beam, head, early_exit, ngram, chosen, none.*got 'lm'",
         ),
         (dict(drafter="early_exit"), "exit_layer must be an integer >= 1 .*; got None"),
         (dict(target__preset="gpt"), "preset must be one of .*target_38m.*got 'gpt'"),
@@ -73,8 +72,7 @@ def test_a_configuration_becomes_objects(monkeypatch):
     assert [type(warp) for warp in made.method.sampling.warps] == [Temperature, TopP]
     hash((made.method.drafter, made.method.rule, made.pair.target))
     known = {"ngram": NgramDrafter(K=2), "none": NoDrafter(), "early_exit": EarlyExitDrafter(made.pair.target, 1, 2)}
-    parts = NgramDrafter(K=2), ModelDrafter(made.pair.draft, 2)
-    known |= {"chosen": ChoosingDrafter(parts), "voting": VotingDrafter(parts)}
+    known["chosen"] = ChoosingDrafter((NgramDrafter(K=2), ModelDrafter(made.pair.draft, 2)))
     known["beam"] = BeamDrafter(made.pair.draft, 2, beams=4)
     for word, drafter in known.items():
         own = config.turned({"drafter": word, "exit_layer": 1})

@@ -14,7 +14,6 @@ from specsamp.decoding.drafters import (
     ModelDrafter,
     NgramDrafter,
     NoDrafter,
-    VotingDrafter,
 )
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.method import check_lengths
@@ -54,11 +53,6 @@ def _head(target: LanguageModel, draft: LanguageModel | FeatureHead | None, K: i
     return FeatureDrafter(target, draft, K, decode_window())
 
 
-def lookup_and_model(draft: LanguageModel, K: int) -> tuple[Drafter, ...]:
-    """Returns the two drafters of "chosen" and "voting": prompt lookup, which costs nothing, and the draft model."""
-    return NgramDrafter(K=K), ModelDrafter(draft, K, decode_window())
-
-
 DRAFTERS = {
     "model": Word(
         make=lambda target, draft, K, number: ModelDrafter(draft, K, decode_window()),
@@ -77,8 +71,12 @@ DRAFTERS = {
         compiled=True,
     ),
     "ngram": Word(make=lambda target, draft, K, number: NgramDrafter(K=K)),
-    "chosen": Word(make=lambda target, draft, K, number: ChoosingDrafter(lookup_and_model(draft, K)), draft="model"),
-    "voting": Word(make=lambda target, draft, K, number: VotingDrafter(lookup_and_model(draft, K)), draft="model"),
+    "chosen": Word(
+        make=lambda target, draft, K, number: ChoosingDrafter(
+            (NgramDrafter(K=K), ModelDrafter(draft, K, decode_window()))
+        ),
+        draft="model",
+    ),
     "none": Word(make=lambda target, draft, K, number: NoDrafter(), drafts=False),
 }
 

@@ -37,7 +37,7 @@ class Draft:
     tokens_BK: Array  # int32
     num_drafted_B: Array  # int32 in [0, K]; later tokens are padding
     # float32, normalised: row r is the distribution that the children of scored row r were drawn from. For chains
-    # R = K. None: one-hot. It must be None for tokens that were not drawn but chosen (top-k, pruned, voted, retrieved).
+    # R = K. None: one-hot. It must be None for tokens that were not drawn but chosen (top-k, pruned, retrieved).
     log_probs_BRV: Array | None = None
     parents_BK: Array | None = None  # int32, the scored row of each node's parent; None: a chain, 0, 1, .., K-1
     depth: int | None = dataclasses.field(default=None, metadata={"static": True})  # None: K

@@ -15,7 +15,6 @@ from specsamp.decoding.drafters import (
     ModelDrafter,
     NgramDrafter,
     NoDrafter,
-    VotingDrafter,
 )
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import RequestBatch, Weights
@@ -43,20 +42,20 @@ def compiled_run(
     num_layers=1,
     exit_window=None,
     adaptive=None,
-    combine=None,
+    choosing=False,
     **changes,
 ):
     """`Loop.run`, compiled from abstract shapes; with an ``exit_window`` the target drafts with its first layer.
 
-    ``combine`` makes one drafter of prompt lookup and the draft model.
+    With ``choosing``, prompt lookup or the draft model drafts.
     """
     target = TransformerLM(target_38m(num_layers=num_layers, vocab_size=vocab_size, **changes), layout)
     draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes), layout)
     drafter = ModelDrafter(draft, K) if K else NoDrafter()
     if exit_window is not None:
         drafter = EarlyExitDrafter(target, 1, K, exit_window)
-    if combine is not None:
-        drafter = combine((NgramDrafter(K), drafter))
+    if choosing:
+        drafter = ChoosingDrafter((NgramDrafter(K), drafter))
     loop = Loop(target=target, drafter=drafter, rule=rule, adaptive=adaptive and adaptive.for_batch(batch))
     sampling = chain(temperature(0.8), top_k(50), top_p(0.95))
     request = RequestBatch.create(sampling=sampling, limits=[100] * batch)
@@ -117,8 +116,7 @@ COPY_NO_CACHE = {
     "an early exit of two rows a step": (3, dict(exit_window=2)),
     "widths, with a draft model that catches up": (3, dict(adaptive=PACED)),
     "widths, with an early exit": (1, dict(adaptive=PACED, exit_window=1)),
-    "a part that is chosen": (1, dict(combine=ChoosingDrafter)),
-    "parts that vote": (3, dict(combine=VotingDrafter)),
+    "a part that is chosen": (3, dict(choosing=True)),
 }
 
 

@@ -37,7 +37,6 @@ from specsamp.decoding.drafters import (
     ModelDrafter,
     NgramDrafter,
     NoDrafter,
-    VotingDrafter,
 )
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import RequestBatch, Weights
@@ -60,7 +59,7 @@ METHODS = (
 )
 SETTINGS = tuple(itertools.product(("rotary", "relative"), (False, True), (1, 3), METHODS, (1, 6)))
 # Every other way to draft, adaptive lengths, and kept rounds.
-OTHERS = ("beam", "early_exit", "eagle3", "medusa", "choosing", "voting", "adaptive")
+OTHERS = ("beam", "early_exit", "eagle3", "medusa", "choosing", "adaptive")
 SETTINGS += tuple(("rotary", False, batch, (name, TokenRule()), 1) for name in OTHERS for batch in (1, 3))
 
 
@@ -112,7 +111,6 @@ def drafter_of(name: str, target: TransformerLM, draft: TransformerLM):
         "beam": (BeamDrafter(draft, K, beams=2), draft.init),
         "early_exit": (EarlyExitDrafter(target, 1, K), lambda key: None),
         "choosing": (ChoosingDrafter(both), two),
-        "voting": (VotingDrafter(both), two),
         "adaptive": (ModelDrafter(draft, K), draft.init),
     }
     if name in made:

@@ -41,7 +41,6 @@ from specsamp.decoding.drafters import (
     ModelDrafter,
     NgramDrafter,
     NoDrafter,
-    VotingDrafter,
 )
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
@@ -90,11 +89,9 @@ def drafters() -> dict:
         "beam": BeamDrafter(models.draft, K, beams=2),
         "early_exit": EarlyExitDrafter(models.target, 1, K),
         "choosing": ChoosingDrafter(both),
-        "voting": VotingDrafter(both),
     }
     found = {
-        name: (several if name in ("choosing", "voting") else models, {"drafter": drafter})
-        for name, drafter in drafters.items()
+        name: (several if name == "choosing" else models, {"drafter": drafter}) for name, drafter in drafters.items()
     }
     for kind in ("eagle3", "medusa"):
         pair = pair_of(kind)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafters import BeamDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter, VotingDrafter
+from specsamp.decoding.drafters import BeamDrafter, ChoosingDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.sampler import Sampler
 from specsamp.models.interface import LayeredModel
@@ -232,32 +232,20 @@ class BeamJudgedByItsScores(BeamDrafter):
 
 
 @dataclasses.dataclass(frozen=True)
-class TiesGoToTheLowerId(VotingDrafter):
-    """No mistake: of two parts that draft one token each."""
+class ChosenByItsTokens(ChoosingDrafter):
+    """Of two parts that draft, takes the one whose first token has the lower id."""
 
     def propose(self, weights, state, prefix, cache, sample):
-        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
-        return dataclasses.replace(draft, tokens_BK=draft.proposed_BPK.min(axis=1)), state, cache
+        (first, after, cache), (second, _, _) = (
+            ChoosingDrafter(self.parts, costs).propose(weights, state, prefix, cache, sample)
+            for costs in ((1, 1e9), (1e9, 1))
+        )
+        first_is_lower_B = first.tokens_BK[:, 0] <= second.tokens_BK[:, 0]
 
+        def lower(a, b):
+            return jnp.where(first_is_lower_B.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
-class JudgedByOnePart:
-    """The winner of a vote is verified as if it had been drawn by the first part."""
-
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, after, cache = super().propose(weights, state, prefix, cache, sample)
-        first = dataclasses.replace(weights, draft=weights.draft[0])
-        alone, _, _ = self.parts[0].propose(first, state.parts[0], prefix, cache, sample)
-        return dataclasses.replace(draft, log_probs_BRV=alone.log_probs_BRV), after, cache
-
-
-@dataclasses.dataclass(frozen=True)
-class VotesJudgedByOnePart(JudgedByOnePart, VotingDrafter):
-    pass
-
-
-@dataclasses.dataclass(frozen=True)
-class TiesJudgedByOnePart(JudgedByOnePart, TiesGoToTheLowerId):
-    pass
+        return jax.tree.map(lower, first, second), after, cache
 
 
 class KeepsTheBestOfTwo(TokenRule):

@@ -2,11 +2,11 @@
 
 from specsamp.decoding.drafter import NoDrafter
 from specsamp.decoding.drafters.beam import BeamDrafter
+from specsamp.decoding.drafters.choosing import ChoosingDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter
-from specsamp.decoding.drafters.voting import ChoosingDrafter, VotingDrafter
 
 __all__ = [
     "BeamDrafter",
@@ -16,5 +16,4 @@ __all__ = [
     "ModelDrafter",
     "NgramDrafter",
     "NoDrafter",
-    "VotingDrafter",
 ]
