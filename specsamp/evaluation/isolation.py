@@ -1,15 +1,13 @@
 """Runs untrusted programs in isolation: without network, without other users' files, and with limits.
 
+    print("\\n".join(find_isolation().sentences))
     outcome = run_isolated("assert sorted([2, 1]) == [1, 2]")     # outcome.passed
 
-Programs run in namespaces of Linux (`specsamp.evaluation.jail`). A container may forbid these, so `why_not_isolated` first
-runs a program whose attempts must fail. If it reaches a network, other users' files or other processes, no program runs,
-unless the caller insists.
-
-A program passes if it reaches its end: the harness then reports a word that is drawn anew for each run. Until then neither
-a descriptor nor Python's introspection shows this word. A program that is written against this harness can still search
-its own memory for the word with ctypes, or skip its tests with a trace function. Then its score is wrong, but it stays
-isolated.
+Machines differ (a container may forbid namespaces), so `find_isolation` runs a program whose attempts must fail. If it
+reaches a network or other users' files, no program runs, unless the caller insists. A program passes if it reaches
+its end: the harness then reports a word that is drawn anew for each run. Until then neither a descriptor nor Python's
+introspection shows this word. A program that is written against this harness can still search its own memory for the
+word with ctypes, or skip its tests with a trace function. Then its score is wrong, but the walls hold.
 """
 
 from __future__ import annotations
@@ -32,8 +30,17 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO
 
-READY = b"ready\n"  # the first line of a report: the program begins
+READY = b"ready\n"  # the first line of a report: the walls stand
 JAIL = pathlib.Path(__file__).with_name("jail.py")
+WALLS = ("namespaces", "landlock", "system calls")
+# What a program must not reach, and the walls against it.
+ASPECTS = {
+    "network": ("namespaces", "system calls"),
+    "files": ("namespaces", "landlock"),
+    "processes": ("namespaces", "system calls"),
+    "memory": ("limits",),
+}
+NEEDED = ("network", "files")
 SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib64", "/nix/store")
 ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -51,7 +58,7 @@ class Limits:
     memory_mib: int = 1024  # of addresses, per process
     processes: int = 16  # and threads
     files: int = 64  # that are open
-    file_mib: int = 4  # per file; isolated, all files together have four times as much
+    file_mib: int = 4  # per file; within namespaces all files together have four times as much
     output_kib: int = 64
 
 
@@ -75,78 +82,137 @@ class Outcome:
         return self.status == "passed"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Isolation:
+    """The isolation of programs on this machine.
+
+    Attributes:
+      walls: the names in `WALLS` that can be built.
+      missing: the other names, with the reason.
+      by: for each aspect of `ASPECTS`, the walls that isolate it; empty if none does.
+    """
+
+    walls: tuple[str, ...]
+    missing: dict[str, str]
+    by: dict[str, str]
+
+    @property
+    def suffices(self) -> bool:
+        """Returns whether programs may run although the caller does not insist."""
+        return all(self.by[aspect] for aspect in NEEDED)
+
+    @property
+    def sentences(self) -> list[str]:
+        """Returns how each aspect is isolated, and which walls are missing."""
+        lines = [
+            f"{aspect}: isolated by {how}" if how else f"{aspect}: NOT ISOLATED" for aspect, how in self.by.items()
+        ]
+        return lines + [f"without {wall}: {why}" for wall, why in self.missing.items()]
+
+
 # A program that tries to reach a server, a file and a process outside, and prints where it succeeded.
 PROBE = """
-import os, socket
-def reached(attempt):
+import json, os, socket, time
+def can(attempt):
     try:
         attempt()
-    except OSError:
+    except (OSError, MemoryError):
         return False
     return True
-attempts = {{
-    "network": lambda: socket.create_connection(("127.0.0.1", {port}), 1),
-    "files": lambda: open({file!r}),
-    "processes": lambda: os.kill({pid}, 0),
-}}
-print(", ".join(name for name, attempt in attempts.items() if reached(attempt)))
+def count():
+    for _ in range({processes}):
+        if os.fork() == 0:
+            time.sleep(0.5)
+            os._exit(0)
+print(json.dumps({{
+    "network": can(lambda: socket.create_connection(("127.0.0.1", {port}), 1)),
+    "files": any([can(lambda: open({file!r})), can(lambda: open({file!r}, "a")), can(lambda: os.chmod({file!r}, 0o600))]),
+    "processes": can(lambda: os.kill({pid}, 0)) or can(count),
+    "memory": can(lambda: bytearray({memory} << 20)),
+}}))
 open("own", "w").write("")
 """
 
 
 @functools.cache
-def why_not_isolated() -> str:
-    """Returns why this machine does not isolate programs; empty if it does.
+def find_isolation(walls: tuple[str, ...] = WALLS) -> Isolation:
+    """Tries which of ``walls`` can be built, and what a program within them cannot reach.
 
     Raises:
       IsolationError: no program runs at all.
     """
     if sys.platform != "linux":
-        return "only Linux has namespaces"
+        return Isolation(walls=(), missing=dict.fromkeys(walls, "only Linux has it"), by=dict.fromkeys(ASPECTS, ""))
+    missing, limits = {}, Limits()
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
-        probe = PROBE.format(port=server.getsockname()[1], file=file.name, pid=os.getpid())
-        try:
-            outcome = _run(probe, Limits(), isolated=True)
-        except IsolationError as error:
-            return str(error)
-    if not outcome.passed:  # for example, Python lies in root's home, which nobody may not read
-        return f"a harmless program fails in namespaces ({outcome.detail})"
-    reached = outcome.output.strip()
-    return f"a program reaches {reached}" if reached else ""
+        probe = PROBE.format(
+            port=server.getsockname()[1],
+            file=file.name,
+            pid=os.getpid(),
+            processes=limits.processes,
+            memory=limits.memory_mib,
+        )
+        while True:
+            left = tuple(wall for wall in walls if wall not in missing)
+            try:
+                outcome = _run(probe, limits, left)
+                if outcome.passed:
+                    break
+                # For example, Python lies in root's home, which nobody may not read.
+                why = f"a harmless program fails within the walls ({outcome.detail})"
+            except IsolationError as error:
+                why = str(error)
+            if not left:
+                raise IsolationError(why)
+            wall = why.partition(":")[0]
+            missing[wall if wall in left else left[0]] = why
+    reached = json.loads(outcome.output)
+    by = {name: " and ".join(how for how in ways if how in (*left, "limits")) for name, ways in ASPECTS.items()}
+    return Isolation(walls=left, missing=missing, by={name: "" if reached[name] else how for name, how in by.items()})
 
 
-def require_isolation() -> None:
-    """Raises IsolationError if this machine does not isolate programs."""
-    if why := why_not_isolated():
+def require(isolation: Isolation) -> None:
+    """Raises IsolationError where network or files are not isolated."""
+    if not isolation.suffices:
         raise IsolationError(
-            f"generated programs are not run, since this machine does not isolate them: {why}. Use Linux with user "
-            "namespaces; or insist"
+            "generated programs are not run, since this machine does not isolate them: "
+            f"{'; '.join(isolation.sentences)}. Use Linux with user namespaces, or with Landlock; or insist"
         )
 
 
-def run_isolated(program: str, limits: Limits = Limits(), *, insist: bool = False) -> Outcome:
+def run_isolated(
+    program: str, limits: Limits = Limits(), *, isolation: Isolation | None = None, insist: bool = False
+) -> Outcome:
     """Runs one program in a new process, and ends all processes that it started.
 
     Args:
       program: Python source.
       limits: limits of the program.
-      insist: run the program although this machine does not isolate it.
+      isolation: default `find_isolation()`.
+      insist: run the program although this machine isolates too little.
 
     Raises:
-      IsolationError: this machine does not isolate programs, and the caller does not insist.
+      IsolationError: network or files are not isolated, and the caller does not insist.
     """
+    isolation = find_isolation() if isolation is None else isolation
     if not insist:
-        require_isolation()
-    return _run(program, limits, isolated=not why_not_isolated())
+        require(isolation)
+    return _run(program, limits, isolation.walls)
 
 
 def run_all(
-    programs: Iterable[str], limits: Limits = Limits(), *, workers: int | None = None, insist: bool = False
+    programs: Iterable[str],
+    limits: Limits = Limits(),
+    *,
+    workers: int | None = None,
+    isolation: Isolation | None = None,
+    insist: bool = False,
 ) -> Iterator[Outcome]:
     """Runs ``workers`` programs at a time (default: one per core) with `run_isolated`, and yields outcomes in order."""
-    why_not_isolated()  # once, not in every thread
+    isolation = find_isolation() if isolation is None else isolation  # once, not in every thread
+    one = functools.partial(run_isolated, limits=limits, isolation=isolation, insist=insist)
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
-        yield from pool.map(functools.partial(run_isolated, limits=limits, insist=insist), programs)
+        yield from pool.map(one, programs)
 
 
 def readable() -> list[str]:
@@ -159,8 +225,8 @@ def readable() -> list[str]:
     return chosen
 
 
-def _run(program: str, limits: Limits, *, isolated: bool) -> Outcome:
-    """Runs a program, in namespaces if it is to be ``isolated``; raises IsolationError if the kernel refuses these."""
+def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
+    """Runs a program within walls; raises IsolationError if a wall cannot be built."""
     source, word = program.encode("utf-8", "surrogatepass"), secrets.token_hex(16).encode()
     deadline = time.monotonic() + limits.seconds
     pipe, jail_pipe = os.pipe()
@@ -170,7 +236,7 @@ def _run(program: str, limits: Limits, *, isolated: bool) -> Outcome:
         tempfile.TemporaryDirectory(prefix="specsamp-", ignore_cleanup_errors=True) as folder,
     ):
         request = dataclasses.asdict(limits) | {
-            "isolated": isolated,
+            "walls": walls,
             "bytes": len(source),
             "report": jail_pipe,
             "folder": os.path.realpath(folder),
@@ -198,7 +264,7 @@ def _run(program: str, limits: Limits, *, isolated: bool) -> Outcome:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
-            _read(reports, time.monotonic() + 1.0, to_end=True)  # no process is left, if they were isolated
+            _read(reports, time.monotonic() + 1.0, to_end=True)  # no process is left, unless there are no walls
         printed.seek(0)
         output = printed.read((limits.output_kib << 10) + 1)
     status, detail = _judge(report, word, in_time, code, limits, output)

@@ -1,11 +1,16 @@
-"""Runs one untrusted program in namespaces of its own. `isolation` starts this script; it needs Python alone.
+"""Builds walls around one untrusted program and runs it. `isolation` starts this script; it needs Python alone.
 
-    python jail.py '{"isolated": true, ...}'     # stdin: the program, then a secret word; see `isolation.run_isolated`
+    python jail.py '{"walls": [...], ...}'     # stdin: the program, then a secret word; see `isolation.run_isolated`
 
 There are three processes: this script, which the caller can kill; the first process of the new namespaces, with which
-all their processes end; and the program. The namespaces are of users, processes, network, mounts, and memory and queues
-that are shared by number. The root folder is made in memory. It has Python and the system's libraries, which are
-read-only, and a working folder. Root becomes nobody; no privileges are needed.
+all their processes end; and the program. A wall that the kernel does not offer raises OSError:
+
+- ``namespaces`` of users, processes, network and mounts. The root folder is made in memory. It has Python and the
+  system's libraries, which are read-only, and a working folder. Root becomes nobody; no privileges are needed.
+- ``landlock``: a list of the folders that can be read and written, for machines without namespaces. Names and sizes of
+  other files stay visible.
+- ``system calls``: a filter that refuses sockets, new processes, signals to other processes, memory and queues that are
+  shared by number, and changes of other users' files.
 """
 
 from __future__ import annotations
@@ -25,14 +30,53 @@ WORK = "/program"  # the working folder, within the namespaces
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 # From the kernel's headers; these numbers are the same on all machines.
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 NOSUID, NODEV, BIND, REC, PRIVATE, DETACH = 0x2, 0x4, 0x1000, 0x4000, 0x40000, 0x2
 MOUNT_SETATTR, AT_RECURSIVE, ATTR_RDONLY_NOSUID = 442, 0x8000, 0x3
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8  # rights of Landlock
+BPF_LOAD, BPF_EQUAL, BPF_LEAST, BPF_ANY_BIT, BPF_RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, REFUSE, UNKNOWN, KILL = 0x7FFF0000, 0x50000 + 1, 0x50000 + 38, 0x80000000  # EPERM, ENOSYS
+CLONE_THREAD, CLONE3 = 0x10000, 435
+F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
+SOCK_DATAGRAM = 2  # a bit that streams do not have
 
-# Numbers of system calls by machine.
-CALLS = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers below, and architecture
 libc = ctypes.CDLL(None, use_errno=True)
+Step = tuple[int, int, int, int]  # of a filter: operation, steps to skip if true and if false, value
+
+# System calls with their numbers on x86_64 and aarch64.
+NEEDED = {"pivot_root": (155, 41), "capset": (126, 91), "clone": (56, 220)}  # clone: for threads
+OF_ITSELF = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261)}  # allowed on the program's own process
+# A dash where the machine has no such call. By line: sockets and processes, signals, priorities, mounts, attributes of
+# files, the kernel, and memory and queues that are shared by number.
+REFUSED = """
+    socket 41 198, fork 57 -, vfork 58 -, unshare 272 97, setns 308 268, ptrace 101 117,
+    process_vm_readv 310 270, process_vm_writev 311 271,
+    tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_open 434 434,
+    pidfd_send_signal 424 424, pidfd_getfd 438 438,
+    setpriority 141 140, ioprio_set 251 30, sched_setaffinity 203 122, sched_setscheduler 144 119,
+    sched_setparam 142 118, sched_setattr 314 274,
+    mount 165 40, umount2 166 39, chroot 161 51, open_tree 428 428, move_mount 429 429, fsopen 430 430,
+    mount_setattr 442 442,
+    chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, lchown 94 -, fchown 93 55,
+    fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5,
+    lsetxattr 189 6, fsetxattr 190 7, setxattrat 463 463, removexattr 197 14, lremovexattr 198 15,
+    fremovexattr 199 16, removexattrat 466 466,
+    keyctl 250 219, add_key 248 217, request_key 249 218, bpf 321 280, perf_event_open 298 241,
+    userfaultfd 323 282, io_uring_setup 425 425,
+    shmget 29 194, shmat 30 196, shmctl 31 195, shmdt 67 197, msgget 68 186, msgsnd 69 189, msgrcv 70 188,
+    msgctl 71 187, semget 64 190, semop 65 193, semctl 66 191, semtimedop 220 192, mq_open 240 180,
+    mq_unlink 241 181
+"""
+# Calls that are refused with some values of an argument: their numbers, the argument's place, the test, and the values.
+REFUSED_WITH = {
+    "prctl": ((157, 167), 0, BPF_EQUAL, (PR_SET_PDEATHSIG,)),  # the program would outlive its parent
+    "fcntl": ((72, 25), 1, BPF_EQUAL, (F_SETOWN, F_SETSIG, F_SETOWN_EX)),  # a descriptor would signal other processes
+    "ioctl": ((16, 29), 1, BPF_EQUAL, (FIOSETOWN, SIOCSPGRP)),  # the same for sockets
+    "socketpair": ((53, 199), 1, BPF_ANY_BIT, (SOCK_DATAGRAM,)),  # datagrams can be sent elsewhere
+}
 
 
 def enter() -> None:
@@ -46,11 +90,11 @@ def enter() -> None:
     is_root = False
     try:
         os.chdir(request["folder"])
-        if request["isolated"]:
+        if "namespaces" in request["walls"]:
             is_root = enter_namespaces()
             build_root(request["folder"], request["readable"], request["file_mib"])
     except OSError as error:
-        refuse(request, error)
+        report_missing(request, "namespaces", error)
     if (first := os.fork()) == 0:
         die_with_parent()
         if (program := os.fork()) == 0:
@@ -60,18 +104,23 @@ def enter() -> None:
 
 
 def be_program(request: dict, source: bytearray, is_root: bool) -> None:
-    """Drops privileges, sets limits, and runs the program."""
+    """Drops privileges, builds the walls of a single process, and runs the program."""
+    walls, wall = request["walls"], "namespaces"
     try:
-        if request["isolated"]:
+        if walls:
             os.setsid()
             drop_privileges(is_root)
         die_with_parent()  # a change of user has cleared it
-        os.environ["HOME"] = os.environ["TMPDIR"] = os.getcwd()
-        set_limits(request)
+        os.environ["HOME"] = os.environ["TMPDIR"] = work = os.getcwd()
+        if (wall := "landlock") in walls:
+            restrict_files(request["readable"], work)
+        set_limits(request, own_user="namespaces" in walls)
         word = os.dup(0)
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        if (wall := "system calls") in walls:
+            filter_calls()
     except OSError as error:
-        refuse(request, error)
+        report_missing(request, wall, error)
     os.write(request["report"], b"ready\n")
     run_program(source.decode("utf-8", "surrogatepass"), word, request["report"])
 
@@ -96,9 +145,9 @@ def run_program(source: str, word: int, report: int) -> None:
     leave(0)
 
 
-def refuse(request: dict, error: OSError) -> None:
-    """Reports that the kernel refuses the namespaces, and ends the process."""
-    os.write(request["report"], f"refused\nthe kernel refuses namespaces: {error}".encode())
+def report_missing(request: dict, wall: str, error: OSError) -> None:
+    """Reports that a wall cannot be built, and ends the process."""
+    os.write(request["report"], f"refused\n{wall}: {error}".encode())
     os._exit(1)
 
 
@@ -168,7 +217,25 @@ def drop_privileges(is_root: bool) -> None:
     syscall(call_number("capset"), struct.pack("Ii", 0x20080522, 0), bytes(24))
 
 
-def set_limits(request: dict) -> None:
+def restrict_files(readable: list[str], work: str) -> None:
+    """Restricts the process by Landlock: it reads ``readable`` and changes files in ``work``."""
+    version = syscall(LANDLOCK_CREATE, None, 0, 1)
+    if version < 3:
+        raise OSError(f"Landlock's version {version} does not protect files from truncation: Linux 6.2 has version 3")
+    every_right = (1 << (16 if version >= 5 else 15)) - 1
+    # The rights of files, the two of TCP, and two scopes: signals and abstract sockets.
+    attributes = struct.pack("3Q", every_right, 3, 3)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    rules = syscall(LANDLOCK_CREATE, attributes, len(attributes), 0)
+    rights = {path: EXECUTE | READ_FILE | (READ_DIR if os.path.isdir(path) else 0) for path in readable}
+    for path, allowed in {**rights, **dict.fromkeys(DEVICES, READ_FILE | WRITE_FILE), work: every_right}.items():
+        handle = os.open(path, os.O_PATH)
+        syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, handle), 0)
+        os.close(handle)
+    syscall(LANDLOCK_RESTRICT, rules, 0)
+    os.close(rules)
+
+
+def set_limits(request: dict, own_user: bool) -> None:
     """Limits resources; the number of processes only where the user has no other processes."""
     limits = {
         resource.RLIMIT_CPU: (request["cpu_seconds"], request["cpu_seconds"] + 1),  # the second signal cannot be caught
@@ -177,19 +244,57 @@ def set_limits(request: dict) -> None:
         resource.RLIMIT_NOFILE: 2 * (request["files"],),
         resource.RLIMIT_CORE: (0, 0),
     }
-    if request["isolated"]:
+    if own_user:
         limits[resource.RLIMIT_NPROC] = 2 * (request["processes"],)
     for kind, (soft, hard) in limits.items():
         with contextlib.suppress(ValueError):  # the limit is lower already, or the system does not have it
             resource.setrlimit(kind, (soft, hard))
 
 
+def filter_calls() -> None:
+    """Refuses system calls that reach other processes, a network or other users' files; threads are allowed."""
+    column, architecture = machine()
+    refused = [call.split()[1 + column] for call in REFUSED.split(",")]
+    allow, refuse = (BPF_RETURN, 0, 0, ALLOW), (BPF_RETURN, 0, 0, REFUSE)
+    steps = [(BPF_LOAD, 0, 0, 4), (BPF_EQUAL, 1, 0, architecture), (BPF_RETURN, 0, 0, KILL), (BPF_LOAD, 0, 0, 0)]
+    if column == 0:  # the numbers of another convention of the same machine
+        steps += [(BPF_LEAST, 0, 1, 0x40000000), refuse]
+    for number in refused:
+        steps += of_call(int(number), refuse) if number != "-" else []
+    for pair, place, test, values in REFUSED_WITH.values():
+        tests = [step for value in values for step in ((test, 0, 1, value), refuse)]
+        steps += of_call(pair[column], load_argument(place), *tests, allow)
+    steps += of_call(CLONE3, (BPF_RETURN, 0, 0, UNKNOWN))  # a filter cannot read its flags; libraries then use clone
+    steps += of_call(call_number("clone"), load_argument(0), (BPF_ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse)
+    for pair in OF_ITSELF.values():
+        tests = [(BPF_EQUAL, 0, 1, 0), allow, (BPF_EQUAL, 0, 1, os.getpid()), allow]
+        steps += of_call(pair[column], load_argument(0), *tests, refuse)
+    steps.append(allow)
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    prctl(PR_SET_SECCOMP, 2, struct.pack("HP", len(steps), ctypes.addressof(program)))
+
+
+def of_call(call: int, *steps: Step) -> list[Step]:
+    """Returns the steps of a filter for one call; the last step must be a verdict."""
+    return [(BPF_EQUAL, 0, len(steps), call), *steps]
+
+
+def load_argument(place: int) -> Step:
+    """Returns the step of a filter that loads the lower half of a call's argument."""
+    return (BPF_LOAD, 0, 0, 16 + 8 * place)
+
+
+def machine() -> tuple[int, int]:
+    """Returns the column of this machine's numbers, and its architecture."""
+    name = os.uname().machine
+    if name not in MACHINES:
+        raise OSError(f"the system calls of {name} are not known, only of {', '.join(MACHINES)}")
+    return MACHINES[name]
+
+
 def call_number(call: str) -> int:
     """Returns this machine's number of a system call."""
-    machine = os.uname().machine
-    if machine not in CALLS:
-        raise OSError(f"the system calls of {machine} are not known, only of {', '.join(CALLS)}")
-    return CALLS[machine][call]
+    return NEEDED[call][machine()[0]]
 
 
 def mount(source: str, place: str, kind: str, flags: int, options: str = "") -> None:

@@ -53,7 +53,7 @@ def load_task(
     if insist:
         return dataclasses.replace(task, score=functools.partial(task.score, insist=True))
     try:
-        isolation.require_isolation()
+        isolation.require(isolation.find_isolation())
     except isolation.IsolationError as error:
         raise ValueError(str(error)) from error
     return task

@@ -1,9 +1,11 @@
-"""Hostile programs in isolation; the control is the same programs without it."""
+"""Hostile programs, within every combination of walls that this machine has; the control is the same without walls."""
 
 import dataclasses
 import http.server
+import json
 import os
 import pathlib
+import re
 import shutil
 import socket
 import threading
@@ -11,10 +13,20 @@ import threading
 import pytest
 
 from specsamp.evaluation import isolation
-from specsamp.evaluation.isolation import IsolationError, Limits, run_all, run_isolated, why_not_isolated
+from specsamp.evaluation.isolation import (
+    ASPECTS,
+    WALLS,
+    Isolation,
+    IsolationError,
+    Limits,
+    find_isolation,
+    run_all,
+    run_isolated,
+)
 
 LIMITS = Limits(seconds=20, memory_mib=256, output_kib=4)
 SHORT = dataclasses.replace(LIMITS, seconds=1, cpu_seconds=1)
+FALLBACK = ("landlock", "system calls")  # of machines without namespaces
 
 # An attack that succeeds reaches its end. {port}, {file} and {pid}: a server, a file and the process of the tests.
 REACHES = {
@@ -27,6 +39,8 @@ REACHES = {
     "changes the mode of a file": "import os; os.chmod({file!r}, 0o600)",
     "lists home": "import os; os.listdir(os.path.dirname({file!r}))",
     "finds the tests": "import os; os.kill({pid}, 0)",
+    "signals its parent": "import os; os.kill(os.getppid(), 0)",
+    "starts a process": "import subprocess; subprocess.run(['/bin/true'], check=True)",
     "signals by a descriptor": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {pid})",
 }
 # Searches for the word of a program that passed, and reports it.
@@ -52,6 +66,22 @@ for word in {bytes(one) for one in found if type(one) in (bytes, bytearray) and 
             pass
 os._exit(0)
 """
+# Reports the calls that are not refused by the filter, but succeed or fail for another reason.
+CALLS = """
+import ctypes, json
+libc, space = ctypes.CDLL(None, use_errno=True), bytes(64)
+calls = [("prctl", 1, 0), ("fcntl", 0, 8, 0), ("fcntl", 0, 10, 0), ("fcntl", 0, 15, space), ("ioctl", 0, 0x8901, space)]
+calls += [("ioctl", 0, 0x8902, space), ("socketpair", 1, 2, 0, space), ("mq_unlink", b"/no such queue")]
+calls += [("shmget", 0, 0, 0), ("shmat", -1, None, 0), ("shmctl", -1, 0, None), ("shmdt", None)]
+calls += [("msgget", 0x5eec, 0), ("msgsnd", -1, space, 0, 0), ("msgrcv", -1, space, 0, 0, 0), ("msgctl", -1, 0, None)]
+calls += [("semget", 0, 0, 0), ("semop", -1, space, 1), ("semctl", -1, 0, 0), ("semtimedop", -1, space, 1, None)]
+def is_refused(name, *arguments):
+    ctypes.set_errno(0)
+    return getattr(libc, name)(*arguments) == -1 and ctypes.get_errno() in (1, 13)  # the library changes that of mq_unlink
+print(json.dumps([(name, *(one for one in rest if type(one) is int)) for name, *rest in calls if not is_refused(name, *rest)]))
+print(len(calls))
+"""
+# Programs that end without walls, or that must not be tried without walls.
 ENDLESS = {
     "loops": "while True: pass",
     "sleeps": "import time; time.sleep(100)",
@@ -87,11 +117,14 @@ ENDS = {
     "opens pipes": ("import os\nwhile True: os.pipe()", "failed"),
     "asks": ("input()", "failed"),
 }
-# Attacks that are not tried without isolation.
 BOMBS = {
     "forks": "import os\nwhile True: os.fork()",
     "starts threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,)).start()",
-    "kills all": "import contextlib, os\nfor pid in (-1, os.getppid(), 0):\n    with contextlib.suppress(OSError): os.kill(pid, 9)",
+    "kills its parent": "import os; os.kill(os.getppid(), 9)",
+    "kills all": "import os; os.kill(-1, 9)",
+    "kills its group": "import os; os.kill(-os.getpgrp(), 9)",
+    "traces its parent": "import ctypes, os; assert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0",
+    "enters namespaces": "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0",
     "deletes a file": "import os; os.unlink({file!r})",
     "cuts a file short": "import os; os.truncate({file!r}, 0)",
     "sends a datagram from a pair": "import socket; socket.socketpair(type=2)[0].sendto(b'', {socket!r})",
@@ -114,12 +147,14 @@ def read(path):
         return ""
 
 
-@pytest.fixture
-def isolated(processes):
-    """Skips a test where programs cannot be isolated; no process may be left."""
-    if why := why_not_isolated():
-        pytest.skip(why)
-    yield
+@pytest.fixture(params=[WALLS, FALLBACK], ids=["all walls", "without namespaces"])
+def walls(request, processes):
+    """Isolation by some of the walls; no process may be left."""
+    found = find_isolation(request.param)
+    if request.param[0] in found.missing or (found.missing and not found.suffices):
+        pytest.skip("; ".join(found.sentences))
+    assert found.missing or all(found.by.values()), found.sentences  # no wall is missing, so all must hold
+    yield found
     assert processes() == []
 
 
@@ -140,38 +175,60 @@ def outside(tmp_path, tmp_path_factory):
     server.server_close()
 
 
-def ends(programs, limits=LIMITS, **options):
-    outcomes = run_all(programs.values(), limits, **options)
+def ends(programs, walls, limits=LIMITS, **options):
+    outcomes = run_all(programs.values(), limits, isolation=walls, **options)
     return {name: outcome.status for name, outcome in zip(programs, outcomes, strict=True)}
 
 
-def test_nothing_is_reached(isolated, outside):
+def test_nothing_is_reached(walls, outside):
     programs = {name: text.format(**outside) for name, text in {**REACHES, **BOMBS}.items()}
-    assert ends(programs) == dict.fromkeys(programs, "failed") | {"kills all": "killed"}
+    assert ends(programs, walls) == dict.fromkeys(programs, "failed")
 
 
-def test_without_isolation_everything_is_reached(outside, monkeypatch):
-    """The control: without namespaces the attacks succeed."""
-    monkeypatch.setattr(isolation, "why_not_isolated", lambda: "the test says so")
+def test_without_walls_everything_is_reached(outside):
+    """The control: without walls the attacks succeed."""
+    none = find_isolation(())
+    assert not any(none.by[aspect] for aspect in ASPECTS if aspect != "memory")
+    assert not none.suffices
     programs = {name: text.format(**outside) for name, text in REACHES.items()}
-    assert ends(programs, insist=True) == dict.fromkeys(programs, "passed")
+    assert ends(programs, none, insist=True) == dict.fromkeys(programs, "passed")
     pathlib.Path(outside["file"]).write_text("secret")
     pathlib.Path(outside["file"] + ".new").unlink()
 
 
-def test_programs_end(isolated):
-    assert ends({name: text for name, (text, _) in ENDS.items()}) == {
+def test_programs_end(walls):
+    assert ends({name: text for name, (text, _) in ENDS.items()}, walls) == {
         name: status for name, (_, status) in ENDS.items()
     }
-    assert ends(ENDLESS, SHORT, workers=len(ENDLESS)) == dict.fromkeys(ENDLESS, "timeout")
+    assert ends(ENDLESS, walls, SHORT, workers=len(ENDLESS)) == dict.fromkeys(ENDLESS, "timeout")
 
 
-def test_files_and_processes(isolated):
-    """Files cannot be written, or fill the memory, and processes end with the program."""
+def test_the_filter_refuses_calls():
+    """None of them is refused without walls."""
+    found = find_isolation(FALLBACK)
+    if "system calls" in found.missing:
+        pytest.skip("; ".join(found.sentences))
+    left, count = output_lines(CALLS, find_isolation(()))
+    assert len(json.loads(left)) == int(count)
+    assert json.loads(output_lines(CALLS, found)[0]) == []
+
+
+def output_lines(program, walls):
+    outcome = run_isolated(program, LIMITS, isolation=walls, insist=True)
+    assert outcome.passed, outcome.detail
+    return outcome.output.splitlines()
+
+
+def test_namespaces_alone(processes):
+    """Namespaces by themselves: files cannot be written, processes are counted, and end with the program."""
+    alone = find_isolation(("namespaces",))
+    if alone.missing:
+        pytest.skip("; ".join(alone.sentences))
+    assert alone.suffices, alone.sentences
     read_only = "import os, sys\nfor path in ('/', '/usr', sys.prefix, os.__file__): assert os.statvfs(path).f_flag & 1"
-    assert run_isolated(read_only, LIMITS).passed
+    assert run_isolated(read_only, LIMITS, isolation=alone).passed
     many = "for n in range(5): open(str(n), 'wb').write(bytes(4 << 20))"
-    assert "No space left" in run_isolated(many, LIMITS).detail
+    assert "No space left" in run_isolated(many, LIMITS, isolation=alone).detail
     daemon = """
 import os, time
 if os.fork() == 0:
@@ -180,39 +237,59 @@ if os.fork() == 0:
         os.closerange(0, 64)
     time.sleep(60)
 """
-    assert run_isolated(daemon, LIMITS).passed
+    assert run_isolated(daemon, LIMITS, isolation=alone).passed
+    if os.geteuid() or is_privileged():  # the kernel does not count the processes of any other root
+        assert alone.by["processes"], alone.sentences
+        assert run_isolated(BOMBS["forks"], LIMITS, isolation=alone).status == "failed"
+    assert processes() == []
 
 
-def test_what_passes(isolated):
+def is_privileged():
+    """Whether this process may build namespaces as root."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(re.search(r"CapEff:\s*(\w+)", status)[1], 16) >> 21 & 1
+
+
+def test_what_passes(walls):
     """Ordinary programs with libraries, a working folder and output."""
-    outcome = run_isolated("import numpy, threading\nopen('a', 'w').write('b')\nprint(open('a').read())")
+    outcome = run_isolated(
+        "import numpy, threading\nopen('a', 'w').write('b')\nprint(open('a').read())", isolation=walls
+    )
     assert (outcome.status, outcome.output) == ("passed", "b\n")
-    outcome = run_isolated("print(1)\nassert 1 == 2, 'one'")
+    outcome = run_isolated("print(1)\nassert 1 == 2, 'one'", isolation=walls)
     assert (outcome.status, outcome.detail, outcome.output) == ("failed", "AssertionError: one", "1\n")
-    assert run_isolated("@__import__('dataclasses').dataclass\nclass A:\n    x: int\nassert A(1) == A(1)").passed
+    assert run_isolated(
+        "@__import__('dataclasses').dataclass\nclass A:\n    x: int\nassert A(1) == A(1)", isolation=walls
+    ).passed
 
 
-def test_without_isolation_nothing_runs_unless_the_caller_insists(monkeypatch):
-    monkeypatch.setattr(isolation, "PROBE", "print('files')\nopen('own', 'w').write('')")
-    monkeypatch.setattr(isolation, "why_not_isolated", why_not_isolated.__wrapped__)
-    with pytest.raises(IsolationError, match="does not isolate them: .*; or insist"):
-        run_isolated("x = 1")
-    assert run_isolated("x = 1", insist=True).passed
+def test_without_isolation_nothing_runs_unless_the_caller_insists(tmp_path):
+    open_files = Isolation(walls=(), missing={}, by=dict.fromkeys(ASPECTS, "walls") | {"files": ""})
+    with pytest.raises(IsolationError, match="files: NOT ISOLATED.*or insist"):
+        run_isolated("x = 1", isolation=open_files)
+    assert run_isolated("x = 1", isolation=open_files, insist=True).passed
 
 
-def test_a_refusal_of_the_kernel_lets_nothing_run(isolated, monkeypatch):
+def test_a_wall_that_cannot_be_built_lets_nothing_run(walls, monkeypatch):
     monkeypatch.setattr(isolation, "readable", lambda: ["/no/such/folder"])
-    assert "refuses namespaces: " in why_not_isolated.__wrapped__()
-    with pytest.raises(IsolationError, match="refuses namespaces: .*No such file"):
-        run_isolated("x = 1")
+    with pytest.raises(IsolationError, match="(namespaces|landlock): .*No such file"):
+        run_isolated("x = 1", isolation=walls)
 
 
-def test_a_harmless_program_must_run(isolated, monkeypatch):
+def test_where_programs_fail_within_namespaces_the_other_walls_serve(monkeypatch):
     """Root has Python in its home, which nobody may not read."""
-    monkeypatch.setattr(isolation, "PROBE", "import _no_such")
-    assert "a harmless program fails in namespaces (ModuleNotFound" in why_not_isolated.__wrapped__()
+    fallback, run_it = find_isolation(FALLBACK), isolation._run
+
+    def run_within(program, limits, walls):
+        return run_it("import _no_such" if program and "namespaces" in walls else program, limits, walls)
+
+    monkeypatch.setattr(isolation, "_run", run_within)
+    found = find_isolation.__wrapped__()
+    assert (found.walls, found.by) == (fallback.walls, fallback.by)
+    assert "namespaces" in found.missing
 
 
-def test_other_systems_have_no_namespaces(monkeypatch):
+def test_other_systems_have_no_walls(monkeypatch):
     monkeypatch.setattr(isolation.sys, "platform", "darwin")
-    assert why_not_isolated.__wrapped__() == "only Linux has namespaces"
+    found = find_isolation.__wrapped__()
+    assert (found.walls, set(found.missing), found.suffices) == ((), set(WALLS), False)

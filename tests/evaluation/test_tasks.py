@@ -62,7 +62,7 @@ def test_humaneval_counts_what_passes(write, packed):
         programs.HUMANEVAL_STOP,
         512,
     )
-    if isolation.why_not_isolated():
+    if not isolation.find_isolation().suffices:
         pytest.skip("programs are not isolated here")
     right, after = ADD["canonical_solution"], "\nprint('more')\nimport sys\nsys.exit(0)\n"
     wrong = ("    return a - b\n", "    return a +\n", "    import sys; sys.exit(0)\n", "    pass\n")
@@ -75,12 +75,13 @@ def test_humaneval_counts_what_passes(write, packed):
 
 
 def test_programs_that_cannot_be_isolated_are_not_run(write, monkeypatch):
-    monkeypatch.setattr(isolation, "why_not_isolated", lambda: "a program reaches network, files")
+    nothing = isolation.Isolation(walls=(), missing={}, by=dict.fromkeys(isolation.ASPECTS, ""))
+    monkeypatch.setattr(isolation, "find_isolation", lambda: nothing)
     path, answers = write(lines([ADD])), [Attempt(text=ADD["canonical_solution"])]
-    with pytest.raises(ValueError, match="reaches network, files.*or insist"):  # before anything is decoded
+    with pytest.raises(ValueError, match="network: NOT ISOLATED; files.*or insist"):  # before anything is decoded
         load_task("humaneval", path)
     task, insisting = load_humaneval(path), load_task("humaneval", path, insist=True)
-    with pytest.raises(isolation.IsolationError, match="reaches network"):
+    with pytest.raises(isolation.IsolationError, match="network: NOT ISOLATED"):
         task.score(task.problems[0], answers)
     assert insisting.score(task.problems[0], answers) == {"pass@1": 1.0, "parses": 1.0}
 
@@ -258,7 +259,7 @@ def test_mbpp(write, field):
     task = load_task("mbpp", write(text), insist=True)
     (problem,) = task.problems
     assert problem.prompt == f'"""\nWrite a function to match \\x.\n{record["test_list"][0]}\n"""\n'
-    if not isolation.why_not_isolated():
+    if isolation.find_isolation().suffices:
         found = task.score(problem, [Attempt(text="def f(x):\n    return x + 1\n\nassert 0"), Attempt(text="f = len")])
         assert found == {"pass@1": 0.5, "parses": 1.0}
     with pytest.raises(ValueError, match="task 11 has neither a field 'text' nor 'prompt'"):
