@@ -14,7 +14,7 @@ from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, grid_table, prices
 from specsamp.evaluation.audit import audit_table
 from specsamp.tpu import calibration
 from specsamp.tpu.report import Report
-from specsamp.tpu.tables import GIB, faster
+from specsamp.tpu.tables import GIB, faster, lower_bound
 from specsamp.tpu.topology import parse
 
 QUALITY = (
@@ -109,6 +109,12 @@ def public_pairs(*documents: Document) -> Table:
             "batch": report.batch,
             "chips": f"{math.prod(parse(report.topology)[1])} v5e",
             "memory, GiB": f"{memory.total / GIB:.1f} of {memory.capacity / GIB:.0f}",
+            **{
+                f"{name}, at least": lower_bound(
+                    report[name].streaming_ms(report.chip), report[name].cycles_ms(report.chip)
+                )
+                for name in ("target step", "round")
+            },
             "step, over the floor": f"{report['target step'].over_floor:.3f}",
             "scoring, over the floor": f"{report['score'].over_floor:.3f}",
             "a step, ms": alone,

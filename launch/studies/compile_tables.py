@@ -6,18 +6,20 @@ from launch.lib.study import Document, answers
 from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
 from specsamp.tpu.calibration import Band, band_ratio, estimate
-from specsamp.tpu.tables import GIB, faster
+from specsamp.tpu.tables import GIB, faster, lower_bound
 from specsamp.tpu.topology import parse
 from specsamp.tpu.work import Work, calls_of_round
 
 K = 4
 EMITTED = sum(0.8**i for i in range(K + 1))  # tokens of a round at an acceptance rate of 0.8
 NUMBERS = {  # columns of programs: field, unit and format
+    "lower bound, ms": ("lower_bound_ms", 1, ".2f"),
+    "streaming": ("streaming_ms", 1, ".2f"),
+    "cycles": ("cycles_ms", 1, ".2f"),
     "memory, GiB": ("memory_bytes", GIB, ".1f"),
     "traffic, GB": ("hbm_bytes", 1e9, ".2f"),
     "over the floor": ("over_floor", 1, ".3f"),
     "alive, GB": ("live_hbm_bytes", 1e9, ".2f"),
-    "cycles, ms": ("cycles_ms", 1, ".2f"),
 }
 DOTS = {"marker": "o", "markersize": 3}
 
@@ -36,12 +38,23 @@ def forecast(document: Document, topology: str, batch: int) -> tuple[Band, Band]
     return estimated(programs["target step"], topology) / batch, drafted / EMITTED / batch
 
 
+def bounds(programs: Document, *names: str) -> dict[str, str]:
+    """Returns a column for each program: its lower bound in milliseconds, of streaming and cycles."""
+    known = {name: programs[name] for name in names}
+    return {
+        f"{name.split(',')[0]}, at least": lower_bound(each["streaming_ms"], each["cycles_ms"])
+        for name, each in known.items()
+    }
+
+
 def programs(document: Document) -> Table:
     """Returns a row for each program of each cell; kernels also have the traffic of the live slots alone."""
     rows = []
     for name, answer in answers(document):
         for program, facts in answer.get("programs", {"": answer}).items():
             row = dict(name) | ({"program": program} if program else {})
+            if facts["fits"]:
+                facts = facts | {"lower_bound_ms": max(facts["streaming_ms"], facts["cycles_ms"])}
             known = {column: number for column, number in NUMBERS.items() if number[0] in facts}
             row |= {column: f"{facts[field] / unit:{form}}" for column, (field, unit, form) in known.items()}
             rows.append(row if facts["fits"] else row | {"memory, GiB": "does not fit"})
@@ -60,6 +73,7 @@ def slices(document: Document) -> Table:
         alone, together = forecast(document, topology, batch)
         row |= {
             "memory, GiB": f"{drafted['memory_bytes'] / GIB:.1f} of {parse(topology)[0].hbm_bytes / GIB:.0f}",
+            **bounds(programs, "target step", "score", "round, top-p, token"),
             "step, over the floor": f"{programs['target step']['over_floor']:.2f}",
             "scoring, over the floor": f"{programs['score']['over_floor']:.2f}",
             "alone, ms per token": alone,
@@ -79,9 +93,10 @@ def heads(document: Document) -> Table:
         whole = estimated(programs["round"], topology, programs["draft step"])
         row = {
             **dict(zip(("target", "chips", "drafter"), name.values(), strict=True)),
+            **bounds(programs, "target step", "score", "draft step", "round"),
             "scoring, over the floor": f"{programs['score']['over_floor']:.3f}",
             "a draft step, over the floor": f"{programs['draft step']['over_floor']:.3f}",
-            "a round, over the floor": f"{programs['round']['over_floor']:.3f}",
+            "a round, over the floors of its calls": f"{programs['round']['over_floor']:.3f}",
             "serial collectives of a draft step": serial["draft step"],
             "of a round": serial["round"],
             "a draft step, ms": estimated(programs["draft step"], topology),

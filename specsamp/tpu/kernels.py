@@ -1,4 +1,4 @@
-"""Counts the traffic of the kernels of `specsamp.models.kernels`; the text of a program does not say it."""
+"""Counts the traffic and the steps of the kernels of `specsamp.models.kernels`; the text of a program does not say them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from specsamp.models.kernels import append_rows, decode_attention
 from specsamp.tpu.hlo import Array, Instruction
 
-# Of the arrays given, those made, and the share of the slots that is alive: bytes read from HBM, and written there.
-Count = Callable[[Sequence[Array], Sequence[Array], float], tuple[float, float]]
+# Of the arrays given, those made, and the share of the slots that is alive: bytes read from HBM, those written there, and
+# the steps of the grid.
+Count = Callable[[Sequence[Array], Sequence[Array], float], tuple[float, float, float]]
 
 
 def kernel_of(op: Instruction) -> Count | None:
@@ -19,24 +20,26 @@ def kernel_of(op: Instruction) -> Count | None:
     return next((count for name, count in COUNTS.items() if f"/{name}/" in op.scope), None)
 
 
-def count_attention(given: Sequence[Array], made: Sequence[Array], live: float) -> tuple[float, float]:
+def count_attention(given: Sequence[Array], made: Sequence[Array], live: float) -> tuple[float, float, float]:
     """Reads keys, values and biases as far as they are alive, and all of the rest."""
     _, keys, *_ = (x for x in given if len(x.sizes) == 4)  # queries come first
-    slots, share = keys.sizes[2], decode_attention.fetched_share(live, keys.sizes, itemsize(keys))
+    (batch, kv_heads, slots, size), share = keys.sizes, decode_attention.fetched_share(live, keys.sizes, itemsize(keys))
+    heads, block = decode_attention.block_shape(kv_heads, slots, size, itemsize(keys))
     parts = (x.bytes * (share if len(x.sizes) == 4 and slots in x.sizes[2:] else 1.0) for x in given if x.in_hbm)
-    return sum(parts), sum(x.bytes for x in made if x.in_hbm)
+    return sum(parts), sum(x.bytes for x in made if x.in_hbm), kv_heads // heads * batch * share * slots / block
 
 
-def count_rows(given: Sequence[Array], made: Sequence[Array], live: float) -> tuple[float, float]:
+def count_rows(given: Sequence[Array], made: Sequence[Array], live: float) -> tuple[float, float, float]:
     """Reads and writes the tiles that hold new slots, of each cache, and reads the new slots."""
     starts, *rest = given
     new, caches = rest[: len(made)], rest[len(made) :]
-    moved = 0.0
+    moved, steps = 0.0, 0.0
     for x, cache in zip(new, caches, strict=True):
         tile = append_rows.tile_slots(itemsize(cache))
         tiles = x.sizes[2] // tile + 1  # at most
         moved += cache.bytes * tiles * tile / cache.sizes[2]
-    return moved + sum(x.bytes for x in (starts, *new) if x.in_hbm), moved
+        steps = cache.sizes[0] * tiles
+    return moved + sum(x.bytes for x in (starts, *new) if x.in_hbm), moved, steps
 
 
 def itemsize(x: Array) -> int:

@@ -11,13 +11,15 @@ from typing import Any
 import jax
 
 from specsamp.models.compiling import FEWEST_COLLECTIVES, is_out_of_memory
+from specsamp.tpu import schedules
+from specsamp.tpu.kernels import COUNTS
 from specsamp.tpu.topology import Chip, parse
 from specsamp.tpu.traffic import traffic_of
 from specsamp.tpu.work import Work, hops, wire_ms
 
 USABLE = 0.98  # share of the memory of a chip that programs can have
 FACTS = ("hbm_bytes", "floor_bytes", "over_floor", "live_hbm_bytes", "live_over_floor", "cycles")
-FACTS += ("collectives", "collective_bytes", "host_transfers")
+FACTS += ("kernel_cycles", "collectives", "collective_bytes", "host_transfers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,7 @@ class Program:
     out_of_memory: str | None  # from the compiler's message: how much is missing, and the largest contributors
     hbm_bytes: float | None = None
     cycles: float | None = None
+    kernel_cycles: float | None = None  # of these; None in reports of before they were counted
     collectives: dict[str, int] | None = None
     collective_bytes: dict[str, float] | None = None
     copies: tuple[tuple[str, float], ...] = ()  # of 1 MB or more, HBM to HBM: scope and bytes
@@ -102,6 +105,10 @@ class Program:
     def streaming_ms(self, chip: Chip) -> float:
         """Returns the milliseconds that the traffic takes at the rate of the HBM."""
         return self.hbm_bytes * chip.devices / chip.hbm_bytes_per_second * 1e3
+
+    def lower_bound_ms(self, chip: Chip) -> float:
+        """Returns the milliseconds below which a call cannot take: streaming or computing, whichever is longer."""
+        return max(self.streaming_ms(chip), self.cycles_ms(chip))
 
     def work(self, chip: Chip, chips: Sequence[int], *, sequences: int, calls: int = 1) -> Work:
         """Returns the work of a run on one device, from which `specsamp.tpu.calibration` estimates milliseconds.
@@ -139,9 +146,9 @@ class Program:
 
 
 def fastest(programs: Sequence[Program], chip: Chip) -> Program:
-    """Returns the program that streams and computes fastest of those that fit; the first where none does."""
+    """Returns the program with the least lower bound of those that fit; the first where none does."""
     fitting = [program for program in programs if program.memory is not None]
-    return min(fitting, key=lambda one: max(one.streaming_ms(chip), one.cycles_ms(chip)), default=programs[0])
+    return min(fitting, key=lambda one: one.lower_bound_ms(chip), default=programs[0])
 
 
 def measure(
@@ -169,7 +176,7 @@ def measure(
             raise
         return Program(**known, memory=None, out_of_memory=largest_buffers(str(error)))
     text = compiled.as_text()
-    traffic = traffic_of(text)
+    traffic = traffic_of(text, schedules=schedules.take(*COUNTS))
     return Program(
         **known,
         memory=Memory.of(compiled, chip.hbm_bytes // chip.devices),
@@ -177,6 +184,7 @@ def measure(
         hbm_bytes=traffic.bytes,
         live_hbm_bytes=traffic_of(text, live).bytes,
         cycles=traffic.cycles,
+        kernel_cycles=traffic.kernel_cycles,
         collectives=dict(traffic.collectives),
         collective_bytes=dict(traffic.collective_bytes),
         copies=tuple(traffic.copies),

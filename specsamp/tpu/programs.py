@@ -64,15 +64,16 @@ class Programs:
     def floor(self, model: ShardedModel, live: float = 1.0, *, tokens: int = 1) -> float:
         """Returns the bytes per device that a call of so many tokens a row reads at least, on the mean of the devices.
 
-        ``live`` is the share of the slots of the cache that hold something. Of experts the expected choice counts.
+        ``live`` is the share of the slots of the cache, and of the table of relative keys, that hold something. Of experts the
+        expected choice counts.
         """
         weights = self.weights(model)
         rows = self.batch // DataShards(self.mesh).count
-        matrices = [*model.matrices_read(weights, rows * tokens), (weights.get("relative_keys"), 1.0)]
+        matrices = [*model.matrices_read(weights, rows * tokens), (weights.get("relative_keys"), live)]
         return sum(share * _size(matrix) for matrix, share in matrices) + live * _size(self.cache(model))
 
     def floor_of_round(self, draft_length: int, live: float = 1.0) -> float:
-        """Returns the bytes per device that a round reads at least: those of its calls, and of the matrices that fuse features."""
+        """Returns the sum of the floors of a round's calls, and of the matrices that fuse features, in bytes per device."""
         fused = () if self.head is None else [self.draft_weights()["params"][name] for name in self.head.config.fused]
         return (
             self.floor(self.target, live, tokens=draft_length + 1)

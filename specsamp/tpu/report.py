@@ -4,12 +4,12 @@
 
 A step is compiled for several numbers of tokens (`specsamp.tpu.programs.step_windows`), and the fastest counts.
 
-The floor of a call is its weights, its table of relative keys and all slots of its cache, each read once. Of experts it
-counts the number that the tokens of the call are expected to choose, divided evenly among the devices; the traffic is
-that of the device that reads most of them, since the others wait for it. Without kernels the compiler copies some
-caches to the chip and back. Kernels write caches in place and read only the slots that are alive: traffic and floor are
-stated for all slots and for half of them. A round can go below the sum of its calls' floors: on-chip memory may keep
-weights of the draft.
+The floor of a call is its weights, and all slots of its cache and of its table of relative keys, each read once. Of
+experts it counts the number that the tokens of the call are expected to choose, divided evenly among the devices; the
+traffic is that of the device that reads most of them, since the others wait for it. Without kernels the compiler copies
+some caches to the chip and back. Kernels write caches in place and read only the slots that are alive: traffic and floor
+are stated for all slots and for half of them. The floor of a round is the sum of its calls' floors, and a round can go
+below it: on-chip memory may keep weights of the draft.
 
 All numbers are **compiler estimates**, without a time of collectives; `specsamp.tpu.calibration` estimates milliseconds.
 """

@@ -29,7 +29,7 @@ from specsamp.tpu.programs import WINDOW, Programs, sharded_head_model, step_win
 from specsamp.tpu.topology import parse
 
 FEW, MANY = 2, 4  # layers that are compiled
-COUNTED = ("floor_bytes", "live_floor_bytes", "hbm_bytes", "live_hbm_bytes", "cycles")
+COUNTED = ("floor_bytes", "live_floor_bytes", "hbm_bytes", "live_hbm_bytes", "cycles", "kernel_cycles")
 PARTS = ("arguments", "temporaries", "outputs", "code")  # of memory
 
 

@@ -67,6 +67,7 @@ def _times(report: Report, p: Program, own: Calibration | None) -> dict[str, str
         "": p.name,
         "streaming": two_digits(p.streaming_ms(report.chip)),
         "cycles": two_digits(p.cycles_ms(report.chip)),
+        "lower bound": two_digits(p.lower_bound_ms(report.chip)),
         "collectives": str(sum(p.collectives.values())),
         "calibrated": str(report.calibrated_ms(p.name, own)),
     }
@@ -82,6 +83,11 @@ def _per_token(report: Report, rate: float, own: Calibration | None) -> dict[str
         "with the draft": str(drafted),
         "speedup": faster(band_ratio(alone, drafted)),
     }
+
+
+def lower_bound(streaming_ms: float, cycles_ms: float) -> str:
+    """Formats the longer of two times, below which a call cannot take, and both."""
+    return f"{max(streaming_ms, cycles_ms):.2f} ({streaming_ms:.2f}, {cycles_ms:.2f})"
 
 
 def faster(found: Band) -> str:

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh
 
 from specsamp.mesh import slices
 from specsamp.mesh.layout import mesh_axes
+from specsamp.tpu import schedules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +93,7 @@ def described_mesh(
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v4-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    schedules.folder()
     options = dict(chip.options)
     if len(sizes) == 3:
         options |= {"chips_per_host_bounds": (2, 2, 1), "num_slices": 1, "wrap": (False,) * 3}

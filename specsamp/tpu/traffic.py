@@ -17,7 +17,8 @@ counts as often as is expected (`specsamp.models.experts.expected_steps`). Any o
 decoding) counts once: the result is that of a round. Of branches the largest counts, but copies and transfers to the
 host count in all. XLA's own cost analysis would count on-chip reads too, and every body once.
 
-Cycles are the compiler's estimate, summed over operations; collectives, gathers and prefetches have none.
+Cycles are the compiler's estimate, summed over operations; collectives, gathers and prefetches have none. Those of
+kernels come from their schedules (`specsamp.tpu.schedules`), for all slots of their caches.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ import collections
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from specsamp.models.experts import expected_steps
 from specsamp.tpu.hlo import Array, Instruction, Module
 from specsamp.tpu.kernels import kernel_of
+from specsamp.tpu.schedules import Schedule
 
 FREE = {
     "parameter",
@@ -58,6 +62,7 @@ class Traffic:
     read: float = 0.0  # bytes from HBM
     written: float = 0.0  # bytes to HBM
     cycles: float = 0.0  # compiler estimate
+    kernel_cycles: float = 0.0  # of these
     collectives: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by kind, how many
     collective_bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by kind
     copies: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # large, HBM to HBM: scope, bytes
@@ -74,6 +79,7 @@ class Traffic:
         self.read += other.read * times
         self.written += other.written * times
         self.cycles += other.cycles * times
+        self.kernel_cycles += other.kernel_cycles * times
         self.host_transfers += other.host_transfers * times
         self.open_loops += other.open_loops
         self.copies += other.copies
@@ -82,10 +88,13 @@ class Traffic:
                 mine[kind] += count * times
 
 
-def traffic_of(text: str, live: float = 1.0) -> Traffic:
-    """Counts the traffic of ``compiled.as_text()``; kernels read only the ``live`` share of the slots of caches."""
+def traffic_of(text: str, live: float = 1.0, schedules: Mapping[str, Schedule] | None = None) -> Traffic:
+    """Counts the traffic of ``compiled.as_text()``; kernels read only the ``live`` share of the slots of caches.
+
+    ``schedules`` of the program's kernels are by the name of one operation of each kind; None: kernels take no cycles.
+    """
     module = Module.parse(text)
-    return Tally(module, live).of(module.entry)
+    return Tally(module, live, schedules).of(module.entry)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +103,14 @@ class Tally:
 
     module: Module
     live: float = 1.0  # see `traffic_of`
+    schedules: Mapping[str, Schedule] | None = None
+
+    @functools.cached_property
+    def schedule_of(self) -> dict[Any, Schedule]:
+        """The schedules by what kernels are given and make: equal kernels are scheduled once."""
+        bodies = self.module.computations.values()
+        known = [(body, op) for body in bodies for op in body.values() if op.name in self.schedules]
+        return {_signature(op, _operands(op, body)): self.schedules[op.name] for body, op in known}
 
     def of(self, computation: str) -> Traffic:
         """Counts a computation; what it calls is counted as often as it is called."""
@@ -129,7 +146,7 @@ class Tally:
         base = op.opcode.removesuffix("-start")
         if op.opcode in FREE or op.opcode.endswith("-done") or 'custom_call_target="ConcatBitcast"' in op.attributes:
             return
-        operands = [body[name] for name in op.operands if name in body]
+        operands = _operands(op, body)
         on_host = any(array.on_host for x in (op, *operands) for array in x.arrays)
         total.host_transfers += base in HOST or on_host or "is_host_transfer=true" in op.attributes
         if base in COLLECTIVES:
@@ -148,7 +165,11 @@ class Tally:
         elif op.opcode == "fusion":
             read, written = self.fusion(op, operands)
         elif op.opcode == "custom-call" and (count := kernel_of(op)):
-            read, written = count([x.arrays[0] for x in operands], op.arrays, self.live)
+            read, written, steps = count([x.arrays[0] for x in operands], op.arrays, self.live)
+            if self.schedules is not None:
+                cycles = self.schedule_of[_signature(op, operands)].cycles(steps)
+                total.cycles += cycles
+                total.kernel_cycles += cycles
         elif op.opcode == "dynamic-update-slice":
             read, written = operands[1].hbm_bytes, operands[1].bytes * (op.hbm_bytes > 0)
         elif op.opcode in SLICES:
@@ -205,6 +226,14 @@ class Tally:
 
         parameters = {int(x.operands[0]): x.name for x in inner.values() if x.opcode == "parameter"}
         return [bytes_of(parameters[i]) if i in parameters else 0.0 for i in range(max(parameters, default=-1) + 1)]
+
+
+def _operands(op: Instruction, body: dict[str, Instruction]) -> list[Instruction]:
+    return [body[name] for name in op.operands if name in body]
+
+
+def _signature(op: Instruction, operands: list[Instruction]) -> Any:
+    return op.name.rstrip("0123456789."), op.arrays, *[x.arrays for x in operands]
 
 
 def _delivered(op: Instruction, operands: list[Instruction]) -> Array:

@@ -14,9 +14,11 @@ from specsamp.models.config import TransformerConfig, chinchilla_70b
 from specsamp.models.interface import Block
 from specsamp.models.kernels.cache import Kernels
 from specsamp.models.transformer import TransformerLM
+from specsamp.tpu import schedules
 from specsamp.tpu.hlo import Array, Instruction
-from specsamp.tpu.kernels import count_attention, count_rows, kernel_of
+from specsamp.tpu.kernels import COUNTS, count_attention, count_rows, kernel_of
 from specsamp.tpu.programs import Programs
+from specsamp.tpu.schedules import Schedule
 from specsamp.tpu.stack import Stack
 from specsamp.tpu.topology import described_mesh
 from specsamp.tpu.traffic import traffic_of
@@ -38,12 +40,13 @@ def test_what_kernels_move_by_their_shapes():
     given = [array(8, itemsize=4), query, cache, cache, array(2, 5, 2, itemsize=4), bias]
     small = sum(x.bytes for x in (given[0], query, given[4]))
     for live, share in ((1.0, 1.0), (0.25, 0.25), (0.26, 0.375), (0.0, 0.125)):
-        read, written = count_attention(given, [query], live)
-        assert (read, written) == (small + share * (2 * cache.bytes + bias.bytes), query.bytes)
+        moved = small + share * (2 * cache.bytes + bias.bytes), query.bytes
+        assert count_attention(given, [query], live) == (*moved, 2 * 2 * 8 * share)  # steps of two heads
     on_chip = dataclasses.replace(bias, in_hbm=False)
     assert count_attention([*given[:-1], on_chip], [query], 1.0)[0] == small + 2 * cache.bytes
     new = array(2, 4, 16, 128)
-    read, written = count_rows([given[0], new, new, cache, cache], [cache, cache], 1.0)
+    read, written, steps = count_rows([given[0], new, new, cache, cache], [cache, cache], 1.0)
+    assert steps == 2 * 2
     assert written == 2 * 2 * 4 * 32 * 128 * 2, "two tiles of 16 slots of each row"
     assert read == written + given[0].bytes + 2 * new.bytes
 
@@ -57,6 +60,25 @@ def test_only_our_kernels_are_counted_as_kernels():
     assert kernel_of(op("tpu_custom_call", "shard_map/decode_attention")) is count_attention
     assert kernel_of(op("tpu_custom_call", "flash_attention")) is None
     assert kernel_of(op("Sharding", "append_rows")) is None
+
+
+BUNDLES = """= control target key start
+LB: loop body
+     0   :  { %s1 = sld [smem:[#allocation0]] /* core id */
+hlo: x
+ */ }
+   0x1   :  { %2 = vwait.ge.trace [#allocation12], 1 }
+   0x2 LB: > { %3 = sst [smem:[#allocation1]] %s1 }
+   0x3   : > { }
+   0x4 PF: >> { %s4 = sadd.s32 1, %s1 }
+   0x5 PF:  {} /* exit bundle */
+"""
+
+
+def test_a_loop_counts_for_each_step_and_its_pipeline():
+    schedule = Schedule.parse(BUNDLES)
+    assert schedule == Schedule(once=3, in_loop=3, cores=1) and schedule.cycles(steps=10) == 3 + 3 * 12
+    assert Schedule.parse(BUNDLES + "/* barrier-megacore-wait */").cycles(steps=10) == 3 + 3 * 7
 
 
 @pytest.mark.slow
@@ -73,6 +95,7 @@ def test_a_layer_moves_its_floor_and_caches_are_donated():
     assert 0.95 * floor < many.live_hbm_bytes - few.live_hbm_bytes < 1.1 * floor
     assert many.live_hbm_bytes < 0.9 * many.hbm_bytes
     assert many.copies == () and many.host_transfers == 0
+    assert many.kernel_cycles == pytest.approx(2 * few.kernel_cycles), "equal kernels are scheduled once"
     assert many.memory.outputs < 20e6, "logits alone: the caches that come back are those that were given"
     assert many.collectives["all-reduce"] == few.collectives["all-reduce"] + 2
 
@@ -113,4 +136,6 @@ def test_a_tree_compiles_within_data_shards(shape):
     cache = 2 * batch * config.num_kv_heads * slots * 128 * (1 if config.cache_dtype else 4)
     devices = 4 if config.num_kv_heads == 2 else 2
     assert compiled.memory_analysis().alias_size_in_bytes >= cache / devices
-    assert traffic_of(text).copies == []
+    alone, traffic = traffic_of(text), traffic_of(text, schedules=schedules.take(*COUNTS))
+    assert traffic.copies == [] and alone.kernel_cycles == 0
+    assert traffic.cycles - alone.cycles == pytest.approx(traffic.kernel_cycles) and traffic.kernel_cycles > 2000

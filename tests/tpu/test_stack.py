@@ -26,6 +26,7 @@ def program(layers, fits=True):
         hbm_bytes=11.0 * layers + 4,
         live_hbm_bytes=10.0 * layers + 4,
         cycles=2.0 * layers + 1,
+        kernel_cycles=1.0 * layers,
         collectives={"all-reduce": 2 * layers + 1, "all-gather": 1},
         collective_bytes={"all-reduce": 50.0 * layers},
         num_copies=layers,

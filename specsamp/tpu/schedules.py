@@ -1,0 +1,62 @@
+"""Reads the cycles of our kernels from their final schedules, which the TPU compiler writes as text; it estimates none.
+
+A core issues one bundle of instructions a cycle. The bundles of a kernel's loop count for each step of its grid, and for
+two more in which the pipeline fills and empties, with all branches taken; waiting for memory does not count.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from typing import Self
+
+FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=false"
+FLAGS += " --xla_jf_dump_llo_pass_label_regex=^final_bundles"
+FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
+_BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *(>*)", re.M)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The bundles of one kernel."""
+
+    once: int
+    in_loop: int
+    cores: int  # that share the steps
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads the final bundles of a kernel; those of a loop are marked."""
+        marks = _BUNDLE.findall(text)
+        in_loop = sum(map(bool, marks))
+        return cls(once=len(marks) - in_loop, in_loop=in_loop, cores=2 if "megacore" in text else 1)
+
+    def cycles(self, steps: float) -> float:
+        """Returns the cycles of a core, at most, if the grid has so many steps."""
+        return self.once + self.in_loop * (steps / self.cores + 2)
+
+
+@functools.cache
+def folder() -> pathlib.Path:
+    """Returns the folder of this process into which libtpu, if it is not loaded before, writes the schedules."""
+    path = tempfile.mkdtemp(prefix="specsamp-schedules-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {FLAGS.format(path)}".strip()
+    return pathlib.Path(path)
+
+
+def take(*kernels: str) -> dict[str, Schedule]:
+    """Returns the schedules of kernels, written since the last call, by names of operations; all files are removed."""
+    found = {}
+    for path in folder().iterdir():
+        match = FILE.fullmatch(path.name)
+        if match and match[1].startswith(kernels):
+            found[match[1]] = Schedule.parse(path.read_text())
+        path.unlink()
+    return found
