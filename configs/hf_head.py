@@ -55,6 +55,12 @@ def get_config(argument: str = "") -> ConfigDict:
     config.generated.rows = 4096
     config.generated.prompt_length = 512
     config.generated.batch = 16
+    if kind in python_pair.BLOCKS:
+        config.model.num_layers, config.objective = 5, "dspark"
+        config.test_time.anchors, config.test_time.chunk = 128, 8  # of each text, and whose logits are in memory
+        config.head.hidden_layers = ()
+        config.head.block_size = 16
+        config.head.mask_id = config_dict.placeholder(int)  # an unused id of the target, such as 151669 of Qwen3
     if kind == "head":
         config.test_time.test_steps = 7
         config.head.hidden_layers = ()  # the usual ones of a target of so many layers

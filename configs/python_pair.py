@@ -7,11 +7,13 @@
     python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head --config.target=python
     python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/medusa --config.target=python
     python launch/train.py --config=configs/python_pair.py:mtp --workdir=runs/mtp --config.target=python
+    python launch/train.py --config=configs/python_pair.py:dspark --workdir=runs/dspark --config.target=python
     python launch/train.py --config=configs/python_pair.py:tiny_target --workdir=/tmp/tiny
 
 The draft is distilled from the target, on the same text and on text that the target wrote. "layer_skip" is a target
-that drafts with its own first layers: from scratch, or tuned from a target. Three kinds of heads draft from the target's
-hidden states: "head" is EAGLE-3's, "medusa" are Medusa's, "mtp" is a module for multi-token prediction like MiMo's. With
+that drafts with its own first layers: from scratch, or tuned from a target. Heads draft from the target's
+hidden states: "head" is EAGLE-3's, "medusa" are Medusa's, "mtp" is a module for multi-token prediction like MiMo's;
+"dflash" and "dspark" draft a block in one call. With
 "tiny_" before the word ("tiny_target", "tiny_draft" and so on) each goes through all steps in a minute. "llama_target"
 and "llama_draft" have an architecture that other engines can read: gated, without n-gram embeddings
 (launch/export.py).
@@ -26,16 +28,21 @@ KINDS = (
     "head",
     "medusa",
     "mtp",
+    "dflash",
+    "dspark",
     "tiny_target",
     "tiny_draft",
     "tiny_layer_skip",
     "tiny_head",
     "tiny_medusa",
     "tiny_mtp",
+    "tiny_dflash",
+    "tiny_dspark",
     "llama_target",
     "llama_draft",
 )
-HEADS = ("head", "medusa", "mtp")
+BLOCKS = ("dflash", "dspark")
+HEADS = ("head", "medusa", "mtp", *BLOCKS)
 
 
 def get_config(kind: str = "target") -> ConfigDict:
@@ -119,11 +126,23 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.model.activation = "silu"
         if kind.endswith("mtp"):
             config.model.attention_bias = True  # as MiMo's has
+        if kind.endswith(BLOCKS):
+            config.test_time.test_steps = config.head.get_ref("block_size") - (1 if kind.endswith("dflash") else 0)
+            config.test_time.decay = 0.7788  # exp(-1/4)
+            config.test_time.anchors = 8 if tiny else 48  # blocks of each window
+            config.test_time.marginals = (
+                0.0 if kind.endswith("dflash") else 0.3
+            )  # weight of the loss without Markov head
+            config.model.num_layers = 2
+            config.model.num_kv_heads = 1 if tiny else 2
+            config.model.feedforward_width = 128 if tiny else 256
+            config.model.query_key_norm = True  # as in Qwen3, whose layers files describe
+            config.objective = "lk_hybrid"  # or "dspark", the published one, which begins slowly
         config.generated.rows = 32 if tiny else 1024
         config.generated.share = 0.5
         if not tiny:
             config.train.steps = 4000
-            config.train.batch = 8
+            config.train.batch = 4 if kind.endswith(BLOCKS) else 8
             config.train.learning_rate = 3e-3
     if draft:
         config.model.width = 32 if tiny else 128
@@ -158,6 +177,16 @@ def head_fields(kind: str, tiny: bool, steps: FieldReference) -> ConfigDict:
         # As in MiMo's, whose names it is exported with; others are trained, but not exported.
         fields.hidden_first = True  # the hidden state stands before the token
         fields.norm_output = True  # the features that it goes on with are normalised
+        return fields
+    if kind in BLOCKS:
+        fields.kind = kind
+        fields.hidden_layers = (0, 1) if tiny else (1, 3, 5)  # the usual ones of six layers would repeat
+        fields.block_size = 4 if tiny else 8
+        fields.mask_id = 511 if tiny else 2047  # of the rows that draft: the end of text, which is never pending
+        if kind == "dspark":
+            fields.markov = "vanilla"  # or "gated", "recurrent"
+            fields.markov_rank = 16 if tiny else 64
+            fields.confidence = "markov"
         return fields
     fields.kind = "eagle3"
     # The layers of the target whose outputs it reads, counted from 0. The usual ones of six layers would repeat.

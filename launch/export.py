@@ -39,7 +39,6 @@ from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import DTYPES
-from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from specsamp.text_format import human_count
 from specsamp.training import run
@@ -167,7 +166,7 @@ def export_head(console: Console) -> None:
         config, target = trained.provenance["config"], trained.made_from("target")
         name = target.get("name") or config["target"].rstrip("/").split("/")[-1]
         params = jax.tree.map(lambda x: x if x.dtype == np.int32 else x.astype(jnp.bfloat16), trained.params)
-        head, K = FeatureHead(trained.config), config["test_time"]["test_steps"]
+        head, K = trained.config.head(), config["test_time"]["test_steps"]
         write_head(_OUTPUT.value, head, params, target_name=name, K=K)
         storage.write_json(place / "training.json", provenance_of(trained) | {"target": target})
     console.print(f"{sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6:.1f} MB, of step {trained.step}")

@@ -30,11 +30,13 @@ from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.data_shards import DATA
 from specsamp.mesh import distributed
 from specsamp.mesh.layout import make_mesh
+from specsamp.models.block import BlockHead
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.models.transformer import TransformerLM
 from specsamp.text_format import human_count
 from specsamp.training import run, source
+from specsamp.training.block import TrainBlock
 from specsamp.training.data import (
     Corpus,
     Mixture,
@@ -218,7 +220,14 @@ def make_task(config: TrainingConfig, model: TransformerLM, target: Source | Non
         if target.public:
             check_embedding(target.config, head.config, "the head")
         model = target.model_in(config.compute_dtype)
-        return TrainHead(head=head, target=model, objective=config.objective, **dataclasses.asdict(config.test_time))
+        fields = dict(head=head, target=model, objective=config.objective, **dataclasses.asdict(config.test_time))
+        if isinstance(head, BlockHead):
+            return TrainBlock(**fields)
+        if fields.pop("anchors") is not None or fields.pop("marginals"):
+            raise ValueError(
+                f"test_time.anchors and test_time.marginals are of block heads; the head is {head.config.kind}"
+            )
+        return TrainHead(**fields)
     if target is not None:
         return Distill(model, target.model_in(config.compute_dtype), config.objective)
     if config.layer_skip is not None:

@@ -10,14 +10,13 @@ from specsamp.decoding.drafters import (
     BeamDrafter,
     ChoosingDrafter,
     EarlyExitDrafter,
-    FeatureDrafter,
     ModelDrafter,
     NgramDrafter,
     NoDrafter,
 )
 from specsamp.decoding.loop import decode_window
-from specsamp.decoding.method import check_lengths
-from specsamp.models.heads import FeatureHead
+from specsamp.decoding.method import check_lengths, head_drafter
+from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel
 
 
@@ -33,7 +32,7 @@ class Word:
       compiled: True if compile reports have the drafter; forecasts from shapes have it, too, unless it is a head.
     """
 
-    make: Callable[[LanguageModel, LanguageModel | FeatureHead | None, int, int | None], Drafter]
+    make: Callable[[LanguageModel, LanguageModel | Head | None, int, int | None], Drafter]
     draft: str | None = None
     takes: str | None = None
     drafts: bool = True
@@ -45,12 +44,12 @@ class Word:
         return self.takes == "exit_layer"
 
 
-def _head(target: LanguageModel, draft: LanguageModel | FeatureHead | None, K: int, number: None) -> Drafter:
-    if not isinstance(draft, FeatureHead):
+def _head(target: LanguageModel, draft: LanguageModel | Head | None, K: int, number: None) -> Drafter:
+    if not isinstance(draft, Head):
         raise ValueError(
             "this pair was read without a head: set --config.drafter=head, or name a head by --config=configs/hf.py:TARGET,HEAD"
         )
-    return FeatureDrafter(target, draft, K, decode_window())
+    return head_drafter(target, draft, K)
 
 
 DRAFTERS = {

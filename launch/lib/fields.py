@@ -24,7 +24,7 @@ from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt
 from specsamp.models import config as models
-from specsamp.models.heads import FeatureHead
+from specsamp.models.heads import Head
 from specsamp.models.int8 import SIDES, Int8
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
@@ -224,7 +224,7 @@ class ExperimentConfig:
         return rule if self.synthetic_acceptance is None else SyntheticAcceptance(rule, self.synthetic_acceptance)
 
     def make_drafter(
-        self, target: LanguageModel, draft: LanguageModel | FeatureHead | None, draft_length: int | None = None
+        self, target: LanguageModel, draft: LanguageModel | Head | None, draft_length: int | None = None
     ) -> Drafter:
         """Returns the drafter for K or the configuration's; K = 0 drafts nothing. ValueError: it does not fit the target."""
         K = self.draft_length if draft_length is None else draft_length

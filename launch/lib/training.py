@@ -61,11 +61,13 @@ class GeneratedFields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingTestFields:
-    """The steps of a head's training-time test."""
+    """The steps of a head's training-time test, or the blocks of a head that drafts blocks."""
 
     test_steps: int
     decay: float
     chunk: int | None = None
+    anchors: int | None = None  # of block heads alone, as the next
+    marginals: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,12 +96,12 @@ class TrainingConfig:
     layer_skip: Mapping[str, Any] | None = None
 
     def __post_init__(self):
-        length, chunk = self.data.length, self.test_time and self.test_time.chunk
+        length, chunk = self.data.length, self.test_time and self.test_time.anchors is None and self.test_time.chunk
         if self.generated is not None and self.generated.prompt_length > length:
             raise ValueError(
                 f"generated.prompt_length {self.generated.prompt_length} must be at most data.length, {length}"
             )
-        if chunk is not None and (chunk < 1 or length % chunk):
+        if chunk not in (None, False) and (chunk < 1 or length % chunk):
             raise ValueError(f"test_time.chunk {chunk} does not divide data.length {length}: choose one that does")
 
     @classmethod

@@ -33,12 +33,12 @@ from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.rope import describe_rotary
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle3Config
-from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
+from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 
 
-def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, target_name: str, K: int) -> None:
+def write_head(folder: str | os.PathLike, head: Head, params: Any, *, target_name: str, K: int) -> None:
     """Writes a head as a folder.
 
     Args:
@@ -50,7 +50,7 @@ def write_head(folder: str | os.PathLike, head: FeatureHead, params: Any, *, tar
     """
     config = head.config
     layout, content = describe_head(config, target_name, K)
-    check_shapes("what is to be written", params, jax.eval_shape(FeatureHead(config).init, jax.random.key(0)))
+    check_shapes("what is to be written", params, jax.eval_shape(config.head().init, jax.random.key(0)))
     leaves = flatten_dict(params, sep="/")
     tensors = {
         source.tensor: source.write(np.asarray(leaves[name])) for name, source in head_sources(config, layout).items()

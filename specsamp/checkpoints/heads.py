@@ -1,7 +1,7 @@
 """Opens public heads, checks them against their target, and reads their tensors in slices.
 
     checkpoint = open_head("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", target.config)
-    head = FeatureHead(checkpoint.config)
+    head = checkpoint.config.head()
     params = read_head(checkpoint, head)
 
 A folder holds ``config.json`` and ``model.safetensors``, ``pytorch_model.bin`` (see pickles.py) or a file with a name that
@@ -42,7 +42,7 @@ from specsamp.checkpoints.safetensors_io import (
 )
 from specsamp.checkpoints.tensor_names import TensorSource, check_tensors, find_source
 from specsamp.models.config import TransformerConfig
-from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
+from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
 
 EMBEDDING, OFFSETS, KEPT = "embed_tokens.weight", "d2t", "t2d"
 HEAD_FILES = (MEDUSA_SINGLE, PICKLE, MEDUSA_PICKLE)  # that no model has
@@ -129,7 +129,7 @@ def check_embedding(target: TransformerConfig, head: HeadConfig, name: str) -> N
         )
 
 
-def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: OnProgress = lambda *_: None) -> Any:
+def read_head(checkpoint: HeadCheckpoint, head: Head, progress: OnProgress = lambda *_: None) -> Any:
     """Reads the parameters of ``head`` in its compute dtype and onto its devices.
 
     Args:
@@ -139,7 +139,7 @@ def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: OnProgres
       ValueError: a number is infinite or NaN, with file and tensor.
     """
     dtype, sources = head.config.layer.compute_dtype, head_sources(checkpoint.config, checkpoint.layout)
-    shapes = jax.eval_shape(FeatureHead(head.config).init, jax.random.key(0))
+    shapes = jax.eval_shape(head.config.head().init, jax.random.key(0))
     in_dtype = jax.tree.map(lambda x: x if x.dtype == np.int32 else jax.ShapeDtypeStruct(x.shape, dtype), shapes)
     places = flatten_dict(placed(in_dtype, head), sep="/")
     ids = places.pop(DRAFT_IDS, None)
@@ -158,7 +158,7 @@ def read_head(checkpoint: HeadCheckpoint, head: FeatureHead, progress: OnProgres
 
 def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSource]:
     """Returns the source of each parameter; raises KeyError for one that the layout does not have."""
-    shapes = flatten_dict(jax.eval_shape(FeatureHead(config).init, jax.random.key(0)), sep="/")
+    shapes = flatten_dict(jax.eval_shape(config.head().init, jax.random.key(0)), sep="/")
     layer, read = config.layer, {"X": ("attention/query", 1), "Y": ("fc", 0)}
     wide = {letter: shapes[name].shape[axis] for letter, (name, axis) in read.items() if name in shapes}
     letters = wide | dict(

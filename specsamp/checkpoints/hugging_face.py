@@ -41,7 +41,7 @@ from specsamp.checkpoints.tensor_names import BUFFERS, TensorSource, check_tenso
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.mesh.sharded import ShardedHead, ShardedModel
 from specsamp.models.config import DECODING, TransformerConfig
-from specsamp.models.heads import FeatureHead
+from specsamp.models.heads import Head
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8, summed_axes
 from specsamp.models.transformer import TransformerLM
 
@@ -231,7 +231,7 @@ def _placed_params(model: TransformerLM | ShardedModel) -> Any:
     return placed(jax.eval_shape(stored, jax.random.key(0)), model)
 
 
-def placed(shapes: Any, model: TransformerLM | ShardedModel | FeatureHead) -> Any:
+def placed(shapes: Any, model: TransformerLM | ShardedModel | Head) -> Any:
     """Returns shapes with the shardings of a model or head, which are those of the first device without a mesh."""
     if isinstance(model, (ShardedModel, ShardedHead)):
         shardings = model.param_shardings(shapes)

@@ -72,13 +72,12 @@ def load_pair(
     models = {side: TransformerLM.for_backend(config) for side, config in configs.items()}
     if draft == "head":
         from specsamp.checkpoints.heads import open_head, read_head  # with Orbax, which a draft model does without
-        from specsamp.models.heads import FeatureHead
 
         if not (folder / "head" / "config.json").is_file():
             raise FileNotFoundError(f"the pair {str(name_or_path)!r} has no head: {folder}/head/config.json is missing")
         checkpoint = open_head(folder / "head", configs["target"], dtype=dtype)
         layer = dataclasses.replace(checkpoint.config.layer, **int8.of("draft"))
-        head = FeatureHead(dataclasses.replace(checkpoint.config, layer=layer))
+        head = dataclasses.replace(checkpoint.config, layer=layer).head()
         drafting = {"head": head, "draft_params": read_head(checkpoint, head)}
     else:
         params = _load_params(folder / "draft.safetensors", models["draft"])

@@ -26,7 +26,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
 from specsamp.mesh.sharded import draft_layout, shard_head, shard_model
 from specsamp.models.config import TransformerConfig
-from specsamp.models.heads import FeatureHead
+from specsamp.models.heads import Head
 from specsamp.models.int8 import FLOAT, Int8
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
@@ -43,7 +43,7 @@ def read_pair(
     draft_model_parallelism: int | None = None,
     progress: OnProgress = lambda *_: None,
     say: Callable[[str], None] = lambda _: None,
-    check: Callable[[LanguageModel, LanguageModel | FeatureHead], Any] = lambda *_: None,
+    check: Callable[[LanguageModel, LanguageModel | Head], Any] = lambda *_: None,
 ) -> Pair:
     """Reads a pair of two checkpoints, or of a checkpoint and a head, ready for `generate`.
 
@@ -71,7 +71,7 @@ def read_pair(
     model = TransformerLM.for_backend(_padded(ours.config, rows, ours, mesh))
     if is_head:
         layer = dataclasses.replace(theirs.config.layer, vocab_size=model.vocab_size, **int8.of("draft"))
-        drafting = FeatureHead(dataclasses.replace(theirs.config, layer=layer))
+        drafting = dataclasses.replace(theirs.config, layer=layer).head()
     else:
         drafting = TransformerLM.for_backend(_padded(theirs.config, rows, ours, mesh))
     if mesh is not None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter, hooks_of, with_length
-from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter, NoDrafter
+from specsamp.decoding.drafters import BlockDrafter, FeatureDrafter, ModelDrafter, NoDrafter
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp, greedy
+
+if TYPE_CHECKING:
+    from specsamp.models.heads import Head
+    from specsamp.models.interface import LanguageModel
 
 EXAMPLE = "Method(drafter=NgramDrafter(K=4))"
 DEFAULT_DRAFT_LENGTH = 4
@@ -211,10 +215,17 @@ def check_lengths(drafter: Drafter, lengths: Sequence[int]) -> None:
 def default_drafter(pair: Pair, K: int) -> Drafter:
     """Returns the drafter of the pair's draft model, or of its head, for the platform at hand."""
     if pair.head is not None:
-        return FeatureDrafter(pair.target, pair.head, K, decode_window())
+        return head_drafter(pair.target, pair.head, K)
     if pair.draft is None:
         raise ValueError(
             "the pair has no draft model: give one, or drafter=NgramDrafter(K=4), or draft_length=0 to decode "
             "autoregressively"
         )
     return ModelDrafter(pair.draft, K, decode_window())
+
+
+def head_drafter(target: LanguageModel, head: Head, K: int) -> Drafter:
+    """Returns the drafter of a head that was made for this target."""
+    if head.config.drafts_blocks:
+        return BlockDrafter(target, head, K)
+    return FeatureDrafter(target, head, K, decode_window())

@@ -14,7 +14,7 @@ from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import Warp, chain, first_tokens
 
 if TYPE_CHECKING:
-    from specsamp.models.heads import FeatureHead
+    from specsamp.models.heads import Head
 
 MAX_FITTED = 4  # sets of weights kept per drafter and number of slots; most models' sets share all their memory
 
@@ -63,7 +63,7 @@ class Pair:
     target_params: Any = dataclasses.field(repr=False)
     draft: LanguageModel | None = None
     draft_params: Any = dataclasses.field(default=None, repr=False)
-    head: FeatureHead | None = None
+    head: Head | None = None
     tokenizer: Tokenizer | None = None
     stop: tuple[int, ...] | None = None
     shards: DataShards = DataShards()
@@ -108,12 +108,12 @@ class Pair:
             raise ValueError("a pair has a draft model or a head, whose parameters are draft_params: leave one out")
         if self.draft_params is None:
             raise ValueError("a head was given without draft_params")
-        from specsamp.models.heads import FeatureHead  # loads Flax, which a draft model does without
+        from specsamp.models.heads import Head  # loads Flax, which a draft model does without
 
-        validate.instance("the head", self.head, FeatureHead, "FeatureHead(config)").check_target(self.target)
+        validate.instance("the head", self.head, Head, "config.head()").check_target(self.target)
 
     @property
-    def draft_or_head(self) -> LanguageModel | FeatureHead | None:
+    def draft_or_head(self) -> LanguageModel | Head | None:
         """Returns the owner of ``draft_params``."""
         return self.head or self.draft
 

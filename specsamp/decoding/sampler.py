@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from specsamp.decoding.adaptive import Stop
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, Rule
-from specsamp.sampling.warp import Chain, Greedy, Warp, log_probs
+from specsamp.sampling.warp import Chain, Greedy, Warp, chain, is_stateless, log_probs
 
 Array = jax.Array
 
@@ -46,6 +46,13 @@ class Sampler:
     draft_lengths_B: Array | None = None  # int32, the most tokens to draft in each row; None: all K
     stop: Stop | None = None  # ends drafts earlier
     drafter: int = 0  # index, if several drafters draft in one round: their random numbers differ
+
+    def with_warp(self, warp: Warp) -> Sampler:
+        """Returns a sampler that applies another warp, one without a state, after its own."""
+        both, state = chain(self.warp, warp), self.warp_state
+        if not is_stateless(state):
+            state = (*state, ()) if isinstance(self.warp, Chain) else (state, ())
+        return dataclasses.replace(self, warp=both, warp_state=state)
 
     @property
     def is_one_hot(self) -> bool:

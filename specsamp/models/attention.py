@@ -8,7 +8,7 @@ order, see `specsamp.models.cpu_weights`.
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         rope: tuple[Array, Array] | None,
         cache: LayerCache | None,
         table: Array | None,
-        block: Block | None,
+        block: Block | Any,
     ) -> tuple[Array, LayerCache]:
         """Returns ``[B, T, D]`` and the cache with the call's tokens.
 
@@ -58,6 +58,7 @@ class Attention(nn.Module):
           rope: from `Rotary.angles`, of models with rotary positions.
           cache: None: the tokens of the call see each other alone.
           table: of relative keys for as many slots as the cache has; None: it is made in the call.
+          block: a token tree; or what the queries see, see `specsamp.models.block.BlockVisibility`; None: a chain.
         """
         config = self.config
         heads, size, width = config.num_heads, config.head_size, config.width
@@ -74,7 +75,9 @@ class Attention(nn.Module):
             cache = KVCache.of(k_BMTH, v_BMTH)
         else:
             cache = cache.append(k_BMTH, v_BMTH, start_B)
-        visible = Visibility(start_B=start_B, num_queries=length, window=self.window, block=block)
+        visible = block
+        if block is None or isinstance(block, Block):
+            visible = Visibility(start_B=start_B, num_queries=length, window=self.window, block=block)
         bias_BNTS = None
         if config.positions == "relative":
             q_BNTH, bias_BNTS = self.score_distances(q_BNTH, table, visible, cache.num_slots)

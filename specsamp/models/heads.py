@@ -1,8 +1,8 @@
-"""Heads that draft from a target's hidden states; the modules are in `eagle.py`, `mtp.py` and `medusa.py`.
+"""Heads that draft from a target's hidden states; the modules are in `eagle.py`, `mtp.py`, `medusa.py` and `block.py`.
 
-A head reads pairs (h_t, x_{t+1}): the hidden states of a position, and the token after it. `fuse` turns the hidden
+A `FeatureHead` reads pairs (h_t, x_{t+1}): the hidden states of a position, and the token after it. `fuse` turns the hidden
 states into one stream of *features*, a call turns pairs into the features of the next position, and `logits` scores the
-next token. So a head continues with its own features. Pair t lies in slot t of its cache.
+next token. So a head continues with its own features. Pair t lies in slot t of its cache. A `BlockHead` drafts in one call.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ class HeadConfig:
 
     module: ClassVar[type[HeadModule]]
     kind: ClassVar[str]  # the name of such heads in messages
-    fused: ClassVar[tuple[str, ...]] = ()  # parameters that `FeatureHead.fuse` alone reads
+    fused: ClassVar[tuple[str, ...]] = ()  # parameters that `Head.fuse` alone reads
     has_layer: ClassVar[bool] = True  # and so a cache; False: only the sizes of ``layer`` count
+    drafts_blocks: ClassVar[bool] = False  # in one call, see block.py
     reads_final_norm: ClassVar[bool] = False  # its one hidden state is the stream after the final norm
 
     def __post_init__(self):
@@ -86,6 +87,10 @@ class HeadConfig:
     def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
         """Returns the default of ``hidden_layers``: the stream after the final norm."""
         return (target_layers,)
+
+    def head(self) -> Head:
+        """Returns the head of this shape."""
+        return FeatureHead(self)
 
     def begin(self, params: Any, output_VD: Array) -> Any:
         """Returns the parameters that training begins with, from random parameters and the target's output matrix."""
@@ -179,7 +184,7 @@ def finish_layer(
 
 
 @dataclasses.dataclass(frozen=True)
-class FeatureHead:
+class Head:
     """A head as a static, hashable value; parameters and weights are arguments of its methods."""
 
     config: HeadConfig
@@ -258,17 +263,6 @@ class FeatureHead:
                     f"the head was made for another target: its {name} is {ours}, this target's is {theirs}"
                 )
 
-    def init_cache(self, batch: int, slots: int) -> KVCache | tuple[()]:
-        """Returns an empty cache, of one layer or none."""
-        if not self.config.has_layer:
-            return ()
-        layer = self.config.layer
-        return self._cache_class.zeros(batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype)
-
-    def cache_axes(self) -> KVCache | tuple[()]:
-        """Returns the logical axis names of `init_cache`'s result."""
-        return self._cache_class.logical_axes() if self.config.has_layer else ()
-
     @property
     def _cache_class(self) -> type[KVCache] | type[Int8KVCache]:
         return KVCache if self.config.layer.cache_dtype is None else Int8KVCache
@@ -282,20 +276,6 @@ class FeatureHead:
     def embed(self, weights: Any, tokens_BT: Array) -> Array:
         """Returns the head's own embedding of tokens ``[B, T, D]``; requires ``config.own_embedding``."""
         return self._apply("embed", weights, tokens_BT)
-
-    def __call__(
-        self, weights: Any, embedded_BTD: Array, features_BTD: Array, start_B: Array, cache: KVCache | None
-    ) -> tuple[Array, KVCache]:
-        """Reads pairs in slots ``start_B ..``; returns the features ``[B, T, D]`` of the positions after them.
-
-        Args:
-          weights: from `prepare`.
-          embedded_BTD: the tokens x_{t+1}.
-          features_BTD: of positions t, from `fuse` or an earlier call.
-          cache: see `LanguageModel.__call__`; None: the pairs of the call see each other alone.
-        """
-        embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
-        return self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, cache)
 
     def logits(
         self, weights: Any, features_BTD: Array, of_target: Callable[[Array], Array], offset: Array | int = 0
@@ -316,13 +296,43 @@ class FeatureHead:
             return logits
         return jnp.take(logits, weights["ranks_V"], axis=-1, mode="fill", fill_value=-jnp.inf)
 
-    def take(self, features_BTD: Array, row_B: Array) -> Array:
-        """Returns the features of one position of each sequence, ``[B, D]``."""
-        return jnp.take_along_axis(features_BTD, row_B[:, None, None], axis=1)[:, 0]
-
     def _module(self) -> HeadModule:
         return self.config.module(self.config)
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
         with full_precision(self.config.layer.dtype):
             return self._module().apply({"params": weights["params"]}, *arguments, method=method)
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureHead(Head):
+    """A head that reads pairs and returns the features of the next position, one call for each drafted token."""
+
+    def init_cache(self, batch: int, slots: int) -> KVCache | tuple[()]:
+        """Returns an empty cache, of one layer or none."""
+        if not self.config.has_layer:
+            return ()
+        layer = self.config.layer
+        return self._cache_class.zeros(batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype)
+
+    def cache_axes(self) -> KVCache | tuple[()]:
+        """Returns the logical axis names of `init_cache`'s result."""
+        return self._cache_class.logical_axes() if self.config.has_layer else ()
+
+    def __call__(
+        self, weights: Any, embedded_BTD: Array, features_BTD: Array, start_B: Array, cache: KVCache | None
+    ) -> tuple[Array, KVCache]:
+        """Reads pairs in slots ``start_B ..``; returns the features ``[B, T, D]`` of the positions after them.
+
+        Args:
+          weights: from `prepare`.
+          embedded_BTD: the tokens x_{t+1}.
+          features_BTD: of positions t, from `fuse` or an earlier call.
+          cache: see `LanguageModel.__call__`; None: the pairs of the call see each other alone.
+        """
+        embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
+        return self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, cache)
+
+    def take(self, features_BTD: Array, row_B: Array) -> Array:
+        """Returns the features of one position of each sequence, ``[B, D]``."""
+        return jnp.take_along_axis(features_BTD, row_B[:, None, None], axis=1)[:, 0]

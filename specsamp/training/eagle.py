@@ -234,35 +234,46 @@ class TrainHead(Task):
         Returns:
           ``[S, 5]``: sums of divergences, of positions with a divergence, of acceptance, of equal modes, and of positions.
         """
+        of_target = self._of_target(weights, teacher, stream_BTD, warp)
+
+        def unembed(x_BTD: Array) -> Array:
+            return self.target.unembed_normed({"params": teacher["target"]}, x_BTD)
+
+        def sums(step: Array | int, features_BTD: Array) -> Array:
+            logits_BTU = self.head.logits(weights, features_BTD, unembed, step)
+            exists_BT = (rows_T > step)[None] & jnp.ones(stream_BTD.shape[:2], bool)
+            return self._sums(weights, of_target, logits_BTU, exists_BT, warp)
+
+        if self.head.config.max_tokens is not None:  # each step has other parameters
+            return jnp.stack([sums(step, features_BTD) for step, features_BTD in enumerate(features_SBTD)])
+        return jax.lax.map(lambda one: sums(*one), (jnp.arange(self.test_steps), features_SBTD))
+
+    def _of_target(self, weights: Any, teacher: Any, stream_BTD: Array, warp: Warp | None) -> tuple[Array, ...]:
+        """Returns the target's side of `_sums`, from the stream behind its last layer."""
         target_BTV = target_BTU = self.target.read_out(teacher["target"], stream_BTD)
         ids_U, is_counted_BT = teacher[DRAFT_IDS], jnp.ones(target_BTV.shape[:2], bool)
         if ids_U is not None:
             is_counted_BT = weights["ranks_V"][target_BTV.argmax(axis=-1)] < len(ids_U)
             target_BTU = self._reduced_logits(teacher["target"], ids_U, stream_BTD)
         kept_BTU = target_BTU - jax.nn.logsumexp(target_BTV, axis=-1, keepdims=True)
-        target_BTU = jax.nn.log_softmax(target_BTU)
         warped_BTV = None if warp is None else log_probs(warp, target_BTV)
+        return jax.nn.log_softmax(target_BTU), kept_BTU, is_counted_BT, warped_BTV
 
-        def of_target(x_BTD: Array) -> Array:
-            return self.target.unembed_normed({"params": teacher["target"]}, x_BTD)
-
-        def sums(step: Array | int, features_BTD: Array) -> Array:
-            logits_BTU = self.head.logits(weights, features_BTD, of_target, step)
-            draft_BTU = jax.nn.log_softmax(logits_BTU)
-            exists_BT = (rows_T > step)[None] & jnp.ones_like(is_counted_BT)
-            counts_BT = exists_BT & is_counted_BT
-            divergence_BT = DIVERGENCES[self.objective](target_BTU, draft_BTU)
-            if warp is None:
-                accepted_BT, agreed_BT = overlap(kept_BTU, jax.lax.stop_gradient(draft_BTU)), jnp.zeros_like(exists_BT)
-            else:
-                draft_BTV = log_probs(warp, self.head.expand(weights, logits_BTU))
-                accepted_BT, agreed_BT = overlap(warped_BTV, draft_BTV), greedy_agreement(warped_BTV, draft_BTV)
-            of_each = divergence_BT * counts_BT, counts_BT, accepted_BT * exists_BT, agreed_BT * exists_BT, exists_BT
-            return jnp.stack([x_BT.sum(dtype=jnp.float32) for x_BT in of_each])
-
-        if self.head.config.max_tokens is not None:  # each step has other parameters
-            return jnp.stack([sums(step, features_BTD) for step, features_BTD in enumerate(features_SBTD)])
-        return jax.lax.map(lambda one: sums(*one), (jnp.arange(self.test_steps), features_SBTD))
+    def _sums(
+        self, weights: Any, of_target: tuple[Array, ...], logits_BTU: Array, exists_BT: Array, warp: Warp | None
+    ) -> Array:
+        """Returns ``[5]``, see `_compare`, of a head's logits."""
+        target_BTU, kept_BTU, is_counted_BT, warped_BTV = of_target
+        draft_BTU = jax.nn.log_softmax(logits_BTU)
+        counts_BT = exists_BT & is_counted_BT
+        divergence_BT = DIVERGENCES[self.objective](target_BTU, draft_BTU)
+        if warp is None:
+            accepted_BT, agreed_BT = overlap(kept_BTU, jax.lax.stop_gradient(draft_BTU)), jnp.zeros_like(exists_BT)
+        else:
+            draft_BTV = log_probs(warp, self.head.expand(weights, logits_BTU))
+            accepted_BT, agreed_BT = overlap(warped_BTV, draft_BTV), greedy_agreement(warped_BTV, draft_BTV)
+        of_each = divergence_BT * counts_BT, counts_BT, accepted_BT * exists_BT, agreed_BT * exists_BT, exists_BT
+        return jnp.stack([x_BT.sum(dtype=jnp.float32) for x_BT in of_each])
 
     def _reduced_logits(self, target_params: Any, ids_U: Array, stream_BTD: Array) -> Array:
         """Returns the target's logits ``[B, T, U]`` of some ids, computed from these rows of its output."""

@@ -35,15 +35,24 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
+from specsamp.models.block import BlockConfig
+from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle3Config
-from specsamp.models.heads import DRAFT_IDS, FeatureHead, HeadConfig
+from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.run import FIX, IDS, read_array, read_config, read_description
 
-HEADS = {"eagle3": Eagle3Config, "medusa": MedusaConfig, "mtp": MTPConfig}  # kinds of heads that are trained
+# Kinds of heads that are trained.
+HEADS = {
+    "eagle3": Eagle3Config,
+    "medusa": MedusaConfig,
+    "mtp": MTPConfig,
+    "dflash": BlockConfig,
+    "dspark": DSparkConfig,
+}
 
 # Fields of a head's decoder layer that come from its target where a configuration leaves them open. Norms of queries and
 # keys, windows and caps do not: public heads are plain layers beside any target.
@@ -200,7 +209,7 @@ def open_first_head(folder: str | os.PathLike, target: TransformerConfig) -> Sou
     if (storage.place(folder) / "run.json").exists():
         return open_trained(folder, is_head=True)
     checkpoint = open_head(folder, target, dtype="float32")
-    params, training = read_head(checkpoint, FeatureHead(checkpoint.config)), storage.place(folder) / "training.json"
+    params, training = read_head(checkpoint, checkpoint.config.head()), storage.place(folder) / "training.json"
     told = storage.read_json(training) if training.exists() else {}  # of a head that was exported here
     step, config = told.get("step", 0), checkpoint.config
     return Source(folder=training.parent, config=config, read=lambda: params, step=step, provenance=told)
@@ -236,9 +245,7 @@ def open_public_target(name: str, dtype: str, mesh: Mesh, progress: OnProgress =
     return source
 
 
-def make_head(
-    layer: TransformerConfig, fields: Mapping[str, Any], *, target_layers: int, target_width: int
-) -> FeatureHead:
+def make_head(layer: TransformerConfig, fields: Mapping[str, Any], *, target_layers: int, target_width: int) -> Head:
     """Returns the head that ``head`` of a configuration describes.
 
     Args:
@@ -257,7 +264,7 @@ def make_head(
         fields["hidden_layers"] = HEADS[kind].usual_layers(target_layers)
     layer = dataclasses.replace(layer, tied=False)  # embedding and output are fields of the head
     shape = dict(layer=layer, target_layers=target_layers, target_width=target_width, draft_vocab_size=size)
-    return FeatureHead(HEADS[kind](**shape, **fields))
+    return HEADS[kind](**shape, **fields).head()
 
 
 def layer_fields(fields: Mapping[str, Any], target: TransformerConfig) -> dict[str, Any]:

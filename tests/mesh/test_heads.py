@@ -18,9 +18,9 @@ from specsamp.decoding.method import Method, default_drafter
 from specsamp.decoding.request import make_requests
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
+from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
-from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.serving.batch import to_device_memory, to_host_memory
@@ -40,6 +40,10 @@ LAYER = tiny(
 HEADS = {
     "eagle1": Eagle1Config(layer=LAYER, target_layers=2, hidden_layers=(2,)),
     "eagle3": Eagle3Config(layer=LAYER, target_layers=2, hidden_layers=(0, 1, 2), draft_vocab_size=32, own_output=True),
+    "dspark": DSparkConfig(
+        layer=dataclasses.replace(LAYER, num_layers=2, tied=False, query_key_norm=True),
+        **dict(target_layers=2, hidden_layers=(0, 1), block_size=4, mask_id=95, markov="recurrent", markov_rank=8),
+    ),
     "medusa": MedusaConfig(layer=LAYER, target_layers=2, hidden_layers=(2,), num_heads=3, own_output=True),
 }
 PROMPTS, BUDGETS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]], [14, 5, 16, 9, 1]
@@ -54,7 +58,7 @@ def noisy(model, seed):
 @pytest.fixture(scope="module")
 def pair(request):
     target = TransformerLM(tiny(vocab_size=96, num_heads=8, width=64, num_kv_heads=2, num_layers=2, positions="rotary"))
-    head = FeatureHead(HEADS[request.param])
+    head = HEADS[request.param].head()
     return Pair(target=target, target_params=noisy(target, 0), head=head, draft_params=noisy(head, 1))
 
 

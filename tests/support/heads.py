@@ -4,6 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from specsamp.models.block import BlockConfig, BlockHead
+from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
 from specsamp.models.cache import KVCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
@@ -72,6 +74,21 @@ def medusa(vocab_size, num_heads, **changes):
     return FeatureHead(MedusaConfig(num_heads=num_heads, **(shape | changes)))
 
 
+def block(vocab_size, kind=BlockConfig, **changes):
+    layer = layer_config(vocab_size, num_layers=2, query_key_norm=True, window=2, global_layers=(1,))
+    shape = dict(layer=layer, target_layers=LAYERS, hidden_layers=(0, 2), block_size=4, mask_id=vocab_size - 1)
+    return kind(**(shape | changes)).head()
+
+
+def dspark(vocab_size, **changes):
+    return block(vocab_size, DSparkConfig, **(dict(markov_rank=6) | changes))
+
+
+def dflash2(vocab_size, **changes):
+    shape = dict(conv_group=4, selector_rank=6, selector_top_k=2, windows_both_ways=True)
+    return block(vocab_size, DFlash2Config, **(shape | changes))
+
+
 @dataclasses.dataclass(frozen=True)
 class ShowsTokens(LayeredTable):
     """Its hidden states are its tokens, ten times as large in each layer."""
@@ -132,3 +149,65 @@ def table_head(vocab_size, layer=0):
         layer=shape, target_layers=LAYERS, target_width=1, hidden_layers=(layer,), own_embedding=True, own_output=True
     )
     return TableHead(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableBlock(BlockHead):
+    """Looks the target's logits up by the last two tokens of the context, from its cache, and the pending token.
+
+    So a right context gives the target's own distribution of the first token, and of all tokens with the correction.
+    Without it the other rows say nothing. Its confidence is high after token 0 alone.
+    """
+
+    def prepare(self, params):
+        return params
+
+    def init_cache(self, batch, slots):
+        zeros = jnp.full((batch, 1, slots, 1), UNKNOWN)
+        return (KVCache(keys_BMSH=zeros, values_BMSH=zeros + 0),)
+
+    def fuse(self, weights, hidden):
+        return hidden[0]
+
+    def embed(self, weights, tokens_BT):
+        return tokens_BT[..., None] * 1.0
+
+    def read(self, weights, features_BTD, start_B, caches):
+        return (caches[0].append(features_BTD[:, None], features_BTD[:, None], start_B),)
+
+    def __call__(self, weights, embedded_BTD, anchors_BA, first_BA, caches):
+        caches = self.read(weights, 10 * embedded_BTD, first_BA[:, 0], caches)
+        at_B2 = anchors_BA + jnp.asarray([[-2, -1]])
+        known_B2 = jnp.take_along_axis(caches[0].keys_BMSH[:, 0, :, 0], jnp.maximum(at_B2, 0), axis=1)
+        known_B2 = jnp.where(at_B2 >= 0, known_B2, self.vocab_size)
+        context_B3 = jnp.concatenate([known_B2, embedded_BTD[:, 0]], axis=1)
+        return jnp.repeat(context_B3[:, None], self.config.block_size, axis=1), caches
+
+    def logits(self, weights, features_BTD, of_target, offset=0):
+        logits_BTV = self._look_up(weights, features_BTD)
+        return jnp.where(jnp.arange(logits_BTV.shape[1])[None, :, None] == 0, logits_BTV, 0.0)
+
+    def expand(self, weights, logits):
+        return logits
+
+    def begin(self, weights, batch):
+        return jnp.full((batch, 3), UNKNOWN)
+
+    def correct(self, weights, logits_BU, x_BD, token_B, state):
+        later_B3 = jnp.concatenate([state[:, 1:], token_B[:, None] * 1.0], axis=1)
+        state = jnp.where(state[:, -1:] == UNKNOWN, x_BD, later_B3)
+        return self._look_up(weights, state), state
+
+    def confidence(self, weights, x_BD, token_B):
+        return jnp.where(token_B == 0, 5.0, -5.0)
+
+    def _look_up(self, weights, context):
+        context = context.astype(jnp.int32)
+        known = jnp.all((context >= 0) & (context <= self.vocab_size), axis=-1, keepdims=True)
+        return jnp.where(known, weights[tuple(jnp.moveaxis(context, -1, 0))], 0.0)
+
+
+def table_block(vocab_size):
+    layer = layer_config(vocab_size, width=4, num_heads=1, head_size=2)
+    shape = dict(layer=layer, target_layers=LAYERS, target_width=1, hidden_layers=(0,), own_embedding=True)
+    return TableBlock(DSparkConfig(**shape, own_output=True, block_size=8, mask_id=vocab_size - 1))

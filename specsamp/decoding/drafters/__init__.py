@@ -1,7 +1,8 @@
-"""The drafters: none, a draft model or its beam search, prompt lookup, early exit of the target, a head, and several."""
+"""The drafters: none, a draft model or its beam search, prompt lookup, early exit of the target, heads, and several."""
 
 from specsamp.decoding.drafter import NoDrafter
 from specsamp.decoding.drafters.beam import BeamDrafter
+from specsamp.decoding.drafters.block import BlockDrafter
 from specsamp.decoding.drafters.choosing import ChoosingDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter
@@ -10,6 +11,7 @@ from specsamp.decoding.drafters.ngram import NgramDrafter
 
 __all__ = [
     "BeamDrafter",
+    "BlockDrafter",
     "ChoosingDrafter",
     "EarlyExitDrafter",
     "FeatureDrafter",

@@ -1,0 +1,198 @@
+"""A head inside the target drafts a whole block in one call (DFlash, DSpark, DFlash 2).
+
+A round takes one call of the head with b rows, in `propose`, whatever K is; `commit` writes the context of the K + 1
+scored positions. The rows of a block lie in the slots behind the context and are never kept.
+
+All laws are exact, since the rule gets the distribution that each token was drawn from:
+
+    argmax        the most probable token of each row, given the tokens before it if the head corrects for them.
+                  Verified as one-hot: a token is accepted with the target's probability of it
+    marginals     drawn from each row's own distribution, which knows no other token of the block
+    conditional   drawn in order, each from the distribution that the head corrected for the token before
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp import validate
+from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.sampler import Drawn, Sampler
+from specsamp.decoding.state import Weights
+from specsamp.decoding.tokens import gather_tokens
+from specsamp.models.interface import LanguageModel, LayeredModel, Output
+from specsamp.sampling.rules import Draft, Verdict
+from specsamp.sampling.warp import greedy
+
+if TYPE_CHECKING:
+    from specsamp.models.block import BlockHead, Caches
+
+Array = jax.Array
+
+LAWS = ("argmax", "marginals", "conditional")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """What is known while the tokens of a block are drawn."""
+
+    tokens_BK: Array
+    correction: Any  # the head's state
+    goes_on_B: Array  # bool, whether all confidences so far were high enough
+    num_trusted_B: Array  # int32, tokens before the first low confidence
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDrafter(Drafter):
+    """Drafts with ``head``, whose weights are ``weights.draft``; its state is the caches of the head's layers.
+
+    Attributes:
+      target: the pair's target, which embeds tokens and unembeds rows, unless the head does so itself.
+      head: a head made for this target.
+      K: tokens per round, at most those of a block. The block keeps its b rows: a shorter draft saves scoring alone.
+      law: one of `LAWS`; None: `default_law` of the head.
+      threshold: tokens from the first on whose confidence is lower are not submitted; 0: all K are. The confidence of a
+        token is known before it is drawn, so this biases nothing. It saves no time, since K + 1 tokens are scored.
+    """
+
+    target: LayeredModel
+    head: BlockHead
+    K: int
+    law: str | None = None
+    threshold: float = 0.0
+
+    def __post_init__(self):
+        config = self.head.config
+        if self.law is None:
+            object.__setattr__(self, "law", default_law(self.head))
+        validate.choice("law", self.law, LAWS)
+        validate.number("threshold", self.threshold, 0, 1)
+        validate.integer("K", self.K, 1)
+        if self.K > config.max_tokens:
+            raise ValueError(
+                f"K = {self.K}, but a block of {config.block_size} rows drafts {config.max_tokens} tokens: lower the draft "
+                "length. (Another block size than that of the training costs the acceptance of all tokens.)"
+            )
+        if self.law == "conditional" and config.correction() is None:
+            raise ValueError(f"law 'conditional' needs a head that corrects its logits; {config.kind} heads do not")
+        if self.threshold and config.confidence is None:
+            raise ValueError(
+                f"threshold = {self.threshold} needs a head with confidence; this {config.kind} head has none"
+            )
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.head.hidden_layers
+
+    @property
+    def weights_key(self) -> BlockHead:
+        return self.head
+
+    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+        if target != self.target:
+            raise ValueError(f"the drafter was made for another target, {self.target!r}; the pair's is {target!r}")
+        if draft_params is None:
+            raise ValueError("a BlockDrafter needs the pair's draft_params")
+        self.head.check_target(target)
+
+    def prepare(self, params: Any) -> Any:
+        return self.head.prepare(params)
+
+    def fit_slots(self, weights: Any, slots: int) -> Any:
+        return self.head.fit_slots(weights, slots)
+
+    def init(self, batch: int, slots: int) -> Caches:
+        # A block at the end of the longest text is longer than the loop's headroom. Without room for it, JAX would move
+        # its rows back over the context.
+        return self.head.init_cache(batch, slots + self.head.config.block_size)
+
+    def read(
+        self,
+        weights: Weights,
+        state: Caches,
+        tokens_BT: Array,
+        start_B: Array,
+        lengths_B: Array,
+        target_output: Output,
+        cache: Any,
+    ) -> tuple[Caches, Any]:
+        features_BTD = self.head.fuse(weights.draft, target_output.hidden)
+        return self.head.read(weights.draft, features_BTD, start_B, state), cache
+
+    def propose(
+        self, weights: Weights, state: Caches, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Caches, Any]:
+        """A prompt of one token drafts nothing in its first round: there is no context yet."""
+        pending_B1 = gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)
+        rows_BKD, logits_BKU, state = self._run_block(weights, state, pending_B1[:, 0], prefix.lengths_B - 1)
+        if self.law == "argmax":
+            sample = sample.with_warp(greedy())
+        confident = self.threshold > 0
+
+        def step(offset: Array | int, rows: _Rows, drawn: Drawn) -> tuple[_Rows, Drawn]:
+            before_BX = jnp.concatenate([pending_B1, rows.tokens_BK], axis=1)
+            before_B, x_BD, logits_BU = (_row(x, offset) for x in (before_BX, rows_BKD, logits_BKU))
+            goes_on_B, correction = rows.goes_on_B, rows.correction
+            if confident:
+                odds_B = self.head.confidence(weights.draft, x_BD, before_B)
+                goes_on_B = goes_on_B & (jax.nn.sigmoid(odds_B) >= self.threshold)
+            if self.law != "marginals":
+                logits_BU, correction = self.head.correct(weights.draft, logits_BU, x_BD, before_B, correction)
+            tokens_B, drawn = sample.draw(self.head.expand(weights.draft, logits_BU), offset, drawn, self.K)
+            return _Rows(
+                tokens_BK=jax.lax.dynamic_update_index_in_dim(rows.tokens_BK, tokens_B, offset, axis=1),
+                correction=correction,
+                goes_on_B=goes_on_B,
+                num_trusted_B=rows.num_trusted_B + goes_on_B,
+            ), drawn
+
+        batch = len(prefix.lengths_B)
+        rows = _Rows(
+            tokens_BK=jnp.zeros((batch, self.K), jnp.int32),
+            correction=self.head.begin(weights.draft, batch),
+            goes_on_B=prefix.lengths_B >= 2,
+            num_trusted_B=jnp.zeros((batch,), jnp.int32),
+        )
+        rows, drawn = sample.chain(self.K, step, step, rows)
+        draft = sample.draft(rows.tokens_BK, drawn)
+        trusted_B = rows.num_trusted_B if confident else jnp.where(prefix.lengths_B >= 2, self.K, 0)
+        return dataclasses.replace(draft, num_drafted_B=jnp.minimum(draft.num_drafted_B, trusted_B)), state, cache
+
+    def commit(
+        self,
+        weights: Weights,
+        state: Caches,
+        prefix: Prefix,
+        draft: Draft,
+        verdict: Verdict,
+        output: Output,
+        cache: Any,
+    ) -> tuple[Caches, Any]:
+        # Rows behind the last accepted token are stale, and the next block is written over them.
+        features_BTD = self.head.fuse(weights.draft, output.hidden)
+        return self.head.read(weights.draft, features_BTD, prefix.lengths_B - 1, state), cache
+
+    def _run_block(self, weights: Weights, state: Caches, pending_B: Array, at_B: Array) -> tuple[Array, Array, Caches]:
+        """Returns the rows of the first K tokens, their logits without correction, and the caches."""
+        head, first = self.head, self.head.config.first_row
+        embedded_BTD = head.embed_blocks(weights.draft, self.target, weights.target, pending_B, at_B)
+        at_B1 = at_B[:, None]
+        rows_BTD, state = head(weights.draft, embedded_BTD, at_B1, at_B1, state)
+        rows_BKD = rows_BTD[:, first : first + self.K]
+        of_target = functools.partial(self.target.unembed_normed, weights.target)
+        return rows_BKD, head.logits(weights.draft, rows_BKD, of_target), state
+
+
+def default_law(head: BlockHead) -> str:
+    """Returns the law that drafts if none is given."""
+    return "marginals" if head.config.correction() is None else "conditional"
+
+
+def _row(x_BK: Array, offset: Array | int) -> Array:
+    return jax.lax.dynamic_index_in_dim(x_BK, offset, axis=1, keepdims=False)

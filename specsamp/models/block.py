@@ -1,0 +1,345 @@
+"""Heads that draft a block of tokens in one call: DFlash, and what is built on it (`block_corrections.py`).
+
+The rows of a block are the pending token and mask tokens. In each layer they see the *context*, which is keys and values
+made of the target's hidden states before the pending token, and each other in both directions. Each row predicts one
+token, without seeing the tokens of the block before it. So the tokens of a draft are independent, unless a `Correction`
+makes each depend on the tokens before it.
+
+The context of position t lies in slot t of each layer's cache. The rows of a block are written in the slots behind the
+context, and the next round writes over them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from specsamp import validate
+from specsamp.models.attention import Attention
+from specsamp.models.cache import LayerCache
+from specsamp.models.heads import Head, HeadConfig, HeadModule
+from specsamp.models.interface import LayeredModel
+from specsamp.models.modules import FeedForward, Norm, weight
+from specsamp.models.products import contract, soft_cap
+
+Array = jax.Array
+Caches = tuple[LayerCache, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockVisibility:
+    """The slots that the rows of some blocks see in one layer: a `Visibility` for attention without kernels.
+
+    `Visibility` with a `Block` counts how many ancestors are between two rows, which means nothing among rows that see
+    each other both ways. Windows are counted from the beginning of the block, for all its rows alike.
+
+    Attributes:
+      anchors_BA: int32, the position of each block's first row: the block sees the slots before it.
+      first_BA: int32, the slot of each block's first row; in decoding, that of its position.
+      block_size: b, the rows of a block.
+      window: how many tokens of the context are seen; None: all.
+      both_ways: whether a row sees the rows of its block behind it.
+    """
+
+    anchors_BA: Array
+    first_BA: Array
+    block_size: int
+    window: int | None = None
+    both_ways: bool = True
+
+    def mask(self, num_slots: int) -> Array:
+        """Returns ``[B, A b, S]`` bool: whether the row sees the slot."""
+        slots, rows = jnp.arange(num_slots)[None, None, None], jnp.arange(self.block_size)[None, None, :, None]
+        anchors, first = self.anchors_BA[..., None, None], self.first_BA[..., None, None]
+        context = slots < anchors
+        if self.window is not None:
+            context &= slots >= anchors - self.window
+        last = first + (self.block_size - 1 if self.both_ways else rows)
+        seen_BAbS = context | ((slots >= first) & (slots <= last))
+        batch, blocks = self.anchors_BA.shape
+        shape = batch, blocks, self.block_size, num_slots
+        return jnp.broadcast_to(seen_BAbS, shape).reshape(batch, blocks * self.block_size, num_slots)
+
+
+class Correction(nn.Module):
+    """Corrects the logits of one token, given the tokens of the block before it; see `BlockConfig.correction`."""
+
+    config: BlockConfig
+
+    def begin(self, batch: int) -> Any:
+        """Returns the state before the first token; every leaf leads with the batch."""
+        return ()
+
+    def __call__(self, logits_BU: Array, x_BD: Array, token_B: Array, state: Any) -> tuple[Array, Any]:
+        """Returns corrected logits and the next state.
+
+        Args:
+          logits_BU: of the block's row.
+          x_BD: the row, as its logits read it.
+          token_B: the token before.
+        """
+        raise NotImplementedError
+
+    def confidence(self, x_BD: Array, token_B: Array) -> Array:
+        """Returns the log-odds ``[B]`` that the token of the row will be accepted; see `BlockConfig.confidence`."""
+        raise NotImplementedError
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer whose attention also sees the context."""
+
+    config: BlockConfig
+
+    def setup(self):
+        layer = self.config.layer
+        self.attention_norm, self.mlp_norm = Norm(layer), Norm(layer)
+        self.attention, self.mlp = Attention(layer), FeedForward(layer)
+        self.attention_around, self.mlp_around = self.config.around(), self.config.around()
+
+    def read(self, features_BTD: Array, start_B: Array, rope: Any, cache: LayerCache) -> LayerCache:
+        """Writes keys and values of features in slots ``start_B ..``; the compiler drops the rest of attention."""
+        return self.attention(features_BTD, start_B, rope, cache, None, None)[1]
+
+    def __call__(
+        self, x_BTD: Array, start_B: Array, rope: Any, cache: LayerCache, visible: BlockVisibility
+    ) -> tuple[Array, LayerCache]:
+        with jax.named_scope("attention"):
+            y_BTD, finish = _begin(self.attention_around, self.attention_norm(x_BTD))
+            y_BTD, cache = self.attention(y_BTD, start_B, rope, cache, None, visible)
+            x_BTD = x_BTD + finish(y_BTD)
+        with jax.named_scope("mlp"):
+            y_BTD, finish = _begin(self.mlp_around, self.mlp_norm(x_BTD))
+            return x_BTD + finish(self.mlp(y_BTD)), cache
+
+
+def _begin(around: nn.Module | None, x_BTD: Array) -> tuple[Array, Callable[[Array], Array]]:
+    return (x_BTD, lambda y_BTD: y_BTD) if around is None else around(x_BTD)
+
+
+class BlockModule(HeadModule):
+    """The module of all block heads."""
+
+    config: BlockConfig
+
+    def setup(self):
+        self.declare_ends()
+        config, layer = self.config, self.config.layer
+        read = len(config.hidden_layers) * config.target_width
+        self.fc = weight(self, "fc", (read, layer.width), ("features", "embed"), fan_in=read)
+        self.hidden_norm, self.final_norm = Norm(layer), Norm(layer)
+        self.layer = [BlockLayer(config) for _ in range(layer.num_layers)]
+        self.correction = config.correction()
+
+    def fuse(self, hidden: tuple[Array, ...]) -> Array:
+        x_BTX = jnp.concatenate(hidden, axis=-1)
+        return self.hidden_norm(contract("BTX,XD->BTD", self.split(x_BTX), self.fc))
+
+    def read(self, features_BTD: Array, start_B: Array, caches: Caches) -> Caches:
+        positions_BT = start_B[:, None] + jnp.arange(features_BTD.shape[1])[None]
+        ropes = self._ropes(positions_BT)
+        return tuple(
+            layer.read(features_BTD, start_B, rope, cache)
+            for layer, rope, cache in zip(self.layer, ropes, caches, strict=True)
+        )
+
+    def __call__(self, embedded_BTD: Array, anchors_BA: Array, first_BA: Array, caches: Caches) -> tuple[Array, Caches]:
+        config, size = self.config, self.config.block_size
+        positions_BT = (anchors_BA[..., None] + jnp.arange(size)[None, None]).reshape(len(anchors_BA), -1)
+        x_BTD, after = embedded_BTD * config.embedding_scale, []
+        for i, (layer, rope, cache) in enumerate(zip(self.layer, self._ropes(positions_BT), caches, strict=True)):
+            window = config.layer.window_of(i)
+            visible = BlockVisibility(
+                anchors_BA=anchors_BA,
+                first_BA=first_BA,
+                block_size=size,
+                window=window,
+                both_ways=config.windows_both_ways if window is not None else not config.causal,
+            )
+            x_BTD, cache = layer(x_BTD, first_BA[:, 0], rope, cache, visible)
+            after.append(cache)
+        return self.final_norm(x_BTD), tuple(after)
+
+    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
+        return features_BTD
+
+    def correct(self, logits_BU: Array, x_BD: Array, token_B: Array, state: Any) -> tuple[Array, Any]:
+        return self.correction(logits_BU, x_BD, token_B, state)
+
+    def begin(self, batch: int) -> Any:
+        return self.correction.begin(batch)
+
+    def confidence(self, x_BD: Array, token_B: Array) -> Array:
+        return self.correction.confidence(x_BD, token_B)
+
+    def everything(self, hidden: tuple[Array, ...], start_B: Array) -> Array:
+        config = self.config
+        self.fuse(hidden)
+        embedded_BTD = jnp.zeros((1, config.block_size, config.layer.width), config.layer.compute_dtype)
+        anchors_BA = start_B[:, None]
+        caches = BlockHead(config).init_cache(1, config.block_size)
+        x_BTD, _ = self(embedded_BTD, anchors_BA, anchors_BA, caches)
+        if self.correction is not None:
+            token_B, logits_BU = jnp.zeros((1,), jnp.int32), jnp.zeros((1, config.num_outputs))
+            self.correction(logits_BU, x_BTD[:, 0], token_B, self.correction.begin(1))
+            if config.confidence is not None:
+                self.correction.confidence(x_BTD[:, 0], token_B)
+        return x_BTD
+
+    def _ropes(self, positions_BT: Array) -> list[tuple[Array, Array]]:
+        layer = self.config.layer
+        kinds = [layer.rotary_of(layer.window_of(i)) for i in range(layer.num_layers)]
+        angles = {kind: kind.angles(positions_BT) for kind in dict.fromkeys(kinds)}
+        return [angles[kind] for kind in kinds]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig(HeadConfig):
+    """The shape of a DFlash head; of ``layer`` the number of layers, the windows and the soft cap of logits count too.
+
+    Attributes:
+      block_size: b, the rows of a block. A head works with the size that it was trained with only.
+      mask_id: the token of the rows behind the first.
+      from_anchor: row k predicts the token behind its own position, and the first row, of the pending token, drafts too;
+        False: rows from the second on predict the tokens of their own positions.
+      causal: rows of layers without a window do not see the rows behind them.
+      windows_both_ways: rows of layers with a window see all rows of their block; False: those before them.
+      embedding_scale, output_scale: multiply embedded tokens, and logits before the soft cap.
+    """
+
+    block_size: int
+    mask_id: int
+    from_anchor: bool = False
+    causal: bool = False
+    windows_both_ways: bool = False
+    embedding_scale: float = 1.0
+    output_scale: float = 1.0
+
+    module: ClassVar[type[HeadModule]] = BlockModule
+    kind: ClassVar[str] = "DFlash"
+    fused: ClassVar[tuple[str, ...]] = ("fc",)
+    drafts_blocks: ClassVar[bool] = True
+    confidence: ClassVar[str | None] = None  # what the log-odds of acceptance are made of; None: there are none
+
+    def __post_init__(self):
+        super().__post_init__()
+        validate.integer("block_size", self.block_size, 1 if self.from_anchor else 2)
+        validate.integer("mask_id", self.mask_id, 0, self.layer.vocab_size)
+        for name in ("embedding_scale", "output_scale"):
+            validate.number(name, getattr(self, name), 0, above=True)
+        if self.causal and self.windows_both_ways:
+            raise ValueError("causal = True with windows_both_ways = True: a block is causal or sees both ways")
+        if self.windows_both_ways and self.layer.window is None:
+            raise ValueError("windows_both_ways = True, but the layers have no window: set window, or leave it False")
+
+    def head(self) -> BlockHead:
+        return BlockHead(self)
+
+    def correction(self) -> Correction | None:
+        """Returns the module that corrects logits; None: tokens are independent."""
+        return None
+
+    def around(self) -> nn.Module | None:
+        """Returns a module that is called on the input of a part of a layer.
+
+        It returns the new input, and a function of the part's output. None: there is no such module.
+        """
+        return None
+
+    @classmethod
+    def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
+        """Returns five layers from the second to the fourth last, as in DFlash.
+
+        Raises:
+          ValueError: a layer would be read twice, as in targets of fewer than eight layers.
+        """
+        layers = tuple(round(1 + i * (target_layers - 4) / 4) for i in range(5))
+        if len(set(layers)) < 5:
+            raise ValueError(
+                f"the usual layers of a target of {target_layers} layers would be {layers}: choose different ones"
+            )
+        return layers
+
+    @property
+    def first_row(self) -> int:
+        """Returns the row that predicts the first token of a draft."""
+        return 0 if self.from_anchor else 1
+
+    @property
+    def max_tokens(self) -> int:
+        return self.block_size - self.first_row
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockHead(Head):
+    """A head that drafts a block in one call."""
+
+    config: BlockConfig
+
+    def init_cache(self, batch: int, slots: int) -> Caches:
+        """Returns an empty cache for each layer."""
+        layer = self.config.layer
+        shape = batch, layer.num_kv_heads, slots, layer.head_size
+        return tuple(self._cache_class.zeros(*shape, layer.compute_dtype) for _ in range(layer.num_layers))
+
+    def cache_axes(self) -> Caches:
+        """Returns the logical axis names of `init_cache`'s result."""
+        return (self._cache_class.logical_axes(),) * self.config.layer.num_layers
+
+    def read(self, weights: Any, features_BTD: Array, start_B: Array, caches: Caches) -> Caches:
+        """Writes the context of positions ``start_B ..``, from `fuse`; slots and positions are the same."""
+        return self._apply("read", weights, features_BTD, start_B, caches)
+
+    def __call__(
+        self, weights: Any, embedded_BTD: Array, anchors_BA: Array, first_BA: Array, caches: Caches
+    ) -> tuple[Array, Caches]:
+        """Runs A blocks of each sequence; returns their rows ``[B, A b, D]`` behind the final norm.
+
+        Args:
+          embedded_BTD: the pending token and mask tokens of each block, ``[B, A b, D]``.
+          anchors_BA: the positions of the pending tokens. A block sees the context before it.
+          first_BA: the slots that the blocks are written in, the blocks of a sequence one after the other.
+        """
+        embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
+        return self._apply("__call__", weights, embedded_BTD, anchors_BA, first_BA, caches)
+
+    def embed_blocks(
+        self, weights: Any, target: LayeredModel, target_weights: Any, pending_B: Array, positions_B: Array
+    ) -> Array:
+        """Returns the embedded rows ``[B, b, D]`` of blocks that begin with the pending tokens, at these positions.
+
+        Nothing is written in the target's cache: a block may be longer than the room behind a text.
+        """
+        masks_BX = jnp.full((len(pending_B), self.config.block_size - 1), self.config.mask_id, jnp.int32)
+        tokens_Bb = jnp.concatenate([pending_B[:, None].astype(jnp.int32), masks_BX], axis=1)
+        if self.config.own_embedding:
+            return self.embed(weights, tokens_Bb)
+        return target.embed(target_weights, tokens_Bb, positions_B, None)[0]
+
+    def logits(
+        self, weights: Any, features_BTD: Array, of_target: Callable[[Array], Array], offset: Array | int = 0
+    ) -> Array:
+        """Returns float32 logits ``[B, T, U]`` of rows, without correction; see `Head.logits`."""
+        logits_BTU = super().logits(weights, features_BTD, of_target, offset)
+        config = self.config
+        if config.output_scale != 1:
+            logits_BTU = logits_BTU * config.output_scale
+        return logits_BTU if config.layer.logit_cap is None else soft_cap(logits_BTU, config.layer.logit_cap)
+
+    def begin(self, weights: Any, batch: int) -> Any:
+        """Returns the state of the correction before the first token, () without a correction."""
+        return () if self.config.correction() is None else self._apply("begin", weights, batch)
+
+    def correct(self, weights: Any, logits_BU: Array, x_BD: Array, token_B: Array, state: Any) -> tuple[Array, Any]:
+        """Corrects the logits of one row, given the token before; see `Correction`. Without one they stay."""
+        if self.config.correction() is None:
+            return logits_BU, state
+        return self._apply("correct", weights, logits_BU, x_BD, token_B, state)
+
+    def confidence(self, weights: Any, x_BD: Array, token_B: Array) -> Array:
+        """Returns the log-odds ``[B]`` float32 that the token of a row will be accepted, before it is drawn."""
+        return self._apply("confidence", weights, x_BD, token_B)

@@ -1,0 +1,176 @@
+"""Trains heads that draft a block in one call, as in DFlash and DSpark.
+
+Each text gets A *anchors*, positions whose token begins a block. All blocks of a text run in one call, each behind the
+context before its anchor and blind to the others. Token k of a draft is compared with the target after the true tokens
+before it:
+
+    loss = sum_k decay^k mean [D(q_k, p_k) + m D(q_k, b_k) + BCE(confidence_k, 1 - TV(q_k, p_k))]
+
+``p_k`` are distributions with the head's correction, given the true token before; ``b_k`` without it. The weight m trains
+one head for both, so that its drafts can be compared with independent ones. DFlash has decay = exp(-1/4), as DSpark.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp import validate
+from specsamp.models.block import BlockHead
+from specsamp.sampling.warp import Warp
+from specsamp.training.eagle import TrainHead
+from specsamp.training.objective import overlap
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainBlock(TrainHead):
+    """Trains a `BlockHead` with its target as the teacher; a `Task`.
+
+    Attributes:
+      test_steps: tokens of a block that are trained, at most ``head.config.max_tokens``.
+      decay: weight of a token relative to the token before.
+      chunk: blocks of each text whose logits are in memory at a time; None: all.
+      anchors: A, blocks of each text.
+      marginals: m, the weight of the loss without the correction.
+    """
+
+    head: BlockHead
+    anchors: int = 32
+    marginals: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        validate.integer("test_time.anchors", self.anchors, 1)
+        validate.number("test_time.marginals", self.marginals, 0)
+        if self.chunk is not None and self.anchors % self.chunk:
+            raise ValueError(f"test_time.chunk {self.chunk} does not divide test_time.anchors {self.anchors}")
+
+    def loss(self, params, teacher_params, tokens_BT, key, step=0):
+        """See `Task.loss`; also returns the acceptance of each token, at temperature 1."""
+        found = self._averages(params, teacher_params, tokens_BT, None, key)
+        return self._total(found), self._told(found, ("acceptance", "marginal_acceptance", "confidence_error"))
+
+    def measure(self, params, teacher_params, tokens_BT, warp):
+        """Returns the objective, and the acceptance at each position of a draft, of anchors at even distances."""
+        found = self._averages(params, teacher_params, tokens_BT, warp, None)
+        names = "acceptance", "greedy_agreement", "marginal_acceptance", "marginal_agreement", "confidence_error"
+        return {"loss": self._total(found)} | self._told(found, names)
+
+    def _total(self, found: dict[str, Array]) -> Array:
+        loss_S = found["loss"] + self.marginals * found["marginal_loss"] + found["confidence_loss"]
+        return loss_S @ self.decay ** jnp.arange(self.test_steps) / self.test_steps
+
+    def _told(self, found: dict[str, Array], names: tuple[str, ...]) -> dict[str, Array]:
+        config = self.head.config
+        missing = {"marginal": config.correction() is None, "confidence": config.confidence is None}
+        told = [name for name in names if not missing.get(name.partition("_")[0], False)]
+        return {f"{name}/position_{i + 1}": value for name in told for i, value in enumerate(found[name])}
+
+    def _averages(
+        self, params: Any, teacher: Any, tokens_BT: Array, warp: Warp | None, key: Array | None
+    ) -> dict[str, Array]:
+        """Returns averages for each token of a draft, ``[S]``."""
+        weights = self.head.training_weights(params, teacher["draft_ids"])
+        anchors_BA = self._choose_anchors(tokens_BT, key)
+        rows_BASD, stream_BASD = self._blocks(weights, teacher["target"], tokens_BT, anchors_BA)
+        at_BAS = anchors_BA[..., None] + jnp.arange(self.test_steps)[None, None]
+        before_BAS = jnp.take_along_axis(tokens_BT, at_BAS.reshape(len(tokens_BT), -1), axis=1).reshape(at_BAS.shape)
+        compare = functools.partial(self._compare_blocks, warp=warp)
+        if self.chunk is not None:
+            compare = jax.checkpoint(compare)
+        chunk = self.chunk or self.anchors
+
+        def cut(x: Array) -> Array:
+            parts = jnp.moveaxis(x.reshape(len(x), -1, chunk, *x.shape[2:]), 1, 0)
+            return parts.reshape(len(parts), -1, *x.shape[2:])
+
+        def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
+            return total + compare(weights, teacher, *part), None
+
+        parts = cut(rows_BASD), cut(stream_BASD), cut(before_BAS)
+        sums_SX, _ = jax.lax.scan(add, jnp.zeros((self.test_steps, 12)), parts)
+        loss, counted, accepted, agreed, rows = sums_SX[:, :5].T
+        marginal_loss, _, marginal_accepted, marginal_agreed, _ = sums_SX[:, 5:10].T
+        counted = jnp.maximum(counted, 1)
+        return {
+            "loss": loss / counted,
+            "acceptance": accepted / rows,
+            "greedy_agreement": agreed / rows,
+            "marginal_loss": marginal_loss / counted,
+            "marginal_acceptance": marginal_accepted / rows,
+            "marginal_agreement": marginal_agreed / rows,
+            "confidence_loss": sums_SX[:, 10] / rows,
+            "confidence_error": sums_SX[:, 11] / rows,
+        }
+
+    def _choose_anchors(self, tokens_BT: Array, key: Array | None) -> Array:
+        """Returns positions ``[B, A]`` with a token before them and a whole block behind them."""
+        batch, last = len(tokens_BT), tokens_BT.shape[1] - 1 - self.head.config.block_size
+        if last < self.anchors:
+            raise ValueError(
+                f"windows of {tokens_BT.shape[1] - 1} tokens have room for {max(last, 0)} blocks of "
+                f"{self.head.config.block_size}, fewer than test_time.anchors {self.anchors}"
+            )
+        if key is None:
+            even_A = 1 + jnp.arange(self.anchors) * (last - 1) // max(self.anchors - 1, 1)
+            return jnp.broadcast_to(even_A[None], (batch, self.anchors))
+        keys = jax.random.split(key, batch)
+        return 1 + jax.vmap(lambda one: jax.random.permutation(one, last)[: self.anchors])(keys)
+
+    def _blocks(self, weights: Any, target_params: Any, tokens_BT: Array, anchors_BA: Array) -> tuple[Array, Array]:
+        """Runs the target, and all blocks.
+
+        Returns:
+          The rows that draft, ``[B, A, S, D]``; and the target's streams that predict the same tokens, likewise.
+        """
+        head, config, inputs_BT = self.head, self.head.config, tokens_BT[:, :-1]
+        (batch, length), size = inputs_BT.shape, config.block_size
+        layers = *head.hidden_layers, self.target.num_layers - 1
+        *hidden, stream_BTD = self.target.forward_streams(target_params, inputs_BT, layers)
+        caches = head.init_cache(batch, length + self.anchors * size)
+        features_BTD = head.fuse(weights, tuple(hidden))
+        caches = head.read(weights, features_BTD, jnp.zeros((batch,), jnp.int32), caches)
+        pending_BA = jnp.take_along_axis(tokens_BT, anchors_BA, axis=1)
+        of_blocks = pending_BA.reshape(-1), anchors_BA.reshape(-1)
+        embedded = head.embed_blocks(weights, self.target, {"params": target_params}, *of_blocks)
+        first_BA = jnp.broadcast_to((length + size * jnp.arange(self.anchors))[None], anchors_BA.shape)
+        rows_BTD, _ = head(weights, embedded.reshape(batch, -1, embedded.shape[-1]), anchors_BA, first_BA, caches)
+        rows_BASD = rows_BTD.reshape(batch, self.anchors, size, -1)[:, :, config.first_row :][:, :, : self.test_steps]
+        at_BX = (anchors_BA[..., None] + jnp.arange(self.test_steps)[None, None]).reshape(batch, -1)
+        stream_BXD = jnp.take_along_axis(stream_BTD, at_BX[..., None], axis=1)
+        return rows_BASD, stream_BXD.reshape(batch, self.anchors, self.test_steps, -1)
+
+    def _compare_blocks(
+        self, weights: Any, teacher: Any, rows_NSD: Array, stream_NSD: Array, before_NS: Array, *, warp: Warp | None
+    ) -> Array:
+        """Compares the tokens of N blocks with the target, one after the other.
+
+        Returns:
+          ``[S, 12]``: the sums of `TrainHead`, the same without the correction, the sums of the binary cross-entropy of
+          the confidence and of its distance from the acceptance.
+        """
+        head, target_weights = self.head, {"params": teacher["target"]}
+        unembed = functools.partial(self.target.unembed_normed, target_weights)
+        state, sums = head.begin(weights, len(rows_NSD)), []
+        exists_N1 = jnp.ones((len(rows_NSD), 1), bool)
+        for k in range(self.test_steps):
+            x_ND, token_N = rows_NSD[:, k], before_NS[:, k]
+            base_N1U = head.logits(weights, x_ND[:, None], unembed)
+            logits_NU, state = head.correct(weights, base_N1U[:, 0], x_ND, token_N, state)
+            of_target = self._of_target(weights, teacher, stream_NSD[:, k : k + 1], warp)
+            both = [self._sums(weights, of_target, x, exists_N1, warp) for x in (logits_NU[:, None], base_N1U)]
+            trust_2 = jnp.zeros((2,))
+            if head.config.confidence is not None:
+                draft_NU = jax.lax.stop_gradient(jax.nn.log_softmax(logits_NU))
+                accepted_N = overlap(of_target[1][:, 0], draft_NU)
+                odds_N = head.confidence(weights, x_ND, token_N)
+                loss_N = jax.nn.softplus(odds_N) - accepted_N * odds_N
+                trust_2 = jnp.stack([loss_N.sum(), jnp.abs(jax.nn.sigmoid(odds_N) - accepted_N).sum()])
+            sums.append(jnp.concatenate([*both, trust_2]))
+        return jnp.stack(sums)

@@ -1,0 +1,200 @@
+"""Blocks in one call: texts are exact under every law of the draft, and blocks see the context and nothing stale."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specsamp.decoding.drafters.block import BlockDrafter
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.state import Weights
+from specsamp.decoding.tokens import gather_tokens
+from specsamp.models.heads import DRAFT_IDS
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.warp import chain, temperature
+from support.fakes import FALSE_ALARM, decode, prefill
+from support.heads import LayeredTable, ShowsTokens, TableBlock, block, dflash2, dspark, table_block
+from support.loop_distributions import FULL, LIKELY, TARGET, V, distribution_test
+from support.weights import drawn_params
+
+SAMPLED = {"length": 3, "samples": 30_000, "powered": False}
+
+
+def weights_of(head, seed=0):
+    params = jax.tree.map(lambda x: 3 * x if x.dtype == jnp.float32 else x, drawn_params(head, seed))
+    if DRAFT_IDS in params:
+        params[DRAFT_IDS] = jnp.asarray([0, 2], jnp.int32)
+    return head.prepare(params)
+
+
+def p_value_of(head, rule=TokenRule(), sampling=FULL, drafter=BlockDrafter, K=3, **options):
+    target = LayeredTable(V)
+    loop = Loop(target=target, drafter=drafter(target, head, K, **options), rule=rule)
+    return distribution_test(loop, weights_of(head), sampling, **SAMPLED)
+
+
+@pytest.mark.parametrize(
+    "head, rule, sampling, options",
+    [
+        (block(V), TokenRule(), FULL, dict(law="marginals")),
+        (block(V, from_anchor=True, draft_vocab_size=2, own_output=True), TokenRule(), LIKELY, dict(law="argmax")),
+        pytest.param(block(V, own_embedding=True), BlockRule(), FULL, dict(K=1), marks=pytest.mark.slow),
+        (dspark(V), BlockRule(), chain(temperature(1.3)), dict(threshold=0.4)),
+        pytest.param(dspark(V, markov="gated", confidence="hidden"), CoupledRule(), LIKELY, {}, marks=pytest.mark.slow),
+        pytest.param(dspark(V, markov="recurrent"), TokenRule(), FULL, dict(K=4), marks=pytest.mark.slow),
+        pytest.param(dspark(V), TokenRule(), FULL, dict(law="marginals"), marks=pytest.mark.slow),
+        (dflash2(V), TokenRule(), FULL, {}),
+    ],
+)
+def test_the_text_of_a_block_head_has_the_distribution_of_the_target(head, rule, sampling, options):
+    """Prompts of one and of four tokens; the former drafts nothing in its first round."""
+    assert p_value_of(head, rule, sampling, **options) > FALSE_ALARM
+
+
+def plain(drafter, **changes):
+    """The drafter without its mistake."""
+    return BlockDrafter(**(vars(drafter) | changes))
+
+
+class MarginalsJudgedAsConditionals(BlockDrafter):
+    """Draws without regard to the block's other tokens, and is verified as if it had drawn them in order."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, state, cache = plain(self, law="marginals").propose(weights, state, prefix, cache, sample)
+        head, pending_B = self.head, gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)[:, 0]
+        rows, logits, _ = self._run_block(weights, state, pending_B, prefix.lengths_B - 1)
+        correction, judged = head.begin(weights.draft, len(pending_B)), []
+        for k, token_B in enumerate([pending_B, *draft.tokens_BK.T[:-1]]):
+            logits_BU, correction = head.correct(weights.draft, logits[:, k], rows[:, k], token_B, correction)
+            judged.append(sample(logits_BU, k)[1])
+        return dataclasses.replace(draft, log_probs_BRV=jnp.stack(judged, axis=1)), state, cache
+
+
+class ArgmaxJudgedByP(BlockDrafter):
+    """Proposes the most probable tokens, and is verified as if they had been drawn."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        drawn, _, _ = plain(self, law="marginals").propose(weights, state, prefix, cache, sample)
+        best, state, cache = plain(self, law="argmax").propose(weights, state, prefix, cache, sample)
+        return dataclasses.replace(best, log_probs_BRV=drawn.log_probs_BRV), state, cache
+
+
+@pytest.mark.parametrize(
+    "head, drafter", [(dspark(V, confidence=None), MarginalsJudgedAsConditionals), (block(V), ArgmaxJudgedByP)]
+)
+def test_drafts_that_are_judged_by_another_law_are_caught(head, drafter):
+    assert p_value_of(head, drafter=drafter) < FALSE_ALARM**2
+
+
+# The context: if it is right, the distribution of the first token is that of the target, and of all tokens in order.
+
+WEIGHTS = Weights(target=TARGET, draft=TARGET)
+
+
+def accepted_share(drafter=BlockDrafter, law="conditional", K=4, budget=20, slots=40, table=TARGET, chunk=None):
+    """How many of the drafted tokens are accepted, by position, of those whose predecessors were."""
+    vocab_size = table.shape[-1]
+    target = ShowsTokens(vocab_size)
+    loop = Loop(target=target, drafter=drafter(target, table_block(vocab_size), K, law), rule=TokenRule())
+    weights = Weights(target=table, draft=table)
+    prompts = [[0], [1, 1, 0, 1], [1, 0, 1, 0, 0]]
+    shape = dict(padded_length=5, slots=slots, samples=100, prompt_ids=(0, 1, 2))
+    state = prefill(loop, table, table, prompts, budget, chain(temperature(1.0)), **shape)
+    if chunk is not None:
+        lengths_B = state.lengths_B
+        state = loop.extend(weights, state.request, None, state.tokens_BS, 0 * lengths_B, lengths_B, chunk=chunk)
+    state = loop.run(weights, state, 1000)
+    return state.stats.accepted_BT[:, 1:].sum(0)[::-1].cumsum()[::-1] / state.stats.reached_BK.sum(0)
+
+
+@pytest.mark.parametrize("K, law, chunk", [(4, "conditional", None), (4, "marginals", 3), (1, "marginals", None)])
+def test_a_right_context_is_accepted_always(K, law, chunk):
+    """Also at the end of the longest text: the last block has more rows than the loop has headroom."""
+    shares = accepted_share(law=law, K=K, chunk=chunk, slots=5 + 20 + K + 1)
+    assert shares[0] == 1 and ((shares == 1).all() or law == "marginals")
+
+
+class KeepsBlockRows(BlockDrafter):
+    def commit(self, weights, state, prefix, draft, verdict, output, cache):
+        return state, cache
+
+
+class ContextOneRowShort(BlockDrafter):
+    """Its context begins one slot late."""
+
+    def commit(self, weights, state, prefix, *rest):
+        later = dataclasses.replace(prefix, lengths_B=prefix.lengths_B + 1)
+        return super().commit(weights, state, later, *rest)
+
+
+class MasksSlot0(BlockDrafter):
+    def _run_block(self, weights, state, pending_B, at_B):
+        return super()._run_block(weights, state, jnp.full_like(pending_B, self.head.config.mask_id), at_B)
+
+
+class NoRoomForTheBlock(BlockDrafter):
+    def init(self, batch, slots):
+        return self.head.init_cache(batch, slots)
+
+
+@pytest.mark.parametrize("drafter", [KeepsBlockRows, ContextOneRowShort, MasksSlot0, NoRoomForTheBlock])
+def test_a_wrong_context_is_rejected_sometimes(drafter):
+    assert accepted_share(drafter, K=1, slots=5 + 20 + 2)[0] < 0.99
+
+
+def test_independent_tokens_collide():
+    """Golden: the first token is a fair coin, the second repeats it with probability .9; right marginals keep 1.6 of 2."""
+    same = jnp.log(jnp.asarray([[0.9, 0.1], [0.1, 0.9], [0.5, 0.5]]))
+    begins = jnp.arange(3)[:, None, None, None] == 2  # the token before the prompt's is still seen
+    coins = jnp.where(begins, 0.0, same[None, None]) * jnp.ones((3, 3, 1, 1))
+    target, accepted = ShowsTokens(2), {}
+    for law in ("marginals", "conditional"):
+        loop = Loop(target=target, drafter=BlockDrafter(target, table_block(2), 2, law), rule=TokenRule())
+        state = prefill(loop, coins, coins, [[0, 1]], 5, FULL, samples=20_000)
+        counts_BT = loop.run(Weights(target=coins, draft=coins), state, 1).stats.accepted_BT
+        accepted[law] = float((counts_BT @ jnp.arange(3)).mean())
+    assert accepted["conditional"] == 2 and abs(accepted["marginals"] - 1.6) < 0.02
+
+
+class AsksAfterTheToken(BlockDrafter):
+    """The confidence of the next token decides whether a token is submitted."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        draft, state, cache = plain(self, threshold=0.0).propose(weights, state, prefix, cache, sample)
+        return dataclasses.replace(draft, num_drafted_B=jnp.where(draft.tokens_BK[:, 0] == 0, 1, 0)), state, cache
+
+
+class Uncertain(TableBlock):
+    """Drafts coins, and always trusts the first token."""
+
+    def correct(self, weights, logits_BU, x_BD, token_B, state):
+        return jnp.zeros_like(logits_BU), state
+
+
+@pytest.mark.parametrize("drafter, expected", [(BlockDrafter, 0.7), (AsksAfterTheToken, 0.85)])
+def test_a_token_is_not_dropped_for_its_value(drafter, expected):
+    """Golden: with (.7, .3) and a draft of (.5, .5), a stop that has seen the token writes (.85, .15)."""
+    q = jnp.broadcast_to(jnp.log(jnp.asarray([0.7, 0.3])), (3, 3, 3, 2))
+    target, head = ShowsTokens(2), Uncertain(table_block(2).config)
+    loop = Loop(target=target, drafter=drafter(target, head, 2, threshold=0.5), rule=TokenRule())
+    run = decode(loop, q, q, [[0, 0]], 1, FULL, samples=40_000)
+    assert abs(1 - run.emitted(1).mean() - expected) < 0.01
+
+
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        (dict(K=5), "K = 5, but a block of 4 rows drafts 4 tokens"),
+        (dict(law="both"), "law must be one of"),
+        (dict(threshold=1.5), "threshold"),
+    ],
+)
+def test_what_a_block_cannot_draft_is_refused(fields, told):
+    with pytest.raises(ValueError, match=told):
+        BlockDrafter(ShowsTokens(V), dspark(V), **(dict(K=2) | fields))
+    with pytest.raises(ValueError, match="law 'conditional' needs a head that corrects"):
+        BlockDrafter(ShowsTokens(V), block(V), 2, "conditional")
+    with pytest.raises(ValueError, match="threshold = 0.5 needs a head with confidence"):
+        BlockDrafter(ShowsTokens(V), block(V), 2, threshold=0.5)

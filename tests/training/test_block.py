@@ -1,0 +1,67 @@
+"""Training of block heads: a block sees what it sees in decoding, and the losses are those that are published."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.models.block import BlockConfig
+from specsamp.models.block_corrections import DSparkConfig
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.training.block import TrainBlock
+from support.weights import drawn_params
+
+V, LENGTH, LAYERS, SIZE, ANCHORS = 16, 14, 3, 4, 3
+TARGET = TransformerLM(tiny(vocab_size=V, width=16, num_layers=LAYERS, num_heads=2, positions="rotary"))
+LAYER = dataclasses.replace(
+    TARGET.config,
+    num_layers=2,
+    num_kv_heads=1,
+    gated=True,
+    tied=False,
+    query_key_norm=True,
+    window=3,
+    global_layers=(1,),
+)
+SHAPE = dict(target_layers=LAYERS, layer=LAYER, hidden_layers=(0, 2), block_size=SIZE, mask_id=V - 1)
+DFLASH = BlockConfig(**SHAPE).head()
+DSPARK = DSparkConfig(**SHAPE, markov="recurrent", markov_rank=6).head()
+TOKENS = jax.random.randint(jax.random.key(0), (2, LENGTH + 1), 0, V - 1)
+KEY = jax.random.key(3)
+
+
+@pytest.fixture(scope="module")
+def target_params():
+    return drawn_params(TARGET, 5)
+
+
+def decoded_rows(head, weights, target_params, tokens_T, anchor):
+    """Returns the rows of one block, as the drafter calls the head."""
+    target_weights = TARGET.prepare(target_params)
+    output = TARGET.forward(target_params, tokens_T[None, :-1], hidden_layers=head.hidden_layers)
+    caches = head.init_cache(1, LENGTH + SIZE)
+    caches = head.read(weights, head.fuse(weights, output.hidden), jnp.zeros(1, jnp.int32), caches)  # stale ones too
+    at_B = jnp.array([anchor])
+    embedded = head.embed_blocks(weights, TARGET, target_weights, tokens_T[at_B], at_B)
+    return head(weights, embedded, at_B[:, None], at_B[:, None], caches)[0][0]
+
+
+@pytest.mark.parametrize("head", [DFLASH, DSPARK], ids=["dflash", "dspark"])
+def test_a_block_sees_what_it_sees_in_decoding(head, target_params):
+    """And is compared with the target's prediction of the same tokens."""
+    task = TrainBlock(head=head, target=TARGET, test_steps=head.config.max_tokens, anchors=ANCHORS)
+    weights = head.training_weights(drawn_params(head, 1), None)
+    anchors = task._choose_anchors(TOKENS, KEY)
+    assert (
+        anchors.min() >= 1 and anchors.max() + SIZE <= LENGTH and len(set(np.asarray(anchors[0]).tolist())) == ANCHORS
+    )
+    rows, stream = jax.jit(task._blocks)(weights, target_params, TOKENS, anchors)
+    logits = TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV
+    for i, anchor in enumerate(np.asarray(anchors[1])):
+        expected = decoded_rows(head, weights, target_params, TOKENS[1], anchor)[head.config.first_row :]
+        np.testing.assert_allclose(rows[1, i], expected, atol=1e-5)
+        predicted = TARGET.read_out(target_params, stream[1:, i])[0]
+        np.testing.assert_allclose(predicted, logits[1, anchor : anchor + head.config.max_tokens], atol=1e-5)
