@@ -85,8 +85,12 @@ def cores() -> int | None:
 
 def instructions() -> list[str]:
     """Returns which of the vector instructions the CPU has that matter for speed; "AMD EPYC" names many kinds."""
-    known = (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
-    return [name for name in VECTOR_INSTRUCTIONS if name in known]
+    return [name for name in VECTOR_INSTRUCTIONS if name in cpu_flags()]
+
+
+def cpu_flags() -> list[str]:
+    """Returns everything that the CPU says it can do, by its kernel's names; empty where no kernel says it."""
+    return (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
 
 
 def _cpu() -> str | None:
@@ -122,13 +126,18 @@ def _id() -> str | None:
 
 def source_version() -> str:
     """Returns ``SPECSAMP_VERSION`` or "source", and a digest of the source tree."""
-    digest = hashlib.sha256()
     folders = [PACKAGE] + [folder for name in ("launch", "configs") if (folder := PACKAGE.parent / name).is_dir()]
+    return f"{os.environ.get('SPECSAMP_VERSION') or 'source'} {digest(folders)}"
+
+
+def digest(folders: Sequence[pathlib.Path]) -> str:
+    """Returns a digest of the Python files of some folders, and of their names."""
+    found = hashlib.sha256()
     for folder in folders:
         for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).as_posix()):
             name = f"{folder.name}/{path.relative_to(folder).as_posix()}"
-            digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return f"{os.environ.get('SPECSAMP_VERSION') or 'source'} {digest.hexdigest()[:12]}"
+            found.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
 
 
 def commit() -> str:

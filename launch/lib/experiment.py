@@ -20,7 +20,6 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode
-from specsamp.evaluation.head_check import check_head, write_texts
 from specsamp.mesh.layout import Layout, make_mesh, mesh_axes
 from specsamp.mesh.sharded import ShardedModel, draft_layout, shard, shard_model, with_attention
 from specsamp.models.int8 import decode_weights
@@ -101,6 +100,8 @@ def build(
 
 def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
     """Prints a head's acceptance on a few texts; in red if it is low, or if another reading of its files is better."""
+    from specsamp.evaluation.head_check import check_head, write_texts  # with SciPy, which takes half a second
+
     console = entry.make_console(stderr=True)
     tokens = min(CHECKED_TOKENS, work.max_new_tokens)
     texts = write_texts(pair, work.prompts[:CHECKED_PROMPTS], tokens=tokens, sampling=sampling)

@@ -33,7 +33,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from specsamp import validate
 from specsamp.analysis.costs import CallCosts, Costs
@@ -246,6 +245,8 @@ def _draft(loop: Loop, weights: Weights, request: RequestBatch, state: DecodeSta
 
 
 def _rising(ms: Sequence[float]) -> tuple[float, ...]:
+    from scipy.optimize import isotonic_regression  # a fifth of a second, which kept costs do not need
+
     return tuple(isotonic_regression(ms).x.tolist())
 
 

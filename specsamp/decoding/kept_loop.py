@@ -1,0 +1,112 @@
+"""A loop whose compiled programs are kept on disk whole: a process that finds them traces and lowers nothing.
+
+JAX's own cache keeps what XLA compiled, but finds it by the traced program, and tracing a pair takes longer than decoding
+a text. Here a program is found by what it was made of: the loop in words, the shapes, the source, JAX, and the CPU.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import os
+import pathlib
+import pickle
+import platform
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from specsamp import machine, storage
+from specsamp.compilation_cache import find_compilation_cache
+from specsamp.decoding.loop import Loop
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_SOURCES = [machine.PACKAGE / name for name in ("sampling", "models", "decoding", "mesh")]  # what programs are made of
+_found = collections.Counter()  # what JAX says about its own cache
+jax.monitoring.register_event_listener(lambda event, **_: _found.update([event]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeptLoop(Loop):
+    """A `Loop` that reads its programs from the folder of the compilation cache, or compiles and writes them.
+
+    A program that cannot be read or written, for whatever reason, is compiled as ever. Whoever may write into the folder
+    decides which code runs, as with JAX's own cache.
+    """
+
+    @classmethod
+    def of(cls, loop: Loop) -> Loop:
+        """Returns the loop with kept programs; without a cache on a disk, without jit or on a mesh, the loop itself."""
+        is_alone = loop.shards.mesh is None and jax.process_count() == 1
+        is_named = not re.search(r" at 0x[0-9a-f]+>", repr(loop))  # a name that holds in other processes
+        folder = find_compilation_cache()
+        if jax.config.jax_disable_jit or folder is None or "://" in folder or not is_alone or not is_named:
+            return loop
+        return cls(**{field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)})
+
+    def prefill(self, *arrays: Any, **sizes: int) -> Any:
+        """Does what `Loop.prefill` does."""
+        lower = functools.partial(Loop.prefill.lower, self, **sizes)
+        return _program(f"prefill {sizes} {self!r}", lower, arrays)(*arrays)
+
+    @property
+    def program(self) -> Callable[..., Any]:
+        """Returns what `Loop.program` returns, kept."""
+        jitted, options = super().program, self.target.compiler_options
+        return lambda *arrays: _program(f"run {options} {self!r}", jitted.lower, arrays)(*arrays)
+
+
+_programs: dict[str, Callable[..., Any]] = {}  # of this process
+
+
+def _program(made_of: str, lower: Callable[..., Any], arrays: Any) -> Callable[..., Any]:
+    leaves, structure = jax.tree.flatten(arrays)
+    name = hashlib.sha256(repr((made_of, [jax.typeof(x) for x in leaves], structure)).encode()).hexdigest()[:16]
+    if name not in _programs:
+        # A program of another source or CPU is replaced, so that the folder does not grow.
+        path = pathlib.Path(find_compilation_cache() or os.devnull) / f"specsamp_program_{name}"
+        _programs[name] = _read(path) or _compiled(path, lower(*arrays))
+    return _programs[name]
+
+
+def _read(path: pathlib.Path) -> Callable[..., Any] | None:
+    try:
+        content = path.read_bytes()
+        kept = content[_DIGEST_BYTES:]
+        if content[:_DIGEST_BYTES] != _digest(kept):
+            return None
+        one_device = jax.local_devices()[:1]  # that of programs outside of a mesh
+        return serialize_executable.deserialize_and_load(*pickle.loads(kept), execution_devices=one_device)
+    except Exception:  # of another JAX or platform, which may raise anything
+        return None
+
+
+def _compiled(path: pathlib.Path, lowered: Any) -> Callable[..., Any]:
+    before = _found["/jax/compilation_cache/cache_hits"]
+    program = lowered.compile()
+    if _found["/jax/compilation_cache/cache_hits"] > before:
+        return program  # XLA's CPU programs that came from JAX's cache lose their code when they are written again
+    try:
+        kept = pickle.dumps(serialize_executable.serialize(program))
+        storage.write(path, _digest(kept) + kept)
+    except Exception:  # a full disk, or a platform whose programs cannot be kept
+        pass
+    return program
+
+
+def _digest(kept: bytes) -> bytes:
+    return hashlib.sha256(_made_by().encode() + kept).digest()
+
+
+@functools.cache
+def _made_by() -> str:
+    """Returns in words what compiles: a program is read only by the same."""
+    versions = platform.python_version(), *map(machine.version, ("jax", "jaxlib", "flax", "numpy"))
+    flags = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    known = machine.digest(_SOURCES), versions, flags, sorted(jax.config.values.items())
+    return repr((*known, machine.host_facts(), machine.cpu_flags(), [str(d.device_kind) for d in jax.devices()]))

@@ -1,0 +1,132 @@
+"""Programs that are kept whole: found again without tracing, and never in the way."""
+
+import dataclasses
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from specsamp import NgramDrafter
+from specsamp.analysis.workload import Workload, decoders
+from specsamp.decoding import kept_loop
+from specsamp.decoding.kept_loop import KeptLoop
+from specsamp.decoding.method import make_method
+from support.fakes import counting_pair
+
+PAIR = counting_pair()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder for programs, in a process that has none yet; those of JAX's own cache are not kept, so it is off."""
+    monkeypatch.setattr(kept_loop, "find_compilation_cache", lambda: str(tmp_path))
+    monkeypatch.setattr(kept_loop, "_programs", {})
+    for is_on in (False, True):
+        jax.config.update("jax_enable_compilation_cache", is_on)
+        compilation_cache.reset_cache()
+        if not is_on:
+            yield tmp_path
+
+
+def decoder(K=3):
+    work = Workload(prompt_length=8, max_new_tokens=12, prompts=((3, 4, 5), (9, 10)))
+    return decoders(PAIR, {K: make_method(PAIR, draft_length=K)}, work)[K]
+
+
+def with_kept(plain):
+    return dataclasses.replace(plain, engine=dataclasses.replace(plain.engine, loop=KeptLoop.of(plain.engine.loop)))
+
+
+def texts(decoder):
+    return [decoder.decode(turn).texts for turn in range(2)]
+
+
+def forget(monkeypatch):
+    """What another process would know: nothing that this one has read or compiled."""
+    monkeypatch.setattr(kept_loop, "_programs", {})
+    kept_loop._made_by.cache_clear()
+
+
+def traced(monkeypatch):
+    """Returns a list that grows with every program that is compiled because none was found."""
+    found, compiled = [], kept_loop._compiled
+    monkeypatch.setattr(
+        kept_loop, "_compiled", lambda path, lowered: found.append(path.name) or compiled(path, lowered)
+    )
+    return found
+
+
+def test_a_second_process_traces_nothing_and_writes_the_same(folder, monkeypatch):
+    expected, compiled = texts(decoder()), traced(monkeypatch)
+    assert texts(with_kept(decoder())) == expected
+    assert sorted(compiled) == sorted(path.name for path in folder.iterdir()) and len(compiled) == 2
+    forget(monkeypatch)
+    assert texts(with_kept(decoder())) == expected and len(compiled) == 2
+    assert (
+        texts(with_kept(decoder(K=2))) == texts(decoder(K=2)) and len(compiled) == 4
+    )  # another loop is another program
+
+
+def test_a_program_of_another_source_machine_or_setting_is_replaced(folder, monkeypatch):
+    expected, compiled = texts(decoder()), traced(monkeypatch)
+    texts(with_kept(decoder()))
+    for name in ("digest", "cpu_flags", "host_facts"):
+        forget(monkeypatch)
+        monkeypatch.setattr(kept_loop.machine, name, lambda *_: "another")
+        compiled.clear()
+        assert texts(with_kept(decoder())) == expected and len(compiled) == 2, name
+    forget(monkeypatch)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_another")
+    compiled.clear()
+    assert texts(with_kept(decoder())) == expected and len(compiled) == 2
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:-1], lambda whole: b"", lambda whole: b"x" + whole[1:]])
+def test_a_damaged_file_is_compiled_anew(folder, monkeypatch, damage):
+    expected = texts(with_kept(decoder()))
+    for path in folder.iterdir():
+        path.write_bytes(damage(path.read_bytes()))
+    forget(monkeypatch)
+    compiled = traced(monkeypatch)
+    assert texts(with_kept(decoder())) == expected and len(compiled) == 2
+    forget(monkeypatch)
+    assert texts(with_kept(decoder())) == expected and len(compiled) == 2
+
+
+def test_a_program_from_the_cache_of_jax_is_not_kept(folder, monkeypatch):
+    """XLA's CPU programs that are read and written again lack code, and fail when they run in the next process."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+    for _ in range(2):  # the first fills JAX's cache, if another test has not
+        for path in folder.iterdir():
+            path.unlink()
+        forget(monkeypatch)
+        jax.clear_caches()
+        assert texts(with_kept(decoder())) == texts(decoder())
+    assert not list(folder.iterdir())
+
+
+def test_a_disk_that_takes_nothing_is_no_obstacle(folder, monkeypatch):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept_loop.storage, "write", full)
+    assert texts(with_kept(decoder())) == texts(decoder())
+    assert not list(folder.iterdir())
+
+
+def test_what_cannot_be_kept_is_left_as_it_is(folder, monkeypatch):
+    loop = decoder().engine.loop
+    assert isinstance(KeptLoop.of(loop), KeptLoop)
+    with jax.disable_jit():
+        assert KeptLoop.of(loop) is loop
+
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Unnamed(NgramDrafter):
+        __repr__ = object.__repr__  # an address, which another process gives to something else
+
+    unnamed = dataclasses.replace(loop, drafter=Unnamed(2))
+    assert KeptLoop.of(unnamed) is unnamed
+    monkeypatch.setattr(kept_loop, "find_compilation_cache", lambda: None)
+    assert KeptLoop.of(loop) is loop
