@@ -40,7 +40,6 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from specsamp.sampling.warp import chain, greedy, min_p, temperature, top_k, top_p
     from specsamp.serving.generate_many import generate_many
     from specsamp.serving.log import CompletionLog
-    from specsamp.serving.schedule import FirstCome, ShortestFirst
 
 _NAMES = {
     "specsamp.checkpoints.pair": ("load_pair",),
@@ -72,7 +71,6 @@ _NAMES = {
     "specsamp.sampling.warp": ("chain", "greedy", "min_p", "temperature", "top_k", "top_p"),
     "specsamp.serving.generate_many": ("generate_many",),
     "specsamp.serving.log": ("CompletionLog",),
-    "specsamp.serving.schedule": ("FirstCome", "ShortestFirst"),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOMES)

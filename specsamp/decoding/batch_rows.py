@@ -1,7 +1,7 @@
-"""Rows of a batch, taken out of it and put into it between runs of the loop.
+"""Rows that are written into a batch, or ended in it, between runs of the loop.
 
-Every leaf of a `DecodeState` leads with the rows, and no row depends on another. So a row goes on in another batch, or
-in another place, as it would have: its noise has its own address, and stale slots harm nothing. On a mesh, each data
+Every leaf of a `DecodeState` leads with the rows, and no row depends on another. So a row goes on in another batch as it
+would have: its noise has its own address, and stale slots harm nothing. On a mesh, each data
 shard handles its own rows, so that no cache travels between shards.
 """
 
@@ -38,11 +38,6 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
     return dataclasses.replace(_write_donated(state, rows, at_N, shards), request=request)
 
 
-def extract(state: DecodeState, at: Sequence[int], shards: DataShards = DataShards()) -> DecodeState:
-    """Returns the rows ``at`` of ``state`` as a new state, for example to preempt them and insert them later."""
-    return _read(state, jnp.asarray(at, jnp.int32), shards)
-
-
 @jax.jit
 def end(finish_B: Array, is_ended_B: Array) -> Array:
     """Returns the reasons why rows ended, where the running rows of ``is_ended_B`` have met a stop token."""
@@ -66,15 +61,3 @@ def _write(tree: Any, rows: Any, at_N: Array, shards: DataShards) -> Any:
 
 
 _write_donated = jax.jit(_write.__wrapped__, static_argnames="shards", donate_argnames="tree")
-
-
-@functools.partial(jax.jit, static_argnames="shards")
-def _read(state: DecodeState, at_N: Array, shards: DataShards) -> DecodeState:
-    def read_rows(state: DecodeState, at_N: Array) -> DecodeState:
-        def read(leaf: Array) -> Array:
-            rows = [jax.lax.dynamic_slice_in_dim(leaf, at_N[n], 1, axis=0) for n in range(len(at_N))]
-            return jnp.concatenate(rows)
-
-        return jax.tree.map(read, state)
-
-    return shards.map(read_rows, (BY_ROWS, BY_ROWS))(state, at_N)

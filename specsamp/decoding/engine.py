@@ -149,10 +149,6 @@ class Engine:
         """Writes ``rows`` over the rows ``at`` of ``state``, which is donated; see `batch_rows.insert`."""
         return batch_rows.insert(state, rows, at, self.pair.shards)
 
-    def extract(self, state: DecodeState, at: Sequence[int]) -> DecodeState:
-        """Returns the rows ``at`` of ``state``, without their request batch; see `batch_rows.extract`."""
-        return batch_rows.extract(dataclasses.replace(state, request=None), at, self.pair.shards)
-
     def run(self, state: DecodeState, max_rounds: int = MANY_ROUNDS, min_running: int = 1) -> DecodeState:
         """Decodes for ``max_rounds`` rounds, or until fewer than ``min_running`` rows run; ``state`` is donated."""
         return self.loop.run(self.weights, state, max_rounds, min_running)

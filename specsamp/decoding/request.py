@@ -32,11 +32,8 @@ class Request:
       prompt_index: the place of the prompt in the call.
       stops: tokens and strings that end the sequence.
       tokenizer: decodes the tokens; None: the result has no text.
-      arrived: time of arrival, in seconds.
-      emitted, rounds: tokens and rounds so far, updated between two runs of the loop.
+      rounds: rounds so far, updated between two runs of the loop.
       shown: number of tokens that the caller has received.
-      shard: the data shard in which the sequence began, and must go on.
-      preempted: the row in host memory, while another request has its place.
       answer: the answer of a service that this sequence belongs to (`specsamp.serving.service`).
     """
 
@@ -50,12 +47,8 @@ class Request:
     prompt_index: int = 0
     stops: Stops = Stops()
     tokenizer: Tokenizer | None = None
-    arrived: float = 0.0
-    emitted: int = 0
     rounds: int = 0
     shown: int = 0
-    shard: int | None = None
-    preempted: Any = None
     answer: Any = None
 
     @property

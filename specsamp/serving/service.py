@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ from specsamp.decoding.results import Chunk, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.sampling.warp import Warp
 from specsamp.serving.batch import Batch
-from specsamp.serving.schedule import FirstCome, Schedule
 
 MAX_STOPS = 4  # strings that end the texts of a request
 
@@ -96,7 +94,6 @@ class Service:
         context: int | None = None,
         max_waiting: int = 64,
         rounds_per_slice: int = 4,
-        schedule: Schedule = FirstCome(),
     ):
         """Makes a service, which `start` begins.
 
@@ -131,7 +128,7 @@ class Service:
             keep_log_probs=True,
             keep_rounds=True,
         )
-        self.batch = Batch(self._engine, rows=rows, schedule=schedule)
+        self.batch = Batch(self._engine, rows=rows)
         self.capacity = self.batch.usage.rows + max_waiting
         self._changed = threading.Condition()  # guards the next two
         self._inbox: list[Request] = []
@@ -217,9 +214,9 @@ class Service:
         requests = with_samples(make_requests(self._pair, method, prompts, budgets, seed=seed, stop=stop), num_samples)
         if jax.tree.structure(requests[0].sampling) != jax.tree.structure(self._engine.idle.sampling):
             raise ValueError(f"sampling must be of the kinds of warps in {self.method.sampling!r}; got {sampling!r}")
-        answer, now = Answer(requests, deliver, is_streamed), time.monotonic()
+        answer = Answer(requests, deliver, is_streamed)
         for request in requests:
-            request.answer, request.arrived = answer, now
+            request.answer = answer
         with self._changed:
             self._check_room(count)
             self._inbox += requests

@@ -1,4 +1,4 @@
-"""Rows that move between batches, runs that return early, prompts read in chunks, warps with a state."""
+"""Rows that enter batches, runs that return early, prompts read in chunks, warps with a state."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.batch_rows import extract, insert
+from specsamp.decoding.batch_rows import insert
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Finish, Weights
@@ -48,14 +48,6 @@ def test_a_row_goes_on_in_another_batch_as_it_would_have(alone, rounds):
         newcomer = LOOP.run(WEIGHTS, newcomer, rounds)
     mixed = insert(batch, newcomer, [0])
     assert texts(finished(mixed)) == [alone[2], alone[1]]
-
-
-def test_rows_are_put_aside_and_come_back_elsewhere(alone):
-    batch = LOOP.run(WEIGHTS, prefill([0, 1, 2]), 1)
-    aside = extract(batch, [2, 0])
-    assert texts(aside) == [texts(batch)[2], texts(batch)[0]]
-    back = insert(prefill([1, 1, 1]), aside, [1, 2])
-    assert texts(finished(back)) == [alone[1], alone[2], alone[0]]
 
 
 def test_the_request_of_a_caller_survives_donation():

@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -23,8 +22,6 @@ from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.serving.batch import to_device_memory, to_host_memory
-from support.schedules import Restless
 from support.weights import drawn_params
 
 LAYER = tiny(
@@ -90,10 +87,8 @@ def test_tokens_of_one_device(pair, alone, data, model, draft):
     assert sum(c.stats.accepted for c in alone) > 0
     if data != 2:
         return
-    # Sequences that are preempted wait in host memory; a shard has a free row while the other has none.
-    work = generate_many(sharded, PROMPTS, BUDGETS, rows=2, schedule=Restless(), rounds_per_slice=2, **call)
+    work = generate_many(sharded, PROMPTS, BUDGETS, rows=2, **call)
     assert [row.tokens for row in sorted(work, key=lambda row: row.prompt_index)] == [c.tokens for c in alone]
-    assert work.usage.preempted > 1
 
 
 def collectives(text):
@@ -137,21 +132,12 @@ def test_everything_stays_where_it_is(pair, data, model):
 @pytest.mark.parametrize(
     "pair, data, model", [("eagle3", 2, 2), pytest.param("eagle3", 1, 4, marks=pytest.mark.slow)], indirect=["pair"]
 )
-def test_rows_leave_and_return_on_their_devices(pair, data, model):
+def test_rows_enter_on_their_devices(pair, data, model):
     engine, requests = engine_of(shard(pair, make_mesh(data, model, devices=jax.devices()[: data * model])))
     state, shards, at_N = engine.run(engine.prefill(requests), 1), engine.loop.shards, jnp.asarray([1, 2])
-    rows = batch_rows.extract(state, [1, 2], shards)
-    read = batch_rows._read.lower(state, at_N, shards).compile().as_text()
-    bare = [dataclasses.replace(each, request=None) for each in (state, rows)]
+    bare = [dataclasses.replace(each, request=None) for each in (state, engine.prefill(requests[:2]))]
     write = batch_rows._write_donated.lower(*bare, at_N, shards).compile().as_text()
-    for text in (read, write):
-        assert "dynamic-" in text and not collectives(text)
-    aside = to_host_memory(bare[1], shards)
-    for kept, old, new in zip(*map(jax.tree.leaves, (aside, bare[1], to_device_memory(aside, shards)))):
-        assert kept.sharding.memory_kind == "pinned_host" and new.sharding == old.sharding
-        assert [piece.device for piece in kept.addressable_shards] == [piece.device for piece in old.addressable_shards]
-        assert kept.sharding.devices_indices_map(kept.shape) == old.sharding.devices_indices_map(old.shape)
-        np.testing.assert_array_equal(new, old)
+    assert "dynamic-" in write and not collectives(write)
 
 
 @dataclasses.dataclass(frozen=True)

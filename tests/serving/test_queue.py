@@ -11,7 +11,6 @@ from specsamp import (
     BlockRule,
     CompletionLog,
     CoupledRule,
-    FirstCome,
     NgramDrafter,
     chain,
     generate,
@@ -22,10 +21,15 @@ from specsamp import (
 from specsamp.decoding.engine import Engine
 from support.extras import slow_but
 from support.fakes import counting_pair, table_pair
-from support.schedules import BUDGETS, PROMPTS, Restless, by_row
 
+PROMPTS = [[1, 2], [3], [4, 5, 6], [7], [8, 9], [10], [11, 1]]
+BUDGETS = [5, 21, 9, 30, 1, 13, 17]
 PAIR = table_pair()
 VALUES = np.linspace(0.5, 1.2, len(PROMPTS)).tolist()
+
+
+def by_row(completions):
+    return {(row.prompt_index, row.sample_index): row for row in completions}
 
 
 def queue(order=range(7), **options):
@@ -47,12 +51,12 @@ def alone():
     return by_row(rows)
 
 
-SHAPES = [dict(rows=1), dict(rows=3), dict(rows=3, rounds_per_slice=1), dict(rows=99)]
+SHAPES = [dict(rows=1), dict(rows=3), dict(rows=99)]
 
 
-@pytest.mark.parametrize("options", slow_but(SHAPES, SHAPES[0], SHAPES[2]), ids=str)
+@pytest.mark.parametrize("options", slow_but(SHAPES, SHAPES[0], SHAPES[1]), ids=str)
 def test_a_text_is_the_one_that_its_prompt_has_alone(alone, options):
-    """Tokens, end and counts, for any order, number of rows, and of slices."""
+    """Tokens, end and counts, for any order and number of rows."""
     order = [3, 6, 0, 5, 1, 4, 2]
     done = [dataclasses.replace(row, prompt_index=order[row.prompt_index]) for row in queue(order, **options)]
     assert len(done) == 2 * len(PROMPTS) and by_row(done) == alone
@@ -86,20 +90,18 @@ def test_rows_are_busy_while_prompts_wait():
     assert work.usage.occupancy > 0.95 and work.usage.rounds < 0.7 * fixed
 
 
-@pytest.mark.parametrize("schedule", [FirstCome(), Restless()], ids=lambda schedule: type(schedule).__name__)
-def test_strings_end_texts_and_their_rows_take_the_next_prompt(schedule):
-    """Also those of texts that were put aside."""
+def test_strings_end_texts_and_their_rows_take_the_next_prompt():
     prompts, budgets, stop = ["c", "x", "m", "d"], [30, 5, 4, 40], ["gh", "pq"]
     options = dict(draft_length=3, stop=stop)
     together = generate(counting_pair(), prompts, budgets, **options)
-    work = generate_many(counting_pair(), prompts, budgets, rows=2, rounds_per_slice=1, schedule=schedule, **options)
+    work = generate_many(counting_pair(), prompts, budgets, rows=2, **options)
     done = by_row(work)
     assert [done[index, 0].text for index in range(4)] == ["def", "yz{|}", "no", "ef"]
     for row in together:
         cut = done[row.prompt_index, 0]
         assert dataclasses.replace(cut, dropped=0) == dataclasses.replace(row, dropped=0)
         assert cut.dropped <= 3 + 1
-    assert work.usage.rounds < 12 and (work.usage.preempted > 0) == schedule.preempts
+    assert work.usage.rounds < 12
     assert work.usage.busy == sum(row.stats.rounds for row in done.values()), "rounds past a stop are not busy"
 
 
@@ -192,15 +194,8 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
 
 
 def test_numbers_that_make_no_queue():
-    for options, message in (
-        (dict(rows=0), "rows must be"),
-        (dict(rounds_per_slice=0), "rounds_per_slice"),
-        (dict(arrivals=[0.0]), "arrivals must be 7 seconds.*got .0.0."),
-        (dict(schedule="shortest"), r"schedule must be a Schedule, such as ShortestFirst\(\); got 'shortest'"),
-        (dict(arrivals=[0, -1, 0, 0, 0, 0, 0]), r"arrivals\[1\] must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            queue(**options)
+    with pytest.raises(ValueError, match="rows must be"):
+        queue(rows=0)
 
 
 @pytest.mark.parametrize(

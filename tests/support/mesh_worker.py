@@ -20,7 +20,6 @@ from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
 from support.checkpoint_shapes import CONFIG, random_params
-from support.schedules import Restless
 from support.weights import drawn_params
 
 TARGET = TransformerLM(tiny(num_heads=8, width=64, num_kv_heads=2, num_layers=1))
@@ -64,12 +63,6 @@ def decode(folder: pathlib.Path) -> None:
     else:
         raise AssertionError("a log had two writers")
     writer.close()
-    # What has arrived is for the first clock to say; who is put aside waits in the memory of each host.
-    times = {"arrivals": [0.0, 0.0, 0.1, 0.0, 0.2], "rounds_per_slice": 2}
-    work = generate_many(over_both, PROMPTS, rows=4, schedule=Restless(), **times, **CALL)
-    done = {(row.prompt_index, row.sample_index): row.tokens for row in work}
-    results["put aside"] = [done[key] for key in sorted(done)]
-    assert work.usage.preempted
     if jax.process_index() == 0:
         np.save(folder / "decoded.npy", results, allow_pickle=True)
 
