@@ -84,7 +84,7 @@ def wanted() -> Wanted:
 
 
 def look_at_head(console: Console) -> int:
-    """Prints the acceptance of the head of --config, for every way to read its files; returns 1 if it does not fit."""
+    """Prints the acceptance of the head of --config; returns 1 if it does not fit."""
     config = _CONFIG.value
     experiment = build(config, read_prompts(_PROMPTS.value), check_heads=False)
     if experiment.pair.head is None:
@@ -96,21 +96,15 @@ def look_at_head(console: Console) -> int:
         texts = write_texts(experiment.pair, texts_of, tokens=_TOKENS.value, sampling=sampling, seed=config.seed)
     with entry.progress(console, "the head reads them"):
         found = check_head(experiment.pair, texts, sampling=sampling)
-    rows = [(one.name, f"{one.acceptance:.1%}") for one in found.readings]
-    title = "Acceptance of the first drafted token, teacher-forced"
-    entry.show([Table(title=title, header=("read", "accepted"), rows=rows)], console)
     for sentence in found.sentences:
         console.print(sentence, style="bold green" if found.fits else "bold red")
-    readings = [
-        {"name": one.name, "hidden_layers": one.hidden_layers, "acceptance": one.acceptance} for one in found.readings
-    ]
     document = {
         "config": config.recorded,
         "pair": experiment.pair_name,
         "fits": found.fits,
         "sentences": found.sentences,
-        "drafts": len(found.readings[0].acceptance_N),
-        "readings": readings,
+        "drafts": len(found.acceptance_N),
+        "acceptance": found.acceptance,
     }
     entry.write_result(_OUTPUT.value, document, console)
     return int(not found.fits)

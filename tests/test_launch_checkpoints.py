@@ -50,19 +50,17 @@ def head(tmp_path_factory):
 
 
 def test_a_head_is_checked(folder, head, tmp_path):
-    """By a command, under every reading; what cannot be checked is refused."""
+    """By a command; what cannot be checked is refused."""
     (tmp_path / "prompts.txt").write_text("some text\nother text\n", encoding="utf-8")
     common = [f"--config=configs/hf.py:{folder},{head}", "--config.hugging_face.dtype=float32", "--plain"]
     common += ["--config.draft_length=2", "--config.sampling.temperature=0", f"--prompts={tmp_path / 'prompts.txt'}"]
     common += ["--config.drafter=head", "--tokens=8", f"--output={tmp_path / 'check.json'}"]
     done = call("doctor", "--look_at=head", *common)
     assert done.returncode == 1, done.stderr
-    assert "as configured" in done.stdout and "THE HEAD DOES NOT FIT" in done.stdout
+    assert "THE HEAD DOES NOT FIT" in done.stdout
     document = json.loads((tmp_path / "check.json").read_text(encoding="utf-8"))
     assert not document["fits"] and document["drafts"] > 8
-    names = [reading["name"] for reading in document["readings"]]
-    assert names[0] == "as configured" and "the norms of token and feature swapped" in names
-    assert all(0 <= reading["acceptance"] <= 1 for reading in document["readings"])
+    assert 0 <= document["acceptance"] < 0.2
     wrong = call(
         "doctor", "--look_at=head", f"--config=configs/hf.py:{folder},{folder}", "--config.hugging_face.dtype=float32"
     )
@@ -85,7 +83,6 @@ def test_commands_say_how_a_head_fits_and_write_prompts_as_conversations(folder,
     assert texts == ["user: some text", "user: someassistant: text"]
     said = capsys.readouterr().err
     assert "of the head's first tokens are accepted" in said and "THE HEAD DOES NOT FIT" in said
-    assert "launch/doctor.py --look_at=head" in said
 
 
 def test_converting_and_the_ways_it_is_refused(folder, tmp_path):

@@ -99,7 +99,7 @@ def build(
 
 
 def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
-    """Prints a head's acceptance on a few texts; in red if it is low, or if another reading of its files is better."""
+    """Prints a head's acceptance on a few texts; in red if it is low."""
     from specsamp.evaluation.head_check import check_head, write_texts  # with SciPy, which takes half a second
 
     console = entry.make_console(stderr=True)
@@ -110,8 +110,6 @@ def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
     found = check_head(pair, texts, sampling=sampling)
     for sentence in found.sentences:
         console.print(entry.visible(sentence), style=None if found.fits else "bold red")
-    if not found.fits:
-        console.print("launch/doctor.py --look_at=head with the same configuration shows all readings")
 
 
 def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -130,10 +130,3 @@ class Eagle3Config(HeadConfig):
                 f"the usual layers of a target of {target_layers} layers would be {layers}: choose three different ones"
             )
         return layers
-
-    def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
-        swapped = {"attention_norm": "hidden_norm", "hidden_norm": "attention_norm"}
-        return {"the norms of token and feature swapped": ({}, swapped)} | {
-            f"{name} = {not getattr(self, name)}": ({name: not getattr(self, name)}, {})
-            for name in ("norm_before_residual", "norm_output")
-        }

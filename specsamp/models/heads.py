@@ -96,14 +96,6 @@ class HeadConfig:
         """Returns the parameters that training begins with, from random parameters and the target's output matrix."""
         return params
 
-    def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
-        """Returns other ways to read the files of such a head, by a description.
-
-        A way consists of the fields of the configuration that differ, and of other names for parameters of the top
-        level; None: the parameter is left out.
-        """
-        return {}
-
     def is_read_by_a_step(self, name: str) -> bool:
         """Returns whether drafting one token multiplies by the parameter ``name`` of the top level."""
         return name != "embedding" and name not in self.fused

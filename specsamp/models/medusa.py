@@ -100,14 +100,6 @@ class MedusaConfig(HeadConfig):
             return params
         return {name: head | {"output": output_VD} for name, head in params.items()}
 
-    def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
-        """Returns the reading in which every head is one token behind, and the first repeats the target's prediction."""
-        if self.num_heads == 1:
-            return {}
-        last = self.num_heads - 1
-        places = {f"head_{k}": f"head_{k + 1}" for k in range(last)} | {f"head_{last}": None}
-        return {"every head one token earlier": ({"num_heads": last}, places)}
-
     def is_read_by_a_step(self, name: str) -> bool:
         """Returns whether the parameter belongs to the first head: a step reads one head, and all have one size."""
         return name == "head_0"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -65,12 +65,3 @@ class MTPConfig(HeadConfig):
     def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
         """Returns the layer before the final norm, as in MiMo: the module has a norm for it."""
         return (target_layers - 1,)
-
-    def other_readings(self) -> dict[str, tuple[dict[str, Any], dict[str, str | None]]]:
-        swapped = {"token_norm": "hidden_norm", "hidden_norm": "token_norm"}
-        order = {"hidden_first": not self.hidden_first}
-        return {
-            "the norms of token and hidden state swapped": ({}, swapped),
-            f"the {'hidden state' if not self.hidden_first else 'token'} first": (order, {}),
-            f"norm_output = {not self.norm_output}": ({"norm_output": not self.norm_output}, {}),
-        }

@@ -1,4 +1,4 @@
-"""The check of heads: a head that fits is not accused, and each mistake in reading a head is named."""
+"""The check of heads: a head that fits is not accused, and each mistake in reading a head is seen."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Weights
-from specsamp.evaluation.head_check import _read_target, check_head, first_acceptance, warn_unless_it_fits, write_texts
+from specsamp.evaluation.head_check import check_head, first_acceptance, warn_unless_it_fits, write_texts
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, for_rows, temperature
@@ -60,7 +60,9 @@ def fitted(head, ids=range(V)):
     if head.config.draft_vocab_size is not None:
         params[DRAFT_IDS] = jnp.asarray(list(ids), jnp.int32)
     tokens = jnp.arange(V)[None]
-    _, hidden = _read_target(TARGET, DataShards(), table, tokens, head.hidden_layers, V)
+    hidden = TARGET(
+        table, tokens, jnp.zeros(1, jnp.int32), TARGET.init_cache(1, V), hidden_layers=head.hidden_layers
+    ).hidden
     weights = head.prepare(params)
     features = head.fuse(weights, hidden)[0][:, None]  # every token is a text
     embedded = TARGET.embed(table, tokens, None, None)[0][0][:, None]
@@ -92,38 +94,15 @@ HEADS = {
 }
 
 
-def reading(**fields):
-    return lambda pair: read_otherwise(pair, **fields)
-
-
-def swapping(one, other):
-    return with_params(lambda params: {one: params[other], other: params[one]})
-
-
 def with_params(change):
     return lambda pair: read_otherwise(pair, dict(pair.draft_params) | change(pair.draft_params))
 
 
-def with_ids(*ids):
-    return with_params(lambda _: {DRAFT_IDS: jnp.asarray(ids)})
-
-
-def later(params):
-    """Returns parameters whose first head has the target's logits."""
-    return {"head_0": params["head_2"], "head_1": params["head_0"]}
-
-
 MISTAKES = [
-    ("eagle3", reading(hidden_layers=(2, 3, 5)), "the layers before"),
-    ("eagle3", reading(hidden_layers=(0, 1, 3)), "the layers after"),
-    ("mtp", reading(hidden_layers=(LAYERS,)), "the layers before"),  # a norm is missing
-    ("residual", swapping("attention_norm", "hidden_norm"), "the norms of token and feature swapped"),
-    ("residual", reading(norm_before_residual=False), "norm_before_residual = True"),
-    ("mtp", reading(hidden_first=False), "the hidden state first"),
-    ("mtp", swapping("token_norm", "hidden_norm"), "the norms of token and hidden state swapped"),
-    ("medusa", with_params(later), "every head one token earlier"),
-    ("reduced", with_ids(0, 2, 5), "d2t as ids instead of offsets"),
-    ("first", with_ids(1, 3, 5), "the offsets d2t ignored"),
+    ("eagle3", lambda pair: read_otherwise(pair, hidden_layers=(2, 3, 5))),
+    ("mtp", lambda pair: read_otherwise(pair, hidden_first=False)),
+    ("medusa", with_params(lambda params: {"head_0": params["head_2"]})),
+    ("reduced", with_params(lambda _: {DRAFT_IDS: jnp.asarray([0, 2, 5])})),
 ]
 
 
@@ -140,16 +119,13 @@ def texts(pairs):
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_that_fits_is_not_accused(pairs, texts, name):
     found = check_head(pairs[name], texts)
-    assert found.readings[0].acceptance > 0.95 and found.fits
+    assert found.acceptance > 0.95 and found.fits
     assert len(found.sentences) == 1 and "WARNING" not in found.sentences[0]
-    assert len(found.readings) > 1, "nothing else was tried"
 
 
-@pytest.mark.parametrize("name, make, expected", MISTAKES)
-def test_each_mistake_is_named(pairs, texts, name, make, expected):
-    found = check_head(make(pairs[name]), texts)
-    assert not found.fits and found.better.name.startswith(expected)
-    assert f"WARNING: THE HEAD IS READ WRONGLY: with {expected}" in found.sentences[-1]
+@pytest.mark.parametrize("name, make", MISTAKES, ids=[name for name, _ in MISTAKES])
+def test_each_mistake_costs_acceptance(pairs, texts, name, make):
+    assert check_head(make(pairs[name]), texts).acceptance < 0.6
 
 
 def test_a_head_of_another_target_is_said_loudly(pairs, texts):
@@ -157,7 +133,7 @@ def test_a_head_of_another_target_is_said_loudly(pairs, texts):
     pair = pairs["eagle3"]
     wrong = read_otherwise(pair, dict(pair.draft_params) | {"output": -3 * pair.draft_params["output"]})
     found = check_head(wrong, texts)
-    assert not found.fits and found.readings[0].acceptance < 0.1
+    assert not found.fits and found.acceptance < 0.1
     assert found.sentences[1].startswith("WARNING: THE HEAD DOES NOT FIT: ")
     with pytest.warns(UserWarning, match="WARNING: THE HEAD DOES NOT FIT"):
         warn_unless_it_fits(wrong, texts)
@@ -173,9 +149,8 @@ def test_the_acceptance_is_that_of_decoding():
     stats = run.state.stats
     decoded = stats.accepted_BT[:, 1].sum() / stats.reached_BK.sum()
     tokens_BT = run.state.tokens_BS[:200, :32]
-    logits_BTV, hidden = _read_target(target, DataShards(), params, tokens_BT, head.hidden_layers, 32)
     weights = Weights(target=params, draft=params / 2)
-    arguments = (target, head, DataShards(), weights, hidden, logits_BTV, tokens_BT, for_rows(sampling, 200))
+    arguments = (target, head, DataShards(), weights, tokens_BT, for_rows(sampling, 200))
     forced = np.asarray(first_acceptance(*arguments, slots=32))[:, 2:28].mean()
     assert 0.5 < forced < 0.95
     np.testing.assert_allclose(forced, decoded, atol=0.02)
