@@ -17,7 +17,9 @@ from typing import Any
 
 from specsamp import validate
 from specsamp.checkpoints.architectures import FAMILIES
+from specsamp.checkpoints.block_config import KINDS, is_block, parse_block
 from specsamp.checkpoints.fields import Fields
+from specsamp.checkpoints.head_layout import FAMILY_OF, SPECULATORS, HeadLayout
 from specsamp.checkpoints.safetensors_io import MEDUSA_SINGLE, SINGLE
 from specsamp.checkpoints.tensor_names import TABLES
 from specsamp.models.config import TransformerConfig
@@ -26,30 +28,12 @@ from specsamp.models.heads import HeadConfig
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 
-FAMILY_OF = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 PLAIN = ("none", *FAMILY_OF.values())  # architectures in files of EAGLE that do not name a head
-SPECULATORS = "speculators_model_type"  # a key that only files of speculators have
 MIMO = "MiMoForCausalLM"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadLayout:
-    """The files of a kind of heads."""
-
-    whose: str  # its authors, for messages
-    file: str  # of the tensors, where it is written
-    names: Mapping[str, str]  # see tensor_names.py
-    others: re.Pattern  # names of tensors that are no parameters of the head
-
-
-# Other tensors are maps of vocabularies, tensors of the target, and tables that are computed.
-EAGLE = HeadLayout(
-    whose="speculators",
-    file=SINGLE,
-    names=TABLES["head"],
-    others=re.compile(r"(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$|rotary_emb\."),
-)
+EAGLE = HeadLayout(names=TABLES["head"])
 NOTHING = re.compile(r"(?!)")
 MEDUSA = HeadLayout(whose="Medusa's authors", file=MEDUSA_SINGLE, names=TABLES["medusa"], others=NOTHING)
 MEDUSA_BLOCKS = HeadLayout(whose="vLLM", file=SINGLE, names=TABLES["medusa_blocks"], others=NOTHING)
@@ -75,8 +59,10 @@ def parse_head(
         supported; with file, key and value.
     """
     fields = Fields(path, content)
-    kind = validate.choice(f"{path}: {SPECULATORS}", fields(SPECULATORS, None), (None, "eagle3"))
+    kind = validate.choice(f"{path}: {SPECULATORS}", fields(SPECULATORS, None), (None, "eagle3", *KINDS))
     try:
+        if is_block(content):
+            return parse_block(path, content, target, dtype, found)
         if kind == "eagle3":
             of_layer = Fields(f"{path}, in transformer_layer_config,", fields.object("transformer_layer_config"))
             return EAGLE, _eagle3(fields, of_layer, target, dtype, found)
@@ -87,7 +73,8 @@ def parse_head(
             return MIMO_MTP, _mtp(fields, target, dtype)
         if "eagle" not in architecture.lower() and architecture not in PLAIN:
             raise ValueError(
-                f"{path} says architectures = {architecture!r}; known are heads of EAGLE, EAGLE-3 and Medusa, and {MIMO}"
+                f"{path} says architectures = {architecture!r}; known are heads of EAGLE, EAGLE-3, Medusa and DFlash, "
+                f"and {MIMO}"
             )
         if "Eagle3" in architecture or fields("draft_vocab_size", None) is not None:
             return EAGLE, _eagle3(fields, fields, target, dtype, found)

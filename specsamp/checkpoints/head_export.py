@@ -16,6 +16,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from specsamp.checkpoints.architectures import FAMILIES
+from specsamp.checkpoints.block_config import KINDS, describe_block, layout_of
 from specsamp.checkpoints.export import write_folder
 from specsamp.checkpoints.fields import SIZES, differing_fields
 from specsamp.checkpoints.head_config import (
@@ -31,6 +32,7 @@ from specsamp.checkpoints.head_config import (
 from specsamp.checkpoints.heads import KEPT, OFFSETS, head_sources
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.rope import describe_rotary
+from specsamp.models.block import BlockConfig
 from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
@@ -68,7 +70,7 @@ def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[HeadLay
         known = ", ".join(kind.__name__ for kind in WRITTEN)
         raise ValueError(f"only heads of {known} can be written; got {type(config).__name__}")
     (layout, describe), layer = WRITTEN[type(config)], config.layer
-    content = describe(config, target_name, K)
+    layout, content = layout or layout_of(config), describe(config, target_name, K)
     try:
         found = {source.tensor for source in head_sources(config, layout).values()}
     except KeyError as error:
@@ -146,4 +148,13 @@ def _layer(layer: TransformerConfig) -> dict[str, Any]:
     }
 
 
-WRITTEN = {Eagle3Config: (EAGLE, _eagle3), MedusaConfig: (MEDUSA, _medusa), MTPConfig: (MIMO_MTP, _mtp)}
+def _block(config: BlockConfig, target_name: str, K: int) -> dict[str, Any]:
+    return describe_block(config, target_name, K, _layer(config.layer))
+
+
+WRITTEN = {
+    Eagle3Config: (EAGLE, _eagle3),
+    MedusaConfig: (MEDUSA, _medusa),
+    MTPConfig: (MIMO_MTP, _mtp),
+    **{kind: (None, _block) for kind in KINDS.values()},
+}

@@ -24,6 +24,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from specsamp import storage
+from specsamp.checkpoints.block_config import check_features
 from specsamp.checkpoints.head_config import MIMO_MTP, HeadLayout, parse_head
 from specsamp.checkpoints.hub import download_weights, find_folder, read_headers
 from specsamp.checkpoints.hugging_face import OnProgress, placed, read_leaves
@@ -45,6 +46,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
 
 EMBEDDING, OFFSETS, KEPT = "embed_tokens.weight", "d2t", "t2d"
+AROUND = "layer_0/attention_around"  # convolutions of DFlash 2
 HEAD_FILES = (MEDUSA_SINGLE, PICKLE, MEDUSA_PICKLE)  # that no model has
 
 
@@ -103,6 +105,8 @@ def open_head(
         found = _find(download_weights(name, *HEAD_FILES) if from_hub else folder)
     content = storage.read_json(folder / "config.json")
     layout, config = parse_head(str(folder / "config.json"), content, target, dtype, found.keys())
+    if config.drafts_blocks:
+        check_features(name, found, config)
     check_tensors(name, found, head_sources(config, layout), layout.others.search)
     has_ids = config.draft_vocab_size is not None and not headers_only
     draft_ids = _read_ids(name, found, config) if has_ids else None
@@ -160,6 +164,8 @@ def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSour
     """Returns the source of each parameter; raises KeyError for one that the layout does not have."""
     shapes = flatten_dict(jax.eval_shape(config.head().init, jax.random.key(0)), sep="/")
     layer, read = config.layer, {"X": ("attention/query", 1), "Y": ("fc", 0)}
+    read |= {"R": ("correction/embedding", 1), "G": ("correction/gate", 0), "J": ("correction/gate", 1)}
+    read |= {"B": ("correction/trust", 0), "T": (f"{AROUND}/base", 1), "A": (f"{AROUND}/coefficients", 1)}
     wide = {letter: shapes[name].shape[axis] for letter, (name, axis) in read.items() if name in shapes}
     letters = wide | dict(
         V=layer.vocab_size,
@@ -170,6 +176,8 @@ def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSour
         M=layer.num_kv_heads,
         H=layer.head_size,
         W=config.target_width,
+        O=1,
+        Q=2,
     )
     return {name: find_source(name, layout.names, letters) for name in shapes if name != DRAFT_IDS}
 

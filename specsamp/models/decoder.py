@@ -150,7 +150,7 @@ class Decoder(nn.Module):
         rotaries = [config.rotary_of(config.window_of(i)) for i in numbers]
         positions_BT = _positions(start_B, x_BTD.shape[1], block)
         ropes = {rotary: rotary and rotary.angles(positions_BT) for rotary in rotaries}
-        caches, hidden = [], {}
+        caches, hidden = [], {-1: x_BTD} if first == 0 else {}
         for i, rotary in zip(numbers, rotaries, strict=True):
             layer_cache = None if cache is None else cache.layers[i]
             table = None if tables is None else tables[i]

@@ -38,7 +38,7 @@ class HeadConfig:
       target_layers: the number of layers of the target.
       target_width: of the target's hidden states; None: the head's width.
       hidden_layers: the layers of the target, counted from 0, whose outputs it reads; ``target_layers`` stands for the
-        stream after the final norm. See `Output.hidden`.
+        stream after the final norm, and -1 for the embedded tokens. See `Output.hidden`.
       draft_vocab_size: U, of a reduced vocabulary: the ids in the parameter ``draft_ids``; None: the whole vocabulary.
       own_embedding: the head embeds tokens; False: the target does.
       own_output: the head has an output matrix; False: the target's is used.
@@ -63,7 +63,7 @@ class HeadConfig:
         object.__setattr__(self, "hidden_layers", tuple(self.hidden_layers))
         if self.target_width is None:
             object.__setattr__(self, "target_width", self.layer.width)
-        validate.integers("hidden_layers", self.hidden_layers, 0, self.target_layers + 1)
+        validate.integers("hidden_layers", self.hidden_layers, -1, self.target_layers + 1)
         if len(set(self.hidden_layers)) < len(self.hidden_layers):
             raise ValueError(f"hidden_layers {self.hidden_layers} names a layer twice: choose different ones")
         if self.reads_final_norm and self.hidden_layers != (self.target_layers,):

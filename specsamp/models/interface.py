@@ -104,7 +104,7 @@ class LanguageModel(abc.ABC):
           start_B: ``[B]`` int32, ``start_B + T <= slots``.
           cache: from `init_cache` or an earlier call.
           hidden_layers: the layers whose outputs the drafter reads; 0 is the first, ``num_layers`` stands for the
-            stream after the final norm. Not given for drafters without ``hidden_layers``.
+            stream after the final norm, -1 for the embedded tokens. Not given for drafters without ``hidden_layers``.
           block: positions and visibility of a token tree; None: a chain.
         """
 

@@ -14,12 +14,13 @@ from support import golden
 
 FOLDER = pathlib.Path(__file__).parents[1] / "checkpoints" / "golden_heads"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+BLOCKS = FOLDER / "blocks"  # written by `block_maker.py`
 MAPS = ("d2t", "t2d")
 
 
-def write_head(name: str, folder: pathlib.Path) -> dict[str, np.ndarray]:
+def write_head(name: str, folder: pathlib.Path, source: pathlib.Path = FOLDER) -> dict[str, np.ndarray]:
     """Writes the head as a folder; returns hidden states ``[1, T, 3 D]``, tokens and logits."""
-    path = FOLDER / f"{name}.safetensors"
+    path = source / f"{name}.safetensors"
     with safetensors.safe_open(path, framework="numpy") as file:
         described = {key: json.loads(value) for key, value in file.metadata().items()}
     arrays = load_file(path)

@@ -1,0 +1,166 @@
+"""Public heads that draft blocks: golden forward passes, the layouts of three packages, and files that do not fit."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from specsamp.checkpoints.head_export import write_head
+from specsamp.checkpoints.heads import open_head, read_head
+from specsamp.models.config import TransformerConfig
+from support import golden, golden_heads
+
+TARGET = TransformerConfig(vocab_size=64, width=32, num_layers=12, num_heads=4, positions="rotary")
+TOY_TARGET = TransformerConfig(vocab_size=16, width=8, num_layers=9, num_heads=2, positions="rotary")
+EMBEDDING = jnp.asarray(golden.weights("embed_tokens.weight", (64, 32)))
+OUTPUT = golden.weights("lm_head.weight", (64, 32))
+START = jnp.zeros(1, jnp.int32)
+
+
+def load(folder, target=TARGET):
+    checkpoint = open_head(folder, target, dtype="float32")
+    head = checkpoint.config.head()
+    params = read_head(checkpoint, head)
+    return head, params, head.prepare(params)
+
+
+def run_blocks(head, weights, hidden, tokens):
+    """Returns rows, logits and confidences of a block at every position, given the true tokens before; ``[A, b, ...]``."""
+    (_, length), size = tokens.shape, head.config.block_size
+    anchors = jnp.arange(length - size)
+    caches = head.init_cache(1, length + len(anchors) * size)
+    features = head.fuse(weights, jnp.split(hidden, len(head.hidden_layers), axis=-1))
+    caches = head.read(weights, features, START, caches)
+    block_tokens = jnp.full((len(anchors), size), head.config.mask_id).at[:, 0].set(tokens[0, anchors])
+    first = length + size * jnp.arange(len(anchors))
+    rows, _ = head(weights, EMBEDDING[block_tokens].reshape(1, -1, 32), anchors[None], first[None], caches)
+    rows = rows.reshape(len(anchors), size, -1)
+    before = tokens[0, anchors[:, None] + jnp.arange(size)[None] - head.config.first_row]
+    before = before.at[:, 0].set(tokens[0, anchors])
+    state, logits, odds = head.begin(weights, len(anchors)), [], []
+    base = head.logits(weights, rows, lambda x: x @ OUTPUT.T)
+    for k in range(size):
+        corrected, state = head.correct(weights, base[:, k], rows[:, k], before[:, k], state)
+        logits.append(corrected)
+        if head.config.confidence is not None:
+            odds.append(head.confidence(weights, rows[:, k], before[:, k]))
+    return rows, jnp.stack(logits, 1), odds and jnp.stack(odds, 1)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in golden_heads.BLOCKS.glob("*.safetensors")))
+def test_heads_of_speculators(tmp_path, name):
+    """Windows, corrections, confidences and reduced vocabularies; and what we write of them is what we read."""
+    golden_run = golden_heads.write_head(name, tmp_path / "theirs", golden_heads.BLOCKS)
+    head, params, weights = load(tmp_path / "theirs")
+    assert head.hidden_layers == (0, 3), "its ids 1 and 4 name what enters layers"
+    rows, logits, odds = jax.jit(run_blocks, static_argnums=0)(
+        head, weights, golden_run["hidden"], jnp.asarray(golden_run["tokens"])
+    )
+    np.testing.assert_allclose(rows, golden_run["rows"], atol=2e-5)
+    np.testing.assert_allclose(logits, golden_run["logits"], atol=2e-5)
+    if head.config.confidence is not None:
+        np.testing.assert_allclose(odds, golden_run["confidence"], atol=1e-5)
+    write_head(tmp_path / "ours", head, params, target_name="org/target", K=3)
+    ours, theirs = (load_file(tmp_path / side / "model.safetensors") for side in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[key], tensor)
+    assert open_head(tmp_path / "ours", TARGET, dtype="float32").config == head.config
+
+
+# The toy of the golden forward pass, in the layouts of z-lab and of DeepSpec.
+
+TOY = golden_heads.TOY | dict(num_hidden_layers=2, head_dim=4, rms_norm_eps=1e-6, model_type="qwen3")
+DFLASH = dict(mask_token_id=15, target_layer_ids=[1, 3])
+ZLAB = TOY | dict(architectures=["DFlashDraftModel"], block_size=4, num_target_layers=9, dflash_config=DFLASH)
+DEEPSPEC = TOY | dict(architectures=["Qwen3DSparkModel"], block_size=4, markov_rank=2, **DFLASH)
+NORMS = {"input_layernorm": 8, "post_attention_layernorm": 8, "self_attn.q_norm": 4, "self_attn.k_norm": 4}
+
+
+def shapes(markov=False):
+    tensors = {"fc.weight": (8, 16), "hidden_norm.weight": (8,), "norm.weight": (8,)}
+    for prefix in ("layers.0", "layers.1"):
+        of_layer = golden_heads._layer(prefix, 8)
+        del of_layer["embed_tokens.weight"]
+        tensors |= of_layer | {f"{prefix}.{name}.weight": (size,) for name, size in NORMS.items()}
+    pairs = {"markov_head.markov_w1.weight": (16, 2), "markov_head.markov_w2.weight": (16, 2)}
+    return tensors | (pairs if markov else {})
+
+
+def toy(folder, content=ZLAB, markov=False, **tensors):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content))
+    save_file(golden_heads.recipe(shapes(markov)) | tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_the_golden_pass_of_dflash(tmp_path):
+    """Two rounds; the second block lies where the first one did, behind two more rows of context."""
+    head, _, weights = load(toy(tmp_path), TOY_TARGET)
+    assert head.hidden_layers == (1, 3)
+    embedding = jnp.asarray(0.3 * np.sin(1.3 * np.arange(128) + 100).reshape(16, 8), jnp.float32)
+    golden_rows = [
+        [-1.270369, -0.756346, 1.582775, 0.892070, -0.612838, -1.241468, 0.644084, -0.205167],
+        [-0.877222, -1.101834, 1.565736, 1.203556, -1.096256, -0.783227, 0.541668, -0.352559],
+    ]
+    caches, start = head.init_cache(1, 16), 0
+    for length, pending, shift, golden_row in ((5, 4, 0.0, golden_rows[0]), (2, 9, 0.3, golden_rows[1])):
+        hidden = jnp.split(jnp.asarray(np.sin(0.7 * np.arange(16 * length) + shift).reshape(1, length, 16)), 2, axis=-1)
+        caches = head.read(weights, head.fuse(weights, hidden), jnp.array([start]), caches)
+        start += length
+        block = embedding[jnp.asarray([[pending, 15, 15, 15]])]
+        rows, caches = head(weights, block, jnp.array([[start]]), jnp.array([[start]]), caches)
+        np.testing.assert_allclose(rows[0, 1], golden_row, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, fields",
+    [
+        ({}, {}),
+        (dict(block_size=None, dflash_config=DFLASH | dict(block_size=4)), {}),
+        (dict(dflash_config=DFLASH | dict(target_layer_ids=[-1, 8])), dict(hidden_layers=(-1, 8))),
+        (dict(dflash_config=DFLASH | dict(causal=True)), dict(causal=True)),
+        (
+            dict(dflash_config=DFLASH | dict(final_logit_softcapping=30.0, output_multiplier=0.5)),
+            dict(output_scale=0.5),
+        ),
+        (dict(dflash_config=DFLASH | dict(input_embedding_scale=3.0)), dict(embedding_scale=3.0)),
+    ],
+)
+def test_configs_of_z_lab(tmp_path, change, fields):
+    config = open_head(toy(tmp_path, ZLAB | change), TOY_TARGET).config
+    assert config.block_size == 4 and config.mask_id == 15 and not config.from_anchor
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+def test_windows_of_z_lab(tmp_path):
+    kinds = ["sliding_attention", "full_attention"]
+    window = dict(layer_types=kinds, dflash_config=DFLASH | dict(use_swa=True, swa_window_size=5))
+    config = open_head(toy(tmp_path, ZLAB | window), TOY_TARGET).config
+    assert [config.layer.window_of(i) for i in range(2)] == [5, None] and not config.windows_both_ways
+
+
+def test_a_head_of_deepspec_drafts_from_its_first_row(tmp_path):
+    config = open_head(toy(tmp_path, DEEPSPEC, markov=True), TOY_TARGET).config
+    assert config.kind == "DSpark" and config.from_anchor and config.markov_rank == 2 and config.confidence is None
+    assert config.max_tokens == 4 and open_head(toy(tmp_path, ZLAB), TOY_TARGET).config.max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (dict(dflash_config=DFLASH | dict(mask_token_id=16)), "mask_id must be an integer.* 16"),
+        (dict(dflash_config=DFLASH | dict(target_layer_ids=[1, 10])), "target_layer_ids.*10"),
+        (dict(num_target_layers=8), "num_target_layers = 8, but the target's is 9"),
+        (dict(dflash_config=DFLASH | dict(target_layer_ids=[1])), "fc.weight reads 2 layers .* names 1.*drops the id"),
+        (dict(block_size=1), "block_size"),
+        (dict(hidden_size=16, head_dim=8), "hidden_size = 16, but the target's is 8"),
+    ],
+)
+def test_a_block_head_that_does_not_fit_is_refused(tmp_path, change, told):
+    with pytest.raises(ValueError, match=told) as error:
+        open_head(toy(tmp_path, ZLAB | change), TOY_TARGET)
+    assert "\n" not in str(error.value)
