@@ -115,6 +115,9 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
     config.hugging_face.target = pair.target
     config.hugging_face.draft = pair.draft
     config.hugging_face.dtype = "bfloat16"  # of weights, activations and caches; float32 is faster on a CPU
+    config.hugging_face.other_vocabulary = (
+        False  # the draft may have another tokenizer: it drafts the tokens that both have
+    )
     config.prompts = PROMPTS
     config.chat = pair.chat  # prompts that are texts are messages of a user, written out by the target's chat template
     common.add_decoding(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
         ModelDrafter,
         NgramDrafter,
         NoDrafter,
+        TranslatingDrafter,
     )
     from specsamp.decoding.generate import generate, stream
     from specsamp.decoding.loop import Loop
@@ -54,6 +55,7 @@ _NAMES = {
         "ModelDrafter",
         "NgramDrafter",
         "NoDrafter",
+        "TranslatingDrafter",
     ),
     "specsamp.decoding.generate": ("generate", "stream"),
     "specsamp.decoding.loop": ("Loop",),

@@ -16,6 +16,7 @@ from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.pair import load_pair, load_prompts
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.checkpoints.public_pair import read_pair
+from specsamp.checkpoints.vocabulary import shared_mass
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
@@ -93,6 +94,11 @@ def build(
         pair = bare_pair(known["target"], known["draft"], config.seed, mesh=mesh, **over)
     pair = with_attention(pair, config.attention)
     method = config.make_method(pair)
+    if pair.vocabulary is not None and workload.prompts:
+        mass = shared_mass(pair.draft, pair.draft_params, pair.vocabulary, workload.prompts[:CHECKED_PROMPTS])
+        entry.make_console(stderr=True).print(
+            f"On the prompts, {mass:.1%} of the draft's probability is on shared tokens."
+        )
     if check_heads and pair.head is not None and method.drafter.hidden_layers and workload.prompts:
         say_how_a_head_fits(pair, workload, method.sampling)
     return Experiment(pair=pair, pair_name=name, method=method, workload=workload)
@@ -119,6 +125,7 @@ def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
         config.hugging_face.target,
         config.hugging_face.draft,
         is_head=config.word.draft == "head",
+        other_vocabulary=config.hugging_face.other_vocabulary,
         dtype=config.hugging_face.dtype,
         int8=config.int8.sides,
         mesh=mesh,

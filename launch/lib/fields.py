@@ -19,8 +19,8 @@ from specsamp import validate
 from specsamp.analysis.workload import Workload
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import NoDrafter
-from specsamp.decoding.method import Method
+from specsamp.decoding.drafters import ModelDrafter, NoDrafter
+from specsamp.decoding.method import Method, default_drafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt
 from specsamp.models import config as models
@@ -115,6 +115,7 @@ class PublicNames:
     target: str
     draft: str
     dtype: str = "bfloat16"
+    other_vocabulary: bool = False  # the draft may have another tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,6 +238,8 @@ class ExperimentConfig:
     def make_method(self, pair: Pair) -> Method:
         """Returns the way to decode a pair; if only one of target and draft is greedy, both warps are chains."""
         drafter = self.make_drafter(pair.target, pair.draft_or_head, 0 if self.is_plain else None)
+        if pair.vocabulary is not None and type(drafter) is ModelDrafter:
+            drafter = default_drafter(pair, drafter.K)
         warps = [self.sampling]
         if self.draft_temperature is not None:
             warps.append(dataclasses.replace(self.sampling, temperature=self.draft_temperature))

@@ -13,5 +13,6 @@ published.py       config.json of public models, for plans that need no download
 pair.py            pairs trained here, each in a folder: load_pair, save_pair
 export.py          writes a model trained here as a folder for transformers; head_export.py writes a head
 tokenizer.py       the tokenizer of a tokenizer.json
+vocabulary.py      the tokens that two tokenizers share: match_vocabularies
 chat.py            chat templates, which run in a separate process: chat_sandbox.py
 """

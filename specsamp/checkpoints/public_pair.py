@@ -21,6 +21,7 @@ from specsamp.checkpoints.hugging_face import (
     read_params,
 )
 from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.checkpoints.vocabulary import describe, match_vocabularies
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
@@ -37,6 +38,7 @@ def read_pair(
     draft: str,
     *,
     is_head: bool = False,
+    other_vocabulary: bool = False,
     dtype: str = "bfloat16",
     int8: Int8 = FLOAT,
     mesh: Mesh | None = None,
@@ -50,6 +52,7 @@ def read_pair(
     Args:
       target, draft: folders, ``gs://`` folders or ids of the hub; or what launch/export.py made of them.
       is_head: the draft is a head, which drafts from the target's hidden states.
+      other_vocabulary: the draft model may have another tokenizer; then it drafts the tokens that both have.
       dtype: of weights, activations and caches.
       int8: what is in int8 instead; weights of models are quantised while they are read.
       mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both on one device.
@@ -64,14 +67,22 @@ def read_pair(
     machine.require_devices()
     validate.instance("int8", int8, Int8, "Int8(weights=('target',))")
     ours = open_checkpoint(target, dtype=dtype, **int8.of("target"))
-    theirs, notes = open_draft(ours, draft, is_head=is_head, dtype=dtype, int8=int8)
+    if is_head and validate.switch("other_vocabulary", other_vocabulary):
+        raise ValueError("other_vocabulary is of draft models: a head reads the target's tokens")
+    theirs, notes = open_draft(ours, draft, is_head=is_head, other_vocabulary=other_vocabulary, dtype=dtype, int8=int8)
     for note in notes:
         say(note)
-    rows = ours.config.vocab_size if is_head else max(ours.config.vocab_size, theirs.config.vocab_size)
+    is_apart, vocabulary = is_head or other_vocabulary, None
+    rows = ours.config.vocab_size if is_apart else max(ours.config.vocab_size, theirs.config.vocab_size)
     model = TransformerLM.for_backend(_padded(ours.config, rows, ours, mesh))
     if is_head:
         layer = dataclasses.replace(theirs.config.layer, vocab_size=model.vocab_size, **int8.of("draft"))
         drafting = dataclasses.replace(theirs.config, layer=layer).head()
+    elif other_vocabulary:
+        drafting = TransformerLM.for_backend(_padded(theirs.config, theirs.config.vocab_size, theirs, mesh))
+        sizes = dict(target_size=model.vocab_size, draft_size=drafting.vocab_size)
+        vocabulary = match_vocabularies(ours.tokenizer, theirs.tokenizer, **sizes)
+        say(describe(vocabulary))
     else:
         drafting = TransformerLM.for_backend(_padded(theirs.config, rows, ours, mesh))
     if mesh is not None:
@@ -90,6 +101,7 @@ def read_pair(
         tokenizer=ours.tokenizer,
         stop=ours.stop_ids or None,
         shards=DataShards(mesh),
+        vocabulary=vocabulary,
         **{"head" if is_head else "draft": drafting},
     )
 
@@ -99,6 +111,7 @@ def open_draft(
     name: str,
     *,
     is_head: bool,
+    other_vocabulary: bool = False,
     dtype: str = "bfloat16",
     int8: Int8 = FLOAT,
     headers_only: bool = False,
@@ -114,18 +127,19 @@ def open_draft(
     target.require_tokenizer()
     if not is_head:
         draft = open_checkpoint(name, dtype=dtype, **int8.of("draft"))
-        return draft, differences(target, draft)
+        draft.require_tokenizer()
+        return draft, [] if other_vocabulary else differences(target, draft)
     in_files = not headers_only and not target.is_converted
     embedding = target.tensors[target.sources()["embedding"].tensor] if in_files else None
     head = open_head(name, target.config, target_embedding=embedding, dtype=dtype, headers_only=headers_only)
     return head, head.notes(target.name)
 
 
-def _padded(config: TransformerConfig, rows: int, target: Checkpoint, mesh: Mesh | None) -> TransformerConfig:
+def _padded(config: TransformerConfig, rows: int, owner: Checkpoint, mesh: Mesh | None) -> TransformerConfig:
     """Returns the config with ``rows`` tokens, rounded up to divide over a mesh; rows without a token are masked."""
     devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)  # which hold a copy together
     rows = -(-rows // devices) * devices
-    return dataclasses.replace(config, vocab_size=rows, num_real_tokens=min(target.tokenizer.vocab_size, rows))
+    return dataclasses.replace(config, vocab_size=rows, num_real_tokens=min(owner.tokenizer.vocab_size, rows))
 
 
 def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
@@ -173,5 +187,6 @@ def _compare(what: str, ours: dict[int, str], theirs: dict[int, str]) -> None:
             in_draft, in_target = (repr(side[key]) if key in side else "nothing" for side in (theirs, ours))
             raise ValueError(
                 f"draft and target tokenizers differ in their {what} {key}: {in_draft} in the draft, {in_target} in the "
-                f"target ({len(theirs)} and {len(ours)} entries); use a draft trained with the target's tokenizer"
+                f"target ({len(theirs)} and {len(ours)} entries); use a draft trained with the target's tokenizer, or draft the tokens that "
+                "both have: other_vocabulary=True (--config.hugging_face.other_vocabulary)"
             )

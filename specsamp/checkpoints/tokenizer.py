@@ -76,6 +76,11 @@ class JsonTokenizer:
         """Returns the text of each id, with those of added tokens."""
         return {index: text for text, index in self._tokenizer.get_vocab().items()}
 
+    @property
+    def model(self) -> tokenizers.models.Model:
+        """Returns the part that writes a piece of text as tokens: without normalisation and special tokens."""
+        return self._tokenizer.model
+
     def to_json(self) -> str:
         return self._tokenizer.to_str()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter, hooks_of, with_length
-from specsamp.decoding.drafters import BlockDrafter, FeatureDrafter, ModelDrafter, NoDrafter
+from specsamp.decoding.drafters import BlockDrafter, FeatureDrafter, ModelDrafter, NoDrafter, TranslatingDrafter
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
@@ -169,6 +169,11 @@ def _check_drafter(pair: Pair, drafter: Drafter) -> None:
     for name, positions in (("target", pair.target.max_positions), ("draft", drafter.max_positions)):
         if positions is not None and K >= positions:
             raise ValueError(f"K = {K} does not fit the {name}'s {positions} positions: draft fewer tokens per round")
+    if pair.vocabulary is not None and isinstance(drafter, ModelDrafter):
+        raise ValueError(
+            f"the pair's draft has another tokenizer, but {drafter!r:.100} proposes the draft's ids as the target's: leave "
+            "drafter out, or give a TranslatingDrafter"
+        )
     drafter.check(pair.target, pair.draft, pair.draft_params)
 
 
@@ -221,6 +226,8 @@ def default_drafter(pair: Pair, K: int) -> Drafter:
             "the pair has no draft model: give one, or drafter=NgramDrafter(K=4), or draft_length=0 to decode "
             "autoregressively"
         )
+    if pair.vocabulary is not None:
+        return TranslatingDrafter(pair.draft, pair.vocabulary, K, decode_window())
     return ModelDrafter(pair.draft, K, decode_window())
 
 

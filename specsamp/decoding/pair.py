@@ -14,6 +14,7 @@ from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import Warp, chain, first_tokens
 
 if TYPE_CHECKING:
+    from specsamp.decoding.drafters.vocabulary import SharedVocabulary
     from specsamp.models.heads import Head
 
 MAX_FITTED = 4  # sets of weights kept per drafter and number of slots; most models' sets share all their memory
@@ -44,7 +45,7 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Pair:
-    """Target and draft with their parameters, and the tokenizer that they share.
+    """Target and draft with their parameters, and the target's tokenizer.
 
     Attributes:
       target, target_params: the model whose distribution is sampled.
@@ -54,9 +55,10 @@ class Pair:
       tokenizer: the target's; None: prompts are token ids, and completions have no text.
       stop: default ids that end a text; None: the tokenizer's end of text.
       shards: the split of rows over devices; see `specsamp.mesh`.
+      vocabulary: of a draft model with another tokenizer, from `specsamp.checkpoints.vocabulary.match_vocabularies`.
 
     Raises:
-      ValueError: a part has the wrong type, or vocabularies differ.
+      ValueError: a part has the wrong type, or parts do not belong together.
     """
 
     target: LanguageModel
@@ -67,6 +69,7 @@ class Pair:
     tokenizer: Tokenizer | None = None
     stop: tuple[int, ...] | None = None
     shards: DataShards = DataShards()
+    vocabulary: SharedVocabulary | None = None
     _fitted: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
     _prepared: dict = dataclasses.field(default_factory=dict, init=False, repr=False)
 
@@ -93,14 +96,11 @@ class Pair:
             )
         if self.head is not None:
             self._check_head()
-        if self.draft is None:
-            return
-        if self.draft_params is None:
+        if self.draft is not None and self.draft_params is None:
             raise ValueError("a draft model was given without draft_params")
-        if self.draft.vocab_size != self.target.vocab_size:
+        if self.draft is None and self.vocabulary is not None:
             raise ValueError(
-                f"draft vocabulary {self.draft.vocab_size} != target vocabulary {self.target.vocab_size}: use a draft trained "
-                "with the target's tokenizer"
+                "a vocabulary was given without a draft model: give the model that has the other tokenizer"
             )
 
     def _check_head(self) -> None:

@@ -1,4 +1,4 @@
-"""The drafters: none, a draft model or its beam search, prompt lookup, early exit of the target, heads, and several."""
+"""The drafters: none, a draft model or its beam search, a model of another tokenizer, prompt lookup, early exit, heads, several."""
 
 from specsamp.decoding.drafter import NoDrafter
 from specsamp.decoding.drafters.beam import BeamDrafter
@@ -8,6 +8,7 @@ from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter
+from specsamp.decoding.drafters.vocabulary import TranslatingDrafter
 
 __all__ = [
     "BeamDrafter",
@@ -18,4 +19,5 @@ __all__ = [
     "ModelDrafter",
     "NgramDrafter",
     "NoDrafter",
+    "TranslatingDrafter",
 ]

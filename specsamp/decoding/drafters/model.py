@@ -60,7 +60,10 @@ class ModelDrafter(DrafterHooks, Drafter):
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         if self.model.vocab_size != target.vocab_size:
-            raise ValueError(f"draft vocabulary {self.model.vocab_size} != target vocabulary {target.vocab_size}")
+            raise ValueError(
+                f"draft vocabulary {self.model.vocab_size} != target vocabulary {target.vocab_size}: use a draft trained with "
+                "the target's tokenizer, or a pair with a vocabulary, which maps the tokens that both have"
+            )
         if draft_params is None:
             raise ValueError(f"a {type(self).__name__} needs the pair's draft_params")
         if draft not in (None, self.model):

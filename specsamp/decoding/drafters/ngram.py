@@ -2,6 +2,7 @@
 
 A retrieved token is a one-hot proposal: it is accepted with the target's probability of it, and the residual is the
 target's distribution without it (Leviathan et al., arXiv 2211.17192; copying from the prompt is Saxena's prompt lookup).
+Copying the input of an editing task is also called aggressive decoding (Sun et al., arXiv 2106.04970).
 At the end of the context the copy goes on with the tokens that it has just copied, so that a repetition of any period
 continues for all K tokens.
 """

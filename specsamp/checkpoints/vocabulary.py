@@ -1,0 +1,197 @@
+"""Matches two tokenizers by the bytes that their tokens write, so that a draft model of one drafts for a target of the other.
+
+Tokens are compared as they stand in the middle of a text: the piece "▁the" of a SentencePiece tokenizer and "Ġthe" of a
+byte-level one both write " the". Special tokens write nothing; the two tokens that end a text are matched with each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp import validate
+from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.decoding.drafters.vocabulary import SharedVocabulary
+from specsamp.models.interface import LanguageModel
+
+MOST_IDS = 8  # draft ids that are read of one target token
+LEAST_SHARE = 0.1  # of the smaller vocabulary
+SPACE = "▁"  # a space in pieces of SentencePiece
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """Returns the byte of each character in the pieces of byte-level tokenizers (GPT-2's).
+
+    Printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class TokenBytes:
+    """The bytes of the tokens of one tokenizer, and texts of bytes as its tokens."""
+
+    def __init__(self, tokenizer: JsonTokenizer, name: str):
+        content = json.loads(tokenizer.to_json())
+        kind = content["model"].get("type", "BPE")
+        parts = json.dumps([content.get("pre_tokenizer"), content.get("decoder")])
+        self.is_byte_level = '"ByteLevel"' in parts
+        if kind not in ("BPE", "Unigram") or not (
+            self.is_byte_level or SPACE in json.dumps(content, ensure_ascii=False)
+        ):
+            raise ValueError(
+                f"the {name}'s tokenizer is a {kind}: only byte-level and SentencePiece tokenizers are matched"
+            )
+        self.name, self._model = name, tokenizer.model
+        self._tokens = {} if self.is_byte_level else _byte_tokens(tokenizer.pieces)
+        added = {token["id"]: token for token in content.get("added_tokens", ())}
+        self.of_id: dict[int, bytes] = {}
+        for index, piece in tokenizer.pieces.items():
+            if index in added:
+                written = None if added[index]["special"] else piece.encode()
+            else:
+                written = self._bytes_of(piece)
+            if written:
+                self.of_id[index] = written
+        # Of several tokens with equal bytes, the one that the tokenizer writes itself; else the first.
+        self.ids: dict[bytes, int] = {}
+        twice = set()
+        for index, written in sorted(self.of_id.items()):
+            if self.ids.setdefault(written, index) != index:
+                twice.add(written)
+        for written in twice:
+            own = self._split(written)
+            if len(own) == 1:
+                self.ids[written] = own[0]
+
+    def _bytes_of(self, piece: str) -> bytes | None:
+        if self.is_byte_level:
+            alphabet = _byte_alphabet()
+            return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else None
+        if piece in self._tokens:
+            return bytes([self._tokens[piece][0]])
+        return piece.replace(SPACE, " ").encode()
+
+    def _split(self, written: bytes) -> list[int]:
+        """Returns the ids by which the tokenizer's model writes some bytes; [] if it cannot."""
+        if self.is_byte_level:
+            letter = {byte: c for c, byte in _byte_alphabet().items()}
+            text = "".join(letter[byte] for byte in written)
+        else:
+            try:
+                text = written.decode().replace(" ", SPACE)
+            except UnicodeDecodeError:  # a part of a character
+                text = None
+        ids = [] if text is None else [token.id for token in self._model.tokenize(text)]
+        return ids if b"".join(self.of_id.get(i, b"") for i in ids) == written else []
+
+    def read(self, written: bytes) -> list[int]:
+        """Returns the ids of some bytes in the middle of a text; raises ValueError if no tokens write them."""
+        if written in self.ids:
+            return [self.ids[written]]
+        ids = self._split(written) or [self.ids.get(bytes([byte]), -1) for byte in written]
+        if -1 in ids:
+            raise ValueError(
+                f"no token of the {self.name} writes the byte {written[ids.index(-1)]:#04x} of {written!r}: its tokenizer has no "
+                "bytes to fall back on; take another draft"
+            )
+        return ids
+
+
+def _byte_tokens(pieces: dict[int, str]) -> dict[str, tuple[int, int]]:
+    """Returns byte and id of pieces such as "<0x0A>"."""
+    found = {piece: re.fullmatch(r"<0x([0-9A-F]{2})>", piece) for piece in pieces.values()}
+    ids = {piece: index for index, piece in pieces.items()}
+    return {piece: (int(match[1], 16), ids[piece]) for piece, match in found.items() if match}
+
+
+def match_vocabularies(
+    target: JsonTokenizer,
+    draft: JsonTokenizer,
+    *,
+    target_size: int | None = None,
+    draft_size: int | None = None,
+    most_ids: int = MOST_IDS,
+) -> SharedVocabulary:
+    """Returns the tokens with equal bytes in two tokenizers, and each of the target's tokens in draft ids.
+
+    Args:
+      target_size, draft_size: the models' numbers of tokens; default those of the tokenizers.
+      most_ids: the most draft ids of a token that are read; of a longer token the last ones.
+
+    Raises:
+      ValueError: a tokenizer is of another kind, bytes have no token in the draft, or fewer than `LEAST_SHARE` of the smaller
+        vocabulary are shared.
+    """
+    validate.integer("most_ids", most_ids, 1, 64)
+    ours, theirs = TokenBytes(target, "target"), TokenBytes(draft, "draft")
+    shared = {index: theirs.ids[written] for written, index in ours.ids.items() if written in theirs.ids}
+    reading = {index: theirs.read(written) for index, written in ours.of_id.items()}
+    if target.eos_id is not None and draft.eos_id is not None:
+        taken = {index: i for index, i in shared.items() if i != draft.eos_id}
+        shared, reading[target.eos_id] = taken | {target.eos_id: draft.eos_id}, [draft.eos_id]
+    smaller = min(len(ours.ids), len(theirs.ids))
+    if len(shared) < LEAST_SHARE * smaller:
+        raise ValueError(
+            f"the tokenizers share {len(shared)} tokens, less than {LEAST_SHARE:.0%} of the smaller vocabulary of {smaller}: take "
+            "a draft for texts of the target's kind"
+        )
+    width = min(most_ids, max(map(len, reading.values())))
+    draft_ids_V = np.full(target_size or target.vocab_size, -1, np.int32)
+    draft_ids_V[list(shared)] = list(shared.values())
+    reading_VM = np.full((len(draft_ids_V), width), -1, np.int32)
+    for index, ids in reading.items():
+        kept = ids[-width:]
+        reading_VM[index, : len(kept)] = kept
+    return SharedVocabulary(
+        draft_ids_V,
+        reading_VM,
+        draft_size or draft.vocab_size,
+        begin=tuple(i for i in draft.encode("") if i != draft.eos_id),
+        num_cut=sum(len(ids) > width for ids in reading.values()),
+    )
+
+
+def describe(vocabulary: SharedVocabulary) -> str:
+    """Returns a sentence on how much of the target's vocabulary the draft has, and how it reads the rest."""
+    tokens, shared, width = len(vocabulary.draft_ids_V), vocabulary.num_shared, vocabulary.reading_VM.shape[1]
+    cut = f", of {vocabulary.num_cut / tokens:.1%} the last {width} alone" if vocabulary.num_cut else ""
+    return (
+        f"the draft has another tokenizer: it can propose {shared} of the target's {tokens} tokens ({shared / tokens:.0%}), and "
+        f"reads each as up to {width} ids{cut}"
+    )
+
+
+def shared_mass(
+    draft: LanguageModel, draft_params: object, vocabulary: SharedVocabulary, texts: Sequence[Sequence[int]]
+) -> float:
+    """Returns the mean share of the draft's probability on shared tokens, after each token of some texts.
+
+    Acceptance is at most about this share of what it would be, had the draft all tokens. (Drafted tokens are renormalised
+    over shared ones, so it is no strict bound.)
+
+    Args:
+      texts: target tokens.
+    """
+    weights, total, count = draft.prepare(draft_params), 0.0, 0
+    ids_U = vocabulary.draft_ids_V[vocabulary.draft_ids_V >= 0]
+
+    @jax.jit
+    def mass(tokens_BT: jax.Array) -> jax.Array:
+        cache = draft.init_cache(1, tokens_BT.shape[1])
+        output = draft(draft.fit_slots(weights, tokens_BT.shape[1]), tokens_BT, jnp.zeros(1, jnp.int32), cache)
+        return jax.nn.softmax(output.logits_BTV.astype(jnp.float32), axis=-1)[0][:, ids_U].sum(-1)
+
+    for text in texts:
+        ids = [*vocabulary.begin, *vocabulary.read(text)]
+        padded = jnp.zeros((1, -(-len(ids) // 64) * 64), jnp.int32).at[0, : len(ids)].set(jnp.array(ids))
+        total, count = total + float(mass(padded)[: len(ids)].sum()), count + len(ids)
+    return total / max(count, 1)

@@ -1,0 +1,317 @@
+"""A draft model with another tokenizer drafts the tokens that its vocabulary shares with the target's.
+
+This is token-level intersection (Timor et al. 2025, arXiv 2502.05202). The draft's logits are mapped to the target's ids,
+-inf for tokens that the draft does not have, and only then warped. What is sampled is what the rule verifies, so a lossless
+rule stays lossless, and missing tokens cost acceptance alone.
+
+The draft reads its own text: the bytes of the target's text in draft ids. Drafted tokens are shared, so of a round only the
+target's own token may be several draft ids, at most M. Example with K = 2, where the target emits "Ġmandolin" as the
+correction of the second drafted token, and the draft writes it as three ids:
+
+    target's text   [.. The] [Ġold] [Ġmandolin]
+    draft's text    [.. The] [Ġold] [Ġm] [and] [olin]
+
+The next round's first call feeds M + 1 ids that end with [olin]: whatever the draft has not read, and the ids before that
+once more. The draft's text has a length of its own, which follows from the target's length by a table in the state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp import validate
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix
+from specsamp.decoding.drafters.model import ModelDrafter
+from specsamp.decoding.sampler import Drawn, Sampler
+from specsamp.decoding.state import Weights
+from specsamp.decoding.tokens import write_tokens
+from specsamp.models.interface import LanguageModel, Output
+from specsamp.sampling.rules import Draft, Verdict
+
+Array = jax.Array
+_Carry = tuple[Any, Array, Array, Array]  # draft cache, draft ids, tokens, number of tokens with a distribution
+
+READ_WIDTH = 128  # most ids per call while a prompt is read; each row has as many scratch slots
+SLOTS_MULTIPLE = 128
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SharedVocabulary:
+    """The tokens that two vocabularies share, and every target token as draft ids. Equal by its digest.
+
+    Attributes:
+      draft_ids_V: int32, the draft's id of each of the target's tokens; -1: the draft has no such token.
+      reading_VM: int32, the draft ids with the bytes of each of the target's tokens, padded with -1. A shared token is
+        read as its own id; a token of which nothing is read has no ids.
+      draft_size: number of tokens of the draft model.
+      begin: draft ids that stand before every text.
+      num_cut: number of the target's tokens that have more than M draft ids, of which the last M are read.
+    """
+
+    draft_ids_V: np.ndarray
+    reading_VM: np.ndarray
+    draft_size: int
+    begin: tuple[int, ...] = ()
+    num_cut: int = 0
+
+    def __post_init__(self):
+        ids_V, reading_VM = (np.array(x, np.int32) for x in (self.draft_ids_V, self.reading_VM))
+        if ids_V.ndim != 1 or reading_VM.ndim != 2 or len(reading_VM) != len(ids_V) or not reading_VM.shape[1]:
+            raise ValueError(
+                f"draft_ids_V [V] and reading_VM [V, M] must fit; got {ids_V.shape} and {reading_VM.shape}"
+            )
+        validate.integer("draft_size", self.draft_size, 1)
+        for name, ids in (("draft_ids_V", ids_V), ("reading_VM", reading_VM), ("begin", np.array(self.begin, int))):
+            least = 0 if name == "begin" else -1
+            if ids.size and not (least <= ids.min() and ids.max() < self.draft_size):
+                raise ValueError(
+                    f"{name} must hold ids below draft_size = {self.draft_size}; got {ids.min()} to {ids.max()}"
+                )
+        shared = ids_V[ids_V >= 0]
+        if not len(shared):
+            raise ValueError("draft_ids_V has no token: the draft has none of the target's tokens")
+        if len(np.unique(shared)) < len(shared):
+            twice = np.flatnonzero(np.bincount(shared) > 1)[0]
+            raise ValueError(f"draft_ids_V has draft id {twice} twice: two tokens would share its probability")
+        other = np.flatnonzero((ids_V >= 0) & ((reading_VM[:, 0] != ids_V) | (reading_VM[:, 1:] >= 0).any(1)))
+        if len(other):
+            raise ValueError(
+                f"reading_VM must read the shared token {other[0]} as {ids_V[other[0]]}, as it was drafted"
+            )
+        for name, value in (("draft_ids_V", ids_V), ("reading_VM", reading_VM)):
+            value.setflags(write=False)
+            object.__setattr__(self, name, value)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Returns a digest of all ids."""
+        parts = self.draft_ids_V, self.reading_VM, np.array([self.draft_size, *self.begin])
+        return hashlib.sha256(b"/".join(part.tobytes() for part in parts)).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SharedVocabulary) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"SharedVocabulary({self.num_shared} of {len(self.draft_ids_V)} tokens, {self.digest})"
+
+    @property
+    def num_shared(self) -> int:
+        """Returns the number of tokens that the draft can propose."""
+        return int((self.draft_ids_V >= 0).sum())
+
+    def read(self, tokens: Sequence[int]) -> list[int]:
+        """Returns the draft ids of some of the target's tokens."""
+        ids = self.reading_VM[list(tokens)].ravel()
+        return ids[ids >= 0].tolist()
+
+    @property
+    def ids_per_token(self) -> float:
+        """Returns the mean number of draft ids of a target token that is read."""
+        lengths_V = (self.reading_VM >= 0).sum(1)
+        return float(lengths_V[lengths_V > 0].mean())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TranslatingWeights:
+    """Weights of a draft model with the arrays of a `SharedVocabulary`."""
+
+    model: Any
+    draft_ids_V: Array
+    reading_VM: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TranslatingState:
+    """The draft's cache and text for each row."""
+
+    cache: Any
+    ids_BD: Array  # int32, the draft's text
+    ends_BS: Array  # int32, the draft's length after the token in each slot of the target
+
+
+@dataclasses.dataclass(frozen=True)
+class TranslatingDrafter(DrafterHooks, Drafter):
+    """Drafts with ``model``, whose tokenizer is not the target's; a row whose draft text is too long drafts nothing.
+
+    Attributes:
+      model: any `LanguageModel`.
+      vocabulary: the tokens that it shares with the target.
+      K, window: as in `ModelDrafter`.
+    """
+
+    model: LanguageModel
+    vocabulary: SharedVocabulary
+    K: int
+    window: int = 1
+
+    falls_behind = True
+
+    def __post_init__(self):
+        validate.instance("vocabulary", self.vocabulary, SharedVocabulary, "match_vocabularies(target, draft)")
+        validate.integer("K", self.K, 1, READ_WIDTH - 1)
+        validate.integer("window", self.window, 1, READ_WIDTH)
+
+    @property
+    def weights_key(self) -> Any:
+        return self.model, self.vocabulary
+
+    @property
+    def _drafter(self) -> ModelDrafter:
+        return ModelDrafter(self.model, self.K, self.window)
+
+    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+        self._drafter.check(self.model, draft, draft_params)
+        tokens, ids = len(self.vocabulary.draft_ids_V), self.vocabulary.draft_size
+        if (tokens, ids) != (target.vocab_size, self.model.vocab_size):
+            raise ValueError(
+                f"the shared vocabulary is of {tokens} target and {ids} draft tokens, the models have {target.vocab_size} "
+                f"and {self.model.vocab_size}: match the tokenizers with these sizes"
+            )
+
+    def prepare(self, params: Any) -> TranslatingWeights:
+        return TranslatingWeights(
+            model=self.model.prepare(params),
+            draft_ids_V=jnp.asarray(self.vocabulary.draft_ids_V),
+            reading_VM=jnp.asarray(self.vocabulary.reading_VM),
+        )
+
+    def fit_slots(self, weights: TranslatingWeights, slots: int) -> TranslatingWeights:
+        return dataclasses.replace(weights, model=self.model.fit_slots(weights.model, self._draft_slots(slots)))
+
+    def _draft_slots(self, slots: int) -> int:
+        """Returns the slots of the draft's text for as many of the target's; at most as many as the draft has positions."""
+        length = int(slots * self.vocabulary.ids_per_token) + len(self.vocabulary.begin)
+        if self.model.max_positions is not None:
+            length = min(length, self.model.max_positions)
+        return -(-length // SLOTS_MULTIPLE) * SLOTS_MULTIPLE + READ_WIDTH
+
+    def _longest(self, state: TranslatingState) -> int:
+        """Returns the longest text that is drafted for; behind it is room for a draft, or for a call of the prompt."""
+        longest = state.ids_BD.shape[1] - READ_WIDTH
+        return longest if self.model.max_positions is None else min(longest, self.model.max_positions - self.K)
+
+    def init(self, batch: int, slots: int) -> TranslatingState:
+        draft_slots, begin = self._draft_slots(slots), self.vocabulary.begin
+        ids_BD = jnp.zeros((batch, draft_slots), jnp.int32)
+        return TranslatingState(
+            cache=self.model.init_cache(batch, draft_slots),
+            ids_BD=ids_BD.at[:, : len(begin)].set(jnp.array(begin, jnp.int32)),
+            ends_BS=jnp.zeros((batch, slots), jnp.int32),
+        )
+
+    def _length(self, state: TranslatingState, lengths_B: Array) -> Array:
+        """Returns the length of the draft's text for the first ``lengths_B`` tokens of the target's."""
+        end_B = jnp.take_along_axis(state.ends_BS, jnp.maximum(lengths_B - 1, 0)[:, None], axis=1)[:, 0]
+        return jnp.where(lengths_B > 0, end_B, len(self.vocabulary.begin))
+
+    def _append(
+        self, weights: Weights, state: TranslatingState, tokens_BT: Array, start_B: Array, count_B: Array
+    ) -> TranslatingState:
+        """Writes the draft ids of the target's tokens in slots ``start_B .. start_B + count_B``."""
+        batch, width = tokens_BT.shape
+        counts_BT = jnp.arange(width)[None] < count_B[:, None]
+        ids_BTM = weights.draft.reading_VM[jnp.maximum(tokens_BT, 0)]
+        ids_BTM = jnp.where(counts_BT[..., None], ids_BTM, -1)
+        ends_BT = self._length(state, start_B)[:, None] + jnp.cumsum(jnp.sum(ids_BTM >= 0, axis=-1), axis=1)
+        begins_BT = ends_BT - jnp.sum(ids_BTM >= 0, axis=-1)
+        # Ids without a place, and places beyond the end, are dropped.
+        draft_slots, slots = state.ids_BD.shape[1], state.ends_BS.shape[1]
+        at_BTM = jnp.where(ids_BTM >= 0, begins_BT[..., None] + jnp.arange(ids_BTM.shape[-1])[None, None], draft_slots)
+        slot_BT = jnp.where(counts_BT, start_B[:, None] + jnp.arange(width)[None], slots)
+        row_B1 = jnp.arange(batch)[:, None]
+        return dataclasses.replace(
+            state,
+            ids_BD=state.ids_BD.at[row_B1, at_BTM.reshape(batch, -1)].set(ids_BTM.reshape(batch, -1), mode="drop"),
+            ends_BS=state.ends_BS.at[row_B1, slot_BT].set(ends_BT.astype(jnp.int32), mode="drop"),
+        )
+
+    def read(
+        self,
+        weights: Weights,
+        state: TranslatingState,
+        tokens_BT: Array,
+        start_B: Array,
+        lengths_B: Array,
+        target_output: Output | None,
+        cache: Any,
+    ) -> tuple[TranslatingState, Any]:
+        width = tokens_BT.shape[1]
+        if target_output is None:  # after a pause: `commit` has written the ids of all tokens
+            last_B = lengths_B
+        else:
+            state = self._append(weights, state, tokens_BT, start_B, jnp.clip(lengths_B - start_B, 0, width))
+            last_B = jnp.minimum(lengths_B, start_B + width)
+        longest, step = self._longest(state), min(width * self.vocabulary.reading_VM.shape[1], READ_WIDTH)
+        begin_B = jnp.where(start_B > 0, self._length(state, start_B), 0)
+        begin_B, end_B = (jnp.minimum(x_B, longest) for x_B in (begin_B, self._length(state, last_B)))
+
+        def feed(index: Array, draft_cache: Any) -> Any:
+            at_B = jnp.minimum(begin_B + index * step, longest)
+            ids_BT = jnp.take_along_axis(state.ids_BD, at_B[:, None] + jnp.arange(step)[None], axis=1)
+            return self.model(weights.draft.model, ids_BT, at_B, draft_cache).cache
+
+        calls = -(-jnp.max(end_B - begin_B) // step)
+        return dataclasses.replace(state, cache=jax.lax.fori_loop(0, calls, feed, state.cache)), cache
+
+    def propose(
+        self, weights: Weights, state: TranslatingState, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, TranslatingState, Any]:
+        whole_B = self._length(state, prefix.lengths_B)
+        longest, of_model = self._longest(state), dataclasses.replace(weights, draft=weights.draft.model)
+        length_B = jnp.clip(whole_B, 1, longest)
+
+        def step(offset: Array | int, carry: _Carry, drawn: Drawn, *, width: int) -> tuple[_Carry, Drawn]:
+            draft_cache, ids_BD, tokens_BK, sound_B = carry
+            end_B = length_B + offset
+            logits_BU, draft_cache = self._drafter.last_logits(of_model, draft_cache, ids_BD, end_B, width)
+            logits_BV = restrict(logits_BU, weights.draft.draft_ids_V)
+            tokens_B, drawn = sample.draw(logits_BV, offset, drawn, self.K)
+            # A context in which no shared token has probability ends the draft, whatever would be drawn from it.
+            sound_B += (sound_B == offset) & jnp.isfinite(logits_BV.max(-1))
+            ids_BD = write_tokens(ids_BD, jnp.maximum(weights.draft.draft_ids_V[tokens_B], 0)[:, None], end_B)
+            tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
+            return (draft_cache, ids_BD, tokens_BK, sound_B), drawn
+
+        most = weights.draft.reading_VM.shape[1]
+        first = functools.partial(step, width=max(self.window, most + 1))
+        other = functools.partial(step, width=self.window)
+        tokens_BK = jnp.zeros((len(length_B), self.K), jnp.int32)
+        carry = state.cache, state.ids_BD, tokens_BK, jnp.zeros_like(length_B)
+        (draft_cache, ids_BD, tokens_BK, sound_B), drawn = sample.chain(self.K, first, other, carry)
+        draft = sample.draft(tokens_BK, drawn)
+        is_able_B = (whole_B >= 1) & (whole_B <= longest)
+        num_drafted_B = jnp.where(is_able_B, jnp.minimum(draft.num_drafted_B, sound_B), 0)
+        state = dataclasses.replace(state, cache=draft_cache, ids_BD=ids_BD)
+        return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
+
+    def commit(
+        self,
+        weights: Weights,
+        state: TranslatingState,
+        prefix: Prefix,
+        draft: Draft,
+        verdict: Verdict,
+        output: Output,
+        cache: Any,
+    ) -> tuple[TranslatingState, Any]:
+        count_B = verdict.num_accepted_B + 1
+        return self._append(weights, state, verdict.tokens_BT, prefix.lengths_B, count_B), cache
+
+
+def restrict(logits_BU: Array, draft_ids_V: Array) -> Array:
+    """Returns the draft's logits ``[B, U]`` as logits ``[B, V]`` of the target's tokens, -inf where the draft has none."""
+    logits_BV = jnp.take(logits_BU, jnp.maximum(draft_ids_V, 0), axis=-1)
+    return jnp.where(draft_ids_V[None] >= 0, logits_BV, -jnp.inf)

@@ -1,0 +1,191 @@
+"""Two tokenizers are matched by the bytes of their tokens, in the styles of public models."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from specsamp import CoupledRule, ModelDrafter, chain, generate, temperature
+from specsamp.checkpoints.export import export
+from specsamp.checkpoints.public_pair import read_pair
+from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
+from specsamp.checkpoints.vocabulary import TokenBytes, describe, match_vocabularies, shared_mass
+from specsamp.decoding.drafters.vocabulary import SharedVocabulary
+from specsamp.mesh.layout import make_mesh
+from specsamp.training.data import train_tokenizer
+from support.checkpoint_shapes import CONFIG, random_params
+from support.fakes import TableLM
+
+TEXTS = [path.read_text(encoding="utf-8") for path in sorted(pathlib.Path(__file__).parents[1].glob("support/*.py"))]
+TEXTS += ["naïve café, 42 Übungen, 数学 – 1234567 \t\n  x"] * 4
+STYLES = ("gpt2", "llama2", "llama3", "qwen", "gemma")
+
+
+@functools.cache
+def tokenizer(style, size=900):
+    """A small tokenizer in the style of a public one, trained on the tests' support."""
+    text = tokenizers.Tokenizer(models.BPE(byte_fallback=style in ("llama2", "gemma"), ignore_merges=style == "llama3"))
+    begin, end = {
+        "gpt2": (None, "<|endoftext|>"),
+        "qwen": (None, "<|im_end|>"),
+        "llama3": ("<|begin_of_text|>", "<|eot_id|>"),
+    }.get(style, ("<s>", "</s>"))
+    special = [token for token in (begin, end) if token]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if style in ("llama2", "gemma"):
+        steps = [normalizers.Replace(" ", "▁")]
+        text.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *steps] if style == "llama2" else steps)
+        text.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        special, alphabet = ["<unk>", *special, *(f"<0x{byte:02X}>" for byte in range(256))], []
+    else:
+        digits = {"llama3": r"\p{N}{1,3}", "qwen": r"\p{N}", "gpt2": r" ?\p{N}+"}[style]
+        pattern = tokenizers.Regex(rf" ?\p{{L}}+|{digits}|\s+(?!\S)|\s+|[^\s\p{{L}}\p{{N}}]+")
+        split = pre_tokenizers.Split(pattern, "isolated")
+        text.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        text.decoder = decoders.ByteLevel()
+    size += STYLES.index(style) * 100
+    text.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    content = json.loads(text.to_str())  # bytes are ordinary tokens
+    content["added_tokens"] = [token for token in content["added_tokens"] if not token["content"].startswith("<0x")]
+    text = tokenizers.Tokenizer.from_str(json.dumps(content))
+    if begin:
+        text.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, text.token_to_id(begin))]
+        )
+    return JsonTokenizer.from_tokenizer(text, end)
+
+
+@functools.cache
+def matched(target, draft):
+    return match_vocabularies(tokenizer(target), tokenizer(draft))
+
+
+@pytest.mark.parametrize("target, draft", [*itertools.permutations(STYLES, 2), ("qwen", "qwen")])
+def test_a_text_in_draft_ids_has_the_bytes_of_the_text(target, draft):
+    vocabulary, ours, theirs = (
+        matched(target, draft),
+        TokenBytes(tokenizer(target), ""),
+        TokenBytes(tokenizer(draft), ""),
+    )
+    text = "def f(x):\n    return naïve, 数学, 1234567 – ¼\n"
+    tokens = tokenizer(target).encode(text)
+    written = b"".join(theirs.of_id[i] for i in vocabulary.read(tokens))
+    assert written == b"".join(ours.of_id.get(i, b"") for i in tokens)
+    assert written.decode().strip(" ") == text.strip(" "), "SentencePiece writes a space before a text"
+    for token in np.flatnonzero(vocabulary.draft_ids_V >= 0):
+        if token != tokenizer(target).eos_id:
+            assert ours.of_id[token] == theirs.of_id[vocabulary.draft_ids_V[token]]
+
+
+@pytest.mark.parametrize("target, draft", [("llama3", "llama2"), ("gemma", "qwen")])
+def test_ends_are_matched_and_other_special_tokens_are_not_read(target, draft):
+    vocabulary, ours, theirs = matched(target, draft), tokenizer(target), tokenizer(draft)
+    assert vocabulary.draft_ids_V[ours.eos_id] == theirs.eos_id
+    assert vocabulary.read([ours.eos_id]) == [theirs.eos_id]
+    begin = ours.token_id({"llama3": "<|begin_of_text|>", "gemma": "<s>"}[target])
+    assert vocabulary.read([begin]) == [] and vocabulary.draft_ids_V[begin] == -1
+    assert vocabulary.begin == ((theirs.token_id("<s>"),) if draft == "llama2" else ())
+
+
+def test_bytes_with_two_tokens_are_the_one_that_is_written():
+    """The letter A is an ordinary token, and a byte to fall back on."""
+    gemma = tokenizer("gemma")
+    letter, byte = gemma.token_id("A"), gemma.token_id("<0x41>")
+    assert letter != byte and TokenBytes(gemma, "").ids[b"A"] == letter
+    vocabulary = matched("gemma", "gpt2")
+    assert vocabulary.draft_ids_V[letter] >= 0 and vocabulary.draft_ids_V[byte] == -1
+    assert vocabulary.read([byte]) == vocabulary.read([letter])
+
+
+def test_equal_tokenizers_share_all_that_is_read():
+    vocabulary = matched("qwen", "qwen")
+    assert vocabulary.reading_VM.shape[1] == 1 and vocabulary.ids_per_token == 1
+    assert vocabulary.num_shared == (vocabulary.reading_VM[:, 0] >= 0).sum()
+
+
+def test_of_long_tokens_the_last_ids_are_read_and_counted():
+    whole, cut = matched("llama3", "gpt2"), match_vocabularies(tokenizer("llama3"), tokenizer("gpt2"), most_ids=2)
+    long = np.flatnonzero((whole.reading_VM >= 0).sum(1) > 2)
+    assert len(long) == cut.num_cut > 0 == whole.num_cut
+    token = long[0]
+    assert cut.read([token]) == whole.read([token])[-2:]
+    assert f"of {len(long) / len(cut.draft_ids_V):.1%} the last 2 alone" in describe(cut)
+    assert describe(whole).startswith(
+        f"the draft has another tokenizer: it can propose {whole.num_shared} of the target's"
+    )
+
+
+def test_the_shared_mass_is_that_of_the_draft_model():
+    vocabulary = SharedVocabulary([2, -1, 0], [[2, -1], [3, 1], [0, -1]], 4, begin=(1,))
+    table = np.log(np.broadcast_to(np.float32([0.1, 0.2, 0.3, 0.4]), (5, 5, 5, 4)))
+    assert shared_mass(TableLM(4), jax.numpy.asarray(table), vocabulary, [[0, 1], [2]]) == pytest.approx(0.4)
+
+
+def test_tokenizers_that_do_not_match_are_refused():
+    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    with pytest.raises(ValueError, match="the draft's tokenizer is a WordLevel"):
+        match_vocabularies(tokenizer("gpt2"), JsonTokenizer.from_tokenizer(words))
+    few = tokenizers.Tokenizer(models.BPE({"Ġ": 0, "a": 1, "b": 2}, []))
+    few.decoder = decoders.ByteLevel()
+    with pytest.raises(ValueError, match="no token of the draft writes the byte 0x"):
+        match_vocabularies(tokenizer("gpt2"), JsonTokenizer.from_tokenizer(few))
+    with pytest.raises(ValueError, match="most_ids must be an integer >= 1 and below 64; got 0"):
+        match_vocabularies(tokenizer("gpt2"), tokenizer("qwen"), most_ids=0)
+    letters = {character: i for i, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    apart = tokenizers.Tokenizer(
+        models.BPE(letters | {"".join(p): 256 + i for i, p in enumerate(itertools.product("qz", repeat=12))}, [])
+    )
+    apart.decoder = decoders.ByteLevel()
+    many = tokenizers.Tokenizer(
+        models.BPE(letters | {"".join(p): 256 + i for i, p in enumerate(itertools.product("jk", repeat=12))}, [])
+    )
+    many.decoder = decoders.ByteLevel()
+    with pytest.raises(ValueError, match="share 256 tokens, less than 10% of the smaller vocabulary of 4352"):
+        match_vocabularies(JsonTokenizer.from_tokenizer(apart), JsonTokenizer.from_tokenizer(many))
+
+
+@pytest.fixture(scope="module")
+def other_draft(tmp_path_factory):
+    """A draft whose tokenizer was trained on other texts than the target's."""
+    folder = tmp_path_factory.mktemp("other") / "draft"
+    config = dataclasses.replace(CONFIG, vocab_size=320, num_layers=1, max_positions=64)
+    other = train_tokenizer(["class Tree: value = None  # ünï, return"] * 3, 310)
+    export(folder, config, random_params(config, 1), JsonTokenizer.from_tokenizer(other, eos=EOS))
+    return folder
+
+
+@pytest.mark.parametrize("mesh", [None, pytest.param((2, 4), marks=pytest.mark.slow)])
+def test_a_pair_of_two_tokenizers_writes_the_targets_text(original, other_draft, mesh):
+    said, over = [], {} if mesh is None else dict(draft_model_parallelism=2)
+    mesh = mesh and make_mesh(*mesh, **over)
+    pair = read_pair(original, other_draft, other_vocabulary=True, dtype="float32", mesh=mesh, say=said.append, **over)
+    assert len(said) == 1 and f"it can propose {pair.vocabulary.num_shared} of the target's 304 tokens" in said[0]
+    options = dict(sampling=chain(temperature(1.5)), rule=CoupledRule(), stop=[], max_new_tokens=60)
+    prompts = ["def f(x)", "return é"]
+    drafted, plain = (generate(pair, prompts, draft_length=K, **options) for K in (3, 0))
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    assert all(one.stats.accepted > 0 for one in drafted)
+    most = max(len(pair.vocabulary.read(one.tokens)) for one in drafted)
+    assert most > 64, "the draft, which reads 64 ids, stops in the middle of a text"
+
+
+def test_pairs_that_another_tokenizer_does_not_suit_are_refused(original, other_draft):
+    with pytest.raises(ValueError, match="differ in their vocabulary.*--config.hugging_face.other_vocabulary"):
+        read_pair(original, other_draft, dtype="float32")
+    with pytest.raises(ValueError, match="other_vocabulary is of draft models: a head reads the target's tokens"):
+        read_pair(original, other_draft, is_head=True, other_vocabulary=True)
+    pair = read_pair(original, other_draft, other_vocabulary=True, dtype="float32")
+    with pytest.raises(ValueError, match="the pair's draft has another tokenizer"):
+        generate(pair, ["def"], 4, drafter=ModelDrafter(pair.draft, 2))
+    with pytest.raises(ValueError, match="a vocabulary was given without a draft model"):
+        dataclasses.replace(pair, draft=None, draft_params=None)

@@ -1,0 +1,239 @@
+"""A draft model of another tokenizer: texts are exact, and the draft reads the target's text in its own ids."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.decoding.adaptive import Adaptive
+from specsamp.decoding.drafters.vocabulary import (
+    SharedVocabulary,
+    TranslatingDrafter,
+    TranslatingWeights,
+    restrict,
+)
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.state import Weights
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rules import Draft
+from specsamp.sampling.warp import chain, temperature, top_k
+from support.fakes import FALSE_ALARM, TableLM, decode, prefill, random_table, texts
+from support.loop_distributions import FULL, LIKELY, TARGET, V, distribution_test
+
+DRAFT_SIZE = 4
+# Target token 1 is two draft ids. Draft id 3 alone is no target token.
+SHARED = SharedVocabulary([2, -1, 0], [[2, -1], [3, 1], [0, -1]], DRAFT_SIZE, begin=(1,))
+ALL = SharedVocabulary([2, 1, 0], [[2], [1], [0]], DRAFT_SIZE)
+DRAFT = random_table(3, DRAFT_SIZE)
+SAMPLED = {"length": 3, "samples": 30_000, "powered": False}
+
+
+def weights_of(vocabulary, table=DRAFT):
+    drafter = TranslatingDrafter(TableLM(DRAFT_SIZE), vocabulary, 1)
+    return drafter.prepare(table)
+
+
+def loop_of(rule=TokenRule(), vocabulary=SHARED, K=2, drafter=TranslatingDrafter, **options):
+    return Loop(target=TableLM(V), drafter=drafter(TableLM(DRAFT_SIZE), vocabulary, K, **options), rule=rule)
+
+
+@pytest.mark.parametrize(
+    "rule, vocabulary, sampling",
+    [
+        (TokenRule(), SHARED, FULL),
+        (BlockRule(), SHARED, chain(temperature(1.3))),
+        pytest.param(CoupledRule(), SHARED, LIKELY, marks=pytest.mark.slow),
+        pytest.param(BlockRule(), ALL, LIKELY, marks=pytest.mark.slow),
+    ],
+)
+def test_the_text_has_the_distribution_of_the_target(rule, vocabulary, sampling):
+    assert distribution_test(loop_of(rule, vocabulary), weights_of(vocabulary), sampling, **SAMPLED) > FALSE_ALARM
+
+
+@dataclasses.dataclass(frozen=True)
+class OneToken(TranslatingDrafter):
+    """A mutant: one token is drawn from a distribution, and verified with another."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        of_model = dataclasses.replace(weights, draft=weights.draft.model)
+        length_B = self._length(state, prefix.lengths_B)
+        logits_BU, draft_cache = self._drafter.last_logits(of_model, state.cache, state.ids_BD, length_B, 3)
+        drawn_BV, verified_BV = self.distributions(logits_BU, restrict(logits_BU, weights.draft.draft_ids_V))
+        draft = Draft(
+            tokens_BK=sample(drawn_BV, 0)[0][:, None],
+            num_drafted_B=jnp.ones_like(length_B),
+            log_probs_BRV=verified_BV[:, None],
+        )
+        return draft, dataclasses.replace(state, cache=draft_cache), cache
+
+
+class NotRenormalised(OneToken):
+    """Verifies with the draft's probabilities among all its ids."""
+
+    def distributions(self, logits_BU, logits_BV):
+        return logits_BV, restrict(jax.nn.log_softmax(logits_BU), jnp.asarray(self.vocabulary.draft_ids_V))
+
+
+class TwoIdsForOneToken(OneToken):
+    """Draws target token 0 for draft ids 2 and 3, and verifies it with the probability of id 2."""
+
+    def distributions(self, logits_BU, logits_BV):
+        both_BV = logits_BV.at[:, 0].set(jnp.logaddexp(logits_BU[:, 2], logits_BU[:, 3]))
+        return both_BV, jax.nn.log_softmax(logits_BV)
+
+
+class Right(OneToken):
+    """The control."""
+
+    def distributions(self, logits_BU, logits_BV):
+        return logits_BV, jax.nn.log_softmax(logits_BV)
+
+
+@pytest.mark.parametrize("mutant", [NotRenormalised, TwoIdsForOneToken, Right])
+def test_another_distribution_than_the_drawn_one_is_caught(mutant):
+    p_value = distribution_test(loop_of(drafter=mutant, K=1), weights_of(SHARED), FULL, **SAMPLED)
+    assert p_value > FALSE_ALARM if mutant is Right else p_value < FALSE_ALARM**2
+
+
+# What the draft reads: its distributions are those of the draft model alone, on the same ids.
+
+PROMPTS = [[0], [1, 1, 2, 1, 0], [2, 0, 1, 1]]
+DRAWN = chain(temperature(1.0))
+
+
+def alone(vocabulary, text):
+    """The distribution of the draft model alone after a text of the target: float ``[V]``."""
+    reading = [[i for i in ids if i >= 0] for ids in np.asarray(vocabulary.reading_VM)]
+    ids = [DRAFT_SIZE] * 3 + [*vocabulary.begin, *itertools.chain.from_iterable(reading[token] for token in text)]
+    logits_U = np.asarray(DRAFT)[tuple(ids[-3:])]
+    ids_V = np.asarray(vocabulary.draft_ids_V)
+    probs_V = np.where(ids_V >= 0, np.exp(logits_U)[np.maximum(ids_V, 0)], 0)
+    return probs_V / probs_V.sum()
+
+
+def worst_error(loop, rounds=6, state=None, adaptive=None):
+    """The largest difference between a drafted token's distribution and that of the draft alone, over some rounds."""
+    weights = Weights(target=TARGET, draft=weights_of(SHARED))
+    if adaptive is not None:
+        loop = dataclasses.replace(loop, adaptive=adaptive)
+    state = prefill(loop, TARGET, weights.draft, PROMPTS, 30, DRAWN, samples=4, slots=60) if state is None else state
+    worst, drafted = 0.0, 0
+    draft_of = jax.jit(lambda request, state: loop.draft(weights, request, state)[0])
+    for _ in range(rounds):
+        draft = draft_of(state.request, state)
+        for row, text in enumerate(texts(state)):
+            for k in range(int(draft.num_drafted_B[row])):
+                expected = alone(SHARED, [*text, *map(int, draft.tokens_BK[row, :k])])
+                worst = max(worst, np.abs(np.exp(draft.log_probs_BRV[row, k]) - expected).max())
+                drafted += 1
+        state = loop.run(weights, state, 1)
+    assert drafted > 20
+    return worst
+
+
+def in_chunks(loop, chunk):
+    weights = Weights(target=TARGET, draft=weights_of(SHARED))
+    whole = prefill(loop, TARGET, weights.draft, PROMPTS, 30, DRAWN, slots=60)
+    start_B = jnp.zeros(len(PROMPTS), jnp.int32)
+    return loop.extend(weights, whole.request, None, whole.tokens_BS, start_B, whole.lengths_B, chunk=chunk)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_the_draft_reads_the_text_in_its_own_ids(window):
+    loop = loop_of(K=3, window=window)
+    assert worst_error(loop) < 1e-6
+    assert worst_error(loop, state=in_chunks(loop, 2)) < 1e-6
+
+
+def test_the_draft_reads_what_was_written_while_it_paused():
+    adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.6, trust=0.1, decay=0.5, margin=0, pause=1)
+    run = decode(loop_of(), TARGET, weights_of(SHARED), PROMPTS, 40, FULL, samples=400, adaptive=adaptive)
+    steady = decode(loop_of(), TARGET, weights_of(SHARED), PROMPTS, 40, FULL, samples=400)
+    lengths = np.asarray(run.state.stats.lengths_BT).sum(0)
+    assert lengths[0] > 500 and lengths[2] > 500, "rounds without and with a draft"
+
+    def accepted(run):
+        stats = run.state.stats
+        return float(stats.accepted_BT[:, 1:].sum() / stats.reached_BK[:, 0].sum())
+
+    assert accepted(run) > accepted(steady) - 0.02
+
+
+class OneIdShort(TranslatingDrafter):
+    """The mutant: the first call of a round feeds M ids, where M + 1 may be new."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        def chain(K, first, step, carry, sample=sample):
+            return type(sample).chain(sample, K, lambda *rest: first.func(*rest, width=1), step, carry)
+
+        narrow = dataclasses.replace(sample)
+        object.__setattr__(narrow, "chain", chain)
+        return super().propose(weights, state, prefix, cache, narrow)
+
+
+def test_other_bytes_and_a_cache_that_is_one_id_short_are_caught():
+    other = SharedVocabulary(SHARED.draft_ids_V, [[2, -1], [1, 3], [0, -1]], DRAFT_SIZE, begin=(1,))
+    loop = loop_of(K=3)
+    assert worst_error(dataclasses.replace(loop, drafter=OneIdShort(TableLM(DRAFT_SIZE), SHARED, 3))) > 0.05
+    draft = TranslatingWeights(model=DRAFT, draft_ids_V=SHARED.draft_ids_V, reading_VM=jnp.asarray(other.reading_VM))
+    state = prefill(loop, TARGET, draft, PROMPTS, 30, DRAWN, samples=4, slots=60)
+    assert worst_error(loop, state=state) > 0.05
+
+
+def test_a_row_whose_draft_text_is_too_long_goes_on_without_a_draft():
+    """With 20 positions of the draft; what is written does not change."""
+    short = Loop(
+        target=TableLM(V),
+        drafter=TranslatingDrafter(TableLM(DRAFT_SIZE, max_positions=20), SHARED, 2),
+        rule=CoupledRule(),
+    )
+    run = decode(short, TARGET, weights_of(SHARED), PROMPTS, 40, FULL, samples=3)
+    whole = decode(loop_of(CoupledRule()), TARGET, weights_of(SHARED), PROMPTS, 40, FULL, samples=3)
+    assert texts(run.state) == texts(whole.state)
+    assert 0 < run.state.stats.drafted_B.min() and run.state.stats.drafted_B.max() < 40
+    assert whole.state.stats.drafted_B.min() > 40
+
+
+def test_a_context_without_a_shared_token_ends_the_draft():
+    table = DRAFT.at[..., 2].set(-jnp.inf).at[2, ..., 0].set(-jnp.inf).at[:, :, 0, 0].set(-jnp.inf)
+    for sampling in (FULL, chain(temperature(1.0), top_k(2))):
+        run = decode(loop_of(K=3), TARGET, weights_of(SHARED, table), PROMPTS, 12, sampling, samples=20)
+        stats = run.state.stats
+        assert 0 < stats.drafted_B.sum() < 3 * stats.rounds_B.sum()
+        assert (run.state.finish_B == 2).all(), "all rows wrote their budget"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(draft_ids_V=[2, 2, 0]), "draft_ids_V has draft id 2 twice"),
+        (dict(draft_ids_V=[4, -1, 0]), "draft_ids_V must hold ids below draft_size = 4; got -1 to 4"),
+        (dict(draft_ids_V=[-1, -1, -1]), "draft_ids_V has no token"),
+        (dict(draft_ids_V=[2, -1]), r"must fit; got \(2,\) and \(3, 2\)"),
+        (dict(reading_VM=[[3, -1], [3, 1], [0, -1]]), "must read the shared token 0 as 2"),
+        (dict(begin=(9,)), "begin must hold ids below draft_size = 4; got 9"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        SharedVocabulary(
+            **{"draft_ids_V": SHARED.draft_ids_V, "reading_VM": SHARED.reading_VM, "draft_size": DRAFT_SIZE, **changes}
+        )
+
+
+def test_equal_tables_share_a_program():
+    again = SharedVocabulary([2, -1, 0], [[2, -1], [3, 1], [0, -1]], DRAFT_SIZE, begin=(1,))
+    assert again == SHARED and hash(again) == hash(SHARED) and ALL != SHARED
+    assert repr(SHARED).startswith("SharedVocabulary(2 of 3 tokens, ")
+    assert SHARED.ids_per_token == pytest.approx(4 / 3)
+
+
+def test_a_vocabulary_of_other_models_is_refused():
+    with pytest.raises(ValueError, match="of 3 target and 4 draft tokens, the models have 5 and 4"):
+        loop_of().drafter.check(TableLM(5), None, DRAFT)
+    with pytest.raises(ValueError, match="vocabulary must be a SharedVocabulary"):
+        TranslatingDrafter(TableLM(DRAFT_SIZE), None, 2)
