@@ -18,12 +18,16 @@ BLOCKS = FOLDER / "blocks"  # written by `block_maker.py`
 MAPS = ("d2t", "t2d")
 
 
-def write_head(name: str, folder: pathlib.Path, source: pathlib.Path = FOLDER) -> dict[str, np.ndarray]:
-    """Writes the head as a folder; returns hidden states ``[1, T, 3 D]``, tokens and logits."""
+def read(name: str, source: pathlib.Path = FOLDER) -> tuple[dict, dict[str, np.ndarray]]:
+    """Returns the head's configuration and shapes, and the arrays of its golden file."""
     path = source / f"{name}.safetensors"
     with safetensors.safe_open(path, framework="numpy") as file:
-        described = {key: json.loads(value) for key, value in file.metadata().items()}
-    arrays = load_file(path)
+        return {key: json.loads(value) for key, value in file.metadata().items()}, load_file(path)
+
+
+def write_head(name: str, folder: pathlib.Path, source: pathlib.Path = FOLDER) -> dict[str, np.ndarray]:
+    """Writes the head as a folder; returns hidden states ``[1, T, 3 D]``, tokens and logits."""
+    described, arrays = read(name, source)
     tensors = {
         key: arrays[key] if key in MAPS else golden.weights(key, tuple(shape))
         for key, shape in described["shapes"].items()
