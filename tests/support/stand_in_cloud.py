@@ -18,61 +18,7 @@ DESCRIBE = [*TPUS, "queued-resources", "describe", "pod", *AT, "--format=value(s
 SSH_FLAGS = ["--ssh-flag=-oServerAliveInterval=30", "--ssh-flag=-oConnectTimeout=30"]
 HARD = ["python", "a b.py", '--prompt=it\'s "$HOME" `date` \\ * &', "", "'"]  # words that a shell would spoil
 
-FAKE_GCLOUD = r"""#!/usr/bin/env bash
-set -eu
-cd "$FAKE"
-printf '%s\x1f' "$(basename "$0")" "$@" >>calls
-echo >>calls
-[[ -e states ]] || exit 99 # nothing may be asked
-command="" worker=""
-for argument; do
-  case "$argument" in
-    --command=*) command="${argument#--command=}" ;;
-    --worker=*) worker="${argument#--worker=}" ;;
-  esac
-done
-case "$*" in
-  *"queued-resources describe"*failedData*) echo "no capacity left" ;;
-  *"queued-resources describe"*)
-    state="$(head -n 1 states)"
-    [[ $(wc -l <states) == 1 ]] || sed -i 1d states
-    case "$state" in
-      MISSING) echo "ERROR: (gcloud) NOT_FOUND: no such resource" >&2 && exit 1 ;;
-      ERROR) echo "ERROR: the server is tired" >&2 && exit 1 ;;
-      *) echo "$state" && echo "WARNING: a new version is there" >&2 ;;
-    esac
-    ;;
-  *"queued-resources delete"*)
-    if [[ -e busy ]]; then rm busy && exit 1; fi
-    printf '%s\n' MISSING WAITING_FOR_RESOURCES ACTIVE >states
-    rm -rf w-0 w-1 && mkdir w-0 w-1 # other machines
-    ;;
-  *"tpu-vm describe"*) [[ -e node ]] || { echo "ERROR: (gcloud) Resource 'pod' was not found" >&2 && exit 1; } ;;
-  *"tpu-vm scp"*"pod:specsamp"*)
-    from="" to=""
-    for argument; do
-      case "$argument" in
-        pod:*) to="${argument#pod:}" ;;
-        *) [[ -n $to ]] || from="$argument" ;; # the word before the destination
-      esac
-    done
-    [[ $from == /* ]] || from="$OLDPWD/$from"
-    if [[ -e no_copies ]]; then exit 1; fi
-    [[ $to != specsamp_secrets* ]] || stat --format=%a "$from" "$from" >modes
-    for host in w-0 w-1; do cp -p "$from" "$host/$to"; done
-    ;;
-  *"tpu-vm ssh"*)
-    if [[ $command == *follow* && -e drops ]]; then rm drops && exit 255; fi
-    [[ $worker == 0 ]] && hosts=w-0 || hosts="w-0 w-1"
-    [[ $command != *"worker.sh start"* ]] || hosts="$hosts $hosts" # as when the connection is lost at once
-    status=0
-    for host in $hosts; do
-      (cd "$host" && HOME="$PWD" HOST="$host" bash -c "$command") || { [[ $status != 0 ]] || status=$?; }
-    done
-    exit "$status"
-    ;;
-esac
-"""
+FAKE_GCLOUD = pathlib.Path(__file__).with_name("fake_gcloud.sh").read_text()
 
 
 class Cloud:
@@ -80,11 +26,7 @@ class Cloud:
 
     def __init__(self, folder):
         self.folder, self.checkout, self.fake = folder, folder / "checkout", folder / "fake"
-        catalogue = (
-            ROOT / "specsamp/mesh/slices.py",
-            ROOT / "specsamp/mesh/slices.json",
-        )
-        for path in (*SCRIPTS, *catalogue):
+        for path in (*SCRIPTS, *(ROOT / "specsamp/mesh").glob("slices.*")):
             copy = self.checkout / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)
@@ -101,11 +43,10 @@ class Cloud:
             (self.fake / host).mkdir(parents=True)
         programs = self.fake / "bin"
         programs.mkdir()
-        for name in ("gcloud", "xpk", "ssh", "scp"):
-            (programs / name).write_text(FAKE_GCLOUD)
+        stand_ins = dict.fromkeys(("gcloud", "xpk", "ssh", "scp"), FAKE_GCLOUD)
+        for name, content in (stand_ins | {"hostname": '#!/bin/sh\necho "t1v-n-0-$HOST"\n'}).items():
+            (programs / name).write_text(content)
             (programs / name).chmod(0o755)
-        (programs / "hostname").write_text('#!/bin/sh\necho "t1v-n-0-$HOST"\n')
-        (programs / "hostname").chmod(0o755)
         kept = {
             name: value for name, value in os.environ.items() if not name.startswith(("CLOUDSDK_", "GIT_", "SPECSAMP_"))
         }
