@@ -171,18 +171,3 @@ def test_other_slices_and_batches(argument, devices, draft_model_parallelism, ba
     ):
         model = shard_model(shape.model(), layout)
         model.param_shardings(jax.eval_shape(model.model.init, jax.random.key(0)))
-
-
-@pytest.mark.parametrize(
-    "argument, message",
-    [
-        ("v4-33", "unknown TPU accelerator type 'v4-33'; closest matches: v4-16, v4-32"),
-        ("batch=0", "batch must be a positive integer; got '0'"),
-        ("v4-32,v4-64", "more than one slice"),
-        ("v5litepod-8", "v5litepod-8 cannot hold 148 GB of weights in 8 x 16 GiB: take a larger slice"),
-        ("v4-256,batch=1", "batch 1 does not divide over 2 copies of the target"),
-    ],
-)
-def test_bad_arguments(argument, message):
-    with pytest.raises(ValueError, match=message):
-        chinchilla.get_config(argument)

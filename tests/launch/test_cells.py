@@ -67,23 +67,6 @@ def test_cells_of_other_weights_make_another_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "texts, message",
-    [
-        (["draft_length=4,-1"], "draft_length .*>= 0.*got -1"),
-        (["draft_length=1.5"], "draft_length .*1.5"),
-        (["draft_length"], "write a field and its values"),
-        (["seed=1,2"], "'seed' makes another pair or text"),
-        (["synthetic_acceptance=1.5"], r"synthetic_acceptance must be a number from 0 to 1; got 1.5"),
-        (["draft_temperature=hot"], "temperature .*'hot'"),
-        (["draft_length=1", "draft_length=2"], "'draft_length' is given twice"),
-    ],
-)
-def test_a_grid_is_checked_before_anything_is_measured(texts, message):
-    with pytest.raises(ValueError, match=message):
-        cells.turned(ExperimentConfig.from_config_dict(random_pair.get_config("tiny")), points(*texts))
-
-
-@pytest.mark.parametrize(
     "name, text, message",
     [
         ("prompts.txt", "", "holds no prompts"),

@@ -27,12 +27,6 @@ def test_turns_of_a_pair_without_a_template(tmp_path, monkeypatch):
     assert "beyond the max_tokens = 60 that it was made for. /new begins anew" in done.stdout
 
 
-def test_a_system_message_takes_a_template(tmp_path):
-    save_tiny_pair(tmp_path, ["def f(x):"])
-    done = call("chat", f"--config=configs/trained_pair.py:{tmp_path}", "--system=Be brief.")
-    assert (done.returncode, done.stderr) == (2, "--system: this pair has no chat template\n")
-
-
 def test_messages_of_a_conversation():
     said = [chat.Turn(asked=a, answered=b, tokens=()) for a, b in (("Hi", "Hello."), ("Why?", "Because."))]
     talk = types.SimpleNamespace(has_template=True, system="Be brief.", turns=said)

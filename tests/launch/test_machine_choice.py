@@ -9,10 +9,8 @@ from rich.console import Console
 from launch.lib import machine_choice
 from launch.lib.config import load_config
 from launch.lib.fields import MACHINE, ExperimentConfig
-from specsamp.analysis import grid
 from specsamp.analysis.costs import CallCosts
-from specsamp.checkpoints.pair import ASSETS
-from support.run_script import call, save_tiny_pair
+from support.run_script import save_tiny_pair
 
 FREE = dict.fromkeys((1, 2, 4, 6, 8), 10.0)  # scoring more positions costs nothing
 DEAR = {T: 10.0 * T for T in FREE}
@@ -78,24 +76,3 @@ def test_without_a_file_for_this_sampling_acceptance_is_counted(config, monkeypa
     found, _, said = choose(config, monkeypatch, model=(FREE, 0.0), ngram=(FREE, 0.0))
     assert (found.drafter, found.draft_length) == ("model", 7), "the draft is the target: everything is accepted"
     assert "model K = 7: 8.00x" in said
-
-
-def test_only_some_commands_choose():
-    done = call("audit", "--config=configs/trained_pair.py", f"--config.draft_length={MACHINE}")
-    assert done.returncode == 2 and f"--config.draft_length={MACHINE} has no effect here" in done.stderr
-    fields = ("--config.adaptive.lengths=(0,4)", "--config.adaptive.costs_ms=(1.0,2.0)")
-    done = call("chat", "--config=configs/trained_pair.py", f"--config.draft_length={MACHINE}", *fields)
-    assert done.returncode == 2 and "choose one of the two" in done.stderr
-
-
-def test_the_acceptance_of_the_shipped_pair_is_of_other_prompts_than_its_own():
-    folder = ASSETS / "python"
-    cells = grid.read_document(folder / machine_choice.ACCEPTANCE)["cells"]
-    for temperature in (0.0, 0.8):
-        of_temperature = grid.chosen(cells, temperature=temperature, top_p=0.95, rule="token", draft_length=7)
-        assert {one["key"]["drafter"] for one in of_temperature} == {"model", "ngram"}
-    files = [
-        {one["file"] for one in json.loads((folder / name).read_text(encoding="utf-8"))["prompts"]}
-        for name in ("prompts.json", "acceptance_prompts.json")
-    ]
-    assert not files[0] & files[1]

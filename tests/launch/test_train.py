@@ -212,16 +212,3 @@ def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(train, text
     (mine / "new.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match="begun with another corpus: .* now "):
         begin(TARGET)
-
-
-def test_a_command_that_cannot_begin_says_why_in_a_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    draft = ["--config=configs/python_pair.py:tiny_draft", f"--workdir={tmp_path / 'run'}"]
-    commands = {
-        "file is a file: name a folder": [f"--workdir={tmp_path / 'file'}"],
-        "give --config.target, the folder of its training": draft,
-        "no 'huge' in configs/python_pair.py: choose one of target": ["--config=configs/python_pair.py:huge"],
-    }
-    for message, arguments in commands.items():
-        done = call("train", *arguments)
-        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
