@@ -1,6 +1,8 @@
 """The paper's experiment and public pairs as configurations: published sizes, and meshes that both models divide over."""
 
 import dataclasses
+import pathlib
+import tomllib
 
 import jax
 import pytest
@@ -20,33 +22,13 @@ from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 from support.weights import drawn_params
 
-PUBLISHED = {  # parameters, of their model cards and safetensors indices
-    "meta-llama/Llama-3.1-70B": 70.554e9,
-    "meta-llama/Llama-3.1-8B": 8.0303e9,
-    "meta-llama/Llama-3.3-70B-Instruct": 70.554e9,
-    "meta-llama/Llama-3.1-8B-Instruct": 8.0303e9,
-    "meta-llama/Llama-3.2-1B": 1.2358e9,
-    "Qwen/Qwen2.5-7B": 7.6156e9,
-    "Qwen/Qwen2.5-3B": 3.0859e9,
-    "Qwen/Qwen2.5-0.5B": 494.03e6,
-    "Qwen/Qwen3-32B": 32.762e9,
-    "Qwen/Qwen3-30B-A3B": 30.532e9,
-    "Qwen/Qwen3-8B": 8.1907e9,
-    "Qwen/Qwen3-0.6B": 596.05e6,
-    "XiaomiMiMo/MiMo-7B-RL": 7.8334e9 - 210.79e6,  # without its module
-    "google/gemma-2-9b": 9.2417e9,
-    "google/gemma-2-2b": 2.6143e9,
-    "EleutherAI/pythia-12b": 11.846e9,
-    "EleutherAI/pythia-160m": 162.32e6,
-    "openai-community/gpt2-large": 774.03e6,
-    "distilbert/distilgpt2": 81.913e6,
-}
+PUBLISHED = tomllib.loads(pathlib.Path(__file__).with_name("published_sizes.toml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes_are_the_published_ones(name):
     config = published_config(name)
-    assert config.num_parameters == pytest.approx(PUBLISHED[name], rel=1e-4)
+    assert config.num_parameters == pytest.approx(PUBLISHED["models"][name], rel=1e-4)
 
 
 def mesh_of(config):
@@ -102,16 +84,9 @@ def test_a_module_in_the_checkpoint_of_its_target_has_one_name_for_both():
     assert config.hugging_face.target == config.hugging_face.draft and config.drafter == "head"
 
 
-HEAD_PARAMETERS = {  # of their safetensors indices
-    "llama-8b-eagle3": ("EAGLE-3", 424_689_664),
-    "qwen-8b-eagle3": ("EAGLE-3", 399_523_840),
-    "mimo-7b-mtp": ("MTP", 210_790_400),
-}
-
-
-@pytest.mark.parametrize("name", HEAD_PARAMETERS)
+@pytest.mark.parametrize("name", PUBLISHED["heads"])
 def test_heads_of_known_shape_have_their_published_size(name):
-    kind, size = HEAD_PARAMETERS[name]
+    kind, size = PUBLISHED["heads"][name]
     config = ExperimentConfig.from_config_dict(hf.get_config(name))
     config = config.turned({"int8.weights": "target", "int8.caches": "both"})
     assert shapes.known_models(config)["target"].config.weight_dtype == "int8"

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import threading
+import tomllib
 
 import pytest
 
@@ -28,108 +29,10 @@ LIMITS = Limits(seconds=20, memory_mib=256, output_kib=4)
 SHORT = dataclasses.replace(LIMITS, seconds=1, cpu_seconds=1)
 FALLBACK = ("landlock", "system calls")  # of machines without namespaces
 
-# An attack that succeeds reaches its end. {port}, {file} and {pid}: a server, a file and the process of the tests.
-REACHES = {
-    "connects": "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
-    "asks for an address": "import socket; socket.getaddrinfo('localhost', 80)",
-    "sends a datagram": "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'', ('127.0.0.1', {port}))",
-    "reads a file": "open({file!r}).read()",
-    "adds to a file": "open({file!r}, 'a').write('x')",
-    "writes beside a file": "open({file!r} + '.new', 'w')",
-    "changes the mode of a file": "import os; os.chmod({file!r}, 0o600)",
-    "lists home": "import os; os.listdir(os.path.dirname({file!r}))",
-    "finds the tests": "import os; os.kill({pid}, 0)",
-    "signals its parent": "import os; os.kill(os.getppid(), 0)",
-    "starts a process": "import subprocess; subprocess.run(['/bin/true'], check=True)",
-    "signals by a descriptor": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {pid})",
-}
-# Searches for the word of a program that passed, and reports it.
-PRY = """
-import gc, os, re, sys
-found, frame = [], sys._getframe()
-while frame:
-    found += frame.f_locals.values()
-    frame = frame.f_back
-for held in gc.get_objects():
-    found += gc.get_referents(held)
-for number in range(64):
-    try:
-        os.set_blocking(number, False)
-        found.append(os.read(number, 64))
-    except OSError:
-        pass
-for word in {bytes(one) for one in found if type(one) in (bytes, bytearray) and re.fullmatch(b"[0-9a-f]{32}", one)}:
-    for number in range(3, 64):
-        try:
-            os.write(number, word)
-        except OSError:
-            pass
-os._exit(0)
-"""
-# Reports the calls that are not refused by the filter, but succeed or fail for another reason.
-CALLS = """
-import ctypes, json
-libc, space = ctypes.CDLL(None, use_errno=True), bytes(64)
-calls = [("prctl", 1, 0), ("fcntl", 0, 8, 0), ("fcntl", 0, 10, 0), ("fcntl", 0, 15, space), ("ioctl", 0, 0x8901, space)]
-calls += [("ioctl", 0, 0x8902, space), ("socketpair", 1, 2, 0, space), ("mq_unlink", b"/no such queue")]
-calls += [("shmget", 0, 0, 0), ("shmat", -1, None, 0), ("shmctl", -1, 0, None), ("shmdt", None)]
-calls += [("msgget", 0x5eec, 0), ("msgsnd", -1, space, 0, 0), ("msgrcv", -1, space, 0, 0, 0), ("msgctl", -1, 0, None)]
-calls += [("semget", 0, 0, 0), ("semop", -1, space, 1), ("semctl", -1, 0, 0), ("semtimedop", -1, space, 1, None)]
-def is_refused(name, *arguments):
-    ctypes.set_errno(0)
-    return getattr(libc, name)(*arguments) == -1 and ctypes.get_errno() in (1, 13)  # the library changes that of mq_unlink
-print(json.dumps([(name, *(one for one in rest if type(one) is int)) for name, *rest in calls if not is_refused(name, *rest)]))
-print(len(calls))
-"""
-# Programs that end without walls, or that must not be tried without walls.
-ENDLESS = {
-    "loops": "while True: pass",
-    "sleeps": "import time; time.sleep(100)",
-    "stops itself": "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
-    "heeds its parent's end no longer": "import ctypes, time; ctypes.CDLL(None).prctl(1, 0); time.sleep(100)",
-    "heeds no signal": "from signal import *\nfor n in (SIGTERM, SIGXCPU): signal(n, SIG_IGN)\nwhile True: pass",
-}
-ENDS = {
-    "prints without end": ("while True: print('x' * 1000)", "output"),
-    "takes memory": ("x = bytearray(1 << 30)", "memory"),
-    "takes memory slowly": ("x = []\nwhile True: x.append(bytearray(1 << 20))", "memory"),
-    "exits": ("import sys; sys.exit(0)", "failed"),
-    "exits at once": ("import os; os._exit(0)", "failed"),
-    "becomes another program": ("import os; os.execv('/bin/true', ['true'])", "failed"),
-    "closes everything": ("import os; os.closerange(0, 256)", "failed"),
-    "writes everywhere": (
-        "import os\nfor n in range(3, 64):\n    try: os.write(n, b'passed\\nready\\nrefused\\n')\n    except OSError: pass\nos._exit(0)",
-        "failed",
-    ),
-    "looks for what it is judged by": (PRY, "failed"),
-    "replaces what it is judged by": (
-        "import builtins, os, sys\nos.write = lambda *_: 0\nos._exit = sys.exit = lambda *_: None\n"
-        "builtins.AssertionError = builtins.BaseException = KeyError\nassert False",
-        "failed",
-    ),
-    "ends in a thread": ("import _thread, os\n_thread.start_new_thread(os._exit, (0,))\nwhile True: pass", "failed"),
-    "recurses": ("def f(): f()\nf()", "failed"),
-    "crashes": ("import ctypes; ctypes.string_at(0)", "killed"),
-    "is nested too deep": ("x = " + "(" * 100_000, "failed"),
-    "is no text": ("x = '\ud800'", "failed"),
-    "is long": ("#" * 20_000_000, "passed"),
-    "fills a disk": ("while True: open('a', 'ab').write(bytes(1 << 20))", "failed"),
-    "opens pipes": ("import os\nwhile True: os.pipe()", "failed"),
-    "asks": ("input()", "failed"),
-}
-BOMBS = {
-    "forks": "import os\nwhile True: os.fork()",
-    "starts threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,)).start()",
-    "kills its parent": "import os; os.kill(os.getppid(), 9)",
-    "kills all": "import os; os.kill(-1, 9)",
-    "kills its group": "import os; os.kill(-os.getpgrp(), 9)",
-    "traces its parent": "import ctypes, os; assert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0",
-    "enters namespaces": "import ctypes; assert ctypes.CDLL(None).unshare(0x10000000) == 0",
-    "deletes a file": "import os; os.unlink({file!r})",
-    "cuts a file short": "import os; os.truncate({file!r}, 0)",
-    "sends a datagram from a pair": "import socket; socket.socketpair(type=2)[0].sendto(b'', {socket!r})",
-    "deletes Python": "import os; os.unlink(os.__file__)",
-}
+PROGRAMS = tomllib.loads(pathlib.Path(__file__).with_name("hostile_programs.toml").read_text(encoding="utf-8"))
+REACHES, BOMBS, ENDLESS, ENDS = (PROGRAMS[name] for name in ("reaches", "bombs", "endless", "ends"))
+ENDS["failed"] |= {"is nested too deep": "x = " + "(" * 100_000, "is no text": "x = '\ud800'"}
+ENDS["passed"] = {"is long": "#" * 20_000_000}
 
 
 @pytest.fixture
@@ -197,9 +100,8 @@ def test_without_walls_everything_is_reached(outside):
 
 
 def test_programs_end(walls):
-    assert ends({name: text for name, (text, _) in ENDS.items()}, walls) == {
-        name: status for name, (_, status) in ENDS.items()
-    }
+    for status, programs in ENDS.items():
+        assert ends(programs, walls) == dict.fromkeys(programs, status)
     assert ends(ENDLESS, walls, SHORT, workers=len(ENDLESS)) == dict.fromkeys(ENDLESS, "timeout")
 
 
@@ -208,9 +110,9 @@ def test_the_filter_refuses_calls():
     found = find_isolation(FALLBACK)
     if "system calls" in found.missing:
         pytest.skip("; ".join(found.sentences))
-    left, count = output_lines(CALLS, find_isolation(()))
+    left, count = output_lines(PROGRAMS["calls"]["program"], find_isolation(()))
     assert len(json.loads(left)) == int(count)
-    assert json.loads(output_lines(CALLS, found)[0]) == []
+    assert json.loads(output_lines(PROGRAMS["calls"]["program"], found)[0]) == []
 
 
 def output_lines(program, walls):
