@@ -27,11 +27,6 @@ def test_weights_are_the_only_large_files_and_leave_room():
     assert [name for name in large if ".safetensors:" not in name] == []
 
 
-def test_the_readme_clones_without_old_weights():
-    """Their history is more than they are themselves."""
-    assert "git clone --filter=blob:none " in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
 def test_no_text_installs_the_package_by_its_name():
     """No index has a package of this name, so anybody could register it."""
     by_name = re.compile(r"pip install [^\n]*?(?<![\w/@.-])specsamp\b(?![/.]|\[[\w,]+\] @)")

@@ -15,9 +15,6 @@ def test_milliseconds_of_a_call_serve_any_batch_and_context():
     """As in the docstrings of the planner and of launch/plan.py."""
     plan = make_plan(Profile.of_rate(0.8), PerCall(14.1, 1.8), batch=8, context=2048, new_tokens=128)
     assert math.isclose(plan[4].round_ms, 14.1 + 4 * 1.8)
-    for calls, name in (((0, 1), "target_ms"), ((1, math.nan), "draft_ms")):
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            PerCall(*calls)
 
 
 def test_lines_between_known_rounds():
@@ -29,10 +26,6 @@ def test_lines_between_known_rounds():
         Round(draft_length=K, ms=ms, batch=batch) for K, ms, batch in ((0, 1, 1), (4, 3, 1), (0, 9, 5), (8, 17, 5))
     )
     assert [CostTable(rounds=twofold).round_ms(2, batch) for batch in (1, 2, 5)] == [2, 4.25, 11]
-    with pytest.raises(ValueError, match="batch 4 lies beyond the measured 1, 3"):
-        table.round_ms(0, 4, 100)
-    with pytest.raises(ValueError, match="context 50 is not the measured 100"):
-        table.round_ms(0, 1, 50)
 
 
 def test_beyond_the_longest_known_round():
@@ -44,10 +37,6 @@ def test_beyond_the_longest_known_round():
     assert CostTable(rounds=rounds((0, 1), (4, 4), (7, 9), (8, 6))).round_ms(12) == 8
     assert CostTable(rounds=rounds((0, 4), (4, 9), (8, 6))).round_ms(32) == 6
     assert CostTable(rounds=rounds((0, 2), (1, 3))).round_ms(3) == 5
-    with pytest.raises(ValueError, match="no cost at draft_length 3: known are 0"):
-        CostTable(rounds=rounds((0, 2))).round_ms(3)
-    with pytest.raises(ValueError, match="no cost at draft_length 0: known are 1, 2"):
-        CostTable(rounds=rounds((1, 2), (2, 3))).round_ms(0)
 
 
 def test_the_roofline_of_chinchilla_on_16_chips():

@@ -5,11 +5,19 @@ import dataclasses
 import jax
 import pytest
 
-from specsamp import NgramDrafter, Pair, chain, generate, temperature
-from specsamp.analysis import draft_length
-from specsamp.analysis.costs import CostTable, PerCall, Round
-from specsamp.analysis.draft_length import calibrate, choose_draft_length, cost_table
-from specsamp.analysis.workload import TimedDecoder
+from specsamp import ModelDrafter, NgramDrafter, Pair, chain, generate, temperature
+from specsamp.analysis import draft_length, report
+from specsamp.analysis.costs import CallCosts, CostTable, PerCall, Round
+from specsamp.analysis.draft_length import (
+    TIMED_LENGTH,
+    TIMED_POSITIONS,
+    calibrate,
+    choose_draft_length,
+    cost_table,
+    time_calls,
+)
+from specsamp.analysis.workload import TimedDecoder, Workload
+from specsamp.decoding.method import Method
 from support import fakes
 
 V = 8
@@ -132,14 +140,30 @@ def test_the_noise_is_not_that_of_the_completions(pair, clocks):
     assert [request.seed for request in requests] == [draft_length.SEED] * 2
 
 
-def test_what_is_refused(pair):
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
-        choose_draft_length(pair, [[1], []], 4)
-    with pytest.raises(ValueError, match="the pair has no draft model"):
-        choose_draft_length(Pair(target=pair.target, target_params=pair.target_params), PROMPTS, 4)
-    with pytest.raises(ValueError, match="a draft length must be an integer >= 0"):
-        choose_draft_length(pair, PROMPTS, 4, draft_lengths=(-1,))
-    with pytest.raises(ValueError, match="together 203, more than the target's 64 positions"):
-        choose_draft_length(pair, PROMPTS, 200)
+def test_what_is_not_compiled_has_no_costs(pair):
     with jax.disable_jit(), pytest.raises(ValueError, match="choose K yourself under JAX_DISABLE_JIT"):
         choose_draft_length(pair, PROMPTS, 4)
+
+
+# Costs of rounds from single calls.
+
+
+def test_a_round_scores_one_position_more_than_it_drafts():
+    costs = CallCosts(target_ms={1: 10.0, 2: 12.0, 4: 16.0, 8: 16.0}, draft_ms=0.5)
+    assert [costs.round_ms(K) for K in (0, 1, 2, 3, 7)] == [10, 12.5, 15, 17.5, 19.5]
+    assert CallCosts.from_json(report.as_json(costs)) == costs
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_call_is_timed_in_turn(batch):
+    table, model = fakes.random_table(0, 8), fakes.TableLM(8, max_positions=64)
+    pair = Pair(target=model, target_params=table, draft=model, draft_params=table)
+    methods = {
+        "model": Method(drafter=ModelDrafter(model, TIMED_LENGTH)),
+        "ngram": Method(drafter=NgramDrafter(TIMED_LENGTH)),
+    }
+    costs = time_calls(pair, methods, Workload(batch=batch, prompt_length=8, max_new_tokens=8), seconds=0.0)
+    assert [*costs] == [*methods] and costs["model"].target_ms == costs["ngram"].target_ms
+    target_ms = costs["model"].target_ms
+    assert [*target_ms] == [*TIMED_POSITIONS] and sorted(target_ms.values()) == [*target_ms.values()]
+    assert all(one.draft_ms > 0 for one in costs.values()) and target_ms[1] > 0

@@ -187,26 +187,3 @@ def test_bands_hold_the_errors_of_acceptance_and_of_clocks():
     assert width(known, sure) == 0 and width(counted, sure) == pytest.approx(0.03)
     assert width(known, unsure) == pytest.approx(0.05 * math.sqrt(2))
     assert width(counted, unsure) == pytest.approx(math.hypot(0.03, 0.05 * math.sqrt(2)))
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan"), "0.5", True])
-def test_impossible_acceptance_rates(rate):
-    with pytest.raises(ValueError, match="the acceptance at position 1 must be a number from 0 to 1; got"):
-        Profile.of_rate(rate)
-    with pytest.raises(ValueError, match="the acceptance at position 2 must be a number from 0 to 1"):
-        Profile.of_positions((0.5, rate))
-
-
-@pytest.mark.parametrize("counts", [(), (3,), (0, 0), (-1, 3), (0.5, 0.5)])
-def test_histograms_that_are_none(counts):
-    with pytest.raises(ValueError, match="a histogram is rounds by accepted tokens"):
-        Profile.of_histogram(counts)
-
-
-def test_numbers_out_of_range():
-    with pytest.raises(ValueError, match="a draft length must be .*below 1025; got 20000"):
-        make_plan(Profile.of_rate(0.5), PerCall(1, 0.1), draft_lengths=(20_000,))
-    with pytest.raises(ValueError, match="verified .* times cannot have accepted"):
-        Profile.of_histogram((1, 2, 3), reached=(6, 2))
-    with pytest.raises(ValueError, match="the acceptance by position is empty"):
-        Profile.of_positions(())

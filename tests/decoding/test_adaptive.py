@@ -17,7 +17,7 @@ from specsamp.decoding.request import make_requests
 from specsamp.decoding.results import RowStats
 from specsamp.serving.service import Service
 from support import mutants
-from support.fakes import TableLM, counting_pair, decode, near, table_loop, table_pair
+from support.fakes import TableLM, decode, near, table_loop, table_pair
 from support.loop_distributions import FULL, NEAR, PROMPTS, RESTLESS, TARGET, V
 
 # The loop.
@@ -186,43 +186,9 @@ def test_stops_see_what_they_say():
 # Calls.
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(lengths=()), r"lengths must rise.*got \(\)"),
-        (dict(lengths=(4, 2), costs_ms=(1, 2)), "lengths must rise"),
-        (dict(lengths=(4,)), "never adapts"),
-        (dict(lengths=(0, 4)), "costs_ms must be 2 numbers.*got None"),
-        (dict(lengths=(4,), costs_ms=(1, 2), stop=Entropy()), "costs_ms must be 1 numbers"),
-        (dict(lengths=(0, 4), costs_ms=(1,)), r"costs_ms must be 2 numbers.*got \(1,\)"),
-        (dict(lengths=(0, 4), costs_ms=(2, 1)), r"costs_ms must not fall.*got \(2, 1\)"),
-        (dict(lengths=(0, 4), costs_ms=(1, math.nan)), r"costs_ms\[1\] must be a number above 0; got nan"),
-        (dict(lengths=(4,), stop=Confidence(1.5)), "Confidence's least must be a number from 0 to 1; got 1.5"),
-        (dict(lengths=(4,), stop=Entropy(0.3, 0.0)), "Entropy's weight must be a number above 0; got 0.0"),
-        (dict(lengths=(4,), stop=0.3), "stop must be a Stop"),
-        (dict(lengths=(0, 4), costs_ms=(1, 2), decay=2), "decay must be a number from 0 to 1; got 2"),
-        (dict(lengths=(0, 4), costs_ms=(1, 2), pause=0), "pause must be an integer"),
-        (dict(lengths=(0, 4), costs_ms=(1, 2), margin=-1), "margin must be a number from 0; got -1"),
-        (dict(lengths=(0, 4), costs_ms=(1, 2), usual=2), "usual must be one of 0, 4; got 2"),
-    ],
-)
-def test_bad_numbers_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        Adaptive(**options)
-
-
 @dataclasses.dataclass(frozen=True)
 class FourAlone(NgramDrafter):
     K: int = dataclasses.field(default=4, init=False)
-
-
-def test_lengths_beyond_the_drafter_are_refused():
-    adaptive = Adaptive(lengths=(0, 4), costs_ms=(1, 2))
-    with pytest.raises(ValueError, match="draft_length 4 differs from the drafter's K = 2"):
-        generate(counting_pair(), ["a"], draft_length=adaptive, drafter=NgramDrafter(2))
-    short = Adaptive(lengths=(0, 2, 4), costs_ms=(1, 2, 3))
-    with pytest.raises(ValueError, match="FourAlone cannot draft 2 tokens"):
-        generate(counting_pair(), ["a"], draft_length=short, drafter=FourAlone())
 
 
 @dataclasses.dataclass
@@ -233,9 +199,3 @@ class Unhashable(Stop):
 
     def goes_on(self, log_probs_BV, log_prob_B):
         return log_prob_B > self.least
-
-
-def test_a_stop_that_cannot_be_compiled_in_is_refused():
-    adaptive = Adaptive(lengths=(2,), stop=Unhashable())
-    with pytest.raises(ValueError, match="the method's adaptive, with its stop, must be hashable"):
-        generate(table_pair(), [[1]], 4, draft_length=adaptive)

@@ -11,12 +11,11 @@ from scipy.special import log_softmax, softmax
 from specsamp import JointThreshold, TokenRule
 from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.drafters import BeamDrafter
-from specsamp.decoding.method import make_method
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.sampling.penalties import penalties
 from specsamp.sampling.warp import chain, greedy, temperature, top_p
-from support.fakes import FALSE_ALARM, ORDER, TableLM, prefill, random_table, table_loop, table_pair
+from support.fakes import FALSE_ALARM, ORDER, TableLM, prefill, random_table, table_loop
 from support.loop_distributions import FAR, FULL, V, distribution_test
 from support.mutants import BeamJudgedByItsScores, BeamThatForgets
 
@@ -162,14 +161,3 @@ def test_a_row_searches_alone():
         tokens, scores = search(LOGITS, plain, prompt, 4, length)
         assert draft.tokens_BK[row, :length].tolist() == list(tokens)
         np.testing.assert_allclose(draft.scores_BK[row, :length], scores, atol=1e-5)
-
-
-def test_what_does_not_fit_is_refused():
-    for beams in (0, SIZE + 1):
-        with pytest.raises(ValueError, match=f"beams.*; got {beams}"):
-            BeamDrafter(TableLM(SIZE), K, beams=beams)
-    with pytest.raises(ValueError, match="draft vocabulary 6 != target vocabulary 12"):
-        make_method(table_pair(), drafter=BeamDrafter(TableLM(SIZE), K))
-    with pytest.raises(ValueError, match="a BeamDrafter needs the pair's draft_params"):
-        alone = dataclasses.replace(table_pair(), draft=None, draft_params=None)
-        make_method(alone, drafter=BeamDrafter(TableLM(12), K))

@@ -7,7 +7,7 @@ import pytest
 
 from specsamp import BlockRule, ChoosingDrafter, Pair, TokenRule, generate
 from specsamp.decoding.drafter import Prefix
-from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter, NoDrafter
+from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter, NgramDrafter
 from specsamp.decoding.method import make_method
 from specsamp.decoding.state import Weights
 from specsamp.evaluation.audit.readers import with_models
@@ -143,22 +143,6 @@ class Tree(NgramDrafter):
 
 
 TWO = (NgramDrafter(2), ModelDrafter(TableLM(12), 2))
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: ChoosingDrafter(()), r"parts must be drafters, .*; got \(\)"),
-        (lambda: ChoosingDrafter(NgramDrafter(2)), "parts must be drafters, .*; got NgramDrafter"),
-        (lambda: ChoosingDrafter((NgramDrafter(2), NgramDrafter(3))), r"K must be equal and at least 1; got \[2, 3\]"),
-        (lambda: ChoosingDrafter((NoDrafter(),)), r"K must be equal and at least 1; got \[0\]"),
-        (lambda: ChoosingDrafter((NgramDrafter(3), Tree(3))), "parts must draft chains; Tree drafts a tree"),
-        (lambda: ChoosingDrafter(TWO, costs=(1.0,)), r"costs.*got \(1.0,\)"),
-    ],
-)
-def test_bad_parts_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 def test_what_does_not_fit_the_pair_is_refused():

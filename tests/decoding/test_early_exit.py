@@ -1,25 +1,20 @@
-"""The target drafts with its own first layers: exact for every kind of model, and the cache is the scoring calls' work."""
+"""The target drafts with its own first layers: exact for every kind of model, and its drafts leave no trace in the text."""
 
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from specsamp import CoupledRule, EarlyExitDrafter, Pair, TokenRule, TransformerLM, chain, generate, temperature, top_p
-from specsamp.decoding.engine import Engine
-from specsamp.decoding.method import Method
-from specsamp.decoding.request import make_requests
 from specsamp.evaluation.audit.readers import WholeTargetDrafter
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
 from support.extras import slow_but
-from support.fakes import LayeredTableLM, TableLM, decode, table_loop
+from support.fakes import LayeredTableLM, decode, table_loop
 from support.loop_distributions import FAR, FULL, PROMPTS, TARGET, V
-from support.mutants import PutsItsOwnCacheBack
 from support.weights import drawn_params
 
 TABLES = LayeredTableLM(V)
@@ -104,51 +99,6 @@ def test_on_a_mesh():
     assert tokens(made) == plain("n-grams")
     alone = drafted("n-grams", lambda target: EarlyExitDrafter(target, 1, 3))
     assert [row.stats for row in made] == [row.stats for row in alone]
-
-
-class LeavesTheCacheAlone(EarlyExitDrafter):
-    """Drafts on a copy."""
-
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, state, _ = super().propose(weights, state, prefix, cache, sample)
-        return draft, state, cache
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, window", [("n-grams", 2)])
-def test_only_what_the_scoring_call_wrote_stays(name, window):
-    """Bit by bit, in the slots that later rounds see; drafting and scoring round apart, so its own would show."""
-
-    def cache_after(drafter_class):
-        drafter = drafter_class(MODELS[name], 1, 3, window)
-        method = Method(drafter=drafter, rule=TokenRule(), sampling=chain(temperature(0.8)))
-        requests = make_requests(pair_of(name), method, TEXTS, TOKENS)
-        engine = Engine.create(pair_of(name), method, requests)
-        state = engine.run(engine.prefill(requests))
-        seen_BS = np.arange(engine.slots) < np.asarray(state.lengths_B)[:, None] - 1
-        slots_last = [np.moveaxis(leaf, leaf.shape.index(engine.slots), -1) for leaf in jax.tree.leaves(state.cache)]
-        tokens_BS = np.where(seen_BS, state.tokens_BS, 0)
-        return tokens_BS, [np.where(np.expand_dims(seen_BS, tuple(range(1, x.ndim - 1))), x, 0) for x in slots_last]
-
-    expected, found = cache_after(LeavesTheCacheAlone), cache_after(EarlyExitDrafter)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    own = cache_after(PutsItsOwnCacheBack)
-    assert any(np.any(x != y) for x, y in zip(own[1], expected[1]))
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"exit_layer": 0}, "exit_layer .*below 3; got 0"),
-        ({"exit_layer": 3}, "exit_layer .*below 3; got 3"),
-        ({"K": 0}, "K .*>= 1.*got 0"),
-        ({"window": 3}, "window .*below 3; got 3"),
-        ({"model": TableLM(3)}, "LayeredModel; got TableLM"),
-    ],
-)
-def test_numbers_out_of_range(fields, message):
-    with pytest.raises(ValueError, match=message):
-        EarlyExitDrafter(**{"model": MODELS["rotary"], "exit_layer": 1, "K": 3, **fields})
 
 
 def test_the_drafter_of_another_target_is_refused():

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.batch_rows import insert
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import make_method
@@ -188,22 +187,6 @@ def test_a_round_that_drafts_nothing_leaves_no_hole():
     state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
     assert state.stats.reached_BK[:, 0].sum() < 0.9 * state.stats.rounds_B.sum()
     assert first_acceptance(loop) == 1
-
-
-def test_rows_inserted_in_the_middle_keep_their_tokens():
-    loop = table_loop()
-    alone = [texts(loop.run(WEIGHTS, prefilled(loop, ids=(i,)), 1000))[0] for i in range(3)]
-    batch = loop.run(WEIGHTS, prefilled(loop, ids=(0, 1)), 2)
-    mixed = insert(batch, prefilled(loop, ids=(2,), slots=32), [0])
-    assert texts(loop.run(WEIGHTS, mixed, 1000)) == [alone[2], alone[1]]
-
-
-@pytest.mark.parametrize(
-    "options, message", [({"K": 0}, "K .*>= 1.*got 0"), ({"window": 4}, "window .*below 4; got 4")]
-)
-def test_sizes_that_do_not_fit_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        table_loop(**options)
 
 
 def test_a_head_that_is_asked_for_more_tokens_than_it_has_is_refused():

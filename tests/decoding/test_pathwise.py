@@ -3,7 +3,6 @@
 Texts of transformers are compared in test_layouts.py and test_early_exit.py.
 """
 
-import jax
 import numpy as np
 import pytest
 
@@ -75,23 +74,3 @@ def test_sample_depends_on_its_address_only(rule):
     assert np.array_equal(many(ids, slice_rounds=3)[0], together), "slices of three rounds"
     assert np.array_equal(many(ids, budgets=(24, 30, 61, 26))[0], together), "budget"
     assert not np.array_equal(many([100, 7, 2, 56])[0, 3], together[3]), "another id must change it"
-
-
-ONE_PROGRAM = table_loop(TokenRule(), ModelDrafter(TableLM(V), 4), V, keep_log_probs=True)
-ONE_SHAPE = {"padded_length": 8, "slots": 128}
-
-
-def test_finished_rows_do_not_change():
-    """A row that ended early keeps tokens, length, statistics and reason while its neighbours go on."""
-
-    def run(budgets):
-        return decode(ONE_PROGRAM, TARGET, NEAR, PROMPTS, budgets, chain(temperature(1.0), top_p(1.0)), **ONE_SHAPE)
-
-    short, mixed = run([3, 3, 3, 3]).state, run([3, 90, 3, 70]).state
-    for row in (0, 2):
-        length = int(short.lengths_B[row])
-        assert np.array_equal(mixed.tokens_BS[row, :length], short.tokens_BS[row, :length])
-        assert np.array_equal(mixed.log_probs_BS[row], short.log_probs_BS[row])
-        for a, b in zip(jax.tree.leaves(mixed.stats), jax.tree.leaves(short.stats)):
-            assert np.array_equal(a[row], b[row])
-        assert mixed.finish_B[row] == short.finish_B[row] and mixed.lengths_B[row] == length

@@ -1,8 +1,17 @@
-"""launch/audit.py: three exit statuses, and what it writes."""
+"""Commands that have one or two tests: what they write and print, their exit statuses, and how they go on."""
 
+import io
 import json
+import types
 
-from support.run_script import call
+import pytest
+from rich.console import Console
+
+from configs import chinchilla, trained_pair
+from launch import chat
+from launch.lib.cells import parse_grid
+from support import extras
+from support.run_script import ROOT, call, module, save_tiny_pair
 
 TINY = ["--config=configs/random_pair.py:tiny", "--prompt_count=3", "--checks=acceptance"]
 TINY += ["--config.target.num_layers=1", "--config.target.positions=rotary", "--config.draft.positions=rotary"]
@@ -23,3 +32,202 @@ def test_a_lossy_setting_of_the_configuration():
     done = call("audit", "--plain", *TINY, "--config.synthetic_acceptance=0.5")
     assert done.returncode == 1, done.stderr
     assert "1 of 1 checks failed: acceptance" in done.stdout
+
+
+# benchmark --sweep
+
+
+def test_the_shipped_sweeps():
+    shipped, papers = ([p for texts in one.GRIDS for p in parse_grid(texts)] for one in (trained_pair, chinchilla))
+    assert len(shipped) == 3 * 5 * 2 * 2 + 6 and {"draft_temperature": 0.4, "draft_length": 4} in shipped
+    assert [point["draft_length"] for point in papers] == 2 * list(range(8))
+
+
+SWEPT = """
+from configs import random_pair
+
+GRIDS = [["draft_length=0"]]
+
+def get_config():
+    config = random_pair.get_config("tiny")
+    config.repeats, config.max_new_tokens, config.prompt_length = 1, 1, 1
+    return config
+"""
+
+
+@pytest.mark.slow
+def test_a_sweep_is_measured_and_gathered(tmp_path):
+    (swept := tmp_path / "swept.py").write_text(SWEPT, encoding="utf-8")
+    output = tmp_path / "sweep.json"
+    done = call("benchmark", "--sweep", f"--config={swept}", f"--output={output}", "--plain")
+    assert done.returncode == 0, done.stderr
+    assert [cell["key"]["draft_length"] for cell in json.loads(output.read_text())["cells"]] == [0]
+    gathered = call("benchmark", f"--gather={output}", f"--gather={output}", "--plain")
+    assert gathered.stdout.count("plain") >= 2 == gathered.stdout.count("ms per token over all rows")
+
+
+# calibrate
+
+
+def test_calibrate_measures_what_is_here(tmp_path, monkeypatch):
+    """Runs on one device, with short loops."""
+    from launch.lib import experiment
+    from specsamp.analysis.workload import Quartiles
+    from specsamp.tpu import own
+
+    monkeypatch.setattr(experiment, "bare_pair", lambda *models, mesh: None)
+    path = tmp_path / "calibration.json"
+    ms = iter((1.0, 2.0, 3.0, 5.0))
+
+    took = lambda *arguments: Quartiles(median=next(ms), lower=1, upper=6)  # noqa: E731
+    monkeypatch.setattr(own, "step_ms", took)
+    monkeypatch.setattr(own, "seconds_per_turn", lambda run: (run(1), 1e-4)[1])
+    done = call("calibrate", "--plain", f"--output={path}")
+    assert done.returncode == 0, done.stderr
+    written = json.loads(path.read_text())
+    assert written["devices"]["chip"] == "cpu" and len(written["measured"]["steps"]) == 4
+    assert len(written["measured"]["all_reduces"]) == 2
+    report = ROOT / "notebooks/results/compile_qwen_3b_v5e.json"
+    done = call("plan", "--acceptance=0.8", f"--compile_report={report}", f"--calibration={path}")
+    assert done.returncode == 2 and "is a calibration of cpu:8, and v5e:1x1 is asked about" in done.stderr
+
+
+def test_a_step_stands_beside_the_forecast_from_published_measurements():
+    """Stands in for a TPU: a step as quick as its weights are streamed lies within, one ten times as slow outside."""
+    from specsamp.tpu.calibration import estimate
+    from specsamp.tpu.work import Work
+
+    script, work = module("calibrate"), Work(streaming_ms=3.0, layer_sequences=6)
+    took = [types.SimpleNamespace(median=ms) for ms in (estimate("v5e", work).likely, 30.0)]
+    steps = [({"layers": 2, "batch": 1, "ms": ms, "work": work}, 3.0) for ms in took]
+    rows = script.measured_table("v5e", 8e11, 8.2e11, (2, 2), [], steps).rows
+    assert rows[-2][-1] == f"{estimate('v5e', work)} ms" and rows[-1][-1] == f"{rows[-2][-1]}, outside"
+    assert script.measured_table("cpu", 8e11, 8.2e11, (2,), [], steps).rows[-1][-1] == ""
+
+
+# evaluate
+
+
+FLAGS = ["--task=python", "--problems=6", "--samples=2", "--rows=4", "--blocks=2", "--config.max_new_tokens=8"]
+
+
+def result(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_methods_are_added_and_a_run_goes_on(tmp_path):
+    """Plain first; then the token rule and a control, and nothing is decoded twice. Texts of a killed block are kept."""
+    output = tmp_path / "python.json"
+    done = call("evaluate", *FLAGS, "--methods=plain", f"--output={output}", "--plain")
+    assert done.returncode == 0, done.stderr
+    plain = result(output)["cells"]
+    assert [cell["key"]["block"] for cell in plain] == ["1 of 2", "2 of 2"]
+    assert all(len(cell["result"]["scores"]) == 3 and cell["result"]["timed"]["completions"] == 6 for cell in plain)
+    (kept,) = (tmp_path / "python.json.texts").glob("plain.1_of_2.*.jsonl")
+    lines = kept.read_text(encoding="utf-8").splitlines()
+    kept.write_text("\n".join([*lines[:4], ""]), encoding="utf-8")
+    output.write_text(json.dumps(result(output) | {"cells": plain[1:]}), encoding="utf-8")
+
+    done = call("evaluate", *FLAGS, "--methods=plain,token,always/model/2", f"--output={output}", "--plain")
+    assert done.returncode == 0, done.stderr
+    again = [cell for cell in result(output)["cells"] if cell["key"] == plain[0]["key"]]
+    assert again[0]["result"]["timed"] == {} and again[0]["result"]["scores"] == plain[0]["result"]["scores"]
+    rows = {row["name"]: row for row in result(output)["evaluation"]}
+    assert list(rows) == ["plain", "token, model, K = 3", "always, model, K = 2"]
+    always, token = rows["always, model, K = 2"], rows["token, model, K = 3"]
+    assert not always["exact"] and token["exact"] and not rows["plain"]["differences"]
+    assert always["differences"]["log_prob"]["high"] < 0 < token["differences"]["log_prob"]["high"]
+    assert always["counts"]["rate"] == 1 and 0.3 < token["counts"]["rate"] < 1
+    assert "always, model, K = 2 (control, not exact)" in done.stdout and "Acceptance by position" in done.stdout
+
+    assert "fewer than 20 problems" in done.stdout and "temperature = 0.8" in done.stdout
+    refused = call("evaluate", *FLAGS[:1], "--problems=5", *FLAGS[2:], f"--output={output}")
+    assert refused.returncode == 2 and "task.problems was 6, is 5" in refused.stderr
+
+
+@pytest.mark.slow
+def test_a_head_and_a_draft_model_are_compared_in_one_run(tmp_path):
+    """Greedy texts of all three are those of the target: the scores are equal."""
+    output = tmp_path / "both.json"
+    asked = ("--methods=plain,token/head/2,token/model/2", "--config.sampling.temperature=0.0", f"--output={output}")
+    done = call("evaluate", *FLAGS[:1], "--problems=3", "--rows=3", "--blocks=1", *FLAGS[-1:], *asked)
+    assert done.returncode == 0, done.stderr
+    cells = {cell["key"]["method"]: cell["result"] for cell in result(output)["cells"]}
+    assert list(cells) == ["plain", "token, head, K = 2", "token, model, K = 2"]
+    scores = [cell["scores"] for cell in cells.values()]
+    for of_one in scores[1:]:
+        for one, plain in zip(of_one, scores[0], strict=True):
+            assert one == pytest.approx(plain, abs=1e-5)
+    rounds = [sum(one["rounds"] for one in cell["counts"].values()) for cell in cells.values()]
+    assert rounds[1] < rounds[0] and rounds[2] < rounds[0] and rounds[1] != rounds[2]
+    assert len(result(output)["identity"]["weights"].split(", ")) == 2
+
+
+# chat
+
+
+def test_turns_of_a_pair_without_a_template(tmp_path, monkeypatch):
+    save_tiny_pair(tmp_path, ["def f(x):"])
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("def f(x):\n\n/undo\ndef f(x):\nreturn x\n/new\n" + "x" * 300 + "\n/quit\n")
+    )
+    done = call("chat", f"--config=configs/trained_pair.py:{tmp_path}", "--config.max_new_tokens=6", "--max_tokens=60")
+    assert done.returncode == 0, done.stderr
+    assert "no chat template: what you type is completed" in done.stdout
+    first, again, longer = [line for line in done.stdout.splitlines() if "a round" in line]
+    assert done.stdout.index("compiled in") < done.stdout.index("a second"), "no turn compiles"
+    assert all("a second" in line for line in (first, again, longer))
+    read = [int(line.rpartition("read ")[2].split()[0]) for line in (first, again, longer)]
+    assert first.startswith("6 tokens") and again.startswith("6 tokens")
+    assert read[1] == 2, "the same turn again: only the pending tokens are read"
+    assert read[2] < read[0] + 6, "what was said and answered is not read again"
+    assert "beyond the max_tokens = 60 that it was made for. /new begins anew" in done.stdout
+
+
+def test_messages_of_a_conversation():
+    said = [chat.Turn(asked=a, answered=b, tokens=()) for a, b in (("Hi", "Hello."), ("Why?", "Because."))]
+    talk = types.SimpleNamespace(has_template=True, system="Be brief.", turns=said)
+    messages = chat.Talk.prompt(talk, "And then?")
+    assert [one["role"] for one in messages] == ["system", *("user", "assistant") * 2, "user"]
+    assert [one["content"] for one in messages] == ["Be brief.", "Hi", "Hello.", "Why?", "Because.", "And then?"]
+
+
+def test_pieces_are_marked_by_who_wrote_them():
+    """Also with tokenizers that take the first space off a text."""
+    out = io.StringIO()
+    tokenizer = types.SimpleNamespace(decode=lambda tokens: bytes(tokens).decode().removeprefix(" "))
+    pieces = chat.Pieces(tokenizer, Console(file=out, no_color=True, width=80))
+    pieces.follow(list(b" Hi."))
+    for text, flags in ((" abc", [True, True, True, False]), ("d", [False]), ("ef", [True, True])):
+        pieces.show(types.SimpleNamespace(text=text, tokens=list(text.encode()), from_draft=flags))
+    assert out.getvalue() == " ab⟦c⟧⟦d⟧ef" and pieces.text == " abcdef"
+
+
+# compile_report
+
+
+libtpu = extras.needs("libtpu")
+SMALL = ("--plain", "--config=configs/chinchilla.py:tiny", "--topology=v5e:1x1")
+
+
+@libtpu
+def test_a_report_of_a_small_pair(tmp_path):
+    output = tmp_path / "report.json"
+    done = call("compile_report", *SMALL, "--slots=64", "--acceptance=0.8", f"--output={output}")
+    assert not done.returncode, done.stderr
+    assert "compiler estimate" in done.stdout and "Milliseconds per token" in done.stdout
+    document = json.loads(output.read_text(encoding="utf-8"))
+    programs = {program["name"]: program for program in document["report"]["programs"]}
+    assert set(programs) == {"draft step", "target step", "score", "draft prefill", "prefill", "round"}
+    assert all(p["host_transfers"] == 0 and p["collectives"] == {} for p in programs.values())
+    assert set(document["calibrated_ms"]) == set(programs)
+
+
+@libtpu
+def test_what_fits(tmp_path):
+    output = tmp_path / "fits.json"
+    done = call("compile_report", *SMALL, "--fits", f"--output={output}")
+    assert not done.returncode, done.stderr
+    for cell in json.loads(output.read_text(encoding="utf-8"))["fits"]:
+        assert (cell["share"] <= 0.98) == (cell["batch"] <= cell["most_rows"])

@@ -33,21 +33,6 @@ def test_a_word_names_a_rule(word, rule):
     assert ("LOSSY" in rule_name(rule)) == (not rule.exact)
 
 
-@pytest.mark.parametrize(
-    "word, message",
-    [
-        ("lucky", "rule must be one of .*got 'lucky'"),
-        ("token:1", "rule 'token:1': token takes no constants after colons"),
-        ("ears:0.3:0.4", "rule 'ears:0.3:0.4': ears takes 1 constants after colons"),
-        ("ears:much", "rule 'ears:much': 'much' is no number"),
-        ("bounded:0.1", "rule 'bounded:0.1' needs a budget and a lossy rule, such as bounded:0.01:ears:1.0"),
-    ],
-)
-def test_a_word_that_names_none_is_refused(word, message):
-    with pytest.raises(ValueError, match=message):
-        make_rule(word)
-
-
 LOSSY = RowStats(
     rounds=4, emitted=10, drafted=12, reached=(4, 3, 3), accepted_counts=(1, 0, 1, 2), variation=0.5, extra_accepted=0.4
 )

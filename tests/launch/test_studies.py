@@ -1,10 +1,28 @@
-"""The back-test says today what it said when its result was written."""
+"""Studies: their arithmetic, from results that are made up or committed."""
 
+import math
+import types
+
+import numpy as np
 import pytest
 
 from launch.lib import study
-from launch.studies import backtest
+from launch.studies import backtest, clusters, rounds, speedup, speedup_tables
+from launch.studies import compile as compiled
+from launch.studies import compile_tables as tables
+from launch.studies.compile import GRIDS, STUDY
+from specsamp import chain, generate, temperature, top_p
+from specsamp.analysis.acceptance import expected_tokens
+from specsamp.analysis.benchmark import Result
+from specsamp.analysis.figures import to_png
 from specsamp.analysis.report import as_json
+from specsamp.analysis.workload import Quartiles
+from specsamp.decoding.results import RowStats
+from specsamp.models.config import TransformerConfig
+from support import extras
+from support.byte_tokenizer import ByteTokenizer
+from support.fakes import table_pair
+from support.run_script import ROOT, module
 
 WRITTEN = study.read_result("tpu_backtest")
 
@@ -38,3 +56,195 @@ def test_all_kinds_of_rows_are_compared_and_the_bands_do_not_claim_to_hold_serve
     parts = backtest.parts_of(checks)
     assert float(backtest.summary(parts["not fitted: served"])[-1]) > 1.2
     assert [len(part) for name, part in parts.items() if "source left out, where" in name] == [13, 24]
+
+
+# Clusters
+
+
+K = 3
+
+
+def test_rounds_that_remember_are_told_from_independent_ones():
+    accepted = np.minimum(np.random.default_rng(0).geometric(0.4, size=(4, 1, 5000)) - 1, K)
+    tokens, independent, full, empty, near, far = clusters.statistics(accepted, K)
+    assert independent == pytest.approx(tokens, rel=0.01) and abs(near) < 0.03 and abs(far) < 0.03
+    assert full == pytest.approx(0.6, abs=0.03) and empty == pytest.approx(0.6, abs=0.03)
+    *_, full, empty, near, far = clusters.statistics(np.repeat(accepted, 3, axis=-1), K)
+    assert full > 0.8 and empty < 0.3 and near > 0.6 and abs(far) < 0.03
+
+
+def test_rounds_of_all_or_nothing_are_longer_than_independent_ones():
+    accepted = K * np.random.default_rng(0).integers(2, size=(4, 1, 500))
+    tokens, independent, *_ = clusters.statistics(accepted, K)
+    assert tokens == pytest.approx(2.5, abs=0.1) and independent != pytest.approx(tokens, abs=0.1)
+
+
+# Rounds
+
+
+@extras.needs("matplotlib")
+def test_the_committed_rounds_are_drawn_and_show_every_outcome():
+    document = study.read_result("one_round")
+    assert to_png(rounds.draw(document)).startswith(b"\x89PNG")
+    assert {rounds.of_target(one, document["K"]) for one in document["rounds"]} == {"bonus", "correction"}
+
+
+class Letters(ByteTokenizer):
+    """Twelve letters, none of which ends a text."""
+
+    vocab_size, eos_id = 12, None
+
+    def encode(self, text):
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, tokens):
+        return "".join(chr(token + ord("a")) for token in tokens)
+
+
+def test_rounds_that_are_drawn_are_those_that_the_loop_writes():
+    pair = table_pair(tokenizer=Letters())
+    decoded = rounds.decode(pair, "abc", 2, 0, 8)["rounds"]
+    written = "".join("".join(t["text"] for t in one["drafted"][: one["accepted"]]) + one["last"] for one in decoded)
+    warp = chain(temperature(rounds.TEMPERATURE), top_p(rounds.TOP_P))
+    (text,) = generate(pair, ["abc"], 24, sampling=warp, draft_length=2)
+    assert text.text.startswith(written) and text.stats.rounds >= 8
+    assert 0 < sum(one["accepted"] for one in decoded) < 16  # some are accepted, some are not
+
+
+# Speedups
+
+
+COUNTS = RowStats(rounds=10, emitted=22, drafted=20, reached=(10, 6), accepted_counts=(4, 3, 3))
+
+
+SPREADS = {"token": {"median": 2.0, "lower": 1.5, "upper": 2.5}, "block": {"median": 9.0, "lower": 9.0, "upper": 9.0}}
+
+
+def quartiles(value):
+    return Quartiles.of([value])
+
+
+def phase(ms):
+    return types.SimpleNamespace(ms=quartiles(ms))
+
+
+SPLIT = types.SimpleNamespace(
+    step=phase(4.0),
+    draft_model=phase(1.5),
+    score=phase(5.0),
+    verify=phase(0.25),
+    commit=phase(0.5),
+    draft_sampling=quartiles(0.125),
+    least_round=quartiles(1.7),
+)
+
+
+def side(K, ms):
+    return types.SimpleNamespace(draft_length=K, ms_per_token=quartiles(ms))
+
+
+def result(ratio, split=SPLIT):
+    return Result(
+        autoregressive=side(0, 3.0),
+        speculative=side(2, 3.0 / ratio),
+        speedup=quartiles(ratio),
+        overall_speedup=ratio,
+        acceptance=COUNTS,
+        same_tokens=4,
+        split=split,
+        slots=64,
+        memory=None,
+    )
+
+
+def test_efficiency_is_the_share_of_what_theory_allows():
+    point = speedup.point_of("token", result(1.2))
+    assert math.isclose(point["efficiency"], 1.2 / (expected_tokens(9 / 16, 2) / 1.7))
+    assert point["costs"] == {"target_step": 4.0, "draft_call": 0.75, "score": 5.0}
+    with pytest.raises(ValueError, match="phases of a round"):
+        speedup.point_of("token", result(1.2, split=None))
+
+
+def test_several_measurements_of_a_setting_are_a_range():
+    greedy = speedup_tables.DISTRIBUTIONS["greedy"]
+    points = [{"rule": rule, "draft_length": K, "speedup": SPREADS[rule]} for K in (2, 3) for rule in SPREADS]
+    curves = {"greedy": {"points": points}}
+    whole = {"config": {"drafter": "model", "batch": 1}, "curves": curves}
+    key = speedup_tables.setting(greedy, "model", 3, 1)
+    cells = [{"key": key, "result": {"speedup": {"median": 1.5, "lower": 1.25, "upper": 1.75}}}]
+    cells += [
+        {"key": key | {"batch": 4}, "result": {"speedup": SPREADS["block"]}},
+        {"key": key, "out_of_memory": "all"},
+    ]
+    assert speedup_tables.spread(key, whole) == "2.00x (1.50 to 2.50)"
+    assert speedup_tables.spread(key, whole, {"cells": cells}) == "1.50x to 2.00x (1.25 to 2.50)"
+    assert speedup_tables.spread(key | {"batch": 4}, whole, {"cells": cells}) == "9.00x (9.00 to 9.00)"
+    assert speedup_tables.spread(key | {"temperature": 0.8}, whole, {"cells": cells}) == ""
+
+
+def test_the_demo_has_the_speedups_of_the_readme(monkeypatch, tmp_path):
+    demo = module("demo")
+    name, *shown = demo.committed_speedups()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert name.startswith("speedup in the README, 2 CPU cores (AMD EPYC, avx2")
+    for told, K in zip(shown, (5, 3), strict=True):
+        gain, _, length = told.partition(", ")
+        assert length == f"K = {K}" and f"**{gain}**" in text
+    monkeypatch.setattr(study, "RESULTS", tmp_path)
+    assert "only in a clone" in demo.committed_speedups()
+
+
+# Programs compiled for TPU slices
+
+
+def cells(grid, *changes):
+    return compiled.cells(types.SimpleNamespace(grid=grid, change=changes))
+
+
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid != "training"])
+def test_what_the_runner_writes_has_the_names_and_the_table_of_the_committed_answers(grid):
+    document = study.read_result(f"compile_{grid}")
+    assert all(cell in [committed["name"] for committed in document["cells"]] for cell in cells(grid))
+    written = [{"key": cell["name"], "seconds": 1.0, "result": cell} for cell in document["cells"]]
+    written.append({"key": written[0]["key"], "out_of_memory": "of this machine, while it compiled"})
+    assert STUDY.tables[grid].make({"cells": written}) == STUDY.tables[grid].make(document)
+    assert {*STUDY.shown(types.SimpleNamespace(grid=grid))} <= {*STUDY.tables, *STUDY.figures}
+
+
+def test_a_training_step_that_does_not_fit_is_shown():
+    document = study.read_result("compile_head_training")
+    (key,) = cells("training")
+    fits, unfit = tables.training(
+        {"cells": [{"key": key, "result": document}, {"key": key, "out_of_memory": "of the device"}]}
+    ).rows
+    assert fits[-3:] == tables.training(document).rows[0][-3:] and "does not fit" in unfit
+
+
+def test_changed_cells_are_compiled_once():
+    assert cells("heads", "topology=v5e:2x4", "target=Llama 3.1 8B", "drafter=EAGLE-3") == [
+        {"target": "Llama 3.1 8B", "topology": "v5e:2x4", "drafter": "EAGLE-3"}
+    ]
+    assert cells("training", "layers=7")[0]["layers"] == 7
+
+
+@extras.needs("matplotlib")
+def test_the_figure_shows_what_fits():
+    document = study.read_result("compile_scoring")
+    unfit = {"name": {"topology": "v5e:2x2", "tokens": 2}, "fits": False, "why": "too much"}
+    *lines, one = tables.draw_scoring(document | {"cells": [*document["cells"], unfit]}).axes[0].lines
+    assert [line.get_ydata()[0] for line in lines] == [1.0] * 4 and list(one.get_ydata()) == [1, 1]
+
+
+@pytest.mark.slow
+@extras.needs("libtpu")
+def test_a_cell_is_answered(monkeypatch):
+    """A target of two layers on one chip, which it leaves after the first."""
+    tiny = TransformerConfig(vocab_size=512, width=256, num_layers=2, num_heads=2, positions="rotary", dtype="bfloat16")
+    monkeypatch.setitem(compiled.MODELS, "the paper's 70B", lambda: tiny)
+    monkeypatch.setattr(compiled, "EXIT_LAYER", 1)
+    (key,) = cells("heads", "target=the paper's 70B", "topology=v5e:1x1", f"drafter={compiled.EXIT}")
+    answer = STUDY.measure(types.SimpleNamespace(grid="heads"), key, print)
+    document = study.report.as_json({"cells": [{"key": key, "seconds": 1.0, "result": answer}]})
+    (row,) = tables.heads(document).rows
+    assert row[:3] == tuple(key.values()) and row[6] == row[7] == "0"  # one chip has no collectives
+    assert len(tables.programs(document).rows) == 4

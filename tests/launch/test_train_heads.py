@@ -13,17 +13,14 @@ from launch.lib.training import TrainingConfig
 from specsamp import generate
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
-from specsamp.checkpoints.pair import load_pair, save_pair
+from specsamp.checkpoints.pair import load_pair
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
-from specsamp.models.config import tiny
-from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import train_tokenizer
 from specsamp.training.source import open_first_head, open_trained
 from support.checkpoint_shapes import CONFIG, random_params
-from support.run_script import call
+from support.run_script import call, save_tiny_pair
 from support.training import HEAD, metrics, quiet, training_config
-from support.weights import drawn_params
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
@@ -31,11 +28,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarni
 @pytest.fixture
 def pair_folder(tmp_path):
     """A pair with random weights, whose target has two layers."""
-    config = tiny(vocab_size=300, positions="rotary")
-    side = config, drawn_params(TransformerLM(config))
-    tokenizer = train_tokenizer(["def f(x): return x"] * 3, 300).to_str()
-    save_pair(tmp_path / "pair", target=side, draft=side, tokenizer_json=tokenizer, provenance={})
+    save_tiny_pair(tmp_path / "pair", ["def f(x):"], num_layers=2)
     return tmp_path / "pair"
+
+
+def drafts_as_it_was_trained(pair, run, prompt):
+    """Checks a pair's head against its training run, and that greedy text with it is that of plain decoding."""
+    trained = open_trained(run, is_head=True)
+    for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
+    (plain,), (drafted,) = (generate(pair, [prompt], 12, draft_length=K) for K in (0, 3))
+    assert plain.tokens == drafted.tokens and drafted.stats.drafted > 0
+    return trained
 
 
 @pytest.mark.slow
@@ -77,14 +81,10 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     (pair_folder / "config.json").unlink()
     told = json.loads((pair_folder / "head" / "training.json").read_text(encoding="utf-8"))
     assert told["config"]["target"] == "pair" and str(tmp_path) not in json.dumps(told)
-    pair, trained = load_pair(pair_folder, draft="head"), open_trained(tmp_path / "tuned", is_head=True)
+    pair = load_pair(pair_folder, draft="head")
+    trained = drafts_as_it_was_trained(pair, tmp_path / "tuned", "def f(x):")
     assert pair.head.config == dataclasses.replace(trained.config, layer=pair.head.config.layer)
-    for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
-    plain, drafted = (generate(pair, ["def f(x):"], 8, draft_length=K)[0] for K in (0, 3))
-    assert plain.tokens == drafted.tokens
 
-    (pair_folder / "prompts.json").write_text('{"prompts": [{"text": "def f(x):"}]}', encoding="utf-8")
     word = [f"--config=configs/trained_pair.py:{pair_folder}", "--config.drafter=head", "--config.draft_length=2"]
     done = call("benchmark", *word, "--plain", "--config.max_new_tokens=4", "--config.repeats=1")
     assert (done.returncode or 0) == 0 and "FeatureDrafter K = 2" in done.stdout, done.stderr
@@ -110,15 +110,11 @@ def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair
     train.run_training(training_config(f"tiny_{kind}", texts, fields), tmp_path / "run", quiet())
     last = metrics(tmp_path / "run")[-1]
     assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
-    trained = open_trained(tmp_path / "run", is_head=True)
     done = call("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'head'}")
     assert (done.returncode or 0) == 0, done.stderr
     assert (pair_folder / "head" / file).is_file()
     pair = load_pair(pair_folder, draft="head")
-    for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
-    (plain,), (drafted,) = (generate(pair, ["def f(x):"], 8, draft_length=K) for K in (0, 3))
-    assert plain.tokens == drafted.tokens and drafted.stats.drafted > 0
+    drafts_as_it_was_trained(pair, tmp_path / "run", "def f(x):")
     exported = open_first_head(pair_folder / "head", pair.target.config)
     assert exported.step == 4 and exported.config.layer.vocab_size == 300
 
@@ -189,12 +185,7 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(tra
     done = call("export", f"--run={tmp_path / 'head'}", f"--output={tmp_path / 'exported'}")
     assert (done.returncode or 0) == 0, done.stderr
     pair = read_pair(str(public_target), str(tmp_path / "exported"), is_head=True, dtype="float32")
-    trained = open_trained(tmp_path / "head", is_head=True)
-    for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2**-8)
-    asked = [[{"role": "user", "content": "add 5 to x"}]]
-    (plain,), (drafted,) = (generate(pair, asked, 12, draft_length=K) for K in (0, 3))
-    assert plain.tokens == drafted.tokens and drafted.stats.drafted > 0
+    drafts_as_it_was_trained(pair, tmp_path / "head", [{"role": "user", "content": "add 5 to x"}])
     told = json.loads((tmp_path / "exported" / "config.json").read_text(encoding="utf-8"))
     assert told["speculators_config"]["verifier"]["name_or_path"] == "target"
 

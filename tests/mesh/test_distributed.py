@@ -130,21 +130,6 @@ def test_a_coordinator_that_cannot_be_reached(monkeypatch):
         distributed.start(address, 2, 1)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("host:1", None, None), "together, or none"),
-        (("host:1", 2, 2), "process_id must be an integer >= 0 and below 2; got 2"),
-        (("host", 2, 1), "must be host:port; got 'host'"),
-        (("localhost", 2, 0), "must be host:port; got 'localhost'"),
-        (("host:70000", 2, 0), "must be host:port; got 'host:70000'"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        distributed.start(*arguments)
-
-
 def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["x", "--process_id=3", "--config.batch=2"])
     monkeypatch.setenv("SPECSAMP_VERSION", "0123abc")

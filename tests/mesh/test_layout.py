@@ -5,9 +5,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
-from specsamp.mesh.sharded import draft_layout, shard, shard_model
+from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.config import chinchilla_70b, draft_4b, tiny
 from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
 
@@ -117,16 +116,6 @@ def test_axes_have_the_structure_of_what_they_name(positions, weight_order):
         assert all(jax.tree.leaves(ranks))
 
 
-def test_a_size_that_does_not_divide():
-    layout = Layout.tensor_parallel(make_mesh(1, 8))
-    with pytest.raises(ValueError, match="'vocab' has 50257 entries.* 8 devices"):
-        layout.spec(P("vocab", "embed"), (50257, 64))
-    target = TransformerLM(tiny())
-    pair = Pair(target=target, target_params=jax.eval_shape(target.init, jax.random.key(0)))
-    with pytest.raises(ValueError, match="'heads' has 4 entries.*use data=2 and model=4"):
-        shard(pair, layout.mesh)
-
-
 def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
     """The heads of the paper's pair, on the 256 chips of a v5e:16x16."""
 
@@ -152,31 +141,6 @@ def test_a_mesh_that_is_not_from_make_mesh(name, kind, message):
     mesh = jax.make_mesh((1, 8), (name, "model"), axis_types=(AxisType[kind],) * 2)
     with pytest.raises(ValueError, match=f"{message}.*use make_mesh"):
         Layout.tensor_parallel(mesh)
-
-
-def test_unknown_names():
-    layout = Layout.tensor_parallel(make_mesh(1, 8))
-    with pytest.raises(ValueError, match="no logical axis 'expert'.* batch, vocab"):
-        layout.spec(P("expert"), (8,))
-    with pytest.raises(ValueError, match="2 axis names"):
-        layout.spec(P("heads", "head"), (8,))
-
-
-@pytest.mark.parametrize(
-    "sizes, message",
-    [
-        (dict(data=3), "data 3 x model 2 has 6 devices, but there are 8: choose factors of 8"),
-        (dict(data=0), "'data' must be an integer >= 1.*got 0"),
-        (dict(model=16), "data 1 x model 16 has 16 devices, but there are 8"),
-        (dict(num_kv_heads="2"), "num_kv_heads must be an integer.*got '2'"),
-        (dict(data=1, model=8, draft_model_parallelism=3), "draft_model_parallelism 3 does not divide the 8 devices"),
-        (dict(devices=[1]), r"devices must be a list of devices, such as jax.devices\(\); got \[1\]"),
-        (dict(rows=-1), "rows must be an integer >= 0.*got -1"),
-    ],
-)
-def test_a_mesh_that_does_not_match_the_devices(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        make_mesh(**sizes)
 
 
 def test_a_mesh_takes_all_devices_unless_told():

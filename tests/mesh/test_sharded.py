@@ -238,10 +238,3 @@ def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
 def test_parameters_of_a_drafter_of_ones_own(table_pair):
     pair = dataclasses.replace(table_pair, draft=None, draft_params={"x": jnp.ones(3)})
     assert len(shard(pair, make_mesh(2, 4)).draft_params["x"].sharding.device_set) == 8
-
-
-def test_only_a_pair_can_be_sharded_and_only_over_a_mesh(table_pair):
-    with pytest.raises(ValueError, match=r"mesh must be a Mesh, such as make_mesh\(.*got 8"):
-        shard(table_pair, 8)
-    with pytest.raises(ValueError, match=r"pair must be a Pair, such as load_pair\('python'\); got 'python'"):
-        shard("python", make_mesh(1, 8))

@@ -1,12 +1,14 @@
-"""Counts and shapes of the presets, and what a wrong shape is told."""
+"""Counts, names and shapes of parameters, and what a wrong shape is told."""
 
 import dataclasses
 import functools
 import json
+import pathlib
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from models.test_switches import MODELS
 from specsamp.models.config import (
@@ -83,29 +85,34 @@ def test_documents_from_before_a_field_had_its_name_are_read():
             TransformerConfig.from_json(wrong)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(width=0), "width must be an integer >= 1.*got 0"),
-        (dict(num_layers=2.0), r"num_layers must be an integer >= 1.*got 2\.0"),
-        (dict(width=34), "width 34 is no multiple of num_heads 4: set head_size"),
-        (dict(num_kv_heads=3), "num_heads 4 is no multiple of num_kv_heads 3"),
-        (dict(positions="absolute"), "positions must be one of relative, rotary, learned; got 'absolute'"),
-        (dict(positions="rotary", head_size=7), "head_size must be even; got 7"),
-        (dict(logit_cap=0.0), "logit_cap must be a number above 0; got 0.0"),
-        (dict(global_layers=(1,)), "set window"),
-        (dict(window=4, global_layers=(2,)), r"global_layers\[0\] must be an integer >= 0 and below 2; got 2"),
-        (dict(rotary_size=4), "rotary_size is of rotary positions; these are 'relative'"),
-        (dict(positions="rotary", rotary_size=3), "must be even and at most head_size 8; got 3"),
-        (dict(num_real_tokens=65), "num_real_tokens must be an integer >= 1 and below 65; got 65"),
-        (dict(positions="rotary", rotary_scaling=dict(kind="ntk", factor=2.0)), "linear, llama3, yarn; got 'ntk'"),
-        (dict(positions="rotary", rotary_scaling=dict(kind="llama3", factor=2.0)), "needs original_positions"),
-        (dict(weight_dtype="int4"), "weight_dtype must be one of None, int8; got 'int4'"),
-        (dict(ngram_order=1), "ngram_order must be an integer >= 2 and below 6; got 1"),
-        (dict(experts=EXPERTS), "experts have a gate and no biases: set gated=True"),
-    ],
-    ids=str,
+# Names and axes are those of checkpoints: they may not change with the modules that declare them.
+
+
+EVERYTHING = dict(
+    norm="layer",
+    post_norms=True,
+    gated=True,
+    feedforward_bias=True,
+    attention_bias=True,
+    output_bias=True,
+    query_key_norm=True,
+    tied=False,
+    ngram_rows=8,
 )
-def test_errors_name_the_value_and_the_fix(changes, message):
-    with pytest.raises(ValueError, match=message):
-        tiny(**changes)
+
+GOLDEN = pathlib.Path(__file__).with_name("golden_parameters.txt").read_text(encoding="utf-8").splitlines()
+
+
+def described(config):
+    """Lines of name, axes and shape, one for each parameter."""
+    model = TransformerLM(config)
+    shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
+    axes = jax.tree.leaves_with_path(model.param_axes(), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return [
+        f"{'/'.join(key.key for key in path)} {','.join(spec)} {','.join(map(str, x.shape))}"
+        for (path, spec), x in zip(axes, shapes, strict=True)
+    ]
+
+
+def test_names_axes_and_shapes():
+    assert described(tiny(num_layers=1, num_kv_heads=2, **EVERYTHING)) == GOLDEN

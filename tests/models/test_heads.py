@@ -57,16 +57,3 @@ def test_switches_of_a_module():
     assert np.abs(plain[0] - other[0]).max() > 0.01
     for part in run(params, hidden_first=False, norm_output=True):
         np.testing.assert_array_equal(part, plain[1])
-
-
-@pytest.mark.parametrize(
-    "make, changes, message",
-    [
-        (medusa, {"num_heads": 2, "hidden_layers": (2,)}, r"after the final norm, hidden_layers \(6,\); got \(2,\)"),
-        (medusa, {"num_heads": 0}, "num_heads must be an integer >= 1.*got 0"),
-        (mtp, {"hidden_layers": (0, 1)}, r"reads one hidden state; got hidden_layers \(0, 1\)"),
-    ],
-)
-def test_shapes_that_cannot_be(make, changes, message):
-    with pytest.raises(ValueError, match=message):
-        make(V, **changes)

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.mesh.layout import Layout, make_mesh, put
-from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import TransformerConfig, tiny
 from specsamp.models.eagle import Eagle1Config
 from specsamp.models.heads import FeatureHead
@@ -132,37 +130,6 @@ def test_heads_in_int8(config):
     assert np.abs(found - run(head, params)).max() > 1e-3
 
 
-def test_a_mesh_has_the_logits_of_one_device_and_scales_beside_their_channels():
-    """Laid out after they were quantised, as a checkpoint is read; only looking up has its scales everywhere."""
-    model = TransformerLM(in_int8(tiny(num_kv_heads=2, num_layers=1)))
-    params = drawn_params(model, noise=0.1)
-    placed = shard_model(model, Layout.tensor_parallel(make_mesh(2, 4)))
-    stored = decode_weights(params, jnp.float32, "int8")
-    on_mesh = put(stored, placed.param_shardings(stored))
-    tokens_BT, start_B = jnp.array([[1, 2, 3], [4, 5, 6]]), jnp.array([0, 1])
-
-    def logits(model, params):
-        weights = model.fit_slots(model.prepare(params), SLOTS)
-        return jax.jit(model.__call__)(weights, tokens_BT, start_B, model.init_cache(2, SLOTS)).logits_BTV
-
-    np.testing.assert_allclose(logits(placed, on_mesh), logits(model, params), atol=2e-5)
-    layer = on_mesh["layer_0"]
-    shards = {
-        name: (weight.values.addressable_shards[0].data.shape, weight.scale.addressable_shards[0].data.shape)
-        for name, weight in (layer["attention"] | layer["mlp"]).items()
-        if is_int8(weight)
-    }
-    assert shards["query"] == ((1, 32, 8), (1, 1, 8)) and shards["up"] == ((32, 32), (1, 32))
-    assert shards["output"] == ((1, 8, 32), (1, 1, 32)) and shards["down"] == ((32, 32), (1, 32))
-    table = on_mesh["embedding"]
-    assert table.values.addressable_shards[0].data.shape == (16, 32) and table.scale.sharding.is_fully_replicated
-
-
 def test_what_is_in_int8_is_said_by_side():
     assert Int8(weights=("draft",)).of("draft") == {"weight_dtype": "int8", "cache_dtype": None}
     assert Int8(caches=("target",)).of("target") == {"weight_dtype": None, "cache_dtype": "int8"}
-    for sides in (("both",), "target", None):
-        with pytest.raises(
-            ValueError, match=r"weights in int8 must be a tuple of target and draft; got .*(both|target|None)"
-        ):
-            Int8(weights=sides)

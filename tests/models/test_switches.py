@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import CoupledRule, Pair, generate, temperature
 from specsamp.models.config import tiny
 from specsamp.models.positions import RotaryScaling
 from specsamp.models.transformer import TransformerLM
@@ -126,29 +125,3 @@ def test_scratch_slots_beyond_learned_positions_do_no_harm():
         stale_cache(model, 1),
     )
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(output))
-
-
-@pytest.mark.parametrize("warp", [temperature(0.0), temperature(1.0)], ids=["greedy", "sampled"])
-def test_speculation_with_a_window_gives_the_tokens_without_it(warp):
-    """The coupled rule's stream is the autoregressive one: every rollback across the window's edge would show.
-
-    The draft forgets the window, so that it is often wrong and tokens are taken back all along.
-    """
-    config = dataclasses.replace(MODELS["gemma"], num_real_tokens=61)
-    draft = dataclasses.replace(config, window=None, global_layers=(), window_rotary_base=None, num_layers=1)
-    params = random_params(config)
-    pair = Pair(
-        target=TransformerLM(config),
-        target_params=params,
-        draft=TransformerLM(draft),
-        draft_params={name: leaf for name, leaf in params.items() if name != "layer_1"},
-    )
-    prompts = [[1, 2, 3], list(range(20, 32))]
-
-    def run(K):
-        return generate(pair, prompts, 40, sampling=warp, draft_length=K, rule=CoupledRule(), seed=3)
-
-    plain, drafted = run(0), run(3)
-    for one, other in zip(plain, drafted, strict=True):
-        assert one.tokens == other.tokens and max(one.tokens) < 61
-        assert 0 < other.stats.accepted < other.stats.drafted - 10  # both happened, many times

@@ -86,19 +86,3 @@ def test_tokens_that_the_vocabulary_has_not_are_refused():
     for options in (dict(sampling=chain(ban([12]))), dict(draft_sampling=chain(bias({99: 1.0})))):
         with pytest.raises(ValueError, match="a biased token must be an id below 12; got"):
             generate(table_pair(), [[1]], 2, **options)
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: penalties(repetition=0.0), "repetition must be > 0 and finite; got 0.0"),
-        (lambda: penalties(presence=np.nan), "presence must be finite"),
-        (lambda: ban(5), "banned tokens must be a list of ids; got 5"),
-        (lambda: bias([1]), "biases must be a mapping from token ids to numbers"),
-        (lambda: ban([-1]), "a biased token must be an id >= 0; got -1"),
-        (lambda: bias({2: np.inf}), "a bias must be finite, or -inf; got inf"),
-    ],
-)
-def test_numbers_that_are_none(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

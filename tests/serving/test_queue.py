@@ -193,11 +193,6 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
     assert path.read_bytes() == written
 
 
-def test_numbers_that_make_no_queue():
-    with pytest.raises(ValueError, match="rows must be"):
-        queue(rows=0)
-
-
 @pytest.mark.parametrize(
     "last, calls",
     [([9], [4, 4]), (list(range(20)), [4, 1, 1, 1, 1])],  # of one bucket; the last prompt is of another

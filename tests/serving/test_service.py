@@ -11,7 +11,7 @@ from specsamp.decoding.method import Method
 from specsamp.serving.batch import Batch
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Failed, Service
-from support.fakes import CountingLM, compiled_programs
+from support.fakes import compiled_programs
 from support.services import CONTEXT, PAIR, WARPS, alone, make_service
 
 METHOD = Method(drafter=NoDrafter(), sampling=make_warp({}, WARPS))
@@ -188,15 +188,3 @@ def test_a_service_that_closes_says_so_to_those_who_wait():
             caller.wait()
     with pytest.raises(Failed, match="the server ends"):
         made.ask(["a"], 1, deliver=print)
-
-
-def test_numbers_that_make_no_service():
-    assert CountingLM().max_positions == 64
-    for options, message in (
-        (dict(rows=0), "rows must be"),
-        (dict(max_waiting=-1), "max_waiting must be"),
-        (dict(context=65), "context = 65, but the models have 64 positions"),
-        (dict(method=None), "method must be a Method.*got None"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Service(**dict(pair=PAIR, method=METHOD) | options)

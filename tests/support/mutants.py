@@ -93,21 +93,6 @@ class WritesOverWhatWasScored(EarlyExitDrafter):
         return OneSlotEarly(super().exit_model)
 
 
-class PutsItsOwnCacheBack(EarlyExitDrafter):
-    """After scoring, the layers that drafted get back what drafting wrote."""
-
-    def init(self, batch, slots):
-        return self.model.init_cache(batch, slots)
-
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, _, cache = super().propose(weights, state, prefix, cache, sample)
-        return draft, cache, cache
-
-    def commit(self, weights, state, prefix, draft, verdict, output, cache):
-        layers = (*state.layers[: self.exit_layer], *cache.layers[self.exit_layer :])
-        return state, dataclasses.replace(cache, layers=layers)
-
-
 def neighbours(state):
     """A state in which every row has the length of the row of the other prompt."""
     return dataclasses.replace(state, lengths_B=jnp.roll(state.lengths_B, state.lengths_B.shape[0] // 2))

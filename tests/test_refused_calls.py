@@ -1,0 +1,30 @@
+"""Calls with bad values: each is refused by an error of one line that names the field, the value and the fix.
+
+The calls of a room are in its ``refused_calls.txt``: paragraphs of what is imported and made first, and of lines
+``CALL => PATTERN OF THE MESSAGE``.
+"""
+
+import pathlib
+
+import pytest
+
+
+def cases():
+    found = []
+    for path in sorted(pathlib.Path(__file__).parent.glob("*/refused_calls.txt")):
+        for paragraph in path.read_text(encoding="utf-8").split("\n\n"):
+            lines = paragraph.splitlines()
+            first = "\n".join(line for line in lines if " => " not in line)
+            for line in lines:
+                if " => " in line:
+                    found.append(pytest.param(first, *line.split(" => "), id=f"{path.parent.name}: {line}"))
+    return found
+
+
+@pytest.mark.parametrize("first, call, message", cases())
+def test_a_bad_value_is_named(first, call, message):
+    scope = {}
+    exec(first, scope)
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message) as error:
+        eval(call, scope)
+    assert "\n" not in str(error.value)
