@@ -2,18 +2,21 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import (
     BeamDrafter,
+    BlockDrafter,
     ChoosingDrafter,
     EarlyExitDrafter,
     ModelDrafter,
     NgramDrafter,
     NoDrafter,
 )
+from specsamp.decoding.drafters.block import LAWS
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.method import check_lengths, head_drafter
 from specsamp.models.heads import Head
@@ -26,7 +29,7 @@ class Word:
 
     Attributes:
       make: returns the drafter, given the target, the pair's draft model or head, K, and the number that ``takes`` names.
-      draft: "model" or "head", which the pair then must hold; None: only the target is needed.
+      draft: "model", "head" or "block", which the pair then must hold; None: only the target is needed.
       takes: the field with a number of the drafter, which stands behind the word in results.
       drafts: False for plain decoding at any K.
       compiled: True if compile reports have the drafter; forecasts from shapes have it, too, unless it is a head.
@@ -52,6 +55,20 @@ def _head(target: LanguageModel, draft: LanguageModel | Head | None, K: int, num
     return head_drafter(target, draft, K)
 
 
+def _block(law: str) -> Word:
+    """Returns the word of a head that drafts blocks under a law."""
+
+    def make(target: LanguageModel, draft: Any, K: int, number: None) -> Drafter:
+        drafter = _head(target, draft, K, number)
+        if not isinstance(drafter, BlockDrafter):
+            raise ValueError(
+                f"law {law!r} is of heads that draft blocks; {draft.config.kind} heads draft token by token"
+            )
+        return dataclasses.replace(drafter, law=law)
+
+    return Word(make=make, draft="block")
+
+
 DRAFTERS = {
     "model": Word(
         make=lambda target, draft, K, number: ModelDrafter(draft, K, decode_window()),
@@ -64,6 +81,8 @@ DRAFTERS = {
         takes="beams",
     ),
     "head": Word(make=_head, draft="head", compiled=True),
+    "block": Word(make=_head, draft="block"),
+    **{f"block_{law}": _block(law) for law in LAWS},
     "early_exit": Word(
         make=lambda target, draft, K, exit_layer: EarlyExitDrafter(target, exit_layer, K, decode_window()),
         takes="exit_layer",

@@ -13,7 +13,7 @@ from launch.lib.fields import MACHINE, ExperimentConfig
 from launch.lib.shapes import known_models
 from specsamp import validate
 from specsamp.analysis.workload import Workload, check_positions
-from specsamp.checkpoints.pair import load_pair, load_prompts
+from specsamp.checkpoints.pair import HEADS, load_pair, load_prompts
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.vocabulary import shared_mass
@@ -73,7 +73,7 @@ def build(
     word, known, workload = config.word, known_models(config), config.workload()
     if config.exit_layer is not None and "target" in known:  # also of a drafter that --grid or --methods names
         validate.integer("--config.exit_layer", config.exit_layer, 1, known["target"].num_layers)
-    if "target" in known and ("draft" in known or word.draft != "head"):  # heads in files are checked when opened
+    if "target" in known and ("draft" in known or word.draft not in HEADS):  # heads in files are checked when opened
         drafter = config.make_drafter(known["target"], known.get("draft"))  # refuses what does not fit the target
         config.make_adaptive(drafter)
     for side, model in known.items():
@@ -124,7 +124,7 @@ def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
     return read_pair(
         config.hugging_face.target,
         config.hugging_face.draft,
-        is_head=config.word.draft == "head",
+        is_head=config.word.draft in HEADS,
         other_vocabulary=config.hugging_face.other_vocabulary,
         dtype=config.hugging_face.dtype,
         int8=config.int8.sides,

@@ -8,6 +8,7 @@ from specsamp import storage
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.head_config import parse_head
 from specsamp.checkpoints.heads import open_head
+from specsamp.checkpoints.pair import HEADS
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models import config as models
@@ -50,7 +51,7 @@ def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
         fields = {"target": config.target, "draft": config.draft}
         return {side: one.model(**int8.of(side)) for side, one in fields.items() if one is not None}
     models = {}
-    for side in ("target",) if config.word.draft == "head" else ("target", "draft"):
+    for side in ("target",) if config.word.draft in HEADS else ("target", "draft"):
         name = getattr(config.hugging_face, side)
         if (path := pathlib.Path(name, "config.json")).is_file():
             shape = parse_config(name, storage.read_json(path), config.hugging_face.dtype)[1]

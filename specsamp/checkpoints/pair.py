@@ -9,7 +9,7 @@
     draft.safetensors
     tokenizer.json
     prompts.json          prompts from held-out files, if there are any
-    head                  a head for this target, if there is one: launch/export.py
+    head, block           heads for this target, if there are any: launch/export.py
 
 Pairs of public checkpoints are read by public_pair.py.
 """
@@ -34,6 +34,7 @@ from specsamp.models.config import DECODING, TransformerConfig
 from specsamp.models.int8 import FLOAT, SIDES, Int8
 from specsamp.models.transformer import TransformerLM
 
+HEADS = ("head", "block")  # folders of heads; the second drafts blocks
 ASSETS = pathlib.Path(__file__).parent / "assets"
 
 
@@ -48,7 +49,7 @@ def load_pair(
 
     Args:
       name_or_path: a pair that comes with the package, or a folder that `save_pair` wrote.
-      draft: what drafts by default: the draft "model", or the "head".
+      draft: what drafts by default: the draft "model", the "head", or the head that drafts a "block" in one call.
       dtype: of decode-time weights, activations and caches.
       int8: what is in int8 instead; files hold weights in int8.
 
@@ -58,7 +59,7 @@ def load_pair(
         or of a tokenizer that does not fit the models.
     """
     machine.require_devices()
-    validate.choice("draft", draft, ("model", "head"))
+    validate.choice("draft", draft, ("model", *HEADS))
     validate.instance("int8", int8, Int8, "Int8(weights=('target',))")
     folder = pair_folder(name_or_path)
     described = storage.read_json(folder / "pair.json")
@@ -70,12 +71,14 @@ def load_pair(
     if not isinstance(eos, str):
         raise ValueError(f"{folder / 'pair.json'} says eos = {eos!r}; the text of the token that ends a text is wanted")
     models = {side: TransformerLM.for_backend(config) for side, config in configs.items()}
-    if draft == "head":
+    if draft in HEADS:
         from specsamp.checkpoints.heads import open_head, read_head  # with Orbax, which a draft model does without
 
-        if not (folder / "head" / "config.json").is_file():
-            raise FileNotFoundError(f"the pair {str(name_or_path)!r} has no head: {folder}/head/config.json is missing")
-        checkpoint = open_head(folder / "head", configs["target"], dtype=dtype)
+        if not (folder / draft / "config.json").is_file():
+            raise FileNotFoundError(
+                f"the pair {str(name_or_path)!r} has no {draft}: {folder}/{draft}/config.json is missing"
+            )
+        checkpoint = open_head(folder / draft, configs["target"], dtype=dtype)
         layer = dataclasses.replace(checkpoint.config.layer, **int8.of("draft"))
         head = dataclasses.replace(checkpoint.config, layer=layer).head()
         drafting = {"head": head, "draft_params": read_head(checkpoint, head)}

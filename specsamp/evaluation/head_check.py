@@ -21,14 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.generate import generate
+from specsamp.decoding.method import head_drafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode
 from specsamp.decoding.state import Weights
 from specsamp.decoding.whole_texts import read_texts
-from specsamp.evaluation.audit.readers import first_logits
-from specsamp.models.heads import FeatureHead
+from specsamp.evaluation.audit.readers import FirstTokenReader, first_logits
+from specsamp.models.heads import Head
 from specsamp.models.interface import LayeredModel
 from specsamp.sampling.warp import Warp, chain, for_rows, log_probs, temperature
 
@@ -98,7 +98,7 @@ def check_head(pair: Pair, texts: Sequence[Sequence[int]], *, sampling: Warp | N
         of_rows = for_rows(warp, len(tokens_BT))
         return first_acceptance(pair.target, pair.head, pair.shards, weights, tokens_BT, of_rows, slots=slots)
 
-    rows = read_texts(pair, FeatureDrafter(pair.target, pair.head, 1), texts, read)
+    rows = read_texts(pair, head_drafter(pair.target, pair.head, 1), texts, read)
     return HeadCheck(np.concatenate([row[: len(text) - 1] for row, text in zip(rows, texts, strict=True)]))
 
 
@@ -123,7 +123,7 @@ def write_texts(
 @functools.partial(jax.jit, static_argnames=("target", "head", "shards", "slots"))
 def first_acceptance(
     target: LayeredModel,
-    head: FeatureHead,
+    head: Head,
     shards: DataShards,
     weights: Weights,
     tokens_BT: Array,
@@ -134,7 +134,7 @@ def first_acceptance(
     """Returns the acceptance ``[B, T-1]`` of the first token that is drafted after each pair of tokens."""
 
     def read(weights, tokens_BT, warp):
-        cache = target.init_cache(len(tokens_BT), slots), head.init_cache(len(tokens_BT), slots)
+        cache = FirstTokenReader(target, head).init_cache(len(tokens_BT), slots)
         start_B = jnp.zeros((len(tokens_BT),), jnp.int32)
         output = target(weights.target, tokens_BT, start_B, cache[0], hidden_layers=head.hidden_layers)
         drafted_BNV = first_logits(target, head, weights, tokens_BT, output.hidden, cache)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.decoding.state import Weights
+from specsamp.evaluation.audit.readers import FirstTokenReader
 from specsamp.models.block import BlockConfig
 from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import tiny
@@ -60,8 +62,14 @@ def test_a_block_sees_what_it_sees_in_decoding(head, target_params):
     )
     rows, stream = jax.jit(task._blocks)(weights, target_params, TOKENS, anchors)
     logits = TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV
+    reader = FirstTokenReader(TARGET, head, corrected=False)
+    pair_weights = Weights(target=TARGET.prepare(target_params), draft=weights)
+    given = TOKENS[:, :-1], jnp.zeros(2, jnp.int32), reader.init_cache(2, LENGTH)
+    read = jax.jit(reader)(pair_weights, *given).logits_BTV[1, 1:]  # as the audit and doctor read it
     for i, anchor in enumerate(np.asarray(anchors[1])):
         expected = decoded_rows(head, weights, target_params, TOKENS[1], anchor)[head.config.first_row :]
         np.testing.assert_allclose(rows[1, i], expected, atol=1e-5)
+        first = head.logits(weights, rows[1:, i, :1], lambda x: TARGET.unembed_normed(TARGET.prepare(target_params), x))
+        np.testing.assert_allclose(read[anchor - 1], first[0, 0], atol=1e-5)
         predicted = TARGET.read_out(target_params, stream[1:, i])[0]
         np.testing.assert_allclose(predicted, logits[1, anchor : anchor + head.config.max_tokens], atol=1e-5)

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import BeamDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
+from specsamp.decoding.drafters import BeamDrafter, BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.state import Weights
-from specsamp.models.heads import FeatureHead
+from specsamp.models.block import BlockHead
+from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 
 Array = jax.Array
@@ -76,6 +77,14 @@ def _(drafter: FeatureDrafter) -> Reader:
     return Reader(model=FirstTokenReader(drafter.target, drafter.head), weights_of=lambda weights: weights, depth=1)
 
 
+@reader.register
+def _(drafter: BlockDrafter) -> Reader | None:
+    if drafter.law == "argmax":
+        return None  # no token is sampled
+    model = FirstTokenReader(drafter.target, drafter.head, corrected=drafter.law == "conditional")
+    return Reader(model=model, weights_of=lambda weights: weights, depth=1)
+
+
 @dataclasses.dataclass(frozen=True)
 class WholeTargetDrafter(EarlyExitDrafter):
     """Drafts with all layers: every token is accepted, which checks the weights and the cache that both share."""
@@ -93,14 +102,16 @@ class FirstTokenReader(LanguageModel):
     """
 
     target: LayeredModel
-    head: FeatureHead
+    head: Head
+    corrected: bool = True  # of heads that draft blocks: with their correction
 
     @property
     def vocab_size(self) -> int:
         return self.head.vocab_size
 
     def init_cache(self, batch: int, slots: int) -> Any:
-        return self.target.init_cache(batch, slots), self.head.init_cache(batch, slots)
+        of_blocks = slots * self.head.config.block_size if self.head.config.drafts_blocks else 0
+        return self.target.init_cache(batch, slots), self.head.init_cache(batch, slots + of_blocks)
 
     def __call__(
         self,
@@ -113,26 +124,32 @@ class FirstTokenReader(LanguageModel):
         block: Any = None,
     ) -> Output:
         output = self.target(weights.target, tokens_BT, start_B, cache[0], hidden_layers=self.head.hidden_layers)
-        logits_BNV = first_logits(self.target, self.head, weights, tokens_BT, output.hidden, cache)
+        of_head = self.target, self.head, weights, tokens_BT, output.hidden, cache
+        logits_BNV = first_logits(*of_head, corrected=self.corrected)
         logits_BTV = jnp.concatenate([jnp.zeros_like(output.logits_BTV[:, :1]), logits_BNV], axis=1)
         return Output(logits_BTV=logits_BTV, cache=cache)
 
 
 def first_logits(
     target: LayeredModel,
-    head: FeatureHead,
+    head: Head,
     weights: Weights,
     tokens_BT: Array,
     hidden: tuple[Array, ...],
     cache: tuple[Any, Any],
+    *,
+    corrected: bool = True,
 ) -> Array:
     """Returns the logits ``[B, T-1, V]`` of the first token that a head drafts after each pair of tokens.
 
     Args:
       hidden: the outputs of the target's layers for these whole sequences.
-      cache: the empty caches of the target and of the head.
+      cache: the empty caches of the target and of the head, with slots for the blocks behind all tokens.
+      corrected: whether a head that drafts blocks corrects its logits.
     """
     start_B = jnp.zeros((len(tokens_BT),), jnp.int32)
+    if head.config.drafts_blocks:
+        return _first_of_blocks(target, head, weights, tokens_BT, hidden, cache[1], corrected)
     if head.config.own_embedding:
         embedded_BTD = head.embed(weights.draft, tokens_BT)
     else:
@@ -141,6 +158,32 @@ def first_logits(
     returned_BND, _ = head(weights.draft, embedded_BTD[:, 1:], features_BTD[:, :-1], start_B, cache[1])
     unembed = functools.partial(target.unembed_normed, weights.target)
     return head.expand(weights.draft, head.logits(weights.draft, returned_BND, unembed))
+
+
+def _first_of_blocks(
+    target: LayeredModel,
+    head: BlockHead,
+    weights: Weights,
+    tokens_BT: Array,
+    hidden: tuple[Array, ...],
+    caches: Any,
+    corrected: bool,
+) -> Array:
+    """Runs a block at every token but the first, all in one call."""
+    (batch, length), draft = tokens_BT.shape, weights.draft
+    features_BTD = head.fuse(draft, hidden)
+    caches = head.read(draft, features_BTD, jnp.zeros((batch,), jnp.int32), caches)
+    anchors_BA = jnp.broadcast_to(jnp.arange(1, length)[None], (batch, length - 1))
+    first_BA = length + head.config.block_size * (anchors_BA - 1)
+    pending_N = tokens_BT[:, 1:].reshape(-1)
+    embedded = head.embed_blocks(draft, target, weights.target, pending_N, anchors_BA.reshape(-1))
+    rows_BXD, _ = head(draft, embedded.reshape(batch, -1, embedded.shape[-1]), anchors_BA, first_BA, caches)
+    rows_ND = rows_BXD[:, head.config.first_row :: head.config.block_size].reshape(len(pending_N), -1)
+    logits_N1U = head.logits(draft, rows_ND[:, None], functools.partial(target.unembed_normed, weights.target))
+    logits_NU = logits_N1U[:, 0]
+    if corrected:
+        logits_NU, _ = head.correct(draft, logits_NU, rows_ND, pending_N, head.begin(draft, len(pending_N)))
+    return head.expand(draft, logits_NU).reshape(batch, length - 1, -1)
 
 
 def with_models(drafter: Drafter, models: Mapping[Any, Any]) -> Drafter:
