@@ -20,9 +20,8 @@ def add_decoding(
     """Adds to ``config`` what configurations of pairs share, and returns it."""
     # K; 0 decodes autoregressively; "machine": what a forecast for this machine finds best, prompt lookup included
     config.draft_length = config_dict.FieldReference(draft_length, field_type=object)
-    # or "beam", "head", "early_exit", "ngram", or "none": both sides autoregressive, a test of the benchmark itself
+    # or "head", "early_exit", "ngram", or "none": both sides autoregressive, a test of the benchmark itself
     config.drafter = "model"
-    config.beams = 4  # hypotheses of the draft model's search, for "beam"
     config.exit_layer = config_dict.placeholder(int)  # layers of the target that draft, for "early_exit"
     # Draft lengths that rows choose from, such as (0, 1, 2, 4), the last draft_length; (): always draft_length.
     config.adaptive = ConfigDict()

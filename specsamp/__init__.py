@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy, Stop
     from specsamp.decoding.drafter import Drafter
     from specsamp.decoding.drafters import (
-        BeamDrafter,
         ChoosingDrafter,
         EarlyExitDrafter,
         FeatureDrafter,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from specsamp.models.interface import LanguageModel, Output
     from specsamp.models.transformer import TransformerLM
     from specsamp.sampling.coupled import CoupledRule
-    from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
+    from specsamp.sampling.lossy import EARS, Bounded, Lenience, Typical
     from specsamp.sampling.penalties import ban, bias, penalties
     from specsamp.sampling.rejection import BlockRule, TokenRule
     from specsamp.sampling.rules import Draft, Verdict
@@ -48,7 +47,6 @@ _NAMES = {
     "specsamp.decoding.adaptive": ("Adaptive", "Confidence", "Entropy", "Stop"),
     "specsamp.decoding.drafter": ("Drafter",),
     "specsamp.decoding.drafters": (
-        "BeamDrafter",
         "ChoosingDrafter",
         "EarlyExitDrafter",
         "FeatureDrafter",
@@ -66,7 +64,7 @@ _NAMES = {
     "specsamp.models.interface": ("LanguageModel", "Output"),
     "specsamp.models.transformer": ("TransformerLM",),
     "specsamp.sampling.coupled": ("CoupledRule",),
-    "specsamp.sampling.lossy": ("EARS", "Bounded", "JointThreshold", "Lenience", "Typical"),
+    "specsamp.sampling.lossy": ("EARS", "Bounded", "Lenience", "Typical"),
     "specsamp.sampling.penalties": ("ban", "bias", "penalties"),
     "specsamp.sampling.rejection": ("BlockRule", "TokenRule"),
     "specsamp.sampling.rules": ("Draft", "Verdict"),

@@ -27,7 +27,6 @@ TURNED = {
     "draft_length",
     "drafter",
     "exit_layer",
-    "beams",
     "rule",
     "batch",
     "draft_temperature",

@@ -8,7 +8,6 @@ from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import (
-    BeamDrafter,
     BlockDrafter,
     ChoosingDrafter,
     EarlyExitDrafter,
@@ -74,11 +73,6 @@ DRAFTERS = {
         make=lambda target, draft, K, number: ModelDrafter(draft, K, decode_window()),
         draft="model",
         compiled=True,
-    ),
-    "beam": Word(
-        make=lambda target, draft, K, beams: BeamDrafter(draft, K, decode_window(), beams=beams),
-        draft="model",
-        takes="beams",
     ),
     "head": Word(make=_head, draft="head", compiled=True),
     "block": Word(make=_head, draft="block"),

@@ -136,7 +136,6 @@ class ExperimentConfig:
     max_new_tokens: int
     repeats: int
     seed: int
-    beams: int = 4
     exit_layer: int | None = None
     adaptive: AdaptiveFields | None = None
     attention: str = "plain"
@@ -153,9 +152,8 @@ class ExperimentConfig:
 
     def __post_init__(self):
         validate.choice("drafter", self.drafter, DRAFTERS)
-        for name in ("beams", "exit_layer"):
-            if getattr(self, name) is not None or name == self.word.takes:
-                validate.integer(name, getattr(self, name), 1)
+        if self.exit_layer is not None or self.word.inside:
+            validate.integer("exit_layer", self.exit_layer, 1)
         if self.draft_length != MACHINE:
             validate.integer("draft_length", self.draft_length, 0)
         elif self.adaptive is not None and not self.adaptive.is_off:
@@ -203,7 +201,7 @@ class ExperimentConfig:
 
     @property
     def own_number(self) -> int | None:
-        """Returns the drafter's number besides K, such as its beams."""
+        """Returns the drafter's number besides K: the exit layer."""
         return getattr(self, self.word.takes) if self.word.takes else None
 
     @property

@@ -7,14 +7,14 @@ from absl import flags
 
 from specsamp import validate
 from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
+from specsamp.sampling.lossy import EARS, Bounded, Lenience, Typical
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Rule
 
 RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
 BOUNDED = "bounded"
-LOSSY = {"ears": EARS, "lenience": Lenience, "typical": Typical, "joint": JointThreshold, BOUNDED: Bounded}
-CONSTANTS = {"ears": 1, "lenience": 1, "typical": 2, "joint": 1}  # the most that may follow
+LOSSY = {"ears": EARS, "lenience": Lenience, "typical": Typical, BOUNDED: Bounded}
+CONSTANTS = {"ears": 1, "lenience": 1, "typical": 2}  # the most that may follow
 
 
 def define_require_exact() -> flags.FlagHolder:

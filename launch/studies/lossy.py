@@ -32,7 +32,6 @@ RULES = (
     *(f"ears:{beta}" for beta in (0.1, 0.3, 1)),
     *(f"lenience:{lenience}" for lenience in (0.8, 0.5, 0.2)),
     *(f"typical:{epsilon}:{delta}" for epsilon, delta in ((0.3, 0.55), (0.09, 0.3), (0.01, 0.1))),
-    *(f"joint:{tau}" for tau in (0.9, 0.5, 0.2)),
     *(f"bounded:{budget}:ears:1" for budget in (0.003, 0.01, 0.03)),
     *(f"bounded:{budget}:typical" for budget in (0.01, 0.03)),
 )

@@ -7,8 +7,7 @@ Each rule is split like the exact rules of `specsamp.sampling.rejection`, with q
 * `EARS` (arXiv 2512.13194) accepts with ``min(1, q/p + beta (1 - max q))``: more, the less certain the target is.
 * `Lenience` (Leviathan et al., arXiv 2211.17192, appendix A.5) accepts with ``min(1, q / (l p))``.
 * `Typical` (Medusa, arXiv 2401.10774, section 2.3.1) accepts where ``q > min(epsilon, delta exp(-H(q)))``.
-* `JointThreshold` (MTAD, arXiv 2407.09722) accepts the longest prefix whose joint ratio exceeds ``tau``.
-* `Bounded` mixes one of the first three rules with the exact rule, so that no token costs more than a budget.
+* `Bounded` mixes one of these rules with the exact rule, so that no token costs more than a budget.
 
 **The meter.** A rule verifies token by token, accepts x with probability a(x), and replaces a rejected token by a draw
 from r. If all earlier tokens were accepted, a token has the distribution ``o = p a + (1 - sum p a) r``. Its cost is the
@@ -28,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.sampling.rejection import BlockRule, RejectionRule, TokenRule, at_rows, log_ratios
+from specsamp.sampling.rejection import RejectionRule, TokenRule, at_rows
 from specsamp.sampling.rules import Draft, Meter
 
 Array = jax.Array
@@ -57,7 +56,8 @@ class LossyTokenRule(RejectionRule):
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
         """Returns `accepts` at the drafted tokens, ``[B, K]``; 0 where nothing was drafted."""
         accepted_BKV = self.accepts(target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs))
-        return jnp.where(draft.is_drafted_BK, _at_tokens(accepted_BKV, draft.tokens_BK), 0)
+        accepted_BK = jnp.take_along_axis(accepted_BKV, draft.tokens_BK[..., None], axis=-1)[..., 0]
+        return jnp.where(draft.is_drafted_BK, accepted_BK, 0)
 
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
         """Returns `replaces` after ``num_accepted_B`` tokens; the target's distribution if all are accepted, ``[B, V]``."""
@@ -71,8 +71,15 @@ class LossyTokenRule(RejectionRule):
     def meter(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Meter:
         """Returns the total variation of `output` at each emitted token, and the acceptance beyond ``sum min(p, q)``."""
         log_q, log_p = target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs)
-        extra_BK = (jnp.exp(log_p) * self.accepts(log_q, log_p)).sum(-1) - _exact_acceptance(log_q, log_p)
-        return _meter(draft, num_accepted_B, variation_BK=self.variation(log_q, log_p), extra_BK=extra_BK)
+        exact_BK = jnp.exp(jnp.minimum(log_q, log_p)).sum(-1)
+        extra_BK = (jnp.exp(log_p) * self.accepts(log_q, log_p)).sum(-1) - exact_BK
+        counts_BK = draft.is_drafted_BK & (jnp.arange(draft.tokens_BK.shape[1])[None, :] <= num_accepted_B[:, None])
+
+        def padded(x_BK: Array) -> Array:
+            """Returns a number of each token of a round; 0 at tokens that were not drafted or are not emitted."""
+            return jnp.pad(jnp.where(counts_BK, x_BK, 0), ((0, 0), (0, 1))).astype(log_q.dtype)
+
+        return Meter(variation=padded(self.variation(log_q, log_p)), extra=padded(extra_BK))
 
     def output(self, log_q: Array, log_p: Array) -> Array:
         """Returns the distribution of a token, if all before it were accepted, ``[..., V]``."""
@@ -194,62 +201,9 @@ class Bounded(LossyTokenRule):
         return jnp.where(is_above, self.tv_per_token / jnp.where(is_above, variation, 1), 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class JointThreshold(RejectionRule):
-    """Accepts the longest prefix with ``prod q_i(d_i) / p_i(d_i) > tau``, then draws from the target (MTAD).
-
-    The paper drafts by a beam search of the draft model, as `specsamp.decoding.drafters.BeamDrafter` does:
-    `Draft.scores_BK` are the log-probabilities log p. For other drafts, p is the distribution that a token was drawn
-    from, or 1 if the draft is one-hot.
-
-    Given the draft, an accepted token is certain: its cost is ``1 - q(d)``. If the draft was drawn, texts are closer to
-    the target's than this bound.
-
-    Attributes:
-      tau: in (0, 1].
-    """
-
-    tau: float = 0.5
-    exact = False
-    metered = True
-    num_accepted = BlockRule.num_accepted
-
-    def __post_init__(self):
-        validate.number("JointThreshold's tau", self.tau, 0, 1, above=True)
-
-    def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
-        """Returns 1 for each prefix whose ratio exceeds tau, else 0, ``[B, K]``; 0 where nothing was drafted."""
-        if draft.scores_BK is None:
-            log_ratios_BK = log_ratios(draft, target_log_probs)
-        else:
-            log_ratios_BK = _at_tokens(target_log_probs[:, :-1], draft.tokens_BK) - draft.scores_BK
-        passed_BK = jnp.cumsum(log_ratios_BK, axis=1) > math.log(self.tau)
-        return jnp.where(draft.is_drafted_BK, passed_BK, False).astype(target_log_probs.dtype)
-
-    def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
-        return jnp.exp(at_rows(target_log_probs, num_accepted_B))
-
-    def meter(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Meter:
-        """Returns ``1 - q(d)`` at each accepted token, and whether it is accepted, less ``sum min(p, q)``."""
-        log_q = target_log_probs[:, :-1]
-        is_accepted_BK = jnp.arange(log_q.shape[1])[None, :] < num_accepted_B[:, None]
-        cost_BK = -jnp.expm1(_at_tokens(log_q, draft.tokens_BK))
-        return _meter(
-            draft,
-            num_accepted_B,
-            variation_BK=jnp.where(is_accepted_BK, cost_BK, 0),
-            extra_BK=is_accepted_BK - _exact_acceptance(log_q, _draft_log_probs(draft, target_log_probs)),
-        )
-
-
 def _exact_accepts(log_q: Array, log_p: Array, log_scale: float = 0.0) -> Array:
     """Returns ``min(1, scale q / p)``, ``[..., V]``; 1 where p is 0."""
     return jnp.where(log_p == -jnp.inf, 1, jnp.exp(jnp.minimum(log_q - log_p + log_scale, 0)))
-
-
-def _exact_acceptance(log_q: Array, log_p: Array) -> Array:
-    """Returns the probability that the exact rule accepts, ``sum min(p, q)``, ``[...]``."""
-    return jnp.exp(jnp.minimum(log_q, log_p)).sum(-1)
 
 
 def _draft_log_probs(draft: Draft, target_log_probs: Array) -> Array:
@@ -258,18 +212,3 @@ def _draft_log_probs(draft: Draft, target_log_probs: Array) -> Array:
         return draft.log_probs_BRV
     is_token_BKV = jnp.arange(target_log_probs.shape[-1])[None, None, :] == draft.tokens_BK[..., None]
     return jnp.where(is_token_BKV, 0.0, -jnp.inf).astype(target_log_probs.dtype)
-
-
-def _at_tokens(rows_BKV: Array, tokens_BK: Array) -> Array:
-    """Returns the entry of each row at its token, ``[B, K]``."""
-    return jnp.take_along_axis(rows_BKV, tokens_BK[..., None], axis=-1)[..., 0]
-
-
-def _meter(draft: Draft, num_accepted_B: Array, *, variation_BK: Array, extra_BK: Array) -> Meter:
-    """Returns a meter ``[B, K+1]`` that is 0 at tokens that were not drafted or are not emitted."""
-    counts_BK = draft.is_drafted_BK & (jnp.arange(draft.tokens_BK.shape[1])[None, :] <= num_accepted_B[:, None])
-
-    def padded(x_BK: Array) -> Array:
-        return jnp.pad(jnp.where(counts_BK, x_BK, 0), ((0, 0), (0, 1))).astype(variation_BK.dtype)
-
-    return Meter(variation=padded(variation_BK), extra=padded(extra_BK))

@@ -18,7 +18,6 @@ from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.decoding.adaptive import Adaptive, Entropy
 from specsamp.decoding.drafters import (
-    BeamDrafter,
     ChoosingDrafter,
     EarlyExitDrafter,
     ModelDrafter,
@@ -57,7 +56,6 @@ def test_a_configuration_becomes_objects(monkeypatch):
     hash((made.method.drafter, made.method.rule, made.pair.target))
     known = {"ngram": NgramDrafter(K=2), "none": NoDrafter(), "early_exit": EarlyExitDrafter(made.pair.target, 1, 2)}
     known["chosen"] = ChoosingDrafter((NgramDrafter(K=2), ModelDrafter(made.pair.draft, 2)))
-    known["beam"] = BeamDrafter(made.pair.draft, 2, beams=4)
     for word, drafter in known.items():
         own = config.turned({"drafter": word, "exit_layer": 1})
         assert own.make_drafter(made.pair.target, made.pair.draft) == drafter

@@ -8,7 +8,7 @@ from launch.lib.command_tables import evaluation_tables
 from launch.lib.experiment import rule_name
 from launch.lib.rules import make_rule
 from launch.studies import lossy
-from specsamp import EARS, BlockRule, Bounded, JointThreshold, Lenience, TokenRule, Typical
+from specsamp import EARS, BlockRule, Bounded, Lenience, TokenRule, Typical
 from specsamp.analysis import report, tables
 from specsamp.decoding.results import RowStats
 from support.run_script import call
@@ -23,7 +23,6 @@ from support.run_script import call
         ("ears:0.5", EARS(0.5)),
         ("lenience:0.25", Lenience(0.25)),
         ("typical:0.3:0.55", Typical(0.3, 0.55)),
-        ("joint:0.9", JointThreshold(0.9)),
         ("bounded:0.01:typical", Bounded(Typical(), 0.01)),
         ("bounded:0.01:ears:1", Bounded(EARS(1.0), 0.01)),
     ],

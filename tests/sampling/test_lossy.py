@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.sampling.lossy import EARS, Bounded, JointThreshold, Lenience, Typical
+from specsamp.sampling.lossy import EARS, Bounded, Lenience, Typical
 from specsamp.sampling.rules import Draft
 from support import mutants
 from support.distributions import constant, grid, log, one_hots, random_distributions
@@ -14,7 +14,7 @@ from support.price import joint_and_price, meters, text_variation, token_outputs
 
 EXACT = 1e-12
 
-TOKENWISE = {
+RULES = {
     "EARS": EARS(0.3),
     "lenience": Lenience(0.5),
     "typical": Typical(),
@@ -22,9 +22,7 @@ TOKENWISE = {
     "bounded lenience": Bounded(Lenience(0.1), 0.05),
     "bounded typical": Bounded(Typical(), 0.03),
 }
-RULES = TOKENWISE | {"joint threshold": JointThreshold(0.5)}
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-tokenwise_rules = pytest.mark.parametrize("rule", TOKENWISE.values(), ids=TOKENWISE)
 
 FLAT, SKEWED = [0.5, 0.3, 0.2, 0.0], [0.9, 0.06, 0.03, 0.01]
 UNIFORM = [0.25] * 4
@@ -65,28 +63,7 @@ def test_golden_outputs():
     np.testing.assert_allclose(out, [0.375, 0.325, 0.3, 0], atol=EXACT)
 
 
-def test_golden_joint_ratios():
-    """MTAD: r = (.8, .7111) of the draft (1, 1), of which a later pass overrides an earlier failure."""
-    q, p = [[0.6, 0.4], [0.2, 0.8], [0.5, 0.5]], [[0.5, 0.5], [0.1, 0.9]]
-    late = [[0.6, 0.4], [0.1, 0.9], [0.5, 0.5]], [[0.2, 0.8], [0.5, 0.5]]
-    excluded = [[0.6, 0.4], [1.0, 0.0], [0.5, 0.5]], p
-    for (target, draft), tau, passed in (
-        ((q, p), 0.5, [1, 1]),
-        ((q, p), 0.75, [1, 0]),
-        (late, 0.6, [0, 1]),  # .5, then .9
-        (excluded, 0.5, [1, 0]),
-    ):
-        tokens, count = np.array([[1, 1]], np.int32), np.array([2], np.int32)
-        acceptance, _ = split(JointThreshold(tau), tokens, count, log([draft]), log([target]))
-        np.testing.assert_array_equal(acceptance, [passed])
-        scores = np.take_along_axis(log([draft]), tokens[..., None], axis=-1)[..., 0]
-        with jax.enable_x64(True):
-            beam = Draft(tokens_BK=tokens, num_drafted_B=count, scores_BK=jnp.asarray(scores))
-            acceptance = JointThreshold(tau).acceptance(beam, jnp.asarray(log([target])))
-        np.testing.assert_array_equal(acceptance, [passed])
-
-
-@tokenwise_rules
+@every_rule
 def test_the_meter_is_the_total_variation_of_what_is_emitted(rule):
     """Enumerates every token of a round, given the tokens before it: the left side does not use the rule's meter."""
     num_tokens = 2
@@ -127,7 +104,7 @@ def test_the_mean_of_summed_meters_bounds_the_total_variation_of_texts(rule):
         measured = text_variation(joint, target, length)
         assert np.all(measured <= price + EXACT)
         assert measured.max() > 0.004
-        if length == 1 and not isinstance(rule, JointThreshold):
+        if length == 1:
             np.testing.assert_allclose(measured, price, atol=EXACT)
 
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 
 from specsamp.decoding.drafters import (
-    BeamDrafter,
     ChoosingDrafter,
     EarlyExitDrafter,
     FeatureDrafter,
@@ -43,7 +42,6 @@ def every_drafter(target, draft, K):
         "none": (NoDrafter(), nothing),
         "model": (ModelDrafter(draft, K), draft.init),
         "ngram": (NgramDrafter(K=K), nothing),
-        "beam": (BeamDrafter(draft, K, beams=2), draft.init),
         "early_exit": (EarlyExitDrafter(target, 1, K), nothing),
         "choosing": (ChoosingDrafter(both), of_both),
         "eagle3": (FeatureDrafter(target, eagle3, K), eagle3.init),

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafters import BeamDrafter, ChoosingDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
+from specsamp.decoding.drafters import ChoosingDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.sampler import Sampler
 from specsamp.models.interface import LayeredModel
@@ -190,27 +190,6 @@ class NeverCatchesUp(ModelDrafter):
     """After a pause its cache lacks what was emitted meanwhile."""
 
     falls_behind = False
-
-
-class BeamThatForgets(BeamDrafter):
-    """Keeps a cache without the tokens that it proposed."""
-
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, _, cache = super().propose(weights, state, prefix, cache, sample)
-        known = self.last_logits(weights, state, prefix.tokens_BS, prefix.lengths_B, self.first_window)[1]
-        return draft, known, cache
-
-
-class BeamJudgedByItsScores(BeamDrafter):
-    """Verifies its most probable tokens as if they had been drawn."""
-
-    def propose(self, weights, state, prefix, cache, sample):
-        draft, state, cache = super().propose(weights, state, prefix, cache, sample)
-        others = self.model.vocab_size - 1
-        is_token_BKV = jnp.arange(others + 1)[None, None, :] == draft.tokens_BK[..., None]
-        scores_BK1 = draft.scores_BK[..., None]
-        log_probs_BKV = jnp.where(is_token_BKV, scores_BK1, jnp.log(-jnp.expm1(scores_BK1) / others))
-        return dataclasses.replace(draft, log_probs_BRV=log_probs_BKV), state, cache
 
 
 # Of several drafters.

@@ -1,7 +1,6 @@
-"""The drafters: none, a draft model or its beam search, a model of another tokenizer, prompt lookup, early exit, heads, several."""
+"""The drafters: none, a draft model, a model of another tokenizer, prompt lookup, early exit, heads, several."""
 
 from specsamp.decoding.drafter import NoDrafter
-from specsamp.decoding.drafters.beam import BeamDrafter
 from specsamp.decoding.drafters.block import BlockDrafter
 from specsamp.decoding.drafters.choosing import ChoosingDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
@@ -11,7 +10,6 @@ from specsamp.decoding.drafters.ngram import NgramDrafter
 from specsamp.decoding.drafters.vocabulary import TranslatingDrafter
 
 __all__ = [
-    "BeamDrafter",
     "BlockDrafter",
     "ChoosingDrafter",
     "EarlyExitDrafter",

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import BeamDrafter, BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
+from specsamp.decoding.drafters import BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.state import Weights
 from specsamp.models.block import BlockHead
 from specsamp.models.heads import Head
@@ -57,11 +57,6 @@ def reader(drafter: Drafter) -> Reader | None:
 @reader.register
 def _(drafter: ModelDrafter) -> Reader:
     return Reader(model=drafter.model, with_target=lambda target: dataclasses.replace(drafter, model=target))
-
-
-@reader.register
-def _(drafter: BeamDrafter) -> None:
-    return None  # no token is sampled from the model's distribution
 
 
 @reader.register
