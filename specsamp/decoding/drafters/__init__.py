@@ -7,6 +7,7 @@ from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter
+from specsamp.decoding.drafters.parallel import ParallelDrafter
 from specsamp.decoding.drafters.vocabulary import TranslatingDrafter
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "ModelDrafter",
     "NgramDrafter",
     "NoDrafter",
+    "ParallelDrafter",
     "TranslatingDrafter",
 ]

@@ -1,0 +1,84 @@
+"""A draft model that was trained to draft in one call: PARD (An et al., arXiv 2504.18583).
+
+Mask tokens are written behind the text. One causal call reads the last K + 1 known tokens, some of them again, and K - 1
+masks. The row of the last known token and the rows of the masks give the distributions of K tokens, none of which knows
+the others. The masks' entries in the cache are written over by the next call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp import validate
+from specsamp.decoding.drafter import Prefix
+from specsamp.decoding.drafters.model import ModelDrafter
+from specsamp.decoding.sampler import Drawn, Sampler
+from specsamp.decoding.state import Weights
+from specsamp.decoding.tokens import gather_tokens, write_tokens
+from specsamp.models.interface import LanguageModel, check_logits
+from specsamp.sampling.rules import Draft
+from specsamp.sampling.warp import greedy
+
+Array = jax.Array
+
+LAWS = ("argmax", "marginals")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelDrafter(ModelDrafter):
+    """Drafts K tokens with one call of ``model``.
+
+    Attributes:
+      mask_id: the token that stands for a token to be drafted; the model's training names it.
+      law: "marginals" draws each token from its own distribution; "argmax" takes the most probable ones, verified as
+        one-hot.
+    """
+
+    mask_id: int = dataclasses.field(kw_only=True)
+    law: str = dataclasses.field(default="marginals", kw_only=True)
+
+    def __post_init__(self):
+        super().__post_init__()
+        validate.integer("mask_id", self.mask_id, 0, self.model.vocab_size)
+        validate.choice("law", self.law, LAWS)
+
+    @property
+    def first_window(self) -> int:
+        """Returns K + 1, the most tokens that a round emits: the cache may hold masks in their place."""
+        return self.K + 1
+
+    def init(self, batch: int, slots: int) -> Any:
+        return self.model.init_cache(batch, max(slots, 2 * self.K))
+
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        lengths_B, width = prefix.lengths_B, 2 * self.K
+        batch, slots = prefix.tokens_BS.shape
+        tokens_BS = jnp.pad(prefix.tokens_BS, ((0, 0), (0, max(width - slots, 0))))
+        masks_BK = jnp.full((batch, self.K), self.mask_id, tokens_BS.dtype)
+        start_B = jnp.maximum(lengths_B - self.first_window, 0)
+        tokens_BT = gather_tokens(write_tokens(tokens_BS, masks_BK, lengths_B), start_B, width)
+        output = self.model(weights.draft, tokens_BT, start_B, state)
+        check_logits("draft", self.model, output)
+        last_B = lengths_B - 1 - start_B  # the row of the last known token
+        if self.law == "argmax":
+            sample = sample.with_warp(greedy())
+
+        def step(offset: Array | int, tokens_BK: Array, drawn: Drawn) -> tuple[Array, Drawn]:
+            logits_BV = jnp.take_along_axis(output.logits_BTV, (last_B + offset)[:, None, None], axis=1)[:, 0]
+            tokens_B, drawn = sample.draw(logits_BV, offset, drawn, self.K)
+            return jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1), drawn
+
+        tokens_BK, drawn = sample.chain(self.K, step, step, jnp.zeros((batch, self.K), jnp.int32))
+        return sample.draft(tokens_BK, drawn), output.cache, cache
+
+    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+        super().check(target, draft, draft_params)
+        most = self.model.max_positions
+        if most is not None and 2 * self.K > most:
+            raise ValueError(f"K = {self.K} reads {2 * self.K} tokens a call, more than the draft's {most} positions")
