@@ -92,33 +92,7 @@ def short(no_process, monkeypatch):
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.2)
 
 
-DOUBLED = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ ns.x }}"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-        "{{ raise_exception.__globals__['json'] }}",
-        "{{ messages.append(1) }}",
-        "{% for i in range(10 ** 9) %}x{% endfor %}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{{ 'x' * 999999999 }}",
-        DOUBLED % ("'x'", "ns.x ~ ns.x"),
-        DOUBLED % ("3", "ns.x * ns.x"),
-        "{% set a %}x{% endset %}" + "{% set a %}{{ a }}{{ a }}{% endset %}" * 40 + "{{ a }}",
-        "{{ '%999999999d'|format(1) }}",
-        "{{ '{:999999999}'.format(1) }}",
-        "{{ 'x'.zfill(999999999) }}",
-        "{{ 9 ** (9 ** 9) }}",
-        "{{ lipsum(99999999) }}",
-        "{% include '/etc/passwd' %}",
-        "{{ self._TemplateReference__context.environment.globals }}",
-        "{% no such tag %}",
-        "{{ 1 / 0 }}",
-    ],
-)
+@pytest.mark.parametrize("source", (FOLDER / "hostile.txt").read_text(encoding="utf-8").splitlines())
 def test_what_a_template_may_not_do(short, source):
     with pytest.raises(ValueError, match="here.json"):
         pytest.fail(repr(template(source).render([ASK])[:80]))

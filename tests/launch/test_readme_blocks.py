@@ -1,8 +1,10 @@
 """Every block of Python in a README runs; every command of launch is parsed, flags and fields of configurations."""
 
 import importlib
+import pathlib
 import re
 import shlex
+import tomllib
 
 import jax
 import pytest
@@ -18,31 +20,8 @@ PAGES = sorted(
     for path in (ROOT / folder).glob("README.md")
 )
 SCRIPT = re.compile(r"(?:.*/)?launch/([a-z_/]+)\.py")
-# What a block begins with, and what is written smaller in it; or why it is not run.
-PYTHON = {
-    "from specsamp import BlockRule": {"max_new_tokens=128": "max_new_tokens=8", "num_samples=4": "num_samples=2"},
-    "from specsamp import Confidence": {
-        'load_pair("python")': "pair",
-        '["def read_file(path):", "class Node:"]': "[[1, 2], [3]]",
-        "calibrate(pair, prompts, lengths=(0, 1, 2, 4)": "calibrate(pair, prompts, 4, lengths=(0, 2), repeats=1",
-        "generate(pair, prompts,": "generate(pair, prompts, 4,",
-    },
-    "from specsamp import ChoosingDrafter": {
-        'load_pair("python"), 4': "pair, 2",
-        '["def read_file(path):"],': "[[1, 2]], 4,",
-    },
-    "from specsamp import EARS": {
-        'load_pair("python"), ["def read_file(path):", "class Node:"]': "pair, [[1, 2], [3]]",
-        "generate(pair, prompts,": "generate(pair, prompts, 4,",
-    },
-    "import dataclasses": "tests/decoding/test_generate.py runs it, and looks at what it gives",
-    "from specsamp.mesh.layout": {
-        "(1, 16)": "(1, 8)",
-        "(1, 64, draft_model_parallelism=16)": "(1, 8, draft_model_parallelism=4)",
-        "draft_model_parallelism=16)": "draft_model_parallelism=4)",
-    },
-    "from specsamp.checkpoints.public_pair": "downloads two models",
-}
+BLOCKS = tomllib.loads(pathlib.Path(__file__).with_name("readme_blocks.toml").read_text(encoding="utf-8"))
+SMALLER, NOT_RUN = BLOCKS["smaller"], BLOCKS["not_run"]
 
 
 def blocks(language):
@@ -74,10 +53,10 @@ def name_of(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("page, code", blocks("python"), ids=[name_of(one) for one in blocks("python")])
 def test_a_block_of_python_runs(page, code):
-    start = next((start for start in PYTHON if code.startswith(start)), None)
-    if isinstance(PYTHON.get(start), str):
+    if code.startswith(tuple(NOT_RUN)):
         return
-    for larger, smaller in PYTHON.get(start, {}).items():
+    start = next((start for start in SMALLER if code.startswith(start)), None)
+    for larger, smaller in SMALLER.get(start, {}).items():
         assert larger in code, (page, larger)
         code = code.replace(larger, smaller)
     exec(code, {"pair": small_pair()})
@@ -105,4 +84,4 @@ def test_a_command_is_parsed(page, command, monkeypatch):
 
 def test_no_reason_is_left_over():
     """What is named above stands in a README."""
-    assert all(any(code.startswith(start) for _, code in blocks("python")) for start in PYTHON)
+    assert all(any(code.startswith(start) for _, code in blocks("python")) for start in (*SMALLER, *NOT_RUN))

@@ -17,7 +17,7 @@ from launch import export
 from specsamp.checkpoints.pair import load_pair, load_prompts
 from specsamp.training.data import Corpus, train_tokenizer
 from support.run_script import FIXED, ROOT, call
-from support.training import DRAFT, SMALL, TARGET, metrics, quiet, training_config
+from support.training import DRAFT, SMALL, TARGET, metrics, quiet, refused_trainings, training_config
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -128,39 +128,16 @@ def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
     assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]  # those that are there are kept
 
 
-@pytest.mark.parametrize(
-    "kind, fields, message",
-    [
-        ("draft", {"target": "no/run"}, "no training run at 'no/run'"),
-        ("target", {"train.seed": -1}, r"train.seed must be .* got -1"),
-        ("target", {"data.pattern": "*.txt"}, r"nothing to train on: .*'\*.txt'"),
-        ("target", {"model.vocab_size": 100}, "the tokenizer has 257 tokens, the model a vocabulary of 100"),
-        ("target", {"data.tokenizer": "no.json"}, "no tokenizer at no.json"),
-        ("target", {"intervals.log": 0}, "intervals.log must be .* got 0"),
-        ("target", {"model.max_positions": 8}, "data.length 16 is more than the model's 8 positions"),
-    ],
-)
-def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path, kind, fields, message):
+@pytest.mark.parametrize("asked, message", refused_trainings("kinds"))
+def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path, asked, message):
+    kind, fields = asked.split(": ", 1)
     usual = {"target": TARGET, "draft": DRAFT}[kind]
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train.run_training(training_config(f"tiny_{kind}", texts, usual | fields), tmp_path / "run", quiet())
+        train.run_training(training_config(f"tiny_{kind}", texts, usual | eval(fields)), tmp_path / "run", quiet())
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"generated.share": 1.5}, "--config.generated.share must be .*; got 1.5"),
-        ({"generated.rows": -1}, "--config.generated.rows must be .*; got -1"),
-        ({"generated.batch": 0}, "--config.generated.batch must be .*; got 0"),
-        ({"generated.greedy_share": 2.0}, "--config.generated.greedy_share must be .*; got 2.0"),
-        ({"generated.prompt_length": 17}, "--config.generated.prompt_length 17 must be at most data.length, 16"),
-        ({"generated.top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
-        ({"data.length": 32, "data.held_out": 0.5}, "data.length 32 [+] 1 tokens the target has too few positions, 32"),
-        ({"objective": "kl"}, "objective must be one of forward_kl, reverse_kl, total_variation.*got 'kl'"),
-        ({"init": "other"}, r"the model in other is of another model: embedding: \(300, 8\) there, \(300, 16\) wanted"),
-    ],
-)
+@pytest.mark.parametrize("fields, message", refused_trainings("distillations"))
 def test_a_distillation_is_checked_before_its_target_writes_anything(
     train, texts, tmp_path, monkeypatch, fields, message
 ):
@@ -191,7 +168,7 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
     monkeypatch.setattr(train.source, "is_trained_here", lambda name: True)
     with pytest.raises(ValueError, match=message):
         train.run_training(
-            training_config("tiny_draft", texts, DRAFT | {"target": "target"} | fields), tmp_path / "run", quiet()
+            training_config("tiny_draft", texts, DRAFT | {"target": "target"} | eval(fields)), tmp_path / "run", quiet()
         )
     assert not (tmp_path / "run").exists()
 

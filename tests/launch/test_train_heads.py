@@ -20,7 +20,7 @@ from specsamp.training.data import train_tokenizer
 from specsamp.training.source import open_first_head, open_trained
 from support.checkpoint_shapes import CONFIG, random_params
 from support.run_script import call, save_tiny_pair
-from support.training import HEAD, metrics, quiet, training_config
+from support.training import HEAD, metrics, quiet, refused_trainings, training_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
@@ -201,18 +201,7 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(tra
         train.run_training(again, tmp_path / "head", quiet())
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"target": "no such name"}, "no training run at 'no such name', no pair and no public model: no folder"),
-        ({"mesh.model": 8}, "'heads' has 4 entries, which do not divide over the 8 devices"),
-        ({"generated.batch": 6}, "generated.batch 6 does not divide over 4 devices of the mesh axis 'data'"),
-        ({"compute_dtype": "float16"}, "dtype must be one of float32, bfloat16"),
-        ({"head.own_output": False}, "a head with a reduced vocabulary has an output of its own"),
-        ({"test_time.chunk": 5}, "test_time.chunk 5 does not divide data.length 16"),
-        ({"data.folder": "nowhere"}, "no folder of texts at nowhere"),
-    ],
-)
+@pytest.mark.parametrize("fields, message", refused_trainings("public targets"))
 def test_a_public_target_is_checked_before_its_weights_are_read(
     train, chats, tmp_path, public_target, monkeypatch, fields, message
 ):
@@ -220,10 +209,10 @@ def test_a_public_target_is_checked_before_its_weights_are_read(
         raise AssertionError("weights were read")
 
     monkeypatch.setattr("specsamp.training.source.read_params", refuse)
+    fields = eval(fields)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train.run_training(
-            public_config(fields.get("target", public_target), chats, PUBLIC | fields), tmp_path / "run", quiet()
-        )
+        config = public_config(fields.get("target", public_target), chats, PUBLIC | fields)
+        train.run_training(config, tmp_path / "run", quiet())
     assert not (tmp_path / "run").exists()
 
 

@@ -2,13 +2,13 @@
 
 import jax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import draft_layout, shard_model
-from specsamp.models.config import chinchilla_70b, draft_4b, tiny
-from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
+from specsamp.models.config import chinchilla_70b, draft_4b
+from specsamp.models.transformer import TransformerLM
 
 
 def test_tensor_parallelism_splits_heads_feed_forward_and_vocabulary():
@@ -53,20 +53,6 @@ def test_rows_of_logits_are_split_as_far_as_they_divide():
     assert Layout.replicated(layout.mesh).spec(P("rows"), (8,)) == P()
 
 
-def test_query_heads_lie_with_their_key_head():
-    """Device by device: the heads it has of 16 queries are those that share the kv head it has of 4."""
-    mesh = make_mesh(1, 8, num_kv_heads=4)
-    layout = Layout.tensor_parallel(mesh)
-
-    def place(count):
-        return NamedSharding(mesh, layout.spec(P("kv_heads"), (count,))).devices_indices_map((count,))
-
-    queries, keys = place(16), place(4)
-    for device in mesh.devices.flat:
-        (q,), (k,) = queries[device], keys[device]
-        assert {i // 4 for i in range(16)[q]} == set(range(4)[k])
-
-
 def test_a_draft_on_fewer_ways():
     mesh = make_mesh(2, 4, draft_model_parallelism=2)
 
@@ -98,22 +84,6 @@ def test_the_pair_of_the_paper_is_split_over_sixteen_devices():
             per_device += 2 * x.size // (16 if "model" in str(sharding.spec) else 1)
         assert per_device < 2 * config.num_parameters / 15.9
         assert jax.tree.structure(model.param_shardings(params)) == jax.tree.structure(params)
-
-
-@pytest.mark.parametrize("positions", ["relative", "rotary"])
-@pytest.mark.parametrize("weight_order", WEIGHT_ORDERS)
-def test_axes_have_the_structure_of_what_they_name(positions, weight_order):
-    model = TransformerLM(tiny(positions=positions, ngram_rows=16), weight_order)
-    named = [(model.cache_axes(), jax.eval_shape(lambda: model.init_cache(2, 16)))]
-    if weight_order == "cpu":
-        with pytest.raises(ValueError, match="order 'cpu' cannot be split"):
-            model.weight_axes()
-    else:
-        weights = jax.eval_shape(lambda: model.fit_slots(model.prepare(model.init(jax.random.key(0))), 16))
-        named.append((model.weight_axes(), weights))
-    for axes, arrays in named:
-        ranks = jax.tree.map(lambda spec, x: len(spec) == x.ndim, axes, arrays, is_leaf=lambda x: isinstance(x, P))
-        assert all(jax.tree.leaves(ranks))
 
 
 def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():

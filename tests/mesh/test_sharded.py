@@ -215,12 +215,6 @@ def test_random_parameters_do_not_depend_on_the_mesh():
     assert "model" in str(made["layer_0"]["mlp"]["up"].sharding.spec)
 
 
-def test_a_model_that_names_no_axes_is_replicated(table_pair):
-    mesh = make_mesh(2, 4)
-    pair = shard(table_pair, mesh)
-    assert pair.target_params.sharding.is_equivalent_to(NamedSharding(mesh, P()), 3)
-
-
 def test_sharding_a_pair_again_moves_it(transformer_pair):
     first = shard(transformer_pair, make_mesh(2, 4))
     again = shard(first, make_mesh(1, 8))

@@ -2,9 +2,11 @@
 
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -25,22 +27,7 @@ def test_there_are_three():
     assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == {script.stem for script in SCRIPTS}
 
 
-# Sizes at which a run shows as much: that every cell works, and what the cells assert.
-SMALLER = {
-    "method": {"SAMPLES = 20_000": "SAMPLES = 10_000", "(1, 2, 4, 8), 128, 96": "(1,), 32, 24"},
-    "one_chip": {
-        'device.platform != "cpu"': "True",  # the hub is out of reach
-        "top_p(0.95)), 64": "top_p(0.95)), 12",
-        "(0, 1, 2, 4, 8), 4": "(0, 4), 2",
-    },
-    "python_pair": {
-        "K, TOKENS = 4, 48": "K, TOKENS = 4, 12",
-        "(0, 1, 2, 4), (0, 1, 4), 24, 3": "(0, 4), (0, 4), 8, 2",
-        "256, 32, 16": "128, 32, 16",
-        "*prompts]  # one batch": "*prompts[:3]]  # one batch",
-        "prompts[:8]": "prompts[:4]",
-    },
-}
+SMALLER = tomllib.loads(pathlib.Path(__file__).with_name("smaller.toml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("script", extras.slow_but(SCRIPTS, SCRIPTS[0]), ids=lambda path: path.stem)

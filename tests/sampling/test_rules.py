@@ -76,16 +76,6 @@ def test_any_number_of_tokens_may_be_drafted(rule, one_hot):
     )
 
 
-@pytest.mark.parametrize("num_tokens", [0, 2])
-@pytest.mark.parametrize("one_hot", [False, True], ids=["distributions", "one-hot"])
-@every_rule
-def test_without_a_draft_the_target_is_drawn(rule, one_hot, num_tokens):
-    _, target, draft = grid(3)
-    rounds = enumerate_round(rule, target, draft, num_tokens=num_tokens, num_drafted=0, one_hot=one_hot)
-    assert np.all(rounds.num_accepted_SXDN[..., 0] == 1)
-    assert np.all(np.abs(rounds.last_SXDNV[..., 0, :] - np.exp(target[0])[:, :, None]) < EXACT)
-
-
 @pytest.mark.parametrize("one_hot", [False, True], ids=["distributions", "one-hot"])
 @every_rule
 def test_padding_is_not_looked_at(rule, one_hot):
@@ -246,24 +236,3 @@ def test_expected_accepted(num_tokens, token, block):
     for rule, expected in ((TokenRule(), token), (BlockRule(), block)):
         rounds = enumerate_round(rule, target, draft, num_tokens=num_tokens)
         np.testing.assert_allclose(rounds.expected_accepted_SX, expected, atol=EXACT)
-
-
-# What sets the block rule apart.
-
-
-def test_block_rule_keeps_a_prefix_with_its_weight():
-    num_tokens, scenarios = 3, 20
-    target, draft = (
-        random_distributions(10, scenarios, 3, num_tokens + 1),
-        random_distributions(11, scenarios, 3, num_tokens),
-    )
-    rounds = enumerate_round(BlockRule(), target, draft, num_tokens=num_tokens)
-    joint = rounds.joint_SXDNV.sum(-1)[:, 0]  # [S, D, N]
-    for i in range(1, num_tokens + 1):
-        by_prefix = joint.reshape(scenarios, 3**i, -1, num_tokens + 1)
-        kept = by_prefix[..., i:].sum((-2, -1)) / by_prefix.sum((-2, -1))  # P(n >= i | d_1 .. d_i)
-        weight = np.ones((scenarios, 1))
-        for j in range(i):
-            ratio = np.exp(target[j] - draft[j])
-            weight = np.minimum(1, weight[..., None] * ratio).reshape(scenarios, -1)
-        np.testing.assert_allclose(kept, weight, atol=EXACT)

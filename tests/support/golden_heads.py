@@ -14,7 +14,7 @@ from support import golden
 
 FOLDER = pathlib.Path(__file__).parents[1] / "checkpoints" / "golden_heads"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
-BLOCKS = FOLDER / "blocks"  # written by `block_maker.py`
+BLOCKS = FOLDER / "blocks"  # written by `head_maker.py`
 MAPS = ("d2t", "t2d")
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import pathlib
 
 from rich.console import Console
 
@@ -50,3 +51,10 @@ def metrics(folder):
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines]
+
+
+def refused_trainings(section):
+    """Returns the fields of a section of a table of trainings that are refused, and what is said of each."""
+    path = pathlib.Path(__file__).parents[1] / "launch" / "refused_trainings.txt"
+    lines = path.read_text(encoding="utf-8").partition(f"[{section}]\n")[2].partition("\n\n")[0]
+    return [line.split(" => ") for line in lines.splitlines()]
