@@ -138,7 +138,7 @@ def get_config(kind: str = "target") -> ConfigDict:
             config.model.feedforward_width = 128 if tiny else 256
             config.model.query_key_norm = True  # as in Qwen3, whose layers files describe
             # The first layer sees the last tokens alone: with all of them a new head learns nothing for a long time.
-            config.model.window, config.model.global_layers = 4, (1,)
+            config.model.window, config.model.global_layers = 2, (1,)
         config.generated.rows = 32 if tiny else 1024
         config.generated.share = 0.5
         if not tiny:
@@ -184,7 +184,7 @@ def head_fields(kind: str, tiny: bool, steps: FieldReference) -> ConfigDict:
         fields.hidden_layers = (0, 1) if tiny else (1, 3, 5)  # the usual ones of six layers would repeat
         fields.block_size = 4 if tiny else 8
         fields.mask_id = 511 if tiny else 2047  # of the rows that draft: the end of text, which is never pending
-        fields.windows_both_ways = True
+        fields.windows_both_ways = False
         fields.embedding_scale = 16.0  # embedded tokens of the target are small beside what layers add to them
         if kind == "dspark":
             fields.markov = "vanilla"  # or "gated", "recurrent"

@@ -138,7 +138,14 @@ def describe_block(config: BlockConfig, target_name: str, K: int, layer: Mapping
     if isinstance(config, DFlash2Config):
         content |= {"conv_kernel_size": config.conv_taps, "conv_group_size": config.conv_group}
         content |= {"selector_rank": config.selector_rank, "selector_top_k": config.selector_top_k}
-    return content
+    # Keys of z-lab, which speculators does not read: they are there only where they say something.
+    said = (
+        ("causal", config.causal, False),
+        ("input_embedding_scale", config.embedding_scale, 1),
+        ("output_multiplier", config.output_scale, 1),
+        ("final_logit_softcapping", of.logit_cap, None),
+    )
+    return content | {key: value for key, value, default in said if value != default}
 
 
 def _layer(fields: Fields, target: TransformerConfig, dtype: str) -> TransformerConfig:

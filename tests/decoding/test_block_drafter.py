@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specsamp.decoding.drafters.block import BlockDrafter
+from specsamp.decoding.drafters.block import BlockDrafter, scheduled_lengths
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens
@@ -16,7 +16,7 @@ from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, temperature
 from support.fakes import FALSE_ALARM, decode, prefill
 from support.heads import LayeredTable, ShowsTokens, TableBlock, block, dflash2, dspark, table_block
-from support.loop_distributions import FULL, LIKELY, TARGET, V, distribution_test
+from support.loop_distributions import FULL, LIKELY, RESTLESS, TARGET, V, distribution_test
 from support.weights import drawn_params
 
 SAMPLED = {"length": 3, "samples": 30_000, "powered": False}
@@ -198,3 +198,30 @@ def test_what_a_block_cannot_draft_is_refused(fields, told):
         BlockDrafter(ShowsTokens(V), block(V), 2, "conditional")
     with pytest.raises(ValueError, match="threshold = 0.5 needs a head with confidence"):
         BlockDrafter(ShowsTokens(V), block(V), 2, threshold=0.5)
+
+
+def test_a_scheduler_adds_tokens_up_to_the_first_fall():
+    """Golden: 200, 290, 344.76, 383.64 tokens a second, then 381.67; a later rise is not looked for."""
+    confidence_BK, costs_ms = jnp.asarray([[0.9, 0.8, 0.5], [0.6, 0.5, 0.1]]), [10, 10, 10.5, 11, 12, 12, 12]
+    assert scheduled_lengths(confidence_BK, jnp.asarray(costs_ms)).tolist() == [2, 1]
+    assert scheduled_lengths(confidence_BK, jnp.asarray([10.0, 10, 13, 10, 10, 10, 10])).tolist() == [1, 0]
+
+
+def test_a_shorter_draft_is_the_beginning_of_a_longer_one():
+    """The block keeps its rows: another K changes no token, under one-hot drafts nor under drawn ones."""
+    target, head = LayeredTable(V), dspark(V)
+    drafted = {}
+    for K in (2, 4):
+        loop = Loop(target=target, drafter=BlockDrafter(target, head, K), rule=TokenRule())
+        state = prefill(loop, TARGET, weights_of(head), [[2, 0, 1, 1]], 9, FULL, samples=50, slots=20)
+        weights = Weights(target=TARGET, draft=weights_of(head))
+        drafted[K] = loop.draft(weights, state.request, state)[0]
+    assert (drafted[4].tokens_BK[:, :2] == drafted[2].tokens_BK).all()
+    assert jnp.allclose(drafted[4].log_probs_BRV[:, :2], drafted[2].log_probs_BRV, atol=1e-5)
+
+
+def test_adaptive_lengths_of_blocks_are_exact():
+    """Rounds of several widths, pauses too: context is written in every round."""
+    target, head = LayeredTable(V), dspark(V)
+    loop = Loop(target=target, drafter=BlockDrafter(target, head, 2), rule=TokenRule())
+    assert distribution_test(loop, weights_of(head), FULL, adaptive=RESTLESS, **SAMPLED) > FALSE_ALARM
