@@ -127,10 +127,10 @@ def _id() -> str | None:
 def source_version() -> str:
     """Returns ``SPECSAMP_VERSION`` or "source", and a digest of the source tree."""
     folders = [PACKAGE] + [folder for name in ("launch", "configs") if (folder := PACKAGE.parent / name).is_dir()]
-    return f"{os.environ.get('SPECSAMP_VERSION') or 'source'} {digest(folders)}"
+    return f"{os.environ.get('SPECSAMP_VERSION') or 'source'} {source_digest(folders)}"
 
 
-def digest(folders: Sequence[pathlib.Path]) -> str:
+def source_digest(folders: Sequence[pathlib.Path]) -> str:
     """Returns a digest of the Python files of some folders, and of their names."""
     found = hashlib.sha256()
     for folder in folders:

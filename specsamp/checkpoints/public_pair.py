@@ -21,7 +21,7 @@ from specsamp.checkpoints.hugging_face import (
     read_params,
 )
 from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.checkpoints.vocabulary import describe, match_vocabularies
+from specsamp.checkpoints.vocabulary import describe_overlap, match_vocabularies
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
@@ -82,7 +82,7 @@ def read_pair(
         drafting = TransformerLM.for_backend(_padded(theirs.config, theirs.config.vocab_size, theirs, mesh))
         sizes = dict(target_size=model.vocab_size, draft_size=drafting.vocab_size)
         vocabulary = match_vocabularies(ours.tokenizer, theirs.tokenizer, **sizes)
-        say(describe(vocabulary))
+        say(describe_overlap(vocabulary))
     else:
         drafting = TransformerLM.for_backend(_padded(theirs.config, rows, ours, mesh))
     if mesh is not None:

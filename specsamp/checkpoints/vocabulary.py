@@ -160,7 +160,7 @@ def match_vocabularies(
     )
 
 
-def describe(vocabulary: SharedVocabulary) -> str:
+def describe_overlap(vocabulary: SharedVocabulary) -> str:
     """Returns a sentence on how much of the target's vocabulary the draft has, and how it reads the rest."""
     tokens, shared, width = len(vocabulary.draft_ids_V), vocabulary.num_shared, vocabulary.reading_VM.shape[1]
     cut = f", of {vocabulary.num_cut / tokens:.1%} the last {width} alone" if vocabulary.num_cut else ""

@@ -108,5 +108,5 @@ def _made_by() -> str:
     """Returns in words what compiles: a program is read only by the same."""
     versions = platform.python_version(), *map(machine.version, ("jax", "jaxlib", "flax", "numpy"))
     flags = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
-    known = machine.digest(_SOURCES), versions, flags, sorted(jax.config.values.items())
+    known = machine.source_digest(_SOURCES), versions, flags, sorted(jax.config.values.items())
     return repr((*known, machine.host_facts(), machine.cpu_flags(), [str(d.device_kind) for d in jax.devices()]))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,12 +33,6 @@ from specsamp.sampling.warp import Warp, chain, for_rows, log_probs, temperature
 
 Array = jax.Array
 
-CHECKED_TEXTS, CHECKED_TOKENS = 4, 64  # read by `warn_unless_it_fits`
-EXAMPLES = (
-    "The steam engine was improved by James Watt, whose separate condenser kept the cylinder hot. It soon drove mills,",
-    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)\n",
-    "In a large bowl, mix the flour and the salt. Then add the water, a little at a time, and knead the dough until it",
-)
 LOW = 0.2  # acceptance; heads that fit have more than a half
 
 
@@ -100,13 +93,6 @@ def check_head(pair: Pair, texts: Sequence[Sequence[int]], *, sampling: Warp | N
 
     rows = read_texts(pair, head_drafter(pair.target, pair.head, 1), texts, read)
     return HeadCheck(np.concatenate([row[: len(text) - 1] for row, text in zip(rows, texts, strict=True)]))
-
-
-def warn_unless_it_fits(pair: Pair, texts: Sequence[Prompt] = EXAMPLES) -> None:
-    """Warns if the head's acceptance on a few sample texts is below `LOW`."""
-    tokens = [text[:CHECKED_TOKENS] for text in encode(pair, texts[:CHECKED_TEXTS])]
-    if max(map(len, tokens)) > 1 and not (found := check_head(pair, tokens)).fits:
-        warnings.warn("\n".join(found.sentences), stacklevel=3)
 
 
 def write_texts(

@@ -43,7 +43,7 @@ class Schedule:
 
 
 @functools.cache
-def folder() -> pathlib.Path:
+def schedule_folder() -> pathlib.Path:
     """Returns the folder of this process into which libtpu, if it is not loaded before, writes the schedules."""
     path = tempfile.mkdtemp(prefix="specsamp-schedules-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
@@ -54,7 +54,7 @@ def folder() -> pathlib.Path:
 def take(*kernels: str) -> dict[str, Schedule]:
     """Returns the schedules of kernels, written since the last call, by names of operations; all files are removed."""
     found = {}
-    for path in folder().iterdir():
+    for path in schedule_folder().iterdir():
         match = FILE.fullmatch(path.name)
         if match and match[1].startswith(kernels):
             found[match[1]] = Schedule.parse(path.read_text())

@@ -93,7 +93,7 @@ def described_mesh(
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v4-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    schedules.folder()
+    schedules.schedule_folder()
     options = dict(chip.options)
     if len(sizes) == 3:
         options |= {"chips_per_host_bounds": (2, 2, 1), "num_slices": 1, "wrap": (False,) * 3}

@@ -16,7 +16,7 @@ from specsamp import CoupledRule, ModelDrafter, chain, generate, temperature
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
-from specsamp.checkpoints.vocabulary import TokenBytes, describe, match_vocabularies, shared_mass
+from specsamp.checkpoints.vocabulary import TokenBytes, describe_overlap, match_vocabularies, shared_mass
 from specsamp.decoding.drafters.vocabulary import SharedVocabulary
 from specsamp.mesh.layout import make_mesh
 from specsamp.training.data import train_tokenizer
@@ -119,8 +119,8 @@ def test_of_long_tokens_the_last_ids_are_read_and_counted():
     assert len(long) == cut.num_cut > 0 == whole.num_cut
     token = long[0]
     assert cut.read([token]) == whole.read([token])[-2:]
-    assert f"of {len(long) / len(cut.draft_ids_V):.1%} the last 2 alone" in describe(cut)
-    assert describe(whole).startswith(
+    assert f"of {len(long) / len(cut.draft_ids_V):.1%} the last 2 alone" in describe_overlap(cut)
+    assert describe_overlap(whole).startswith(
         f"the draft has another tokenizer: it can propose {whole.num_shared} of the target's"
     )
 
