@@ -23,6 +23,8 @@ def add_decoding(
     # or "head", "early_exit", "ngram", or "none": both sides autoregressive, a test of the benchmark itself
     config.drafter = "model"
     config.exit_layer = config_dict.placeholder(int)  # layers of the target that draft, for "early_exit"
+    # Children per level of a token tree, such as (3, 2, 1), under a rule of trees; (): chains of draft_length.
+    config.tree = ()
     # Draft lengths that rows choose from, such as (0, 1, 2, 4), the last draft_length; (): always draft_length.
     config.adaptive = ConfigDict()
     config.adaptive.lengths = ()
@@ -35,7 +37,7 @@ def add_decoding(
     config.int8 = ConfigDict()
     config.int8.weights = "none"  # or "target", "draft" or "both": decode with weights in int8
     config.int8.caches = "none"  # or one of the same words: keys and values in int8
-    config.rule = "token"  # or "block", or "coupled"; or a lossy one such as "ears:0.3", see launch/lib/rules.py
+    config.rule = "token"  # or "block", or "coupled"; of trees "recursive", "traversal" or "kseq"; or a lossy one such as "ears:0.3", see launch/lib/rules.py
     config.sampling = ConfigDict()
     config.sampling.temperature = temperature  # 0.0 is greedy
     config.sampling.top_k = 0  # 0 is off

@@ -18,9 +18,16 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from specsamp.decoding.drafters import (
         ChoosingDrafter,
         EarlyExitDrafter,
+        EarlyExitTree,
         FeatureDrafter,
+        FeatureTree,
+        GrowingFeatureTree,
+        GrowingModelTree,
+        Growth,
         ModelDrafter,
+        ModelTree,
         NgramDrafter,
+        NgramTree,
         NoDrafter,
         TranslatingDrafter,
     )
@@ -29,6 +36,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from specsamp.decoding.method import Method
     from specsamp.decoding.pair import Pair
     from specsamp.decoding.results import Chunk, Completion, RowStats
+    from specsamp.decoding.trees import TreeShape
     from specsamp.models.config import TransformerConfig
     from specsamp.models.interface import LanguageModel, Output
     from specsamp.models.transformer import TransformerLM
@@ -37,6 +45,7 @@ if TYPE_CHECKING:  # the same names for editors and type checkers; a test compar
     from specsamp.sampling.penalties import ban, bias, penalties
     from specsamp.sampling.rejection import BlockRule, TokenRule
     from specsamp.sampling.rules import Draft, Verdict
+    from specsamp.sampling.trees import KSeqRule, RecursiveRule, TraversalRule
     from specsamp.sampling.warp import chain, greedy, min_p, temperature, top_k, top_p
     from specsamp.serving.generate_many import generate_many
     from specsamp.serving.log import CompletionLog
@@ -49,9 +58,16 @@ _NAMES = {
     "specsamp.decoding.drafters": (
         "ChoosingDrafter",
         "EarlyExitDrafter",
+        "EarlyExitTree",
         "FeatureDrafter",
+        "FeatureTree",
+        "GrowingFeatureTree",
+        "GrowingModelTree",
+        "Growth",
         "ModelDrafter",
+        "ModelTree",
         "NgramDrafter",
+        "NgramTree",
         "NoDrafter",
         "TranslatingDrafter",
     ),
@@ -60,6 +76,7 @@ _NAMES = {
     "specsamp.decoding.method": ("Method",),
     "specsamp.decoding.pair": ("Pair",),
     "specsamp.decoding.results": ("Chunk", "Completion", "RowStats"),
+    "specsamp.decoding.trees": ("TreeShape",),
     "specsamp.models.config": ("TransformerConfig",),
     "specsamp.models.interface": ("LanguageModel", "Output"),
     "specsamp.models.transformer": ("TransformerLM",),
@@ -68,6 +85,7 @@ _NAMES = {
     "specsamp.sampling.penalties": ("ban", "bias", "penalties"),
     "specsamp.sampling.rejection": ("BlockRule", "TokenRule"),
     "specsamp.sampling.rules": ("Draft", "Verdict"),
+    "specsamp.sampling.trees": ("KSeqRule", "RecursiveRule", "TraversalRule"),
     "specsamp.sampling.warp": ("chain", "greedy", "min_p", "temperature", "top_k", "top_p"),
     "specsamp.serving.generate_many": ("generate_many",),
     "specsamp.serving.log": ("CompletionLog",),

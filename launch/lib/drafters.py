@@ -11,13 +11,18 @@ from specsamp.decoding.drafters import (
     BlockDrafter,
     ChoosingDrafter,
     EarlyExitDrafter,
+    EarlyExitTree,
+    FeatureTree,
     ModelDrafter,
+    ModelTree,
     NgramDrafter,
+    NgramTree,
     NoDrafter,
 )
 from specsamp.decoding.drafters.block import LAWS
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.method import check_lengths, head_drafter
+from specsamp.decoding.trees import TreeShape
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel
 
@@ -30,6 +35,7 @@ class Word:
       make: returns the drafter, given the target, the pair's draft model or head, K, and the number that ``takes`` names.
       draft: "model", "head" or "block", which the pair then must hold; None: only the target is needed.
       takes: the field with a number of the drafter, which stands behind the word in results.
+      tree: returns the drafter of token trees, given a shape instead of K; None: there is none.
       drafts: False for plain decoding at any K.
       compiled: True if compile reports have the drafter; forecasts from shapes have it, too, unless it is a head.
     """
@@ -37,6 +43,7 @@ class Word:
     make: Callable[[LanguageModel, LanguageModel | Head | None, int, int | None], Drafter]
     draft: str | None = None
     takes: str | None = None
+    tree: Callable[[LanguageModel, LanguageModel | Head | None, TreeShape, int | None], Drafter] | None = None
     drafts: bool = True
     compiled: bool = False
 
@@ -46,12 +53,14 @@ class Word:
         return self.takes == "exit_layer"
 
 
-def _head(target: LanguageModel, draft: LanguageModel | Head | None, K: int, number: None) -> Drafter:
+def _head(target: LanguageModel, draft: LanguageModel | Head | None, size: int | TreeShape, number: None) -> Drafter:
     if not isinstance(draft, Head):
         raise ValueError(
             "this pair was read without a head: set --config.drafter=head, or name a head by --config=configs/hf.py:TARGET,HEAD"
         )
-    return head_drafter(target, draft, K)
+    if isinstance(size, TreeShape):
+        return FeatureTree(target, draft, decode_window(), tree=size)
+    return head_drafter(target, draft, size)
 
 
 def _block(law: str) -> Word:
@@ -71,18 +80,23 @@ def _block(law: str) -> Word:
 DRAFTERS = {
     "model": Word(
         make=lambda target, draft, K, number: ModelDrafter(draft, K, decode_window()),
+        tree=lambda target, draft, shape, number: ModelTree(draft, decode_window(), tree=shape),
         draft="model",
         compiled=True,
     ),
-    "head": Word(make=_head, draft="head", compiled=True),
+    "head": Word(make=_head, tree=_head, draft="head", compiled=True),
     "block": Word(make=_head, draft="block"),
     **{f"block_{law}": _block(law) for law in LAWS},
     "early_exit": Word(
         make=lambda target, draft, K, exit_layer: EarlyExitDrafter(target, exit_layer, K, decode_window()),
+        tree=lambda target, draft, shape, exit_layer: EarlyExitTree(target, exit_layer, decode_window(), tree=shape),
         takes="exit_layer",
         compiled=True,
     ),
-    "ngram": Word(make=lambda target, draft, K, number: NgramDrafter(K=K)),
+    "ngram": Word(
+        make=lambda target, draft, K, number: NgramDrafter(K=K),
+        tree=lambda target, draft, shape, number: NgramTree(tree=shape),
+    ),
     "chosen": Word(
         make=lambda target, draft, K, number: ChoosingDrafter(
             (NgramDrafter(K=K), ModelDrafter(draft, K, decode_window()))

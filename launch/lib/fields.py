@@ -23,6 +23,7 @@ from specsamp.decoding.drafters import ModelDrafter, NoDrafter
 from specsamp.decoding.method import Method, default_drafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt
+from specsamp.decoding.trees import TreeShape
 from specsamp.models import config as models
 from specsamp.models.heads import Head
 from specsamp.models.int8 import SIDES, Int8
@@ -137,6 +138,7 @@ class ExperimentConfig:
     repeats: int
     seed: int
     exit_layer: int | None = None
+    tree: Sequence[int] = ()
     adaptive: AdaptiveFields | None = None
     attention: str = "plain"
     int8: Int8Fields = Int8Fields()
@@ -166,7 +168,22 @@ class ExperimentConfig:
             validate.number("draft_temperature", self.draft_temperature, 0)
         if self.synthetic_acceptance is not None:
             validate.number("synthetic_acceptance", self.synthetic_acceptance, 0, 1)
-        make_rule(self.rule)
+        self._check_tree(make_rule(self.rule))
+
+    def _check_tree(self, rule: Rule) -> None:
+        """Refuses trees that the drafter or the rule does not have, and rules of trees without one."""
+        widths = validate.integers("tree", self.tree, 1)
+        if widths and self.word.tree is None:
+            trees = ", ".join(name for name, word in DRAFTERS.items() if word.tree is not None)
+            raise ValueError(f"tree={tuple(widths)}, but drafter={self.drafter} drafts no trees; these do: {trees}")
+        if widths and not getattr(rule, "trees", False):
+            raise ValueError(
+                f"rule={self.rule} verifies chains: with a tree, set rule to recursive, traversal or coupled"
+            )
+        if not widths and not getattr(rule, "chains", True):
+            raise ValueError(f"rule={self.rule} verifies token trees: set tree, such as 3,2,1, or rule=token")
+        if widths and self.draft_length == MACHINE:
+            raise ValueError(f"tree={tuple(widths)} is a shape, and draft_length={MACHINE} a length: leave one out")
 
     @classmethod
     def from_config_dict(cls, config: ConfigDict) -> ExperimentConfig:
@@ -207,7 +224,8 @@ class ExperimentConfig:
     @property
     def drafter_name(self) -> str:
         """Returns the drafter's name in results: its word and its number."""
-        return f"{self.drafter} {self.own_number}" if self.word.takes else self.drafter
+        name = f"{self.drafter} {self.own_number}" if self.word.takes else self.drafter
+        return f"{name} tree {'x'.join(map(str, self.tree))}" if self.tree else name
 
     @property
     def is_plain(self) -> bool:
@@ -227,6 +245,8 @@ class ExperimentConfig:
     ) -> Drafter:
         """Returns the drafter for K or the configuration's; K = 0 drafts nothing. ValueError: it does not fit the target."""
         K = self.draft_length if draft_length is None else draft_length
+        if K and self.tree:
+            return self.word.tree(target, draft, TreeShape.of_widths(*self.tree), self.own_number)
         return self.word.make(target, draft, K, self.own_number) if K else NoDrafter()
 
     def make_adaptive(self, drafter: Drafter) -> Adaptive | None:

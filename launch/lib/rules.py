@@ -1,6 +1,7 @@
 """Acceptance rules by the word that a configuration names them with, such as "block", "ears:0.3" or "bounded:0.01:typical".
 
-A lossy rule's constants follow its name, in the order of its fields; the rest have their defaults.
+A lossy rule's constants follow its name, in the order of its fields; the rest have their defaults. Behind a rule of token
+trees stands how siblings come about: "recursive", or "traversal:top".
 """
 
 from absl import flags
@@ -10,8 +11,10 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.lossy import EARS, Bounded, Lenience, Typical
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Rule
+from specsamp.sampling.trees import KSeqRule, RecursiveRule, TraversalRule
 
 RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
+TREES = {"recursive": RecursiveRule, "traversal": TraversalRule, "kseq": KSeqRule}
 BOUNDED = "bounded"
 LOSSY = {"ears": EARS, "lenience": Lenience, "typical": Typical, BOUNDED: Bounded}
 CONSTANTS = {"ears": 1, "lenience": 1, "typical": 2}  # the most that may follow
@@ -25,7 +28,9 @@ def define_require_exact() -> flags.FlagHolder:
 def make_rule(word: str) -> Rule:
     """Returns the rule of a word."""
     name, *constants = str(word).split(":")
-    rule = (RULES | LOSSY)[validate.choice("rule", name, RULES | LOSSY)]
+    rule = (RULES | TREES | LOSSY)[validate.choice("rule", name, RULES | TREES | LOSSY)]
+    if name in TREES and len(constants) <= 1:
+        return rule(*constants)
     if name == BOUNDED:
         if len(constants) < 2:
             raise ValueError(f"rule {word!r} needs a budget and a lossy rule, such as bounded:0.01:ears:1.0")

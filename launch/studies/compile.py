@@ -8,6 +8,7 @@
     scoring      a call of the target by its tokens, from one to the ridge of each chip
     heads        a head of EAGLE-3's shape, and an early exit, beside a draft model
     kernels      calls and rounds whose caches are read by kernels, with all slots alive and with ``live`` of them
+    trees        rounds of token trees of so many scored rows, beside their parts and a chain of their depth
     training     the memory of a device in a training step of an EAGLE-3 head, in ``data`` shards, with ``layers`` of the
                  target, ``test_steps`` of the training-time test, and logits of ``chunk`` positions at a time
 
@@ -27,11 +28,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from launch.lib.command_tables import REPORTS
 from launch.lib.config import meant
+from launch.lib.rules import make_rule
 from launch.lib.shapes import eagle3_of
 from launch.lib.study import Option, Published, Study
 from launch.studies import compile_tables as tables
 from launch.studies.compile_tables import K
 from specsamp import chain, storage, temperature, top_p
+from specsamp.analysis.tree_shape import best_shape
 from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.decoding import data_shards
 from specsamp.machine import version
@@ -47,6 +50,7 @@ from specsamp.tpu.topology import described_mesh, parse
 from specsamp.training.eagle import TrainHead
 from specsamp.training.trainer import TrainConfig, init_state, state_shardings, train_step
 
+RANKS, TREE_DEPTH = (0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01), 6  # of the shapes of trees
 EXIT_LAYER, PAPER = 10, "v4:2x2x4"
 METHOD = K, chain(temperature(1.0), top_p(0.8)), TokenRule()
 MODELS = {
@@ -104,6 +108,21 @@ def kernels(model: str, topology: str, program: str, batch: int, slots: int, liv
     return made.facts(topology, sequences=batch, calls=K + 1 if draft else 1)
 
 
+def trees(target: str, topology: str, drafter: str, rows: int, rule: str) -> dict[str, Any]:
+    """Returns the facts of a round of a tree, beside its parts and the round of a chain of its depth."""
+    config, shape = MODELS[target](), best_shape(RANKS, rows, TREE_DEPTH)
+    stack = stack_of(config, topology, drafter=eagle3_of(config) if drafter == "EAGLE-3" else MODELS[drafter]())
+    programs = {
+        "round": stack.tree_round(shape, METHOD[1], make_rule(rule)),
+        "score": stack.call(rows),
+        "moved slots": stack.compact(shape),
+        f"round of {shape.depth} tokens": stack.round(shape.depth, *METHOD[1:]),
+    }
+    return {"depth": shape.depth, "parents": shape.parents} | {
+        "programs": {name: each.facts(topology, calls=shape.depth + 1) for name, each in programs.items()}
+    }
+
+
 def training(
     target: str, topology: str, data: int, rows: int, length: int, layers: int, test_steps: int, chunk: int, **head: int
 ) -> dict[str, Any]:
@@ -151,7 +170,7 @@ def cells(options: Any) -> list[dict[str, Any]]:
     return [dict(each) for each in dict.fromkeys(tuple((key | changes).items()) for key in keys)]
 
 
-ANSWERS = {answer.__name__: answer for answer in (slices, scoring, heads, kernels, training)}
+ANSWERS = {answer.__name__: answer for answer in (slices, scoring, heads, kernels, trees, training)}
 TABLES = {name: f"compile_{name}" for name in (*GRIDS, "shapes", "complements")} | {"training": "compile_head_training"}
 
 STUDY = Study(

@@ -119,6 +119,7 @@ class Adaptive:
         as drafting does not pay. Default: 8 for each sequence of the batch.
       longest: the longest draft of a sequence, besides the usual length. Default: the last length, and in batches the usual
         length, or the shortest draft if that is 0.
+      depths: the most tokens of each length that can be accepted, which are fewer in a token tree; None: all of them.
 
     Raises:
       ValueError: naming the value and the fix.
@@ -134,6 +135,7 @@ class Adaptive:
     margin: float | None = None
     pause: int | None = None
     longest: int | None = None
+    depths: tuple[int, ...] | None = None
 
     def __post_init__(self):
         lengths = validate.integers("lengths", self.lengths)
@@ -223,6 +225,10 @@ class Adaptive:
         chosen = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **chosen)
 
+    def of_depths(self, depths: tuple[int, ...]) -> Adaptive:
+        """Returns these numbers for a drafter whose drafts have these depths."""
+        return self if depths == self.lengths else dataclasses.replace(self, depths=depths)
+
     def begin(self, lengths_B: Array, falls_behind: bool) -> AdaptiveState:
         """Returns the initial adaptive state, after prefill."""
         nothing_B = jnp.zeros(lengths_B.shape, jnp.float32)
@@ -264,7 +270,8 @@ class Adaptive:
         rate_B = accepted_B / (accepted_B + self.trust + state.rejected_B)
         lengths = [length for length in self.lengths if length <= max(self.longest, self.usual)]
         costs_L = jnp.asarray(self.costs_ms[: len(lengths)] if self.costs_ms else [1.0], jnp.float32)
-        goodput_BL = tokens_per_round(jnp.minimum(rate_B, MOST_CERTAIN), lengths) / costs_L[None, :]
+        depths = (self.depths or self.lengths)[: len(lengths)]
+        goodput_BL = tokens_per_round(jnp.minimum(rate_B, MOST_CERTAIN), depths) / costs_L[None, :]
         best_B = jnp.asarray(lengths, jnp.int32)[jnp.argmax(goodput_BL, axis=1)]
         is_clear_B = goodput_BL.max(axis=1) > (1 + self.margin) * goodput_BL[:, lengths.index(self.usual)]
         return jnp.where(is_clear_B, best_B, self.usual)

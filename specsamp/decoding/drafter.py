@@ -12,9 +12,10 @@ sampled. Each part has its own `Sampler` index, so that the random numbers of th
 *Adaptive lengths.* Every round has arrays ``[B, K]``; ``num_drafted_B`` says how many tokens count. A drafter that draws
 a chain with `Sampler.chain` stops early by itself. The drafts of other drafters are cut to the chosen lengths.
 
-*Token trees* are not decoded yet. A tree is a `Draft` with ``parents_BK`` and ``depth``. The loop will pass the target a
-`Block`, the rule will return the accepted positions, and the target will move their cache slots together
-(`LanguageModel.compact`). Sampling siblings without replacement will be a method of the rule, like `Rule.sample`.
+*Token trees* (`specsamp.decoding.drafters.tree`). A tree is a `Draft` with ``parents_BK``, ``depth`` and ``width``. The
+loop scores it in one call, moves the accepted path together in the target's cache, and gives `commit` the output of that
+path; a drafter with a cache moves it by the same rows (`LanguageModel.compact`). `specsamp.decoding.trees.grow` draws
+trees level by level.
 """
 
 from __future__ import annotations

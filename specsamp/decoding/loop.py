@@ -13,6 +13,9 @@ on computing into scratch slots beyond its length, which changes nothing that is
 The loop is exact for any target: the emitted tokens follow the warped distribution of `LanguageModel.__call__`, computed
 in float32 from its logits.
 
+A token tree is scored in the same way, with a `Block` that lets each node see its ancestors. The accepted path is then
+moved together (`specsamp.decoding.trees.keep_path`), so that all that follows sees a chain.
+
 With adaptive draft lengths, a round is as wide as the longest draft of its rows. All widths are in one program and update
 the same caches in place, because the inner loops of the widths run one after the other; the branches of a `lax.switch`
 would copy the caches. A round of width K is compiled like a round of fixed length K.
@@ -35,6 +38,7 @@ from specsamp.decoding.drafter import Drafter, catch_up, check_state, hooks_of, 
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
+from specsamp.decoding.trees import block_of, keep_path, path_draft
 from specsamp.models.compiling import Options
 from specsamp.models.interface import LanguageModel, Output, check_logits
 from specsamp.sampling.rng import RoundKeys
@@ -154,10 +158,14 @@ class Loop:
             )
             verdict = self.verify(request, state, draft, target)
         with jax.named_scope("commit"):
+            if draft.parents_BK is not None:
+                output = keep_path(self.target, state.lengths_B - 1, verdict, output, draft.tokens_BK.shape[1])
             drafter_state, cache = self.drafter.commit(
                 weights, drafter_state, state.prefix, draft, verdict, output, output.cache
             )
             state = dataclasses.replace(state, cache=cache, drafter_state=drafter_state)
+            if draft.parents_BK is not None:
+                draft, target = path_draft(draft, verdict, target), target.along(verdict)
             return self.commit(request, state, draft, verdict, target)
 
     def draft(self, weights: Weights, request: RequestBatch, state: DecodeState) -> tuple[Draft, Any, Any]:
@@ -174,12 +182,10 @@ class Loop:
         draft, drafter_state, cache = self.drafter.propose(
             weights, state.drafter_state, state.prefix, state.cache, sampler
         )
-        if draft.parents_BK is not None:
-            raise NotImplementedError("the loop scores chains only: token trees are not decoded yet")
         num_drafted_B = draft.num_drafted_B
         if self.adaptive is not None:  # drafters without `Sampler.chain` draft K tokens
             num_drafted_B = jnp.minimum(num_drafted_B, state.adaptive_state.draft_lengths_B)
-        if draft.log_probs_BRV is not None:
+        if draft.log_probs_BRV is not None and draft.parents_BK is None:  # rules for trees leave out the subtree
             # A chain ends before the first distribution that is NaN. This depends on its context alone: no bias.
             sound_BR = ~jnp.isnan(draft.log_probs_BRV).any(-1)
             sound_B = jnp.sum(jnp.cumprod(sound_BR, axis=1), axis=1).astype(num_drafted_B.dtype)
@@ -188,8 +194,8 @@ class Loop:
 
     def score(self, weights: Weights, state: DecodeState, draft: Draft, cache: Any) -> Output:
         """Calls the target once; returns the output at the pending token and at each drafted token."""
-        positions = draft.tokens_BK.shape[1] + 1
-        width = max(positions, self.window)
+        positions, is_tree = draft.tokens_BK.shape[1] + 1, draft.parents_BK is not None
+        width = positions if is_tree else max(positions, self.window)
         start_B = jnp.maximum(state.lengths_B + positions - 1 - width, 0)
         if width == positions:
             pending_B1 = gather_tokens(state.tokens_BS, start_B, 1)
@@ -197,7 +203,10 @@ class Loop:
         else:  # a wider window begins with tokens that the cache holds already
             tokens_BS = write_tokens(state.tokens_BS, draft.tokens_BK, state.lengths_B)
             tokens_BT = gather_tokens(tokens_BS, start_B, width)
-        output = self.target(weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers)
+        options = {"block": block_of(draft, start_B)} if is_tree else {}
+        output = self.target(
+            weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers, **options
+        )
         check_logits("target", self.target, output)
         logits_BTV = output.logits_BTV.astype(jnp.promote_types(output.logits_BTV.dtype, jnp.float32))
         if width == positions:

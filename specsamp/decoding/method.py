@@ -63,6 +63,11 @@ class Method:
 
     def loop(self, pair: Pair, *, batch: int = 1, keep_log_probs: bool = False, keep_rounds: bool = False) -> Loop:
         """Returns the loop that decodes ``batch`` sequences at a time this way, on the platform at hand."""
+        adaptive = self.adaptive
+        if adaptive is not None:
+            drafters = [with_length(self.drafter, K) for K in adaptive.lengths]
+            depths = tuple(each.K if hooks_of(each).depth is None else hooks_of(each).depth for each in drafters)
+            adaptive = adaptive.for_batch(batch).of_depths(depths)
         return Loop(
             target=pair.target,
             drafter=self.drafter,
@@ -70,7 +75,7 @@ class Method:
             window=decode_window(),
             keep_log_probs=keep_log_probs,
             keep_rounds=keep_rounds,
-            adaptive=self.adaptive and self.adaptive.for_batch(batch),
+            adaptive=adaptive,
             shards=pair.shards,
         )
 
@@ -127,6 +132,7 @@ def make_method(
     validate.instance("method", method, Method, EXAMPLE)
     _check_rule(method.rule)
     _check_drafter(pair, method.drafter)
+    _check_tree(method.rule, method.drafter)
     if method.adaptive is not None:
         _check_adaptive(method.adaptive, method.drafter)
     if validate.switch("require_exact", require_exact):
@@ -175,6 +181,19 @@ def _check_drafter(pair: Pair, drafter: Drafter) -> None:
             "drafter out, or give a TranslatingDrafter"
         )
     drafter.check(pair.target, pair.draft, pair.draft_params)
+
+
+def _check_tree(rule: Rule, drafter: Drafter) -> None:
+    """Raises ValueError for a rule of chains with a drafter of token trees, and the other way round."""
+    is_tree, name = hooks_of(drafter).depth is not None, type(drafter).__name__
+    if is_tree and not getattr(rule, "trees", False):
+        raise ValueError(
+            f"{rule!r} verifies chains, but {name} drafts token trees: take RecursiveRule(), TraversalRule() or CoupledRule()"
+        )
+    if not is_tree and drafter.K and not getattr(rule, "chains", True):
+        raise ValueError(
+            f"{rule!r} verifies token trees, but {name} drafts chains: take {rule.of_chains!r}, the same on a chain"
+        )
 
 
 def _check_hashable(name: str, static: Any) -> None:

@@ -8,11 +8,13 @@ token k + 1 after token k was sampled, and before token k + 1 is sampled.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsamp.decoding.adaptive import Stop
 from specsamp.sampling.rng import RoundKeys
@@ -20,6 +22,8 @@ from specsamp.sampling.rules import Draft, Rule
 from specsamp.sampling.warp import Chain, Greedy, Warp, chain, is_stateless, log_probs
 
 Array = jax.Array
+
+EXCLUDED = 1e4  # by how much the log-probability of a token that a warp excludes is lowered
 
 
 @jax.tree_util.register_dataclass
@@ -81,6 +85,47 @@ class Sampler:
                 return jnp.argmax(warped_BV, axis=-1).astype(jnp.int32), None
             depth = node if depth is None else depth
             return self.rule.sample(warped_BV, self.keys, node=node, depth=depth, drafter=self.drafter), warped_BV
+
+    def siblings(
+        self, logits_BPV: Array, families_PC: np.ndarray, *, depth: Array | int, warp_state: Any
+    ) -> tuple[Array, Array | None]:
+        """Draws the children of P rows of a token tree.
+
+        Args:
+          logits_BPV: the draft's after each row, before warping; or one row for all of them.
+          families_PC: the nodes of the children; -1 where a row has fewer children.
+          depth: number of drafted tokens before the children.
+          warp_state: ``[B, P, ...]``, along the path to each row.
+
+        Returns:
+          ``tokens_BPC`` int32, and the log-probabilities that they were drawn from, shaped as the logits; None if the
+          children are the draft's most probable tokens: where sampling is statically greedy, or the rule wants them.
+        """
+        count, width = families_PC.shape
+        with jax.named_scope("sample"):
+            if is_stateless(warp_state):
+                warped_BPV = log_probs(self.warp, logits_BPV)
+            else:
+                logits_BPV = jnp.broadcast_to(logits_BPV, (len(logits_BPV), count, logits_BPV.shape[-1]))
+                warped_BPV = jax.vmap(functools.partial(log_probs, self.warp), in_axes=1, out_axes=1)(
+                    logits_BPV, warp_state
+                )
+            if self.is_one_hot or self.rule.chooses:
+                # Where a warp leaves fewer tokens than children, the rest are the best tokens before warping.
+                others_BPV = jax.nn.log_softmax(logits_BPV.astype(warped_BPV.dtype), axis=-1) - EXCLUDED
+                _, tokens = jax.lax.top_k(jnp.where(warped_BPV > -jnp.inf, warped_BPV, others_BPV), width)
+                return jnp.broadcast_to(tokens, (len(tokens), count, width)).astype(jnp.int32), None
+            each_BPV = jnp.broadcast_to(warped_BPV, (len(warped_BPV), count, warped_BPV.shape[-1]))
+            tokens_BPC = self.rule.siblings(
+                each_BPV, self.keys, nodes_PC=families_PC, depth=depth, drafter=self.drafter
+            )
+            return tokens_BPC, warped_BPV
+
+    def advance_all(self, warp_states: Any, tokens_BP: Array) -> Any:
+        """Returns the warp's states ``[B, P, ...]`` after one more token each."""
+        if is_stateless(warp_states):
+            return warp_states
+        return jax.vmap(self.advance, in_axes=1, out_axes=1)(warp_states, tokens_BP)
 
     def advance(self, warp_state: Any, tokens_B: Array) -> Any:
         """Returns the warp's state after one more token per row; begin with ``sample.warp_state``."""

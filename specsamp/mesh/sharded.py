@@ -25,7 +25,7 @@ from specsamp.models.block import BlockHead
 from specsamp.models.cache import KVCache
 from specsamp.models.compiling import FEWEST_COLLECTIVES, options_on
 from specsamp.models.heads import FeatureHead, Head, HeadConfig, HeadModule
-from specsamp.models.interface import LanguageModel, LayeredModel, Output
+from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
 from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 
@@ -255,11 +255,17 @@ class ShardedHead(_Sharded, FeatureHead):
     layout: Layout
 
     def __call__(
-        self, weights: Any, embedded_BTD: Array, features_BTD: Array, start_B: Array, cache: KVCache | None
+        self,
+        weights: Any,
+        embedded_BTD: Array,
+        features_BTD: Array,
+        start_B: Array,
+        cache: KVCache | None,
+        block: Block | None = None,
     ) -> tuple[Array, KVCache]:
         # The input features too: otherwise the compiler keeps them split in the carry, for their product.
         start_B, features_BTD = self.layout.on_all_devices((start_B, features_BTD))
-        features_BTD, cache = super().__call__(weights, embedded_BTD, features_BTD, start_B, cache)
+        features_BTD, cache = super().__call__(weights, embedded_BTD, features_BTD, start_B, cache, block)
         return self.layout.on_all_devices(features_BTD), self.layout.place_cache(self.cache_axes(), cache)
 
     def take(self, features_BTD: Array, row_B: Array) -> Array:

@@ -37,12 +37,12 @@ class Eagle1(HeadModule):
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD
 
-    def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, KVCache]:
+    def __call__(self, embedded_BTD, features_BTD, start_B, cache, block=None) -> tuple[Array, KVCache]:
         x_BTX = jnp.concatenate([embedded_BTD, features_BTD], axis=-1)
         x_BTD = contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
         if self.config.fc_bias:
             x_BTD = x_BTD + self.fc_bias.astype(x_BTD.dtype)
-        return finish_layer(self, x_BTD, x_BTD, start_B, cache)
+        return finish_layer(self, x_BTD, x_BTD, start_B, cache, block)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,11 +84,11 @@ class Eagle3(HeadModule):
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD if self.config.norm_output else self.final_norm(features_BTD)
 
-    def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, KVCache]:
+    def __call__(self, embedded_BTD, features_BTD, start_B, cache, block=None) -> tuple[Array, KVCache]:
         normed_BTD = self.hidden_norm(features_BTD)
         x_BTX = jnp.concatenate([self.attention_norm(embedded_BTD), normed_BTD], axis=-1)
         residual_BTD = normed_BTD if self.config.norm_before_residual else features_BTD
-        y_BTD, cache = finish_layer(self, x_BTX, residual_BTD, start_B, cache)
+        y_BTD, cache = finish_layer(self, x_BTX, residual_BTD, start_B, cache, block)
         return self.final_norm(y_BTD) if self.config.norm_output else y_BTD, cache
 
 

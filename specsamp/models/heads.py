@@ -21,7 +21,7 @@ from specsamp import validate
 from specsamp.models.cache import Int8KVCache, KVCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
-from specsamp.models.interface import LanguageModel, LayeredModel
+from specsamp.models.interface import Block, LanguageModel, LayeredModel
 from specsamp.models.modules import weight
 from specsamp.models.products import contract, full_precision
 
@@ -158,7 +158,12 @@ class HeadModule(nn.Module):
 
 
 def finish_layer(
-    module: HeadModule, x: Array, residual_BTD: Array, start_B: Array, cache: KVCache | None
+    module: HeadModule,
+    x: Array,
+    residual_BTD: Array,
+    start_B: Array,
+    cache: KVCache | None,
+    block: Block | None,
 ) -> tuple[Array, KVCache]:
     """Runs attention and feed-forward of a head, each added to the stream.
 
@@ -166,10 +171,10 @@ def finish_layer(
       x: the input of attention, ``[B, T, X]``.
       residual_BTD: the stream that attention is added to.
     """
-    positions_BT = start_B[:, None] + jnp.arange(x.shape[1])[None, :]
+    positions_BT = start_B[:, None] + jnp.arange(x.shape[1])[None, :] if block is None else block.positions_BT
     rope = module.config.layer.rotary_of(None).angles(positions_BT)
     with jax.named_scope("attention"):
-        y_BTD, cache = module.attention(x, start_B, rope, cache, None, None)
+        y_BTD, cache = module.attention(x, start_B, rope, cache, None, block)
         y_BTD = residual_BTD + y_BTD
     with jax.named_scope("mlp"):
         return y_BTD + module.mlp(module.mlp_norm(y_BTD)), cache
@@ -312,7 +317,13 @@ class FeatureHead(Head):
         return self._cache_class.logical_axes() if self.config.has_layer else ()
 
     def __call__(
-        self, weights: Any, embedded_BTD: Array, features_BTD: Array, start_B: Array, cache: KVCache | None
+        self,
+        weights: Any,
+        embedded_BTD: Array,
+        features_BTD: Array,
+        start_B: Array,
+        cache: KVCache | None,
+        block: Block | None = None,
     ) -> tuple[Array, KVCache]:
         """Reads pairs in slots ``start_B ..``; returns the features ``[B, T, D]`` of the positions after them.
 
@@ -321,9 +332,10 @@ class FeatureHead(Head):
           embedded_BTD: the tokens x_{t+1}.
           features_BTD: of positions t, from `fuse` or an earlier call.
           cache: see `LanguageModel.__call__`; None: the pairs of the call see each other alone.
+          block: positions and visibility of the pairs of a token tree; None: a chain.
         """
         embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
-        return self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, cache)
+        return self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, cache, block)
 
     def take(self, features_BTD: Array, row_B: Array) -> Array:
         """Returns the features of one position of each sequence, ``[B, D]``."""

@@ -49,7 +49,7 @@ class Medusa(HeadModule):
     def setup(self):
         self.head = [MedusaHead(self.config) for _ in range(self.config.num_heads)]
 
-    def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, Any]:
+    def __call__(self, embedded_BTD, features_BTD, start_B, cache, block=None) -> tuple[Array, Any]:
         return features_BTD, cache
 
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:

@@ -33,11 +33,11 @@ class MTP(HeadModule):
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD if self.config.norm_output else self.final_norm(features_BTD)
 
-    def __call__(self, embedded_BTD, features_BTD, start_B, cache) -> tuple[Array, KVCache]:
+    def __call__(self, embedded_BTD, features_BTD, start_B, cache, block=None) -> tuple[Array, KVCache]:
         parts = [self.token_norm(embedded_BTD), self.hidden_norm(features_BTD)]
         x_BTX = jnp.concatenate(parts[::-1] if self.config.hidden_first else parts, axis=-1)
         x_BTD = contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
-        y_BTD, cache = finish_layer(self, self.attention_norm(x_BTD), x_BTD, start_B, cache)
+        y_BTD, cache = finish_layer(self, self.attention_norm(x_BTD), x_BTD, start_B, cache, block)
         return self.final_norm(y_BTD) if self.config.norm_output else y_BTD, cache
 
 

@@ -4,6 +4,9 @@ Draft and target take the argmax of their log-probabilities plus the *same* Gumb
 position (Gumbel coupling; arXiv 2408.07978). Every emitted token is the target's own choice, so for one seed the
 speculative text is the autoregressive one, for every draft. A drafted token is accepted when the two choices agree,
 which happens less often than under the token rule.
+
+In a token tree, the children of a row are the best of its log-probabilities plus the noise of their position; the target's
+choice is accepted if it is among them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.sampling.rng import RoundKeys
-from specsamp.sampling.rules import Draft, TargetDistributions, Verdict, count_leading
+from specsamp.sampling.rules import Draft, TargetDistributions, Verdict, count_leading, path_verdict, take_row
 
 Array = jax.Array
 
@@ -26,6 +29,8 @@ class CoupledRule:
     exact = True
     metered = False
     draft_independent = True
+    trees, chains = True, True
+    chooses = False
 
     def sample(
         self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0
@@ -35,8 +40,18 @@ class CoupledRule:
         gumbels_BV = keys.position_gumbels(depth, log_probs_BV.shape[-1])
         return jnp.argmax(log_probs_BV + gumbels_BV, axis=-1).astype(jnp.int32)
 
+    def siblings(
+        self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int, drafter: int = 0
+    ) -> Array:
+        """Draws the children of P rows of one depth, int32 ``[B, P, C]``; see `TreeRule.siblings`."""
+        del drafter
+        gumbels_BV = keys.position_gumbels(depth, log_probs_BPV.shape[-1])
+        return jax.lax.top_k(log_probs_BPV + gumbels_BV[:, None], nodes_PC.shape[1])[1].astype(jnp.int32)
+
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
         """Draws the target's choices and keeps the drafted tokens that agree with them."""
+        if draft.parents_BK is not None:
+            return self._verify_tree(draft, target, keys)
         target_log_probs = target.all()
         num_rows, vocab_size = target_log_probs.shape[1:]
         gumbels = [keys.position_gumbels(offset, vocab_size) for offset in range(num_rows)]
@@ -44,3 +59,22 @@ class CoupledRule:
         num_accepted_B = count_leading((choices_BT[:, :-1] == draft.tokens_BK) & draft.is_drafted_BK)
         emitted = jnp.arange(num_rows)[None, :] <= num_accepted_B[:, None]
         return Verdict(tokens_BT=jnp.where(emitted, choices_BT, -1), num_accepted_B=num_accepted_B)
+
+    def _verify_tree(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
+        batch, depth = len(draft.tokens_BK), draft.most_accepted
+        row_B = num_accepted_B = jnp.zeros(batch, jnp.int32)
+        rows, choices, warp_state = [row_B], [], target.warp_state
+        for level in range(depth + 1):
+            log_probs_BV = target.at(row_B, warp_state)
+            gumbels_BV = keys.position_gumbels(level, log_probs_BV.shape[-1])
+            choice_B = jnp.argmax(log_probs_BV + gumbels_BV, axis=-1).astype(jnp.int32)
+            is_choice_BK = (draft.parents_BK == row_B[:, None]) & (draft.tokens_BK == choice_B[:, None])
+            is_choice_BK &= draft.is_drafted_BK & (num_accepted_B == level)[:, None]
+            moves_B = is_choice_BK.any(1)
+            warp_state = target.advance(warp_state, choice_B, moves_B)
+            row_B = jnp.where(moves_B, jnp.argmax(is_choice_BK, axis=1).astype(jnp.int32) + 1, row_B)
+            num_accepted_B = num_accepted_B + moves_B
+            rows.append(row_B)
+            choices.append(choice_B)
+        last_B = take_row(jnp.stack(choices, axis=1), num_accepted_B)
+        return path_verdict(draft, jnp.stack(rows[: depth + 1], axis=1), num_accepted_B, last_B)

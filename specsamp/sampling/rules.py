@@ -40,12 +40,36 @@ class Draft:
     # R = K. None: one-hot. It must be None for tokens that were not drawn but chosen (top-k, pruned, retrieved).
     log_probs_BRV: Array | None = None
     parents_BK: Array | None = None  # int32, the scored row of each node's parent; None: a chain, 0, 1, .., K-1
+    # int32 [B, K+1], for each scored row with children the row of ``log_probs_BRV``; None: row r of scored row r
+    law_rows_BT: Array | None = None
     depth: int | None = dataclasses.field(default=None, metadata={"static": True})  # None: K
+    width: int | None = dataclasses.field(default=None, metadata={"static": True})  # most siblings; None: K
     scores_BK: Array | None = None  # float32, log-probabilities of tokens that were not sampled; for lossy rules
 
     @property
     def is_drafted_BK(self) -> Array:
         return jnp.arange(self.tokens_BK.shape[1])[None, :] < self.num_drafted_B[:, None]
+
+    @property
+    def most_accepted(self) -> int:
+        """Returns the largest number of nodes on a path."""
+        return self.tokens_BK.shape[1] if self.depth is None else self.depth
+
+    @property
+    def most_siblings(self) -> int:
+        """Returns the largest number of children of a node."""
+        return self.tokens_BK.shape[1] if self.width is None else self.width
+
+    def law_rows(self, row_B: Array) -> Array:
+        """Returns the rows of ``log_probs_BRV`` from which the children of scored rows were drawn; any if there are none."""
+        rows_B = row_B if self.law_rows_BT is None else take_row(self.law_rows_BT, row_B)
+        return jnp.minimum(rows_B, self.log_probs_BRV.shape[1] - 1)
+
+    def probs_at(self, row_B: Array) -> Array | None:
+        """Returns the distributions from which the children of scored rows were drawn, ``[B, V]``; None: one-hot."""
+        if self.log_probs_BRV is None:
+            return None
+        return jnp.exp(jnp.take_along_axis(self.log_probs_BRV, self.law_rows(row_B)[:, None, None], axis=1)[:, 0])
 
 
 @jax.tree_util.register_dataclass
@@ -100,12 +124,28 @@ class TargetDistributions:
         rows = [log_probs(self.warp, self.logits_BTV[:, t], state) for t, state in enumerate(self._states())]
         return jnp.stack(rows, axis=1)
 
-    def at(self, row_B: Array) -> Array:
-        """Returns the log-probabilities of one scored row per text, ``[B, V]``."""
+    def at(self, row_B: Array, warp_state: Any) -> Array:
+        """Returns the log-probabilities of one scored row per text, ``[B, V]``.
+
+        Args:
+          warp_state: after the path to this row, from `advance`; ``self.warp_state`` at row 0.
+        """
         logits_BV = jnp.take_along_axis(self.logits_BTV, row_B[:, None, None], axis=1)[:, 0]
-        if is_stateless(self.warp_state):
-            return log_probs(self.warp, logits_BV)
-        return log_probs(self.warp, logits_BV, _take(_stack(self._states()), row_B))
+        return log_probs(self.warp, logits_BV, warp_state)
+
+    def advance(self, warp_state: Any, token_B: Array, moves_B: Array) -> Any:
+        """Returns the warp's state after one more token, in the rows that ``moves_B`` names."""
+
+        def choose(new: Array, old: Array) -> Array:
+            return jnp.where(moves_B.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
+
+        return jax.tree.map(choose, self.warp.advance(warp_state, token_B), warp_state)
+
+    def along(self, verdict: Verdict) -> TargetDistributions:
+        """Returns the distributions of the accepted path alone, as those of a chain."""
+        logits_BTV = jnp.take_along_axis(self.logits_BTV, verdict.rows_BT[..., None], axis=1)
+        path = Draft(tokens_BK=jnp.maximum(verdict.tokens_BT[:, :-1], 0), num_drafted_B=verdict.num_accepted_B)
+        return dataclasses.replace(self, logits_BTV=logits_BTV, draft=path)
 
     def _states(self) -> list[Any]:
         """Returns the warp's state at each scored row."""
@@ -125,11 +165,14 @@ class Rule(Protocol):
       exact: whether emitted tokens follow the target's distribution.
       metered: whether its verdicts have a meter; True for lossy rules.
       draft_independent: whether the text is the same for every draft.
+      trees, chains: whether it verifies token trees, and chains. (A rule without these verifies chains alone.)
     """
 
     exact: bool
     metered: bool
     draft_independent: bool
+    trees: bool = False
+    chains: bool = True
 
     def sample(
         self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0
@@ -151,6 +194,23 @@ class Rule(Protocol):
 def count_leading(is_true_BK: Array) -> Array:
     """Returns the number of true entries before the first false one, ``[B]`` int32."""
     return jnp.sum(jnp.cumprod(is_true_BK, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+
+
+def take_row(x_BT: Array, row_B: Array) -> Array:
+    """Returns ``x_BT[b, row_B[b]]``."""
+    return jnp.take_along_axis(x_BT, row_B[:, None], axis=1)[:, 0]
+
+
+def path_verdict(draft: Draft, rows_BT: Array, num_accepted_B: Array, last_B: Array) -> Verdict:
+    """Returns the verdict that accepts the path along scored rows ``rows_BT`` and appends ``last_B``."""
+    positions, n_B1 = jnp.arange(rows_BT.shape[1])[None, :], num_accepted_B[:, None]
+    path_BD = jnp.take_along_axis(draft.tokens_BK, jnp.maximum(rows_BT[:, 1:] - 1, 0), axis=1)
+    tokens_BT = jnp.where(positions < n_B1, jnp.pad(path_BD, ((0, 0), (0, 1))), -1)
+    return Verdict(
+        tokens_BT=jnp.where(positions == n_B1, last_B[:, None], tokens_BT),
+        num_accepted_B=num_accepted_B,
+        rows_BT=rows_BT,
+    )
 
 
 def _stack(states: list[Any]) -> Any:

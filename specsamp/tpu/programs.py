@@ -19,9 +19,17 @@ from jax.sharding import Mesh, NamedSharding
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter
+from specsamp.decoding.drafters import (
+    EarlyExitDrafter,
+    EarlyExitTree,
+    FeatureDrafter,
+    FeatureTree,
+    ModelDrafter,
+    ModelTree,
+)
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import RequestBatch, Weights
+from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import ShardedModel, shard_head, shard_model
 from specsamp.models.head_model import HeadModel
@@ -72,11 +80,11 @@ class Programs:
         matrices = [*model.matrices_read(weights, rows * tokens), (weights.get("relative_keys"), live)]
         return sum(share * _size(matrix) for matrix, share in matrices) + live * _size(self.cache(model))
 
-    def floor_of_round(self, draft_length: int, live: float = 1.0) -> float:
+    def floor_of_round(self, draft_length: int, live: float = 1.0, *, tokens: int | None = None) -> float:
         """Returns the sum of the floors of a round's calls, and of the matrices that fuse features, in bytes per device."""
         fused = () if self.head is None else [self.draft_weights()["params"][name] for name in self.head.config.fused]
         return (
-            self.floor(self.target, live, tokens=draft_length + 1)
+            self.floor(self.target, live, tokens=tokens or draft_length + 1)
             + draft_length * self.floor(self.draft, live)
             + _size(fused)
         )
@@ -110,8 +118,19 @@ class Programs:
         tokens_BT, start_B = self._by_rows([jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes])
         return jax.jit(split, donate_argnums=3).lower(self.weights(model), tokens_BT, start_B, self.cache(model))
 
-    def round(self, draft_length: int, rule: Rule) -> jax.stages.Lowered:
-        """Lowers the loop of generation, all rounds of it, with the draft proposing K tokens a round."""
+    def compact(self, model: ShardedModel, shape: TreeShape) -> jax.stages.Lowered:
+        """Lowers the move of a tree's accepted path in a model's cache."""
+
+        def compact(cache, start_B, rows_BT):
+            return model.compact(cache, start_B, rows_BT, shape.K + 1)
+
+        split = DataShards(self.mesh).map(compact, (BY_ROWS, BY_ROWS, BY_ROWS))
+        sizes = (self.batch,), (self.batch, shape.depth + 1)
+        start_B, rows_BT = self._by_rows([jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes])
+        return jax.jit(split, donate_argnums=0).lower(self.cache(model), start_B, rows_BT)
+
+    def round(self, draft_length: int | TreeShape, rule: Rule) -> jax.stages.Lowered:
+        """Lowers the loop of generation, all rounds of it, with the draft proposing K tokens or a tree a round."""
         loop = Loop(
             target=self.target,
             drafter=self.drafter(draft_length),
@@ -146,15 +165,19 @@ class Programs:
 
         return jax.jit(run, donate_argnums=2).lower(weights, request, state, rounds)
 
-    def drafter(self, draft_length: int, *, is_sharded: bool = True) -> Drafter:
-        """Returns the drafter of a round, of the sharded models or of those inside."""
+    def drafter(self, size: int | TreeShape, *, is_sharded: bool = True) -> Drafter:
+        """Returns the drafter of a round of K tokens or of a tree, of the sharded models or of those inside."""
         target = self.target if is_sharded else self.target.model
         if self.head is not None:
             head = shard_head(self.head, self.draft.layout) if is_sharded else self.head
-            return FeatureDrafter(target, head, draft_length, WINDOW)
-        if self.inside:
-            return EarlyExitDrafter(target, self.draft.num_layers, draft_length, WINDOW)
-        return ModelDrafter(self.draft if is_sharded else self.draft.model, draft_length, WINDOW)
+            kinds, parts = (FeatureDrafter, FeatureTree), (target, head)
+        elif self.inside:
+            kinds, parts = (EarlyExitDrafter, EarlyExitTree), (target, self.draft.num_layers)
+        else:
+            kinds, parts = (ModelDrafter, ModelTree), (self.draft if is_sharded else self.draft.model,)
+        if isinstance(size, TreeShape):
+            return kinds[1](*parts, WINDOW, tree=size)
+        return kinds[0](*parts, size, WINDOW)
 
     def cache(self, model: ShardedModel) -> Any:
         """Returns the shapes of a model's cache, sharded."""

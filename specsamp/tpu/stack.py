@@ -16,6 +16,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.config import TransformerConfig
@@ -125,6 +126,34 @@ class Stack:
             memory = dataclasses.replace(memory, arguments=self.bytes_of_state())
         return dataclasses.replace(program, memory=memory)
 
+    def tree_round(self, shape: TreeShape, sampling: Warp, rule: Rule) -> Program:
+        """Measures a round of a token tree: a call of the draft for each level, one of the target, and moved slots."""
+        calls, rows = shape.depth, shape.K + 1
+
+        def at(of_target: int, of_draft: int) -> Program:
+            programs = dataclasses.replace(self.programs(of_target, sampling), draft=self.programs(of_draft).draft)
+            floor = functools.partial(programs.floor_of_round, calls, tokens=rows)
+            layers = of_target + calls * programs.draft.config.num_layers
+            lowered = functools.partial(programs.round, shape, rule)
+            return measure("round", rows, floor, lowered, self.topology, layers=layers, live=self.live)
+
+        small = at(FEW, FEW)
+        terms = [(1.0, small), *_more(small, at(MANY, FEW), self.config.num_layers)]
+        if isinstance(self.drafter, TransformerConfig):
+            terms += _more(small, at(FEW, MANY), self.drafter.num_layers)
+        return linear(*terms)
+
+    def compact(self, shape: TreeShape) -> Program:
+        """Measures the move of a tree's accepted path in the target's cache."""
+
+        def at(layers: int) -> Program:
+            programs = self.programs(layers)
+            lowered = functools.partial(programs.compact, programs.target, shape)
+            return measure("compact", shape.K + 1, lambda live: 1.0, lowered, self.topology, layers=layers)
+
+        small = at(FEW)
+        return linear((1.0, small), *_more(small, at(MANY), self.config.num_layers))
+
     def bytes_of_state(self) -> int:
         """Returns the bytes per device of weights and caches, all layers of the target and of a draft model."""
         stacks = [self, self.draft] if isinstance(self.drafter, TransformerConfig) else [self]
@@ -142,6 +171,12 @@ def _call(stack: Stack, layers: int, tokens: int) -> Program:
     name = f"{tokens} tokens, {layers} layers"
     lowered = functools.partial(programs.call, programs.target, tokens)
     return measure(name, tokens, floor, lowered, stack.topology, layers=layers, live=stack.live)
+
+
+def _more(small: Program, large: Program, layers: int) -> list[tuple[float, Program]]:
+    """Returns the terms of `linear` that continue a program from few layers to all."""
+    each = (layers - FEW) / (MANY - FEW)
+    return [(each, large), (-each, small)]
 
 
 def linear(*terms: tuple[float, Program]) -> Program:

@@ -15,6 +15,8 @@ from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
+from specsamp.models.slots import move_slots
+from specsamp.models.visibility import ancestor_slots
 from specsamp.sampling.warp import for_rows, log_probs
 from support.byte_tokenizer import ByteTokenizer
 from support.enumeration import autoregressive
@@ -49,18 +51,22 @@ class TableLM(LanguageModel):
     def init_cache(self, batch, slots):
         return jnp.zeros((batch, slots), jnp.int32)
 
-    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
+    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=(), block=None):
         def write(row, new, start):
             return jax.lax.dynamic_update_slice(row, new, (start,))
 
         cache = jax.vmap(write)(cache, tokens_BT, start_B)
         positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1])[None, :]
+        slots_BTN = None if block is None else ancestor_slots(block, ORDER)
         context = []
         for back in range(ORDER - 1, -1, -1):
-            at_BT = positions_BT - back
+            at_BT = positions_BT - back if block is None else slots_BTN[..., ORDER - 1 - back]
             seen_BT = jnp.take_along_axis(cache, jnp.maximum(at_BT, 0), axis=1)
             context.append(jnp.where(at_BT >= 0, seen_BT, self.vocab_size))
         return Output(logits_BTV=weights[tuple(context)], cache=cache)
+
+    def compact(self, cache, start_B, rows_BT, num_rows):
+        return move_slots(cache[:, None, :, None], start_B, rows_BT, num_rows)[:, 0, :, 0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +98,7 @@ class LayeredTableLM(LayeredModel):
     def layers(self, weights, x_BTD, start_B, cache, first, last, *, hidden_layers=(), block=None):
         tokens_BT, caches, hidden = x_BTD[..., 0].astype(jnp.int32), list(cache), {}
         for i in range(first, last):
-            output = TableLM(self.vocab_size)(weights[i], tokens_BT, start_B, caches[i])
+            output = TableLM(self.vocab_size)(weights[i], tokens_BT, start_B, caches[i], block=block)
             x_BTD, caches[i] = x_BTD.at[..., 1:].add(output.logits_BTV), output.cache
             hidden[i] = x_BTD
         return x_BTD, tuple(caches), tuple(hidden[i] for i in hidden_layers)
@@ -100,10 +106,13 @@ class LayeredTableLM(LayeredModel):
     def unembed(self, weights, x_BTD):
         return x_BTD[..., 1:]
 
+    def compact(self, cache, start_B, rows_BT, num_rows):
+        return tuple(TableLM(self.vocab_size).compact(layer, start_B, rows_BT, num_rows) for layer in cache)
+
     def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=(), block=None):
         x_BTD, cache = self.embed(weights, tokens_BT, start_B, cache)
         x_BTD, cache, hidden = self.layers(
-            weights, x_BTD, start_B, cache, 0, self.num_layers, hidden_layers=hidden_layers
+            weights, x_BTD, start_B, cache, 0, self.num_layers, hidden_layers=hidden_layers, block=block
         )
         return Output(logits_BTV=self.unembed(weights, x_BTD), cache=cache, hidden=hidden)
 

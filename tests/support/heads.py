@@ -13,6 +13,7 @@ from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LayeredModel
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
+from specsamp.models.visibility import ancestor_slots
 from support.fakes import TableLM
 
 WIDTH, LAYERS = 8, 6
@@ -25,8 +26,8 @@ class LayeredTable(TableLM, LayeredModel):
     num_layers = LAYERS
     width = WIDTH
 
-    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
-        output = super().__call__(weights, tokens_BT, start_B, cache)
+    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=(), block=None):
+        output = super().__call__(weights, tokens_BT, start_B, cache, block=block)
         hidden = tuple(waves(tokens_BT, 0.9 + layer) for layer in hidden_layers)
         return dataclasses.replace(output, hidden=hidden)
 
@@ -95,8 +96,8 @@ class ShowsTokens(LayeredTable):
 
     width = 1
 
-    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=()):
-        output = super().__call__(weights, tokens_BT, start_B, cache)
+    def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=(), block=None):
+        output = super().__call__(weights, tokens_BT, start_B, cache, block=block)
         return dataclasses.replace(output, hidden=tuple(tokens_BT[..., None] * 10.0**i for i in hidden_layers))
 
 
@@ -124,10 +125,12 @@ class TableHead(FeatureHead):
     def embed(self, weights, tokens_BT):
         return tokens_BT[..., None] * 1.0
 
-    def __call__(self, weights, embedded_BTD, features_BTD, start_B, cache):
+    def __call__(self, weights, embedded_BTD, features_BTD, start_B, cache, block=None):
         new_BMTH = features_BTD[:, None, :, :1]
         cache = cache.append(new_BMTH, new_BMTH, start_B)
         at_BT = start_B[:, None] + jnp.arange(features_BTD.shape[1])[None] - 1
+        if block is not None:
+            at_BT = ancestor_slots(block, 2)[..., 0]
         before_BT = jnp.take_along_axis(cache.keys_BMSH[:, 0, :, 0], jnp.maximum(at_BT, 0), axis=1)
         before_BT = jnp.where(at_BT >= 0, before_BT, self.vocab_size)
         parts = before_BT, features_BTD[..., 0], embedded_BTD[..., 0]

@@ -1,22 +1,31 @@
-"""The drafters: none, a draft model, a model of another tokenizer, prompt lookup, early exit, heads, several."""
+"""The drafters: none, a draft model, a model of another tokenizer, prompt lookup, early exit, heads, several, token trees."""
 
 from specsamp.decoding.drafter import NoDrafter
 from specsamp.decoding.drafters.block import BlockDrafter
 from specsamp.decoding.drafters.choosing import ChoosingDrafter
+from specsamp.decoding.drafters.dynamic_tree import GrowingFeatureTree, GrowingModelTree, Growth
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter
 from specsamp.decoding.drafters.parallel import ParallelDrafter
+from specsamp.decoding.drafters.tree import EarlyExitTree, FeatureTree, ModelTree, NgramTree
 from specsamp.decoding.drafters.vocabulary import TranslatingDrafter
 
 __all__ = [
     "BlockDrafter",
     "ChoosingDrafter",
     "EarlyExitDrafter",
+    "EarlyExitTree",
     "FeatureDrafter",
+    "FeatureTree",
+    "GrowingFeatureTree",
+    "GrowingModelTree",
+    "Growth",
     "ModelDrafter",
+    "ModelTree",
     "NgramDrafter",
+    "NgramTree",
     "NoDrafter",
     "ParallelDrafter",
     "TranslatingDrafter",

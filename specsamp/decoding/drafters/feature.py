@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.drafter import Drafter, Prefix, hooks_of
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
-from specsamp.models.interface import LanguageModel, LayeredModel, Output
+from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
 from specsamp.sampling.rules import Draft, Verdict
 
 if TYPE_CHECKING:
@@ -68,9 +68,10 @@ class FeatureDrafter(Drafter):
     def __post_init__(self):
         validate.integer("K", self.K, 1)
         validate.integer("window", self.window, 1, MAX_WINDOW + 1)
-        most = self.head.config.max_tokens
-        if most is not None and self.K > most:
-            raise ValueError(f"K = {self.K}, but the head drafts {most} tokens at most: lower the draft length")
+        most, longest = self.head.config.max_tokens, hooks_of(self).depth or self.K
+        if most is not None and longest > most:
+            name = "K" if longest == self.K else "the depth of its tree"
+            raise ValueError(f"{name} = {longest}, but the head drafts {most} tokens at most: lower the draft length")
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -196,11 +197,13 @@ class FeatureDrafter(Drafter):
         state = dataclasses.replace(state, cache=head_cache, feature_BD=feature_BD)
         return dataclasses.replace(state, ready_B=ready_B, has_edge_B=has_edge_B), cache
 
-    def _embed(self, weights: Weights, tokens_BT: Array, start_B: Array, cache: Any) -> tuple[Array, Any]:
+    def _embed(
+        self, weights: Weights, tokens_BT: Array, start_B: Array, cache: Any, block: Block | None = None
+    ) -> tuple[Array, Any]:
         """Embeds tokens in slots ``start_B ..``; targets with n-gram embeddings also store them in the cache."""
         if self.head.config.own_embedding:
             return self.head.embed(weights.draft, tokens_BT), cache
-        return self.target.embed(weights.target, tokens_BT, start_B, cache)
+        return self.target.embed(weights.target, tokens_BT, start_B, cache, block=block)
 
     def _widen(self, x: Array) -> Array:
         """Returns ``window`` equal positions ``[B, T, ...]``; all but the first are stale in the head's cache."""

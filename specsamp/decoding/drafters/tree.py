@@ -1,0 +1,227 @@
+"""Drafters of token trees of a fixed shape: a draft model, an early exit, a head, and prompt lookup.
+
+Each is the drafter of chains that it derives from, with a `TreeShape` instead of a draft length::
+
+    generate(pair, prompts, drafter=ModelTree(pair.draft, tree=TreeShape.of_widths(3, 2, 1)), rule=RecursiveRule(), ...)
+
+A tree takes one call of the draft for each of its levels but the last. How siblings are drawn is up to the rule; under
+greedy sampling they are the draft's most probable tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp import validate
+from specsamp.decoding.drafter import DrafterHooks, Prefix
+from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
+from specsamp.decoding.drafters.feature import FeatureDrafter, FeatureState
+from specsamp.decoding.drafters.model import ModelDrafter
+from specsamp.decoding.drafters.ngram import NgramDrafter
+from specsamp.decoding.sampler import Sampler
+from specsamp.decoding.state import Weights
+from specsamp.decoding.tokens import gather_tokens
+from specsamp.decoding.trees import TreeShape, check_model, grow, shape_draft
+from specsamp.models.interface import Block, LanguageModel, Output
+from specsamp.sampling.rules import Draft, Verdict
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeDrafter(DrafterHooks):
+    """What drafters of trees share; a mixin that stands before the drafter of chains."""
+
+    K: int = dataclasses.field(init=False)
+    tree: TreeShape = dataclasses.field(kw_only=True)
+
+    def __post_init__(self):
+        object.__setattr__(self, "K", validate.instance("tree", self.tree, TreeShape, "TreeShape.of_widths(3, 2)").K)
+        super().__post_init__()
+
+    @property
+    def depth(self) -> int:
+        return self.tree.depth
+
+    def of_length(self, K: int) -> TreeDrafter:
+        return dataclasses.replace(self, tree=self.tree.first(K))
+
+    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+        super().check(target, draft, draft_params)
+        check_model(target, self.tree.width)
+
+    def rows_to_read(self, rows: range) -> range:
+        """Returns ``rows``, with known rows before them if there are fewer than a call feeds at least."""
+        return range(max(min(rows.start, rows.stop - self.window), 0), rows.stop)
+
+
+def rows_of(pending_B1: Array, tokens_BK: Array, rows: range) -> Array:
+    """Returns the tokens of some scored rows."""
+    return jnp.concatenate([pending_B1, tokens_BK], axis=1)[:, rows.start : rows.stop]
+
+
+def pending_of(prefix: Prefix) -> Array:
+    """Returns the pending tokens, ``[B, 1]``."""
+    return gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelTree(TreeDrafter, ModelDrafter):
+    """Drafts a tree with ``model``. The last level is never read; the next round's first call reads what was accepted.
+
+    Attributes:
+      model, window: as in `ModelDrafter`.
+      tree: the shape.
+    """
+
+    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+        super().check(target, draft, draft_params)
+        check_model(self.model, self.tree.width)
+
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        start_B, pending_B1 = prefix.lengths_B - 1, pending_of(prefix)
+
+        def step(rows: range, tokens_BK: Array, state: Any) -> tuple[Array, Any]:
+            read = self.rows_to_read(rows)
+            tokens_BT, block = rows_of(pending_B1, tokens_BK, read), self.tree.block(start_B, read)
+            output = self.model(weights.draft, tokens_BT, start_B + read.start, state, block=block)
+            return output.logits_BTV[:, rows.start - read.start :], output.cache
+
+        logits_BV, state = self.last_logits(weights, state, prefix.tokens_BS, prefix.lengths_B, self.first_window)
+        draft, state = grow(self.tree, sample, logits_BV, step, state)
+        return draft, state, cache
+
+    def commit(
+        self, weights: Weights, state: Any, prefix: Prefix, draft: Draft, verdict: Verdict, output: Output, cache: Any
+    ) -> tuple[Any, Any]:
+        if verdict.rows_BT is None:  # a round without a draft
+            return state, cache
+        return self.model.compact(state, prefix.lengths_B - 1, verdict.rows_BT, self.K + 1), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyExitTree(TreeDrafter, EarlyExitDrafter):
+    """Drafts a tree with the target's first layers, in the slots in which the target then scores it.
+
+    Attributes:
+      model, exit_layer, window: as in `EarlyExitDrafter`.
+      tree: the shape.
+    """
+
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        start_B, pending_B1 = prefix.lengths_B - 1, pending_of(prefix)
+
+        def step(rows: range, tokens_BK: Array, cache: Any) -> tuple[Array, Any]:
+            read = self.rows_to_read(rows)
+            tokens_BT, block = rows_of(pending_B1, tokens_BK, read), self.tree.block(start_B, read)
+            output = self.exit_model(weights.target, tokens_BT, start_B + read.start, cache, block=block)
+            return output.logits_BTV[:, rows.start - read.start :], output.cache
+
+        first = self.exit_model(weights.target, jnp.repeat(pending_B1, self.window, axis=1), start_B, cache)
+        draft, cache = grow(self.tree, sample, first.logits_BTV[:, 0], step, first.cache)
+        return draft, state, cache
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureTree(TreeDrafter, FeatureDrafter):
+    """Drafts a tree with ``head``: a node is read with the feature of its parent, in the slot before its own.
+
+    Medusa heads do not see the tokens before theirs: all nodes of a level are drawn from one distribution.
+
+    Attributes:
+      target, head, window: as in `FeatureDrafter`.
+      tree: the shape.
+    """
+
+    def propose(
+        self, weights: Weights, state: FeatureState, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, FeatureState, Any]:
+        start_B, pending_B1, head = prefix.lengths_B - 1, pending_of(prefix), self.head
+        of_target = functools.partial(self.target.unembed_normed, weights.target)
+
+        def score(features_BTD: Array, offset: int) -> Array:
+            return head.expand(weights.draft, head.logits(weights.draft, features_BTD, of_target, offset))
+
+        def step(rows: range, tokens_BK: Array, carry: tuple[Any, Any, list]) -> tuple[Array, tuple[Any, Any, list]]:
+            head_cache, cache, features = carry
+            offset = self.tree.depths[rows.start]
+            if not head.config.has_layer:
+                return score(features[0], offset), carry
+            read = range(max(min(rows.start, rows.stop - self.window), 1), rows.stop)
+            tokens_BT, block = rows_of(pending_B1, tokens_BK, read), self.tree.block(start_B, read)
+            parents = [self.tree.parents[row - 1] for row in read]
+            of_parents_BTD = jnp.stack([features[parent] for parent in parents], axis=1)[:, :, 0]
+            embedded_BTD, cache = self._embed(weights, tokens_BT, start_B + read.start, cache, block)
+            returned_BTD, head_cache = head(
+                weights.draft, embedded_BTD, of_parents_BTD, start_B - 1 + read.start, head_cache, pairs_of(block)
+            )
+            for row in rows:
+                features[row] = returned_BTD[:, row - read.start][:, None]
+            new_BTD = returned_BTD[:, rows.start - read.start :]
+            return score(new_BTD, offset), (head_cache, cache, features)
+
+        features = [state.feature_BD[:, None]] + [None] * self.K
+        logits_BV = score(features[0], 0)[:, 0]
+        draft, (head_cache, cache, _) = grow(self.tree, sample, logits_BV, step, (state.cache, cache, features))
+        num_drafted_B = jnp.where(state.ready_B, draft.num_drafted_B, 0)
+        return (
+            dataclasses.replace(draft, num_drafted_B=num_drafted_B),
+            dataclasses.replace(state, cache=head_cache),
+            cache,
+        )
+
+
+def pairs_of(block: Block) -> Block:
+    """Returns positions and visibility of the pairs that nodes complete, each one slot before its node."""
+    visible_BTR = block.visible_BTR[:, :, 1:]
+    return Block(start_B=block.start_B, positions_BT=block.positions_BT - 1, visible_BTR=visible_BTR)
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramTree(TreeDrafter, NgramDrafter):
+    """Looks up as many matches as the tree has first tokens, and proposes the continuation of each.
+
+    The tree must consist of chains that part at the pending token. Matches continue with different tokens; of two that
+    continue with one token, the longer and then the more recent one counts.
+
+    Attributes:
+      max_ngram, min_ngram: as in `NgramDrafter`.
+      tree: the shape, such as ``TreeShape.of_widths(3, 1, 1, 1)``.
+    """
+
+    window = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if any(self.tree.parents.count(row) > 1 for row in range(1, self.K + 1)):
+            raise ValueError(f"tree {self.tree.parents} branches below its first tokens: take of_widths(3, 1, 1)")
+
+    def draft_lengths(self, state: Any, prefix: Prefix) -> None:
+        return None
+
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        found_BS = self.lengths_of_matches(prefix)
+        slots, chains, is_found = found_BS.shape[1], {}, []
+        for row in self.tree.level(1):
+            best_B = jnp.argmax(found_BS * slots + jnp.arange(slots)[None], axis=1)
+            is_found.append(jnp.max(found_BS, axis=1) > 0)
+            copied_BD = jnp.arange(self.depth)[None, :] % jnp.maximum(prefix.lengths_B - best_B, 1)[:, None]
+            chains[row] = jnp.take_along_axis(prefix.tokens_BS, best_B[:, None] + copied_BD, axis=1)
+            found_BS = jnp.where(prefix.tokens_BS == chains[row][:, :1], 0, found_BS)
+        for row in range(self.tree.level(1).stop, self.K + 1):
+            chains[row] = chains[self.tree.parents[row - 1]]
+        tokens = [chains[row][:, self.tree.depths[row] - 1] for row in range(1, self.K + 1)]
+        draft = shape_draft(self.tree, jnp.stack(tokens, axis=1), [])
+        num_drafted_B = jnp.where(is_found[0], self.K, 0).astype(jnp.int32)
+        return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache

@@ -1,0 +1,430 @@
+"""Lossless rules for token trees: several candidates for a position, of which at most one is accepted.
+
+The children of a scored row are *siblings*. A rule says how siblings are drawn (`siblings`) and how they are judged:
+
+* **Recursive rejection** (SpecInfer, arXiv 2305.09781; RSD, arXiv 2402.14160; Sequoia, arXiv 2402.12374) judges siblings
+  one after the other, in the order in which they were drawn. With R the target's distribution at first, and p the
+  distribution that the sibling was drawn from, x is accepted with ``min(1, R(x) / p(x))``; after a rejection R becomes
+  ``norm((R - p)+)``. Without replacement, p then loses x and is normalised again. On a chain this is the token rule.
+* **K-SEQ** (SpecTr, arXiv 2310.15141) judges independent siblings by one threshold for all.
+* **Traversal** (arXiv 2505.12398) judges whole paths, leaves first. On a chain this is the block rule.
+
+A token that was not drawn but chosen (the most probable ones, or retrieved ones) has a distribution p with all mass on
+it. So it is accepted with its probability R(x), and then R loses it.
+
+Where a distribution has fewer tokens than siblings were asked for (a greedy row, top-k, a grammar), the rest have p = 0:
+they are dead nodes, never accepted and never subtracted. So are nodes below a distribution that is NaN.
+
+`walk` takes the random numbers of its answers as an argument, and returns the weights of the last token: tests enumerate
+both without drawing anything.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from specsamp import validate
+from specsamp.sampling.draw import draw
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rng import Purpose, RoundKeys
+from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict, path_verdict, take_row
+
+Array = jax.Array
+
+# How siblings come about: without replacement, with replacement, or all but the last of a family by their probability.
+DISTINCT, INDEPENDENT, TOP, TOP_AND_DRAWN = "distinct", "independent", "top", "top_and_drawn"
+CHILDREN = (DISTINCT, INDEPENDENT, TOP, TOP_AND_DRAWN)
+BISECTIONS = 50  # of K-SEQ's threshold, in float64
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Walk:
+    """The end of a walk through a tree. T = depth + 1."""
+
+    rows_BT: Array  # int32, the scored rows of the accepted path; entries behind its end may hold anything
+    num_accepted_B: Array  # int32
+    weights_BV: Array  # of the token that follows; not normalised
+    asked_BK: Array  # the probability with which each node was accepted, where it was judged; elsewhere -1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """The children of one scored row per text, in the order in which they were drawn. C = ``draft.width``."""
+
+    nodes_BC: Array  # int32, 0 where there is none
+    tokens_BC: Array  # int32
+    is_drafted_BC: Array  # bool, whether there is such a child
+    is_chosen_BC: Array  # bool, whether it was chosen instead of drawn
+
+    @classmethod
+    def of(cls, draft: Draft, row_B: Array, is_chosen_BK: Array) -> Family:
+        """Returns the children of ``row_B``."""
+        is_child_BK = draft.parents_BK == row_B[:, None]
+        rank_BK = jnp.cumsum(is_child_BK, axis=1) - 1
+        is_one_BCK = is_child_BK[:, None] & (rank_BK[:, None] == jnp.arange(draft.most_siblings)[None, :, None])
+        nodes_BC = jnp.argmax(is_one_BCK, axis=-1).astype(jnp.int32)
+
+        def take(x_BK: Array) -> Array:
+            return jnp.take_along_axis(x_BK, nodes_BC, axis=1)
+
+        return cls(
+            nodes_BC=nodes_BC,
+            tokens_BC=take(draft.tokens_BK),
+            is_drafted_BC=is_one_BCK.any(-1) & take(draft.is_drafted_BK),
+            is_chosen_BC=take(is_chosen_BK),
+        )
+
+
+class TreeRule(abc.ABC):
+    """Draws siblings, walks through their tree, and draws the token that follows from what is left."""
+
+    exact = True
+    metered = False
+    draft_independent = False
+    trees, chains = True, False
+    children: str = DISTINCT
+    of_chains: ClassVar[Rule] = TokenRule()  # what it is on a chain
+
+    @property
+    def chooses(self) -> bool:
+        """Returns whether siblings are the most probable tokens, so that drafts have no distributions."""
+        return self.children == TOP
+
+    @abc.abstractmethod
+    def walk(self, draft: Draft, target: TargetDistributions, uniforms_BK: Array) -> Walk:
+        """Walks to the last accepted node; a node is accepted where its number is below its probability."""
+
+    def sample(
+        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0
+    ) -> Array:
+        """Draws an only child."""
+        nodes_P1 = jnp.full((1, 1), node)
+        return self.siblings(log_probs_BV[:, None], keys, nodes_PC=nodes_P1, depth=depth, drafter=drafter)[:, 0, 0]
+
+    def siblings(
+        self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int, drafter: int = 0
+    ) -> Array:
+        """Draws the children of P rows, int32 ``[B, P, C]``; the first of them do not depend on their number.
+
+        Args:
+          log_probs_BPV: the draft's distributions, warped and normalised.
+          nodes_PC: the index of each child, the address of its noise; -1 where a row has fewer children.
+          depth: see `Rule.sample`.
+        """
+        batch, families, vocab_size = log_probs_BPV.shape
+        nodes_BX = jnp.broadcast_to(jnp.maximum(nodes_PC, 0).reshape(1, -1), (batch, nodes_PC.size))
+        uniforms_BPC2 = keys.uniforms(Purpose.DRAFT, nodes_BX, drafter).reshape(batch, *nodes_PC.shape, 2)
+        last_P = jnp.sum(nodes_PC >= 0, axis=1) - 1
+        weights_BPV = jnp.exp(log_probs_BPV)
+        drawn = []
+        for c in range(nodes_PC.shape[1]):
+            tokens_BP = draw(weights_BPV, uniforms_BPC2[:, :, c])
+            if self.children == TOP_AND_DRAWN:
+                tokens_BP = jnp.where(last_P[None] == c, tokens_BP, jnp.argmax(weights_BPV, axis=-1))
+            drawn.append(tokens_BP.astype(jnp.int32))
+            if self.children != INDEPENDENT:
+                weights_BPV = jnp.where(jnp.arange(vocab_size)[None, None] == tokens_BP[..., None], 0, weights_BPV)
+        return jnp.stack(drawn, axis=-1)
+
+    def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
+        """Draws the answers and the token that follows."""
+        if draft.parents_BK is None:  # a round without a draft
+            return self.of_chains.verify(draft, target, keys)
+        batch, K = draft.tokens_BK.shape
+        nodes_BK = jnp.broadcast_to(jnp.arange(K), (batch, K))
+        walk = self.walk(draft, target, keys.uniforms(Purpose.ACCEPT, nodes_BK)[..., 0])
+        uniforms_B2 = keys.uniforms(Purpose.RESIDUAL, walk.num_accepted_B[:, None])[:, 0]
+        return path_verdict(draft, walk.rows_BT, walk.num_accepted_B, draw(walk.weights_BV, uniforms_B2))
+
+    def is_chosen(self, draft: Draft) -> Array:
+        """Returns whether each node was chosen instead of drawn, bool ``[B, K]``."""
+        if draft.log_probs_BRV is None or self.children == TOP:
+            return jnp.ones(draft.tokens_BK.shape, bool)
+        if self.children != TOP_AND_DRAWN:
+            return jnp.zeros(draft.tokens_BK.shape, bool)
+        K = draft.tokens_BK.shape[1]
+        is_sibling_BKK = draft.parents_BK[:, :, None] == draft.parents_BK[:, None, :]
+        return (is_sibling_BKK & (jnp.arange(K)[None, None] > jnp.arange(K)[None, :, None])).any(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecursiveRule(TreeRule):
+    """Judges siblings one after the other, from the root down; warps only the rows on its path.
+
+    Attributes:
+      children: "distinct", drawn without replacement; "independent", drawn with replacement; "top", the most probable
+        tokens; "top_and_drawn", the most probable tokens and a last one that is drawn from the rest.
+    """
+
+    children: str = DISTINCT
+
+    def __post_init__(self):
+        validate.choice("children", self.children, CHILDREN)
+
+    def walk(self, draft: Draft, target: TargetDistributions, uniforms_BK: Array) -> Walk:
+        batch, K = uniforms_BK.shape
+        depth, is_chosen_BK = draft.most_accepted, self.is_chosen(draft)
+
+        def visit(level: Array, carry: tuple[Walk, Array, object]) -> tuple[Walk, Array, object]:
+            walk, row_B, warp_state = carry
+            family = Family.of(draft, row_B, is_chosen_BK)
+            target_BV = jnp.exp(target.at(row_B, warp_state))
+            accept_BC, weights_BV = self.judge(target_BV, draft.probs_at(row_B), family)
+            uniforms_BC = jnp.take_along_axis(uniforms_BK, family.nodes_BC, axis=1)
+            passes_BC = family.is_drafted_BC & (uniforms_BC < accept_BC)
+            moves_B, child_B1 = passes_BC.any(1), jnp.argmax(passes_BC, axis=1)[:, None]
+            node_B = jnp.take_along_axis(family.nodes_BC, child_B1, axis=1)[:, 0]
+            row_B = jnp.where(moves_B, node_B + 1, row_B)
+            token_B = jnp.take_along_axis(family.tokens_BC, child_B1, axis=1)[:, 0]
+            is_asked_BC = family.is_drafted_BC & (jnp.cumsum(passes_BC, axis=1) - passes_BC == 0)
+            is_asked_BCK = is_asked_BC[..., None] & (family.nodes_BC[..., None] == jnp.arange(K)[None, None])
+            asked_BK = jnp.max(jnp.where(is_asked_BCK, accept_BC[..., None], -1), axis=1)
+            walk = Walk(
+                rows_BT=walk.rows_BT.at[:, level + 1].set(row_B, mode="drop"),
+                num_accepted_B=walk.num_accepted_B + moves_B,
+                weights_BV=weights_BV,
+                asked_BK=jnp.maximum(walk.asked_BK, asked_BK),
+            )
+            return walk, row_B, target.advance(warp_state, token_B, moves_B)
+
+        # A text that has ended stands still: its last row is judged again, with the same answers.
+        nowhere_B = jnp.zeros(batch, jnp.int32)
+        start = Walk(
+            rows_BT=jnp.zeros((batch, depth + 1), jnp.int32),
+            num_accepted_B=nowhere_B,
+            weights_BV=jnp.zeros((batch, target.logits_BTV.shape[-1]), target.logits_BTV.dtype),
+            asked_BK=jnp.full((batch, K), -1, target.logits_BTV.dtype),
+        )
+        return jax.lax.fori_loop(0, depth + 1, visit, (start, nowhere_B, target.warp_state))[0]
+
+    def judge(self, target_BV: Array, draft_BV: Array | None, family: Family) -> tuple[Array, Array]:
+        """Judges the children of one row.
+
+        Args:
+          target_BV, draft_BV: probabilities after this row; None: all children were chosen.
+
+        Returns:
+          Each child's probability of acceptance once its older siblings were rejected, ``[B, C]``, and the weights
+          ``[B, V]`` of the token that follows once all were.
+        """
+        rest_BV, accept = target_BV, []
+        for c in range(family.tokens_BC.shape[1]):
+            token_B = family.tokens_BC[:, c]
+            law_BV = law_of(draft_BV, token_B, family.is_chosen_BC[:, c], target_BV)
+            p_B = take_row(law_BV, token_B)
+            is_live_B = family.is_drafted_BC[:, c] & (p_B > 0)
+            ratio_B = take_row(rest_BV, token_B) / jnp.where(is_live_B, p_B, 1)
+            accept.append(jnp.where(is_live_B, jnp.minimum(ratio_B, 1), 0))
+            rest_BV = jnp.where(is_live_B[:, None], normalise(jnp.maximum(rest_BV - law_BV, 0), rest_BV), rest_BV)
+            if draft_BV is not None and self.children != INDEPENDENT:
+                draft_BV = without(draft_BV, token_B, is_live_B)
+        return jnp.stack(accept, axis=1), rest_BV
+
+
+@dataclasses.dataclass(frozen=True)
+class KSeqRule(RecursiveRule):
+    """Accepts independent siblings with ``min(1, q / (rho p))``, with the smallest rho that leaves no bias."""
+
+    children: str = INDEPENDENT
+
+    def __post_init__(self):
+        validate.choice("children", self.children, (INDEPENDENT,))
+
+    def judge(self, target_BV: Array, draft_BV: Array | None, family: Family) -> tuple[Array, Array]:
+        if draft_BV is None:
+            return super().judge(target_BV, draft_BV, family)
+        p_BC = jnp.take_along_axis(draft_BV, family.tokens_BC, axis=1)
+        is_live_BC = family.is_drafted_BC & (p_BC > 0)
+        count_B = is_live_BC.sum(1).astype(target_BV.dtype)
+
+        def overlap(rho_B: Array) -> Array:
+            return jnp.minimum(target_BV / rho_B[:, None], draft_BV).sum(1)
+
+        def some_accepted(beta_B: Array) -> Array:
+            return 1 - (1 - jnp.minimum(beta_B, 1)) ** count_B
+
+        def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+            low_B, high_B = ends
+            rho_B = (low_B + high_B) / 2
+            beta_B = overlap(rho_B)
+            is_enough_B = some_accepted(beta_B) <= rho_B * beta_B
+            return jnp.where(is_enough_B, low_B, rho_B), jnp.where(is_enough_B, rho_B, high_B)
+
+        # From above: a threshold that is larger than needed is exact, too.
+        one_B = jnp.ones_like(count_B)
+        rho_B = jax.lax.fori_loop(0, BISECTIONS, halve, (one_B, jnp.maximum(count_B, 1)))[1]
+        rho_B = jnp.where(count_B > 1, rho_B, 1)
+        beta_B = overlap(rho_B)
+        q_BC = jnp.take_along_axis(target_BV, family.tokens_BC, axis=1)
+        ratio_BC = q_BC / (rho_B[:, None] * jnp.where(is_live_BC, p_BC, 1))
+        share_B1 = (some_accepted(beta_B) / jnp.where(beta_B > 0, beta_B, 1))[:, None]
+        left_BV = jnp.maximum(target_BV - jnp.minimum(target_BV / rho_B[:, None], draft_BV) * share_B1, 0)
+        left_BV = jnp.where((count_B > 0)[:, None], normalise(left_BV, target_BV), target_BV)
+        return jnp.where(is_live_BC, jnp.minimum(ratio_BC, 1), 0), left_BV
+
+
+@dataclasses.dataclass(frozen=True)
+class TraversalRule(TreeRule):
+    """Judges whole paths, leaves first, and never keeps fewer tokens than recursive rejection in expectation.
+
+    It warps all rows, and subtracts once for each node that it rejects.
+
+    Attributes:
+      children: as in `RecursiveRule`.
+    """
+
+    children: str = DISTINCT
+    of_chains: ClassVar[Rule] = BlockRule()
+
+    def __post_init__(self):
+        validate.choice("children", self.children, CHILDREN)
+
+    def walk(self, draft: Draft, target: TargetDistributions, uniforms_BK: Array) -> Walk:
+        K, depth = uniforms_BK.shape[1], draft.most_accepted
+        state = _Traversal.start(draft, jnp.exp(target.all()), depth, self.is_chosen(draft))
+
+        def visit(_: Array, state: _Traversal) -> _Traversal:
+            rows_BT, num_B, weights_BT = state.first_leaf(draft, depth)
+            row_B = jnp.take_along_axis(rows_BT, num_B[:, None], axis=1)[:, 0]
+            node_B = jnp.maximum(row_B - 1, 0)
+            weight_B, judged_B = take_row(weights_BT, row_B), ~state.ended_B & (row_B > 0)
+            ends_B = ~state.ended_B & ((row_B == 0) | (take_row(uniforms_BK, node_B) < weight_B))
+            is_node_BK = judged_B[:, None] & (jnp.arange(K)[None] == node_B[:, None])
+            state = dataclasses.replace(
+                state,
+                weights_BT=weights_BT,
+                ended_B=state.ended_B | ends_B,
+                rows_BT=jnp.where(ends_B[:, None], rows_BT, state.rows_BT),
+                num_accepted_B=jnp.where(ends_B, num_B, state.num_accepted_B),
+                asked_BK=jnp.where(is_node_BK, weight_B[:, None], state.asked_BK),
+            )
+            return state.without_leaf(draft, node_B, judged_B & ~ends_B, self.children != INDEPENDENT)
+
+        state = jax.lax.fori_loop(0, K, visit, state)
+        row_B1 = jnp.take_along_axis(state.rows_BT, state.num_accepted_B[:, None], axis=1)
+        weights_BV = jnp.take_along_axis(state.target_BTV, row_B1[..., None], axis=1)[:, 0]
+        return Walk(
+            rows_BT=state.rows_BT,
+            num_accepted_B=state.num_accepted_B,
+            weights_BV=weights_BV,
+            asked_BK=state.asked_BK,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Traversal:
+    """What is left of the tree while `TraversalRule` walks."""
+
+    target_BTV: Array  # what is left of the target's distributions
+    draft_BRV: Array | None
+    weights_BT: Array  # the weight of the path to each row; -1 until it is on a path
+    is_gone_BK: Array
+    is_chosen_BK: Array
+    ended_B: Array
+    rows_BT: Array  # as in `Walk`
+    num_accepted_B: Array
+    asked_BK: Array
+
+    @classmethod
+    def start(cls, draft: Draft, target_BTV: Array, depth: int, is_chosen_BK: Array) -> _Traversal:
+        batch, K = draft.tokens_BK.shape
+        weights_BT = jnp.full((batch, K + 1), -1, target_BTV.dtype)
+        return cls(
+            target_BTV=target_BTV,
+            draft_BRV=None if draft.log_probs_BRV is None else jnp.exp(draft.log_probs_BRV),
+            weights_BT=weights_BT.at[:, 0].set(1),
+            is_gone_BK=~draft.is_drafted_BK,
+            is_chosen_BK=is_chosen_BK,
+            ended_B=jnp.zeros(batch, bool),
+            rows_BT=jnp.zeros((batch, depth + 1), jnp.int32),
+            num_accepted_B=jnp.zeros(batch, jnp.int32),
+            asked_BK=jnp.full((batch, K), -1, target_BTV.dtype),
+        )
+
+    def first_leaf(self, draft: Draft, depth: int) -> tuple[Array, Array, Array]:
+        """Returns the path to the first leaf, its length, and the weights of the rows on it."""
+        row_B, num_B, weights_BT = jnp.zeros_like(self.num_accepted_B), 0, self.weights_BT
+        rows = [row_B]
+        for _ in range(depth):
+            is_child_BK = (draft.parents_BK == row_B[:, None]) & ~self.is_gone_BK
+            has_child_B, node_B = is_child_BK.any(1), jnp.argmax(is_child_BK, axis=1).astype(jnp.int32)
+            q_B, p_B = self._probs(draft, node_B)
+            ratio_B = jnp.where(p_B > 0, q_B / jnp.where(p_B > 0, p_B, 1), 0)
+            weight_B = jnp.minimum(take_row(weights_BT, row_B) * ratio_B, 1)
+            is_new_BT = (jnp.arange(weights_BT.shape[1])[None] == node_B[:, None] + 1) & has_child_B[:, None]
+            weights_BT = jnp.where(is_new_BT & (weights_BT < 0), weight_B[:, None], weights_BT)
+            row_B, num_B = jnp.where(has_child_B, node_B + 1, row_B), num_B + has_child_B
+            rows.append(row_B)
+        return jnp.stack(rows, axis=1), num_B.astype(jnp.int32), weights_BT
+
+    def without_leaf(self, draft: Draft, node_B: Array, rejects_B: Array, is_distinct: bool) -> _Traversal:
+        """Removes a rejected leaf, and what it was drawn from of its parent's distributions."""
+        parent_B, token_B = take_row(draft.parents_BK, node_B), take_row(draft.tokens_BK, node_B)
+        target_BV, draft_BV = _row(self.target_BTV, parent_B), self._draft_at(draft, parent_B)
+        law_BV = law_of(draft_BV, token_B, take_row(self.is_chosen_BK, node_B), target_BV)
+        subtracts_B = rejects_B & (take_row(law_BV, token_B) > 0)
+        weight_B = take_row(self.weights_BT, parent_B)
+        left_BV = jnp.maximum(weight_B[:, None] * target_BV - law_BV, 0)
+        mass_B = left_BV.sum(1)
+        total_B = mass_B + (1 - weight_B)  # in this order: at a weight of 1 the path is kept for sure
+        after_B = jnp.where(total_B > 0, mass_B / jnp.where(total_B > 0, total_B, 1), 1)
+        is_parent_BT = subtracts_B[:, None] & (jnp.arange(self.weights_BT.shape[1])[None] == parent_B[:, None])
+        new_BV = jnp.where(subtracts_B[:, None], normalise(left_BV, target_BV), target_BV)
+        draft_BRV = self.draft_BRV
+        if draft_BRV is not None and is_distinct:
+            draft_BRV = _put(draft_BRV, without(draft_BV, token_B, subtracts_B), draft.law_rows(parent_B))
+        return dataclasses.replace(
+            self,
+            target_BTV=_put(self.target_BTV, new_BV, parent_B),
+            draft_BRV=draft_BRV,
+            weights_BT=jnp.where(is_parent_BT, after_B[:, None], self.weights_BT),
+            is_gone_BK=self.is_gone_BK
+            | (rejects_B[:, None] & (jnp.arange(self.is_gone_BK.shape[1])[None] == node_B[:, None])),
+        )
+
+    def _probs(self, draft: Draft, node_B: Array) -> tuple[Array, Array]:
+        """Returns what is left of a node's probabilities under target and draft."""
+        parent_B, token_B = take_row(draft.parents_BK, node_B), take_row(draft.tokens_BK, node_B)
+        batch = jnp.arange(len(node_B))
+        q_B = self.target_BTV[batch, parent_B, token_B]
+        if self.draft_BRV is None:
+            return q_B, jnp.ones_like(q_B)
+        p_B = self.draft_BRV[batch, draft.law_rows(parent_B), token_B]
+        return q_B, jnp.where(take_row(self.is_chosen_BK, node_B), 1, p_B)
+
+    def _draft_at(self, draft: Draft, row_B: Array) -> Array | None:
+        return None if self.draft_BRV is None else _row(self.draft_BRV, draft.law_rows(row_B))
+
+
+def law_of(draft_BV: Array | None, token_B: Array, is_chosen_B: Array, like_BV: Array) -> Array:
+    """Returns the probabilities that a token was drawn from; all mass lies on a token that was chosen."""
+    one_hot_BV = (jnp.arange(like_BV.shape[-1])[None] == token_B[:, None]).astype(like_BV.dtype)
+    return one_hot_BV if draft_BV is None else jnp.where(is_chosen_B[:, None], one_hot_BV, draft_BV)
+
+
+def without(probs_BV: Array, token_B: Array, is_live_B: Array) -> Array:
+    """Returns the distribution without a token, all zero once nothing is left."""
+    removed_BV = jnp.where(jnp.arange(probs_BV.shape[-1])[None] == token_B[:, None], 0, probs_BV)
+    return jnp.where(is_live_B[:, None], normalise(removed_BV, removed_BV), probs_BV)
+
+
+def normalise(weights_BV: Array, otherwise_BV: Array) -> Array:
+    """Returns weights divided by their sum; another distribution where they sum to nothing."""
+    total_B1 = weights_BV.sum(-1, keepdims=True)
+    return jnp.where(total_B1 > 0, weights_BV / jnp.where(total_B1 > 0, total_B1, 1), otherwise_BV)
+
+
+def _row(x_BTV: Array, row_B: Array) -> Array:
+    return jnp.take_along_axis(x_BTV, row_B[:, None, None], axis=1)[:, 0]
+
+
+def _put(x_BTV: Array, row_BV: Array, at_B: Array) -> Array:
+    return jax.vmap(lambda x, row, at: jax.lax.dynamic_update_index_in_dim(x, row, at, axis=0))(x_BTV, row_BV, at_B)

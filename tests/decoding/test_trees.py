@@ -1,0 +1,241 @@
+"""Token trees through the whole loop: texts are exact, slots are moved, and each mistake is caught."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.decoding.drafters import (
+    BeamDrafter,
+    EarlyExitTree,
+    FeatureTree,
+    GrowingFeatureTree,
+    GrowingModelTree,
+    Growth,
+    ModelDrafter,
+    ModelTree,
+    NgramTree,
+    NoDrafter,
+)
+from specsamp.decoding.method import make_method
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.trees import TreeShape
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.lossy import EARS
+from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.trees import KSeqRule, RecursiveRule, TraversalRule
+from specsamp.sampling.warp import chain, greedy, temperature, top_k, top_p
+from support import tree_mutants as mutants
+from support.fakes import FALSE_ALARM, CountingLM, LayeredTableLM, TableLM, decode, near, random_table, table_loop
+from support.heads import LayeredTable, eagle3, medusa, mtp
+from support.loop_distributions import FAR, FULL, LIKELY, NEAR, NUCLEUS, TARGET, V, distribution_test
+from support.weights import drawn_params
+
+FEWER, PROMPT = 20_000, [[2, 0, 1, 1]]
+CAUGHT = FALSE_ALARM * 1e-6
+TREE = TreeShape((0, 0, 1, 1, 2, 3))  # an inner node behind a leaf, a leaf that the draft never reads
+WIDE = TreeShape.of_widths(2, 2)
+
+
+def model(tree=TREE, window=1):
+    return ModelTree(TableLM(V), window, tree=tree)
+
+
+EXITS = LayeredTableLM(V)
+EXIT_LAYERS = jnp.stack([FAR, TARGET - FAR])
+
+
+def exit_loop(rule, **options):
+    return dataclasses.replace(table_loop(rule, EarlyExitTree(EXITS, 1, tree=TREE, **options)), target=EXITS)
+
+
+def head_loop(head, rule, tree=TREE, **options):
+    target = LayeredTable(V)
+    return dataclasses.replace(table_loop(rule, FeatureTree(target, head, tree=tree, **options)), target=target)
+
+
+def grown_head_loop(head, rule, growth):
+    target = LayeredTable(V)
+    return dataclasses.replace(table_loop(rule, GrowingFeatureTree(target, head, growth=growth)), target=target)
+
+
+def weights_of(head):
+    params = drawn_params(head, 0)
+    return head.prepare({name: _scaled(x) for name, x in params.items()})
+
+
+def _scaled(x):
+    return {name: _scaled(y) for name, y in x.items()} if isinstance(x, dict) else 3 * x
+
+
+EAGLE, MTP, MEDUSA = eagle3(V), mtp(V), medusa(V, 3)
+CASES = {
+    "recursive": (table_loop(RecursiveRule(), model()), FAR, FULL, {}),
+    "independent": (table_loop(RecursiveRule("independent"), model(window=2)), NEAR, FULL, {}),
+    "traversal": (table_loop(TraversalRule(), model()), FAR, chain(temperature(1.5), top_k(2)), {}),
+    "k-seq": (table_loop(KSeqRule(), model(WIDE)), FAR, NUCLEUS, {}),
+    "top": (table_loop(RecursiveRule("top"), model()), FAR, FULL, {}),
+    "top and drawn": (table_loop(TraversalRule("top_and_drawn"), model()), NEAR, LIKELY, {}),
+    "coupled": (table_loop(CoupledRule(), model()), FAR, FULL, {}),
+    "prompt lookup": (table_loop(RecursiveRule(), NgramTree(tree=TreeShape.of_widths(2, 1))), None, FULL, {}),
+    "early exit": (exit_loop(RecursiveRule(), window=2), None, FULL, dict(target=EXIT_LAYERS)),
+    "EAGLE-3": (head_loop(EAGLE, RecursiveRule()), weights_of(EAGLE), FULL, {}),
+    "MTP": (head_loop(MTP, TraversalRule(), window=2), weights_of(MTP), FULL, {}),
+    "Medusa": (head_loop(MEDUSA, RecursiveRule()), weights_of(MEDUSA), LIKELY, {}),
+}
+GROWS = Growth(depth=3, expanded=2, children=2)
+PRUNED = Growth(depth=3, expanded=2, children=3, nodes=5)
+CASES |= {
+    "grows where it was drawn": (
+        table_loop(RecursiveRule(), GrowingModelTree(TableLM(V), growth=GROWS)),
+        NEAR,
+        FULL,
+        {},
+    ),
+    "EAGLE-2": (grown_head_loop(EAGLE, RecursiveRule("top"), PRUNED), weights_of(EAGLE), FULL, {}),
+    "EAGLE-2, drawn": (grown_head_loop(EAGLE, TraversalRule(), GROWS), weights_of(EAGLE), FULL, {}),
+}
+SLOW = ("EAGLE-2, drawn",) + ("independent", "k-seq", "top and drawn", "MTP", "early exit")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
+)
+def test_texts_have_the_distribution_of_the_target(case):
+    loop, draft, sampling, options = CASES[case]
+    options = dict(length=3, samples=FEWER, powered=False, prompts=PROMPT) | options
+    assert distribution_test(loop, draft, sampling, **options) > FALSE_ALARM
+
+
+def caught(loop, draft=FAR, sampling=FULL, **options):
+    options = dict(length=3, samples=FEWER, powered=False, prompts=PROMPT) | options
+    return distribution_test(loop, draft, sampling, **options) < CAUGHT
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        table_loop(mutants.WrongOrder(), model()),
+        table_loop(mutants.NotNormalisedAgain(), model()),
+        table_loop(RecursiveRule(), mutants.PrunedByValue(TableLM(V), tree=TREE)),
+        table_loop(mutants.MergesEqual(), model(WIDE)),
+        dataclasses.replace(table_loop(RecursiveRule(), model()), target=mutants.NotMoved(V)),
+        table_loop(RecursiveRule(), model(), loop=mutants.PositionsByRow),
+    ],
+    ids=["order", "normalised", "pruned", "merged", "moved", "positions"],
+)
+def test_a_mistake_is_caught(loop):
+    assert caught(loop)
+
+
+V8 = 8
+TARGET8, NEAR8 = random_table(10, V8), near(random_table(10, V8), 11, 0.4)
+PROMPTS = [[0], [1, 2, 3], [4, 5, 6, 7, 0, 1, 2], [3, 3]]
+BIG = TreeShape.in_levels((0, 1, 2, 0, 1, 2, 0, 4, 3))
+SMALL_TREES = [
+    ModelTree(TableLM(V8), tree=BIG),
+    GrowingModelTree(TableLM(V8), growth=Growth(depth=3, expanded=2, children=3)),
+    NgramTree(tree=TreeShape.of_widths(3, 1, 1)),
+]
+
+
+def texts_of(drafter, rule, sampling, draft=NEAR8, **options):
+    loop = table_loop(rule, drafter, V8, keep_log_probs=True)
+    return decode(loop, TARGET8, draft, PROMPTS, [40, 7, 25, 60], sampling, **options).state
+
+
+def assert_same(ours, theirs):
+    assert np.array_equal(ours.lengths_B, theirs.lengths_B)
+    for row, length in enumerate(np.asarray(theirs.lengths_B)):
+        assert np.array_equal(ours.tokens_BS[row, :length], theirs.tokens_BS[row, :length])
+        np.testing.assert_allclose(ours.log_probs_BS[row, :length], theirs.log_probs_BS[row, :length], atol=1e-6)
+
+
+@pytest.mark.parametrize("drafter", SMALL_TREES, ids=lambda x: type(x).__name__)
+def test_the_coupled_text_of_a_tree_is_that_of_plain_decoding(drafter):
+    """Token by token, with log-probabilities: rows of logits, slots and positions are right."""
+    apart = chain(temperature([1.0, 0.4, 0.0, 0.4]), top_p([1.0, 0.9, 1.0, 1.0]))
+    assert_same(
+        texts_of(drafter, CoupledRule(), apart, samples=4), texts_of(NoDrafter(), CoupledRule(), apart, samples=4)
+    )
+
+
+@pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule(), CoupledRule()], ids=str)
+def test_greedy_trees_are_greedy(rule):
+    plain = texts_of(NoDrafter(), TokenRule(), greedy())
+    for drafter in SMALL_TREES:
+        tree = texts_of(drafter, rule, greedy())
+        assert_same(tree, plain)
+    assert tree.stats.accepted_BT[:, 1:].sum() > 0
+
+
+def test_a_greedy_row_in_a_batch_of_trees():
+    """Its siblings but the first are dead."""
+    sampling = chain(temperature([0.0, 1.0, 0.0, 0.7]))
+    plain = texts_of(NoDrafter(), TokenRule(), greedy())
+    mixed = texts_of(SMALL_TREES[0], RecursiveRule(), sampling)
+    for row in (0, 2):
+        length = int(plain.lengths_B[row])
+        assert np.array_equal(mixed.tokens_BS[row, :length], plain.tokens_BS[row, :length])
+
+
+def test_the_draft_accepts_all_where_it_is_the_target():
+    """A draft cache that was not moved, or a leaf that was never read, costs acceptance and biases nothing."""
+
+    def acceptance(drafter):
+        state = texts_of(drafter, RecursiveRule(), chain(temperature(1.0)), draft=TARGET8, samples=50)
+        return float(state.stats.accepted_BT[:, -1].sum() / state.stats.rounds_B.sum())
+
+    shape = TreeShape.of_widths(2, 1, 2)
+    whole = acceptance(ModelTree(TableLM(V8), tree=shape))
+    assert whole > 0.9  # but for the last rounds, which budgets cut
+    assert acceptance(mutants.DraftNotMoved(TableLM(V8), tree=shape)) < 0.9 * whole
+
+
+def test_statistics_count_by_depth():
+    state = texts_of(SMALL_TREES[0], RecursiveRule(), chain(temperature(1.0)), samples=50)
+    stats = state.stats
+    assert stats.reached_BK.shape[1] == BIG.depth == 3
+    accepted_B = (stats.accepted_BT * np.arange(4)).sum(1)
+    assert np.array_equal(accepted_B, state.from_draft_BS.sum(1))
+    assert np.array_equal(stats.reached_BK[:, 0], stats.rounds_B)
+    # Row 6 of the tree is a leaf at depth 2: a round that ends there verified no third position.
+    assert int(stats.reached_BK[:, 2].sum()) < int(stats.accepted_BT[:, 2:].sum())
+
+
+def test_a_grown_tree_must_keep_what_was_drawn():
+    drafter = GrowingModelTree(TableLM(V), growth=PRUNED)
+    with pytest.raises(ValueError, match="nodes = 5 of 15 drawn ones"):
+        decode(table_loop(RecursiveRule(), drafter), TARGET, NEAR, PROMPT, 3, FULL)
+
+
+def test_wrong_shapes_are_refused():
+    for parents, message in (((), "at least one node"), ((0, 3), r"parents\[1\] = 3"), ((0, 1, 0), "level by level")):
+        with pytest.raises(ValueError, match=message):
+            TreeShape(parents)
+    assert TreeShape.in_levels((0, 1, 0)) == TreeShape((0, 0, 1))
+    with pytest.raises(ValueError, match="branches below its first tokens"):
+        NgramTree(tree=WIDE)
+    with pytest.raises(ValueError, match="depth of its tree = 3, but the head drafts 2"):
+        FeatureTree(LayeredTable(V), medusa(V, 2), tree=TREE)
+    with pytest.raises(ValueError, match="nodes .*got 3"):
+        Growth(depth=3, expanded=2, children=3, nodes=3)  # the draft reads four
+
+
+@pytest.mark.parametrize(
+    "drafter, rule, message",
+    [
+        (model(), TokenRule(), "TokenRule.* verifies chains, but ModelTree drafts token trees"),
+        (model(), EARS(0.3), "EARS.* verifies chains, but ModelTree"),
+        (ModelDrafter(TableLM(V), 2), RecursiveRule(), "verifies token trees, but ModelDrafter .*TokenRule"),
+        (BeamDrafter(TableLM(V), 2, beams=2), TraversalRule(), "verifies token trees, but BeamDrafter .*BlockRule"),
+        (model(TreeShape((0,) * 4)), RecursiveRule(), "4 siblings, but there are 3 tokens"),
+        (ModelTree(CountingLM(3), tree=WIDE), RecursiveRule(), "CountingLM has no compact"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_drafters_and_rules_that_do_not_fit_are_refused(drafter, rule, message):
+    pair = Pair(target=TableLM(V), target_params=TARGET, draft=drafter.model, draft_params=NEAR)
+    with pytest.raises(ValueError, match=message):
+        make_method(pair, drafter=drafter, rule=rule)

@@ -1,0 +1,308 @@
+"""Rules over trees, enumerated in float64: the tables of the literature, and the joint law of whole trees."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from specsamp.sampling.rng import RoundKeys, row_keys
+from specsamp.sampling.rules import Draft, TargetDistributions
+from specsamp.sampling.trees import CHILDREN, Family, KSeqRule, RecursiveRule, TraversalRule, path_verdict
+from specsamp.sampling.warp import chain
+from support.distributions import constant, log, random_distributions
+from support.enumeration import COMPILE_FAST, Given, autoregressive, enumerate_round
+from support.tree_enumeration import enumerate_tree, optimum
+from support.tree_mutants import MergesEqual, WrongOrder
+
+EXACT, BIASED = 1e-12, 1e-3
+RULES = [*map(RecursiveRule, CHILDREN), KSeqRule(), *map(TraversalRule, CHILDREN)]
+TWO = (0, 0, 2, 1)  # two children, each with one: the second's child stands first
+THREE = (0, 0, 0, 2)
+
+
+def name_of(rule):
+    return f"{type(rule).__name__}-{rule.children}"
+
+
+@functools.cache
+def scenarios():
+    """Random pairs; a draft with fewer tokens than siblings; a target that lacks a token; equal and disjoint pairs."""
+    target, draft = random_distributions(20, 8, 3, 4), random_distributions(21, 8, 3, 4)
+    for q, p in zip(target, draft):
+        p[2, :, 1:] = p[3, :, 1] = -np.inf  # one token, as in a greedy row; two tokens
+        q[4, :, 0] = -np.inf
+        p[5] = q[5]
+        q[6, :, 1:], p[6, :, 0] = -np.inf, -np.inf
+    return [[x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in tables] for tables in (target, draft)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
+@pytest.mark.parametrize("parents", [TWO, pytest.param(THREE, marks=pytest.mark.slow)], ids=str)
+def test_trees_emit_the_targets_joint_distribution(rule, parents):
+    target, draft = scenarios()
+    joint, _ = enumerate_tree(rule, parents, target, draft, 3, one_hot=rule.chooses)
+    assert np.abs(joint - autoregressive(target, 3)).max() < EXACT
+
+
+@pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule()], ids=name_of)
+def test_a_tree_may_be_cut_anywhere(rule):
+    target, draft = scenarios()
+    for count in range(4):
+        joint, accepted = enumerate_tree(rule, TWO, target, draft, 3, num_drafted=count)
+        assert np.abs(joint - autoregressive(target, 3)).max() < EXACT
+        assert np.all(accepted[:2] > 0) == (count > 0)
+
+
+@pytest.mark.parametrize(
+    "rule, parents, options",
+    [
+        (RecursiveRule("independent"), TWO, dict(drawn="distinct")),  # not normalised again after a refusal
+        (MergesEqual(), TWO, {}),
+        (RecursiveRule(), TWO, dict(drawn="top")),  # chosen by value, judged as drawn
+        (TraversalRule(), TWO, dict(drawn="top")),
+        (TraversalRule("independent"), TWO, dict(drawn="distinct")),
+        (KSeqRule(), TWO, dict(drawn="distinct")),
+    ],
+    ids=str,
+)
+def test_children_must_be_judged_as_they_were_drawn(rule, parents, options):
+    target, draft = random_distributions(3, 4, 3, 4), random_distributions(4, 4, 3, 4)
+    joint, _ = enumerate_tree(rule, parents, target, draft, 3, **options)
+    assert np.abs(joint - autoregressive(target, 3)).max() > BIASED
+
+
+def test_siblings_in_the_wrong_order_are_caught():
+    target, draft = random_distributions(3, 4, 3, 4), random_distributions(4, 4, 3, 4)
+    joint, _ = enumerate_tree(WrongOrder(), TWO, target, draft, 3)
+    assert np.abs(joint - autoregressive(target, 3)).max() > BIASED
+
+
+def test_equal_siblings_of_a_rule_for_distinct_ones_are_dead():
+    """Drawn with replacement and judged without: a repeated token has lost its probability. Exact, too."""
+    target, draft = random_distributions(3, 4, 3, 4), random_distributions(4, 4, 3, 4)
+    joint, _ = enumerate_tree(RecursiveRule(), TWO, target, draft, 3, drawn="independent")
+    assert np.abs(joint - autoregressive(target, 3)).max() < EXACT
+
+
+# A chain is a tree.
+
+
+@pytest.mark.parametrize("rule, of_chains", [(RecursiveRule(), TokenRule()), (TraversalRule(), BlockRule())])
+def test_on_a_chain_it_is_the_rule_of_chains(rule, of_chains):
+    target, draft = random_distributions(5, 6, 3, 4), random_distributions(6, 6, 3, 4)
+    rounds = enumerate_round(of_chains, target, draft, num_tokens=3)
+    joint, accepted = enumerate_tree(rule, (0, 1, 2), target, draft, 4)
+    np.testing.assert_allclose(accepted, rounds.expected_accepted_SX[:, 0], atol=EXACT)
+    assert np.abs(joint - autoregressive(target, 4)).max() < EXACT
+
+
+# Tables of the literature: acceptance at one position.
+
+PAIRS = {  # target, draft
+    "reversed": ((0.5, 0.3, 0.2), (0.2, 0.3, 0.5)),
+    "near": ((0.5, 0.3, 0.15, 0.05), (0.45, 0.25, 0.2, 0.1)),
+    "flatter": ((0.7, 0.2, 0.07, 0.03), (0.5, 0.3, 0.15, 0.05)),
+    "far": ((0.6, 0.3, 0.1), (0.1, 0.3, 0.6)),
+    "uniform": ((0.5, 0.3, 0.2, 0.0), (0.25,) * 4),
+}
+ONE_POSITION = {  # with replacement, K-SEQ, without replacement, top and drawn, top; None: not in the literature
+    ("reversed", 2): (0.76, 0.791355, 0.82, 0.82, 0.5),
+    ("reversed", 3): (0.808, 0.858519, 1, 1, 1),
+    ("near", 2): (0.97, 0.9828, 0.9795, 0.9273, 0.8),
+    ("flatter", 2): (0.9, 0.9312, 0.929, 0.98, 0.9),
+    ("far", 2): (0.55, 0.565887, 0.625, None, 0.4),
+    ("far", 3): (0.595, 0.62423, 1, None, None),
+    ("uniform", 1): (0.7, 0.7, 0.7, None, 0.5),
+    ("uniform", 2): (0.825, 0.8476, 0.85, None, 0.8),
+    ("uniform", 3): (0.86875, 0.91125, 0.925, None, 1),
+}
+AT_A_POSITION = (
+    RecursiveRule("independent"),
+    KSeqRule(),
+    RecursiveRule(),
+    RecursiveRule("top_and_drawn"),
+    RecursiveRule("top"),
+)
+
+
+@pytest.mark.parametrize("rule", range(5), ids=[name_of(rule) for rule in AT_A_POSITION])
+def test_acceptance_at_one_position(rule):
+    for (pair, siblings), expected in ONE_POSITION.items():
+        if expected[rule] is not None:
+            q, p = PAIRS[pair]
+            chosen = AT_A_POSITION[rule]
+            _, accepted = enumerate_tree(
+                chosen, (0,) * siblings, constant(q, 2), constant(p, 2), 1, one_hot=chosen.chooses
+            )
+            np.testing.assert_allclose(accepted, expected[rule], atol=5e-5, err_msg=f"{pair}, {siblings}")
+
+
+def test_no_rule_accepts_more_than_the_optimum():
+    """``alpha*``; and with one candidate all meet it."""
+    for pair, siblings, distinct, best in (
+        ("reversed", 2, False, 0.86),
+        ("reversed", 3, False, 0.988),
+        ("reversed", 2, True, 0.985714),
+        ("far", 2, False, 0.59),
+        ("far", 2, True, 0.692857),
+        ("near", 2, True, 1),
+    ):
+        q, p = map(np.array, PAIRS[pair])
+        assert optimum(q, p, siblings, distinct) == pytest.approx(best, abs=1e-6)
+        independent, k_seq, without, _, _ = ONE_POSITION[pair, siblings]
+        assert (without if distinct else max(independent, k_seq)) <= best
+        one = 1 - np.maximum(q - p, 0).sum()
+        assert optimum(q, p, 1, distinct) == pytest.approx(one)
+        for rule in (RecursiveRule(), KSeqRule(), TraversalRule(), RecursiveRule("top_and_drawn")):
+            _, accepted = enumerate_tree(rule, (0,), constant(q, 2), constant(p, 2), 1)
+            np.testing.assert_allclose(accepted, one, atol=EXACT)
+
+
+def test_the_threshold_of_k_seq():
+    """Token 2 shows it: it is accepted with .2 / (.25 rho)."""
+    q, p = (jnp.asarray(x)[None] for x in PAIRS["uniform"])
+    for siblings, rho in ((2, 1.39039), (3, 1.64501)):
+        family = Family(
+            nodes_BC=np.arange(siblings)[None],
+            tokens_BC=np.full((1, siblings), 2, np.int32),
+            is_drafted_BC=np.ones((1, siblings), bool),
+            is_chosen_BC=np.zeros((1, siblings), bool),
+        )
+        np.testing.assert_allclose(KSeqRule().judge(q, p, family)[0], 0.2 / (0.25 * rho), rtol=1e-5)
+
+
+# Whole trees: expected accepted tokens, with and without replacement, top-down and by traversal.
+
+WHOLE = {
+    (0, 1): (1.19, 1.25, 1.19, 1.25),
+    (0, 0, 1, 2): (1.292, 1.352, 1.394, 1.454),
+    (0, 0, 1, 1, 2, 2): (1.3376, 1.3856, 1.4924, 1.5284),
+    (0, 0, 0, 1, 2, 3): (1.3736, 1.4336, 1.7, 1.76),
+    (0, 1, 1): (1.232, 1.28, 1.274, 1.31),
+}
+ON_WHOLE_TREES = (RecursiveRule("independent"), TraversalRule("independent"), RecursiveRule(), TraversalRule())
+
+
+@pytest.mark.parametrize("parents", WHOLE)
+def test_accepted_tokens_of_whole_trees(parents):
+    q, p = (constant(x, 3) for x in PAIRS["reversed"])
+    found = [enumerate_tree(rule, parents, q, p, 3)[1][0] for rule in ON_WHOLE_TREES]
+    np.testing.assert_allclose(found, WHOLE[parents], atol=EXACT)
+
+
+def rotated(probs):
+    """The distribution after each prefix: rotated up by its last token."""
+    after = [np.roll(probs, token) for token in range(3)]
+    return [log(np.array([after[i % 3 if n else 0] for i in range(3**n)]))[None] for n in range(3)]
+
+
+def test_accepted_tokens_of_trees_that_see_their_context():
+    q, p = rotated((0.6, 0.3, 0.1)), rotated((0.4, 0.35, 0.25))
+    for parents, expected in (
+        ((0, 1), (1.44, 1.48)),
+        ((0, 0, 1, 1, 2, 2), (1.740270, 1.775962)),
+        ((0, 0, 0, 1, 2, 3), (1.8, 1.84)),
+    ):
+        found = [enumerate_tree(rule, parents, q, p, 3)[1][0] for rule in (RecursiveRule(), TraversalRule())]
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+# Single steps.
+
+
+def walk(rule, tokens, parents, target, draft, uniforms, depth=1):
+    """One walk, with these random numbers."""
+    with jax.enable_x64(True):
+        tree = Draft(
+            tokens_BK=jnp.asarray([tokens], jnp.int32),
+            num_drafted_B=jnp.asarray([len(tokens)]),
+            log_probs_BRV=None if draft is None else jnp.asarray(log(draft))[None],
+            parents_BK=jnp.asarray([parents], jnp.int32),
+            depth=depth,
+        )
+        return jax.tree.map(
+            np.asarray, rule.walk(tree, Given(jnp.asarray(log(target))[None], tree), jnp.asarray([uniforms]))
+        )
+
+
+def test_one_step_of_traversal():
+    """The first child weighs .4; once it is refused the root keeps weight 1 and the second child is certain."""
+    q, p = PAIRS["reversed"]
+    found = walk(TraversalRule(), [2, 0], [0, 0], [q] * 3, [p] * 3, [0.41, 0.999])
+    np.testing.assert_allclose(found.asked_BK, [[0.4, 1]], atol=EXACT)
+    assert found.num_accepted_B == [1] and found.rows_BT.tolist() == [[0, 2]]
+    assert walk(TraversalRule(), [2, 0], [0, 0], [q] * 3, [p] * 3, [0.39, 0.999]).rows_BT.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule()], ids=name_of)
+def test_a_nan_leaves_out_its_subtree_alone(rule):
+    q, p = PAIRS["reversed"]
+    laws = [p, [np.nan] * 3, p, p, p]
+    # Rows 1 and 2 below the root, 3 below row 1, 4 below row 2.
+    found = walk(rule, [2, 0, 1, 0], [0, 0, 1, 2], [q] * 5, laws, [0.0, 0.9, 0.0, 0.0], depth=2)
+    assert found.rows_BT.tolist()[0][:2] == [0, 1] and found.num_accepted_B == [1]
+    assert np.isfinite(found.weights_BV).all()
+    found = walk(rule, [2, 0, 1, 0], [0, 0, 1, 2], [q] * 5, laws, [0.99, 0.0, 0.0, 0.0], depth=2)
+    assert found.rows_BT.tolist() == [[0, 2, 4]]
+
+
+@pytest.mark.parametrize("rule", [RecursiveRule(), RecursiveRule("independent"), TraversalRule()], ids=name_of)
+def test_dead_nodes_are_never_accepted(rule):
+    """A greedy draft has one token for three siblings; the rest leave the target's distribution as it is."""
+    q = (0.5, 0.3, 0.2)
+    found = walk(rule, [1, 2, 0], [0] * 3, [q] * 4, [[0, 1, 0]] * 4, [0.31, 0.0, 0.0])
+    np.testing.assert_allclose(found.asked_BK, [[0.3, 0, 0]], atol=EXACT)
+    assert found.num_accepted_B == [0]
+    np.testing.assert_allclose(found.weights_BV, [[5 / 7, 0, 2 / 7]], atol=EXACT)
+
+
+# How siblings are drawn.
+
+KEYS = RoundKeys(rows_B=row_keys(0, jnp.arange(20_000), jnp.zeros(20_000, jnp.int32)), starts_B=jnp.full(20_000, 3))
+
+
+def drawn(rule, count, probs=(0.5, 0.3, 0.15, 0.05)):
+    siblings = jax.jit(rule.siblings, compiler_options=COMPILE_FAST)
+    laws_BPV = jnp.broadcast_to(jnp.asarray(log(probs), jnp.float32), (20_000, 1, len(probs)))
+    return np.asarray(siblings(laws_BPV, KEYS, nodes_PC=np.arange(count)[None], depth=0))[:, 0]
+
+
+@pytest.mark.parametrize("rule", [RecursiveRule(), RecursiveRule("independent"), CoupledRule()], ids=str)
+def test_a_shorter_list_of_siblings_begins_a_longer_one(rule):
+    three = drawn(rule, 3)
+    np.testing.assert_array_equal(drawn(rule, 2), three[:, :2])
+    p = np.array((0.5, 0.3, 0.15, 0.05))
+    pairs = np.outer(p, p)
+    if rule != RecursiveRule("independent"):
+        np.fill_diagonal(pairs, 0)
+        pairs /= (1 - p)[:, None]
+    seen = np.histogram2d(three[:, 0], three[:, 1], bins=[np.arange(5) - 0.5] * 2)[0] / len(three)
+    assert np.abs(seen - pairs).max() < 0.02
+
+
+def test_the_top_tokens_come_before_the_drawn_one():
+    tokens = drawn(RecursiveRule("top_and_drawn"), 3)
+    assert np.all(tokens[:, 0] == 0) and np.all(tokens[:, 1] == 1)
+    assert np.mean(tokens[:, 2] == 2) == pytest.approx(0.75, abs=0.02)
+
+
+def test_the_path_of_a_verdict():
+    draft = Draft(
+        tokens_BK=jnp.asarray([[5, 6, 7]]), num_drafted_B=jnp.asarray([3]), parents_BK=jnp.asarray([[0, 0, 2]])
+    )
+    verdict = path_verdict(draft, jnp.asarray([[0, 2, 3]]), jnp.asarray([1]), jnp.asarray([9]))
+    assert verdict.tokens_BT.tolist() == [[6, 9, -1]]
+    target = TargetDistributions(logits_BTV=jnp.arange(4.0)[None, :, None], warp=chain(), draft=draft)
+    assert target.along(verdict).logits_BTV[0, :, 0].tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: RecursiveRule("best"), lambda: TraversalRule("best"), lambda: KSeqRule("top")]
+)
+def test_unknown_children_are_refused(make):
+    with pytest.raises(ValueError, match="children must be one of .*"):
+        make()
