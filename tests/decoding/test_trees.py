@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafters import (
     BeamDrafter,
     EarlyExitTree,
@@ -24,6 +25,7 @@ from specsamp.decoding.trees import TreeShape
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.lossy import EARS
 from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.rules import TargetDistributions
 from specsamp.sampling.trees import KSeqRule, RecursiveRule, TraversalRule
 from specsamp.sampling.warp import chain, greedy, temperature, top_k, top_p
 from support import tree_mutants as mutants
@@ -93,6 +95,12 @@ CASES |= {
         FULL,
         {},
     ),
+    "lengths that adapt": (
+        table_loop(RecursiveRule(), model()),
+        NEAR,
+        FULL,
+        dict(adaptive=Adaptive(lengths=(0, 2, 6), costs_ms=(1, 1.5, 2.2), trust=0.1, decay=0.5, margin=0, pause=1)),
+    ),
     "EAGLE-2": (grown_head_loop(EAGLE, RecursiveRule("top"), PRUNED), weights_of(EAGLE), FULL, {}),
     "EAGLE-2, drawn": (grown_head_loop(EAGLE, TraversalRule(), GROWS), weights_of(EAGLE), FULL, {}),
 }
@@ -119,14 +127,14 @@ def caught(loop, draft=FAR, sampling=FULL, **options):
         table_loop(mutants.WrongOrder(), model()),
         table_loop(mutants.NotNormalisedAgain(), model()),
         table_loop(RecursiveRule(), mutants.PrunedByValue(TableLM(V), tree=TREE)),
-        table_loop(mutants.MergesEqual(), model(WIDE)),
+        table_loop(mutants.MergesEqual(), model(TreeShape((0, 0, 0)))),
         dataclasses.replace(table_loop(RecursiveRule(), model()), target=mutants.NotMoved(V)),
         table_loop(RecursiveRule(), model(), loop=mutants.PositionsByRow),
     ],
     ids=["order", "normalised", "pruned", "merged", "moved", "positions"],
 )
 def test_a_mistake_is_caught(loop):
-    assert caught(loop)
+    assert caught(loop, prompts=[[1, 2]] if isinstance(loop.rule, mutants.MergesEqual) else PROMPT)
 
 
 V8 = 8
@@ -159,6 +167,25 @@ def test_the_coupled_text_of_a_tree_is_that_of_plain_decoding(drafter):
     assert_same(
         texts_of(drafter, CoupledRule(), apart, samples=4), texts_of(NoDrafter(), CoupledRule(), apart, samples=4)
     )
+
+
+def test_log_probabilities_of_the_wrong_rows_are_seen(monkeypatch):
+    """The control of the test above: the rows of the first nodes are taken for those of the path."""
+
+    def first_rows(self, verdict):
+        depth = verdict.rows_BT.shape[1]
+        rows_BT = jnp.broadcast_to(jnp.arange(depth)[None], verdict.rows_BT.shape)
+        return right(self, dataclasses.replace(verdict, rows_BT=rows_BT))
+
+    right = TargetDistributions.along
+    monkeypatch.setattr(TargetDistributions, "along", first_rows)
+    # Slots that no other test has: the program is traced anew.
+    wrong, plain = (
+        texts_of(drafter, CoupledRule(), chain(temperature(1.0)), slots=128)
+        for drafter in (SMALL_TREES[0], NoDrafter())
+    )
+    assert np.array_equal(wrong.tokens_BS[3, :60], plain.tokens_BS[3, :60])
+    assert np.abs(wrong.log_probs_BS[3, :60] - plain.log_probs_BS[3, :60]).max() > 0.1
 
 
 @pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule(), CoupledRule()], ids=str)
@@ -196,11 +223,11 @@ def test_the_draft_accepts_all_where_it_is_the_target():
 def test_statistics_count_by_depth():
     state = texts_of(SMALL_TREES[0], RecursiveRule(), chain(temperature(1.0)), samples=50)
     stats = state.stats
-    assert stats.reached_BK.shape[1] == BIG.depth == 3
-    accepted_B = (stats.accepted_BT * np.arange(4)).sum(1)
+    assert stats.reached_BK.shape[1] == BIG.depth == 4
+    accepted_B = (stats.accepted_BT * np.arange(5)[None]).sum(1)
     assert np.array_equal(accepted_B, state.from_draft_BS.sum(1))
     assert np.array_equal(stats.reached_BK[:, 0], stats.rounds_B)
-    # Row 6 of the tree is a leaf at depth 2: a round that ends there verified no third position.
+    # Some nodes at depth 2 are leaves: a round that ends there verified no third position.
     assert int(stats.reached_BK[:, 2].sum()) < int(stats.accepted_BT[:, 2:].sum())
 
 

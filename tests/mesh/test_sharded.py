@@ -13,15 +13,17 @@ from jax.sharding import PartitionSpec as P
 from specsamp import BlockRule, ChoosingDrafter, NgramDrafter, Pair, TokenRule, chain, generate, temperature, top_p
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.adaptive import Adaptive, Confidence
-from specsamp.decoding.drafters import ModelDrafter
+from specsamp.decoding.drafters import ModelDrafter, ModelTree
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
 from specsamp.decoding.request import make_requests
+from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
 from specsamp.models.interface import Output
 from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.trees import TraversalRule
 from support.fakes import TableLM, random_table
 from support.weights import drawn_params
 
@@ -95,6 +97,21 @@ def test_tokens_of_table_models(table_pair, data, model, rule, draft_length):
     assert len({tuple(c.tokens) for c in expected}) > 6
     assert draft_length == 4 or all(sum(c.stats.lengths[n] for c in expected) > 5 for n in (0, 3))
     assert generate(shard(table_pair, make_mesh(data, model)), PROMPTS, BUDGETS, **call) == expected
+
+
+@pytest.mark.slow
+def test_tokens_of_token_trees(transformer_pair):
+    """Slots are moved in caches that are split over devices."""
+    call = {"sampling": SAMPLING, "seed": 7, "rule": TraversalRule()}
+
+    def drafted(pair):
+        drafter = ModelTree(pair.draft, tree=TreeShape((0, 0, 1, 1, 2, 3)))
+        return generate(pair, PROMPTS, 12, drafter=drafter, **call)
+
+    expected = drafted(transformer_pair)
+    assert sum(completion.stats.accepted for completion in expected) > 5
+    sharded = drafted(shard(transformer_pair, make_mesh(2, 4)))
+    assert [each.tokens for each in sharded] == [each.tokens for each in expected]
 
 
 @pytest.mark.slow

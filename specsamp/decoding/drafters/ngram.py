@@ -10,7 +10,6 @@ continues for all K tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -60,31 +59,33 @@ class NgramDrafter(DrafterHooks, Drafter):
         num_drafted_B = jnp.where(best_B > 0, self.K, 0).astype(jnp.int32)
         return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B), state, cache
 
-    def lengths_of_matches(self, prefix: Prefix) -> Array:
-        """Returns the length of the longest n-gram that matches before each slot, int32 ``[B, S]``; 0 for none."""
-        lengths_BS = jnp.zeros_like(prefix.tokens_BS)
-        for n, matches_BS, _ in self._matches(prefix):
-            lengths_BS = jnp.where(matches_BS, n, lengths_BS)
-        return lengths_BS
-
     def _found(self, prefix: Prefix) -> Array:
         """Returns the slot after the best match, where its continuation begins, ``[B]``; 0 without a match."""
-        best_B = jnp.zeros_like(prefix.lengths_B)
-        for _, matches_BS, ends in self._matches(prefix):
-            found_B = jnp.max(jnp.where(matches_BS, ends, 0), axis=1)
-            best_B = jnp.where(found_B > 0, found_B, best_B)
-        return best_B
-
-    def _matches(self, prefix: Prefix) -> Iterator[tuple[int, Array, Array]]:
-        """Yields each length of n-grams, whether such a match ends just before each slot, and the slots."""
         tokens_BS, lengths_B = prefix.tokens_BS, prefix.lengths_B
         slots = tokens_BS.shape[1]
         ends = jnp.arange(slots)[None, :]  # a match ends just before slot `end`, its continuation starts there
+        best_B = jnp.zeros_like(lengths_B)
         matches_BS = (ends >= 1) & (ends < lengths_B[:, None])
         for n in range(1, self.max_ngram + 1):
-            # The n-gram before `end` equals the last n tokens if the shorter one does and one more token agrees.
-            last_B1 = jnp.take_along_axis(tokens_BS, jnp.maximum(lengths_B - n, 0)[:, None], axis=1)
-            before_BS = jnp.pad(tokens_BS, ((0, 0), (n, 0)))[:, :slots]
-            matches_BS &= (before_BS == last_B1) & (ends >= n)
+            matches_BS = self._also(n, matches_BS, prefix, ends)
             if n >= self.min_ngram:
-                yield n, matches_BS, ends
+                found_B = jnp.max(jnp.where(matches_BS, ends, 0), axis=1)
+                best_B = jnp.where(found_B > 0, found_B, best_B)
+        return best_B
+
+    def lengths_of_matches(self, prefix: Prefix) -> Array:
+        """Returns the length of the longest n-gram that matches before each slot, int32 ``[B, S]``; 0 for none."""
+        ends = jnp.arange(prefix.tokens_BS.shape[1])[None, :]
+        matches_BS = (ends >= 1) & (ends < prefix.lengths_B[:, None])
+        found_BS = jnp.zeros_like(prefix.tokens_BS)
+        for n in range(1, self.max_ngram + 1):
+            matches_BS = self._also(n, matches_BS, prefix, ends)
+            if n >= self.min_ngram:
+                found_BS = jnp.where(matches_BS, n, found_BS)
+        return found_BS
+
+    def _also(self, n: int, matches_BS: Array, prefix: Prefix, ends: Array) -> Array:
+        """Returns where n-grams match: where the shorter one does, and one more token agrees."""
+        last_B1 = jnp.take_along_axis(prefix.tokens_BS, jnp.maximum(prefix.lengths_B - n, 0)[:, None], axis=1)
+        before_BS = jnp.pad(prefix.tokens_BS, ((0, 0), (n, 0)))[:, : prefix.tokens_BS.shape[1]]
+        return matches_BS & (before_BS == last_B1) & (ends >= n)
