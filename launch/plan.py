@@ -31,6 +31,7 @@ from specsamp.analysis.acceptance import Acceptance, Profile
 from specsamp.analysis.costs import Costs, PerCall
 from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.report import Table
+from specsamp.analysis.tree_shape import TreeForecast, choose_shape
 from specsamp.tpu.calibration import Band
 from specsamp.tpu.costs import Roofline, compiled_costs
 from specsamp.tpu.tables import basis
@@ -64,6 +65,12 @@ _BATCH = flags.DEFINE_multi_integer("batch", [1], "How many rows are decoded tog
 _CONTEXT = flags.DEFINE_multi_integer(
     "context", [], "How many slots the caches have; goes with --chip or --compile_report; may be repeated.", 1
 )
+_RANKS = flags.DEFINE_list(
+    "ranks",
+    None,
+    "Forecast token trees, too, by the acceptance of the first, second, .. of some siblings, as 0.6,0.2,0.1; goes with costs "
+    "of calls, or with --chip.",
+)
 _NEW_TOKENS = flags.DEFINE_integer(
     "new_tokens", None, "How many tokens every row gets; by default rows never end.", lower_bound=1, upper_bound=8192
 )
@@ -72,6 +79,7 @@ _CALIBRATION = define_calibration()
 _CHIP_HOUR = define_chip_hour()
 _OUTPUT = entry.define_output()
 
+MOST_ROWS, MOST_LEVELS = 65, 12  # of token trees
 ROOFLINE = ". Calls stream or compute at the full rate of the chip: real calls take longer"
 EXPERTS = (
     ". Of experts a call reads those that its tokens choose, if they choose independently and all alike, divided evenly "
@@ -113,8 +121,30 @@ def main() -> None:
             hidden, added = (make_plan(accepted, edge, **place).best.draft_length for edge in costs.bounds)
             verdict = f"K = {hidden} if all collectives are hidden, {added} if all are added (0: decode plainly)"
         console.print(f"{where(plan)}: {verdict}")
-    document = {"kind": "forecast", "acceptance": accepted, "costs": costs, "plans": plans}
+    trees = tree_forecasts(costs, places, console) if _RANKS.value else []
+    document = {"kind": "forecast", "acceptance": accepted, "costs": costs, "plans": plans} | (
+        {"trees": trees} if trees else {}
+    )
     entry.write_result(_OUTPUT.value, document, console)
+
+
+def tree_forecasts(
+    costs: Costs, places: Sequence[Mapping[str, Any]], console: Console
+) -> list[dict[str, TreeForecast]]:
+    """Returns the best tree and the best chain of each place, and prints which is better."""
+    ranks, found = numbers("ranks", _RANKS.value, float), []
+    for place in places:
+        ms = functools.partial(costs.tree_ms, batch=place["batch"], context=place["context"])
+        tree, chain = choose_shape(ranks, ms, most_rows=MOST_ROWS, most_depth=min(_LONGEST.value, MOST_LEVELS))
+        text = f"{tree.shape.K} nodes, depth {tree.shape.depth}: {tree.tokens_per_round:.2f} tokens per round"
+        than = f"{chain.ms_per_token:.3g} ms per token as the best chain, K = {chain.shape.K}"
+        console.print(
+            f"batch {place['batch']}: a chain is better than all trees, {than}"
+            if tree.is_chain
+            else f"batch {place['batch']}: a tree of {text}, {tree.ms_per_token:.3g} instead of {than}; parents {tree.shape.parents}"
+        )
+        found.append({"tree": tree, "chain": chain})
+    return found
 
 
 def check_flags() -> None:

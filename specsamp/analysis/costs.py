@@ -38,6 +38,15 @@ class Costs:
         """Returns the milliseconds of one round of all rows."""
         raise NotImplementedError
 
+    def tree_ms(self, depth: int, rows: int, batch: int = 1, context: int | None = None) -> float:
+        """Returns the milliseconds of a round of a token tree; raises ValueError if these costs know chains alone.
+
+        Args:
+          depth: of the tree; each level is a call of the draft.
+          rows: scored rows, the pending token included.
+        """
+        raise ValueError(f"{type(self).__name__} knows the rounds of chains alone: give costs of calls, or a roofline")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Round:
@@ -95,6 +104,9 @@ class PerCall(Costs):
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
         return self.target_ms + draft_length * self.draft_ms
+
+    def tree_ms(self, depth: int, rows: int, batch: int = 1, context: int | None = None) -> float:
+        return self.round_ms(depth, batch, context)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

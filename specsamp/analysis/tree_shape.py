@@ -64,19 +64,19 @@ def best_shape(ranks: Sequence[float], rows: int, depth: int | None = None) -> T
     if rows > sum(min(len(ranks), rows) ** n for n in range(depth + 1)):
         raise ValueError(f"no tree of {rows} rows has {len(ranks)} ranks and depth {depth}: give more of either")
     parents: list[int] = []
+    size = 1 << rows.bit_length()  # of tables, which serve all numbers of rows below
 
     def place(row: int, rows: int, depth: int, children: int) -> None:
         sizes = []
         for rank in range(children, 0, -1):
-            size = int(_tables(ranks, rows, depth)[1][rows, rank])
-            sizes.append(size)
-            rows -= size
-        for size in reversed(sizes):
+            sizes.append(int(_tables(ranks, size, depth)[1][rows, rank]))
+            rows -= sizes[-1]
+        for below in reversed(sizes):
             parents.append(row)
-            best = _tables(ranks, size, depth - 1)[0][size]
-            place(len(parents), size, depth - 1, int(np.argmax(best)))
+            best = _tables(ranks, size, depth - 1)[0][below]
+            place(len(parents), below, depth - 1, int(np.argmax(best)))
 
-    whole = _tables(ranks, rows, depth)[0][rows]
+    whole = _tables(ranks, size, depth)[0][rows]
     place(0, rows, depth, int(np.argmax(whole)))
     return TreeShape.in_levels(parents)
 
@@ -87,9 +87,9 @@ def _tables(ranks: tuple[float, ...], rows: int, depth: int) -> tuple[np.ndarray
     best = np.full((rows + 1, len(ranks) + 1), -np.inf)
     sizes = np.zeros_like(best, int)
     best[1, 0] = 1
-    if depth == 0 or rows == 1:
+    if depth == 0:
         return best, sizes
-    below = _tables(ranks, rows - 1, depth - 1)[0].max(axis=1)
+    below = _tables(ranks, rows, depth - 1)[0].max(axis=1)
     for n in range(2, rows + 1):
         m = np.arange(1, n)
         for b in range(1, len(ranks) + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from specsamp.analysis.costs import Costs, CostTable, Round
@@ -31,6 +32,12 @@ class Roofline(Costs):
         context = self.default_context if context is None else context
         scored = self.call_ms(self.target, draft_length + 1, batch, context)
         return scored + draft_length * self.call_ms(self.draft, 1, batch, context)
+
+    def tree_ms(self, depth: int, rows: int, batch: int = 1, context: int | None = None) -> float:
+        context = self.default_context if context is None else context
+        level = math.ceil((rows - 1) / depth)  # nodes of a level, on average
+        drafted = depth * self.call_ms(self.draft, level, batch, context)
+        return self.call_ms(self.target, rows, batch, context) + drafted
 
     def call_ms(self, model: TransformerConfig, tokens: int, batch: int, context: int) -> float:
         """Returns the milliseconds of one call with ``tokens`` tokens in each of ``batch`` sequences."""

@@ -104,7 +104,10 @@ CASES |= {
     "EAGLE-2": (grown_head_loop(EAGLE, RecursiveRule("top"), PRUNED), weights_of(EAGLE), FULL, {}),
     "EAGLE-2, drawn": (grown_head_loop(EAGLE, TraversalRule(), GROWS), weights_of(EAGLE), FULL, {}),
 }
-SLOW = ("EAGLE-2, drawn",) + ("independent", "k-seq", "top and drawn", "MTP", "early exit")
+SLOW = {"independent", "k-seq", "top", "top and drawn", "coupled", "MTP", "early exit", "Medusa"} | {
+    "lengths that adapt",
+    "EAGLE-2, drawn",
+}
 
 
 @pytest.mark.parametrize(
