@@ -8,7 +8,6 @@ import pytest
 
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafters import (
-    BeamDrafter,
     EarlyExitTree,
     FeatureTree,
     GrowingFeatureTree,
@@ -259,7 +258,6 @@ def test_wrong_shapes_are_refused():
         (model(), TokenRule(), "TokenRule.* verifies chains, but ModelTree drafts token trees"),
         (model(), EARS(0.3), "EARS.* verifies chains, but ModelTree"),
         (ModelDrafter(TableLM(V), 2), RecursiveRule(), "verifies token trees, but ModelDrafter .*TokenRule"),
-        (BeamDrafter(TableLM(V), 2, beams=2), TraversalRule(), "verifies token trees, but BeamDrafter .*BlockRule"),
         (model(TreeShape((0,) * 4)), RecursiveRule(), "4 siblings, but there are 3 tokens"),
         (ModelTree(CountingLM(3), tree=WIDE), RecursiveRule(), "CountingLM has no compact"),
     ],
