@@ -70,7 +70,7 @@ def test_a_second_process_traces_nothing_and_writes_the_same(folder, monkeypatch
 def test_a_program_of_another_source_machine_or_setting_is_replaced(folder, monkeypatch):
     expected, compiled = texts(decoder()), traced(monkeypatch)
     texts(with_kept(decoder()))
-    for name in ("digest", "cpu_flags", "host_facts"):
+    for name in ("source_digest", "cpu_flags", "host_facts"):
         forget(monkeypatch)
         monkeypatch.setattr(kept_loop.machine, name, lambda *_: "another")
         compiled.clear()
