@@ -102,8 +102,8 @@ def main() -> None:
             rounds_per_slice=_ROUNDS.value,
         )
         console.print(headline(experiment, service_line(experiment, service)))
-        with entry.progress(console, "compiling") as say:
-            service.compile(say)
+        with entry.progress(console, "compiling for the first requests"):
+            service.compile()
         service.start()
         model = _MODEL.value or (config.hugging_face.target if config.hugging_face else config.pair)
         endpoint = Endpoint(

@@ -28,7 +28,7 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
 
     Args:
       state: of a loop, between two runs.
-      rows: N rows of the same loop and the same kinds of warps; they may have fewer slots than ``state``.
+      rows: N rows of the same loop and the same kinds of warps; slots beyond those of ``state`` are left out.
       at: N different places within a data shard: the first N / shards of them in the first shard, and so on; `NOWHERE`
         for a row that is left out.
     """
@@ -36,6 +36,22 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
     request = _write(state.request, rows.request, at_N, shards)
     state, rows = (dataclasses.replace(each, request=None) for each in (state, rows))
     return dataclasses.replace(_write_donated(state, rows, at_N, shards), request=request)
+
+
+def extract(state: DecodeState, at: Sequence[int], shards: DataShards = DataShards()) -> DecodeState:
+    """Returns the rows ``at`` of ``state`` as a new state, for example to insert them later."""
+    return _read(state, jnp.asarray(at, jnp.int32), shards)
+
+
+def resize(state: DecodeState, at: Sequence[int], like: DecodeState, shards: DataShards = DataShards()) -> DecodeState:
+    """Returns a state of other sizes that holds some rows of ``state``.
+
+    Args:
+      at: for each new row, in order of the data shards, its place within its shard of ``state``; `NOWHERE`: an ended row.
+      like: the shapes of the new state; slots beyond those of ``state`` are empty, and slots beyond its own are lost.
+    """
+    shapes = tuple(leaf.shape[1:] for leaf in jax.tree.leaves(like))
+    return _resize(state, jnp.asarray(at, jnp.int32), shapes, shards)
 
 
 @jax.jit
@@ -47,7 +63,8 @@ def end(finish_B: Array, is_ended_B: Array) -> Array:
 def _write_rows(tree: Any, rows: Any, at_N: Array) -> Any:
     def write(old: Array, new: Array) -> Array:
         for n in range(len(at_N)):
-            row, start = new[n : n + 1], (jnp.maximum(at_N[n], 0),) + (jnp.zeros((), at_N.dtype),) * (old.ndim - 1)
+            row = new[n : n + 1][tuple(map(slice, old.shape))]
+            start = (jnp.maximum(at_N[n], 0),) + (jnp.zeros((), at_N.dtype),) * (old.ndim - 1)
             row = jnp.where(at_N[n] == NOWHERE, jax.lax.dynamic_slice(old, start, row.shape), row)
             old = jax.lax.dynamic_update_slice(old, row, start)
         return old
@@ -61,3 +78,33 @@ def _write(tree: Any, rows: Any, at_N: Array, shards: DataShards) -> Any:
 
 
 _write_donated = jax.jit(_write.__wrapped__, static_argnames="shards", donate_argnames="tree")
+
+
+@functools.partial(jax.jit, static_argnames="shards")
+def _read(state: DecodeState, at_N: Array, shards: DataShards) -> DecodeState:
+    return shards.map(_take_rows, (BY_ROWS, BY_ROWS))(state, at_N)
+
+
+def _take_rows(state: DecodeState, at_N: Array) -> DecodeState:
+    def take(leaf: Array) -> Array:
+        return jnp.concatenate([jax.lax.dynamic_slice_in_dim(leaf, at_N[n], 1, axis=0) for n in range(len(at_N))])
+
+    return jax.tree.map(take, state)
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "shards"))
+def _resize(state: DecodeState, at_N: Array, shapes: tuple[tuple[int, ...], ...], shards: DataShards) -> DecodeState:
+    def fit(leaf: Array, shape: tuple[int, ...]) -> Array:
+        padding = [(0, 0, 0)] + [(0, new - old, 0) for old, new in zip(leaf.shape[1:], shape)]
+        if all(high == 0 for _, high, _ in padding):
+            return leaf
+        return jax.lax.pad(leaf, jnp.zeros((), leaf.dtype), padding)
+
+    def read(state: DecodeState, at_N: Array) -> DecodeState:
+        taken = _take_rows(state, jnp.maximum(at_N, 0))
+        leaves, structure = jax.tree.flatten(taken)
+        taken = jax.tree.unflatten(structure, [fit(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)])
+        finish_B = jnp.where(at_N == NOWHERE, Finish.LENGTH, taken.finish_B).astype(jnp.int32)
+        return dataclasses.replace(taken, finish_B=finish_B)
+
+    return shards.map(read, (BY_ROWS, BY_ROWS))(state, at_N)

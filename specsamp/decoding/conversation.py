@@ -101,7 +101,7 @@ class Conversation:
         self.tokens, self.stats = list(request.prompt), None
         start = 0 if state is None else self._known(state, request.prompt)
         self.tokens_read = len(request.prompt) - start
-        state = self._engine.extend(request, state, start, CHUNK)
+        state = self._engine.extend([request], state, [start], [len(request.prompt)], CHUNK)
         decoding = chunks(self._engine, state, [request], rounds_per_chunk)
         while True:
             try:

@@ -131,23 +131,50 @@ class Engine:
             row[: len(tokens)] = tokens
         return tokens_BP, np.array([len(tokens) for tokens in prompts], np.int32)
 
-    def extend(self, request: Request, state: DecodeState | None, start: int, chunk: int) -> DecodeState:
-        """Reads the new tokens of a prompt into a state of one row, which is donated; see `Loop.extend`.
+    def extend(
+        self,
+        requests: Sequence[Request | None],
+        state: DecodeState | None,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        chunk: int,
+    ) -> DecodeState:
+        """Reads tokens of prompts into the rows of a state, which is donated; see `Loop.extend`.
 
         Args:
+          requests: of all rows; None is a row without a prompt.
           state: without its request batch; None: nothing was read yet.
-          start: number of tokens at the beginning of the prompt that need not be read.
+          starts, ends: the tokens of each prompt that are read; those before them were read already.
           chunk: number of tokens that are read per call.
         """
-        tokens_BS = np.zeros((1, self.slots), np.int32)
-        tokens_BS[0, : len(request.prompt)] = request.prompt
-        start_B, lengths_B = jnp.asarray([start], jnp.int32), jnp.asarray([len(request.prompt)], jnp.int32)
-        arrays = self.arrays([request])
+        tokens_BS = np.zeros((len(requests), self.slots), np.int32)
+        for row, request, end in zip(tokens_BS, requests, ends):
+            row[:end] = 0 if request is None else request.prompt[:end]
+        start_B, lengths_B = jnp.asarray(starts, jnp.int32), jnp.asarray(ends, jnp.int32)
+        arrays = self.arrays(requests)
         return self.loop.extend(self.weights, arrays, state, jnp.asarray(tokens_BS), start_B, lengths_B, chunk=chunk)
+
+    def blank(self, rows: int) -> DecodeState:
+        """Returns rows that have ended without a prompt, whose places `insert` gives to others."""
+        return self.loop.blank(self.arrays([None] * rows), slots=self.slots)
+
+    def with_slots(self, slots: int) -> Engine:
+        """Returns this engine for states of another number of slots."""
+        return dataclasses.replace(self, slots=slots, weights=self.pair.weights(self.method.drafter, slots))
 
     def insert(self, state: DecodeState, rows: DecodeState, at: Sequence[int]) -> DecodeState:
         """Writes ``rows`` over the rows ``at`` of ``state``, which is donated; see `batch_rows.insert`."""
         return batch_rows.insert(state, rows, at, self.pair.shards)
+
+    def resize(self, state: DecodeState, at: Sequence[int], slots: int) -> DecodeState:
+        """Returns rows of ``state`` in a state of another number of slots; see `batch_rows.resize`."""
+        request = self.arrays([None] * self.pair.shards.count)
+        like = jax.eval_shape(lambda: self.loop.blank(request, slots=slots))
+        return batch_rows.resize(state, at, like, self.pair.shards)
+
+    def extract(self, state: DecodeState, at: Sequence[int]) -> DecodeState:
+        """Returns the rows ``at`` of ``state``, without their request batch; see `batch_rows.extract`."""
+        return batch_rows.extract(dataclasses.replace(state, request=None), at, self.pair.shards)
 
     def run(self, state: DecodeState, max_rounds: int = MANY_ROUNDS, min_running: int = 1) -> DecodeState:
         """Decodes for ``max_rounds`` rounds, or until fewer than ``min_running`` rows run; ``state`` is donated."""

@@ -331,6 +331,18 @@ class Loop:
         specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS)
         return self.shards.map(read, specs)(weights, request, tokens_BP, lengths_B)
 
+    @functools.partial(jax.jit, static_argnames=("self", "slots"))
+    def blank(self, request: RequestBatch, *, slots: int) -> DecodeState:
+        """Returns rows of one token that have read nothing; ``request`` gives them no budget, so they have ended."""
+
+        def make(request: RequestBatch) -> DecodeState:
+            batch = len(request.limits_B)
+            caches = self.target.init_cache(batch, slots), self.drafter.init(batch, slots)
+            tokens_BS, lengths_B = jnp.zeros((batch, slots), jnp.int32), jnp.ones((batch,), jnp.int32)
+            return self._first_state(request, tokens_BS, lengths_B, caches)
+
+        return self.shards.map(make, (BY_ROWS,))(request)
+
     @functools.partial(jax.jit, static_argnames=("self", "chunk"), donate_argnames="state")
     def extend(
         self,

@@ -63,7 +63,6 @@ class Batch:
       usage: of the rows so far.
       waiting: requests, in the order in which they began to wait; the caller adds to it.
       running: the request that each row decodes, or None.
-      reading: where `fill` raised, the requests whose prompts it was reading; they are in ``running`` already.
     """
 
     def __init__(self, engine: Engine, *, rows: int, together: int = 1):
@@ -80,7 +79,6 @@ class Batch:
         self.usage = Usage(rows=rows)
         self.waiting: list[Request] = []
         self.running: list[Request | None] = [None] * rows
-        self.reading: list[Request] = []
         self._engine = engine
         self._together = min(together, self._per_shard)
         self._state: DecodeState | None = None
@@ -114,14 +112,13 @@ class Batch:
             free = min(self.running.count(None), len(self.waiting))
             count = self._together if free >= self._together * self._shards.count else 1
             turns = [self._take_turn() for _ in range(count)]
-            self.reading = [self.running[place] for turn in turns for place in turn if place is not None]
-            is_one_bucket = len({bucket(len(request.prompt)) for request in self.reading}) == 1
+            taken = [self.running[place] for turn in turns for place in turn if place is not None]
+            is_one_bucket = len({bucket(len(request.prompt)) for request in taken}) == 1
             for call in [turns] if is_one_bucket else [[turn] for turn in turns]:
                 places = [place for column in zip(*call) for place in column]
                 rows = self._engine.prefill([None if place is None else self.running[place] for place in places])
                 in_shards = [NOWHERE if place is None else place % self._per_shard for place in places]
                 self._state = self._engine.insert(self._state, rows, in_shards)
-            self.reading = []
 
     def run(self, max_rounds: int) -> None:
         """Starts a slice: until as many rows have ended as there are data shards, and for at most ``max_rounds``.

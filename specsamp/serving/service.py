@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,14 +22,14 @@ from absl import logging
 
 from specsamp import validate
 from specsamp.compilation_cache import use_compilation_cache
-from specsamp.decoding.engine import Engine, bucket, context_of, round_slots
+from specsamp.decoding.engine import Engine, context_of, round_slots
 from specsamp.decoding.method import EXAMPLE, Method, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, Request, encode, make_requests, make_stops, with_samples
 from specsamp.decoding.results import Chunk, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.sampling.warp import Warp
-from specsamp.serving.batch import Batch
+from specsamp.serving.elastic_batch import ElasticBatch, chunk_sizes
 
 MAX_STOPS = 4  # strings that end the texts of a request
 
@@ -94,6 +94,7 @@ class Service:
         context: int | None = None,
         max_waiting: int = 64,
         rounds_per_slice: int = 4,
+        in_background: bool = True,
     ):
         """Makes a service, which `start` begins.
 
@@ -103,6 +104,7 @@ class Service:
           context: default 4096, or as many as the models have positions for.
           max_waiting: texts beyond the rows; more are refused.
           rounds_per_slice: the most rounds between two deliveries to streams, and two searches for free rows.
+          in_background: whether programs of further sizes are compiled while texts go on; never on a mesh.
 
         Raises:
           ValueError: naming the value and the fix.
@@ -123,30 +125,27 @@ class Service:
             make_requests(pair, method, [[0]], 1, stop=self._stop_ids),
             batch=rows,
             spare=pair.shards.count,
-            slots=round_slots(max(self.context + loop.headroom, loop.window)),
+            slots=round_slots(max(self.context + max(loop.headroom, chunk_sizes()[0]), loop.window)),
             stop_ids=len(self._stop_ids) + MAX_STOPS,
             keep_log_probs=True,
             keep_rounds=True,
         )
-        self.batch = Batch(self._engine, rows=rows)
+        # On a mesh programs of two threads could meet in another order on each device.
+        in_background = in_background and pair.shards.mesh is None
+        self.batch = ElasticBatch(self._engine, rows=rows, rounds=self._rounds, in_background=in_background)
+        self.batch.programs.notify = self._wake
         self.capacity = self.batch.usage.rows + max_waiting
         self._changed = threading.Condition()  # guards the next two
         self._inbox: list[Request] = []
         self._closed: str | None = None  # why
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
 
-    def compile(self, say: Callable[[str], None] = logging.info) -> None:
-        """Compiles for prompts of all sizes; ``say`` gets a line before each."""
-        longest = self.context - 1
-        sizes = sorted({min(bucket(size), longest) for size in range(1, longest + 1)})  # the longest of each bucket
-
-        def prompts() -> Iterator[list[int]]:
-            for number, size in enumerate(sizes, start=1):
-                say(f"compiling for prompts of up to {size} tokens, {number} of {len(sizes)}")
-                yield [0] * size
-            say("compiling the loop")
-
-        self.batch.compile(prompts())
+    def compile(self, all_sizes: bool = False) -> None:
+        """Compiles what the first requests need, or all that requests may need: the rest follows when it is wanted."""
+        if all_sizes:
+            self.batch.compile_all()
+        else:
+            self.batch.compile_first()
 
     def start(self) -> None:
         """Begins to take requests."""
@@ -163,12 +162,13 @@ class Service:
         """Waits, after `close`, for the end of the slice that runs."""
         if self._thread.is_alive():
             self._thread.join()
+        self.batch.programs.close()
 
     @property
     def unfinished(self) -> int:
         """Returns how many texts are running or waiting."""
         running = sum(request is not None for request in self.batch.running)
-        return len(self._inbox) + len(self.batch.waiting) + running
+        return len(self._inbox) + len(self.batch.waiting) + len(self.batch.reading) + running
 
     def ask(
         self,
@@ -241,13 +241,18 @@ class Service:
             )
         return budget
 
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
     def _work(self) -> None:
         while self._wait():
             try:
                 self._slice()
             except Exception as error:  # the batch is lost, and with it all that run
                 logging.exception("a slice failed: running texts are lost, waiting texts begin anew")
-                self._drop(f"decoding failed: {_in_short(error)}", and_waiting=not any(self.batch.running))
+                is_lost = any(self.batch.running) or self.batch.reading
+                self._drop(f"decoding failed: {_in_short(error)}", and_waiting=not is_lost)
                 self.batch.free()
         self._drop(self._closed, and_waiting=True)
         self.batch.free()
@@ -255,7 +260,7 @@ class Service:
     def _wait(self) -> bool:
         """Waits for requests, and takes new requests over; returns False after `close`."""
         with self._changed:
-            while not (self._inbox or self.batch.waiting or any(self.batch.running) or self._closed):
+            while not (self.unfinished or self._closed):
                 self._changed.wait()
             self.batch.waiting += self._inbox
             self._inbox.clear()
@@ -268,6 +273,9 @@ class Service:
         self._fill()
         requests = [request for request in batch.running if request is not None]
         if not requests:
+            with self._changed:  # what they need is being compiled
+                if batch.waiting and not self._inbox:
+                    self._changed.wait(1)
             return
         batch.run(self._rounds)
         answers = [request.answer for request in requests]
@@ -283,12 +291,11 @@ class Service:
         try:
             self.batch.fill()
         except Exception as error:
-            unread, self.batch.reading = self.batch.reading, []
+            unread = self.batch.unread()
             if not unread:
                 raise
             logging.exception("a prompt was not read")
             for request in unread:
-                self.batch.running[self.batch.running.index(request)] = None
                 request.answer.send(Failed(f"the prompt was not read: {_in_short(error)}"))
 
     def _text(self, state: DecodeState, place: int, request: Request) -> RowText | None:
@@ -308,7 +315,7 @@ class Service:
     def _drop(self, reason: str, and_waiting: bool) -> None:
         """Ends all running texts, and with ``and_waiting`` all waiting texts; their callers get the reason."""
         with self._changed:
-            requests = [request for request in self.batch.running if request is not None]
+            requests = [request for request in self.batch.running if request is not None] + self.batch.unread()
             self.batch.running[:] = [None] * len(self.batch.running)
             for texts in (self.batch.waiting, self._inbox) if and_waiting else ():
                 requests += texts

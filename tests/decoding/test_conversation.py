@@ -87,7 +87,7 @@ def test_what_is_read_on_leaves_the_caches_of_the_whole_text(kind):
     (then,) = make_requests(pair, method, [whole], 5)
     anew = engine.prefill([then])
     start = len(whole) - len(text) - 2
-    on = engine.extend(then, dataclasses.replace(state, request=None), start, chunk=4)
+    on = engine.extend([then], dataclasses.replace(state, request=None), [start], [len(whole)], chunk=4)
 
     def committed(tree):
         leaves = [leaf for leaf in jax.tree.leaves(tree) if slots in leaf.shape and leaf.dtype == jnp.float32]

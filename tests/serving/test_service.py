@@ -8,7 +8,7 @@ import pytest
 from specsamp import NoDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
-from specsamp.serving.batch import Batch
+from specsamp.serving.elastic_batch import ElasticBatch
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Failed, Service
 from support.fakes import compiled_programs
@@ -20,15 +20,7 @@ METHOD = Method(drafter=NoDrafter(), sampling=make_warp({}, WARPS))
 @pytest.fixture(scope="module")
 def service():
     made = make_service()
-    said = []
-    made.compile(said.append)
-    assert said == [
-        "compiling for prompts of up to 16 tokens, 1 of 4",
-        "compiling for prompts of up to 24 tokens, 2 of 4",
-        "compiling for prompts of up to 32 tokens, 3 of 4",
-        "compiling for prompts of up to 39 tokens, 4 of 4",
-        "compiling the loop",
-    ]
+    made.compile(all_sizes=True)
     made.start()
     yield made
     made.close()
@@ -124,7 +116,7 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_held(service):
     assert service.unfinished == 0
 
 
-@pytest.mark.parametrize("part", ["text", "prefill"])
+@pytest.mark.parametrize("part", ["text", "extend"])
 def test_an_error_of_one_request_is_its_own(service, monkeypatch, part):
     """While it is decoded, or when its prompt is read."""
     before = getattr(Engine, part)
@@ -164,7 +156,7 @@ def test_an_error_of_the_batch_ends_what_runs_and_those_that_wait_go_on(service,
 
 def test_where_no_batch_can_be_made_nobody_waits_for_ever(service, monkeypatch):
     with monkeypatch.context() as broken:
-        broken.setattr(Batch, "fill", lambda _: 1 / 0)
+        broken.setattr(ElasticBatch, "fill", lambda _: 1 / 0)
         with pytest.raises(Failed, match="decoding failed: ZeroDivisionError"):
             Caller(service, ["a"], 9).wait()
     assert Caller(service, ["abc"], 9).wait() == of(alone(["abc"], 9)) and service.unfinished == 0

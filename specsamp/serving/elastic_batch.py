@@ -1,0 +1,355 @@
+"""A batch of a service: its rows and slots follow its requests, and prompts are read in chunks between slices.
+
+A lone text is not decoded at the cost of all rows, nor a short text at that of the whole context. Rows per data shard and
+slots are powers of two. A size is compiled when requests first want it, in the background, while the batch goes on in
+its present size; a text that has outgrown its slots meanwhile waits in host memory.
+
+A prompt of any length is read by the same few programs. What a row holds of it already, of a text that runs or has ended,
+is copied instead of read: the memory of a batch is that of its rows, of one more row per data shard that is being read,
+and of both sizes for the moment in which it changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+
+from specsamp.decoding.batch_rows import NOWHERE
+from specsamp.decoding.engine import Engine
+from specsamp.decoding.request import Request
+from specsamp.decoding.results import RowText
+from specsamp.decoding.state import DecodeState, Finish
+from specsamp.serving.background import Background
+from specsamp.serving.batch import Batch
+from specsamp.serving.schedule import Schedule
+
+SMALLEST_SLOTS = 256
+PATIENCE = 16  # slices in which a smaller batch would do, before it shrinks
+AGAIN = 2  # last tokens of what a row holds that are read again: a draft may not have read them
+
+
+class Size(NamedTuple):
+    """Rows of each data shard, and slots of each row."""
+
+    rows: int
+    slots: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Resize:
+    """The change from one size to another."""
+
+    old: Size
+    new: Size
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """The calls that read tokens of one prompt per data shard."""
+
+    slots: int
+
+
+@dataclasses.dataclass(eq=False)
+class _Reading:
+    """Prompts that are being read, at most one of each data shard.
+
+    Attributes:
+      requests, places: by shard, and the rows of the batch that they will take; None: nothing is left to read.
+      starts: the first token of each that was not read.
+      state: a row for each shard; it is donated to each call.
+    """
+
+    requests: list[Request | None]
+    places: list[int | None]
+    starts: list[int]
+    state: DecodeState
+
+
+class ElasticBatch(Batch):
+    """A `Batch` whose size changes between slices.
+
+    Attributes:
+      size: of the batch now.
+      programs: what is compiled: each `Size`, `Resize` and `Chunks`.
+      tokens_read, tokens_copied: of prompts so far.
+    """
+
+    def __init__(self, engine: Engine, *, rows: int, rounds: int, schedule: Schedule, in_background: bool):
+        """Makes a batch of the smallest size.
+
+        Args:
+          engine: for the most slots.
+          rows: the most rows; rounded up to a multiple of the data shards.
+          rounds: the most rounds of a slice.
+          in_background: whether sizes are compiled while the batch goes on.
+        """
+        super().__init__(engine, rows=rows, schedule=schedule)
+        on_cpu = jax.default_backend() == "cpu"
+        self.tokens_read = self.tokens_copied = 0
+        self.programs = Background(self._compile, in_thread=in_background)
+        self._margin = rounds * (engine.loop.depth + 1)  # tokens of a slice
+        self._all_rows = powers(1, self._per_shard)
+        self._all_slots = powers(SMALLEST_SLOTS, engine.slots)
+        self._chunks = tuple(min(size, self._all_slots[0]) for size in ((16, 64) if on_cpu else (64, 512)))
+        self._engines = {engine.slots: engine}
+        self._reading: _Reading | None = None
+        self._held: dict[int, tuple[int, ...]] = {}  # the tokens of each row, the last used row last
+        self._calm = 0  # slices in which a smaller size would have done
+        self._lay_out(self.smallest)
+
+    @property
+    def smallest(self) -> Size:
+        return Size(self._all_rows[0], self._all_slots[0])
+
+    @property
+    def sizes(self) -> list[Size]:
+        """Returns all sizes, from small to large."""
+        return [Size(rows, slots) for slots in self._all_slots for rows in self._all_rows]
+
+    def compile_first(self) -> None:
+        """Compiles what the first requests need."""
+        self.programs.make(self.smallest)
+        self.programs.make(Chunks(self.smallest.slots))
+
+    def compile_all(self) -> None:
+        """Compiles all sizes, and all changes of the size."""
+        changes = [Resize(old, new) for old in self.sizes for new in self.sizes if old != new]
+        for thing in (*self.sizes, *changes, *map(Chunks, self._all_slots)):
+            self.programs.make(thing)
+
+    def fill(self) -> None:
+        """Fits the size, reads one chunk of prompts if texts are running, and gives free rows to waiting requests."""
+        self._begin()
+        if self._reading is None:
+            self._fit()
+        self._admit()
+        if self._schedule.preempts and self.waiting and self._reading is None:
+            self._preempt()
+            self._admit()
+
+    def collect(
+        self, read: Callable[[DecodeState, int, Request], RowText | None], always: bool = False
+    ) -> list[tuple[Request, RowText | None]]:
+        running = {id(request): place for place, request in enumerate(self.running) if request is not None}
+        requests = [request for request in self.running if request is not None]
+        found = super().collect(read, always)
+        for request in requests:
+            if request.rounds:  # before its first round a row cannot be read on: heads keep a chunk's last feature
+                self._hold(running[id(request)], request.prompt)
+        for request, text in found:
+            place = running[id(request)]
+            if text is None or text.finish == Finish.INVALID:  # its caches may hold NaN
+                self._hold(place, ())
+                blank = self._engine.blank(self._shards.count)
+                places = [place if place in self._places(shard) else None for shard in range(self._shards.count)]
+                self._state = self._engine.insert(self._state, blank, self._in_shards(places))
+            else:
+                self._hold(place, (*request.prompt, *text.tokens))
+        return found
+
+    def free(self) -> None:
+        super().free()
+        self._lay_out(self.smallest)
+
+    def unread(self) -> list[Request]:
+        self._reading, requests, self.reading = None, self.reading, []
+        return requests
+
+    # The size.
+
+    def _lay_out(self, size: Size) -> None:
+        """Takes a size for a batch in which nothing runs."""
+        self.size, self._per_shard = size, size.rows
+        self.running = [None] * (size.rows * self._shards.count)
+        self._held.clear()
+        self.unread()
+
+    def _begin(self) -> None:
+        if self._state is None:
+            self._engine = self._with_slots(self.size.slots)
+            self._state = self._engine.blank(len(self.running))
+
+    def _with_slots(self, slots: int) -> Engine:
+        if slots not in self._engines:
+            self._engines[slots] = self._engine.with_slots(slots)
+        return self._engines[slots]
+
+    def _slots_for(self, request: Request) -> int:
+        """Returns the fewest slots in which a request can be decoded for another slice."""
+        tokens = min(request.limit, len(request.prompt) + request.emitted + self._margin)
+        needed = max(tokens + max(self._engine.loop.headroom, self._chunks[0]), self._engine.loop.window)
+        return next((slots for slots in self._all_slots if slots >= needed), self._all_slots[-1])
+
+    def _size_for(self, requests: Sequence[Request]) -> Size:
+        per_shard = -(-len(requests) // self._shards.count)
+        rows = next((rows for rows in self._all_rows if rows >= per_shard), self._all_rows[-1])
+        return Size(rows, max(map(self._slots_for, requests), default=self._all_slots[0]))
+
+    def _fit(self) -> None:
+        """Gives the batch the size that all requests want, or that those want which its slots are enough for."""
+        running = [request for request in self.running if request is not None]
+        short = [request for request in self.waiting if self._slots_for(request) <= self.size.slots]
+        self._calm += 1
+        for asked in (self.waiting, short):
+            wanted = self._size_for([*running, *asked])
+            larger = Size(*map(max, wanted, self.size))
+            if larger != self.size or wanted == self.size:
+                self._calm = 0
+            elif not running or self._calm > PATIENCE:
+                larger = wanted
+            if larger == self.size or self._resize(larger):
+                break
+        outgrown = [request for request in self.running if request and self._slots_for(request) > self.size.slots]
+        for request in outgrown:
+            place = self.running.index(request)
+            self._displace([place if place in self._places(shard) else None for shard in range(self._shards.count)])
+
+    def _resize(self, size: Size) -> bool:
+        """Changes the size; returns False if it is not compiled yet."""
+        if not all([self.programs.is_ready(each) for each in (size, Chunks(size.slots), Resize(self.size, size))]):
+            return False
+        old_per_shard, running, held = self._per_shard, self.running, self._held
+        in_use = [place for place, request in enumerate(running) if request is not None]
+        order = [*in_use, *(place for place in reversed(held) if place not in in_use)]  # the last used texts are kept
+        at = []
+        for shard in range(self._shards.count):
+            kept = [place for place in order if place // old_per_shard == shard][: size.rows]
+            at += [*kept, *[None] * (size.rows - len(kept))]
+        self._state = self._engine.resize(self._state, self._in_shards(at), size.slots)
+        self._lay_out(size)
+        self._engine = self._with_slots(size.slots)
+        self.running = [None if place is None else running[place] for place in at]
+        moved = {place: new for new, place in enumerate(at) if place is not None}
+        self._held = {moved[place]: tokens[: size.slots] for place, tokens in held.items() if place in moved}
+        self._calm = 0
+        return True
+
+    # Reading.
+
+    def _able(self, waiting: list[Request], shard: int) -> list[Request]:
+        able = [request for request in waiting if request.shard in (None, shard)]
+        return [request for request in able if self._slots_for(request) <= self.size.slots]
+
+    def _admit(self) -> None:
+        allowance = 2 * self._chunks[-1]
+        while self._reading is not None or self._take_next():
+            if self._reading is not None:
+                allowance -= self._read_chunk()
+            if allowance <= 0 and any(self.running):
+                return
+
+    def _take_next(self) -> bool:
+        """Resumes waiting requests, or begins to read their prompts; returns False where no row or request is left."""
+        turn = self._take_turn()
+        requests = [None if place is None else self.running[place] for place in turn]
+        if not any(requests):
+            return False
+        new = [request if request and request.preempted is None else None for request in requests]
+        self.reading = [request for request in new if request is not None]
+        for place, request in zip(turn, requests):
+            if request in self.reading:
+                self.running[place] = None
+            elif request is not None:
+                self._resume(place)
+                self._hold(place, ())
+        if self.reading:
+            self._begin_reading(new, turn)
+        return True
+
+    def _begin_reading(self, requests: list[Request | None], places: list[int | None]) -> None:
+        """Begins to read the prompts of some requests, one per data shard, after what rows hold of them."""
+        count = self._shards.count
+        found = [self._longest_prefix(shard, request) for shard, request in enumerate(requests)]
+        state, starts = self._engine.blank(count), [start for _, start in found]
+        if any(starts):
+            rows = self._engine.extract(self._state, self._in_shards([place for place, _ in found]))
+            rows = dataclasses.replace(rows, request=state.request)
+            state = self._engine.insert(state, rows, [0 if start else NOWHERE for start in starts])
+        places = [place if request else None for place, request in zip(places, requests)]
+        self._reading = _Reading(requests, places, starts, state)
+        self.tokens_copied += sum(starts)
+
+    def _longest_prefix(self, shard: int, request: Request | None) -> tuple[int, int]:
+        """Returns the row that holds most of a prompt, and how many tokens of it need not be read."""
+        best = self._places(shard)[0], 0
+        for place in self._places(shard) if request is not None else ():
+            held, prompt = self._held.get(place, ()), request.prompt
+            most = min(len(held), len(prompt))
+            common = next((at for at in range(most) if held[at] != prompt[at]), most)
+            start = max(min(common, len(prompt) - 1, len(held) - 1) + 1 - AGAIN, 0)
+            best = (place, start) if start > best[1] else best
+        return best
+
+    def _read_chunk(self) -> int:
+        """Reads a chunk of the prompts; the rows of those that are read begin. Returns the tokens of the call."""
+        reading, slots = self._reading, self.size.slots
+        left = [
+            (len(request.prompt) - start, start) for request, start in zip(reading.requests, reading.starts) if request
+        ]
+        fitting = [size for size in self._chunks if all(start + size <= slots for _, start in left)]
+        chunk = next((size for size in fitting if size >= max(left)[0]), fitting[-1])
+        ends = [
+            1 if request is None else min(start + chunk, len(request.prompt))
+            for request, start in zip(reading.requests, reading.starts)
+        ]
+        state = dataclasses.replace(reading.state, request=None)
+        reading.state = self._engine.extend(reading.requests, state, reading.starts, ends, chunk)
+        self.tokens_read += sum(
+            end - start for request, start, end in zip(reading.requests, reading.starts, ends) if request
+        )
+        is_read = [request is not None and end == len(request.prompt) for request, end in zip(reading.requests, ends)]
+        reading.starts = [0 if done or end == 1 else end for done, end in zip(is_read, ends)]
+        if any(is_read):
+            self._start_rows(is_read)
+        return chunk
+
+    def _start_rows(self, is_read: list[bool]) -> None:
+        """Writes the rows of prompts that are read into the batch."""
+        reading = self._reading
+        places = [place if done else None for place, done in zip(reading.places, is_read)]
+        self._state = self._engine.insert(self._state, reading.state, self._in_shards(places))
+        for shard, place in enumerate(places):
+            if place is not None:
+                self.running[place], reading.requests[shard] = reading.requests[shard], None
+                self.reading.remove(self.running[place])
+                self._hold(place, ())
+        if not self.reading:
+            self._reading = None
+
+    def _hold(self, place: int, tokens: Sequence[int]) -> None:
+        """Notes the tokens that a row holds."""
+        self._held.pop(place, None)
+        self._held[place] = tuple(tokens)
+
+    # Programs.
+
+    def _compile(self, thing: Size | Resize | Chunks) -> None:
+        """Runs programs once, on rows that have ended."""
+        count = self._shards.count
+        if isinstance(thing, Resize):
+            old = self._with_slots(thing.old.slots)
+            at = [n % thing.old.rows for n in range(thing.new.rows)] * count
+            state = old.resize(old.blank(thing.old.rows * count), at, thing.new.slots)
+        elif isinstance(thing, Chunks):
+            engine = self._with_slots(thing.slots)
+            for chunk in self._chunks:
+                state = dataclasses.replace(engine.blank(count), request=None)
+                state = engine.extend([None] * count, state, [0] * count, [1] * count, chunk)
+            rows = dataclasses.replace(engine.blank(count))
+            state = engine.insert(state, rows, [NOWHERE] * count)
+        else:
+            engine = self._with_slots(thing.slots)
+            state = engine.blank(thing.rows * count)
+            rows = dataclasses.replace(engine.extract(state, [0] * count), request=engine.arrays([None] * count))
+            state = engine.insert(state, rows, [NOWHERE] * count)
+            state = engine.run(engine.end(state, ()), 0)
+        jax.block_until_ready(state.lengths_B)
+
+
+def powers(least: int, most: int) -> tuple[int, ...]:
+    """Returns ``least``, its double and so on, below ``most``, and ``most``."""
+    return (least, *powers(2 * least, most)) if least < most else (most,)

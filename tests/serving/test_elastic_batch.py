@@ -1,0 +1,154 @@
+"""Rows and slots follow the requests, prompts are read in chunks, and what a row holds is not read again."""
+
+import queue
+import threading
+
+import pytest
+
+from specsamp import Pair, chain, generate, temperature
+from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter
+from specsamp.decoding.engine import Engine
+from specsamp.decoding.method import Method
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.serving import elastic_batch
+from specsamp.serving.elastic_batch import ElasticBatch, Size
+from specsamp.serving.service import Service
+from support.extras import slow_but
+from support.fakes import random_table
+from support.heads import LayeredTable, eagle3
+from support.weights import drawn_params
+
+CONTEXT, K, V = 120, 3, 50
+SAMPLING = chain(temperature(1.0))
+
+
+def model_pair():
+    """Positions of tables that belong to a number of slots, and a draft that keeps tokens in its cache."""
+    target = TransformerLM(tiny(vocab_size=V, num_layers=2, positions="relative"))
+    draft = TransformerLM(tiny(vocab_size=V, num_layers=1, positions="rotary", ngram_rows=32))
+    pair = Pair(target=target, target_params=drawn_params(target), draft=draft, draft_params=drawn_params(draft, 1))
+    return pair, ModelDrafter(draft, K)
+
+
+def head_pair():
+    target, head = LayeredTable(V), eagle3(V)
+    pair = Pair(target=target, target_params=random_table(5, V), head=head, draft_params=drawn_params(head))
+    return pair, FeatureDrafter(target, head, K)
+
+
+PAIRS = {"model": model_pair, "head": head_pair}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Sizes of 32, 64 and 128 slots."""
+    monkeypatch.setattr(elastic_batch, "SMALLEST_SLOTS", 32)
+    monkeypatch.setattr(elastic_batch, "PATIENCE", 2)
+
+
+class Texts:
+    """A service of a pair, its texts beside those of `generate`, and what its batch does."""
+
+    def __init__(self, kind="model", rows=4, **options):
+        self.pair, drafter = PAIRS[kind]()
+        self.method = Method(drafter=drafter, sampling=SAMPLING)
+        self.service = Service(self.pair, self.method, rows=rows, context=CONTEXT, rounds_per_slice=2, **options)
+        self.batch, self.asked, self.pieces = self.service.batch, [], queue.SimpleQueue()
+
+    def ask(self, prompt, budget):
+        number = len(self.asked)
+        self.asked.append((prompt, budget))
+        self.service.ask([prompt], budget, seed=number, deliver=lambda piece: self.pieces.put((number, piece)))
+
+    def check(self):
+        """Waits for the texts that were asked for, and compares them."""
+        found = dict(self.pieces.get(timeout=300) for _ in self.asked)
+        for number, (prompt, budget) in enumerate(self.asked):
+            (alone,) = generate(self.pair, [prompt], budget, method=self.method, seed=number)
+            assert found[number].tokens == alone.tokens, number
+            assert found[number].stats == alone.stats
+        self.asked.clear()
+
+    def __enter__(self):
+        self.service.start()
+        return self
+
+    def __exit__(self, *_):
+        self.service.close()
+        self.service.join()
+
+
+@pytest.mark.parametrize("in_background", slow_but([False, True], False))
+def test_texts_are_the_same_in_every_size(small, monkeypatch, in_background):
+    """One, then four, of up to the context; the sizes follow, and shrink again."""
+    seen, resize = [], ElasticBatch._resize
+    monkeypatch.setattr(ElasticBatch, "_resize", lambda *of: (resize(*of), seen.append(of[0].size))[0])
+    with Texts(in_background=in_background) as texts:
+        texts.ask([1, 2, 3], 6)
+        texts.check()
+        assert texts.batch.size == Size(1, 32) and seen == []
+        for prompt, budget in ([4] * 5, 20), ([7, 8] * 9, 60), ([9], 3), ([5, 6, 7] * 20, CONTEXT - 60), ([3], 110):
+            texts.ask(prompt, budget)
+        texts.check()
+        assert max(seen).rows == 4 and max(size.slots for size in seen) == 128
+        texts.ask([1], 12)
+        texts.check()
+        if in_background:  # the change may still be compiled
+            return
+        assert texts.batch.size.rows == 1 and texts.batch.size.slots < 128
+
+
+def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeypatch):
+    """A text goes on to its end; one that outgrows its slots waits for them and has the same tokens."""
+    compile_, is_open = ElasticBatch._compile, threading.Event()
+
+    def slowly(self, thing):
+        if isinstance(thing, Size) and thing.slots > 32:
+            assert is_open.wait(300)
+        compile_(self, thing)
+
+    monkeypatch.setattr(ElasticBatch, "_compile", slowly)
+    texts = Texts()
+    texts.service.compile()
+    with texts:
+        texts.ask([1, 2], 30)
+        texts.ask([9] * 40, 5)
+        texts.ask([3], 4)
+        first = texts.pieces.get(timeout=300)
+        assert first[0] == 2 and texts.service.unfinished == 2
+        texts.pieces.put(first)
+        is_open.set()
+        texts.check()
+        assert texts.batch.usage.preempted == 1
+
+
+@pytest.mark.parametrize("kind", slow_but(["model", "head"], "model"))
+def test_what_a_row_holds_is_not_read_again(monkeypatch, kind):
+    """Of texts that have ended or run, longer and shorter; without it the tokens are the same."""
+    begun = [3, 1, 4, 1, 5, 9, 2, 6] * 5
+    with Texts(kind) as texts:
+        for reused in (True, False):
+            if not reused:
+                monkeypatch.setattr(ElasticBatch, "_longest_prefix", lambda *_: (0, 0))
+            copied, read = texts.batch.tokens_copied, texts.batch.tokens_read
+            for prompt in (begun, [*begun, 7, 8], [*begun[:30], 8], begun, begun[:9]):
+                texts.ask(prompt, 12)
+            texts.check()
+            copied, read = texts.batch.tokens_copied - copied, texts.batch.tokens_read - read
+            assert (copied > 100 and read < 80) if reused else (copied == 0 and read > 150)
+
+
+def test_a_long_prompt_delays_a_running_text_by_one_chunk(monkeypatch):
+    events, run, extend = [], Engine.run, Engine.extend
+    monkeypatch.setattr(Engine, "run", lambda *of: (events.append("r"), run(*of))[1])
+    monkeypatch.setattr(Engine, "extend", lambda *of: (events.append("e"), extend(*of))[1])
+    with Texts(rows=2, in_background=False) as texts:
+        texts.service.compile(all_sizes=True)
+        monkeypatch.setattr(texts.batch, "_chunks", (16,))
+        events.clear()
+        texts.ask([1], 80)
+        texts.ask([2] * 100, 5)
+        texts.check()
+    read = "".join(events)[events.index("r") :].split("r")
+    assert sum(map(len, read)) >= 6 and max(map(len, read)) == 2, "an allowance is two chunks"
