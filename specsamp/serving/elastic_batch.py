@@ -2,7 +2,7 @@
 
 A lone text is not decoded at the cost of all rows, nor a short text at that of the whole context. Rows per data shard and
 slots are powers of two. A size is compiled when requests first want it, in the background, while the batch goes on in
-its present size; a text that has outgrown its slots meanwhile waits in host memory.
+its present size; a text that has outgrown its slots meanwhile waits beside the batch.
 
 A prompt of any length is read by the same few programs. What a row holds of it already, of a text that runs or has ended,
 is copied instead of read: the memory of a batch is that of its rows, of one more row per data shard that is being read,
@@ -18,13 +18,12 @@ from typing import NamedTuple
 import jax
 
 from specsamp.decoding.batch_rows import NOWHERE
-from specsamp.decoding.engine import Engine
+from specsamp.decoding.engine import Engine, to_host
 from specsamp.decoding.request import Request
 from specsamp.decoding.results import RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.serving.background import Background
 from specsamp.serving.batch import Batch
-from specsamp.serving.schedule import Schedule
 
 SMALLEST_SLOTS = 256
 PATIENCE = 16  # slices in which a smaller batch would do, before it shrinks
@@ -75,10 +74,12 @@ class ElasticBatch(Batch):
     Attributes:
       size: of the batch now.
       programs: what is compiled: each `Size`, `Resize` and `Chunks`.
+      reading: requests whose prompts are being read.
       tokens_read, tokens_copied: of prompts so far.
+      outgrown: how often a text has waited for more slots.
     """
 
-    def __init__(self, engine: Engine, *, rows: int, rounds: int, schedule: Schedule, in_background: bool):
+    def __init__(self, engine: Engine, *, rows: int, rounds: int, in_background: bool):
         """Makes a batch of the smallest size.
 
         Args:
@@ -87,16 +88,18 @@ class ElasticBatch(Batch):
           rounds: the most rounds of a slice.
           in_background: whether sizes are compiled while the batch goes on.
         """
-        super().__init__(engine, rows=rows, schedule=schedule)
-        on_cpu = jax.default_backend() == "cpu"
-        self.tokens_read = self.tokens_copied = 0
+        super().__init__(engine, rows=rows)
+        self.tokens_read = self.tokens_copied = self.outgrown = 0
+        self.reading: list[Request] = []
         self.programs = Background(self._compile, in_thread=in_background)
         self._margin = rounds * (engine.loop.depth + 1)  # tokens of a slice
         self._all_rows = powers(1, self._per_shard)
         self._all_slots = powers(SMALLEST_SLOTS, engine.slots)
-        self._chunks = tuple(min(size, self._all_slots[0]) for size in ((16, 64) if on_cpu else (64, 512)))
+        self._chunks = tuple(min(size, self._all_slots[0]) for size in chunk_sizes())
         self._engines = {engine.slots: engine}
         self._reading: _Reading | None = None
+        self._aside: dict[Request, tuple[int, DecodeState]] = {}  # shards and rows of texts that have outgrown theirs
+        self._lengths: dict[Request, int] = {}  # of running texts, prompts included
         self._held: dict[int, tuple[int, ...]] = {}  # the tokens of each row, the last used row last
         self._calm = 0  # slices in which a smaller size would have done
         self._lay_out(self.smallest)
@@ -126,27 +129,28 @@ class ElasticBatch(Batch):
         self._begin()
         if self._reading is None:
             self._fit()
-        self._admit()
-        if self._schedule.preempts and self.waiting and self._reading is None:
-            self._preempt()
-            self._admit()
+        allowance = 2 * self._chunks[-1]
+        while self._reading is not None or self._take_next():
+            if self._reading is not None:
+                allowance -= self._read_chunk()
+            if allowance <= 0 and any(self.running):
+                return
 
     def collect(
         self, read: Callable[[DecodeState, int, Request], RowText | None], always: bool = False
     ) -> list[tuple[Request, RowText | None]]:
-        running = {id(request): place for place, request in enumerate(self.running) if request is not None}
-        requests = [request for request in self.running if request is not None]
+        running = {request: place for place, request in enumerate(self.running) if request is not None}
+        lengths = to_host(self._state.lengths_B).tolist()
+        waiting = {request: self._lengths[request] for request in self._aside}
+        self._lengths = waiting | {request: lengths[place] for request, place in running.items()}
         found = super().collect(read, always)
-        for request in requests:
+        for request, place in running.items():
             if request.rounds:  # before its first round a row cannot be read on: heads keep a chunk's last feature
-                self._hold(running[id(request)], request.prompt)
+                self._hold(place, request.prompt)
         for request, text in found:
-            place = running[id(request)]
+            place = running[request]
             if text is None or text.finish == Finish.INVALID:  # its caches may hold NaN
-                self._hold(place, ())
-                blank = self._engine.blank(self._shards.count)
-                places = [place if place in self._places(shard) else None for shard in range(self._shards.count)]
-                self._state = self._engine.insert(self._state, blank, self._in_shards(places))
+                self._empty(place)
             else:
                 self._hold(place, (*request.prompt, *text.tokens))
         return found
@@ -180,7 +184,7 @@ class ElasticBatch(Batch):
 
     def _slots_for(self, request: Request) -> int:
         """Returns the fewest slots in which a request can be decoded for another slice."""
-        tokens = min(request.limit, len(request.prompt) + request.emitted + self._margin)
+        tokens = min(request.limit, self._lengths.get(request, len(request.prompt)) + self._margin)
         needed = max(tokens + max(self._engine.loop.headroom, self._chunks[0]), self._engine.loop.window)
         return next((slots for slots in self._all_slots if slots >= needed), self._all_slots[-1])
 
@@ -191,6 +195,7 @@ class ElasticBatch(Batch):
 
     def _fit(self) -> None:
         """Gives the batch the size that all requests want, or that those want which its slots are enough for."""
+        self._aside = {request: row for request, row in self._aside.items() if request in self.waiting}
         running = [request for request in self.running if request is not None]
         short = [request for request in self.waiting if self._slots_for(request) <= self.size.slots]
         self._calm += 1
@@ -203,10 +208,13 @@ class ElasticBatch(Batch):
                 larger = wanted
             if larger == self.size or self._resize(larger):
                 break
-        outgrown = [request for request in self.running if request and self._slots_for(request) > self.size.slots]
-        for request in outgrown:
-            place = self.running.index(request)
-            self._displace([place if place in self._places(shard) else None for shard in range(self._shards.count)])
+        for place, request in enumerate(self.running):
+            if request is not None and self._slots_for(request) > self.size.slots:
+                self._aside[request] = place // self._per_shard, self._engine.extract(self._state, self._only(place, 0))
+                self.waiting.insert(0, request)
+                self.running[place] = None
+                self.outgrown += 1
+                self._empty(place)
 
     def _resize(self, size: Size) -> bool:
         """Changes the size; returns False if it is not compiled yet."""
@@ -230,35 +238,33 @@ class ElasticBatch(Batch):
 
     # Reading.
 
-    def _able(self, waiting: list[Request], shard: int) -> list[Request]:
-        able = [request for request in waiting if request.shard in (None, shard)]
-        return [request for request in able if self._slots_for(request) <= self.size.slots]
-
-    def _admit(self) -> None:
-        allowance = 2 * self._chunks[-1]
-        while self._reading is not None or self._take_next():
-            if self._reading is not None:
-                allowance -= self._read_chunk()
-            if allowance <= 0 and any(self.running):
-                return
-
     def _take_next(self) -> bool:
-        """Resumes waiting requests, or begins to read their prompts; returns False where no row or request is left."""
-        turn = self._take_turn()
-        requests = [None if place is None else self.running[place] for place in turn]
-        if not any(requests):
-            return False
-        new = [request if request and request.preempted is None else None for request in requests]
-        self.reading = [request for request in new if request is not None]
-        for place, request in zip(turn, requests):
-            if request in self.reading:
-                self.running[place] = None
-            elif request is not None:
-                self._resume(place)
-                self._hold(place, ())
+        """Resumes a waiting text, or begins to read prompts; returns False where no row or request is left."""
+        places, requests = [None] * self._shards.count, [None] * self._shards.count
+        for shard in range(self._shards.count):
+            place = next((place for place in self._places(shard) if self.running[place] is None), None)
+            for request in self.waiting if place is not None else ():
+                if self._slots_for(request) > self.size.slots or self._aside.get(request, (shard,))[0] != shard:
+                    continue
+                if request in self._aside and not self.reading:
+                    self._resume(request, place)
+                    return True
+                if request not in self._aside:
+                    places[shard], requests[shard] = place, request
+                    self.reading.append(request)  # first: others count texts at any moment
+                    self.waiting.remove(request)
+                    break
         if self.reading:
-            self._begin_reading(new, turn)
-        return True
+            self._begin_reading(requests, places)
+        return bool(self.reading)
+
+    def _resume(self, request: Request, place: int) -> None:
+        """Writes the row of a text that was put aside into the batch."""
+        shard, rows = self._aside.pop(request)
+        arrays = self._engine.arrays([request if each == shard else None for each in range(self._shards.count)])
+        self._state = self._engine.insert(self._state, dataclasses.replace(rows, request=arrays), self._only(place))
+        self.running[place] = request
+        self.waiting.remove(request)
 
     def _begin_reading(self, requests: list[Request | None], places: list[int | None]) -> None:
         """Begins to read the prompts of some requests, one per data shard, after what rows hold of them."""
@@ -269,7 +275,6 @@ class ElasticBatch(Batch):
             rows = self._engine.extract(self._state, self._in_shards([place for place, _ in found]))
             rows = dataclasses.replace(rows, request=state.request)
             state = self._engine.insert(state, rows, [0 if start else NOWHERE for start in starts])
-        places = [place if request else None for place, request in zip(places, requests)]
         self._reading = _Reading(requests, places, starts, state)
         self.tokens_copied += sum(starts)
 
@@ -320,6 +325,24 @@ class ElasticBatch(Batch):
         if not self.reading:
             self._reading = None
 
+    def _places(self, shard: int) -> range:
+        """Returns the rows of a data shard."""
+        return range(shard * self._per_shard, (shard + 1) * self._per_shard)
+
+    def _in_shards(self, places: Sequence[int | None]) -> list[int]:
+        """Returns the places of rows within their data shards."""
+        return [NOWHERE if place is None else place % self._per_shard for place in places]
+
+    def _only(self, place: int, elsewhere: int = NOWHERE) -> list[int]:
+        """Returns, for each data shard, the place of a row within it, or ``elsewhere``."""
+        shards = range(self._shards.count)
+        return [place % self._per_shard if place in self._places(shard) else elsewhere for shard in shards]
+
+    def _empty(self, place: int) -> None:
+        """Writes a row that has ended, and holds nothing, over a row of the batch."""
+        self._hold(place, ())
+        self._state = self._engine.insert(self._state, self._engine.blank(self._shards.count), self._only(place))
+
     def _hold(self, place: int, tokens: Sequence[int]) -> None:
         """Notes the tokens that a row holds."""
         self._held.pop(place, None)
@@ -348,6 +371,11 @@ class ElasticBatch(Batch):
             state = engine.insert(state, rows, [NOWHERE] * count)
             state = engine.run(engine.end(state, ()), 0)
         jax.block_until_ready(state.lengths_B)
+
+
+def chunk_sizes() -> tuple[int, int]:
+    """Returns the tokens of a small and of a large call that reads prompts."""
+    return (16, 64) if jax.default_backend() == "cpu" else (64, 512)
 
 
 def powers(least: int, most: int) -> tuple[int, ...]:
