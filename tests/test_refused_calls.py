@@ -1,7 +1,7 @@
 """Calls with bad values: each is refused by an error of one line that names the field, the value and the fix.
 
 The calls of a room are in its ``refused_calls.txt``: paragraphs of what is imported and made first, and of lines
-``CALL => PATTERN OF THE MESSAGE``.
+``CALL => PATTERN OF THE MESSAGE``; ``tmp_path`` is an empty folder.
 """
 
 import pathlib
@@ -22,9 +22,9 @@ def cases():
 
 
 @pytest.mark.parametrize("first, call, message", cases())
-def test_a_bad_value_is_named(first, call, message):
-    scope = {}
+def test_a_bad_value_is_named(tmp_path, first, call, message):
+    scope = {"tmp_path": tmp_path}
     exec(first, scope)
-    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message) as error:
+    with pytest.raises((ValueError, TypeError, NotImplementedError, FileNotFoundError), match=message) as error:
         eval(call, scope)
     assert "\n" not in str(error.value)

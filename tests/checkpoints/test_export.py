@@ -15,14 +15,12 @@ from specsamp.checkpoints.pair import load_pair
 from specsamp.checkpoints.params import WrongShapes
 from specsamp.checkpoints.safetensors_io import INDEX
 from specsamp.models.config import tiny
-from specsamp.models.eagle import Eagle1Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from support.checkpoint_shapes import CONFIG, random_params
 from support.heads import layer_config
-from support.weights import drawn_params
 
 UNGATED = tiny(vocab_size=304, positions="rotary", num_kv_heads=1, feedforward_width=40)
 
@@ -116,21 +114,3 @@ def test_what_is_written_is_read_again(config, file, tensor, tmp_path):
     assert head.config == dataclasses.replace(config, layer=head.config.layer)
     assert not config.has_layer or head.config.layer == config.layer
     jax.tree.map(np.testing.assert_array_equal, read_head(checkpoint, head), params)
-
-
-@pytest.mark.parametrize(
-    "config, message",
-    [
-        (Eagle1Config(layer=LAYER, target_layers=LAYERS, hidden_layers=(LAYERS,)), "got Eagle1Config"),
-        (dataclasses.replace(MEDUSA, own_output=False), "Medusa's authors has no counterpart of own_output = False"),
-        (dataclasses.replace(MODULE, own_output=True), "MiMo's module has no tensor for the parameter 'output'"),
-        (dataclasses.replace(MODULE, hidden_first=False), "MiMo's module has no counterpart of hidden_first = False"),
-        (dataclasses.replace(MEDUSA, bias=False), "bias = False: the code of Medusa has a bias"),
-        (dataclasses.replace(MODULE, hidden_layers=(2,)), r"has no counterpart of hidden_layers = \(2,\)"),
-    ],
-)
-def test_what_a_layout_cannot_say_is_refused(config, message, tmp_path):
-    head = FeatureHead(config)
-    with pytest.raises(ValueError, match=message):
-        write_head(tmp_path / "head", head, drawn_params(head), target_name="org/target", K=3)
-    assert not (tmp_path / "head").exists()

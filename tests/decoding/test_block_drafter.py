@@ -183,23 +183,6 @@ def test_a_token_is_not_dropped_for_its_value(drafter, expected):
     assert abs(1 - run.emitted(1).mean() - expected) < 0.01
 
 
-@pytest.mark.parametrize(
-    "fields, told",
-    [
-        (dict(K=5), "K = 5, but a block of 4 rows drafts 4 tokens"),
-        (dict(law="both"), "law must be one of"),
-        (dict(threshold=1.5), "threshold"),
-    ],
-)
-def test_what_a_block_cannot_draft_is_refused(fields, told):
-    with pytest.raises(ValueError, match=told):
-        BlockDrafter(ShowsTokens(V), dspark(V), **(dict(K=2) | fields))
-    with pytest.raises(ValueError, match="law 'conditional' needs a head that corrects"):
-        BlockDrafter(ShowsTokens(V), block(V), 2, "conditional")
-    with pytest.raises(ValueError, match="threshold = 0.5 needs a head with confidence"):
-        BlockDrafter(ShowsTokens(V), block(V), 2, threshold=0.5)
-
-
 def test_a_scheduler_adds_tokens_up_to_the_first_fall():
     """Golden: 200, 290, 344.76, 383.64 tokens a second, then 381.67; a later rise is not looked for."""
     confidence_BK, costs_ms = jnp.asarray([[0.9, 0.8, 0.5], [0.6, 0.5, 0.1]]), [10, 10, 10.5, 11, 12, 12, 12]

@@ -207,33 +207,8 @@ def test_a_context_without_a_shared_token_ends_the_draft():
         assert (run.state.finish_B == 2).all(), "all rows wrote their budget"
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(draft_ids_V=[2, 2, 0]), "draft_ids_V has draft id 2 twice"),
-        (dict(draft_ids_V=[4, -1, 0]), "draft_ids_V must hold ids below draft_size = 4; got -1 to 4"),
-        (dict(draft_ids_V=[-1, -1, -1]), "draft_ids_V has no token"),
-        (dict(draft_ids_V=[2, -1]), r"must fit; got \(2,\) and \(3, 2\)"),
-        (dict(reading_VM=[[3, -1], [3, 1], [0, -1]]), "must read the shared token 0 as 2"),
-        (dict(begin=(9,)), "begin must hold ids below draft_size = 4; got 9"),
-    ],
-)
-def test_tables_that_do_not_fit_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        SharedVocabulary(
-            **{"draft_ids_V": SHARED.draft_ids_V, "reading_VM": SHARED.reading_VM, "draft_size": DRAFT_SIZE, **changes}
-        )
-
-
 def test_equal_tables_share_a_program():
     again = SharedVocabulary([2, -1, 0], [[2, -1], [3, 1], [0, -1]], DRAFT_SIZE, begin=(1,))
     assert again == SHARED and hash(again) == hash(SHARED) and ALL != SHARED
     assert repr(SHARED).startswith("SharedVocabulary(2 of 3 tokens, ")
     assert SHARED.ids_per_token == pytest.approx(4 / 3)
-
-
-def test_a_vocabulary_of_other_models_is_refused():
-    with pytest.raises(ValueError, match="of 3 target and 4 draft tokens, the models have 5 and 4"):
-        loop_of().drafter.check(TableLM(5), None, DRAFT)
-    with pytest.raises(ValueError, match="vocabulary must be a SharedVocabulary"):
-        TranslatingDrafter(TableLM(DRAFT_SIZE), None, 2)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from specsamp.checkpoints.pair import load_prompts
-from specsamp.evaluation import isolation, programs, questions, xsum
+from specsamp.evaluation import isolation, programs, xsum
 from specsamp.evaluation.programs import load_humaneval, load_mbpp, pass_at_k
 from specsamp.evaluation.python_syntax import ParseResult, parse_python, parses
 from specsamp.evaluation.records import read_records
@@ -114,36 +114,6 @@ def test_intervals_hold_the_truth_and_differences_are_paired():
     assert compare(scores, scores)["a"].detectable == 3 / 200  # equal values do not show that there is no difference
 
 
-@pytest.mark.parametrize(
-    "content, name, message",
-    [
-        ("", "data.jsonl", "data.jsonl is empty: it should hold records with task_id, prompt"),
-        (lines([ADD, {**LAST, "task_id": "Own/0"}]), "data.jsonl", "line 2: task_id 'Own/0' is that of .*line 1"),
-        (lines([ADD, {"task_id": "b", "prompt": ""}]), "data.jsonl", "line 2: there is no field 'entry_point', only"),
-        (lines([{**ADD, "prompt": 3}]), "data.jsonl", "line 1: field 'prompt' must be str, not 3"),
-        (lines([ADD]) + "{", "data.jsonl", "line 2: no JSON"),
-        (lines([ADD]) + "\n[1]\n", "data.jsonl", r"line 3: no JSON object but '\[1\]'"),
-        (b"\xff", "data.jsonl", "no text in UTF-8 .byte 0"),
-        (gzip.compress(lines([ADD] * 99).encode())[:-12], "data.jsonl.gz", "data.jsonl.gz is damaged"),
-        (b"no gzip", "data.jsonl.gz", "data.jsonl.gz is damaged"),
-    ],
-)
-def test_bad_files(write, content, name, message):
-    with pytest.raises(ValueError, match=message):
-        load_humaneval(write(content, name))
-
-
-def test_there_is_no_such_file_or_task(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no file 'no.jsonl'"):
-        load_task("humaneval", "no.jsonl")
-    with pytest.raises(ValueError, match="no regular file"):
-        load_task("humaneval", str(tmp_path))
-    with pytest.raises(ValueError, match="task must be one of humaneval, xsum.*got 'chess'"):
-        load_task("chess")
-    with pytest.raises(ValueError, match="spec_bench has no default source"):
-        load_task("spec_bench")
-
-
 def test_the_hub(write, monkeypatch):
     """A stand-in of its library has a data set whose files it has converted."""
     ours = {"main/test-0.jsonl": write(lines([ADD]), "0"), "main/test-1.jsonl": write(lines([LAST]), "1")}
@@ -192,8 +162,6 @@ def test_xsum_asks_with_one_example(write, monkeypatch):
         "Article: It rained. Much.\nSummary: Rain fell.\n\nArticle: A cat sat on a mat.\nSummary:"
     )
     assert (problem.id, problem.reference) == ("7", "A cat sat.")
-    with pytest.raises(ValueError, match="one article, which is the example"):
-        xsum.load_xsum(write(lines(ARTICLES[:1])))
 
 
 @needs("rouge_score")
@@ -230,8 +198,6 @@ def test_spec_bench_has_six_tasks_of_which_mt_bench_is_one(write):
         assert (task.name, first.category, second.category) == (name, category, "summarization")
         assert (first.id, first.prompt, first.further_turns) == ("81", "Write.", ("Again.",))
         assert task.score(first, [Attempt(text="a")]) == {}
-    with pytest.raises(ValueError, match="question 81 has no turns"):
-        questions.load_spec_bench(write(lines([{**records[0], "turns": []}])))
 
 
 def test_gsm8k_is_scored_by_the_last_number(write):
@@ -249,8 +215,6 @@ def test_shots_are_shown_before_each_question(write, tmp_path):
     problems = load_task("gsm8k", source, shots=str(shots)).problems
     shown = "Question: 0 + 1?\nAnswer: It is 1.\n#### 1\n\nQuestion: "
     assert [one.prompt for one in problems] == [f"{shown}{asked}?\nAnswer:" for asked in ("1 + 1", "2 + 2")]
-    with pytest.raises(ValueError, match="shots have no effect on the task mbpp"):
-        load_task("mbpp", source, shots=str(shots))
 
 
 @pytest.mark.parametrize("field", ["text", "prompt"])
@@ -265,19 +229,11 @@ def test_mbpp(write, field):
     if isolation.find_isolation().suffices:
         found = task.score(problem, [Attempt(text="def f(x):\n    return x + 1\n\nassert 0"), Attempt(text="f = len")])
         assert found == {"pass@1": 0.5, "parses": 1.0}
-    with pytest.raises(ValueError, match="task 11 has neither a field 'text' nor 'prompt'"):
-        load_mbpp(write(lines([{"task_id": 11, "test_list": []}])))
 
 
 def test_mbpp_takes_the_tasks_that_published_results_are_of(write):
     records = [{"task_id": number, "text": "a", "test_list": ["b"]} for number in (10, 11, 510, 511)]
     assert [problem.id for problem in load_mbpp(write(lines(records))).problems] == ["11", "510"]
-    with pytest.raises(ValueError, match="no task_id from 11 to 510"):
-        load_mbpp(write(lines(records[:1])))
-    for tests in ([], [3], ["assert f(1) == 2", " "]):  # without tests, every program would pass
-        path = write(lines([records[2], {**records[1], "test_list": tests}]))
-        with pytest.raises(ValueError, match=r"data.jsonl: task 11: field 'test_list' must hold lines of code, not \["):
-            load_mbpp(path)
 
 
 def test_python_is_scored_by_what_parses():

@@ -66,23 +66,6 @@ def test_cells_of_other_weights_make_another_file(tmp_path):
         grid.Results.open(path, identity("second"))
 
 
-@pytest.mark.parametrize(
-    "name, text, message",
-    [
-        ("prompts.txt", "", "holds no prompts"),
-        ("prompts.txt", "one\n\ntwo", "prompt 2 of .* is empty"),
-        ("prompts.json", '["a", ""]', "prompt 2 of .* is empty"),
-        ("prompts.json", '["a"', "is no JSON: "),
-        ("prompts.txt", "\xff".encode("latin-1"), "prompts.txt is no text in UTF-8"),
-        ("prompts.json", '{"texts": []}', "is damaged, or of another kind"),
-    ],
-)
-def test_files_of_prompts_that_hold_none(tmp_path, name, text, message):
-    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=message):
-        cells.read_prompts(str(tmp_path / name))
-
-
 def test_files_of_prompts(tmp_path):
     (tmp_path / "a.txt").write_text("def f():\\n  x\nclass A:", encoding="utf-8")
     (tmp_path / "b.json").write_text('{"prompts": [{"text": "x"}]}', encoding="utf-8")

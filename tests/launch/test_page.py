@@ -28,21 +28,6 @@ def test_every_result_is_in_a_mark():
     assert "grid" not in page.shown(["<!-- files: pair -->\n<!-- end -->"])  # the control
 
 
-@pytest.mark.parametrize(
-    "text, told",
-    [
-        ("<!-- table: grid-x -->\n<!-- end -->", "grid-x"),
-        ("<!-- table: grid -->\nprose", "table: grid"),
-        ("<!-- table: grid -->\nprose\n<!-- table: grid -->\n<!-- end -->", "table: grid"),
-        ("prose\n<!-- end -->", "<!-- end -->"),
-        ("<!-- table: nothing -->\n<!-- end -->", "'nothing'"),
-    ],
-)
-def test_marks_that_are_misspelt_or_have_no_end_are_refused(text, told):
-    with pytest.raises(ValueError, match=told):
-        page.filled(text)
-
-
 def test_the_main_readme_takes_the_time_of_a_coffee_and_its_links_lead_somewhere():
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 220
     for file in PAGES:
