@@ -44,7 +44,6 @@ class Draft:
     law_rows_BT: Array | None = None
     depth: int | None = dataclasses.field(default=None, metadata={"static": True})  # None: K
     width: int | None = dataclasses.field(default=None, metadata={"static": True})  # most siblings; None: K
-    scores_BK: Array | None = None  # float32, log-probabilities of tokens that were not sampled; for lossy rules
 
     @property
     def is_drafted_BK(self) -> Array:

@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.drafter import Prefix
+from specsamp.decoding.drafters.feature import HeadDrafter
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens
-from specsamp.models.interface import LanguageModel, LayeredModel, Output
+from specsamp.models.interface import Output
 from specsamp.sampling.rules import Draft, Verdict
 from specsamp.sampling.warp import greedy
 
@@ -49,8 +50,8 @@ class _Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockDrafter(Drafter):
-    """Drafts with ``head``, whose weights are ``weights.draft``; its state is the caches of the head's layers.
+class BlockDrafter(HeadDrafter):
+    """Drafts the tokens of a block with ``head``; its state is the caches of the head's layers.
 
     Attributes:
       target: the pair's target, which embeds tokens and unembeds rows, unless the head does so itself.
@@ -61,9 +62,7 @@ class BlockDrafter(Drafter):
         token is known before it is drawn, so this biases nothing. It saves no time, since K + 1 tokens are scored.
     """
 
-    target: LayeredModel
     head: BlockHead
-    K: int
     law: str | None = None
     threshold: float = 0.0
 
@@ -85,27 +84,6 @@ class BlockDrafter(Drafter):
             raise ValueError(
                 f"threshold = {self.threshold} needs a head with confidence; this {config.kind} head has none"
             )
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return self.head.hidden_layers
-
-    @property
-    def weights_key(self) -> BlockHead:
-        return self.head
-
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
-        if target != self.target:
-            raise ValueError(f"the drafter was made for another target, {self.target!r}; the pair's is {target!r}")
-        if draft_params is None:
-            raise ValueError("a BlockDrafter needs the pair's draft_params")
-        self.head.check_target(target)
-
-    def prepare(self, params: Any) -> Any:
-        return self.head.prepare(params)
-
-    def fit_slots(self, weights: Any, slots: int) -> Any:
-        return self.head.fit_slots(weights, slots)
 
     def init(self, batch: int, slots: int) -> Caches:
         # A block at the end of the longest text is longer than the loop's headroom. Without room for it, JAX would move

@@ -29,7 +29,7 @@ from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
 from specsamp.sampling.rules import Draft, Verdict
 
 if TYPE_CHECKING:
-    from specsamp.models.heads import FeatureHead
+    from specsamp.models.heads import FeatureHead, Head
 
 Array = jax.Array
 _Carry = tuple[Any, Any, Array, Array]  # the head's cache, the target's, features, tokens
@@ -50,8 +50,38 @@ class FeatureState:
 
 
 @dataclasses.dataclass(frozen=True)
-class FeatureDrafter(Drafter):
-    """Drafts with ``head``, whose weights are ``weights.draft``.
+class HeadDrafter(Drafter):
+    """Drafts K tokens with ``head``, a head made for ``target``; its weights are ``weights.draft``."""
+
+    target: LayeredModel
+    head: Head
+    K: int
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self.head.hidden_layers
+
+    @property
+    def weights_key(self) -> Head:
+        return self.head
+
+    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+        if target != self.target:
+            raise ValueError(f"the drafter was made for another target, {self.target!r}; the pair's is {target!r}")
+        if draft_params is None:
+            raise ValueError(f"a {type(self).__name__} needs the pair's draft_params")
+        self.head.check_target(target)
+
+    def prepare(self, params: Any) -> Any:
+        return self.head.prepare(params)
+
+    def fit_slots(self, weights: Any, slots: int) -> Any:
+        return self.head.fit_slots(weights, slots)
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureDrafter(HeadDrafter):
+    """Drafts with ``head``, one token after the other.
 
     Attributes:
       target: the pair's target. It embeds tokens and unembeds features, unless the head has its own embedding or output.
@@ -60,9 +90,7 @@ class FeatureDrafter(Drafter):
       window: positions per call, see `Loop.window`; all but the first only fill the matrix unit.
     """
 
-    target: LayeredModel
     head: FeatureHead
-    K: int
     window: int = 1
 
     def __post_init__(self):
@@ -72,27 +100,6 @@ class FeatureDrafter(Drafter):
         if most is not None and longest > most:
             name = "K" if longest == self.K else "the depth of its tree"
             raise ValueError(f"{name} = {longest}, but the head drafts {most} tokens at most: lower the draft length")
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return self.head.hidden_layers
-
-    @property
-    def weights_key(self) -> FeatureHead:
-        return self.head
-
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
-        if target != self.target:
-            raise ValueError(f"the drafter was made for another target, {self.target!r}; the pair's is {target!r}")
-        if draft_params is None:
-            raise ValueError("a FeatureDrafter needs the pair's draft_params")
-        self.head.check_target(target)
-
-    def prepare(self, params: Any) -> Any:
-        return self.head.prepare(params)
-
-    def fit_slots(self, weights: Any, slots: int) -> Any:
-        return self.head.fit_slots(weights, slots)
 
     def init(self, batch: int, slots: int) -> FeatureState:
         layer = self.head.config.layer
