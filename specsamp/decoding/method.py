@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.drafter import Drafter, hooks_of, with_length
-from specsamp.decoding.drafters import BlockDrafter, FeatureDrafter, ModelDrafter, NoDrafter, TranslatingDrafter
+from specsamp.decoding.drafter import Drafter, NoDrafter, hooks_of, with_length
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
@@ -175,7 +174,7 @@ def _check_drafter(pair: Pair, drafter: Drafter) -> None:
     for name, positions in (("target", pair.target.max_positions), ("draft", drafter.max_positions)):
         if positions is not None and K >= positions:
             raise ValueError(f"K = {K} does not fit the {name}'s {positions} positions: draft fewer tokens per round")
-    if pair.vocabulary is not None and isinstance(drafter, ModelDrafter):
+    if pair.vocabulary is not None and _reads_draft_ids(drafter):
         raise ValueError(
             f"the pair's draft has another tokenizer, but {drafter!r:.100} proposes the draft's ids as the target's: leave "
             "drafter out, or give a TranslatingDrafter"
@@ -236,8 +235,16 @@ def check_lengths(drafter: Drafter, lengths: Sequence[int]) -> None:
             )
 
 
+def _reads_draft_ids(drafter: Drafter) -> bool:
+    from specsamp.decoding.drafters import ModelDrafter
+
+    return isinstance(drafter, ModelDrafter)
+
+
 def default_drafter(pair: Pair, K: int) -> Drafter:
     """Returns the drafter of the pair's draft model, or of its head, for the platform at hand."""
+    from specsamp.decoding.drafters import ModelDrafter, TranslatingDrafter  # whoever gives a drafter loads no other
+
     if pair.head is not None:
         return head_drafter(pair.target, pair.head, K)
     if pair.draft is None:
@@ -252,6 +259,8 @@ def default_drafter(pair: Pair, K: int) -> Drafter:
 
 def head_drafter(target: LanguageModel, head: Head, K: int) -> Drafter:
     """Returns the drafter of a head that was made for this target."""
+    from specsamp.decoding.drafters import BlockDrafter, FeatureDrafter
+
     if head.config.drafts_blocks:
         return BlockDrafter(target, head, K)
     return FeatureDrafter(target, head, K, decode_window())
