@@ -62,13 +62,3 @@ def test_one_call_gives_the_distributions_of_text_and_masks(length):
     text = jnp.concatenate([tokens[:, :length], jnp.full((1, K - 1), mask)], axis=1)
     expected = jax.nn.log_softmax(model.forward(params, text).logits_BTV[:, length - 1 :])
     np.testing.assert_allclose(draft.log_probs_BRV, expected, atol=1e-5)
-
-
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="mask_id must be an integer.*3"):
-        ParallelDrafter(TableLM(V), 2, mask_id=V)
-    with pytest.raises(ValueError, match="law must be one of"):
-        drafter(law="conditional")
-    small = TableLM(V, max_positions=5)
-    with pytest.raises(ValueError, match="K = 3 reads 6 tokens a call, more than the draft's 5 positions"):
-        drafter(model=small).check(small, small, TARGET)

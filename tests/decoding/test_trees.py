@@ -13,22 +13,18 @@ from specsamp.decoding.drafters import (
     GrowingFeatureTree,
     GrowingModelTree,
     Growth,
-    ModelDrafter,
     ModelTree,
     NgramTree,
     NoDrafter,
 )
-from specsamp.decoding.method import make_method
-from specsamp.decoding.pair import Pair
 from specsamp.decoding.trees import TreeShape
 from specsamp.sampling.coupled import CoupledRule
-from specsamp.sampling.lossy import EARS
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import TargetDistributions
 from specsamp.sampling.trees import KSeqRule, RecursiveRule, TraversalRule
 from specsamp.sampling.warp import chain, greedy, temperature, top_k, top_p
 from support import tree_mutants as mutants
-from support.fakes import FALSE_ALARM, CountingLM, LayeredTableLM, TableLM, decode, near, random_table, table_loop
+from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, near, random_table, table_loop
 from support.heads import LayeredTable, eagle3, medusa, mtp
 from support.loop_distributions import FAR, FULL, LIKELY, NEAR, NUCLEUS, TARGET, V, distribution_test
 from support.weights import drawn_params
@@ -225,7 +221,7 @@ def test_the_draft_accepts_all_where_it_is_the_target():
 def test_statistics_count_by_depth():
     state = texts_of(SMALL_TREES[0], RecursiveRule(), chain(temperature(1.0)), samples=50)
     stats = state.stats
-    assert stats.reached_BK.shape[1] == BIG.depth == 4
+    assert stats.reached_BK.shape[1] == BIG.depth == 4 and TreeShape.in_levels((0, 1, 0)) == TreeShape((0, 0, 1))
     accepted_B = (stats.accepted_BT * np.arange(5)[None]).sum(1)
     assert np.array_equal(accepted_B, state.from_draft_BS.sum(1))
     assert np.array_equal(stats.reached_BK[:, 0], stats.rounds_B)
@@ -237,33 +233,3 @@ def test_a_grown_tree_must_keep_what_was_drawn():
     drafter = GrowingModelTree(TableLM(V), growth=PRUNED)
     with pytest.raises(ValueError, match="nodes = 5 of 15 drawn ones"):
         decode(table_loop(RecursiveRule(), drafter), TARGET, NEAR, PROMPT, 3, FULL)
-
-
-def test_wrong_shapes_are_refused():
-    for parents, message in (((), "at least one node"), ((0, 3), r"parents\[1\] = 3"), ((0, 1, 0), "level by level")):
-        with pytest.raises(ValueError, match=message):
-            TreeShape(parents)
-    assert TreeShape.in_levels((0, 1, 0)) == TreeShape((0, 0, 1))
-    with pytest.raises(ValueError, match="branches below its first tokens"):
-        NgramTree(tree=WIDE)
-    with pytest.raises(ValueError, match="depth of its tree = 3, but the head drafts 2"):
-        FeatureTree(LayeredTable(V), medusa(V, 2), tree=TREE)
-    with pytest.raises(ValueError, match="nodes .*got 3"):
-        Growth(depth=3, expanded=2, children=3, nodes=3)  # the draft reads four
-
-
-@pytest.mark.parametrize(
-    "drafter, rule, message",
-    [
-        (model(), TokenRule(), "TokenRule.* verifies chains, but ModelTree drafts token trees"),
-        (model(), EARS(0.3), "EARS.* verifies chains, but ModelTree"),
-        (ModelDrafter(TableLM(V), 2), RecursiveRule(), "verifies token trees, but ModelDrafter .*TokenRule"),
-        (model(TreeShape((0,) * 4)), RecursiveRule(), "4 siblings, but there are 3 tokens"),
-        (ModelTree(CountingLM(3), tree=WIDE), RecursiveRule(), "CountingLM has no compact"),
-    ],
-    ids=lambda x: type(x).__name__,
-)
-def test_drafters_and_rules_that_do_not_fit_are_refused(drafter, rule, message):
-    pair = Pair(target=TableLM(V), target_params=TARGET, draft=drafter.model, draft_params=NEAR)
-    with pytest.raises(ValueError, match=message):
-        make_method(pair, drafter=drafter, rule=rule)

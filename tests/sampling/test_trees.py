@@ -298,11 +298,3 @@ def test_the_path_of_a_verdict():
     assert verdict.tokens_BT.tolist() == [[6, 9, -1]]
     target = TargetDistributions(logits_BTV=jnp.arange(4.0)[None, :, None], warp=chain(), draft=draft)
     assert target.along(verdict).logits_BTV[0, :, 0].tolist() == [0, 2, 3]
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: RecursiveRule("best"), lambda: TraversalRule("best"), lambda: KSeqRule("top")]
-)
-def test_unknown_children_are_refused(make):
-    with pytest.raises(ValueError, match="children must be one of .*"):
-        make()
