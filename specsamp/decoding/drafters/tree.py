@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from specsamp.models.interface import Block, LanguageModel, Output
 from specsamp.sampling.rules import Draft, Verdict
 
 Array = jax.Array
+Step = Callable[[range, Array, Any], tuple[Array, Any]]  # see `specsamp.decoding.trees.grow`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +57,20 @@ class TreeDrafter(DrafterHooks):
         super().check(target, draft, draft_params)
         check_model(target, self.tree.width)
 
-    def rows_to_read(self, rows: range) -> range:
-        """Returns ``rows``, with known rows before them if there are fewer than a call feeds at least."""
-        return range(max(min(rows.start, rows.stop - self.window), 0), rows.stop)
+    def step_with(self, model: LanguageModel, weights: Any, prefix: Prefix) -> Step:
+        """Returns the step of `grow` in which a model reads nodes; it carries the model's cache.
+
+        Known rows are read once more if there are fewer new ones than a call feeds at least.
+        """
+        start_B, pending_B1 = prefix.lengths_B - 1, pending_of(prefix)
+
+        def step(rows: range, tokens_BK: Array, cache: Any) -> tuple[Array, Any]:
+            read = range(max(min(rows.start, rows.stop - self.window), 0), rows.stop)
+            tokens_BT, block = rows_of(pending_B1, tokens_BK, read), self.tree.block(start_B, read)
+            output = model(weights, tokens_BT, start_B + read.start, cache, block=block)
+            return output.logits_BTV[:, rows.start - read.start :], output.cache
+
+        return step
 
 
 def rows_of(pending_B1: Array, tokens_BK: Array, rows: range) -> Array:
@@ -86,14 +99,7 @@ class ModelTree(TreeDrafter, ModelDrafter):
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> tuple[Draft, Any, Any]:
-        start_B, pending_B1 = prefix.lengths_B - 1, pending_of(prefix)
-
-        def step(rows: range, tokens_BK: Array, state: Any) -> tuple[Array, Any]:
-            read = self.rows_to_read(rows)
-            tokens_BT, block = rows_of(pending_B1, tokens_BK, read), self.tree.block(start_B, read)
-            output = self.model(weights.draft, tokens_BT, start_B + read.start, state, block=block)
-            return output.logits_BTV[:, rows.start - read.start :], output.cache
-
+        step = self.step_with(self.model, weights.draft, prefix)
         logits_BV, state = self.last_logits(weights, state, prefix.tokens_BS, prefix.lengths_B, self.first_window)
         draft, state = grow(self.tree, sample, logits_BV, step, state)
         return draft, state, cache
@@ -118,15 +124,8 @@ class EarlyExitTree(TreeDrafter, EarlyExitDrafter):
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
     ) -> tuple[Draft, Any, Any]:
-        start_B, pending_B1 = prefix.lengths_B - 1, pending_of(prefix)
-
-        def step(rows: range, tokens_BK: Array, cache: Any) -> tuple[Array, Any]:
-            read = self.rows_to_read(rows)
-            tokens_BT, block = rows_of(pending_B1, tokens_BK, read), self.tree.block(start_B, read)
-            output = self.exit_model(weights.target, tokens_BT, start_B + read.start, cache, block=block)
-            return output.logits_BTV[:, rows.start - read.start :], output.cache
-
-        first = self.exit_model(weights.target, jnp.repeat(pending_B1, self.window, axis=1), start_B, cache)
+        step, fed_BT = self.step_with(self.exit_model, weights.target, prefix), pending_of(prefix)
+        first = self.exit_model(weights.target, jnp.repeat(fed_BT, self.window, axis=1), prefix.lengths_B - 1, cache)
         draft, cache = grow(self.tree, sample, first.logits_BTV[:, 0], step, first.cache)
         return draft, state, cache
 
