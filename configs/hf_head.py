@@ -59,7 +59,7 @@ def get_config(argument: str = "") -> ConfigDict:
         config.model.num_layers, config.objective = 5, "dspark"
         config.test_time.anchors, config.test_time.chunk = 128, 8  # of each text, and whose logits are in memory
         config.head.hidden_layers = ()
-        config.head.windows_both_ways, config.head.embedding_scale = False, 1.0
+        config.head.windows_both_ways = False
         config.head.block_size = 16
         config.head.mask_id = config_dict.placeholder(int)  # an unused id of the target, such as 151669 of Qwen3
     if kind == "head":

@@ -185,7 +185,6 @@ def head_fields(kind: str, tiny: bool, steps: FieldReference) -> ConfigDict:
         fields.block_size = 4 if tiny else 8
         fields.mask_id = 511 if tiny else 2047  # of the rows that draft: the end of text, which is never pending
         fields.windows_both_ways = False
-        fields.embedding_scale = 16.0  # embedded tokens of the target are small beside what layers add to them
         if kind == "dspark":
             fields.markov = "vanilla"  # or "gated", "recurrent"
             fields.markov_rank = 16 if tiny else 64

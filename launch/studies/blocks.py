@@ -7,6 +7,7 @@ which training weighs too. A draft temperature of 0 is argmax. Only acceptance i
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,8 @@ def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, An
     drafter = BlockDrafter(pair.target, pair.head, K, key["law"])
     done = generate(pair, prompts, TOKENS, drafter=drafter, sampling=target, draft_sampling=draft)
     stats = functools.reduce(lambda a, b: a + b, (completion.stats for completion in done))
-    return {"tokens_per_round": stats.emitted / stats.rounds, "by_position": list(stats.acceptance_by_position)}
+    places = [share for share in stats.acceptance_by_position if not math.isnan(share)]  # nan where none was reached
+    return {"tokens_per_round": stats.emitted / stats.rounds, "by_position": places}
 
 
 def table(document: Document) -> Table:

@@ -25,6 +25,9 @@ from support.training import HEAD, metrics, quiet, refused_trainings, training_c
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
+BLOCK = {"model.num_layers": 2, "head.mask_id": 299, "test_time.anchors": 3, "test_time.chunk": 3}
+
+
 @pytest.fixture
 def pair_folder(tmp_path):
     """A pair with random weights, whose target has two layers."""
@@ -95,7 +98,7 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
         train.run_training(
             training_config("tiny_head", texts, fields | {"head.kind": "medium"}), tmp_path / "x", quiet()
         )
-    with pytest.raises(ValueError, match=r"hidden_layers\[\d\] must be an integer >= 0 and below 3; got 7"):
+    with pytest.raises(ValueError, match=r"hidden_layers\[\d\] must be an integer >= -1 and below 3; got 7"):
         train.run_training(
             training_config("tiny_head", texts, fields | {"head.hidden_layers": (0, 7)}), tmp_path / "x", quiet()
         )
@@ -103,19 +106,26 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, file", [("medusa", "medusa_lm_head.safetensors"), ("mtp", "model.safetensors")])
-def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair_folder, kind, file):
+@pytest.mark.parametrize(
+    "kind, file, place",
+    [
+        ("medusa", "medusa_lm_head.safetensors", "head"),
+        ("mtp", "model.safetensors", "head"),
+        ("dspark", "model.safetensors", "block"),
+    ],
+)
+def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair_folder, kind, file, place):
     """Sets no field; what is exported drafts by the same word, and is what training begins with again."""
-    fields = HEAD | {"target": str(pair_folder), "generated.rows": 0}
+    fields = HEAD | {"target": str(pair_folder), "generated.rows": 0} | ({} if place == "head" else BLOCK)
     train.run_training(training_config(f"tiny_{kind}", texts, fields), tmp_path / "run", quiet())
     last = metrics(tmp_path / "run")[-1]
     assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
-    done = call("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / 'head'}")
+    done = call("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / place}")
     assert (done.returncode or 0) == 0, done.stderr
-    assert (pair_folder / "head" / file).is_file()
-    pair = load_pair(pair_folder, draft="head")
+    assert (pair_folder / place / file).is_file()
+    pair = load_pair(pair_folder, draft=place)
     drafts_as_it_was_trained(pair, tmp_path / "run", "def f(x):")
-    exported = open_first_head(pair_folder / "head", pair.target.config)
+    exported = open_first_head(pair_folder / place, pair.target.config)
     assert exported.step == 4 and exported.config.layer.vocab_size == 300
 
 

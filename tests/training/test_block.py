@@ -1,6 +1,7 @@
 """Training of block heads: a block sees what it sees in decoding, and the losses are those that are published."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from specsamp.models.block import BlockConfig
 from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.warp import chain, temperature
 from specsamp.training.block import TrainBlock
 from support.weights import drawn_params
 
@@ -73,3 +75,56 @@ def test_a_block_sees_what_it_sees_in_decoding(head, target_params):
         np.testing.assert_allclose(read[anchor - 1], first[0, 0], atol=1e-5)
         predicted = TARGET.read_out(target_params, stream[1:, i])[0]
         np.testing.assert_allclose(predicted, logits[1, anchor : anchor + head.config.max_tokens], atol=1e-5)
+
+
+def by_hand(task, params, target_params):
+    """Returns the loss of a task with evenly spread anchors, from distributions, in NumPy."""
+    head, anchors = task.head, task._choose_anchors(TOKENS, None)
+    weights = head.training_weights(params, None)
+    rows, stream = jax.jit(task._blocks)(weights, target_params, TOKENS, anchors)
+    q = np.asarray(jax.nn.softmax(TARGET.read_out(target_params, stream.reshape(2, -1, 16)))).reshape(-1, SIZE, V)
+    rows, tokens = rows.reshape(-1, SIZE, 16), np.asarray(TOKENS)
+    before = np.stack([tokens[b, a : a + SIZE] for b in range(2) for a in np.asarray(anchors[b])])
+    unembed = functools.partial(TARGET.unembed_normed, TARGET.prepare(target_params))
+    state, expected = head.begin(weights, len(rows)), 0.0
+    for k in range(SIZE):
+        base = head.logits(weights, rows[:, k : k + 1], unembed)[:, 0]
+        logits, state = head.correct(weights, base, rows[:, k], before[:, k], state)
+        p, marginal = (np.asarray(jax.nn.softmax(x), np.float64) for x in (logits, base))
+        c = np.asarray(jax.nn.sigmoid(head.confidence(weights, rows[:, k], before[:, k])), np.float64)
+        accepted = np.minimum(p, q[:, k]).sum(-1)
+        losses = [
+            0.1 * (q[:, k] * np.log(q[:, k] / x)).sum(-1) + 0.9 * np.abs(q[:, k] - x).sum(-1) for x in (p, marginal)
+        ]
+        sure = -(accepted * np.log(c) + (1 - accepted) * np.log(1 - c))
+        expected += 0.7**k * (losses[0] + 0.5 * losses[1] + sure).mean() / SIZE
+    return expected
+
+
+def test_the_loss_is_that_of_dspark(target_params):
+    """Up to the constant between cross-entropy and KL; logits in chunks give the same loss and gradient."""
+    fields = dict(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS, decay=0.7, marginals=0.5)
+    task, params = TrainBlock(**fields, objective="dspark"), drawn_params(DSPARK, 1, noise=0.1)
+    teacher = task.teacher(target_params)
+    measured = jax.jit(task.measure)(params, teacher, TOKENS, chain(temperature(1.0)))
+    np.testing.assert_allclose(measured["loss"], by_hand(task, params, target_params), rtol=1e-5)
+    in_chunks = TrainBlock(**fields, objective="dspark", chunk=1)
+    both = [
+        jax.jit(jax.value_and_grad(one.loss, has_aux=True))(params, teacher, TOKENS, KEY) for one in (task, in_chunks)
+    ]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), *both)
+
+
+@pytest.mark.parametrize(
+    "fields, told",
+    [
+        (dict(anchors=LENGTH), "have room for 10 blocks of 4, fewer than test_time.anchors 14"),
+        (dict(chunk=2), "test_time.chunk 2 does not divide test_time.anchors 3"),
+        (dict(test_steps=5), "test_time.test_steps is 5, but the head drafts 4 tokens at most"),
+        (dict(marginals=-1), "test_time.marginals"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(fields, told):
+    with pytest.raises(ValueError, match=told):
+        task = TrainBlock(**dict(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS) | fields)
+        task._choose_anchors(TOKENS, None)
