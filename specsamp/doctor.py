@@ -41,7 +41,7 @@ class Level(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Says what was found, and what to do about it."""
+    """A finding and its fix."""
 
     level: Level
     what: str
@@ -54,7 +54,7 @@ class Facts:
 
     Attributes:
       versions: of JAX and its plugins, as far as they are installed.
-      required: for each of these, what JAX says that it needs, such as ``==0.0.50.*``.
+      required: for each of these, the versions that JAX requires, such as ``==0.0.50.*``.
       has_tpu, has_gpu: whether the machine has one, also where JAX does not see it.
       platform: of the devices that JAX sees.
       failed: why JAX did not start; empty where it did.
@@ -85,7 +85,7 @@ class Wanted:
 
     Attributes:
       devices: of its mesh.
-      weights_bytes: what each of them must hold; None: known only when the files are read.
+      weights_bytes: bytes of weights on each device; None: known only when the files are read.
       from_hub: the names of its checkpoints that lie on the hub.
     """
 
@@ -95,7 +95,7 @@ class Wanted:
 
 
 def check() -> None:
-    """Warns of what is found on this machine.
+    """Warns of the findings about this machine.
 
     Raises:
       RuntimeError: an error was found; with its fix.

@@ -22,7 +22,7 @@ from specsamp import __version__
 PACKAGE = pathlib.Path(__file__).parent
 VECTOR_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "amx_int8", "asimddp", "i8mm", "sve")
 MACHINE_IDS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
-GOOGLE = "0x1ae0"  # the vendor on the PCI bus, also of network cards and disks; and what its chips are called there
+GOOGLE = "0x1ae0"  # the vendor on the PCI bus, also of network cards and disks; TPU_CHIPS are the ids of its TPUs there
 TPU_CHIPS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x007c", "0x0083"}
 # How JAX names devices, and how this package names chips.
 KINDS = {
@@ -187,7 +187,7 @@ def has_gpu() -> bool:
 
 
 def chip_of(device: jax.Device) -> str:
-    """Returns the name of a device's chip: one of `specsamp.tpu.topology.CHIPS`, or JAX's name for what is no TPU."""
+    """Returns the name of a device's chip: one of `specsamp.tpu.topology.CHIPS`, or JAX's name of other devices."""
     return KINDS.get(device.device_kind, device.device_kind)
 
 

@@ -79,8 +79,8 @@ def check_regular(path: str | os.PathLike) -> None:
 def write(path: str | os.PathLike, content: str | bytes) -> None:
     """Writes all of ``content`` or nothing, creating the folder: a reader, or a crash, never sees half a file.
 
-    A new file gets the permissions that the umask leaves, one that is replaced keeps its own. A symbolic link stays,
-    its target is replaced. A device or a stream, see `is_stream`, is written to as it is.
+    A new file gets the permissions that the umask leaves; a file that is replaced keeps its permissions. A symbolic link
+    stays, and its target is replaced. A device or a stream, see `is_stream`, is written to as it is.
 
     Raises:
       OSError: it cannot be written, or something is there that is no regular file.
@@ -188,16 +188,16 @@ def read_text(path: str | os.PathLike) -> str:
 
 
 def read_json_value(path: str | os.PathLike) -> Any:
-    """Returns what a JSON file holds: an object, a list or anything else.
+    """Returns the value in a JSON file: an object, a list or anything else.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: as `read_text`, or it holds no JSON, or one that is nested too deep to be read.
+      ValueError: as `read_text`, or it holds no JSON, or JSON that is nested too deep to be read.
     """
     text = read_text(path)
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # of the first kind are wrong JSON and endless numbers
+    except (ValueError, RecursionError) as error:  # ValueError: wrong JSON, and endless numbers
         raise ValueError(f"{os.fspath(path)} is no JSON: {error}") from error
 
 
@@ -206,7 +206,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: as `read_json_value`, or it holds something else than an object.
+      ValueError: as `read_json_value`, or the value is no object.
     """
     content = read_json_value(path)
     if not isinstance(content, dict):
@@ -217,7 +217,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 class Lines:
     """Keeps a text file that grows line by line; in a bucket it is written anew.
 
-    A line that the disk has no room for leaves the others whole.
+    Where the disk is full, a new line is dropped and the earlier lines stay whole.
     """
 
     def __init__(self, path: Any, lines: list[str], *, bucket_seconds: float = 0.0):

@@ -17,7 +17,7 @@ def integer(name: str, value: Any, least: int = 0, limit: int = 2**31) -> int:
     """Returns ``value`` as an int in [least, limit); NumPy integers pass, booleans and fractions do not.
 
     Raises:
-      ValueError: it is none.
+      ValueError: it is no such integer.
     """
     try:
         number = operator.index(value)
@@ -29,7 +29,7 @@ def integer(name: str, value: Any, least: int = 0, limit: int = 2**31) -> int:
 
 
 def integers(name: str, values: Any, least: int = 0, limit: int = 2**31) -> list[int]:
-    """Returns each element of a list, as `integer` gives it; raises ValueError for what is no list."""
+    """Returns each element of a list, as `integer` gives it; raises ValueError for anything but a list."""
     if not is_list(values):
         raise ValueError(f"{name} must be a list; got {values!r}")
     return [integer(f"{name}[{i}]", value, least, limit) for i, value in enumerate(values)]
@@ -45,7 +45,7 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, above
     """Returns ``value`` as a finite float in [least, most]; with ``above``, in (least, most].
 
     Raises:
-      ValueError: it is none; booleans and texts are none.
+      ValueError: it is no such number; booleans and texts are refused.
     """
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not abs(value) < math.inf or not least <= value <= most or (above and value == least):
@@ -77,7 +77,7 @@ def instance(name: str, value: Any, kind: type[T], example: str) -> T:
 
 
 def choice(name: str, value: T, known: Iterable[Any]) -> T:
-    """Returns ``value``, which must be among ``known``; raises ValueError with all that are."""
+    """Returns ``value``, which must be among ``known``; raises ValueError with the known values."""
     known = list(known)
     if not any(value is each or (isinstance(value, type(each)) and value == each) for each in known):
         raise ValueError(f"{name} must be one of {', '.join(map(str, known))}; got {value!r}")

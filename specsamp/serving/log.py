@@ -37,7 +37,7 @@ class CompletionLog:
         """Names a file, which is read by `open`.
 
         Args:
-          identity: what must be the same for a run to go on, besides the call; as JSON. Default: `digest_of_pair`,
+          identity: values that must be the same for a run to go on, besides the call; as JSON. Default: `digest_of_pair`,
             which reads all parameters.
         """
         if not isinstance(path, (str, os.PathLike)):
