@@ -19,7 +19,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import Int8Weight
 from specsamp.models.interface import Block
 from specsamp.models.modules import Norm, weight, zero_bias
-from specsamp.models.positions import align_distances, apply_rope, relative_keys
+from specsamp.models.positions import apply_rope, relative_keys
 from specsamp.models.products import contract
 from specsamp.models.visibility import Visibility
 
@@ -78,11 +78,11 @@ class Attention(nn.Module):
         visible = block
         if block is None or isinstance(block, Block):
             visible = Visibility(start_B=start_B, num_queries=length, window=self.window, block=block)
-        bias_BNTS = None
+        distances_BNTS = None
         if config.positions == "relative":
-            q_BNTH, bias_BNTS = self.score_distances(q_BNTH, table, visible, cache.num_slots)
+            q_BNTH, distances_BNTS = self.score_distances(q_BNTH, table, cache.num_slots)
         scale = config.attention_scale or 1 / math.sqrt(size)
-        mixed_BNTH = cache.attend(q_BNTH, visible, scale=scale, bias_BNTS=bias_BNTS, cap=config.attention_cap)
+        mixed_BNTH = cache.attend(q_BNTH, visible, scale=scale, distances_BNTS=distances_BNTS, cap=config.attention_cap)
         # One contraction over heads and their entries together: as two, the weight is transposed for it.
         mixed_BTX = mixed_BNTH.swapaxes(1, 2).reshape(batch, length, heads * size)
         output_XD = jax.tree.map(lambda x_NHD: x_NHD.reshape(-1, width), output_NHD)  # of int8 weights the scale too
@@ -109,12 +109,10 @@ class Attention(nn.Module):
             project_part("value", config.num_kv_heads, "kv_heads"),
         )
 
-    def score_distances(
-        self, q_BNTH: Array, table: Array | None, visible: Visibility, num_slots: int
-    ) -> tuple[Array, Array]:
-        """Returns the queries for the keys, and their scores on the relative keys by slot, ``[B, N, T, S]`` float32.
+    def score_distances(self, q_BNTH: Array, table: Array | None, num_slots: int) -> tuple[Array, Array]:
+        """Returns the queries for the keys, and their scores by reversed distance, ``[B, N, T, S]`` float32.
 
-        See `specsamp.models.positions`. In a block the score of each slot is gathered by its distance.
+        See `specsamp.models.positions`.
         """
         config = self.config
         batch, heads, length, size = q_BNTH.shape
@@ -132,11 +130,7 @@ class Attention(nn.Module):
             axes = self.table_axes
         distance_BMRH = distance_BNTH.reshape(batch, config.num_kv_heads, -1, size)
         scores = contract(f"BMRH,{axes}->BMRS", distance_BMRH, table, dtype=jnp.float32)
-        scores_BNTS = scores.reshape(batch, heads, length, num_slots)
-        if visible.block is None:
-            return content_BNTH, align_distances(scores_BNTS, visible.start_B)
-        column_BTS = jnp.clip(num_slots - 1 - visible.distances(num_slots), 0, num_slots - 1)
-        return content_BNTH, jnp.take_along_axis(scores_BNTS, column_BTS[:, None], axis=-1)
+        return content_BNTH, scores.reshape(batch, heads, length, num_slots)
 
     def _projection(self, name: str, count: int, axis: str) -> Array:
         width = self.input_width or self.config.width

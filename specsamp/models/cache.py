@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specsamp.models.int8 import quantise
+from specsamp.models.positions import align_distances
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.slots import SLOTS_AXIS, move_slots, read_moved, write_slots
 from specsamp.models.visibility import Visibility
@@ -101,21 +102,21 @@ class LayerCache:
         visible: Visibility,
         *,
         scale: float,
-        bias_BNTS: Array | None = None,
+        distances_BNTS: Array | None = None,
         cap: float | None = None,
     ) -> Array:
         """Returns each query's mean of the values, weighted by the softmax of its scores, ``[B, N, T, H]``.
 
         Args:
           visible: the slots that each query sees.
-          scale: of the scores, bias included.
-          bias_BNTS: float32, added to the products of queries and keys.
+          scale: of the scores, those of distances included.
+          distances_BNTS: float32, scores by reversed distance (see `specsamp.models.positions`), added to the products.
           cap: soft cap of the scores, see `soft_cap`.
         """
         (batch, heads, length, size), (_, kv_heads, slots, _) = q_BNTH.shape, self.values_BMSH.shape
         group = heads // kv_heads
         if self.kernels is not None and self.kernels.take(slots, length, group):
-            return self.kernels.attend(q_BNTH, self, visible, scale=scale, bias_BNTS=bias_BNTS, cap=cap)
+            return self.kernels.attend(q_BNTH, self, visible, scale=scale, distances_BNTS=distances_BNTS, cap=cap)
         # Queries that share a kv head are extra rows of one product.
         rows_shape, scales_BM1S = (batch, kv_heads, group * length), self.scales_BM1S
         keys, keys_axes = next(iter(self._axes().items()))
@@ -124,8 +125,8 @@ class LayerCache:
         if scales_BM1S is not None:
             scores = scores * scales_BM1S[0]
         scores = scores.reshape(batch, heads, length, slots)
-        if bias_BNTS is not None:
-            scores = scores + bias_BNTS
+        if distances_BNTS is not None:
+            scores = scores + align_distances(distances_BNTS, visible)
         scores = scores * scale
         if cap is not None:
             scores = soft_cap(scores, cap)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from specsamp import validate
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
+from specsamp.models.visibility import Visibility
 
 Array = jax.Array
 
@@ -121,18 +122,20 @@ def relative_keys(weight_MDH: Array, slots: int) -> Array:
     return jnp.einsum("MSD,MDH->MSH", waves_MSD, weight_MDH)
 
 
-def align_distances(scores_BXTS: Array, start_B: Array) -> Array:
-    """Turns scores by distance into scores by slot.
+def align_distances(scores_BXTS: Array, visible: Visibility) -> Array:
+    """Turns scores by distance into scores by slot, as attention sees the slots; what it does not see has any score.
 
     Args:
       scores_BXTS: ``[B, ..., T, S]``, of each query with the reversed table.
-      start_B: ``[B]`` slot of each sequence's first query; ``start_B + T <= S``.
 
     Returns:
-      ``[B, ..., T, S]``: entry (t, s) is the score with distance ``start_B + t - s``; zero for negative distances, which
-      attention masks anyway.
+      ``[B, ..., T, S]``: entry (t, s) is the score with distance ``start_B + t - s``. In a block the score of each slot is
+      gathered by its distance.
     """
-    num_queries, slots = scores_BXTS.shape[-2:]
+    (num_queries, slots), start_B = scores_BXTS.shape[-2:], visible.start_B
+    if visible.block is not None:
+        column_BTS = jnp.clip(slots - 1 - visible.distances(slots), 0, slots - 1)
+        return jnp.take_along_axis(scores_BXTS, column_BTS[:, None], axis=-1)
     padded = jnp.pad(scores_BXTS, [(0, 0)] * (scores_BXTS.ndim - 1) + [(0, slots)])
     # Distance start + t - s lies in column S-1-start-t + s: one slice per sequence is enough for all its queries.
     width = slots + num_queries - 1

@@ -21,12 +21,15 @@ def kernel_of(op: Instruction) -> Count | None:
 
 
 def count_attention(given: Sequence[Array], made: Sequence[Array], live: float) -> tuple[float, float, float]:
-    """Reads keys, values and biases as far as they are alive, and all of the rest."""
-    _, keys, *_ = (x for x in given if len(x.sizes) == 4)  # queries come first
+    """Reads keys, values and scores of distances as far as they are alive, and all of the rest."""
+    _, keys, _, *others = (x for x in given if len(x.sizes) == 4)  # queries come first, scales of int8 last
     (batch, kv_heads, slots, size), share = keys.sizes, decode_attention.fetched_share(live, keys.sizes, itemsize(keys))
     heads, block = decode_attention.block_shape(kv_heads, slots, size, itemsize(keys))
     parts = (x.bytes * (share if len(x.sizes) == 4 and slots in x.sizes[2:] else 1.0) for x in given if x.in_hbm)
-    return sum(parts), sum(x.bytes for x in made if x.in_hbm), kv_heads // heads * batch * share * slots / block
+    read, is_tree = sum(parts), sum(len(x.sizes) == 3 for x in given) > 1
+    if len(others) % 2 and not is_tree and others[0].in_hbm:  # the windows of distances of two blocks overlap
+        read += others[0].bytes * share * (decode_attention.window_width(block, slots) / block - 1)
+    return read, sum(x.bytes for x in made if x.in_hbm), kv_heads // heads * batch * share * slots / block
 
 
 def count_rows(given: Sequence[Array], made: Sequence[Array], live: float) -> tuple[float, float, float]:
@@ -38,7 +41,7 @@ def count_rows(given: Sequence[Array], made: Sequence[Array], live: float) -> tu
         tile = append_rows.tile_slots(itemsize(cache))
         tiles = x.sizes[2] // tile + 1  # at most
         moved += cache.bytes * tiles * tile / cache.sizes[2]
-        steps = cache.sizes[0] * tiles
+        steps = cache.sizes[0]
     return moved + sum(x.bytes for x in (starts, *new) if x.in_hbm), moved, steps
 
 

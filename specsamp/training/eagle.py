@@ -83,7 +83,7 @@ class StepCache:
         visible: Visibility,
         *,
         scale: float,
-        bias_BNTS: Array | None = None,
+        distances_BNTS: Array | None = None,
         cap: float | None = None,
     ) -> Array:
         (batch, heads, length, size), kv_heads = q_BNTH.shape, self.keys.shape[1]

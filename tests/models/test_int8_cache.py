@@ -61,8 +61,8 @@ def written(rng, start=3, length=5):
 
 def attended(cache, q_BNTH, start_B):
     visible = Visibility(start_B=start_B, num_queries=q_BNTH.shape[2], window=6)
-    bias_BNTS = 0.1 * jnp.arange(SLOTS, dtype=jnp.float32)[None, None, None]
-    return cache.attend(q_BNTH, visible, scale=0.3, bias_BNTS=bias_BNTS, cap=4.0)
+    distances_BNTS = jnp.broadcast_to(0.1 * jnp.arange(SLOTS, dtype=jnp.float32), (*q_BNTH.shape[:3], SLOTS))
+    return cache.attend(q_BNTH, visible, scale=0.3, distances_BNTS=distances_BNTS, cap=4.0)
 
 
 def test_scales_are_folded_into_scores_and_probabilities():

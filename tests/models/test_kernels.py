@@ -16,7 +16,7 @@ from specsamp.models.interface import Block
 from specsamp.models.kernels import cache as kernel_cache
 from specsamp.models.kernels.append_rows import append_rows
 from specsamp.models.kernels.cache import Kernels, choose_kernels
-from specsamp.models.kernels.decode_attention import SeenSlots, block_shape, decode_attention, fetched_share
+from specsamp.models.kernels.decode_attention import block_shape, fetched_share
 from specsamp.models.slots import write_slots
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
@@ -38,25 +38,25 @@ def starts_of(batch, slots, length):
 
 
 @functools.partial(jax.jit, static_argnames=("window", "cap", "int8"), compiler_options=COMPILE_FAST)
-def both(q, keys, values, start, bias=None, block=None, *, window=None, cap=None, int8=False):
+def both(q, keys, values, start, distances=None, block=None, *, window=None, cap=None, int8=False):
     """Attention by the kernel, and the plain form that is its reference."""
     visible = Visibility(start_B=start, num_queries=q.shape[2], window=window, block=block)
-    plain, scales = KVCache(keys_BMSH=keys, values_BMSH=values), None
+    plain = KVCache(keys_BMSH=keys, values_BMSH=values)
     if int8:
         plain = Int8KVCache.zeros(*keys.shape, keys.dtype).append(keys, values, jnp.zeros_like(start))
-        keys, values, scales = plain.keys_BMSH, plain.values_BMSH, plain.scales_BM1S
-    kernel = decode_attention(q, keys, values, SeenSlots.of(visible), bias, scales, scale=0.1, cap=cap, interpret=True)
-    return kernel, plain.attend(q, visible, scale=0.1, bias_BNTS=bias, cap=cap)
+    fields = dict(scale=0.1, distances_BNTS=distances, cap=cap)
+    return INTERPRETED.attend(q, plain, visible, **fields), plain.attend(q, visible, **fields)
 
 
-# Tokens of a call, slots, kv heads, queries per kv head, window, and whether scores have a bias and a cap.
+# Tokens of a call, slots, kv heads, queries per kv head, window, and whether scores have distances and a cap.
 CALLS = {
     "multi-head": (1, 384, 4, 1, None, True, None),
     "grouped": (5, 640, 2, 4, None, False, 30.0),
+    "grouped, with distances": (5, 1280, 4, 3, None, True, 30.0),
     "multi-query": (17, 2048, 1, 6, None, False, None),
     "windowed": (33, 1024, 2, 2, 40, True, None),
-    "one block": (34, 128, 1, 1, 3, False, None),
-    "many rows": (65, 1152, 3, 2, 300, False, None),
+    "one block": (34, 128, 1, 1, 3, True, None),
+    "many rows": (128, 1152, 3, 2, 300, True, None),
 }
 
 
@@ -69,21 +69,21 @@ CALLS = {
     ],
 )
 def test_attention_equals_the_plain_form(call, dtype):
-    length, slots, kv_heads, group, window, biased, cap = CALLS[call]
+    length, slots, kv_heads, group, window, distant, cap = CALLS[call]
     int8, dtype = dtype == "int8", "float32" if dtype == "int8" else dtype
     q = drawn(3, kv_heads * group, length, SIZE, dtype=dtype, seed=1)
     keys, values = (drawn(3, kv_heads, slots, SIZE, dtype=dtype, seed=seed) for seed in (2, 3))
-    bias = drawn(3, kv_heads * group, length, slots) if biased else None
+    distances = 10 * drawn(3, kv_heads * group, length, slots) if distant else None
     start = starts_of(3, slots, length)
-    ours, plain = both(q, keys, values, start, bias, window=window, cap=cap, int8=int8)
+    ours, plain = both(q, keys, values, start, distances, window=window, cap=cap, int8=int8)
     assert ours.dtype == dtype
     np.testing.assert_allclose(
         *(np.asarray(x, np.float32) for x in (ours, plain)), atol=2e-2 if dtype == "bfloat16" else 2e-6
     )
-    one_less = both(q, keys, values, jnp.maximum(start - 1, 0), bias, window=window, cap=cap)[0]
+    one_less = both(q, keys, values, jnp.maximum(start - 1, 0), distances, window=window, cap=cap)[0]
     assert jnp.abs(ours - one_less)[1].max() > 0.05, "the control: a row that begins a slot earlier"
     if int8:
-        as_it_is = both(q, keys, values, start, bias, window=window, cap=cap)[0]
+        as_it_is = both(q, keys, values, start, distances, window=window, cap=cap)[0]
         assert jnp.abs(ours - as_it_is).max() > 1e-4, "the control: a cache in float"
 
 
@@ -94,10 +94,10 @@ def test_trees_equal_the_plain_form(window):
     start = np.array([7, 254, 500])
     block = block_of(parents, start)
     keys, values = (drawn(3, 2, 512, SIZE, seed=seed) for seed in (2, 3))
-    q = drawn(3, 4, 6, SIZE, seed=1)
-    ours, plain = both(q, keys, values, jnp.asarray(start), None, block, window=window)
+    q, distances = drawn(3, 4, 6, SIZE, seed=1), 10 * drawn(3, 4, 6, 512)
+    ours, plain = both(q, keys, values, jnp.asarray(start), distances, block, window=window)
     np.testing.assert_allclose(ours, plain, atol=2e-6)
-    causal = both(q, keys, values, jnp.asarray(start), window=window)[0]
+    causal = both(q, keys, values, jnp.asarray(start), distances, window=window)[0]
     assert jnp.abs(ours - causal)[:2].max() > 0.05, "the control: a chain"
     later = Block(start_B=block.start_B, positions_BT=block.positions_BT[:, 3:], visible_BTR=block.visible_BTR[:, 3:])
     ours, plain = both(q[:, :, 3:], keys, values, jnp.asarray(start + 3), None, later, window=window)
@@ -108,9 +108,9 @@ def test_trees_equal_the_plain_form(window):
 def test_only_blocks_that_are_seen_are_fetched(window):
     """Shows that what is not fetched may be anything, even NaN, which a weight of zero would spread."""
     slots, start = 2048, jnp.asarray([300, 1100], jnp.int32)
-    _, block = block_shape(4, slots, SIZE, 4)
+    _, block = block_shape(8, slots, SIZE, 4)
     assert block == 256
-    q, keys, values = drawn(2, 4, 2, SIZE), drawn(2, 4, slots, SIZE, seed=1), drawn(2, 4, slots, SIZE, seed=2)
+    q, keys, values = drawn(2, 8, 2, SIZE), drawn(2, 8, slots, SIZE, seed=1), drawn(2, 8, slots, SIZE, seed=2)
     expected = both(q, keys, values, start, window=window)[0]
     first = np.zeros(2, int) if window is None else (np.asarray(start) - window + 1) // block
     last = (np.asarray(start) + 1) // block
@@ -137,10 +137,10 @@ def test_rows_are_appended_as_they_are(dtype, length):
 
 
 def test_the_share_that_is_fetched():
-    shape = (8, 4, 2048, 128)  # of the paper's target on a chip: blocks of 256 slots
-    assert block_shape(4, 2048, 128, 2) == (2, 256)
-    shares = {live: fetched_share(live / 2048, shape, 2) for live in (0, 1, 256, 257, 2048)}
-    assert shares == {0: 0.125, 1: 0.125, 256: 0.125, 257: 0.25, 2048: 1.0}
+    shape = (8, 4, 2048, 128)  # of the paper's target on a chip: blocks of 512 slots
+    assert block_shape(4, 2048, 128, 2) == (2, 512) and block_shape(8, 2048, 128, 2) == (4, 256)
+    shares = {live: fetched_share(live / 2048, shape, 2) for live in (0, 1, 512, 513, 2048)}
+    assert shares == {0: 0.25, 1: 0.25, 512: 0.25, 513: 0.5, 2048: 1.0}
     for slots in range(128, 4096, 128):
         for kv_heads in (1, 2, 3, 8, 64):
             heads, block = block_shape(kv_heads, slots, 128, 2)

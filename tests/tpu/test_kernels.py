@@ -35,19 +35,22 @@ def array(*sizes, itemsize=2, in_hbm=True):
 
 
 def test_what_kernels_move_by_their_shapes():
-    """Two rows of four kv heads and 2048 slots, in blocks of 256."""
-    query, cache, bias = array(2, 4, 5, 128), array(2, 4, 2048, 128), array(2, 4, 5, 2048, itemsize=4)
-    given = [array(8, itemsize=4), query, cache, cache, array(2, 5, 2, itemsize=4), bias]
+    """Two rows of eight kv heads and 2048 slots, in blocks of 256; of scores by distance two tiles more."""
+    query, cache, distances = array(2, 8, 5, 128), array(2, 8, 2048, 128), array(2, 8, 5, 2048, itemsize=4)
+    given = [array(8, itemsize=4), query, cache, cache, array(2, 5, 2, itemsize=4), distances]
     small = sum(x.bytes for x in (given[0], query, given[4]))
     for live, share in ((1.0, 1.0), (0.25, 0.25), (0.26, 0.375), (0.0, 0.125)):
-        moved = small + share * (2 * cache.bytes + bias.bytes), query.bytes
-        assert count_attention(given, [query], live) == (*moved, 2 * 2 * 8 * share)  # steps of two heads
-    on_chip = dataclasses.replace(bias, in_hbm=False)
+        moved = small + share * (2 * cache.bytes + 2 * distances.bytes), query.bytes
+        assert count_attention(given, [query], live) == (*moved, 2 * 2 * 8 * share)  # steps of four heads
+    tree, scales = array(2, 5, 128, itemsize=4), [array(2, 8, 1, 2048, itemsize=4)] * 2
+    read = count_attention([*given, tree, *scales], [query], 1.0)[0]
+    assert read == small + 2 * cache.bytes + distances.bytes + tree.bytes + 2 * scales[0].bytes
+    on_chip = dataclasses.replace(distances, in_hbm=False)
     assert count_attention([*given[:-1], on_chip], [query], 1.0)[0] == small + 2 * cache.bytes
-    new = array(2, 4, 16, 128)
+    new = array(2, 8, 16, 128)
     read, written, steps = count_rows([given[0], new, new, cache, cache], [cache, cache], 1.0)
-    assert steps == 2 * 2
-    assert written == 2 * 2 * 4 * 32 * 128 * 2, "two tiles of 16 slots of each row"
+    assert steps == 2
+    assert written == 2 * 2 * 8 * 32 * 128 * 2, "two tiles of 16 slots of each row"
     assert read == written + given[0].bytes + 2 * new.bytes
 
 

@@ -15,6 +15,7 @@ from specsamp.models.interface import MeshLayout
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import LANES
 from specsamp.models.kernels.decode_attention import MAX_ROWS, SeenSlots, decode_attention
+from specsamp.models.positions import align_distances
 from specsamp.models.visibility import Visibility
 
 Array = jax.Array
@@ -57,7 +58,7 @@ class Kernels:
         visible: Visibility,
         *,
         scale: float,
-        bias_BNTS: Array | None,
+        distances_BNTS: Array | None,
         cap: float | None,
     ) -> Array:
         """Computes `LayerCache.attend`, and reads the cache as far as it is alive."""
@@ -70,7 +71,10 @@ class Kernels:
                 of_heads = self.layout.spec(PartitionSpec(None, "heads"), (1, heads))
             in_specs = (of_heads, of_cache, of_cache, PartitionSpec(), of_heads, of_cache)
             attend = self.layout.per_device(attend, in_specs, of_heads)
-        return attend(q_BNTH, cache.keys_BMSH, cache.values_BMSH, SeenSlots.of(visible), bias_BNTS, cache.scales_BM1S)
+        if distances_BNTS is not None and visible.block is not None:
+            distances_BNTS = align_distances(distances_BNTS, visible)
+        arrays = cache.keys_BMSH, cache.values_BMSH, SeenSlots.of(visible), distances_BNTS, cache.scales_BM1S
+        return attend(q_BNTH, *arrays)
 
     def write(self, caches: tuple[Array, Array], new: tuple[Array, Array], start_B: Array) -> tuple[Array, Array]:
         """Writes keys and values ``[B, M, T, H]`` in place, in slots ``start_B ..`` of their arrays."""

@@ -2,7 +2,8 @@
 
 The grid has a step for each such block, sequence after sequence, so that its length is data; `_schedule` gives the
 sequence and the block of each step. The softmax is carried over the blocks of a sequence as a running maximum, sum and
-mean (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135), in float32.
+mean (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135), in float32. Scores of relative distances are
+aligned with the slots on chip; `specsamp.models.positions.align_distances` is the plain form.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from specsamp.models.visibility import Visibility, seen_after
 Array = jax.Array
 
 NAME = "decode_attention"  # of the kernel in compiled programs
-# Bytes of keys in a step. With fewer, the cost of a step itself counts; with more, more dead slots are fetched.
-STEP_BYTES = 2**17
+# Bytes of keys in a step. With fewer, a step computes for longer than it fetches; with more, more dead slots are fetched.
+STEP_BYTES = 2**18
 MAX_BLOCK, MIN_BLOCK = 512, 256  # slots
 MAX_ROWS = 1024  # of queries per kv head; memory on chip grows with them
 UNSEEN = -1e30  # a score whose exponential is 0; the difference of two infinities would be NaN
@@ -37,12 +38,12 @@ class SeenSlots:
     """The slots that the queries of a call see: `Visibility.mask` as bounds, without an array of all slots.
 
     Query t of row b sees the slots ``bounds_BT2[b, t, 0] .. bounds_BT2[b, t, 1]`` and, in a tree, the slots
-    ``tree_start_B[b] + r`` where ``tree_BTR[b, t, r]`` is 1.
+    ``start_B[b] + r`` where ``tree_BTR[b, t, r]`` is 1.
     """
 
     bounds_BT2: Array  # int32; the first bound may be negative
     last_B: Array  # int32, the last slot that any query sees
-    tree_start_B: Array | None = None  # int32
+    start_B: Array  # int32, the slot of the first query, or that of the first node of a tree
     tree_BTR: Array | None = None  # float32, 0 or 1, with R a multiple of 128
 
     @classmethod
@@ -53,7 +54,7 @@ class SeenSlots:
         last_B = visible.start_B + visible.num_queries - 1
         if block is None:
             first_BT = jnp.zeros_like(queries_BT) if window is None else queries_BT - (window - 1)
-            return cls(bounds_BT2=jnp.stack([first_BT, queries_BT], axis=-1), last_B=last_B)
+            return cls(bounds_BT2=jnp.stack([first_BT, queries_BT], axis=-1), last_B=last_B, start_B=visible.start_B)
         seen_BTR, positions_BT = block.visible_BTR, block.positions_BT
         first_BT = jnp.zeros_like(positions_BT)
         if window is not None:
@@ -63,7 +64,7 @@ class SeenSlots:
         return cls(
             bounds_BT2=jnp.stack([first_BT, before_BT], axis=-1),
             last_B=last_B,
-            tree_start_B=block.start_B,
+            start_B=block.start_B,
             tree_BTR=jnp.pad(seen_BTR.astype(jnp.float32), ((0, 0), (0, 0), (0, -seen_BTR.shape[-1] % LANES))),
         )
 
@@ -78,7 +79,7 @@ def decode_attention(
     keys_BMSH: Array,
     values_BMSH: Array,
     seen: SeenSlots,
-    bias_BNTS: Array | None = None,
+    distances_BNTS: Array | None = None,
     scales_BM1S: tuple[Array, Array] | None = None,
     *,
     scale: float,
@@ -90,7 +91,7 @@ def decode_attention(
     Args:
       keys_BMSH, values_BMSH: in HBM, where they stay; S and H are multiples of 128.
       seen: every query sees a slot.
-      scale, bias_BNTS, cap: see `LayerCache.attend`.
+      scale, distances_BNTS, cap: see `LayerCache.attend`; in a tree the scores are aligned with the slots.
       scales_BM1S: float32, of keys and values in int8; None: for other dtypes.
       interpret: runs on the CPU.
     """
@@ -99,7 +100,6 @@ def decode_attention(
     of_heads, block = block_shape(kv_heads, num_slots, size, keys_BMSH.dtype.itemsize)
     first_B, last_B = seen.blocks(block, num_slots)
     num_steps, row_X, block_X = _schedule(first_B, last_B, num_slots // block)
-    tree_start_B = jnp.zeros_like(first_B) if seen.tree_start_B is None else seen.tree_start_B
 
     def per_row(x_BTX):
         return jnp.tile(x_BTX, (1, heads // kv_heads, 1))
@@ -126,13 +126,22 @@ def decode_attention(
     }
     if seen.tree_BTR is not None:
         operands["tree"] = per_row(seen.tree_BTR), spec(rows, seen.tree_BTR.shape[-1], heads_axis=False)
-    if bias_BNTS is not None:
-        bias_BMRS = bias_BNTS.reshape(batch, kv_heads, rows, num_slots)
-        operands["bias"] = bias_BMRS, spec(of_heads, rows, block, heads_axis=True, slots_axis=3)
+    if distances_BNTS is not None:
+        of_distances = spec(of_heads, rows, block, heads_axis=True, slots_axis=3)
+        if seen.tree_BTR is None:
+            width = window_width(block, num_slots)
+
+            def window(group, step, row_X, block_X, first_B, last_B, start_B):
+                row = row_X[step]
+                first, _ = _window(start_B[row] + length, block_X[step], block, width, num_slots)
+                return row, group * of_heads, 0, first
+
+            of_distances = pl.BlockSpec(tuple(map(pl.Element, (1, of_heads, rows, width))), window)
+        operands["distances"] = distances_BNTS.reshape(batch, kv_heads, rows, num_slots), of_distances
     for name, scales in zip(("key_scales", "value_scales"), scales_BM1S or ()):
         operands[name] = keep(scales), spec(of_heads, 1, block, heads_axis=True, slots_axis=3)
     out_BMRH = pl.pallas_call(
-        functools.partial(_kernel, names=tuple(operands), scale=scale, cap=cap),
+        functools.partial(_kernel, names=tuple(operands), scale=scale, cap=cap, length=length, num_slots=num_slots),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, rows, size), q_BNTH.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
@@ -141,10 +150,11 @@ def decode_attention(
             out_specs=of_rows,
             scratch_shapes=[pltpu.VMEM((of_heads, rows, width), jnp.float32) for width in (1, 1, size)],
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        # `SeenSlots.blocks` and `_window` keep every index in bounds.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
         interpret=interpret,
         name=NAME,
-    )(row_X, block_X, first_B, last_B, tree_start_B, *[operand for operand, _ in operands.values()])
+    )(row_X, block_X, first_B, last_B, seen.start_B, *[operand for operand, _ in operands.values()])
     return out_BMRH.reshape(q_BNTH.shape)
 
 
@@ -179,7 +189,42 @@ def _schedule(first_B: Array, last_B: Array, num_blocks: int) -> tuple[Array, Ar
     return ends_B[-1], row_X, jnp.clip(steps_X + offset_X, 0, num_blocks - 1)
 
 
-def _kernel(row_X, block_X, first_B, last_B, tree_start_B, *refs, names, scale, cap):
+def window_width(block: int, num_slots: int) -> int:
+    """Returns how many distances a step fetches: at most 128 queries need two tiles more than the slots of a block."""
+    return min(block + 2 * LANES, num_slots)
+
+
+def _window(end: Array, block: Array, count: int, width: int, num_slots: int) -> tuple[Array, Array]:
+    """Returns the first column of reversed distances that a step fetches, and how far behind it slot 0 of its block is.
+
+    ``end`` is the slot behind the last query, for which the column of a slot is ``num_slots - end + slot``.
+    """
+    wanted = num_slots - end + count * block
+    first = pl.multiple_of(jnp.minimum(wanted & -LANES, num_slots - width), LANES)
+    return first, wanted - first
+
+
+def _align(distances_MRX: Array, column: Array, count: int, length: int) -> Array:
+    """Returns ``count`` columns of each query: from ``column`` on for the last of T, each query before one further on.
+
+    What is rolled in from the other side has a negative distance, and is not seen.
+    """
+    _, rows, width = distances_MRX.shape
+    query_RX = jax.lax.broadcasted_iota(jnp.int32, (rows, width), 0)
+    if rows > length:  # queries of several heads
+        query_RX = jax.lax.rem(query_RX, length)
+    first = column + length - 1  # of the first query
+    first = jnp.where(first >= width, first - width, first)
+    aligned = []
+    for x_RX in distances_MRX:
+        x_RX = pltpu.roll(x_RX, jnp.where(first == 0, 0, width - first), 1)
+        for bit in range((length - 1).bit_length()):
+            x_RX = jnp.where((query_RX >> bit) & 1 == 1, pltpu.roll(x_RX, 1 << bit, 1), x_RX)
+        aligned.append(x_RX[:, :count])
+    return jnp.stack(aligned)
+
+
+def _kernel(row_X, block_X, first_B, last_B, start_B, *refs, names, scale, cap, length, num_slots):
     """Adds the block of a step to the running softmax of its sequence."""
     operands, (out, maximum, total, mean) = dict(zip(names, refs)), refs[len(names) :]
     step = pl.program_id(1)
@@ -195,13 +240,18 @@ def _kernel(row_X, block_X, first_B, last_B, tree_start_B, *refs, names, scale, 
     scores = einsum_in_float32("mrh,msh->mrs", queries, keys.astype(queries.dtype))
     if "key_scales" in operands:
         scores = scores * operands["key_scales"][0]
-    if "bias" in operands:
-        scores = scores + operands["bias"][0]
+    if "distances" in operands:
+        distances = operands["distances"][0]
+        if "tree" not in operands:
+            count, width = keys.shape[1], distances.shape[2]
+            _, column = _window(start_B[row] + length, block, count, width, num_slots)
+            distances = _align(distances, column, count, length)
+        scores = scores + distances
     scores = scores * scale
     if cap is not None:
         scores = soft_cap(scores, cap)
     tree = operands["tree"][0] if "tree" in operands else None
-    seen = _seen(block * keys.shape[1], keys.shape[1], operands["bounds"][0], tree, tree_start_B[row])
+    seen = _seen(block * keys.shape[1], keys.shape[1], operands["bounds"][0], tree, start_B[row])
     scores = jnp.where(seen[None], scores, UNSEEN)
     before = maximum[...]
     after = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
