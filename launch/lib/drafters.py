@@ -9,6 +9,7 @@ from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import (
     BlockDrafter,
+    BlockTree,
     ChoosingDrafter,
     EarlyExitDrafter,
     EarlyExitTree,
@@ -59,6 +60,8 @@ def _head(target: LanguageModel, draft: LanguageModel | Head | None, size: int |
             "this pair was read without a head: set --config.drafter=head, or name a head by --config=configs/hf.py:TARGET,HEAD"
         )
     if isinstance(size, TreeShape):
+        if draft.config.drafts_blocks:
+            return BlockTree(target, draft, tree=size)
         return FeatureTree(target, draft, decode_window(), tree=size)
     return head_drafter(target, draft, size)
 
@@ -85,7 +88,7 @@ DRAFTERS = {
         compiled=True,
     ),
     "head": Word(make=_head, tree=_head, draft="head", compiled=True),
-    "block": Word(make=_head, draft="block"),
+    "block": Word(make=_head, tree=_head, draft="block"),
     **{f"block_{law}": _block(law) for law in LAWS},
     "early_exit": Word(
         make=lambda target, draft, K, exit_layer: EarlyExitDrafter(target, exit_layer, K, decode_window()),

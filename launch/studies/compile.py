@@ -8,7 +8,7 @@
     scoring      a call of the target by its tokens, from one to the ridge of each chip
     heads        a head of EAGLE-3's shape, and an early exit, beside a draft model
     kernels      calls and rounds whose caches are read by kernels, with all slots alive and with ``live`` of them
-    trees        rounds of token trees of so many scored rows, beside their parts and a chain of their depth
+    trees        scoring, verifying and moving a token tree of so many rows, beside the chain of its depth
     training     the memory of a device in a training step of an EAGLE-3 head, in ``data`` shards, with ``layers`` of the
                  target, ``test_steps`` of the training-time test, and logits of ``chunk`` positions at a time
 
@@ -28,7 +28,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from launch.lib.command_tables import REPORTS
 from launch.lib.config import meant
-from launch.lib.rules import make_rule
 from launch.lib.shapes import eagle3_of
 from launch.lib.study import Option, Published, Study
 from launch.studies import compile_tables as tables
@@ -44,6 +43,7 @@ from specsamp.models.heads import FeatureHead
 from specsamp.models.kernels.cache import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.trees import RecursiveRule, TraversalRule
 from specsamp.tpu.program import Memory, Program
 from specsamp.tpu.stack import Stack
 from specsamp.tpu.topology import described_mesh, parse
@@ -108,19 +108,16 @@ def kernels(model: str, topology: str, program: str, batch: int, slots: int, liv
     return made.facts(topology, sequences=batch, calls=K + 1 if draft else 1)
 
 
-def trees(target: str, topology: str, drafter: str, rows: int, rule: str) -> dict[str, Any]:
-    """Returns the facts of a round of a tree, beside its parts and the round of a chain of its depth."""
-    config, shape = MODELS[target](), best_shape(RANKS, rows, TREE_DEPTH)
-    stack = stack_of(config, topology, drafter=eagle3_of(config) if drafter == "EAGLE-3" else MODELS[drafter]())
-    programs = {
-        "round": stack.tree_round(shape, METHOD[1], make_rule(rule)),
-        "score": stack.call(rows),
-        "moved slots": stack.compact(shape),
-        f"round of {shape.depth} tokens": stack.round(shape.depth, *METHOD[1:]),
+def trees(model: str, topology: str, rows: int) -> dict[str, Any]:
+    """Returns the facts of scoring, verifying and moving a tree, beside those of the chain of its depth."""
+    tree, stack = best_shape(RANKS, rows, TREE_DEPTH), stack_of(MODELS[model](), topology)
+    programs = stack.of_tree(tree) | {
+        "score, chain": stack.call(tree.depth + 1),
+        "verify, chain": stack.verify(tree.depth, *METHOD[1:]),
+        "verify, recursive": stack.verify(tree, METHOD[1], RecursiveRule()),
+        "verify, traversal": stack.verify(tree, METHOD[1], TraversalRule()),
     }
-    return {"depth": shape.depth, "parents": shape.parents} | {
-        "programs": {name: each.facts(topology, calls=shape.depth + 1) for name, each in programs.items()}
-    }
+    return {"parents": tree.parents, "depth": tree.depth, "programs": told(programs, topology)}
 
 
 def training(

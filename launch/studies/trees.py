@@ -7,11 +7,13 @@ level, which are measured first. Each way decodes in turn with plain decoding, a
 """
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Key, Option, Published, Say, Study, answers
-from specsamp import chain, temperature, top_p
+from specsamp import chain, generate, temperature, top_p
 from specsamp.analysis.benchmark import benchmark
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import ratio
@@ -22,32 +24,35 @@ from specsamp.decoding.method import Method
 from specsamp.decoding.trees import TreeShape
 
 CHOSEN, DRAWN = "recursive:top", "recursive"
-STARS = {CHOSEN: (0.63, 0.74, 0.79, 0.82), DRAWN: (0.74, 0.82, 0.85, 0.87)}  # acceptance of 1 to 4 children
+STARS = {CHOSEN: (0.63, 0.77, 0.81, 0.82), DRAWN: (0.75, 0.83, 0.86, 0.87)}  # acceptance of 1 to 4 children
 RULES = {"token": None, "block": None, CHOSEN: CHOSEN, DRAWN: DRAWN, "traversal": DRAWN}
 DEPTH, BATCHES = 6, (1, 4)  # a level is a call of the draft
 
 
 def cells(options: Any) -> list[Key]:
-    """Returns the stars, then chains and trees."""
-    stars = [{"rule": rule, "star": size} for rule in STARS for size in (1, 2, 3, 4)]
+    """Returns chains and trees, then the stars."""
     ways = [(nodes, batch, rule) for nodes in options.nodes for batch in BATCHES for rule in RULES]
-    return stars + [{"rule": rule, "nodes": nodes, "batch": batch} for nodes, batch, rule in ways]
+    stars = [{"rule": rule, "star": size} for rule in STARS for size in (1, 2, 3, 4)]
+    return [{"rule": rule, "nodes": nodes, "batch": batch} for nodes, batch, rule in ways] + stars
 
 
 def measure(options: Any, key: Key, say: Say) -> dict[str, Any]:
-    """Decodes with a chain or a tree and plainly, in turn."""
-    pair, stars = options.experiment.pair, STARS.get(RULES[key["rule"]])
+    """Decodes with a chain or a tree and plainly, in turn; with a star, it counts what is accepted."""
+    pair, stars, rule = options.experiment.pair, STARS.get(RULES[key["rule"]]), make_rule(key["rule"])
     work = dataclasses.replace(options.experiment.workload, batch=key.get("batch", 1), repeats=options.repeats)
-    shape = TreeShape((0,) * key["star"] if "star" in key else tuple(range(key["nodes"])))
-    drafter = ModelDrafter(pair.draft, shape.K, decode_window())
-    if stars is not None:
-        shape = shape if "star" in key else best_shape(ranks_of_stars(stars), key["nodes"] + 1, DEPTH)
-        drafter = ModelTree(pair.draft, decode_window(), tree=shape)
     sampling = chain(temperature(0.8), top_p(0.95))
-    found = benchmark(pair, Method(drafter=drafter, rule=make_rule(key["rule"]), sampling=sampling), work, say)
-    counts = {"acceptance": found.acceptance.acceptance_rate, "tokens_per_round": found.acceptance.emitted_per_round}
-    times = {"ms_per_round": found.speculative.ms_per_round, "speedup": found.speedup}
-    return {**key, "parents": shape.parents, "depth": shape.depth, **counts, **times}
+    if "star" in key:
+        drafter = ModelTree(pair.draft, decode_window(), tree=TreeShape((0,) * key["star"]))
+        method = Method(drafter=drafter, rule=rule, sampling=sampling)
+        texts = generate(pair, work.prompts[: options.repeats], work.max_new_tokens, method=method)
+        return {**key, "acceptance": functools.reduce(operator.add, (text.stats for text in texts)).acceptance_rate}
+    shape, drafter = TreeShape(tuple(range(key["nodes"]))), ModelDrafter(pair.draft, key["nodes"], decode_window())
+    if stars is not None:
+        shape = best_shape(ranks_of_stars(stars), key["nodes"] + 1, DEPTH)
+        drafter = ModelTree(pair.draft, decode_window(), tree=shape)
+    found = benchmark(pair, Method(drafter=drafter, rule=rule, sampling=sampling), work, say)
+    tokens, ms = found.acceptance.emitted_per_round, found.speculative.ms_per_round
+    return {**key, "parents": shape.parents, "tokens_per_round": tokens, "ms_per_round": ms, "speedup": found.speedup}
 
 
 def table(document: Document) -> Table:
@@ -58,7 +63,7 @@ def table(document: Document) -> Table:
             str(cell["nodes"]),
             str(cell["batch"]),
             cell["rule"] if RULES[cell["rule"]] else f"chain, {cell['rule']}",
-            str(cell["depth"]),
+            str(TreeShape(cell["parents"]).depth),
             f"{cell['tokens_per_round']:.2f}",
             f"{cell['ms_per_round']['median']:.1f}",
             ratio(cell["speedup"]),

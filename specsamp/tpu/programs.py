@@ -19,23 +19,17 @@ from jax.sharding import Mesh, NamedSharding
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import (
-    EarlyExitDrafter,
-    EarlyExitTree,
-    FeatureDrafter,
-    FeatureTree,
-    ModelDrafter,
-    ModelTree,
-)
+from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import RequestBatch, Weights
-from specsamp.decoding.trees import TreeShape
+from specsamp.decoding.trees import TreeShape, shape_draft
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import ShardedModel, shard_head, shard_model
 from specsamp.models.head_model import HeadModel
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LayeredModel, Output
-from specsamp.sampling.rules import Rule
+from specsamp.sampling.rng import RoundKeys
+from specsamp.sampling.rules import Draft, Rule, TargetDistributions
 from specsamp.sampling.warp import Warp
 
 WINDOW = 2  # tokens of a one-token call on a TPU: a product of one row does not use the matrix unit
@@ -80,11 +74,11 @@ class Programs:
         matrices = [*model.matrices_read(weights, rows * tokens), (weights.get("relative_keys"), live)]
         return sum(share * _size(matrix) for matrix, share in matrices) + live * _size(self.cache(model))
 
-    def floor_of_round(self, draft_length: int, live: float = 1.0, *, tokens: int | None = None) -> float:
+    def floor_of_round(self, draft_length: int, live: float = 1.0) -> float:
         """Returns the sum of the floors of a round's calls, and of the matrices that fuse features, in bytes per device."""
         fused = () if self.head is None else [self.draft_weights()["params"][name] for name in self.head.config.fused]
         return (
-            self.floor(self.target, live, tokens=tokens or draft_length + 1)
+            self.floor(self.target, live, tokens=draft_length + 1)
             + draft_length * self.floor(self.draft, live)
             + _size(fused)
         )
@@ -106,11 +100,12 @@ class Programs:
             return ()
         return self.cache(self.draft) if self.head is None else self.cache(self.draft)["cache"]
 
-    def call(self, model: ShardedModel, tokens: int) -> jax.stages.Lowered:
-        """Lowers a call of a model with ``tokens`` tokens per row; its logits are replicated."""
+    def call(self, model: ShardedModel, tokens: int, tree: TreeShape | None = None) -> jax.stages.Lowered:
+        """Lowers a call of a model with ``tokens`` tokens per row, those of a tree if given; its logits are replicated."""
 
         def call(weights, tokens_BT, start_B, cache):
-            output = model(weights, tokens_BT, start_B, cache)
+            options = {} if tree is None else {"block": tree.block(start_B, range(tokens))}
+            output = model(weights, tokens_BT, start_B, cache, **options)
             return output.logits_BTV, output.cache
 
         split = DataShards(self.mesh).map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS))
@@ -118,19 +113,48 @@ class Programs:
         tokens_BT, start_B = self._by_rows([jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes])
         return jax.jit(split, donate_argnums=3).lower(self.weights(model), tokens_BT, start_B, self.cache(model))
 
-    def compact(self, model: ShardedModel, shape: TreeShape) -> jax.stages.Lowered:
+    def compact(self, model: ShardedModel, tree: TreeShape) -> jax.stages.Lowered:
         """Lowers the move of a tree's accepted path in a model's cache."""
 
         def compact(cache, start_B, rows_BT):
-            return model.compact(cache, start_B, rows_BT, shape.K + 1)
+            return model.compact(cache, start_B, rows_BT, tree.K + 1)
 
         split = DataShards(self.mesh).map(compact, (BY_ROWS, BY_ROWS, BY_ROWS))
-        sizes = (self.batch,), (self.batch, shape.depth + 1)
+        sizes = (self.batch,), (self.batch, tree.depth + 1)
         start_B, rows_BT = self._by_rows([jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes])
         return jax.jit(split, donate_argnums=0).lower(self.cache(model), start_B, rows_BT)
 
-    def round(self, draft_length: int | TreeShape, rule: Rule) -> jax.stages.Lowered:
-        """Lowers the loop of generation, all rounds of it, with the draft proposing K tokens or a tree a round."""
+    def verify(self, size: int | TreeShape, rule: Rule) -> jax.stages.Lowered:
+        """Lowers warping and verifying a drawn chain of K tokens, or a drawn tree; logits are replicated."""
+        is_tree, V = isinstance(size, TreeShape), self.target.vocab_size
+        K = size.K if is_tree else size
+        inner = len({*size.parents}) if is_tree else K
+
+        def verify(warp, logits_BTV, log_probs_BRV, tokens_BK, starts_B, keys_B):
+            count = jnp.full_like(starts_B, K)
+            draft = Draft(tokens_BK=tokens_BK, num_drafted_B=count, log_probs_BRV=log_probs_BRV)
+            if is_tree:
+                laws = {row: at for at, row in enumerate(dict.fromkeys(size.parents))}
+                rows = [laws.get(row, 0) for row in range(K + 1)]
+                draft = shape_draft(size, tokens_BK, log_probs_BRV, rows)
+            target = TargetDistributions(logits_BTV=logits_BTV, warp=warp, draft=draft)
+            return rule.verify(draft, target, RoundKeys(rows_B=keys_B, starts_B=starts_B))
+
+        shapes = jax.eval_shape(
+            lambda: (
+                RequestBatch.create(sampling=self.sampling, limits=[1] * self.batch).sampling,
+                jnp.zeros((self.batch, K + 1, V)),
+                jnp.zeros((self.batch, inner, V)),
+                jnp.zeros((self.batch, K), jnp.int32),
+                jnp.zeros((self.batch,), jnp.int32),
+                RequestBatch.create(sampling=self.sampling, limits=[1] * self.batch).row_keys_B,
+            )
+        )
+        split = DataShards(self.mesh).map(verify, (BY_ROWS,) * 6)
+        return jax.jit(split).lower(*self._by_rows(shapes))
+
+    def round(self, draft_length: int, rule: Rule) -> jax.stages.Lowered:
+        """Lowers the loop of generation, all rounds of it, with the draft proposing K tokens a round."""
         loop = Loop(
             target=self.target,
             drafter=self.drafter(draft_length),
@@ -165,19 +189,15 @@ class Programs:
 
         return jax.jit(run, donate_argnums=2).lower(weights, request, state, rounds)
 
-    def drafter(self, size: int | TreeShape, *, is_sharded: bool = True) -> Drafter:
-        """Returns the drafter of a round of K tokens or of a tree, of the sharded models or of those inside."""
+    def drafter(self, draft_length: int, *, is_sharded: bool = True) -> Drafter:
+        """Returns the drafter of a round, of the sharded models or of those inside."""
         target = self.target if is_sharded else self.target.model
         if self.head is not None:
             head = shard_head(self.head, self.draft.layout) if is_sharded else self.head
-            kinds, parts = (FeatureDrafter, FeatureTree), (target, head)
-        elif self.inside:
-            kinds, parts = (EarlyExitDrafter, EarlyExitTree), (target, self.draft.num_layers)
-        else:
-            kinds, parts = (ModelDrafter, ModelTree), (self.draft if is_sharded else self.draft.model,)
-        if isinstance(size, TreeShape):
-            return kinds[1](*parts, WINDOW, tree=size)
-        return kinds[0](*parts, size, WINDOW)
+            return FeatureDrafter(target, head, draft_length, WINDOW)
+        if self.inside:
+            return EarlyExitDrafter(target, self.draft.num_layers, draft_length, WINDOW)
+        return ModelDrafter(self.draft if is_sharded else self.draft.model, draft_length, WINDOW)
 
     def cache(self, model: ShardedModel) -> Any:
         """Returns the shapes of a model's cache, sharded."""

@@ -126,33 +126,27 @@ class Stack:
             memory = dataclasses.replace(memory, arguments=self.bytes_of_state())
         return dataclasses.replace(program, memory=memory)
 
-    def tree_round(self, shape: TreeShape, sampling: Warp, rule: Rule) -> Program:
-        """Measures a round of a token tree: a call of the draft for each level, one of the target, and moved slots."""
-        calls, rows = shape.depth, shape.K + 1
+    def of_tree(self, tree: TreeShape) -> dict[str, Program]:
+        """Measures a call of the target that scores a tree, and the move of its accepted path in the target's cache."""
 
-        def at(of_target: int, of_draft: int) -> Program:
-            programs = dataclasses.replace(self.programs(of_target, sampling), draft=self.programs(of_draft).draft)
-            floor = functools.partial(programs.floor_of_round, calls, tokens=rows)
-            layers = of_target + calls * programs.draft.config.num_layers
-            lowered = functools.partial(programs.round, shape, rule)
-            return measure("round", rows, floor, lowered, self.topology, layers=layers, live=self.live)
-
-        small = at(FEW, FEW)
-        terms = [(1.0, small), *_more(small, at(MANY, FEW), self.config.num_layers)]
-        if isinstance(self.drafter, TransformerConfig):
-            terms += _more(small, at(FEW, MANY), self.drafter.num_layers)
-        return linear(*terms)
-
-    def compact(self, shape: TreeShape) -> Program:
-        """Measures the move of a tree's accepted path in the target's cache."""
-
-        def at(layers: int) -> Program:
+        def at(name: str, layers: int) -> Program:
             programs = self.programs(layers)
-            lowered = functools.partial(programs.compact, programs.target, shape)
-            return measure("compact", shape.K + 1, lambda live: 1.0, lowered, self.topology, layers=layers)
+            lowered = {
+                "score": functools.partial(programs.call, programs.target, tree.K + 1, tree),
+                "moved slots": functools.partial(programs.compact, programs.target, tree),
+            }
+            floor = functools.partial(programs.floor, programs.target, tokens=tree.K + 1)
+            return measure(name, tree.K + 1, floor, lowered[name], self.topology, layers=layers, live=self.live)
 
-        small = at(FEW)
-        return linear((1.0, small), *_more(small, at(MANY), self.config.num_layers))
+        each = (self.config.num_layers - FEW) / (MANY - FEW)
+        found = {name: (at(name, FEW), at(name, MANY)) for name in ("score", "moved slots")}
+        return {name: linear((1 - each, few), (each, many)) for name, (few, many) in found.items()}
+
+    def verify(self, size: int | TreeShape, sampling: Warp, rule: Rule) -> Program:
+        """Measures warping and verifying a chain or a tree."""
+        programs, rows = self.programs(FEW, sampling), (size if isinstance(size, int) else size.K) + 1
+        lowered = functools.partial(programs.verify, size, rule)
+        return measure("verify", rows, lambda live: 1.0, lowered, self.topology, layers=0)
 
     def bytes_of_state(self) -> int:
         """Returns the bytes per device of weights and caches, all layers of the target and of a draft model."""
@@ -171,12 +165,6 @@ def _call(stack: Stack, layers: int, tokens: int) -> Program:
     name = f"{tokens} tokens, {layers} layers"
     lowered = functools.partial(programs.call, programs.target, tokens)
     return measure(name, tokens, floor, lowered, stack.topology, layers=layers, live=stack.live)
-
-
-def _more(small: Program, large: Program, layers: int) -> list[tuple[float, Program]]:
-    """Returns the terms of `linear` that continue a program from few layers to all."""
-    each = (layers - FEW) / (MANY - FEW)
-    return [(each, large), (-each, small)]
 
 
 def linear(*terms: tuple[float, Program]) -> Program:

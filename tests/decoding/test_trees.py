@@ -8,6 +8,7 @@ import pytest
 
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafters import (
+    BlockTree,
     EarlyExitTree,
     FeatureTree,
     GrowingFeatureTree,
@@ -25,7 +26,7 @@ from specsamp.sampling.trees import KSeqRule, RecursiveRule, TraversalRule
 from specsamp.sampling.warp import chain, greedy, temperature, top_k, top_p
 from support import tree_mutants as mutants
 from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, near, random_table, table_loop
-from support.heads import LayeredTable, eagle3, medusa, mtp
+from support.heads import LayeredTable, block, dspark, eagle3, medusa, mtp
 from support.loop_distributions import FAR, FULL, LIKELY, NEAR, NUCLEUS, TARGET, V, distribution_test
 from support.weights import drawn_params
 
@@ -99,7 +100,31 @@ CASES |= {
     "EAGLE-2": (grown_head_loop(EAGLE, RecursiveRule("top"), PRUNED), weights_of(EAGLE), FULL, {}),
     "EAGLE-2, drawn": (grown_head_loop(EAGLE, TraversalRule(), GROWS), weights_of(EAGLE), FULL, {}),
 }
-SLOW = {"independent", "k-seq", "top", "top and drawn", "coupled", "MTP", "early exit", "Medusa"} | {
+BLOCK, CORRECTED = block(V), dspark(V, markov="recurrent", confidence=None)
+
+
+def block_loop(head, rule, **options):
+    target = LayeredTable(V)
+    return dataclasses.replace(table_loop(rule, BlockTree(target, head, tree=TREE, **options)), target=target)
+
+
+CASES |= {
+    "block, marginals": (block_loop(BLOCK, TraversalRule()), weights_of(BLOCK), FULL, {}),
+    "block, conditional": (block_loop(CORRECTED, RecursiveRule()), weights_of(CORRECTED), FULL, {}),
+    "block, argmax": (block_loop(BLOCK, RecursiveRule(), law="argmax"), weights_of(BLOCK), FULL, {}),
+}
+SLOW = {
+    "block, marginals",
+    "block, argmax",
+    "independent",
+    "k-seq",
+    "top",
+    "top and drawn",
+    "coupled",
+    "MTP",
+    "early exit",
+    "Medusa",
+} | {
     "lengths that adapt",
     "EAGLE-2, drawn",
 }

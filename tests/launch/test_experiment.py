@@ -13,6 +13,7 @@ from configs import hf, random_pair
 from launch.lib import experiment
 from launch.lib.config import load_config
 from launch.lib.fields import ExperimentConfig, SamplingFields
+from launch.lib.rules import make_rule
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
@@ -20,12 +21,17 @@ from specsamp.decoding.adaptive import Adaptive, Entropy
 from specsamp.decoding.drafters import (
     ChoosingDrafter,
     EarlyExitDrafter,
+    EarlyExitTree,
     ModelDrafter,
+    ModelTree,
     NgramDrafter,
+    NgramTree,
     NoDrafter,
 )
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.trees import TreeShape
 from specsamp.sampling.rejection import BlockRule
+from specsamp.sampling.trees import KSeqRule, TraversalRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
 from specsamp.training.data import train_tokenizer
 from specsamp.training.source import open_trained
@@ -67,6 +73,22 @@ def test_a_configuration_becomes_objects(monkeypatch):
     assert choosing.make_adaptive(made.method.drafter) == Adaptive(lengths=(0, 2), costs_ms=(1.0, 1.5))
     with pytest.raises(ValueError, match="adaptive.lengths end with 2, but draft_length is 3"):
         choosing.make_adaptive(dataclasses.replace(made.method.drafter, K=3))
+
+
+def test_trees_by_their_words():
+    config = turned(tree=(2, 1), rule="traversal:top")
+    target, draft = config.target.model(), config.draft.model()
+    shape = TreeShape((0, 0, 1, 2))
+    made = {
+        "model": ModelTree(draft, tree=shape),
+        "ngram": NgramTree(tree=shape),
+        "early_exit": EarlyExitTree(target, 1, tree=shape),
+    }
+    for word, drafter in made.items():
+        own = config.turned({"drafter": word, "exit_layer": 1})
+        assert own.make_drafter(target, draft) == drafter
+        assert own.drafter_name.endswith(" tree 2x1") and own.make_drafter(target, draft, 0) == NoDrafter()
+    assert config.acceptance_rule == TraversalRule("top") and make_rule("kseq") == KSeqRule()
 
 
 def test_sampling_that_is_off_is_left_out():

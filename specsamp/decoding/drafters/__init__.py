@@ -9,11 +9,12 @@ from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter
 from specsamp.decoding.drafters.parallel import ParallelDrafter
-from specsamp.decoding.drafters.tree import EarlyExitTree, FeatureTree, ModelTree, NgramTree
+from specsamp.decoding.drafters.tree import BlockTree, EarlyExitTree, FeatureTree, ModelTree, NgramTree
 from specsamp.decoding.drafters.vocabulary import TranslatingDrafter
 
 __all__ = [
     "BlockDrafter",
+    "BlockTree",
     "ChoosingDrafter",
     "EarlyExitDrafter",
     "EarlyExitTree",

@@ -1,4 +1,4 @@
-"""Drafters of token trees of a fixed shape: a draft model, an early exit, a head, and prompt lookup.
+"""Drafters of token trees of a fixed shape: a draft model, an early exit, heads, and prompt lookup.
 
 Each is the drafter of chains that it derives from, with a `TreeShape` instead of a draft length::
 
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from specsamp import validate
 from specsamp.decoding.drafter import DrafterHooks, Prefix
+from specsamp.decoding.drafters.block import BlockDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter, FeatureState
 from specsamp.decoding.drafters.model import ModelDrafter
@@ -30,6 +31,7 @@ from specsamp.decoding.tokens import gather_tokens
 from specsamp.decoding.trees import TreeShape, check_model, grow, shape_draft
 from specsamp.models.interface import Block, LanguageModel, Output
 from specsamp.sampling.rules import Draft, Verdict
+from specsamp.sampling.warp import greedy
 
 Array = jax.Array
 Step = Callable[[range, Array, Any], tuple[Array, Any]]  # see `specsamp.decoding.trees.grow`
@@ -177,6 +179,52 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
             dataclasses.replace(state, cache=head_cache),
             cache,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockTree(TreeDrafter, BlockDrafter):
+    """Drafts a tree with one call of a head that drafts blocks.
+
+    Under the law "marginals" all nodes of a level are drawn from one distribution; under "conditional" the children of each
+    node from the distribution that the head corrects for the node.
+
+    Attributes:
+      target, head, law: as in `BlockDrafter`.
+      tree: the shape.
+    """
+
+    window = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.threshold:
+            raise ValueError(f"threshold = {self.threshold} ends chains: leave it out for a tree")
+
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> tuple[Draft, Any, Any]:
+        pending_B1, head = pending_of(prefix), self.head
+        rows_BKD, logits_BKU, state = self._run_block(weights, state, pending_B1[:, 0], prefix.lengths_B - 1)
+        corrections = {0: head.begin(weights.draft, len(pending_B1))}  # by scored row, before its children are drawn
+
+        def score(rows: range, tokens_BK: Array, corrections: dict[int, Any]) -> tuple[Array, dict[int, Any]]:
+            depth = self.tree.depths[rows.start]
+            logits_BU, x_BD = logits_BKU[:, depth], rows_BKD[:, depth]
+            if self.law == "marginals":
+                return head.expand(weights.draft, logits_BU)[:, None], corrections
+            scored, corrections = [], dict(corrections)
+            for at, token_B in zip(rows, rows_of(pending_B1, tokens_BK, rows).T, strict=True):
+                above = corrections[self.tree.parents[at - 1] if at else 0]
+                corrected_BU, corrections[at] = head.correct(weights.draft, logits_BU, x_BD, token_B, above)
+                scored.append(head.expand(weights.draft, corrected_BU))
+            return jnp.stack(scored, axis=1), corrections
+
+        if self.law == "argmax":
+            sample = sample.with_warp(greedy())
+        logits_B1V, corrections = score(range(1), jnp.zeros_like(pending_B1)[:, :0], corrections)
+        draft, _ = grow(self.tree, sample, logits_B1V[:, 0], score, corrections)
+        num_drafted_B = jnp.where(prefix.lengths_B >= 2, draft.num_drafted_B, 0)
+        return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
 
 
 def pairs_of(block: Block) -> Block:
