@@ -11,16 +11,19 @@ import functools
 import operator
 from typing import Any
 
+import numpy as np
+
 from launch.lib.rules import make_rule
 from launch.lib.study import Document, Key, Option, Published, Say, Study, answers
 from specsamp import chain, generate, temperature, top_p
-from specsamp.analysis.benchmark import benchmark
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import ratio
 from specsamp.analysis.tree_shape import best_shape, ranks_of_stars
-from specsamp.decoding.drafters import ModelDrafter, ModelTree
+from specsamp.analysis.workload import Quartiles, decode_in_turns, decoders
+from specsamp.decoding.drafters import ModelDrafter, ModelTree, NoDrafter
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.method import Method
+from specsamp.decoding.pair import Pair
 from specsamp.decoding.trees import TreeShape
 
 CHOSEN, DRAWN = "recursive:top", "recursive"
@@ -30,29 +33,45 @@ DEPTH, BATCHES = 6, (1, 4)  # a level is a call of the draft
 
 
 def cells(options: Any) -> list[Key]:
-    """Returns chains and trees, then the stars."""
-    ways = [(nodes, batch, rule) for nodes in options.nodes for batch in BATCHES for rule in RULES]
-    stars = [{"rule": rule, "star": size} for rule in STARS for size in (1, 2, 3, 4)]
-    return [{"rule": rule, "nodes": nodes, "batch": batch} for nodes, batch, rule in ways] + stars
+    """Returns comparisons by nodes and batch, then the stars."""
+    sizes = [{"nodes": nodes, "batch": batch} for nodes in options.nodes for batch in BATCHES]
+    return sizes + [{"rule": rule, "star": size} for rule in STARS for size in (1, 2, 3, 4)]
 
 
-def measure(options: Any, key: Key, say: Say) -> dict[str, Any]:
-    """Decodes with a chain or a tree and plainly, in turn; with a star, it counts what is accepted."""
-    pair, stars, rule = options.experiment.pair, STARS.get(RULES[key["rule"]]), make_rule(key["rule"])
+def method(pair: Pair, rule: str, shape: TreeShape | None) -> Method:
+    """Returns the way to decode with a tree, or with a chain of as many tokens; None: plainly."""
+    drafter = NoDrafter()
+    if shape is not None:
+        is_tree, window = rule in STARS or RULES[rule], decode_window()
+        drafter = ModelTree(pair.draft, window, tree=shape) if is_tree else ModelDrafter(pair.draft, shape.K, window)
+    return Method(drafter=drafter, rule=make_rule(rule), sampling=chain(temperature(0.8), top_p(0.95)))
+
+
+def measure(options: Any, key: Key, say: Say) -> Any:
+    """Decodes in all ways, in turn; with a star, it counts what is accepted."""
+    pair = options.experiment.pair
     work = dataclasses.replace(options.experiment.workload, batch=key.get("batch", 1), repeats=options.repeats)
-    sampling = chain(temperature(0.8), top_p(0.95))
     if "star" in key:
-        drafter = ModelTree(pair.draft, decode_window(), tree=TreeShape((0,) * key["star"]))
-        method = Method(drafter=drafter, rule=rule, sampling=sampling)
-        texts = generate(pair, work.prompts[: options.repeats], work.max_new_tokens, method=method)
+        star = method(pair, key["rule"], TreeShape((0,) * key["star"]))
+        texts = generate(pair, work.prompts[: options.repeats], work.max_new_tokens, method=star)
         return {**key, "acceptance": functools.reduce(operator.add, (text.stats for text in texts)).acceptance_rate}
-    shape, drafter = TreeShape(tuple(range(key["nodes"]))), ModelDrafter(pair.draft, key["nodes"], decode_window())
-    if stars is not None:
-        shape = best_shape(ranks_of_stars(stars), key["nodes"] + 1, DEPTH)
-        drafter = ModelTree(pair.draft, decode_window(), tree=shape)
-    found = benchmark(pair, Method(drafter=drafter, rule=rule, sampling=sampling), work, say)
-    tokens, ms = found.acceptance.emitted_per_round, found.speculative.ms_per_round
-    return {**key, "parents": shape.parents, "tokens_per_round": tokens, "ms_per_round": ms, "speedup": found.speedup}
+    chained, ways = TreeShape(tuple(range(key["nodes"]))), {"plain": method(pair, "token", None)}
+    for rule, stars in RULES.items():
+        shape = best_shape(ranks_of_stars(STARS[stars]), key["nodes"] + 1, DEPTH) if stars else chained
+        ways[rule] = method(pair, rule, shape)
+    found = decode_in_turns(decoders(pair, ways, work), options.repeats, say)
+    plain = np.array([timing.loop_seconds for timing in found.pop("plain")])
+    measured = []
+    for rule, timings in found.items():
+        stats, seconds = (
+            functools.reduce(operator.add, (each.stats for each in timings)),
+            [each.loop_seconds for each in timings],
+        )
+        ms = Quartiles.of(np.array(seconds) * 1e3 / [each.rounds for each in timings])
+        shape = getattr(ways[rule].drafter, "tree", chained)
+        times = {"ms_per_round": ms, "speedup": Quartiles.of(plain / np.array(seconds))}
+        measured.append({"rule": rule, "parents": shape.parents, "tokens_per_round": stats.emitted_per_round, **times})
+    return {**key, "ways": measured}
 
 
 def table(document: Document) -> Table:
@@ -62,23 +81,19 @@ def table(document: Document) -> Table:
         (
             str(cell["nodes"]),
             str(cell["batch"]),
-            cell["rule"] if RULES[cell["rule"]] else f"chain, {cell['rule']}",
-            str(TreeShape(cell["parents"]).depth),
-            f"{cell['tokens_per_round']:.2f}",
-            f"{cell['ms_per_round']['median']:.1f}",
-            ratio(cell["speedup"]),
+            way["rule"] if RULES[way["rule"]] else f"chain, {way['rule']}",
+            str(TreeShape(way["parents"]).depth),
+            f"{way['tokens_per_round']:.2f}",
+            f"{way['ms_per_round']['median']:.1f}",
+            ratio(way["speedup"]),
         )
         for cell in found
-        if "nodes" in cell
+        for way in cell.get("ways", ())
     ]
     stars = [f"{cell['rule']} {cell['star']}: {cell['acceptance']:.3f}" for cell in found if "star" in cell]
     header = ("nodes", "batch", "rule", "depth", "tokens per round", "ms per round", "speedup over plain")
-    return Table(
-        title="Trees and chains, T = 0.8, top-p 0.95",
-        header=header,
-        rows=rows,
-        note=f"Stars accept {', '.join(stars)}.",
-    )
+    note = f"Stars accept {', '.join(stars)}."
+    return Table(title="Trees and chains, T = 0.8, top-p 0.95", header=header, rows=rows, note=note)
 
 
 STUDY = Study(

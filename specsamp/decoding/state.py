@@ -109,7 +109,8 @@ class Stats:
 
     rounds_B: Array  # int32, rounds that emitted something
     emitted_B: Array  # int32 tokens
-    drafted_B: Array  # int32, drafted tokens that were verified or followed a verified rejection
+    # int32, drafted tokens that were verified or followed a verified rejection; of a tree, positions that were verified
+    drafted_B: Array
     reached_BK: Array  # int32, rounds in which position i was verified: all before it were accepted
     accepted_BT: Array  # int32 [B, depth+1], rounds by the number of accepted tokens that were emitted
     lengths_BT: Array | None = None  # int32 [B, depth+1], rounds by the number of drafted tokens; None: it is fixed

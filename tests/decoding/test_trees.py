@@ -18,6 +18,8 @@ from specsamp.decoding.drafters import (
     NgramTree,
     NoDrafter,
 )
+from specsamp.decoding.results import RowStats
+from specsamp.decoding.state import Finish
 from specsamp.decoding.trees import TreeShape
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import TokenRule
@@ -172,7 +174,7 @@ SMALL_TREES = [
 
 
 def texts_of(drafter, rule, sampling, draft=NEAR8, **options):
-    loop = table_loop(rule, drafter, V8, keep_log_probs=True)
+    loop = table_loop(rule, drafter, V8, keep_log_probs=True, keep_rounds=True)
     return decode(loop, TARGET8, draft, PROMPTS, [40, 7, 25, 60], sampling, **options).state
 
 
@@ -185,11 +187,14 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("drafter", SMALL_TREES, ids=lambda x: type(x).__name__)
 def test_the_coupled_text_of_a_tree_is_that_of_plain_decoding(drafter):
-    """Token by token, with log-probabilities: rows of logits, slots and positions are right."""
+    """Token by token, with log-probabilities, budgets and stops: rows of logits, slots and positions are right."""
     apart = chain(temperature([1.0, 0.4, 0.0, 0.4]), top_p([1.0, 0.9, 1.0, 1.0]))
-    assert_same(
-        texts_of(drafter, CoupledRule(), apart, samples=4), texts_of(NoDrafter(), CoupledRule(), apart, samples=4)
-    )
+    for stop_ids in ((-1,), (6,)):
+        options = dict(samples=4, stop_ids=stop_ids)
+        tree, plain = (texts_of(each, CoupledRule(), apart, **options) for each in (drafter, NoDrafter()))
+        assert_same(tree, plain)
+        assert np.array_equal(tree.finish_B, plain.finish_B)
+    assert np.any(plain.finish_B == Finish.STOP)
 
 
 def test_log_probabilities_of_the_wrong_rows_are_seen(monkeypatch):
@@ -252,6 +257,11 @@ def test_statistics_count_by_depth():
     assert np.array_equal(stats.reached_BK[:, 0], stats.rounds_B)
     # Some nodes at depth 2 are leaves: a round that ends there verified no third position.
     assert int(stats.reached_BK[:, 2].sum()) < int(stats.accepted_BT[:, 2:].sum())
+    # A text that is cut afterwards has the counts of one that the loop had ended there.
+    for row, prompt in ((0, 1), (70, 3), (140, 7)):
+        emitted = slice(prompt, int(state.lengths_B[row]))
+        rounds, from_draft = (x[row, emitted].tolist() for x in (state.rounds_BS, state.from_draft_BS))
+        assert RowStats.of_rounds(rounds, from_draft, BIG.depth) == RowStats.of(stats, row)
 
 
 def test_a_grown_tree_must_keep_what_was_drawn():
