@@ -36,7 +36,7 @@ from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict, p
 
 Array = jax.Array
 
-# How siblings come about: without replacement, with replacement, or all but the last of a family by their probability.
+# How siblings come about: without replacement, with replacement, or all but the last by their probability.
 DISTINCT, INDEPENDENT, TOP, TOP_AND_DRAWN = "distinct", "independent", "top", "top_and_drawn"
 CHILDREN = (DISTINCT, INDEPENDENT, TOP, TOP_AND_DRAWN)
 BISECTIONS = 50  # of K-SEQ's threshold, in float64
@@ -55,7 +55,7 @@ class Walk:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
+class Siblings:
     """The children of one scored row per text, in the order in which they were drawn. C = ``draft.width``."""
 
     nodes_BC: Array  # int32, 0 where there is none
@@ -64,7 +64,7 @@ class Family:
     is_chosen_BC: Array  # bool, whether it was chosen instead of drawn
 
     @classmethod
-    def of(cls, draft: Draft, row_B: Array, is_chosen_BK: Array) -> Family:
+    def of(cls, draft: Draft, row_B: Array, is_chosen_BK: Array) -> Siblings:
         """Returns the children of ``row_B``."""
         is_child_BK = draft.parents_BK == row_B[:, None]
         rank_BK = jnp.cumsum(is_child_BK, axis=1) - 1
@@ -174,7 +174,7 @@ class RecursiveRule(TreeRule):
 
         def visit(level: Array, carry: tuple[Walk, Array, object]) -> tuple[Walk, Array, object]:
             walk, row_B, warp_state = carry
-            family = Family.of(draft, row_B, is_chosen_BK)
+            family = Siblings.of(draft, row_B, is_chosen_BK)
             target_BV = jnp.exp(target.at(row_B, warp_state))
             accept_BC, weights_BV = self.judge(target_BV, draft.probs_at(row_B), family)
             uniforms_BC = jnp.take_along_axis(uniforms_BK, family.nodes_BC, axis=1)
@@ -204,7 +204,7 @@ class RecursiveRule(TreeRule):
         )
         return jax.lax.fori_loop(0, depth + 1, visit, (start, nowhere_B, target.warp_state))[0]
 
-    def judge(self, target_BV: Array, draft_BV: Array | None, family: Family) -> tuple[Array, Array]:
+    def judge(self, target_BV: Array, draft_BV: Array | None, family: Siblings) -> tuple[Array, Array]:
         """Judges the children of one row.
 
         Args:
@@ -237,7 +237,7 @@ class KSeqRule(RecursiveRule):
     def __post_init__(self):
         validate.choice("children", self.children, (INDEPENDENT,))
 
-    def judge(self, target_BV: Array, draft_BV: Array | None, family: Family) -> tuple[Array, Array]:
+    def judge(self, target_BV: Array, draft_BV: Array | None, family: Siblings) -> tuple[Array, Array]:
         if draft_BV is None:
             return super().judge(target_BV, draft_BV, family)
         p_BC = jnp.take_along_axis(draft_BV, family.tokens_BC, axis=1)

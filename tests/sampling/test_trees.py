@@ -11,7 +11,7 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys, row_keys
 from specsamp.sampling.rules import Draft, TargetDistributions
-from specsamp.sampling.trees import CHILDREN, Family, KSeqRule, RecursiveRule, TraversalRule, path_verdict
+from specsamp.sampling.trees import CHILDREN, KSeqRule, RecursiveRule, Siblings, TraversalRule, path_verdict
 from specsamp.sampling.warp import chain
 from support.distributions import constant, log, random_distributions
 from support.enumeration import COMPILE_FAST, Given, autoregressive, enumerate_round
@@ -166,7 +166,7 @@ def test_the_threshold_of_k_seq():
     """Token 2 shows it: it is accepted with .2 / (.25 rho)."""
     q, p = (jnp.asarray(x)[None] for x in PAIRS["uniform"])
     for siblings, rho in ((2, 1.39039), (3, 1.64501)):
-        family = Family(
+        family = Siblings(
             nodes_BC=np.arange(siblings)[None],
             tokens_BC=np.full((1, siblings), 2, np.int32),
             is_drafted_BC=np.ones((1, siblings), bool),

@@ -68,14 +68,14 @@ class TreeDrafter(DrafterHooks):
 
         def step(rows: range, tokens_BK: Array, cache: Any) -> tuple[Array, Any]:
             read = range(max(min(rows.start, rows.stop - self.window), 0), rows.stop)
-            tokens_BT, block = rows_of(pending_B1, tokens_BK, read), self.tree.block(start_B, read)
+            tokens_BT, block = tokens_of_rows(pending_B1, tokens_BK, read), self.tree.block(start_B, read)
             output = model(weights, tokens_BT, start_B + read.start, cache, block=block)
             return output.logits_BTV[:, rows.start - read.start :], output.cache
 
         return step
 
 
-def rows_of(pending_B1: Array, tokens_BK: Array, rows: range) -> Array:
+def tokens_of_rows(pending_B1: Array, tokens_BK: Array, rows: range) -> Array:
     """Returns the tokens of some scored rows."""
     return jnp.concatenate([pending_B1, tokens_BK], axis=1)[:, rows.start : rows.stop]
 
@@ -158,7 +158,7 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
             if not head.config.has_layer:
                 return score(features[0], offset), carry
             read = range(max(min(rows.start, rows.stop - self.window), 1), rows.stop)
-            tokens_BT, block = rows_of(pending_B1, tokens_BK, read), self.tree.block(start_B, read)
+            tokens_BT, block = tokens_of_rows(pending_B1, tokens_BK, read), self.tree.block(start_B, read)
             parents = [self.tree.parents[row - 1] for row in read]
             of_parents_BTD = jnp.stack([features[parent] for parent in parents], axis=1)[:, :, 0]
             embedded_BTD, cache = self._embed(weights, tokens_BT, start_B + read.start, cache, block)
