@@ -77,6 +77,7 @@ def engine_of(pair):
         pytest.param("eagle3", 1, 8, None, marks=pytest.mark.slow),
         ("eagle3", 2, 4, 1),
         pytest.param("medusa", 2, 4, None, marks=pytest.mark.slow),
+        pytest.param("dspark", 2, 4, None, marks=pytest.mark.slow),
     ],
     indirect=["pair"],
 )
