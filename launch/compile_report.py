@@ -74,7 +74,12 @@ def main() -> None:
     if not word.compiled:
         raise ValueError(f"a report is of a draft model, an early exit or a head; --config.drafter is {config.drafter}")
     target, draft = (model and with_kernels(model, config) for model in target_and_draft(config))
-    head = FeatureHead(head_of(config, target.config)) if word.draft == "head" else None
+    shape = head_of(config, target.config) if word.draft == "head" else None
+    if shape is not None and shape.drafts_blocks:
+        raise ValueError(
+            f"reports do not have heads that draft blocks, such as this {shape.kind} head: name another head"
+        )
+    head = shape and FeatureHead(shape)
     chip, sizes = parse(_TOPOLOGY.value)
     own = own_calibration(_CALIBRATION.value, _TOPOLOGY.value)
     num_devices = math.prod(sizes) * chip.devices // config.mesh.data

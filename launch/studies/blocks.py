@@ -19,9 +19,9 @@ from specsamp.checkpoints.pair import load_prompts
 from specsamp.checkpoints.params import digest
 from specsamp.decoding.drafters import BlockDrafter
 
-PAIR, TOKENS = "python", 96
+PAIR, TOKENS = "python", 64
 SAMPLING = ({"temperature": 0.0, "top_p": 1.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_p": 1.0})
-DRAFTS = (0.0, 0.4, 0.7, 1.0)
+DRAFTS = (0.0, 0.5, 1.0)
 LAWS = ("marginals", "conditional")
 
 
@@ -78,6 +78,6 @@ STUDY = Study(
     options={
         "head": Option("", "The folder of the head; empty: the one that comes with the pair."),
         "K": Option(8, "Tokens of a draft.", least=1),
-        "prompts": Option(12, "Prompts that are continued.", least=1),
+        "prompts": Option(16, "Prompts that are continued.", least=1),
     },
 )
