@@ -40,16 +40,3 @@ def test_the_tree_that_pays_depends_on_what_rows_and_levels_cost():
     assert free_rows.shape.K == 15 and free_rows.ms_per_token < chain.ms_per_token and chain.is_chain
     dear_rows, chain = choose_shape(RANKS, lambda depth, rows: 1 + 2 * rows, most_rows=16, most_depth=6)
     assert dear_rows.is_chain and dear_rows == chain and chain.shape.K == 1
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (((0.6, 1.2), 4), r"ranks\[1\] .* got 1.2"),
-        ((RANKS, 1), "rows .* got 1"),
-        (((0.6,), 5, 2), "no tree of 5 rows has 1 ranks and depth 2"),
-    ],
-)
-def test_wrong_sizes_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        best_shape(*arguments)

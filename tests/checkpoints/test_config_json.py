@@ -50,16 +50,11 @@ def test_architecture_and_model_type_are_one_family(name):
             read(name, model_type=other)
 
 
-def test_layers_with_a_window_need_one():
-    """transformers fails with a TypeError, and all layers of the model would have seen everything here."""
+def test_which_layers_have_a_window():
     mixed = ["full_attention", "sliding_attention"]
-    with pytest.raises(ValueError, match="sliding_attention.*sliding_window"):
-        read("qwen2", layer_types=mixed, use_sliding_window=None, sliding_window=5)
     found = read("qwen2", layer_types=mixed, use_sliding_window=True, sliding_window=5)
     assert found.window == 5 and found.global_layers == (0,)
     assert read("qwen2", layer_types=None, max_window_layers=0).window is None
-    with pytest.raises(ValueError, match="no window for them"):
-        read("gemma2", sliding_window=None)
 
 
 def test_a_mistral_may_have_layers_without_a_window():
@@ -93,10 +88,6 @@ def test_which_layers_have_experts():
     assert sparse(mlp_only_layers=[2]) == [0, 1, 3]
     assert sparse(mlp_only_layers=[1], decoder_sparse_step=2) == [3]
     assert read("qwen3_moe", mlp_only_layers=[0, 1, 2]).experts is None
-    with pytest.raises(ValueError, match="config.json describes no model"):
-        sparse(decoder_sparse_step=0)
-    with pytest.raises(ValueError, match="config.json.* 9 experts"):
-        sparse(num_experts_per_tok=9)
 
 
 def test_names_and_windows_as_files_have_them():

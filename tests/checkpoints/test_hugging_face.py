@@ -96,11 +96,7 @@ def test_stop_tokens_of_the_generation_config_come_first(saved):
         open_checkpoint(saved)
 
 
-def test_names_that_are_no_checkpoint(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="has no config.json"):
-        open_checkpoint(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no folder 'nothing/of/this'; give one, or the id"):
-        open_checkpoint("nothing/of/this")
+def test_names_that_are_no_checkpoint(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match="pip install huggingface_hub"):
         open_checkpoint("someone/model")

@@ -46,10 +46,6 @@ def test_texts_are_neither_cut_nor_filled_up(with_specials, tmp_path):
 def test_damaged_tokenizers_are_named(with_specials, tmp_path):
     with pytest.raises(ValueError, match="has no token '<end>'"):
         JsonTokenizer(tmp_path / "tokenizer.json", eos="<end>")
-    with pytest.raises(FileNotFoundError, match="no tokenizer at"):
-        JsonTokenizer(tmp_path / "elsewhere.json")
-    with pytest.raises(ValueError, match="tokenizer.json has no tokens"):
-        JsonTokenizer(saved(tokenizers.Tokenizer(models.BPE()), tmp_path))
 
 
 @pytest.fixture
