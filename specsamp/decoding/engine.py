@@ -53,6 +53,7 @@ class Engine:
       slots: slots of each row.
       stop_ids: the largest number of stop tokens of a request.
       idle: a request whose numbers fill idle rows.
+      own_lengths: whether requests may have draft lengths of their own.
     """
 
     pair: Pair
@@ -62,6 +63,7 @@ class Engine:
     slots: int
     stop_ids: int
     idle: Request
+    own_lengths: bool = False
 
     @classmethod
     def create(
@@ -212,6 +214,8 @@ class Engine:
         stop_ids_BN = np.full((len(asked), columns), -1, np.int32)
         for row, request in zip(stop_ids_BN, asked):
             row[: len(request.stops.ids)] = sorted(request.stops.ids)
+        most = self.loop.drafter.K
+        lengths = [most if request.draft_length is None else request.draft_length for request in asked]
         has_own_draft = self.idle.draft_sampling is not None
         return RequestBatch.create(
             sampling=self._stack([request.sampling for request in asked]),
@@ -221,6 +225,7 @@ class Engine:
             prompt_ids=[request.prompt_id for request in asked],
             sample_ids=[request.sample_index for request in asked],
             stop_ids=stop_ids_BN,
+            draft_lengths=lengths if self.own_lengths else None,
         )
 
     def _stack(self, warps: Sequence[Warp]) -> Warp:

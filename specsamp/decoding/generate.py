@@ -64,7 +64,7 @@ def generate(
       rule: `TokenRule`, `BlockRule` or `CoupledRule`; or a lossy rule (`specsamp.sampling.lossy`), whose cost is in
         `Completion.stats`.
       drafter: your own, or `EarlyExitDrafter` or `NgramDrafter`; default the pair's draft model.
-      seed: in [0, 2**32). The same seed and prompt id give the same noise in every batch. So calls for different samples
+      seed: in [0, 2**64). The same seed and prompt id give the same noise in every batch. So calls for different samples
         need different seeds or ``prompt_ids``.
       stop: token ids, or strings of any number of tokens, which are not part of the text; default the pair's stop
         tokens, or the tokenizer's end of text. Strings are searched every few rounds: tokens decoded after a stop

@@ -183,6 +183,8 @@ class Loop:
             weights, state.drafter_state, state.prefix, state.cache, sampler
         )
         num_drafted_B = draft.num_drafted_B
+        if request.draft_lengths_B is not None:
+            num_drafted_B = jnp.minimum(num_drafted_B, request.draft_lengths_B)
         if self.adaptive is not None:  # drafters without `Sampler.chain` draft K tokens
             num_drafted_B = jnp.minimum(num_drafted_B, state.adaptive_state.draft_lengths_B)
         if draft.log_probs_BRV is not None and draft.parents_BK is None:  # rules for trees leave out the subtree

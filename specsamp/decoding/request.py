@@ -30,6 +30,7 @@ class Request:
       draft_sampling: the draft's warp; None: the target's.
       seed, prompt_id, sample_index: the address of the noise.
       prompt_index: the place of the prompt in the call.
+      draft_length: the most drafted tokens of a round that count; None: all.
       stops: tokens and strings that end the sequence.
       tokenizer: decodes the tokens; None: the result has no text.
       rounds: rounds so far, updated between two runs of the loop.
@@ -45,6 +46,7 @@ class Request:
     prompt_id: int = 0
     sample_index: int = 0
     prompt_index: int = 0
+    draft_length: int | None = None
     stops: Stops = Stops()
     tokenizer: Tokenizer | None = None
     rounds: int = 0
@@ -80,7 +82,7 @@ def make_requests(
     token_lists = encode(pair, prompts)
     lengths = [len(tokens) for tokens in token_lists]
     budgets = check_budgets(pair, method.drafter, lengths, max_new_tokens)
-    seed = validate.integer("seed", seed, 0, 2**32)
+    seed = validate.integer("seed", seed, 0, 2**64)
     ids = range(len(lengths)) if prompt_ids is None else validate.integers("prompt_ids", prompt_ids, 0)
     if len(ids) != len(lengths):
         raise ValueError(f"{len(ids)} prompt_ids for {len(lengths)} prompts")

@@ -65,6 +65,7 @@ class RequestBatch:
     row_keys_B: Array  # from sampling.rng.row_keys
     limits_B: Array  # int32, the length at which each row's budget ends
     stop_ids_BN: Array  # int32; -1 is never emitted
+    draft_lengths_B: Array | None = None  # int32, the most drafted tokens of a round that count; None: all
 
     @classmethod
     def create(
@@ -77,6 +78,7 @@ class RequestBatch:
         prompt_ids: Sequence[int] | None = None,
         sample_ids: Sequence[int] | None = None,
         stop_ids: Sequence[int] | np.ndarray = (-1,) * STOPS_MULTIPLE,
+        draft_lengths: Sequence[int] | None = None,
     ) -> RequestBatch:
         """Makes the arrays of some rows.
 
@@ -84,10 +86,11 @@ class RequestBatch:
           sampling: the target's warp; its numbers are scalars or have one value per row.
           limits: the length at which the budget of each row ends.
           draft_sampling: the draft's warp; default the target's.
-          seed: in [0, 2**32), one for all rows or one per row.
+          seed: in [0, 2**64), one for all rows or one per row.
           prompt_ids: the index of each row's prompt in the caller's data set; default 0, 1, 2, ...
           sample_ids: the index of each row among the samples of its prompt; default 0.
           stop_ids: tokens that end any row, or ``[B, N]``, padded with -1.
+          draft_lengths: the most drafted tokens of a round that count in each row; default all.
         """
         count = len(limits)
         ids = np.arange(count) if prompt_ids is None else prompt_ids
@@ -96,9 +99,10 @@ class RequestBatch:
         return cls(
             sampling=sampling,
             draft_sampling=sampling if draft_sampling is None else for_rows(draft_sampling, count),
-            row_keys_B=row_keys(np.asarray(seed, np.uint32), np.asarray(ids, np.int32), np.asarray(samples, np.int32)),
+            row_keys_B=row_keys(np.asarray(seed, np.uint64), np.asarray(ids, np.int32), np.asarray(samples, np.int32)),
             limits_B=np.asarray(limits, np.int32),
             stop_ids_BN=np.broadcast_to(np.asarray(stop_ids, np.int32), (count, np.shape(stop_ids)[-1])),
+            draft_lengths_B=None if draft_lengths is None else np.asarray(draft_lengths, np.int32),
         )
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,20 +38,25 @@ def row_keys(seed: int | Array, prompt_ids_B: Array, sample_ids_B: Array) -> Arr
     """Returns a key for each row, from the caller's global ids rather than from the row's place in the batch.
 
     Args:
-      seed: in [0, 2**32), of the call, or of each row.
+      seed: in [0, 2**64), of the call, or of each row.
       prompt_ids_B: ``[B]`` int, which prompt of the caller's data set.
       sample_ids_B: ``[B]`` int, which sample of that prompt.
 
     Returns:
       ``[B]`` typed threefry keys (under rbg a vmapped row differs from the unbatched one).
     """
-    return _address_rows(np.uint32(seed) if isinstance(seed, int) else seed, prompt_ids_B, sample_ids_B)
+    if not isinstance(seed, jax.Array):
+        words = np.asarray(seed, np.uint64)
+        high, seed = (words >> np.uint64(32)).astype(np.uint32), words.astype(np.uint32)
+    else:
+        high = np.uint32(0)
+    return _address_rows(seed, high, prompt_ids_B, sample_ids_B)
 
 
 @jax.jit
-def _address_rows(seed: Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
-    seeds_B = jnp.broadcast_to(seed.astype(jnp.uint32), prompt_ids_B.shape)
-    base_B = jax.vmap(functools.partial(jax.random.key, impl="threefry2x32"))(seeds_B)
+def _address_rows(seed: Array, high: Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
+    words = (jnp.broadcast_to(word.astype(jnp.uint32), prompt_ids_B.shape) for word in (high, seed))
+    base_B = jax.random.wrap_key_data(jnp.stack([*words], axis=-1), impl="threefry2x32")
     return _fold(_fold(base_B, prompt_ids_B), sample_ids_B)
 
 

@@ -25,7 +25,16 @@ from starlette.types import Message, Receive, Scope, Send
 
 from specsamp.checkpoints.chat import CannotRender
 from specsamp.serving.openai_replies import LAST_EVENT, Reply, json_bytes, to_event
-from specsamp.serving.openai_requests import MAX_SEED, ApiError, GenerationRequest, parse_body, read_request
+from specsamp.serving.openai_requests import (
+    MAX_SEED,
+    ApiError,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse_body,
+    read_fields,
+    read_request,
+)
 from specsamp.serving.service import Answer, Busy, Failed, Service, TooLong
 
 JSON = "application/json"
@@ -60,6 +69,8 @@ class Endpoint:
         app = Starlette(
             routes=[
                 Route("/health", self.health),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+                Route("/detokenize", self.detokenize, methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.one_model),
                 Route("/v1/completions", functools.partial(self._answer, is_chat=False), methods=["POST"]),
@@ -75,6 +86,22 @@ class Endpoint:
         usage, unfinished = self.service.batch.usage, self.service.unfinished
         counts = {"slices": usage.slices, "rounds": usage.rounds, "busy_rounds_of_rows": usage.busy}
         return _reply({"status": "ok", "rows": usage.rows, "unfinished_texts": unfinished, **counts})
+
+    async def tokenize(self, request: Request) -> Response:
+        """Replies with the token ids of a text or of a chat, as a completion would read them."""
+        self._check_key(request)
+        asked = read_fields(TokenizeRequest, parse_body(await self._body(request)))
+        if (asked.prompt is None) == (asked.messages is None):
+            raise ApiError("give a prompt or messages", param="prompt")
+        prompt = asked.prompt if asked.messages is None else [message.turn() for message in asked.messages]
+        tokens = await run_in_threadpool(self._call, self.service.tokens, prompt)
+        return _reply({"count": len(tokens), "max_model_len": self.service.context, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Replies with the text of token ids."""
+        self._check_key(request)
+        asked = read_fields(DetokenizeRequest, parse_body(await self._body(request)))
+        return _reply({"prompt": await run_in_threadpool(self._call, self.service.text, asked.tokens)})
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
@@ -104,17 +131,27 @@ class Endpoint:
         return _Answering(answer, reply, chunks, self.timeout)
 
     def _ask(self, asked: GenerationRequest, deliver) -> Answer:
-        try:
-            return self.service.ask(
+        return self._call(
+            functools.partial(
+                self.service.ask,
                 asked.prompts,
                 asked.max_tokens,
                 deliver=deliver,
                 sampling=asked.sampling(self.warps),
                 seed=secrets.randbelow(MAX_SEED + 1) if asked.seed is None else asked.seed,
                 stop=asked.stops,
+                stop_ids=asked.stop_token_ids,
+                ignore_eos=asked.ignore_eos,
+                draft_length=asked.draft_length,
                 num_samples=asked.n,
                 is_streamed=asked.stream,
             )
+        )
+
+    def _call(self, function, *arguments):
+        """Calls the service, and gives its errors the form of the protocol."""
+        try:
+            return function(*arguments)
         except TooLong as error:  # clients look for the code, to shorten a conversation
             raise ApiError(str(error), code="context_length_exceeded") from error
         except CannotRender as error:  # this server cannot, or is too busy to
@@ -228,7 +265,7 @@ async def _refuse(request: Request, error: ApiError) -> Response:
 
 
 async def _refuse_path(request: Request, error: HTTPException) -> Response:
-    known = "GET /health, /v1/models; POST /v1/completions, /v1/chat/completions"
+    known = "GET /health, /v1/models; POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize"
     message = f"{request.method} {request.url.path} is not served here: {known}"
     return _reply(ApiError(message, status=error.status_code).body, error.status_code, dict(error.headers or {}))
 

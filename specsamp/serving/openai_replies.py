@@ -70,7 +70,7 @@ class Reply:
 
     def end(self) -> list[dict[str, Any]]:
         """Returns the chunks after the last text."""
-        return [self._head | {"choices": [], "usage": self.usage()}] if self._asked.include_usage else []
+        return [self._head | {"choices": []} | self._counts()] if self._asked.include_usage else []
 
     def whole(self) -> dict[str, Any]:
         """Returns the answer of a request that is not streamed."""
@@ -80,18 +80,26 @@ class Reply:
             if self._asked.is_chat:
                 content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
             choices.append(_with_end(choice.row, content, choice.log_probs, choice.finish))
-        return self._head | {"choices": choices, "usage": self.usage()}
+        return self._head | {"choices": choices} | self._counts()
+
+    def _counts(self) -> dict[str, Any]:
+        return {"usage": self.usage(), "metrics": {"speculative_decoding": speculation(self.stats)}}
+
+    @property
+    def stats(self) -> RowStats:
+        """Returns the counts of all texts, which have ended."""
+        return sum((choice.stats for choice in self._choices[1:]), self._choices[0].stats)
 
     def usage(self) -> dict[str, Any]:
         """Counts tokens, including stop texts and the stop token.
 
         Drafted tokens were accepted or rejected. Rejected tokens are in no other count.
         """
-        prompt, completion = self._prompt_tokens, sum(choice.stats.emitted for choice in self._choices)
-        accepted = sum(choice.stats.accepted for choice in self._choices)
-        drafted = sum(choice.stats.drafted for choice in self._choices)
-        variations = [choice.stats.variation for choice in self._choices]  # of lossy rules, which the protocol lacks
-        cost = {} if None in variations else {"total_variation": sum(variations)}
+        prompt, stats = self._prompt_tokens, self.stats
+        completion, accepted, drafted = stats.emitted, stats.accepted, stats.drafted
+        cost = (
+            {} if stats.variation is None else {"total_variation": stats.variation}
+        )  # the protocol knows no lossy rule
         return cost | {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -109,6 +117,19 @@ class Reply:
 
 def _with_end(row: int, content: dict, log_probs: dict | None, finish: str | None) -> dict[str, Any]:
     return {"index": row, **content, "logprobs": log_probs, "finish_reason": finish}
+
+
+def speculation(stats: RowStats) -> dict[str, Any]:
+    """Returns counts under the names that vLLM gives them."""
+    return {
+        "mean_acceptance_length": stats.emitted_per_round if stats.rounds else None,
+        "draft_acceptance_rate": stats.accepted / stats.drafted if stats.drafted else None,
+        "acceptance_histogram": list(stats.accepted_counts),
+        "num_spec_steps": stats.rounds,
+        "num_accepted_draft_tokens": stats.accepted,
+        "num_draft_tokens": stats.drafted,
+        "num_spec_tokens": len(stats.reached),
+    }
 
 
 class _Choice:

@@ -15,11 +15,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from specsamp.sampling.warp import Warp
 from specsamp.serving.request_warps import ALL_TOKENS, OPTIONAL_WARPS, WARPS, make_warp
-from specsamp.serving.service import MAX_STOPS
+from specsamp.serving.service import MAX_STOP_IDS, MAX_STOPS
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; an answer in a chat has as many as there is room for
 MAX_SAMPLES = 128
-MAX_SEED = 2**32 - 1
+MAX_SEED = 2**64 - 1
 MAX_MESSAGE = 500  # characters
 
 IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
@@ -141,6 +141,11 @@ class GenerationRequest(_Fields):
 
     model: UnicodeText | None = Field(None, description="a text of valid Unicode")
     n: int = _integer(1, 1, MAX_SAMPLES)
+    stop_token_ids: list[int] = Field(
+        [], max_length=MAX_STOP_IDS, description=f"a list of at most {MAX_STOP_IDS} token ids"
+    )
+    ignore_eos: bool = _switch()
+    draft_length: int | None = _integer(None, 0, 1024)
     seed: int | None = _integer(None, 0, MAX_SEED)
     stop: StopText | list[StopText] = Field(
         [], max_length=MAX_STOPS, description=f"a text, or a list of at most {MAX_STOPS}, none of them empty"
@@ -211,6 +216,27 @@ class ChatRequest(GenerationRequest):
         return self.logprobs
 
 
+class TokenizeRequest(_Fields):
+    """What `/tokenize` takes: a prompt, or the messages of a chat."""
+
+    model: UnicodeText | None = Field(None, description="a text of valid Unicode")
+    prompt: UnicodeText | None = Field(None, description="a text of valid Unicode")
+    messages: list[Message] | None = Field(None, min_length=1, description="a list of messages, at least one")
+
+
+class DetokenizeRequest(_Fields):
+    model: UnicodeText | None = Field(None, description="a text of valid Unicode")
+    tokens: Tokens = Field(description="a list of token ids")
+
+
+def read_fields(kind: type[_Fields], document: Any) -> Any:
+    """Returns the checked fields of a document; raises `ApiError`."""
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise _refusal(kind, document, error) from error
+
+
 def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionRequest | ChatRequest:
     """Checks a request.
 
@@ -222,10 +248,7 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
       ApiError: naming the field, the value and the fix.
     """
     kind = ChatRequest if is_chat else CompletionRequest
-    try:
-        request = kind.model_validate(_without_ignored(document) if isinstance(document, dict) else document)
-    except ValidationError as error:
-        raise _refusal(kind, document, error) from error
+    request = read_fields(kind, _without_ignored(document) if isinstance(document, dict) else document)
     if request.model not in (None, model):
         message = f"the model {repr(request.model)} is not served here: ask for {model!r}"
         raise ApiError(message, param="model", status=404, code="model_not_found")

@@ -22,6 +22,7 @@ from absl import logging
 
 from specsamp import validate
 from specsamp.compilation_cache import use_compilation_cache
+from specsamp.decoding.drafter import hooks_of
 from specsamp.decoding.engine import Engine, context_of, round_slots
 from specsamp.decoding.method import EXAMPLE, Method, make_method
 from specsamp.decoding.pair import Pair
@@ -32,6 +33,7 @@ from specsamp.sampling.warp import Warp
 from specsamp.serving.elastic_batch import ElasticBatch, chunk_sizes
 
 MAX_STOPS = 4  # strings that end the texts of a request
+MAX_STOP_IDS = 16  # tokens that do
 
 
 class Busy(Exception):
@@ -126,10 +128,11 @@ class Service:
             batch=rows,
             spare=pair.shards.count,
             slots=round_slots(max(self.context + max(loop.headroom, chunk_sizes()[0]), loop.window)),
-            stop_ids=len(self._stop_ids) + MAX_STOPS,
+            stop_ids=len(self._stop_ids) + MAX_STOPS + MAX_STOP_IDS,
             keep_log_probs=True,
             keep_rounds=True,
         )
+        self._engine = dataclasses.replace(self._engine, own_lengths=hooks_of(method.drafter).depth is None)
         # On a mesh programs of two threads could meet in another order on each device.
         in_background = in_background and pair.shards.mesh is None
         self.batch = ElasticBatch(self._engine, rows=rows, rounds=self._rounds, in_background=in_background)
@@ -179,17 +182,22 @@ class Service:
         sampling: Warp | None = None,
         seed: int = 0,
         stop: Sequence[str] = (),
+        stop_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        draft_length: int | None = None,
         num_samples: int = 1,
         is_streamed: bool = False,
     ) -> Answer:
         """Takes a request; all other arguments are as in `generate`.
 
         Args:
-          max_new_tokens: None: as many as there is room for.
+          max_new_tokens: at most; None: as many as there is room for.
           deliver: takes the chunks as they come, the last of each text with its finish, or a `Failed`. It is called by
             the service's thread and must return at once.
           sampling: of the same kinds as the service's method, which is the default.
-          stop: strings that end texts besides the pair's stop tokens, at most 4.
+          stop, stop_ids: at most 4 strings and 16 tokens that end texts besides the pair's stop tokens.
+          ignore_eos: whether the pair's stop tokens end nothing.
+          draft_length: tokens to draft in a round, at most the drafter's K; a text is that of `generate` with this length.
           is_streamed: whether chunks are delivered while a text grows.
 
         Raises:
@@ -198,11 +206,17 @@ class Service:
           Failed: the service is closed.
         """
         num_samples = validate.integer("num_samples", num_samples, 1)
-        for name, value in (("prompts", prompts), ("stop", stop)):
+        for name, value in (("prompts", prompts), ("stop", stop), ("stop_token_ids", stop_ids)):
             if not validate.is_list(value):
                 raise ValueError(f"{name} must be a list; got {value!r}")
         if len(stop) > MAX_STOPS:
             raise ValueError(f"{len(stop)} stop texts: at most {MAX_STOPS} are taken")
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"{len(stop_ids)} stop_token_ids: at most {MAX_STOP_IDS} are taken")
+        if draft_length is not None:
+            if not self._engine.own_lengths:
+                raise ValueError(f"draft_length = {draft_length!r}, but this server drafts trees: leave it out")
+            draft_length = validate.integer("draft_length", draft_length, 0, self.method.drafter.K + 1)
         count = len(prompts) * num_samples
         if count > self.capacity:
             raise ValueError(f"{count} texts are asked for, of {self.capacity} that are taken at a time: ask for fewer")
@@ -210,18 +224,26 @@ class Service:
         method = self.method if sampling is None else dataclasses.replace(self.method, sampling=sampling)
         prompts = encode(self._pair, prompts)
         budgets = [self._budget(index, len(tokens), max_new_tokens) for index, tokens in enumerate(prompts)]
-        stop = [*self._stop_ids, *stop]
+        stop = [*(() if ignore_eos else self._stop_ids), *stop_ids, *stop]
         requests = with_samples(make_requests(self._pair, method, prompts, budgets, seed=seed, stop=stop), num_samples)
         if jax.tree.structure(requests[0].sampling) != jax.tree.structure(self._engine.idle.sampling):
             raise ValueError(f"sampling must be of the kinds of warps in {self.method.sampling!r}; got {sampling!r}")
         answer = Answer(requests, deliver, is_streamed)
         for request in requests:
-            request.answer = answer
+            request.answer, request.draft_length = answer, draft_length
         with self._changed:
             self._check_room(count)
             self._inbox += requests
             self._changed.notify()
         return answer
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """Returns the token ids of a prompt."""
+        return encode(self._pair, [prompt])[0]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of token ids."""
+        return self._pair.tokenizer.decode(encode(self._pair, [tokens])[0])
 
     def _check_room(self, count: int) -> None:
         """Raises Failed after `close`, and Busy where so many more texts do not fit."""
@@ -234,12 +256,9 @@ class Service:
         """Returns the budget of a prompt with ``length`` tokens; None: all the room that there is."""
         room = self.context - length
         budget = room if max_new_tokens is None else validate.integer("max_tokens", max_new_tokens, 1)
-        if room < max(budget, 1):
-            raise TooLong(
-                f"prompt {index} has {length} tokens, and {max(budget, 1)} more are asked for: beyond the {self.context} "
-                "that there is room for. Shorten the prompt, or lower max_tokens"
-            )
-        return budget
+        if room < 1:
+            raise TooLong(f"prompt {index} has {length} tokens, of {self.context} for prompt and text: shorten it")
+        return min(budget, room)
 
     def _wake(self) -> None:
         with self._changed:

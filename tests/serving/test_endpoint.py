@@ -138,6 +138,46 @@ def test_a_stream_is_the_whole_in_pieces(client):
     assert chunk.choices == [] and chunk.usage == whole.usage
 
 
+@pytest.mark.parametrize("length", [0, 1, 2])
+def test_a_request_has_its_own_draft_length(client, length):
+    """Its text is that of generate with this length; counts have the names of vLLM."""
+    settings = {"temperature": 4.5, "top_p": 0.9, "seed": 2**40 + 7}
+    answer = client.completions.create(
+        model="bytes", prompt="ab", max_tokens=20, extra_body={"draft_length": length}, **settings
+    )
+    (one,) = alone(["ab"], 20, draft_length=length, **settings)
+    assert answer.choices[0].text == one.text != alone(["ab"], 20, **settings | {"seed": 7})[0].text
+    counted = answer.metrics["speculative_decoding"]
+    assert counted["acceptance_histogram"] == [*one.stats.accepted_counts, *[0] * (2 - length)]
+    assert counted["num_spec_steps"] == one.stats.rounds and counted["num_spec_tokens"] == 2
+    assert counted["num_draft_tokens"] == one.stats.drafted
+    assert counted["num_accepted_draft_tokens"] == one.stats.accepted
+    assert counted["mean_acceptance_length"] == pytest.approx(one.stats.emitted_per_round)
+    assert (counted["draft_acceptance_rate"] is None) == (length == 0)
+
+
+def test_stop_tokens_budgets_and_tokens(client, server, service):
+    settings = dict(model="bytes", prompt="ab", temperature=0, max_tokens=10**6)
+    (choice,) = client.completions.create(extra_body={"stop_token_ids": [ord("f"), 5]}, **settings).choices
+    assert (choice.text, choice.finish_reason) == ("cde", "stop")
+    answer = client.completions.create(extra_body={"ignore_eos": True}, **settings)
+    assert answer.usage.total_tokens == CONTEXT, "a budget beyond the context is cut"
+    for ignore in (False, True):
+        asked = service.ask(["a"], 1, deliver=lambda _: None, ignore_eos=ignore, stop_ids=[3])
+        assert asked.requests[0].stops.ids == {3, *(() if ignore else (PAIR.tokenizer.eos_id,))}
+    for asked, tokens in ({"prompt": "hi"}, [104, 105]), ({"messages": [{"role": "user", "content": "h"}]}, [104]):
+        _, _, found = post(server, "/tokenize", asked)
+        assert found == {"count": len(tokens), "max_model_len": CONTEXT, "tokens": tokens}
+    assert post(server, "/detokenize", {"tokens": [104, 105]})[2] == {"prompt": "hi"}
+    for path, asked in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/detokenize", {"tokens": [-1]}),
+    ):
+        assert post(server, path, asked)[0] == 400
+    wait_until(lambda: service.unfinished == 0)
+
+
 def test_a_chat(client):
     messages = [{"role": "user", "content": "abc"}, {"role": "user", "content": [{"type": "text", "text": "xy"}]}]
     settings = dict(model="bytes", messages=messages, temperature=0, max_completion_tokens=3, logprobs=True)
@@ -187,7 +227,9 @@ def test_models(client, server):
 def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, service):
     for document, message in (
         (b"", "no JSON"),
-        ({"prompt": "a" * 41}, "prompt 0 has 41 tokens, and 16 more are asked for: beyond the 40"),
+        ({"prompt": "a" * 41}, "prompt 0 has 41 tokens, of 40 for prompt and text: shorten it"),
+        ({"prompt": "a", "draft_length": 3}, "draft_length must be"),
+        ({"prompt": "a", "stop_token_ids": [999]}, "a stop id"),
         ({"prompt": "a", "n": 128}, "128 texts are asked for, of 6"),
         ({"prompt": "a", "min_p": 0.5}, "without min_p in --warps"),
     ):
@@ -195,7 +237,7 @@ def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, servi
         assert status == 400 and headers["content-type"] == "application/json"
         assert set(found["error"]) == {"message", "type", "param", "code"}
         assert message in found["error"]["message"], found
-        assert (found["error"]["code"] == "context_length_exceeded") == ("more" in message)
+        assert (found["error"]["code"] == "context_length_exceeded") == ("shorten" in message)
     check_that_it_answers(server, service)
 
 
