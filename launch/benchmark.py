@@ -144,6 +144,8 @@ def gather(console: Console) -> None:
     entry.refuse_flags(others, "--gather measures and writes nothing")
     for path in _GATHER.value:
         document = grid.read_document(path)
+        if not document["cells"]:
+            raise ValueError(f"--gather={path}: it holds no cells yet")
         with entry.reading(path):
             table = tables.grid_table(path, document["cells"])
         console.print(grid.origin(path, document))

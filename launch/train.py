@@ -7,6 +7,7 @@ python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head 
 python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/medusa --config.target=python
 """
 
+import contextlib
 import dataclasses
 import os
 from typing import Any
@@ -66,7 +67,8 @@ def main() -> None:
     folder = storage.place(_WORKDIR.value)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--workdir={_WORKDIR.value} is a file: name a folder")
-    with entry.keeps(f"the same command goes on at the last checkpoint in {_WORKDIR.value}"):
+    alone = storage.locked(folder, wait=False) if entry.is_first() else contextlib.nullcontext()
+    with entry.keeps(f"the same command goes on at the last checkpoint in {_WORKDIR.value}"), alone:
         run_training(config, folder, entry.make_console())
 
 

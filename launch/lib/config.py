@@ -6,6 +6,7 @@ The word after the colon is the argument of ``get_config``. A file is looked for
 checkout. A configuration is Python code that is run as it is: use only files that you trust.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -13,7 +14,7 @@ import importlib.util
 import pathlib
 import re
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -82,17 +83,26 @@ def load_file(text: str) -> types.ModuleType:
     if spec is None:
         raise ValueError(f"--config={text}: {name} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _own_code(text):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def _own_code(text: str) -> Iterator[None]:
+    """Turns whatever the code of a configuration raises into a ValueError; --traceback shows where."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"--config={text}: {kind}{error}") from error
 
 
 def load_config(text: str, module: types.ModuleType | None = None) -> ConfigDict:
     """Returns the configuration of ``FILE.py:WORD``; raises ValueError if there is no such file or word."""
     module = module or load_file(text)
-    try:
+    with _own_code(text):
         config = module.get_config(*text.split(":", 1)[1:])
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"--config={text}: {error}") from error
     if not isinstance(config, ConfigDict):
         raise ValueError(f"--config={text}: get_config() returns {type(config).__name__}, not a ConfigDict")
     return config

@@ -33,7 +33,7 @@ from specsamp import machine, storage
 from specsamp.analysis import report
 from specsamp.machine import has_tpu
 from specsamp.mesh import distributed
-from specsamp.models.compiling import is_out_of_memory
+from specsamp.models.compiling import is_full_disk, is_out_of_memory
 
 # The tests bring a TPU's compiler along. Where no TPU is, JAX would look for one at length and complain.
 if importlib.util.find_spec("libtpu") and not has_tpu():
@@ -120,6 +120,8 @@ def guarded(command: Callable[[], int]) -> int:
             distributed.end_now(
                 f"a computation of {jax.process_count()} processes failed; has one of them died? {error}"
             )
+        if is_full_disk(error):
+            return _end(error, _in_words(error), UNUSABLE)
         if not is_out_of_memory(error):
             raise
         return _end(error, f"out of memory: {_in_words(error)}", UNUSABLE)
@@ -137,7 +139,7 @@ def _status(main: Callable[[], int | None], config: ConfigFlag | None, arguments
         return 0
     parse_arguments(config, arguments)
     logging.use_absl_handler()
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(logging.FATAL)  # what goes wrong is raised, and told in one line
     numbers = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     if _DISTRIBUTED.value or numbers != (None, None, None):
         try:

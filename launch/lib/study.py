@@ -175,12 +175,12 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
     if options.results is not None or study.measure is None:
         entry.refuse_flags(["output", "again"], "nothing is measured")
         folder = storage.place(options.results or RESULTS)
+        _check_figures(study, options)
         names = [*study.tables, *(study.figures if options.figures else ())]
         _show(study, {name: made(every[name], folder) for name in names}, options, console)
         return
     entry.check_output(options.output)
-    if options.figures:
-        entry.check_output(f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures")
+    _check_figures(study, options)
     study.prepare(options)
     if options.config is not None:
         options.experiment = build(options.config, read_prompts(options.prompts))
@@ -192,6 +192,12 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
         found = {name: every[name].make(document) for name in shown if name in study.tables or options.figures}
     _show(study, found, options, console)
     entry.say_written(options.output, console)
+
+
+def _check_figures(study: Study, options: types.SimpleNamespace) -> None:
+    """Refuses a folder for figures that cannot be written, before anything is drawn."""
+    if options.figures:
+        entry.check_output(f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures")
 
 
 def _show(study: Study, found: Mapping[str, Any], options: types.SimpleNamespace, console: Console) -> None:

@@ -2,10 +2,11 @@
 
     python launch/study.py adaptive --prompts=notebooks/results/python_prompts.json --output=runs/python_adaptive.json
 
-Texts are "easy", greedy after prompts that say everything twice, or "hard", sampled at temperature 1, where prompt lookup
-finds little. *Counted* are the rounds of a run, each at the milliseconds of its width in a table that is calibrated on a
-fifth of the prompts. *By the clock*, plain decoding and adaptive lengths take turns on the others; the bound of the loss
-holds 95% of resampled sets of texts. The best fixed length is chosen afterwards, the oracle's for each batch of texts.
+Texts are "easy", greedy after prompts that say everything twice; "hard", sampled at temperature 1, where prompt lookup
+finds little; or "mixed", sampled at 0.8, every other one after a prompt that says everything twice. *By the clock*, plain
+decoding, every fixed length and adaptive ones take turns; bounds hold 95% of resampled sets of texts. *Counted* are the
+rounds of these runs, each at the milliseconds of its width in a table that is calibrated on other prompts. The best fixed
+length is chosen afterwards, the oracle's for each batch of texts.
 """
 
 import dataclasses
@@ -25,32 +26,33 @@ from specsamp.analysis.workload import TimedDecoder, Workload, decode_in_turns, 
 from specsamp.decoding.engine import to_host
 from specsamp.decoding.method import Method
 
-LENGTHS, BATCHES = (0, 1, 2, 4, 8), (1, 2, 4, 8)
+LENGTHS = (0, 1, 2, 4, 8)
 RESAMPLED = 2000  # sets of texts, for the bound of the loss
-TEMPERATURES = {"easy": 0.0, "hard": 1.0}
+TEMPERATURES = {"easy": 0.0, "hard": 1.0, "mixed": 0.8}
+DOUBLED = {"easy": 1, "mixed": 2}  # every how many prompts say everything twice
 DRAFTING = [word for word, drafter in DRAFTERS.items() if drafter.drafts]
 
 
 def cells(options: Any) -> list[Mapping[str, Any]]:
     """Returns a key for each drafter, kind of texts and batch; raises ValueError for too few prompts."""
-    calibrated, measured = split(options.experiment.workload.prompts)
+    calibrated, measured = split(options, options.experiment.workload.prompts)
     if not calibrated or len(measured) < options.texts:
         raise ValueError(
             f"--texts={options.texts} needs a quarter more prompts, and there are {len(calibrated) + len(measured)}: give "
             "more by --prompts (notebooks/results/python_prompts.json has 160), or fewer texts"
         )
-    settings = itertools.product(options.drafters, options.kinds, BATCHES)
+    settings = itertools.product(options.drafters, options.kinds, options.batches)
     return [{"drafter": word, "kind": kind, "batch": batch} for word, kind, batch in settings]
 
 
-def split(prompts: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Returns the prompts for calibration, every fifth, and the prompts for measurement."""
-    return tuple(prompts[::5]), tuple(prompt for at, prompt in enumerate(prompts) if at % 5)
+def split(options: Any, prompts: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the prompts for calibration, of every fifth a quarter of the texts, and the prompts for measurement."""
+    return tuple(prompts[::5][: -(-options.texts // 4)]), tuple(p for at, p in enumerate(prompts) if at % 5)
 
 
-def doubled(work: Workload) -> Workload:
-    """Returns the workload with prompts that say everything twice."""
-    prompts = tuple(prompt + prompt for prompt in work.prompts)
+def doubled(work: Workload, every: int) -> Workload:
+    """Returns the workload with some prompts that say everything twice."""
+    prompts = tuple(prompt if at % every else prompt + prompt for at, prompt in enumerate(work.prompts))
     return dataclasses.replace(work, prompts=prompts, prompt_length=max(map(len, prompts)))
 
 
@@ -60,26 +62,31 @@ def measure(options: Any, key: Mapping[str, Any], say: Any) -> dict[str, Any]:
     own, rule = config.turned({"drafter": key["drafter"]}), make_rule(config.rule)
     drafters = {K: own.make_drafter(pair.target, pair.draft_or_head, K) for K in LENGTHS}
     work = dataclasses.replace(options.experiment.workload, batch=batch)
-    work = doubled(work) if key["kind"] == "easy" else work
+    work = doubled(work, DOUBLED[key["kind"]]) if key["kind"] in DOUBLED else work
     sampling = chain(temperature(TEMPERATURES[key["kind"]]))
     methods = {K: Method(drafter=drafter, rule=rule, sampling=sampling) for K, drafter in drafters.items()}
     sides = decoders(pair, methods, work)
-    others, prompts = split(work.prompts)
-    turns, counted = (-(-texts // batch) for texts in (options.texts, min(options.counted, options.texts)))
+    others, prompts = split(options, work.prompts)
+    turns = -(-options.texts // batch)
     of_others = {K: with_prompts(side, others) for K, side in sides.items()}
     sides = {K: with_prompts(side, prompts) for K, side in sides.items()}
     found = adapted_to(decode_in_turns(of_others, -(-len(others) // batch), say))
     longest = dataclasses.replace(methods[LENGTHS[-1]], adaptive=found)
     (adaptive,) = decoders(pair, {"adaptive": longest}, dataclasses.replace(work, prompts=prompts)).values()
+    clocks = decode_in_turns({**sides, "adaptive": adaptive}, turns, say)
     say("counting rounds")
-    rounds_KN = np.array([[side.decode(n).rounds for n in range(counted)] for side in sides.values()])
-    fixed_KN = rounds_KN * np.array(found.costs_ms)[:, None]
-    counted_N = np.array([counted_ms(adaptive, n) for n in range(counted)])
-    clocks = decode_in_turns({"plain": sides[0], "adaptive": adaptive}, turns, say)
+    fixed_KN = np.array([[one.rounds for one in clocks[K]] for K in LENGTHS]) * np.array(found.costs_ms)[:, None]
+    counted_N = np.array([counted_ms(adaptive, n) for n in range(turns)])
     seconds = {name: np.array([one.loop_seconds for one in timings]) for name, timings in clocks.items()}
+    fastest = min(LENGTHS, key=lambda K: seconds[K].sum())
     chosen = np.random.default_rng(0).integers(turns, size=(RESAMPLED, turns))
-    ratios = seconds["adaptive"][chosen].sum(1) / seconds["plain"][chosen].sum(1)
-    tokens = counted * batch * work.max_new_tokens
+
+    def loss_over(K: int) -> tuple[float, float]:  # a gain is negative
+        ratios = seconds["adaptive"][chosen].sum(1) / seconds[K][chosen].sum(1)
+        return seconds["adaptive"].sum() / seconds[K].sum() - 1, np.quantile(ratios, 0.95) - 1
+
+    tokens = turns * batch * work.max_new_tokens
+    (loss, loss_upper), (over_best, over_best_upper) = loss_over(0), loss_over(fastest)
     return {
         **key,
         "lengths": LENGTHS,
@@ -89,8 +96,12 @@ def measure(options: Any, key: Mapping[str, Any], say: Any) -> dict[str, Any]:
         "counted_fixed": (fixed_KN.sum(1) / tokens).tolist(),
         "counted_adaptive": counted_N.sum() / tokens,
         "counted_oracle": fixed_KN.min(0).sum() / tokens,
-        "loss": seconds["adaptive"].sum() / seconds["plain"].sum() - 1,  # by the clock; a gain is negative
-        "loss_upper": np.quantile(ratios, 0.95) - 1,
+        "ms_per_token": {str(name): of_name.sum() / tokens * 1e3 for name, of_name in seconds.items()},
+        "loss": loss,
+        "loss_upper": loss_upper,
+        "fastest": fastest,
+        "over_best": over_best,
+        "over_best_upper": over_best_upper,
     }
 
 
@@ -119,9 +130,14 @@ def table(document: Document) -> Table:
         counted = (f"{ms:.3g}" for ms in (fixed[0], min(fixed), adaptive, one["counted_oracle"]))
         best = one["lengths"][fixed.index(min(fixed))]
         over = (f"{adaptive / ms - 1:+.1%}" for ms in (fixed[0], min(fixed)))
-        clock = f"{one['loss']:+.1%} (at most {one['loss_upper']:+.1%})"
-        rows.append((f"{one['drafter']}, {one['kind']} texts, batch {one['batch']}", *counted, f"{best}", *over, clock))
-    header = ("", "plain", "best fixed", "adaptive", "oracle", "best K", "over plain", "over best", "by the clock")
+        clock = [f"{one['loss']:+.1%} (at most {one['loss_upper']:+.1%})"]
+        if "fastest" in one:  # of every length, which older files do not have
+            clock.append(f"{one['over_best']:+.1%} (at most {one['over_best_upper']:+.1%}), K = {one['fastest']}")
+        rows.append(
+            (f"{one['drafter']}, {one['kind']} texts, batch {one['batch']}", *counted, f"{best}", *over, *clock)
+        )
+    columns = ("plain", "best fixed", "adaptive", "oracle", "best K", "over plain", "over best", "by the clock")
+    header = ("", *columns, "over the best, by the clock")[: max(map(len, rows))]
     return Table(title="Adaptive draft lengths: ms per token, counted", header=header, rows=rows)
 
 
@@ -132,12 +148,14 @@ STUDY = Study(
         "drafters": Option(
             ("model", "ngram"), "The words of the drafters, with commas between them.", choices=DRAFTING
         ),
-        "kinds": Option(("easy", "hard"), "The kinds of texts, with commas between them.", choices=tuple(TEMPERATURES)),
-        "texts": Option(128, "How many texts are decoded by the clock in each setting.", least=1),
-        "counted": Option(48, "How many of them are counted, with every length.", least=1),
+        "kinds": Option(
+            tuple(TEMPERATURES), "The kinds of texts, with commas between them.", choices=tuple(TEMPERATURES)
+        ),
+        "batches": Option((1, 2, 4, 8), "How many texts are decoded together, with commas between.", least=1),
+        "texts": Option(128, "How many texts are decoded in each setting.", least=1),
     },
     cells=cells,
-    identity=lambda options: {"texts": options.texts, "counted": options.counted},
+    identity=lambda options: {"texts": options.texts},
     measure=measure,
     tables={"adaptive": Published(["python_adaptive"], table)},
 )

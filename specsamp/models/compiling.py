@@ -7,7 +7,9 @@ contract their last axis, so only models in the weight order of CPUs use it (`Tr
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -38,4 +40,10 @@ def options_on(backend: str, options: Options) -> Options:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Returns whether an error of JAX's runtime or compiler says that a program does not fit into memory."""
-    return "RESOURCE_EXHAUSTED" in str(error) or "Ran out of memory" in str(error)
+    text = str(error)
+    return not is_full_disk(error) and ("RESOURCE_EXHAUSTED" in text or "Ran out of memory" in text)
+
+
+def is_full_disk(error: Exception) -> bool:
+    """Returns whether an error of JAX's runtime says that a file could not be written any further."""
+    return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))

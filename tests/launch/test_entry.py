@@ -6,6 +6,7 @@ import io
 import re
 import sys
 
+import jax
 import pytest
 from rich.console import Console
 from rich.text import Text
@@ -61,6 +62,9 @@ def test_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
     "content, word, message",
     [
         ("x = 1", "", "has no attribute 'get_config'"),
+        ("def get_config(:", "", "mine.py: SyntaxError: invalid syntax"),
+        ("import nothing_there", "", "mine.py: ModuleNotFoundError: No module named 'nothing_there'"),
+        ("def get_config(): return {}['size']", "", "mine.py: KeyError: 'size'"),
         ("def get_config(): return {}", "", "returns dict, not a ConfigDict"),
         ("def get_config(): ...", ":word", "takes 0 positional arguments but 1 was given"),
     ],
@@ -69,7 +73,7 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path, content, word, messa
     path = tmp_path / "mine.py"
     path.write_text(content)
     done = call("demo", f"--config={path}{word}")
-    assert done.returncode == 2 and message in done.stderr
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_help_lists_flags_and_fields():
@@ -116,6 +120,16 @@ def status_of(entry):
         (ValueError("one\n  two"), 2, "one two"),
         (IsADirectoryError(21, "Is a directory", "/tmp"), 2, "/tmp: Is a directory"),
         (OSError(28, "No space left on device"), 2, "No space left on device"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: x; No space left on device"),
+            2,
+            "RESOURCE_EXHAUSTED: x; No space left on device",
+        ),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: allocating"),
+            2,
+            "out of memory: RESOURCE_EXHAUSTED: allocating",
+        ),
         (MemoryError(), 2, "out of memory: MemoryError"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (ValueError("a \x1b]0;title\x07 tensor"), 2, "a ␛]0;title␇ tensor"),

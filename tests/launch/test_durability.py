@@ -1,0 +1,181 @@
+"""Long commands that are killed without a chance to clean up, or meet a full disk: nothing that was finished is lost.
+
+Trainings that are killed are in test_train.py. A full disk is a limit on the size of files: the kernel refuses the bytes
+beyond it in the middle of a write, as a disk does.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from specsamp import load_pair
+from specsamp.serving.generate_many import generate_many
+from support.run_script import FIXED, ROOT, save_tiny_pair
+from support.training import SMALL, metrics
+
+pytestmark = pytest.mark.slow
+
+TINY = ["--config=configs/random_pair.py:tiny", "--config.repeats=2", "--config.max_new_tokens=8"]
+QUEUE = """
+import sys
+from specsamp import generate_many, load_pair
+list(generate_many(load_pair(sys.argv[1]), ["def f", "class A", "import x"] * 40, 16, rows=2, log=sys.argv[2]))
+"""
+
+
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+def start(arguments, largest_file=None, **options):
+    """Starts a command as a user does, with no more devices than a laptop has."""
+    environment = os.environ | FIXED | {"XLA_FLAGS": "", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    limited = [] if largest_file is None else ["-c", LIMITED, largest_file]
+    command = map(str, [sys.executable, *limited, *arguments])
+    return subprocess.Popen([*command], cwd=ROOT, env=environment, text=True, **options)
+
+
+def killed_when(is_time, arguments):
+    process = start(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        until = time.monotonic() + 900
+        while process.poll() is None and not is_time() and time.monotonic() < until:
+            time.sleep(0.002)
+    finally:
+        process.kill()
+    errors = process.communicate()[1]
+    assert process.returncode == -signal.SIGKILL, errors
+
+
+def done(arguments, **options):
+    process = start(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    output, errors = process.communicate(timeout=900)
+    return process.returncode, output, errors
+
+
+def lines(folder, pattern):
+    """The whole lines of the files of a folder."""
+    found = [path.read_text(encoding="utf-8").split("\n")[:-1] for path in folder.glob(pattern)]
+    return [line for of_file in found for line in of_file]
+
+
+def cells(path):
+    return json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else []
+
+
+GRID = ["launch/benchmark.py", *TINY, "--grid=draft_length=0,1,2"]
+STUDY = ["launch/study.py", "adaptive", "--texts=2", "--batches=1", "--drafters=ngram", "--config.max_new_tokens=6"]
+
+
+@pytest.mark.parametrize("command, number", [(GRID, 3), (STUDY, 3)], ids=["benchmark", "study"])
+def test_cells_that_were_measured_are_kept(tmp_path, command, number):
+    if command is STUDY:
+        save_tiny_pair(tmp_path / "pair", ["def f(x):", "class A:", "import os", "return 1"])
+        command = [*command, f"--config=configs/trained_pair.py:{tmp_path}/pair"]
+    command = [*command, f"--output={tmp_path}/out.json"]
+    killed_when(lambda: cells(tmp_path / "out.json"), command)
+    before = cells(tmp_path / "out.json")
+    assert len(before) < number
+    status, _, errors = done(command)
+    assert status == 0, errors
+    assert cells(tmp_path / "out.json")[: len(before)] == before and len(cells(tmp_path / "out.json")) == number
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        {"out.json", *(["pair"] if "study" in command[0] else [])}
+    )
+
+
+def test_texts_of_an_evaluation_are_kept(tmp_path):
+    asked = ["--task=python", "--problems=6", "--samples=2", "--rows=2", "--blocks=2", "--config.max_new_tokens=8"]
+    command = ["launch/evaluate.py", *asked, "--methods=plain,token", f"--output={tmp_path}/out.json"]
+    killed_when(lambda: len(lines(tmp_path, "out.json.texts/*.jsonl")) > 3, command)
+    before = lines(tmp_path, "out.json.texts/*.jsonl")
+    status, _, errors = done(command)
+    assert status == 0, errors
+    assert set(before) <= set(lines(tmp_path, "out.json.texts/*.jsonl"))
+    status, _, errors = done([*command[:-1], f"--output={tmp_path}/alone.json"])
+    assert status == 0, errors
+    resumed, alone = (
+        {json.dumps(cell["key"]): cell["result"]["scores"] for cell in cells(tmp_path / f"{name}.json")}
+        for name in ("out", "alone")
+    )
+    assert resumed == alone
+
+
+def test_completions_of_a_queue_are_kept(tmp_path):
+    save_tiny_pair(tmp_path / "pair", ["def f(x):"])
+    log = tmp_path / "texts.jsonl"
+    killed_when(lambda: len(lines(tmp_path, "texts.jsonl")) > 9, ["-c", QUEUE, tmp_path / "pair", log])
+    before, pair = lines(tmp_path, "texts.jsonl"), load_pair(tmp_path / "pair")
+    prompts = ["def f", "class A", "import x"] * 40
+    queue = generate_many(pair, prompts, 16, rows=2, log=log)
+    assert queue.known == len(before) - 1
+    resumed = {one.prompt_index: one.tokens for one in queue}
+    assert lines(tmp_path, "texts.jsonl")[: len(before)] == before
+    assert resumed == {one.prompt_index: one.tokens for one in generate_many(pair, prompts, 16, rows=2)}
+
+
+def test_an_export_is_whole_file_by_file(tmp_path):
+    def exporting(folder):
+        return ["launch/export.py", "--pair=python", f"--output={tmp_path / folder}"]
+
+    killed_when(lambda: any((tmp_path / "killed").glob("*")), exporting("killed"))
+    for folder in ("alone", "killed"):
+        if folder == "killed":  # what has its name is whole
+            for path in (tmp_path / folder).glob("[!.]*"):
+                assert path.read_bytes() == (tmp_path / "alone" / path.name).read_bytes()
+        status, _, errors = done(exporting(folder))
+        assert status == 0, errors
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}
+    assert whole == {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("[!.]*")}
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_cells(tmp_path):
+    command = [*GRID, f"--output={tmp_path}/out.json"]
+    killed_when(lambda: cells(tmp_path / "out.json"), command)
+    size = (tmp_path / "out.json").stat().st_size
+    before = cells(tmp_path / "out.json")
+    status, _, errors = done(command, largest_file=size + 100)
+    assert status == 2 and "File too large" in errors and "Traceback" not in errors, errors
+    assert cells(tmp_path / "out.json") == before
+    status, _, errors = done(command)
+    assert status == 0 and len(cells(tmp_path / "out.json")) == 3, errors
+
+
+def test_a_training_on_a_full_disk_goes_on_from_its_last_checkpoint(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number in range(12):
+        text = f"def f{number}(x):\n    return x + {number}\n" * 20
+        (tmp_path / "texts" / f"{number}.py").write_text(text, encoding="utf-8")
+    fields = SMALL | {"data.folder": tmp_path / "texts", "train.steps": 12, "intervals.checkpoint": 4}
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    command = ["launch/train.py", "--config=configs/python_pair.py:tiny_target", *flags]
+    status, _, errors = done([*command, f"--workdir={tmp_path}/alone"])
+    assert status == 0, errors
+    largest = max(path.stat().st_size for path in (tmp_path / "alone" / "checkpoints").rglob("*") if path.is_file())
+    status, _, errors = done([*command, f"--workdir={tmp_path}/run"], largest_file=largest // 2)
+    assert status == 2 and "File too large" in errors and "Traceback" not in errors, errors
+    status, _, errors = done([*command, f"--workdir={tmp_path}/run"])
+    assert status == 0, errors
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "alone")
+
+
+def test_two_trainings_do_not_share_a_folder(tmp_path):
+    command = ["launch/train.py", "--config=configs/python_pair.py:tiny_target", f"--workdir={tmp_path}/run"]
+    command += [f"--config.{name}={value}" for name, value in (SMALL | {"train.steps": 100000}).items()]
+    first = start(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while first.poll() is None and not metrics(tmp_path / "run"):
+            time.sleep(0.05)
+        status, _, errors = done(command)
+        assert status == 2 and f"{tmp_path}/run is being written by another run" in errors, errors
+    finally:
+        first.kill()
+        first.wait()
