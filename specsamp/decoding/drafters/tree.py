@@ -213,7 +213,7 @@ class BlockTree(TreeDrafter, BlockDrafter):
             if self.law == "marginals":
                 return head.expand(weights.draft, logits_BU)[:, None], corrections
             scored, corrections = [], dict(corrections)
-            for at, token_B in zip(rows, rows_of(pending_B1, tokens_BK, rows).T, strict=True):
+            for at, token_B in zip(rows, tokens_of_rows(pending_B1, tokens_BK, rows).T, strict=True):
                 above = corrections[self.tree.parents[at - 1] if at else 0]
                 corrected_BU, corrections[at] = head.correct(weights.draft, logits_BU, x_BD, token_B, above)
                 scored.append(head.expand(weights.draft, corrected_BU))
