@@ -61,6 +61,7 @@ setup(
     package_data={
         "specsamp.checkpoints": ["*.json", "assets/*/*", "assets/*/*/*"],
         "specsamp.mesh": ["*.json"],
+        "specsamp.serving": ["*.html"],
         "specsamp.tpu": ["*.json"],
     },
     cmdclass={"build_py": BuildWithCommands, "sdist": SourceWithCommands},
@@ -98,6 +99,7 @@ setup(
             "uvicorn>=0.30",
             "pydantic>=2",
             "openai>=1.55",  # the client of the endpoint
+            "prometheus-client>=0.20",  # reads its counts
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
         ],
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket

@@ -47,9 +47,12 @@ _CONTEXT = flags.DEFINE_integer(
 _MAX_WAITING = flags.DEFINE_integer(
     "max_waiting", 64, "Texts that may wait for a row; requests beyond are told to come later.", lower_bound=0
 )
+_MAX_PER_CLIENT = flags.DEFINE_integer(
+    "max_per_client", None, "Texts of one address that may run or wait; default all.", lower_bound=1
+)
 _WARPS = flags.DEFINE_list(
     "warps",
-    ["top_p", "min_p"],
+    ["top_p", "min_p", "top_k"],
     f"Fields that requests may set besides temperature, of {', '.join(OPTIONAL_WARPS)}; each costs time for every text.",
 )
 _ROUNDS = flags.DEFINE_integer(
@@ -69,7 +72,7 @@ def main() -> None:
         raise ValueError("an endpoint runs in one process: leave out --distributed and --coordinator")
     try:
         from specsamp.serving.endpoint import Endpoint
-        from specsamp.serving.web_server import WebServer, address, bind
+        from specsamp.serving.web_server import SPARE_CONNECTIONS, WebServer, address, bind
     except ImportError as error:
         raise ValueError(
             f"an endpoint takes libraries ({error}): pip install starlette uvicorn pydantic jinja2"
@@ -99,6 +102,7 @@ def main() -> None:
             rows=_ROWS.value,
             context=_CONTEXT.value,
             max_waiting=_MAX_WAITING.value,
+            max_per_client=_MAX_PER_CLIENT.value,
             rounds_per_slice=_ROUNDS.value,
         )
         console.print(headline(experiment, service_line(experiment, service)))
@@ -114,6 +118,8 @@ def main() -> None:
             key=key,
             max_body=_MAX_BODY.value,
             timeout=_TIMEOUT.value,
+            most=service.capacity + SPARE_CONNECTIONS,
+            say=lambda line: console.print(line, style="dim", markup=False, highlight=False),
         )
         server = WebServer(
             endpoint.app(),

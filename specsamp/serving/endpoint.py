@@ -1,6 +1,6 @@
 """The endpoint: OpenAI's completions and chat completions over HTTP, in front of a service.
 
-app = Endpoint(service=service, model="python").app()         # for any ASGI server; web_server.py runs it under uvicorn
+app = Endpoint(service=service, model="python").app()  # for any ASGI server; web_server.py runs it under uvicorn
 
 It needs the library starlette. The rows of a client that leaves are free after the slice, and no row waits for a client
 that does not read.
@@ -12,16 +12,19 @@ import asyncio
 import dataclasses
 import functools
 import hmac
+import pathlib
 import secrets
-from collections.abc import AsyncIterator, Collection
+import time
+from collections.abc import AsyncIterator, Callable, Collection
 
+from absl import logging
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specsamp.checkpoints.chat import CannotRender
 from specsamp.serving.openai_replies import LAST_EVENT, Reply, json_bytes, to_event
@@ -36,8 +39,15 @@ from specsamp.serving.openai_requests import (
     read_request,
 )
 from specsamp.serving.service import Answer, Busy, Failed, Service, TooLong
+from specsamp.serving.statistics import CONTENT_TYPE, Statistics
 
 JSON = "application/json"
+PAGE = pathlib.Path(__file__).with_name("page.html")
+# The page may load nothing from elsewhere, and nobody may show it inside another.
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 CLOSE = {"connection": "close"}  # the rest of a body is not read
 RETRY_AFTER_SECONDS = 1
 
@@ -54,6 +64,9 @@ class Endpoint:
       key: the bearer's key that requests must have; None: no key is checked.
       max_body: bytes of a request.
       timeout: seconds that a client has to send its request, and to take each chunk of its answer.
+      most: requests at a time; others are told to come later. None: any number.
+      say: takes a line about each request.
+      statistics: of all requests, which `/metrics` shows.
     """
 
     service: Service
@@ -63,12 +76,17 @@ class Endpoint:
     key: str | None = dataclasses.field(default=None, repr=False)
     max_body: int = 1 << 20
     timeout: float = 60.0
+    most: int | None = None
+    say: Callable[[str], None] = logging.info
+    statistics: Statistics = dataclasses.field(default_factory=Statistics)
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """Returns the application."""
         app = Starlette(
             routes=[
+                Route("/", self.page),
                 Route("/health", self.health),
+                Route("/metrics", self.metrics),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/detokenize", self.detokenize, methods=["POST"]),
                 Route("/v1/models", self.models),
@@ -79,13 +97,33 @@ class Endpoint:
             exception_handlers={ApiError: _refuse, HTTPException: _refuse_path, Exception: _fail},
         )
         app.router.redirect_slashes = False  # to an address that a client's header names
-        return app
+        return _Watch(app, self)
+
+    async def page(self, request: Request) -> Response:
+        """Replies with a page that shows a text being written; it asks with the key that a person gives it."""
+        headers = {"content-security-policy": PAGE_POLICY, "x-content-type-options": "nosniff"}
+        return Response(PAGE.read_bytes(), 200, headers, "text/html; charset=utf-8")
+
+    async def metrics(self, request: Request) -> Response:
+        """Replies with counts for Prometheus."""
+        batch, unfinished = self.service.batch, self.service.unfinished
+        busy = sum(request is not None for request in batch.running)
+        gauges = {
+            "rows": ("Rows at most.", batch.usage.rows),
+            "rows_busy": ("Rows that decode a text.", busy),
+            "texts_waiting": ("Texts that wait for a row, or are being read.", unfinished - busy),
+            "slots": ("Slots of each row now.", batch.size.slots),
+            "prompt_tokens_copied": ("Tokens of prompts that a row held already.", batch.tokens_copied),
+        }
+        return Response(self.statistics.text(gauges), 200, {"content-type": CONTENT_TYPE})
 
     async def health(self, request: Request) -> Response:
         """Replies how busy the rows are, counted since the start."""
         usage, unfinished = self.service.batch.usage, self.service.unfinished
         counts = {"slices": usage.slices, "rounds": usage.rounds, "busy_rounds_of_rows": usage.busy}
-        return _reply({"status": "ok", "rows": usage.rows, "unfinished_texts": unfinished, **counts})
+        busy = sum(request is not None for request in self.service.batch.running)
+        rows = {"rows": usage.rows, "busy_rows": busy, "unfinished_texts": unfinished}
+        return _reply({"status": "ok", "model": self.model, **rows, **counts})
 
     async def tokenize(self, request: Request) -> Response:
         """Replies with the token ids of a text or of a chat, as a completion would read them."""
@@ -126,11 +164,12 @@ class Endpoint:
         chunks = asyncio.Queue()
         # The service's thread delivers chunks, but an asyncio queue is filled by its own event loop only.
         deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait)
-        answer = await run_in_threadpool(self._ask, asked, deliver)
+        answer = await run_in_threadpool(self._ask, asked, deliver, request.client.host if request.client else "")
         reply = Reply(asked, answer, self.model, exact=self.service.method.exact)
+        request.state.answered = answer, reply
         return _Answering(answer, reply, chunks, self.timeout)
 
-    def _ask(self, asked: GenerationRequest, deliver) -> Answer:
+    def _ask(self, asked: GenerationRequest, deliver, client: str) -> Answer:
         return self._call(
             functools.partial(
                 self.service.ask,
@@ -145,6 +184,7 @@ class Endpoint:
                 draft_length=asked.draft_length,
                 num_samples=asked.n,
                 is_streamed=asked.stream,
+                client=client,
             )
         )
 
@@ -167,6 +207,13 @@ class Endpoint:
         """Reads the body of a request; raises ApiError if it is too large or comes too slowly."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
             raise ApiError(f"send JSON, with the header content-type: {JSON}", status=415)
+        if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise ApiError("compressed bodies are not taken: leave content-encoding out", status=415)
+        length = request.headers.get("content-length")
+        if length is not None and "transfer-encoding" in request.headers:
+            raise ApiError("content-length and transfer-encoding contradict each other: send one", status=400)
+        if length is not None and int(length) > self.max_body:  # the server has checked that it is a number
+            raise ApiError(f"the body is larger than the {self.max_body} bytes that are taken", status=413)
         body = bytearray()
         try:
             async with asyncio.timeout(self.timeout):
@@ -188,6 +235,51 @@ class Endpoint:
         is_right = hmac.compare_digest(given.strip().encode(), self.key.encode())
         if kind.lower() != "bearer" or not is_right:
             raise ApiError("a key is needed: send it in the header authorization", status=401, code="invalid_api_key")
+
+
+class _Watch:
+    """Counts and logs each request of an application, and refuses what would be too many at a time."""
+
+    def __init__(self, app: Starlette, endpoint: Endpoint):
+        self._app, self._endpoint, self._open = app, endpoint, 0
+        self._paths = {route.path for route in app.routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        begin, statuses = time.monotonic(), []
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            await send(message)
+
+        most, self._open = self._endpoint.most, self._open + 1
+        try:
+            if most is not None and self._open > most:
+                busy = ApiError(f"{most} requests are open: try again later", status=503)
+                await (await _refuse(Request(scope), busy))(scope, receive, watched)
+            else:
+                await self._app(scope, receive, watched)
+        finally:
+            self._open -= 1
+            self._record(scope, statuses[0] if statuses else 499, begin)
+        return None
+
+    def _record(self, scope: Scope, status: int, begin: float) -> None:
+        endpoint, path = self._endpoint, scope["path"]
+        endpoint.statistics.count_answer(path if path in self._paths else "other", status)
+        seconds, client = time.monotonic() - begin, (scope.get("client") or ("",))[0]
+        said = f"{client} {scope['method']} {ascii(path[:80])} {status} {seconds:.3f} s"
+        answer, reply = scope.get("state", {}).get("answered", (None, None))
+        if reply is not None and reply.is_complete:
+            first, stats = (answer.first or time.monotonic()) - begin, reply.stats
+            endpoint.statistics.count_texts(reply.prompt_tokens, stats, first, seconds)
+            said += f", {reply.prompt_tokens} tokens read, {stats.emitted} written in {stats.rounds} rounds, first after {first:.3f} s"
+        elif answer is not None:
+            said += ", not taken to its end"
+        if path not in ("/health", "/metrics"):
+            endpoint.say(said)
 
 
 class _Answering(Response):
@@ -265,7 +357,7 @@ async def _refuse(request: Request, error: ApiError) -> Response:
 
 
 async def _refuse_path(request: Request, error: HTTPException) -> Response:
-    known = "GET /health, /v1/models; POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize"
+    known = "GET /, /health, /metrics, /v1/models; POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize"
     message = f"{request.method} {request.url.path} is not served here: {known}"
     return _reply(ApiError(message, status=error.status_code).body, error.status_code, dict(error.headers or {}))
 

@@ -32,12 +32,13 @@ class Reply:
 
     Attributes:
       is_complete: all texts have ended.
+      prompt_tokens: of all prompts.
     """
 
     def __init__(self, asked: GenerationRequest, answer: Answer, model: str, exact: bool):
         self._asked = asked
         self._choices = [_Choice(asked, row, request) for row, request in enumerate(answer.requests)]
-        self._prompt_tokens = sum(len(request.prompt) for request in answer.requests if not request.sample_index)
+        self.prompt_tokens = sum(len(request.prompt) for request in answer.requests if not request.sample_index)
         kind = "chat.completion" if asked.is_chat else "text_completion"
         prefix = "chatcmpl" if asked.is_chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
@@ -66,7 +67,7 @@ class Reply:
         content = {"text": text}
         if self._asked.is_chat:
             content = {"delta": {"content": text} if text else {}}
-        return self._chunk(choice.row, content, choice.log_probs, gained.finish)
+        return self._chunk(choice.row, content | choice.marks, choice.log_probs, gained.finish)
 
     def end(self) -> list[dict[str, Any]]:
         """Returns the chunks after the last text."""
@@ -79,7 +80,7 @@ class Reply:
             content = {"text": choice.text}
             if self._asked.is_chat:
                 content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-            choices.append(_with_end(choice.row, content, choice.log_probs, choice.finish))
+            choices.append(_with_end(choice.row, content | choice.marks, choice.log_probs, choice.finish))
         return self._head | {"choices": choices} | self._counts()
 
     def _counts(self) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class Reply:
 
         Drafted tokens were accepted or rejected. Rejected tokens are in no other count.
         """
-        prompt, stats = self._prompt_tokens, self.stats
+        prompt, stats = self.prompt_tokens, self.stats
         completion, accepted, drafted = stats.emitted, stats.accepted, stats.drafted
         cost = (
             {} if stats.variation is None else {"total_variation": stats.variation}
@@ -137,12 +138,14 @@ class _Choice:
 
     Attributes:
       log_probs: of the tokens of the last chunk, under the target at temperature 1, if they were asked for.
+      marks: whether each of these tokens had been drafted, if that was asked for.
     """
 
     def __init__(self, asked: GenerationRequest, row: int, request: Request):
         self.row, self.text, self.finish = row, "", None
         self.stats: RowStats | None = None  # at the end
         self.log_probs: dict[str, Any] | None = None
+        self.marks: dict[str, list[bool]] = {}
         self._asked, self._tokenizer, self._context = asked, request.tokenizer, list(request.prompt)
         self._stream, self._tokens, self._offset = request.text_stream(), [], 0
 
@@ -152,6 +155,8 @@ class _Choice:
         self.finish, self.stats = gained.finish, gained.stats
         new = self._stream.push(self._tokens, gained.finish is not None)
         self.text += new
+        if self._asked.mark_drafted:
+            self.marks = {"from_draft": gained.from_draft}
         if self._asked.log_probs:
             texts = [self._token_text(token) for token in gained.tokens]
             log_probs = [max(one, LEAST_LOG_PROB) for one in gained.log_probs]

@@ -146,6 +146,7 @@ class GenerationRequest(_Fields):
     )
     ignore_eos: bool = _switch()
     draft_length: int | None = _integer(None, 0, 1024)
+    mark_drafted: bool = _switch()
     seed: int | None = _integer(None, 0, MAX_SEED)
     stop: StopText | list[StopText] = Field(
         [], max_length=MAX_STOPS, description=f"a text, or a list of at most {MAX_STOPS}, none of them empty"

@@ -12,8 +12,10 @@ a time (`specsamp.serving.batch`); callers may be any threads.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,10 +57,19 @@ class Answer:
       requests: of the call, in order of prompts and samples.
       is_streamed: whether chunks are delivered while a text grows; else each text is one chunk.
       is_over: whether nothing more is delivered.
+      client: whose it is.
+      first: when the first token was written, by `time.monotonic`; None before.
     """
 
-    def __init__(self, requests: Sequence[Request], deliver: Callable[[Chunk | Failed], None], is_streamed: bool):
-        self.requests, self.is_streamed, self.is_over = requests, is_streamed, False
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        deliver: Callable[[Chunk | Failed], None],
+        is_streamed: bool,
+        client: str = "",
+    ):
+        self.requests, self.is_streamed, self.is_over, self.client = requests, is_streamed, False, client
+        self.first: float | None = None
         self._deliver = deliver
 
     def cancel(self) -> None:
@@ -84,7 +95,7 @@ class Service:
       batch: its rows and their counts; the service's thread changes it.
       method: drafter and rule of all requests.
       context: the most tokens of a prompt and its text together.
-      capacity: the most texts that run or wait.
+      capacity: the most texts that run or wait; max_per_client: those of one client.
     """
 
     def __init__(
@@ -95,6 +106,7 @@ class Service:
         rows: int = 8,
         context: int | None = None,
         max_waiting: int = 64,
+        max_per_client: int | None = None,
         rounds_per_slice: int = 4,
         in_background: bool = True,
     ):
@@ -105,6 +117,7 @@ class Service:
           rows: texts that are decoded together; rounded up to a multiple of the data shards.
           context: default 4096, or as many as the models have positions for.
           max_waiting: texts beyond the rows; more are refused.
+          max_per_client: texts of one client that run or wait; default all.
           rounds_per_slice: the most rounds between two deliveries to streams, and two searches for free rows.
           in_background: whether programs of further sizes are compiled while texts go on; never on a mesh.
 
@@ -138,6 +151,9 @@ class Service:
         self.batch = ElasticBatch(self._engine, rows=rows, rounds=self._rounds, in_background=in_background)
         self.batch.programs.notify = self._wake
         self.capacity = self.batch.usage.rows + max_waiting
+        if max_per_client is None:
+            max_per_client = self.capacity
+        self.max_per_client = validate.integer("max_per_client", max_per_client, 1)
         self._changed = threading.Condition()  # guards the next two
         self._inbox: list[Request] = []
         self._closed: str | None = None  # why
@@ -187,6 +203,7 @@ class Service:
         draft_length: int | None = None,
         num_samples: int = 1,
         is_streamed: bool = False,
+        client: str = "",
     ) -> Answer:
         """Takes a request; all other arguments are as in `generate`.
 
@@ -199,6 +216,7 @@ class Service:
           ignore_eos: whether the pair's stop tokens end nothing.
           draft_length: tokens to draft in a round, at most the drafter's K; a text is that of `generate` with this length.
           is_streamed: whether chunks are delivered while a text grows.
+          client: whose request it is; clients take free rows in turn.
 
         Raises:
           ValueError: naming the value and the fix.
@@ -220,7 +238,7 @@ class Service:
         count = len(prompts) * num_samples
         if count > self.capacity:
             raise ValueError(f"{count} texts are asked for, of {self.capacity} that are taken at a time: ask for fewer")
-        self._check_room(count)  # before prompts are encoded, which takes time
+        self._check_room(count, client)  # before prompts are encoded, which takes time
         method = self.method if sampling is None else dataclasses.replace(self.method, sampling=sampling)
         prompts = encode(self._pair, prompts)
         budgets = [self._budget(index, len(tokens), max_new_tokens) for index, tokens in enumerate(prompts)]
@@ -228,11 +246,11 @@ class Service:
         requests = with_samples(make_requests(self._pair, method, prompts, budgets, seed=seed, stop=stop), num_samples)
         if jax.tree.structure(requests[0].sampling) != jax.tree.structure(self._engine.idle.sampling):
             raise ValueError(f"sampling must be of the kinds of warps in {self.method.sampling!r}; got {sampling!r}")
-        answer = Answer(requests, deliver, is_streamed)
+        answer = Answer(requests, deliver, is_streamed, client)
         for request in requests:
             request.answer, request.draft_length = answer, draft_length
         with self._changed:
-            self._check_room(count)
+            self._check_room(count, client)
             self._inbox += requests
             self._changed.notify()
         return answer
@@ -245,12 +263,19 @@ class Service:
         """Returns the text of token ids."""
         return self._pair.tokenizer.decode(encode(self._pair, [tokens])[0])
 
-    def _check_room(self, count: int) -> None:
+    def _check_room(self, count: int, client: str) -> None:
         """Raises Failed after `close`, and Busy where so many more texts do not fit."""
         if self._closed is not None:
             raise Failed(self._closed)
         if self.unfinished + count > self.capacity:
             raise Busy(f"{self.unfinished} texts are running or waiting, of {self.capacity}: try again later")
+        batch = self.batch
+        held = sum(
+            request is not None and request.answer.client == client
+            for request in [*self._inbox, *batch.waiting, *batch.reading, *batch.running]
+        )
+        if held + count > self.max_per_client:
+            raise Busy(f"{held} of your texts are running or waiting, of {self.max_per_client}: try again later")
 
     def _budget(self, index: int, length: int, max_new_tokens: int | None) -> int:
         """Returns the budget of a prompt with ``length`` tokens; None: all the room that there is."""
@@ -289,6 +314,7 @@ class Service:
         """Fills the rows, decodes a few rounds, and delivers new tokens: all at the end, earlier where they are streamed."""
         batch = self.batch
         batch.waiting[:] = [request for request in batch.waiting if not request.answer.is_over]
+        self._take_turns()
         self._fill()
         requests = [request for request in batch.running if request is not None]
         if not requests:
@@ -299,11 +325,26 @@ class Service:
         batch.run(self._rounds)
         answers = [request.answer for request in requests]
         found = batch.collect(self._text, always=any(answer.is_streamed or answer.is_over for answer in answers))
+        now = time.monotonic()
+        for request in requests:
+            if request.rounds and request.answer.first is None:
+                request.answer.first = now
         for request, text in found:
             if text is not None and (request.answer.is_streamed or text.finish != Finish.RUNNING):
                 chunk = Chunk.of(request, text, self.method)
                 if chunk is not None:
                     request.answer.send(chunk)
+
+    def _take_turns(self) -> None:
+        """Orders the waiting texts, so that clients with fewer texts in the batch take rows first; begun texts lead."""
+        batch, turns = self.batch, {}
+        counts = collections.Counter(
+            each.answer.client for each in [*batch.running, *batch.reading] if each is not None
+        )
+        for request in batch.waiting:
+            turns[request] = 0 if request.rounds else 1 + counts[request.answer.client]
+            counts[request.answer.client] += 1
+        batch.waiting.sort(key=turns.__getitem__)
 
     def _fill(self) -> None:
         """Gives free rows to waiting requests; a prompt that cannot be read fails alone."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import socket
 from collections.abc import Callable
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+BUSY = b'{"error":{"message":"too many connections: try again later","type":"server_error","param":null,"code":null}}'
+TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s" % (len(BUSY), BUSY)
+)
 SPARE_CONNECTIONS = 64  # besides the connections of all texts that may run or wait
 LAST_SECONDS = 5  # that connections have to end, after their texts have ended
 
@@ -54,22 +60,36 @@ class WebServer(uvicorn.Server):
       ended: how many texts the interrupt ended.
     """
 
-    def __init__(self, app: Starlette, close: Callable[[], int], *, connections: int, timeout: float):
+    def __init__(self, app: ASGIApp, close: Callable[[], int], *, connections: int, timeout: float):
         """Makes a server.
 
         Args:
           close: ends the service, and returns how many texts it has ended.
-          connections: the most at a time; further clients are told to come later.
+          connections: the most at a time of one address, and twice as many of all; further ones are closed.
           timeout: seconds that a connection has to send the headers of a request; twice as many after an answer.
         """
+
+        by_address: collections.Counter[str] = collections.Counter()
+        most = connections + SPARE_CONNECTIONS
 
         class Connection(H11Protocol):
             """Closes a connection without a complete request in time, also after earlier answers."""
 
             def connection_made(self, transport):
                 super().connection_made(transport)
+                self._address = (transport.get_extra_info("peername") or ("",))[0]
+                by_address[self._address] += 1
+                if by_address[self._address] > most or by_address.total() > 2 * most:
+                    transport.write(TOO_MANY)
+                    transport.close()
                 self._answered = None  # the last request that had been answered at the last look
                 self.loop.call_later(timeout, self._look)
+
+            def connection_lost(self, exc):
+                super().connection_lost(exc)
+                by_address[self._address] -= 1
+                if not by_address[self._address]:
+                    del by_address[self._address]
 
             def _look(self):
                 if self.cycle is self._answered:
@@ -87,7 +107,6 @@ class WebServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                limit_concurrency=connections + SPARE_CONNECTIONS,
                 timeout_graceful_shutdown=LAST_SECONDS,
             )
         )

@@ -243,14 +243,14 @@ def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, servi
 
 def test_other_paths_and_methods(server):
     for method, path, status in (
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("GET", COMPLETIONS, 405),
         ("DELETE", "/v1/models", 405),
         ("POST", "/v1/embeddings", 404),
         ("POST", f"{COMPLETIONS}/", 404),
     ):
         found, _, document = request(server, method, path)
-        assert found == status and "is not served here: GET /health" in document["error"]["message"]
+        assert found == status and "is not served here: GET /, /health" in document["error"]["message"]
     body = json.dumps({"prompt": "a"}).encode()
     status, _, document = request(server, "POST", COMPLETIONS, body, {"content-type": "text/plain"})
     assert status == 415 and "content-type: application/json" in document["error"]["message"], "as browsers would send"

@@ -32,9 +32,11 @@ class ChattyBytes(ByteTokenizer):
 PAIR = dataclasses.replace(counting_pair(stumbles_at=ord("k"), max_positions=None), tokenizer=ChattyBytes())
 
 
+METHOD = make_method(PAIR, draft_length=K, sampling=make_warp({}, WARPS))
+
+
 def make_service():
-    method = make_method(PAIR, draft_length=K, sampling=make_warp({}, WARPS))
-    return Service(PAIR, method, rows=ROWS, context=CONTEXT, max_waiting=WAITING, rounds_per_slice=2)
+    return Service(PAIR, METHOD, rows=ROWS, context=CONTEXT, max_waiting=WAITING, rounds_per_slice=2)
 
 
 def alone(prompts, budget, temperature=0.0, top_p=1.0, stop=(), num_samples=1, **options):

@@ -1,0 +1,222 @@
+"""What is seen of the endpoint from outside: counts, log lines and the page; and what one client may do to others."""
+
+import collections
+import contextlib
+import html.parser
+import json
+import re
+import socket
+
+import pytest
+
+from specsamp.serving.service import Busy, Service
+from support import extras
+from support.services import METHOD, PAIR, Gate, make_service, post, request, serving, wait_until
+
+pytestmark = extras.needs("starlette", "uvicorn", "pydantic", "prometheus_client")
+if extras.is_here("prometheus_client"):
+    from prometheus_client.parser import text_string_to_metric_families
+
+COMPLETIONS = "/v1/completions"
+ASKED = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def service():
+    made = make_service()
+    made.start()
+    yield made
+    made.close()
+    made.join()
+
+
+@pytest.fixture(scope="module")
+def lines():
+    return []
+
+
+@pytest.fixture(scope="module")
+def server(service, lines):
+    with serving(service, say=lines.append) as running:
+        yield running
+
+
+def raw_request(server, head, body=b""):
+    """Returns the status and the document of an answer to bytes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=120) as raw:
+        raw.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+        raw.shutdown(socket.SHUT_WR)
+        received = b""
+        while part := raw.recv(1 << 16):
+            received += part
+    return int(received[9:12]), received.partition(b"\r\n\r\n")[2]
+
+
+def counts(server):
+    """Returns the samples of /metrics by name and labels, read by the library of Prometheus."""
+    status, document = raw_request(server, "GET /metrics HTTP/1.1\nhost: x\nconnection: close")
+    assert status == 200
+    families = list(text_string_to_metric_families(document.decode()))
+    assert all(family.documentation and family.type != "unknown" for family in families)
+    return {(one.name, *sorted(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+def test_counts_are_those_of_the_answers(server):
+    before = collections.Counter(counts(server))
+    _, _, document = post(server, COMPLETIONS, ASKED)
+    assert post(server, COMPLETIONS, {"prompt": 5})[0] == 400
+    assert post(server, "/v1/" + "x" * 500, {})[0] == 404
+    wait_until(
+        lambda: (
+            counts(server)["specsamp_time_to_first_token_seconds_count",]
+            > before["specsamp_time_to_first_token_seconds_count",]
+        )
+    )
+    after = counts(server)
+    gained = {name: value - before[name] for name, value in after.items()}
+    stats = document["metrics"]["speculative_decoding"]
+    for name, value in (
+        ("prompt_tokens_total", 3),
+        ("generation_tokens_total", 6),
+        ("rounds_total", stats["num_spec_steps"]),
+        ("draft_tokens_total", stats["num_draft_tokens"]),
+        ("time_to_first_token_seconds_count", 1),
+        ("time_per_output_token_seconds_count", 1),
+    ):
+        assert gained[f"specsamp_{name}",] == value, name
+    histogram = stats["acceptance_histogram"]
+    for position in range(2):
+        accepted = gained["specsamp_accepted_tokens_total", ("position", str(position))]
+        assert accepted == sum(histogram[position + 1 :])
+        assert gained["specsamp_verified_tokens_total", ("position", str(position))] >= accepted
+    for path, status in (COMPLETIONS, "200"), (COMPLETIONS, "400"), ("other", "404"):
+        assert gained["specsamp_requests_total", ("path", path), ("status", status)] == 1
+    assert after["specsamp_rows",] == 2 and after["specsamp_rows_busy",] == 0
+
+
+def test_each_request_is_a_line(server, lines):
+    lines.clear()
+    post(server, COMPLETIONS, ASKED)
+    raw_request(server, "GET /a%1b%0ab HTTP/1.1\nhost: x\nconnection: close")
+    wait_until(lambda: len(lines) == 2)
+    pattern = r"127\.0\.0\.1 POST '/v1/completions' 200 \d+\.\d{3} s, 3 tokens read, 6 written in \d rounds, first after \d+\.\d{3} s"
+    assert re.fullmatch(pattern, lines[0]), lines[0]
+    assert re.fullmatch(r"127\.0\.0\.1 GET '/a\\x1b\\nb' 404 \d+\.\d{3} s", lines[1]), "nothing that a terminal obeys"
+
+
+class Elements(html.parser.HTMLParser):
+    """Collects the elements of a page, and its script."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.script = [], ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.script += data if self.found and self.found[-1][0] == "script" else ""
+
+
+def test_the_page_loads_nothing_from_elsewhere(server):
+    """Its script uses the elements that there are, asks for fields that are served, and writes no text as HTML."""
+    head, _, body = raw_page(server).partition(b"\r\n\r\n")
+    assert b"default-src 'none'" in head and b"nosniff" in head
+    page = Elements(body.decode())
+    assert not any({"src", "href", "action", "onclick"} & attrs.keys() for _, attrs in page.found)
+    assert "http" not in page.script and "innerHTML" not in page.script and "eval(" not in page.script
+    ids = {attrs["id"] for _, attrs in page.found if "id" in attrs}
+    used = set(re.findall(r'\b(?:at|number)\("(\w+)"\)', page.script))
+    assert used <= ids and ids - used <= {"acceptance"} | used
+    asked = re.search(r"const asked = {(.*?)};", page.script, re.DOTALL)[1]
+    fields = set(re.findall(r"(\w+):", re.sub(r"{.*?}", "0", asked)))
+    assert fields == {
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "draft_length",
+        "stream",
+        "stream_options",
+        "logprobs",
+        "mark_drafted",
+    }
+
+
+def raw_page(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=120) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        received = b""
+        while part := raw.recv(1 << 16):
+            received += part
+    assert received.startswith(b"HTTP/1.1 200")
+    return received
+
+
+def test_tokens_are_marked_by_who_wrote_them(server):
+    asked = ASKED | {"mark_drafted": True, "logprobs": 0}
+    (choice,) = post(server, COMPLETIONS, asked)[2]["choices"]
+    stats = post(server, COMPLETIONS, asked)[2]["metrics"]["speculative_decoding"]
+    assert len(choice["from_draft"]) == len(choice["logprobs"]["tokens"]) == 6
+    assert sum(choice["from_draft"]) == stats["num_accepted_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "headers, status, message",
+    [
+        ("content-encoding: gzip\ncontent-length: 2", 415, "compressed bodies"),
+        ("content-encoding: identity, br\ncontent-length: 2", 415, "compressed"),
+        ("content-length: 1000000000000", 413, "larger than"),
+        ("content-length: 2\ntransfer-encoding: chunked", 400, "contradict"),
+        ("content-length: 2\ncontent-length: 3", 400, ""),
+        ("content-length: -2", 400, ""),
+        ("content-length: 2e1", 400, ""),
+        ("transfer-encoding: gzip", 501, ""),
+    ],
+)
+def test_bodies_that_are_refused_at_once(server, headers, status, message):
+    head = f"POST {COMPLETIONS} HTTP/1.1\nhost: x\nconnection: close\ncontent-type: application/json\n{headers}"
+    found, document = raw_request(server, head, b"{}")
+    assert found in (status, 400) and message in document.decode()
+    assert not message or set(json.loads(document)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_slow_headers_of_one_address_are_closed_and_said_in_json(service, server, monkeypatch):
+    monkeypatch.setattr("specsamp.serving.web_server.SPARE_CONNECTIONS", 2 - service.capacity)
+    with serving(service) as small, contextlib.ExitStack() as held:
+        for _ in range(2):
+            raw = held.enter_context(socket.create_connection(("127.0.0.1", small.port), timeout=120))
+            raw.sendall(b"GET /health HTTP/1.1\r\nhost")
+        with socket.create_connection(("127.0.0.1", small.port), timeout=120) as third:
+            received = third.recv(1 << 16)
+        assert received.startswith(b"HTTP/1.1 503") and b'"too many connections' in received
+        assert request(server, "GET", "/health")[0] == 200
+
+
+def test_more_requests_than_may_be_open_are_refused_in_json(service):
+    with serving(service, most=0) as full:
+        status, _, document = post(full, COMPLETIONS, ASKED)
+        assert status == 503 and "0 requests are open" in document["error"]["message"]
+
+
+def test_clients_take_rows_in_turn(monkeypatch):
+    """One client asks for six texts before two others ask for one each; nobody waits for all of the six."""
+    ended, gate = [], Gate(monkeypatch)
+    made = Service(PAIR, METHOD, rows=1, context=40, max_waiting=9, max_per_client=6)
+
+    def ask(client, number):
+        made.ask(["ab"], 4, client=client, deliver=lambda piece: ended.append(f"{client}{number}"))
+
+    for number in range(6):
+        ask("a", number)
+    for client in "bc":
+        ask(client, 0)
+    with pytest.raises(Busy, match="6 of your texts are running or waiting, of 6"):
+        ask("a", 6)
+    made.start()
+    gate.open()
+    wait_until(lambda: len(ended) == 8)
+    made.close()
+    made.join()
+    assert {"b0", "c0"} <= set(ended[:3]) and [one for one in ended if one[0] == "a"] == [f"a{n}" for n in range(6)]
