@@ -182,6 +182,8 @@ class ExperimentConfig:
             )
         if not widths and not getattr(rule, "chains", True):
             raise ValueError(f"rule={self.rule} verifies token trees: set tree, such as 3,2,1, or rule=token")
+        if widths and self.synthetic_acceptance is not None:
+            raise ValueError("synthetic_acceptance is of chains: leave tree out")
         if widths and self.draft_length == MACHINE:
             raise ValueError(f"tree={tuple(widths)} is a shape, and draft_length={MACHINE} a length: leave one out")
 

@@ -13,8 +13,8 @@ on computing into scratch slots beyond its length, which changes nothing that is
 The loop is exact for any target: the emitted tokens follow the warped distribution of `LanguageModel.__call__`, computed
 in float32 from its logits.
 
-A token tree is scored in the same way, with a `Block` that lets each node see its ancestors. The accepted path is then
-moved together (`specsamp.decoding.trees.keep_path`), so that all that follows sees a chain.
+A token tree is scored with a `Block`, by which nodes see their ancestors. Then its accepted path is moved together, so
+that all that follows sees a chain.
 
 With adaptive draft lengths, a round is as wide as the longest draft of its rows. All widths are in one program and update
 the same caches in place, because the inner loops of the widths run one after the other; the branches of a `lax.switch`
@@ -206,9 +206,8 @@ class Loop:
             tokens_BS = write_tokens(state.tokens_BS, draft.tokens_BK, state.lengths_B)
             tokens_BT = gather_tokens(tokens_BS, start_B, width)
         options = {"block": block_of(draft, start_B)} if is_tree else {}
-        output = self.target(
-            weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers, **options
-        )
+        options["hidden_layers"] = self.drafter.hidden_layers
+        output = self.target(weights.target, tokens_BT, start_B, cache, **options)
         check_logits("target", self.target, output)
         logits_BTV = output.logits_BTV.astype(jnp.promote_types(output.logits_BTV.dtype, jnp.float32))
         if width == positions:

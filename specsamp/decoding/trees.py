@@ -138,6 +138,8 @@ def block_of(draft: Draft, start_B: Array) -> Block:
 
 def keep_path(model: LanguageModel, start_B: Array, verdict: Verdict, output: Output, K: int) -> Output:
     """Returns the output of the accepted path alone, its slots moved together behind ``start_B``."""
+    if verdict.rows_BT is None:
+        raise ValueError("the rule verifies chains, but the drafter drafts token trees: take RecursiveRule()")
 
     def take(x_BTD: Array) -> Array:
         return jnp.take_along_axis(x_BTD, verdict.rows_BT[..., None], axis=1)
