@@ -206,6 +206,10 @@ def _check_hashable(name: str, static: Any) -> None:
 def _check_adaptive(adaptive: Adaptive, drafter: Drafter) -> None:
     validate.instance("the method's adaptive", adaptive, Adaptive, "Adaptive(stop=Confidence(), lengths=(4,))")
     _check_hashable("the method's adaptive, with its stop,", adaptive)
+    if adaptive.stop is not None and hooks_of(drafter).depth is not None:
+        raise ValueError(
+            f"stop={adaptive.stop!r} ends chains, but {type(drafter).__name__} drafts token trees: leave it out"
+        )
     if adaptive.K != drafter.K:
         raise ValueError(f"the method's adaptive drafts up to {adaptive.K} tokens, its drafter K = {drafter.K}")
     check_lengths(drafter, adaptive.lengths)

@@ -276,6 +276,8 @@ class GrowingModelTree(GrowingDrafter, ModelDrafter):
     def commit(
         self, weights: Weights, state: Any, prefix: Prefix, draft: Draft, verdict: Verdict, output: Output, cache: Any
     ) -> tuple[Any, Any]:
+        if verdict.rows_BT is None:  # a round without a draft
+            return state, cache
         state, read_BT = state
         # A leaf that was accepted last was not read; the next round's first call reads it.
         rows_BT = jnp.take_along_axis(read_BT, verdict.rows_BT, axis=1)

@@ -88,4 +88,4 @@ class NgramDrafter(DrafterHooks, Drafter):
         """Returns where n-grams match: where the shorter one does, and one more token agrees."""
         last_B1 = jnp.take_along_axis(prefix.tokens_BS, jnp.maximum(prefix.lengths_B - n, 0)[:, None], axis=1)
         before_BS = jnp.pad(prefix.tokens_BS, ((0, 0), (n, 0)))[:, : prefix.tokens_BS.shape[1]]
-        return matches_BS & (before_BS == last_B1) & (ends >= n)
+        return matches_BS & ((before_BS == last_B1) & (ends >= n))
