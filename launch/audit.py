@@ -3,6 +3,11 @@
     python launch/audit.py --config=configs/trained_pair.py
     python launch/audit.py --config=configs/hf.py:qwen-3b --config.rule=block --prompts=mine.txt --output=audit.json
     python launch/audit.py --config=configs/random_pair.py:tiny --detect=0.1 --checks=greedy,distribution
+    python launch/audit.py --engine=http://127.0.0.1:8000/v1 --reference=http://127.0.0.1:8001/v1 --prompts=mine.txt
+
+The last form audits an engine of any make by OpenAI's completions: its samples against those of the same engine without
+speculation, or, without --reference, against the log-probabilities that it returns (which must be of the distribution that it
+samples: ask engines that return them unwarped at temperature 1). --request has fields of the request.
 
 The checks compute in float32: weights of another dtype are held twice, once in float32.
 
@@ -14,8 +19,10 @@ Exit status: 0, all checks passed; 1, one failed; 2, what was asked for cannot b
 """
 
 import dataclasses
+import json
 
 from absl import flags
+from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.cells import define_prompts, read_prompts
@@ -24,7 +31,8 @@ from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
 from specsamp import use_compilation_cache
 from specsamp.analysis import report
-from specsamp.evaluation.audit import CHECKS, Settings, Subject, audit, audit_table
+from specsamp.evaluation.audit import CHECKS, Settings, Status, Subject, audit, audit_table
+from specsamp.evaluation.audit.endpoints import Endpoint, compare_endpoints
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _CHECKS = flags.DEFINE_list("checks", list(CHECKS), f"Checks to run, separated by commas: any of {', '.join(CHECKS)}.")
@@ -46,6 +54,11 @@ _ROWS = flags.DEFINE_integer(
     "rows", 128, "Samples that are drawn together. Use fewer where their caches do not fit in memory."
 )
 _PROMPTS = define_prompts()
+_ENGINE = flags.DEFINE_string(
+    "engine", None, "Audit the speculative engine of this endpoint, such as http://HOST:8000/v1."
+)
+_REFERENCE = flags.DEFINE_string("reference", None, "Endpoint of the same engine without speculation.")
+_REQUEST = flags.DEFINE_string("request", "{}", 'Fields of each request: \'{"model": "mine", "temperature": 0.8}\'.')
 _OUTPUT = entry.define_output()
 
 FAILED = 1
@@ -53,6 +66,9 @@ FAILED = 1
 
 def main() -> int:
     console = entry.make_console()
+    entry.check_goes_with({"reference": ["engine"], "request": ["engine"]})
+    if _ENGINE.value is not None:
+        return audit_engine(console)
     _CONFIG.refuse_fields(["batch", "repeats"], "give --rows and --prompt_count")
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
@@ -81,6 +97,41 @@ def main() -> int:
     }
     entry.write_result(_OUTPUT.value, document, console)
     return 0 if found.passed else FAILED
+
+
+def audit_engine(console: Console) -> int:
+    """Audits an engine by its endpoint."""
+    entry.refuse_flags(["config", "checks", "rows", "prompt_count"], "--engine audits samples of an endpoint")
+    entry.check_output(_OUTPUT.value)
+    try:
+        fields = dict(json.loads(_REQUEST.value))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f'--request={_REQUEST.value} must be a JSON object, such as {{"temperature": 0.8}}') from error
+    prompts = [prompt for prompt in read_prompts(_PROMPTS.value) if isinstance(prompt, str)]
+    if not prompts:
+        raise ValueError("--engine needs --prompts: texts after which the next tokens are uncertain")
+    own = {} if _REFERENCE.value else {"logprobs": 0}
+    with entry.progress(console, "starting") as say:
+        check = compare_endpoints(
+            Endpoint(_ENGINE.value, own | fields),
+            Endpoint(_REFERENCE.value, fields) if _REFERENCE.value else None,
+            prompts[: _DISTRIBUTION_PROMPTS.value],
+            detect=_DETECT.value,
+            level=_FALSE_ALARM.value,
+            progress=say,
+        )
+    found = report.as_json(dataclasses.asdict(check))
+    entry.show([audit_table([found], claims=True)], console)
+    passed = check.verdict is Status.PASSED
+    document = {
+        "engine": _ENGINE.value,
+        "reference": _REFERENCE.value,
+        "request": fields,
+        "passed": passed,
+        "check": found,
+    }
+    entry.write_result(_OUTPUT.value, document, console)
+    return 0 if passed else FAILED
 
 
 def make_subject(config: ExperimentConfig, experiment: Experiment, count: int) -> Subject:

@@ -132,7 +132,9 @@ class Study:
 
 def names() -> list[str]:
     """Returns the names of all studies."""
-    return sorted(path.stem for path in STUDIES.glob("*.py") if "\nSTUDY = " in path.read_text(encoding="utf-8"))
+    files = {path.stem: path for path in STUDIES.glob("*.py")}
+    files |= {path.parent.name: path for path in STUDIES.glob("*/__init__.py")}
+    return sorted(name for name, path in files.items() if "\nSTUDY = " in path.read_text(encoding="utf-8"))
 
 
 def load_study(name: str) -> Study:

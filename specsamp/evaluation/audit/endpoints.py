@@ -1,0 +1,153 @@
+"""Audits engines of others by their endpoint: OpenAI's completions, one speculative and one plain, or one alone.
+
+The first two tokens after some prompts are counted, as in `specsamp.evaluation.audit.distribution`. Two engines are compared
+by their texts: half of the samples choose the cells that came more often from the first, the other half counts them (Fisher's
+exact test); the difference of two counts takes twice the samples. One engine is compared with the log-probabilities that it
+returns, which must be those of the distribution it samples: engines that return them before temperature and top-p are to be
+asked at temperature 1 without top-p. Cells have a probability of a hundredth at least; the others are one cell.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import json
+import math
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from specsamp.evaluation.audit.distribution import SMALLEST, TOKENS, Cells, excess, samples_for
+from specsamp.evaluation.audit.subject import POWER, Check, Status
+
+PILOT = 400  # samples of each prompt that find its cells
+AT_ONCE, CHOICES = 8, 64  # requests, and samples asked of each
+
+
+@dataclasses.dataclass(frozen=True)
+class Endpoint:
+    """An engine that speaks OpenAI's completions, such as at http://127.0.0.1:8000/v1; ``fields`` join each request."""
+
+    url: str
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def sample(self, prompt: str, count: int, first_seed: int) -> list[tuple[Any, float]]:
+        """Returns ``count`` continuations and their log-probabilities, NaN without ``logprobs`` among the fields.
+
+        Raises ValueError, with the engine's answer, if it refuses or cannot be reached.
+        """
+        found: list[tuple[Any, float]] = []
+        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+            seed, size = first_seed, CHOICES  # engines may ignore n and return one
+            while len(found) < count:
+                calls = min(AT_ONCE, math.ceil((count - len(found)) / size))
+                answers = list(pool.map(lambda i: self._ask(prompt, i), range(seed, seed + calls)))
+                found += [one for answer in answers for one in answer]
+                seed, size = seed + calls, len(answers[0])
+        return found[:count]
+
+    def _ask(self, prompt: str, seed: int) -> list[tuple[Any, float]]:
+        body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 1.0, "n": CHOICES, "seed": seed, **self.fields}
+        request = urllib.request.Request(
+            self.url.rstrip("/") + "/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=600) as answer:
+                choices = json.load(answer)["choices"]
+        except urllib.error.HTTPError as error:
+            raise ValueError(
+                f"{self.url} refused {sorted(body)}: {error.read()[:300].decode(errors='replace')}"
+            ) from error
+        except (OSError, KeyError, ValueError) as error:
+            raise ValueError(f"{self.url} gave no completion: {error!r}") from error
+        if "logprobs" not in self.fields:
+            return [(choice["text"], math.nan) for choice in choices]
+        if not choices or not all(choice.get("logprobs") for choice in choices):
+            raise ValueError(f"{self.url} returns no logprobs: give --reference, or another engine")
+        return [
+            (tuple(one["tokens"]), sum(one["token_logprobs"])) for one in (choice["logprobs"] for choice in choices)
+        ]
+
+
+def compare_endpoints(
+    engine: Endpoint,
+    plain: Endpoint | None,
+    prompts: Sequence[str],
+    *,
+    detect: float,
+    level: float,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Check:
+    """Checks that an engine's samples follow a plain engine's, or, without one, the engine's own log-probabilities.
+
+    Args:
+      engine, plain: the endpoints.
+      prompts: texts after which samples differ.
+      detect: total variation between the counted cells that is seen with `POWER`.
+      level: probability, at most, that a sound engine fails.
+    """
+    reference = plain or engine
+    cells = []
+    for i, prompt in enumerate(prompts):
+        progress(f"pilot, prompt {i + 1} of {len(prompts)}")
+        cells.append(_cells(i, reference.sample(prompt, PILOT, 1_000_000), known=plain is None))
+    cells = [one for one in cells if one.probs_C.max() < 1 - SMALLEST]
+    if not cells:
+        raise ValueError("--prompts: the engine leaves nothing to chance after these; give others, or a temperature")
+    samples = samples_for(cells, detect if plain is None else detect / math.sqrt(2), level)
+
+    def halves(endpoint: Endpoint, first_seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        counts = []
+        for one in cells:
+            progress(f"{samples} samples of {endpoint.url}, prompt {one.prompt_id + 1} of {len(prompts)}")
+            drawn = [text for text, _ in endpoint.sample(prompts[one.prompt_id], samples, first_seed)]
+            counts.append([one.count([(text, None) for text in drawn[h::2]]) for h in (0, 1)])
+        return tuple(map(list, zip(*counts, strict=True)))
+
+    choosing, counting = halves(engine, 2_000_000)
+    if plain is None:
+        measured, p_value = excess(cells, choosing, counting, 0.0)
+    else:
+        measured, p_value = _difference(choosing, counting, *halves(plain, 3_000_000))
+    rest = float(np.mean([one.probs_C[0] for one in cells]))
+    against = f"{plain.url}" if plain else "its own log-probabilities, taken as those of the distribution it samples"
+    numbers = {"samples": samples, "prompts": len(cells), "measured": measured, "p_value": p_value, "level": level}
+    count = sum(len(one.probs_C) for one in cells)
+    return Check(
+        name="distribution",
+        verdict=Status.FAILED if p_value < level else Status.PASSED,
+        sentence=f"{samples} samples of two tokens after each of {len(cells)} prompts, against {against}: total variation "
+        f"{max(measured, 0):.2g}, p = {p_value:.2g}",
+        numbers=numbers | {"cells": count, "share_in_the_rest": rest},
+        seen=f"any error of {detect:g} between the {count} cells seen with {POWER:.0%} ({rest:.0%} lies in one cell)",
+    )
+
+
+def _cells(prompt_id: int, pilot: Sequence[tuple[Any, float]], known: bool) -> Cells:
+    """Returns the continuations of at least `SMALLEST`, by their log-probabilities if known, else by their counts."""
+    counted = collections.Counter(text for text, _ in pilot)
+    shares = (
+        {text: math.exp(value) for text, value in pilot} if known else {x: n / len(pilot) for x, n in counted.items()}
+    )
+    probable = {text: share for text, share in shares.items() if share >= SMALLEST}
+    index = {(text, None): number for number, text in enumerate(probable, start=1)}
+    return Cells(
+        prompt_id=prompt_id, index=index, probs_C=np.array([max(1 - sum(probable.values()), 0), *probable.values()])
+    )
+
+
+def _difference(*counts: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Returns measured total variation and p-value from an engine's and a plain one's choosing and counting halves."""
+    hits, misses = np.zeros(2), np.zeros(2)
+    for chose, counted, plain_chose, plain_counted in zip(*counts, strict=True):
+        is_chosen_C = chose / chose.sum() > plain_chose / plain_chose.sum()
+        for i, one in enumerate((counted, plain_counted)):
+            hits[i] += one[is_chosen_C].sum()
+            misses[i] += one[~is_chosen_C].sum()
+    shares = hits / (hits + misses)
+    return float(shares[0] - shares[1]), float(stats.fisher_exact([hits, misses], alternative="greater")[1])

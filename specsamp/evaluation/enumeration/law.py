@@ -1,0 +1,80 @@
+"""The distribution of what code emits, over all of its paths; and that of texts, by chaining rounds."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+
+from specsamp.evaluation.enumeration.draws import replaced_draws
+from specsamp.evaluation.enumeration.noise import PATHS, Outside, Paths
+
+Law = Mapping[Hashable, float]  # the probability of each outcome
+MAX_PATHS = 200_000
+
+
+def distribution(run: Callable[[], Hashable], max_paths: int = MAX_PATHS) -> Law:
+    """Returns the distribution of what ``run`` returns; a path that raises emits the exception's text in a `Raised`.
+
+    Raises:
+      Outside: naming the call, where a number is drawn or used in a way that cannot be enumerated, and for endless paths.
+    """
+    law, total = collections.defaultdict(float), 0.0
+    for outcome, probability in _paths(run, max_paths):
+        law[outcome] += probability
+        total += probability
+    if abs(total - 1) > 1e-12:
+        raise Outside(f"the paths' probabilities sum to {total!r}")
+    return dict(law)
+
+
+@dataclasses.dataclass(frozen=True)
+class Raised:
+    """What a path emits that raises."""
+
+    error: str
+
+
+def _paths(run: Callable[[], Hashable], max_paths: int) -> Iterator[tuple[Hashable, float]]:
+    paths = Paths()
+    PATHS.append(paths)
+    try:
+        with replaced_draws():
+            for _ in range(max_paths):
+                paths.begin()
+                try:
+                    outcome = run()
+                except Exception as error:
+                    outcome = Raised(f"{type(error).__name__}: {str(error)[:80]}")
+                yield outcome, paths.probability
+                if not paths.advance():
+                    return
+        raise Outside(f"more than {max_paths} paths")
+    finally:
+        PATHS.pop()
+
+
+def joint(emit: Callable[[int], Sequence[int]], count: int, first: int = 0) -> Law:
+    """Returns the joint distribution of the first ``count`` tokens after ``first``: rounds are chained.
+
+    ``emit`` takes the last token and returns those of one round, or of a whole text; models here remember no more.
+    """
+    rounds = functools.cache(lambda last: distribution(lambda: tuple(map(int, emit(last)))))
+    law, open_ = collections.defaultdict(float), {(): 1.0}
+    while open_:
+        reached = collections.defaultdict(float)
+        for prefix, probability in open_.items():
+            for tokens, share in rounds(prefix[-1] if prefix else first).items():
+                if tokens == ():
+                    raise Outside("a round emits no token")
+                whole = isinstance(tokens, Raised) or len(prefix + tokens) >= count
+                text = tokens if isinstance(tokens, Raised) else (prefix + tokens)[:count]
+                (law if whole else reached)[text] += probability * share
+        open_ = reached
+    return dict(law)
+
+
+def total_variation(a: Law, b: Law) -> float:
+    """Returns half the sum of the absolute differences."""
+    return sum(abs(a.get(outcome, 0.0) - b.get(outcome, 0.0)) for outcome in {**a, **b}) / 2

@@ -1,0 +1,118 @@
+"""The audit of endpoints: sound engines pass, a planted bias of the stated size fails, and bad answers are named."""
+
+import contextlib
+import http.server
+import json
+import math
+import threading
+
+import numpy as np
+import pytest
+
+from specsamp.evaluation.audit import Status
+from specsamp.evaluation.audit.endpoints import Endpoint, compare_endpoints
+from support.run_script import call
+
+PAIRS = ("aa", "ab", "ac", "ba", "bb", "bc")
+PROBS = np.array([0.3, 0.2, 0.1, 0.2, 0.15, 0.05])
+BIASED = PROBS + np.array([0.1, 0, 0, -0.1, 0, 0])
+SOUND = {"detect": 0.1, "level": 1e-4}
+
+
+@contextlib.contextmanager
+def engine(probs=PROBS, shown=PROBS, most=1000, status=200, answer=None):
+    """Serves samples of a distribution; ``most`` choices an answer, and log-probabilities of ``shown`` if asked."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.0"
+
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            drawn = np.random.default_rng(asked["seed"]).choice(len(PAIRS), min(asked["n"], most), p=probs)
+            choices = [{"text": PAIRS[i], "logprobs": None} for i in drawn]
+            for choice, i in zip(choices, drawn):
+                if "logprobs" in asked:
+                    choice["logprobs"] = {"tokens": [*PAIRS[i]], "token_logprobs": [math.log(shown[i]), 0.0]}
+            body = json.dumps(answer or {"choices": choices}).encode()
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(("probs", "verdict"), [(PROBS, Status.PASSED), (BIASED, Status.FAILED)])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_planted_bias_of_the_stated_size_fails(probs, verdict, alone):
+    with engine(probs) as speculative, engine() as plain:
+        fields = {"logprobs": 0} if alone else {}
+        other = None if alone else Endpoint(plain)
+        check = compare_endpoints(Endpoint(speculative, fields), other, ["x", "y"], **SOUND)
+    assert check.verdict == verdict, check.sentence
+    assert check.numbers["cells"] == 2 * (len(PAIRS) + 1)
+    if verdict is Status.FAILED:
+        assert check.numbers["measured"] == pytest.approx(0.1, abs=0.04)
+
+
+def test_log_probabilities_of_another_distribution_fail():
+    with engine(PROBS, shown=BIASED) as url:
+        check = compare_endpoints(Endpoint(url, {"logprobs": 0}), None, ["x"], **SOUND)
+    assert check.verdict is Status.FAILED
+
+
+def test_engines_that_return_one_choice_are_asked_again():
+    with engine(most=1) as url:
+        drawn = Endpoint(url).sample("x", 70, 0)
+    assert len(drawn) == 70 and {text for text, _ in drawn} <= set(PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "fields", "message"),
+    [
+        ({"error": {"message": "no such model"}}, 400, {}, "no such model"),
+        ({"choices": [{"text": "a"}]}, 200, {"logprobs": 0}, "returns no logprobs"),
+        ({"nothing": 1}, 200, {}, "gave no completion"),
+        ({"choices": [{"text": "aa"}] * 64}, 200, {}, "leaves nothing to chance"),
+    ],
+)
+def test_bad_answers_are_named(answer, status, fields, message):
+    with engine(answer=answer, status=status) as url, pytest.raises(ValueError, match=message):
+        compare_endpoints(Endpoint(url, fields), None if fields else Endpoint(url), ["x"], **SOUND)
+
+
+def test_an_engine_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"http://127.0.0.1:9 gave no completion"):
+        Endpoint("http://127.0.0.1:9").sample("x", 1, 0)
+
+
+def test_the_command_says_what_it_compared_and_fails_for_a_bias(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("x\ny\n")
+    shared = [f"--prompts={prompts}", "--detect=0.1", f"--output={tmp_path}/audit.json"]
+    with engine(BIASED) as speculative, engine() as plain:
+        found = call("audit", f"--engine={speculative}", f"--reference={plain}", *shared)
+        sound = call("audit", f"--engine={plain}", '--request={"temperature": 1}', *shared)
+    assert found.returncode == 1 and "failed" in found.stdout and plain in found.stdout
+    assert sound.returncode == 0, sound.stderr
+    assert json.loads((tmp_path / "audit.json").read_text())["request"] == {"temperature": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--reference=http://x/v1"], "--reference has no effect: it goes with --engine"),
+        (["--engine=http://x/v1"], "--engine needs --prompts"),
+        (["--engine=http://x/v1", "--request=[1]"], "--request=[1] must be a JSON object"),
+        (["--engine=http://x/v1", "--rows=3"], "--rows has no effect"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(arguments, message):
+    found = call("audit", *arguments)
+    assert found.returncode == 2 and message in found.stderr
