@@ -4,15 +4,19 @@
     python launch/study.py serving --ask=endpoint --max_new_tokens=128
 
 batches: rounds and time of fixed batches, which wait for their slowest row, and of the queue.
-endpoint: latencies of clients of launch/serve.py on the server's machine; each sends a request as soon as it is
-answered.
+endpoint: latencies of clients of launch/serve.py, with its defaults, on the server's machine; each sends a request as
+soon as it is answered. Beside them one text at a time by `generate`, and how long the first answer takes from the start
+of a server for which nothing is compiled yet.
 """
 
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +34,7 @@ from specsamp.decoding.request import encode
 from specsamp.evaluation.tasks import load_task
 
 TABLES = {"batches": "refill", "endpoint": "serve_load"}
-PAIR, K, ROWS, CONTEXT, CLIENTS = "python", 3, 8, 512, (1, 4, 8, 16)
+PAIR, K, ROWS, CLIENTS = "python", 3, 8, (1, 4, 8, 16)
 
 
 def prepare(options: Any) -> None:
@@ -79,23 +83,46 @@ def endpoint(options: Any, say: Say) -> dict[str, Any]:
     """Puts load on a server that drafts, then on one that does not."""
     fields = {"model": PAIR, "max_tokens": options.max_new_tokens, "temperature": 0.8, "top_p": 0.95}
     found: dict[int, list] = {K: [], 0: []}
+    alone: dict[int, dict] = {}
     for length, runs in found.items():
         say(f"K = {length}: the server compiles")
-        command = [sys.executable, "-um", "launch.serve", "--port=0", "--plain", "--warps=top_p", f"--rows={ROWS}"]
+        command = [sys.executable, "-um", "launch.serve", "--port=0", "--plain"]
         command += [f"--config=configs/trained_pair.py:{PAIR}", f"--config.draft_length={length}"]
-        command += [f"--context={CONTEXT}", f"--max_waiting={max(CLIENTS)}"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT) as server:
+        begin, nothing = time.perf_counter(), tempfile.TemporaryDirectory()
+        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": nothing.name}
+        with (
+            nothing,
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=CHECKOUT, env=environment) as server,
+        ):
             try:
                 ready = next(filter(None, (re.search(r"ready: (\S+)/v1 ", line) for line in server.stdout)), None)
                 if ready is None:
                     raise ValueError("the server did not begin; it said why above")
-                load(ready[1], max(CLIENTS), max(CLIENTS), fields)  # warms up
+                threading.Thread(target=server.stdout.read, daemon=True).start()  # a line for each request
+                load(ready[1], 1, 1, fields)
+                alone[length] = {"seconds_to_first_answer": time.perf_counter() - begin}
                 for clients in CLIENTS:
                     say(f"K = {length}, {clients} clients")
+                    for _ in range(2):  # what they need is compiled
+                        load(ready[1], clients, 2 * clients, fields)
                     runs.append(load(ready[1], clients, options.requests, fields))
             finally:
                 server.terminate()  # it ends its connections, and says nothing
-    return {"context": CONTEXT, "K": found}
+        say(f"K = {length}, generate")
+        alone[length]["tokens_per_second"] = by_generate(length, options)
+    return {"K": found, "alone": alone}
+
+
+def by_generate(length: int, options: Any) -> float:
+    """Returns the tokens a second of the same prompts, one at a time."""
+    pair, prompts = load_pair(PAIR), load_prompts(PAIR)
+    settings = {"sampling": chain(temperature(0.8), top_p(0.95)), "draft_length": length}
+    for _ in range(2):  # the first time compiles
+        begin, tokens = time.perf_counter(), 0
+        for number in range(options.requests // 4):
+            (text,) = generate(pair, [prompts[number % len(prompts)]], options.max_new_tokens, seed=number, **settings)
+            tokens += len(text.tokens)
+    return tokens / (time.perf_counter() - begin)
 
 
 def load(url: str, clients: int, requests: int, fields: dict[str, Any]) -> dict[str, Any]:
@@ -148,14 +175,20 @@ def scheduling(document: Document) -> Table:
 
 def serve_load(document: Document) -> Table:
     """Returns what clients of the endpoint see, by their number, with drafts and without."""
-    rows = []
-    for length, runs in answer(document, "endpoint")["K"].items():
+    rows, found = [], answer(document, "endpoint")
+    for length, runs in found["K"].items():
+        if "alone" in found:
+            alone = found["alone"][length]
+            rows.append((length, "generate", f"{alone['tokens_per_second']:.0f}", "", ""))
         for run in runs:
             spans = (run["seconds_to_first_token"], run["seconds_to_end"])
             times = (f"{each['median']:.2f} ({each['p90']:.2f})" for each in spans)
             rows.append((length, f"{run['clients']}", f"{run['tokens_per_second']:.0f}", *times))
     header = ("K", "clients", "tokens per second", "first token, s", "whole answer, s")
     note = "Answers are streamed; 90th percentiles in brackets."
+    if "alone" in found:
+        first = ", ".join(f"{each['seconds_to_first_answer']:.0f} s with K = {K}" for K, each in found["alone"].items())
+        note += f" First answer after the start, nothing compiled: {first}."
     return Table(title="The endpoint under load", header=header, rows=rows, note=note)
 
 

@@ -24,6 +24,7 @@ from specsamp.decoding.results import RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.serving.background import Background
 from specsamp.serving.batch import Batch
+from specsamp.serving.scores import ScoreCall, Scoring
 
 SMALLEST_SLOTS = 256
 PATIENCE = 16  # slices in which a smaller batch would do, before it shrinks
@@ -121,7 +122,8 @@ class ElasticBatch(Batch):
     def compile_all(self) -> None:
         """Compiles all sizes, and all changes of the size."""
         changes = [Resize(old, new) for old in self.sizes for new in self.sizes if old != new]
-        for thing in (*self.sizes, *changes, *map(Chunks, self._all_slots)):
+        scores = [ScoreCall(slots, chunk) for slots in self._all_slots for chunk in self._chunks]
+        for thing in (*self.sizes, *changes, *map(Chunks, self._all_slots), *scores):
             self.programs.make(thing)
 
     def fill(self) -> None:
@@ -350,9 +352,18 @@ class ElasticBatch(Batch):
 
     # Programs.
 
-    def _compile(self, thing: Size | Resize | Chunks) -> None:
+    def score(self, tokens: Sequence[int]) -> Scoring | None:
+        """Begins to score a text; None: its programs are not compiled yet."""
+        calls = (ScoreCall(slots, chunk) for chunk in reversed(self._chunks) for slots in self._all_slots)
+        call = next(call for call in calls if call.slots >= len(tokens) + call.chunk)
+        return Scoring(self._with_slots(call.slots), tokens, call.chunk) if self.programs.is_ready(call) else None
+
+    def _compile(self, thing: Size | Resize | Chunks | ScoreCall) -> None:
         """Runs programs once, on rows that have ended."""
         count = self._shards.count
+        if isinstance(thing, ScoreCall):
+            Scoring(self._with_slots(thing.slots), [0, 0], thing.chunk).step()
+            return
         if isinstance(thing, Resize):
             old = self._with_slots(thing.old.slots)
             at = [n % thing.old.rows for n in range(thing.new.rows)] * count

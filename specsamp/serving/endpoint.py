@@ -185,6 +185,7 @@ class Endpoint:
                 num_samples=asked.n,
                 is_streamed=asked.stream,
                 client=client,
+                is_scored=asked.is_scored,
             )
         )
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from specsamp.decoding.request import Request
 from specsamp.decoding.results import Chunk, RowStats
 from specsamp.decoding.text import INCOMPLETE, Continuation
 from specsamp.serving.openai_requests import GenerationRequest
+from specsamp.serving.scores import Scores
 from specsamp.serving.service import Answer
 
 LEAST_LOG_PROB = -9999.0  # JSON has no -inf
@@ -37,7 +39,7 @@ class Reply:
 
     def __init__(self, asked: GenerationRequest, answer: Answer, model: str, exact: bool):
         self._asked = asked
-        self._choices = [_Choice(asked, row, request) for row, request in enumerate(answer.requests)]
+        self._choices = [_Choice(asked, row, request, answer.scores) for row, request in enumerate(answer.requests)]
         self.prompt_tokens = sum(len(request.prompt) for request in answer.requests if not request.sample_index)
         kind = "chat.completion" if asked.is_chat else "text_completion"
         prefix = "chatcmpl" if asked.is_chat else "cmpl"
@@ -141,8 +143,11 @@ class _Choice:
       marks: whether each of these tokens had been drafted, if that was asked for.
     """
 
-    def __init__(self, asked: GenerationRequest, row: int, request: Request):
+    def __init__(self, asked: GenerationRequest, row: int, request: Request, scores: Mapping[Request, Scores]):
         self.row, self.text, self.finish = row, "", None
+        self._request, self._scores = request, scores
+        if asked.echo:
+            self.text = request.tokenizer.decode(request.prompt)
         self.stats: RowStats | None = None  # at the end
         self.log_probs: dict[str, Any] | None = None
         self.marks: dict[str, list[bool]] = {}
@@ -157,18 +162,50 @@ class _Choice:
         self.text += new
         if self._asked.mark_drafted:
             self.marks = {"from_draft": gained.from_draft}
-        if self._asked.log_probs:
+        if self._asked.is_scored and gained.finish is not None:
+            self.log_probs = self._all_log_probs()
+        elif self._asked.log_probs:
             texts = [self._token_text(token) for token in gained.tokens]
             log_probs = [max(one, LEAST_LOG_PROB) for one in gained.log_probs]
             form = self._of_chat if self._asked.is_chat else self._of_completion
             self.log_probs = form(texts, log_probs) if texts else None
         return new
 
-    def _token_text(self, token: int) -> str:
+    def _all_log_probs(self) -> dict[str, Any]:
+        """Returns the scores of the text, after those of the prompt if it is echoed."""
+        scores, first = self._scores[self._request], len(self._request.prompt)
+        tokens, log_probs, tops = (
+            [*self._request.prompt, *self._tokens],
+            [None, *scores.log_probs],
+            [None, *scores.tops],
+        )
+        if self._asked.echo:
+            first, self._context = 0, []
+        texts, likeliest = [], []
+        for token, at in zip(tokens[first:], tops[first:]):
+            context = Continuation(self._tokenizer, self._context)
+            around = at and [(self._name(context, each), max(value, LEAST_LOG_PROB)) for each, value in at]
+            likeliest.append(around and around[: self._asked.tops])
+            texts.append(self._token_text(token))
+        values = [value if value is None else max(value, LEAST_LOG_PROB) for value in log_probs[first:]]
+        if not self._asked.is_chat:
+            found = self._of_completion(texts, values)
+            if self._asked.tops:  # of two tokens with one text, the likelier
+                found["top_logprobs"] = [around and dict(reversed(around)) for around in likeliest]
+            return found
+        found = self._of_chat(texts, values)
+        for entry, around in zip(found["content"], likeliest):
+            entry["top_logprobs"] = [_entry(text, value) for text, value in around]
+        return found
+
+    def _name(self, context: Continuation, token: int) -> str:
         """Returns the text that a token adds; for a token without text, such as the end of text, its name."""
-        text = Continuation(self._tokenizer, self._context).decode([token])
+        return context.decode([token]) or self._tokenizer.token(token)
+
+    def _token_text(self, token: int) -> str:
+        text = self._name(Continuation(self._tokenizer, self._context), token)
         self._context = [*self._context[-16:], token]
-        return text or self._tokenizer.token(token)
+        return text
 
     def _of_completion(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
         offsets = []
@@ -178,13 +215,10 @@ class _Choice:
         return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": offsets}
 
     def _of_chat(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
-        content = [
-            {
-                "token": text,
-                "logprob": log_prob,
-                "bytes": None if INCOMPLETE in text else list(text.encode()),
-                "top_logprobs": [],
-            }
-            for text, log_prob in zip(texts, log_probs)
-        ]
+        content = [_entry(text, log_prob) | {"top_logprobs": []} for text, log_prob in zip(texts, log_probs)]
         return {"content": content, "refusal": None}
+
+
+def _entry(text: str, log_prob: float) -> dict[str, Any]:
+    encoded = None if INCOMPLETE in text else list(text.encode())
+    return {"token": text, "logprob": log_prob, "bytes": encoded}

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from specsamp.sampling.warp import Warp
 from specsamp.serving.request_warps import ALL_TOKENS, OPTIONAL_WARPS, WARPS, make_warp
+from specsamp.serving.scores import MOST_TOPS
 from specsamp.serving.service import MAX_STOP_IDS, MAX_STOPS
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; an answer in a chat has as many as there is room for
@@ -26,7 +27,6 @@ IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key",
 # Fields that are not served, with the values that change nothing.
 REFUSED = {
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     "logit_bias": ({},),
     "tools": ([],),
@@ -90,11 +90,6 @@ def _number(default: float, least: float, most: float) -> Any:
 
 def _switch() -> Any:
     return Field(False, description="true or false")
-
-
-def _own_tokens_only(default: int | None, how: str) -> Any:
-    wanted = f"0: only log-probabilities of the text's tokens are kept ({how} returns them)"
-    return Field(default, ge=0, le=0, description=wanted)
 
 
 class _Fields(BaseModel):
@@ -162,6 +157,11 @@ class GenerationRequest(_Fields):
     repetition_penalty: float = _number(1, 0.01, 100)
 
     @property
+    def is_scored(self) -> bool:
+        """Returns whether more log-probabilities are asked for than those of the text's own tokens."""
+        return bool(self.tops or self.log_probs and self.echo)
+
+    @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
@@ -188,7 +188,8 @@ class CompletionRequest(GenerationRequest):
         description="a text, token ids, or a list of texts or of lists of token ids"
     )
     max_tokens: int = _integer(DEFAULT_MAX_TOKENS, 1, 2**31 - 1)
-    logprobs: int | None = _own_tokens_only(None, "0")
+    logprobs: int | None = _integer(None, 0, MOST_TOPS)
+    echo: bool = _switch()
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -199,6 +200,10 @@ class CompletionRequest(GenerationRequest):
     def log_probs(self) -> bool:
         return self.logprobs is not None
 
+    @property
+    def tops(self) -> int:
+        return self.logprobs or 0
+
 
 class ChatRequest(GenerationRequest):
     is_chat: ClassVar[bool] = True
@@ -206,7 +211,8 @@ class ChatRequest(GenerationRequest):
     max_tokens: int | None = _integer(None, 1, 2**31 - 1)  # None: as many as there is room for
     max_completion_tokens: int | None = _integer(None, 1, 2**31 - 1)
     logprobs: bool = _switch()
-    top_logprobs: int = _own_tokens_only(0, "logprobs = true")
+    top_logprobs: int = _integer(0, 0, MOST_TOPS)
+    echo: ClassVar[bool] = False
 
     @property
     def prompts(self) -> list[list[dict[str, str]]]:
@@ -215,6 +221,10 @@ class ChatRequest(GenerationRequest):
     @property
     def log_probs(self) -> bool:
         return self.logprobs
+
+    @property
+    def tops(self) -> int:
+        return self.top_logprobs
 
 
 class TokenizeRequest(_Fields):
@@ -255,6 +265,11 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
         raise ApiError(message, param="model", status=404, code="model_not_found")
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options are of streams: leave them out, or set stream", param="stream_options")
+    if is_chat and request.top_logprobs and not request.logprobs:
+        raise ApiError("top_logprobs needs logprobs: set logprobs to true", param="top_logprobs")
+    if request.stream and (request.is_scored or request.echo):
+        name = "echo" if request.echo else "top_logprobs" if is_chat else "logprobs"
+        raise ApiError(f"{name} = {getattr(request, name)!r} is not streamed: leave out stream, or {name}", param=name)
     if is_chat and request.max_completion_tokens is not None:
         if request.max_tokens not in (None, request.max_completion_tokens):
             raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")

@@ -33,6 +33,7 @@ from specsamp.decoding.results import Chunk, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.sampling.warp import Warp
 from specsamp.serving.elastic_batch import ElasticBatch, chunk_sizes
+from specsamp.serving.scores import Scoring
 
 MAX_STOPS = 4  # strings that end the texts of a request
 MAX_STOP_IDS = 16  # tokens that do
@@ -58,6 +59,7 @@ class Answer:
       is_streamed: whether chunks are delivered while a text grows; else each text is one chunk.
       is_over: whether nothing more is delivered.
       client: whose it is.
+      is_scored: whether the last chunk of each text waits for `scores`, those of its request.
       first: when the first token was written, by `time.monotonic`; None before.
     """
 
@@ -67,9 +69,11 @@ class Answer:
         deliver: Callable[[Chunk | Failed], None],
         is_streamed: bool,
         client: str = "",
+        is_scored: bool = False,
     ):
         self.requests, self.is_streamed, self.is_over, self.client = requests, is_streamed, False, client
         self.first: float | None = None
+        self.is_scored, self.scores = is_scored, {}
         self._deliver = deliver
 
     def cancel(self) -> None:
@@ -154,6 +158,8 @@ class Service:
         if max_per_client is None:
             max_per_client = self.capacity
         self.max_per_client = validate.integer("max_per_client", max_per_client, 1)
+        self._to_score: list[tuple[Request, Chunk]] = []  # texts that have ended
+        self._scoring: Scoring | None = None  # of the first of them
         self._changed = threading.Condition()  # guards the next two
         self._inbox: list[Request] = []
         self._closed: str | None = None  # why
@@ -187,7 +193,7 @@ class Service:
     def unfinished(self) -> int:
         """Returns how many texts are running or waiting."""
         running = sum(request is not None for request in self.batch.running)
-        return len(self._inbox) + len(self.batch.waiting) + len(self.batch.reading) + running
+        return len(self._inbox) + len(self.batch.waiting) + len(self.batch.reading) + running + len(self._to_score)
 
     def ask(
         self,
@@ -204,6 +210,7 @@ class Service:
         num_samples: int = 1,
         is_streamed: bool = False,
         client: str = "",
+        is_scored: bool = False,
     ) -> Answer:
         """Takes a request; all other arguments are as in `generate`.
 
@@ -217,6 +224,7 @@ class Service:
           draft_length: tokens to draft in a round, at most the drafter's K; a text is that of `generate` with this length.
           is_streamed: whether chunks are delivered while a text grows.
           client: whose request it is; clients take free rows in turn.
+          is_scored: whether to score prompts and texts (`specsamp.serving.scores`); texts are not streamed then.
 
         Raises:
           ValueError: naming the value and the fix.
@@ -246,7 +254,7 @@ class Service:
         requests = with_samples(make_requests(self._pair, method, prompts, budgets, seed=seed, stop=stop), num_samples)
         if jax.tree.structure(requests[0].sampling) != jax.tree.structure(self._engine.idle.sampling):
             raise ValueError(f"sampling must be of the kinds of warps in {self.method.sampling!r}; got {sampling!r}")
-        answer = Answer(requests, deliver, is_streamed, client)
+        answer = Answer(requests, deliver, is_streamed, client, is_scored)
         for request in requests:
             request.answer, request.draft_length = answer, draft_length
         with self._changed:
@@ -314,12 +322,14 @@ class Service:
         """Fills the rows, decodes a few rounds, and delivers new tokens: all at the end, earlier where they are streamed."""
         batch = self.batch
         batch.waiting[:] = [request for request in batch.waiting if not request.answer.is_over]
+        self._score_next()
         self._take_turns()
         self._fill()
         requests = [request for request in batch.running if request is not None]
         if not requests:
             with self._changed:  # what they need is being compiled
-                if batch.waiting and not self._inbox:
+                is_held_up = batch.waiting or (self._to_score and self._scoring is None)
+                if is_held_up and not self._inbox:
                     self._changed.wait(1)
             return
         batch.run(self._rounds)
@@ -332,8 +342,33 @@ class Service:
         for request, text in found:
             if text is not None and (request.answer.is_streamed or text.finish != Finish.RUNNING):
                 chunk = Chunk.of(request, text, self.method)
-                if chunk is not None:
+                if chunk is not None and chunk.finish is not None and request.answer.is_scored:
+                    self._to_score.append((request, chunk))
+                elif chunk is not None:
                     request.answer.send(chunk)
+
+    def _score_next(self) -> None:
+        """Scores a chunk of the first text that waits for it."""
+        self._to_score = [(request, chunk) for request, chunk in self._to_score if not request.answer.is_over]
+        if not self._to_score:
+            self._scoring = None
+            return
+        request, chunk = self._to_score[0]
+        try:
+            if self._scoring is None or self._scoring.request is not request:
+                self._scoring = self.batch.score([*request.prompt, *chunk.tokens])
+                if self._scoring is None:
+                    return
+                self._scoring.request = request
+            request.answer.scores[request] = self._scoring.step()
+        except Exception as error:
+            logging.exception("a text was not scored")
+            request.answer.send(Failed(f"the text was not scored: {_in_short(error)}"))
+            return
+        if request.answer.scores[request] is not None:
+            del self._to_score[0]
+            self._scoring = None
+            request.answer.send(chunk)
 
     def _take_turns(self) -> None:
         """Orders the waiting texts, so that clients with fewer texts in the batch take rows first; begun texts lead."""
@@ -377,6 +412,8 @@ class Service:
         with self._changed:
             requests = [request for request in self.batch.running if request is not None] + self.batch.unread()
             self.batch.running[:] = [None] * len(self.batch.running)
+            requests += [request for request, _ in self._to_score]
+            self._to_score.clear()
             for texts in (self.batch.waiting, self._inbox) if and_waiting else ():
                 requests += texts
                 texts.clear()

@@ -156,6 +156,42 @@ def test_a_request_has_its_own_draft_length(client, length):
     assert (counted["draft_acceptance_rate"] is None) == (length == 0)
 
 
+def test_likeliest_tokens_and_an_echo(client):
+    """As the loop records its own tokens, and as a client computes the likelihood of a text."""
+    settings = dict(model="bytes", prompt=["abx", "h"], max_tokens=5, temperature=3.0, seed=2)
+    plain, scored, echoed = (
+        client.completions.create(**settings, **more).choices
+        for more in (dict(logprobs=0), dict(logprobs=3), dict(logprobs=1, echo=True))
+    )
+    for prompt, own, around, whole in zip(settings["prompt"], plain, scored, echoed, strict=True):
+        assert around.text == own.text and whole.text == prompt + own.text
+        assert around.logprobs.tokens == own.logprobs.tokens and around.logprobs.text_offset == own.logprobs.text_offset
+        assert around.logprobs.token_logprobs == pytest.approx(own.logprobs.token_logprobs, abs=1e-4)
+        assert whole.logprobs.tokens == [*prompt, *own.logprobs.tokens]
+        assert whole.logprobs.token_logprobs[len(prompt) :] == pytest.approx(own.logprobs.token_logprobs, abs=1e-4)
+        assert whole.logprobs.token_logprobs[0] is None and whole.logprobs.top_logprobs[0] is None
+        for token, value, tops in zip(
+            around.logprobs.tokens, around.logprobs.token_logprobs, around.logprobs.top_logprobs
+        ):
+            assert len(tops) <= 3 and list(tops.values()) == sorted(tops.values()) and value <= max(tops.values())
+            assert tops.get(token, value) == value
+    assert echoed[0].logprobs.token_logprobs[2] < -5 < -1 < echoed[0].logprobs.token_logprobs[1], (
+        "x is a surprise after b"
+    )
+    assert set(echoed[0].logprobs.top_logprobs[1]) == {"b"}
+    answer = client.chat.completions.create(
+        model="bytes",
+        messages=[{"role": "user", "content": "abc"}],
+        max_tokens=2,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    for entry in answer.choices[0].logprobs.content:
+        assert len(entry.top_logprobs) == 2 and entry.top_logprobs[0].token == entry.token
+        assert entry.top_logprobs[0].logprob == entry.logprob >= entry.top_logprobs[1].logprob
+
+
 def test_stop_tokens_budgets_and_tokens(client, server, service):
     settings = dict(model="bytes", prompt="ab", temperature=0, max_tokens=10**6)
     (choice,) = client.completions.create(extra_body={"stop_token_ids": [ord("f"), 5]}, **settings).choices
