@@ -59,6 +59,7 @@ setup(
     package_dir={"": "."},  # an editable installation then sees launch and configs, too
     packages=find_packages(include=["specsamp", "specsamp.*"]),
     package_data={
+        "specsamp": ["__init__.pyi"],
         "specsamp.checkpoints": ["*.json", "assets/*/*", "assets/*/*/*"],
         "specsamp.mesh": ["*.json"],
         "specsamp.serving": ["*.html"],

@@ -21,26 +21,9 @@ PAGES = (CHECKOUT / "README.md", RESULTS / "README.md", PAIR.with_name("README.m
 MARK = re.compile(r"(<!-- (table|files): ([\w ]+?) -->\n)((?:(?!<!--).)*)(<!-- end -->)", re.DOTALL)
 OPENED = re.compile(r"<!-- *(?:table|files|end)\b.*")
 
-# Results name the commands that made them. Commands have moved since: what to run today, by what was run then.
-MOVED: Mapping[str, str] = {
-    r"launch/sweep\.py": "launch/benchmark.py --sweep",
-    r"launch/(?:studies/)?compare_transformers\.py": "launch/study.py transformers",
-    # Programs that are gone: the page has their answers.
-    r".* --study=variants .*|.*/(cut_prompts|in_flight|freeze_forecasts|scheduling|head_training|streaming)\.py.*|.* --(memory|combined) .*|.*int8_speed\.py.*|.* --(grid|study)=(shapes|complements)\b.*": "",
-    r"(compile_study\.py.*) --figure=\S*/\w+\.png": r"\1 --figures=runs",
-    r"launch/(?:studies/)?compile_study\.py(.*) --study=": r"launch/study.py compile\1 --grid=",
-    r"launch/(?:studies/)?compile_training\.py(.*) --topology=": r"launch/study.py compile --grid=training\1 --change=topology=",
-    r"launch/(?:studies/)?int8_error\.py": "launch/study.py int8",
-    r"launch/(?:studies/)?one_round\.py(.*) --figure=\S*/\w+\.png": r"launch/study.py rounds\1 --figures=runs",
-    r"launch/(?:studies/)?drafters\.py.*": "launch/evaluate.py --task=python --methods=plain,token/model/4,token/ngram/4,token/head/4",
-    r"launch/(?:studies/)?refill\.py": "launch/study.py serving --ask=batches",
-    r"launch/(?:studies/)?serve_load\.py": "launch/study.py serving --ask=endpoint --max_new_tokens=128",
-    r"launch/(?:studies/)?(adaptive|agreement|backtest|lossy|speedup)\.py": r"launch/study.py \1",
-    r"--prompts=runs/python_prompts\.json": "--prompts=notebooks/results/python_prompts.json",
-    r"(launch/study\.py lossy.*) --prompts=": r"\1 --prompt_count=",
-    # Last, of all studies: a figure was a file, and is one of a folder; a flag that was repeated is a list.
-    r"(launch/study\.py .*)--figure=\S*/\w+\.png": r"\1--figures=runs",
-}
+# Results name the commands that made them. Commands have moved since: what to run today, by a pattern of what was run then.
+# Programs that are gone have no command today: the page has their answers. The last pattern is of all studies.
+MOVED: dict[str, str] = storage.read_json(pathlib.Path(__file__).with_suffix(".json"))
 REPEATED = re.compile(r" --(\w+)=(\S+) --\1=(\S+)")
 
 

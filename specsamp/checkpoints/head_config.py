@@ -1,4 +1,4 @@
-"""Reads the ``config.json`` of a head, in the layouts of EAGLE, of the package speculators, of Medusa and of MTP modules.
+"""Reads the ``config.json`` of a head, in the layouts of EAGLE, speculators, Medusa, MTP modules, z-lab and DeepSpec.
 
 Here ``hidden_layers`` are the layers whose outputs a head reads. Files of EAGLE do not name them: heads read the inputs of
 layers 2, L/2 and L-3, which are the outputs of the layers before. Files of speculators name inputs of layers, so that id i
@@ -6,6 +6,10 @@ is layer i - 1 here. Files of SpecForge name outputs, in ``eagle_config``.
 
 Medusa heads have the sizes of their target. Their number is counted from the tensors, since published files with five heads
 say two. An MTP module lies in the checkpoint of its target, and config.json describes both.
+
+Heads that draft blocks (DFlash, DSpark, DFlash 2): z-lab has the keys of a head in ``dflash_config`` or beside it, DeepSpec
+beside the keys of the layers; both name outputs of layers, and -1 is the embedding's. What a head has beyond DFlash is seen
+from its tensors. Queries and keys always have norms, as in Qwen3.
 """
 
 from __future__ import annotations
@@ -17,20 +21,35 @@ from typing import Any
 
 from specsamp import validate
 from specsamp.checkpoints.architectures import FAMILIES
-from specsamp.checkpoints.block_config import KINDS, is_block, parse_block
 from specsamp.checkpoints.fields import Fields
-from specsamp.checkpoints.head_layout import FAMILY_OF, SPECULATORS, HeadLayout
 from specsamp.checkpoints.safetensors_io import MEDUSA_SINGLE, SINGLE
 from specsamp.checkpoints.tensor_names import TABLES
+from specsamp.models.block import BlockConfig
+from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
 from specsamp.models.config import TransformerConfig
-from specsamp.models.eagle import Eagle1Config, Eagle3Config
+from specsamp.models.eagle import Eagle1Config, Eagle3Config, MTPConfig
 from specsamp.models.heads import HeadConfig
 from specsamp.models.medusa import MedusaConfig
-from specsamp.models.mtp import MTPConfig
 
+FAMILY_OF = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+SPECULATORS = "speculators_model_type"  # a key that only files of speculators have
+BLOCKS = {"dflash": BlockConfig, "dspark": DSparkConfig, "dflash2": DFlash2Config}
+MARKOV = {"vanilla": "vanilla", "gated": "gated", "rnn": "recurrent"}
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 PLAIN = ("none", *FAMILY_OF.values())  # architectures in files of EAGLE that do not name a head
 MIMO = "MiMoForCausalLM"
+# Tensors beside a head's: maps of vocabularies, tensors of the target, and tables that are computed.
+OF_SPECULATORS = re.compile(r"(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$|rotary_emb\.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadLayout:
+    """The files of a kind of heads."""
+
+    whose: str = "speculators"  # its authors, for messages
+    file: str = SINGLE  # of the tensors, where it is written
+    names: Mapping[str, str]  # see tensor_names.py
+    others: re.Pattern = OF_SPECULATORS  # names of tensors that are no parameters of the head
 
 
 EAGLE = HeadLayout(names=TABLES["head"])
@@ -59,10 +78,11 @@ def parse_head(
         supported; with file, key and value.
     """
     fields = Fields(path, content)
-    kind = validate.choice(f"{path}: {SPECULATORS}", fields(SPECULATORS, None), (None, "eagle3", *KINDS))
+    kind = validate.choice(f"{path}: {SPECULATORS}", fields(SPECULATORS, None), (None, "eagle3", *BLOCKS))
     try:
-        if is_block(content):
-            return parse_block(path, content, target, dtype, found)
+        beside = {"block_size", "target_layer_ids"} <= content.keys()
+        if kind in BLOCKS or {"dflash_config", "dspark_config"} & content.keys() or beside:
+            return _block(path, content, target, dtype, found)
         if kind == "eagle3":
             of_layer = Fields(f"{path}, in transformer_layer_config,", fields.object("transformer_layer_config"))
             return EAGLE, _eagle3(fields, of_layer, target, dtype, found)
@@ -122,7 +142,7 @@ def _mtp(fields: Fields, target: TransformerConfig, dtype: str) -> MTPConfig:
 
 
 def _eagle1(fields: Fields, target: TransformerConfig, dtype: str, found: Collection[str]) -> Eagle1Config:
-    layer = _layer(fields, target, dtype)
+    layer = _only_layer(fields, target, dtype)
     _require(fields, "hidden_size", layer.width, "width", target.width)
     bias = fields.switch("qkv_bias", layer.attention_bias)
     return Eagle1Config(
@@ -138,15 +158,18 @@ def _eagle1(fields: Fields, target: TransformerConfig, dtype: str, found: Collec
 def _eagle3(
     fields: Fields, of_layer: Fields, target: TransformerConfig, dtype: str, found: Collection[str]
 ) -> Eagle3Config:
-    layer = _layer(of_layer, target, dtype)
+    layer = _only_layer(of_layer, target, dtype)
     width = fields("target_hidden_size", layer.width)
     _require(fields, "target_hidden_size or hidden_size", width, "width", target.width)
     size = fields("draft_vocab_size", target.vocab_size)
+    key = "eagle_aux_hidden_state_layer_ids"
+    outputs = fields.object("eagle_config").get(key)
+    ids = fields(key, None) if outputs is None else outputs
     return Eagle3Config(
         layer=layer,
         target_layers=target.num_layers,
         target_width=width,
-        hidden_layers=_hidden_layers(fields, target.num_layers),
+        hidden_layers=_hidden_layers(fields, Eagle3Config, target.num_layers, key, ids, int(outputs is None)),
         draft_vocab_size=size if "d2t" in found or size != target.vocab_size else None,
         own_embedding="embed_tokens.weight" in found,
         own_output="lm_head.weight" in found or size != target.vocab_size,
@@ -154,27 +177,95 @@ def _eagle3(
     )
 
 
-def _layer(fields: Fields, target: TransformerConfig, dtype: str) -> TransformerConfig:
-    """Returns the shape of the head's only decoder layer, with the target's vocabulary."""
-    model_type = fields("model_type", "llama")
-    validate.choice(f"{fields.path}: model_type", model_type, FAMILY_OF)
-    fields.require("num_hidden_layers", 1)
+def _block(
+    path: str, content: Mapping[str, Any], target: TransformerConfig, dtype: str, found: Collection[str]
+) -> tuple[HeadLayout, BlockConfig]:
+    """Reads a head that drafts blocks."""
+    given = {key: value for key, value in content.items() if value is not None}
+    merged = {**Fields(path, given).object("dspark_config"), **Fields(path, given).object("dflash_config"), **given}
+    fields, by_input = Fields(path, merged), SPECULATORS in content
+    of_layer = dict(fields.object("transformer_layer_config")) if by_input else merged
+    if fields("use_swa", False):
+        of_layer |= {"use_sliding_window": True, "sliding_window": fields("swa_window_size")}
+    layer = _layer(Fields(path, of_layer), target, dtype, "qwen3")
+    width, num_layers = fields("target_hidden_size", layer.width), fields("num_target_layers", target.num_layers)
+    _require(fields, "target_hidden_size or hidden_size", width, "width", target.width)
+    _require(fields, "num_target_layers", num_layers, "number of layers", target.num_layers)
+    signs = {"markov_head.": "dspark", "candidate_selector.": "dflash2"}
+    kind = next((kind for sign, kind in signs.items() if any(name.startswith(sign) for name in found)), "dflash")
+    size = fields("draft_vocab_size", target.vocab_size)
+    key = "aux_hidden_state_layer_ids" if by_input else "target_layer_ids"
+    config = BLOCKS[kind](
+        layer=dataclasses.replace(layer, query_key_norm=True, logit_cap=fields("final_logit_softcapping", None)),
+        target_layers=target.num_layers,
+        target_width=width,
+        hidden_layers=_hidden_layers(fields, BlockConfig, num_layers, key, fields(key, None), int(by_input)),
+        draft_vocab_size=size if size != target.vocab_size else None,
+        own_embedding="embed_tokens.weight" in found,
+        own_output="lm_head.weight" in found or size != target.vocab_size,
+        block_size=fields("block_size"),
+        mask_id=fields("mask_token_id"),
+        from_anchor=fields("sample_from_anchor", fields("shift_label", kind == "dspark")),
+        causal=fields.switch("causal", False),
+        windows_both_ways=layer.window is not None and fields("sliding_window_non_causal", kind == "dflash2"),
+        embedding_scale=fields("input_embedding_scale", 1.0),
+        output_scale=fields("output_multiplier", 1.0),
+        **_corrections(kind, fields, found),
+    )
+    return block_layout(config), config
+
+
+def _corrections(kind: str, fields: Fields, found: Collection[str]) -> dict[str, Any]:
+    if kind == "dspark":
+        markov = fields("markov_head_type", "vanilla")
+        reads = "markov" if fields.switch("confidence_head_with_markov", True) else "hidden"
+        return dict(
+            markov=MARKOV[validate.choice(f"{fields.path}: markov_head_type", markov, MARKOV)],
+            markov_rank=fields("markov_rank", 256),
+            confidence=reads if any(name.startswith("confidence_head.") for name in found) else None,
+        )
+    if kind == "dflash2":
+        return dict(
+            conv_taps=fields("conv_kernel_size", 2),
+            conv_group=fields("conv_group_size", 16),
+            selector_rank=fields("selector_rank", 256),
+            selector_top_k=fields("selector_top_k", 16),
+        )
+    return {}
+
+
+def block_layout(config: BlockConfig) -> HeadLayout:
+    """Returns the layout of a head that drafts blocks, which is written for speculators."""
+    table = "block_selector" if isinstance(config, DFlash2Config) else f"block_{getattr(config, 'markov', None)}"
+    return HeadLayout(names=TABLES["block"] | TABLES.get(table, {}))
+
+
+def _layer(fields: Fields, target: TransformerConfig, dtype: str, usual: str = "llama") -> TransformerConfig:
+    """Returns the shape of a head's decoder layers, with the target's vocabulary; ``usual`` is their model_type."""
+    model_type = validate.choice(f"{fields.path}: model_type", fields("model_type", usual), FAMILY_OF)
     layer = TransformerConfig(dtype=dtype, **FAMILIES[FAMILY_OF[model_type]].read(fields))
     _require(fields, "vocab_size", layer.vocab_size, "vocabulary", target.vocab_size)
-    if layer.window is not None:
-        raise ValueError(f"{fields.path} says sliding_window = {layer.window}; heads with a window are not supported")
     return dataclasses.replace(layer, tied=False)
 
 
-def _hidden_layers(fields: Fields, target_layers: int) -> tuple[int, ...]:
-    """Returns the layers of the target whose outputs the head reads."""
-    key = "eagle_aux_hidden_state_layer_ids"
-    inputs, outputs = fields(key, None), fields.object("eagle_config").get(key)
-    if inputs is None and outputs is None:
-        return Eagle3Config.usual_layers(target_layers)
-    first, ids = (1, inputs) if outputs is None else (0, outputs)
+def _only_layer(fields: Fields, target: TransformerConfig, dtype: str) -> TransformerConfig:
+    """Returns the shape of the one layer of a head of EAGLE."""
+    fields.require("num_hidden_layers", 1)
+    layer = _layer(fields, target, dtype)
+    if layer.window is not None:
+        raise ValueError(f"{fields.path} says sliding_window = {layer.window}; heads with a window are not supported")
+    return layer
+
+
+def _hidden_layers(
+    fields: Fields, kind: type[HeadConfig], target_layers: int, key: str, ids: Any, first: int
+) -> tuple[int, ...]:
+    """Returns the layers whose outputs a head reads, from ids that count these from ``first``; None: the usual ones."""
+    if ids is None:
+        return kind.usual_layers(target_layers)
     name = f"{fields.path}, for a target of {target_layers} layers: {key}"
-    return tuple(i - first for i in validate.integers(name, ids, first, target_layers + first))
+    least = first - kind.drafts_blocks  # such heads may read the embedding, which comes before the first layer
+    return tuple(i - first for i in validate.integers(name, ids, least, target_layers + first))
 
 
 def _require(fields: Fields, key: str, value: int, what: str, wanted: int) -> None:

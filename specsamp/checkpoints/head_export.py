@@ -1,8 +1,8 @@
 """Writes heads as files for `specsamp.checkpoints.heads` and for other programs.
 
-EAGLE-3 heads are written in the layout of the package speculators, Medusa heads in the layout of their authors. There is no
-public layout for an MTP module without its target: its tensors get the names of MiMo's module, and only this package reads
-the folder.
+EAGLE-3 heads and heads that draft blocks are written in the layout of the package speculators, Medusa heads in the layout of
+their authors. There is no public layout for an MTP module without its target: its tensors get the names of MiMo's module, and
+only this package reads the folder.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from specsamp.checkpoints.architectures import FAMILIES
-from specsamp.checkpoints.block_config import KINDS, describe_block, layout_of
 from specsamp.checkpoints.export import write_folder
 from specsamp.checkpoints.fields import SIZES, differing_fields
 from specsamp.checkpoints.head_config import (
+    BLOCKS,
     EAGLE,
+    MARKOV,
     MEDUSA,
     MIMO,
     MIMO_MTP,
     SPECULATORS,
     SWITCHES,
     HeadLayout,
+    block_layout,
     parse_head,
 )
 from specsamp.checkpoints.heads import KEPT, OFFSETS, head_sources
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.rope import describe_rotary
 from specsamp.models.block import BlockConfig
+from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
 from specsamp.models.config import TransformerConfig
-from specsamp.models.eagle import Eagle3Config
+from specsamp.models.eagle import Eagle3Config, MTPConfig
 from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
 from specsamp.models.medusa import MedusaConfig
-from specsamp.models.mtp import MTPConfig
 
 
 def write_head(folder: str | os.PathLike, head: Head, params: Any, *, target_name: str, K: int) -> None:
@@ -70,7 +72,7 @@ def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[HeadLay
         known = ", ".join(kind.__name__ for kind in WRITTEN)
         raise ValueError(f"only heads of {known} can be written; got {type(config).__name__}")
     (layout, describe), layer = WRITTEN[type(config)], config.layer
-    layout, content = layout or layout_of(config), describe(config, target_name, K)
+    layout, content = layout or block_layout(config), describe(config, target_name, K)
     try:
         found = {source.tensor for source in head_sources(config, layout).values()}
     except KeyError as error:
@@ -89,23 +91,32 @@ def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[HeadLay
 
 
 def _eagle3(config: Eagle3Config, target_name: str, K: int) -> dict[str, Any]:
+    of_layer = {"model_type": "qwen3" if config.layer.query_key_norm else "llama"}
+    return _speculators("eagle3", "Eagle3Speculator", config, target_name, K, of_layer) | {
+        "eagle_aux_hidden_state_layer_ids": [i + 1 for i in config.hidden_layers],
+        **{name: getattr(config, name) for name in SWITCHES},
+    }
+
+
+def _speculators(
+    kind: str, architecture: str, config: HeadConfig, target_name: str, K: int, of_layer: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the keys that all files of speculators have; ``of_layer`` has further keys of the decoder layers."""
     layer = config.layer
     return {
-        SPECULATORS: "eagle3",
-        "architectures": ["Eagle3Speculator"],
+        SPECULATORS: kind,
+        "architectures": [architecture],
         "speculators_version": "0.9.0",
         "transformer_layer_config": {
-            "model_type": "qwen3" if layer.query_key_norm else "llama",
-            "num_hidden_layers": 1,
+            "num_hidden_layers": layer.num_layers,
             "attention_bias": layer.attention_bias,
+            **of_layer,
             **_layer(layer),
         },
         "draft_vocab_size": config.num_outputs,
         "target_hidden_size": config.target_width,
-        "eagle_aux_hidden_state_layer_ids": [i + 1 for i in config.hidden_layers],
-        **{name: getattr(config, name) for name in SWITCHES},
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": K}],
             "verifier": {"name_or_path": target_name, "architectures": []},
@@ -149,12 +160,44 @@ def _layer(layer: TransformerConfig) -> dict[str, Any]:
 
 
 def _block(config: BlockConfig, target_name: str, K: int) -> dict[str, Any]:
-    return describe_block(config, target_name, K, _layer(config.layer))
+    kind = next(kind for kind, cls in BLOCKS.items() if cls is type(config))
+    layer = config.layer
+    windows = [layer.window_of(i) for i in range(layer.num_layers)]
+    of_layer = {
+        "model_type": "qwen3",
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "use_sliding_window": layer.window is not None,
+        "sliding_window": layer.window,
+    }
+    architecture = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}.get(kind, "DFlash2DraftModel")
+    content = _speculators(kind, architecture, config, target_name, K, of_layer) | {
+        "block_size": config.block_size,
+        "aux_hidden_state_layer_ids": [i + 1 for i in config.hidden_layers],
+        "mask_token_id": config.mask_id,
+        "sample_from_anchor": config.from_anchor,
+        "sliding_window_non_causal": config.windows_both_ways,
+    }
+    if isinstance(config, DSparkConfig):
+        names = {ours: theirs for theirs, ours in MARKOV.items()}
+        content |= {"markov_rank": config.markov_rank, "markov_head_type": names[config.markov]}
+        content |= {"enable_confidence_head": config.confidence is not None}
+        content |= {"confidence_head_with_markov": config.confidence == "markov"}
+    if isinstance(config, DFlash2Config):
+        content |= {"conv_kernel_size": config.conv_taps, "conv_group_size": config.conv_group}
+        content |= {"selector_rank": config.selector_rank, "selector_top_k": config.selector_top_k}
+    # Keys of z-lab, which speculators does not read: they are there only where they say something.
+    said = (
+        ("causal", config.causal, False),
+        ("input_embedding_scale", config.embedding_scale, 1),
+        ("output_multiplier", config.output_scale, 1),
+        ("final_logit_softcapping", layer.logit_cap, None),
+    )
+    return content | {key: value for key, value, default in said if value != default}
 
 
 WRITTEN = {
     Eagle3Config: (EAGLE, _eagle3),
     MedusaConfig: (MEDUSA, _medusa),
     MTPConfig: (MIMO_MTP, _mtp),
-    **{kind: (None, _block) for kind in KINDS.values()},
+    **{kind: (None, _block) for kind in BLOCKS.values()},
 }

@@ -24,7 +24,6 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from specsamp import storage
-from specsamp.checkpoints.block_config import check_features
 from specsamp.checkpoints.head_config import MIMO_MTP, HeadLayout, parse_head
 from specsamp.checkpoints.hub import download_weights, find_folder, read_headers
 from specsamp.checkpoints.hugging_face import OnProgress, placed, read_leaves
@@ -106,7 +105,7 @@ def open_head(
     content = storage.read_json(folder / "config.json")
     layout, config = parse_head(str(folder / "config.json"), content, target, dtype, found.keys())
     if config.drafts_blocks:
-        check_features(name, found, config)
+        _check_features(name, found, config)
     check_tensors(name, found, head_sources(config, layout), layout.others.search)
     has_ids = config.draft_vocab_size is not None and not headers_only
     draft_ids = _read_ids(name, found, config) if has_ids else None
@@ -123,6 +122,17 @@ def open_head(
         draft_ids=draft_ids,
         trained_for=verifier.get("name_or_path") or content.get("base_model_name_or_path") or beside,
     )
+
+
+def _check_features(name: str, found: Mapping[str, Tensor], config: HeadConfig) -> None:
+    """Raises ValueError if a head reads one layer more than its config.json names."""
+    fc, read = found.get("fc.weight"), len(config.hidden_layers)
+    if fc is not None and fc.shape[1] == (read + 1) * config.target_width:
+        raise ValueError(
+            f"{name}: fc.weight reads {read + 1} layers of the target, config.json names {read}: the converter of "
+            "speculators drops the id of the target's last layer. Put it back in aux_hidden_state_layer_ids, or give the "
+            "original checkpoint"
+        )
 
 
 def check_embedding(target: TransformerConfig, head: HeadConfig, name: str) -> None:

@@ -8,11 +8,10 @@ from specsamp.models.block import BlockConfig, BlockHead
 from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
 from specsamp.models.cache import KVCache
 from specsamp.models.config import TransformerConfig
-from specsamp.models.eagle import Eagle1Config, Eagle3Config
+from specsamp.models.eagle import Eagle1Config, Eagle3Config, MTPConfig
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LayeredModel
 from specsamp.models.medusa import MedusaConfig
-from specsamp.models.mtp import MTPConfig
 from specsamp.models.visibility import ancestor_slots
 from support.fakes import TableLM
 
