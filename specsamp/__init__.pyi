@@ -5,7 +5,6 @@ from specsamp.compilation_cache import use_compilation_cache as use_compilation_
 from specsamp.decoding.adaptive import Adaptive as Adaptive, Confidence as Confidence, Entropy as Entropy, Stop as Stop
 from specsamp.decoding.drafter import Drafter as Drafter
 from specsamp.decoding.drafters import (
-    ChoosingDrafter as ChoosingDrafter,
     EarlyExitDrafter as EarlyExitDrafter,
     EarlyExitTree as EarlyExitTree,
     FeatureDrafter as FeatureDrafter,

@@ -10,7 +10,6 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import (
     BlockDrafter,
     BlockTree,
-    ChoosingDrafter,
     EarlyExitDrafter,
     EarlyExitTree,
     FeatureTree,
@@ -99,12 +98,6 @@ DRAFTERS = {
     "ngram": Word(
         make=lambda target, draft, K, number: NgramDrafter(K=K),
         tree=lambda target, draft, shape, number: NgramTree(tree=shape),
-    ),
-    "chosen": Word(
-        make=lambda target, draft, K, number: ChoosingDrafter(
-            (NgramDrafter(K=K), ModelDrafter(draft, K, decode_window()))
-        ),
-        draft="model",
     ),
     "none": Word(make=lambda target, draft, K, number: NoDrafter(), drafts=False),
 }

@@ -6,9 +6,6 @@ A new way to draft is one class derived from `Drafter`, in its own file.
 whose outputs the loop keeps. `read` gets these outputs for the prompt, chunk by chunk, and `commit` for the accepted
 path. All methods get ``weights.target`` and the target's cache. A drafter that writes to this cache returns it.
 
-*Several drafters* (`ChoosingDrafter`) are one drafter with several parts, which chooses a part *before* the tokens are
-sampled. Each part has its own `Sampler` index, so that the random numbers of the parts differ.
-
 *Adaptive lengths.* Every round has arrays ``[B, K]``; ``num_drafted_B`` says how many tokens count. A drafter that draws
 a chain with `Sampler.chain` stops early by itself. The drafts of other drafters are cut to the chosen lengths.
 

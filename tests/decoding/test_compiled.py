@@ -10,10 +10,8 @@ import pytest
 
 from specsamp.decoding.adaptive import Adaptive, Confidence
 from specsamp.decoding.drafters import (
-    ChoosingDrafter,
     EarlyExitDrafter,
     ModelDrafter,
-    NgramDrafter,
     NoDrafter,
 )
 from specsamp.decoding.loop import Loop
@@ -42,20 +40,14 @@ def compiled_run(
     num_layers=1,
     exit_window=None,
     adaptive=None,
-    choosing=False,
     **changes,
 ):
-    """`Loop.run`, compiled from abstract shapes; with an ``exit_window`` the target drafts with its first layer.
-
-    With ``choosing``, prompt lookup or the draft model drafts.
-    """
+    """`Loop.run`, compiled from abstract shapes; with an ``exit_window`` the target drafts with its first layer."""
     target = TransformerLM(target_38m(num_layers=num_layers, vocab_size=vocab_size, **changes), layout)
     draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes), layout)
     drafter = ModelDrafter(draft, K) if K else NoDrafter()
     if exit_window is not None:
         drafter = EarlyExitDrafter(target, 1, K, exit_window)
-    if choosing:
-        drafter = ChoosingDrafter((NgramDrafter(K), drafter))
     loop = Loop(target=target, drafter=drafter, rule=rule, adaptive=adaptive and adaptive.for_batch(batch))
     sampling = chain(temperature(0.8), top_k(50), top_p(0.95))
     request = RequestBatch.create(sampling=sampling, limits=[100] * batch)
@@ -116,7 +108,6 @@ COPY_NO_CACHE = {
     "an early exit of two rows a step": (3, dict(exit_window=2)),
     "widths, with a draft model that catches up": (3, dict(adaptive=PACED)),
     "widths, with an early exit": (1, dict(adaptive=PACED, exit_window=1)),
-    "a part that is chosen": (3, dict(choosing=True)),
 }
 
 

@@ -19,7 +19,6 @@ from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.decoding.adaptive import Adaptive, Entropy
 from specsamp.decoding.drafters import (
-    ChoosingDrafter,
     EarlyExitDrafter,
     EarlyExitTree,
     ModelDrafter,
@@ -61,7 +60,6 @@ def test_a_configuration_becomes_objects(monkeypatch):
     assert [type(warp) for warp in made.method.sampling.warps] == [Temperature, TopP]
     hash((made.method.drafter, made.method.rule, made.pair.target))
     known = {"ngram": NgramDrafter(K=2), "none": NoDrafter(), "early_exit": EarlyExitDrafter(made.pair.target, 1, 2)}
-    known["chosen"] = ChoosingDrafter((NgramDrafter(K=2), ModelDrafter(made.pair.draft, 2)))
     for word, drafter in known.items():
         own = config.turned({"drafter": word, "exit_layer": 1})
         assert own.make_drafter(made.pair.target, made.pair.draft) == drafter

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specsamp import BlockRule, ChoosingDrafter, NgramDrafter, Pair, TokenRule, chain, generate, temperature, top_p
+from specsamp import BlockRule, NgramDrafter, Pair, TokenRule, chain, generate, temperature, top_p
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.adaptive import Adaptive, Confidence
 from specsamp.decoding.drafters import ModelDrafter, ModelTree
@@ -138,24 +138,6 @@ def test_rows_are_sampled_apart(transformer_pair, alone):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), leaf.ndim)
     made = generate(pair, prompts, budgets, sampling=by_row(8), prompt_ids=ids, **CALL)
     assert_same(made, alone + alone[:3])
-
-
-@pytest.mark.slow
-def test_several_drafters(table_pair):
-    """Only shards whose rows ask for a part could run it; they agree, since its caches may be split over all devices."""
-    pair = shard(table_pair, make_mesh(2, 4))
-    call = dict(max_new_tokens=12, sampling=SAMPLING)
-
-    def both(draft):
-        return ChoosingDrafter((NgramDrafter(K=2), ModelDrafter(draft, 2)))
-
-    expected = generate(table_pair, PROMPTS, drafter=both(table_pair.draft), **call)
-    assert generate(pair, PROMPTS, drafter=both(pair.draft), **call) == expected
-    method = Method(drafter=both(pair.draft), sampling=SAMPLING)
-    requests = make_requests(pair, method, PROMPTS, 12)
-    engine = Engine.create(pair, method, requests)
-    for leaf in jax.tree.leaves(engine.run(engine.prefill(requests)).drafter_state):
-        assert leaf.sharding.is_equivalent_to(NamedSharding(pair.shards.mesh, P("data")), leaf.ndim)
 
 
 def test_a_model_on_a_mesh_can_be_called_in_parts():

@@ -45,7 +45,7 @@ METHODS = (
 )
 SETTINGS = tuple(itertools.product(("rotary", "relative"), (False, True), (1, 3), METHODS, (1, 6)))
 # Every other way to draft, adaptive lengths, and kept rounds.
-OTHERS = ("early_exit", "eagle3", "medusa", "choosing", "adaptive")
+OTHERS = ("early_exit", "eagle3", "medusa", "adaptive")
 SETTINGS += tuple(("rotary", False, batch, (name, TokenRule()), 1) for name in OTHERS for batch in (1, 3))
 
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 
 from specsamp.decoding.drafters import (
-    ChoosingDrafter,
     EarlyExitDrafter,
     FeatureDrafter,
     ModelDrafter,
@@ -26,7 +25,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def every_drafter(target, draft, K):
     """Returns by name, for two transformers, a drafter and what makes its parameters of a key."""
-    size, both = target.config, (NgramDrafter(K=K), ModelDrafter(draft, K))
+    size = target.config
     of_head = dict(num_layers=1, gated=True, activation="silu", positions="rotary")
     shape = dict(layer=dataclasses.replace(size, **of_head), own_output=True, target_layers=size.num_layers)
     eagle3 = FeatureHead(Eagle3Config(hidden_layers=(0, 1, 2), draft_vocab_size=size.vocab_size // 2, **shape))
@@ -35,15 +34,11 @@ def every_drafter(target, draft, K):
     def nothing(key):
         return None
 
-    def of_both(key):
-        return None, draft.init(key)
-
     return {
         "none": (NoDrafter(), nothing),
         "model": (ModelDrafter(draft, K), draft.init),
         "ngram": (NgramDrafter(K=K), nothing),
         "early_exit": (EarlyExitDrafter(target, 1, K), nothing),
-        "choosing": (ChoosingDrafter(both), of_both),
         "eagle3": (FeatureDrafter(target, eagle3, K), eagle3.init),
         "medusa": (FeatureDrafter(target, medusa, K), medusa.init),
         "adaptive": (ModelDrafter(draft, K), draft.init),

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafters import ChoosingDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
+from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.sampler import Sampler
 from specsamp.models.interface import LayeredModel
@@ -190,39 +190,3 @@ class NeverCatchesUp(ModelDrafter):
     """After a pause its cache lacks what was emitted meanwhile."""
 
     falls_behind = False
-
-
-# Of several drafters.
-
-
-@dataclasses.dataclass(frozen=True)
-class ChosenByItsTokens(ChoosingDrafter):
-    """Of two parts that draft, takes the one whose first token has the lower id."""
-
-    def propose(self, weights, state, prefix, cache, sample):
-        (first, after, cache), (second, _, _) = (
-            ChoosingDrafter(self.parts, costs).propose(weights, state, prefix, cache, sample)
-            for costs in ((1, 1e9), (1e9, 1))
-        )
-        first_is_lower_B = first.tokens_BK[:, 0] <= second.tokens_BK[:, 0]
-
-        def lower(a, b):
-            return jnp.where(first_is_lower_B.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-
-        return jax.tree.map(lower, first, second), after, cache
-
-
-class KeepsTheBestOfTwo(TokenRule):
-    """Verifies two drafts of a token, each by its own distribution, and keeps the one of which more is accepted."""
-
-    def verify(self, draft, target, keys):
-        first = super().verify(draft, target, keys)
-        other = RoundKeys(rows_B=keys.rows_B, starts_B=keys.starts_B + 1000)
-        tokens_B1 = self.sample(draft.log_probs_BRV[:, 0], other, node=0, depth=0)[:, None]
-        second = super().verify(dataclasses.replace(draft, tokens_BK=tokens_B1), target, other)
-        is_better_B = second.num_accepted_B > first.num_accepted_B
-
-        def better(ours, theirs):
-            return jnp.where(is_better_B.reshape((-1,) + (1,) * (ours.ndim - 1)), ours, theirs)
-
-        return jax.tree.map(better, second, first)

@@ -1,8 +1,7 @@
-"""The drafters: none, a draft model, a model of another tokenizer, prompt lookup, early exit, heads, several, token trees."""
+"""The drafters: none, a draft model, a model of another tokenizer, prompt lookup, early exit, heads, token trees."""
 
 from specsamp.decoding.drafter import NoDrafter
 from specsamp.decoding.drafters.block import BlockDrafter
-from specsamp.decoding.drafters.choosing import ChoosingDrafter
 from specsamp.decoding.drafters.dynamic_tree import GrowingFeatureTree, GrowingModelTree, Growth
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter
@@ -15,7 +14,6 @@ from specsamp.decoding.drafters.vocabulary import TranslatingDrafter
 __all__ = [
     "BlockDrafter",
     "BlockTree",
-    "ChoosingDrafter",
     "EarlyExitDrafter",
     "EarlyExitTree",
     "FeatureDrafter",
