@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from launch.studies.conformance.cases import Case
-from launch.studies.conformance.systems import Emit, system
+from launch.studies.conformance.systems import KNOWN, Emit, system
 
 Verify = Callable[..., list[int]]
 
@@ -77,63 +77,16 @@ def coin(single: float, total: float, tokens: list[int], q: np.ndarray, p: np.nd
     return [*emitted, draw(q[last])]
 
 
-OPEN = {
-    "version": "0.5.23",
-    "place": "speculative/sampling.cuh:66",
-    "draws": "two children, one-hot, one coin over siblings",
+ROWS = {  # the rule, and whether drafts are drawn
+    "mlx-lm": (equal, True),
+    "llama.cpp": (equal, False),
+    "mistral.rs (MTP)": (ratio, True),
+    "mistral.rs (DFlash outside of CUDA graphs)": (ratio, False),
+    "SGLang (target only)": (functools.partial(coin, 1.0, 1.0), False),
+    "SGLang (target only at thresholds 0.5)": (functools.partial(coin, 0.5, 0.5), False),
 }
-ROWS = {
-    "mlx-lm": (
-        equal,
-        True,
-        {"version": "0.32.2", "place": "generate.py:606", "draws": "target only: both drawn, accepted when equal"},
-    ),
-    "llama.cpp": (
-        equal,
-        False,
-        {
-            "version": "b6900",
-            "place": "common/sampling.cpp",
-            "draws": "target only: drawn, compared with the argmax draft",
-            "note": "issue 27694 would add rejection",
-        },
-    ),
-    "mistral.rs (MTP)": (
-        ratio,
-        True,
-        {"version": "9e922623f", "place": "speculative/verifier.rs:341", "draws": "draft's distribution"},
-    ),
-    "mistral.rs (DFlash outside of CUDA graphs)": (
-        ratio,
-        False,
-        {
-            "version": "9e922623f",
-            "place": "qwen3_5/speculative.rs:367",
-            "draws": "argmax drafts, as if they had been drawn",
-            "note": "no report found",
-        },
-    ),
-    "SGLang (target only)": (functools.partial(coin, 1.0, 1.0), False, OPEN),
-    "SGLang (target only at thresholds 0.5)": (
-        functools.partial(coin, 0.5, 0.5),
-        False,
-        OPEN | {"says": "lossy by a flag"},
-    ),
-}
-for _name, (_verify, _drawn, _known) in ROWS.items():
-    system(_name, how="description", **_known)(functools.partial(make, _verify, _drawn))
-
-READ = {
-    "SGLang (rejection kernels)": ("0.5.23", "kernels/ops/speculative/reject_sampling.py:5", "draft's distribution, token and block",
-        "exact: in an earlier run its Triton kernel, interpreted, agreed with an enumerated reference at 220 of 220 points beside thresholds"),
-    "vLLM (version 1)": ("0.33.0", "v1/sample/rejection_sampler.py:432", "draft's distribution, and one-hot",
-        "exact: in an earlier run its Triton kernel, interpreted, agreed with an enumerated reference at 200 of 200 points beside thresholds"),
-    "vLLM (runner 2)": ("0.33.0", "worker/gpu/spec_decode/rejection_sampler_utils.py:503", "draft's distribution, token and block",
-        "exact; its methods fly and synthetic are lossy, and say so"),
-    "sglang-jax": ("cddbf6f1", "speculative/draft_extend_fused.py:260", "one-hot",
-        "exact at thresholds 1; a tree kernel that nothing imports would emit token 0"),
-    "TensorRT-LLM": ("main of 2026-08", "sampler/ops/spec_decode.py", "draft's distribution when asked, else exact match",
-        "read in part; issue 19390: an unset temperature became 1e-5"),
-}  # fmt: skip
-for _name, (_version, _place, _draws, _read) in READ.items():
-    system(_name, version=_version, place=_place, draws=_draws, how="read", read=_read)(None)
+for _name, (_verify, _drawn) in ROWS.items():
+    system(_name)(functools.partial(make, _verify, _drawn))
+for _name, _known in KNOWN.items():
+    if _known["how"] == "read":
+        system(_name)(None)

@@ -51,16 +51,7 @@ def generate(weight: float | None, files: pathlib.Path, case: Case) -> tuple[Emi
 
 NAMES = {"transformers (draft model)": None, "transformers (assistant_ensemble_weight 0.5)": 0.5}
 for _name, _weight in NAMES.items():
-    system(
-        _name,
-        version="5.24.0",
-        package="transformers",
-        place="generation/utils.py:4444",
-        draws="draft's distribution",
-        how="whole loop",
-        takes="top_k top_p",
-        says="" if _weight is None else "lossy at weights below 1",
-    )(functools.partial(generate, _weight))
+    system(_name)(functools.partial(generate, _weight))
 
 
 def warped(rows: Any, case: Case) -> Any:
@@ -68,15 +59,7 @@ def warped(rows: Any, case: Case) -> Any:
     return rows / case.temperature
 
 
-@system(
-    "transformers (Gemma 4 assistants)",
-    version="5.24.0",
-    package="transformers",
-    place="generation/candidate_generator.py:1214",
-    draws="argmax drafts, as if they had been drawn",
-    how="function",
-    note="issue 47932 names it and is closed",
-)
+@system("transformers (Gemma 4 assistants)")
 def assistants(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     """Runs their candidate generator on a stand-in for the assistant, and their verification on what it proposes."""
     import torch
@@ -103,15 +86,7 @@ def assistants(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     return emit, drawn(lambda logits: warped(logits, case).softmax(-1), target)
 
 
-@system(
-    "Spec-Bench (SpS)",
-    version="fd2c1cd",
-    package="Spec-Bench",
-    place="model/sps/decoding.py:464",
-    draws="draft's distribution",
-    how="function",
-    note="an older copy of transformers",
-)
+@system("Spec-Bench (SpS)")
 def spec_bench(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     """Draws drafts, and runs the verification."""
     import torch

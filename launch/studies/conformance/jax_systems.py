@@ -14,18 +14,7 @@ from launch.studies.conformance.systems import Emit, load, system
 from specsamp.evaluation.enumeration import interpret
 
 
-@system(
-    "tpu-inference",
-    version="0.32.0",
-    package="tpu_inference",
-    place="layers/jax/sample/rejection_sampler.py:271",
-    draws="argmax drafts, one-hot",
-    how="function",
-    takes="top_k top_p rows",
-    without=("joint, K = 3",),
-    note="verifies with top-k and top-p before the temperature, and samples with the temperature first; a greedy row is "
-    "marked by temperature -1, by which logits are divided where another row samples; no report found",
-)
+@system("tpu-inference")
 def tpu_inference(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     """Runs the rejection sampler on argmax drafts, and the sampler for the bonus token and as the plain one."""
     stubs = {

@@ -13,16 +13,7 @@ from launch.studies.conformance.cases import Case
 from launch.studies.conformance.systems import Emit, load, system
 
 
-@system(
-    "gpt-fast",
-    version="32971d3",
-    package="gpt-fast",
-    place="generate.py:89",
-    draws="draft's distribution",
-    how="function",
-    takes="top_k",
-    note="after flattening: as it stands, it joins tensors of one and of two dimensions and raises",
-)
+@system("gpt-fast")
 def gpt_fast(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     import torch
 
@@ -46,16 +37,7 @@ def gpt_fast(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     return emit, lambda last: module.sample(target(torch.tensor([[last]]), None), **settings)[0].flatten().tolist()
 
 
-@system(
-    "lucidrains/speculative-decoding",
-    version="72171ac",
-    package="speculative-decoding",
-    how="whole loop",
-    place="speculative_decoding.py:103",
-    draws="draft's distribution",
-    takes="rows",
-    note="at lenience 1",
-)
+@system("lucidrains/speculative-decoding")
 def lucidrains(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     import torch
 
@@ -92,14 +74,7 @@ class EndOfRound(Exception):
     """Ends a loop after its first round, with the texts of its rows."""
 
 
-@system(
-    "jaymody/speculative-sampling",
-    version="03b4759",
-    package="speculative-sampling",
-    how="whole loop",
-    place="main.py:35",
-    draws="draft's distribution",
-)
+@system("jaymody/speculative-sampling")
 def jaymody(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     gpt2 = types.SimpleNamespace(gpt2=lambda inputs, table, n_head: table[inputs], softmax=_softmax)
     module = load(files / "main.py", gpt2=gpt2, utils=None, tqdm=None)
@@ -137,16 +112,7 @@ def feifeibear(name: str, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 
 for _name, _function in {"v1": "speculative_sampling", "v2": "speculative_sampling_v2"}.items():
-    system(
-        f"feifeibear ({_name})",
-        version="59a209d",
-        package="LLMSpeculativeSampling",
-        how="whole loop",
-        takes="top_k top_p",
-        place="sampling/speculative_sampling.py",
-        draws="draft's distribution",
-        note="raises whenever token 0 is drawn (utils.py:52); here tokens begin at 1",
-    )(functools.partial(feifeibear, _function))
+    system(f"feifeibear ({_name})")(functools.partial(feifeibear, _function))
 
 
 def _cached(table):
@@ -166,15 +132,7 @@ def _cached(table):
     return table
 
 
-@system(
-    "romsto/Speculative-Decoding",
-    version="db7db67",
-    package="Speculative-Decoding",
-    how="whole loop",
-    place="sampling/speculative_decoding.py:23",
-    draws="draft's distribution",
-    takes="top_k top_p",
-)
+@system("romsto/Speculative-Decoding")
 def romsto(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     from launch.studies.conformance.torch_tables import drawn, tables
 
@@ -194,15 +152,7 @@ def romsto(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     return emit, drawn(processor, target)
 
 
-@system(
-    "LayerSkip",
-    version="f42c669",
-    package="LayerSkip",
-    how="function",
-    place="self_speculation/self_speculation_generator.py:155",
-    draws="draft's distribution",
-    takes="top_k top_p",
-)
+@system("LayerSkip")
 def layer_skip(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     import torch
 
@@ -243,15 +193,7 @@ def layer_skip(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     return emit, plain
 
 
-@system(
-    "DeepSpec",
-    version="afdfa7c",
-    package="DeepSpec",
-    how="function",
-    place="eval/base_evaluator.py:186",
-    draws="draft's distribution",
-    note="in float32; drafts of a bfloat16 model are drawn in bfloat16 and judged in float32 (issue 31)",
-)
+@system("DeepSpec")
 def deep_spec(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     import torch
 
@@ -291,15 +233,7 @@ def deep_spec(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     return emit, plain
 
 
-@system(
-    "dflash",
-    version="44947fb",
-    package="dflash",
-    how="whole loop",
-    place="dflash/model.py:112",
-    draws="target only",
-    note="the title of its issue 74 says otherwise; only acceptance suffers",
-)
+@system("dflash")
 def dflash(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     import torch
 

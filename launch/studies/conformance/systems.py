@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import json
 import pathlib
 import subprocess
 import sys
@@ -51,13 +52,14 @@ class System:
 
 
 SYSTEMS: dict[str, System] = {}
+KNOWN = json.loads(pathlib.Path(__file__).with_name("systems.json").read_text(encoding="utf-8"))  # fields, by name
 
 
 def system(name: str, **known: Any) -> Callable:
-    """Enters a function as `System.make` of a system."""
+    """Enters a function as `System.make` of a system, of which ``known`` or systems.json tells the rest."""
 
     def enter(make: Callable) -> Callable:
-        SYSTEMS[name] = System(name=name, make=make, **known)
+        SYSTEMS[name] = System(name=name, make=make, **KNOWN.get(name, {}), **known)
         return make
 
     return enter

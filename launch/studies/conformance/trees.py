@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import types
 from typing import Any
@@ -41,15 +42,7 @@ def eagle(width: int, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 
 for _name, _width in {"EAGLE (chain)": 1, "EAGLE (two children)": 2}.items():
-    system(
-        _name,
-        version="cb7e084",
-        package="EAGLE",
-        place="eagle/model/utils.py:337",
-        draws="most probable children, one-hot",
-        how="function",
-        takes="top_k top_p",
-    )(lambda files, case, width=_width: eagle(width, files, case))
+    system(_name)(lambda files, case, width=_width: eagle(width, files, case))
 
 
 def medusa(sampling: str, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
@@ -134,13 +127,5 @@ def sequoia(width: int, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 
 for _width in (1, 2):
-    system(
-        f"Sequoia ({_width} {'child' if _width == 1 else 'children'})",
-        version="0ff3ff7",
-        package="Sequoia",
-        place="Tree/SpecTree.py:119",
-        draws="draft's distribution, without replacement",
-        how="function",
-        takes="top_p",
-        note="tokens 0 and 2 end a text",
-    )(lambda files, case, width=_width: sequoia(width, files, case))
+    _call = functools.partial(sequoia, _width)
+    system(f"Sequoia ({_width} {'child' if _width == 1 else 'children'})")(_call)
