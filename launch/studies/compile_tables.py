@@ -61,6 +61,19 @@ def programs(document: Document) -> Table:
     return Table.of("Programs (compiler estimate)", rows, left=2)
 
 
+def trees(document: Document) -> Table:
+    """Returns the parts of a round of a token tree, beside those of the chain of its depth."""
+    rows = []
+    for name, answer in answers(document):
+        for program, facts in answer["programs"].items():
+            times = {
+                column: f"{facts[field]:.2f}"
+                for column, field in (("streaming", "streaming_ms"), ("cycles", "cycles_ms"))
+            }
+            rows.append(dict(name) | {"depth": answer["depth"], "program": program} | times)
+    return Table.of("Parts of a tree's round, ms (compiler estimate)", rows, left=2)
+
+
 def slices(document: Document) -> Table:
     """Returns the paper's pair on four slices, by batch."""
     rows = []

@@ -3,7 +3,7 @@
     python launch/study.py trees --output=runs/python_trees.json
 
 Shapes are the best for the pair `python` (`specsamp.analysis.tree_shape`), by acceptance by rank from stars: trees of one
-level, which are measured first. Each way decodes in turn with plain decoding, after the same prompts.
+level, which --stars=4 measures. All ways decode in turn with plain decoding, after the same prompts.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from specsamp.decoding.trees import TreeShape
 CHOSEN, DRAWN = "recursive:top", "recursive"
 STARS = {CHOSEN: (0.63, 0.77, 0.81, 0.82), DRAWN: (0.75, 0.83, 0.86, 0.87)}  # acceptance of 1 to 4 children
 RULES = {"token": None, "block": None, CHOSEN: CHOSEN, DRAWN: DRAWN, "traversal": DRAWN}
-DEPTH, BATCHES = 6, (1, 4)  # a level is a call of the draft
+DEPTH = 6  # a level is a call of the draft
 
 
 def cells(options: Any) -> list[Key]:
-    """Returns comparisons by nodes and batch, then the stars."""
-    sizes = [{"nodes": nodes, "batch": batch} for nodes in options.nodes for batch in BATCHES]
-    return sizes + [{"rule": rule, "star": size} for rule in STARS for size in (1, 2, 3, 4)]
+    """Returns comparisons by batch and nodes, then the stars."""
+    sizes = [{"nodes": nodes, "batch": batch} for batch in options.batches for nodes in options.nodes]
+    return sizes + [{"rule": rule, "star": size} for rule in STARS for size in range(1, options.stars + 1)]
 
 
 def method(pair: Pair, rule: str, shape: TreeShape | None) -> Method:
@@ -90,10 +90,9 @@ def table(document: Document) -> Table:
         for cell in found
         for way in cell.get("ways", ())
     ]
-    stars = [f"{cell['rule']} {cell['star']}: {cell['acceptance']:.3f}" for cell in found if "star" in cell]
+    stars = [f"star {cell['star']} of {cell['rule']}: {cell['acceptance']:.3f}" for cell in found if "star" in cell]
     header = ("nodes", "batch", "rule", "depth", "tokens per round", "ms per round", "speedup over plain")
-    note = f"Stars accept {', '.join(stars)}."
-    return Table(title="Trees and chains, T = 0.8, top-p 0.95", header=header, rows=rows, note=note)
+    return Table(title="Trees and chains, T = 0.8, top-p 0.95", header=header, rows=rows, note="; ".join(stars))
 
 
 STUDY = Study(
@@ -101,10 +100,12 @@ STUDY = Study(
     config="configs/trained_pair.py",
     options={
         "nodes": Option((4, 8, 16), "Nodes of the trees, and tokens of the chains.", least=1),
+        "batches": Option((1, 4), "Rows that are decoded together.", least=1),
+        "stars": Option(0, "Count, too, what stars of up to so many children accept.", least=0),
         "repeats": Option(8, "Repeats of each way; each has other prompts.", least=1),
     },
     cells=cells,
     identity=lambda options: {"repeats": options.repeats},
     measure=measure,
-    tables={"trees": Published(["python_trees"], table)},
+    tables={"python_trees": Published(["python_trees"], table)},
 )

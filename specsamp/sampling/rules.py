@@ -24,6 +24,8 @@ from specsamp.sampling.warp import Warp, is_stateless, log_probs
 
 Array = jax.Array
 
+MAX_UNROLLED = 32  # texts whose rows are read one by one: a gather of rows is a loop on a TPU
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,7 @@ class Draft:
         """Returns the distributions from which the children of scored rows were drawn, ``[B, V]``; None: one-hot."""
         if self.log_probs_BRV is None:
             return None
-        return jnp.exp(jnp.take_along_axis(self.log_probs_BRV, self.law_rows(row_B)[:, None, None], axis=1)[:, 0])
+        return jnp.exp(read_row(self.log_probs_BRV, self.law_rows(row_B)))
 
 
 @jax.tree_util.register_dataclass
@@ -129,8 +131,7 @@ class TargetDistributions:
         Args:
           warp_state: after the path to this row, from `advance`; ``self.warp_state`` at row 0.
         """
-        logits_BV = jnp.take_along_axis(self.logits_BTV, row_B[:, None, None], axis=1)[:, 0]
-        return log_probs(self.warp, logits_BV, warp_state)
+        return log_probs(self.warp, read_row(self.logits_BTV, row_B), warp_state)
 
     def advance(self, warp_state: Any, token_B: Array, moves_B: Array) -> Any:
         """Returns the warp's state after one more token, in the rows that ``moves_B`` names."""
@@ -198,6 +199,13 @@ def count_leading(is_true_BK: Array) -> Array:
 def take_row(x_BT: Array, row_B: Array) -> Array:
     """Returns ``x_BT[b, row_B[b]]``."""
     return jnp.take_along_axis(x_BT, row_B[:, None], axis=1)[:, 0]
+
+
+def read_row(x_BTV: Array, row_B: Array) -> Array:
+    """Returns the distribution in row ``row_B`` of each text, ``[B, V]``."""
+    if len(row_B) > MAX_UNROLLED:
+        return jnp.take_along_axis(x_BTV, row_B[:, None, None], axis=1)[:, 0]
+    return jnp.concatenate([jax.lax.dynamic_index_in_dim(x_BTV[b], row_B[b], axis=0) for b in range(len(row_B))])
 
 
 def path_verdict(draft: Draft, rows_BT: Array, num_accepted_B: Array, last_B: Array) -> Verdict:

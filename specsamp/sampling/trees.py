@@ -32,7 +32,16 @@ from specsamp import validate
 from specsamp.sampling.draw import draw
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import Purpose, RoundKeys
-from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict, path_verdict, take_row
+from specsamp.sampling.rules import (
+    MAX_UNROLLED,
+    Draft,
+    Rule,
+    TargetDistributions,
+    Verdict,
+    path_verdict,
+    read_row,
+    take_row,
+)
 
 Array = jax.Array
 
@@ -308,8 +317,7 @@ class TraversalRule(TreeRule):
             return state.without_leaf(draft, node_B, judged_B & ~ends_B, self.children != INDEPENDENT)
 
         state = jax.lax.fori_loop(0, K, visit, state)
-        row_B1 = jnp.take_along_axis(state.rows_BT, state.num_accepted_B[:, None], axis=1)
-        weights_BV = jnp.take_along_axis(state.target_BTV, row_B1[..., None], axis=1)[:, 0]
+        weights_BV = read_row(state.target_BTV, take_row(state.rows_BT, state.num_accepted_B))
         return Walk(
             rows_BT=state.rows_BT,
             num_accepted_B=state.num_accepted_B,
@@ -368,7 +376,7 @@ class _Traversal:
     def without_leaf(self, draft: Draft, node_B: Array, rejects_B: Array, is_distinct: bool) -> _Traversal:
         """Removes a rejected leaf, and what it was drawn from of its parent's distributions."""
         parent_B, token_B = take_row(draft.parents_BK, node_B), take_row(draft.tokens_BK, node_B)
-        target_BV, draft_BV = _row(self.target_BTV, parent_B), self._draft_at(draft, parent_B)
+        target_BV, draft_BV = read_row(self.target_BTV, parent_B), self._draft_at(draft, parent_B)
         law_BV = law_of(draft_BV, token_B, take_row(self.is_chosen_BK, node_B), target_BV)
         subtracts_B = rejects_B & (take_row(law_BV, token_B) > 0)
         weight_B = take_row(self.weights_BT, parent_B)
@@ -401,7 +409,7 @@ class _Traversal:
         return q_B, jnp.where(take_row(self.is_chosen_BK, node_B), 1, p_B)
 
     def _draft_at(self, draft: Draft, row_B: Array) -> Array | None:
-        return None if self.draft_BRV is None else _row(self.draft_BRV, draft.law_rows(row_B))
+        return None if self.draft_BRV is None else read_row(self.draft_BRV, draft.law_rows(row_B))
 
 
 def law_of(draft_BV: Array | None, token_B: Array, is_chosen_B: Array, like_BV: Array) -> Array:
@@ -422,9 +430,10 @@ def normalise(weights_BV: Array, otherwise_BV: Array) -> Array:
     return jnp.where(total_B1 > 0, weights_BV / jnp.where(total_B1 > 0, total_B1, 1), otherwise_BV)
 
 
-def _row(x_BTV: Array, row_B: Array) -> Array:
-    return jnp.take_along_axis(x_BTV, row_B[:, None, None], axis=1)[:, 0]
-
-
 def _put(x_BTV: Array, row_BV: Array, at_B: Array) -> Array:
-    return jax.vmap(lambda x, row, at: jax.lax.dynamic_update_index_in_dim(x, row, at, axis=0))(x_BTV, row_BV, at_B)
+    if len(at_B) > MAX_UNROLLED:
+        return jax.vmap(lambda x, row, at: jax.lax.dynamic_update_index_in_dim(x, row, at, axis=0))(x_BTV, row_BV, at_B)
+    zero = jnp.zeros((), at_B.dtype)
+    for b in range(len(at_B)):
+        x_BTV = jax.lax.dynamic_update_slice(x_BTV, row_BV[b][None, None], (zero + b, at_B[b], zero))
+    return x_BTV
