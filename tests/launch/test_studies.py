@@ -204,8 +204,10 @@ def cells(grid, *changes):
 @pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid != "training"])
 def test_what_the_runner_writes_has_the_names_and_the_table_of_the_committed_answers(grid):
     document = study.read_result(f"compile_{grid}")
-    assert all(cell in [committed["name"] for committed in document["cells"]] for cell in cells(grid))
-    written = [{"key": cell["name"], "seconds": 1.0, "result": cell} for cell in document["cells"]]
+    names = [cell.get("name") or cell["key"] for cell in document["cells"]]  # older files name their cells
+    assert all(cell in names for cell in cells(grid))
+    answers = [cell.get("result", cell) for cell in document["cells"]]
+    written = [{"key": name, "seconds": 1.0, "result": answer} for name, answer in zip(names, answers, strict=True)]
     written.append({"key": written[0]["key"], "out_of_memory": "of this machine, while it compiled"})
     assert STUDY.tables[grid].make({"cells": written}) == STUDY.tables[grid].make(document)
     assert {*STUDY.shown(types.SimpleNamespace(grid=grid))} <= {*STUDY.tables, *STUDY.figures}
