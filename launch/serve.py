@@ -13,7 +13,8 @@
 
 A text is the one that `generate` writes with the same seed, alone. Each request brings its own temperature, top_p, seed,
 budget and stop texts; drafter and rule are the configuration's. usage.completion_tokens_details counts the drafted tokens
-that were accepted and rejected. GET /health says how busy the rows are. Takes libraries: pip install -e '.[serve]'.
+that were accepted and rejected. GET /health says how busy the rows are, GET /metrics all
+counts for Prometheus, and the page at / shows a text while it is written. Takes libraries: pip install -e '.[serve]'.
 """
 
 import os
