@@ -61,6 +61,7 @@ setup(
     package_data={
         "specsamp": ["__init__.pyi"],
         "specsamp.checkpoints": ["*.json", "assets/*/*", "assets/*/*/*"],
+        "specsamp.evaluation": ["jail.json"],
         "specsamp.mesh": ["*.json"],
         "specsamp.serving": ["*.html"],
         "specsamp.tpu": ["*.json"],

@@ -46,6 +46,7 @@ from specsamp.sampling.rules import Draft, Meter, Rule, TargetDistributions, Ver
 
 Array = jax.Array
 _Carry = tuple[Array, DecodeState]  # rounds so far, state
+_Texts = tuple[Array, Array, Array]  # tokens, starts and lengths, see `Loop.extend`
 _Program = Callable[..., DecodeState]  # of weights, request, state, max_rounds, min_running
 
 
@@ -367,14 +368,8 @@ class Loop:
           chunk: number of tokens per call; there must be as many slots beyond the longest text.
         """
 
-        def extend(
-            weights: Weights,
-            request: RequestBatch,
-            state: DecodeState | None,
-            tokens_BS: Array,
-            start_B: Array,
-            lengths_B: Array,
-        ) -> DecodeState:
+        def extend(weights: Weights, request: RequestBatch, state: DecodeState | None, texts: _Texts) -> DecodeState:
+            tokens_BS, start_B, lengths_B = texts
             if state is None:
                 caches = self.target.init_cache(*tokens_BS.shape), self.drafter.init(*tokens_BS.shape)
             else:
@@ -392,8 +387,8 @@ class Loop:
                 caches = jax.lax.fori_loop(0, chunks, read_chunk, caches)
             return self._first_state(request, tokens_BS, lengths_B, caches)
 
-        specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS)
-        return self.shards.map(extend, specs)(weights, request, state, tokens_BS, start_B, lengths_B)
+        specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS)
+        return self.shards.map(extend, specs)(weights, request, state, (tokens_BS, start_B, lengths_B))
 
     def _read(
         self, weights: Weights, tokens_BT: Array, start_B: Array, lengths_B: Array, caches: tuple[Any, Any]

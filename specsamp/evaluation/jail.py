@@ -1,4 +1,4 @@
-"""Builds walls around one untrusted program and runs it. `isolation` starts this script; it needs Python alone.
+"""Builds walls around one untrusted program and runs it. `isolation` starts this script; it needs Python and jail.json.
 
     python jail.py '{"walls": [...], ...}'     # stdin: the program, then a secret word; see `isolation.run_isolated`
 
@@ -42,34 +42,14 @@ CLONE_THREAD, CLONE3 = 0x10000, 435
 F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
 SOCK_DATAGRAM = 2  # a bit that streams do not have
 
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers below, and architecture
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers of calls, and architecture
 libc = ctypes.CDLL(None, use_errno=True)
 Step = tuple[int, int, int, int]  # of a filter: operation, steps to skip if true and if false, value
 
-# System calls with their numbers on x86_64 and aarch64.
-NEEDED = {"pivot_root": (155, 41), "capset": (126, 91), "clone": (56, 220)}  # clone: for threads
-OF_ITSELF = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261)}  # allowed on the program's own process
-# A dash where the machine has no such call. By line: sockets and processes, signals, priorities, mounts, attributes of
-# files, the kernel, and memory and queues that are shared by number.
-REFUSED = """
-    socket 41 198, fork 57 -, vfork 58 -, unshare 272 97, setns 308 268, ptrace 101 117,
-    process_vm_readv 310 270, process_vm_writev 311 271,
-    tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_open 434 434,
-    pidfd_send_signal 424 424, pidfd_getfd 438 438,
-    setpriority 141 140, ioprio_set 251 30, sched_setaffinity 203 122, sched_setscheduler 144 119,
-    sched_setparam 142 118, sched_setattr 314 274,
-    mount 165 40, umount2 166 39, chroot 161 51, open_tree 428 428, move_mount 429 429, fsopen 430 430,
-    mount_setattr 442 442,
-    chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, lchown 94 -, fchown 93 55,
-    fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5,
-    lsetxattr 189 6, fsetxattr 190 7, setxattrat 463 463, removexattr 197 14, lremovexattr 198 15,
-    fremovexattr 199 16, removexattrat 466 466,
-    keyctl 250 219, add_key 248 217, request_key 249 218, bpf 321 280, perf_event_open 298 241,
-    userfaultfd 323 282, io_uring_setup 425 425,
-    shmget 29 194, shmat 30 196, shmctl 31 195, shmdt 67 197, msgget 68 186, msgsnd 69 189, msgrcv 70 188,
-    msgctl 71 187, semget 64 190, semop 65 193, semctl 66 191, semtimedop 220 192, mq_open 240 180,
-    mq_unlink 241 181
-"""
+# Numbers of system calls, by the columns of `MACHINES`; null where the machine has no such call. "needed" are those that
+# the jail makes (clone: for threads), "of_itself" those that a program may make for its own process.
+with open(os.path.splitext(os.path.abspath(__file__))[0] + ".json", encoding="utf-8") as _file:
+    CALLS = json.load(_file)
 # Calls that are refused with some values of an argument: their numbers, the argument's place, the test, and the values.
 REFUSED_WITH = {
     "prctl": ((157, 167), 0, BPF_EQUAL, (PR_SET_PDEATHSIG,)),  # the program would outlive its parent
@@ -254,19 +234,19 @@ def set_limits(request: dict, own_user: bool) -> None:
 def filter_calls() -> None:
     """Refuses system calls that reach other processes, a network or other users' files; threads are allowed."""
     column, architecture = machine()
-    refused = [call.split()[1 + column] for call in REFUSED.split(",")]
+    refused = [pair[column] for kind in CALLS["refused"].values() for pair in kind.values()]
     allow, refuse = (BPF_RETURN, 0, 0, ALLOW), (BPF_RETURN, 0, 0, REFUSE)
     steps = [(BPF_LOAD, 0, 0, 4), (BPF_EQUAL, 1, 0, architecture), (BPF_RETURN, 0, 0, KILL), (BPF_LOAD, 0, 0, 0)]
     if column == 0:  # the numbers of another convention of the same machine
         steps += [(BPF_LEAST, 0, 1, 0x40000000), refuse]
     for number in refused:
-        steps += of_call(int(number), refuse) if number != "-" else []
+        steps += of_call(number, refuse) if number is not None else []
     for pair, place, test, values in REFUSED_WITH.values():
         tests = [step for value in values for step in ((test, 0, 1, value), refuse)]
         steps += of_call(pair[column], load_argument(place), *tests, allow)
     steps += of_call(CLONE3, (BPF_RETURN, 0, 0, UNKNOWN))  # a filter cannot read its flags; libraries then use clone
     steps += of_call(call_number("clone"), load_argument(0), (BPF_ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse)
-    for pair in OF_ITSELF.values():
+    for pair in CALLS["of_itself"].values():
         tests = [(BPF_EQUAL, 0, 1, 0), allow, (BPF_EQUAL, 0, 1, os.getpid()), allow]
         steps += of_call(pair[column], load_argument(0), *tests, refuse)
     steps.append(allow)
@@ -294,7 +274,7 @@ def machine() -> tuple[int, int]:
 
 def call_number(call: str) -> int:
     """Returns this machine's number of a system call."""
-    return NEEDED[call][machine()[0]]
+    return CALLS["needed"][call][machine()[0]]
 
 
 def mount(source: str, place: str, kind: str, flags: int, options: str = "") -> None:

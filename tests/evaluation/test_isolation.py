@@ -38,7 +38,9 @@ ENDS["passed"] = {"is long": "#" * 20_000_000}
 @pytest.fixture
 def processes(tmp_path_factory, monkeypatch):
     """Returns the processes that programs of this test have left."""
-    jail = shutil.copy(isolation.JAIL, tmp_path_factory.mktemp("jail"))  # its path names this test's processes
+    folder = tmp_path_factory.mktemp("jail")
+    shutil.copy(isolation.JAIL.with_suffix(".json"), folder)
+    jail = shutil.copy(isolation.JAIL, folder)  # its path names this test's processes
     monkeypatch.setattr(isolation, "JAIL", jail)
     return lambda: [path for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if str(jail) in read(path)]
 

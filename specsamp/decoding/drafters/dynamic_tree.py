@@ -22,7 +22,7 @@ import numpy as np
 
 from specsamp import validate
 from specsamp.decoding.drafter import DrafterHooks, Prefix
-from specsamp.decoding.drafters.feature import FeatureDrafter, FeatureState
+from specsamp.decoding.drafters.feature import FeatureDrafter, FeatureState, proposed
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.tree import pairs_of
 from specsamp.decoding.sampler import Sampler
@@ -321,9 +321,4 @@ class GrowingFeatureTree(GrowingDrafter, FeatureDrafter):
         feature_B1D = state.feature_BD[:, None]
         carry = state.cache, cache, feature_B1D
         draft, _, (head_cache, cache, _) = self.grow(sample, score(feature_B1D, 0)[:, 0], step, carry)
-        num_drafted_B = jnp.where(state.ready_B, draft.num_drafted_B, 0)
-        return (
-            dataclasses.replace(draft, num_drafted_B=num_drafted_B),
-            dataclasses.replace(state, cache=head_cache),
-            cache,
-        )
+        return proposed(draft, state, head_cache, cache)

@@ -175,12 +175,7 @@ class FeatureDrafter(HeadDrafter):
         carry = state.cache, cache, state.feature_BD, jnp.zeros((batch, self.K), jnp.int32)
         (head_cache, cache, _, tokens_BK), drawn = sample.chain(self.K, draw, step, carry)
         draft = sample.draft(tokens_BK, drawn)
-        num_drafted_B = jnp.where(state.ready_B, draft.num_drafted_B, 0)
-        return (
-            dataclasses.replace(draft, num_drafted_B=num_drafted_B),
-            dataclasses.replace(state, cache=head_cache),
-            cache,
-        )
+        return proposed(draft, state, head_cache, cache)
 
     def commit(
         self,
@@ -215,3 +210,9 @@ class FeatureDrafter(HeadDrafter):
     def _widen(self, x: Array) -> Array:
         """Returns ``window`` equal positions ``[B, T, ...]``; all but the first are stale in the head's cache."""
         return jnp.repeat(x[:, None], self.window, axis=1)
+
+
+def proposed(draft: Draft, state: FeatureState, head_cache: Any, cache: Any) -> tuple[Draft, FeatureState, Any]:
+    """Returns a proposal of a head; rows without a last pair draft nothing."""
+    num_drafted_B = jnp.where(state.ready_B, draft.num_drafted_B, 0)
+    return dataclasses.replace(draft, num_drafted_B=num_drafted_B), dataclasses.replace(state, cache=head_cache), cache

@@ -22,7 +22,7 @@ from specsamp import validate
 from specsamp.decoding.drafter import DrafterHooks, Prefix
 from specsamp.decoding.drafters.block import BlockDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
-from specsamp.decoding.drafters.feature import FeatureDrafter, FeatureState
+from specsamp.decoding.drafters.feature import FeatureDrafter, FeatureState, proposed
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter
 from specsamp.decoding.sampler import Sampler
@@ -173,12 +173,7 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
         features = [state.feature_BD[:, None]] + [None] * self.K
         logits_BV = score(features[0], 0)[:, 0]
         draft, (head_cache, cache, _) = grow(self.tree, sample, logits_BV, step, (state.cache, cache, features))
-        num_drafted_B = jnp.where(state.ready_B, draft.num_drafted_B, 0)
-        return (
-            dataclasses.replace(draft, num_drafted_B=num_drafted_B),
-            dataclasses.replace(state, cache=head_cache),
-            cache,
-        )
+        return proposed(draft, state, head_cache, cache)
 
 
 @dataclasses.dataclass(frozen=True)
