@@ -222,14 +222,19 @@ class Layout:
         cycles (notebooks/results/compile_variants.json).
 
         The sharding changes in two steps. In one step the compiler would gather the embedding, or all sequences if the
-        vocabulary is split over more devices.
+        vocabulary is split over more devices. The parts of the vocabulary are gathered along an axis of their own, the
+        first: along the last the compiler may put the vocabulary outermost, and copies it.
         """
-        rows = self.spec(PartitionSpec(ROWS), logits_BTV.shape[:1])
+        (batch, length, vocab), of_vocab = logits_BTV.shape, self.spec(PartitionSpec("vocab"), logits_BTV.shape[2:])
+        if not of_vocab:
+            return logits_BTV
+        rows = self.spec(PartitionSpec(ROWS), (batch,))
         over = rows[0] if rows else None
-        logits_BTV = self.constrain(PartitionSpec(None, None, "vocab"), logits_BTV)
-        for spec in (PartitionSpec(None, None, over), PartitionSpec(over, None, None)):
-            logits_BTV = constrain(logits_BTV, NamedSharding(self.mesh, spec))
-        return logits_BTV
+        count = self._num_devices(self.over)
+        parts_PBTV = logits_BTV.reshape(batch, length, count, vocab // count).transpose(2, 0, 1, 3)
+        for spec in (of_vocab, PartitionSpec(over), PartitionSpec(None, over)):
+            parts_PBTV = constrain(parts_PBTV, NamedSharding(self.mesh, spec))
+        return parts_PBTV.transpose(1, 2, 0, 3).reshape(logits_BTV.shape)
 
     def place_cache(self, axes: Any, cache: Any) -> Any:
         """Constrains the sharding of a cache, if there is one, by its logical axes; without axes the compiler decides."""
