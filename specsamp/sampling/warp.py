@@ -17,9 +17,10 @@ Ties. Every filter is a threshold on the value, so tokens of equal probability s
 
 Each keeps the most probable token. Greedy breaks ties towards the lowest index, as ``argmax`` does.
 
-The thresholds of ``top_k`` and ``top_p`` are found by bisection over the *bit pattern* of the
-threshold (floats of one sign are ordered like their bits), which is exact after as many halvings as
-there are bits and never sorts the vocabulary, which is slow everywhere and a trap on a TPU.
+The thresholds of ``top_k`` and ``top_p`` are found by a search over the *bit pattern* of the threshold (floats of one
+sign are ordered like their bits), which is exact after all bits and never sorts the vocabulary, which is slow everywhere
+and a trap on a TPU. The vocabulary is folded into eight rows for it, so that a TPU computes one text with whole
+registers; every sum has this one order. Where no row of a call needs it, by the numbers of the warps, it is skipped.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
       ``[B, ..., V]``; excluded tokens are ``-inf``.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return jax.nn.log_softmax(warp(logits, state), axis=-1)
+    warped = warp(logits, state)
+    return _unfold(jax.nn.log_softmax(_fold(warped), axis=FOLDED), warped)
 
 
 def for_rows(warp: Warp, rows: int) -> Warp:
@@ -195,8 +197,16 @@ class Chain(Warp):
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         states = ((),) * len(self.warps) if is_stateless(state) else state
+        all_greedy = jnp.bool(False)
         for warp, each in zip(self.warps, states, strict=True):
+            if isinstance(warp, (TopK, TopP)):
+                logits = warp(logits, each, all_greedy)
+                continue
             logits = warp(logits, each)
+            if isinstance(warp, Temperature):
+                all_greedy = jnp.all(jnp.asarray(warp.value) < GREEDY_BELOW)
+            elif not isinstance(warp, (MinP, FirstTokens)):  # it may give a greedy row more tokens
+                all_greedy = jnp.bool(False)
         return logits
 
 
@@ -213,37 +223,53 @@ class Temperature(Warp):
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         value = per_row(self.value, logits)
         is_greedy = value < GREEDY_BELOW
-        return jnp.where(is_greedy, _only_argmax(logits), logits / jnp.where(is_greedy, 1, value))
+        # Of the numbers as they are given: those of each row may be split over devices, which would then have to agree.
+        only = _only_argmax(logits, jnp.any(jnp.asarray(self.value) < GREEDY_BELOW))
+        return jnp.where(is_greedy, only, logits / jnp.where(is_greedy, 1, value))
 
 
 @register_warp
 class TopK(Warp):
     value: Array  # [] or [B] int32
 
-    def __call__(self, logits: Array, state: Any = ()) -> Array:
-        k = per_row(self.value, logits)
-        bits = _ordered_bits(logits)
-        lowest, highest = bits.min(-1, keepdims=True), bits.max(-1, keepdims=True)
-        threshold = _smallest(lambda t: jnp.sum(bits > t, axis=-1, keepdims=True) < k, lowest, highest)
-        return jnp.where(bits >= threshold, logits, -jnp.inf)
+    def __call__(self, logits: Array, state: Any = (), skipped: bool | Array = False) -> Array:
+        """``skipped``: every row has one token, which stays."""
+        folded = _fold(logits)
+        k, bits = per_row(self.value, folded), _ordered_bits(folded)
+
+        def too_low(t):
+            # Sums of floats are several at a time on a CPU, and whole numbers up to 2**24 are exact.
+            return jnp.sum(jnp.where(bits >= t, 1.0, 0.0).astype(folded.dtype), axis=FOLDED, keepdims=True) >= k
+
+        low = jnp.full_like(bits[..., :1, :1], jnp.iinfo(bits.dtype).min)
+        skipped |= jnp.all(jnp.asarray(self.value) >= logits.shape[-1])
+        threshold = _largest(too_low, low, 8 * bits.dtype.itemsize, skipped)
+        return _unfold(jnp.where(bits >= threshold, folded, -jnp.inf), logits)
 
 
 @register_warp
 class TopP(Warp):
     value: Array  # [] or [B]
 
-    def __call__(self, logits: Array, state: Any = ()) -> Array:
-        p = per_row(self.value, logits)
-        probs = jax.nn.softmax(logits, axis=-1)
-        bits = _ordered_bits(probs)
+    def __call__(self, logits: Array, state: Any = (), skipped: bool | Array = False) -> Array:
+        """``skipped``: every row has one token, which stays."""
+        folded = _fold(logits)
+        p, probs = per_row(self.value, folded), jax.nn.softmax(folded, axis=FOLDED)
 
-        def mass_above(t):
-            return jnp.sum(jnp.where(bits > t, probs, 0), axis=-1, keepdims=True)
+        def as_float(t):
+            return jax.lax.bitcast_convert_type(t, probs.dtype)
 
-        # The search ends at the largest probability, so that one always stays.
-        threshold = _smallest(lambda t: mass_above(t) < p, jnp.zeros_like(bits[..., :1]), bits.max(-1, keepdims=True))
+        def too_low(t):
+            """Returns whether the tokens that are at least as probable have the mass without the least probable of them."""
+            mass = jnp.sum(jnp.where(probs >= as_float(t), probs, 0), axis=FOLDED, keepdims=True)
+            return mass >= jnp.maximum(p, jnp.finfo(probs.dtype).tiny)  # so the largest probability stays for any p
+
+        # Probabilities are at most one, whose two highest bits are zero.
+        low = jnp.zeros_like(probs[..., :1, :1], _integer_of(probs))
+        skipped |= jnp.all(jnp.asarray(self.value) >= 1)
+        threshold = _largest(too_low, low, 8 * probs.dtype.itemsize - 2, skipped)
         # A sum that rounds to just above one must not cost p = 1 its last tokens.
-        return jnp.where((bits >= threshold) | (p >= 1), logits, -jnp.inf)
+        return _unfold(jnp.where((probs >= as_float(threshold)) | (p >= 1), folded, -jnp.inf), logits)
 
 
 @register_warp
@@ -288,26 +314,60 @@ def per_row(value: Array, logits: Array) -> Array:
     return value.reshape(value.shape + (1,) * (logits.ndim - value.ndim))
 
 
-def _only_argmax(logits: Array) -> Array:
-    best = jnp.argmax(logits, axis=-1, keepdims=True)
-    tokens = jax.lax.broadcasted_iota(best.dtype, logits.shape, logits.ndim - 1)
+def _only_argmax(logits: Array, wanted: bool | Array = True) -> Array:
+    """Puts all mass on the most probable token; on any token unless that is wanted, by data."""
+
+    def argmax():
+        return jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+
+    best = jax.lax.cond(wanted, argmax, lambda: jnp.zeros((*logits.shape[:-1], 1), jnp.int32))
+    tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     return jnp.where(tokens == best, jnp.zeros_like(logits), -jnp.inf)
+
+
+ROWS, FOLDED = 8, (-2, -1)  # of the registers of a TPU; the axes of a folded vocabulary
+
+
+def _fold(logits: Array) -> Array:
+    """Folds ``[..., V]`` into ``[..., 8, V / 8]``, padded with excluded tokens."""
+    padding = [(0, 0)] * (logits.ndim - 1) + [(0, -logits.shape[-1] % ROWS)]
+    padded = jnp.pad(logits, padding, constant_values=-jnp.inf) if padding[-1][1] else logits
+    # Without the barrier the compiler computes before it folds.
+    return jax.lax.optimization_barrier(padded.reshape(*logits.shape[:-1], ROWS, -1))
+
+
+def _unfold(folded: Array, logits: Array) -> Array:
+    """Returns a folded vocabulary in the shape of the logits that were folded."""
+    return folded.reshape(*logits.shape[:-1], -1)[..., : logits.shape[-1]]
+
+
+def _integer_of(x: Array) -> Any:
+    return jnp.int32 if x.dtype == jnp.float32 else jnp.int64
 
 
 def _ordered_bits(x: Array) -> Array:
     """Maps floats to signed integers of the same width in the same order; -0.0 equals 0.0, as it must for ties."""
-    integer = jnp.int32 if x.dtype == jnp.float32 else jnp.int64
+    integer = _integer_of(x)
     bits = jax.lax.bitcast_convert_type(x, integer)
     return jnp.where(bits < 0, jnp.iinfo(integer).min - bits, bits)
 
 
-def _smallest(holds: Callable[[Array], Array], low: Array, high: Array) -> Array:
-    """Returns the smallest integer in ``[low, high]`` from which a monotone ``holds`` is true; ``high`` if none."""
+def _largest(holds: Callable[[Array], Array], low: Array, num_bits: int, skipped: Array) -> Array:
+    """Returns the largest integer in ``[low, low + 2**num_bits)`` up to which a monotone ``holds`` is true; or ``low``.
 
-    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        middle = (low & high) + ((low ^ high) >> 1)  # rounds down, cannot overflow
-        true = holds(middle)
-        return jnp.where(true, low, jnp.minimum(middle + 1, high)), jnp.where(true, middle, high)
+    It is ``low`` where the search is skipped, by data.
+    A TPU asks for two bits in one pass, because a pass costs it more than a sum; a CPU for one.
+    """
 
-    return jax.lax.fori_loop(0, 8 * low.dtype.itemsize, halve, (low, high))[1]
+    def search(bits):
+        def one_pass(i, found):
+            place = num_bits - bits * (i + 1)
+            true = [holds(found + (jnp.asarray(digit, low.dtype) << place)) for digit in range(1, 2**bits)]
+            return found + (sum(each.astype(low.dtype) for each in true) << place)
+
+        return jax.lax.fori_loop(0, num_bits // bits, one_pass, low)
+
+    def searched():
+        return jax.lax.platform_dependent(cpu=lambda: search(1), default=lambda: search(2))
+
+    return jax.lax.cond(skipped, lambda: low, searched)

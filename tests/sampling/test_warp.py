@@ -218,3 +218,38 @@ def test_trees_of_different_warps_differ():
     for i, one in enumerate(structures):
         assert all(one != other for other in structures[i + 1 :])
         assert one == jax.tree.structure(jax.tree.map(lambda x: x, warps[i]))
+
+
+@pytest.mark.parametrize("vocab_size", [50_257, 128_256])
+def test_the_nucleus_of_a_public_vocabulary(vocab_size):
+    """Of K + 1 rows or one, folded with padding and without: each token but those whose mass is within 1e-6 of p."""
+    logits = np.random.default_rng(0).normal(size=(5, vocab_size)).astype(np.float32) * [[0.01], [1], [2.5], [4], [8]]
+    logits = logits.astype(np.float32)
+    probs = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    order = np.argsort(-probs, axis=-1)
+    above = np.empty_like(probs)
+    np.put_along_axis(above, order, np.cumsum(np.take_along_axis(probs, order, -1), -1), -1)
+    above -= probs  # no two tokens are equal
+    for p in (0.1, 0.8, 0.95, 0.999):
+        kept = np.asarray(warped(chain(top_p(p)), logits)) > -np.inf
+        sure = np.abs(above - p) > NEAR
+        np.testing.assert_array_equal(kept[sure], (above < p)[sure])
+        assert (kept.sum(-1) > 0).all()
+        alone = np.asarray(warped(chain(top_p(p)), logits[2:3])) > -np.inf
+        np.testing.assert_array_equal(alone[0], kept[2])
+
+
+@pytest.mark.parametrize("warp, off", [(top_p([0.9, 1.0]), top_p(1.0)), (top_k([2, 9]), top_k(5))])
+def test_a_search_that_no_row_needs_is_skipped(monkeypatch, warp, off):
+    """By the numbers of the warps: all rows greedy, or all tokens kept. The control: one sampled row is searched."""
+    highest = np.iinfo(np.int32).max  # a search that keeps nothing
+    monkeypatch.setattr(jax.lax, "fori_loop", lambda first, last, body, low: jnp.full_like(low, highest))
+    logits = np.float32([[1, 3, 2, 0, 0]] * 2)
+
+    def kept(*chained):
+        return (jax.jit(log_probs)(chain(*chained), logits) > -np.inf).sum(-1).tolist()
+
+    assert kept(temperature([0.0, 0.0]), warp) == [1, 1]
+    assert kept(temperature([0.5, 0.5]), off) == [5, 5]
+    assert kept(temperature([0.0, 0.5]), warp) == [0, 5 if isinstance(warp, type(top_p(1.0))) else 0]
