@@ -33,7 +33,7 @@ KINDS = {
     "TPU v5p": "v5p",
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
-    "TPU7x": "v7x",
+    "TPU7x": "tpu7x",
 }
 
 

@@ -66,7 +66,7 @@ def _times(report: Report, p: Program, own: Calibration | None) -> dict[str, str
     return {
         "": p.name,
         "streaming": two_digits(p.streaming_ms(report.chip)),
-        "cycles": two_digits(p.cycles_ms(report.chip)),
+        "cycles": two_digits(p.cycles_ms(report.chip)) if report.chip.has_clock else f"{p.cycles:,.0f} cycles",
         "lower bound": two_digits(p.lower_bound_ms(report.chip)),
         "collectives": str(sum(p.collectives.values())),
         "calibrated": str(report.calibrated_ms(p.name, own)),

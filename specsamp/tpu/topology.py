@@ -32,6 +32,11 @@ class Chip:
     options: tuple[tuple[str, object], ...] = ()  # that the description of the slice needs
 
     @property
+    def has_clock(self) -> bool:
+        """Returns whether cycles have a time; otherwise bounds are of streaming alone."""
+        return math.isfinite(self.clock_hz)
+
+    @property
     def ridge(self) -> float:
         """Rows from which a bfloat16 product is bound by arithmetic instead of memory."""
         return self.flops_per_second / self.hbm_bytes_per_second
@@ -50,9 +55,9 @@ CHIPS = {
     "v5e": _cloud_chip("v5litepod", 197e12, 4.5e10, 1.5e9),
     "v5p": _cloud_chip("v5p", 459e12, 9e10, 1.75e9),
     "v6e": _cloud_chip("v6e", 918e12, 9e10, 1.75e9),
-    "v7x": _cloud_chip("tpu7x", 2307e12, 9e10, math.inf, devices=2),  # its clock is unknown: cycles take no time
+    "tpu7x": _cloud_chip("tpu7x", 2307e12, 9e10, math.inf, devices=2),  # no source for its clock: cycles have no time
 }
-EXAMPLES = "v3:4x4, v4:2x2x4, v5e:4x4, v5p:2x2x4, v6e:4x4"
+EXAMPLES = "v3:4x4, v4:2x2x4, v5e:4x4, v5p:2x2x4, v6e:4x4, tpu7x:2x2x1"
 
 
 def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
@@ -100,7 +105,7 @@ def described_mesh(
     if math.prod(sizes) == 1:  # a host with one chip is not the usual one
         options |= {"chips_per_host_bounds": (1, 1, 1)}
     try:
-        described = topologies.get_topology_desc(topology.replace("v7x", "tpu7x"), platform="tpu", **options)
+        described = topologies.get_topology_desc(topology, platform="tpu", **options)
     except Exception as error:  # libtpu raises several kinds for shapes that it refuses
         if isinstance(error, RuntimeError) and ("not installed" in str(error) or "libtpu" in str(error)):
             missing = "no libtpu here: pip install libtpu; it exists for Linux on x86-64 only"

@@ -120,7 +120,7 @@ def test_a_draft_cannot_hide_its_collectives_under_the_target():
 
 def test_chips_without_measurements_get_a_range_of_two_digits():
     work = Work(streaming_ms=5.4321, collectives=162, collective_hops=972)
-    for chip in ("v4", "v5p", "v6e", "v7x"):
+    for chip in ("v4", "v5p", "v6e", "tpu7x"):
         band = estimate(chip, work)
         assert band.open and band.least == 5.4321 and band.most > 5.4321 + 0.972 * 5
         assert str(band) == f"5.4 to {two_digits(band.most)}"
