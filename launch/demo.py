@@ -183,15 +183,14 @@ def timing_table(timings: dict, configs: dict[str, ExperimentConfig]) -> Table:
 
 def committed_speedups() -> tuple[str, str, str]:
     """Returns a row of the table: the speedups of the README, greedy and sampled."""
-    from launch.lib import study  # both take a second, which the first text need not wait for
-    from launch.studies.speedup_tables import cpu_of
+    from launch.lib import study  # it takes a second, which the first text need not wait for
 
     name = "python_pair_machine"
     if not (study.RESULTS / f"{name}.json").exists():
         return ("speedup in the README", "only in a clone", "only in a clone")
     document = study.read_result(name)
     cells = [f"{tables.ratio(one['speedup'])}, K = {key['draft_length']}" for key, one in study.answers(document)]
-    return (f"speedup in the README, {cpu_of(document)}", *cells)
+    return (f"speedup in the README, {study.cpu_of(document)}", *cells)
 
 
 if __name__ == "__main__":

@@ -258,6 +258,13 @@ def answers(document: Document) -> Iterator[tuple[Key, Any]]:
             yield cell["key"], cell["result"]
 
 
+def cpu_of(document: Document) -> str:
+    """Returns where a result was measured: "2 CPU cores (AMD EPYC)"; older files do not name the CPU."""
+    environment = (document if "environment" in document else document["cells"][0])["environment"]
+    named = [environment.get("cpu"), *environment.get("instructions", ())]
+    return f"{environment['cores']} CPU cores" + (f" ({', '.join(named)})" if named[0] else "")
+
+
 def law(key: Key) -> str:
     """Returns a distribution in words, with its top-p: "T = 0.8, top-p 0.95"."""
     return "T = {temperature:g}, top-p {top_p:g}".format(**key) if key["temperature"] else "greedy"

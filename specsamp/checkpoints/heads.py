@@ -40,7 +40,7 @@ from specsamp.checkpoints.safetensors_io import (
     find_tensors,
     read_header,
 )
-from specsamp.checkpoints.tensor_names import TensorSource, check_tensors, find_source
+from specsamp.checkpoints.tensor_names import TensorSource, check_tensors, find_source, sizes
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
 
@@ -173,22 +173,11 @@ def read_head(checkpoint: HeadCheckpoint, head: Head, progress: OnProgress = lam
 def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSource]:
     """Returns the source of each parameter; raises KeyError for one that the layout does not have."""
     shapes = flatten_dict(jax.eval_shape(config.head().init, jax.random.key(0)), sep="/")
-    layer, read = config.layer, {"X": ("attention/query", 1), "Y": ("fc", 0)}
+    read = {"X": ("attention/query", 1), "Y": ("fc", 0)}
     read |= {"R": ("correction/embedding", 1), "G": ("correction/gate", 0), "J": ("correction/gate", 1)}
     read |= {"B": ("correction/trust", 0), "T": (f"{AROUND}/base", 1), "A": (f"{AROUND}/coefficients", 1)}
     wide = {letter: shapes[name].shape[axis] for letter, (name, axis) in read.items() if name in shapes}
-    letters = wide | dict(
-        V=layer.vocab_size,
-        U=config.num_outputs,
-        D=layer.width,
-        F=layer.feedforward_width,
-        N=layer.num_heads,
-        M=layer.num_kv_heads,
-        H=layer.head_size,
-        W=config.target_width,
-        O=1,
-        Q=2,
-    )
+    letters = sizes(config.layer) | wide | dict(U=config.num_outputs, W=config.target_width, O=1, Q=2)
     return {name: find_source(name, layout.names, letters) for name in shapes if name != DRAFT_IDS}
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from launch.lib import study
-from launch.studies import backtest, clusters, rounds, speedup, speedup_tables
+from launch.studies import backtest, clusters, rounds, speedup
 from launch.studies import compile as compiled
 from launch.studies import compile_tables as tables
 from launch.studies.compile import GRIDS, STUDY
@@ -166,20 +166,20 @@ def test_efficiency_is_the_share_of_what_theory_allows():
 
 
 def test_several_measurements_of_a_setting_are_a_range():
-    greedy = speedup_tables.DISTRIBUTIONS["greedy"]
+    greedy = speedup.DISTRIBUTIONS["greedy"]
     points = [{"rule": rule, "draft_length": K, "speedup": SPREADS[rule]} for K in (2, 3) for rule in SPREADS]
     curves = {"greedy": {"points": points}}
     whole = {"config": {"drafter": "model", "batch": 1}, "curves": curves}
-    key = speedup_tables.setting(greedy, "model", 3, 1)
+    key = speedup.setting(greedy, "model", 3, 1)
     cells = [{"key": key, "result": {"speedup": {"median": 1.5, "lower": 1.25, "upper": 1.75}}}]
     cells += [
         {"key": key | {"batch": 4}, "result": {"speedup": SPREADS["block"]}},
         {"key": key, "out_of_memory": "all"},
     ]
-    assert speedup_tables.spread(key, whole) == "2.00x (1.50 to 2.50)"
-    assert speedup_tables.spread(key, whole, {"cells": cells}) == "1.50x to 2.00x (1.25 to 2.50)"
-    assert speedup_tables.spread(key | {"batch": 4}, whole, {"cells": cells}) == "9.00x (9.00 to 9.00)"
-    assert speedup_tables.spread(key | {"temperature": 0.8}, whole, {"cells": cells}) == ""
+    assert speedup.spread(key, whole) == "2.00x (1.50 to 2.50)"
+    assert speedup.spread(key, whole, {"cells": cells}) == "1.50x to 2.00x (1.25 to 2.50)"
+    assert speedup.spread(key | {"batch": 4}, whole, {"cells": cells}) == "9.00x (9.00 to 9.00)"
+    assert speedup.spread(key | {"temperature": 0.8}, whole, {"cells": cells}) == ""
 
 
 def test_the_demo_has_the_speedups_of_the_readme(monkeypatch, tmp_path):
