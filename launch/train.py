@@ -40,9 +40,11 @@ from specsamp.training import run, source
 from specsamp.training.block import TrainBlock
 from specsamp.training.data import (
     Corpus,
+    IntegerText,
     Mixture,
     Windows,
     held_out_windows,
+    integer_tokenizer,
     read_corpus,
     standard_library,
     token_stream,
@@ -273,6 +275,9 @@ def make_tokenizer(config: TrainingConfig, folder: epath.Path, corpus: Corpus, p
     for path in filter(None, given):
         if path != given[0] or path.exists():
             return JsonTokenizer(path, config.data.eos, chat=chat)
+    if all(isinstance(text, IntegerText) for text in corpus.train.values()):
+        made = integer_tokenizer(config.model["vocab_size"], config.data.eos)
+        return JsonTokenizer.from_tokenizer(made, config.data.eos)
     if not all(isinstance(text, str) for text in corpus.train.values()):
         raise ValueError(
             "conversations take a tokenizer with a chat template: give data.tokenizer, or a target to train from"

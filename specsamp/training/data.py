@@ -1,4 +1,4 @@
-"""Reads a folder of text files as token windows; each line of a ``.jsonl`` file is a conversation.
+"""Reads a folder of files as token windows: texts, conversations (lines of ``.jsonl``), or sequences of integers (``.npy``).
 
 Everything here is a function of the files, the seed and the step, so a resumed run needs nothing but its step.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import hashlib
+import io
 import json
 import pathlib
 import sysconfig
@@ -35,7 +36,18 @@ class ChatText:
         return self.line.encode()
 
 
-TrainingText = str | ChatText
+@dataclasses.dataclass(frozen=True, eq=False)
+class IntegerText:
+    """A sequence of tokens that are no text, such as the grey levels of an image: a row of a ``.npy`` file."""
+
+    tokens: np.ndarray  # int32
+
+    def encode(self) -> bytes:
+        """Returns the bytes of the tokens."""
+        return self.tokens.tobytes()
+
+
+TrainingText = str | ChatText | IntegerText
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +87,9 @@ def read_corpus(
     exclude: Sequence[str] = (),
     held_out: float = 0.03,
 ) -> Corpus:
-    """Reads every UTF-8 file of ``folder`` that matches ``pattern``; files without text are left out.
+    """Reads every UTF-8 or ``.npy`` file of ``folder`` that matches ``pattern``; files without text are left out.
+
+    A ``.npy`` file holds integers: one sequence ``[T]``, or one in each row ``[N, T]``, shorter ones padded with -1.
 
     Args:
       pattern: of file names, as in `fnmatch`.
@@ -84,7 +98,8 @@ def read_corpus(
 
     Raises:
       FileNotFoundError: there is no such folder.
-      ValueError: a share outside [0, 1], a line that is no conversation, or no file to train on.
+      ValueError: a share outside [0, 1], a line that is no conversation, an array of other values or of another dtype than
+        the array before it, or no file to train on.
     """
     validate.number("data.held_out", held_out, 0, 1)
     if not pattern or pathlib.PurePath(pattern).is_absolute():
@@ -93,22 +108,31 @@ def read_corpus(
     if not folder.is_dir():
         raise FileNotFoundError(f"no folder of texts at {folder}")
     sides: tuple[dict, dict] = ({}, {})
-    skipped, digest = [], hashlib.sha256()
+    skipped, digest, dtypes = [], hashlib.sha256(), {}
     for path in sorted(folder.rglob(pattern)):
         relative = path.relative_to(folder)
         if not path.is_file() or any(fnmatch.fnmatch(part, glob) for part in relative.parts for glob in exclude):
             continue
-        content = path.read_bytes()
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError:
-            skipped.append(relative.as_posix())
-            continue
-        if not text.strip():
-            continue
-        digest.update(relative.as_posix().encode() + b"\0" + hashlib.sha256(content).digest())
-        for name, part in _parts(relative.as_posix(), text):
-            sides[_hash_fraction(name) < held_out][name] = part
+        name, content = relative.as_posix(), path.read_bytes()
+        if path.suffix == ".npy":
+            rows, dtypes[name] = _integers(name, content)
+            if len(set(dtypes.values())) > 1:
+                first = next(iter(dtypes))
+                told = f"{name} holds {dtypes[name]}, {first} {dtypes[first]}"
+                raise ValueError(f"{told}: write all arrays with one dtype")
+            parts = [(f"{name}:{number}", IntegerText(row)) for number, row in enumerate(rows, 1)]
+        else:
+            try:
+                text = content.decode("utf-8")
+            except UnicodeDecodeError:
+                skipped.append(name)
+                continue
+            if not text.strip():
+                continue
+            parts = _parts(name, text)
+        digest.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
+        for part_name, part in parts:
+            sides[_hash_fraction(part_name) < held_out][part_name] = part
     train, kept = sides
     if not train:
         raise ValueError(
@@ -135,6 +159,27 @@ def _parts(name: str, text: str) -> Iterable[tuple[str, TrainingText]]:
         yield f"{name}:{number}", ChatText(line)
 
 
+def _integers(name: str, content: bytes) -> tuple[list[np.ndarray], np.dtype]:
+    """Returns the sequences of a ``.npy`` file and its dtype; raises ValueError, with its name, for anything else."""
+    try:
+        array = np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(
+            f"{name} holds no array of numbers ({error}): write integers [T] or [N, T] by np.save"
+        ) from error
+    if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2) or not array.size:
+        raise ValueError(f"{name} must hold integers [T] or [N, T]; got {array.dtype} {list(array.shape)}")
+    rows = np.atleast_2d(array).astype(np.int64)
+    lengths = (rows >= 0).sum(1)
+    is_padded = (rows < 0) == (np.arange(rows.shape[1])[None] >= lengths[:, None])
+    if not is_padded.all() or rows.min() < -1 or rows.max() >= 2**31:
+        row = int(np.argmax(~is_padded.all(1) | (rows < -1).any(1) | (rows >= 2**31).any(1)))
+        raise ValueError(
+            f"{name}, row {row}: tokens must be >= 0 and below 2**31, with -1 behind the last of a shorter sequence"
+        )
+    return [row[:length].astype(np.int32) for row, length in zip(rows, lengths) if length], array.dtype
+
+
 def _hash_fraction(relative_path: str) -> float:
     """Maps a path to a number in [0, 1), evenly spread over paths."""
     return int.from_bytes(hashlib.sha256(relative_path.encode()).digest()[:8]) / 2**64
@@ -155,17 +200,33 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = EOS) -> to
     return tokenizer
 
 
+def integer_tokenizer(vocab_size: int, eos: str = EOS) -> tokenizers.Tokenizer:
+    """Returns the tokenizer of sequences of integers: a text such as "5 16 0" is these ids; the last id ends sequences."""
+    words = {str(i): i for i in range(vocab_size - 1)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words | {eos: vocab_size - 1}, unk_token=eos))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([eos])
+    return tokenizer
+
+
 def token_stream(texts: Iterable[TrainingText], tokenizer) -> np.ndarray:
     """Concatenates all texts, with an end-of-text token before each and at the end.
 
     Args:
-      tokenizer: anything with ``encode(text) -> ids`` and ``eos_id``; for conversations, with a chat template.
+      tokenizer: anything with ``encode(text) -> ids`` and ``eos_id``; for conversations, with a chat template. Sequences of
+        integers are tokens already, below ``eos_id``.
 
     Returns:
       ``[tokens]`` int32.
+
+    Raises:
+      ValueError: an integer is outside the vocabulary.
     """
 
-    def encode(text: TrainingText) -> list[int]:
+    def encode(text: TrainingText) -> Sequence[int]:
+        if isinstance(text, IntegerText):
+            validate.integer("a token of the arrays", int(text.tokens.max()), 0, tokenizer.eos_id)
+            return text.tokens
         if isinstance(text, ChatText):
             return tokenizer.encode_chat(text.messages, complete=True)
         return tokenizer.encode(text)

@@ -8,9 +8,11 @@ import pytest
 
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.training.data import (
+    IntegerText,
     Mixture,
     Windows,
     held_out_windows,
+    integer_tokenizer,
     read_corpus,
     standard_library,
     token_stream,
@@ -156,3 +158,51 @@ def test_conversations_of_a_jsonl_file(tmp_path):
     for line in ("{", '{"messages": "a"}'):
         with pytest.raises(ValueError, match="wrong.jsonl, line 1: .* is no conversation"):
             read_corpus(write(tmp_path, {"wrong.jsonl": line}), pattern="wrong.jsonl")
+
+
+def test_arrays_of_integers_are_sequences(tmp_path):
+    """Rows are sequences, a row that is padded is shorter, and a file with one axis is one sequence."""
+    np.save(tmp_path / "fixed.npy", np.arange(12, dtype=np.int16).reshape(4, 3))
+    np.save(tmp_path / "ragged.npy", np.array([[5, -1, -1], [7, 8, -1]], np.int16))
+    np.save(tmp_path / "one.npy", np.array([9, 9, 9, 9], np.int16))
+    corpus = read_corpus(tmp_path, pattern="*.npy", held_out=0.0)
+    assert {name: text.tokens.tolist() for name, text in corpus.train.items()} == {
+        "fixed.npy:1": [0, 1, 2],
+        "fixed.npy:2": [3, 4, 5],
+        "fixed.npy:3": [6, 7, 8],
+        "fixed.npy:4": [9, 10, 11],
+        "one.npy:1": [9, 9, 9, 9],
+        "ragged.npy:1": [5],
+        "ragged.npy:2": [7, 8],
+    }
+    tokenizer = JsonTokenizer.from_tokenizer(integer_tokenizer(13), EOS)
+    stream = token_stream([corpus.train["ragged.npy:2"], corpus.train["ragged.npy:1"]], tokenizer)
+    assert stream.tolist() == [12, 7, 8, 12, 5, 12]
+    assert tokenizer.vocab_size == 13 and tokenizer.encode("5 11 0") == [5, 11, 0] == tokenizer.encode(
+        tokenizer.decode([5, 11, 0])
+    )
+    with pytest.raises(ValueError, match="a token of the arrays must be an integer >= 0 and below 12; got 12"):
+        token_stream([IntegerText(np.array([3, 12]))], tokenizer)
+    assert read_corpus(tmp_path, pattern="*.npy", held_out=0.5).digest == corpus.digest
+    np.save(tmp_path / "one.npy", np.array([9, 9, 9, 8], np.int16))
+    assert read_corpus(tmp_path, pattern="*.npy").digest != corpus.digest
+
+
+@pytest.mark.parametrize(
+    "array, message",
+    [
+        (np.array([0.5, 1]), r"x.npy must hold integers \[T\] or \[N, T\]; got float64 \[2\]"),
+        (np.zeros((2, 2, 2), int), r"x.npy must hold integers .*; got int64 \[2, 2, 2\]"),
+        (np.zeros((0, 4), int), r"x.npy must hold integers .*; got int64 \[0, 4\]"),
+        (np.array([[1, 2], [-1, 3]]), "x.npy, row 1: tokens must be >= 0"),
+        (np.array([[1, -2]]), "x.npy, row 0: tokens must be >= 0"),
+        (np.array([2**40]), r"x.npy, row 0: tokens must be >= 0 and below 2\*\*31"),
+        (np.array([[1], "a"], object), "x.npy holds no array of numbers"),
+        (np.array([1], np.int8), "x.npy holds int8, a.npy int64: write all arrays with one dtype"),
+    ],
+)
+def test_arrays_that_are_no_sequences_are_refused(array, message, tmp_path):
+    np.save(tmp_path / "a.npy", np.array([1, 2]))
+    np.save(tmp_path / "x.npy", array, allow_pickle=True)
+    with pytest.raises(ValueError, match=message):
+        read_corpus(tmp_path, pattern="*.npy")
