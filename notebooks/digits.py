@@ -133,7 +133,7 @@ assert found.passed, found.summary
 # is what a wrong rule would draw.
 
 # %%
-EACH = 10 * SAMPLES  # images of each class and set
+EACH = 2 * SAMPLES  # images of each class and set
 sets = {
     "plain": {"draft_length": 0, "seed": 1},
     "plain again": {"draft_length": 0, "seed": 2},
