@@ -74,8 +74,8 @@ print(f"{pixels.size / sum(one.stats.rounds for one in drawn):.2f} pixels per ca
 # %% [markdown]
 # ## Who drew which pixel
 #
-# Above, one image of each digit. Below, the same images: pixels in the one colour were proposed by the draft and accepted;
-# pixels in the other are the target's own, corrections of a rejected pixel or the bonus after a draft that was kept whole.
+# Above, one image of each digit. Below, the same images: orange pixels were proposed by the draft and accepted; blue ones
+# are the target's own, corrections of a rejected pixel or the bonus after a draft that was kept whole. Empty pixels are pale.
 
 # %%
 ink = np.minimum(pixels / (LEVELS - 1), 1.0)[..., None]
@@ -89,7 +89,7 @@ for number in range(CLASSES):
 for axes in rows.flat:
     axes.set_axis_off()
 rows[0, 0].set_title("drawn", loc="left")
-rows[1, 0].set_title(f"by the draft (lighter where the pixel is empty): {drafted[:, 0].mean():.0%}", loc="left")
+rows[1, 0].set_title("by whom", loc="left")
 plt.show()
 
 # %% [markdown]
