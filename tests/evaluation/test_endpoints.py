@@ -20,8 +20,9 @@ SOUND = {"detect": 0.1, "level": 1e-4}
 
 
 @contextlib.contextmanager
-def engine(probs=PROBS, shown=PROBS, most=1000, status=200, answer=None):
+def engine(probs=PROBS, shown=PROBS, most=1000, status=200, answer=None, refusals=0):
     """Serves samples of a distribution; ``most`` choices an answer, and log-probabilities of ``shown`` if asked."""
+    busy = iter(range(refusals))
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.0"
@@ -34,7 +35,7 @@ def engine(probs=PROBS, shown=PROBS, most=1000, status=200, answer=None):
                 if "logprobs" in asked:
                     choice["logprobs"] = {"tokens": [*PAIRS[i]], "token_logprobs": [math.log(shown[i]), 0.0]}
             body = json.dumps(answer or {"choices": choices}).encode()
-            self.send_response(status)
+            self.send_response(status if next(busy, None) is None else 429)
             self.end_headers()
             self.wfile.write(body)
 
@@ -67,8 +68,8 @@ def test_log_probabilities_of_another_distribution_fail():
     assert check.verdict is Status.FAILED
 
 
-def test_engines_that_return_one_choice_are_asked_again():
-    with engine(most=1) as url:
+def test_engines_that_return_one_choice_or_ask_to_wait_are_asked_again():
+    with engine(most=1, refusals=2) as url:
         drawn = Endpoint(url).sample("x", 70, 0)
     assert len(drawn) == 70 and {text for text, _ in drawn} <= set(PAIRS)
 

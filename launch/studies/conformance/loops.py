@@ -82,7 +82,7 @@ def jaymody(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
         module.create_model_fn({"table": table}, {"n_head": 1}, case.temperature) for table in (case.target, case.draft)
     )
     return (
-        lambda last: module.speculative_sampling(np.array([last]), draft, target, case.count, case.K)[1:],
+        lambda last: module.speculative_sampling(np.array([last]), draft, target, 1, case.K)[1:],
         lambda last: module.autoregressive_sampling(np.array([last]), target, 1)[1:],
     )
 
@@ -104,7 +104,7 @@ def feifeibear(name: str, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
     def emit(last: int) -> list[int]:
         function = getattr(module, name)
-        out = function(torch.tensor([[last + 1]]), draft, target, case.count, gamma=case.K, **settings)
+        out = function(torch.tensor([[last + 1]]), draft, target, 1, gamma=case.K, **settings)
         return [token - 1 for token in out[0, 1:].tolist()]
 
     plain = drawn(lambda logits: module.norm_logits(logits, **settings), target)

@@ -81,6 +81,7 @@ for _sampling, _says in MEDUSA.items():
         how="function",
         takes="top_p" if _sampling == "nucleus" else "",
         says=_says,
+        without=() if _says else ("joint, K = 3",),  # too many paths: it draws for every node
         note="its slower typical form raises: six arguments for five"
         if _says
         else "the best of several verified paths",

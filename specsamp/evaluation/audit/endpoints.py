@@ -14,6 +14,7 @@ import concurrent.futures
 import dataclasses
 import json
 import math
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from specsamp.evaluation.audit.subject import POWER, Check, Status
 
 PILOT = 400  # samples of each prompt that find its cells
 AT_ONCE, CHOICES = 8, 64  # requests, and samples asked of each
+TOO_MANY = 429  # the status of an engine that asks to wait
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +62,9 @@ class Endpoint:
             with urllib.request.urlopen(request, timeout=600) as answer:
                 choices = json.load(answer)["choices"]
         except urllib.error.HTTPError as error:
+            if error.code == TOO_MANY:
+                time.sleep(1)
+                return self._ask(prompt, seed)
             raise ValueError(
                 f"{self.url} refused {sorted(body)}: {error.read()[:300].decode(errors='replace')}"
             ) from error
