@@ -31,6 +31,7 @@ class Case:
     def needs(self) -> set[str]:
         """The settings that a system must know."""
         given = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "rows": len(self.temperatures) > 1}
+        given["temperatures"] = len(set(self.temperatures)) > 1
         return {name for name, needed in given.items() if needed}
 
 

@@ -75,7 +75,7 @@ for _row, (_rule, _one_hot, _order) in ROWS.items():
         place="specsamp/sampling",
         draws="one-hot" if _one_hot else "draft's distribution",
         how="function",
-        takes="top_k top_p rows",
+        takes="top_k top_p rows temperatures",
         without=("joint, K = 3",),  # equation by equation it takes eight minutes
         says="" if make_rule(_rule).exact else "lossy, and metered",
     )(functools.partial(make, _rule, _one_hot, _order))
