@@ -11,7 +11,6 @@ Python is implemented from a description in our own words, and marked so.
 
 from __future__ import annotations
 
-import importlib
 import pathlib
 from typing import Any
 
@@ -22,7 +21,6 @@ from specsamp import validate
 from specsamp.analysis.report import Table
 from specsamp.evaluation.enumeration import Outside, Raised, joint, total_variation
 
-ADAPTERS = ("ours", "hugging_face", "loops", "trees", "jax_systems", "described")
 EXACT = 1e-6  # float32 rounds by less, and the mistakes found are larger by four orders
 KNOWN = ("version", "place", "draws", "how", "says", "note", "read")
 
@@ -44,7 +42,7 @@ def measure(options: Any, key: Key, say: Say) -> dict[str, Any]:
         folder, found["examined"] = find(system.package, options.checkouts)
         if folder is None:
             return found | {"missing": f"{system.package}, as a package or in --checkouts"}
-    for case in CASES if system.make else ():
+    for case in CASES if system.adapter else ():
         if case.needs <= set(system.takes.split()) and case.name not in system.without:
             say(case.name)
             try:
@@ -95,10 +93,6 @@ def table(document: Document) -> Table:
             }
         )
     return Table.of("Which verifiers sample their target?", rows, left=4)
-
-
-for _adapter in ADAPTERS:
-    importlib.import_module(f"launch.studies.conformance.{_adapter}")
 
 
 STUDY = Study(

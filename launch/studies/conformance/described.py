@@ -1,4 +1,4 @@
-"""Systems that are not Python, implemented from a description in our own words; and rows that were only read."""
+"""Systems that are not Python, implemented from a description in our own words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from launch.studies.conformance.cases import Case
-from launch.studies.conformance.systems import KNOWN, Emit, system
+from launch.studies.conformance.systems import Emit, system
 
 Verify = Callable[..., list[int]]
 
@@ -87,6 +87,3 @@ ROWS = {  # the rule, and whether drafts are drawn
 }
 for _name, (_verify, _drawn) in ROWS.items():
     system(_name)(functools.partial(make, _verify, _drawn))
-for _name, _known in KNOWN.items():
-    if _known["how"] == "read":
-        system(_name)(None)

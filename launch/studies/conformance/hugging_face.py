@@ -7,13 +7,15 @@ import pathlib
 import types
 from typing import Any
 
+import torch
+
 from launch.studies.conformance.cases import Case
 from launch.studies.conformance.systems import Emit, load, system
+from launch.studies.conformance.torch_tables import drawn, tables
 
 
 def generate(weight: float | None, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     """Returns `generate` with a draft model, and without."""
-    import torch
     import transformers
 
     class Rows(transformers.PreTrainedModel, transformers.GenerationMixin):
@@ -62,10 +64,7 @@ def warped(rows: Any, case: Case) -> Any:
 @system("transformers (Gemma 4 assistants)")
 def assistants(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     """Runs their candidate generator on a stand-in for the assistant, and their verification on what it proposes."""
-    import torch
     from transformers.generation import candidate_generator, utils
-
-    from launch.studies.conformance.torch_tables import drawn, tables
 
     target, draft = tables(case)
     generator = object.__new__(candidate_generator.SinglePositionMultiTokenCandidateGenerator)
@@ -89,10 +88,6 @@ def assistants(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 @system("Spec-Bench (SpS)")
 def spec_bench(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     """Draws drafts, and runs the verification."""
-    import torch
-
-    from launch.studies.conformance.torch_tables import drawn, tables
-
     names = ("LogitsProcessorList", "StoppingCriteriaList", "GreedySearchOutput", "ModelOutput")
     generation = types.SimpleNamespace(**dict.fromkeys(names, object))
     stubs = {"transformers__generation__utils": generation, "transformers__generation__candidate_generator": None}

@@ -8,17 +8,15 @@ import types
 from unittest import mock
 
 import numpy as np
+import torch
 
 from launch.studies.conformance.cases import Case
 from launch.studies.conformance.systems import Emit, load, system
+from launch.studies.conformance.torch_tables import drawn, tables
 
 
 @system("gpt-fast")
 def gpt_fast(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    import torch
-
-    from launch.studies.conformance.torch_tables import tables
-
     module = load(files / "generate.py", files, model=None, tokenizer=None)
     settings = {"temperature": case.temperature, "top_k": case.top_k or None}
     target, draft = (lambda x, position, table=table: table(x).logits for table in tables(case))
@@ -39,10 +37,6 @@ def gpt_fast(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 @system("lucidrains/speculative-decoding")
 def lucidrains(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    import torch
-
-    from launch.studies.conformance.torch_tables import tables
-
     module = load(
         files / "speculative_decoding/speculative_decoding.py", beartype=types.SimpleNamespace(beartype=lambda f: f)
     )
@@ -93,10 +87,6 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 
 
 def feifeibear(name: str, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    import torch
-
-    from launch.studies.conformance.torch_tables import drawn, tables
-
     module = load(files / "sampling/speculative_sampling.py", files, globals=None)
     module.tqdm = functools.partial(module.tqdm, disable=True)
     settings = {"temperature": case.temperature, "top_k": case.top_k, "top_p": case.top_p if case.top_p < 1 else 0}
@@ -117,8 +107,6 @@ for _name, _function in {"v1": "speculative_sampling", "v2": "speculative_sampli
 
 def _cached(table):
     """Returns a table whose cache holds as many positions as it has seen."""
-    import torch
-
     forward = table.forward
 
     def run(input_ids, past_key_values=None, **_):
@@ -134,8 +122,6 @@ def _cached(table):
 
 @system("romsto/Speculative-Decoding")
 def romsto(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    from launch.studies.conformance.torch_tables import drawn, tables
-
     module = load(files / "sampling/speculative_decoding.py", files, utils__printing=None)
     processors = load(files / "utils/logits_processor.py")
     processor = processors.MultinomialProcessor(case.temperature)
@@ -154,10 +140,6 @@ def romsto(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 @system("LayerSkip")
 def layer_skip(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    import torch
-
-    from launch.studies.conformance.torch_tables import tables
-
     module = load(files / "self_speculation/self_speculation_generator.py", files, colorama=None)
     target, draft = tables(case)
 
@@ -195,10 +177,6 @@ def layer_skip(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 @system("DeepSpec")
 def deep_spec(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    import torch
-
-    from launch.studies.conformance.torch_tables import tables
-
     module = load(
         files / "deepspec/eval/base_evaluator.py",
         files,
@@ -235,10 +213,6 @@ def deep_spec(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 @system("dflash")
 def dflash(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    import torch
-
-    from launch.studies.conformance.torch_tables import tables
-
     module = load(files / "dflash/model.py")
     target, draft = tables(case)
     forward = target.forward

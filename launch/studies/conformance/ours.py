@@ -69,13 +69,4 @@ def make(rule_name: str, one_hot: bool, order: str, folder: None, case: Case) ->
 
 
 for _row, (_rule, _one_hot, _order) in ROWS.items():
-    system(
-        f"specsamp ({_row})",
-        version="this one",
-        place="specsamp/sampling",
-        draws="one-hot" if _one_hot else "draft's distribution",
-        how="function",
-        takes="top_k top_p rows temperatures",
-        without=("joint, K = 3",),  # equation by equation it takes eight minutes
-        says="" if make_rule(_rule).exact else "lossy, and metered",
-    )(functools.partial(make, _rule, _one_hot, _order))
+    system(f"specsamp ({_row})")(functools.partial(make, _rule, _one_hot, _order))

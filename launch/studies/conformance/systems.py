@@ -1,4 +1,4 @@
-"""What the table knows of a system, and how its files are found: an installed package, or a checkout that the reader names."""
+"""What the table knows of a system (systems.json), and how its files are found: a package, or a checkout that the reader names."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from unittest import mock
 from launch.studies.conformance.cases import Case
 
 Emit = Callable[[int], Sequence[int]]  # the tokens of one round, or of a text, after the last token
+# Takes the folder of a system's files and a case; returns the speculative and its own plain sampler.
+Make = Callable[[pathlib.Path, Case], tuple[Emit, Emit]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,12 +30,12 @@ class System:
       place: its code, file and line.
       draws: what it verifies drafts against, above temperature 0.
       how: "whole loop", "function", "kernel", or "description": not Python, and implemented from what it is said to do.
-      make: takes the folder of its files and a case; returns the speculative and its own plain sampler.
+      adapter: the module here that calls `system` for it; "" where nothing runs.
       package: the package or the folder of its checkout; "" if no files are needed.
       takes: the settings of cases that it knows: top_k, top_p, rows.
       says: what it says of itself, if it does not mean to be exact.
       note: what a reader must know.
-      without: cases that it cannot run, by name.
+      without: cases that it cannot run, or not within minutes, by name.
       read: what was found by reading, where it cannot run.
     """
 
@@ -42,7 +44,7 @@ class System:
     place: str
     draws: str
     how: str
-    make: Callable[[pathlib.Path, Case], tuple[Emit, Emit]]
+    adapter: str = ""
     package: str = ""
     takes: str = ""
     says: str = ""
@@ -50,16 +52,23 @@ class System:
     without: tuple[str, ...] = ()
     read: str = ""
 
+    @property
+    def make(self) -> Make:
+        """Returns what its adapter makes it with; the adapter is imported now, and may need packages that are missing."""
+        importlib.import_module(f"launch.studies.conformance.{self.adapter}")
+        return _MAKERS[self.name]
 
-SYSTEMS: dict[str, System] = {}
-KNOWN = json.loads(pathlib.Path(__file__).with_name("systems.json").read_text(encoding="utf-8"))  # fields, by name
+
+_KNOWN = json.loads(pathlib.Path(__file__).with_name("systems.json").read_text(encoding="utf-8"))
+SYSTEMS = {name: System(name=name, **fields) for name, fields in _KNOWN.items()}
+_MAKERS: dict[str, Make] = {}
 
 
-def system(name: str, **known: Any) -> Callable:
-    """Enters a function as `System.make` of a system, of which ``known`` or systems.json tells the rest."""
+def system(name: str) -> Callable[[Make], Make]:
+    """Enters a function as `System.make` of a system of systems.json."""
 
-    def enter(make: Callable) -> Callable:
-        SYSTEMS[name] = System(name=name, make=make, **KNOWN.get(name, {}), **known)
+    def enter(make: Make) -> Make:
+        _MAKERS[name] = make
         return make
 
     return enter

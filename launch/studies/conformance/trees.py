@@ -7,14 +7,15 @@ import pathlib
 import types
 from typing import Any
 
+import torch
+
 from launch.studies.conformance.cases import Case
 from launch.studies.conformance.systems import Emit, load, system
+from launch.studies.conformance.torch_tables import drawn, tables
 
 
 def paths(draft: Any, last: int, width: int, depth: int) -> Any:
     """Returns ``[width, depth + 1]``: the draft's ``width`` most probable children of ``last``, each continued greedily."""
-    import torch
-
     rows = []
     for child in draft.rows[last].topk(width).indices.tolist():
         rows.append([last, child])
@@ -25,10 +26,6 @@ def paths(draft: Any, last: int, width: int, depth: int) -> Any:
 
 def eagle(width: int, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     """Runs `evaluate_posterior` on the most probable drafts, and draws the token that follows as they do."""
-    import torch
-
-    from launch.studies.conformance.torch_tables import drawn, tables
-
     module = load(files / "eagle/model/utils.py")
     target, draft = tables(case)
     processor = module.prepare_logits_processor(case.temperature, top_p=case.top_p, top_k=case.top_k)
@@ -42,15 +39,11 @@ def eagle(width: int, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 
 for _name, _width in {"EAGLE (chain)": 1, "EAGLE (two children)": 2}.items():
-    system(_name)(lambda files, case, width=_width: eagle(width, files, case))
+    system(_name)(functools.partial(eagle, _width))
 
 
 def medusa(sampling: str, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     """Runs `generate_candidates` and `evaluate_posterior`; heads are the draft's logits after the last token."""
-    import torch
-
-    from launch.studies.conformance.torch_tables import drawn, tables
-
     module = load(files / "medusa/model/utils.py")
     module.TOPK, fast = 2, sampling == "typical"
     target, draft = tables(case)
@@ -70,30 +63,12 @@ def medusa(sampling: str, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     return emit, lambda last: plain(target.rows[last][None].clone(), case.temperature, case.top_p)[0].tolist()
 
 
-MEDUSA = {"typical": "a threshold instead of a distribution; deterministic at any temperature", "nucleus": ""}
-for _sampling, _says in MEDUSA.items():
-    system(
-        f"Medusa ({_sampling})",
-        version="e2a5d20",
-        package="Medusa",
-        place="medusa/model/utils.py:411",
-        draws="target only: drawn for each path, the longest match" if _sampling == "nucleus" else "typical",
-        how="function",
-        takes="top_p" if _sampling == "nucleus" else "",
-        says=_says,
-        without=() if _says else ("joint, K = 3",),  # too many paths: it draws for every node
-        note="its slower typical form raises: six arguments for five"
-        if _says
-        else "the best of several verified paths",
-    )(lambda files, case, sampling=_sampling: medusa(sampling, files, case))
+for _sampling in ("typical", "nucleus"):
+    system(f"Medusa ({_sampling})")(functools.partial(medusa, _sampling))
 
 
 def sequoia(width: int, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     """Runs their draws without replacement and `accept_step`; the walk down the tree is ours."""
-    import torch
-
-    from launch.studies.conformance.torch_tables import drawn, tables
-
     stubs = {"Tree": types.SimpleNamespace(), "Tree__Tree": types.SimpleNamespace(Tree=object), "Engine__Engine": None}
     utils = load(files / "utils.py")
     module = load(files / "Tree/SpecTree.py", utils=utils, **stubs)
@@ -128,5 +103,4 @@ def sequoia(width: int, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 
 for _width in (1, 2):
-    _call = functools.partial(sequoia, _width)
-    system(f"Sequoia ({_width} {'child' if _width == 1 else 'children'})")(_call)
+    system(f"Sequoia ({_width} {'child' if _width == 1 else 'children'})")(functools.partial(sequoia, _width))
