@@ -109,6 +109,12 @@ def test_races_are_categorical_choices():
         assert [law[token] for token in range(3)] == pytest.approx([0.5, 0.3, 0.2], abs=1e-7)
 
 
+def test_the_scale_of_a_race_does_not_matter():
+    weights = 1e-16 * np.array([0.7, 0.3])
+    race = interpret(lambda key: jnp.argmax(weights / (jax.random.exponential(key, (2,)) + 1e-9)))
+    assert distribution(lambda: int(race(jax.random.key(0)))) == pytest.approx({0: 0.7, 1: 0.3}, abs=1e-6)
+
+
 def test_a_path_that_raises_emits_the_error():
     law = distribution(lambda: 1 // int(random.random() < 0.9))
     assert law == {

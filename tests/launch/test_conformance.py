@@ -43,7 +43,7 @@ def result(variation=0.0, raised=(), **known):
         (result(0.2), ("**biased**", "two")),
         (result(0.2, says="lossy by a flag"), ("by design: lossy by a flag", "two")),
         (result(0.0, {"TypeError: x": 1.0}), ("raises: TypeError: x", "two")),
-        (result(missing="gpt-fast, as a package"), ("not run: gpt-fast, as a package", "")),
+        (result(missing="gpt-fast, as a package", cases={}), ("not run: gpt-fast, as a package", "")),
         (result(how="read", read="exact by reading"), ("exact by reading", "")),
     ],
 )

@@ -61,8 +61,6 @@ def compare(emit: Emit, plain: Emit, count: int) -> dict[str, Any]:
 
 def verdict(result: Any) -> tuple[str, str]:
     """Returns the verdict of a row, and the case where it first fails."""
-    if result["missing"]:
-        return f"not run: {result['missing']}", ""
     if result["how"] == "read":
         return result["read"], ""
     for name, case in result["cases"].items():
@@ -70,6 +68,9 @@ def verdict(result: Any) -> tuple[str, str]:
             return "raises: " + next(iter(case["raised"])), name
         if case["variation"] > EXACT:
             return ("by design: " + result["says"]) if result["says"] else "**biased**", name
+    if result["missing"]:
+        ran = len(result["cases"])
+        return (f"exact in {ran} cases, then " if ran else "not run: ") + result["missing"], ""
     return "exact", ""
 
 

@@ -134,16 +134,17 @@ def _hazards(row: Sequence[Number | float], sign: int) -> np.ndarray:
         with np.errstate(divide="ignore"):
             return np.array([one(x) for x in row])
 
-    low, high = -1e5, 1e5  # hazards fall towards high if sign > 0
-    for _ in range(200):
-        t = (low + high) / 2
-        total = hazards(t).sum()
-        if 0.5 < total < 2:
-            break
-        low, high = (t, high) if (total > 1) == (sign > 0) else (low, t)
-    else:
+    def summing_to(level: float) -> np.ndarray:
+        low, high = -1e5, 1e5  # hazards fall towards high if sign > 0
+        for _ in range(200):
+            found = hazards((low + high) / 2)
+            if level / 2 < found.sum() < 2 * level:
+                return found
+            above = (found.sum() > level) == (sign > 0)
+            low, high = ((low + high) / 2, high) if above else (low, (low + high) / 2)
         raise Outside("an argmax of noise that is not a race")
-    first, second = hazards(t), hazards(t + 0.1 * sign * max(1e-2, abs(t)))
+
+    first, second = summing_to(1.0), summing_to(0.1)
     if not np.allclose(first / first.sum(), second / second.sum(), rtol=0, atol=1e-7):
         raise Outside("an argmax of noise that is not a race")
     return first
