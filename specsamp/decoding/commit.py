@@ -1,4 +1,4 @@
-"""The end of a round: the emitted tokens of each row, its end, and the counts."""
+"""The last step of a round: appends the emitted tokens of each row, decides whether the row ends, and counts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _advance(warp: Warp, warp_state: Any, tokens_BT: Array, count_B: Array) -> A
 
 def _count(stats: Stats, running_B: Array, draft: Draft, verdict: Verdict, count_B: Array) -> Stats:
     depth = stats.reached_BK.shape[1]  # of the longest draft: lengths may adapt
-    active_B = (running_B & (count_B > 0)).astype(jnp.int32)  # a round without a token was not valid
+    active_B = (running_B & (count_B > 0)).astype(jnp.int32)  # a running row without tokens had invalid logits
     accepted_B = jnp.minimum(verdict.num_accepted_B, count_B)
     num_verified_B = jnp.minimum(jnp.minimum(draft.num_drafted_B, verdict.num_emitted_B), count_B)
     drafted_B = jnp.where(count_B < verdict.num_emitted_B, num_verified_B, draft.num_drafted_B)

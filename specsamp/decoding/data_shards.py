@@ -59,7 +59,7 @@ class DataShards:
         return shard if self.count == 1 else jax.lax.psum(shard, DATA)
 
     def replicate(self, tree: Any) -> Any:
-        """Gives, within such a function, all devices of a shard the same values; their samples may differ."""
+        """Gives, within such a function, all rows to each device of a shard; they may have sampled different rows."""
         if self.mesh is None:
             return tree
         return constrain(tree, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), tree))

@@ -5,16 +5,16 @@ round with a draft of K tokens feeds the target
 
     [pending, d_1 .. d_K]   from slot  length - 1
 
-and reads K+1 distributions off that one call. The rule accepts ``n`` of the drafted tokens and adds one of the target's,
-so that the length becomes ``length + n + 1``. Nothing else is undone: slots written for rejected tokens are stale, masked
-by position, and overwritten by the next round. Rows differ in length, sampling, acceptance and end. A finished row goes
-on computing into scratch slots beyond its length, which changes nothing that is kept.
+and reads K+1 distributions off that one call. The rule accepts the first ``n`` drafted tokens and appends a token of
+the target, and the length becomes ``length + n + 1``. A rejection undoes nothing: the cache slots of rejected tokens
+are stale, masked by position, and overwritten by the next round. Rows differ in length, sampling, acceptance and end. A
+finished row goes on computing into scratch slots beyond its length, which changes nothing that is kept.
 
 The loop is exact for any target: the emitted tokens follow the warped distribution of `LanguageModel.__call__`, computed
 in float32 from its logits.
 
-A token tree is scored with a `Block`, by which nodes see their ancestors. Then its accepted path is moved together, so
-that all that follows sees a chain.
+A token tree is scored with a `Block`: of the tree, a node sees only its ancestors and itself. Then the cache slots of
+the accepted path are moved together, so that every later step sees a chain.
 
 With adaptive draft lengths, a round is as wide as the longest draft of its rows. All widths are in one program and update
 the same caches in place, because the inner loops of the widths run one after the other; the branches of a `lax.switch`
@@ -130,7 +130,7 @@ class Loop:
         else:
             body = functools.partial(self._rounds_by_width, weights, request, goes_on)
             _, state = jax.lax.while_loop(goes_on, body, (first[0], self._limit_lengths(state)))
-        # Devices may have sampled different tokens; the next run needs the state on the devices of this run.
+        # The devices of a shard may have sampled different rows; the next run needs all rows on each of them again.
         small = self.shards.replicate(dataclasses.replace(state, cache=None, drafter_state=None))
         return dataclasses.replace(small, cache=state.cache, drafter_state=self._replicate(state.drafter_state))
 
@@ -189,7 +189,7 @@ class Loop:
         if self.adaptive is not None:  # drafters without `Sampler.chain` draft K tokens
             num_drafted_B = jnp.minimum(num_drafted_B, state.adaptive_state.draft_lengths_B)
         if draft.log_probs_BRV is not None and draft.parents_BK is None:  # rules for trees leave out the subtree
-            # A chain ends before the first distribution that is NaN. This depends on its context alone: no bias.
+            # A chain ends before the first distribution that is NaN. Only earlier tokens decide this: no bias.
             sound_BR = ~jnp.isnan(draft.log_probs_BRV).any(-1)
             sound_B = jnp.sum(jnp.cumprod(sound_BR, axis=1), axis=1).astype(num_drafted_B.dtype)
             num_drafted_B = jnp.minimum(num_drafted_B, sound_B)
@@ -244,7 +244,7 @@ class Loop:
     def _rounds_by_width(
         self, weights: Weights, request: RequestBatch, goes_on: Callable[[_Carry], Array], carry: _Carry
     ) -> _Carry:
-        """Runs rounds of each width in turn, from narrow to wide, each while it is the smallest width that fits."""
+        """Runs rounds of each width, from narrow to wide, while it is the smallest that the longest draft fits."""
 
         def longest(state: DecodeState) -> Array:
             return self.shards.max(jnp.max(jnp.where(state.running_B, state.adaptive_state.draft_lengths_B, 0)))
@@ -363,7 +363,7 @@ class Loop:
           request: of the new texts.
           state: without its request; donated. None: nothing was read yet.
           tokens_BS: the whole texts, each beginning with ``start_B`` tokens that ``state`` has committed.
-          start_B: int32, at most ``state.lengths_B - 2``, or 0: the draft may not have read the token before the last.
+          start_B: int32, at most ``state.lengths_B - 2``, or 0: the draft might not have read the last two tokens.
           lengths_B: lengths of the whole texts.
           chunk: number of tokens per call; there must be as many slots beyond the longest text.
         """

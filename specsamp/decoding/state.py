@@ -1,15 +1,16 @@
 """The carry of the loop and the requests of its callers, as pytrees of arrays.
 
-Two rounds of one row with K = 2, after the prompt [5, 8]. A dot is scratch; the last committed token is pending:
+Two rounds of one row with K = 2, after the prompt [5, 8]. A dot is scratch. The last committed token is pending: it is
+not in the cache yet.
 
     round 1             tokens_BS [5 8 . . . . .]   lengths_B 2   the cache holds slot 0; token 8 is pending
       draft               [3 7]
-      score               the target reads [8 3 7] from slot 1: slots 1 to 3 are written, three rows of logits come out
+      score               the target reads [8 3 7] into cache slots 1 to 3, and returns three rows of logits
       verify              token 3 is accepted, token 7 is rejected and replaced by 4
-      commit            tokens_BS [5 8 3 4 . . .]   lengths_B 4   slot 3 still holds 7: stale, masked, overwritten next
+      commit            tokens_BS [5 8 3 4 . . .]   lengths_B 4   cache slot 3 still holds the rejected 7: masked
     round 2
       draft               [9 1]
-      score               the target reads [4 9 1] from slot 3: slot 3 now holds 4
+      score               the target reads [4 9 1] into cache slots 3 to 5: 4 overwrites 7
       verify              tokens 9 and 1 are accepted, and 6 is drawn from the last row as a bonus
       commit            tokens_BS [5 8 3 4 9 1 6]   lengths_B 7   the cache holds slots 0 to 5; token 6 is pending
 
@@ -65,7 +66,7 @@ class RequestBatch:
     row_keys_B: Array  # from sampling.rng.row_keys
     limits_B: Array  # int32, the length at which each row's budget ends
     stop_ids_BN: Array  # int32; -1 is never emitted
-    draft_lengths_B: Array | None = None  # int32, the most drafted tokens of a round that count; None: all
+    draft_lengths_B: Array | None = None  # int32, drafted tokens per round that may be verified; None: all
 
     @classmethod
     def create(
@@ -90,7 +91,7 @@ class RequestBatch:
           prompt_ids: the index of each row's prompt in the caller's data set; default 0, 1, 2, ...
           sample_ids: the index of each row among the samples of its prompt; default 0.
           stop_ids: tokens that end any row, or ``[B, N]``, padded with -1.
-          draft_lengths: the most drafted tokens of a round that count in each row; default all.
+          draft_lengths: the largest number of drafted tokens per round that may be verified in each row; default all.
         """
         count = len(limits)
         ids = np.arange(count) if prompt_ids is None else prompt_ids
@@ -113,7 +114,8 @@ class Stats:
 
     rounds_B: Array  # int32, rounds that emitted something
     emitted_B: Array  # int32 tokens
-    # int32, drafted tokens that were verified or followed a verified rejection; of a tree, positions that were verified
+    # int32, drafted tokens, also those after a rejection; in a round that a stop token, a budget or invalid logits cut,
+    # only the tokens verified before the cut; of a tree, only the positions that were verified
     drafted_B: Array
     reached_BK: Array  # int32, rounds in which position i was verified: all before it were accepted
     accepted_BT: Array  # int32 [B, depth+1], rounds by the number of accepted tokens that were emitted
@@ -163,7 +165,7 @@ class DecodeState:
     drafter_state: Any
     stats: Stats
     request: RequestBatch | None = None  # None only inside the loop, which closes over it
-    # int32, at the first token that a round emitted: 1 + the tokens it had drafted; elsewhere 0.
+    # int32: 1 + the number of drafted tokens of a round, at the first token that the round emitted; 0 at other tokens
     rounds_BS: Array | None = None
     warp_state: Any = ()  # of request.sampling, after the committed tokens; () for warps without a state
     draft_warp_state: Any = ()  # of request.draft_sampling

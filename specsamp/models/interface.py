@@ -78,8 +78,8 @@ class LanguageModel(abc.ABC):
     def init_cache(self, batch: int, slots: int) -> Any:
         """Returns an empty cache; the batch is the leading axis of every leaf.
 
-        Caches have a few scratch slots beyond ``max_positions``. Nothing in a cache may become NaN, because stale slots
-        are masked by their scores, not by their values.
+        ``slots`` may exceed ``max_positions`` by a few scratch slots. No value in a cache may become NaN: attention
+        masks the scores of stale slots, but multiplies their values by 0, and 0 times NaN is NaN.
         """
 
     @abc.abstractmethod
@@ -96,7 +96,7 @@ class LanguageModel(abc.ABC):
         """Scores ``tokens_BT`` in slots ``start_B[b] .. start_B[b] + T - 1`` of each sequence.
 
         Sequence b sees the slots before ``start_B[b]`` and, causally, its own tokens. Later slots are never seen, so
-        tokens are taken back by starting the next call earlier.
+        a caller takes tokens back by starting the next call at an earlier slot.
 
         Args:
           weights: from `prepare` and `fit_slots`.

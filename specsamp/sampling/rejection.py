@@ -1,24 +1,26 @@
 """Lossless rejection rules for chains: token by token, and the block as a whole.
 
-Every rule here, and every lossy one of `specsamp.sampling.lossy`, is split into
+As in `specsamp.sampling.rules`, ``d_i`` is the i-th drafted token, ``p_i`` the draft's distribution that it was drawn
+from, ``q_i`` the target's distribution at the same position, and ``n`` the number of drafted tokens that are kept.
+Every rule here, and every lossy rule of `specsamp.sampling.lossy`, is split into four methods:
 
-* an acceptance distribution, ``acceptance(draft, q) -> [B, K]`` probabilities,
-* how independent yes/no answers with these probabilities become ``n``, ``num_accepted``,
-* a residual distribution, ``residual(draft, q, n) -> [B, V]`` weights of the appended token,
-* the draw, ``verify``, which adds the noise;
+* ``acceptance(draft, q) -> [B, K]``: the probability of answering yes to each drafted token,
+* ``num_accepted(answers) -> [B]``: n, given the independent yes/no answers,
+* ``residual(draft, q, n) -> [B, V]``: the weights of the token that is appended after n tokens,
+* ``verify``: draws the answers and the appended token.
 
-so the tests can enumerate the joint distribution of emitted tokens without drawing anything.
+The first three draw nothing, so with them the tests can enumerate the joint distribution of the emitted tokens.
 
 **Token rule** (Chen et al., arXiv 2302.01318, algorithm 2). Keep ``d_i`` with probability
 ``min(1, q_i(d_i) / p_i(d_i))``, stop at the first rejection, and append a draw from
-``norm((q_{n+1} - p_{n+1})+)``. With nothing left to subtract the same formula is the bonus, so
-residual and bonus are one computation.
+``norm((q_{n+1} - p_{n+1})+)``. If the whole draft is kept, ``p_{n+1}`` is taken as 0, and the same formula draws the
+bonus token: residual and bonus are one computation.
 
 **Block rule** (Sun et al., arXiv 2403.10444, algorithm 2). Verifies the block as a whole and never
 keeps fewer tokens in expectation. With ``c_0 = 1``, ``c_i = min(1, c_{i-1} q_i(d_i) / p_i(d_i))`` and
-``A_i = sum_x (c_i q_{i+1}(x) - p_{i+1}(x))+``, answer "is the prefix of length i kept?" with
-probability ``h_i = A_i / (A_i + 1 - c_i)``, at the end of the draft with ``c``; keep the *longest*
-prefix answered with yes, and append from ``norm((c_n q_{n+1} - p_{n+1})+)``.
+``A_i = sum_x (c_i q_{i+1}(x) - p_{i+1}(x))+``, answer yes to the prefix of length i with probability
+``h_i = A_i / (A_i + 1 - c_i)``, and to the whole draft with its ``c_i``. Keep the *longest* prefix with
+the answer yes, and append a draw from ``norm((c_n q_{n+1} - p_{n+1})+)``, or from ``q_{n+1}`` after the whole draft.
 
 Ratios are taken in log space and nothing is added to a denominator: an epsilon there is a bias.
 A one-hot draft (prompt lookup) carries no distributions: ``log_probs_BRV`` is None and ``p_i(d_i) = 1``.
@@ -40,7 +42,7 @@ Array = jax.Array
 
 
 class RejectionRule(abc.ABC):
-    """Draws drafts independently, accepts or rejects them, and corrects with a draw from the residual."""
+    """Draws drafted tokens with noise of their own, accepts or rejects them, and corrects from the residual."""
 
     exact = True
     metered = False
@@ -83,7 +85,7 @@ class RejectionRule(abc.ABC):
         uniforms_BK = keys.uniforms(Purpose.ACCEPT, offsets_BK)[..., 0]
         num_accepted_B = self.num_accepted(uniforms_BK < self.acceptance(draft, target_log_probs))
         weights_BV = self.residual(draft, target_log_probs, num_accepted_B)
-        # Equal distributions leave no residual and are never rejected, except by rounding: then use the target's.
+        # Where draft and target are equal, the residual is empty. If rounding rejects there, draw from the target.
         empty_B1 = ~(weights_BV.sum(-1, keepdims=True) > 0)  # also where the draft's distribution is NaN
         weights_BV = jnp.where(empty_B1, jnp.exp(at_rows(target_log_probs, num_accepted_B)), weights_BV)
         last_B = draw(weights_BV, keys.uniforms(Purpose.RESIDUAL, num_accepted_B[:, None])[:, 0])
@@ -139,7 +141,7 @@ class BlockRule(RejectionRule):
         # A_i looks one position ahead, so it exists for every drafted token but the last.
         mass = self._mass_ahead(draft, target_log_probs, c_BK[:, :-1])
         mass_BK = jnp.pad(mass, ((0, 0), (0, 1)))
-        total_BK = mass_BK + (1 - c_BK)  # in this order: at c = 1 the prefix is kept for sure
+        total_BK = mass_BK + (1 - c_BK)  # the brackets make h exactly 1 at c = 1
         h_BK = jnp.where(total_BK > 0, mass_BK / jnp.where(total_BK > 0, total_BK, 1), 1)
         return jnp.where(draft.is_drafted_BK, jnp.where(last, c_BK, h_BK), 0)
 

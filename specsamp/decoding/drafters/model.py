@@ -53,8 +53,9 @@ class ModelDrafter(DrafterHooks, Drafter):
     def first_window(self) -> int:
         """Returns the number of tokens that a round's first call feeds, at least 2.
 
-        After a full acceptance the draft has not read its last token. Without it the cache would have a hole, which costs
-        acceptance silently. Otherwise feeding this token again costs nothing, and shapes stay static.
+        After a round that accepted all K tokens, the draft model has not read the last of them. Without this token its
+        cache would have a hole, which lowers acceptance silently. So the first call always feeds the token before the
+        pending token too: if the draft model has read it already, this costs nothing, and shapes stay static.
         """
         return max(self.window, 2)
 
