@@ -39,7 +39,7 @@ from specsamp.checkpoints.int8_tensors import read_int8
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, find_tensors
 from specsamp.checkpoints.tensor_names import BUFFERS, TensorSource, check_tensors, find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.mesh.sharded import ShardedHead, ShardedModel
+from specsamp.mesh.sharded import ShardedBlockHead, ShardedHead, ShardedModel
 from specsamp.models.config import DECODING, TransformerConfig
 from specsamp.models.heads import Head
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8, summed_axes
@@ -233,7 +233,7 @@ def _placed_params(model: TransformerLM | ShardedModel) -> Any:
 
 def placed(shapes: Any, model: TransformerLM | ShardedModel | Head) -> Any:
     """Returns shapes with the shardings of a model or head, which are those of the first device without a mesh."""
-    if isinstance(model, (ShardedModel, ShardedHead)):
+    if isinstance(model, (ShardedModel, ShardedHead, ShardedBlockHead)):
         shardings = model.param_shardings(shapes)
     else:
         shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)

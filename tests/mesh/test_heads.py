@@ -10,13 +10,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specsamp import BlockRule, Pair, chain, generate, generate_many, temperature
+from specsamp.checkpoints.hugging_face import placed
 from specsamp.decoding import batch_rows
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method, default_drafter
 from specsamp.decoding.request import make_requests
-from specsamp.mesh.layout import make_mesh
-from specsamp.mesh.sharded import shard
+from specsamp.mesh.layout import Layout, make_mesh
+from specsamp.mesh.sharded import shard, shard_head
 from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
@@ -139,6 +140,14 @@ def test_rows_enter_on_their_devices(pair, data, model):
     bare = [dataclasses.replace(each, request=None) for each in (state, engine.prefill(requests[:2]))]
     write = batch_rows._write_donated.lower(*bare, at_N, shards).compile().as_text()
     assert "dynamic-" in write and not collectives(write)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dspark"])
+def test_parameters_are_read_to_the_devices_of_the_mesh(name):
+    mesh = make_mesh(1, 2, devices=jax.devices()[:2])
+    head = shard_head(HEADS[name].head(), Layout.tensor_parallel(mesh))
+    places = placed(jax.eval_shape(head.init, jax.random.key(0)), head)
+    assert {place.sharding.mesh for place in jax.tree.leaves(places)} == {mesh}
 
 
 @dataclasses.dataclass(frozen=True)

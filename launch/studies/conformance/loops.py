@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from scipy import special
 
 from launch.studies.conformance.cases import Case
 from launch.studies.conformance.systems import Emit, load, system
@@ -70,7 +71,8 @@ class EndOfRound(Exception):
 
 @system("jaymody/speculative-sampling")
 def jaymody(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    gpt2 = types.SimpleNamespace(gpt2=lambda inputs, table, n_head: table[inputs], softmax=_softmax)
+    softmax = functools.partial(special.softmax, axis=-1)
+    gpt2 = types.SimpleNamespace(gpt2=lambda inputs, table, n_head: table[inputs], softmax=softmax)
     module = load(files / "main.py", gpt2=gpt2, utils=None, tqdm=None)
     target, draft = (
         module.create_model_fn({"table": table}, {"n_head": 1}, case.temperature) for table in (case.target, case.draft)
@@ -79,11 +81,6 @@ def jaymody(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
         lambda last: module.speculative_sampling(np.array([last]), draft, target, 1, case.K)[1:],
         lambda last: module.autoregressive_sampling(np.array([last]), target, 1)[1:],
     )
-
-
-def _softmax(x: np.ndarray) -> np.ndarray:
-    x = np.exp(x - x.max(-1, keepdims=True))
-    return x / x.sum(-1, keepdims=True)
 
 
 def feifeibear(name: str, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
