@@ -101,7 +101,8 @@ class GrowingDrafter(DrafterHooks):
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         super().check(target, draft, draft_params)
-        check_model(target, self.growth.children)
+        for model in (target, getattr(self, "model", target)):  # a draft model reads trees, too
+            check_model(model, self.growth.children)
 
     def grow(self, sample: Sampler, logits_BV: Array, step: _Step, carry: Any) -> tuple[Draft, Array, Any]:
         """Grows a tree; returns the draft, the row that the draft read for each scored row ``[B, K+1]``, and the carry."""
@@ -254,10 +255,6 @@ class GrowingModelTree(GrowingDrafter, ModelDrafter):
       model, window: as in `ModelDrafter`.
       growth: the sizes.
     """
-
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
-        super().check(target, draft, draft_params)
-        check_model(self.model, self.growth.children)
 
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler

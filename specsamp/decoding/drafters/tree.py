@@ -57,7 +57,8 @@ class TreeDrafter(DrafterHooks):
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         super().check(target, draft, draft_params)
-        check_model(target, self.tree.width)
+        for model in (target, getattr(self, "model", target)):  # a draft model reads trees, too
+            check_model(model, self.tree.width)
 
     def step_with(self, model: LanguageModel, weights: Any, prefix: Prefix) -> Step:
         """Returns the step of `grow` in which a model reads nodes; it carries the model's cache.
@@ -93,10 +94,6 @@ class ModelTree(TreeDrafter, ModelDrafter):
       model, window: as in `ModelDrafter`.
       tree: the shape.
     """
-
-    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
-        super().check(target, draft, draft_params)
-        check_model(self.model, self.tree.width)
 
     def propose(
         self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
