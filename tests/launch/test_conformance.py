@@ -1,6 +1,7 @@
 """The table of verifiers: which are exact, biased or lossy by design, and rows that cannot run here say why."""
 
 import json
+import re
 
 import pytest
 
@@ -66,7 +67,8 @@ def test_rows_name_what_is_missing_and_other_versions(tmp_path, monkeypatch):
         cell["key"]["system"]: cell["result"] for cell in json.loads((tmp_path / "table.json").read_text())["cells"]
     }
     assert found["LayerSkip"]["missing"] == "LayerSkip, as a package or in --checkouts"
-    assert "FileNotFoundError" in found["gpt-fast"]["missing"] and not found["sglang-jax"]["missing"]
+    assert re.search("FileNotFoundError|No module named 'torch'", found["gpt-fast"]["missing"])
+    assert not found["sglang-jax"]["missing"]
     other = {"cells": [{"key": {"system": "x"}, "result": result(examined="2.0")}]}
     assert "2.0 (expected 1.0), x.py:1" in conformance.table(other).rows[0]
 
