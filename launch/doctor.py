@@ -6,9 +6,9 @@
     python launch/doctor.py --look_at=names                          # all pairs of configs/hf.py
     python launch/doctor.py --look_at=names --pair=Qwen/Qwen3-8B,RedHatAI/Qwen3-8B-speculator.eagle3 --head
 
---look_at=head checks that a head fits its target. On texts of the target it drafts a token after every position: as it is
-configured, and for each other way in which its files could be meant, such as layers that are counted from one. A head that
-is read wrongly costs speed alone, so nothing else shows it.
+--look_at=head checks that a head fits its target: on texts of the target it drafts a token after every position, and the
+acceptance is printed. A head that is read wrongly, such as with layers that are counted from one, costs speed alone, so
+nothing else shows it.
 
 --look_at=names looks whether public names exist, may be read and would load. Config, tokenizer and the headers of the
 tensors are read from the hub, some megabytes; no weights are downloaded.
