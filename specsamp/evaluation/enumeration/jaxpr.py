@@ -103,7 +103,7 @@ def _result(equation: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         return [_random_bits(params, *values)]
     if any(isinstance(x, Noise) for x in values):
         return [_noise(equation, values)]
-    if name in NUMPY and isinstance(aval.dtype, np.dtype):  # no keys
+    if name in NUMPY and isinstance(aval.dtype, np.dtype) and all(map(np.size, values)):  # no keys, nothing empty
         with np.errstate(all="ignore"):
             return [np.asarray(NUMPY[name](params, *map(np.asarray, values)), aval.dtype)]
     found = equation.primitive.bind(*values, **params)
