@@ -120,7 +120,7 @@ def test_a_tree_is_refused_not_scored_as_a_chain():
 
     loop, of_chains = (table_loop(TokenRule(), made(TableLM(V), 3)) for made in (Tree, ModelDrafter))
     assert loop.depth == 2 and of_chains.depth == 3
-    with pytest.raises(NotImplementedError, match="chains only"):
+    with pytest.raises(ValueError, match="the rule verifies chains, but the drafter drafts token trees"):
         loop.run(WEIGHTS, prefill([0], loop=loop), 1)
 
 

@@ -44,6 +44,7 @@ DIFFERENTIATED = {
     "reverse_kl": lambda p, q: forward_kl(q, p),
     "total_variation": total_variation,
 }
+DIFFERENTIATED["dspark"] = lambda p, q: 0.1 * forward_kl(p, q) + 0.9 * np.abs(p - q).sum(-1)
 REFERENCES = DIFFERENTIATED | {"lk_hybrid": lk_hybrid}  # a part of the hybrid has no gradient
 
 
