@@ -24,6 +24,7 @@ def folder(tmp_path, monkeypatch):
     for is_on in (False, True):
         jax.config.update("jax_enable_compilation_cache", is_on)
         compilation_cache.reset_cache()
+        kept_loop._made_by.cache_clear()  # settings of JAX belong to it
         if not is_on:
             yield tmp_path
 
