@@ -6,6 +6,7 @@ beyond it in the middle of a write, as a disk does.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -161,7 +162,10 @@ def test_a_training_on_a_full_disk_goes_on_from_its_last_checkpoint(tmp_path):
     assert status == 0, errors
     largest = max(path.stat().st_size for path in (tmp_path / "alone" / "checkpoints").rglob("*") if path.is_file())
     status, _, errors = done([*command, f"--workdir={tmp_path}/run"], largest_file=largest // 2)
-    assert status == 2 and "File too large" in errors and "Traceback" not in errors, errors
+    assert status == 2 and "File too large" in errors, errors
+    assert not re.search(r'File ".*/(specsamp|launch)/', errors), (
+        errors
+    )  # writers of tensors may print theirs as they end
     status, _, errors = done([*command, f"--workdir={tmp_path}/run"])
     assert status == 0, errors
     assert metrics(tmp_path / "run") == metrics(tmp_path / "alone")
