@@ -217,7 +217,7 @@ class ShardedModel(LayeredModel):
 
 
 class _Sharded:
-    """What sharded heads of all kinds have in common. Features are on all devices of a data shard."""
+    """Shards a head of any kind. Features are on all devices of a data shard."""
 
     config: HeadConfig
     layout: Layout

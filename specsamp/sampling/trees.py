@@ -329,7 +329,7 @@ class TraversalRule(TreeRule):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Traversal:
-    """What is left of the tree while `TraversalRule` walks."""
+    """Holds the remaining tree and distributions while `TraversalRule` walks."""
 
     target_BTV: Array  # what is left of the target's distributions
     draft_BRV: Array | None

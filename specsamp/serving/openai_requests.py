@@ -228,7 +228,7 @@ class ChatRequest(GenerationRequest):
 
 
 class TokenizeRequest(_Fields):
-    """What `/tokenize` takes: a prompt, or the messages of a chat."""
+    """Holds a request to `/tokenize`: a prompt, or the messages of a chat."""
 
     model: UnicodeText | None = Field(None, description="a text of valid Unicode")
     prompt: UnicodeText | None = Field(None, description="a text of valid Unicode")

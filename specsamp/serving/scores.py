@@ -24,7 +24,7 @@ MOST_TOPS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Of each token after the first, at temperature 1: its log-probability, and the likeliest tokens in its place."""
+    """Holds, for each token after the first, its log-probability at temperature 1 and the likeliest tokens in its place."""
 
     log_probs: list[float]
     tops: list[list[tuple[int, float]]]

@@ -1,4 +1,4 @@
-"""What a server has done since its start, in the text format of Prometheus."""
+"""Counts the work of a server since its start, and writes the counts in the text format of Prometheus."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Rows and slots follow the requests, prompts are read in chunks, and what a row holds is not read again."""
 
+import dataclasses
 import queue
 import threading
 
@@ -7,6 +8,7 @@ import pytest
 
 from specsamp import Pair, chain, generate, temperature
 from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter
+from specsamp.decoding.drafters.vocabulary import SharedVocabulary, TranslatingDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
 from specsamp.mesh.layout import make_mesh
@@ -39,7 +41,18 @@ def head_pair():
     return pair, FeatureDrafter(target, head, K)
 
 
-PAIRS = {"model": model_pair, "head": head_pair}
+def tokenizer_pair():
+    """A draft with 60 tokens that reads every odd token of the target as two ids: its text is longer than the target's."""
+    pair, _ = model_pair()
+    draft = TransformerLM(tiny(vocab_size=60, num_layers=1, positions="rotary"))
+    ids_V = [token if token % 2 == 0 else -1 for token in range(V)]
+    reading_VM = [[token, -1] if token % 2 == 0 else [50 + token % 10, token] for token in range(V)]
+    vocabulary = SharedVocabulary(ids_V, reading_VM, 60, begin=(59,))
+    pair = dataclasses.replace(pair, draft=draft, draft_params=drawn_params(draft, 1), vocabulary=vocabulary)
+    return pair, TranslatingDrafter(draft, vocabulary, K)
+
+
+PAIRS = {"model": model_pair, "head": head_pair, "tokenizer": tokenizer_pair}
 
 
 @pytest.fixture
@@ -125,7 +138,7 @@ def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeyp
         assert texts.batch.outgrown == 1
 
 
-@pytest.mark.parametrize("kind", slow_but(["model", "head"], "model"))
+@pytest.mark.parametrize("kind", slow_but(["model", "head", "tokenizer"], "model"))
 def test_what_a_row_holds_is_not_read_again(monkeypatch, kind):
     """Of texts that have ended or run, longer and shorter; without it the tokens are the same."""
     begun = [3, 1, 4, 1, 5, 9, 2, 6] * 5

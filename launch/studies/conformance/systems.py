@@ -1,4 +1,4 @@
-"""What the table knows of a system (systems.json), and how its files are found: a package, or a checkout that the reader names."""
+"""Holds the facts of each system (systems.json), and finds its files: a package, or a checkout that the reader names."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ LAWS = ("argmax", "marginals", "conditional")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """What is known while the tokens of a block are drawn."""
+    """Holds the state of a chain while the tokens of a block are drawn."""
 
     tokens_BK: Array
     correction: Any  # the head's state

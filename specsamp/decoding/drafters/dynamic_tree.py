@@ -85,7 +85,7 @@ class _Expanded:
 
 @dataclasses.dataclass(frozen=True)
 class GrowingDrafter(DrafterHooks):
-    """What drafters of growing trees share; a mixin that stands before the drafter of chains."""
+    """Gives a drafter of chains the methods of growing trees; a mixin that stands before it."""
 
     K: int = dataclasses.field(init=False)
     growth: Growth = dataclasses.field(kw_only=True)

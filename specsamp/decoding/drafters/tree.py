@@ -39,7 +39,7 @@ Step = Callable[[range, Array, Any], tuple[Array, Any]]  # see `specsamp.decodin
 
 @dataclasses.dataclass(frozen=True)
 class TreeDrafter(DrafterHooks):
-    """What drafters of trees share; a mixin that stands before the drafter of chains."""
+    """Gives a drafter of chains the methods of trees; a mixin that stands before it."""
 
     K: int = dataclasses.field(init=False)
     tree: TreeShape = dataclasses.field(kw_only=True)

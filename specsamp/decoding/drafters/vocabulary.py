@@ -174,6 +174,11 @@ class TranslatingDrafter(DrafterHooks, Drafter):
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         self._drafter.check(self.model, draft, draft_params)
+        positions = self.model.max_positions
+        if positions is not None and self.K >= positions:
+            raise ValueError(
+                f"K = {self.K} does not fit the draft's {positions} positions: draft fewer tokens per round"
+            )
         tokens, ids = len(self.vocabulary.draft_ids_V), self.vocabulary.draft_size
         if (tokens, ids) != (target.vocab_size, self.model.vocab_size):
             raise ValueError(

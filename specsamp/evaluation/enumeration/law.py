@@ -31,7 +31,7 @@ def distribution(run: Callable[[], Hashable], max_paths: int = MAX_PATHS) -> Law
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """What a path emits that raises."""
+    """Stands for the outcome of a path that raises."""
 
     error: str
 
