@@ -1,12 +1,11 @@
 """Decodes the same weights with specsamp, Hugging Face transformers and llama.cpp, plain and speculative, in turn.
 
     pip install torch transformers llama-cpp-python gguf
-    taskset -c 0 python launch/study.py arena --output=runs/arena.json
+    python launch/study.py arena --output=runs/arena.json
 
 Target and draft have Llama's shape and are exported, in float32. Their weights are random around one chain of tokens that
-both prefer: so greedy drafts are accepted almost always, and sampled ones seldom, which bounds what trained ones gain.
-Each engine has a thread for every core of this process. llama.cpp verifies as its Python package does: a drafted token is kept if it
-is the token that the target samples.
+both prefer, so that drafts are accepted about as often as good ones. Each engine has a thread for every core of this
+process. llama.cpp verifies as its Python package does: a drafted token is kept if it is the token that the target samples.
 """
 
 import functools
@@ -38,7 +37,7 @@ SHAPES = {
     "target": dict(width=640, num_layers=7, num_heads=5, num_kv_heads=1, feedforward_width=2048),
     "draft": dict(width=256, num_layers=4, num_heads=4, num_kv_heads=1, feedforward_width=1024),
 }
-NOISE = {"target": 1.0, "draft": 0.1}  # times what random layers add to a token's embedding
+NOISE = {"target": 0.3, "draft": 0.1}  # times what random layers add to a token's embedding
 CERTAINTY = 9.0  # the logit of the next token of the chain
 PROMPT, NEW_TOKENS = 32, 48
 TEMPERATURES = {"greedy": 0.0, "T = 0.8": 0.8}
