@@ -32,6 +32,33 @@ from specsamp.models.interface import LanguageModel, Output
 from specsamp.sampling.rules import Draft, Verdict
 
 Array = jax.Array
+Proposal = tuple[Draft, Any, Any]  # a draft, the drafter's state and the target's cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptChunk:
+    """Some tokens of the prompts, after the target has read them.
+
+    Chunks come in order, and T may differ. After some rounds, a longer prompt may be read on; its first chunk may begin
+    with tokens that were read or emitted before.
+    """
+
+    tokens_BT: Array  # padded on the right
+    start_B: Array  # int32, the slot of the first token
+    lengths_B: Array  # int32, the lengths of the whole prompts; tokens beyond them are padding
+    output: Output | None  # of the target; None: see `DrafterHooks.falls_behind`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoredRound:
+    """A round that was verified, before its tokens are appended."""
+
+    prefix: Prefix  # the tokens at the beginning of the round
+    draft: Draft
+    verdict: Verdict
+    # Of the target at the positions of the accepted path, [B, depth+1, ...]. Position ``verdict.num_accepted_B`` is that
+    # of the last accepted token, or of the pending one.
+    output: Output
 
 
 class Drafter(abc.ABC):
@@ -72,47 +99,20 @@ class Drafter(abc.ABC):
         """
         return ()
 
-    def read(
-        self,
-        weights: Weights,
-        state: Any,
-        tokens_BT: Array,
-        start_B: Array,
-        lengths_B: Array,
-        target_output: Output,
-        cache: Any,
-    ) -> tuple[Any, Any]:
-        """Reads a chunk of the prompts, after the target; returns its state and the target's cache.
-
-        Args:
-          tokens_BT: the chunk, padded on the right. Chunks come in order, and T may differ. After some rounds, a longer
-            prompt may be read on; its first chunk may begin with tokens that were read or emitted before.
-          start_B: int32, the slot of the chunk's first token.
-          lengths_B: int32, the lengths of the whole prompts; tokens beyond them are padding.
-          target_output: the target's output for this chunk.
-        """
+    def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
+        """Reads a chunk of the prompts, after the target; returns its state and the target's cache."""
         return state, cache
 
     @abc.abstractmethod
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Any, Any]:
-        """Drafts a continuation of ``prefix``; returns the draft, its state and the target's cache.
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+        """Drafts a continuation of ``prefix``.
 
         Every sampled token must be proposed: dropping it because of its value would bias the output. Whether token k is
         proposed may depend on everything that is known before token k is sampled.
         """
 
-    def commit(
-        self, weights: Weights, state: Any, prefix: Prefix, draft: Draft, verdict: Verdict, output: Output, cache: Any
-    ) -> tuple[Any, Any]:
-        """Updates the drafter with the accepted tokens; returns its state and the target's cache.
-
-        Args:
-          prefix: the tokens at the beginning of the round.
-          output: the target's output at the positions of the accepted path, ``[B, depth+1, ...]``. Position
-            ``verdict.num_accepted_B`` is that of the last accepted token, or of the pending one.
-        """
+    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
+        """Updates the drafter with the accepted tokens; returns its state and the target's cache."""
         return state, cache
 
 
@@ -151,9 +151,7 @@ class NoDrafter(Drafter):
 
     K = 0
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Any, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         empty_BK = jnp.zeros((len(prefix.lengths_B), 0), jnp.int32)
         return Draft(tokens_BK=empty_BK, num_drafted_B=jnp.zeros_like(prefix.lengths_B)), state, cache
 
@@ -168,10 +166,8 @@ class Paused(NoDrafter):
     def hidden_layers(self) -> tuple[int, ...]:
         return self.drafter.hidden_layers
 
-    def commit(
-        self, weights: Weights, state: Any, prefix: Prefix, draft: Draft, verdict: Verdict, output: Output, cache: Any
-    ) -> tuple[Any, Any]:
-        return self.drafter.commit(weights, state, prefix, draft, verdict, output, cache)
+    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
+        return self.drafter.commit(weights, state, scored, cache)
 
 
 def with_length(drafter: Drafter, K: int) -> Drafter:
@@ -201,7 +197,8 @@ def catch_up(
         state, seen_B = carry
         start_B = jnp.clip(seen_B, 0, known_B)  # tokens beyond the sequence are scratch, and within the headroom
         tokens_BT = gather_tokens(prefix.tokens_BS, start_B, drafter.K + 1)
-        state, _ = drafter.read(weights, state, tokens_BT, start_B, prefix.lengths_B, None, None)
+        chunk = PromptChunk(tokens_BT=tokens_BT, start_B=start_B, lengths_B=prefix.lengths_B, output=None)
+        state, _ = drafter.read(weights, state, chunk, None)
         return state, start_B + drafter.K + 1
 
     state, seen_B = jax.lax.while_loop(lambda carry: is_behind(carry[1]), read, (state, seen_B))

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.commit import append
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafter import Drafter, catch_up, check_state, hooks_of, with_length
+from specsamp.decoding.drafter import Drafter, PromptChunk, ScoredRound, catch_up, check_state, hooks_of, with_length
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
@@ -161,9 +161,8 @@ class Loop:
         with jax.named_scope("commit"):
             if draft.parents_BK is not None:
                 output = keep_path(self.target, state.lengths_B - 1, verdict, output, draft.tokens_BK.shape[1])
-            drafter_state, cache = self.drafter.commit(
-                weights, drafter_state, state.prefix, draft, verdict, output, output.cache
-            )
+            scored = ScoredRound(prefix=state.prefix, draft=draft, verdict=verdict, output=output)
+            drafter_state, cache = self.drafter.commit(weights, drafter_state, scored, output.cache)
             state = dataclasses.replace(state, cache=cache, drafter_state=drafter_state)
             if draft.parents_BK is not None:
                 draft, target = path_draft(draft, verdict, target), target.along(verdict)
@@ -399,9 +398,8 @@ class Loop:
             output = self.target(weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers)
         check_logits("target", self.target, output)
         with jax.named_scope("draft"):
-            read_state, cache = self.drafter.read(
-                weights, drafter_state, tokens_BT, start_B, lengths_B, output, output.cache
-            )
+            chunk = PromptChunk(tokens_BT=tokens_BT, start_B=start_B, lengths_B=lengths_B, output=output)
+            read_state, cache = self.drafter.read(weights, drafter_state, chunk, output.cache)
         check_state(self.drafter, drafter_state, read_state)
         return cache, read_state
 

@@ -117,16 +117,16 @@ def test_a_right_context_is_accepted_always(K, law, chunk):
 
 
 class KeepsBlockRows(BlockDrafter):
-    def commit(self, weights, state, prefix, draft, verdict, output, cache):
+    def commit(self, weights, state, scored, cache):
         return state, cache
 
 
 class ContextOneRowShort(BlockDrafter):
     """Its context begins one slot late."""
 
-    def commit(self, weights, state, prefix, *rest):
-        later = dataclasses.replace(prefix, lengths_B=prefix.lengths_B + 1)
-        return super().commit(weights, state, later, *rest)
+    def commit(self, weights, state, scored, cache):
+        later = dataclasses.replace(scored.prefix, lengths_B=scored.prefix.lengths_B + 1)
+        return super().commit(weights, state, dataclasses.replace(scored, prefix=later), cache)
 
 
 class MasksSlot0(BlockDrafter):

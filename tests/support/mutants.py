@@ -130,10 +130,11 @@ class OfAnotherLayer(FeatureDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class OfTheWrongRow(FeatureDrafter):
-    def commit(self, weights, state, prefix, draft, verdict, output, cache):
-        after, cache = super().commit(weights, state, prefix, draft, verdict, output, cache)
-        wrong = dataclasses.replace(verdict, num_accepted_B=jnp.maximum(verdict.num_accepted_B - 1, 0))
-        stale = super().commit(weights, state, prefix, draft, wrong, output, cache)[0]
+    def commit(self, weights, state, scored, cache):
+        after, cache = super().commit(weights, state, scored, cache)
+        fewer_B = jnp.maximum(scored.verdict.num_accepted_B - 1, 0)
+        wrong = dataclasses.replace(scored, verdict=dataclasses.replace(scored.verdict, num_accepted_B=fewer_B))
+        stale = super().commit(weights, state, wrong, cache)[0]
         return dataclasses.replace(after, feature_BD=stale.feature_BD), cache
 
 
@@ -141,7 +142,8 @@ class OfTheWrongRow(FeatureDrafter):
 class KeepsItsOwnOutputs(FeatureDrafter):
     """Reads the last true pair only: those before it stay as they were drafted."""
 
-    def commit(self, weights, state, prefix, draft, verdict, output, cache):
+    def commit(self, weights, state, scored, cache):
+        prefix, verdict, output = scored.prefix, scored.verdict, scored.output
         last_B = verdict.num_accepted_B
         token_B1 = jnp.take_along_axis(verdict.tokens_BT, last_B[:, None], axis=1)
         feature_B1D = self.head.take(self.head.fuse(weights.draft, output.hidden), last_B)[:, None]

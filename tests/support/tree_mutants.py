@@ -60,7 +60,7 @@ class NotMoved(TableLM):
 
 
 class DraftNotMoved(ModelTree):
-    def commit(self, weights, state, prefix, draft, verdict, output, cache):
+    def commit(self, weights, state, scored, cache):
         return state, cache
 
 

@@ -21,13 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Prefix, hooks_of
+from specsamp.decoding.drafter import Prefix, PromptChunk, Proposal, ScoredRound, hooks_of
 from specsamp.decoding.drafters.feature import HeadDrafter
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens
-from specsamp.models.interface import Output
-from specsamp.sampling.rules import Draft, Verdict
 from specsamp.sampling.warp import greedy
 
 if TYPE_CHECKING:
@@ -95,22 +93,11 @@ class BlockDrafter(HeadDrafter):
         # its rows back over the context.
         return self.head.init_cache(batch, slots + self.head.config.block_size)
 
-    def read(
-        self,
-        weights: Weights,
-        state: Caches,
-        tokens_BT: Array,
-        start_B: Array,
-        lengths_B: Array,
-        target_output: Output,
-        cache: Any,
-    ) -> tuple[Caches, Any]:
-        features_BTD = self.head.fuse(weights.draft, target_output.hidden)
-        return self.head.read(weights.draft, features_BTD, start_B, state), cache
+    def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
+        features_BTD = self.head.fuse(weights.draft, chunk.output.hidden)
+        return self.head.read(weights.draft, features_BTD, chunk.start_B, state), cache
 
-    def propose(
-        self, weights: Weights, state: Caches, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Caches, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         """A prompt of one token drafts nothing in its first round: there is no context yet."""
         pending_B1 = gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)
         rows_BKD, logits_BKU, state = self._run_block(weights, state, pending_B1[:, 0], prefix.lengths_B - 1)
@@ -147,19 +134,10 @@ class BlockDrafter(HeadDrafter):
         trusted_B = rows.num_trusted_B if confident else jnp.where(prefix.lengths_B >= 2, self.K, 0)
         return dataclasses.replace(draft, num_drafted_B=jnp.minimum(draft.num_drafted_B, trusted_B)), state, cache
 
-    def commit(
-        self,
-        weights: Weights,
-        state: Caches,
-        prefix: Prefix,
-        draft: Draft,
-        verdict: Verdict,
-        output: Output,
-        cache: Any,
-    ) -> tuple[Caches, Any]:
+    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
         # Rows behind the last accepted token are stale, and the next block is written over them.
-        features_BTD = self.head.fuse(weights.draft, output.hidden)
-        return self.head.read(weights.draft, features_BTD, prefix.lengths_B - 1, state), cache
+        features_BTD = self.head.fuse(weights.draft, scored.output.hidden)
+        return self.head.read(weights.draft, features_BTD, scored.prefix.lengths_B - 1, state), cache
 
     def _run_block(self, weights: Weights, state: Caches, pending_B: Array, at_B: Array) -> tuple[Array, Array, Caches]:
         """Returns the rows of the first K tokens, their logits without correction, and the caches."""

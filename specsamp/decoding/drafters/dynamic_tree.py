@@ -21,15 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.decoding.drafter import DrafterHooks, Prefix
-from specsamp.decoding.drafters.feature import FeatureDrafter, FeatureState, proposed
+from specsamp.decoding.drafter import DrafterHooks, Prefix, Proposal, ScoredRound
+from specsamp.decoding.drafters.feature import FeatureDrafter, proposed
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.tree import pairs_of
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.trees import check_model
-from specsamp.models.interface import Block, LanguageModel, Output
-from specsamp.sampling.rules import Draft, Verdict
+from specsamp.models.interface import Block, LanguageModel
+from specsamp.sampling.rules import Draft
 
 Array = jax.Array
 _Step = Callable[[int, "_Expanded", Any], tuple[Array, Any]]  # first slot, nodes, carry -> logits [B, W, V], carry
@@ -256,9 +256,7 @@ class GrowingModelTree(GrowingDrafter, ModelDrafter):
       growth: the sizes.
     """
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Any, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         start_B, W = prefix.lengths_B - 1, self.growth.expanded
 
         def step(level: int, expanded: _Expanded, state: Any) -> tuple[Array, Any]:
@@ -270,15 +268,13 @@ class GrowingModelTree(GrowingDrafter, ModelDrafter):
         draft, read_BT, state = self.grow(sample, logits_BV, step, state)
         return draft, (state, read_BT), cache
 
-    def commit(
-        self, weights: Weights, state: Any, prefix: Prefix, draft: Draft, verdict: Verdict, output: Output, cache: Any
-    ) -> tuple[Any, Any]:
-        if verdict.rows_BT is None:  # a round without a draft
+    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
+        if scored.verdict.rows_BT is None:  # a round without a draft
             return state, cache
         state, read_BT = state
         # A leaf that was accepted last was not read; the next round's first call reads it.
-        rows_BT = jnp.take_along_axis(read_BT, verdict.rows_BT, axis=1)
-        return self.model.compact(state, prefix.lengths_B - 1, rows_BT, self.growth.num_read + 1), cache
+        rows_BT = jnp.take_along_axis(read_BT, scored.verdict.rows_BT, axis=1)
+        return self.model.compact(state, scored.prefix.lengths_B - 1, rows_BT, self.growth.num_read + 1), cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,9 +291,7 @@ class GrowingFeatureTree(GrowingDrafter, FeatureDrafter):
         if not self.head.config.has_layer:
             raise ValueError("the tree of Medusa heads does not grow: take FeatureTree with a shape")
 
-    def propose(
-        self, weights: Weights, state: FeatureState, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, FeatureState, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         start_B, W, head = prefix.lengths_B - 1, self.growth.expanded, self.head
         of_target = functools.partial(self.target.unembed_normed, weights.target)
 

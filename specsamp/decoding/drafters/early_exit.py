@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.drafter import Drafter, Prefix, Proposal
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.models.interface import LanguageModel, LayeredModel
-from specsamp.sampling.rules import Draft
 
 Array = jax.Array
 _Carry = tuple[Any, Array, Array]  # cache, last tokens, all tokens
@@ -74,9 +73,7 @@ class EarlyExitDrafter(Drafter):
                 f"{target!r}; make it with pair.target, after the pair was sharded"
             )
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Any, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         lengths_B = prefix.lengths_B
         batch = len(lengths_B)
 

@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, Prefix, hooks_of
+from specsamp.decoding.drafter import Drafter, Prefix, PromptChunk, Proposal, ScoredRound, hooks_of
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
-from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
-from specsamp.sampling.rules import Draft, Verdict
+from specsamp.models.interface import Block, LanguageModel, LayeredModel
+from specsamp.sampling.rules import Draft
 
 if TYPE_CHECKING:
     from specsamp.models.heads import FeatureHead, Head
@@ -111,27 +111,18 @@ class FeatureDrafter(HeadDrafter):
             has_edge_B=jnp.zeros((batch,), bool),
         )
 
-    def read(
-        self,
-        weights: Weights,
-        state: FeatureState,
-        tokens_BT: Array,
-        start_B: Array,
-        lengths_B: Array,
-        target_output: Output,
-        cache: Any,
-    ) -> tuple[FeatureState, Any]:
+    def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
         """Reads the pairs that end in this chunk: the first one begins with the last token of the chunk before.
 
         The first chunk of a prompt has one pair less. So has the first chunk after a round, since `commit` has read the
         pair that ends in its first token. The last position of such a chunk is stale, and the next chunk overwrites it.
         """
-        embedded_BTD, cache = self._embed(weights, tokens_BT, start_B, cache)
-        features_BTD = self.head.fuse(weights.draft, target_output.hidden)
+        embedded_BTD, cache = self._embed(weights, chunk.tokens_BT, chunk.start_B, cache)
+        features_BTD = self.head.fuse(weights.draft, chunk.output.hidden)
         late_BTD = jnp.concatenate([state.edge_BD[:, None], features_BTD[:, :-1]], axis=1)
         early_BTD = jnp.concatenate([embedded_BTD[:, 1:], embedded_BTD[:, -1:]], axis=1)
         is_first_B = ~state.has_edge_B
-        first_B = jnp.where(is_first_B, start_B, start_B - 1)  # the slot of the first pair
+        first_B = jnp.where(is_first_B, chunk.start_B, chunk.start_B - 1)  # the slot of the first pair
         returned_BTD, head_cache = self.head(
             weights.draft,
             jnp.where(is_first_B[:, None, None], early_BTD, embedded_BTD),
@@ -139,9 +130,10 @@ class FeatureDrafter(HeadDrafter):
             first_B,
             state.cache,
         )
+        lengths_B, width = chunk.lengths_B, chunk.tokens_BT.shape[1]
         last_B = lengths_B - 2 - first_B  # the row of the prompt's last pair
-        here_B = (last_B >= 0) & (last_B < tokens_BT.shape[1]) & (lengths_B >= 2)
-        feature_BD = self.head.take(returned_BTD, jnp.clip(last_B, 0, tokens_BT.shape[1] - 1))
+        here_B = (last_B >= 0) & (last_B < width) & (lengths_B >= 2)
+        feature_BD = self.head.take(returned_BTD, jnp.clip(last_B, 0, width - 1))
         return FeatureState(
             cache=head_cache,
             feature_BD=jnp.where(here_B[:, None], feature_BD, state.feature_BD),
@@ -150,9 +142,7 @@ class FeatureDrafter(HeadDrafter):
             has_edge_B=jnp.ones_like(state.has_edge_B),
         ), cache
 
-    def propose(
-        self, weights: Weights, state: FeatureState, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, FeatureState, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         batch, head = len(prefix.lengths_B), self.head
         of_target = functools.partial(self.target.unembed_normed, weights.target)
 
@@ -177,24 +167,13 @@ class FeatureDrafter(HeadDrafter):
         draft = sample.draft(tokens_BK, drawn)
         return proposed(draft, state, head_cache, cache)
 
-    def commit(
-        self,
-        weights: Weights,
-        state: FeatureState,
-        prefix: Prefix,
-        draft: Draft,
-        verdict: Verdict,
-        output: Output,
-        cache: Any,
-    ) -> tuple[FeatureState, Any]:
+    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
         # Position i pairs the hidden state at length - 1 + i with the token after it, which was emitted or is padding.
-        tokens_BT = jnp.maximum(verdict.tokens_BT, 0)
-        embedded_BTD, cache = self._embed(weights, tokens_BT, prefix.lengths_B, cache)
-        features_BTD = self.head.fuse(weights.draft, output.hidden)
-        returned_BTD, head_cache = self.head(
-            weights.draft, embedded_BTD, features_BTD, prefix.lengths_B - 1, state.cache
-        )
-        feature_BD = self.head.take(returned_BTD, verdict.num_accepted_B)
+        lengths_B, tokens_BT = scored.prefix.lengths_B, jnp.maximum(scored.verdict.tokens_BT, 0)
+        embedded_BTD, cache = self._embed(weights, tokens_BT, lengths_B, cache)
+        features_BTD = self.head.fuse(weights.draft, scored.output.hidden)
+        returned_BTD, head_cache = self.head(weights.draft, embedded_BTD, features_BTD, lengths_B - 1, state.cache)
+        feature_BD = self.head.take(returned_BTD, scored.verdict.num_accepted_B)
         ready_B, has_edge_B = jnp.ones_like(state.ready_B), jnp.zeros_like(state.has_edge_B)
         state = dataclasses.replace(state, cache=head_cache, feature_BD=feature_BD)
         return dataclasses.replace(state, ready_B=ready_B, has_edge_B=has_edge_B), cache
@@ -212,7 +191,7 @@ class FeatureDrafter(HeadDrafter):
         return jnp.repeat(x[:, None], self.window, axis=1)
 
 
-def proposed(draft: Draft, state: FeatureState, head_cache: Any, cache: Any) -> tuple[Draft, FeatureState, Any]:
+def proposed(draft: Draft, state: FeatureState, head_cache: Any, cache: Any) -> Proposal:
     """Returns a proposal of a head; rows without a last pair draft nothing."""
     num_drafted_B = jnp.where(state.ready_B, draft.num_drafted_B, 0)
     return dataclasses.replace(draft, num_drafted_B=num_drafted_B), dataclasses.replace(state, cache=head_cache), cache

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, PromptChunk, Proposal
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
-from specsamp.models.interface import LanguageModel, Output, check_logits
-from specsamp.sampling.rules import Draft
+from specsamp.models.interface import LanguageModel, check_logits
 
 Array = jax.Array
 _Carry = tuple[Any, Array]  # draft cache, tokens
@@ -82,17 +81,8 @@ class ModelDrafter(DrafterHooks, Drafter):
     def init(self, batch: int, slots: int) -> Any:
         return self.model.init_cache(batch, slots)
 
-    def read(
-        self,
-        weights: Weights,
-        state: Any,
-        tokens_BT: Array,
-        start_B: Array,
-        lengths_B: Array,
-        target_output: Output,
-        cache: Any,
-    ) -> tuple[Any, Any]:
-        return self.model(weights.draft, tokens_BT, start_B, state).cache, cache
+    def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
+        return self.model(weights.draft, chunk.tokens_BT, chunk.start_B, state).cache, cache
 
     def last_logits(
         self, weights: Weights, state: Any, tokens_BS: Array, end_B: Array, width: int
@@ -104,9 +94,7 @@ class ModelDrafter(DrafterHooks, Drafter):
         check_logits("draft", self.model, output)
         return jnp.take_along_axis(output.logits_BTV, last_B11, axis=1)[:, 0], output.cache
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Any, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         lengths_B = prefix.lengths_B
 
         def step(offset: Array | int, carry: _Carry, drawn: Drawn, *, width: int) -> tuple[_Carry, Drawn]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, Proposal
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.sampling.rules import Draft
@@ -49,9 +49,7 @@ class NgramDrafter(DrafterHooks, Drafter):
     def draft_lengths(self, state: Any, prefix: Prefix) -> Array:
         return jnp.where(self._found(prefix) > 0, self.K, 0).astype(jnp.int32)
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Any, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         best_B = self._found(prefix)
         period_B1 = jnp.maximum(prefix.lengths_B - best_B, 1)[:, None]
         copied_BK = jnp.arange(self.K)[None, :] % period_B1

@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Prefix
+from specsamp.decoding.drafter import Prefix, Proposal
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.models.interface import LanguageModel, check_logits
-from specsamp.sampling.rules import Draft
 from specsamp.sampling.warp import greedy
 
 Array = jax.Array
@@ -54,9 +53,7 @@ class ParallelDrafter(ModelDrafter):
     def init(self, batch: int, slots: int) -> Any:
         return self.model.init_cache(batch, max(slots, 2 * self.K))
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Any, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         lengths_B, width = prefix.lengths_B, 2 * self.K
         batch, slots = prefix.tokens_BS.shape
         tokens_BS = jnp.pad(prefix.tokens_BS, ((0, 0), (0, max(width - slots, 0))))

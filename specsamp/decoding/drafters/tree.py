@@ -19,18 +19,17 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import DrafterHooks, Prefix
+from specsamp.decoding.drafter import DrafterHooks, Prefix, Proposal, ScoredRound
 from specsamp.decoding.drafters.block import BlockDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
-from specsamp.decoding.drafters.feature import FeatureDrafter, FeatureState, proposed
+from specsamp.decoding.drafters.feature import FeatureDrafter, proposed
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens
 from specsamp.decoding.trees import TreeShape, check_model, grow, shape_draft
-from specsamp.models.interface import Block, LanguageModel, Output
-from specsamp.sampling.rules import Draft, Verdict
+from specsamp.models.interface import Block, LanguageModel
 from specsamp.sampling.warp import greedy
 
 Array = jax.Array
@@ -95,20 +94,17 @@ class ModelTree(TreeDrafter, ModelDrafter):
       tree: the shape.
     """
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Any, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         step = self.step_with(self.model, weights.draft, prefix)
         logits_BV, state = self.last_logits(weights, state, prefix.tokens_BS, prefix.lengths_B, self.first_window)
         draft, state = grow(self.tree, sample, logits_BV, step, state)
         return draft, state, cache
 
-    def commit(
-        self, weights: Weights, state: Any, prefix: Prefix, draft: Draft, verdict: Verdict, output: Output, cache: Any
-    ) -> tuple[Any, Any]:
-        if verdict.rows_BT is None:  # a round without a draft
+    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
+        rows_BT = scored.verdict.rows_BT
+        if rows_BT is None:  # a round without a draft
             return state, cache
-        return self.model.compact(state, prefix.lengths_B - 1, verdict.rows_BT, self.K + 1), cache
+        return self.model.compact(state, scored.prefix.lengths_B - 1, rows_BT, self.K + 1), cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +116,7 @@ class EarlyExitTree(TreeDrafter, EarlyExitDrafter):
       tree: the shape.
     """
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Any, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         step, fed_BT = self.step_with(self.exit_model, weights.target, prefix), pending_of(prefix)
         first = self.exit_model(weights.target, jnp.repeat(fed_BT, self.window, axis=1), prefix.lengths_B - 1, cache)
         draft, cache = grow(self.tree, sample, first.logits_BTV[:, 0], step, first.cache)
@@ -140,9 +134,7 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
       tree: the shape.
     """
 
-    def propose(
-        self, weights: Weights, state: FeatureState, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, FeatureState, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         start_B, pending_B1, head = prefix.lengths_B - 1, pending_of(prefix), self.head
         of_target = functools.partial(self.target.unembed_normed, weights.target)
 
@@ -192,9 +184,7 @@ class BlockTree(TreeDrafter, BlockDrafter):
         if self.threshold:
             raise ValueError(f"threshold = {self.threshold} ends chains: leave it out for a tree")
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Any, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         pending_B1, head = pending_of(prefix), self.head
         rows_BKD, logits_BKU, state = self._run_block(weights, state, pending_B1[:, 0], prefix.lengths_B - 1)
         corrections = {0: head.begin(weights.draft, len(pending_B1))}  # by scored row, before its children are drawn
@@ -247,9 +237,7 @@ class NgramTree(TreeDrafter, NgramDrafter):
     def draft_lengths(self, state: Any, prefix: Prefix) -> None:
         return None
 
-    def propose(
-        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, Any, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         found_BS = self.lengths_of_matches(prefix)
         slots, chains, is_found = found_BS.shape[1], {}, []
         for row in self.tree.level(1):

@@ -28,13 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, PromptChunk, Proposal, ScoredRound
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import write_tokens
-from specsamp.models.interface import LanguageModel, Output
-from specsamp.sampling.rules import Draft, Verdict
+from specsamp.models.interface import LanguageModel
 
 Array = jax.Array
 _Carry = tuple[Any, Array, Array, Array]  # draft cache, draft ids, tokens, number of tokens with a distribution
@@ -243,18 +242,10 @@ class TranslatingDrafter(DrafterHooks, Drafter):
             ends_BS=state.ends_BS.at[row_B1, slot_BT].set(ends_BT.astype(jnp.int32), mode="drop"),
         )
 
-    def read(
-        self,
-        weights: Weights,
-        state: TranslatingState,
-        tokens_BT: Array,
-        start_B: Array,
-        lengths_B: Array,
-        target_output: Output | None,
-        cache: Any,
-    ) -> tuple[TranslatingState, Any]:
+    def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
+        tokens_BT, start_B, lengths_B = chunk.tokens_BT, chunk.start_B, chunk.lengths_B
         width = tokens_BT.shape[1]
-        if target_output is None:  # after a pause: `commit` has written the ids of all tokens
+        if chunk.output is None:  # after a pause: `commit` has written the ids of all tokens
             last_B = lengths_B
         else:
             state = self._append(weights, state, tokens_BT, start_B, jnp.clip(lengths_B - start_B, 0, width))
@@ -271,9 +262,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         calls = -(-jnp.max(end_B - begin_B) // step)
         return dataclasses.replace(state, cache=jax.lax.fori_loop(0, calls, feed, state.cache)), cache
 
-    def propose(
-        self, weights: Weights, state: TranslatingState, prefix: Prefix, cache: Any, sample: Sampler
-    ) -> tuple[Draft, TranslatingState, Any]:
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         whole_B = self._length(state, prefix.lengths_B)
         longest, of_model = self._longest(state), dataclasses.replace(weights, draft=weights.draft.model)
         length_B = jnp.clip(whole_B, 1, longest)
@@ -302,18 +291,9 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         state = dataclasses.replace(state, cache=draft_cache, ids_BD=ids_BD)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
 
-    def commit(
-        self,
-        weights: Weights,
-        state: TranslatingState,
-        prefix: Prefix,
-        draft: Draft,
-        verdict: Verdict,
-        output: Output,
-        cache: Any,
-    ) -> tuple[TranslatingState, Any]:
-        count_B = verdict.num_accepted_B + 1
-        return self._append(weights, state, verdict.tokens_BT, prefix.lengths_B, count_B), cache
+    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
+        verdict = scored.verdict
+        return self._append(weights, state, verdict.tokens_BT, scored.prefix.lengths_B, verdict.num_emitted_B), cache
 
 
 def restrict(logits_BU: Array, draft_ids_V: Array) -> Array:
