@@ -81,7 +81,7 @@ def test_mistakes_are_at_their_known_distance(mistake, expected):
 def test_our_rules_and_their_mutants_run_as_they_are_compiled(rule, expected, monkeypatch):
     if rule is not None:
         monkeypatch.setattr(ours, "make_rule", lambda word: rule)
-    found = joint(ours.make("token", False, "tkp", None, ONE)[0], 1)
+    found = joint(ours.rounds(None, ONE, rule="token")[0], 1)
     assert [found.get((token,), 0) for token in range(3)] == pytest.approx(expected, abs=1e-15)
 
 

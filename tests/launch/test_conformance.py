@@ -15,7 +15,7 @@ ONE, JOINT = cases.CASES[:2]
 
 
 def variation(name, case):
-    return conformance.compare(*systems.SYSTEMS[name].make(None, case), case.count)["variation"]
+    return conformance.compare(*systems.SYSTEMS[name].samplers(None, case), case.count)["variation"]
 
 
 @pytest.mark.parametrize("name", ["mlx-lm", "llama.cpp", "SGLang (target only)"])

@@ -46,7 +46,7 @@ def measure(options: Any, key: Key, say: Say) -> dict[str, Any]:
         if case.needs <= set(system.takes.split()) and case.name not in system.without:
             say(case.name)
             try:
-                found["cases"][case.name] = compare(*system.make(folder, case), case.count)
+                found["cases"][case.name] = compare(*system.samplers(folder, case), case.count)
             except (Outside, OSError, ImportError, AttributeError) as error:  # another version, or other draws
                 return found | {"missing": f"{type(error).__name__}: {error}"[:200]}
     return found

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from launch.studies.conformance.cases import Case
-from launch.studies.conformance.systems import Emit, system
-
-Verify = Callable[..., list[int]]
+from launch.studies.conformance.systems import Emit
 
 
 def probabilities(logits: np.ndarray, temperature: float) -> np.ndarray:
@@ -25,18 +22,22 @@ def draw(weights: np.ndarray) -> int:
     return int(np.random.choice(len(weights), p=weights / weights.sum()))
 
 
-def make(verify: Verify, drawn: bool, folder: None, case: Case) -> tuple[Emit, Emit]:
-    """Returns rounds that verify a chain of drafts, which are drawn or the most probable; and plain sampling."""
-    del folder
+def samplers(case: Case, verify: Callable[[int, np.ndarray, np.ndarray], Sequence[int]]) -> tuple[Emit, Emit]:
+    """Returns rounds that ``verify`` makes of the last token, target and draft; and plain sampling."""
     q, p = probabilities(case.target, case.temperature), probabilities(case.draft, case.temperature)
+    return lambda last: verify(last, q, p), lambda last: [draw(q[last])]
 
-    def emit(last: int) -> Sequence[int]:
+
+def chain(files: None, case: Case, *, rule: str, drawn: bool) -> tuple[Emit, Emit]:
+    """Verifies a chain of drafts, which are drawn or the most probable, by the rule "equal" or "ratio"."""
+
+    def verify(last: int, q: np.ndarray, p: np.ndarray) -> list[int]:
         tokens = [last]
         for _ in range(case.K):
             tokens.append(draw(p[tokens[-1]]) if drawn else int(p[tokens[-1]].argmax()))
-        return verify(tokens, q, p)
+        return {"equal": equal, "ratio": ratio}[rule](tokens, q, p)
 
-    return emit, lambda last: [draw(q[last])]
+    return samplers(case, verify)
 
 
 def equal(tokens: list[int], q: np.ndarray, p: np.ndarray) -> list[int]:
@@ -57,33 +58,26 @@ def ratio(tokens: list[int], q: np.ndarray, p: np.ndarray) -> list[int]:
     return [*tokens[1:], draw(q[tokens[-1]])]
 
 
-def coin(single: float, total: float, tokens: list[int], q: np.ndarray, p: np.ndarray) -> list[int]:
+def two_children(files: None, case: Case, *, threshold: float) -> tuple[Emit, Emit]:
     """Walks a tree of two children with one coin for all siblings: their probabilities add up until the coin is below.
 
-    A child is also accepted where its own probability reaches ``single``. What was rejected is left out of the last draw.
+    Sums are divided by the threshold, and a child whose own probability reaches it is accepted. What was rejected is left
+    out of the last draw.
     """
-    last, emitted = tokens[0], []
-    for _ in tokens[1:]:
-        weights, uniform, mass = q[last].copy(), random.random(), 0.0
-        for child in np.argsort(-p[last], kind="stable")[:2]:
-            mass += q[last, child]
-            if q[last, child] >= single or uniform < mass / total:
-                emitted.append(int(child))
-                break
-            weights[child] = 0
-        else:
-            return [*emitted, draw(weights)]
-        last = emitted[-1]
-    return [*emitted, draw(q[last])]
 
+    def verify(last: int, q: np.ndarray, p: np.ndarray) -> list[int]:
+        emitted: list[int] = []
+        for _ in range(case.K):
+            weights, uniform, mass = q[last].copy(), random.random(), 0.0
+            for child in np.argsort(-p[last], kind="stable")[:2]:
+                mass += q[last, child]
+                if q[last, child] >= threshold or uniform < mass / threshold:
+                    emitted.append(int(child))
+                    break
+                weights[child] = 0
+            else:
+                return [*emitted, draw(weights)]
+            last = emitted[-1]
+        return [*emitted, draw(q[last])]
 
-ROWS = {  # the rule, and whether drafts are drawn
-    "mlx-lm": (equal, True),
-    "llama.cpp": (equal, False),
-    "mistral.rs (MTP)": (ratio, True),
-    "mistral.rs (DFlash outside of CUDA graphs)": (ratio, False),
-    "SGLang (target only)": (functools.partial(coin, 1.0, 1.0), False),
-    "SGLang (target only at thresholds 0.5)": (functools.partial(coin, 0.5, 0.5), False),
-}
-for _name, (_verify, _drawn) in ROWS.items():
-    system(_name)(functools.partial(make, _verify, _drawn))
+    return samplers(case, verify)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from launch.studies.conformance.cases import Case
-from launch.studies.conformance.systems import Emit, load, system
-from launch.studies.conformance.torch_tables import drawn, tables
+from launch.studies.conformance.systems import Emit, load
+from launch.studies.conformance.torch_tables import drawn, tables, tempered
 
 
-def generate(weight: float | None, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
+def generate(files: pathlib.Path, case: Case, **lossy: float) -> tuple[Emit, Emit]:
     """Returns `generate` with a draft model, and without."""
     import transformers
 
@@ -43,7 +43,6 @@ def generate(weight: float | None, files: pathlib.Path, case: Case) -> tuple[Emi
     draft.generation_config.assistant_confidence_threshold = 0.0
     settings = {"do_sample": True, "temperature": case.temperature, "top_k": case.top_k, "top_p": case.top_p}
     settings |= {"max_new_tokens": case.count, "pad_token_id": 0}
-    lossy = {} if weight is None else {"assistant_ensemble_weight": weight}
 
     def tokens(last: int, **more: Any) -> list[int]:
         return target.generate(torch.tensor([[last]]), **settings, **more)[0, 1:].tolist()
@@ -51,17 +50,6 @@ def generate(weight: float | None, files: pathlib.Path, case: Case) -> tuple[Emi
     return functools.partial(tokens, assistant_model=draft, **lossy), tokens
 
 
-NAMES = {"transformers (draft model)": None, "transformers (assistant_ensemble_weight 0.5)": 0.5}
-for _name, _weight in NAMES.items():
-    system(_name)(functools.partial(generate, _weight))
-
-
-def warped(rows: Any, case: Case) -> Any:
-    """Returns logits at the case's temperature."""
-    return rows / case.temperature
-
-
-@system("transformers (Gemma 4 assistants)")
 def assistants(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     """Runs their candidate generator on a stand-in for the assistant, and their verification on what it proposes."""
     from transformers.generation import candidate_generator, utils
@@ -79,13 +67,12 @@ def assistants(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
     def emit(last: int) -> list[int]:
         ids, logits = generator.get_candidates(torch.tensor([[last]]), {}, seen, False, 0)
-        scored = warped(target(ids).logits, case)
+        scored = target(ids).logits / case.temperature
         return utils._speculative_sampling(ids, logits, case.K, scored)[0][0].tolist()
 
-    return emit, drawn(lambda logits: warped(logits, case).softmax(-1), target)
+    return emit, drawn(tempered(case), target)
 
 
-@system("Spec-Bench (SpS)")
 def spec_bench(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     """Draws drafts, and runs the verification."""
     names = ("LogitsProcessorList", "StoppingCriteriaList", "GreedySearchOutput", "ModelOutput")
@@ -93,14 +80,14 @@ def spec_bench(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     stubs = {"transformers__generation__utils": generation, "transformers__generation__candidate_generator": None}
     module = load(files / "model/sps/decoding.py", **stubs)
     target, draft = tables(case)
-    propose = drawn(lambda logits: warped(logits, case).softmax(-1), draft)
+    propose = drawn(tempered(case), draft)
 
     def emit(last: int) -> list[int]:
         tokens = [last]
         for _ in range(case.K):
             tokens += propose(tokens[-1])
         ids = torch.tensor([tokens])
-        logits = warped(draft(ids[:, :-1]).logits, case), case.K, warped(target(ids).logits, case)
-        return module._speculative_sampling(ids, *logits, False, case.K)[0][0].tolist()
+        proposed, scored = (x / case.temperature for x in (draft(ids[:, :-1]).logits, target(ids).logits))
+        return module._speculative_sampling(ids, proposed, case.K, scored, False, case.K)[0][0].tolist()
 
-    return emit, drawn(lambda logits: warped(logits, case).softmax(-1), target)
+    return emit, drawn(tempered(case), target)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from launch.studies.conformance.cases import Case
-from launch.studies.conformance.systems import Emit, load, system
+from launch.studies.conformance.systems import Emit, load
 from specsamp.evaluation.enumeration import interpret
 
 
-@system("tpu-inference")
 def tpu_inference(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     """Runs the rejection sampler on argmax drafts, and the sampler for the bonus token and as the plain one."""
     stubs = {

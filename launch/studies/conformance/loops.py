@@ -12,11 +12,10 @@ import torch
 from scipy import special
 
 from launch.studies.conformance.cases import Case
-from launch.studies.conformance.systems import Emit, load, system
+from launch.studies.conformance.systems import Emit, load
 from launch.studies.conformance.torch_tables import drawn, tables
 
 
-@system("gpt-fast")
 def gpt_fast(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     module = load(files / "generate.py", files, model=None, tokenizer=None)
     settings = {"temperature": case.temperature, "top_k": case.top_k or None}
@@ -36,7 +35,6 @@ def gpt_fast(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     return emit, lambda last: module.sample(target(torch.tensor([[last]]), None), **settings)[0].flatten().tolist()
 
 
-@system("lucidrains/speculative-decoding")
 def lucidrains(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     module = load(
         files / "speculative_decoding/speculative_decoding.py", beartype=types.SimpleNamespace(beartype=lambda f: f)
@@ -69,7 +67,6 @@ class EndOfRound(Exception):
     """Ends a loop after its first round, with the texts of its rows."""
 
 
-@system("jaymody/speculative-sampling")
 def jaymody(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     softmax = functools.partial(special.softmax, axis=-1)
     gpt2 = types.SimpleNamespace(gpt2=lambda inputs, table, n_head: table[inputs], softmax=softmax)
@@ -83,7 +80,7 @@ def jaymody(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     )
 
 
-def feifeibear(name: str, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
+def feifeibear(files: pathlib.Path, case: Case, *, name: str) -> tuple[Emit, Emit]:
     module = load(files / "sampling/speculative_sampling.py", files, globals=None)
     module.tqdm = functools.partial(module.tqdm, disable=True)
     settings = {"temperature": case.temperature, "top_k": case.top_k, "top_p": case.top_p if case.top_p < 1 else 0}
@@ -96,10 +93,6 @@ def feifeibear(name: str, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
     plain = drawn(lambda logits: module.norm_logits(logits, **settings), target)
     return emit, lambda last: [token - 1 for token in plain(last + 1)]
-
-
-for _name, _function in {"v1": "speculative_sampling", "v2": "speculative_sampling_v2"}.items():
-    system(f"feifeibear ({_name})")(functools.partial(feifeibear, _function))
 
 
 def _cached(table):
@@ -117,7 +110,6 @@ def _cached(table):
     return table
 
 
-@system("romsto/Speculative-Decoding")
 def romsto(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     module = load(files / "sampling/speculative_decoding.py", files, utils__printing=None)
     processors = load(files / "utils/logits_processor.py")
@@ -135,7 +127,6 @@ def romsto(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     return emit, drawn(processor, target)
 
 
-@system("LayerSkip")
 def layer_skip(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     module = load(files / "self_speculation/self_speculation_generator.py", files, colorama=None)
     target, draft = tables(case)
@@ -146,69 +137,44 @@ def layer_skip(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     module.forward_early, module.forward_remainder = out(draft), out(target)
     module.crop_past_key_values = lambda past, length: past
     strategy = module.SelfSpeculativeGenerationStrategy()
-    warp = {"temperature": case.temperature, "top_k": case.top_k, "top_p": case.top_p}
+    warp = {"sample": True, "temperature": case.temperature, "top_k": case.top_k, "top_p": case.top_p}
+    settings = {"num_speculations": case.K, "past_key_values": None, "eos_token_ids": [], "calls": 0, "exit_layer": 1}
 
     def emit(last: int) -> list[int]:
-        tokens, start = [], torch.tensor([[last]])
-        strategy.single_step_speculation(
-            model=None,
-            input_ids=start,
-            input_ids_list=[last],
-            output_ids=tokens,
-            num_speculations=case.K,
-            past_key_values=None,
-            eos_token_ids=[],
-            calls=0,
-            exit_layer=1,
-            sample=True,
-            **warp,
-        )
+        tokens: list[int] = []
+        given = {"input_ids": torch.tensor([[last]]), "input_ids_list": [last], "output_ids": tokens}
+        strategy.single_step_speculation(model=None, **given, **settings, **warp)
         return tokens
 
     def plain(last: int) -> list[int]:
         logits = target(torch.tensor([[last]])).logits
-        return module.decode_next_token(logits, token_idx=-1, sample=True, **warp)[0].flatten().tolist()
+        return module.decode_next_token(logits, token_idx=-1, **warp)[0].flatten().tolist()
 
     return emit, plain
 
 
-@system("DeepSpec")
 def deep_spec(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    module = load(
-        files / "deepspec/eval/base_evaluator.py",
-        files,
-        deepspec__data__parser=None,
-        deepspec__utils=None,
-        deepspec__utils__sampling=load(files / "deepspec/utils/sampling.py"),
-    )
+    stubs = {"deepspec__utils__sampling": load(files / "deepspec/utils/sampling.py"), "deepspec__utils": None}
+    module = load(files / "deepspec/eval/base_evaluator.py", files, deepspec__data__parser=None, **stubs)
     target, draft = tables(case)
-    positions = torch.arange(100)[None]
+    settings = {"temperature": case.temperature, "max_proposal_tokens": case.K, "past_key_values_target": None}
+    settings |= {"position_ids": torch.arange(100)[None], "start": 0, "target_model": target}
+
+    def weights(table: torch.nn.Module, last: int) -> torch.Tensor:
+        return module.logits_to_probs(table(torch.tensor([[last]])).logits, case.temperature)
 
     def emit(last: int) -> list[int]:
-        ids, rows = torch.tensor([[last]]), []
+        tokens, rows = [last], []
         for _ in range(case.K):
-            rows.append(module.logits_to_probs(draft(ids[:, -1:]).logits, case.temperature))
-            ids = torch.cat([ids, module.sample_from_probs(rows[-1])], 1)
-        proposal = module.DraftProposal(verify_input_ids=ids, draft_token_count=case.K, draft_probs=torch.cat(rows, 1))
-        found = module.verify_draft_tokens(
-            target_model=target,
-            proposal=proposal,
-            position_ids=positions,
-            start=0,
-            past_key_values_target=None,
-            temperature=case.temperature,
-            max_proposal_tokens=case.K,
-        )
-        return found.committed_tokens[0].tolist()
+            rows.append(weights(draft, tokens[-1]))
+            tokens.append(module.sample_from_probs(rows[-1]).item())
+        drafted = {"verify_input_ids": torch.tensor([tokens]), "draft_probs": torch.cat(rows, 1)}
+        proposal = module.DraftProposal(draft_token_count=case.K, **drafted)
+        return module.verify_draft_tokens(proposal=proposal, **settings).committed_tokens[0].tolist()
 
-    def plain(last: int) -> list[int]:
-        logits = target(torch.tensor([[last]])).logits
-        return module.sample_from_probs(module.logits_to_probs(logits, case.temperature))[0].tolist()
-
-    return emit, plain
+    return emit, lambda last: module.sample_from_probs(weights(target, last))[0].tolist()
 
 
-@system("dflash")
 def dflash(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     module = load(files / "dflash/model.py")
     target, draft = tables(case)

@@ -10,29 +10,17 @@ import numpy as np
 
 from launch.lib.rules import make_rule
 from launch.studies.conformance.cases import Case
-from launch.studies.conformance.systems import Emit, system
+from launch.studies.conformance.systems import Emit
 from specsamp import chain, temperature, top_k, top_p
 from specsamp.evaluation.enumeration import interpret
 from specsamp.sampling.rng import RoundKeys, row_keys
 from specsamp.sampling.rules import Draft, TargetDistributions
 from specsamp.sampling.warp import log_probs
 
-ROWS = {  # the rule, whether the draft is one-hot, and the order of temperature, top-k and top-p
-    "token": ("token", False, "tkp"),
-    "token one-hot": ("token", True, "tkp"),
-    "token with temperature last": ("token", False, "kpt"),
-    "block": ("block", False, "tkp"),
-    "block one-hot": ("block", True, "tkp"),
-    "ears:0.3": ("ears:0.3", False, "tkp"),
-    "lenience:0.5": ("lenience:0.5", False, "tkp"),
-    "typical": ("typical", False, "tkp"),
-}
 
-
-def make(rule_name: str, one_hot: bool, order: str, folder: None, case: Case) -> tuple[Emit, Emit]:
-    """Returns rounds of a rule with K drafted tokens, and with none."""
-    del folder
-    rule, batch = make_rule(rule_name), len(case.temperatures)
+def rounds(files: None, case: Case, *, rule: str, one_hot: bool = False, order: str = "tkp") -> tuple[Emit, Emit]:
+    """Returns rounds of a rule with K drafted tokens, and with none; ``order`` is that of temperature, top-k and top-p."""
+    verifier, batch = make_rule(rule), len(case.temperatures)
     heat = temperature(case.temperatures if batch > 1 else case.temperature)
     warps = {"t": heat, "k": top_k(case.top_k or 10), "p": top_p(case.top_p)}
     warp = chain(*(warps[letter] for letter in order))
@@ -43,7 +31,7 @@ def make(rule_name: str, one_hot: bool, order: str, folder: None, case: Case) ->
         tokens, rows = [last_B], []
         for i in range(K):
             rows.append(log_probs(warp, jnp.asarray(case.draft)[tokens[-1]]))
-            drawn_B = jnp.argmax(rows[-1], -1) if one_hot else rule.sample(rows[-1], keys, node=i, depth=i)
+            drawn_B = jnp.argmax(rows[-1], -1) if one_hot else verifier.sample(rows[-1], keys, node=i, depth=i)
             tokens.append(drawn_B.astype(jnp.int32))
         lengths_B = jnp.minimum(K, jnp.asarray(case.lengths or [K] * batch, jnp.int32))
         proposal = Draft(
@@ -52,9 +40,8 @@ def make(rule_name: str, one_hot: bool, order: str, folder: None, case: Case) ->
             log_probs_BRV=jnp.stack(rows, 1) if K and not one_hot else None,
         )
         logits_BTV = jnp.asarray(case.target)[jnp.stack(tokens, 1)]
-        return rule.verify(
-            proposal, TargetDistributions(logits_BTV=logits_BTV, warp=warp, draft=proposal), keys
-        ).tokens_BT
+        target = TargetDistributions(logits_BTV=logits_BTV, warp=warp, draft=proposal)
+        return verifier.verify(proposal, target, keys).tokens_BT
 
     def emit(K: int) -> Emit:
         run = interpret(functools.partial(round_, K))
@@ -66,7 +53,3 @@ def make(rule_name: str, one_hot: bool, order: str, folder: None, case: Case) ->
         return tokens
 
     return emit(case.K), emit(0)
-
-
-for _row, (_rule, _one_hot, _order) in ROWS.items():
-    system(f"specsamp ({_row})")(functools.partial(make, _rule, _one_hot, _order))

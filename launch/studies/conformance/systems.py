@@ -10,15 +10,13 @@ import pathlib
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 from launch.studies.conformance.cases import Case
 
 Emit = Callable[[int], Sequence[int]]  # the tokens of one round, or of a text, after the last token
-# Takes the folder of a system's files and a case; returns the speculative and its own plain sampler.
-Make = Callable[[pathlib.Path, Case], tuple[Emit, Emit]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +28,9 @@ class System:
       place: its code, file and line.
       draws: what it verifies drafts against, above temperature 0.
       how: "whole loop", "function", "kernel", or "description": not Python, and implemented from what it is said to do.
-      adapter: the module here that calls `system` for it; "" where nothing runs.
+      adapter: the function here, "module.function", that takes the folder of its files and a case, and returns the
+        speculative and its own plain sampler; "" where nothing runs.
+      given: further arguments of the adapter.
       package: the package or the folder of its checkout; "" if no files are needed.
       takes: the settings of cases that it knows: top_k, top_p, rows.
       says: what it says of itself, if it does not mean to be exact.
@@ -45,6 +45,7 @@ class System:
     draws: str
     how: str
     adapter: str = ""
+    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     package: str = ""
     takes: str = ""
     says: str = ""
@@ -52,26 +53,16 @@ class System:
     without: tuple[str, ...] = ()
     read: str = ""
 
-    @property
-    def make(self) -> Make:
-        """Returns what its adapter makes it with; the adapter is imported now, and may need packages that are missing."""
-        importlib.import_module(f"launch.studies.conformance.{self.adapter}")
-        return _MAKERS[self.name]
+    def samplers(self, files: pathlib.Path | None, case: Case) -> tuple[Emit, Emit]:
+        """Calls the adapter, whose module is imported now, and may need packages that are missing."""
+        module, _, function = self.adapter.partition(".")
+        return getattr(importlib.import_module(f"launch.studies.conformance.{module}"), function)(
+            files, case, **self.given
+        )
 
 
 _KNOWN = json.loads(pathlib.Path(__file__).with_name("systems.json").read_text(encoding="utf-8"))
 SYSTEMS = {name: System(name=name, **fields) for name, fields in _KNOWN.items()}
-_MAKERS: dict[str, Make] = {}
-
-
-def system(name: str) -> Callable[[Make], Make]:
-    """Enters a function as `System.make` of a system of systems.json."""
-
-    def enter(make: Make) -> Make:
-        _MAKERS[name] = make
-        return make
-
-    return enter
 
 
 def find(package: str, checkouts: str) -> tuple[pathlib.Path | None, str]:
@@ -106,10 +97,10 @@ def load(path: pathlib.Path, *roots: pathlib.Path, **stubs: Any) -> types.Module
     ):
         specification.loader.exec_module(module)
         imported = dict(sys.modules)
-    own = [
-        name
+    kept = {
+        name: each
         for name, each in imported.items()
-        if str(getattr(each, "__file__", "")).startswith(tuple(map(str, roots)) or " ")
-    ]
-    sys.modules |= {name: each for name, each in imported.items() if name not in modules and name not in own}
+        if name not in modules and not str(getattr(each, "__file__", "")).startswith(tuple(map(str, roots)) or " ")
+    }
+    sys.modules |= kept
     return module

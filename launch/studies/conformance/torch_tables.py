@@ -34,6 +34,11 @@ def tables(case: Case, shift: int = 0) -> tuple[Table, Table]:
     return Table(case.target, shift), Table(case.draft, shift)
 
 
+def tempered(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the softmax at the temperature of a case."""
+    return lambda logits: (logits / case.temperature).softmax(-1)
+
+
 def drawn(probabilities: Callable[[torch.Tensor], torch.Tensor], target: Table) -> Callable[[int], list[int]]:
     """Returns plain sampling by multinomial: ``probabilities`` warps logits ``[1, V]``."""
     return lambda last: [torch.multinomial(probabilities(target.rows[last][None].clone()), 1).item()]

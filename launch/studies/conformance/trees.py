@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 import types
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import torch
 
 from launch.studies.conformance.cases import Case
-from launch.studies.conformance.systems import Emit, load, system
-from launch.studies.conformance.torch_tables import drawn, tables
+from launch.studies.conformance.systems import Emit, load
+from launch.studies.conformance.torch_tables import drawn, tables, tempered
 
 
 def paths(draft: Any, last: int, width: int, depth: int) -> Any:
@@ -24,7 +23,7 @@ def paths(draft: Any, last: int, width: int, depth: int) -> Any:
     return torch.tensor(rows)
 
 
-def eagle(width: int, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
+def eagle(files: pathlib.Path, case: Case, *, width: int) -> tuple[Emit, Emit]:
     """Runs `evaluate_posterior` on the most probable drafts, and draws the token that follows as they do."""
     module = load(files / "eagle/model/utils.py")
     target, draft = tables(case)
@@ -38,11 +37,7 @@ def eagle(width: int, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     return emit, drawn(lambda logits: processor(None, logits).softmax(-1), target)
 
 
-for _name, _width in {"EAGLE (chain)": 1, "EAGLE (two children)": 2}.items():
-    system(_name)(functools.partial(eagle, _width))
-
-
-def medusa(sampling: str, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
+def medusa(files: pathlib.Path, case: Case, *, sampling: str) -> tuple[Emit, Emit]:
     """Runs `generate_candidates` and `evaluate_posterior`; heads are the draft's logits after the last token."""
     module = load(files / "medusa/model/utils.py")
     module.TOPK, fast = 2, sampling == "typical"
@@ -58,16 +53,12 @@ def medusa(sampling: str, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
         return candidates[best, : accepted + 1].tolist()
 
     if fast:
-        return emit, drawn(lambda logits: (logits / case.temperature).softmax(-1), target)
+        return emit, drawn(tempered(case), target)
     plain = module.get_nucleus_one_token
     return emit, lambda last: plain(target.rows[last][None].clone(), case.temperature, case.top_p)[0].tolist()
 
 
-for _sampling in ("typical", "nucleus"):
-    system(f"Medusa ({_sampling})")(functools.partial(medusa, _sampling))
-
-
-def sequoia(width: int, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
+def sequoia(files: pathlib.Path, case: Case, *, width: int) -> tuple[Emit, Emit]:
     """Runs their draws without replacement and `accept_step`; the walk down the tree is ours."""
     stubs = {"Tree": types.SimpleNamespace(), "Tree__Tree": types.SimpleNamespace(Tree=object), "Engine__Engine": None}
     utils = load(files / "utils.py")
@@ -100,7 +91,3 @@ def sequoia(width: int, files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
         return torch.softmax(cut / case.temperature, -1)
 
     return emit, drawn(weights, target)
-
-
-for _width in (1, 2):
-    system(f"Sequoia ({_width} {'child' if _width == 1 else 'children'})")(functools.partial(sequoia, _width))
