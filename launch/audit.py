@@ -32,7 +32,7 @@ from launch.lib.fields import ExperimentConfig
 from specsamp import use_compilation_cache
 from specsamp.analysis import report
 from specsamp.evaluation.audit import CHECKS, Settings, Status, Subject, audit, audit_table
-from specsamp.evaluation.audit.endpoints import Endpoint, compare_endpoints
+from specsamp.evaluation.audit.endpoints import RemoteEngine, compare_endpoints
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _CHECKS = flags.DEFINE_list("checks", list(CHECKS), f"Checks to run, separated by commas: any of {', '.join(CHECKS)}.")
@@ -113,8 +113,8 @@ def audit_engine(console: Console) -> int:
     own = {} if _REFERENCE.value else {"logprobs": 0}
     with entry.progress(console, "starting") as say:
         check = compare_endpoints(
-            Endpoint(_ENGINE.value, own | fields),
-            Endpoint(_REFERENCE.value, fields) if _REFERENCE.value else None,
+            RemoteEngine(_ENGINE.value, own | fields),
+            RemoteEngine(_REFERENCE.value, fields) if _REFERENCE.value else None,
             prompts[: _DISTRIBUTION_PROMPTS.value],
             detect=_DETECT.value,
             level=_FALSE_ALARM.value,

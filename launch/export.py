@@ -45,7 +45,7 @@ from specsamp.training import run
 from specsamp.training.data import Corpus, held_out_windows, read_corpus, standard_library
 from specsamp.training.evaluate import evaluate
 from specsamp.training.source import Source, open_trained
-from specsamp.training.task import Distill, Pretrain
+from specsamp.training.task import TrainModel
 
 _TARGET = flags.DEFINE_string("target", None, "Make a pair: the folder of the target's training run.")
 _DRAFT = flags.DEFINE_string("draft", None, "The folder of the draft's training run, distilled from --target.")
@@ -117,8 +117,8 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
     save_pair(output, provenance=provenance, **written)
     stored = load_pair(output.absolute())
     rows = held_out_windows(corpus, stored.tokenizer, data["length"], data["held_out_windows"])
-    alone = Pretrain(target.model_in("float32"))
-    distilled = Distill(draft.model_in("float32"), target.model_in("float32"))
+    alone = TrainModel(target.model_in("float32"))
+    distilled = TrainModel(draft.model_in("float32"), target.model_in("float32"))
     measured = {}
     with entry.progress(console, "measuring on held-out text"):
         sides = {"float32": (target.params, draft.params), "int8": (stored.target_params, stored.draft_params)}

@@ -37,10 +37,9 @@ from specsamp.models.heads import DRAFT_IDS
 from specsamp.models.transformer import TransformerLM
 from specsamp.text_format import human_count
 from specsamp.training import run, source
-from specsamp.training.block import TrainBlock
+from specsamp.training.block_heads import TrainBlock
 from specsamp.training.data import (
     Corpus,
-    IntegerText,
     Mixture,
     Windows,
     held_out_windows,
@@ -50,12 +49,12 @@ from specsamp.training.data import (
     token_stream,
     train_tokenizer,
 )
-from specsamp.training.eagle import TrainHead, most_frequent
+from specsamp.training.feature_heads import TrainHead, most_frequent
 from specsamp.training.generated import kept_windows
 from specsamp.training.layerskip import LayerSkip
 from specsamp.training.log import Progress
 from specsamp.training.source import Source
-from specsamp.training.task import Distill, Pretrain, Task
+from specsamp.training.task import Task, TrainModel
 from specsamp.training.trainer import check_rows, train
 
 _CONFIG = ConfigFlag("configs/python_pair.py:tiny_target", TrainingConfig)
@@ -233,10 +232,10 @@ def make_task(config: TrainingConfig, model: TransformerLM, target: Source | Non
             )
         return TrainHead(**fields)
     if target is not None:
-        return Distill(model, target.model_in(config.compute_dtype), config.objective)
+        return TrainModel(model, target.model_in(config.compute_dtype), config.objective)
     if config.layer_skip is not None:
         return LayerSkip(model=model, steps=config.train.steps, from_scratch=not config.init, **config.layer_skip)
-    return Pretrain(model)
+    return TrainModel(model)
 
 
 def make_teacher(
@@ -275,10 +274,10 @@ def make_tokenizer(config: TrainingConfig, folder: epath.Path, corpus: Corpus, p
     for path in filter(None, given):
         if path != given[0] or path.exists():
             return JsonTokenizer(path, config.data.eos, chat=chat)
-    if all(isinstance(text, IntegerText) for text in corpus.train.values()):
+    if all(isinstance(text, np.ndarray) for text in corpus.train.values()):
         made = integer_tokenizer(config.model["vocab_size"], config.data.eos)
         return JsonTokenizer.from_tokenizer(made, config.data.eos)
-    if not all(isinstance(text, str) for text in corpus.train.values()):
+    if not all(type(text) is str for text in corpus.train.values()):
         raise ValueError(
             "conversations take a tokenizer with a chat template: give data.tokenizer, or a target to train from"
         )

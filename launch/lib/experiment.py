@@ -111,7 +111,7 @@ def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
     console = entry.make_console(stderr=True)
     tokens = min(CHECKED_TOKENS, work.max_new_tokens)
     texts = write_texts(pair, work.prompts[:CHECKED_PROMPTS], tokens=tokens, sampling=sampling)
-    if max(map(len, texts)) < 2:
+    if max(map(len, texts)) < 3:
         return
     found = check_head(pair, texts, sampling=sampling)
     for sentence in found.sentences:

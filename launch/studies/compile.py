@@ -47,7 +47,7 @@ from specsamp.sampling.trees import RecursiveRule, TraversalRule
 from specsamp.tpu.program import Memory, Program
 from specsamp.tpu.stack import Stack
 from specsamp.tpu.topology import described_mesh, parse
-from specsamp.training.eagle import TrainHead
+from specsamp.training.feature_heads import TrainHead
 from specsamp.training.trainer import TrainConfig, init_state, state_shardings, train_step
 
 RANKS, TREE_DEPTH = (0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01), 6  # of the shapes of trees

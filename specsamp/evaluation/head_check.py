@@ -11,27 +11,19 @@ or offsets taken for ids leave little of it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.generate import generate
 from specsamp.decoding.method import head_drafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode
-from specsamp.decoding.state import Weights
-from specsamp.decoding.whole_texts import read_texts
-from specsamp.evaluation.audit.readers import FirstTokenReader, first_logits
-from specsamp.models.heads import Head
-from specsamp.models.interface import LayeredModel
+from specsamp.evaluation.audit.readers import FirstTokenReader, Reader
+from specsamp.evaluation.audit.teacher import Text, read_tokens
 from specsamp.sampling.warp import Warp, chain, for_rows, log_probs, temperature
-
-Array = jax.Array
 
 LOW = 0.2  # acceptance; heads that fit have more than a half
 
@@ -74,7 +66,7 @@ def check_head(pair: Pair, texts: Sequence[Sequence[int]], *, sampling: Warp | N
 
     Args:
       pair: a pair with a head.
-      texts: token ids, such as `write_texts` returns; texts of a single token are left out.
+      texts: token ids, such as `write_texts` returns; those of one or two tokens are left out.
       sampling: the warp of both distributions; default: temperature 1.
 
     Raises:
@@ -82,17 +74,23 @@ def check_head(pair: Pair, texts: Sequence[Sequence[int]], *, sampling: Warp | N
     """
     if pair.head is None:
         raise ValueError("the pair has no head that could be checked")
-    texts = [text for text in texts if len(text) > 1]
+    texts = [text for text in texts if len(text) > 2]
     if not texts:
-        raise ValueError("all texts are shorter than 2 tokens, after which a head drafts first: give longer texts")
+        raise ValueError("all texts are shorter than 3 tokens, of which a head drafts the last: give longer texts")
     warp = pair.full_warp(chain(temperature(1.0)) if sampling is None else sampling)
 
-    def read(weights: Weights, slots: int, tokens_BT: Array, *_: Any) -> Array:
-        of_rows = for_rows(warp, len(tokens_BT))
-        return first_acceptance(pair.target, pair.head, pair.shards, weights, tokens_BT, of_rows, slots=slots)
+    def read(rows: Sequence[Text], tokens_BN: np.ndarray, *logits: jax.Array) -> jax.Array:
+        probs = [jnp.exp(log_probs(for_rows(warp, len(rows)), logits_BNV)) for logits_BNV in logits]
+        return jnp.minimum(*probs).sum(-1)
 
-    rows = read_texts(pair, head_drafter(pair.target, pair.head, 1), texts, read)
-    return HeadCheck(np.concatenate([row[: len(text) - 1] for row, text in zip(rows, texts, strict=True)]))
+    rows = read_tokens(
+        pair,
+        [Text(prompt=tuple(text[:2]), tokens=tuple(text[2:])) for text in texts],
+        read,
+        drafter=head_drafter(pair.target, pair.head, 1),
+        reader=Reader(model=FirstTokenReader(pair.target, pair.head), weights_of=lambda weights: weights),
+    )
+    return HeadCheck(np.concatenate(rows))
 
 
 def write_texts(
@@ -104,27 +102,3 @@ def write_texts(
     return [
         [*prompt, *completion.tokens] for prompt, completion in zip(encode(pair, prompts), completions, strict=True)
     ]
-
-
-@functools.partial(jax.jit, static_argnames=("target", "head", "shards", "slots"))
-def first_acceptance(
-    target: LayeredModel,
-    head: Head,
-    shards: DataShards,
-    weights: Weights,
-    tokens_BT: Array,
-    warp: Warp,
-    *,
-    slots: int,
-) -> Array:
-    """Returns the acceptance ``[B, T-1]`` of the first token that is drafted after each pair of tokens."""
-
-    def read(weights, tokens_BT, warp):
-        cache = FirstTokenReader(target, head).init_cache(len(tokens_BT), slots)
-        start_B = jnp.zeros((len(tokens_BT),), jnp.int32)
-        output = target(weights.target, tokens_BT, start_B, cache[0], hidden_layers=head.hidden_layers)
-        drafted_BNV = first_logits(target, head, weights, tokens_BT, output.hidden, cache)
-        distributions = (jnp.exp(log_probs(warp, x_BNV)) for x_BNV in (drafted_BNV, output.logits_BTV[:, 1:]))
-        return jnp.minimum(*distributions).sum(-1)
-
-    return shards.map(read, (REPLICATED, BY_ROWS, BY_ROWS))(weights, tokens_BT, warp)

@@ -21,33 +21,15 @@ from specsamp import validate
 from specsamp.checkpoints.tokenizer import EOS
 
 
-@dataclasses.dataclass(frozen=True)
-class ChatText:
+class ChatText(str):
     """A line such as ``{"messages": [{"role": "user", "content": "Hi"}]}``, which a chat template writes out."""
-
-    line: str
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        return json.loads(self.line)["messages"]
-
-    def encode(self) -> bytes:
-        """Returns the line as it is in its file."""
-        return self.line.encode()
+        return json.loads(self)["messages"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class IntegerText:
-    """A sequence of tokens that are no text, such as the grey levels of an image: a row of a ``.npy`` file."""
-
-    tokens: np.ndarray  # int32
-
-    def encode(self) -> bytes:
-        """Returns the bytes of the tokens."""
-        return self.tokens.tobytes()
-
-
-TrainingText = str | ChatText | IntegerText
+TrainingText = str | np.ndarray  # or integers that are tokens but no text, such as the grey levels of an image, int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +45,7 @@ class Corpus:
         """Returns the digest, and the number of files and bytes of both sides."""
 
         def size(texts):
-            return sum(len(text.encode()) for text in texts.values())
+            return sum(len(x.tobytes() if isinstance(x, np.ndarray) else x.encode()) for x in texts.values())
 
         return {
             "sha256": self.digest,
@@ -120,7 +102,7 @@ def read_corpus(
                 first = next(iter(dtypes))
                 told = f"{name} holds {dtypes[name]}, {first} {dtypes[first]}"
                 raise ValueError(f"{told}: write all arrays with one dtype")
-            parts = [(f"{name}:{number}", IntegerText(row)) for number, row in enumerate(rows, 1)]
+            parts = [(f"{name}:{number}", row) for number, row in enumerate(rows, 1)]
         else:
             try:
                 text = content.decode("utf-8")
@@ -224,9 +206,9 @@ def token_stream(texts: Iterable[TrainingText], tokenizer) -> np.ndarray:
     """
 
     def encode(text: TrainingText) -> Sequence[int]:
-        if isinstance(text, IntegerText):
-            validate.integer("a token of the arrays", int(text.tokens.max()), 0, tokenizer.eos_id)
-            return text.tokens
+        if isinstance(text, np.ndarray):
+            validate.integer("a token of the arrays", int(text.max()), 0, tokenizer.eos_id)
+            return text
         if isinstance(text, ChatText):
             return tokenizer.encode_chat(text.messages, complete=True)
         return tokenizer.encode(text)

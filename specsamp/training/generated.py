@@ -24,53 +24,25 @@ def kept_windows(
     rows: np.ndarray,
     *,
     batch: int,
-    report: Callable[[int], Any] = lambda done: None,
-    **how: Any,
-) -> np.ndarray:
-    """Returns what `complete_windows` does; each part is kept in a file, so that a killed run goes on where it was.
-
-    Processes take turns with the parts, or write each together where none has the whole target.
-
-    Args:
-      folder: of the files.
-      batch: rows of a part.
-      report: gets the number of rows so far.
-      how: see `complete_windows`.
-    """
-    paths = {first: folder / f"{first}.npy" for first in range(0, len(rows), batch)}
-    missing = distributed.from_first(lambda: [first for first, path in paths.items() if not path.exists()])
-    for number, first in enumerate(missing):
-        is_mine = number % jax.process_count() == jax.process_index()
-        if is_mine or pair.shards.mesh is not None:  # a target on a mesh computes in all processes together
-            part = complete_windows(pair, rows[first : first + batch], batch=batch, first_id=first, **how)
-            if is_mine:
-                write_array(paths[first], part)
-        report(min(first + batch, len(rows)))
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("generated text")
-    return np.concatenate([read_array(path) for path in paths.values()])
-
-
-def complete_windows(
-    pair: Pair,
-    rows: np.ndarray,
-    *,
     prompt_length: int,
     sampling: Warp,
     seed: int = 0,
-    batch: int = 64,
-    first_id: int = 0,
+    report: Callable[[int], Any] = lambda done: None,
 ) -> np.ndarray:
     """Keeps the first ``prompt_length`` tokens of each row and lets the target write the rest.
 
+    Each batch is kept in a file, so that a killed run goes on where it was. Processes take turns with the batches, or write
+    each together where none has the whole target.
+
     Args:
+      folder: of the files.
       pair: its target writes.
       rows: ``[rows, T + 1]`` tokens.
+      batch: rows written at a time.
       prompt_length: tokens that are kept, in [1, T].
       sampling: the target's warp, with numbers for all rows or for each row of a batch.
-      seed: of the noise, which depends on the seed and the id of a row alone.
-      batch: rows written at a time.
-      first_id: the id of the first row; ids increase by 1.
+      seed: of the noise, which depends on the seed and a row's number alone.
+      report: gets the number of rows so far.
 
     Returns:
       ``[rows, T + 1]`` int32. A row goes on after an end of text, with the next text.
@@ -79,19 +51,26 @@ def complete_windows(
       ValueError: no token is kept, or none is left to write.
     """
     validate.integer("prompt_length", prompt_length, 1, limit=rows.shape[1])
-    written = []
-    for start in range(0, len(rows), batch):
-        prompts = rows[start : start + batch, :prompt_length]
-        padded = np.resize(prompts, (batch, prompt_length))  # one shape, one program
-        completions = generate(
-            pair,
-            padded.tolist(),
-            rows.shape[1] - prompt_length,
-            sampling=sampling,
-            draft_length=0,
-            stop=(),
-            seed=seed,
-            prompt_ids=[first_id + start + i for i in range(batch)],
-        )
-        written += [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions)]
-    return np.array(written, np.int32)
+    paths = {first: folder / f"{first}.npy" for first in range(0, len(rows), batch)}
+    missing = distributed.from_first(lambda: [first for first, path in paths.items() if not path.exists()])
+    for number, first in enumerate(missing):
+        is_mine = number % jax.process_count() == jax.process_index()
+        if is_mine or pair.shards.mesh is not None:  # a target on a mesh computes in all processes together
+            prompts = rows[first : first + batch, :prompt_length]
+            completions = generate(
+                pair,
+                np.resize(prompts, (batch, prompt_length)).tolist(),  # one shape, one program
+                rows.shape[1] - prompt_length,
+                sampling=sampling,
+                draft_length=0,
+                stop=(),
+                seed=seed,
+                prompt_ids=range(first, first + batch),
+            )
+            if is_mine:
+                written = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions)]
+                write_array(paths[first], np.array(written, np.int32))
+        report(min(first + batch, len(rows)))
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("generated text")
+    return np.concatenate([read_array(path) for path in paths.values()])

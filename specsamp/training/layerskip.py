@@ -30,16 +30,6 @@ Array = jax.Array
 CURRICULA = ("rotational", "gradual")
 
 
-def dropout_rates(num_layers: int, most: float, scale: Array | float = 1.0) -> Array:
-    """Returns the probability ``S D(l) p_max`` that a layer is dropped, ``[L]``: 0 of the first, S p_max of the last."""
-    return scale * most * (jnp.exp2(jnp.arange(num_layers) / (num_layers - 1)) - 1)
-
-
-def dropout_scale(step: Array | int, steps: int) -> Array:
-    """Returns S(t) of a training from scratch: from 0 at the first step to 1 at the last."""
-    return jnp.exp2(step / max(steps - 1, 1)) - 1
-
-
 def read_layers(curriculum: str, num_layers: int, step: Array | int, steps: int, rotation: int) -> Array:
     """Returns C(l, t), ``[L]`` bool: the layers whose streams are read at a step.
 
@@ -136,6 +126,6 @@ class LayerSkip(Task):
         return measured
 
     def dropout_at(self, step: Array | int) -> Array:
-        """Returns the probability that each layer is dropped at a step, ``[L]``."""
-        scale = dropout_scale(step, self.steps) if self.from_scratch else 1.0
-        return dropout_rates(self.model.num_layers, self.dropout, scale)
+        """Returns the probability p(l, t) that each layer is dropped at a step, ``[L]``."""
+        scale = jnp.exp2(step / max(self.steps - 1, 1)) - 1 if self.from_scratch else 1.0
+        return scale * self.dropout * (jnp.exp2(jnp.arange(self.model.num_layers) / (self.model.num_layers - 1)) - 1)

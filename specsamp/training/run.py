@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from etils import epath
+from flax.traverse_util import flatten_dict
 
 from specsamp import storage
 from specsamp.models.heads import DRAFT_IDS
@@ -30,7 +31,7 @@ def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str]
       ValueError: another configuration began this run (the message lists the differences), or its file is damaged.
     """
     if (storage.place(folder) / "run.json").exists():
-        before, now = _flat(read_config(folder)), _flat(json.loads(json.dumps(config)))
+        before, now = (flatten_dict(one, sep=".") for one in (read_config(folder), json.loads(json.dumps(config))))
         different = [
             f"{name} was {before.get(name, 'absent')!r}, is {now.get(name, 'absent')!r}"
             for name in sorted(before.keys() | now.keys())
@@ -124,10 +125,3 @@ def write_array(path: str | os.PathLike, array: np.ndarray) -> None:
 def read_array(path: str | os.PathLike) -> np.ndarray:
     """Reads an array that `write_array` wrote."""
     return np.load(io.BytesIO(storage.place(path).read_bytes()))
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dicts, names joined by dots."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {k: v for name, sub in tree.items() for k, v in _flat(sub, f"{prefix}.{name}" if prefix else name).items()}

@@ -63,52 +63,41 @@ class Task(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pretrain(Task):
-    """Minimises cross-entropy on text: trains a target, or the baseline of a draft."""
-
-    model: TransformerLM
-
-    def loss(self, params, teacher_params, tokens_BT, key, step=0):
-        return _text_loss(self.model, params, tokens_BT)[0], {}
-
-    def measure(self, params, teacher_params, tokens_BT, warp):
-        return {"loss": _text_loss(self.model, params, tokens_BT)[0]}
-
-
-@dataclasses.dataclass(frozen=True)
-class Distill(Task):
-    """Trains a draft to imitate its target on given text.
+class TrainModel(Task):
+    """Trains a model on text, or a draft to imitate its target on given text.
 
     Attributes:
-      model: the draft.
-      target: the model whose parameters are ``teacher_params``.
-      objective: one of `DIVERGENCES`, or "cross_entropy": the text alone, without a call of the target.
+      model: a target, or a draft.
+      target: the model whose parameters are ``teacher_params``; None: cross-entropy on the text is minimised.
+      objective: with a target, one of `DIVERGENCES`, or "cross_entropy": the text alone, without a call of the target.
 
     Raises:
       ValueError: an unknown objective, or two vocabularies.
     """
 
     model: TransformerLM
-    target: TransformerLM
+    target: TransformerLM | None = None
     objective: str = "forward_kl"
 
     def __post_init__(self):
         validate.choice("objective", self.objective, (*DIVERGENCES, "cross_entropy"))
-        if self.model.vocab_size != self.target.vocab_size:
+        if self.target is not None and self.model.vocab_size != self.target.vocab_size:
             raise ValueError(f"draft vocabulary {self.model.vocab_size} != target {self.target.vocab_size}")
 
     def teacher_axes(self):
-        return self.target.param_axes()
+        return None if self.target is None else self.target.param_axes()
 
     def loss(self, params, teacher_params, tokens_BT, key, step=0):
         text, draft_BTV = _text_loss(self.model, params, tokens_BT)
-        if self.objective == "cross_entropy":
+        if self.target is None or self.objective == "cross_entropy":
             return text, {}
         target_BTV = jax.lax.stop_gradient(_log_probs(self.target, teacher_params, tokens_BT))
         return DIVERGENCES[self.objective](target_BTV, draft_BTV).mean(), {"text_loss": text}
 
     def measure(self, params, teacher_params, tokens_BT, warp):
         text, _ = _text_loss(self.model, params, tokens_BT)
+        if self.target is None:
+            return {"loss": text}
         target_BTV = log_probs(warp, self.target.forward(teacher_params, tokens_BT[:, :-1]).logits_BTV)
         draft_BTV = log_probs(warp, self.model.forward(params, tokens_BT[:, :-1]).logits_BTV)
         return {

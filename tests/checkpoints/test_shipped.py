@@ -11,7 +11,7 @@ from specsamp import chain, generate, greedy, load_pair
 from specsamp.checkpoints.pair import load_prompts, pair_folder
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
-from specsamp.training.eagle import TrainHead
+from specsamp.training.feature_heads import TrainHead
 
 
 @pytest.fixture(scope="module")

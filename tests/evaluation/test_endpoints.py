@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specsamp.evaluation.audit import Status
-from specsamp.evaluation.audit.endpoints import Endpoint, compare_endpoints
+from specsamp.evaluation.audit.endpoints import RemoteEngine, compare_endpoints
 from support.run_script import call
 
 PAIRS = ("aa", "ab", "ac", "ba", "bb", "bc")
@@ -54,8 +54,8 @@ def engine(probs=PROBS, shown=PROBS, most=1000, status=200, answer=None, refusal
 def test_a_planted_bias_of_the_stated_size_fails(probs, verdict, alone):
     with engine(probs) as speculative, engine() as plain:
         fields = {"logprobs": 0} if alone else {}
-        other = None if alone else Endpoint(plain)
-        check = compare_endpoints(Endpoint(speculative, fields), other, ["x", "y"], **SOUND)
+        other = None if alone else RemoteEngine(plain)
+        check = compare_endpoints(RemoteEngine(speculative, fields), other, ["x", "y"], **SOUND)
     assert check.verdict == verdict, check.sentence
     assert check.numbers["cells"] == 2 * (len(PAIRS) + 1)
     if verdict is Status.FAILED:
@@ -64,13 +64,13 @@ def test_a_planted_bias_of_the_stated_size_fails(probs, verdict, alone):
 
 def test_log_probabilities_of_another_distribution_fail():
     with engine(PROBS, shown=BIASED) as url:
-        check = compare_endpoints(Endpoint(url, {"logprobs": 0}), None, ["x"], **SOUND)
+        check = compare_endpoints(RemoteEngine(url, {"logprobs": 0}), None, ["x"], **SOUND)
     assert check.verdict is Status.FAILED
 
 
 def test_engines_that_return_one_choice_or_ask_to_wait_are_asked_again():
     with engine(most=1, refusals=2) as url:
-        drawn = Endpoint(url).sample("x", 70, 0)
+        drawn = RemoteEngine(url).sample("x", 70, 0)
     assert len(drawn) == 70 and {text for text, _ in drawn} <= set(PAIRS)
 
 
@@ -85,12 +85,12 @@ def test_engines_that_return_one_choice_or_ask_to_wait_are_asked_again():
 )
 def test_bad_answers_are_named(answer, status, fields, message):
     with engine(answer=answer, status=status) as url, pytest.raises(ValueError, match=message):
-        compare_endpoints(Endpoint(url, fields), None if fields else Endpoint(url), ["x"], **SOUND)
+        compare_endpoints(RemoteEngine(url, fields), None if fields else RemoteEngine(url), ["x"], **SOUND)
 
 
 def test_an_engine_that_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"http://127.0.0.1:9 gave no completion"):
-        Endpoint("http://127.0.0.1:9").sample("x", 1, 0)
+        RemoteEngine("http://127.0.0.1:9").sample("x", 1, 0)
 
 
 def test_the_command_says_what_it_compared_and_fails_for_a_bias(tmp_path):

@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from specsamp import Pair
-from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.state import Weights
-from specsamp.evaluation.head_check import check_head, first_acceptance, write_texts
+from specsamp.evaluation.head_check import check_head, write_texts
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.warp import chain, for_rows, temperature
+from specsamp.sampling.warp import chain, temperature
 from support.fakes import ORDER, decode
 from support.heads import LAYERS, WIDTH, LayeredTable, ShowsTokens, eagle1, eagle3, medusa, mtp, table_head
 from support.loop_distributions import TARGET as TABLE
@@ -143,16 +141,15 @@ def test_the_acceptance_is_that_of_decoding():
     run = decode(loop, params, params / 2, [[2, 1, 2, 1]], 28, sampling, samples=400)
     stats = run.state.stats
     decoded = stats.accepted_BT[:, 1].sum() / stats.reached_BK.sum()
-    tokens_BT = run.state.tokens_BS[:200, :32]
-    weights = Weights(target=params, draft=params / 2)
-    arguments = (target, head, DataShards(), weights, tokens_BT, for_rows(sampling, 200))
-    forced = np.asarray(first_acceptance(*arguments, slots=32))[:, 2:28].mean()
+    pair = Pair(target=target, target_params=params, head=head, draft_params=params / 2)
+    texts = np.asarray(run.state.tokens_BS[:200, :32]).tolist()
+    forced = check_head(pair, texts, sampling=sampling).acceptance_N.reshape(200, 30)[:, 2:28].mean()
     assert 0.5 < forced < 0.95
     np.testing.assert_allclose(forced, decoded, atol=0.02)
 
 
 def test_what_cannot_be_checked(pairs, texts):
-    with pytest.raises(ValueError, match="all texts are shorter than 2 tokens"):
-        check_head(pairs["eagle3"], [[1]])
+    with pytest.raises(ValueError, match="all texts are shorter than 3 tokens"):
+        check_head(pairs["eagle3"], [[1, 2]])
     with pytest.raises(ValueError, match="the pair has no head"):
         check_head(dataclasses.replace(pairs["eagle3"], head=None, draft_params=None), texts)

@@ -6,7 +6,7 @@ import pytest
 
 from specsamp import BlockRule, CoupledRule, TokenRule, chain
 from specsamp.evaluation.audit import Settings, audit, rounds
-from specsamp.evaluation.audit.evidence import tilted
+from specsamp.evaluation.audit.evidence import Evidence
 from support import mutants
 from support.audits import RARE, TARGET, K, V, table_subject
 from support.fakes import TableLM, near, random_table
@@ -121,14 +121,14 @@ def test_false_alarms_of_events_are_as_rare_and_errors_are_seen_as_often_as_is_s
     tested_NT, uniforms_NT = np.ones((400, trials), bool), rng.random((400, trials))
 
     def share_that_fails(error):
-        return (tilted(probs_NT, uniforms_NT < probs_NT + error, tested_NT).p_values < level).mean()
+        return (Evidence.of(probs_NT, uniforms_NT < probs_NT + error, tested_NT).p_values < level).mean()
 
     assert share_that_fails(0.0) <= level
-    error = tilted(probs_NT, tested_NT, tested_NT).error_seen(level)[0]
+    error = Evidence.of(probs_NT, tested_NT, tested_NT).error_seen(level)[0]
     assert 0.1 < error < 0.25 and share_that_fails(error) > 0.99 and share_that_fails(-error) > 0.99
     assert share_that_fails(error / 4) < 0.5  # the control
     # Rounding may decide that an event happens a few times although it cannot.
-    impossible = tilted(np.zeros((5, 1)), np.ones((5, 1), bool), np.ones((5, 1), bool))
+    impossible = Evidence.of(np.zeros((5, 1)), np.ones((5, 1), bool), np.ones((5, 1), bool))
     assert impossible.p_values[0] > 1e-3
 
 

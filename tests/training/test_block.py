@@ -15,7 +15,7 @@ from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import chain, temperature
-from specsamp.training.block import TrainBlock
+from specsamp.training.block_heads import TrainBlock
 from support.weights import drawn_params
 
 V, LENGTH, LAYERS, SIZE, ANCHORS = 16, 14, 3, 4, 3

@@ -8,7 +8,6 @@ import pytest
 
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.training.data import (
-    IntegerText,
     Mixture,
     Windows,
     held_out_windows,
@@ -146,7 +145,7 @@ def test_conversations_of_a_jsonl_file(tmp_path):
     lines = [json.dumps({"messages": [{"role": "user", "content": chr(97 + i)}]}) for i in range(20)]
     corpus = read_corpus(write(tmp_path, {"talk.jsonl": "\n\n".join(lines)}), pattern="*.jsonl", held_out=0.3)
     assert len(corpus.train) + len(corpus.held_out) == 20 and "talk.jsonl:1" in corpus.train | corpus.held_out
-    assert corpus.describe()["train_bytes"] == sum(len(text.line) for text in corpus.train.values())
+    assert corpus.describe()["train_bytes"] == sum(len(text) for text in corpus.train.values())
 
     def encode_chat(messages, *, complete):
         assert complete
@@ -166,7 +165,7 @@ def test_arrays_of_integers_are_sequences(tmp_path):
     np.save(tmp_path / "ragged.npy", np.array([[5, -1, -1], [7, 8, -1]], np.int16))
     np.save(tmp_path / "one.npy", np.array([9, 9, 9, 9], np.int16))
     corpus = read_corpus(tmp_path, pattern="*.npy", held_out=0.0)
-    assert {name: text.tokens.tolist() for name, text in corpus.train.items()} == {
+    assert {name: text.tolist() for name, text in corpus.train.items()} == {
         "fixed.npy:1": [0, 1, 2],
         "fixed.npy:2": [3, 4, 5],
         "fixed.npy:3": [6, 7, 8],
@@ -182,7 +181,7 @@ def test_arrays_of_integers_are_sequences(tmp_path):
         tokenizer.decode([5, 11, 0])
     )
     with pytest.raises(ValueError, match="a token of the arrays must be an integer >= 0 and below 12; got 12"):
-        token_stream([IntegerText(np.array([3, 12]))], tokenizer)
+        token_stream([np.array([3, 12])], tokenizer)
     assert read_corpus(tmp_path, pattern="*.npy", held_out=0.5).digest == corpus.digest
     np.save(tmp_path / "one.npy", np.array([9, 9, 9, 8], np.int16))
     assert read_corpus(tmp_path, pattern="*.npy").digest != corpus.digest

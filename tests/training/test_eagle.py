@@ -15,7 +15,7 @@ from specsamp.models.eagle import Eagle3Config, MTPConfig
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.training.eagle import TrainHead, most_frequent
+from specsamp.training.feature_heads import TrainHead, most_frequent
 from specsamp.training.trainer import TrainConfig, init_state, initial_state, state_shardings, train_step
 from support.weights import drawn_params
 

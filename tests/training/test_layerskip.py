@@ -12,8 +12,8 @@ from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Windows
 from specsamp.training.evaluate import evaluate
-from specsamp.training.layerskip import LayerSkip, dropout_rates, dropout_scale, loss_weights, read_layers
-from specsamp.training.task import Pretrain
+from specsamp.training.layerskip import LayerSkip, loss_weights, read_layers
+from specsamp.training.task import TrainModel
 from specsamp.training.trainer import TrainConfig, init_state, train_step
 from support.weights import drawn_params
 
@@ -47,11 +47,11 @@ def test_weights_of_eight_layers():
 
 def test_dropout_of_eight_layers():
     expected = np.array([0, 0.1041, 0.2190, 0.3459, 0.4860, 0.6407, 0.8114, 1])
-    np.testing.assert_allclose(dropout_rates(8, 1.0), expected, **TWO_DECIMALS)
-    np.testing.assert_allclose(dropout_rates(8, 0.2, 0.5), 0.1 * expected, **TWO_DECIMALS)
-    np.testing.assert_allclose([dropout_scale(t, 101) for t in (0, 50, 100)], [0, 2**0.5 - 1, 1], atol=1e-6)
-    scratch, tuned = (dataclasses.replace(TASK, from_scratch=scratch, dropout=0.2) for scratch in (True, False))
-    assert scratch.dropout_at(0).max() == 0 and np.allclose(scratch.dropout_at(TRAIN.steps - 1), tuned.dropout_at(0))
+    scratch = LayerSkip(model=TransformerLM(tiny(num_layers=8)), steps=101, dropout=0.2)
+    tuned = dataclasses.replace(scratch, from_scratch=False)
+    for step, scale in ((0, 0), (50, 2**0.5 - 1), (100, 1)):
+        np.testing.assert_allclose(scratch.dropout_at(step), 0.2 * scale * expected, **TWO_DECIMALS)
+        np.testing.assert_allclose(tuned.dropout_at(step), 0.2 * expected, **TWO_DECIMALS)
 
 
 def test_layers_that_are_read():
@@ -109,7 +109,7 @@ def test_every_row_drops_layers_of_its_own(params, monkeypatch):
     for seed in range(2):
         task.loss(params, None, rows, jax.random.key(seed))
     dropped = 1 - np.asarray(seen[0]).mean(0)
-    np.testing.assert_allclose(dropped, dropout_rates(4, 0.6), atol=0.04)
+    np.testing.assert_allclose(dropped, task.dropout_at(0), atol=0.04)
     assert dropped[0] == 0 and np.any(seen[0] != seen[1])
     together = (~seen[0][:, 2] & ~seen[0][:, 3]).mean()
     assert abs(together - dropped[2] * dropped[3]) < 0.03  # layers are dropped independently
@@ -132,7 +132,7 @@ def test_the_loss_is_the_weighted_sum(params):
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
     np.testing.assert_allclose(
-        metrics["text_loss"], jax.jit(Pretrain(MODEL).loss)(params, None, rows, KEY)[0], rtol=1e-5
+        metrics["text_loss"], jax.jit(TrainModel(MODEL).loss)(params, None, rows, KEY)[0], rtol=1e-5
     )
 
 
@@ -149,7 +149,7 @@ def test_exits_learn_to_draft(params):
         assert np.isfinite(numbers["loss"])
         return evaluate(TASK, state.params, None, HELD_OUT, 16, make_mesh(1, 1, devices=jax.devices()[:1]))
 
-    skipping, control = trained(TASK), trained(Pretrain(MODEL))
+    skipping, control = trained(TASK), trained(TrainModel(MODEL))
     for exit_layer, gain in ((1, 0.1), (2, 0.05)):
         name = f"acceptance/exit_{exit_layer} (temperature 1)"
         assert skipping[name] > control[name] + gain, (name, skipping[name], control[name])

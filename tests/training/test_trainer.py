@@ -17,7 +17,7 @@ from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Windows
 from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS, evaluate
-from specsamp.training.task import Distill, Pretrain
+from specsamp.training.task import TrainModel
 from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step
 from support.weights import drawn_params
 
@@ -30,7 +30,7 @@ def lm(width=16):
 
 MODEL = lm()
 KEY = jax.random.key(0)
-TASK = Pretrain(MODEL)
+TASK = TrainModel(MODEL)
 TRAIN = TrainConfig(steps=12, batch=8, warmup_steps=3, learning_rate=1e-2)
 INTERVALS = Intervals(log=1, evaluate=6, checkpoint=4)
 STREAM = np.random.default_rng(0).integers(0, V, 600).astype(np.int32)
@@ -182,7 +182,7 @@ def test_what_a_task_draws_depends_on_seed_step_and_microbatch_alone():
 def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
     """Data and tensor parallel, distillation of a draft whose target is split too; resumed on another mesh."""
     model = TransformerLM(dataclasses.replace(MODEL.config, num_heads=8, num_kv_heads=2))
-    task, teacher_params = Distill(model, model), drawn_params(model, 9)
+    task, teacher_params = TrainModel(model, model), drawn_params(model, 9)
     short = {"config": dataclasses.replace(TRAIN, steps=8), "teacher_params": teacher_params}
     run(tmp_path / "one", task, **short)
     with pytest.raises(Killed):
@@ -215,7 +215,7 @@ def test_the_parameters_to_start_from_are_used_and_kept(params, tmp_path):
     expected, _ = TASK.loss(params, None, jnp.asarray(DATA.batch(0, 8)), KEY)
     np.testing.assert_allclose(losses(tmp_path)[0], expected, rtol=1e-5)
     with pytest.raises(ValueError, match=r"embedding: \(32, 16\) there, \(32, 24\) wanted"):
-        run(tmp_path / "other", Pretrain(lm(width=24)), params=params)
+        run(tmp_path / "other", TrainModel(lm(width=24)), params=params)
 
 
 def test_gradients_are_clipped_together_and_scales_do_not_decay():
@@ -232,7 +232,7 @@ def test_gradients_are_clipped_together_and_scales_do_not_decay():
 
 def test_a_training_in_bfloat16_keeps_all_that_lasts_in_float32(tmp_path):
     model = TransformerLM(dataclasses.replace(MODEL.config, dtype="bfloat16"))
-    state = run(tmp_path, task=Pretrain(model), config=dataclasses.replace(TRAIN, steps=4))
+    state = run(tmp_path, task=TrainModel(model), config=dataclasses.replace(TRAIN, steps=4))
     kept = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.ndim]
     assert len(kept) == 3 * len(jax.tree.leaves(state.params))
     assert {leaf.dtype for leaf in kept} == {jnp.dtype("float32")}
@@ -240,7 +240,7 @@ def test_a_training_in_bfloat16_keeps_all_that_lasts_in_float32(tmp_path):
     def program(task):
         return str(jax.make_jaxpr(task.loss)(state.params, None, jnp.asarray(HELD_OUT), KEY))
 
-    assert "bf16" in program(Pretrain(model)) and "bf16" not in program(TASK)
+    assert "bf16" in program(TrainModel(model)) and "bf16" not in program(TASK)
 
 
 def test_a_training_that_diverges_ends_and_saves_nothing_of_it(params, tmp_path):
@@ -263,9 +263,12 @@ def target():
 @pytest.mark.parametrize("objective", ["forward_kl", "total_variation"])
 def test_a_draft_gets_closer_to_its_target(target, params, objective):
     model, teacher_params = target
-    task, config = Distill(MODEL, model, objective), TrainConfig(steps=40, batch=8, warmup_steps=1, learning_rate=2e-2)
+    task, config = (
+        TrainModel(MODEL, model, objective),
+        TrainConfig(steps=40, batch=8, warmup_steps=1, learning_rate=2e-2),
+    )
     state = init_state(task, config, params)
-    judge = Distill(MODEL, model)  # one program for all objectives
+    judge = TrainModel(MODEL, model)  # one program for all objectives
 
     def acceptance(state):
         return evaluate(judge, state.params, teacher_params, HELD_OUT, 16, mesh_of(1))["acceptance (temperature 1)"]
@@ -281,14 +284,14 @@ def test_cross_entropy_needs_no_target(target, params):
     """There are no parameters to compute it with."""
     model, teacher_params = target
     text, _ = TASK.loss(params, None, jnp.asarray(HELD_OUT), KEY)
-    assert Distill(MODEL, model, "cross_entropy").loss(params, None, jnp.asarray(HELD_OUT), KEY) == (text, {})
-    divergence, metrics = Distill(MODEL, model).loss(params, teacher_params, jnp.asarray(HELD_OUT), KEY)
+    assert TrainModel(MODEL, model, "cross_entropy").loss(params, None, jnp.asarray(HELD_OUT), KEY) == (text, {})
+    divergence, metrics = TrainModel(MODEL, model).loss(params, teacher_params, jnp.asarray(HELD_OUT), KEY)
     assert metrics == {"text_loss": text} and abs(divergence - text) > 0.1
 
 
 def test_a_draft_that_is_its_target_is_always_accepted(target):
     model, params = target
-    task = Distill(model, model)
+    task = TrainModel(model, model)
     measured = evaluate(task, params, params, HELD_OUT, 16, mesh_of(1))
     compared = {
         f"{number} ({name})" for number in ("acceptance", "greedy_agreement") for name in COMPARED_DISTRIBUTIONS

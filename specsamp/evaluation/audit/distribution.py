@@ -135,8 +135,26 @@ def count_pairs(
         [one.count(of_prompt[half]) for one, of_prompt in zip(cells, drawn, strict=True)]
         for half in (slice(samples // 2), slice(samples // 2, None))
     )
-    measured, p_value = excess(cells, choosing, counting, allowed)
-    rest = float(np.mean([one.probs_C[REST] for one in cells]))
+    check = check_cells(
+        cells, samples, excess(cells, choosing, counting, allowed), detect=detect, level=level, allowed=allowed
+    )
+    if check.verdict is Status.PASSED:
+        return check
+    return dataclasses.replace(check, sentence=f"{check.sentence}; {_worst(cells, counting)}")
+
+
+def check_cells(
+    cells: Sequence[Cells],
+    samples: int,
+    found: tuple[float, float],
+    *,
+    detect: float,
+    level: float,
+    allowed: float = 0.0,
+    against: str = "",
+) -> Check:
+    """Returns the check of a total variation that was measured with so many samples of each prompt, see `excess`."""
+    (measured, p_value), rest = found, float(np.mean([one.probs_C[REST] for one in cells]))
     numbers = {
         "samples": samples * len(cells),
         "prompts": len(cells),
@@ -147,17 +165,12 @@ def count_pairs(
         "level": level,
         "share_in_the_rest": rest,
     }
-    sentence = (
-        f"{numbers['samples']} samples of two tokens after {len(cells)} prompts: total variation {max(measured, 0):.2g}"
-        f"{f', of which {allowed:g} is allowed' if allowed else ''}, p = {p_value:.2g}"
-    )
-    if p_value < level:
-        sentence += f"; {_worst(cells, counting)}"
+    sentence = f"{numbers['samples']} samples of two tokens after {len(cells)} prompts{against}: total variation "
+    sentence += f"{max(measured, 0):.2g}{f', of which {allowed:g} is allowed' if allowed else ''}, p = {p_value:.2g}"
     beyond = f" beyond the allowed {allowed:g}" if allowed else ""
     seen = f"any error of {detect:g}{beyond} between the {numbers['cells']} cells of two tokens seen with {POWER:.0%} "
     seen += f"({rest:.0%} of the probability lies in one cell)"
-    verdict = Status.FAILED if p_value < level else Status.PASSED
-    return Check(name="distribution", verdict=verdict, sentence=sentence, numbers=numbers, seen=seen)
+    return Check.tested("distribution", p_value < level, sentence, numbers=numbers, seen=seen)
 
 
 def excess(

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from specsamp.evaluation.audit.distribution import SMALLEST, TOKENS, Cells, excess, samples_for
-from specsamp.evaluation.audit.subject import POWER, Check, Status
+from specsamp.evaluation.audit.distribution import SMALLEST, TOKENS, Cells, check_cells, excess, samples_for
+from specsamp.evaluation.audit.subject import Check
 
 PILOT = 400  # samples of each prompt that find its cells
 AT_ONCE, CHOICES = 8, 64  # requests, and samples asked of each
@@ -32,7 +32,7 @@ TOO_MANY = 429  # the status of an engine that asks to wait
 
 
 @dataclasses.dataclass(frozen=True)
-class Endpoint:
+class RemoteEngine:
     """An engine that speaks OpenAI's completions, such as at http://127.0.0.1:8000/v1; ``fields`` join each request."""
 
     url: str
@@ -80,8 +80,8 @@ class Endpoint:
 
 
 def compare_endpoints(
-    engine: Endpoint,
-    plain: Endpoint | None,
+    engine: RemoteEngine,
+    plain: RemoteEngine | None,
     prompts: Sequence[str],
     *,
     detect: float,
@@ -106,7 +106,7 @@ def compare_endpoints(
         raise ValueError("--prompts: the engine leaves nothing to chance after these; give others, or a temperature")
     samples = samples_for(cells, detect if plain is None else detect / math.sqrt(2), level)
 
-    def halves(endpoint: Endpoint, first_seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def halves(endpoint: RemoteEngine, first_seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         counts = []
         for one in cells:
             progress(f"{samples} samples of {endpoint.url}, prompt {one.prompt_id + 1} of {len(prompts)}")
@@ -115,22 +115,12 @@ def compare_endpoints(
         return tuple(map(list, zip(*counts, strict=True)))
 
     choosing, counting = halves(engine, 2_000_000)
+    against = ", against its own log-probabilities, taken as those of the distribution it samples"
     if plain is None:
-        measured, p_value = excess(cells, choosing, counting, 0.0)
+        found = excess(cells, choosing, counting, 0.0)
     else:
-        measured, p_value = _difference(choosing, counting, *halves(plain, 3_000_000))
-    rest = float(np.mean([one.probs_C[0] for one in cells]))
-    against = f"{plain.url}" if plain else "its own log-probabilities, taken as those of the distribution it samples"
-    numbers = {"samples": samples, "prompts": len(cells), "measured": measured, "p_value": p_value, "level": level}
-    count = sum(len(one.probs_C) for one in cells)
-    return Check(
-        name="distribution",
-        verdict=Status.FAILED if p_value < level else Status.PASSED,
-        sentence=f"{samples} samples of two tokens after each of {len(cells)} prompts, against {against}: total variation "
-        f"{max(measured, 0):.2g}, p = {p_value:.2g}",
-        numbers=numbers | {"cells": count, "share_in_the_rest": rest},
-        seen=f"any error of {detect:g} between the {count} cells seen with {POWER:.0%} ({rest:.0%} lies in one cell)",
-    )
+        found, against = _difference(choosing, counting, *halves(plain, 3_000_000)), f", against {plain.url}"
+    return check_cells(cells, samples, found, detect=detect, level=level, against=against)
 
 
 def _cells(prompt_id: int, pilot: Sequence[tuple[Any, float]], known: bool) -> Cells:

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.state import Weights
-from specsamp.models.block import BlockHead
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 
 Array = jax.Array
+Unembed = Callable[[Array], Array]  # from features to logits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,66 +119,41 @@ class FirstTokenReader(LanguageModel):
         block: Any = None,
     ) -> Output:
         output = self.target(weights.target, tokens_BT, start_B, cache[0], hidden_layers=self.head.hidden_layers)
-        of_head = self.target, self.head, weights, tokens_BT, output.hidden, cache
-        logits_BNV = first_logits(*of_head, corrected=self.corrected)
+        draft = self._first_of_blocks if self.head.config.drafts_blocks else self._first_of_features
+        unembed = functools.partial(self.target.unembed_normed, weights.target)
+        logits_BNU = draft(weights, tokens_BT, start_B, self.head.fuse(weights.draft, output.hidden), cache, unembed)
+        logits_BNV = self.head.expand(weights.draft, logits_BNU)
         logits_BTV = jnp.concatenate([jnp.zeros_like(output.logits_BTV[:, :1]), logits_BNV], axis=1)
         return Output(logits_BTV=logits_BTV, cache=cache)
 
+    def _first_of_features(
+        self, weights: Weights, tokens_BT: Array, start_B: Array, features_BTD: Array, cache: Any, unembed: Unembed
+    ) -> Array:
+        """Returns the logits ``[B, T-1, U]`` behind every pair of tokens."""
+        head = self.head
+        if head.config.own_embedding:
+            embedded_BTD = head.embed(weights.draft, tokens_BT)
+        else:
+            embedded_BTD, _ = self.target.embed(weights.target, tokens_BT, start_B, cache[0])
+        returned_BND, _ = head(weights.draft, embedded_BTD[:, 1:], features_BTD[:, :-1], start_B, cache[1])
+        return head.logits(weights.draft, returned_BND, unembed)
 
-def first_logits(
-    target: LayeredModel,
-    head: Head,
-    weights: Weights,
-    tokens_BT: Array,
-    hidden: tuple[Array, ...],
-    cache: tuple[Any, Any],
-    *,
-    corrected: bool = True,
-) -> Array:
-    """Returns the logits ``[B, T-1, V]`` of the first token that a head drafts after each pair of tokens.
-
-    Args:
-      hidden: the outputs of the target's layers for these whole sequences.
-      cache: the empty caches of the target and of the head, with slots for the blocks behind all tokens.
-      corrected: whether a head that drafts blocks corrects its logits.
-    """
-    start_B = jnp.zeros((len(tokens_BT),), jnp.int32)
-    if head.config.drafts_blocks:
-        return _first_of_blocks(target, head, weights, tokens_BT, hidden, cache[1], corrected)
-    if head.config.own_embedding:
-        embedded_BTD = head.embed(weights.draft, tokens_BT)
-    else:
-        embedded_BTD, _ = target.embed(weights.target, tokens_BT, start_B, cache[0])
-    features_BTD = head.fuse(weights.draft, hidden)
-    returned_BND, _ = head(weights.draft, embedded_BTD[:, 1:], features_BTD[:, :-1], start_B, cache[1])
-    unembed = functools.partial(target.unembed_normed, weights.target)
-    return head.expand(weights.draft, head.logits(weights.draft, returned_BND, unembed))
-
-
-def _first_of_blocks(
-    target: LayeredModel,
-    head: BlockHead,
-    weights: Weights,
-    tokens_BT: Array,
-    hidden: tuple[Array, ...],
-    caches: Any,
-    corrected: bool,
-) -> Array:
-    """Runs a block at every token but the first, all in one call."""
-    (batch, length), draft = tokens_BT.shape, weights.draft
-    features_BTD = head.fuse(draft, hidden)
-    caches = head.read(draft, features_BTD, jnp.zeros((batch,), jnp.int32), caches)
-    anchors_BA = jnp.broadcast_to(jnp.arange(1, length)[None], (batch, length - 1))
-    first_BA = length + head.config.block_size * (anchors_BA - 1)
-    pending_N = tokens_BT[:, 1:].reshape(-1)
-    embedded = head.embed_blocks(draft, target, weights.target, pending_N, anchors_BA.reshape(-1))
-    rows_BXD, _ = head(draft, embedded.reshape(batch, -1, embedded.shape[-1]), anchors_BA, first_BA, caches)
-    rows_ND = rows_BXD[:, head.config.first_row :: head.config.block_size].reshape(len(pending_N), -1)
-    logits_N1U = head.logits(draft, rows_ND[:, None], functools.partial(target.unembed_normed, weights.target))
-    logits_NU = logits_N1U[:, 0]
-    if corrected:
-        logits_NU, _ = head.correct(draft, logits_NU, rows_ND, pending_N, head.begin(draft, len(pending_N)))
-    return head.expand(draft, logits_NU).reshape(batch, length - 1, -1)
+    def _first_of_blocks(
+        self, weights: Weights, tokens_BT: Array, start_B: Array, features_BTD: Array, cache: Any, unembed: Unembed
+    ) -> Array:
+        """Runs a block at every token but the first, all in one call."""
+        head, draft, (batch, length) = self.head, weights.draft, tokens_BT.shape
+        caches = head.read(draft, features_BTD, start_B, cache[1])
+        anchors_BA = jnp.broadcast_to(jnp.arange(1, length)[None], (batch, length - 1))
+        first_BA = length + head.config.block_size * (anchors_BA - 1)
+        pending_N = tokens_BT[:, 1:].reshape(-1)
+        embedded = head.embed_blocks(draft, self.target, weights.target, pending_N, anchors_BA.reshape(-1))
+        rows_BXD, _ = head(draft, embedded.reshape(batch, -1, embedded.shape[-1]), anchors_BA, first_BA, caches)
+        rows_ND = rows_BXD[:, head.config.first_row :: head.config.block_size].reshape(len(pending_N), -1)
+        logits_NU = head.logits(draft, rows_ND[:, None], unembed)[:, 0]
+        if self.corrected:
+            logits_NU, _ = head.correct(draft, logits_NU, rows_ND, pending_N, head.begin(draft, len(pending_N)))
+        return logits_NU.reshape(batch, length - 1, -1)
 
 
 def with_models(drafter: Drafter, models: Mapping[Any, Any]) -> Drafter:

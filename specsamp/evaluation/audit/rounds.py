@@ -25,12 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, DataShards
-from specsamp.decoding.state import Weights
-from specsamp.decoding.whole_texts import read_texts
-from specsamp.evaluation.audit.evidence import Evidence, tilted
+from specsamp.evaluation.audit.evidence import Evidence
 from specsamp.evaluation.audit.readers import reader
-from specsamp.evaluation.audit.subject import POWER, Check, Status, Subject
-from specsamp.evaluation.audit.teacher import logits_from, round_up
+from specsamp.evaluation.audit.subject import POWER, Check, Subject
+from specsamp.evaluation.audit.teacher import Text, read_tokens
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import Warp, for_rows, log_probs
 
@@ -85,9 +83,9 @@ def collect(
         progress(f"rounds: {call * samples * len(subject.prompts)} texts read")
         seed = (subject.seed + 2**31 + call) % 2**32  # apart from the seeds of the other checks
         texts = [
-            ((*subject.prompts[completion.prompt_index], *completion.tokens), completion.from_draft)
-            for completion in subject.decode(method=method, num_samples=samples, seed=seed)
-            if completion.tokens and draft.reads(subject.prompts[completion.prompt_index])
+            (Text(prompt=tuple(subject.prompts[one.prompt_index]), tokens=tuple(one.tokens)), one.from_draft)
+            for one in subject.decode(method=method, num_samples=samples, seed=seed)
+            if one.tokens and draft.reads(subject.prompts[one.prompt_index])
         ]
         if not texts:
             raise ValueError("texts ended before their first token: the target's logits were NaN or infinite")
@@ -103,43 +101,33 @@ def error_seen(tests: Evidence, false_alarm: float) -> float:
     return float(tests.error_seen(false_alarm / len(tests.tokens_T))[0])
 
 
-def read_rounds(subject: Subject, texts: Sequence[Sequence[int]], from_draft: Sequence[Sequence[bool]]) -> Rounds:
+def read_rounds(subject: Subject, texts: Sequence[Text], from_draft: Sequence[Sequence[bool]]) -> Rounds:
     """Reads texts with both models.
 
     Args:
       subject: the pair with its settings.
-      texts: token ids, prompts included.
-      from_draft: for each text, whether each of its tokens after the prompt was drafted.
+      texts: prompts with sampled tokens.
+      from_draft: for each text, whether each of its tokens was drafted.
     """
-    pair, draft = subject.pair, reader(subject.method.drafter)
-    warps = (subject.method.sampling, subject.method.draft_sampling or subject.method.sampling)
-    count = round_up(max(map(len, from_draft)))
+    pair, method, draft = subject.pair, subject.method, reader(subject.method.drafter)
+    warps = (method.sampling, method.draft_sampling or method.sampling)
 
-    def read(weights: Weights, slots: int, tokens_BT: Array, _: Array, indices: Sequence[int]) -> tuple[Array, ...]:
-        tokens_BN = np.zeros((len(indices), count), np.int32)
-        for row, i in enumerate(indices):
-            tokens_BN[row, : len(from_draft[i])] = texts[i][-len(from_draft[i]) :]
-        starts_B = jnp.asarray([len(texts[i]) - len(from_draft[i]) for i in indices], jnp.int32)
-        logits = [
-            logits_from(model, pair.shards, params, tokens_BT, starts_B, slots=slots, count=count)
-            for model, params in ((pair.target, weights.target), (draft.model, draft.weights_of(weights)))
-        ]
-        warps_B = tuple(for_rows(subject.full_warp(warp), len(indices)) for warp in warps)
+    def read(rows: Sequence[Text], tokens_BN: np.ndarray, *logits: Array) -> tuple[Array, ...]:
+        warps_B = tuple(for_rows(subject.full_warp(warp), len(rows)) for warp in warps)
         return _read_tokens(pair.shards, *logits, warps_B, tokens_BN)
 
-    K = draft.depth or subject.method.drafter.K
+    K = draft.depth or method.drafter.K
     verified = []
-    for found, drafted in zip(read_texts(pair, subject.method.drafter, texts, read), from_draft, strict=True):
+    for found, drafted in zip(read_tokens(pair, texts, read, drafter=method.drafter, reader=draft), from_draft):
         offsets_N = _offsets(np.array(drafted))
-        events = (offsets_N, np.array(drafted), *(values_N[: len(drafted)] for values_N in found))
-        verified.append([values_N[offsets_N < K] for values_N in events])
+        verified.append([values_N[offsets_N < K] for values_N in (offsets_N, np.array(drafted), *found)])
     offsets_N, drafted_N, acceptance_N, above_NE, above_probs_NE = map(np.concatenate, zip(*verified))
     is_counted_NT = np.concatenate([offsets_N[:, None] >= 0, offsets_N[:, None] == np.arange(K)], axis=1)
-    is_tested_N = (offsets_N == 0) | isinstance(subject.method.rule, TokenRule)
+    is_tested_N = (offsets_N == 0) | isinstance(method.rule, TokenRule)
     return Rounds(
         texts=len(texts),
-        ratios=tilted(above_probs_NE.astype(np.float64), above_NE, np.tile(is_tested_N[:, None], len(EDGES))),
-        positions=tilted(acceptance_N[:, None].astype(np.float64), drafted_N[:, None], is_counted_NT),
+        ratios=Evidence.of(above_probs_NE, above_NE, is_tested_N[:, None]),
+        positions=Evidence.of(acceptance_N[:, None], drafted_N[:, None], is_counted_NT),
     )
 
 
@@ -176,31 +164,45 @@ def expected_ratios(found: Rounds, *, detect: float, false_alarm: float) -> Chec
       detect: smallest total variation that is to be seen.
       false_alarm: probability, at most, that this check fails a sound pair.
     """
-    worst = int(np.argmin(found.ratios.p_values))
-    p_value, level = float(found.ratios.p_values[worst]), false_alarm / len(EDGES)
-    numbers = {"texts": found.texts, "tested_tokens": int(found.ratios.tokens_T[0])}
-    numbers |= {"p_value_of_the_ratios": p_value, "level_of_a_ratio": level}
-    sentence = f"of {len(EDGES)} ratios of target and draft in {found.texts} texts the farthest off is "
-    sentence += f"{2 ** EDGES[worst]:.2g}, p = {p_value:.2g}"
+    worst, p_value, level = _worst(found.ratios, false_alarm)
     seen = f"an error of {detect:g} per token between tokens that the target and that the draft prefers "
     seen += f"seen with {POWER:.0%}" if error_seen(found.ratios, false_alarm) <= detect else "NOT SURELY SEEN"
-    verdict = Status.FAILED if p_value < level else Status.PASSED
-    return Check(name="distribution", verdict=verdict, sentence=sentence, numbers=numbers, seen=seen)
+    return Check.tested(
+        "distribution",
+        p_value < level,
+        f"of {len(EDGES)} ratios of target and draft in {found.texts} texts the farthest off is "
+        f"{2 ** EDGES[worst]:.2g}, p = {p_value:.2g}",
+        numbers={
+            "texts": found.texts,
+            "tested_tokens": int(found.ratios.tokens_T[0]),
+            "p_value_of_the_ratios": p_value,
+            "level_of_a_ratio": level,
+        },
+        seen=seen,
+    )
 
 
 def expected_acceptance(found: Rounds, *, false_alarm: float) -> Check:
     """Checks that each position of a draft is accepted as often as the two models say; arguments as above."""
-    tests, level = found.positions, false_alarm / len(found.positions.tokens_T)
-    worst = int(np.argmin(tests.p_values))
-    p_value = float(tests.p_values[worst])
-    numbers = {"p_value_of_the_worst_position": p_value}
+    tests = found.positions
+    worst, p_value, level = _worst(tests, false_alarm)
+    numbers: dict[str, float] = {"p_value_of_the_worst_position": p_value}
     for i, tokens in enumerate(tests.tokens_T):
         position = f"position_{i}" if i else "all_positions"
         numbers[f"verified_at_{position}"] = int(tokens)
         numbers[f"accepted_at_{position}"] = int(tests.happened_T[i])
         numbers[f"expected_at_{position}"] = float(tests.expected_T[i])
-    sentence = f"with the draft {tests.happened_T[0]} of {tests.tokens_T[0]} were, {tests.expected_T[0]:.0f} expected; "
-    sentence += f"the farthest off is {f'position {worst}' if worst else 'their total'}, p = {p_value:.2g}"
-    seen = f"a rate of acceptance that is off by {error_seen(tests, false_alarm):.2g} seen with {POWER:.0%}"
-    verdict = Status.FAILED if p_value < level else Status.PASSED
-    return Check(name="acceptance", verdict=verdict, sentence=sentence, numbers=numbers, seen=seen)
+    return Check.tested(
+        "acceptance",
+        p_value < level,
+        f"with the draft {tests.happened_T[0]} of {tests.tokens_T[0]} were, {tests.expected_T[0]:.0f} expected; "
+        f"the farthest off is {f'position {worst}' if worst else 'their total'}, p = {p_value:.2g}",
+        numbers=numbers,
+        seen=f"a rate of acceptance that is off by {error_seen(tests, false_alarm):.2g} seen with {POWER:.0%}",
+    )
+
+
+def _worst(tests: Evidence, false_alarm: float) -> tuple[int, float, float]:
+    """Returns the test that is farthest off, its p-value, and the level of each test where all share ``false_alarm``."""
+    worst = int(np.argmin(tests.p_values))
+    return worst, float(tests.p_values[worst]), false_alarm / len(tests.tokens_T)

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,11 @@ class Check:
     sentence: str
     numbers: dict[str, int | float] = dataclasses.field(default_factory=dict)
     seen: str = ""
+
+    @classmethod
+    def tested(cls, name: str, failed: bool, sentence: str, **more: Any) -> Self:
+        """Returns a check that passed or failed."""
+        return cls(name=name, verdict=Status.FAILED if failed else Status.PASSED, sentence=sentence, **more)
 
     def __and__(self, other: Check) -> Check:
         """Joins two parts of a check. It fails if either part fails; a part that does not apply does not count."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Weights
 from specsamp.decoding.whole_texts import read_logits, read_texts
+from specsamp.evaluation.audit.readers import Reader
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.rng import RoundKeys, row_keys
 from specsamp.sampling.warp import Warp, for_rows, log_probs
@@ -34,9 +36,9 @@ Array = jax.Array
 class Text:
     """A prompt and the tokens that followed."""
 
-    prompt_id: int
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
+    prompt_id: int = 0
 
 
 @jax.tree_util.register_dataclass
@@ -57,13 +59,51 @@ class Judgement:
     behind_N: np.ndarray
 
 
+def read_tokens(
+    pair: Pair,
+    texts: Sequence[Text],
+    compute: Callable[..., Any],
+    *,
+    drafter: Drafter = NoDrafter(),
+    reader: Reader | None = None,
+) -> list[Any]:
+    """Reads texts with the target, and returns what is computed of their tokens: arrays ``[N, ...]`` for each text.
+
+    Args:
+      pair: its target reads.
+      texts: prompts with the tokens that followed.
+      compute: takes the texts of a batch, the tokens ``[B, N]``, and the target's logits of them, ``[B, N, V]``; returns
+        arrays ``[B, N, ...]``.
+      drafter: whose weights ``reader`` finds.
+      reader: reads as well; its logits are the last argument of ``compute``.
+    """
+    count = -(-max(len(text.tokens) for text in texts) // 8) * 8  # few programs are compiled
+
+    def read(weights: Weights, slots: int, tokens_BT: Array, _: Array, indices: Sequence[int]) -> Any:
+        rows = [texts[i] for i in indices]
+        tokens_BN = np.zeros((len(rows), count), np.int32)
+        for row, text in enumerate(rows):
+            tokens_BN[row, : len(text.tokens)] = text.tokens
+        starts_B = jnp.asarray([len(text.prompt) for text in rows], jnp.int32)
+        models = [(pair.target, weights.target)]
+        models += [] if reader is None else [(reader.model, reader.weights_of(weights))]
+        logits = [
+            logits_from(model, pair.shards, params, tokens_BT, starts_B, slots=slots, count=count)
+            for model, params in models
+        ]
+        return compute(rows, tokens_BN, *logits)
+
+    found = read_texts(pair, drafter, [(*text.prompt, *text.tokens) for text in texts], read)
+    return [
+        jax.tree.map(lambda values_N: values_N[: len(text.tokens)], of_text)
+        for text, of_text in zip(texts, found, strict=True)
+    ]
+
+
 def next_logits(pair: Pair, texts: Sequence[Sequence[int]]) -> np.ndarray:
     """Returns the target's logits after each text, ``[len(texts), V]`` float32."""
-
-    def read(weights: Weights, slots: int, tokens_BT: Array, lengths_B: Array, indices: Sequence[int]) -> Array:
-        return logits_from(pair.target, pair.shards, weights.target, tokens_BT, lengths_B, slots=slots, count=1)[:, 0]
-
-    return np.stack(read_texts(pair, NoDrafter(), texts, read))
+    anything = [Text(prompt=tuple(text), tokens=(0,)) for text in texts]
+    return np.concatenate(read_tokens(pair, anything, lambda rows, tokens_BN, logits_BNV: logits_BNV))
 
 
 def judge(
@@ -79,33 +119,15 @@ def judge(
       noise_seed: seed of texts of the coupled rule, whose score is the log-probability plus noise. None: the score is
         the log-probability.
     """
-    count = round_up(max(len(text.tokens) for text in texts))
 
-    def read(weights: Weights, slots: int, tokens_BT: Array, _: Array, indices: Sequence[int]) -> Judgement:
-        rows = [texts[i] for i in indices]
-        starts_B = jnp.asarray([len(text.prompt) for text in rows], jnp.int32)
-        tokens_BN = np.zeros((len(rows), count), np.int32)
-        for row, text in enumerate(rows):
-            tokens_BN[row, : len(text.tokens)] = text.tokens
+    def compare(rows: Sequence[Text], tokens_BN: np.ndarray, logits_BNV: Array) -> Judgement:
         keys = None
         if noise_seed is not None:
-            ids_B = jnp.asarray([text.prompt_id for text in rows], jnp.int32)
+            ids_B, starts_B = jnp.asarray([(text.prompt_id, len(text.prompt)) for text in rows], jnp.int32).T
             keys = RoundKeys(rows_B=row_keys(noise_seed, ids_B, jnp.zeros_like(ids_B)), starts_B=starts_B)
-        logits_BNV = logits_from(
-            pair.target, pair.shards, weights.target, tokens_BT, starts_B, slots=slots, count=count
-        )
         return _judge(logits_BNV, tokens_BN, for_rows(warp, len(rows)), keys, jnp.float32(tolerance))
 
-    found = read_texts(pair, NoDrafter(), [(*text.prompt, *text.tokens) for text in texts], read)
-    return [
-        jax.tree.map(lambda values_N: values_N[: len(text.tokens)], judgement)
-        for text, judgement in zip(texts, found, strict=True)
-    ]
-
-
-def round_up(count: int) -> int:
-    """Rounds up a number of positions, so that few programs are compiled."""
-    return -(-count // 8) * 8
+    return read_tokens(pair, texts, compare)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "shards", "slots", "count"))

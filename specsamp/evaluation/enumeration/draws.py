@@ -81,19 +81,15 @@ class TorchNoise(Noise):
         return len(self.index)
 
 
-def _exponential(uniforms: Noise) -> Noise:
-    return elementwise("negative", elementwise("log", uniforms))
+def _uniform(kind: type[Noise], *size: Any, **_: Any) -> Noise:
+    return kind.uniforms(size[0] if size and np.ndim(size[0]) else size)
 
 
-def _torch_uniform(*size, **_) -> TorchNoise:
-    return TorchNoise.uniforms(size[0] if size and not isinstance(size[0], int) else size)
-
-
-def _fill(make: Callable[[Noise], Noise]) -> Callable[..., TorchNoise]:
+def _fill(make: Callable[[TorchNoise], TorchNoise]) -> Callable[..., TorchNoise]:
     def fill(tensor, *limits, **_):
         if tensor.numel():
             tensor.fill_(math.nan)  # code that goes on with it, and not with what is returned, is not enumerated
-        return TorchNoise(make(TorchNoise.uniforms(tensor.shape)).index)
+        return make(TorchNoise.uniforms(tensor.shape))
 
     return fill
 
@@ -117,26 +113,26 @@ def _choice(a, size=None, replace=True, p=None):
     return values[PATHS[-1].choose(weights)]
 
 
-def _numpy_uniform(*size) -> Noise:
-    return Noise.uniforms(size[0] if size and np.ndim(size[0]) else size)
-
-
 class _Generator:
-    random, choice = staticmethod(_numpy_uniform), staticmethod(_choice)
+    random, choice = functools.partial(_uniform, Noise), staticmethod(_choice)
 
     def __getattr__(self, name: str) -> Any:
         raise Outside(f"numpy.random.Generator.{name} is not replaced")
 
 
 REPLACED = {
-    "torch": {"multinomial": _multinomial, "rand": _torch_uniform, "rand_like": lambda x, **_: _torch_uniform(x.shape)},
+    "torch": {
+        "multinomial": _multinomial,
+        "rand": functools.partial(_uniform, TorchNoise),
+        "rand_like": lambda x, **_: TorchNoise.uniforms(x.shape),
+    },
     "torch.Tensor": {
         "multinomial": _multinomial,
         "uniform_": _fill(lambda uniforms: uniforms),
-        "exponential_": _fill(_exponential),
+        "exponential_": _fill(lambda uniforms: -uniforms.log()),
     },
     "numpy.random": {
-        **dict.fromkeys(("random", "random_sample", "rand"), _numpy_uniform),
+        **dict.fromkeys(("random", "random_sample", "rand"), functools.partial(_uniform, Noise)),
         "choice": _choice,
         "default_rng": lambda *_: _Generator(),
     },

@@ -19,50 +19,6 @@ IDENTITIES = {"or", "convert_element_type", "copy", "stop_gradient"}  # "or" giv
 CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat"}
 
 
-def _broadcast(params: Any, x: np.ndarray) -> np.ndarray:
-    sizes = [1] * len(params["shape"])
-    for axis, place in enumerate(params["broadcast_dimensions"]):
-        sizes[place] = x.shape[axis]
-    return np.broadcast_to(x.reshape(sizes), params["shape"])
-
-
-UFUNCS = "add sub mul neg max min lt le gt ge exp log abs eq:equal ne:not_equal and:bitwise_and or:bitwise_or xor:bitwise_xor"
-REDUCTIONS = "reduce_sum:sum reduce_max:max reduce_min:min reduce_or:any reduce_and:all"
-NUMPY = {  # what NumPy computes as JAX does, without compiling
-    "not": lambda params, x: np.invert(x),
-    "convert_element_type": lambda params, x: x,
-    "broadcast_in_dim": _broadcast,
-    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
-    "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
-    "concatenate": lambda params, *x: np.concatenate(x, params["dimension"]),
-    "select_n": lambda params, which, *cases: (
-        np.where(which, *cases[::-1]) if len(cases) == 2 else np.choose(which, cases)
-    ),
-    "argmax": lambda params, x: x.argmax(params["axes"][0]),
-    "rev": lambda params, x: np.flip(x, params["dimensions"]),
-}
-
-
-def _enter(names: str, make: Callable[[Callable], Callable]) -> None:
-    for name in names.split():
-        ours, _, numpys = name.partition(":")
-        NUMPY[ours] = make(getattr(np, numpys or ALIASES.get(ours, ours)))
-
-
-_enter(UFUNCS, lambda function: lambda params, *x: function(*x))
-_enter(REDUCTIONS, lambda function: lambda params, x: function(x, axis=params["axes"]))
-_enter(
-    "cumsum cumprod",
-    lambda function: (
-        lambda params, x: (
-            np.flip(function(np.flip(x, params["axis"]), params["axis"]), params["axis"])
-            if params["reverse"]
-            else function(x, params["axis"])
-        )
-    ),
-)
-
-
 def interpret(function: Callable) -> Callable:
     """Returns a function that computes the same on one path of `distribution`; it is traced once, for its first shapes.
 
@@ -92,7 +48,7 @@ def _evaluate(code: Jaxpr | ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
 
 
 def _result(equation: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-    name, params, aval = equation.primitive.name, equation.params, equation.outvars[0].aval
+    name, params = equation.primitive.name, equation.params
     if name in CALLS:
         return _evaluate(params.get("jaxpr") or params["call_jaxpr"], values)
     if name == "cond":
@@ -103,9 +59,6 @@ def _result(equation: JaxprEqn, values: list[Any]) -> Sequence[Any]:
         return [_random_bits(params, *values)]
     if any(isinstance(x, Noise) for x in values):
         return [_noise(equation, values)]
-    if name in NUMPY and isinstance(aval.dtype, np.dtype) and all(map(np.size, values)):  # no keys, nothing empty
-        with np.errstate(all="ignore"):
-            return [np.asarray(NUMPY[name](params, *map(np.asarray, values)), aval.dtype)]
     found = equation.primitive.bind(*values, **params)
     return found if equation.primitive.multiple_results else [found]
 

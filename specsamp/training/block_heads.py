@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from specsamp import validate
 from specsamp.models.block import BlockHead
 from specsamp.sampling.warp import Warp
-from specsamp.training.eagle import TrainHead
+from specsamp.training.feature_heads import TrainHead, shares
 from specsamp.training.objective import overlap
 
 Array = jax.Array
@@ -51,63 +51,31 @@ class TrainBlock(TrainHead):
         if self.chunk is not None and self.anchors % self.chunk:
             raise ValueError(f"test_time.chunk {self.chunk} does not divide test_time.anchors {self.anchors}")
 
-    def loss(self, params, teacher_params, tokens_BT, key, step=0):
-        """See `Task.loss`; also returns the acceptance of each token, at temperature 1."""
-        found = self._averages(params, teacher_params, tokens_BT, None, key)
-        return self._total(found), self._told(found, ("acceptance", "marginal_acceptance", "confidence_error"))
-
-    def measure(self, params, teacher_params, tokens_BT, warp):
-        """Returns the objective, and the acceptance at each position of a draft, of anchors at even distances."""
-        found = self._averages(params, teacher_params, tokens_BT, warp, None)
-        names = "acceptance", "greedy_agreement", "marginal_acceptance", "marginal_agreement", "confidence_error"
-        return {"loss": self._total(found)} | self._told(found, names)
-
     def _total(self, found: dict[str, Array]) -> Array:
-        loss_S = found["loss"] + self.marginals * found["marginal_loss"] + found["confidence_loss"]
-        return loss_S @ self.decay ** jnp.arange(self.test_steps) / self.test_steps
+        marginal_loss_S, confidence_loss_S = found.get("marginal_loss", 0.0), found.get("confidence_loss", 0.0)
+        return (found["loss"] + self.marginals * marginal_loss_S + confidence_loss_S) / self.test_steps
 
-    def _told(self, found: dict[str, Array], names: tuple[str, ...]) -> dict[str, Array]:
-        config = self.head.config
-        missing = {"marginal": config.correction() is None, "confidence": config.confidence is None}
-        told = [name for name in names if not missing.get(name.partition("_")[0], False)]
-        return {f"{name}/position_{i + 1}": value for name in told for i, value in enumerate(found[name])}
-
-    def _averages(
-        self, params: Any, teacher: Any, tokens_BT: Array, warp: Warp | None, key: Array | None
-    ) -> dict[str, Array]:
-        """Returns averages for each token of a draft, ``[S]``."""
-        weights = self.head.training_weights(params, teacher["draft_ids"])
+    def _averages(self, weights, teacher, tokens_BT, warp, key):
+        """Returns averages for each token of a draft, ``[S]``; without a key, of anchors at even distances."""
         anchors_BA = self._choose_anchors(tokens_BT, key)
         rows_BASD, stream_BASD = self._blocks(weights, teacher["target"], tokens_BT, anchors_BA)
         at_BAS = anchors_BA[..., None] + jnp.arange(self.test_steps)[None, None]
         before_BAS = jnp.take_along_axis(tokens_BT, at_BAS.reshape(len(tokens_BT), -1), axis=1).reshape(at_BAS.shape)
-        compare = functools.partial(self._compare_blocks, warp=warp)
-        if self.chunk is not None:
-            compare = jax.checkpoint(compare)
         chunk = self.chunk or self.anchors
 
         def cut(x: Array) -> Array:
             parts = jnp.moveaxis(x.reshape(len(x), -1, chunk, *x.shape[2:]), 1, 0)
             return parts.reshape(len(parts), -1, *x.shape[2:])
 
-        def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
-            return total + compare(weights, teacher, *part), None
-
         parts = cut(rows_BASD), cut(stream_BASD), cut(before_BAS)
-        sums_SX, _ = jax.lax.scan(add, jnp.zeros((self.test_steps, 12)), parts)
-        loss, counted, accepted, agreed, rows = sums_SX[:, :5].T
-        marginal_loss, _, marginal_accepted, marginal_agreed, _ = sums_SX[:, 5:10].T
-        counted = jnp.maximum(counted, 1)
-        return {
-            "loss": loss / counted,
-            "acceptance": accepted / rows,
-            "greedy_agreement": agreed / rows,
-            "marginal_loss": marginal_loss / counted,
-            "marginal_acceptance": marginal_accepted / rows,
-            "marginal_agreement": marginal_agreed / rows,
-            "confidence_loss": sums_SX[:, 10] / rows,
-            "confidence_error": sums_SX[:, 11] / rows,
-        }
+        sums_XS = self._add_up(functools.partial(self._compare_blocks, warp=warp), weights, teacher, parts, 12)
+        found, marginal, config = shares(sums_XS[:5]), shares(sums_XS[5:10]), self.head.config
+        if config.correction() is not None:
+            found |= {f"marginal_{name.removeprefix('greedy_')}": values_S for name, values_S in marginal.items()}
+        if config.confidence is not None:
+            rows_S = sums_XS[4]
+            found |= {"confidence_loss": sums_XS[10] / rows_S, "confidence_error": sums_XS[11] / rows_S}
+        return found
 
     def _choose_anchors(self, tokens_BT: Array, key: Array | None) -> Array:
         """Returns positions ``[B, A]`` with a token before them and a whole block behind them."""

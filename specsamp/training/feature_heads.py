@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -157,45 +158,60 @@ class TrainHead(Task):
         return {"target": self.target.param_axes(), DRAFT_IDS: ids}
 
     def loss(self, params, teacher_params, tokens_BT, key, step=0):
-        """See `Task.loss`; also returns the acceptance of each step, at temperature 1."""
-        losses_S, accepted_S, _ = self._averages(params, teacher_params, tokens_BT, None)
-        return losses_S @ self.decay ** jnp.arange(self.test_steps), _by_position("acceptance", accepted_S)
+        """See `Task.loss`; also returns the acceptance at each position of a draft, at temperature 1."""
+        found = self._results(params, teacher_params, tokens_BT, None, key)
+        return found.pop("loss"), found
 
     def measure(self, params, teacher_params, tokens_BT, warp):
         """Returns the objective, and the acceptance at each position of a draft: position i + 1 is step i."""
-        losses_S, accepted_S, agreed_S = self._averages(params, teacher_params, tokens_BT, warp)
-        return {
-            "loss": losses_S @ self.decay ** jnp.arange(self.test_steps),
-            **_by_position("acceptance", accepted_S),
-            **_by_position("greedy_agreement", agreed_S),
-        }
+        return self._results(params, teacher_params, tokens_BT, warp, None)
 
-    def _averages(self, params: Any, teacher: Any, tokens_BT: Array, warp: Warp | None) -> tuple[Array, Array, Array]:
-        """Returns the divergence, the acceptance and the share of equal modes of each step, ``[S]``.
+    def _results(
+        self, params: Any, teacher: Any, tokens_BT: Array, warp: Warp | None, key: Array | None
+    ) -> dict[str, Array]:
+        """Returns the loss, and by name and position the averages that are told.
 
         Args:
           warp: of acceptance and modes; None: temperature 1, and modes are not compared.
+          key: of random choices; None: they are the same each time.
         """
         weights = self.head.training_weights(params, teacher[DRAFT_IDS])
+        found = self._averages(weights, teacher, tokens_BT, warp, key)
+        told = {name: values_S for name, values_S in found.items() if "loss" not in name}
+        if warp is None:
+            told = {name: values_S for name, values_S in told.items() if "agreement" not in name}
+        return {"loss": self._total(found) @ self.decay ** jnp.arange(self.test_steps)} | {
+            f"{name}/position_{i + 1}": value for name, values_S in told.items() for i, value in enumerate(values_S)
+        }
+
+    def _total(self, found: dict[str, Array]) -> Array:
+        """Returns the loss of each step, ``[S]``."""
+        return found["loss"]
+
+    def _averages(
+        self, weights: Any, teacher: Any, tokens_BT: Array, warp: Warp | None, key: Array | None
+    ) -> dict[str, Array]:
+        """Returns averages for each step, ``[S]``."""
         stream_BTD, features_SBTD = self._steps(weights, teacher["target"], tokens_BT)
-        compare = functools.partial(self._compare, warp=warp)
         length = stream_BTD.shape[1]
-        chunk = length if self.chunk is None else self.chunk
+        chunk = self.chunk or length
         if length % chunk:
             raise ValueError(f"test_time.chunk {chunk} does not divide windows of {length} tokens")
-        if self.chunk is not None:
-            compare = jax.checkpoint(compare)
-
-        def add(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
-            return total + compare(weights, teacher, *part), None
 
         def cut(x: Array, axis: int) -> Array:
             return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :]), axis, 0)
 
         parts = cut(stream_BTD, 1), cut(features_SBTD, 2), cut(jnp.arange(length), 0)
-        sums_SX, _ = jax.lax.scan(add, jnp.zeros((self.test_steps, 5)), parts)
-        loss_S, counted_S, accepted_S, agreed_S, rows_S = sums_SX.T
-        return loss_S / jnp.maximum(counted_S, 1), accepted_S / rows_S, agreed_S / rows_S
+        return shares(self._add_up(functools.partial(self._compare, warp=warp), weights, teacher, parts, 5))
+
+    def _add_up(self, compare: Callable[..., Array], weights: Any, teacher: Any, parts: Any, sums: int) -> Array:
+        """Returns the sums ``[sums, S]`` over parts, which are in memory one at a time."""
+        compare = compare if self.chunk is None else jax.checkpoint(compare)
+
+        def add(total: Array, part: Any) -> tuple[Array, None]:
+            return total + compare(weights, teacher, *part), None
+
+        return jax.lax.scan(add, jnp.zeros((self.test_steps, sums)), parts)[0].T
 
     def _steps(self, weights: Any, target_params: Any, tokens_BT: Array) -> tuple[Array, Array]:
         """Runs the target, and the steps of the training-time test.
@@ -298,5 +314,11 @@ def _without_ids(tree: Any) -> Any:
     return {name: leaf for name, leaf in tree.items() if name != DRAFT_IDS}
 
 
-def _by_position(name: str, values_S: Array) -> dict[str, Array]:
-    return {f"{name}/position_{i + 1}": value for i, value in enumerate(values_S)}
+def shares(sums_XS: Array) -> dict[str, Array]:
+    """Returns averages of the sums of `TrainHead._sums`."""
+    loss_S, counted_S, accepted_S, agreed_S, rows_S = sums_XS
+    return {
+        "loss": loss_S / jnp.maximum(counted_S, 1),
+        "acceptance": accepted_S / rows_S,
+        "greedy_agreement": agreed_S / rows_S,
+    }
