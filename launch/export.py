@@ -41,11 +41,11 @@ from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import DTYPES
 from specsamp.models.transformer import TransformerLM
 from specsamp.text_format import human_count
-from specsamp.training import run
+from specsamp.training import run_folder
 from specsamp.training.data import Corpus, held_out_windows, read_corpus, standard_library
-from specsamp.training.evaluate import evaluate
+from specsamp.training.held_out import evaluate
 from specsamp.training.source import Source, open_trained
-from specsamp.training.task import TrainModel
+from specsamp.training.training_task import TrainModel
 
 _TARGET = flags.DEFINE_string("target", None, "Make a pair: the folder of the target's training run.")
 _DRAFT = flags.DEFINE_string("draft", None, "The folder of the draft's training run, distilled from --target.")
@@ -79,7 +79,7 @@ def main() -> None:
         return
     if _CHECKPOINT.value:
         convert(console)
-    elif _RUN.value and "head" in run.read_config(_RUN.value):
+    elif _RUN.value and "head" in run_folder.read_config(_RUN.value):
         export_head(console)
     else:
         export_model()
@@ -106,7 +106,7 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
     data = target.provenance["config"]["data"]
     how = {name: data[name] for name in ("pattern", "exclude", "held_out")}
     corpus = read_corpus(data["folder"] or standard_library(), **how)
-    run.check_same(target_run, "corpus", corpus.describe())
+    run_folder.check_same(target_run, "corpus", corpus.describe())
     written = dict(
         target=(target.config, target.params),
         draft=(draft.config, draft.params),
@@ -135,10 +135,10 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
 def provenance_of(trained: Source) -> dict:
     """Returns the record of a training."""
     return {
-        "config": run.without_paths(trained.provenance["config"]),
+        "config": run_folder.without_paths(trained.provenance["config"]),
         "corpus": trained.made_from("corpus"),
         "step": trained.step,
-        "last_metrics": run.last_metrics(trained.folder, trained.step),
+        "last_metrics": run_folder.last_metrics(trained.folder, trained.step),
     }
 
 

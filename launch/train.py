@@ -36,7 +36,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.models.transformer import TransformerLM
 from specsamp.text_format import human_count
-from specsamp.training import run, source
+from specsamp.training import run_folder, source
 from specsamp.training.block_heads import TrainBlock
 from specsamp.training.data import (
     Corpus,
@@ -52,10 +52,10 @@ from specsamp.training.data import (
 from specsamp.training.feature_heads import TrainHead, most_frequent
 from specsamp.training.generated import kept_windows
 from specsamp.training.layerskip import LayerSkip
-from specsamp.training.log import Progress
+from specsamp.training.run_folder import Progress
 from specsamp.training.source import Source
-from specsamp.training.task import Task, TrainModel
 from specsamp.training.trainer import check_rows, train
+from specsamp.training.training_task import Task, TrainModel
 
 _CONFIG = ConfigFlag("configs/python_pair.py:tiny_target", TrainingConfig)
 _WORKDIR = flags.DEFINE_string(
@@ -82,7 +82,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     target = None if config.target is None else find_target(config, mesh, console)
     if target is not None and target.public:
         config = config.with_model(source.layer_fields(dict(config.model), target.config))
-    run.check_run(folder, config.recorded, changeable=("intervals", "mesh"))
+    run_folder.check_run(folder, config.recorded, changeable=("intervals", "mesh"))
     model, is_head = make_model(config), config.head is not None
     first = None
     if config.init and is_head:
@@ -94,7 +94,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
         data.folder or standard_library(), pattern=data.pattern, exclude=data.exclude, held_out=data.held_out
     )
     made_from = {"corpus": corpus.describe()}
-    run.check_same(folder, "corpus", made_from["corpus"])
+    run_folder.check_same(folder, "corpus", made_from["corpus"])
     for other in filter(None, (target, first)):
         other.check_split(data.held_out, corpus.digest)
     tokenizer = make_tokenizer(config, folder, corpus, target or first)
@@ -109,7 +109,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     check_windows(config, model, target, mesh)
     if target is not None:  # a public one's parameters are read here, after all else was checked
         made_from["target"] = target.identity | sizes_of(target)
-        run.check_same(folder, "target", made_from["target"])
+        run_folder.check_same(folder, "target", made_from["target"])
     first_params = None if first is None else check_first(config, first, tokenizer, task)
     teacher_params = make_teacher(config, task, target, windows, first)
     if is_head and first is not None:
@@ -117,9 +117,9 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
             told = f"the head in {config.init} was trained for another target, or its folder does not say for which"
             console.print(told, style="yellow")
     if entry.is_first():
-        run.open_run(folder, config.recorded, tokenizer.to_json(), **made_from)
+        run_folder.open_run(folder, config.recorded, tokenizer.to_json(), **made_from)
         if is_head and config.head.get("draft_vocab_size"):
-            run.write_array(folder / run.IDS, np.asarray(teacher_params[DRAFT_IDS]))
+            run_folder.write_array(folder / run_folder.IDS, np.asarray(teacher_params[DRAFT_IDS]))
     epochs = train_config.steps * train_config.batch * data.length / len(windows.stream)
     count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
     console.print(

@@ -54,7 +54,7 @@ from rich.console import Console
 from specsamp import Method, ModelDrafter, TokenRule, chain, generate, load_pair, temperature
 from specsamp.analysis import report
 from specsamp.analysis.figures import DRAFT, TARGET, set_style
-from specsamp.evaluation.audit.run import Settings, audit, audit_table
+from specsamp.evaluation.audit.checks import Settings, audit, audit_table
 from specsamp.evaluation.audit.subject import Subject
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.training.digits import CLASSES, LEVELS, SIDE, prompt

@@ -12,9 +12,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from specsamp import storage
 from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.training import run
+from specsamp.training import run_folder
 from specsamp.training.data import train_tokenizer
-from specsamp.training.log import MetricsLog, read_metrics
+from specsamp.training.run_folder import MetricsLog, read_metrics
 
 
 class Bucket(DirFileSystem):
@@ -144,17 +144,17 @@ def test_results_and_runs_in_a_bucket(bucket):
     storage.write_json("gs://mine/results/r.json", {"x": 1})
     assert (bucket / "mine/results/r.json").read_text() == '{\n  "x": 1\n}\n'
     trained = JsonTokenizer.from_tokenizer(train_tokenizer(["def f(x):\n    return x\n"] * 9, 300), "<eos>")
-    run.open_run("gs://mine/run", {"model": {}}, trained.to_json(), corpus={"sha256": "0"})
+    run_folder.open_run("gs://mine/run", {"model": {}}, trained.to_json(), corpus={"sha256": "0"})
     assert JsonTokenizer("gs://mine/run/tokenizer.json", "<eos>").to_json() == trained.to_json()
     with pytest.raises(FileNotFoundError, match="no tokenizer at gs://mine/other.json"):
         JsonTokenizer("gs://mine/other.json")
-    run.check_run("gs://mine/run", {"model": {}})
+    run_folder.check_run("gs://mine/run", {"model": {}})
     with pytest.raises(ValueError, match="another configuration: model.width was 'absent', is 3"):
-        run.check_run("gs://mine/run", {"model": {"width": 3}})
+        run_folder.check_run("gs://mine/run", {"model": {"width": 3}})
     with pytest.raises(ValueError, match="another corpus"):
-        run.check_same("gs://mine/run", "corpus", {"sha256": "1"})
-    run.write_array("gs://mine/run/rows.npy", np.arange(3))
-    np.testing.assert_array_equal(run.read_array("gs://mine/run/rows.npy"), np.arange(3))
+        run_folder.check_same("gs://mine/run", "corpus", {"sha256": "1"})
+    run_folder.write_array("gs://mine/run/rows.npy", np.arange(3))
+    np.testing.assert_array_equal(run_folder.read_array("gs://mine/run/rows.npy"), np.arange(3))
     log = MetricsLog("gs://mine/metrics.jsonl")
     for step in (1, 2, 3):
         log.write(step, loss=1.0 / step)

@@ -7,18 +7,18 @@ import functools
 from collections.abc import Callable
 
 from specsamp import validate
-from specsamp.evaluation import isolation, programs, python_syntax, questions, xsum
+from specsamp.evaluation import coding_tasks, isolation, text_tasks
 from specsamp.evaluation.task import EvaluationTask
 
 # The function that reads each task from a file or a data set on the hub; `python` reads the prompts of a pair.
 TASKS: dict[str, Callable[..., EvaluationTask]] = {
-    "humaneval": programs.load_humaneval,
-    "xsum": xsum.load_xsum,
-    "spec_bench": questions.load_spec_bench,
-    "mt_bench": questions.load_mt_bench,
-    "gsm8k": questions.load_gsm8k,
-    "mbpp": programs.load_mbpp,
-    "python": python_syntax.load_python,
+    "humaneval": coding_tasks.load_humaneval,
+    "xsum": text_tasks.load_xsum,
+    "spec_bench": text_tasks.load_spec_bench,
+    "mt_bench": text_tasks.load_mt_bench,
+    "gsm8k": text_tasks.load_gsm8k,
+    "mbpp": coding_tasks.load_mbpp,
+    "python": coding_tasks.load_python,
 }
 RUN_PROGRAMS = ("humaneval", "mbpp")
 SHOWS_SHOTS = ("gsm8k",)

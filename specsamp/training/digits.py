@@ -15,7 +15,7 @@ import sys
 import numpy as np
 
 from specsamp import storage
-from specsamp.training.run import write_array
+from specsamp.training.run_folder import write_array
 
 SIDE, LEVELS, CLASSES = 8, 17, 10  # tokens 0 to 16 are grey levels, 17 to 26 classes
 VOCAB_SIZE = LEVELS + CLASSES + 1  # the last token ends a sequence

@@ -35,7 +35,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
 from specsamp.sampling.warp import Warp, log_probs
 from specsamp.training.objective import DIVERGENCES, greedy_agreement, overlap
-from specsamp.training.task import Task
+from specsamp.training.training_task import Task
 
 Array = jax.Array
 

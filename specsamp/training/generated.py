@@ -15,7 +15,7 @@ from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
 from specsamp.mesh import distributed
 from specsamp.sampling.warp import Warp
-from specsamp.training.run import read_array, write_array
+from specsamp.training.run_folder import read_array, write_array
 
 
 def kept_windows(

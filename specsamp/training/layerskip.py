@@ -23,7 +23,7 @@ from specsamp import validate
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import log_probs
 from specsamp.training.objective import cross_entropy, greedy_agreement, overlap
-from specsamp.training.task import Task
+from specsamp.training.training_task import Task
 
 Array = jax.Array
 

@@ -42,7 +42,7 @@ from specsamp.models.eagle import Eagle3Config, MTPConfig
 from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.training.run import FIX, IDS, read_array, read_config, read_description
+from specsamp.training.run_folder import FIX, IDS, read_array, read_config, read_description
 
 # Kinds of heads that are trained.
 HEADS = {

@@ -23,9 +23,9 @@ from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.checkpoints.params import check_shapes
 from specsamp.mesh.layout import DATA, Layout, put
 from specsamp.training.data import Mixture, Windows
-from specsamp.training.evaluate import evaluate, evaluation_batch
-from specsamp.training.log import MetricsLog, Progress
-from specsamp.training.task import Task
+from specsamp.training.held_out import evaluate, evaluation_batch
+from specsamp.training.run_folder import MetricsLog, Progress
+from specsamp.training.training_task import Task
 
 Array = jax.Array
 

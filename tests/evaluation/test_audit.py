@@ -39,7 +39,7 @@ from specsamp.evaluation.audit import (
     distribution,
     streams,
 )
-from specsamp.evaluation.audit.run import UNREADABLE
+from specsamp.evaluation.audit.checks import UNREADABLE
 from specsamp.evaluation.audit.teacher import Text, judge, next_logits
 from specsamp.models.config import tiny
 from specsamp.sampling.rng import RoundKeys

@@ -9,7 +9,7 @@ import pytest
 from specsamp import Pair, TokenRule, chain, temperature
 from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.evaluation.audit import Settings, Status, audit
-from specsamp.evaluation.audit.run import UNREADABLE
+from specsamp.evaluation.audit.checks import UNREADABLE
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead

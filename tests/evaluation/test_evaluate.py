@@ -7,7 +7,7 @@ import pytest
 
 from specsamp import Method, NgramDrafter
 from specsamp.decoding.results import RowStats
-from specsamp.evaluation.evaluate import Requests, decode, tabulate
+from specsamp.evaluation.harness import Requests, decode, tabulate
 from specsamp.evaluation.task import EvaluationTask, Problem
 from support.byte_tokenizer import ByteTokenizer
 from support.fakes import counting_pair

@@ -6,7 +6,7 @@ import pytest
 
 from specsamp import BlockRule, CoupledRule, TokenRule, chain
 from specsamp.evaluation.audit import Settings, audit, rounds
-from specsamp.evaluation.audit.evidence import Evidence
+from specsamp.evaluation.audit.rounds import Evidence
 from support import mutants
 from support.audits import RARE, TARGET, K, V, table_subject
 from support.fakes import TableLM, near, random_table

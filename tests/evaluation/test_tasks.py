@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from specsamp.checkpoints.pair import load_prompts
-from specsamp.evaluation import isolation, programs, xsum
-from specsamp.evaluation.programs import load_humaneval, load_mbpp, pass_at_k
-from specsamp.evaluation.python_syntax import ParseResult, parse_python, parses
+from specsamp.evaluation import coding_tasks, isolation, text_tasks
+from specsamp.evaluation.coding_tasks import ParseResult, load_humaneval, load_mbpp, parse_python, parses, pass_at_k
 from specsamp.evaluation.records import read_records
 from specsamp.evaluation.task import Attempt, compare, mean_interval, summarise
 from specsamp.evaluation.tasks import load_task
@@ -62,7 +61,7 @@ def test_humaneval_counts_what_passes(write, packed):
     assert (add.id, add.prompt, task.stop, task.max_new_tokens) == (
         "Own/0",
         ADD["prompt"],
-        programs.HUMANEVAL_STOP,
+        coding_tasks.HUMANEVAL_STOP,
         512,
     )
     if not isolation.find_isolation().suffices:
@@ -143,10 +142,10 @@ def test_parquet(tmp_path):
 
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([ADD, LAST]), path)
-    assert read_records(str(path), programs.HUMANEVAL_FIELDS) == [ADD, LAST]
+    assert read_records(str(path), coding_tasks.HUMANEVAL_FIELDS) == [ADD, LAST]
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(ValueError, match="a.parquet is damaged"):
-        read_records(str(path), programs.HUMANEVAL_FIELDS)
+        read_records(str(path), coding_tasks.HUMANEVAL_FIELDS)
 
 
 ARTICLES = [
@@ -156,7 +155,7 @@ ARTICLES = [
 
 
 def test_xsum_asks_with_one_example(write, monkeypatch):
-    monkeypatch.setattr(xsum, "_scorer", lambda: None)
+    monkeypatch.setattr(text_tasks, "_scorer", lambda: None)
     (problem,) = load_task("xsum", write(lines(ARTICLES))).problems
     assert problem.prompt == (
         "Article: It rained. Much.\nSummary: Rain fell.\n\nArticle: A cat sat on a mat.\nSummary:"
@@ -180,7 +179,7 @@ def test_rouge(write):
     ],
 )
 def test_libraries_that_are_missing(write, monkeypatch, library, name, message):
-    xsum._scorer.cache_clear()
+    text_tasks._scorer.cache_clear()
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ValueError, match=message):
         load_task("xsum", write(lines(ARTICLES), name))

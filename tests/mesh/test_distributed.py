@@ -19,7 +19,7 @@ from specsamp import generate
 from specsamp.analysis.workload import decoders
 from specsamp.checkpoints.export import export
 from specsamp.mesh import distributed
-from specsamp.training.log import read_metrics
+from specsamp.training.run_folder import read_metrics
 from support import mesh_worker as worker
 from support import run_script
 from support.checkpoint_shapes import random_params

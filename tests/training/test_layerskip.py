@@ -11,10 +11,10 @@ from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Windows
-from specsamp.training.evaluate import evaluate
+from specsamp.training.held_out import evaluate
 from specsamp.training.layerskip import LayerSkip, loss_weights, read_layers
-from specsamp.training.task import TrainModel
 from specsamp.training.trainer import TrainConfig, init_state, train_step
+from specsamp.training.training_task import TrainModel
 from support.weights import drawn_params
 
 V, LENGTH = 16, 12

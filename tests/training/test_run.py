@@ -17,8 +17,8 @@ from specsamp import storage
 from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.training import run, source
-from specsamp.training.log import MetricsLog, Progress
+from specsamp.training import run_folder, source
+from specsamp.training.run_folder import MetricsLog, Progress
 from support.weights import drawn_params
 
 CONFIG = tiny(num_layers=1, width=16, vocab_size=32, num_heads=2, positions="rotary")
@@ -97,7 +97,7 @@ def trained(tmp_path_factory):
     """The folder of a run whose parameters lie on all eight devices."""
     folder = tmp_path_factory.mktemp("run")
     shape = {k: v for k, v in dataclasses.asdict(CONFIG).items() if k != "dtype"}
-    run.open_run(folder, {"model": shape, "train": {"batch": 2}, "data": {"length": 10}}, "{}")
+    run_folder.open_run(folder, {"model": shape, "train": {"batch": 2}, "data": {"length": 10}}, "{}")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params = jax.device_put(drawn_params(TransformerLM(CONFIG)), NamedSharding(mesh, PartitionSpec()))
     with opened(folder / "checkpoints") as checkpoints:
@@ -117,7 +117,7 @@ def test_a_trained_model_is_opened_without_its_optimizer(trained):
     assert model.config == CONFIG and model.step == 7
     seconds = 5 * 20 / 10 + 2 * 20 / 20  # steps of 2 rows of 10 tokens, at the pace of either report
     expected = {"step": 7, "loss": 1.0, "held_out/loss": 3.0, "training_seconds": seconds}
-    assert expected.items() <= run.last_metrics(model.folder, model.step).items()
+    assert expected.items() <= run_folder.last_metrics(model.folder, model.step).items()
     assert model.model_in("bfloat16").config == dataclasses.replace(CONFIG, dtype="bfloat16")
     jax.tree.map(np.testing.assert_array_equal, model.params, params)
     assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(model.params))
@@ -148,7 +148,7 @@ def test_a_damaged_run_json_is_named(tmp_path):
         with pytest.raises(ValueError, match=f"{tmp_path}/run.json .*{message}.*--workdir"):
             source.open_trained(tmp_path)
     with pytest.raises(ValueError, match=message):
-        run.check_run(tmp_path, RUN)
+        run_folder.check_run(tmp_path, RUN)
 
 
 RUN = {"model": {"width": 16, "layers": 2}, "intervals": {"log": 10}, "exclude": ("a", "b"), "folder": "é"}
@@ -156,23 +156,23 @@ RUN = {"model": {"width": 16, "layers": 2}, "intervals": {"log": 10}, "exclude":
 
 def test_a_run_belongs_to_its_configuration(tmp_path):
     folder = tmp_path / "new" / "run"
-    run.check_run(folder, RUN)  # nothing there yet
-    run.open_run(folder, RUN, "{}", corpus={"sha256": "a", "files": 3})
-    run.check_run(folder, RUN)
+    run_folder.check_run(folder, RUN)  # nothing there yet
+    run_folder.open_run(folder, RUN, "{}", corpus={"sha256": "a", "files": 3})
+    run_folder.check_run(folder, RUN)
     changed = {**RUN, "model": {"width": 32, "depth": 2}, "intervals": {"log": 1}}
     with pytest.raises(ValueError) as caught:
-        run.check_run(folder, changed, changeable=("intervals",))
+        run_folder.check_run(folder, changed, changeable=("intervals",))
     message = str(caught.value)
     assert "model.width was 16, is 32" in message
     assert "model.layers was 2, is 'absent'" in message and "model.depth was 'absent', is 2" in message
     assert "intervals" not in message and "exclude" not in message
-    run.check_run(folder, {**RUN, "intervals": {"log": 1}}, changeable=("intervals",))
+    run_folder.check_run(folder, {**RUN, "intervals": {"log": 1}}, changeable=("intervals",))
     with pytest.raises(ValueError, match="intervals.log was 10, is 1"):
-        run.check_run(folder, {**RUN, "intervals": {"log": 1}})
-    run.check_same(folder, "corpus", {"sha256": "a", "files": 4})  # the hash decides
-    run.check_same(folder, "target", {"sha256": "b"})  # nothing known of one
+        run_folder.check_run(folder, {**RUN, "intervals": {"log": 1}})
+    run_folder.check_same(folder, "corpus", {"sha256": "a", "files": 4})  # the hash decides
+    run_folder.check_same(folder, "target", {"sha256": "b"})  # nothing known of one
     with pytest.raises(ValueError, match="another corpus: {.*'files': 3.*}, now {.*'files': 4.*}"):
-        run.check_same(folder, "corpus", {"sha256": "b", "files": 4})
+        run_folder.check_same(folder, "corpus", {"sha256": "b", "files": 4})
 
 
 def test_the_log_forgets_what_will_be_done_again(tmp_path):

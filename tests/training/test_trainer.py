@@ -16,9 +16,9 @@ from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Windows
-from specsamp.training.evaluate import COMPARED_DISTRIBUTIONS, evaluate
-from specsamp.training.task import TrainModel
+from specsamp.training.held_out import COMPARED_DISTRIBUTIONS, evaluate
 from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step
+from specsamp.training.training_task import TrainModel
 from support.weights import drawn_params
 
 V, LENGTH = 32, 8

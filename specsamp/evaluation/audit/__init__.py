@@ -1,6 +1,6 @@
 """Checks that a pair writes the texts of its target alone: `audit` runs every check of a `Subject`."""
 
-from specsamp.evaluation.audit.run import CHECKS, Audit, Settings, audit, audit_table
+from specsamp.evaluation.audit.checks import CHECKS, Audit, Settings, audit, audit_table
 from specsamp.evaluation.audit.subject import Check, Status, Subject
 
 __all__ = ["CHECKS", "Audit", "Check", "Settings", "Subject", "Status", "audit", "audit_table"]

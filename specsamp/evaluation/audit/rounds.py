@@ -4,13 +4,25 @@ After any prefix the next token must follow the target's distribution q for ever
 in acceptance or residual move probability from tokens with q > p to tokens with q < p, or back. Where q is flat, counts
 of single tokens cannot see that. The ratio q(x) / p(x) of every token of long texts can.
 
-**Tests**, all of the kind in `specsamp.evaluation.audit.evidence`. (1) One for each of `EDGES`: q(x) / p(x) lies above it
-as often as q says. (2) Under the token rule, one for all drafted tokens and one for each position of a draft: a token is
-accepted with probability ``sum_x min(q(x), p(x))``, if all drafted tokens before it were accepted.
+**Tests.** (1) One for each of `EDGES`: q(x) / p(x) lies above it as often as q says. (2) Under the token rule, one for all
+drafted tokens and one for each position of a draft: a token is accepted with probability ``sum_x min(q(x), p(x))``, if all
+drafted tokens before it were accepted.
 
 **Which tokens.** Under the token rule ratios are tested at all positions of a draft. Under other rules they are tested at
 the first position of each round: there the next token follows q under every lossless rule. The same holds for heads,
 whose later tokens depend on where their round began.
+
+**How tests decide.** Let d be how much oftener an event happened at N tokens than its probabilities say. If tokens follow
+these probabilities,
+
+    E = sqrt(r / (r + v)) exp(d^2 / (2 (r + v))),        v = N / 4
+
+is at most a martingale of mean one, for any constant r (Robbins 1970: a mixture over t of Hoeffding's exp(t d - t^2 v / 2)).
+So it ever exceeds 1 / level with a probability of at most ``level`` (Ville's inequality): 1 / E is a p-value. This needs no
+normal approximation and no number of tokens fixed in advance. Several tests share a level by Bonferroni's inequality.
+
+If the event's frequency is off by e per token, d stays below ``N e - sqrt(N log(1 / (1 - POWER)) / 2)`` with a probability
+of at most 1 - POWER (Azuma's inequality), which says how large an error is seen: `Evidence.error_seen`.
 """
 
 from __future__ import annotations
@@ -19,13 +31,13 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specsamp.decoding.data_shards import BY_ROWS, DataShards
-from specsamp.evaluation.audit.evidence import Evidence
 from specsamp.evaluation.audit.readers import reader
 from specsamp.evaluation.audit.subject import POWER, Check, Subject
 from specsamp.evaluation.audit.teacher import Text, read_tokens
@@ -38,6 +50,46 @@ Array = jax.Array
 # and a compiler may compute the ratio twice.
 EDGES = (-2.0, -1.0, -0.5, 1e-3, 0.5, 1.0, 2.0)
 MOST_BATCHES = 64  # calls of `generate`
+MIXED = 100  # r: tests of about 4 r tokens and more are sharp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Counts of the events of T tests; those of two sets of tokens add up.
+
+    Attributes:
+      tokens_T: number of tokens that were tested.
+      happened_T, expected_T: how often the events happened, and the sum of their probabilities.
+    """
+
+    tokens_T: np.ndarray
+    happened_T: np.ndarray
+    expected_T: np.ndarray
+
+    @classmethod
+    def of(cls, probs_NT: np.ndarray, happened_NT: np.ndarray, tested_NT: np.ndarray) -> Self:
+        """Counts events at the tokens that are tested; all arguments are broadcast to ``[N, T]``."""
+        probs_NT, happened_NT, tested_NT = np.broadcast_arrays(probs_NT.astype(np.float64), happened_NT, tested_NT)
+        return cls(
+            tokens_T=tested_NT.sum(0),
+            happened_T=(happened_NT & tested_NT).sum(0),
+            expected_T=(probs_NT * tested_NT).sum(0),
+        )
+
+    @property
+    def p_values(self) -> np.ndarray:
+        """Returns ``min(1, 1 / E)`` for each test, float64 [T]."""
+        spread_T = MIXED + self.tokens_T / 4
+        log_evidence_T = (np.log(MIXED / spread_T) + (self.happened_T - self.expected_T) ** 2 / spread_T) / 2
+        return np.exp(-np.maximum(log_evidence_T, 0))
+
+    def error_seen(self, level: float) -> np.ndarray:
+        """Returns the smallest error of an event's frequency that a test at ``level`` sees with `POWER`, [T]."""
+        tokens_T = np.maximum(self.tokens_T, 1)
+        spread_T = MIXED + tokens_T / 4
+        threshold_T = np.sqrt(spread_T * (2 * np.log(1 / level) + np.log(spread_T / MIXED)))
+        return (threshold_T + np.sqrt(tokens_T * np.log(1 / (1 - POWER)) / 2)) / tokens_T
 
 
 @jax.tree_util.register_dataclass

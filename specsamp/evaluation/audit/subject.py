@@ -46,7 +46,7 @@ class Check:
     """Result of one check.
 
     Attributes:
-      name: one of `specsamp.evaluation.audit.run.CHECKS`.
+      name: one of `specsamp.evaluation.audit.checks.CHECKS`.
       verdict: passed, failed or not applicable.
       sentence: the observations behind the verdict.
       numbers: the observations as numbers; finite, for JSON.

@@ -1,17 +1,25 @@
-"""Questions by category, in their public formats: Spec-Bench and MT-bench, whose answers have no score, and GSM8K."""
+"""Tasks of text, in their public formats: Spec-Bench and MT-bench, whose answers have no score; GSM8K and XSum."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from specsamp.evaluation.records import read_records
+import numpy as np
+
+from specsamp.evaluation.records import Record, read_records
 from specsamp.evaluation.task import Attempt, EvaluationTask, Problem, cut
 
 GSM8K = "openai/gsm8k"
 GSM8K_STOP = ("\nQuestion:",)
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+XSUM = "EdinburghNLP/xsum"
+ROUGE = ("rouge1", "rouge2", "rougeL")
+XSUM_STOP = ("\n\n", "\nArticle:")
+ARTICLE = "Article: {document}\nSummary:"
 
 
 def load_mt_bench(source: str) -> EvaluationTask:
@@ -64,3 +72,47 @@ def _read_turns(source: str, names: Mapping[str, str] | None = None) -> list[Pro
             Problem(id=str(record["question_id"]), category=category, prompt=first, further_turns=tuple(further))
         )
     return problems
+
+
+def load_xsum(source: str = XSUM) -> EvaluationTask:
+    """Reads articles with the fields ``document`` and ``summary``; the first article is the example.
+
+    Raises:
+      ValueError: as `read_records`; there is one article only; or the library of the scores is missing.
+    """
+    _scorer()
+    example, *records = read_records(source, {"document": str, "summary": str})
+    if not records:
+        raise ValueError(f"{source} has one article, which is the example: give more")
+    shown = f"{_ask(example)} {_flat(example['summary'])}\n\n"
+    problems = [
+        Problem(id=str(record.get("id", number)), prompt=shown + _ask(record), reference=_flat(record["summary"]))
+        for number, record in enumerate(records, 2)
+    ]
+    return EvaluationTask(
+        name="xsum", problems=problems, stop=XSUM_STOP, max_new_tokens=128, continues=True, score=score_summaries
+    )
+
+
+def score_summaries(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, float]:
+    """Returns the mean F-measures of ROUGE-1, 2 and L of the summaries."""
+    found = [_scorer().score(problem.reference, cut(attempt.text, XSUM_STOP)) for attempt in attempts]
+    return {name: float(np.mean([scores[name].fmeasure for scores in found])) for name in ROUGE}
+
+
+def _ask(record: Record) -> str:
+    return ARTICLE.format(document=_flat(record["document"]))
+
+
+def _flat(text: str) -> str:
+    """Returns a text in one line, since an empty line ends an example."""
+    return " ".join(text.split())
+
+
+@functools.cache
+def _scorer() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise ValueError("to score summaries takes a library: pip install rouge-score") from error
+    return RougeScorer(ROUGE, use_stemmer=True)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specsamp.mesh.layout import DATA, Layout, make_mesh, put
 from specsamp.sampling.warp import chain, temperature, top_p
-from specsamp.training.task import Task
+from specsamp.training.training_task import Task
 
 # The distributions under which a draft is compared with its target on held-out text.
 COMPARED_DISTRIBUTIONS = {
