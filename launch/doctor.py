@@ -34,7 +34,7 @@ from specsamp import doctor, storage, use_compilation_cache
 from specsamp.analysis.report import Table
 from specsamp.checkpoints import name_check
 from specsamp.doctor import Level, Wanted
-from specsamp.evaluation.head_check import check_head, write_texts
+from specsamp.evaluation.head_check import check_head
 
 FLAGS_OF = {"machine": (), "head": ("prompts", "tokens", "output"), "names": ("pair", "head", "output")}
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
@@ -43,7 +43,7 @@ _LOOK_AT = flags.DEFINE_enum(
 )
 _PROMPTS = define_prompts()
 _TOKENS = flags.DEFINE_integer(
-    "tokens", 64, "Number of tokens that the target writes after each prompt; the head reads them.", lower_bound=1
+    "tokens", 64, "Number of tokens that are decoded with the head after each prompt.", lower_bound=1
 )
 _PAIR = flags.DEFINE_multi_string(
     "pair", [], "Look at this pair of configs/hf.py, or TARGET,DRAFT; may be repeated; by default all of that file."
@@ -91,11 +91,9 @@ def look_at_head(console: Console) -> int:
         raise ValueError(f"drafter = {config.drafter!r}, and the pair has no head: name one, see --help")
     use_compilation_cache()
     console.print(headline(experiment, task="a check of the head"))
-    texts_of, sampling = experiment.workload.prompts, experiment.method.sampling
-    with entry.progress(console, "the target writes the texts"):
-        texts = write_texts(experiment.pair, texts_of, tokens=_TOKENS.value, sampling=sampling, seed=config.seed)
-    with entry.progress(console, "the head reads them"):
-        found = check_head(experiment.pair, texts, sampling=sampling)
+    asked, sampling = experiment.workload.prompts, experiment.method.sampling
+    with entry.progress(console, "decoding with the head"):
+        found = check_head(experiment.pair, asked, tokens=_TOKENS.value, sampling=sampling, seed=config.seed)
     for sentence in found.sentences:
         console.print(sentence, style="bold green" if found.fits else "bold red")
     document = {
@@ -103,7 +101,7 @@ def look_at_head(console: Console) -> int:
         "pair": experiment.pair_name,
         "fits": found.fits,
         "sentences": found.sentences,
-        "drafts": len(found.acceptance_N),
+        "drafts": found.drafted,
         "acceptance": found.acceptance,
     }
     entry.write_result(_OUTPUT.value, document, console)

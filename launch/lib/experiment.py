@@ -106,14 +106,11 @@ def build(
 
 def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
     """Prints a head's acceptance on a few texts; in red if it is low."""
-    from specsamp.evaluation.head_check import check_head, write_texts  # with SciPy, which takes half a second
+    from specsamp.evaluation.head_check import check_head
 
     console = entry.make_console(stderr=True)
     tokens = min(CHECKED_TOKENS, work.max_new_tokens)
-    texts = write_texts(pair, work.prompts[:CHECKED_PROMPTS], tokens=tokens, sampling=sampling)
-    if max(map(len, texts)) < 3:
-        return
-    found = check_head(pair, texts, sampling=sampling)
+    found = check_head(pair, work.prompts[:CHECKED_PROMPTS], tokens=tokens, sampling=sampling)
     for sentence in found.sentences:
         console.print(entry.visible(sentence), style=None if found.fits else "bold red")
 

@@ -77,13 +77,9 @@ def decode(
     """
     ends = make_stops(pair, None).ids
     written: dict[int, list[Completion]] = {key: [] for key in problems}
-    timed, done, most = collections.Counter(), 0, max_positions(pair, method.drafter)
+    timed, done = collections.Counter(), 0
     for turn in itertools.count():
-        asked = {key: conversation(problem, written[key], turn, requests) for key, problem in problems.items()}
-        asked = {key: prompt for key, prompt in asked.items() if prompt is not None}
-        if turn:
-            long = [key for key, n in lengths(pair, asked).items() if n + requests.max_new_tokens > most]
-            asked = {key: prompt for key, prompt in asked.items() if key not in long}
+        asked = _ask(pair, problems, written, turn, method, requests)
         if not asked:
             break
         work = generate_many(
@@ -107,15 +103,15 @@ def decode(
             say(done + len(of_turn))
         timed += _timed(work, of_turn, time.perf_counter() - begin)
         done += len(of_turn)
-        keys = list(asked)
         for completion in sorted(of_turn, key=lambda one: (one.prompt_index, one.sample_index)):
-            written[keys[completion.prompt_index]].append(completion)
+            written[list(asked)[completion.prompt_index]].append(completion)
     completions = [one for of_problem in written.values() for one in of_problem]
+    counts = ((problem.category, one.stats) for key, problem in problems.items() for one in written[key])
     turns = sum(1 + len(problem.further_turns) for problem in problems.values())
     return {
         "problems": [problem.id for problem in problems.values()],
         "scores": [_score(task, problem, written[key], ends) for key, problem in problems.items()],
-        "counts": _count_by_category(problems.values(), list(written.values())),
+        "counts": _add_up(counts),
         "exact": method.exact,
         "row_independent": method.row_independent,
         "finish": dict(collections.Counter(one.finish for one in completions)),
@@ -123,6 +119,22 @@ def decode(
         "turns_left_out": turns - len(completions) // requests.samples,  # no chat template, or too long
         "timed": dict(timed),
     }
+
+
+def _ask(
+    pair: Pair,
+    problems: Mapping[int, Problem],
+    written: Mapping[int, Sequence[Completion]],
+    turn: int,
+    method: Method,
+    requests: Requests,
+) -> dict[int, Prompt]:
+    """Returns the prompts of a turn; a further turn that has become too long is left out."""
+    asked = {key: conversation(problem, written[key], turn, requests) for key, problem in problems.items()}
+    asked = {key: prompt for key, prompt in asked.items() if prompt is not None}
+    room = max_positions(pair, method.drafter) - requests.max_new_tokens
+    fit = {key for key, n in lengths(pair, asked).items() if n <= room} if turn else asked
+    return {key: prompt for key, prompt in asked.items() if key in fit}
 
 
 def conversation(problem: Problem, written: Sequence[Completion], turn: int, requests: Requests) -> Prompt | None:
@@ -171,11 +183,6 @@ def _score(
     attempts = [Attempt(text=one.text, ended=one.tokens[-1] in ends) for one in completions]
     log_probs = [value for one in completions for value in one.log_probs]
     return task.score(problem, attempts) | {LOG_PROB: float(np.mean(log_probs))}
-
-
-def _count_by_category(problems: Iterable[Problem], completions: Sequence[Sequence[Completion]]) -> dict[str, RowStats]:
-    pairs = zip(problems, completions, strict=True)
-    return _add_up((problem.category, one.stats) for problem, of_problem in pairs for one in of_problem)
 
 
 def _add_up(counts: Iterable[tuple[str, RowStats]]) -> dict[str, RowStats]:

@@ -130,15 +130,19 @@ def read_array(path: str | os.PathLike) -> np.ndarray:
 
 
 class MetricsLog:
-    """Writes one JSON object per line, in the order of steps; a resumed run drops the records it will write again."""
+    """Writes one JSON object per line, in the order of steps; a resumed run drops the records it will write again.
 
-    def __init__(self, path: str | os.PathLike, resumed_at: int = 0):
-        kept = [record for record in read_metrics(path) if record["step"] <= resumed_at]
-        self._lines = storage.Lines(path, [json.dumps(record) + "\n" for record in kept])
+    Without a path nothing is written: one process of a run does it.
+    """
+
+    def __init__(self, path: str | os.PathLike | None, resumed_at: int = 0):
+        kept = [record for record in read_metrics(path) if record["step"] <= resumed_at] if path else []
+        self._lines = path and storage.Lines(path, [json.dumps(record) + "\n" for record in kept])
 
     def write(self, step: int, **numbers: float) -> None:
         """Appends a record."""
-        self._lines.add(json.dumps({"step": step, **numbers}) + "\n")
+        if self._lines is not None:
+            self._lines.add(json.dumps({"step": step, **numbers}) + "\n")
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict]:

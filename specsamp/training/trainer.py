@@ -93,6 +93,10 @@ class Intervals:
         for field in dataclasses.fields(self):
             validate.integer(f"intervals.{field.name}", getattr(self, field.name), 1)
 
+    def due(self, step: int, steps: int) -> set[str]:
+        """Returns what is done after a step, and all after the last."""
+        return {name for name, interval in vars(self).items() if step % interval == 0 or step == steps}
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,7 +204,7 @@ def train(
             train_step, static_argnums=(0, 1), donate_argnums=2, out_shardings=(shardings, replicated)
         )
         done = int(state.step)
-        log = MetricsLog(folder / "metrics.jsonl", resumed_at=done) if jax.process_index() == 0 else None
+        log = MetricsLog(folder / "metrics.jsonl" if jax.process_index() == 0 else None, resumed_at=done)
         progress = Progress(config.steps, config.batch * (held_out.shape[1] - 1), done, console)
         if done:
             progress.note(f"resumed at step {done}" + (", the last: nothing is left" if done == config.steps else ""))
@@ -208,22 +212,18 @@ def train(
             rows = data.batch(step, config.batch).reshape(config.microbatches, per_microbatch, -1)
             tokens_ABT = jax.make_array_from_callback(rows.shape, rows_ABT, rows.__getitem__)
             state, numbers = step_function(task, config, state, teacher_params, tokens_ABT)
-            now = step + 1
-            last = now == config.steps
-            if now % intervals.log == 0 or now % intervals.checkpoint == 0 or last:
+            now, due = step + 1, intervals.due(step + 1, config.steps)
+            if "log" in due or "checkpoint" in due:
                 numbers = {name: float(value) for name, value in numbers.items()}
                 check_finite(now, numbers, checkpoints.latest)
-            if now % intervals.log == 0 or last:
-                pace = progress.report(now, **numbers)
-                if log is not None:
-                    rate = float(config.learning_rates()(step))
-                    log.write(now, **numbers, learning_rate=rate, tokens_per_second=pace)
-            if now % intervals.evaluate == 0 or last:
+            if "log" in due:
+                rate = float(config.learning_rates()(step))
+                log.write(now, **numbers, learning_rate=rate, tokens_per_second=progress.report(now, **numbers))
+            if "evaluate" in due:
                 measured = evaluate(task, state.params, teacher_params, held_out, per_microbatch, mesh)
-                if log is not None:
-                    log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
+                log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
                 progress.note("held out: " + "  ".join(f"{name} {value:.4f}" for name, value in measured.items()))
-            if now % intervals.checkpoint == 0 or last:
+            if "checkpoint" in due:
                 checkpoints.save(now, params=state.params, rest=(state.step, state.opt_state))
     return state
 

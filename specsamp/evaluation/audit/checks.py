@@ -110,61 +110,65 @@ def audit(
       ValueError: before the first check, for a distribution that leaves nothing to chance or a lossy rule without a
         budget.
     """
-    budget = budget_of(subject.method.rule)
-    exact = subject.cast("float32") or subject
-    level = settings.false_alarm / CHANCES
-    is_readable = rounds.can_read(exact) and budget is None
     progress("reading the prompts")
-    count = min(settings.distribution_prompts, len(exact.prompts))
-    prompt_ids = [i * len(exact.prompts) // count for i in range(count)]
-    cells = distribution.read_cells(exact, prompt_ids) if "distribution" in settings.checks else []
-
-    @functools.cache  # two checks read the same texts
-    def read_texts() -> rounds.Rounds:
-        return rounds.collect(exact, detect=settings.detect, false_alarm=level, rows=settings.rows, progress=progress)
-
-    def check_distribution() -> Check:
-        check = distribution.count_pairs(
-            exact,
-            cells,
-            detect=settings.detect,
-            level=level,
-            allowed=distribution.TOKENS * (budget or 0.0),
-            rows=settings.rows,
-            progress=progress,
-        )
-        if budget is None and not is_readable:
-            return dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
-        if not is_readable:
-            return check
-        return check & rounds.expected_ratios(read_texts(), detect=settings.detect, false_alarm=level)
-
-    def check_acceptance() -> Check:
-        by_token = dataclasses.replace(exact.method, rule=TokenRule())
-        of_rule = exact if budget is None else dataclasses.replace(exact, method=by_token)
-        check = streams.equal_draft(of_rule, level)
-        if not (is_readable and isinstance(exact.method.rule, TokenRule)):
-            return check
-        return check & rounds.expected_acceptance(read_texts(), false_alarm=level)
-
-    run: dict[str, Callable[[], Check]] = {
-        "greedy": lambda: streams.greedy_text(exact),
-        "bfloat16": lambda: streams.bfloat16_text(exact, subject.cast("bfloat16")),
-        "coupled": lambda: streams.coupled_text(exact),
-        "distribution": check_distribution,
-        "acceptance": check_acceptance,
-        "neighbours": lambda: streams.neighbours(exact, level),
-        "padding": lambda: streams.padding(exact, level),
-    }
-    checks = []
+    run, checks = _Checks(subject, settings, progress), []
     for name, claim in CHECKS.items():
         if name in settings.checks:
             progress(f"{name}: {claim}")
             try:
-                checks.append(run[name]())
+                checks.append(getattr(run, name)())
             except ValueError as error:
                 checks.append(Check(name=name, verdict=Status.FAILED, sentence=f"the check ended early: {error}"))
-    return Audit(settings=settings, checks=tuple(checks), budget=budget)
+    return Audit(settings=settings, checks=tuple(checks), budget=run.budget)
+
+
+class _Checks:
+    """The checks of a subject, by their names."""
+
+    def __init__(self, subject: Subject, settings: Settings, progress: Callable[[str], None]):
+        self.budget = budget_of(subject.method.rule)
+        self.subject, self.exact = subject, subject.cast("float32") or subject
+        self.level = settings.false_alarm / CHANCES
+        self.shared = {"detect": settings.detect, "rows": settings.rows, "progress": progress}
+        self.is_readable = rounds.can_read(self.exact) and self.budget is None
+        count = min(settings.distribution_prompts, len(subject.prompts))
+        prompt_ids = [i * len(subject.prompts) // count for i in range(count)]
+        self.cells = distribution.read_cells(self.exact, prompt_ids) if "distribution" in settings.checks else []
+
+    def greedy(self) -> Check:
+        return streams.greedy_text(self.exact)
+
+    def bfloat16(self) -> Check:
+        return streams.bfloat16_text(self.exact, self.subject.cast("bfloat16"))
+
+    def coupled(self) -> Check:
+        return streams.coupled_text(self.exact)
+
+    def neighbours(self) -> Check:
+        return streams.neighbours(self.exact, self.level)
+
+    def padding(self) -> Check:
+        return streams.padding(self.exact, self.level)
+
+    def distribution(self) -> Check:
+        allowed = distribution.TOKENS * (self.budget or 0.0)
+        check = distribution.count_pairs(self.exact, self.cells, level=self.level, allowed=allowed, **self.shared)
+        if self.is_readable:
+            return check & rounds.expected_ratios(self.texts, detect=self.shared["detect"], false_alarm=self.level)
+        return check if self.budget is not None else dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
+
+    def acceptance(self) -> Check:
+        by_token = dataclasses.replace(self.exact.method, rule=TokenRule())
+        of_rule = self.exact if self.budget is None else dataclasses.replace(self.exact, method=by_token)
+        check = streams.equal_draft(of_rule, self.level)
+        if not (self.is_readable and isinstance(self.exact.method.rule, TokenRule)):
+            return check
+        return check & rounds.expected_acceptance(self.texts, false_alarm=self.level)
+
+    @functools.cached_property
+    def texts(self) -> rounds.Rounds:
+        """Texts that two checks read."""
+        return rounds.collect(self.exact, false_alarm=self.level, **self.shared)
 
 
 def budget_of(rule: Rule) -> float | None:

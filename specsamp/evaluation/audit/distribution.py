@@ -218,7 +218,7 @@ def draw_pairs(
 
 def _probs(subject: Subject, logits_NV: np.ndarray) -> np.ndarray:
     """Returns the warped distributions, float64 [N, V]."""
-    warped_NV = log_probs(for_rows(subject.full_warp(subject.method.sampling), len(logits_NV)), logits_NV)
+    warped_NV = log_probs(for_rows(subject.pair.full_warp(subject.method.sampling), len(logits_NV)), logits_NV)
     probs_NV = np.exp(np.asarray(warped_NV, np.float64))
     return probs_NV / probs_NV.sum(-1, keepdims=True)
 

@@ -165,7 +165,7 @@ def read_rounds(subject: Subject, texts: Sequence[Text], from_draft: Sequence[Se
     warps = (method.sampling, method.draft_sampling or method.sampling)
 
     def read(rows: Sequence[Text], tokens_BN: np.ndarray, *logits: Array) -> tuple[Array, ...]:
-        warps_B = tuple(for_rows(subject.full_warp(warp), len(rows)) for warp in warps)
+        warps_B = tuple(for_rows(subject.pair.full_warp(warp), len(rows)) for warp in warps)
         return _read_tokens(pair.shards, *logits, warps_B, tokens_BN)
 
     K = draft.depth or method.drafter.K

@@ -139,7 +139,9 @@ def _agreement(
             if len(shorter) < len(longer) and longer[: len(shorter)] == shorter:
                 faults.append(f"prompt {i}: one text ends after {len(shorter)} tokens, the other goes on")
     judgements = (
-        judge(subject.pair, list(texts), subject.full_warp(warp), tolerance, noise_seed=noise_seed) if texts else []
+        judge(subject.pair, list(texts), subject.pair.full_warp(warp), tolerance, noise_seed=noise_seed)
+        if texts
+        else []
     )
     for (text, run), judgement in zip(texts.items(), judgements, strict=True):
         for at in np.flatnonzero(~judgement.explained_N)[:1]:

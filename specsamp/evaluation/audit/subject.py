@@ -23,7 +23,7 @@ from specsamp.evaluation.audit.teacher import next_logits
 from specsamp.mesh.sharded import ShardedModel, shard_model
 from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.warp import Warp, is_stateless
+from specsamp.sampling.warp import is_stateless
 
 # Differences of two float32 computations of the same logits, in units of eps times the largest logit. FARTHEST bounds
 # the difference of a logit: three times the largest difference among 500,000 logits of the pair "python". FLIPS bounds
@@ -115,10 +115,6 @@ class Subject:
         """Calls `generate` with these settings, on these prompts by default; ``changes`` replaces its arguments."""
         settings = {"max_new_tokens": self.max_new_tokens, "method": self.method, "seed": self.seed}
         return generate(self.pair, self.prompts if prompts is None else prompts, **(settings | changes))
-
-    def full_warp(self, warp: Warp) -> Warp:
-        """Returns ``warp`` as `generate` applies it: tokens that the tokenizer does not have are excluded."""
-        return self.pair.full_warp(warp)
 
     def cast(self, dtype: str) -> Subject | None:
         """Returns the subject with models that compute in ``dtype``; None if the target has no dtype to choose."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from specsamp.evaluation.enumeration.draws import replaced_draws
 from specsamp.evaluation.enumeration.noise import PATHS, Outside, Paths
@@ -20,12 +20,25 @@ def distribution(run: Callable[[], Hashable], max_paths: int = MAX_PATHS) -> Law
     Raises:
       Outside: naming the call, where a number is drawn or used in a way that cannot be enumerated, and for endless paths.
     """
-    law, total = collections.defaultdict(float), 0.0
-    for outcome, probability in _paths(run, max_paths):
-        law[outcome] += probability
-        total += probability
-    if abs(total - 1) > 1e-12:
-        raise Outside(f"the paths' probabilities sum to {total!r}")
+    law, paths = collections.defaultdict(float), Paths()
+    PATHS.append(paths)
+    try:
+        with replaced_draws():
+            for _ in range(max_paths):
+                paths.begin()
+                try:
+                    outcome = run()
+                except Exception as error:
+                    outcome = Raised(f"{type(error).__name__}: {str(error)[:80]}")
+                law[outcome] += paths.probability
+                if not paths.advance():
+                    break
+            else:
+                raise Outside(f"more than {max_paths} paths")
+    finally:
+        PATHS.pop()
+    if abs(sum(law.values()) - 1) > 1e-12:
+        raise Outside(f"the paths' probabilities sum to {sum(law.values())!r}")
     return dict(law)
 
 
@@ -36,27 +49,8 @@ class Raised:
     error: str
 
 
-def _paths(run: Callable[[], Hashable], max_paths: int) -> Iterator[tuple[Hashable, float]]:
-    paths = Paths()
-    PATHS.append(paths)
-    try:
-        with replaced_draws():
-            for _ in range(max_paths):
-                paths.begin()
-                try:
-                    outcome = run()
-                except Exception as error:
-                    outcome = Raised(f"{type(error).__name__}: {str(error)[:80]}")
-                yield outcome, paths.probability
-                if not paths.advance():
-                    return
-        raise Outside(f"more than {max_paths} paths")
-    finally:
-        PATHS.pop()
-
-
-def joint(emit: Callable[[int], Sequence[int]], count: int, first: int = 0) -> Law:
-    """Returns the joint distribution of the first ``count`` tokens after ``first``: rounds are chained.
+def joint(emit: Callable[[int], Sequence[int]], count: int) -> Law:
+    """Returns the joint distribution of the first ``count`` tokens after token 0: rounds are chained.
 
     ``emit`` takes the last token and returns those of one round, or of a whole text; models here remember no more.
     """
@@ -65,7 +59,7 @@ def joint(emit: Callable[[int], Sequence[int]], count: int, first: int = 0) -> L
     while open_:
         reached = collections.defaultdict(float)
         for prefix, probability in open_.items():
-            for tokens, share in rounds(prefix[-1] if prefix else first).items():
+            for tokens, share in rounds(prefix[-1] if prefix else 0).items():
                 if tokens == ():
                     raise Outside("a round emits no token")
                 whole = isinstance(tokens, Raised) or len(prefix + tokens) >= count
