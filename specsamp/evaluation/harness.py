@@ -105,6 +105,21 @@ def decode(
         done += len(of_turn)
         for completion in sorted(of_turn, key=lambda one: (one.prompt_index, one.sample_index)):
             written[list(asked)[completion.prompt_index]].append(completion)
+    return _results(task, problems, written, ends, requests.samples) | {
+        "exact": method.exact,
+        "row_independent": method.row_independent,
+        "timed": dict(timed),
+    }
+
+
+def _results(
+    task: EvaluationTask,
+    problems: Mapping[int, Problem],
+    written: Mapping[int, Sequence[Completion]],
+    ends: frozenset[int],
+    samples: int,
+) -> dict[str, Any]:
+    """Returns the scores of completions, their counts by category, and how they ended."""
     completions = [one for of_problem in written.values() for one in of_problem]
     counts = ((problem.category, one.stats) for key, problem in problems.items() for one in written[key])
     turns = sum(1 + len(problem.further_turns) for problem in problems.values())
@@ -112,12 +127,9 @@ def decode(
         "problems": [problem.id for problem in problems.values()],
         "scores": [_score(task, problem, written[key], ends) for key, problem in problems.items()],
         "counts": _add_up(counts),
-        "exact": method.exact,
-        "row_independent": method.row_independent,
         "finish": dict(collections.Counter(one.finish for one in completions)),
         "dropped": sum(one.dropped for one in completions),
-        "turns_left_out": turns - len(completions) // requests.samples,  # no chat template, or too long
-        "timed": dict(timed),
+        "turns_left_out": turns - len(completions) // samples,  # no chat template, or too long
     }
 
 

@@ -50,9 +50,8 @@ def evaluate(
     results: dict[str, list[float]] = {}
     for name, warp in COMPARED_DISTRIBUTIONS.items():
         for start in range(0, len(rows) - batch + 1, batch):
-            tokens_BT = rows[start : start + batch]
-            on_mesh = jax.make_array_from_callback(tokens_BT.shape, sharding, tokens_BT.__getitem__)
-            for key, value in _measure(mesh)(task, params, teacher_params, on_mesh, warp).items():
+            tokens_BT = put(rows[start : start + batch], sharding)
+            for key, value in _measure(mesh)(task, params, teacher_params, tokens_BT, warp).items():
                 results.setdefault(key if key.startswith("loss") else f"{key} ({name})", []).append(value)
         if all(key.startswith("loss") for key in results):  # nothing depends on the distribution
             break

@@ -59,6 +59,11 @@ class TrainConfig:
         for name in ("final_share", "beta1", "beta2"):
             validate.number(f"train.{name}", getattr(self, name), 0, 1)
 
+    @property
+    def rows(self) -> int:
+        """Returns the rows of a microbatch."""
+        return self.batch // self.microbatches
+
     def learning_rates(self) -> optax.Schedule:
         """Returns the learning rate as a function of the step."""
         return optax.warmup_cosine_decay_schedule(
@@ -190,15 +195,14 @@ def train(
       FloatingPointError: the loss or its gradient is no longer finite; that state is not saved.
     """
     folder, console = storage.place(folder), console or Console()
-    per_microbatch = config.batch // config.microbatches
     check_rows(config, held_out, mesh)
     shardings = state_shardings(task, config, mesh)
     replicated, rows_ABT = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, DATA))
 
     # Closing finishes a checkpoint that is being written.
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        teacher_axes = task.teacher_axes()
-        teacher_params = put(teacher_params, Layout.tensor_parallel(mesh).shardings(teacher_axes, teacher_params))
+        layout = Layout.tensor_parallel(mesh)
+        teacher_params = put(teacher_params, layout.shardings(task.teacher_axes(), teacher_params))
         state = initial_state(task, config, checkpoints, shardings, params, teacher_params)
         step_function = jax.jit(
             train_step, static_argnums=(0, 1), donate_argnums=2, out_shardings=(shardings, replicated)
@@ -209,9 +213,8 @@ def train(
         if done:
             progress.note(f"resumed at step {done}" + (", the last: nothing is left" if done == config.steps else ""))
         for step in range(done, config.steps):
-            rows = data.batch(step, config.batch).reshape(config.microbatches, per_microbatch, -1)
-            tokens_ABT = jax.make_array_from_callback(rows.shape, rows_ABT, rows.__getitem__)
-            state, numbers = step_function(task, config, state, teacher_params, tokens_ABT)
+            rows = data.batch(step, config.batch).reshape(config.microbatches, config.rows, -1)
+            state, numbers = step_function(task, config, state, teacher_params, put(rows, rows_ABT))
             now, due = step + 1, intervals.due(step + 1, config.steps)
             if "log" in due or "checkpoint" in due:
                 numbers = {name: float(value) for name, value in numbers.items()}
@@ -220,7 +223,7 @@ def train(
                 rate = float(config.learning_rates()(step))
                 log.write(now, **numbers, learning_rate=rate, tokens_per_second=progress.report(now, **numbers))
             if "evaluate" in due:
-                measured = evaluate(task, state.params, teacher_params, held_out, per_microbatch, mesh)
+                measured = evaluate(task, state.params, teacher_params, held_out, config.rows, mesh)
                 log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
                 progress.note("held out: " + "  ".join(f"{name} {value:.4f}" for name, value in measured.items()))
             if "checkpoint" in due:
@@ -272,10 +275,9 @@ def check_rows(config: TrainConfig, held_out: np.ndarray, mesh: Mesh) -> None:
     Raises:
       ValueError: the rows of a microbatch do not divide over the data shards, or held-out rows do not fill them.
     """
-    per_microbatch = config.batch // config.microbatches
-    if per_microbatch % mesh.shape[DATA]:
+    if config.rows % mesh.shape[DATA]:
         raise ValueError(
-            f"{per_microbatch} rows of a microbatch do not divide over {mesh.shape[DATA]} devices of the mesh axis "
+            f"{config.rows} rows of a microbatch do not divide over {mesh.shape[DATA]} devices of the mesh axis "
             f"'{DATA}': change batch"
         )
-    evaluation_batch(held_out, per_microbatch, mesh)
+    evaluation_batch(held_out, config.rows, mesh)
