@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -154,21 +154,3 @@ class FirstTokenReader(LanguageModel):
         if self.corrected:
             logits_NU, _ = head.correct(draft, logits_NU, rows_ND, pending_N, head.begin(draft, len(pending_N)))
         return logits_NU.reshape(batch, length - 1, -1)
-
-
-def with_models(drafter: Drafter, models: Mapping[Any, Any]) -> Drafter:
-    """Returns the drafter of a pair whose models are replaced, such as by models of another dtype.
-
-    Args:
-      models: the new model, or head, for each old model; they are replaced in the drafter's fields and in its parts.
-    """
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(replace, value))
-        return with_models(value, models) if isinstance(value, Drafter) else models.get(value, value)
-
-    if not dataclasses.is_dataclass(drafter):
-        return drafter
-    fields = {field.name: replace(getattr(drafter, field.name)) for field in dataclasses.fields(drafter) if field.init}
-    return dataclasses.replace(drafter, **fields)

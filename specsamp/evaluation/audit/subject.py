@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
@@ -18,7 +19,6 @@ from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import check_budgets, encode
 from specsamp.decoding.results import Completion
-from specsamp.evaluation.audit.readers import with_models
 from specsamp.evaluation.audit.teacher import next_logits
 from specsamp.mesh.sharded import ShardedModel, shard_model
 from specsamp.models.interface import LanguageModel
@@ -126,9 +126,8 @@ class Subject:
         if (target, draft, head) == (self.pair.target, self.pair.draft, self.pair.head):
             return self
         pair = dataclasses.replace(self.pair, target=target, draft=draft, head=head)
-        drafter = with_models(
-            self.method.drafter, {self.pair.target: target, self.pair.draft: draft, self.pair.head: head}
-        )
+        models = {id(self.pair.target): target, id(self.pair.draft): draft, id(self.pair.head): head}
+        drafter = copy.deepcopy(self.method.drafter, models)  # a copy in which the new models stand for the old ones
         if dtype == "float32":
             # Widened once: `Pair.weights` would make a wider copy for every number of slots.
             params = {"target_params": pair.target_params}
