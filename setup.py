@@ -101,7 +101,7 @@ setup(
             "uvicorn>=0.30",
             "pydantic>=2",
             "openai>=1.55",  # the client of the endpoint
-            "prometheus-client>=0.20",  # reads its counts
+            "prometheus-client>=0.22",
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
         ],
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket
@@ -109,7 +109,7 @@ setup(
         "figures": ["matplotlib>=3.8"],
         "notebooks": ["jupytext>=1.16", "nbconvert>=7.16", "ipykernel>=6", "matplotlib>=3.8"],
         "eval": ["rouge-score>=0.1.2", "pyarrow>=16", "huggingface-hub>=0.25"],  # scores of summaries, data of the hub
-        "serve": ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2", "jinja2>=3.1"],
+        "serve": ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2", "jinja2>=3.1", "prometheus-client>=0.22"],
         "hf": ["huggingface-hub>=0.25", "jinja2>=3.1"],  # jinja2: chat templates
     },
 )

@@ -42,7 +42,7 @@ from specsamp.evaluation.harness import Requests, conversation, decode, lengths,
 from specsamp.evaluation.task import EvaluationTask, Problem
 from specsamp.evaluation.tasks import TASKS, load_task
 from specsamp.mesh.distributed import from_first
-from specsamp.serving.log import CompletionLog
+from specsamp.serving.completion_log import CompletionLog
 
 PLAIN, ALWAYS = "plain", "always"
 WAYS = {PLAIN: {"rule": "token", "draft_length": 0}, ALWAYS: {"rule": "token", "synthetic_acceptance": 1.0}}

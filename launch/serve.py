@@ -76,7 +76,7 @@ def main() -> None:
         from specsamp.serving.web_server import SPARE_CONNECTIONS, WebServer, address, bind
     except ImportError as error:
         raise ValueError(
-            f"an endpoint takes libraries ({error}): pip install starlette uvicorn pydantic jinja2"
+            f"an endpoint takes libraries ({error}): pip install starlette uvicorn pydantic jinja2 prometheus-client"
         ) from error
     for warp in _WARPS.value:
         validate.choice("--warps", warp, OPTIONAL_WARPS)

@@ -43,6 +43,6 @@ from specsamp.sampling.warp import (
     top_p as top_p,
 )
 from specsamp.serving.generate_many import generate_many as generate_many
-from specsamp.serving.log import CompletionLog as CompletionLog
+from specsamp.serving.completion_log import CompletionLog as CompletionLog
 
 __version__: str

@@ -24,8 +24,8 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode, make_stops
 from specsamp.decoding.results import Completion, RowStats
 from specsamp.evaluation.task import Attempt, EvaluationTask, Problem, compare, summarise
+from specsamp.serving.completion_log import CompletionLog
 from specsamp.serving.generate_many import Queue, generate_many
-from specsamp.serving.log import CompletionLog
 
 TURNS_APART = 1_000_000  # prompt ids between the turns of a problem
 LOG_PROB = "log_prob"  # measured for every task: log-probability per token under the target, at temperature 1

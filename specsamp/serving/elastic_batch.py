@@ -12,7 +12,7 @@ and of both sizes for the moment in which it changes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from specsamp.decoding.results import RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.serving.background import Background
 from specsamp.serving.batch import Batch
-from specsamp.serving.scores import ScoreCall, Scoring
+from specsamp.serving.scores import Scores, score
 
 SMALLEST_SLOTS = 256
 PATIENCE = 16  # slices in which a smaller batch would do, before it shrinks
@@ -53,20 +53,12 @@ class Chunks:
     slots: int
 
 
-@dataclasses.dataclass(eq=False)
-class _Reading:
-    """Prompts that are being read, at most one of each data shard.
+@dataclasses.dataclass(frozen=True)
+class ScoreChunks:
+    """The calls that score a text; see `specsamp.serving.scores.score`."""
 
-    Attributes:
-      requests, places: by shard, and the rows of the batch that they will take; None: nothing is left to read.
-      starts: the first token of each that was not read.
-      state: a row for each shard; it is donated to each call.
-    """
-
-    requests: list[Request | None]
-    places: list[int | None]
-    starts: list[int]
-    state: DecodeState
+    slots: int
+    size: int
 
 
 class ElasticBatch(Batch):
@@ -74,7 +66,7 @@ class ElasticBatch(Batch):
 
     Attributes:
       size: of the batch now.
-      programs: what is compiled: each `Size`, `Resize` and `Chunks`.
+      programs: what is compiled: each `Size`, `Resize`, `Chunks` and `ScoreChunks`.
       reading: requests whose prompts are being read.
       tokens_read, tokens_copied: of prompts so far.
       outgrown: how often a text has waited for more slots.
@@ -98,43 +90,35 @@ class ElasticBatch(Batch):
         self._all_slots = powers(SMALLEST_SLOTS, engine.slots)
         self._chunks = tuple(min(size, self._all_slots[0]) for size in chunk_sizes())
         self._engines = {engine.slots: engine}
-        self._reading: _Reading | None = None
+        self._reader: Iterator[int] | None = None  # reads the prompts of these requests
         self._aside: dict[Request, tuple[int, DecodeState]] = {}  # shards and rows of texts that have outgrown theirs
         self._lengths: dict[Request, int] = {}  # of running texts, prompts included
         self._held: dict[int, tuple[int, ...]] = {}  # the tokens of each row, the last used row last
         self._calm = 0  # slices in which a smaller size would have done
-        self._lay_out(self.smallest)
+        self._sizes = [Size(rows, slots) for slots in self._all_slots for rows in self._all_rows]  # from small to large
+        self._lay_out(self._sizes[0])
 
-    @property
-    def smallest(self) -> Size:
-        return Size(self._all_rows[0], self._all_slots[0])
-
-    @property
-    def sizes(self) -> list[Size]:
-        """Returns all sizes, from small to large."""
-        return [Size(rows, slots) for slots in self._all_slots for rows in self._all_rows]
-
-    def compile_first(self) -> None:
-        """Compiles what the first requests need."""
-        self.programs.make(self.smallest)
-        self.programs.make(Chunks(self.smallest.slots))
-
-    def compile_all(self) -> None:
-        """Compiles all sizes, and all changes of the size."""
-        changes = [Resize(old, new) for old in self.sizes for new in self.sizes if old != new]
-        scores = [ScoreCall(slots, chunk) for slots in self._all_slots for chunk in self._chunks]
-        for thing in (*self.sizes, *changes, *map(Chunks, self._all_slots), *scores):
-            self.programs.make(thing)
+    def compile(self, all_sizes: bool = False) -> None:
+        """Compiles what the first requests need, or all sizes and all changes of the size."""
+        programs = [self._sizes[0], Chunks(self._sizes[0].slots)]
+        if all_sizes:
+            programs += [*self._sizes, *map(Chunks, self._all_slots)]
+            programs += [Resize(old, new) for old in self._sizes for new in self._sizes if old != new]
+            programs += [ScoreChunks(slots, size) for slots in self._all_slots for size in self._chunks]
+        for program in programs:
+            self.programs.make(program)
 
     def fill(self) -> None:
         """Fits the size, reads one chunk of prompts if texts are running, and gives free rows to waiting requests."""
         self._begin()
-        if self._reading is None:
+        if not self.reading:
             self._fit()
         allowance = 2 * self._chunks[-1]
-        while self._reading is not None or self._take_next():
-            if self._reading is not None:
-                allowance -= self._read_chunk()
+        while self.reading or self._take_next():
+            if self.reading:
+                allowance -= next(self._reader)
+            if not self.reading:
+                self._reader = None  # and the memory of its rows
             if allowance <= 0 and any(self.running):
                 return
 
@@ -159,10 +143,11 @@ class ElasticBatch(Batch):
 
     def free(self) -> None:
         super().free()
-        self._lay_out(self.smallest)
+        self._lay_out(self._sizes[0])
 
     def unread(self) -> list[Request]:
-        self._reading, requests, self.reading = None, self.reading, []
+        """Gives up the prompts that are being read, and returns their requests."""
+        self._reader, requests, self.reading = None, self.reading, []
         return requests
 
     # The size.
@@ -256,8 +241,7 @@ class ElasticBatch(Batch):
                     self.reading.append(request)  # first: others count texts at any moment
                     self.waiting.remove(request)
                     break
-        if self.reading:
-            self._begin_reading(requests, places)
+        self._reader = self._read(requests, places)
         return bool(self.reading)
 
     def _resume(self, request: Request, place: int) -> None:
@@ -268,17 +252,39 @@ class ElasticBatch(Batch):
         self.running[place] = request
         self.waiting.remove(request)
 
-    def _begin_reading(self, requests: list[Request | None], places: list[int | None]) -> None:
-        """Begins to read the prompts of some requests, one per data shard, after what rows hold of them."""
-        count = self._shards.count
-        found = [self._longest_prefix(shard, request) for shard, request in enumerate(requests)]
-        state, starts = self._engine.blank(count), [start for _, start in found]
+    def _read(self, requests: list[Request | None], places: list[int | None]) -> Iterator[int]:
+        """Reads prompts, at most one of each data shard, after what rows hold of them; yields the tokens of each call.
+
+        A prompt that is read to its end begins in its row, of ``places``.
+        """
+        count, slots = self._shards.count, self.size.slots
+        held = [self._longest_prefix(shard, request) for shard, request in enumerate(requests)]
+        state, starts = self._engine.blank(count), [start for _, start in held]
         if any(starts):
-            rows = self._engine.extract(self._state, self._in_shards([place for place, _ in found]))
+            rows = self._engine.extract(self._state, self._in_shards([place for place, _ in held]))
             rows = dataclasses.replace(rows, request=state.request)
             state = self._engine.insert(state, rows, [0 if start else NOWHERE for start in starts])
-        self._reading = _Reading(requests, places, starts, state)
         self.tokens_copied += sum(starts)
+        while self.reading:
+            left = [(len(request.prompt) - start, start) for request, start in zip(requests, starts) if request]
+            fitting = [size for size in self._chunks if all(start + size <= slots for _, start in left)]
+            chunk = next((size for size in fitting if size >= max(left)[0]), fitting[-1])
+            ends = [
+                min(start + chunk, len(request.prompt)) if request else 1 for request, start in zip(requests, starts)
+            ]
+            state = self._engine.extend(requests, dataclasses.replace(state, request=None), starts, ends, chunk)
+            self.tokens_read += sum(end - start for request, start, end in zip(requests, starts, ends) if request)
+            read = [shard for shard, request in enumerate(requests) if request and ends[shard] == len(request.prompt)]
+            if read:
+                at = self._in_shards([place if shard in read else None for shard, place in enumerate(places)])
+                self._state = self._engine.insert(self._state, state, at)
+            for shard in read:
+                self.running[places[shard]] = requests[shard]
+                self.reading.remove(requests[shard])
+                self._hold(places[shard], ())
+                requests[shard] = None
+            starts = [end if request else 0 for request, end in zip(requests, ends)]
+            yield chunk
 
     def _longest_prefix(self, shard: int, request: Request | None) -> tuple[int, int]:
         """Returns the row that holds most of a prompt, and how many tokens of it need not be read."""
@@ -290,42 +296,6 @@ class ElasticBatch(Batch):
             start = max(min(common, len(prompt) - 1, len(held) - 1) + 1 - AGAIN, 0)
             best = (place, start) if start > best[1] else best
         return best
-
-    def _read_chunk(self) -> int:
-        """Reads a chunk of the prompts; the rows of those that are read begin. Returns the tokens of the call."""
-        reading, slots = self._reading, self.size.slots
-        left = [
-            (len(request.prompt) - start, start) for request, start in zip(reading.requests, reading.starts) if request
-        ]
-        fitting = [size for size in self._chunks if all(start + size <= slots for _, start in left)]
-        chunk = next((size for size in fitting if size >= max(left)[0]), fitting[-1])
-        ends = [
-            1 if request is None else min(start + chunk, len(request.prompt))
-            for request, start in zip(reading.requests, reading.starts)
-        ]
-        state = dataclasses.replace(reading.state, request=None)
-        reading.state = self._engine.extend(reading.requests, state, reading.starts, ends, chunk)
-        self.tokens_read += sum(
-            end - start for request, start, end in zip(reading.requests, reading.starts, ends) if request
-        )
-        is_read = [request is not None and end == len(request.prompt) for request, end in zip(reading.requests, ends)]
-        reading.starts = [0 if done or end == 1 else end for done, end in zip(is_read, ends)]
-        if any(is_read):
-            self._start_rows(is_read)
-        return chunk
-
-    def _start_rows(self, is_read: list[bool]) -> None:
-        """Writes the rows of prompts that are read into the batch."""
-        reading = self._reading
-        places = [place if done else None for place, done in zip(reading.places, is_read)]
-        self._state = self._engine.insert(self._state, reading.state, self._in_shards(places))
-        for shard, place in enumerate(places):
-            if place is not None:
-                self.running[place], reading.requests[shard] = reading.requests[shard], None
-                self.reading.remove(self.running[place])
-                self._hold(place, ())
-        if not self.reading:
-            self._reading = None
 
     def _places(self, shard: int) -> range:
         """Returns the rows of a data shard."""
@@ -352,17 +322,17 @@ class ElasticBatch(Batch):
 
     # Programs.
 
-    def score(self, tokens: Sequence[int]) -> Scoring | None:
+    def score(self, tokens: Sequence[int]) -> Iterator[Scores | None] | None:
         """Begins to score a text; None: its programs are not compiled yet."""
-        calls = (ScoreCall(slots, chunk) for chunk in reversed(self._chunks) for slots in self._all_slots)
-        call = next(call for call in calls if call.slots >= len(tokens) + call.chunk)
-        return Scoring(self._with_slots(call.slots), tokens, call.chunk) if self.programs.is_ready(call) else None
+        calls = (ScoreChunks(slots, size) for size in reversed(self._chunks) for slots in self._all_slots)
+        call = next(call for call in calls if call.slots >= len(tokens) + call.size)
+        return score(self._with_slots(call.slots), tokens, call.size) if self.programs.is_ready(call) else None
 
-    def _compile(self, thing: Size | Resize | Chunks | ScoreCall) -> None:
+    def _compile(self, thing: Size | Resize | Chunks | ScoreChunks) -> None:
         """Runs programs once, on rows that have ended."""
         count = self._shards.count
-        if isinstance(thing, ScoreCall):
-            Scoring(self._with_slots(thing.slots), [0, 0], thing.chunk).step()
+        if isinstance(thing, ScoreChunks):
+            next(score(self._with_slots(thing.slots), [0, 0], thing.size))
             return
         if isinstance(thing, Resize):
             old = self._with_slots(thing.old.slots)
@@ -373,8 +343,7 @@ class ElasticBatch(Batch):
             for chunk in self._chunks:
                 state = dataclasses.replace(engine.blank(count), request=None)
                 state = engine.extend([None] * count, state, [0] * count, [1] * count, chunk)
-            rows = dataclasses.replace(engine.blank(count))
-            state = engine.insert(state, rows, [NOWHERE] * count)
+            state = engine.insert(state, engine.blank(count), [NOWHERE] * count)
         else:
             engine = self._with_slots(thing.slots)
             state = engine.blank(thing.rows * count)

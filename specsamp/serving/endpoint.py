@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 
 from absl import logging
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -27,6 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specsamp.checkpoints.chat import CannotRender
+from specsamp.decoding.request import encode
 from specsamp.serving.openai_replies import LAST_EVENT, Reply, json_bytes, to_event
 from specsamp.serving.openai_requests import (
     MAX_SEED,
@@ -39,7 +41,7 @@ from specsamp.serving.openai_requests import (
     read_request,
 )
 from specsamp.serving.service import Answer, Busy, Failed, Service, TooLong
-from specsamp.serving.statistics import CONTENT_TYPE, Statistics
+from specsamp.serving.statistics import Statistics
 
 JSON = "application/json"
 PAGE = pathlib.Path(__file__).with_name("page.html")
@@ -50,6 +52,14 @@ PAGE_POLICY = (
 )
 CLOSE = {"connection": "close"}  # the rest of a body is not read
 RETRY_AFTER_SECONDS = 1
+ERRORS = {  # of the service, and their form in the protocol
+    TooLong: {"code": "context_length_exceeded"},  # clients look for it, to shorten a conversation
+    CannotRender: {"status": 503},  # this server cannot, or is too busy to
+    ValueError: {},
+    RecursionError: {},
+    Busy: {"status": 429, "code": "rate_limit_exceeded"},
+    Failed: {"status": 503},
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +125,7 @@ class Endpoint:
             "slots": ("Slots of each row now.", batch.size.slots),
             "prompt_tokens_copied": ("Tokens of prompts that a row held already.", batch.tokens_copied),
         }
-        return Response(self.statistics.text(gauges), 200, {"content-type": CONTENT_TYPE})
+        return Response(self.statistics.text(gauges), 200, {"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def health(self, request: Request) -> Response:
         """Replies how busy the rows are, counted since the start."""
@@ -132,14 +142,15 @@ class Endpoint:
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError("give a prompt or messages", param="prompt")
         prompt = asked.prompt if asked.messages is None else [message.turn() for message in asked.messages]
-        tokens = await run_in_threadpool(self._call, self.service.tokens, prompt)
+        (tokens,) = await run_in_threadpool(self._call, encode, self.service.pair, [prompt])
         return _reply({"count": len(tokens), "max_model_len": self.service.context, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
         """Replies with the text of token ids."""
         self._check_key(request)
         asked = read_fields(DetokenizeRequest, parse_body(await self._body(request)))
-        return _reply({"prompt": await run_in_threadpool(self._call, self.service.text, asked.tokens)})
+        (tokens,) = await run_in_threadpool(self._call, encode, self.service.pair, [asked.tokens])
+        return _reply({"prompt": self.service.pair.tokenizer.decode(tokens)})
 
     async def models(self, request: Request) -> Response:
         self._check_key(request)
@@ -193,16 +204,9 @@ class Endpoint:
         """Calls the service, and gives its errors the form of the protocol."""
         try:
             return function(*arguments)
-        except TooLong as error:  # clients look for the code, to shorten a conversation
-            raise ApiError(str(error), code="context_length_exceeded") from error
-        except CannotRender as error:  # this server cannot, or is too busy to
-            raise ApiError(str(error), status=503) from error
-        except (ValueError, RecursionError) as error:
-            raise ApiError(str(error)) from error
-        except Busy as busy:
-            raise ApiError(str(busy), status=429, code="rate_limit_exceeded") from busy
-        except Failed as failed:
-            raise ApiError(str(failed), status=503) from failed
+        except tuple(ERRORS) as error:
+            form = next(form for kind, form in ERRORS.items() if isinstance(error, kind))
+            raise ApiError(str(error), **form) from error
 
     async def _body(self, request: Request) -> bytes:
         """Reads the body of a request; raises ApiError if it is too large or comes too slowly."""

@@ -19,7 +19,7 @@ from specsamp.decoding.request import Prompt, Request, make_requests, with_sampl
 from specsamp.decoding.results import Completion
 from specsamp.decoding.state import Finish
 from specsamp.serving.batch import Batch
-from specsamp.serving.log import CompletionLog
+from specsamp.serving.completion_log import CompletionLog
 
 DEFAULT_ROWS = 8
 TOGETHER = 4  # prompts of a data shard that are read in one call, where so many wait and rows are free
@@ -85,10 +85,10 @@ class Queue(Iterator[Completion]):
     def __init__(self, engine: Engine, requests: Sequence[Request], batch: Batch, log: CompletionLog | None):
         """Makes a queue that decodes nothing before the first `next`."""
         self._engine, self._batch, self._log, self.usage = engine, batch, log, batch.usage
-        self._done = {} if log is None else dict(log.completions)
-        self.known = len(self._done)
-        batch.waiting += [one for one in requests if (one.prompt_index, one.sample_index) not in self._done]
-        self._completions = self._logged()
+        known = {} if log is None else dict(log.completions)
+        self.known = len(known)
+        batch.waiting += [one for one in requests if (one.prompt_index, one.sample_index) not in known]
+        self._completions = self._decode(list(known.values()))
 
     def __next__(self) -> Completion:
         return next(self._completions)
@@ -108,27 +108,26 @@ class Queue(Iterator[Completion]):
         if self._log is not None:
             self._log.close()
 
-    def _logged(self) -> Iterator[Completion]:
+    def _decode(self, ended: list[Completion]) -> Iterator[Completion]:
+        """Yields the completions that the log holds already, then those that it lacks, a slice after the other."""
+        batch = self._batch
         try:
-            yield from self._done.values()
-            yield from self._run()
-        finally:
-            self._free()
-
-    def _run(self) -> Iterator[Completion]:
-        batch, ended = self._batch, []
-        while True:
-            if batch.waiting:
-                batch.fill()
-            is_running = any(batch.running)
-            if is_running:
-                batch.run(MANY_ROUNDS)
-            for completion in ended if self._log is not None else ():  # the device is at work
-                self._log.add(completion)
             yield from ended
             ended = []
-            if not is_running:
-                return
-            for request, text in batch.collect(self._engine.text):
-                if text.finish != Finish.RUNNING:
-                    ended.append(Completion.of(request, text, self._engine.method))
+            while True:
+                if batch.waiting:
+                    batch.fill()
+                is_running = any(batch.running)
+                if is_running:
+                    batch.run(MANY_ROUNDS)
+                for completion in ended if self._log is not None else ():  # the device is at work
+                    self._log.add(completion)
+                yield from ended
+                ended = []
+                if not is_running:
+                    return
+                for request, text in batch.collect(self._engine.text):
+                    if text.finish != Finish.RUNNING:
+                        ended.append(Completion.of(request, text, self._engine.method))
+        finally:
+            self._free()

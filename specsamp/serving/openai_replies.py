@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
@@ -15,8 +16,11 @@ from specsamp.serving.openai_requests import GenerationRequest
 from specsamp.serving.scores import Scores
 from specsamp.serving.service import Answer
 
-LEAST_LOG_PROB = -9999.0  # JSON has no -inf
+LEAST_LOG_PROB = -9999.0
 LAST_EVENT = b"data: [DONE]\n\n"
+
+# A token, its log-probability, and the likeliest tokens in its place with theirs, if they are known.
+Scored = tuple[int, float | None, list[tuple[int, float]] | None]
 
 
 def json_bytes(document: Any) -> bytes:
@@ -162,61 +166,54 @@ class _Choice:
         self.text += new
         if self._asked.mark_drafted:
             self.marks = {"from_draft": gained.from_draft}
+        scored = []
         if self._asked.is_scored and gained.finish is not None:
-            self.log_probs = self._all_log_probs()
+            scored = self._all_scored()
         elif self._asked.log_probs:
-            texts = [self._token_text(token) for token in gained.tokens]
-            log_probs = [max(one, LEAST_LOG_PROB) for one in gained.log_probs]
-            form = self._of_chat if self._asked.is_chat else self._of_completion
-            self.log_probs = form(texts, log_probs) if texts else None
+            scored = [(token, value, None) for token, value in zip(gained.tokens, gained.log_probs)]
+        self.log_probs = self._in_form(scored) if scored else None
         return new
 
-    def _all_log_probs(self) -> dict[str, Any]:
-        """Returns the scores of the text, after those of the prompt if it is echoed."""
-        scores, first = self._scores[self._request], len(self._request.prompt)
-        tokens, log_probs, tops = (
-            [*self._request.prompt, *self._tokens],
-            [None, *scores.log_probs],
-            [None, *scores.tops],
-        )
-        if self._asked.echo:
-            first, self._context = 0, []
-        texts, likeliest = [], []
-        for token, at in zip(tokens[first:], tops[first:]):
+    def _all_scored(self) -> list[Scored]:
+        """Returns the tokens of the text, after those of the prompt if it is echoed, as they were scored."""
+        scores, prompt = self._scores[self._request], self._request.prompt
+        scored = list(zip([*prompt, *self._tokens], [None, *scores.log_probs], [None, *scores.tops]))
+        if not self._asked.echo:
+            return scored[len(prompt) :]
+        self._context = []
+        return scored
+
+    def _in_form(self, scored: list[Scored]) -> dict[str, Any]:
+        """Returns log-probabilities as the protocol writes them."""
+        entries = []
+        for token, value, likeliest in scored:
             context = Continuation(self._tokenizer, self._context)
-            around = at and [(self._name(context, each), max(value, LEAST_LOG_PROB)) for each, value in at]
-            likeliest.append(around and around[: self._asked.tops])
-            texts.append(self._token_text(token))
-        values = [value if value is None else max(value, LEAST_LOG_PROB) for value in log_probs[first:]]
-        if not self._asked.is_chat:
-            found = self._of_completion(texts, values)
-            if self._asked.tops:  # of two tokens with one text, the likelier
-                found["top_logprobs"] = [around and dict(reversed(around)) for around in likeliest]
-            return found
-        found = self._of_chat(texts, values)
-        for entry, around in zip(found["content"], likeliest):
-            entry["top_logprobs"] = [_entry(text, value) for text, value in around]
-        return found
+            tops = likeliest and [
+                (self._name(context, each), _finite(of)) for each, of in likeliest[: self._asked.tops]
+            ]
+            entries.append((self._name(context, token), _finite(value), tops))
+            self._context = [*self._context[-16:], token]
+        if self._asked.is_chat:
+            content = [
+                _entry(text, value) | {"top_logprobs": [_entry(*top) for top in tops or ()]}
+                for text, value, tops in entries
+            ]
+            return {"content": content, "refusal": None}
+        texts, values, tops = map(list, zip(*entries))
+        starts = list(itertools.accumulate((len(text.rstrip(INCOMPLETE)) for text in texts), initial=self._offset))
+        self._offset = starts.pop()
+        # Of two tokens with one text, the likelier.
+        likeliest = [at and dict(reversed(at)) for at in tops] if self._asked.tops else None
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": likeliest, "text_offset": starts}
 
     def _name(self, context: Continuation, token: int) -> str:
         """Returns the text that a token adds; for a token without text, such as the end of text, its name."""
         return context.decode([token]) or self._tokenizer.token(token)
 
-    def _token_text(self, token: int) -> str:
-        text = self._name(Continuation(self._tokenizer, self._context), token)
-        self._context = [*self._context[-16:], token]
-        return text
 
-    def _of_completion(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text.rstrip(INCOMPLETE))
-        return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": offsets}
-
-    def _of_chat(self, texts: list[str], log_probs: list[float]) -> dict[str, Any]:
-        content = [_entry(text, log_prob) | {"top_logprobs": []} for text, log_prob in zip(texts, log_probs)]
-        return {"content": content, "refusal": None}
+def _finite(log_prob: float | None) -> float | None:
+    """Returns a log-probability for JSON, which has no -inf."""
+    return None if log_prob is None else max(log_prob, LEAST_LOG_PROB)
 
 
 def _entry(text: str, log_prob: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,46 +30,27 @@ class Scores:
     tops: list[list[tuple[int, float]]]
 
 
-@dataclasses.dataclass(frozen=True)
-class ScoreCall:
-    """The call that scores a chunk; see `Scoring`."""
+def score(engine: Engine, tokens: Sequence[int], chunk: int) -> Iterator[Scores | None]:
+    """Reads a text, a chunk in each step; yields None, and at last the scores.
 
-    slots: int
-    chunk: int
-
-
-class Scoring:
-    """A text that is being scored, a chunk at a time.
-
-    Attributes:
-      request: whose text it is, for the caller.
+    Args:
+      engine: has a chunk more slots than there are tokens.
     """
-
-    request: Any = None
-
-    def __init__(self, engine: Engine, tokens: Sequence[int], chunk: int):
-        """Begins to score ``tokens``; the engine has a chunk more slots than there are tokens."""
-        self._engine, self._chunk, self._count = engine, chunk, len(tokens)
-        self._rows = engine.pair.shards.count
-        self._tokens = np.zeros(engine.slots + 1, np.int32)
-        self._tokens[: len(tokens)] = tokens
-        self._start, self._found = 0, []
-        self._cache = _init_cache(engine.loop.target, self._rows, engine.slots)
-
-    def step(self) -> Scores | None:
-        """Reads a chunk; returns the scores after the last one."""
-        here = self._tokens[self._start : self._start + self._chunk + 1]
-        tokens_BT, next_BT = (np.broadcast_to(part, (self._rows, self._chunk)) for part in (here[:-1], here[1:]))
-        start_B = np.full(self._rows, self._start, np.int32)
-        target, weights = self._engine.loop.target, self._engine.weights.target
-        self._cache, *found = _score(target, weights, tokens_BT, next_BT, start_B, self._cache)
-        self._found.append([part[0] for part in to_host(tuple(found))])
-        self._start += self._chunk
-        if self._start < self._count - 1:
-            return None
-        log_probs_T, ids_TN, values_TN = (np.concatenate(parts)[: self._count - 1] for parts in zip(*self._found))
-        tops = [list(zip(*at)) for at in zip(ids_TN.tolist(), values_TN.tolist())]
-        return Scores(log_probs_T.tolist(), tops)
+    target, rows, count = engine.loop.target, engine.pair.shards.count, len(tokens) - 1
+    padded = np.zeros(engine.slots + 1, np.int32)
+    padded[: len(tokens)] = tokens
+    cache, found = _init_cache(target, rows, engine.slots), []
+    for start in range(0, count, chunk):
+        here = padded[start : start + chunk + 1]
+        tokens_BT, next_BT = (np.broadcast_to(part, (rows, chunk)) for part in (here[:-1], here[1:]))
+        start_B = np.full(rows, start, np.int32)
+        cache, *scored = _score(target, engine.weights.target, tokens_BT, next_BT, start_B, cache)
+        found.append([part[0] for part in to_host(tuple(scored))])
+        if start + chunk < count:
+            yield None
+    log_probs_T, ids_TN, values_TN = (np.concatenate(parts)[:count] for parts in zip(*found))
+    tops = [list(zip(*at)) for at in zip(ids_TN.tolist(), values_TN.tolist())]
+    yield Scores(log_probs_T.tolist(), tops)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

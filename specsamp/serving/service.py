@@ -16,7 +16,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from specsamp.decoding.results import Chunk, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.sampling.warp import Warp
 from specsamp.serving.elastic_batch import ElasticBatch, chunk_sizes
-from specsamp.serving.scores import Scoring
+from specsamp.serving.scores import Scores
 
 MAX_STOPS = 4  # strings that end the texts of a request
 MAX_STOP_IDS = 16  # tokens that do
@@ -51,30 +51,27 @@ class Failed(Exception):
     """A call ends without its texts: the service failed, or was closed."""
 
 
+@dataclasses.dataclass(eq=False)
 class Answer:
     """A call that is being answered, as its caller sees it.
 
     Attributes:
       requests: of the call, in order of prompts and samples.
       is_streamed: whether chunks are delivered while a text grows; else each text is one chunk.
-      is_over: whether nothing more is delivered.
       client: whose it is.
       is_scored: whether the last chunk of each text waits for `scores`, those of its request.
+      is_over: whether nothing more is delivered.
       first: when the first token was written, by `time.monotonic`; None before.
     """
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        deliver: Callable[[Chunk | Failed], None],
-        is_streamed: bool,
-        client: str = "",
-        is_scored: bool = False,
-    ):
-        self.requests, self.is_streamed, self.is_over, self.client = requests, is_streamed, False, client
-        self.first: float | None = None
-        self.is_scored, self.scores = is_scored, {}
-        self._deliver = deliver
+    requests: Sequence[Request]
+    deliver: Callable[[Chunk | Failed], None]
+    is_streamed: bool
+    client: str = ""
+    is_scored: bool = False
+    scores: dict[Request, Scores] = dataclasses.field(default_factory=dict)
+    is_over: bool = False
+    first: float | None = None
 
     def cancel(self) -> None:
         """Says, from any thread, that the caller has left; the rows are free after the slice."""
@@ -86,7 +83,7 @@ class Answer:
             return
         self.is_over = isinstance(what, Failed)
         try:
-            self._deliver(what)
+            self.deliver(what)
         except Exception as error:
             logging.error("an answer was not taken: %r", error)
             self.is_over = True
@@ -96,6 +93,7 @@ class Service:
     """Decodes the texts of many requests over the rows of one batch.
 
     Attributes:
+      pair: whose texts they are.
       batch: its rows and their counts; the service's thread changes it.
       method: drafter and rule of all requests.
       context: the most tokens of a prompt and its text together.
@@ -134,7 +132,7 @@ class Service:
         rows = validate.integer("rows", rows, 1)
         max_waiting = validate.integer("max_waiting", max_waiting, 0)
         self._rounds = validate.integer("rounds_per_slice", rounds_per_slice, 1)
-        self._pair, self.method = pair, make_method(pair, method=validate.instance("method", method, Method, EXAMPLE))
+        self.pair, self.method = pair, make_method(pair, method=validate.instance("method", method, Method, EXAMPLE))
         self.context = context_of(pair, method.drafter, "context", context)
         self._stop_ids = sorted(make_stops(pair, None).ids)
         loop = method.loop(pair, keep_log_probs=True, keep_rounds=True)
@@ -159,7 +157,7 @@ class Service:
             max_per_client = self.capacity
         self.max_per_client = validate.integer("max_per_client", max_per_client, 1)
         self._to_score: list[tuple[Request, Chunk]] = []  # texts that have ended
-        self._scoring: Scoring | None = None  # of the first of them
+        self._scoring: dict[Request, Iterator[Scores | None]] = {}  # of the first of them
         self._changed = threading.Condition()  # guards the next two
         self._inbox: list[Request] = []
         self._closed: str | None = None  # why
@@ -167,10 +165,7 @@ class Service:
 
     def compile(self, all_sizes: bool = False) -> None:
         """Compiles what the first requests need, or all that requests may need: the rest follows when it is wanted."""
-        if all_sizes:
-            self.batch.compile_all()
-        else:
-            self.batch.compile_first()
+        self.batch.compile(all_sizes)
 
     def start(self) -> None:
         """Begins to take requests."""
@@ -192,8 +187,13 @@ class Service:
     @property
     def unfinished(self) -> int:
         """Returns how many texts are running or waiting."""
-        running = sum(request is not None for request in self.batch.running)
-        return len(self._inbox) + len(self.batch.waiting) + len(self.batch.reading) + running + len(self._to_score)
+        return len(self._requests())
+
+    def _requests(self) -> list[Request]:
+        """Returns the requests whose texts are running or waiting."""
+        batch, ended = self.batch, [request for request, _ in self._to_score]
+        requests = [*self._inbox, *batch.waiting, *batch.reading, *batch.running, *ended]
+        return [request for request in requests if request is not None]
 
     def ask(
         self,
@@ -248,10 +248,10 @@ class Service:
             raise ValueError(f"{count} texts are asked for, of {self.capacity} that are taken at a time: ask for fewer")
         self._check_room(count, client)  # before prompts are encoded, which takes time
         method = self.method if sampling is None else dataclasses.replace(self.method, sampling=sampling)
-        prompts = encode(self._pair, prompts)
+        prompts = encode(self.pair, prompts)
         budgets = [self._budget(index, len(tokens), max_new_tokens) for index, tokens in enumerate(prompts)]
         stop = [*(() if ignore_eos else self._stop_ids), *stop_ids, *stop]
-        requests = with_samples(make_requests(self._pair, method, prompts, budgets, seed=seed, stop=stop), num_samples)
+        requests = with_samples(make_requests(self.pair, method, prompts, budgets, seed=seed, stop=stop), num_samples)
         if jax.tree.structure(requests[0].sampling) != jax.tree.structure(self._engine.idle.sampling):
             raise ValueError(f"sampling must be of the kinds of warps in {self.method.sampling!r}; got {sampling!r}")
         answer = Answer(requests, deliver, is_streamed, client, is_scored)
@@ -263,25 +263,13 @@ class Service:
             self._changed.notify()
         return answer
 
-    def tokens(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids of a prompt."""
-        return encode(self._pair, [prompt])[0]
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """Returns the text of token ids."""
-        return self._pair.tokenizer.decode(encode(self._pair, [tokens])[0])
-
     def _check_room(self, count: int, client: str) -> None:
         """Raises Failed after `close`, and Busy where so many more texts do not fit."""
         if self._closed is not None:
             raise Failed(self._closed)
         if self.unfinished + count > self.capacity:
             raise Busy(f"{self.unfinished} texts are running or waiting, of {self.capacity}: try again later")
-        batch = self.batch
-        held = sum(
-            request is not None and request.answer.client == client
-            for request in [*self._inbox, *batch.waiting, *batch.reading, *batch.running]
-        )
+        held = sum(request.answer.client == client for request in self._requests())
         if held + count > self.max_per_client:
             raise Busy(f"{held} of your texts are running or waiting, of {self.max_per_client}: try again later")
 
@@ -328,7 +316,7 @@ class Service:
         requests = [request for request in batch.running if request is not None]
         if not requests:
             with self._changed:  # what they need is being compiled
-                is_held_up = batch.waiting or (self._to_score and self._scoring is None)
+                is_held_up = batch.waiting or (self._to_score and not self._scoring)
                 if is_held_up and not self._inbox:
                     self._changed.wait(1)
             return
@@ -351,23 +339,20 @@ class Service:
         """Scores a chunk of the first text that waits for it."""
         self._to_score = [(request, chunk) for request, chunk in self._to_score if not request.answer.is_over]
         if not self._to_score:
-            self._scoring = None
+            self._scoring = {}
             return
         request, chunk = self._to_score[0]
         try:
-            if self._scoring is None or self._scoring.request is not request:
-                self._scoring = self.batch.score([*request.prompt, *chunk.tokens])
-                if self._scoring is None:
-                    return
-                self._scoring.request = request
-            request.answer.scores[request] = self._scoring.step()
+            steps = self._scoring.get(request) or self.batch.score([*request.prompt, *chunk.tokens])
+            self._scoring = {request: steps} if steps is not None else {}
+            scores = next(steps) if steps is not None else None
         except Exception as error:
             logging.exception("a text was not scored")
             request.answer.send(Failed(f"the text was not scored: {_in_short(error)}"))
             return
-        if request.answer.scores[request] is not None:
+        if scores is not None:
             del self._to_score[0]
-            self._scoring = None
+            request.answer.scores[request] = scores
             request.answer.send(chunk)
 
     def _take_turns(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from support import extras
 
-pytestmark = extras.needs("starlette", "uvicorn", "pydantic", "openai")
+pytestmark = extras.needs("starlette", "uvicorn", "pydantic", "prometheus_client", "openai")
 if extras.is_here("openai"):
     import openai
 if extras.is_here("starlette"):
