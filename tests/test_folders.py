@@ -10,7 +10,7 @@ import pytest
 import specsamp
 
 PACKAGE = pathlib.Path(specsamp.__file__).parent
-ORDER = tuple("sampling models decoding mesh checkpoints training serving analysis evaluation tpu".split())
+ORDER = tuple("sampling models decoding mesh checkpoints serving training analysis evaluation tpu".split())
 
 
 def test_folders_are_those_of_the_readme():

@@ -18,9 +18,18 @@ Array = jax.Array
 
 
 def append(
-    request: RequestBatch, state: DecodeState, draft: Draft, verdict: Verdict, target: TargetDistributions
+    request: RequestBatch,
+    state: DecodeState,
+    draft: Draft,
+    verdict: Verdict,
+    target: TargetDistributions,
+    warped: bool = False,
 ) -> DecodeState:
-    """Appends the tokens of a verdict, cut at the first stop token, at the row's budget and at invalid logits."""
+    """Appends the tokens of a verdict, cut at the first stop token, at the row's budget and at invalid logits.
+
+    Args:
+      warped: whether recorded log-probabilities are those of the warped distributions.
+    """
     tokens_BT = verdict.tokens_BT
     positions = jnp.arange(tokens_BT.shape[1])[None, :]
     count_B, lengths_B, ending_B = _cut(request, state, verdict, target, positions)
@@ -28,7 +37,7 @@ def append(
     def put(buffer_BS: Array, block_BT: Array) -> Array:
         return write_tokens(buffer_BS, block_BT, state.lengths_B, count_B)
 
-    state = _record(state, draft, verdict, target, positions, put)
+    state = _record(state, draft, verdict, target, positions, put, warped)
     return dataclasses.replace(
         state,
         tokens_BS=put(state.tokens_BS, tokens_BT),
@@ -71,12 +80,12 @@ def _record(
     target: TargetDistributions,
     positions: Array,
     put: Callable[[Array, Array], Array],
+    warped: bool,
 ) -> DecodeState:
     """Writes the optional columns with ``put``: log-probabilities, beginnings of rounds, and the meter."""
     if state.log_probs_BS is not None:
-        at_token_BT = jnp.take_along_axis(
-            jax.nn.log_softmax(target.logits_BTV, axis=-1), jnp.maximum(verdict.tokens_BT, 0)[..., None], axis=-1
-        )[..., 0]
+        log_probs_BTV = target.all() if warped else jax.nn.log_softmax(target.logits_BTV, axis=-1)
+        at_token_BT = jnp.take_along_axis(log_probs_BTV, jnp.maximum(verdict.tokens_BT, 0)[..., None], axis=-1)[..., 0]
         state = dataclasses.replace(state, log_probs_BS=put(state.log_probs_BS, at_token_BT))
     if state.rounds_BS is not None:
         begins_BT = jnp.where(positions == 0, 1 + draft.num_drafted_B[:, None], 0)

@@ -76,7 +76,7 @@ class Engine:
         spare: int = 0,
         slots: int | None = None,
         stop_ids: int = 0,
-        keep_log_probs: bool = False,
+        keep_log_probs: bool | str = False,
         keep_rounds: bool | None = None,
     ) -> Engine:
         """Chooses sizes for some requests, and prepares the weights for them.
@@ -92,7 +92,7 @@ class Engine:
         Raises:
           ValueError: the caches do not fit in memory.
         """
-        validate.switch("return_log_probs", keep_log_probs)
+        validate.choice("return_log_probs", keep_log_probs, (False, True, "sampled"))
         if keep_rounds is None:
             keep_rounds = any(request.stops.texts for request in requests)
         batch = len(requests) if batch is None else batch

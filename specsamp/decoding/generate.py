@@ -43,7 +43,7 @@ def generate(
     seed: int = 0,
     stop: Sequence[int | str] | None = None,
     num_samples: int = 1,
-    return_log_probs: bool = False,
+    return_log_probs: bool | str = False,
     prompt_ids: Sequence[int] | None = None,
     require_exact: bool = False,
 ) -> list[Completion]:
@@ -70,7 +70,8 @@ def generate(
         tokens, or the tokenizer's end of text. Strings are searched every few rounds: tokens decoded after a stop
         string are dropped, and counted in `Completion.dropped` only.
       num_samples: completions per prompt, from one prefill.
-      return_log_probs: also return the target's log-probability of each token.
+      return_log_probs: also return the log-probability of each token: True, under the target at temperature 1;
+        "sampled", under the distribution that the token is a sample of.
       prompt_ids: the indices of the prompts in your data set: a completion depends on its id, not on its place in the
         call. Default 0, 1, 2, ...
       require_exact: refuse a lossy rule or drafter, before anything is read.

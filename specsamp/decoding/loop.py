@@ -57,7 +57,8 @@ class Loop:
     Attributes:
       window: the smallest number of tokens per call of the target. A single token does not use a TPU's matrix unit, so
         plain decoding on a TPU is faster if it feeds a known token again (2); elsewhere it is not (1).
-      keep_log_probs: whether to record the target's log-probabilities of the emitted tokens.
+      keep_log_probs: whether to record the log-probabilities of the emitted tokens: True, under the target; "sampled",
+        under the warped distribution that they are a sample of.
       keep_rounds: whether to record the beginnings of rounds, so that texts can be cut and counted afterwards.
       adaptive: adaptive draft lengths, from `Adaptive.for_batch`; None: every round drafts the drafter's K tokens.
       shards: the split of rows over devices.
@@ -67,7 +68,7 @@ class Loop:
     drafter: Drafter
     rule: Rule
     window: int = 1
-    keep_log_probs: bool = False
+    keep_log_probs: bool | str = False
     keep_rounds: bool = False
     adaptive: Adaptive | None = None
     shards: DataShards = DataShards()
@@ -227,7 +228,7 @@ class Loop:
         self, request: RequestBatch, state: DecodeState, draft: Draft, verdict: Verdict, target: TargetDistributions
     ) -> DecodeState:
         """Appends the emitted tokens, and chooses the next draft lengths if they adapt."""
-        after = append(request, state, draft, verdict, target)
+        after = append(request, state, draft, verdict, target, self.keep_log_probs == "sampled")
         if self.adaptive is None:
             return after
         counts = draft.num_drafted_B, verdict.num_accepted_B

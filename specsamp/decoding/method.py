@@ -60,7 +60,9 @@ class Method:
         """Returns this method with another drafter, which drafts K tokens in every round."""
         return dataclasses.replace(self, drafter=drafter, adaptive=None)
 
-    def loop(self, pair: Pair, *, batch: int = 1, keep_log_probs: bool = False, keep_rounds: bool = False) -> Loop:
+    def loop(
+        self, pair: Pair, *, batch: int = 1, keep_log_probs: bool | str = False, keep_rounds: bool = False
+    ) -> Loop:
         """Returns the loop that decodes ``batch`` sequences at a time this way, on the platform at hand."""
         adaptive = self.adaptive
         if adaptive is not None:

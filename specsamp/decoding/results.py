@@ -187,7 +187,7 @@ class Completion:
     text: str | None  # without the stop token or the stop text; None if the pair has no tokenizer
     tokens: list[int]  # with the stop token, or with the tokens of the stop text
     from_draft: list[bool]  # whether each token had been drafted
-    log_probs: list[float] | None  # under the target at temperature 1, unfiltered
+    log_probs: list[float] | None  # see ``return_log_probs`` of `generate`
     finish: str  # "stop", "length", or "invalid" where the target's logits are no distribution (NaN, inf)
     exact: bool  # whether rule and drafter are lossless; stats have the cost of a lossy rule
     row_independent: bool  # whether the prompt has the same text in every batch

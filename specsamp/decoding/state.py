@@ -160,7 +160,7 @@ class DecodeState:
     lengths_B: Array  # int32, committed tokens, prompt included
     finish_B: Array  # int32, a Finish
     from_draft_BS: Array  # bool, whether the emitted token had been drafted
-    log_probs_BS: Array | None  # float32, log-probability of emitted tokens under the target (unwarped)
+    log_probs_BS: Array | None  # float32, of emitted tokens, see `Loop.keep_log_probs`
     cache: Any  # the target's
     drafter_state: Any
     stats: Stats

@@ -36,7 +36,7 @@ def generate_many(
     seed: int = 0,
     stop: Sequence[int | str] | None = None,
     num_samples: int = 1,
-    return_log_probs: bool = False,
+    return_log_probs: bool | str = False,
     prompt_ids: Sequence[int] | None = None,
     **decoding: Unpack[Decoding],
 ) -> Queue:

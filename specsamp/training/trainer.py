@@ -140,23 +140,23 @@ def state_shardings(task: Task, config: TrainConfig, mesh: Mesh) -> TrainState:
 
 
 def train_step(
-    task: Task, config: TrainConfig, state: TrainState, teacher_params: Any, tokens_ABT: Array
+    task: Task, config: TrainConfig, state: TrainState, teacher_params: Any, tokens_ABT: Any
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Makes one update from ``A`` microbatches of ``[B, T + 1]`` tokens.
+    """Makes one update from ``A`` microbatches of ``[B, T + 1]`` tokens, or of whatever arrays the task reads.
 
     Returns:
       The new state, and scalars for the log: the loss, other metrics of the task, and the norm of the gradient.
     """
-    num_microbatches = tokens_ABT.shape[0]
+    num_microbatches = jax.tree.leaves(tokens_ABT)[0].shape[0]
     keys_A = jax.random.split(jax.random.fold_in(run_key(config), state.step), num_microbatches)
 
     def gradients(tokens_BT, key):
         return jax.value_and_grad(task.loss, has_aux=True)(state.params, teacher_params, tokens_BT, key, state.step)
 
     if num_microbatches == 1:
-        (loss, metrics), grads = gradients(tokens_ABT[0], keys_A[0])
+        (loss, metrics), grads = gradients(jax.tree.map(lambda x: x[0], tokens_ABT), keys_A[0])
     else:
-        first = jax.eval_shape(gradients, tokens_ABT[0], keys_A[0])
+        first = jax.eval_shape(gradients, jax.tree.map(lambda x: x[0], tokens_ABT), keys_A[0])
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
 
         def add(total, microbatch):

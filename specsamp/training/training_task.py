@@ -35,6 +35,10 @@ class Task(abc.ABC):
         """Returns the logical axes of the parameters, see `specsamp.mesh.layout.Layout`."""
         return self.model.param_axes()
 
+    def teacher(self, target_params: Any, draft_ids: Any = None) -> Any:
+        """Returns ``teacher_params`` for a target's parameters, and the ids of a reduced vocabulary if there is one."""
+        return target_params
+
     def teacher_axes(self) -> Any:
         """Returns the logical axes of ``teacher_params``; None if they are absent or replicated."""
         return None

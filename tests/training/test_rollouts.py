@@ -1,0 +1,285 @@
+"""Policies that learn from speculative rollouts: log-probabilities, noise, advantages, resumption, and drafts that follow."""
+
+import dataclasses
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from specsamp.decoding.generate import generate
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import with_samples
+from specsamp.models.config import tiny
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.lossy import Lenience
+from specsamp.sampling.warp import chain, log_probs, temperature, top_k
+from specsamp.training.eagle import TrainHead
+from specsamp.training.rollouts import PolicyGradient, RolloutConfig, Rollouts, Texts, advantages, learn
+from specsamp.training.task import Distill
+from specsamp.training.trainer import Intervals, TrainConfig
+from support.fakes import COMPILED
+from support.weights import drawn_params
+
+V, BUDGET = 16, 6
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
+
+
+def lm(width):
+    return TransformerLM(tiny(vocab_size=V, width=width, num_layers=2, num_heads=2, positions="rotary"))
+
+
+def pair_of(noise=0.1):
+    return Pair(
+        target=lm(16), target_params=drawn_params(lm(16), 0, noise), draft=lm(8), draft_params=drawn_params(lm(8), 1)
+    )
+
+
+def optimizer(steps=4, rate=3e-2, batch=8, **fields):
+    return TrainConfig(steps=steps, batch=batch, learning_rate=rate, warmup_steps=0, weight_decay=0.0, seed=3, **fields)
+
+
+CONFIG = RolloutConfig(policy=optimizer(), group=4, max_new_tokens=BUDGET, temperature=0.7, rows=3)
+PAIR = pair_of()
+
+
+def few(prompt, text):
+    """Rewards small tokens."""
+    return -float(np.mean(text.tokens))
+
+
+def run(folder, config=CONFIG, pair=PAIR, reward=few, console=None, **options):
+    options = {"draft_length": 2, "intervals": Intervals(log=1, checkpoint=2)} | options
+    return learn(pair, PROMPTS, reward, config, folder, console=console or Console(file=io.StringIO()), **options)
+
+
+def records(folder):
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith("seconds")} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder)
+
+
+def forward(params, texts, warp):
+    """The log-probability of every token under some parameters, by one call over whole texts."""
+    logits_BTV = PAIR.target.forward(params, texts.tokens_BT[:, :-1]).logits_BTV
+    return jnp.take_along_axis(log_probs(warp, logits_BTV), texts.tokens_BT[:, 1:, None], axis=-1)[..., 0]
+
+
+def gap(params, texts, warp=temperature(0.7)):
+    return float(jnp.where(texts.emitted_BT, jnp.abs(forward(params, texts, warp) - texts.log_probs_BT), 0).max())
+
+
+def test_log_probabilities_are_those_of_the_sampling_distribution():
+    rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2)
+    completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
+    texts = rollouts.texts(completions, range(8))
+    assert texts.emitted_BT.sum() == sum(len(text.tokens) for text in completions)
+    assert gap(PAIR.target_params, texts) < 1e-5
+    assert gap(PAIR.target_params, texts, chain()) > 0.1, "the control: temperature 1"
+    assert gap(drawn_params(lm(16), 5), texts) > 0.1, "the control: another policy"
+
+
+def test_generate_returns_them_too_and_the_unwarped_as_before():
+    options = dict(sampling=chain(temperature(0.7), top_k(5)), draft_length=2, seed=4)
+    (sampled,) = generate(PAIR, [PROMPTS[0]], BUDGET, return_log_probs="sampled", **options)
+    (plain,) = generate(PAIR, [PROMPTS[0]], BUDGET, return_log_probs=True, **options)
+    assert sampled.tokens == plain.tokens
+    tokens = jnp.asarray([[*PROMPTS[0], *plain.tokens]])
+    for warp, text in ((options["sampling"], sampled), (chain(), plain)):
+        expected_TV = log_probs(warp, PAIR.target.forward(PAIR.target_params, tokens[:, :-1]).logits_BTV)[0, 2:]
+        expected = jnp.take_along_axis(expected_TV, tokens[0, 3:, None], axis=-1)[:, 0]
+        np.testing.assert_allclose(text.log_probs, expected, atol=1e-5)
+    with pytest.raises(ValueError, match="return_log_probs.*'all'"):
+        generate(PAIR, [[1]], 2, return_log_probs="all")
+
+
+def test_a_row_in_flight_would_follow_the_old_policy():
+    """Mutant: parameters change while a row runs. Its caches are the old policy's, and so are its texts."""
+    rollouts, other = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2), drawn_params(lm(16), 5)
+    engine = rollouts._engine
+    (request,) = with_samples(rollouts._requests[:1], 1)
+    weights = [rollouts._weights(params, PAIR.draft_params) for params in (PAIR.target_params, other)]
+    state = dataclasses.replace(engine, weights=weights[0]).prefill([request])
+    mutant = dataclasses.replace(engine, weights=weights[1]).run(state)
+    sound = dataclasses.replace(engine, weights=weights[1])
+    for state, is_sound in ((sound.run(sound.prefill([request])), True), (mutant, False)):
+        (text,) = engine.take(state, [request])
+        tokens = jnp.asarray([[*request.prompt, *text.tokens]])
+        expected_TV = log_probs(temperature(0.7), PAIR.target.forward(other, tokens[:, :-1]).logits_BTV)[0, 2:]
+        expected = jnp.take_along_axis(expected_TV, tokens[0, 3:, None], axis=-1)[:, 0]
+        assert (np.abs(np.array(text.log_probs) - expected).max() < 1e-5) == is_sound
+
+
+def test_steps_have_prompts_and_noise_of_their_own():
+    rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2)
+    sample = [
+        [
+            (text.prompt_index, text.sample_index, text.tokens)
+            for text in rollouts.sample(step, PAIR.target_params, PAIR.draft_params)
+        ]
+        for step in (0, 0, 1, 2)
+    ]
+    assert sample[0] == sample[1]
+    by_prompt = [{tuple(tokens) for index, _, tokens in step if index == 0} for step in sample[1:]]
+    assert len(sample[0]) == 8 and len({tuple(tokens) for _, _, tokens in sample[0]}) > 4
+    assert not by_prompt[0] & by_prompt[1] or not by_prompt[0] & by_prompt[2] or not by_prompt[1]
+    assert [index for index, *_ in sample[0]] == sorted(
+        [i for i, *_ in sample[0]], key=[i for i, *_ in sample[0]].index
+    )
+
+
+def test_advantages():
+    found = advantages([1, 3, 1, 3, 5, 5, 5, 5], 4)
+    np.testing.assert_allclose(found, [-1, 1, -1, 1, 0, 0, 0, 0], atol=1e-6)
+
+
+def test_the_gradient_is_that_of_the_expected_reward():
+    """At the policy that sampled, clipping does nothing, and the gradient is REINFORCE's."""
+    rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2)
+    completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
+    texts = rollouts.texts(completions, [few(None, text) for text in completions])
+    task = PolicyGradient(PAIR.target, 0.7, 0.2, V)
+
+    def reinforce(params):
+        weight_BT = texts.emitted_BT / texts.emitted_BT.sum(1, keepdims=True) * texts.advantages_B[:, None]
+        return -(weight_BT * forward(params, texts, temperature(0.7))).sum(1).mean()
+
+    found = jax.grad(lambda params: task.loss(params, None, texts, None)[0])(PAIR.target_params)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(jax.grad(reinforce)(PAIR.target_params))):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "advantage, ratio, flows", [(1, 2.0, False), (1, 0.5, True), (-1, 2.0, True), (-1, 0.5, False)]
+)
+def test_ratios_are_clipped_where_the_update_went_far_enough(advantage, ratio, flows):
+    tokens_BT = jnp.asarray([[1, 2]])
+    now = forward(PAIR.target_params, Texts(tokens_BT=tokens_BT, log_probs_BT=0, emitted_BT=0, advantages_B=0), chain())
+    texts = Texts(
+        tokens_BT=tokens_BT,
+        log_probs_BT=now - np.log(ratio),
+        emitted_BT=jnp.ones((1, 1), bool),
+        advantages_B=jnp.asarray([float(advantage)]),
+    )
+    grads = jax.grad(lambda p: PolicyGradient(PAIR.target, 1.0, 0.2, V).loss(p, None, texts, None)[0])(
+        PAIR.target_params
+    )
+    assert (max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads)) > 0) == flows
+
+
+def test_rewards_rise_and_nothing_is_compiled_after_the_first_steps(tmp_path):
+    config = dataclasses.replace(CONFIG, policy=optimizer(steps=30))
+    programs = []
+    run(tmp_path, config, reward=lambda prompt, text: programs.append(sum(COMPILED.values())) or few(prompt, text))
+    rewards = [record["reward"] for record in records(tmp_path)]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 1.5
+    assert programs[-1] == programs[4 * 8], "a policy step compiles nothing"
+    assert max(record["log_prob_gap"] for record in records(tmp_path)) < 1e-5
+
+
+def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whole):
+    folder, state = whole
+    calls = []
+
+    def killed(prompt, text):
+        calls.append(1)
+        if len(calls) > 3 * 8:
+            raise KeyboardInterrupt
+        return few(prompt, text)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, reward=killed)
+    again = run(tmp_path)
+    assert records(tmp_path) == records(folder)
+    for one, other in zip(jax.tree.leaves(again.policy), jax.tree.leaves(state.policy)):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="temperature was 0.7, is 0.8"):
+        run(tmp_path, dataclasses.replace(CONFIG, temperature=0.8))
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_a_draft_that_learns_follows_the_policy(tmp_path, kind):
+    """Distilled on the texts, it is accepted more than one that stays as it was; the policy's texts have its law anyway."""
+    pair, width = PAIR, 16
+    task = Distill(lm(8), PAIR.target)
+    if kind == "head":
+        layer = tiny(vocab_size=V, width=width, num_layers=1, num_heads=2, positions="rotary", gated=True, tied=False)
+        head = Eagle3Config(layer=layer, target_layers=2, target_width=width, hidden_layers=(0, 1)).head()
+        pair = Pair(target=PAIR.target, target_params=PAIR.target_params, head=head, draft_params=drawn_params(head, 2))
+        task = TrainHead(head=head, target=PAIR.target, objective="forward_kl", test_steps=2, decay=0.8)
+    config = dataclasses.replace(CONFIG, policy=optimizer(steps=40, rate=1e-2), group=4)
+    acceptance = {}
+    for name, draft in (("frozen", None), ("learns", optimizer(steps=40, rate=3e-2))):
+        folder = tmp_path / name
+        state = run(folder, dataclasses.replace(config, draft=draft), pair, draft_task=task if draft else None)
+        assert (state.draft is None) == (draft is None)
+        acceptance[name] = np.mean([record["acceptance"] for record in records(folder)[-8:]])
+    assert acceptance["learns"] > acceptance["frozen"] + 0.1
+
+
+def test_a_draft_that_learns_is_saved_with_the_policy(tmp_path):
+    config = dataclasses.replace(CONFIG, draft=optimizer())
+    options = dict(draft_task=Distill(lm(8), PAIR.target))
+    first = run(tmp_path / "whole", config, **options)
+    half = dataclasses.replace(CONFIG, draft=optimizer())
+    calls = []
+
+    def killed(prompt, text):
+        calls.append(1)
+        if len(calls) > 3 * 8:
+            raise KeyboardInterrupt
+        return few(prompt, text)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "killed", half, reward=killed, **options)
+    again = run(tmp_path / "killed", half, **options)
+    for one, other in zip(jax.tree.leaves(again.draft), jax.tree.leaves(first.draft)):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_equal_rewards_teach_nothing_and_say_so(tmp_path):
+    told = io.StringIO()
+    state = run(tmp_path, reward=lambda prompt, text: 1, console=Console(file=told, width=200))
+    assert "step 1: all texts of each prompt have the same reward" in told.getvalue()
+    for one, other in zip(jax.tree.leaves(state.policy.params), jax.tree.leaves(PAIR.target_params)):
+        np.testing.assert_array_equal(one, other)
+
+
+REFUSED = [
+    ("policy.batch 8 .* group 3", lambda: RolloutConfig(policy=optimizer(), group=3)),
+    ("group.* 1", lambda: RolloutConfig(policy=optimizer(), group=1)),
+    ("temperature .*above 0.* 0", lambda: RolloutConfig(policy=optimizer(), temperature=0)),
+    ("draft.batch 4 .* 8", lambda: RolloutConfig(policy=optimizer(), draft=optimizer(batch=4))),
+    ("8 prompts.* 4", lambda: Rollouts(PAIR, PROMPTS, dataclasses.replace(CONFIG, policy=optimizer(batch=32)))),
+    ("lossy", lambda: Rollouts(PAIR, PROMPTS, CONFIG, rule=Lenience(0.5))),
+    ("temperature alone", lambda: Rollouts(PAIR, PROMPTS, CONFIG, sampling=chain(temperature(0.7), top_k(5)))),
+    ("both", lambda: run("unused", draft_task=Distill(lm(8), PAIR.target))),
+]
+
+
+@pytest.mark.parametrize("match, call", REFUSED)
+def test_refused_before_anything_is_sampled(match, call):
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1"])
+def test_a_reward_that_is_no_number_is_named_with_its_prompt(tmp_path, value):
+    with pytest.raises(ValueError, match=rf"the reward of prompt \d, sample 0.*{value}"):
+        run(tmp_path, reward=lambda prompt, text: value)
+
+
+def test_a_policy_of_other_shapes_is_refused(tmp_path):
+    run(tmp_path)
+    other = Pair(target=lm(8), target_params=drawn_params(lm(8), 0), draft=lm(8), draft_params=drawn_params(lm(8), 1))
+    with pytest.raises(ValueError, match="the checkpoint .*shape"):
+        run(tmp_path, pair=other)
