@@ -1,0 +1,98 @@
+"""Measures what happens to a draft while its target learns from rewards, with a draft that stays and one that learns.
+
+    python launch/study.py rollouts --workdir=runs/rollouts --output=runs/python_rollouts.json
+
+The shipped target learns to write Python that parses and ends its statement within the budget. Each cell is a run with the
+same seeds: the draft model or the head, as it was or distilled on the texts of each step. A run that was killed goes on.
+"""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from launch.lib.study import Document, Option, Published, Study, answers
+from specsamp import load_pair
+from specsamp.analysis.report import Table
+from specsamp.checkpoints.pair import load_prompts
+from specsamp.decoding.request import Prompt
+from specsamp.decoding.results import Completion
+from specsamp.evaluation.python_syntax import parses
+from specsamp.models.transformer import TransformerLM
+from specsamp.training.eagle import TrainHead
+from specsamp.training.log import read_metrics
+from specsamp.training.rollouts import RolloutConfig, learn
+from specsamp.training.task import Distill
+from specsamp.training.trainer import TrainConfig
+
+PAIR, K, PROMPTS, GROUP, TOKENS, ENDS = "python", 3, 4, 8, 64, 0.1
+SERIES = ("reward", "acceptance", "tokens_per_round", "log_prob_gap", "seconds_sampling", "seconds_learning")
+
+
+def reward(prompt: Prompt, text: Completion) -> float:
+    """Returns half a point for Python that parses, and half for a statement that ends within the budget."""
+    lines = text.text.split("\n")[1:]
+    return 0.5 * parses(prompt, text.text) + 0.5 * any(line and not line[0].isspace() for line in lines[:-1])
+
+
+def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, Any]:
+    """Returns series of what the policy steps measured."""
+    is_head = key["draft"] == "head"
+    pair = load_pair(PAIR, draft="head") if is_head else load_pair(PAIR)
+    task = Distill(pair.draft, pair.target) if not is_head else None
+    if is_head:
+        target = TransformerLM(pair.target.config)
+        task = TrainHead(head=pair.head, target=target, objective="forward_kl", test_steps=K, decay=0.8)
+    fields = {
+        "steps": options.steps,
+        "batch": PROMPTS * GROUP,
+        "microbatches": 2,
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+    }
+    config = RolloutConfig(
+        policy=TrainConfig(**fields, learning_rate=options.learning_rate),
+        draft=TrainConfig(**fields, learning_rate=3e-4) if key["learns"] else None,
+        group=GROUP,
+        max_new_tokens=TOKENS,
+    )
+    folder = pathlib.Path(options.workdir, f"{key['draft']}_{'learns' if key['learns'] else 'stays'}")
+    learn(pair, load_prompts(PAIR), reward, config, folder, draft_task=task if key["learns"] else None, draft_length=K)
+    records = read_metrics(folder / "metrics.jsonl")
+    return {name: [record[name] for record in records] for name in SERIES}
+
+
+def table(document: Document) -> Table:
+    """Returns a row for each draft: means of the first and of the last tenth of the steps."""
+    rows = []
+    for key, result in answers(document):
+        count = max(int(ENDS * len(result["reward"])), 1)
+        ends = {name: (np.mean(each[:count]), np.mean(each[-count:])) for name, each in result.items()}
+        sampling, learning = (sum(result[f"seconds_{name}"]) for name in ("sampling", "learning"))
+        told = (f"{first:.2f} to {last:.2f}" for first, last in map(ends.get, SERIES[:3]))
+        rows.append(
+            (
+                f"{key['draft']}, {'learns' if key['learns'] else 'stays'}",
+                *told,
+                f"{sampling / (sampling + learning):.0%}",
+            )
+        )
+    header = ("draft", "reward", "acceptance", "tokens per round", "time in rollouts")
+    return Table(title="Drafts of a policy that learns: first and last tenth of the steps", header=header, rows=rows)
+
+
+STUDY = Study(
+    question="What is accepted of a draft while its target learns from rewards?",
+    options={
+        "workdir": Option("runs/rollouts", "Keep the runs in this folder."),
+        "steps": Option(200, "Policy steps of each run.", least=1),
+        "learning_rate": Option(2e-5, "The policy's."),
+    },
+    cells=lambda options: [
+        {"draft": draft, "learns": learns} for draft in ("model", "head") for learns in (False, True)
+    ],
+    identity=lambda options: {"steps": options.steps, "learning_rate": options.learning_rate},
+    measure=measure,
+    tables={"rollouts": Published([], table)},
+)
