@@ -18,13 +18,13 @@ from specsamp.analysis.report import Table
 from specsamp.checkpoints.pair import load_prompts
 from specsamp.decoding.request import Prompt
 from specsamp.decoding.results import Completion
-from specsamp.evaluation.python_syntax import parses
+from specsamp.evaluation.coding_tasks import parses
 from specsamp.models.transformer import TransformerLM
-from specsamp.training.eagle import TrainHead
-from specsamp.training.log import read_metrics
+from specsamp.training.feature_heads import TrainHead
 from specsamp.training.rollouts import RolloutConfig, learn
-from specsamp.training.task import Distill
+from specsamp.training.run_folder import read_metrics
 from specsamp.training.trainer import TrainConfig
+from specsamp.training.training_task import TrainModel
 
 PAIR, K, PROMPTS, GROUP, TOKENS, ENDS = "python", 3, 4, 8, 64, 0.1
 SERIES = ("reward", "acceptance", "tokens_per_round", "log_prob_gap", "seconds_sampling", "seconds_learning")
@@ -40,7 +40,7 @@ def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, An
     """Returns series of what the policy steps measured."""
     is_head = key["draft"] == "head"
     pair = load_pair(PAIR, draft="head") if is_head else load_pair(PAIR)
-    task = Distill(pair.draft, pair.target) if not is_head else None
+    task = TrainModel(pair.draft, pair.target) if not is_head else None
     if is_head:
         target = TransformerLM(pair.target.config)
         task = TrainHead(head=pair.head, target=target, objective="forward_kl", test_steps=K, decay=0.8)

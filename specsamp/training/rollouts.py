@@ -37,10 +37,9 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import chain, first_tokens, log_probs, temperature
 from specsamp.serving.batch import Batch
 from specsamp.serving.generate_many import TOGETHER, Queue
-from specsamp.training.log import MetricsLog, Progress
-from specsamp.training.run import check_run
-from specsamp.training.task import Task
+from specsamp.training.run_folder import MetricsLog, Progress, check_run
 from specsamp.training.trainer import Intervals, TrainConfig, TrainState, check_finite, init_state, train_step
+from specsamp.training.training_task import Task
 
 Array = jax.Array
 Reward = Callable[[Prompt, Completion], float]
@@ -234,7 +233,7 @@ def learn(
     Args:
       pair: its target is the policy that learns.
       reward: of a prompt and its completion; higher is better.
-      draft_task: how the draft learns where ``config.draft`` is given: `Distill`, or `TrainHead` of the pair's head.
+      draft_task: how the draft learns where ``config.draft`` is given: `TrainModel`, or `TrainHead` of the pair's head.
       decoding: drafter, rule and draft length, as in `generate`. Rules and drafters must be lossless.
 
     Raises:

@@ -18,10 +18,10 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.lossy import Lenience
 from specsamp.sampling.warp import chain, log_probs, temperature, top_k
-from specsamp.training.eagle import TrainHead
+from specsamp.training.feature_heads import TrainHead
 from specsamp.training.rollouts import PolicyGradient, RolloutConfig, Rollouts, Texts, advantages, learn
-from specsamp.training.task import Distill
 from specsamp.training.trainer import Intervals, TrainConfig
+from specsamp.training.training_task import TrainModel
 from support.fakes import COMPILED
 from support.weights import drawn_params
 
@@ -210,7 +210,7 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whol
 def test_a_draft_that_learns_follows_the_policy(tmp_path, kind):
     """Distilled on the texts, it is accepted more than one that stays as it was; the policy's texts have its law anyway."""
     pair, width = PAIR, 16
-    task = Distill(lm(8), PAIR.target)
+    task = TrainModel(lm(8), PAIR.target)
     if kind == "head":
         layer = tiny(vocab_size=V, width=width, num_layers=1, num_heads=2, positions="rotary", gated=True, tied=False)
         head = Eagle3Config(layer=layer, target_layers=2, target_width=width, hidden_layers=(0, 1)).head()
@@ -228,7 +228,7 @@ def test_a_draft_that_learns_follows_the_policy(tmp_path, kind):
 
 def test_a_draft_that_learns_is_saved_with_the_policy(tmp_path):
     config = dataclasses.replace(CONFIG, draft=optimizer())
-    options = dict(draft_task=Distill(lm(8), PAIR.target))
+    options = dict(draft_task=TrainModel(lm(8), PAIR.target))
     first = run(tmp_path / "whole", config, **options)
     half = dataclasses.replace(CONFIG, draft=optimizer())
     calls = []
@@ -262,7 +262,7 @@ REFUSED = [
     ("8 prompts.* 4", lambda: Rollouts(PAIR, PROMPTS, dataclasses.replace(CONFIG, policy=optimizer(batch=32)))),
     ("lossy", lambda: Rollouts(PAIR, PROMPTS, CONFIG, rule=Lenience(0.5))),
     ("temperature alone", lambda: Rollouts(PAIR, PROMPTS, CONFIG, sampling=chain(temperature(0.7), top_k(5)))),
-    ("both", lambda: run("unused", draft_task=Distill(lm(8), PAIR.target))),
+    ("both", lambda: run("unused", draft_task=TrainModel(lm(8), PAIR.target))),
 ]
 
 
