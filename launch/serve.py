@@ -32,6 +32,7 @@ from launch.lib.rules import define_require_exact, make_rule
 from specsamp import NoDrafter, storage, validate
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.method import Method, check_exact
+from specsamp.serving.batch import Learner
 from specsamp.serving.request_warps import OPTIONAL_WARPS, make_warp
 from specsamp.serving.service import Service
 
@@ -55,6 +56,12 @@ _WARPS = flags.DEFINE_list(
     "warps",
     ["top_p", "min_p", "top_k"],
     f"Fields that requests may set besides temperature, of {', '.join(OPTIONAL_WARPS)}; each costs time for every text.",
+)
+_LEARNING_RATE = flags.DEFINE_float(
+    "draft_learning_rate",
+    0.0,
+    "Let the draft model learn from the texts that it drafted, at this rate; 0: it does not.",
+    lower_bound=0.0,
 )
 _ROUNDS = flags.DEFINE_integer(
     "rounds_per_slice", 4, "Rounds between scheduler steps, which stream new text and admit requests.", lower_bound=1
@@ -105,6 +112,7 @@ def main() -> None:
             max_waiting=_MAX_WAITING.value,
             max_per_client=_MAX_PER_CLIENT.value,
             rounds_per_slice=_ROUNDS.value,
+            learner=make_learner(experiment) if _LEARNING_RATE.value else None,
         )
         console.print(headline(experiment, service_line(experiment, service)))
         with entry.progress(console, "compiling for the first requests"):
@@ -137,6 +145,15 @@ def main() -> None:
         finally:
             service.close()
             service.join()
+
+
+def make_learner(experiment: Experiment) -> Learner:
+    """Returns what the draft learns by for as long as the server runs, at a constant rate."""
+    from specsamp.training.online import DraftLearner  # loads optax and orbax
+    from specsamp.training.trainer import TrainConfig
+
+    config = TrainConfig(steps=2**30, batch=8, learning_rate=_LEARNING_RATE.value, final_share=1.0)
+    return DraftLearner(experiment.pair, config)
 
 
 def service_line(experiment: Experiment, service: Service) -> str:

@@ -164,6 +164,12 @@ class Engine:
         """Returns this engine for states of another number of slots."""
         return dataclasses.replace(self, slots=slots, weights=self.pair.weights(self.method.drafter, slots))
 
+    def with_draft(self, params: Any) -> Engine:
+        """Returns this engine with other parameters of the draft, which change what is proposed and no distribution."""
+        drafter = self.method.drafter
+        draft = drafter.fit_slots(drafter.prepare(params), self.slots)
+        return dataclasses.replace(self, weights=dataclasses.replace(self.weights, draft=draft))
+
     def insert(self, state: DecodeState, rows: DecodeState, at: Sequence[int]) -> DecodeState:
         """Writes ``rows`` over the rows ``at`` of ``state``, which is donated; see `batch_rows.insert`."""
         return batch_rows.insert(state, rows, at, self.pair.shards)

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from specsamp.decoding.batch_rows import NOWHERE
+from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.engine import Engine, bucket, to_host, without_caches
+from specsamp.decoding.method import Method
 from specsamp.decoding.request import Request
 from specsamp.decoding.results import RowText
 from specsamp.decoding.state import DecodeState, Finish
@@ -52,6 +55,17 @@ class Usage:
         self.slices, self.rounds, self.busy = self.slices + 1, self.rounds + rounds, self.busy + busy
         if in_demand:
             self.rounds_in_demand, self.busy_in_demand = self.rounds_in_demand + rounds, self.busy_in_demand + busy
+
+
+Learner = Callable[[Sequence[int]], Any]  # takes a whole text; returns new parameters of the draft, or None
+
+
+def check_learner(learner: Learner | None, method: Method) -> None:
+    """Raises ValueError where no parameters of a draft model could learn."""
+    if learner is not None and not isinstance(method.drafter, ModelDrafter):
+        raise ValueError(
+            f"learner was given, but {type(method.drafter).__name__} has no draft model of its own: take ModelDrafter"
+        )
 
 
 class Batch:
@@ -100,6 +114,16 @@ class Batch:
             self._state = self._engine.end(self._state, ())
         self._state = self._engine.run(self._state, 0)
         jax.block_until_ready(self._state.lengths_B)
+
+    def learn(self, learner: Learner, request: Request, text: RowText) -> None:
+        """Hands a text that has ended to a learner, and takes the parameters that it returns."""
+        params = learner((*request.prompt, *text.tokens))
+        if params is not None:
+            self.set_draft(params)
+
+    def set_draft(self, params: Any) -> None:
+        """Takes other parameters of the draft, between two slices."""
+        self._engine = self._engine.with_draft(params)
 
     def free(self) -> None:
         """Gives the memory of the caches back; nothing may be running."""

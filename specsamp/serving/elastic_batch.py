@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -90,6 +90,7 @@ class ElasticBatch(Batch):
         self._all_slots = powers(SMALLEST_SLOTS, engine.slots)
         self._chunks = tuple(min(size, self._all_slots[0]) for size in chunk_sizes())
         self._engines = {engine.slots: engine}
+        self._draft_params: Any = None  # other than the pair's
         self._reader: Iterator[int] | None = None  # reads the prompts of these requests
         self._aside: dict[Request, tuple[int, DecodeState]] = {}  # shards and rows of texts that have outgrown theirs
         self._lengths: dict[Request, int] = {}  # of running texts, prompts included
@@ -166,8 +167,14 @@ class ElasticBatch(Batch):
 
     def _with_slots(self, slots: int) -> Engine:
         if slots not in self._engines:
-            self._engines[slots] = self._engine.with_slots(slots)
+            engine = self._engine.with_slots(slots)
+            self._engines[slots] = engine if self._draft_params is None else engine.with_draft(self._draft_params)
         return self._engines[slots]
+
+    def set_draft(self, params: Any) -> None:
+        super().set_draft(params)
+        self._draft_params = params
+        self._engines = {slots: engine.with_draft(params) for slots, engine in self._engines.items()}
 
     def _slots_for(self, request: Request) -> int:
         """Returns the fewest slots in which a request can be decoded for another slice."""

@@ -176,7 +176,7 @@ class Endpoint:
         # The service's thread delivers chunks, but an asyncio queue is filled by its own event loop only.
         deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait)
         answer = await run_in_threadpool(self._ask, asked, deliver, request.client.host if request.client else "")
-        reply = Reply(asked, answer, self.model, exact=self.service.method.exact)
+        reply = Reply(asked, answer, self.model, exact=self.service.method.exact, repeats=self.service.repeats)
         request.state.answered = answer, reply
         return _Answering(answer, reply, chunks, self.timeout)
 

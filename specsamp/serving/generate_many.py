@@ -6,6 +6,7 @@ for completion in generate_many(pair, prompts, rows=8):
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from typing import Unpack
@@ -16,9 +17,9 @@ from specsamp.decoding.engine import MANY_ROUNDS, Engine
 from specsamp.decoding.method import Decoding, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, Request, make_requests, with_samples
-from specsamp.decoding.results import Completion
+from specsamp.decoding.results import Completion, RowText
 from specsamp.decoding.state import Finish
-from specsamp.serving.batch import Batch
+from specsamp.serving.batch import Batch, Learner, check_learner
 from specsamp.serving.completion_log import CompletionLog
 
 DEFAULT_ROWS = 8
@@ -33,6 +34,7 @@ def generate_many(
     *,
     rows: int = DEFAULT_ROWS,
     log: CompletionLog | str | os.PathLike | None = None,
+    learner: Learner | None = None,
     seed: int = 0,
     stop: Sequence[int | str] | None = None,
     num_samples: int = 1,
@@ -49,6 +51,8 @@ def generate_many(
       rows: texts that are decoded together; rounded up to a multiple of the data shards.
       log: a file of completions, or its path: completions are added to it, and are not decoded again by the next run.
         With a path, all parameters are read once, so that a file of other parameters is refused.
+      learner: gets each text that has ended and may return new parameters of the draft model, such as
+        `specsamp.training.online.DraftLearner`. Texts keep their distribution; which text a seed gives changes.
 
     Returns:
       An iterator of completions, whose `Queue.usage` says how busy the rows were.
@@ -59,6 +63,7 @@ def generate_many(
     use_compilation_cache()
     rows = validate.integer("rows", rows, 1)
     method = make_method(pair, **decoding)
+    check_learner(learner, method)
     requests = make_requests(pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids)
     num_samples = validate.integer("num_samples", num_samples, 1)
     validate.integer("prompts times num_samples", len(requests) * num_samples, 1, MAX_TEXTS)
@@ -69,7 +74,7 @@ def generate_many(
     if log is not None:
         log = log if isinstance(log, CompletionLog) else CompletionLog(log)
         log.open(engine, requests)
-    return Queue(engine, requests, Batch(engine, rows=rows, together=TOGETHER), log)
+    return Queue(engine, requests, Batch(engine, rows=rows, together=TOGETHER), log, learner)
 
 
 class Queue(Iterator[Completion]):
@@ -82,9 +87,17 @@ class Queue(Iterator[Completion]):
       usage: how busy the rows were so far.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], batch: Batch, log: CompletionLog | None):
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        batch: Batch,
+        log: CompletionLog | None = None,
+        learner: Learner | None = None,
+    ):
         """Makes a queue that decodes nothing before the first `next`."""
         self._engine, self._batch, self._log, self.usage = engine, batch, log, batch.usage
+        self._learner = learner
         known = {} if log is None else dict(log.completions)
         self.known = len(known)
         batch.waiting += [one for one in requests if (one.prompt_index, one.sample_index) not in known]
@@ -108,6 +121,14 @@ class Queue(Iterator[Completion]):
         if self._log is not None:
             self._log.close()
 
+    def _completion(self, request: Request, text: RowText) -> Completion:
+        """Returns the result of a text that has ended, from which the draft may learn."""
+        completion = Completion.of(request, text, self._engine.method)
+        if self._learner is None:
+            return completion
+        self._batch.learn(self._learner, request, text)
+        return dataclasses.replace(completion, row_independent=self._engine.method.rule.draft_independent)
+
     def _decode(self, ended: list[Completion]) -> Iterator[Completion]:
         """Yields the completions that the log holds already, then those that it lacks, a slice after the other."""
         batch = self._batch
@@ -128,6 +149,6 @@ class Queue(Iterator[Completion]):
                     return
                 for request, text in batch.collect(self._engine.text):
                     if text.finish != Finish.RUNNING:
-                        ended.append(Completion.of(request, text, self._engine.method))
+                        ended.append(self._completion(request, text))
         finally:
             self._free()

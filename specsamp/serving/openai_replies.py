@@ -41,7 +41,7 @@ class Reply:
       prompt_tokens: of all prompts.
     """
 
-    def __init__(self, asked: GenerationRequest, answer: Answer, model: str, exact: bool):
+    def __init__(self, asked: GenerationRequest, answer: Answer, model: str, exact: bool, repeats: bool = True):
         self._asked = asked
         self._choices = [_Choice(asked, row, request, answer.scores) for row, request in enumerate(answer.requests)]
         self.prompt_tokens = sum(len(request.prompt) for request in answer.requests if not request.sample_index)
@@ -50,6 +50,8 @@ class Reply:
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
         if not exact:  # a field beyond the protocol, which its clients skip
             self._head["exact"] = False
+        if not repeats:
+            self._head["repeats_by_seed"] = False
         if asked.is_chat and asked.stream:
             self._head["object"] += ".chunk"
 

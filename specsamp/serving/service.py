@@ -32,6 +32,7 @@ from specsamp.decoding.request import Prompt, Request, encode, make_requests, ma
 from specsamp.decoding.results import Chunk, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.sampling.warp import Warp
+from specsamp.serving.batch import Learner, check_learner
 from specsamp.serving.elastic_batch import ElasticBatch, chunk_sizes
 from specsamp.serving.scores import Scores
 
@@ -97,6 +98,7 @@ class Service:
       batch: its rows and their counts; the service's thread changes it.
       method: drafter and rule of all requests.
       context: the most tokens of a prompt and its text together.
+      learner: whom the draft learns from, or None; texts do not repeat by their seed then.
       capacity: the most texts that run or wait; max_per_client: those of one client.
     """
 
@@ -111,6 +113,7 @@ class Service:
         max_per_client: int | None = None,
         rounds_per_slice: int = 4,
         in_background: bool = True,
+        learner: Learner | None = None,
     ):
         """Makes a service, which `start` begins.
 
@@ -123,6 +126,8 @@ class Service:
           rounds_per_slice: the most rounds between two deliveries to streams, and two searches for free rows.
           in_background: whether programs of further sizes are compiled while texts go on; never on a mesh.
 
+          learner: see `specsamp.serving.generate_many`.
+
         Raises:
           ValueError: naming the value and the fix.
         """
@@ -133,6 +138,8 @@ class Service:
         max_waiting = validate.integer("max_waiting", max_waiting, 0)
         self._rounds = validate.integer("rounds_per_slice", rounds_per_slice, 1)
         self.pair, self.method = pair, make_method(pair, method=validate.instance("method", method, Method, EXAMPLE))
+        check_learner(learner, method)
+        self.learner = learner
         self.context = context_of(pair, method.drafter, "context", context)
         self._stop_ids = sorted(make_stops(pair, None).ids)
         loop = method.loop(pair, keep_log_probs=True, keep_rounds=True)
@@ -183,6 +190,11 @@ class Service:
         if self._thread.is_alive():
             self._thread.join()
         self.batch.programs.close()
+
+    @property
+    def repeats(self) -> bool:
+        """Returns whether a seed gives the same text again: not while the draft learns, unless the rule ignores drafts."""
+        return self.learner is None or self.method.rule.draft_independent
 
     @property
     def unfinished(self) -> int:
@@ -329,6 +341,8 @@ class Service:
                 request.answer.first = now
         for request, text in found:
             if text is not None and (request.answer.is_streamed or text.finish != Finish.RUNNING):
+                if self.learner is not None and text.finish != Finish.RUNNING:
+                    batch.learn(self.learner, request, text)
                 chunk = Chunk.of(request, text, self.method)
                 if chunk is not None and chunk.finish is not None and request.answer.is_scored:
                     self._to_score.append((request, chunk))

@@ -169,7 +169,7 @@ class Rollouts:
             for sample in range(config.group)
         ]
         engine = dataclasses.replace(self._engine, weights=self._weights(params, draft_params))
-        queue = Queue(engine, requests, Batch(engine, rows=config.rows, together=TOGETHER), None)
+        queue = Queue(engine, requests, Batch(engine, rows=config.rows, together=TOGETHER))
         order = {int(index): place for place, index in enumerate(chosen)}
         return sorted(queue, key=lambda text: (order[text.prompt_index], text.sample_index))
 

@@ -1,0 +1,75 @@
+"""A draft that learns while it is used, on the texts that it drafted (online speculative decoding, arXiv 2310.07177).
+
+    learner = DraftLearner(pair, TrainConfig(steps=1000, batch=8, learning_rate=1e-4))
+    for completion in generate_many(pair, prompts, learner=learner): ...
+
+Texts follow the target whatever the draft proposes, so only speed changes, and which text a seed gives: `CoupledRule` alone
+writes the same text with any draft.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from specsamp import validate
+from specsamp.decoding.pair import Pair
+from specsamp.models.transformer import TransformerLM
+from specsamp.training.trainer import TrainConfig, check_finite, init_state, train_step
+from specsamp.training.training_task import TrainModel
+
+
+class DraftLearner:
+    """Distils the draft model of a pair on whole texts, prompts included.
+
+    Attributes:
+      state: parameters and optimizer.
+      losses: of the updates so far.
+    """
+
+    def __init__(self, pair: Pair, config: TrainConfig, length: int = 128):
+        """Makes a learner that begins with the draft's parameters.
+
+        Args:
+          pair: has a draft model. Heads and early exits compute with the target's parameters, and are refused.
+          config: of the optimizer; a batch of ``config.batch`` windows makes an update, up to ``config.steps`` of them.
+          length: tokens that a window predicts. Texts are cut into windows; an end shorter than a window waits for more.
+
+        Raises:
+          ValueError: naming the value and the fix.
+        """
+        if pair.draft is None or pair.vocabulary is not None:
+            kind = (
+                "a head"
+                if pair.head is not None
+                else "another tokenizer"
+                if pair.vocabulary is not None
+                else "no draft"
+            )
+            raise ValueError(f"a learner takes a draft model of the target's tokenizer; the pair has {kind}")
+        target, draft = (TransformerLM(model.config) for model in (pair.target, pair.draft))
+        self._task, self._config, self._teacher = TrainModel(draft, target), config, pair.target_params
+        self._length, self._tokens = validate.integer("length", length, 1), np.zeros(0, np.int32)
+        self.state, self.losses = init_state(self._task, config, pair.draft_params), []
+        self._update = jax.jit(functools.partial(train_step, self._task, config), donate_argnums=0)
+
+    def __call__(self, tokens: Sequence[int]) -> Any | None:
+        """Takes a text; returns new parameters of the draft if they have changed, else None.
+
+        Raises:
+          FloatingPointError: the loss is no longer finite.
+        """
+        self._tokens = np.concatenate([self._tokens, np.asarray(tokens, np.int32)])
+        size = self._config.batch * (self._length + 1)
+        if len(self._tokens) < size or len(self.losses) >= self._config.steps:
+            return None
+        windows_ABT = self._tokens[:size].reshape(self._config.microbatches, -1, self._length + 1)
+        self._tokens = self._tokens[size:]
+        self.state, numbers = self._update(self.state, self._teacher, windows_ABT)
+        check_finite(len(self.losses) + 1, {"loss": float(numbers["loss"])}, None)
+        self.losses.append(float(numbers["loss"]))
+        return jax.tree.map(jax.numpy.copy, self.state.params)  # the next update takes the state's own memory

@@ -1,0 +1,149 @@
+"""Drafts that learn while they are used: the law of texts, acceptance, and what is refused."""
+
+import collections
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDrafter
+from specsamp.decoding.generate import generate
+from specsamp.decoding.method import Method
+from specsamp.decoding.pair import Pair
+from specsamp.models.config import tiny
+from specsamp.models.eagle import Eagle3Config
+from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.warp import chain, temperature
+from specsamp.serving.generate_many import generate_many
+from specsamp.serving.service import Service
+from specsamp.training.online import DraftLearner
+from specsamp.training.trainer import TrainConfig
+from support.weights import drawn_params
+
+V, BUDGET, SAMPLING = 6, 12, chain(temperature(0.8))
+
+
+def lm(width):
+    return TransformerLM(tiny(vocab_size=V, width=width, num_layers=2, num_heads=2, positions="rotary"))
+
+
+PAIR = Pair(target=lm(16), target_params=drawn_params(lm(16), 0, 0.3), draft=lm(8), draft_params=drawn_params(lm(8), 1))
+LAYER = tiny(vocab_size=V, width=16, num_layers=1, num_heads=2, positions="rotary", gated=True, tied=False)
+HEAD = Eagle3Config(layer=LAYER, target_layers=2, target_width=16, hidden_layers=(0, 1)).head()
+PROMPTS = [[n % V, n // V % V, (n + 2) % V] for n in range(24)]
+CONFIG = TrainConfig(steps=100, batch=8, learning_rate=3e-2, warmup_steps=0, weight_decay=0.0)
+
+
+def learner(length=14):
+    return DraftLearner(PAIR, CONFIG, length)
+
+
+def many(learner=None, prompts=PROMPTS, **options):
+    options = {"sampling": SAMPLING, "draft_length": 3, "rows": 4, "stop": []} | options
+    return sorted(generate_many(PAIR, prompts, BUDGET, learner=learner, **options), key=lambda text: text.prompt_index)
+
+
+def changing():
+    """Returns parameters of another draft after every fourth text, the worst that a learner may do."""
+    drafts = [drawn_params(lm(8), seed, 0.5) for seed in range(4)]
+    count = iter(range(10**6))
+
+    def learn(tokens):
+        number = next(count)
+        return None if number % 4 else drafts[number // 4 % 4]
+
+    return learn
+
+
+@pytest.mark.parametrize("rule", [None, CoupledRule()])
+def test_greedy_and_coupled_texts_are_those_of_plain_decoding(rule):
+    options = dict(rule=rule, sampling=SAMPLING) if rule else dict(sampling=None)
+    plain = generate(PAIR, PROMPTS, BUDGET, draft_length=0, stop=[], sampling=options["sampling"], rule=rule)
+    found = many(changing(), **options)
+    assert [text.tokens for text in found] == [text.tokens for text in plain]
+    assert {text.row_independent for text in found} == {rule is not None}
+    assert many(None, PROMPTS[:1], **options)[0].row_independent
+
+
+def test_texts_no_longer_repeat_by_their_seed():
+    """The control of the test above: with the token rule, a text is another one after the draft has changed."""
+    assert [text.tokens for text in many(changing())] != [text.tokens for text in many()]
+
+
+def test_the_law_of_texts_is_the_targets():
+    prompts, count = [PROMPTS[0]] * 2000, 2000
+    found = generate_many(
+        PAIR,
+        prompts,
+        2,
+        learner=changing(),
+        sampling=SAMPLING,
+        draft_length=2,
+        rows=64,
+        stop=[],
+        prompt_ids=range(count),
+    )
+    counts = collections.Counter(tuple(text.tokens) for text in found)
+    logits_TV = PAIR.target.forward(
+        PAIR.target_params, np.array([[*PROMPTS[0], token] for token in range(V)])
+    ).logits_BTV
+    first_V = jax.nn.softmax(logits_TV[0, 2] / 0.8)
+    joint_VV = np.asarray(first_V[:, None] * jax.nn.softmax(logits_TV[:, 3] / 0.8))
+    found_VV = np.array([[counts[one, two] for two in range(V)] for one in range(V)]) / count
+    noise = np.sqrt(joint_VV / count).sum() / 2
+    assert np.abs(found_VV - joint_VV).sum() / 2 < 1.3 * noise
+    assert np.abs(found_VV - np.roll(joint_VV, 1)).sum() / 2 > 3 * noise, "the control"
+
+
+def test_a_draft_that_learns_is_accepted_more():
+    learns = learner()
+    texts = many(learns, PROMPTS * 16)
+    assert len(learns.losses) > 10 and learns.losses[-1] < learns.losses[0]
+    rates = [sum((t.stats for t in part[1:]), part[0].stats).acceptance_rate for part in (texts[:64], texts[-64:])]
+    assert rates[1] > rates[0] + 0.1
+
+
+def test_a_service_takes_a_learner():
+    learns, found = learner(), []
+    service = Service(
+        PAIR, Method(drafter=ModelDrafter(PAIR.draft, 3), sampling=SAMPLING), rows=4, context=64, learner=learns
+    )
+    assert not service.repeats
+    service.compile()
+    service.start()
+    for number in range(20):
+        service.ask(PROMPTS[:4], BUDGET, deliver=found.append, ignore_eos=True, seed=number, sampling=SAMPLING)
+        while service.unfinished:
+            time.sleep(0.01)
+    service.close()
+    service.join()
+    assert len(found) == 80 and all(chunk.finish == "length" for chunk in found)
+    assert len(learns.losses) >= 8 and learns.losses[-1] < learns.losses[0]
+
+
+def test_updates_end_at_the_last_step():
+    learns = DraftLearner(PAIR, TrainConfig(steps=1, batch=1, warmup_steps=0), 2)
+    assert learns([1, 2]) is None and learns([3, 4]) is not None and learns([1, 2, 3, 4, 5, 0]) is None
+
+
+@pytest.mark.parametrize(
+    "match, call",
+    [
+        (
+            "draft model .* a head",
+            lambda: DraftLearner(Pair(target=PAIR.target, target_params=(), head=HEAD, draft_params=()), CONFIG),
+        ),
+        ("draft model .* no draft", lambda: DraftLearner(Pair(target=PAIR.target, target_params=()), CONFIG)),
+        ("length .* 0", lambda: learner(0)),
+        ("NgramDrafter", lambda: many(changing(), drafter=NgramDrafter(K=3), draft_length=None)),
+        (
+            "EarlyExitDrafter",
+            lambda: many(changing(), drafter=EarlyExitDrafter(PAIR.target, 1, 3), draft_length=None),
+        ),
+    ],
+)
+def test_refused(match, call):
+    with pytest.raises(ValueError, match=match):
+        call()
