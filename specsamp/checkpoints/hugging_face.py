@@ -27,7 +27,6 @@ import jax
 import numpy as np
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import SingleDeviceSharding
 
 from specsamp import storage, validate
 from specsamp.checkpoints import orbax
@@ -39,10 +38,11 @@ from specsamp.checkpoints.int8_tensors import read_int8
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, find_tensors
 from specsamp.checkpoints.tensor_names import BUFFERS, TensorSource, check_tensors, find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.mesh.sharded import ShardedBlockHead, ShardedHead, ShardedModel
+from specsamp.mesh.sharded import ShardedModel
 from specsamp.models.config import DECODING, TransformerConfig
 from specsamp.models.heads import Head
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8, summed_axes
+from specsamp.models.interface import OneDevice
 from specsamp.models.transformer import TransformerLM
 
 OnProgress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
@@ -233,10 +233,10 @@ def _placed_params(model: TransformerLM | ShardedModel) -> Any:
 
 def placed(shapes: Any, model: TransformerLM | ShardedModel | Head) -> Any:
     """Returns shapes with the shardings of a model or head, which are those of the first device without a mesh."""
-    if isinstance(model, (ShardedModel, ShardedHead, ShardedBlockHead)):
+    if isinstance(model, (ShardedModel, Head)):
         shardings = model.param_shardings(shapes)
     else:
-        shardings = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
+        shardings = OneDevice().shardings(None, shapes)
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
 
 

@@ -200,6 +200,10 @@ class Layout:
 
         return jax.tree.map(sharding, axes, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
+    def put(self, axes: Any, tree: Any) -> Any:
+        """Puts a tree of whole arrays on their devices, see the function `put`."""
+        return put(tree, self.shardings(axes, tree))
+
     def constrain(self, axes: Any, tree: Any) -> Any:
         """Constrains the shardings of a tree inside a compiled function, from the tree of its logical axes."""
         return constrain(tree, self.shardings(axes, tree))

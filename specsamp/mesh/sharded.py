@@ -11,7 +11,6 @@ on its devices, and the shards only agree on when to end.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,11 +20,9 @@ from specsamp import validate
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout, put
-from specsamp.models.block import BlockHead
-from specsamp.models.cache import KVCache
 from specsamp.models.compiling import FEWEST_COLLECTIVES, options_on
-from specsamp.models.heads import FeatureHead, Head, HeadConfig, HeadModule
-from specsamp.models.interface import Block, LanguageModel, LayeredModel, Output
+from specsamp.models.heads import Head
+from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.models.kernels.cache import choose_kernels
 from specsamp.models.transformer import TransformerLM
 
@@ -79,9 +76,9 @@ def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layo
     return Layout(mesh, (MODEL,))
 
 
-def shard_head(head: Head, layout: Layout) -> ShardedHead | ShardedBlockHead:
-    """Wraps a head so that its weights, cache and logits are sharded over a mesh."""
-    return (ShardedBlockHead if head.config.drafts_blocks else ShardedHead)(head.config, layout)
+def shard_head(head: Head, layout: Layout) -> Head:
+    """Returns the head with its weights, cache and logits sharded over a mesh."""
+    return dataclasses.replace(head, layout=layout)
 
 
 def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
@@ -166,8 +163,7 @@ class ShardedModel(LayeredModel):
         return self.model.prepare(params)
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
-        weights = self.model.fit_slots(weights, slots)
-        return put(weights, self.weight_shardings(weights))
+        return self.layout.put(self.model.weight_axes(), self.model.fit_slots(weights, slots))
 
     def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array, float]] | None:
         return self.model.matrices_read(weights, tokens)
@@ -214,82 +210,3 @@ class ShardedModel(LayeredModel):
 
     def _place_cache(self, cache: Any) -> Any:
         return self.layout.place_cache((self.whole or self.model).cache_axes(), cache)
-
-
-class _Sharded:
-    """Shards a head of any kind. Features are on all devices of a data shard."""
-
-    config: HeadConfig
-    layout: Layout
-
-    def param_shardings(self, params: Any) -> Any:
-        """Returns the shardings of parameters, or of their shapes."""
-        return self.layout.shardings(self.param_axes(), params)
-
-    def fit_slots(self, weights: Any, slots: int) -> Any:
-        return put(weights, self.layout.shardings(self.weight_axes(), weights))
-
-    def init_cache(self, batch: int, slots: int) -> Any:
-        return self.layout.place_cache(self.cache_axes(), super().init_cache(batch, slots))
-
-    def fuse(self, weights: Any, hidden: tuple[Array, ...]) -> Array:
-        return self.layout.on_all_devices(super().fuse(weights, hidden))
-
-    def embed(self, weights: Any, tokens_BT: Array) -> Array:
-        return self.layout.on_all_devices(super().embed(weights, self.layout.on_all_devices(tokens_BT)))
-
-    def logits(
-        self, weights: Any, features_BTD: Array, of_target: Callable[[Array], Array], offset: Array | int = 0
-    ) -> Array:
-        logits = super().logits(weights, features_BTD, of_target, offset)
-        return self.layout.by_rows(logits) if self.config.own_output else logits  # the target has placed its own
-
-    def _module(self) -> HeadModule:
-        return self.config.module(self.config, split=self.layout.split_features)
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardedHead(_Sharded, FeatureHead):
-    """A `FeatureHead` whose weights and cache are sharded."""
-
-    layout: Layout
-
-    def __call__(
-        self,
-        weights: Any,
-        embedded_BTD: Array,
-        features_BTD: Array,
-        start_B: Array,
-        cache: KVCache | None,
-        block: Block | None = None,
-    ) -> tuple[Array, KVCache]:
-        # The input features too: otherwise the compiler keeps them split in the carry, for their product.
-        start_B, features_BTD = self.layout.on_all_devices((start_B, features_BTD))
-        features_BTD, cache = super().__call__(weights, embedded_BTD, features_BTD, start_B, cache, block)
-        return self.layout.on_all_devices(features_BTD), self.layout.place_cache(self.cache_axes(), cache)
-
-    def take(self, features_BTD: Array, row_B: Array) -> Array:
-        return self.layout.on_all_devices(super().take(features_BTD, self.layout.on_all_devices(row_B)))
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardedBlockHead(_Sharded, BlockHead):
-    """A `BlockHead` whose weights and caches are sharded."""
-
-    layout: Layout
-
-    def read(self, weights: Any, features_BTD: Array, start_B: Array, caches: Any) -> Any:
-        features_BTD, start_B = self.layout.on_all_devices((features_BTD, start_B))
-        return self.layout.place_cache(self.cache_axes(), super().read(weights, features_BTD, start_B, caches))
-
-    def __call__(
-        self, weights: Any, embedded_BTD: Array, anchors_BA: Array, first_BA: Array, caches: Any
-    ) -> tuple[Array, Any]:
-        given = self.layout.on_all_devices((embedded_BTD, anchors_BA, first_BA))
-        rows_BTD, caches = super().__call__(weights, *given, caches)
-        return self.layout.on_all_devices(rows_BTD), self.layout.place_cache(self.cache_axes(), caches)
-
-    def correct(self, weights: Any, logits_BU: Array, x_BD: Array, token_B: Array, state: Any) -> tuple[Array, Any]:
-        token_B, state = self.layout.on_all_devices((token_B, state))
-        logits_BU, state = super().correct(weights, logits_BU, x_BD, token_B, state)
-        return self.layout.by_rows(logits_BU[:, None])[:, 0], state

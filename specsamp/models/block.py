@@ -284,7 +284,8 @@ class BlockHead(Head):
         """Returns an empty cache for each layer."""
         layer = self.config.layer
         shape = batch, layer.num_kv_heads, slots, layer.head_size
-        return tuple(self._cache_class.zeros(*shape, layer.compute_dtype) for _ in range(layer.num_layers))
+        caches = tuple(self._cache_class.zeros(*shape, layer.compute_dtype) for _ in range(layer.num_layers))
+        return self.layout.place_cache(self.cache_axes(), caches)
 
     def cache_axes(self) -> Caches:
         """Returns the logical axis names of `init_cache`'s result."""
@@ -292,7 +293,9 @@ class BlockHead(Head):
 
     def read(self, weights: Any, features_BTD: Array, start_B: Array, caches: Caches) -> Caches:
         """Writes the context of positions ``start_B ..``, from `fuse`; slots and positions are the same."""
-        return self._apply("read", weights, features_BTD, start_B, caches)
+        features_BTD, start_B = self.layout.on_all_devices((features_BTD, start_B))
+        caches = self._apply("read", weights, features_BTD, start_B, caches)
+        return self.layout.place_cache(self.cache_axes(), caches)
 
     def __call__(
         self, weights: Any, embedded_BTD: Array, anchors_BA: Array, first_BA: Array, caches: Caches
@@ -305,7 +308,9 @@ class BlockHead(Head):
           first_BA: the slots that the blocks are written in, the blocks of a sequence one after the other.
         """
         embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
-        return self._apply("__call__", weights, embedded_BTD, anchors_BA, first_BA, caches)
+        given = self.layout.on_all_devices((embedded_BTD, anchors_BA, first_BA))
+        rows_BTD, caches = self._apply("__call__", weights, *given, caches)
+        return self.layout.on_all_devices(rows_BTD), self.layout.place_cache(self.cache_axes(), caches)
 
     def embed_blocks(
         self, weights: Any, target: LayeredModel, target_weights: Any, pending_B: Array, positions_B: Array
@@ -338,7 +343,9 @@ class BlockHead(Head):
         """Corrects the logits of one row, given the token before; see `Correction`. Without one they stay."""
         if self.config.correction() is None:
             return logits_BU, state
-        return self._apply("correct", weights, logits_BU, x_BD, token_B, state)
+        token_B, state = self.layout.on_all_devices((token_B, state))
+        logits_BU, state = self._apply("correct", weights, logits_BU, x_BD, token_B, state)
+        return self.layout.by_rows(logits_BU[:, None])[:, 0], state
 
     def confidence(self, weights: Any, x_BD: Array, token_B: Array) -> Array:
         """Returns the log-odds ``[B]`` float32 that the token of a row will be accepted, before it is drawn."""

@@ -21,7 +21,7 @@ from specsamp import validate
 from specsamp.models.cache import Int8KVCache, KVCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
-from specsamp.models.interface import Block, LanguageModel, LayeredModel
+from specsamp.models.interface import Block, LanguageModel, LayeredModel, OneDevice
 from specsamp.models.modules import weight
 from specsamp.models.products import contract, full_precision
 
@@ -182,9 +182,14 @@ def finish_layer(
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """A head as a static, hashable value; parameters and weights are arguments of its methods."""
+    """A head as a static, hashable value; parameters and weights are arguments of its methods.
+
+    Attributes:
+      layout: a `specsamp.mesh.layout.Layout` of weights, caches and logits; features are on all devices of a data shard.
+    """
 
     config: HeadConfig
+    layout: Any = OneDevice()
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -213,6 +218,10 @@ class Head:
         hidden = (jnp.zeros((1, 1, config.target_width)),) * len(config.hidden_layers)
         return config.module(config).init(key, hidden, start_B, method="everything")["params"]
 
+    def param_shardings(self, params: Any) -> Any:
+        """Returns the shardings of parameters, or of their shapes."""
+        return self.layout.shardings(self.param_axes(), params)
+
     def prepare(self, params: Any) -> Any:
         """Casts parameters to the compute dtype, and turns a reduced vocabulary into a table of ranks."""
         params = dict(params)
@@ -238,8 +247,8 @@ class Head:
         return {"params": params, "ranks_V": ids}
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
-        """Returns ``weights``: nothing in a head depends on the number of slots."""
-        return weights
+        """Returns the weights on their devices: nothing in a head depends on the number of slots."""
+        return self.layout.put(self.weight_axes(), weights)
 
     def in_dtype(self, dtype: str) -> Self:
         """Returns the head computing in another dtype, on its mesh if it has one."""
@@ -268,11 +277,13 @@ class Head:
         """Returns features ``[B, T, D]`` of the target's hidden states, one array for each of ``hidden_layers``."""
         dtype = self.config.layer.compute_dtype
         with jax.named_scope("fuse"):
-            return self._apply("fuse", weights, tuple(x_BTD.astype(dtype) for x_BTD in hidden))
+            return self.layout.on_all_devices(
+                self._apply("fuse", weights, tuple(x_BTD.astype(dtype) for x_BTD in hidden))
+            )
 
     def embed(self, weights: Any, tokens_BT: Array) -> Array:
         """Returns the head's own embedding of tokens ``[B, T, D]``; requires ``config.own_embedding``."""
-        return self._apply("embed", weights, tokens_BT)
+        return self.layout.on_all_devices(self._apply("embed", weights, self.layout.on_all_devices(tokens_BT)))
 
     def logits(
         self, weights: Any, features_BTD: Array, of_target: Callable[[Array], Array], offset: Array | int = 0
@@ -285,7 +296,9 @@ class Head:
         """
         with jax.named_scope("logits"):
             x_BTD = self._apply("normed", weights, features_BTD, offset)
-            return self._apply("project", weights, x_BTD, offset) if self.config.own_output else of_target(x_BTD)
+            if not self.config.own_output:
+                return of_target(x_BTD)
+            return self.layout.by_rows(self._apply("project", weights, x_BTD, offset))
 
     def expand(self, weights: Any, logits: Array) -> Array:
         """Returns logits ``[..., V]`` over the target's vocabulary: -inf for ids outside the head's vocabulary."""
@@ -294,7 +307,7 @@ class Head:
         return jnp.take(logits, weights["ranks_V"], axis=-1, mode="fill", fill_value=-jnp.inf)
 
     def _module(self) -> HeadModule:
-        return self.config.module(self.config)
+        return self.config.module(self.config, split=self.layout.split_features)
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
         with full_precision(self.config.layer.dtype):
@@ -310,7 +323,8 @@ class FeatureHead(Head):
         if not self.config.has_layer:
             return ()
         layer = self.config.layer
-        return self._cache_class.zeros(batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype)
+        cache = self._cache_class.zeros(batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype)
+        return self.layout.place_cache(self.cache_axes(), cache)
 
     def cache_axes(self) -> KVCache | tuple[()]:
         """Returns the logical axis names of `init_cache`'s result."""
@@ -335,8 +349,12 @@ class FeatureHead(Head):
           block: positions and visibility of the pairs of a token tree; None: a chain.
         """
         embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
-        return self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, cache, block)
+        # The input features too: otherwise the compiler keeps them split in the carry, for their product.
+        start_B, features_BTD = self.layout.on_all_devices((start_B, features_BTD))
+        features_BTD, cache = self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, cache, block)
+        return self.layout.on_all_devices(features_BTD), self.layout.place_cache(self.cache_axes(), cache)
 
     def take(self, features_BTD: Array, row_B: Array) -> Array:
         """Returns the features of one position of each sequence, ``[B, D]``."""
-        return jnp.take_along_axis(features_BTD, row_B[:, None, None], axis=1)[:, 0]
+        row_B = self.layout.on_all_devices(row_B)
+        return self.layout.on_all_devices(jnp.take_along_axis(features_BTD, row_B[:, None, None], axis=1)[:, 0])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 Array = jax.Array
 
@@ -53,6 +53,25 @@ class MeshLayout(Protocol):
 
     def per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Returns ``function`` applied on each device to its part of the arrays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDevice:
+    """The layout of a head without a mesh, with the methods of `specsamp.mesh.layout.Layout`: arrays stay where they are."""
+
+    def on_all_devices(self, tree: Any) -> Any:
+        return tree
+
+    by_rows = split_features = on_all_devices
+
+    def place_cache(self, axes: Any, cache: Any) -> Any:
+        return cache
+
+    def put(self, axes: Any, tree: Any) -> Any:
+        return tree
+
+    def shardings(self, axes: Any, shapes: Any) -> Any:
+        return jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
 
 
 class LanguageModel(abc.ABC):
