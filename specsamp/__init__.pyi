@@ -9,9 +9,6 @@ from specsamp.decoding.drafters import (
     EarlyExitTree as EarlyExitTree,
     FeatureDrafter as FeatureDrafter,
     FeatureTree as FeatureTree,
-    GrowingFeatureTree as GrowingFeatureTree,
-    GrowingModelTree as GrowingModelTree,
-    Growth as Growth,
     ModelDrafter as ModelDrafter,
     ModelTree as ModelTree,
     NgramDrafter as NgramDrafter,
@@ -24,7 +21,7 @@ from specsamp.decoding.loop import Loop as Loop
 from specsamp.decoding.method import Method as Method
 from specsamp.decoding.pair import Pair as Pair
 from specsamp.decoding.results import Chunk as Chunk, Completion as Completion, RowStats as RowStats
-from specsamp.decoding.trees import TreeShape as TreeShape
+from specsamp.decoding.trees import Growth as Growth, TreeShape as TreeShape
 from specsamp.models.config import TransformerConfig as TransformerConfig
 from specsamp.models.interface import LanguageModel as LanguageModel, Output as Output
 from specsamp.models.transformer import TransformerLM as TransformerLM

@@ -1,7 +1,10 @@
-"""Token trees: their static shape, how they are drawn level by level, and what stays of them after a round.
+"""Token trees: the sizes of fixed and of growing trees, how they are drawn, and what stays of them after a round.
 
 Scored row 0 is the pending token in slot ``length - 1``, row i is node i - 1 in slot ``length - 1 + i``; positions follow
 depths. Nodes stand level by level, siblings in the order in which they were drawn.
+
+A draft reads fewer rows: the pending token, then the nodes that get children, in this order (`DraftRows`). A leaf that was
+accepted last was not read; the next round's first call reads it.
 """
 
 from __future__ import annotations
@@ -22,11 +25,12 @@ from specsamp.models.interface import Block, LanguageModel, Output
 from specsamp.sampling.rules import Draft, TargetDistributions, Verdict, take_row
 
 Array = jax.Array
+Index = Array | np.ndarray  # int32 [B, N]; of NumPy [1, N], where all texts have the same tree
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeShape:
-    """The shape of a token tree.
+    """The shape of a token tree that is the same for all texts and rounds.
 
     Attributes:
       parents: the scored row of each node's parent, 0 for the pending token; level by level. `in_levels` sorts.
@@ -92,6 +96,11 @@ class TreeShape:
         """Returns the largest number of siblings."""
         return max(self.parents.count(row) for row in set(self.parents))
 
+    @property
+    def num_read(self) -> int:
+        """Returns the number of nodes that the draft reads."""
+        return len(set(self.parents)) - 1
+
     def first(self, K: int) -> TreeShape:
         """Returns the tree of the first K nodes."""
         return TreeShape(self.parents[:K])
@@ -106,20 +115,199 @@ class TreeShape:
         return [row for row in self.level(depth) if row in self.parents]
 
     def families(self, depth: int) -> np.ndarray:
-        """Returns the nodes below each of `inner`, int32 ``[P, C]``; -1 where a row has fewer children."""
+        """Returns the nodes below each of `inner`, int32 ``[W, C]``; -1 where a row has fewer children."""
         families = [[node for node, parent in enumerate(self.parents) if parent == row] for row in self.inner(depth)]
         width = max(map(len, families))
         return np.array([family + [-1] * (width - len(family)) for family in families], np.int32)
 
-    def block(self, start_B: Array, rows: range) -> Block:
-        """Returns positions and visibility of some scored rows; ``start_B`` is the slot of row 0."""
+    def choose(self, depth: int, nodes: Nodes) -> Index:
+        """Returns the nodes at this depth that get children, ``[1, W]``."""
+        return np.array([self.inner(depth)]) - 1
+
+    def proposed(self, nodes: Nodes, are_drawn: bool) -> Index:
+        """Returns the nodes that are proposed: all, ``[1, K]``."""
+        return np.arange(self.K)[None]
+
+    def block(self, start_B: Array) -> Block:
+        """Returns positions and visibility of the scored rows; ``start_B`` is the slot of row 0."""
         visible_TT = np.eye(self.K + 1, dtype=bool)
         for node, parent in enumerate(self.parents):
             visible_TT[node + 1] |= visible_TT[parent]
-        # Not a constant, or the compiler would fold all that follows from it, for every row of the batch.
-        visible_BTR = jnp.asarray(visible_TT[rows.start : rows.stop])[None] & (start_B >= 0)[:, None, None]
-        depths_T = np.array(self.depths[rows.start : rows.stop], np.int32)
-        return Block(start_B=start_B, positions_BT=start_B[:, None] + depths_T[None, :], visible_BTR=visible_BTR)
+        return _block(start_B, np.array(self.depths), visible_TT[None])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Growth:
+    """The sizes of a tree that grows where the draft is sure, another one for each text and round (EAGLE-2, arXiv 2406.16858).
+
+    On each level, the ``expanded`` most probable nodes get ``children`` each. What is probable is the product of the draft's
+    probabilities along a path.
+
+    * Under a rule or a sampling that *chooses* children (`RecursiveRule("top")`, or greedy sampling) the ``nodes`` most
+      probable nodes of all are proposed, as in EAGLE-2. They are one-hot for the rule.
+    * Under a rule that *draws* children all nodes that were drawn are proposed. Whether a node is expanded may depend on
+      its value; whether it is proposed may not.
+
+    Attributes:
+      depth: levels, each with one call of the draft.
+      expanded: W, nodes that get children on each level but the last.
+      children: C, of each of them.
+      nodes: K, proposed nodes; None: all ``C + (depth - 1) W C``. Fewer only where children are chosen by value.
+    """
+
+    depth: int
+    expanded: int
+    children: int
+    nodes: int | None = None
+
+    def __post_init__(self):
+        validate.integer("depth", self.depth, 1)
+        validate.integer("children", self.children, 1)
+        validate.integer("expanded", self.expanded, 1, self.children + 1)
+        if self.nodes is not None:
+            validate.integer("nodes", self.nodes, max(self.num_read, self.depth), self.num_grown + 1)
+
+    @property
+    def num_grown(self) -> int:
+        """Returns the number of nodes before some are chosen."""
+        return self.children * (1 + self.num_read)
+
+    @property
+    def num_read(self) -> int:
+        """Returns the number of nodes that the draft reads; their slots must fit into those of the scored rows."""
+        return (self.depth - 1) * self.expanded
+
+    @property
+    def K(self) -> int:
+        return self.num_grown if self.nodes is None else self.nodes
+
+    @property
+    def width(self) -> int:
+        return self.children
+
+    def families(self, depth: int) -> np.ndarray:
+        """Returns the nodes below each of those that were chosen, int32 ``[W, C]``."""
+        known = 0 if depth == 0 else self.children * (1 + (depth - 1) * self.expanded)
+        shape = (self.expanded if depth else 1, self.children)
+        return known + np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
+
+    def choose(self, depth: int, nodes: Nodes) -> Index:
+        """Returns the most probable nodes of the last level, ``[B, W]``."""
+        start = nodes.tokens_BN.shape[1] - nodes.newest
+        return start + jax.lax.top_k(nodes.values_BN[:, start:], self.expanded)[1]
+
+    def proposed(self, nodes: Nodes, are_drawn: bool) -> Index:
+        """Returns the nodes that are proposed; raises ValueError if drawn nodes would be dropped for their values."""
+        if self.K == self.num_grown:
+            return np.arange(self.K)[None]
+        if are_drawn:
+            raise ValueError(
+                f"nodes = {self.nodes} of {self.num_grown} drawn ones: to drop what was drawn for its value is biased; "
+                'leave nodes out, or take a rule that chooses children, such as RecursiveRule("top")'
+            )
+        # A child is never more probable than its parent, and ties go to the earlier node: what is kept is a tree.
+        return jnp.sort(jax.lax.top_k(nodes.values_BN, self.K)[1], axis=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftRows:
+    """The rows that a draft has read or is about to read: the pending token, and the nodes that get children."""
+
+    tokens_BR: Array
+    parents_BR: Index  # the rows of their parents
+    seen_BRX: Index  # bool, the rows, of all that are ever read, that each sees: its ancestors and itself
+    depths: tuple[int, ...] = (0,)
+    newest: int = 1  # how many of them get children now
+
+    @classmethod
+    def first(cls, tree: TreeShape | Growth, pending_B1: Array) -> DraftRows:
+        """Returns the row of the pending token."""
+        seen_11X = np.arange(1 + tree.num_read)[None, None] == 0
+        return cls(tokens_BR=pending_B1, parents_BR=np.zeros((1, 1), np.int32), seen_BRX=seen_11X)
+
+    @property
+    def count(self) -> int:
+        return len(self.depths)
+
+    def then(self, nodes: Nodes, chosen_BW: Index) -> DraftRows:
+        """Returns these rows and those of some nodes of the next level."""
+        parents_BW, count = pick(nodes.parents_1N, chosen_BW), chosen_BW.shape[1]
+        own_1WX = np.eye(self.seen_BRX.shape[-1], dtype=bool)[None, self.count : self.count + count]
+        return DraftRows(
+            tokens_BR=jnp.concatenate([self.tokens_BR, pick(nodes.tokens_BN, chosen_BW)], axis=1),
+            parents_BR=_join(self.parents_BR, parents_BW),
+            seen_BRX=_join(self.seen_BRX, pick(self.seen_BRX, parents_BW) | own_1WX),
+            depths=self.depths + (self.depths[-1] + 1,) * count,
+            newest=count,
+        )
+
+    def block(self, start_B: Array, count: int) -> Block:
+        """Returns positions and visibility of the last ``count`` rows; ``start_B`` is the slot of row 0."""
+        return _block(start_B, self.depths[-count:], self.seen_BRX[:, -count:])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """The nodes of a tree so far, level by level."""
+
+    tokens_BN: Array
+    parents_1N: np.ndarray  # the draft's rows of their parents
+    values_BN: Array  # the draft's log-probability of the path to each; of a `Growth` alone
+    chosen: tuple[Index, ...] = ()  # by level from the second on, the nodes that the draft read
+    newest: int = 0  # how many stand on the last level
+
+    def with_children(self, rows: DraftRows, families_WC: np.ndarray, tokens_BWC: Array, law_BWV: Array) -> Nodes:
+        """Returns the nodes with the children of the newest rows.
+
+        Args:
+          law_BWV: log-probabilities by which children are valued; None: they are not.
+        """
+        batch, (W, C) = len(tokens_BWC), families_WC.shape
+        order = np.argsort(families_WC.ravel(), kind="stable")[(families_WC < 0).sum() :]
+        parents_X = np.repeat(np.arange(rows.count - W, rows.count, dtype=np.int32), C)[order]
+        values_BN = self.values_BN
+        if law_BWV is not None:
+            of_paths_BW = pick(values_BN, self.chosen[-1]) if self.chosen else jnp.zeros((batch, 1))
+            values_BWC = of_paths_BW[..., None] + jnp.take_along_axis(law_BWV, tokens_BWC, axis=-1)
+            values_BN = jnp.concatenate([values_BN, values_BWC.reshape(batch, -1)], axis=1)
+        return dataclasses.replace(
+            self,
+            tokens_BN=jnp.concatenate([self.tokens_BN, tokens_BWC.reshape(batch, -1)[:, order]], axis=1),
+            parents_1N=np.concatenate([self.parents_1N, parents_X[None]], axis=1),
+            values_BN=values_BN,
+            newest=len(order),
+        )
+
+    def read_rows(self) -> Index:
+        """Returns the row that the draft read for each node, ``[B, N]``; 0 for nodes that it did not read."""
+        first, read_BN = 1, np.zeros_like(self.parents_1N)
+        for chosen_BW in self.chosen:
+            row_1W1 = first + np.arange(chosen_BW.shape[1], dtype=np.int32)[None, :, None]
+            is_node_BWN = chosen_BW[..., None] == np.arange(read_BN.shape[1])[None, None]
+            read_BN = read_BN + (is_node_BWN * row_1W1).sum(axis=1)
+            first += chosen_BW.shape[1]
+        return read_BN
+
+
+def pick(x_BN: Index, index_BW: Index) -> Index:
+    """Returns entries of axis 1."""
+    if isinstance(index_BW, np.ndarray):
+        return x_BN[:, index_BW[0]]
+    return jax.vmap(lambda x, index: x[index])(jnp.broadcast_to(x_BN, (len(index_BW), *x_BN.shape[1:])), index_BW)
+
+
+def _join(known_BN: Index, new_BW: Index) -> Index:
+    """Returns both side by side along axis 1."""
+    if isinstance(new_BW, np.ndarray):
+        return np.concatenate([known_BN, new_BW], axis=1)
+    return jnp.concatenate([jnp.broadcast_to(known_BN, (len(new_BW), *known_BN.shape[1:])), new_BW], axis=1)
+
+
+def _block(start_B: Array, depths: Sequence[int], visible_BTR: Index) -> Block:
+    # Not a constant, or the compiler would fold all that follows from it, for every row of the batch.
+    visible_BTR = jnp.asarray(visible_BTR) & (start_B >= 0)[:, None, None]
+    positions_BT = start_B[:, None] + np.array(depths, np.int32)[None]
+    return Block(start_B=start_B, positions_BT=positions_BT, visible_BTR=visible_BTR)
 
 
 def block_of(draft: Draft, start_B: Array) -> Block:
@@ -157,74 +345,87 @@ def path_draft(draft: Draft, verdict: Verdict, target: TargetDistributions) -> D
 
 
 def grow(
-    shape: TreeShape,
+    tree: TreeShape | Growth,
     sample: Sampler,
+    pending_B1: Array,
     logits_BV: Array,
-    step: Callable[[range, Array, Any], tuple[Array, Any]],
+    step: Callable[[DraftRows, Any], tuple[Array, Any]],
     carry: Any,
-) -> tuple[Draft, Any]:
+) -> tuple[Draft, Array, Any]:
     """Draws a tree level by level, with one call of ``step`` for each level but the last.
 
     Args:
       logits_BV: of the draft, after the pending token.
-      step: ``(rows, tokens_BK, carry) -> (logits_BNV, carry)`` for the last of the scored rows so far: the logits after
-        each of them. With N = 1 the logits do not depend on the tokens.
+      step: ``(rows, carry) -> (logits_BWV, carry)``: the logits after each of the newest rows; with W = 1 those after all
+        of them, which then do not depend on the tokens.
       carry: the drafter's own.
+
+    Returns:
+      The draft, the row that the draft read for each scored row ``[B, K+1]``, 0 for none, and the carry.
     """
-    batch = len(logits_BV)
-    tokens_BK, laws, law_rows, logits_BPV = (
-        jnp.zeros((batch, 0), jnp.int32),
-        [],
-        [0] * (shape.K + 1),
-        logits_BV[:, None],
-    )
-    states = jax.tree.map(lambda x: x[:, None], sample.warp_state)
-    for depth in range(shape.depth):
-        inner, families_PC = shape.inner(depth), shape.families(depth)
+    batch, grows = len(logits_BV), isinstance(tree, Growth)
+    rows, laws, law_of_row = DraftRows.first(tree, pending_B1), [], []
+    empty_B0 = jnp.zeros((batch, 0), jnp.int32)
+    nodes = Nodes(tokens_BN=empty_B0, parents_1N=np.zeros((1, 0), np.int32), values_BN=empty_B0.astype(jnp.float32))
+    logits_BWV, states = logits_BV[:, None], jax.tree.map(lambda x: x[:, None], sample.warp_state)
+    for depth in range(tree.depth):
         if depth:
-            rows = range(shape.level(depth).start, inner[-1] + 1)
-            logits_BPV, carry = step(rows, tokens_BK, carry)
-            states = _below(shape, sample, states, tokens_BK, shape.inner(depth - 1), inner)
-            if logits_BPV.shape[1] > 1:
-                logits_BPV = logits_BPV[:, np.array(inner) - rows.start]
-        drawn_BPC, log_probs_BPV = sample.siblings(logits_BPV, families_PC, depth=depth, warp_state=states)
-        for at, row in enumerate(inner):
-            is_shared = log_probs_BPV is not None and log_probs_BPV.shape[1] == 1
-            law_rows[row] = sum(law.shape[1] for law in laws) + (0 if is_shared else at)
-        laws += [] if log_probs_BPV is None else [log_probs_BPV]
-        places = {int(node): place for place, node in enumerate(families_PC.ravel()) if node >= 0}
-        order = np.array([places[node] for node in sorted(places)])
-        tokens_BK = jnp.concatenate([tokens_BK, drawn_BPC.reshape(batch, -1)[:, order]], axis=1)
-    return shape_draft(shape, tokens_BK, laws and jnp.concatenate(laws, axis=1), law_rows), carry
+            chosen_BW = tree.choose(depth, nodes)
+            above_BW = pick(nodes.parents_1N, chosen_BW) - (rows.count - rows.newest)  # among the rows of one level
+            nodes = dataclasses.replace(nodes, chosen=(*nodes.chosen, chosen_BW))
+            rows = rows.then(nodes, chosen_BW)
+            logits_BWV, carry = step(rows, carry)
+            states = jax.tree.map(functools.partial(pick, index_BW=above_BW), states)
+            states = sample.advance_all(states, rows.tokens_BR[:, -rows.newest :])
+        families_WC = tree.families(depth)
+        tokens_BWC, law_BWV = sample.siblings(logits_BWV, families_WC, depth=depth, warp_state=states)
+        if law_BWV is not None:
+            first, is_shared = sum(law.shape[1] for law in laws), law_BWV.shape[1] == 1
+            law_of_row += [first if is_shared else first + place for place in range(rows.newest)]
+            laws.append(law_BWV)
+        elif grows:
+            law_BWV = jax.nn.log_softmax(logits_BWV.astype(jnp.float32), axis=-1)
+        nodes = nodes.with_children(rows, families_WC, tokens_BWC, law_BWV if grows else None)
+    proposed_BK = tree.proposed(nodes, are_drawn=bool(laws))
+    read_BT = _join(np.zeros((1, 1), np.int32), pick(nodes.read_rows(), proposed_BK))
+    # The scored row of the parent is that for which the draft read the parent's row.
+    is_read_BT = (read_BT > 0) | (np.arange(tree.K + 1) == 0)[None]
+    is_parent_BKT = (pick(nodes.parents_1N, proposed_BK)[..., None] == read_BT[:, None]) & is_read_BT[:, None]
+    tokens_BK = pick(nodes.tokens_BN, proposed_BK)
+    draft = tree_draft(
+        tree,
+        tokens_BK,
+        is_parent_BKT.argmax(axis=-1),
+        log_probs_BRV=jnp.concatenate(laws, axis=1) if laws else None,
+        law_rows_BT=pick(np.array([law_of_row]), read_BT) if laws else None,
+    )
+    return draft, _for_texts(read_BT, tokens_BK), carry
 
 
-def shape_draft(
-    shape: TreeShape, tokens_BK: Array, log_probs_BRV: Array | list, law_rows: Sequence[int] | None = None
+def tree_draft(
+    tree: TreeShape | Growth,
+    tokens_BK: Array,
+    parents_BK: Index,
+    log_probs_BRV: Array | None = None,
+    law_rows_BT: Index | None = None,
 ) -> Draft:
-    """Returns a tree of this shape as a draft; without distributions it is one-hot."""
-    batch, has_laws = len(tokens_BK), not isinstance(log_probs_BRV, list)
-
-    def for_all(values: Sequence[int]) -> Array:
-        return jnp.where(tokens_BK[:, :1] >= 0, jnp.asarray(values, jnp.int32)[None, :], 0)  # as in `block`
-
+    """Returns a tree as a draft; without distributions it is one-hot."""
     return Draft(
         tokens_BK=tokens_BK,
-        num_drafted_B=jnp.full((batch,), shape.K, jnp.int32),
-        log_probs_BRV=log_probs_BRV if has_laws else None,
-        parents_BK=for_all(shape.parents),
-        law_rows_BT=for_all(law_rows) if has_laws else None,
-        depth=shape.depth,
-        width=shape.width,
+        num_drafted_B=jnp.full((len(tokens_BK),), tree.K, jnp.int32),
+        log_probs_BRV=log_probs_BRV,
+        parents_BK=_for_texts(parents_BK, tokens_BK),
+        law_rows_BT=None if law_rows_BT is None else _for_texts(law_rows_BT, tokens_BK),
+        depth=tree.depth,
+        width=tree.width,
     )
 
 
-def _below(
-    shape: TreeShape, sample: Sampler, states: Any, tokens_BK: Array, above: Sequence[int], rows: Sequence[int]
-) -> Any:
-    """Returns the warp's states after some rows, from those after the inner rows of the level above."""
-    parents = np.array([above.index(shape.parents[row - 1]) for row in rows])
-    tokens_BP = tokens_BK[:, np.array(rows) - 1]
-    return sample.advance_all(jax.tree.map(lambda x: x[:, parents], states), tokens_BP)
+def _for_texts(index_BN: Index, tokens_BK: Array) -> Array:
+    """Returns an index with a row for each text; no constant, as in `_block`."""
+    if isinstance(index_BN, np.ndarray):
+        return jnp.where(tokens_BK[:, :1] >= 0, jnp.asarray(index_BN, jnp.int32), 0)
+    return index_BN.astype(jnp.int32)
 
 
 def check_model(model: LanguageModel, siblings: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
@@ -22,7 +23,7 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import RequestBatch, Weights
-from specsamp.decoding.trees import TreeShape, shape_draft
+from specsamp.decoding.trees import TreeShape, tree_draft
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import ShardedModel, shard_head, shard_model
 from specsamp.models.config import TransformerConfig
@@ -105,7 +106,7 @@ class Programs:
         """Lowers a call of a model with ``tokens`` tokens per row, those of a tree if given; its logits are replicated."""
 
         def call(weights, tokens_BT, start_B, cache):
-            options = {} if tree is None else {"block": tree.block(start_B, range(tokens))}
+            options = {} if tree is None else {"block": tree.block(start_B)}
             output = model(weights, tokens_BT, start_B, cache, **options)
             return output.logits_BTV, output.cache
 
@@ -137,7 +138,7 @@ class Programs:
             if is_tree:
                 laws = {row: at for at, row in enumerate(dict.fromkeys(size.parents))}
                 rows = [laws.get(row, 0) for row in range(K + 1)]
-                draft = shape_draft(size, tokens_BK, log_probs_BRV, rows)
+                draft = tree_draft(size, tokens_BK, np.array([size.parents]), log_probs_BRV, np.array([rows]))
             target = TargetDistributions(logits_BTV=logits_BTV, warp=warp, draft=draft)
             return rule.verify(draft, target, RoundKeys(rows_B=keys_B, starts_B=starts_B))
 

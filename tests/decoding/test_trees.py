@@ -11,16 +11,13 @@ from specsamp.decoding.drafters import (
     BlockTree,
     EarlyExitTree,
     FeatureTree,
-    GrowingFeatureTree,
-    GrowingModelTree,
-    Growth,
     ModelTree,
     NgramTree,
     NoDrafter,
 )
 from specsamp.decoding.results import RowStats
 from specsamp.decoding.state import Finish
-from specsamp.decoding.trees import TreeShape
+from specsamp.decoding.trees import Growth, TreeShape
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import TargetDistributions
@@ -55,11 +52,6 @@ def head_loop(head, rule, tree=TREE, **options):
     return dataclasses.replace(table_loop(rule, FeatureTree(target, head, tree=tree, **options)), target=target)
 
 
-def grown_head_loop(head, rule, growth):
-    target = LayeredTable(V)
-    return dataclasses.replace(table_loop(rule, GrowingFeatureTree(target, head, growth=growth)), target=target)
-
-
 def weights_of(head):
     params = drawn_params(head, 0)
     return head.prepare({name: _scaled(x) for name, x in params.items()})
@@ -88,7 +80,7 @@ GROWS = Growth(depth=3, expanded=2, children=2)
 PRUNED = Growth(depth=3, expanded=2, children=3, nodes=5)
 CASES |= {
     "grows where it was drawn": (
-        table_loop(RecursiveRule(), GrowingModelTree(TableLM(V), growth=GROWS)),
+        table_loop(RecursiveRule(), ModelTree(TableLM(V), tree=GROWS)),
         NEAR,
         FULL,
         {},
@@ -99,8 +91,8 @@ CASES |= {
         FULL,
         dict(adaptive=Adaptive(lengths=(0, 2, 6), costs_ms=(1, 1.5, 2.2), trust=0.1, decay=0.5, margin=0, pause=1)),
     ),
-    "EAGLE-2": (grown_head_loop(EAGLE, RecursiveRule("top"), PRUNED), weights_of(EAGLE), FULL, {}),
-    "EAGLE-2, drawn": (grown_head_loop(EAGLE, TraversalRule(), GROWS), weights_of(EAGLE), FULL, {}),
+    "EAGLE-2": (head_loop(EAGLE, RecursiveRule("top"), PRUNED), weights_of(EAGLE), FULL, {}),
+    "EAGLE-2, drawn": (head_loop(EAGLE, TraversalRule(), GROWS), weights_of(EAGLE), FULL, {}),
 }
 BLOCK, CORRECTED = block(V), dspark(V, markov="recurrent", confidence=None)
 
@@ -168,7 +160,7 @@ PROMPTS = [[0], [1, 2, 3], [4, 5, 6, 7, 0, 1, 2], [3, 3]]
 BIG = TreeShape.in_levels((0, 1, 2, 0, 1, 2, 0, 4, 3))
 SMALL_TREES = [
     ModelTree(TableLM(V8), tree=BIG),
-    GrowingModelTree(TableLM(V8), growth=Growth(depth=3, expanded=2, children=3)),
+    ModelTree(TableLM(V8), tree=Growth(depth=3, expanded=2, children=3)),
     NgramTree(tree=TreeShape.of_widths(3, 1, 1)),
 ]
 
@@ -265,6 +257,6 @@ def test_statistics_count_by_depth():
 
 
 def test_a_grown_tree_must_keep_what_was_drawn():
-    drafter = GrowingModelTree(TableLM(V), growth=PRUNED)
+    drafter = ModelTree(TableLM(V), tree=PRUNED)
     with pytest.raises(ValueError, match="nodes = 5 of 15 drawn ones"):
         decode(table_loop(RecursiveRule(), drafter), TARGET, NEAR, PROMPT, 3, FULL)

@@ -61,7 +61,7 @@ class NotMoved(TableLM):
 
 class DraftNotMoved(ModelTree):
     def commit(self, weights, state, scored, cache):
-        return state, cache
+        return state[0], cache
 
 
 class PositionsByRow(Loop):

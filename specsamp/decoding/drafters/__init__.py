@@ -2,7 +2,6 @@
 
 from specsamp.decoding.drafter import NoDrafter
 from specsamp.decoding.drafters.block import BlockDrafter
-from specsamp.decoding.drafters.dynamic_tree import GrowingFeatureTree, GrowingModelTree, Growth
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
@@ -18,9 +17,6 @@ __all__ = [
     "EarlyExitTree",
     "FeatureDrafter",
     "FeatureTree",
-    "GrowingFeatureTree",
-    "GrowingModelTree",
-    "Growth",
     "ModelDrafter",
     "ModelTree",
     "NgramDrafter",

@@ -1,6 +1,6 @@
-"""Drafters of token trees of a fixed shape: a draft model, an early exit, heads, and prompt lookup.
+"""Drafters of token trees: a draft model, an early exit, heads, and prompt lookup.
 
-Each is the drafter of chains that it derives from, with a `TreeShape` instead of a draft length::
+Each is the drafter of chains that it derives from, with a `TreeShape` or a `Growth` instead of a draft length::
 
     generate(pair, prompts, drafter=ModelTree(pair.draft, tree=TreeShape.of_widths(3, 2, 1)), rule=RecursiveRule(), ...)
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specsamp import validate
 from specsamp.decoding.drafter import DrafterHooks, Prefix, Proposal, ScoredRound
@@ -28,12 +29,12 @@ from specsamp.decoding.drafters.ngram import NgramDrafter
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens
-from specsamp.decoding.trees import TreeShape, check_model, grow, shape_draft
+from specsamp.decoding.trees import DraftRows, Growth, TreeShape, check_model, grow, pick, tree_draft
 from specsamp.models.interface import Block, LanguageModel
 from specsamp.sampling.warp import greedy
 
 Array = jax.Array
-Step = Callable[[range, Array, Any], tuple[Array, Any]]  # see `specsamp.decoding.trees.grow`
+Step = Callable[[DraftRows, Any], tuple[Array, Any]]  # see `specsamp.decoding.trees.grow`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +42,23 @@ class TreeDrafter(DrafterHooks):
     """Gives a drafter of chains the methods of trees; a mixin that stands before it."""
 
     K: int = dataclasses.field(init=False)
-    tree: TreeShape = dataclasses.field(kw_only=True)
+    tree: TreeShape | Growth = dataclasses.field(kw_only=True)
+
+    may_grow = True  # whether ``tree`` may be a `Growth`
 
     def __post_init__(self):
-        object.__setattr__(self, "K", validate.instance("tree", self.tree, TreeShape, "TreeShape.of_widths(3, 2)").K)
+        if not (self.may_grow and isinstance(self.tree, Growth)):
+            validate.instance("tree", self.tree, TreeShape, "TreeShape.of_widths(3, 2)")
+        object.__setattr__(self, "K", self.tree.K)
         super().__post_init__()
 
     @property
     def depth(self) -> int:
         return self.tree.depth
 
-    def of_length(self, K: int) -> TreeDrafter:
-        return dataclasses.replace(self, tree=self.tree.first(K))
+    def of_length(self, K: int) -> TreeDrafter | None:
+        is_fixed = isinstance(self.tree, TreeShape)
+        return dataclasses.replace(self, tree=self.tree.first(K)) if is_fixed else super().of_length(K)
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         super().check(target, draft, draft_params)
@@ -64,20 +70,15 @@ class TreeDrafter(DrafterHooks):
 
         Known rows are read once more if there are fewer new ones than a call feeds at least.
         """
-        start_B, pending_B1 = prefix.lengths_B - 1, pending_of(prefix)
+        start_B = prefix.lengths_B - 1
 
-        def step(rows: range, tokens_BK: Array, cache: Any) -> tuple[Array, Any]:
-            read = range(max(min(rows.start, rows.stop - self.window), 0), rows.stop)
-            tokens_BT, block = tokens_of_rows(pending_B1, tokens_BK, read), self.tree.block(start_B, read)
-            output = model(weights, tokens_BT, start_B + read.start, cache, block=block)
-            return output.logits_BTV[:, rows.start - read.start :], output.cache
+        def step(rows: DraftRows, cache: Any) -> tuple[Array, Any]:
+            count = min(max(rows.newest, self.window), rows.count)
+            at_B, block = start_B + rows.count - count, rows.block(start_B, count)
+            output = model(weights, rows.tokens_BR[:, -count:], at_B, cache, block=block)
+            return output.logits_BTV[:, -rows.newest :], output.cache
 
         return step
-
-
-def tokens_of_rows(pending_B1: Array, tokens_BK: Array, rows: range) -> Array:
-    """Returns the tokens of some scored rows."""
-    return jnp.concatenate([pending_B1, tokens_BK], axis=1)[:, rows.start : rows.stop]
 
 
 def pending_of(prefix: Prefix) -> Array:
@@ -87,24 +88,25 @@ def pending_of(prefix: Prefix) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class ModelTree(TreeDrafter, ModelDrafter):
-    """Drafts a tree with ``model``. The last level is never read; the next round's first call reads what was accepted.
+    """Drafts a tree with ``model``.
 
     Attributes:
       model, window: as in `ModelDrafter`.
-      tree: the shape.
+      tree: the shape or the growth.
     """
 
     def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         step = self.step_with(self.model, weights.draft, prefix)
         logits_BV, state = self.last_logits(weights, state, prefix.tokens_BS, prefix.lengths_B, self.first_window)
-        draft, state = grow(self.tree, sample, logits_BV, step, state)
-        return draft, state, cache
+        draft, read_BT, state = grow(self.tree, sample, pending_of(prefix), logits_BV, step, state)
+        return draft, (state, read_BT), cache
 
     def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
-        rows_BT = scored.verdict.rows_BT
-        if rows_BT is None:  # a round without a draft
+        if scored.verdict.rows_BT is None:  # a round without a draft
             return state, cache
-        return self.model.compact(state, scored.prefix.lengths_B - 1, rows_BT, self.K + 1), cache
+        state, read_BT = state
+        rows_BT = jnp.take_along_axis(read_BT, scored.verdict.rows_BT, axis=1)
+        return self.model.compact(state, scored.prefix.lengths_B - 1, rows_BT, self.tree.num_read + 1), cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +115,13 @@ class EarlyExitTree(TreeDrafter, EarlyExitDrafter):
 
     Attributes:
       model, exit_layer, window: as in `EarlyExitDrafter`.
-      tree: the shape.
+      tree: the shape or the growth.
     """
 
     def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         step, fed_BT = self.step_with(self.exit_model, weights.target, prefix), pending_of(prefix)
         first = self.exit_model(weights.target, jnp.repeat(fed_BT, self.window, axis=1), prefix.lengths_B - 1, cache)
-        draft, cache = grow(self.tree, sample, first.logits_BTV[:, 0], step, first.cache)
+        draft, _, cache = grow(self.tree, sample, fed_BT, first.logits_BTV[:, 0], step, first.cache)
         return draft, state, cache
 
 
@@ -127,41 +129,44 @@ class EarlyExitTree(TreeDrafter, EarlyExitDrafter):
 class FeatureTree(TreeDrafter, FeatureDrafter):
     """Drafts a tree with ``head``: a node is read with the feature of its parent, in the slot before its own.
 
-    Medusa heads do not see the tokens before theirs: all nodes of a level are drawn from one distribution.
+    Medusa heads do not see the tokens before theirs: all nodes of a level are drawn from one distribution, and the tree has
+    a fixed shape.
 
     Attributes:
       target, head, window: as in `FeatureDrafter`.
-      tree: the shape.
+      tree: the shape or the growth.
     """
 
+    @property
+    def may_grow(self) -> bool:
+        return self.head.config.has_layer
+
     def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
-        start_B, pending_B1, head = prefix.lengths_B - 1, pending_of(prefix), self.head
+        start_B, head = prefix.lengths_B - 1, self.head
         of_target = functools.partial(self.target.unembed_normed, weights.target)
 
         def score(features_BTD: Array, offset: int) -> Array:
             return head.expand(weights.draft, head.logits(weights.draft, features_BTD, of_target, offset))
 
-        def step(rows: range, tokens_BK: Array, carry: tuple[Any, Any, list]) -> tuple[Array, tuple[Any, Any, list]]:
-            head_cache, cache, features = carry
-            offset = self.tree.depths[rows.start]
+        def step(rows: DraftRows, carry: tuple[Any, Any, Array]) -> tuple[Array, tuple[Any, Any, Array]]:
+            head_cache, cache, features_BRD = carry
             if not head.config.has_layer:
-                return score(features[0], offset), carry
-            read = range(max(min(rows.start, rows.stop - self.window), 1), rows.stop)
-            tokens_BT, block = tokens_of_rows(pending_B1, tokens_BK, read), self.tree.block(start_B, read)
-            parents = [self.tree.parents[row - 1] for row in read]
-            of_parents_BTD = jnp.stack([features[parent] for parent in parents], axis=1)[:, :, 0]
-            embedded_BTD, cache = self._embed(weights, tokens_BT, start_B + read.start, cache, block)
+                return score(features_BRD, rows.depths[-1]), carry
+            count = min(max(rows.newest, self.window), rows.count - 1)
+            at_B, block = start_B + rows.count - count, rows.block(start_B, count)
+            embedded_BTD, cache = self._embed(weights, rows.tokens_BR[:, -count:], at_B, cache, block)
+            of_parents_BTD = pick(features_BRD, rows.parents_BR[:, -count:])
             returned_BTD, head_cache = head(
-                weights.draft, embedded_BTD, of_parents_BTD, start_B - 1 + read.start, head_cache, pairs_of(block)
+                weights.draft, embedded_BTD, of_parents_BTD, at_B - 1, head_cache, pairs_of(block)
             )
-            for row in rows:
-                features[row] = returned_BTD[:, row - read.start][:, None]
-            new_BTD = returned_BTD[:, rows.start - read.start :]
-            return score(new_BTD, offset), (head_cache, cache, features)
+            new_BWD = returned_BTD[:, -rows.newest :]
+            features_BRD = jnp.concatenate([features_BRD, new_BWD], axis=1)
+            return score(new_BWD, rows.depths[-1]), (head_cache, cache, features_BRD)
 
-        features = [state.feature_BD[:, None]] + [None] * self.K
-        logits_BV = score(features[0], 0)[:, 0]
-        draft, (head_cache, cache, _) = grow(self.tree, sample, logits_BV, step, (state.cache, cache, features))
+        feature_B1D = state.feature_BD[:, None]
+        carry = state.cache, cache, feature_B1D
+        logits_BV = score(feature_B1D, 0)[:, 0]
+        draft, _, (head_cache, cache, _) = grow(self.tree, sample, pending_of(prefix), logits_BV, step, carry)
         return proposed(draft, state, head_cache, cache)
 
 
@@ -174,10 +179,10 @@ class BlockTree(TreeDrafter, BlockDrafter):
 
     Attributes:
       target, head, law: as in `BlockDrafter`.
-      tree: the shape.
+      tree: the shape or the growth.
     """
 
-    window = 1
+    window, may_grow = 1, False
 
     def __post_init__(self):
         super().__post_init__()
@@ -187,24 +192,24 @@ class BlockTree(TreeDrafter, BlockDrafter):
     def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         pending_B1, head = pending_of(prefix), self.head
         rows_BKD, logits_BKU, state = self._run_block(weights, state, pending_B1[:, 0], prefix.lengths_B - 1)
-        corrections = {0: head.begin(weights.draft, len(pending_B1))}  # by scored row, before its children are drawn
 
-        def score(rows: range, tokens_BK: Array, corrections: dict[int, Any]) -> tuple[Array, dict[int, Any]]:
-            depth = self.tree.depths[rows.start]
-            logits_BU, x_BD = logits_BKU[:, depth], rows_BKD[:, depth]
+        def score(rows: DraftRows, corrections: dict[int, Any]) -> tuple[Array, dict[int, Any]]:
+            logits_BU, x_BD = logits_BKU[:, rows.depths[-1]], rows_BKD[:, rows.depths[-1]]
             if self.law == "marginals":
                 return head.expand(weights.draft, logits_BU)[:, None], corrections
-            scored, corrections = [], dict(corrections)
-            for at, token_B in zip(rows, tokens_of_rows(pending_B1, tokens_BK, rows).T, strict=True):
-                above = corrections[self.tree.parents[at - 1] if at else 0]
-                corrected_BU, corrections[at] = head.correct(weights.draft, logits_BU, x_BD, token_B, above)
+            scored, corrections = [], dict(corrections)  # the states of the rows, before their children are drawn
+            for row in range(rows.count - rows.newest, rows.count):
+                above = corrections[rows.parents_BR[0, row] if row else None]
+                token_B = rows.tokens_BR[:, row]
+                corrected_BU, corrections[row] = head.correct(weights.draft, logits_BU, x_BD, token_B, above)
                 scored.append(head.expand(weights.draft, corrected_BU))
             return jnp.stack(scored, axis=1), corrections
 
         if self.law == "argmax":
             sample = sample.with_warp(greedy())
-        logits_B1V, corrections = score(range(1), jnp.zeros_like(pending_B1)[:, :0], corrections)
-        draft, _ = grow(self.tree, sample, logits_B1V[:, 0], score, corrections)
+        begun = {None: head.begin(weights.draft, len(pending_B1))}
+        logits_B1V, corrections = score(DraftRows.first(self.tree, pending_B1), begun)
+        draft, _, _ = grow(self.tree, sample, pending_B1, logits_B1V[:, 0], score, corrections)
         num_drafted_B = jnp.where(prefix.lengths_B >= 2, draft.num_drafted_B, 0)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
 
@@ -227,7 +232,7 @@ class NgramTree(TreeDrafter, NgramDrafter):
       tree: the shape, such as ``TreeShape.of_widths(3, 1, 1, 1)``.
     """
 
-    window = 1
+    window, may_grow = 1, False
 
     def __post_init__(self):
         super().__post_init__()
@@ -249,6 +254,6 @@ class NgramTree(TreeDrafter, NgramDrafter):
         for row in range(self.tree.level(1).stop, self.K + 1):
             chains[row] = chains[self.tree.parents[row - 1]]
         tokens = [chains[row][:, self.tree.depths[row] - 1] for row in range(1, self.K + 1)]
-        draft = shape_draft(self.tree, jnp.stack(tokens, axis=1), [])
+        draft = tree_draft(self.tree, jnp.stack(tokens, axis=1), np.array([self.tree.parents]))
         num_drafted_B = jnp.where(is_found[0], self.K, 0).astype(jnp.int32)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
