@@ -49,7 +49,6 @@ class Sampler:
     any_shard: Callable[[Array], Array] = jnp.asarray
     draft_lengths_B: Array | None = None  # int32, the most tokens to draft in each row; None: all K
     stop: Stop | None = None  # ends drafts earlier
-    drafter: int = 0  # index, if several drafters draft in one round: their random numbers differ
 
     def with_warp(self, warp: Warp) -> Sampler:
         """Returns a sampler that applies another warp, one without a state, after its own."""
@@ -84,7 +83,7 @@ class Sampler:
             if self.is_one_hot:
                 return jnp.argmax(warped_BV, axis=-1).astype(jnp.int32), None
             depth = node if depth is None else depth
-            return self.rule.sample(warped_BV, self.keys, node=node, depth=depth, drafter=self.drafter), warped_BV
+            return self.rule.sample(warped_BV, self.keys, node=node, depth=depth), warped_BV
 
     def siblings(
         self, logits_BPV: Array, families_PC: np.ndarray, *, depth: Array | int, warp_state: Any
@@ -116,10 +115,7 @@ class Sampler:
                 _, tokens = jax.lax.top_k(jnp.where(warped_BPV > -jnp.inf, warped_BPV, others_BPV), width)
                 return jnp.broadcast_to(tokens, (len(tokens), count, width)).astype(jnp.int32), None
             each_BPV = jnp.broadcast_to(warped_BPV, (len(warped_BPV), count, warped_BPV.shape[-1]))
-            tokens_BPC = self.rule.siblings(
-                each_BPV, self.keys, nodes_PC=families_PC, depth=depth, drafter=self.drafter
-            )
-            return tokens_BPC, warped_BPV
+            return self.rule.siblings(each_BPV, self.keys, nodes_PC=families_PC, depth=depth), warped_BPV
 
     def advance_all(self, warp_states: Any, tokens_BP: Array) -> Any:
         """Returns the warp's states ``[B, P, ...]`` after one more token each."""

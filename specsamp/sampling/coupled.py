@@ -32,19 +32,14 @@ class CoupledRule:
     trees, chains = True, True
     chooses = False
 
-    def sample(
-        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0
-    ) -> Array:
+    def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
         """Draws a drafted token per row under the noise that the target will use at that ``depth``."""
-        del node, drafter  # every draft of a position meets the target's noise
+        del node  # every draft of a position meets the target's noise
         gumbels_BV = keys.position_gumbels(depth, log_probs_BV.shape[-1])
         return jnp.argmax(log_probs_BV + gumbels_BV, axis=-1).astype(jnp.int32)
 
-    def siblings(
-        self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int, drafter: int = 0
-    ) -> Array:
+    def siblings(self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int) -> Array:
         """Draws the children of P rows of one depth, int32 ``[B, P, C]``; see `TreeRule.siblings`."""
-        del drafter
         gumbels_BV = keys.position_gumbels(depth, log_probs_BPV.shape[-1])
         return jax.lax.top_k(log_probs_BPV + gumbels_BV[:, None], nodes_PC.shape[1])[1].astype(jnp.int32)
 

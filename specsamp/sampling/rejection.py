@@ -69,12 +69,10 @@ class RejectionRule(abc.ABC):
         """Returns cost and gain of a lossy rule; None for an exact rule, for which nothing is computed."""
         return None
 
-    def sample(
-        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0
-    ) -> Array:
+    def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
         """Draws a drafted token per row with noise addressed by ``node``."""
         nodes_B1 = jnp.broadcast_to(jnp.asarray(node), (log_probs_BV.shape[0], 1))
-        uniforms_B2 = keys.uniforms(Purpose.DRAFT, nodes_B1, drafter)[:, 0]
+        uniforms_B2 = keys.uniforms(Purpose.DRAFT, nodes_B1)[:, 0]
         return draw(jnp.exp(log_probs_BV), uniforms_B2)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:

@@ -68,20 +68,19 @@ class RoundKeys:
     rows_B: Array  # [B] keys, from row_keys
     starts_B: Array  # [B] int, each row's length when the round began
 
-    def uniforms(self, purpose: Purpose, offsets_BT: Array, drafter: int = 0) -> Array:
+    def uniforms(self, purpose: Purpose, offsets_BT: Array) -> Array:
         """Returns two float32 uniforms in [0, 1) at each offset.
 
         Args:
           purpose: of the numbers.
           offsets_BT: ``[B, T]`` int, position within the round.
-          drafter: index of the drafter where several draft at once.
 
         Returns:
           ``[B, T, 2]``: an accept decision takes the first, a draw takes both.
         """
         rounds_B1 = _fold(self.rows_B, self.starts_B)[:, None]
         keys_BT = _fold(jnp.broadcast_to(rounds_B1, offsets_BT.shape), offsets_BT)
-        keys_BT = _fold(keys_BT, jnp.full(offsets_BT.shape, purpose + len(Purpose) * drafter))
+        keys_BT = _fold(keys_BT, jnp.full(offsets_BT.shape, purpose))
         return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32)))(keys_BT)
 
     def position_gumbels(self, offset: int | Array, vocab_size: int) -> Array:

@@ -174,9 +174,7 @@ class Rule(Protocol):
     trees: bool = False
     chains: bool = True
 
-    def sample(
-        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0
-    ) -> Array:
+    def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
         """Draws a drafted token per row, int32 ``[B]``.
 
         Args:
@@ -184,7 +182,6 @@ class Rule(Protocol):
           keys: of the round.
           node: index of the drafted node, 0 for the first: the address of independent noise.
           depth: number of drafted tokens before this token: the address of noise that belongs to a position.
-          drafter: index, where several draft in one round.
         """
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:

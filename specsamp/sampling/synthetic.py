@@ -33,11 +33,9 @@ class SyntheticAcceptance:
     def __post_init__(self):
         validate.number("synthetic_acceptance", self.rate, 0, 1)
 
-    def sample(
-        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0
-    ) -> Array:
+    def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
         """Draws as ``rule`` does."""
-        return self.rule.sample(log_probs_BV, keys, node=node, depth=depth, drafter=drafter)
+        return self.rule.sample(log_probs_BV, keys, node=node, depth=depth)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
         """Computes the rule's verdict, but keeps only its last token, as the last token of this verdict."""

@@ -110,16 +110,12 @@ class TreeRule(abc.ABC):
     def walk(self, draft: Draft, target: TargetDistributions, uniforms_BK: Array) -> Walk:
         """Walks to the last accepted node; a node is accepted where its number is below its probability."""
 
-    def sample(
-        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int, drafter: int = 0
-    ) -> Array:
+    def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
         """Draws an only child."""
         nodes_P1 = jnp.full((1, 1), node)
-        return self.siblings(log_probs_BV[:, None], keys, nodes_PC=nodes_P1, depth=depth, drafter=drafter)[:, 0, 0]
+        return self.siblings(log_probs_BV[:, None], keys, nodes_PC=nodes_P1, depth=depth)[:, 0, 0]
 
-    def siblings(
-        self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int, drafter: int = 0
-    ) -> Array:
+    def siblings(self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int) -> Array:
         """Draws the children of P rows, int32 ``[B, P, C]``; the first of them do not depend on their number.
 
         Args:
@@ -129,7 +125,7 @@ class TreeRule(abc.ABC):
         """
         batch, families, vocab_size = log_probs_BPV.shape
         nodes_BX = jnp.broadcast_to(jnp.maximum(nodes_PC, 0).reshape(1, -1), (batch, nodes_PC.size))
-        uniforms_BPC2 = keys.uniforms(Purpose.DRAFT, nodes_BX, drafter).reshape(batch, *nodes_PC.shape, 2)
+        uniforms_BPC2 = keys.uniforms(Purpose.DRAFT, nodes_BX).reshape(batch, *nodes_PC.shape, 2)
         last_P = jnp.sum(nodes_PC >= 0, axis=1) - 1
         weights_BPV = jnp.exp(log_probs_BPV)
         drawn = []

@@ -56,9 +56,9 @@ def model_loop(rule, **options):
 class ByPosition(RoundKeys):
     """Noise addressed by absolute position: a position drafted again sees its old noise again."""
 
-    def uniforms(self, purpose, offsets_BT, drafter=0):
+    def uniforms(self, purpose, offsets_BT):
         nowhere = RoundKeys(rows_B=self.rows_B, starts_B=jnp.zeros_like(self.starts_B))
-        return nowhere.uniforms(purpose, offsets_BT + self.starts_B[:, None], drafter)
+        return nowhere.uniforms(purpose, offsets_BT + self.starts_B[:, None])
 
 
 def by_position(rule):

@@ -164,10 +164,10 @@ def test_verify_draws_the_enumerated_distribution(rule, setting):
 
 
 class AcceptReusesDraftNoise(RoundKeys):
-    def uniforms(self, purpose, offsets_BT, drafter=0):
+    def uniforms(self, purpose, offsets_BT):
         if purpose != Purpose.ACCEPT:
-            return super().uniforms(purpose, offsets_BT, drafter)
-        return super().uniforms(Purpose.DRAFT, offsets_BT, drafter)[..., ::-1]  # a small vocabulary uses the second
+            return super().uniforms(purpose, offsets_BT)
+        return super().uniforms(Purpose.DRAFT, offsets_BT)[..., ::-1]  # a small vocabulary uses the second
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class RejectAlways(TokenRule):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedNoise(RoundKeys):
-    def uniforms(self, purpose, offsets_BT, drafter=0):
+    def uniforms(self, purpose, offsets_BT):
         return RoundKeys.uniforms(self, Purpose.DRAFT if purpose == Purpose.RESIDUAL else purpose, offsets_BT)
 
 
