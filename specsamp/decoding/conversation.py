@@ -49,8 +49,7 @@ class Conversation:
         """Makes an empty conversation.
 
         Args:
-          seed, stop, decoding: as in `generate`: method, or sampling, draft_sampling, draft_length, rule, drafter; and
-            require_exact.
+          seed, stop, decoding: as in `generate`.
           max_tokens: the number of tokens of all turns together; default 4096, or the number of positions of the models.
 
         Raises:

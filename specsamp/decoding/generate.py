@@ -17,16 +17,12 @@ from typing import Unpack
 
 from specsamp import validate
 from specsamp.compilation_cache import use_compilation_cache
-from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.engine import Engine
-from specsamp.decoding.method import Decoding, Method, make_method
+from specsamp.decoding.method import Decoding, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, Request, make_requests, with_samples
 from specsamp.decoding.results import Chunk, Completion
 from specsamp.decoding.state import DecodeState, Finish
-from specsamp.sampling.rules import Rule
-from specsamp.sampling.warp import Warp
 
 
 def generate(
@@ -34,18 +30,12 @@ def generate(
     prompts: Sequence[Prompt],
     max_new_tokens: int | Sequence[int] = 128,
     *,
-    method: Method | None = None,
-    sampling: Warp | None = None,
-    draft_sampling: Warp | None = None,
-    draft_length: int | Adaptive | None = None,
-    rule: Rule | None = None,
-    drafter: Drafter | None = None,
     seed: int = 0,
     stop: Sequence[int | str] | None = None,
     num_samples: int = 1,
     return_log_probs: bool | str = False,
     prompt_ids: Sequence[int] | None = None,
-    require_exact: bool = False,
+    **decoding: Unpack[Decoding],
 ) -> list[Completion]:
     """Completes prompts; the tokens follow the target's warped distribution exactly, unless a lossy rule was chosen.
 
@@ -54,16 +44,6 @@ def generate(
       prompts: texts, lists of token ids, or conversations: lists of messages such as ``{"role": "user", "content":
         "Hi"}``, which the chat template of the target's checkpoint writes out. Of any lengths from 1.
       max_new_tokens: budget, one for all or one per prompt.
-      method: drafter, rule and sampling as one value, instead of the five arguments that follow.
-      sampling: a warp (see `specsamp.sampling.warp`), its numbers scalar or one per prompt; default greedy.
-        Ids that the tokenizer does not have (a padded vocabulary) are always excluded.
-      draft_sampling: the draft's warp; default the target's. Any choice is exact; similar warps accept more tokens.
-      draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
-        `specsamp.analysis.draft_length.choose_draft_length` measures which K pays on a device. With `Adaptive`, each
-        sequence chooses its length anew for every round.
-      rule: `TokenRule`, `BlockRule` or `CoupledRule`; or a lossy rule (`specsamp.sampling.lossy`), whose cost is in
-        `Completion.stats`.
-      drafter: your own, or `EarlyExitDrafter` or `NgramDrafter`; default the pair's draft model.
       seed: in [0, 2**64). The same seed and prompt id give the same noise in every batch. So calls for different samples
         need different seeds or ``prompt_ids``.
       stop: token ids, or strings of any number of tokens, which are not part of the text; default the pair's stop
@@ -74,7 +54,8 @@ def generate(
         "sampled", under the distribution that the token is a sample of.
       prompt_ids: the indices of the prompts in your data set: a completion depends on its id, not on its place in the
         call. Default 0, 1, 2, ...
-      require_exact: refuse a lossy rule or drafter, before anything is read.
+      decoding: how to decode: sampling, draft_sampling, draft_length, rule, drafter, or all of them as one method; and
+        require_exact. See `specsamp.decoding.method.Decoding`.
 
     Returns:
       ``num_samples`` completions for each prompt, in order.
@@ -83,16 +64,7 @@ def generate(
       ValueError: before compilation, naming the value and the fix.
     """
     use_compilation_cache()
-    method = make_method(
-        pair,
-        method=method,
-        sampling=sampling,
-        draft_sampling=draft_sampling,
-        draft_length=draft_length,
-        rule=rule,
-        drafter=drafter,
-        require_exact=require_exact,
-    )
+    method = make_method(pair, **decoding)
     requests = make_requests(pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids)
     batch = len(requests) * validate.integer("num_samples", num_samples, 1)
     engine = Engine.create(pair, method, requests, batch=batch, keep_log_probs=return_log_probs)
@@ -121,8 +93,7 @@ def stream(
     """Yields the tokens of `generate`, a few rounds at a time.
 
     The loop stays on the device for ``rounds_per_chunk`` rounds; a sequence's last chunk says how it ended. Text that is
-    not yet complete (half of a multi-byte character) is held back. ``decoding`` and the other arguments are those of
-    `generate`: method, or sampling, draft_sampling, draft_length, rule, drafter; and require_exact.
+    not yet complete (half of a multi-byte character) is held back. The other arguments are those of `generate`.
     """
     rounds_per_chunk = validate.integer("rounds_per_chunk", rounds_per_chunk, 1)
     use_compilation_cache()

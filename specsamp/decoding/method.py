@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive
@@ -82,7 +82,21 @@ class Method:
 
 
 class Decoding(TypedDict, total=False):
-    """The keywords of `generate` that say how to decode: a method, or the parts that `make_method` puts together."""
+    """The keywords that say how to decode, the same for `generate`, `stream`, `generate_many` and `Conversation`.
+
+    Attributes:
+      method: drafter, rule and sampling as one value, instead of the five keywords that follow.
+      sampling: a warp (see `specsamp.sampling.warp`), its numbers scalar or one per prompt; default greedy. Ids that the
+        tokenizer does not have (a padded vocabulary) are always excluded.
+      draft_sampling: the draft's warp; default the target's. Any choice is exact; similar warps accept more tokens.
+      draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
+        `specsamp.analysis.draft_length.choose_draft_length` measures which K pays on a device. With `Adaptive`, each
+        sequence chooses its length anew for every round.
+      rule: `TokenRule`, `BlockRule` or `CoupledRule`; or a lossy rule (`specsamp.sampling.lossy`), whose cost is in
+        `Completion.stats`.
+      drafter: your own, or `EarlyExitDrafter` or `NgramDrafter`; default the pair's draft model.
+      require_exact: refuse a lossy rule or drafter, before anything is read.
+    """
 
     method: Method | None
     sampling: Warp | None
@@ -93,50 +107,35 @@ class Decoding(TypedDict, total=False):
     require_exact: bool
 
 
-def make_method(
-    pair: Pair,
-    *,
-    method: Method | None = None,
-    sampling: Warp | None = None,
-    draft_sampling: Warp | None = None,
-    draft_length: int | Adaptive | None = None,
-    rule: Rule | None = None,
-    drafter: Drafter | None = None,
-    require_exact: bool = False,
-    **unknown: Any,
-) -> Method:
-    """Returns ``method``, or a method made of the other arguments of `generate`, checked against a pair.
+def make_method(pair: Pair, **decoding: Unpack[Decoding]) -> Method:
+    """Returns the method that keywords of `generate` name, checked against a pair.
 
     Raises:
       TypeError: a keyword is unknown.
-      ValueError: both were given, a part has the wrong type or does not fit the pair, or ``require_exact`` is True and a
-        part is lossy.
+      ValueError: a method and its parts were given, a part has the wrong type or does not fit the pair, or
+        ``require_exact`` is True and a part is lossy.
     """
-    if unknown:
+    for name in decoding.keys() - Decoding.__annotations__.keys():
         known = ", ".join(Decoding.__annotations__)
-        raise TypeError(f"unexpected keyword {next(iter(unknown))!r}: the keywords that say how to decode are {known}")
+        raise TypeError(f"unexpected keyword {name!r}: the keywords that say how to decode are {known}")
     validate.instance("pair", pair, Pair, "load_pair('python')")
-    parts = dict(
-        sampling=sampling, draft_sampling=draft_sampling, draft_length=draft_length, rule=rule, drafter=drafter
-    )
+    require_exact = validate.switch("require_exact", decoding.pop("require_exact", False))
+    parts = {name: part for name, part in decoding.items() if part is not None}
+    method = parts.pop("method", None)
     if method is None:
-        adaptive = draft_length if isinstance(draft_length, Adaptive) else None
-        method = Method(
-            drafter=_choose_drafter(pair, draft_length if adaptive is None else adaptive.K, drafter),
-            rule=TokenRule() if rule is None else rule,
-            sampling=greedy() if sampling is None else sampling,
-            draft_sampling=draft_sampling,
-            adaptive=adaptive,
-        )
-    elif both := [name for name, part in parts.items() if part is not None]:
-        raise ValueError(f"method and {', '.join(both)} were given: make {both[0]} a field of the method")
+        length, drafter = parts.pop("draft_length", None), parts.pop("drafter", None)
+        adaptive = length if isinstance(length, Adaptive) else None
+        drafter = _choose_drafter(pair, length if adaptive is None else adaptive.K, drafter)
+        method = Method(drafter=drafter, adaptive=adaptive, **parts)
+    elif parts:
+        raise ValueError(f"method and {', '.join(parts)} were given: make {next(iter(parts))} a field of the method")
     validate.instance("method", method, Method, EXAMPLE)
     _check_rule(method.rule)
     _check_drafter(pair, method.drafter)
     _check_tree(method.rule, method.drafter)
     if method.adaptive is not None:
         _check_adaptive(method.adaptive, method.drafter)
-    if validate.switch("require_exact", require_exact):
+    if require_exact:
         check_exact(method.rule, method.drafter)
     return method
 

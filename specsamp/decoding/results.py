@@ -112,21 +112,12 @@ class RowStats:
 
     def __add__(self, other: RowStats) -> RowStats:
         def add(a, b):
-            return tuple(x + y for x, y in zip(a, b, strict=True))
-
-        def add_metered(a, b):
+            if isinstance(a, tuple):
+                return tuple(x + y for x, y in zip(a, b, strict=True))
             return None if a is None or b is None else a + b
 
-        return RowStats(
-            rounds=self.rounds + other.rounds,
-            emitted=self.emitted + other.emitted,
-            drafted=self.drafted + other.drafted,
-            reached=add(self.reached, other.reached),
-            accepted_counts=add(self.accepted_counts, other.accepted_counts),
-            lengths=add(self.lengths, other.lengths),
-            variation=add_metered(self.variation, other.variation),
-            extra_accepted=add_metered(self.extra_accepted, other.extra_accepted),
-        )
+        names = [field.name for field in dataclasses.fields(self)]
+        return RowStats(**{name: add(getattr(self, name), getattr(other, name)) for name in names})
 
 
 def _sums(meter: Meter | None) -> dict[str, float]:
