@@ -485,8 +485,8 @@ class AcceptAlways(TokenRule):
 class OneStream(RoundKeys):
     """Noise that does not know whether it drafts or corrects."""
 
-    def uniforms(self, purpose, offsets_BT, drafter=0):
-        return super().uniforms(Purpose.DRAFT if purpose == Purpose.RESIDUAL else purpose, offsets_BT, drafter)
+    def uniforms(self, purpose, offsets_BT):
+        return super().uniforms(Purpose.DRAFT if purpose == Purpose.RESIDUAL else purpose, offsets_BT)
 
 
 class NoiseReused(TokenRule):

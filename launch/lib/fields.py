@@ -176,11 +176,11 @@ class ExperimentConfig:
         if widths and self.word.tree is None:
             trees = ", ".join(name for name, word in DRAFTERS.items() if word.tree is not None)
             raise ValueError(f"tree={tuple(widths)}, but drafter={self.drafter} drafts no trees; these do: {trees}")
-        if widths and not getattr(rule, "trees", False):
+        if widths and not rule.trees:
             raise ValueError(
                 f"rule={self.rule} verifies chains: with a tree, set rule to recursive, traversal or coupled"
             )
-        if not widths and not getattr(rule, "chains", True):
+        if not widths and not rule.chains:
             raise ValueError(f"rule={self.rule} verifies token trees: set tree, such as 3,2,1, or rule=token")
         if widths and self.synthetic_acceptance is not None:
             raise ValueError("synthetic_acceptance is of chains: leave tree out")

@@ -130,7 +130,7 @@ def make_method(pair: Pair, **decoding: Unpack[Decoding]) -> Method:
     elif parts:
         raise ValueError(f"method and {', '.join(parts)} were given: make {next(iter(parts))} a field of the method")
     validate.instance("method", method, Method, EXAMPLE)
-    _check_rule(method.rule)
+    validate.instance("rule", method.rule, Rule, "TokenRule() or BlockRule()")
     _check_drafter(pair, method.drafter)
     _check_tree(method.rule, method.drafter)
     if method.adaptive is not None:
@@ -157,17 +157,6 @@ def _choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | Non
     return drafter
 
 
-def _check_rule(rule: Rule) -> None:
-    if isinstance(rule, type) or not callable(getattr(rule, "verify", None)):
-        raise ValueError(f"rule must be a rule such as TokenRule() or BlockRule(); got {rule!r}")
-    if not callable(getattr(rule, "sample", None)):
-        raise ValueError(f"the rule has no sample(): it must say how drafted tokens are drawn; got {rule!r}")
-    if not isinstance(getattr(rule, "metered", None), bool):
-        raise ValueError(
-            f"the rule must set metered: True if its verdicts have a meter, else False (most rules); got {rule!r}"
-        )
-
-
 def _check_drafter(pair: Pair, drafter: Drafter) -> None:
     validate.instance("drafter", drafter, Drafter, "NgramDrafter(K=4)")
     _check_hashable("the drafter", drafter)
@@ -186,11 +175,11 @@ def _check_drafter(pair: Pair, drafter: Drafter) -> None:
 def _check_tree(rule: Rule, drafter: Drafter) -> None:
     """Raises ValueError for a rule of chains with a drafter of token trees, and the other way round."""
     is_tree, name = hooks_of(drafter).depth is not None, type(drafter).__name__
-    if is_tree and not getattr(rule, "trees", False):
+    if is_tree and not rule.trees:
         raise ValueError(
             f"{rule!r} verifies chains, but {name} drafts token trees: take RecursiveRule(), TraversalRule() or CoupledRule()"
         )
-    if not is_tree and drafter.K and not getattr(rule, "chains", True):
+    if not is_tree and drafter.K and not rule.chains:
         raise ValueError(
             f"{rule!r} verifies token trees, but {name} drafts chains: take {rule.of_chains!r}, the same on a chain"
         )

@@ -17,20 +17,17 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.sampling.rng import RoundKeys
-from specsamp.sampling.rules import Draft, TargetDistributions, Verdict, count_leading, path_verdict, take_row
+from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict, count_leading, path_verdict, take_row
 
 Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class CoupledRule:
+class CoupledRule(Rule):
     """Accepts a drafted token where the target chooses it under the same noise; lossless."""
 
-    exact = True
-    metered = False
     draft_independent = True
-    trees, chains = True, True
-    chooses = False
+    trees = True
 
     def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
         """Draws a drafted token per row under the noise that the target will use at that ``depth``."""

@@ -36,17 +36,13 @@ import jax.numpy as jnp
 
 from specsamp.sampling.draw import draw
 from specsamp.sampling.rng import Purpose, RoundKeys
-from specsamp.sampling.rules import Draft, Meter, TargetDistributions, Verdict, count_leading
+from specsamp.sampling.rules import Draft, Meter, Rule, TargetDistributions, Verdict, count_leading
 
 Array = jax.Array
 
 
-class RejectionRule(abc.ABC):
+class RejectionRule(Rule):
     """Draws drafted tokens with noise of their own, accepts or rejects them, and corrects from the residual."""
-
-    exact = True
-    metered = False
-    draft_independent = False
 
     @abc.abstractmethod
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:

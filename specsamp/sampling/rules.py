@@ -13,8 +13,9 @@ and the rows of ``log_probs_BRV`` (one for each node with children).
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -158,22 +159,17 @@ class TargetDistributions:
         return states
 
 
-class Rule(Protocol):
-    """Interface of the acceptance rules. A rule is static and hashable, and chooses the addresses of its noise.
+class Rule(abc.ABC):
+    """Base of the acceptance rules. A rule is static and hashable, and chooses the addresses of its noise."""
 
-    Attributes:
-      exact: whether emitted tokens follow the target's distribution.
-      metered: whether its verdicts have a meter; True for lossy rules.
-      draft_independent: whether the text is the same for every draft.
-      trees, chains: whether it verifies token trees, and chains. (A rule without these verifies chains alone.)
-    """
+    exact: bool = True  # whether emitted tokens follow the target's distribution
+    metered: bool = False  # whether its verdicts have a meter; True for lossy rules
+    draft_independent: bool = False  # whether the text is the same for every draft
+    trees: bool = False  # whether it verifies token trees
+    chains: bool = True  # whether it verifies chains
+    chooses: bool = False  # whether siblings are the most probable tokens, so that drafts have no distributions
 
-    exact: bool
-    metered: bool
-    draft_independent: bool
-    trees: bool = False
-    chains: bool = True
-
+    @abc.abstractmethod
     def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
         """Draws a drafted token per row, int32 ``[B]``.
 
@@ -184,6 +180,7 @@ class Rule(Protocol):
           depth: number of drafted tokens before this token: the address of noise that belongs to a position.
         """
 
+    @abc.abstractmethod
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
         """Decides which tokens of ``draft`` stay, and draws the token that follows."""
 

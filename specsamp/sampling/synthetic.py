@@ -21,14 +21,13 @@ LABEL = "SYNTHETIC ACCEPTANCE {rate:g}: made up, not the pair's"
 
 
 @dataclasses.dataclass(frozen=True)
-class SyntheticAcceptance:
+class SyntheticAcceptance(Rule):
     """A rule that costs as much time as ``rule`` and accepts with probability ``rate``."""
 
     rule: Rule
     rate: float
+
     exact = False
-    metered = False
-    draft_independent = False
 
     def __post_init__(self):
         validate.number("synthetic_acceptance", self.rate, 0, 1)

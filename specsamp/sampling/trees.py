@@ -91,12 +91,9 @@ class Siblings:
         )
 
 
-class TreeRule(abc.ABC):
+class TreeRule(Rule):
     """Draws siblings, walks through their tree, and draws the token that follows from what is left."""
 
-    exact = True
-    metered = False
-    draft_independent = False
     trees, chains = True, False
     children: str = DISTINCT
     of_chains: ClassVar[Rule] = TokenRule()  # what it is on a chain

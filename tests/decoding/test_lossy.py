@@ -174,12 +174,3 @@ def test_exact_rules_have_no_meter():
     assert one.exact and one.stats.variation is None and np.isnan(one.stats.variation_per_token)
     assert (one.stats + one.stats).variation is None
     assert not SyntheticAcceptance(EARS(), 0.5).metered, "made-up texts follow no rule"
-
-
-def test_a_rule_must_say_whether_it_is_metered():
-    class Own:
-        exact, draft_independent = True, False
-        sample, verify = BlockRule.sample, BlockRule.verify
-
-    with pytest.raises(ValueError, match="the rule must set metered"):
-        generate(table_pair(), [[1]], 4, rule=Own())
