@@ -51,7 +51,9 @@ class TokenBytes:
                 f"the {name}'s tokenizer is a {kind}: only byte-level and SentencePiece tokenizers are matched"
             )
         self.name, self._model = name, tokenizer.model
-        self._tokens = {} if self.is_byte_level else _byte_tokens(tokenizer.pieces)
+        # The bytes of pieces such as "<0x0A>", of SentencePiece.
+        of_bytes = {piece: re.fullmatch(r"<0x([0-9A-F]{2})>", piece) for piece in tokenizer.pieces.values()}
+        self._bytes = {piece: int(match[1], 16) for piece, match in of_bytes.items() if match}
         added = {token["id"]: token for token in content.get("added_tokens", ())}
         self.of_id: dict[int, bytes] = {}
         for index, piece in tokenizer.pieces.items():
@@ -76,8 +78,8 @@ class TokenBytes:
         if self.is_byte_level:
             alphabet = _byte_alphabet()
             return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else None
-        if piece in self._tokens:
-            return bytes([self._tokens[piece][0]])
+        if piece in self._bytes:
+            return bytes([self._bytes[piece]])
         return piece.replace(SPACE, " ").encode()
 
     def _split(self, written: bytes) -> list[int]:
@@ -104,13 +106,6 @@ class TokenBytes:
                 "bytes to fall back on; take another draft"
             )
         return ids
-
-
-def _byte_tokens(pieces: dict[int, str]) -> dict[str, tuple[int, int]]:
-    """Returns byte and id of pieces such as "<0x0A>"."""
-    found = {piece: re.fullmatch(r"<0x([0-9A-F]{2})>", piece) for piece in pieces.values()}
-    ids = {piece: index for index, piece in pieces.items()}
-    return {piece: (int(match[1], 16), ids[piece]) for piece, match in found.items() if match}
 
 
 def match_vocabularies(

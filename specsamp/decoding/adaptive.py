@@ -49,9 +49,6 @@ class Stop:
     It is called after every drafted token except the last, and decides about the next token alone.
     """
 
-    def check(self) -> None:
-        """Raises ValueError if a number is out of range."""
-
     def goes_on(self, log_probs_BV: Array, log_prob_B: Array) -> Array:
         """Returns whether to draft the next token, bool ``[B]``.
 
@@ -74,7 +71,7 @@ class Entropy(Stop):
     least: float = 0.4  # in [0, 1]
     weight: float = 0.2  # above 0
 
-    def check(self) -> None:
+    def __post_init__(self):
         validate.number("Entropy's least", self.least, 0, 1)
         validate.number("Entropy's weight", self.weight, 0, math.inf, above=True)
 
@@ -90,7 +87,7 @@ class Confidence(Stop):
 
     least: float = 0.3  # in [0, 1]
 
-    def check(self) -> None:
+    def __post_init__(self):
         validate.number("Confidence's least", self.least, 0, 1)
 
     def goes_on(self, log_probs_BV: Array, log_prob_B: Array) -> Array:
@@ -145,7 +142,7 @@ class Adaptive:
             )
         object.__setattr__(self, "lengths", tuple(lengths))
         if self.stop is not None:
-            validate.instance("stop", self.stop, Stop, "Entropy() or Confidence(0.3)").check()
+            validate.instance("stop", self.stop, Stop, "Entropy() or Confidence(0.3)")
         self._check_costs()
         for name in ("usual", "longest"):
             if getattr(self, name) is not None:
@@ -210,8 +207,12 @@ class Adaptive:
         gains = {length: sum(self.acceptance**n for n in range(length + 1)) / costs[length] for length in self.lengths}
         return max((length for length in self.lengths if 0 < length <= most), key=gains.__getitem__)
 
-    def for_batch(self, batch: int) -> Adaptive:
-        """Returns these numbers with their defaults filled in, for ``batch`` sequences that are decoded together."""
+    def for_batch(self, batch: int, depths: tuple[int, ...] | None = None) -> Adaptive:
+        """Returns these numbers with their defaults filled in, for ``batch`` sequences that are decoded together.
+
+        Args:
+          depths: those of the drafter's drafts; None: the lengths.
+        """
         usual = self.usual
         if usual is None:
             tokens_L = tokens_per_round(jnp.array([min(self.acceptance, MOST_CERTAIN)]), self.lengths)[0]
@@ -221,13 +222,10 @@ class Adaptive:
             margin=MARGIN if batch == 1 else MARGIN_OF_SEVERAL,
             pause=PAUSE * batch,
             longest=self.K if batch == 1 else usual or self.shortest,
+            depths=None if depths == self.lengths else depths,
         )
         chosen = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **chosen)
-
-    def of_depths(self, depths: tuple[int, ...]) -> Adaptive:
-        """Returns these numbers for a drafter whose drafts have these depths."""
-        return self if depths == self.lengths else dataclasses.replace(self, depths=depths)
 
     def begin(self, lengths_B: Array, falls_behind: bool) -> AdaptiveState:
         """Returns the initial adaptive state, after prefill."""

@@ -68,7 +68,7 @@ class Method:
         if adaptive is not None:
             drafters = [with_length(self.drafter, K) for K in adaptive.lengths]
             depths = tuple(each.K if hooks_of(each).depth is None else hooks_of(each).depth for each in drafters)
-            adaptive = adaptive.for_batch(batch).of_depths(depths)
+            adaptive = adaptive.for_batch(batch, depths)
         return Loop(
             target=pair.target,
             drafter=self.drafter,

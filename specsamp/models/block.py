@@ -164,14 +164,8 @@ class BlockModule(HeadModule):
             after.append(cache)
         return self.final_norm(x_BTD), tuple(after)
 
-    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
-        return features_BTD
-
     def correct(self, logits_BU: Array, x_BD: Array, token_B: Array, state: Any) -> tuple[Array, Any]:
         return self.correction(logits_BU, x_BD, token_B, state)
-
-    def begin(self, batch: int) -> Any:
-        return self.correction.begin(batch)
 
     def confidence(self, x_BD: Array, token_B: Array) -> Array:
         return self.correction.confidence(x_BD, token_B)
@@ -337,7 +331,8 @@ class BlockHead(Head):
 
     def begin(self, weights: Any, batch: int) -> Any:
         """Returns the state of the correction before the first token, () without a correction."""
-        return () if self.config.correction() is None else self._apply("begin", weights, batch)
+        correction = self.config.correction()
+        return () if correction is None else correction.begin(batch)
 
     def correct(self, weights: Any, logits_BU: Array, x_BD: Array, token_B: Array, state: Any) -> tuple[Array, Any]:
         """Corrects the logits of one row, given the token before; see `Correction`. Without one they stay."""

@@ -37,9 +37,6 @@ class Eagle1(HeadModule):
         self.attention = Attention(config.layer)
         self.mlp_norm, self.mlp = Norm(config.layer), FeedForward(config.layer)
 
-    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
-        return features_BTD
-
     def __call__(self, embedded_BTD, features_BTD, start_B, cache, block=None) -> tuple[Array, KVCache]:
         x_BTX = jnp.concatenate([embedded_BTD, features_BTD], axis=-1)
         x_BTD = contract("BTX,XD->BTD", self.split(x_BTX), self.fc)

@@ -111,19 +111,15 @@ class HeadConfig:
         return None
 
 
-def _as_it_is(x: Array) -> Array:
-    return x
-
-
 class HeadModule(nn.Module):
-    """Base of the modules of all heads. Derived classes define `normed` and `__call__`, see `FeatureHead`.
+    """Base of the modules of all heads. Derived classes define `__call__`, see `FeatureHead`.
 
     Attributes:
       split: splits the input ``[B, T, X]`` of ``fc`` over a mesh like the rows of ``fc``.
     """
 
     config: HeadConfig
-    split: Callable[[Array], Array] = _as_it_is
+    split: Callable[[Array], Array] = OneDevice().split_features
 
     def declare_ends(self) -> None:
         """Declares the embedding and the output, unless they are the target's."""
@@ -141,6 +137,10 @@ class HeadModule(nn.Module):
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
         """Returns the features ``[B, T, D]`` of hidden states; here the one hidden state."""
         return hidden[0]
+
+    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
+        """Returns the features that are projected to logits; here as they are."""
+        return features_BTD
 
     def project(self, x_BTD: Array, offset: Array | int) -> Array:
         """Returns logits ``[B, T, U]`` float32 of the result of `normed`, by the head's output."""

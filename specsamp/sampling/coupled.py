@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.sampling.rng import RoundKeys
-from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict, count_leading, path_verdict, take_row
+from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict, count_leading, make_verdict, take_row
 
 Array = jax.Array
 
@@ -69,4 +69,4 @@ class CoupledRule(Rule):
             rows.append(row_B)
             choices.append(choice_B)
         last_B = take_row(jnp.stack(choices, axis=1), num_accepted_B)
-        return path_verdict(draft, jnp.stack(rows[: depth + 1], axis=1), num_accepted_B, last_B)
+        return make_verdict(draft, num_accepted_B, last_B, jnp.stack(rows[: depth + 1], axis=1))

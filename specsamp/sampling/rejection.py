@@ -36,7 +36,7 @@ import jax.numpy as jnp
 
 from specsamp.sampling.draw import draw
 from specsamp.sampling.rng import Purpose, RoundKeys
-from specsamp.sampling.rules import Draft, Meter, Rule, TargetDistributions, Verdict, count_leading
+from specsamp.sampling.rules import Draft, Meter, Rule, TargetDistributions, Verdict, count_leading, make_verdict
 
 Array = jax.Array
 
@@ -83,14 +83,7 @@ class RejectionRule(Rule):
         empty_B1 = ~(weights_BV.sum(-1, keepdims=True) > 0)  # also where the draft's distribution is NaN
         weights_BV = jnp.where(empty_B1, jnp.exp(at_rows(target_log_probs, num_accepted_B)), weights_BV)
         last_B = draw(weights_BV, keys.uniforms(Purpose.RESIDUAL, num_accepted_B[:, None])[:, 0])
-        positions = jnp.arange(K + 1)[None, :]
-        n_B1 = num_accepted_B[:, None]
-        tokens_BT = jnp.where(positions < n_B1, jnp.pad(draft.tokens_BK, ((0, 0), (0, 1))), -1)
-        return Verdict(
-            tokens_BT=jnp.where(positions == n_B1, last_B[:, None], tokens_BT),
-            num_accepted_B=num_accepted_B,
-            meter=self.meter(draft, target_log_probs, num_accepted_B),
-        )
+        return make_verdict(draft, num_accepted_B, last_B, meter=self.meter(draft, target_log_probs, num_accepted_B))
 
 
 @dataclasses.dataclass(frozen=True)

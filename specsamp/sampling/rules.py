@@ -154,7 +154,12 @@ class TargetDistributions:
         for node in range(self.draft.tokens_BK.shape[1]):
             parent = states[-1]
             if self.draft.parents_BK is not None:
-                parent = _take(_stack(states), self.draft.parents_BK[:, node])
+                row_B = self.draft.parents_BK[:, node]
+
+                def take(*leaves: Array, row_B: Array = row_B) -> Array:
+                    return jax.vmap(lambda leaf, row: leaf[row])(jnp.stack(leaves, axis=1), row_B)
+
+                parent = jax.tree.map(take, *states)
             states.append(self.warp.advance(parent, self.draft.tokens_BK[:, node]))
         return states
 
@@ -202,24 +207,14 @@ def read_row(x_BTV: Array, row_B: Array) -> Array:
     return jnp.concatenate([jax.lax.dynamic_index_in_dim(x_BTV[b], row_B[b], axis=0) for b in range(len(row_B))])
 
 
-def path_verdict(draft: Draft, rows_BT: Array, num_accepted_B: Array, last_B: Array) -> Verdict:
-    """Returns the verdict that accepts the path along scored rows ``rows_BT`` and appends ``last_B``."""
-    positions, n_B1 = jnp.arange(rows_BT.shape[1])[None, :], num_accepted_B[:, None]
-    path_BD = jnp.take_along_axis(draft.tokens_BK, jnp.maximum(rows_BT[:, 1:] - 1, 0), axis=1)
+def make_verdict(
+    draft: Draft, num_accepted_B: Array, last_B: Array, rows_BT: Array | None = None, meter: Meter | None = None
+) -> Verdict:
+    """Returns the verdict that accepts the first tokens of a chain, or of the path along ``rows_BT``, and appends ``last_B``."""
+    path_BD = draft.tokens_BK
+    if rows_BT is not None:
+        path_BD = jnp.take_along_axis(path_BD, jnp.maximum(rows_BT[:, 1:] - 1, 0), axis=1)
+    positions, n_B1 = jnp.arange(path_BD.shape[1] + 1)[None, :], num_accepted_B[:, None]
     tokens_BT = jnp.where(positions < n_B1, jnp.pad(path_BD, ((0, 0), (0, 1))), -1)
-    return Verdict(
-        tokens_BT=jnp.where(positions == n_B1, last_B[:, None], tokens_BT),
-        num_accepted_B=num_accepted_B,
-        rows_BT=rows_BT,
-    )
-
-
-def _stack(states: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *states)
-
-
-def _take(states: Any, row_B: Array) -> Any:
-    def take(leaf_BT: Array) -> Array:
-        return jax.vmap(lambda leaf, row: leaf[row])(leaf_BT, row_B)
-
-    return jax.tree.map(take, states)
+    tokens_BT = jnp.where(positions == n_B1, last_B[:, None], tokens_BT)
+    return Verdict(tokens_BT=tokens_BT, num_accepted_B=num_accepted_B, rows_BT=rows_BT, meter=meter)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from specsamp import validate
 from specsamp.sampling.rng import Purpose, RoundKeys
-from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict, count_leading
+from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict, count_leading, make_verdict, take_row
 
 Array = jax.Array
 LABEL = "SYNTHETIC ACCEPTANCE {rate:g}: made up, not the pair's"
@@ -39,11 +39,8 @@ class SyntheticAcceptance(Rule):
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
         """Computes the rule's verdict, but keeps only its last token, as the last token of this verdict."""
         verdict = self.rule.verify(draft, target, keys)
-        last_B1 = jnp.take_along_axis(verdict.tokens_BT, verdict.num_accepted_B[:, None], axis=1)
+        last_B = take_row(verdict.tokens_BT, verdict.num_accepted_B)
         batch, num_tokens = draft.tokens_BK.shape
         offsets_BK = jnp.broadcast_to(jnp.arange(num_tokens), (batch, num_tokens))
         passed_BK = (keys.uniforms(Purpose.ACCEPT, offsets_BK)[..., 0] < self.rate) & draft.is_drafted_BK
-        num_accepted_B = count_leading(passed_BK)
-        positions, n_B1 = jnp.arange(num_tokens + 1)[None, :], num_accepted_B[:, None]
-        tokens_BT = jnp.where(positions < n_B1, jnp.pad(draft.tokens_BK, ((0, 0), (0, 1))), -1)
-        return Verdict(tokens_BT=jnp.where(positions == n_B1, last_B1, tokens_BT), num_accepted_B=num_accepted_B)
+        return make_verdict(draft, count_leading(passed_BK), last_B)

@@ -38,7 +38,7 @@ from specsamp.sampling.rules import (
     Rule,
     TargetDistributions,
     Verdict,
-    path_verdict,
+    make_verdict,
     read_row,
     take_row,
 )
@@ -143,7 +143,7 @@ class TreeRule(Rule):
         nodes_BK = jnp.broadcast_to(jnp.arange(K), (batch, K))
         walk = self.walk(draft, target, keys.uniforms(Purpose.ACCEPT, nodes_BK)[..., 0])
         uniforms_B2 = keys.uniforms(Purpose.RESIDUAL, walk.num_accepted_B[:, None])[:, 0]
-        return path_verdict(draft, walk.rows_BT, walk.num_accepted_B, draw(walk.weights_BV, uniforms_B2))
+        return make_verdict(draft, walk.num_accepted_B, draw(walk.weights_BV, uniforms_B2), walk.rows_BT)
 
     def is_chosen(self, draft: Draft) -> Array:
         """Returns whether each node was chosen instead of drawn, bool ``[B, K]``."""

@@ -10,8 +10,8 @@ import pytest
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys, row_keys
-from specsamp.sampling.rules import Draft, TargetDistributions
-from specsamp.sampling.trees import CHILDREN, KSeqRule, RecursiveRule, Siblings, TraversalRule, path_verdict
+from specsamp.sampling.rules import Draft, TargetDistributions, make_verdict
+from specsamp.sampling.trees import CHILDREN, KSeqRule, RecursiveRule, Siblings, TraversalRule
 from specsamp.sampling.warp import chain
 from support.distributions import constant, log, random_distributions
 from support.enumeration import COMPILE_FAST, Given, autoregressive, enumerate_round
@@ -294,7 +294,7 @@ def test_the_path_of_a_verdict():
     draft = Draft(
         tokens_BK=jnp.asarray([[5, 6, 7]]), num_drafted_B=jnp.asarray([3]), parents_BK=jnp.asarray([[0, 0, 2]])
     )
-    verdict = path_verdict(draft, jnp.asarray([[0, 2, 3]]), jnp.asarray([1]), jnp.asarray([9]))
+    verdict = make_verdict(draft, jnp.asarray([1]), jnp.asarray([9]), jnp.asarray([[0, 2, 3]]))
     assert verdict.tokens_BT.tolist() == [[6, 9, -1]]
     target = TargetDistributions(logits_BTV=jnp.arange(4.0)[None, :, None], warp=chain(), draft=draft)
     assert target.along(verdict).logits_BTV[0, :, 0].tolist() == [0, 2, 3]
