@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from specsamp.checkpoints.hub import why_not
-from specsamp.checkpoints.hugging_face import Checkpoint, open_checkpoint
+from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.public_pair import open_draft
 
 
@@ -40,29 +40,24 @@ def check_pair(name: str, target: str, draft: str, *, is_head: bool = False, cha
     Raises:
       ConnectionError: the hub does not answer. ValueError: its library is not installed.
     """
-    opened: list[Checkpoint] = []
-
-    def check_target() -> list[str]:
-        checkpoint = open_checkpoint(target)
-        checkpoint.check_headers()
-        if checkpoint.require_tokenizer().chat is None and chat:
-            raise ValueError("no chat template, which the messages of this pair's prompts need")
-        opened.append(checkpoint)
-        return []
-
-    def check_draft() -> list[str]:
-        if not opened:
-            raise ValueError("not checked: a draft is checked against its target, which does not load")
-        found, notes = open_draft(opened[0], draft, is_head=is_head, headers_only=True)
-        if not is_head:
-            found.check_headers()
-        return notes
-
-    for role, model, check in (("target", target, check_target), ("head" if is_head else "draft", draft, check_draft)):
+    opened = None
+    for role, model in (("target", target), ("head" if is_head else "draft", draft)):
         problem, notes = why_not(model), []
-        if problem is None:
-            try:
-                notes = check()
-            except (ValueError, OSError) as error:
-                problem = " ".join(str(error).split())
+        try:
+            if problem is not None:
+                pass
+            elif role == "target":
+                checkpoint = open_checkpoint(target)
+                checkpoint.check_headers()
+                if checkpoint.require_tokenizer().chat is None and chat:
+                    raise ValueError("no chat template, which the messages of this pair's prompts need")
+                opened = checkpoint
+            elif opened is None:
+                problem = "not checked: a draft is checked against its target, which does not load"
+            else:
+                found, notes = open_draft(opened, draft, is_head=is_head, headers_only=True)
+                if not is_head:
+                    found.check_headers()
+        except (ValueError, OSError) as error:
+            problem = " ".join(str(error).split())
         yield NameCheck(pair=name, role=role, model=model, problem=problem, notes=tuple(notes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
@@ -170,69 +170,56 @@ class RowText:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Completion:
-    """One row of a result."""
+class Chunk:
+    """The tokens of a sequence since its last chunk, and the text that they complete."""
 
     prompt_index: int
     sample_index: int
-    text: str | None  # without the stop token or the stop text; None if the pair has no tokenizer
-    tokens: list[int]  # with the stop token, or with the tokens of the stop text
+    text: str | None  # None: the caller makes it, or the pair has no tokenizer
+    tokens: list[int]
     from_draft: list[bool]  # whether each token had been drafted
     log_probs: list[float] | None  # see ``return_log_probs`` of `generate`
-    finish: str  # "stop", "length", or "invalid" where the target's logits are no distribution (NaN, inf)
+    # None while the sequence is running; then "stop", "length", or "invalid" where the target's logits are no distribution
+    finish: str | None
     exact: bool  # whether rule and drafter are lossless; stats have the cost of a lossy rule
+    stats: RowStats | None  # of the whole sequence; None while it is running
+
+    @classmethod
+    def of(cls, request: Request, text: RowText, method: Method, **more: Any) -> Self | None:
+        """Returns the tokens of ``text`` that are new; None if there are none and the request goes on."""
+        is_running, new = text.finish == Finish.RUNNING, slice(request.shown, None)
+        if is_running and len(text.tokens) == request.shown:
+            return None
+        request.shown = len(text.tokens)
+        return cls(
+            prompt_index=request.prompt_index,
+            sample_index=request.sample_index,
+            tokens=text.tokens[new],
+            from_draft=text.from_draft[new],
+            log_probs=None if text.log_probs is None else text.log_probs[new],
+            finish=None if is_running else text.finish.name.lower(),
+            exact=method.exact,
+            stats=None if is_running else text.stats,
+            **{"text": None, **more},
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion(Chunk):
+    """One row of a result: all tokens of a sequence, with the stop token or those of the stop text, and its text without."""
+
     row_independent: bool  # whether the prompt has the same text in every batch
-    stats: RowStats
     dropped: int = 0  # tokens that were decoded beyond a stop text; no other field counts them
 
     @classmethod
     def of(cls, request: Request, text: RowText, method: Method) -> Completion:
         """Returns the result of a request that has ended."""
         decoder = request.continuation
-        return cls(
-            prompt_index=request.prompt_index,
-            sample_index=request.sample_index,
+        return super().of(
+            request,
+            text,
+            method,
             text=None if decoder is None else request.stops.text(decoder, text.tokens),
-            tokens=text.tokens,
-            from_draft=text.from_draft,
-            log_probs=text.log_probs,
-            finish=text.finish.name.lower(),
-            exact=method.exact,
             row_independent=method.row_independent,
-            stats=text.stats,
             dropped=text.dropped,
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """The tokens of a sequence since its last chunk, and the text that they complete."""
-
-    prompt_index: int
-    sample_index: int
-    text: str | None  # None: the caller makes it
-    tokens: list[int]
-    from_draft: list[bool]
-    log_probs: list[float] | None
-    finish: str | None  # None while the sequence is running
-    stats: RowStats | None  # of the whole sequence, in its last chunk
-    exact: bool  # whether rule and drafter are lossless
-
-    @classmethod
-    def of(cls, request: Request, text: RowText, method: Method) -> Chunk | None:
-        """Returns the tokens of ``text`` that are new; None if there are none and the request goes on."""
-        is_running = text.finish == Finish.RUNNING
-        if is_running and len(text.tokens) == request.shown:
-            return None
-        new, request.shown = slice(request.shown, None), len(text.tokens)
-        return cls(
-            prompt_index=request.prompt_index,
-            sample_index=request.sample_index,
-            text=None,
-            tokens=text.tokens[new],
-            from_draft=text.from_draft[new],
-            log_probs=None if text.log_probs is None else text.log_probs[new],
-            finish=None if is_running else text.finish.name.lower(),
-            stats=None if is_running else text.stats,
-            exact=method.exact,
         )

@@ -122,25 +122,9 @@ class ShardedModel(LayeredModel):
     layout: Layout
     whole: LanguageModel | None = None
 
-    @property
-    def vocab_size(self) -> int:
-        return self.model.vocab_size
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.model.max_positions
-
-    @property
-    def num_layers(self) -> int:
-        return self.model.num_layers
-
-    @property
-    def width(self) -> int:
-        return self.model.width
-
-    @property
-    def config(self) -> Any:
-        return self.model.config
+    def __post_init__(self):
+        for size in ("vocab_size", "max_positions", "num_layers", "width", "config"):  # those of the model inside
+            object.__setattr__(self, size, getattr(self.model, size, None))
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
