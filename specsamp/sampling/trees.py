@@ -91,12 +91,23 @@ class Siblings:
         )
 
 
+@dataclasses.dataclass(frozen=True)
 class TreeRule(Rule):
-    """Draws siblings, walks through their tree, and draws the token that follows from what is left."""
+    """Draws siblings, walks through their tree, and draws the token that follows from what is left.
+
+    Attributes:
+      children: "distinct", drawn without replacement; "independent", drawn with replacement; "top", the most probable
+        tokens; "top_and_drawn", the most probable tokens and a last one that is drawn from the rest.
+    """
+
+    children: str = DISTINCT
 
     trees, chains = True, False
-    children: str = DISTINCT
     of_chains: ClassVar[Rule] = TokenRule()  # what it is on a chain
+    known_children: ClassVar[tuple[str, ...]] = CHILDREN
+
+    def __post_init__(self):
+        validate.choice("children", self.children, self.known_children)
 
     @property
     def chooses(self) -> bool:
@@ -158,17 +169,7 @@ class TreeRule(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class RecursiveRule(TreeRule):
-    """Judges siblings one after the other, from the root down; warps only the rows on its path.
-
-    Attributes:
-      children: "distinct", drawn without replacement; "independent", drawn with replacement; "top", the most probable
-        tokens; "top_and_drawn", the most probable tokens and a last one that is drawn from the rest.
-    """
-
-    children: str = DISTINCT
-
-    def __post_init__(self):
-        validate.choice("children", self.children, CHILDREN)
+    """Judges siblings one after the other, from the root down; warps only the rows on its path."""
 
     def walk(self, draft: Draft, target: TargetDistributions, uniforms_BK: Array) -> Walk:
         batch, K = uniforms_BK.shape
@@ -236,8 +237,7 @@ class KSeqRule(RecursiveRule):
 
     children: str = INDEPENDENT
 
-    def __post_init__(self):
-        validate.choice("children", self.children, (INDEPENDENT,))
+    known_children: ClassVar[tuple[str, ...]] = (INDEPENDENT,)
 
     def judge(self, target_BV: Array, draft_BV: Array | None, family: Siblings) -> tuple[Array, Array]:
         if draft_BV is None:
@@ -277,16 +277,9 @@ class TraversalRule(TreeRule):
     """Judges whole paths, leaves first, and never keeps fewer tokens than recursive rejection in expectation.
 
     It warps all rows, and subtracts once for each node that it rejects.
-
-    Attributes:
-      children: as in `RecursiveRule`.
     """
 
-    children: str = DISTINCT
     of_chains: ClassVar[Rule] = BlockRule()
-
-    def __post_init__(self):
-        validate.choice("children", self.children, CHILDREN)
 
     def walk(self, draft: Draft, target: TargetDistributions, uniforms_BK: Array) -> Walk:
         K, depth = uniforms_BK.shape[1], draft.most_accepted
