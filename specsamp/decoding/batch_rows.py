@@ -38,22 +38,6 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
     return dataclasses.replace(_write_donated(state, rows, at_N, shards), request=request)
 
 
-def extract(state: DecodeState, at: Sequence[int], shards: DataShards = DataShards()) -> DecodeState:
-    """Returns the rows ``at`` of ``state`` as a new state, for example to insert them later."""
-    return _read(state, jnp.asarray(at, jnp.int32), shards)
-
-
-def resize(state: DecodeState, at: Sequence[int], like: DecodeState, shards: DataShards = DataShards()) -> DecodeState:
-    """Returns a state of other sizes that holds some rows of ``state``.
-
-    Args:
-      at: for each new row, in order of the data shards, its place within its shard of ``state``; `NOWHERE`: an ended row.
-      like: the shapes of the new state; slots beyond those of ``state`` are empty, and slots beyond its own are lost.
-    """
-    shapes = tuple(leaf.shape[1:] for leaf in jax.tree.leaves(like))
-    return _resize(state, jnp.asarray(at, jnp.int32), shapes, shards)
-
-
 @jax.jit
 def end(finish_B: Array, is_ended_B: Array) -> Array:
     """Returns the reasons why rows ended, where the running rows of ``is_ended_B`` have met a stop token."""
@@ -81,7 +65,8 @@ _write_donated = jax.jit(_write.__wrapped__, static_argnames="shards", donate_ar
 
 
 @functools.partial(jax.jit, static_argnames="shards")
-def _read(state: DecodeState, at_N: Array, shards: DataShards) -> DecodeState:
+def extract(state: DecodeState, at_N: Array, shards: DataShards) -> DecodeState:
+    """Returns the rows ``at_N`` of ``state`` as a new state, for example to insert them later."""
     return shards.map(_take_rows, (BY_ROWS, BY_ROWS))(state, at_N)
 
 
@@ -93,7 +78,16 @@ def _take_rows(state: DecodeState, at_N: Array) -> DecodeState:
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "shards"))
-def _resize(state: DecodeState, at_N: Array, shapes: tuple[tuple[int, ...], ...], shards: DataShards) -> DecodeState:
+def resize(state: DecodeState, at_N: Array, shapes: tuple[tuple[int, ...], ...], shards: DataShards) -> DecodeState:
+    """Returns a state of other sizes that holds some rows of ``state``.
+
+    Args:
+      at_N: for each new row, in order of the data shards, its place within its shard of ``state``; `NOWHERE`: an ended
+        row.
+      shapes: of the new state's leaves, without the rows. Slots beyond those of ``state`` are empty, and slots beyond
+        its own are lost.
+    """
+
     def fit(leaf: Array, shape: tuple[int, ...]) -> Array:
         padding = [(0, 0, 0)] + [(0, new - old, 0) for old, new in zip(leaf.shape[1:], shape)]
         if all(high == 0 for _, high, _ in padding):

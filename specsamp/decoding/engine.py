@@ -178,11 +178,13 @@ class Engine:
         """Returns rows of ``state`` in a state of another number of slots; see `batch_rows.resize`."""
         request = self.arrays([None] * self.pair.shards.count)
         like = jax.eval_shape(lambda: self.loop.blank(request, slots=slots))
-        return batch_rows.resize(state, at, like, self.pair.shards)
+        shapes = tuple(leaf.shape[1:] for leaf in jax.tree.leaves(like))
+        return batch_rows.resize(state, jnp.asarray(at, jnp.int32), shapes, self.pair.shards)
 
     def extract(self, state: DecodeState, at: Sequence[int]) -> DecodeState:
         """Returns the rows ``at`` of ``state``, without their request batch; see `batch_rows.extract`."""
-        return batch_rows.extract(dataclasses.replace(state, request=None), at, self.pair.shards)
+        state = dataclasses.replace(state, request=None)
+        return batch_rows.extract(state, jnp.asarray(at, jnp.int32), self.pair.shards)
 
     def run(self, state: DecodeState, max_rounds: int = MANY_ROUNDS, min_running: int = 1) -> DecodeState:
         """Decodes for ``max_rounds`` rounds, or until fewer than ``min_running`` rows run; ``state`` is donated."""
