@@ -18,6 +18,7 @@ from specsamp import storage
 from specsamp.checkpoints.architectures import FAMILIES, parse_config
 from specsamp.checkpoints.fields import ACTIVATIONS, SIZES, differing_fields
 from specsamp.checkpoints.params import check_shapes
+from specsamp.checkpoints.rope import describe_rotary
 from specsamp.checkpoints.safetensors_io import INDEX, MEDUSA_PICKLE, MEDUSA_SINGLE, PICKLE, SINGLE
 from specsamp.checkpoints.tensor_names import find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
@@ -72,20 +73,27 @@ def write_folder(
     storage.write_json(place / "config.json", content)
 
 
-def describe_model(config: TransformerConfig, eos_id: int | None) -> dict:
-    """Returns the ``config.json`` of a model; raises ValueError with the fields that have no counterpart there."""
+def describe_layers(config: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys of a config.json that models and heads have."""
     theirs = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
-    content = {
-        "architectures": ["LlamaForCausalLM" if config.gated else "ArceeForCausalLM"],
-        "model_type": "llama" if config.gated else "arcee",
+    return {
         **{key: getattr(config, ours) for ours, key in SIZES.items()},
         "rms_norm_eps": config.norm_epsilon,
         "hidden_act": theirs[config.activation],
+        "rope_parameters": describe_rotary(config),
         "tie_word_embeddings": config.tied,
+    }
+
+
+def describe_model(config: TransformerConfig, eos_id: int | None) -> dict:
+    """Returns the ``config.json`` of a model; raises ValueError with the fields that have no counterpart there."""
+    content = {
+        "architectures": ["LlamaForCausalLM" if config.gated else "ArceeForCausalLM"],
+        "model_type": "llama" if config.gated else "arcee",
+        **describe_layers(config),
         "attention_bias": config.attention_bias,
         "mlp_bias": config.feedforward_bias,
         "rope_theta": config.rotary_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
         "bos_token_id": None,
         "eos_token_id": eos_id,
     }

@@ -16,8 +16,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from specsamp.checkpoints.architectures import FAMILIES
-from specsamp.checkpoints.export import write_folder
-from specsamp.checkpoints.fields import SIZES, differing_fields
+from specsamp.checkpoints.export import describe_layers, write_folder
+from specsamp.checkpoints.fields import differing_fields
 from specsamp.checkpoints.head_config import (
     BLOCKS,
     EAGLE,
@@ -33,10 +33,8 @@ from specsamp.checkpoints.head_config import (
 )
 from specsamp.checkpoints.heads import KEPT, OFFSETS, head_sources
 from specsamp.checkpoints.params import check_shapes
-from specsamp.checkpoints.rope import describe_rotary
 from specsamp.models.block import BlockConfig
 from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
-from specsamp.models.config import TransformerConfig
 from specsamp.models.eagle import Eagle3Config, MTPConfig
 from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
 from specsamp.models.medusa import MedusaConfig
@@ -108,10 +106,9 @@ def _speculators(
         "architectures": [architecture],
         "speculators_version": "0.9.0",
         "transformer_layer_config": {
-            "num_hidden_layers": layer.num_layers,
             "attention_bias": layer.attention_bias,
             **of_layer,
-            **_layer(layer),
+            **describe_layers(layer),
         },
         "draft_vocab_size": config.num_outputs,
         "target_hidden_size": config.target_width,
@@ -142,20 +139,9 @@ def _mtp(config: MTPConfig, target_name: str, K: int) -> dict[str, Any]:
         "architectures": [MIMO],
         "model_type": FAMILIES[MIMO].model_type,
         "base_model_name_or_path": target_name,
-        "num_hidden_layers": config.target_layers,
         "num_nextn_predict_layers": 1,
-        **_layer(config.layer),
-    }
-
-
-def _layer(layer: TransformerConfig) -> dict[str, Any]:
-    """Returns the keys of a decoder layer."""
-    return {
-        **{key: getattr(layer, ours) for ours, key in SIZES.items() if ours != "num_layers"},
-        "rms_norm_eps": layer.norm_epsilon,
-        "hidden_act": layer.activation,
-        "rope_parameters": describe_rotary(layer),
-        "tie_word_embeddings": False,
+        **describe_layers(config.layer),
+        "num_hidden_layers": config.target_layers,
     }
 
 

@@ -62,11 +62,8 @@ class HeadCheckpoint:
 
     def notes(self, target_name: str) -> list[str]:
         """Returns a sentence if the files name another target, which no shape shows."""
-
-        def last(name: str) -> str:
-            return name.rstrip("/").split("/")[-1]
-
-        if self.trained_for is None or last(self.trained_for) == last(target_name):
+        theirs, ours = (os.path.basename((name or target_name).rstrip("/")) for name in (self.trained_for, target_name))
+        if theirs == ours:
             return []
         return [
             f"{self.name} was trained for {self.trained_for}: if {target_name} is another model, such as its base model, "

@@ -145,6 +145,12 @@ def hooks_of(drafter: Drafter) -> DrafterHooks:
     return drafter if isinstance(drafter, DrafterHooks) else DrafterHooks()
 
 
+def depth_of(drafter: Drafter) -> int:
+    """Returns the largest number of tokens of a draft that can be accepted."""
+    depth = hooks_of(drafter).depth
+    return drafter.K if depth is None else depth
+
+
 @dataclasses.dataclass(frozen=True)
 class NoDrafter(Drafter):
     """Drafts nothing: every round emits one token of the target."""

@@ -34,7 +34,16 @@ import jax.numpy as jnp
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.commit import append
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafter import Drafter, PromptChunk, ScoredRound, catch_up, check_state, hooks_of, with_length
+from specsamp.decoding.drafter import (
+    Drafter,
+    PromptChunk,
+    ScoredRound,
+    catch_up,
+    check_state,
+    depth_of,
+    hooks_of,
+    with_length,
+)
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
@@ -84,8 +93,7 @@ class Loop:
     @property
     def depth(self) -> int:
         """Returns the largest number of tokens of a draft that can be accepted."""
-        depth = hooks_of(self.drafter).depth
-        return self.drafter.K if depth is None else depth
+        return depth_of(self.drafter)
 
     # The loop.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.drafter import Drafter, NoDrafter, hooks_of, with_length
+from specsamp.decoding.drafter import Drafter, NoDrafter, depth_of, hooks_of, with_length
 from specsamp.decoding.loop import Loop, decode_window
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.rejection import TokenRule
@@ -66,8 +66,7 @@ class Method:
         """Returns the loop that decodes ``batch`` sequences at a time this way, on the platform at hand."""
         adaptive = self.adaptive
         if adaptive is not None:
-            drafters = [with_length(self.drafter, K) for K in adaptive.lengths]
-            depths = tuple(each.K if hooks_of(each).depth is None else hooks_of(each).depth for each in drafters)
+            depths = tuple(depth_of(with_length(self.drafter, K)) for K in adaptive.lengths)
             adaptive = adaptive.for_batch(batch, depths)
         return Loop(
             target=pair.target,

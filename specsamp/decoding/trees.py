@@ -130,10 +130,7 @@ class TreeShape:
 
     def block(self, start_B: Array) -> Block:
         """Returns positions and visibility of the scored rows; ``start_B`` is the slot of row 0."""
-        visible_TT = np.eye(self.K + 1, dtype=bool)
-        for node, parent in enumerate(self.parents):
-            visible_TT[node + 1] |= visible_TT[parent]
-        return _block(start_B, np.array(self.depths), visible_TT[None])
+        return _block(start_B, self.depths, _seen(np.array([[0, *self.parents]]), self.depth))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,15 +212,13 @@ class DraftRows:
 
     tokens_BR: Array
     parents_BR: Index  # the rows of their parents
-    seen_BRX: Index  # bool, the rows, of all that are ever read, that each sees: its ancestors and itself
     depths: tuple[int, ...] = (0,)
     newest: int = 1  # how many of them get children now
 
     @classmethod
-    def first(cls, tree: TreeShape | Growth, pending_B1: Array) -> DraftRows:
+    def first(cls, pending_B1: Array) -> DraftRows:
         """Returns the row of the pending token."""
-        seen_11X = np.arange(1 + tree.num_read)[None, None] == 0
-        return cls(tokens_BR=pending_B1, parents_BR=np.zeros((1, 1), np.int32), seen_BRX=seen_11X)
+        return cls(tokens_BR=pending_B1, parents_BR=np.zeros((1, 1), np.int32))
 
     @property
     def count(self) -> int:
@@ -231,19 +226,17 @@ class DraftRows:
 
     def then(self, nodes: Nodes, chosen_BW: Index) -> DraftRows:
         """Returns these rows and those of some nodes of the next level."""
-        parents_BW, count = pick(nodes.parents_1N, chosen_BW), chosen_BW.shape[1]
-        own_1WX = np.eye(self.seen_BRX.shape[-1], dtype=bool)[None, self.count : self.count + count]
+        count = chosen_BW.shape[1]
         return DraftRows(
             tokens_BR=jnp.concatenate([self.tokens_BR, pick(nodes.tokens_BN, chosen_BW)], axis=1),
-            parents_BR=_join(self.parents_BR, parents_BW),
-            seen_BRX=_join(self.seen_BRX, pick(self.seen_BRX, parents_BW) | own_1WX),
+            parents_BR=_join(self.parents_BR, pick(nodes.parents_1N, chosen_BW)),
             depths=self.depths + (self.depths[-1] + 1,) * count,
             newest=count,
         )
 
     def block(self, start_B: Array, count: int) -> Block:
         """Returns positions and visibility of the last ``count`` rows; ``start_B`` is the slot of row 0."""
-        return _block(start_B, self.depths[-count:], self.seen_BRX[:, -count:])
+        return _block(start_B, self.depths[-count:], _seen(self.parents_BR, self.depths[-1])[:, -count:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -303,6 +296,17 @@ def _join(known_BN: Index, new_BW: Index) -> Index:
     return jnp.concatenate([jnp.broadcast_to(known_BN, (len(new_BW), *known_BN.shape[1:])), new_BW], axis=1)
 
 
+def _seen(parents_BT: Index, depth: int) -> Index:
+    """Returns whether each row sees each row, its ancestors and itself, bool ``[B, T, T]``."""
+    rows = np.arange(parents_BT.shape[1])
+    seen_BTT = (parents_BT[..., None] == rows[None, None]) | (rows[:, None] == rows[None])[None]
+    reach = 1
+    while reach < depth:  # ancestors of ancestors: the distance doubles
+        near_BTT = seen_BTT.astype(np.float32)
+        seen_BTT, reach = near_BTT @ near_BTT > 0, 2 * reach
+    return seen_BTT
+
+
 def _block(start_B: Array, depths: Sequence[int], visible_BTR: Index) -> Block:
     # Not a constant, or the compiler would fold all that follows from it, for every row of the batch.
     visible_BTR = jnp.asarray(visible_BTR) & (start_B >= 0)[:, None, None]
@@ -312,14 +316,8 @@ def _block(start_B: Array, depths: Sequence[int], visible_BTR: Index) -> Block:
 
 def block_of(draft: Draft, start_B: Array) -> Block:
     """Returns positions and visibility of the scored rows of any tree; ``start_B`` is the slot of row 0."""
-    batch, K = draft.tokens_BK.shape
-    parents_BT = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), draft.parents_BK], axis=1)
-    rows = jnp.arange(K + 1)
-    seen_BTR = (parents_BT[..., None] == rows[None, None]) | (rows[:, None] == rows[None])[None]
-    reach = 1
-    while reach < draft.most_accepted:  # ancestors of ancestors: the distance doubles
-        seen_BTR = jnp.einsum("BTR,BRX->BTX", *(seen_BTR.astype(jnp.float32),) * 2) > 0
-        reach *= 2
+    parents_BT = jnp.concatenate([jnp.zeros((len(start_B), 1), jnp.int32), draft.parents_BK], axis=1)
+    seen_BTR = _seen(parents_BT, draft.most_accepted)
     depth_BT = seen_BTR.sum(-1, dtype=start_B.dtype) - 1
     return Block(start_B=start_B, positions_BT=start_B[:, None] + depth_BT, visible_BTR=seen_BTR)
 
@@ -364,7 +362,7 @@ def grow(
       The draft, the row that the draft read for each scored row ``[B, K+1]``, 0 for none, and the carry.
     """
     batch, grows = len(logits_BV), isinstance(tree, Growth)
-    rows, laws, law_of_row = DraftRows.first(tree, pending_B1), [], []
+    rows, laws, law_of_row = DraftRows.first(pending_B1), [], []
     empty_B0 = jnp.zeros((batch, 0), jnp.int32)
     nodes = Nodes(tokens_BN=empty_B0, parents_1N=np.zeros((1, 0), np.int32), values_BN=empty_B0.astype(jnp.float32))
     logits_BWV, states = logits_BV[:, None], jax.tree.map(lambda x: x[:, None], sample.warp_state)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Prefix, PromptChunk, Proposal, ScoredRound, hooks_of
+from specsamp.decoding.drafter import Prefix, PromptChunk, Proposal, ScoredRound, depth_of
 from specsamp.decoding.drafters.feature import HeadDrafter
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
@@ -71,9 +71,9 @@ class BlockDrafter(HeadDrafter):
         validate.choice("law", self.law, LAWS)
         validate.number("threshold", self.threshold, 0, 1)
         validate.integer("K", self.K, 1)
-        if self.longest > config.max_tokens:
+        if (longest := depth_of(self)) > config.max_tokens:
             raise ValueError(
-                f"K = {self.longest}, but a block of {config.block_size} rows drafts {config.max_tokens} tokens: lower the draft "
+                f"K = {longest}, but a block of {config.block_size} rows drafts {config.max_tokens} tokens: lower the draft "
                 "length. (Another block size than that of the training costs the acceptance of all tokens.)"
             )
         if self.law == "conditional" and config.correction() is None:
@@ -82,11 +82,6 @@ class BlockDrafter(HeadDrafter):
             raise ValueError(
                 f"threshold = {self.threshold} needs a head with confidence; this {config.kind} head has none"
             )
-
-    @property
-    def longest(self) -> int:
-        """Returns the most tokens of a draft that can be accepted: K, unless it is a tree."""
-        return hooks_of(self).depth or self.K
 
     def init(self, batch: int, slots: int) -> Caches:
         # A block at the end of the longest text is longer than the loop's headroom. Without room for it, JAX would move
@@ -145,7 +140,7 @@ class BlockDrafter(HeadDrafter):
         embedded_BTD = head.embed_blocks(weights.draft, self.target, weights.target, pending_B, at_B)
         at_B1 = at_B[:, None]
         rows_BTD, state = head(weights.draft, embedded_BTD, at_B1, at_B1, state)
-        rows_BKD = rows_BTD[:, first : first + self.longest]
+        rows_BKD = rows_BTD[:, first : first + depth_of(self)]
         of_target = functools.partial(self.target.unembed_normed, weights.target)
         return rows_BKD, head.logits(weights.draft, rows_BKD, of_target), state
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, Prefix, PromptChunk, Proposal, ScoredRound, hooks_of
+from specsamp.decoding.drafter import Drafter, Prefix, PromptChunk, Proposal, ScoredRound, depth_of
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.models.interface import Block, LanguageModel, LayeredModel
@@ -96,7 +96,7 @@ class FeatureDrafter(HeadDrafter):
     def __post_init__(self):
         validate.integer("K", self.K, 1)
         validate.integer("window", self.window, 1, MAX_WINDOW + 1)
-        most, longest = self.head.config.max_tokens, hooks_of(self).depth or self.K
+        most, longest = self.head.config.max_tokens, depth_of(self)
         if most is not None and longest > most:
             name = "K" if longest == self.K else "the depth of its tree"
             raise ValueError(f"{name} = {longest}, but the head drafts {most} tokens at most: lower the draft length")

@@ -208,7 +208,7 @@ class BlockTree(TreeDrafter, BlockDrafter):
         if self.law == "argmax":
             sample = sample.with_warp(greedy())
         begun = {None: head.begin(weights.draft, len(pending_B1))}
-        logits_B1V, corrections = score(DraftRows.first(self.tree, pending_B1), begun)
+        logits_B1V, corrections = score(DraftRows.first(pending_B1), begun)
         draft, _, _ = grow(self.tree, sample, pending_B1, logits_B1V[:, 0], score, corrections)
         num_drafted_B = jnp.where(prefix.lengths_B >= 2, draft.num_drafted_B, 0)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
