@@ -19,6 +19,7 @@ from specsamp.decoding.engine import Engine
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.request import make_requests
 from specsamp.decoding.state import DecodeState, RequestBatch, Weights
+from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import TargetDistributions
 
 TEMPERATURE, TOP_P = 0.8, 0.95
@@ -58,7 +59,8 @@ def ahead(loop: Loop, weights: Weights, request: RequestBatch, state: DecodeStat
     target = TargetDistributions(
         logits_BTV=output.logits_BTV, warp=request.sampling, draft=draft, warp_state=state.warp_state
     )
-    return draft.tokens_BK, loop.rule.acceptance(draft, target.all()), loop.verify(request, state, draft, target)
+    keys = RoundKeys(rows_B=request.row_keys_B, starts_B=state.lengths_B)
+    return draft.tokens_BK, loop.rule.acceptance(draft, target.all()), loop.rule.verify(draft, target, keys)
 
 
 # Of the figure, in pixels of which there are 100 to an inch. It is as wide as a README.

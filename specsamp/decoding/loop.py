@@ -166,7 +166,7 @@ class Loop:
             target = TargetDistributions(
                 logits_BTV=output.logits_BTV, warp=request.sampling, draft=draft, warp_state=state.warp_state
             )
-            verdict = self.verify(request, state, draft, target)
+            verdict = self.rule.verify(draft, target, self._keys(request, state))
         with jax.named_scope("commit"):
             if draft.parents_BK is not None:
                 output = keep_path(self.target, state.lengths_B - 1, verdict, output, draft.tokens_BK.shape[1])
@@ -228,10 +228,6 @@ class Loop:
 
         return dataclasses.replace(output, logits_BTV=cut(logits_BTV), hidden=tuple(map(cut, output.hidden)))
 
-    def verify(self, request: RequestBatch, state: DecodeState, draft: Draft, target: TargetDistributions) -> Verdict:
-        """Applies the rule to the warped distributions."""
-        return self.rule.verify(draft, target, self._keys(request, state))
-
     def commit(
         self, request: RequestBatch, state: DecodeState, draft: Draft, verdict: Verdict, target: TargetDistributions
     ) -> DecodeState:
@@ -240,9 +236,8 @@ class Loop:
         if self.adaptive is None:
             return after
         counts = draft.num_drafted_B, verdict.num_accepted_B
-        return dataclasses.replace(
-            after, adaptive_state=self.adaptive.learn(state.adaptive_state, state.running_B, *counts)
-        )
+        learned = self.adaptive.learn(state.adaptive_state, state.running_B, *counts)
+        return dataclasses.replace(after, adaptive_state=learned)
 
     def _keys(self, request: RequestBatch, state: DecodeState) -> RoundKeys:
         return RoundKeys(rows_B=request.row_keys_B, starts_B=state.lengths_B)
