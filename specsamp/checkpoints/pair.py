@@ -64,7 +64,7 @@ def load_pair(
     folder = pair_folder(name_or_path)
     described = storage.read_json(folder / "pair.json")
     try:
-        configs = {side: TransformerConfig.from_json(described[side], dtype=dtype, **int8.of(side)) for side in SIDES}
+        configs = {side: TransformerConfig(**{**described[side], "dtype": dtype, **int8.of(side)}) for side in SIDES}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'pair.json'} describes no pair ({type(error).__name__}: {error})") from error
     eos = described.get("eos", EOS)

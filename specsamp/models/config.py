@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -123,18 +122,6 @@ class TransformerConfig:
     rotary_size: int | None = None  # entries of each head that turn; None: all
     rotary_scaling: RotaryScaling | None = None
     window_rotary_base: float | None = None  # of layers with a window, unscaled; None: ``rotary_base``
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any], **changes: Any) -> TransformerConfig:
-        """Returns the config of a pair.json or run.json, with ``changes``; early documents say ``num_tokens``.
-
-        Raises:
-          TypeError: ``fields`` is no object, or a field has an unknown name. ValueError: see the class.
-        """
-        if not isinstance(fields, Mapping):
-            raise TypeError(f"{fields!r} is no object")
-        renamed = {"num_real_tokens" if name == "num_tokens" else name: value for name, value in fields.items()}
-        return cls(**{**renamed, **changes})
 
     def __post_init__(self):
         def set_default(name, value):

@@ -185,12 +185,12 @@ def open_trained(folder: str | os.PathLike, *, is_head: bool = False) -> Source:
     provenance = {name: read_description(path) for name, path in files.items() if path.exists()}
     try:
         if is_head:
-            layer = TransformerConfig.from_json(fields["model"], dtype=fields["compute_dtype"])
+            layer = TransformerConfig(**{**fields["model"], "dtype": fields["compute_dtype"]})
             target = read_description(folder / "target.json")
             sizes = {name: target[name] for name in ("target_layers", "target_width")}
             model = make_head(layer, fields["head"], **sizes)
         else:
-            model = TransformerLM(TransformerConfig.from_json(fields["model"]))
+            model = TransformerLM(TransformerConfig(**fields["model"]))
     except (KeyError, TypeError, ValueError) as error:
         told = f"{folder / 'run.json'} describes no {'head' if is_head else 'model'} ({type(error).__name__}: {error})"
         raise ValueError(f"{told}: {FIX}") from error

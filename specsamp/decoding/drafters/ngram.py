@@ -26,21 +26,19 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class NgramDrafter(DrafterHooks, Drafter):
-    """Looks up the last ``max_ngram`` tokens in the sequence, then shorter n-grams, down to ``min_ngram``.
+    """Looks up the last ``max_ngram`` tokens in the sequence, then shorter n-grams.
 
     Attributes:
       K: tokens per round; without a match, nothing is drafted.
-      max_ngram, min_ngram: the longest and the shortest n-gram. The longest match wins, and of these the most recent.
+      max_ngram: the longest n-gram. The longest match wins, and of these the most recent.
     """
 
     K: int
     max_ngram: int = 3
-    min_ngram: int = 1
 
     def __post_init__(self):
         validate.integer("K", self.K, 1)
         validate.integer("max_ngram", self.max_ngram, 1)
-        validate.integer("min_ngram", self.min_ngram, 1, self.max_ngram + 1)
 
     @property
     def weights_key(self) -> None:
@@ -66,9 +64,8 @@ class NgramDrafter(DrafterHooks, Drafter):
         matches_BS = (ends >= 1) & (ends < lengths_B[:, None])
         for n in range(1, self.max_ngram + 1):
             matches_BS = self._also(n, matches_BS, prefix, ends)
-            if n >= self.min_ngram:
-                found_B = jnp.max(jnp.where(matches_BS, ends, 0), axis=1)
-                best_B = jnp.where(found_B > 0, found_B, best_B)
+            found_B = jnp.max(jnp.where(matches_BS, ends, 0), axis=1)
+            best_B = jnp.where(found_B > 0, found_B, best_B)
         return best_B
 
     def lengths_of_matches(self, prefix: Prefix) -> Array:
@@ -78,8 +75,7 @@ class NgramDrafter(DrafterHooks, Drafter):
         found_BS = jnp.zeros_like(prefix.tokens_BS)
         for n in range(1, self.max_ngram + 1):
             matches_BS = self._also(n, matches_BS, prefix, ends)
-            if n >= self.min_ngram:
-                found_BS = jnp.where(matches_BS, n, found_BS)
+            found_BS = jnp.where(matches_BS, n, found_BS)
         return found_BS
 
     def _also(self, n: int, matches_BS: Array, prefix: Prefix, ends: Array) -> Array:

@@ -228,7 +228,7 @@ class NgramTree(TreeDrafter, NgramDrafter):
     continue with one token, the longer and then the more recent one counts.
 
     Attributes:
-      max_ngram, min_ngram: as in `NgramDrafter`.
+      max_ngram: as in `NgramDrafter`.
       tree: the shape, such as ``TreeShape.of_widths(3, 1, 1, 1)``.
     """
 
