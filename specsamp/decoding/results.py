@@ -155,9 +155,7 @@ class RowText:
 
     def cut(self, count: int, rounds: list[int], depth: int) -> RowText:
         """Returns the first ``count`` tokens as a text that a string has ended; see `RowStats.of_rounds`."""
-        meter = None
-        if self.meter is not None:
-            meter = Meter(variation=self.meter.variation[:count], extra=self.meter.extra[:count])
+        meter = self.meter and jax.tree.map(lambda x_T: x_T[:count], self.meter)
         return RowText(
             tokens=self.tokens[:count],
             from_draft=self.from_draft[:count],
@@ -185,21 +183,21 @@ class Chunk:
     stats: RowStats | None  # of the whole sequence; None while it is running
 
     @classmethod
-    def of(cls, request: Request, text: RowText, method: Method, **more: Any) -> Self | None:
-        """Returns the tokens of ``text`` that are new; None if there are none and the request goes on."""
-        is_running, new = text.finish == Finish.RUNNING, slice(request.shown, None)
-        if is_running and len(text.tokens) == request.shown:
+    def of(cls, request: Request, row: RowText, method: Method, **more: Any) -> Self | None:
+        """Returns the tokens of ``row`` that are new; None if there are none and the request goes on."""
+        is_running, new = row.finish == Finish.RUNNING, slice(request.shown, None)
+        if is_running and len(row.tokens) == request.shown:
             return None
-        request.shown = len(text.tokens)
+        request.shown = len(row.tokens)
         return cls(
             prompt_index=request.prompt_index,
             sample_index=request.sample_index,
-            tokens=text.tokens[new],
-            from_draft=text.from_draft[new],
-            log_probs=None if text.log_probs is None else text.log_probs[new],
-            finish=None if is_running else text.finish.name.lower(),
+            tokens=row.tokens[new],
+            from_draft=row.from_draft[new],
+            log_probs=None if row.log_probs is None else row.log_probs[new],
+            finish=None if is_running else row.finish.name.lower(),
             exact=method.exact,
-            stats=None if is_running else text.stats,
+            stats=None if is_running else row.stats,
             **{"text": None, **more},
         )
 
@@ -212,14 +210,14 @@ class Completion(Chunk):
     dropped: int = 0  # tokens that were decoded beyond a stop text; no other field counts them
 
     @classmethod
-    def of(cls, request: Request, text: RowText, method: Method) -> Completion:
+    def of(cls, request: Request, row: RowText, method: Method) -> Completion:
         """Returns the result of a request that has ended."""
         decoder = request.continuation
         return super().of(
             request,
-            text,
+            row,
             method,
-            text=None if decoder is None else request.stops.text(decoder, text.tokens),
+            text=None if decoder is None else request.stops.text(decoder, row.tokens),
             row_independent=method.row_independent,
-            dropped=text.dropped,
+            dropped=row.dropped,
         )
