@@ -32,7 +32,7 @@ from launch.lib.fields import ExperimentConfig
 from launch.lib.shapes import known_models
 from specsamp import doctor, storage, use_compilation_cache
 from specsamp.analysis.report import Table
-from specsamp.checkpoints import name_check
+from specsamp.checkpoints import public_pair
 from specsamp.doctor import Level, Wanted
 from specsamp.evaluation.head_check import check_head
 
@@ -119,7 +119,7 @@ def look_at_names(console: Console) -> int:
             say(f"pair {number + 1} of {len(asked)}, {word}")
             is_head = pair.drafter == "head" or (_HEAD.value and word not in known)
             names = {"name": word, "target": pair.target, "draft": pair.draft}
-            findings += name_check.check_pair(**names, is_head=is_head, chat=pair.chat)
+            findings += public_pair.check_pair(**names, is_head=is_head, chat=pair.chat)
     rows = [
         (
             one.pair,

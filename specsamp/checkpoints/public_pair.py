@@ -1,10 +1,14 @@
-"""Reads two public checkpoints, or a checkpoint and a head, as a pair, after a check that they belong together."""
+"""Reads two public checkpoints, or a checkpoint and a head, as a pair, after a check that they belong together.
+
+for check in check_pair("qwen-3b", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-0.5B"):      # without downloading weights
+    print(check.model, check.problem or "loads")
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,6 +16,7 @@ from jax.sharding import Mesh
 
 from specsamp import machine, validate
 from specsamp.checkpoints.heads import HeadCheckpoint, open_head, read_head
+from specsamp.checkpoints.hub import why_not
 from specsamp.checkpoints.hugging_face import (
     Checkpoint,
     OnProgress,
@@ -190,3 +195,52 @@ def _compare(what: str, ours: dict[int, str], theirs: dict[int, str]) -> None:
                 f"target ({len(theirs)} and {len(ours)} entries); use a draft trained with the target's tokenizer, or draft the tokens that "
                 "both have: other_vocabulary=True (--config.hugging_face.other_vocabulary)"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NameCheck:
+    """The result for one name of a pair."""
+
+    pair: str
+    role: str  # "target", "draft" or "head"
+    model: str
+    problem: str | None  # the reason why it would not load, None if it would
+    notes: tuple[str, ...] = ()  # what differs without harm
+
+
+def check_pair(name: str, target: str, draft: str, *, is_head: bool = False, chat: bool = False) -> Iterator[NameCheck]:
+    """Yields for the target, and for its draft model or head, whether they would load, without downloading weights.
+
+    Configs, tokenizers and the headers of tensors are checked. The values of tensors are not: whether a tied model repeats
+    its embedding, and the ids of a reduced vocabulary.
+
+    Args:
+      name: of the pair.
+      target, draft: the names that are checked.
+      is_head: the draft is a head.
+      chat: prompts are messages, so that the target needs a chat template.
+
+    Raises:
+      ConnectionError: the hub does not answer. ValueError: its library is not installed.
+    """
+    opened = None
+    for role, model in (("target", target), ("head" if is_head else "draft", draft)):
+        problem, notes = why_not(model), []
+        try:
+            if problem is not None:
+                pass
+            elif role == "target":
+                checkpoint = open_checkpoint(target)
+                checkpoint.check_headers()
+                if checkpoint.require_tokenizer().chat is None and chat:
+                    raise ValueError("no chat template, which the messages of this pair's prompts need")
+                opened = checkpoint
+            elif opened is None:
+                problem = "not checked: a draft is checked against its target, which does not load"
+            else:
+                found, notes = open_draft(opened, draft, is_head=is_head, headers_only=True)
+                if not is_head:
+                    found.check_headers()
+        except (ValueError, OSError) as error:
+            problem = " ".join(str(error).split())
+        yield NameCheck(pair=name, role=role, model=model, problem=problem, notes=tuple(notes))

@@ -72,7 +72,7 @@ class Sampler:
           logits_BV: the draft's, before warping.
           node: index of the drafted node, 0 for the first.
           depth: number of drafted tokens before this one on its path; default ``node``, as in a chain.
-          warp_state: from `advance`, along the path to this node; default: after the pending token.
+          warp_state: along the path to this node, see `Warp.advance`; default: after the pending token.
 
         Returns:
           ``tokens_B`` int32, and the log-probabilities ``[B, V]`` that they were drawn from; None if sampling is
@@ -121,11 +121,7 @@ class Sampler:
         """Returns the warp's states ``[B, P, ...]`` after one more token each."""
         if is_stateless(warp_states):
             return warp_states
-        return jax.vmap(self.advance, in_axes=1, out_axes=1)(warp_states, tokens_BP)
-
-    def advance(self, warp_state: Any, tokens_B: Array) -> Any:
-        """Returns the warp's state after one more token per row; begin with ``sample.warp_state``."""
-        return self.warp.advance(warp_state, tokens_B)
+        return jax.vmap(self.warp.advance, in_axes=1, out_axes=1)(warp_states, tokens_BP)
 
     def chain(
         self,
@@ -147,7 +143,7 @@ class Sampler:
 
         def goes_on(state: tuple[Array, tuple[Any, Drawn]]) -> Array:
             offset, (_, drawn) = state
-            return (offset < K) & self.any(drawn.goes_on_B)
+            return (offset < K) & self.any_shard(jnp.any(drawn.goes_on_B))
 
         def another(state: tuple[Array, tuple[Any, Drawn]]) -> tuple[Array, tuple[Any, Drawn]]:
             offset, both = state
@@ -178,7 +174,7 @@ class Sampler:
                 log_probs_BRV = jnp.zeros((len(tokens_B), K, log_probs_BV.shape[-1]), log_probs_BV.dtype)
             log_probs_BRV = jax.lax.dynamic_update_index_in_dim(log_probs_BRV, log_probs_BV, offset, axis=1)
         after = dataclasses.replace(
-            drawn, log_probs_BRV=log_probs_BRV, warp_state=self.advance(drawn.warp_state, tokens_B)
+            drawn, log_probs_BRV=log_probs_BRV, warp_state=self.warp.advance(drawn.warp_state, tokens_B)
         )
         return tokens_B, after if self.draft_lengths_B is None else self._decide(
             drawn, after, logits_BV, log_probs_BV, tokens_B
@@ -206,7 +202,3 @@ class Sampler:
         if num_drafted_B is None:
             num_drafted_B = jnp.full_like(self.keys.starts_B, tokens_BK.shape[1])
         return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B, log_probs_BRV=drawn.log_probs_BRV)
-
-    def any(self, running_B: Array) -> Array:
-        """Returns whether any row on any data shard is true, as a condition for a drafter's own `lax.while_loop`."""
-        return self.any_shard(jnp.any(running_B))

@@ -57,11 +57,6 @@ class Draft:
         """Returns the largest number of nodes on a path."""
         return self.tokens_BK.shape[1] if self.depth is None else self.depth
 
-    @property
-    def most_siblings(self) -> int:
-        """Returns the largest number of children of a node."""
-        return self.tokens_BK.shape[1] if self.width is None else self.width
-
     def law_rows(self, row_B: Array) -> Array:
         """Returns the rows of ``log_probs_BRV`` from which the children of scored rows were drawn; any if there are none."""
         rows_B = row_B if self.law_rows_BT is None else take_row(self.law_rows_BT, row_B)

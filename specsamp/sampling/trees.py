@@ -77,7 +77,9 @@ class Siblings:
         """Returns the children of ``row_B``."""
         is_child_BK = draft.parents_BK == row_B[:, None]
         rank_BK = jnp.cumsum(is_child_BK, axis=1) - 1
-        is_one_BCK = is_child_BK[:, None] & (rank_BK[:, None] == jnp.arange(draft.most_siblings)[None, :, None])
+        is_one_BCK = is_child_BK[:, None] & (
+            rank_BK[:, None] == jnp.arange(draft.width or draft.tokens_BK.shape[1])[None, :, None]
+        )
         nodes_BC = jnp.argmax(is_one_BCK, axis=-1).astype(jnp.int32)
 
         def take(x_BK: Array) -> Array:

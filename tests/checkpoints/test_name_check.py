@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from specsamp.checkpoints.export import export
-from specsamp.checkpoints.name_check import check_pair
+from specsamp.checkpoints.public_pair import check_pair
 from specsamp.checkpoints.safetensors_io import INDEX
 from support.checkpoint_shapes import CONFIG, edit, random_params, write_random_head
 from support.run_script import call
