@@ -109,20 +109,13 @@ def choose_shape(
       round_ms: milliseconds of a round, by depth and scored rows.
       most_rows, most_depth: the largest sizes to consider.
     """
-    trees, chains = [], []
+    forecasts = []
     for depth in range(1, validate.integer("most_depth", most_depth, 1) + 1):
-        chain = TreeShape(tuple(range(depth)))
-        for rows in range(depth + 1, validate.integer("most_rows", most_rows, 2) + 1):
+        for rows in range(depth + 1, validate.integer("most_rows", most_rows, 2) + 1):  # the first has the chain alone
             if rows > sum(min(len(ranks), rows) ** n for n in range(depth + 1)):
                 break
             shape = best_shape(ranks, rows, depth)
-            trees.append(_forecast(shape, ranks, round_ms))
-        if depth < most_rows:
-            chains.append(_forecast(chain, ranks, round_ms))
-    best = min(trees + chains, key=lambda one: one.ms_per_token)
-    return best, min(chains, key=lambda one: one.ms_per_token)
-
-
-def _forecast(shape: TreeShape, ranks: Sequence[float], round_ms: Callable[[int, int], float]) -> TreeForecast:
-    ms = validate.number("round_ms", round_ms(shape.depth, shape.K + 1), 0, above=True)
-    return TreeForecast(shape=shape, tokens_per_round=tokens_of(shape, ranks), round_ms=ms)
+            ms = validate.number("round_ms", round_ms(shape.depth, shape.K + 1), 0, above=True)
+            forecasts.append(TreeForecast(shape=shape, tokens_per_round=tokens_of(shape, ranks), round_ms=ms))
+    chains = [forecast for forecast in forecasts if forecast.is_chain]
+    return tuple(min(among, key=lambda forecast: forecast.ms_per_token) for among in (forecasts, chains))

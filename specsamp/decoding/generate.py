@@ -102,11 +102,7 @@ def stream(
     batch = len(requests) * validate.integer("num_samples", num_samples, 1)
     engine = Engine.create(pair, method, requests, batch=batch)
     requests = with_samples(requests, num_samples)
-
-    def all_chunks() -> Iterator[Chunk]:
-        yield from chunks(engine, engine.prefill(requests, num_samples), requests, rounds_per_chunk)
-
-    return all_chunks()
+    return chunks(engine, engine.prefill(requests, num_samples), requests, rounds_per_chunk)
 
 
 def chunks(
