@@ -185,9 +185,9 @@ def open_checkpoint(
     )
 
 
-def check_readable(checkpoint: Checkpoint, model: TransformerLM | ShardedModel) -> None:
-    """Raises the errors of `read_params` before any tensor is read."""
-    if not checkpoint.is_converted:
+def check_readable(checkpoint: Any, model: TransformerLM | ShardedModel | Head) -> None:
+    """Raises the errors of `read_params`, or of reading a head, before any tensor is read."""
+    if isinstance(checkpoint, Checkpoint) and not checkpoint.is_converted:
         checkpoint.tensors
     bare = model.model if isinstance(model, ShardedModel) else model
     placed(jax.eval_shape(bare.init, jax.random.key(0)), model)

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from specsamp import machine, validate
@@ -22,7 +21,6 @@ from specsamp.checkpoints.hugging_face import (
     OnProgress,
     check_readable,
     open_checkpoint,
-    placed,
     read_params,
 )
 from specsamp.checkpoints.tokenizer import JsonTokenizer
@@ -75,30 +73,27 @@ def read_pair(
     if is_head and validate.switch("other_vocabulary", other_vocabulary):
         raise ValueError("other_vocabulary is of draft models: a head reads the target's tokens")
     theirs, notes = open_draft(ours, draft, is_head=is_head, other_vocabulary=other_vocabulary, dtype=dtype, int8=int8)
-    for note in notes:
-        say(note)
     is_apart, vocabulary = is_head or other_vocabulary, None
     rows = ours.config.vocab_size if is_apart else max(ours.config.vocab_size, theirs.config.vocab_size)
     model = TransformerLM.for_backend(_padded(ours.config, rows, ours, mesh))
     if is_head:
         layer = dataclasses.replace(theirs.config.layer, vocab_size=model.vocab_size, **int8.of("draft"))
         drafting = dataclasses.replace(theirs.config, layer=layer).head()
-    elif other_vocabulary:
-        drafting = TransformerLM.for_backend(_padded(theirs.config, theirs.config.vocab_size, theirs, mesh))
+    else:
+        owner, rows = (theirs, theirs.config.vocab_size) if other_vocabulary else (ours, rows)
+        drafting = TransformerLM.for_backend(_padded(theirs.config, rows, owner, mesh))
+    if other_vocabulary:
         sizes = dict(target_size=model.vocab_size, draft_size=drafting.vocab_size)
         vocabulary = match_vocabularies(ours.tokenizer, theirs.tokenizer, **sizes)
-        say(describe_overlap(vocabulary))
-    else:
-        drafting = TransformerLM.for_backend(_padded(theirs.config, rows, ours, mesh))
+        notes.append(describe_overlap(vocabulary))
+    for note in notes:
+        say(note)
     if mesh is not None:
         model = shard_model(model, Layout.tensor_parallel(mesh))
         drafting = (shard_head if is_head else shard_model)(drafting, draft_layout(mesh, draft_model_parallelism))
     check(model, drafting)
     check_readable(ours, model)
-    if is_head:
-        placed(jax.eval_shape(drafting.init, jax.random.key(0)), drafting)
-    else:
-        check_readable(theirs, drafting)
+    check_readable(theirs, drafting)
     return Pair(
         target=model,
         target_params=read_params(ours, model, progress),

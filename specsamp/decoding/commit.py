@@ -114,9 +114,9 @@ def _count(stats: Stats, running_B: Array, draft: Draft, verdict: Verdict, count
     depth = stats.reached_BK.shape[1]  # of the longest draft: lengths may adapt
     active_B = (running_B & (count_B > 0)).astype(jnp.int32)  # a running row without tokens had invalid logits
     accepted_B = jnp.minimum(verdict.num_accepted_B, count_B)
-    num_verified_B = jnp.minimum(jnp.minimum(draft.num_drafted_B, verdict.num_emitted_B), count_B)
-    drafted_B = jnp.where(count_B < verdict.num_emitted_B, num_verified_B, draft.num_drafted_B)
-    verified_BK = jnp.arange(depth)[None, :] < num_verified_B[:, None]
+    num_reached_B = jnp.minimum(jnp.minimum(draft.num_drafted_B, verdict.num_emitted_B), count_B)
+    drafted_B = jnp.where(count_B < verdict.num_emitted_B, num_reached_B, draft.num_drafted_B)
+    reached_BK = jnp.arange(depth)[None, :] < num_reached_B[:, None]
     outcome_BT = jnp.arange(depth + 1)[None, :] == accepted_B[:, None]
     lengths_BT = None
     if stats.lengths_BT is not None:
@@ -125,7 +125,7 @@ def _count(stats: Stats, running_B: Array, draft: Draft, verdict: Verdict, count
         rounds_B=active_B,
         emitted_B=count_B,
         drafted_B=active_B * drafted_B,
-        reached_BK=active_B[:, None] * verified_BK,
+        reached_BK=active_B[:, None] * reached_BK,
         accepted_BT=active_B[:, None] * outcome_BT,
         lengths_BT=lengths_BT,
     )

@@ -89,10 +89,10 @@ class RowStats:
         counts, reached, accepted_counts, lengths = 0, [0] * depth, [0] * (depth + 1), [0] * (depth + 1)
         for begin, end in zip(begins, begins[1:]):
             is_whole = not from_draft[end - 1]  # the last token of a whole round is the target's
-            verified = min(rounds[begin] - 1, end - begin)
+            num_reached = min(rounds[begin] - 1, end - begin)
             counts += 1
-            lengths[rounds[begin] - 1 if is_whole else verified] += 1
-            reached = [n + (at < verified) for at, n in enumerate(reached)]
+            lengths[rounds[begin] - 1 if is_whole else num_reached] += 1
+            reached = [n + (at < num_reached) for at, n in enumerate(reached)]
             accepted_counts[end - begin - is_whole] += 1
         return cls(
             rounds=counts,
