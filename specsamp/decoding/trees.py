@@ -96,11 +96,6 @@ class TreeShape:
         """Returns the largest number of siblings."""
         return max(self.parents.count(row) for row in set(self.parents))
 
-    @property
-    def num_read(self) -> int:
-        """Returns the number of nodes that the draft reads."""
-        return len(set(self.parents)) - 1
-
     def first(self, K: int) -> TreeShape:
         """Returns the tree of the first K nodes."""
         return TreeShape(self.parents[:K])
@@ -123,10 +118,6 @@ class TreeShape:
     def choose(self, depth: int, nodes: Nodes) -> Index:
         """Returns the nodes at this depth that get children, ``[1, W]``."""
         return np.array([self.inner(depth)]) - 1
-
-    def proposed(self, nodes: Nodes, are_drawn: bool) -> Index:
-        """Returns the nodes that are proposed: all, ``[1, K]``."""
-        return np.arange(self.K)[None]
 
     def block(self, start_B: Array) -> Block:
         """Returns positions and visibility of the scored rows; ``start_B`` is the slot of row 0."""
@@ -193,10 +184,8 @@ class Growth:
         start = nodes.tokens_BN.shape[1] - nodes.newest
         return start + jax.lax.top_k(nodes.values_BN[:, start:], self.expanded)[1]
 
-    def proposed(self, nodes: Nodes, are_drawn: bool) -> Index:
-        """Returns the nodes that are proposed; raises ValueError if drawn nodes would be dropped for their values."""
-        if self.K == self.num_grown:
-            return np.arange(self.K)[None]
+    def best(self, nodes: Nodes, are_drawn: bool) -> Index:
+        """Returns the most probable nodes, ``[B, K]``; raises ValueError if drawn nodes would be dropped for their values."""
         if are_drawn:
             raise ValueError(
                 f"nodes = {self.nodes} of {self.num_grown} drawn ones: to drop what was drawn for its value is biased; "
@@ -384,7 +373,8 @@ def grow(
         elif grows:
             law_BWV = jax.nn.log_softmax(logits_BWV.astype(jnp.float32), axis=-1)
         nodes = nodes.with_children(rows, families_WC, tokens_BWC, law_BWV if grows else None)
-    proposed_BK = tree.proposed(nodes, are_drawn=bool(laws))
+    is_whole = nodes.tokens_BN.shape[1] == tree.K
+    proposed_BK = np.arange(tree.K)[None] if is_whole else tree.best(nodes, are_drawn=bool(laws))
     read_BT = _join(np.zeros((1, 1), np.int32), pick(nodes.read_rows(), proposed_BK))
     # The scored row of the parent is that for which the draft read the parent's row.
     is_read_BT = (read_BT > 0) | (np.arange(tree.K + 1) == 0)[None]

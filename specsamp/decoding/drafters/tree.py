@@ -106,7 +106,7 @@ class ModelTree(TreeDrafter, ModelDrafter):
             return state, cache
         state, read_BT = state
         rows_BT = jnp.take_along_axis(read_BT, scored.verdict.rows_BT, axis=1)
-        return self.model.compact(state, scored.prefix.lengths_B - 1, rows_BT, self.tree.num_read + 1), cache
+        return self.model.compact(state, scored.prefix.lengths_B - 1, rows_BT, self.K + 1), cache
 
 
 @dataclasses.dataclass(frozen=True)
