@@ -64,8 +64,8 @@ class Loop:
     """A target, a drafter and a rule, all static; there is one compiled program for each loop and shape.
 
     Attributes:
-      window: the smallest number of tokens per call of the target. A single token does not use a TPU's matrix unit, so
-        plain decoding on a TPU is faster if it feeds a known token again (2); elsewhere it is not (1).
+      window: the fewest tokens that a call of the target reads. On a TPU a call of one token is slower than a call of two,
+        since it does not use the matrix unit. So with 2, plain decoding there reads the token before the pending one again.
       keep_log_probs: whether to record the log-probabilities of the emitted tokens: True, under the target; "sampled",
         under the warped distribution that they are a sample of.
       keep_rounds: whether to record the beginnings of rounds, so that texts can be cut and counted afterwards.
@@ -84,9 +84,9 @@ class Loop:
 
     @property
     def headroom(self) -> int:
-        """Returns the number of scratch slots beyond the longest length, into which finished rows go on drafting.
+        """Returns the number of scratch slots behind the longest text, into which rows that have ended go on drafting.
 
-        Without them, JAX would move an update that passes the end of a buffer back over committed tokens.
+        JAX moves a write that would pass the end of a buffer to earlier slots, where it would destroy committed tokens.
         """
         return self.drafter.K + 1
 
@@ -368,7 +368,8 @@ class Loop:
           tokens_BS: the whole texts, each beginning with ``start_B`` tokens that ``state`` has committed.
           start_B: int32, at most ``state.lengths_B - 2``, or 0: the draft might not have read the last two tokens.
           lengths_B: lengths of the whole texts.
-          chunk: number of tokens per call; there must be as many slots beyond the longest text.
+          chunk: number of tokens that are read per call. The last call may read beyond the text, so there must be as many
+            slots behind the longest one.
         """
 
         def extend(weights: Weights, request: RequestBatch, state: DecodeState | None, texts: _Texts) -> DecodeState:

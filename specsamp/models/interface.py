@@ -29,15 +29,22 @@ class Output:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """Positions and visibility among the last slots of a call, for token trees.
+    """Says which tokens of a tree see which. All of them see the text before the tree.
 
-    Every query sees all slots before ``start_B``. Query t also sees slot ``start_B + r`` where ``visible_BTR[:, t, r]``:
-    its ancestors and itself, in the order of their depth. R exceeds T if a tree is drafted in several calls.
+    The tree of a pending token p with the children a and b, and with c below a, lies in four slots from ``start_B`` on:
+
+        token   position      sees
+        p       start_B       p
+        a       start_B + 1   p a
+        b       start_B + 1   p   b
+        c       start_B + 2   p a   c
+
+    A call may have the last T of R such rows, if the others were read by earlier calls.
     """
 
     start_B: Array  # int32, the slot of the tree's first row
-    positions_BT: Array  # int32, of the queries in their sequences: ``start_B`` plus their depth
-    visible_BTR: Array  # bool
+    positions_BT: Array  # int32, of the call's tokens: ``start_B`` plus their depth in the tree
+    visible_BTR: Array  # bool, whether token t of the call sees row r of the tree, in slot ``start_B + r``
 
 
 class MeshLayout(Protocol):
@@ -128,14 +135,17 @@ class LanguageModel(abc.ABC):
         """
 
     def compact(self, cache: Any, start_B: Array, rows_BT: Array, num_rows: int) -> Any:
-        """Moves the slots ``start_B + rows_BT`` to ``start_B ..``, for drafters of trees.
+        """Moves the accepted path of a token tree together, so that later calls find a chain in the cache.
+
+        If c was accepted in the example of `Block`, the rows p, a, c move from slots ``start_B + (0, 1, 3)`` to
+        ``start_B + (0, 1, 2)``.
 
         Args:
           cache: of this model.
-          start_B: ``[B]`` int32, the slot of the tree's first scored position.
-          rows_BT: ``[B, T]`` int32, increasing: the scored positions that stay. Entries behind the last of them may hold
-            anything.
-          num_rows: the size of the tree, a static number; ``start_B + num_rows <= slots``.
+          start_B: ``[B]`` int32, the slot of the tree's first row.
+          rows_BT: ``[B, T]`` int32, increasing: the rows that stay, such as 0, 1, 3. Entries behind the last of them may
+            hold anything.
+          num_rows: the rows of the tree, a static number; ``start_B + num_rows <= slots``.
         """
         raise NotImplementedError(f"{type(self).__name__} has no compact(): it cannot be the target of a token tree")
 

@@ -2,12 +2,13 @@
 
 As in `specsamp.sampling.rules`, ``d_i`` is the i-th drafted token, ``p_i`` the draft's distribution that it was drawn
 from, ``q_i`` the target's distribution at the same position, and ``n`` the number of drafted tokens that are kept.
-Every rule here, and every lossy rule of `specsamp.sampling.lossy`, is split into four methods:
+A rule here, and a lossy rule of `specsamp.sampling.lossy`, throws a coin for each drafted token and reads off the coins how
+many tokens stay. It is split into four methods:
 
-* ``acceptance(draft, q) -> [B, K]``: the probability of answering yes to each drafted token,
-* ``num_accepted(answers) -> [B]``: n, given the independent yes/no answers,
+* ``acceptance(draft, q) -> [B, K]``: the probability that each coin shows yes,
+* ``num_accepted(coins) -> [B]``: n, for given coins,
 * ``residual(draft, q, n) -> [B, V]``: the weights of the token that is appended after n tokens,
-* ``verify``: draws the answers and the appended token.
+* ``verify``: throws the coins, which are independent, and draws the appended token.
 
 The first three draw nothing, so with them the tests can enumerate the joint distribution of the emitted tokens.
 
@@ -18,9 +19,9 @@ bonus token: residual and bonus are one computation.
 
 **Block rule** (Sun et al., arXiv 2403.10444, algorithm 2). Verifies the block as a whole and never
 keeps fewer tokens in expectation. With ``c_0 = 1``, ``c_i = min(1, c_{i-1} q_i(d_i) / p_i(d_i))`` and
-``A_i = sum_x (c_i q_{i+1}(x) - p_{i+1}(x))+``, answer yes to the prefix of length i with probability
-``h_i = A_i / (A_i + 1 - c_i)``, and to the whole draft with its ``c_i``. Keep the *longest* prefix with
-the answer yes, and append a draw from ``norm((c_n q_{n+1} - p_{n+1})+)``, or from ``q_{n+1}`` after the whole draft.
+``A_i = sum_x (c_i q_{i+1}(x) - p_{i+1}(x))+``, the coin of the prefix of length i shows yes with probability
+``h_i = A_i / (A_i + 1 - c_i)``, and that of the whole draft with its ``c_i``. Keep the *longest* prefix whose coin
+shows yes, and append a draw from ``norm((c_n q_{n+1} - p_{n+1})+)``, or from ``q_{n+1}`` after the whole draft.
 
 Ratios are taken in log space and nothing is added to a denominator: an epsilon there is a bias.
 A one-hot draft (prompt lookup) carries no distributions: ``log_probs_BRV`` is None and ``p_i(d_i) = 1``.
@@ -46,7 +47,7 @@ class RejectionRule(Rule):
 
     @abc.abstractmethod
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
-        """Returns the probability of "yes" for each drafted token, ``[B, K]``; 0 where nothing was drafted.
+        """Returns the probability that the coin of each drafted token shows yes, ``[B, K]``; 0 where nothing was drafted.
 
         Args:
           draft: a chain of K tokens.
@@ -55,7 +56,7 @@ class RejectionRule(Rule):
 
     @abc.abstractmethod
     def num_accepted(self, passed_BK: Array) -> Array:
-        """Returns how many tokens stay, ``[B]`` int32, given the answers."""
+        """Returns how many tokens stay, ``[B]`` int32, given the coins."""
 
     @abc.abstractmethod
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
@@ -72,7 +73,7 @@ class RejectionRule(Rule):
         return draw(jnp.exp(log_probs_BV), uniforms_B2)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
-        """Draws the answers and the appended token."""
+        """Throws the coins and draws the appended token."""
         target_log_probs = target.all()
         batch, K = draft.tokens_BK.shape
         offsets_BK = jnp.broadcast_to(jnp.arange(K), (batch, K))
