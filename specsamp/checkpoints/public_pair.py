@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -26,10 +26,10 @@ from specsamp.checkpoints.hugging_face import (
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.checkpoints.vocabulary import describe_overlap, match_vocabularies
 from specsamp.decoding.data_shards import DataShards
+from specsamp.decoding.drafters.vocabulary import SharedVocabulary
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
 from specsamp.mesh.sharded import draft_layout, shard_head, shard_model
-from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import Head
 from specsamp.models.int8 import FLOAT, Int8
 from specsamp.models.interface import LanguageModel
@@ -73,18 +73,9 @@ def read_pair(
     if is_head and validate.switch("other_vocabulary", other_vocabulary):
         raise ValueError("other_vocabulary is of draft models: a head reads the target's tokens")
     theirs, notes = open_draft(ours, draft, is_head=is_head, other_vocabulary=other_vocabulary, dtype=dtype, int8=int8)
-    is_apart, vocabulary = is_head or other_vocabulary, None
-    rows = ours.config.vocab_size if is_apart else max(ours.config.vocab_size, theirs.config.vocab_size)
-    model = TransformerLM.for_backend(_padded(ours.config, rows, ours, mesh))
-    if is_head:
-        layer = dataclasses.replace(theirs.config.layer, vocab_size=model.vocab_size, **int8.of("draft"))
-        drafting = dataclasses.replace(theirs.config, layer=layer).head()
-    else:
-        owner, rows = (theirs, theirs.config.vocab_size) if other_vocabulary else (ours, rows)
-        drafting = TransformerLM.for_backend(_padded(theirs.config, rows, owner, mesh))
-    if other_vocabulary:
-        sizes = dict(target_size=model.vocab_size, draft_size=drafting.vocab_size)
-        vocabulary = match_vocabularies(ours.tokenizer, theirs.tokenizer, **sizes)
+    model = _model_of(ours, ours, [ours] if is_head or other_vocabulary else [ours, theirs], mesh)
+    drafting, vocabulary = _draft_of(ours, theirs, model, other_vocabulary=other_vocabulary, int8=int8, mesh=mesh)
+    if vocabulary is not None:
         notes.append(describe_overlap(vocabulary))
     for note in notes:
         say(note)
@@ -135,11 +126,37 @@ def open_draft(
     return head, head.notes(target.name)
 
 
-def _padded(config: TransformerConfig, rows: int, owner: Checkpoint, mesh: Mesh | None) -> TransformerConfig:
-    """Returns the config with ``rows`` tokens, rounded up to divide over a mesh; rows without a token are masked."""
+def _model_of(
+    checkpoint: Checkpoint, owner: Checkpoint, sharing: Sequence[Checkpoint], mesh: Mesh | None
+) -> TransformerLM:
+    """Returns the model of a checkpoint with as many rows of the embedding as the models have that share a vocabulary.
+
+    Rows are rounded up to divide over a mesh. Those that are no tokens of the owner's tokenizer are masked.
+    """
     devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)  # which hold a copy together
-    rows = -(-rows // devices) * devices
-    return dataclasses.replace(config, vocab_size=rows, num_real_tokens=min(owner.tokenizer.vocab_size, rows))
+    rows = -(-max(one.config.vocab_size for one in sharing) // devices) * devices
+    real = min(owner.tokenizer.vocab_size, rows)
+    return TransformerLM.for_backend(dataclasses.replace(checkpoint.config, vocab_size=rows, num_real_tokens=real))
+
+
+def _draft_of(
+    ours: Checkpoint,
+    theirs: Checkpoint | HeadCheckpoint,
+    target: TransformerLM,
+    *,
+    other_vocabulary: bool,
+    int8: Int8,
+    mesh: Mesh | None,
+) -> tuple[TransformerLM | Head, SharedVocabulary | None]:
+    """Returns the draft model or head for a target, and the tokens that they share if its tokenizer is another."""
+    if isinstance(theirs, HeadCheckpoint):
+        layer = dataclasses.replace(theirs.config.layer, vocab_size=target.vocab_size, **int8.of("draft"))
+        return dataclasses.replace(theirs.config, layer=layer).head(), None
+    if not other_vocabulary:
+        return _model_of(theirs, ours, [ours, theirs], mesh), None
+    draft = _model_of(theirs, theirs, [theirs], mesh)
+    sizes = dict(target_size=target.vocab_size, draft_size=draft.vocab_size)
+    return draft, match_vocabularies(ours.tokenizer, theirs.tokenizer, **sizes)
 
 
 def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:

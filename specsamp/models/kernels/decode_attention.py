@@ -96,50 +96,28 @@ def decode_attention(
       interpret: runs on the CPU.
     """
     (batch, heads, length, size), (_, kv_heads, num_slots, _) = q_BNTH.shape, keys_BMSH.shape
-    rows = heads // kv_heads * length  # queries that share a kv head are rows of one product
+    group, rows = heads // kv_heads, heads // kv_heads * length  # queries that share a kv head are rows of one product
     of_heads, block = block_shape(kv_heads, num_slots, size, keys_BMSH.dtype.itemsize)
     first_B, last_B = seen.blocks(block, num_slots)
     num_steps, row_X, block_X = _schedule(first_B, last_B, num_slots // block)
 
-    def per_row(x_BTX):
-        return jnp.tile(x_BTX, (1, heads // kv_heads, 1))
-
-    def spec(*sizes, heads_axis, slots_axis=None):
-        def index(group, step, row_X, block_X, *_):
-            place = [row_X[step]] + [0] * len(sizes)
-            if heads_axis:
-                place[1] = group
-            if slots_axis is not None:
-                place[slots_axis] = block_X[step]
-            return tuple(place)
-
-        return pl.BlockSpec((1, *sizes), index)
-
-    of_cache = spec(of_heads, block, size, heads_axis=True, slots_axis=2)
-    of_rows = spec(of_heads, rows, size, heads_axis=True)
+    of_cache = _part(of_heads, block, size, heads_axis=True, slots_axis=2)
+    of_rows = _part(of_heads, rows, size, heads_axis=True)
     keep = functools.partial(in_hbm, interpret=interpret)
     operands = {
         "q": (q_BNTH.reshape(batch, kv_heads, rows, size), of_rows),
         "keys": (keep(keys_BMSH), of_cache),
         "values": (keep(values_BMSH), of_cache),
-        "bounds": (per_row(seen.bounds_BT2), spec(rows, 2, heads_axis=False)),
+        "bounds": (jnp.tile(seen.bounds_BT2, (1, group, 1)), _part(rows, 2)),
     }
     if seen.tree_BTR is not None:
-        operands["tree"] = per_row(seen.tree_BTR), spec(rows, seen.tree_BTR.shape[-1], heads_axis=False)
+        operands["tree"] = jnp.tile(seen.tree_BTR, (1, group, 1)), _part(rows, seen.tree_BTR.shape[-1])
     if distances_BNTS is not None:
-        of_distances = spec(of_heads, rows, block, heads_axis=True, slots_axis=3)
-        if seen.tree_BTR is None:
-            width = window_width(block, num_slots)
-
-            def window(group, step, row_X, block_X, first_B, last_B, start_B):
-                row = row_X[step]
-                first, _ = _window(start_B[row] + length, block_X[step], block, width, num_slots)
-                return row, group * of_heads, 0, first
-
-            of_distances = pl.BlockSpec(tuple(map(pl.Element, (1, of_heads, rows, width))), window)
+        is_chain = seen.tree_BTR is None
+        of_distances = _part_of_distances(of_heads, rows, block, length, num_slots, is_chain)
         operands["distances"] = distances_BNTS.reshape(batch, kv_heads, rows, num_slots), of_distances
     for name, scales in zip(("key_scales", "value_scales"), scales_BM1S or ()):
-        operands[name] = keep(scales), spec(of_heads, 1, block, heads_axis=True, slots_axis=3)
+        operands[name] = keep(scales), _part(of_heads, 1, block, heads_axis=True, slots_axis=3)
     out_BMRH = pl.pallas_call(
         functools.partial(_kernel, names=tuple(operands), scale=scale, cap=cap, length=length, num_slots=num_slots),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, rows, size), q_BNTH.dtype),
@@ -156,6 +134,36 @@ def decode_attention(
         name=NAME,
     )(row_X, block_X, first_B, last_B, seen.start_B, *[operand for operand, _ in operands.values()])
     return out_BMRH.reshape(q_BNTH.shape)
+
+
+def _part(*sizes: int, heads_axis: bool = False, slots_axis: int | None = None) -> pl.BlockSpec:
+    """Returns the part of an operand that a step fetches: of its sequence, and of its heads and slots where it has them."""
+
+    def index(group, step, row_X, block_X, *_):
+        place = [row_X[step]] + [0] * len(sizes)
+        if heads_axis:
+            place[1] = group
+        if slots_axis is not None:
+            place[slots_axis] = block_X[step]
+        return tuple(place)
+
+    return pl.BlockSpec((1, *sizes), index)
+
+
+def _part_of_distances(
+    of_heads: int, rows: int, block: int, length: int, num_slots: int, is_chain: bool
+) -> pl.BlockSpec:
+    """Returns the part of scores by distance that a step fetches: of a tree by slot, of a chain as in `_window`."""
+    if not is_chain:
+        return _part(of_heads, rows, block, heads_axis=True, slots_axis=3)
+    width = window_width(block, num_slots)
+
+    def index(group, step, row_X, block_X, first_B, last_B, start_B):
+        row = row_X[step]
+        first, _ = _window(start_B[row] + length, block_X[step], block, width, num_slots)
+        return row, group * of_heads, 0, first
+
+    return pl.BlockSpec(tuple(map(pl.Element, (1, of_heads, rows, width))), index)
 
 
 def block_shape(kv_heads: int, num_slots: int, size: int, itemsize: int) -> tuple[int, int]:
