@@ -1,6 +1,7 @@
 """The table of verifiers: which are exact, biased or lossy by design, and rows that cannot run here say why."""
 
 import json
+import pathlib
 import re
 
 import pytest
@@ -27,6 +28,16 @@ def test_drafts_that_are_judged_as_if_they_had_been_drawn():
     """Of (0.7, 0.2, 0.1), drafts at (0.2, 0.3, 0.5): the last token stays with a fifth, else it becomes the first."""
     assert variation("mistral.rs (DFlash outside of CUDA graphs)", ONE) == pytest.approx(0.2)
     assert variation("mistral.rs (DFlash outside of CUDA graphs)", JOINT) == pytest.approx(1 - 0.6**2)
+
+
+def test_adapters_are_functions_that_take_what_is_given():
+    """Looked up in the text of their modules, which import packages that may be missing."""
+    for system in systems.SYSTEMS.values():
+        module, _, name = system.adapter.partition(".")
+        if module:
+            path = pathlib.Path(systems.__file__).with_name(f"{module}.py")
+            signature = re.search(rf"^def {name}\(files\b.*, case: Case(.*)\) -> ", path.read_text(), re.MULTILINE)
+            assert signature and all(re.search(rf"\b{each}: |\*\*", signature[1]) for each in system.given), system.name
 
 
 def result(variation=0.0, raised=(), **known):
