@@ -14,8 +14,8 @@ from specsamp.evaluation.task import EvaluationTask
 TASKS: dict[str, Callable[..., EvaluationTask]] = {
     "humaneval": coding_tasks.load_humaneval,
     "xsum": text_tasks.load_xsum,
-    "spec_bench": text_tasks.load_spec_bench,
-    "mt_bench": text_tasks.load_mt_bench,
+    "spec_bench": functools.partial(text_tasks.load_turns, "spec_bench"),
+    "mt_bench": functools.partial(text_tasks.load_turns, "mt_bench"),
     "gsm8k": text_tasks.load_gsm8k,
     "mbpp": coding_tasks.load_mbpp,
     "python": coding_tasks.load_python,

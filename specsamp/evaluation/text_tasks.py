@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,18 @@ XSUM_STOP = ("\n\n", "\nArticle:")
 ARTICLE = "Article: {document}\nSummary:"
 
 
-def load_mt_bench(source: str) -> EvaluationTask:
-    """Reads ``question.jsonl`` of MT-bench: question_id, category and turns."""
-    return EvaluationTask(name="mt_bench", problems=_read_turns(source))
-
-
-def load_spec_bench(source: str) -> EvaluationTask:
-    """Reads ``question.jsonl`` of Spec-Bench: five categories, and the eight of MT-bench as a sixth."""
-    return EvaluationTask(name="spec_bench", problems=_read_turns(source, dict.fromkeys(MT_BENCH, "mt_bench")))
+def load_turns(name: str, source: str) -> EvaluationTask:
+    """Reads ``question.jsonl`` of "mt_bench", or of "spec_bench": five categories, and those of MT-bench as a sixth."""
+    problems = []
+    for record in read_records(source, {"question_id": int, "category": str, "turns": list}, key="question_id"):
+        first, *further = map(str, record["turns"]) if record["turns"] else [""]
+        if not first:
+            raise ValueError(f"{source}: question {record['question_id']} has no turns")
+        category = "mt_bench" if name == "spec_bench" and record["category"] in MT_BENCH else record["category"]
+        problems.append(
+            Problem(id=str(record["question_id"]), category=category, prompt=first, further_turns=tuple(further))
+        )
+    return EvaluationTask(name=name, problems=problems)
 
 
 def load_gsm8k(source: str = GSM8K, shots: str | None = None) -> EvaluationTask:
@@ -58,20 +62,6 @@ def last_number(text: str) -> float | None:
     """Returns the last number of a text, or None; commas may separate thousands."""
     numbers = NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
-
-
-def _read_turns(source: str, names: Mapping[str, str] | None = None) -> list[Problem]:
-    """Returns questions of one turn or several; ``names`` replaces names of categories."""
-    problems = []
-    for record in read_records(source, {"question_id": int, "category": str, "turns": list}, key="question_id"):
-        first, *further = map(str, record["turns"]) if record["turns"] else [""]
-        if not first:
-            raise ValueError(f"{source}: question {record['question_id']} has no turns")
-        category = (names or {}).get(record["category"], record["category"])
-        problems.append(
-            Problem(id=str(record["question_id"]), category=category, prompt=first, further_turns=tuple(further))
-        )
-    return problems
 
 
 def load_xsum(source: str = XSUM) -> EvaluationTask:

@@ -51,10 +51,6 @@ class TrainBlock(TrainHead):
         if self.chunk is not None and self.anchors % self.chunk:
             raise ValueError(f"test_time.chunk {self.chunk} does not divide test_time.anchors {self.anchors}")
 
-    def _total(self, found: dict[str, Array]) -> Array:
-        marginal_loss_S, confidence_loss_S = found.get("marginal_loss", 0.0), found.get("confidence_loss", 0.0)
-        return (found["loss"] + self.marginals * marginal_loss_S + confidence_loss_S) / self.test_steps
-
     def _averages(self, weights, teacher, tokens_BT, warp, key):
         """Returns averages for each token of a draft, ``[S]``; without a key, of anchors at even distances."""
         anchors_BA = self._choose_anchors(tokens_BT, key)
@@ -71,11 +67,12 @@ class TrainBlock(TrainHead):
         sums_XS = self._add_up(functools.partial(self._compare_blocks, warp=warp), weights, teacher, parts, 12)
         found, marginal, config = shares(sums_XS[:5]), shares(sums_XS[5:10]), self.head.config
         if config.correction() is not None:
+            found["loss"] += self.marginals * marginal.pop("loss")
             found |= {f"marginal_{name.removeprefix('greedy_')}": values_S for name, values_S in marginal.items()}
         if config.confidence is not None:
-            rows_S = sums_XS[4]
-            found |= {"confidence_loss": sums_XS[10] / rows_S, "confidence_error": sums_XS[11] / rows_S}
-        return found
+            loss_S, error_S = sums_XS[10:] / sums_XS[4:5]
+            found |= {"loss": found["loss"] + loss_S, "confidence_error": error_S}
+        return found | {"loss": found["loss"] / self.test_steps}
 
     def _choose_anchors(self, tokens_BT: Array, key: Array | None) -> Array:
         """Returns positions ``[B, A]`` with a token before them and a whole block behind them."""

@@ -177,16 +177,11 @@ class TrainHead(Task):
         """
         weights = self.head.training_weights(params, teacher[DRAFT_IDS])
         found = self._averages(weights, teacher, tokens_BT, warp, key)
-        told = {name: values_S for name, values_S in found.items() if "loss" not in name}
-        if warp is None:
-            told = {name: values_S for name, values_S in told.items() if "agreement" not in name}
-        return {"loss": self._total(found) @ self.decay ** jnp.arange(self.test_steps)} | {
+        results = {"loss": found.pop("loss") @ self.decay ** jnp.arange(self.test_steps)}
+        told = {name: values_S for name, values_S in found.items() if warp is not None or "agreement" not in name}
+        return results | {
             f"{name}/position_{i + 1}": value for name, values_S in told.items() for i, value in enumerate(values_S)
         }
-
-    def _total(self, found: dict[str, Array]) -> Array:
-        """Returns the loss of each step, ``[S]``."""
-        return found["loss"]
 
     def _averages(
         self, weights: Any, teacher: Any, tokens_BT: Array, warp: Warp | None, key: Array | None

@@ -110,65 +110,61 @@ def audit(
       ValueError: before the first check, for a distribution that leaves nothing to chance or a lossy rule without a
         budget.
     """
+    budget = budget_of(subject.method.rule)
+    exact, level = subject.cast("float32") or subject, settings.false_alarm / CHANCES
     progress("reading the prompts")
-    run, checks = _Checks(subject, settings, progress), []
+    samples = _Samples(exact, settings, level, budget, progress)
+    run: dict[str, Callable[[], Check]] = {
+        "greedy": lambda: streams.greedy_text(exact),
+        "bfloat16": lambda: streams.bfloat16_text(exact, subject.cast("bfloat16")),
+        "coupled": lambda: streams.coupled_text(exact),
+        "distribution": samples.distribution,
+        "acceptance": samples.acceptance,
+        "neighbours": lambda: streams.neighbours(exact, level),
+        "padding": lambda: streams.padding(exact, level),
+    }
+    checks = []
     for name, claim in CHECKS.items():
         if name in settings.checks:
             progress(f"{name}: {claim}")
             try:
-                checks.append(getattr(run, name)())
+                checks.append(run[name]())
             except ValueError as error:
                 checks.append(Check(name=name, verdict=Status.FAILED, sentence=f"the check ended early: {error}"))
-    return Audit(settings=settings, checks=tuple(checks), budget=run.budget)
+    return Audit(settings=settings, checks=tuple(checks), budget=budget)
 
 
-class _Checks:
-    """The checks of a subject, by their names."""
+class _Samples:
+    """The two checks of samples, which read the same texts."""
 
-    def __init__(self, subject: Subject, settings: Settings, progress: Callable[[str], None]):
-        self.budget = budget_of(subject.method.rule)
-        self.subject, self.exact = subject, subject.cast("float32") or subject
-        self.level = settings.false_alarm / CHANCES
+    def __init__(
+        self, subject: Subject, settings: Settings, level: float, budget: float | None, progress: Callable[[str], None]
+    ):
+        self.subject, self.level, self.budget = subject, level, budget
         self.shared = {"detect": settings.detect, "rows": settings.rows, "progress": progress}
-        self.is_readable = rounds.can_read(self.exact) and self.budget is None
+        self.is_readable = rounds.can_read(subject) and budget is None
         count = min(settings.distribution_prompts, len(subject.prompts))
         prompt_ids = [i * len(subject.prompts) // count for i in range(count)]
-        self.cells = distribution.read_cells(self.exact, prompt_ids) if "distribution" in settings.checks else []
-
-    def greedy(self) -> Check:
-        return streams.greedy_text(self.exact)
-
-    def bfloat16(self) -> Check:
-        return streams.bfloat16_text(self.exact, self.subject.cast("bfloat16"))
-
-    def coupled(self) -> Check:
-        return streams.coupled_text(self.exact)
-
-    def neighbours(self) -> Check:
-        return streams.neighbours(self.exact, self.level)
-
-    def padding(self) -> Check:
-        return streams.padding(self.exact, self.level)
+        self.cells = distribution.read_cells(subject, prompt_ids) if "distribution" in settings.checks else []
 
     def distribution(self) -> Check:
         allowed = distribution.TOKENS * (self.budget or 0.0)
-        check = distribution.count_pairs(self.exact, self.cells, level=self.level, allowed=allowed, **self.shared)
+        check = distribution.count_pairs(self.subject, self.cells, level=self.level, allowed=allowed, **self.shared)
         if self.is_readable:
             return check & rounds.expected_ratios(self.texts, detect=self.shared["detect"], false_alarm=self.level)
         return check if self.budget is not None else dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
 
     def acceptance(self) -> Check:
-        by_token = dataclasses.replace(self.exact.method, rule=TokenRule())
-        of_rule = self.exact if self.budget is None else dataclasses.replace(self.exact, method=by_token)
-        check = streams.equal_draft(of_rule, self.level)
-        if not (self.is_readable and isinstance(self.exact.method.rule, TokenRule)):
+        method = self.subject.method
+        by_token = method if self.budget is None else dataclasses.replace(method, rule=TokenRule())
+        check = streams.equal_draft(dataclasses.replace(self.subject, method=by_token), self.level)
+        if not (self.is_readable and isinstance(method.rule, TokenRule)):
             return check
         return check & rounds.expected_acceptance(self.texts, false_alarm=self.level)
 
     @functools.cached_property
     def texts(self) -> rounds.Rounds:
-        """Texts that two checks read."""
-        return rounds.collect(self.exact, false_alarm=self.level, **self.shared)
+        return rounds.collect(self.subject, false_alarm=self.level, **self.shared)
 
 
 def budget_of(rule: Rule) -> float | None:

@@ -21,15 +21,17 @@ import numpy as np
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.engine import round_slots, to_host
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.state import Weights
-from specsamp.decoding.whole_texts import read_logits, read_texts
 from specsamp.evaluation.audit.readers import Reader
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.rng import RoundKeys, row_keys
 from specsamp.sampling.warp import Warp, for_rows, log_probs
 
 Array = jax.Array
+
+TOGETHER = 8  # texts per call
+WIDTH_MULTIPLE, COUNT_MULTIPLE = 64, 8  # so that few programs are compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,27 +79,26 @@ def read_tokens(
       drafter: whose weights ``reader`` finds.
       reader: reads as well; its logits are the last argument of ``compute``.
     """
-    count = -(-max(len(text.tokens) for text in texts) // 8) * 8  # few programs are compiled
-
-    def read(weights: Weights, slots: int, tokens_BT: Array, _: Array, indices: Sequence[int]) -> Any:
-        rows = [texts[i] for i in indices]
-        tokens_BN = np.zeros((len(rows), count), np.int32)
+    count = -(-max(len(text.tokens) for text in texts) // COUNT_MULTIPLE) * COUNT_MULTIPLE
+    longest = max(len(text.prompt) + len(text.tokens) for text in texts)
+    width = -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    for model in (pair.target, pair.draft):
+        if model is not None and model.max_positions is not None:
+            width = max(longest, min(width, model.max_positions))
+    slots, batch = round_slots(width), -(-min(TOGETHER, len(texts)) // pair.shards.count) * pair.shards.count
+    weights, results = pair.weights(drafter, slots), []
+    models = [(pair.target, weights.target)] + ([(reader.model, reader.weights_of(weights))] if reader else [])
+    for start in range(0, len(texts), batch):
+        rows = [texts[min(i, len(texts) - 1)] for i in range(start, start + batch)]  # filled up with the last text
+        tokens_BT, tokens_BN = np.zeros((batch, width), np.int32), np.zeros((batch, count), np.int32)
         for row, text in enumerate(rows):
+            tokens_BT[row, : len(text.prompt) + len(text.tokens)] = (*text.prompt, *text.tokens)
             tokens_BN[row, : len(text.tokens)] = text.tokens
-        starts_B = jnp.asarray([len(text.prompt) for text in rows], jnp.int32)
-        models = [(pair.target, weights.target)]
-        models += [] if reader is None else [(reader.model, reader.weights_of(weights))]
-        logits = [
-            logits_from(model, pair.shards, params, tokens_BT, starts_B, slots=slots, count=count)
-            for model, params in models
-        ]
-        return compute(rows, tokens_BN, *logits)
-
-    found = read_texts(pair, drafter, [(*text.prompt, *text.tokens) for text in texts], read)
-    return [
-        jax.tree.map(lambda values_N: values_N[: len(text.tokens)], of_text)
-        for text, of_text in zip(texts, found, strict=True)
-    ]
+        given = jnp.asarray(tokens_BT), jnp.asarray([len(text.prompt) for text in rows], jnp.int32)
+        logits = [logits_from(model, pair.shards, params, *given, slots=slots, count=count) for model, params in models]
+        found = to_host(compute(rows, tokens_BN, *logits))
+        results += [jax.tree.map(lambda x: x[row, : len(text.tokens)], found) for row, text in enumerate(rows)]
+    return results[: len(texts)]
 
 
 def next_logits(pair: Pair, texts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -145,7 +146,9 @@ def logits_from(
 
     def read(weights: Any, tokens_BT: Array, starts_B: Array) -> Array:
         at_BN = jnp.minimum(starts_B[:, None] - 1 + jnp.arange(count)[None, :], tokens_BT.shape[1] - 1)
-        return jnp.take_along_axis(read_logits(model, weights, tokens_BT, slots), at_BN[..., None], axis=1)
+        batch = len(tokens_BT)
+        output = model(weights, tokens_BT, jnp.zeros((batch,), jnp.int32), model.init_cache(batch, slots))
+        return jnp.take_along_axis(output.logits_BTV.astype(jnp.float32), at_BN[..., None], axis=1)
 
     return shards.map(read, (REPLICATED, BY_ROWS, BY_ROWS))(weights, tokens_BT, starts_B)
 
