@@ -33,7 +33,7 @@ from specsamp.machine import version
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.heads import FeatureHead
-from specsamp.models.kernels.cache import choose_kernels
+from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import tables as compile_tables
 from specsamp.tpu.calibration import fit_published

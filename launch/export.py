@@ -34,8 +34,8 @@ from specsamp import machine, storage
 from specsamp.checkpoints import export
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
-from specsamp.checkpoints.pair import load_pair, save_pair
 from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.checkpoints.trained_pair import load_pair, save_pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import DTYPES

@@ -25,14 +25,14 @@ from launch.lib.config import ConfigFlag
 from launch.lib.training import TrainingConfig
 from specsamp import storage
 from specsamp.checkpoints.chat import read_chat_template
-from specsamp.checkpoints.heads import check_embedding
 from specsamp.checkpoints.params import check_shapes
+from specsamp.checkpoints.public_heads import check_embedding
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.data_shards import DATA
 from specsamp.mesh import distributed
 from specsamp.mesh.layout import make_mesh
-from specsamp.models.block import BlockHead
 from specsamp.models.config import TransformerConfig
+from specsamp.models.dflash import BlockHead
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.models.transformer import TransformerLM
 from specsamp.text_format import human_count

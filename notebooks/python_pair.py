@@ -66,7 +66,7 @@ from specsamp.analysis.costs import CostTable, PerCall, Round, clock_error
 from specsamp.analysis.figures import BLUE, GREEN, GREY, TARGET, WRITERS, WRONG, set_style, tint
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import Quartiles, Workload, decoders, take_turns
-from specsamp.checkpoints.pair import load_prompts, pair_folder
+from specsamp.checkpoints.trained_pair import load_prompts, pair_folder
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.text import TextStream
 from specsamp.sampling.warp import log_probs

@@ -1,6 +1,6 @@
 """The public names of the package, and the modules that have them: for editors, and for `specsamp.__getattr__`."""
 
-from specsamp.checkpoints.pair import load_pair as load_pair
+from specsamp.checkpoints.trained_pair import load_pair as load_pair
 from specsamp.compilation_cache import use_compilation_cache as use_compilation_cache
 from specsamp.decoding.adaptive import Adaptive as Adaptive, Confidence as Confidence, Entropy as Entropy, Stop as Stop
 from specsamp.decoding.drafter import Drafter as Drafter
@@ -30,7 +30,11 @@ from specsamp.sampling.lossy import EARS as EARS, Bounded as Bounded, Lenience a
 from specsamp.sampling.penalties import ban as ban, bias as bias, penalties as penalties
 from specsamp.sampling.rejection import BlockRule as BlockRule, TokenRule as TokenRule
 from specsamp.sampling.rules import Draft as Draft, Verdict as Verdict
-from specsamp.sampling.trees import KSeqRule as KSeqRule, RecursiveRule as RecursiveRule, TraversalRule as TraversalRule
+from specsamp.sampling.tree_rules import (
+    KSeqRule as KSeqRule,
+    RecursiveRule as RecursiveRule,
+    TraversalRule as TraversalRule,
+)
 from specsamp.sampling.warp import (
     chain as chain,
     greedy as greedy,

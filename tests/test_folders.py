@@ -55,7 +55,7 @@ def test_the_shipped_pair_is_read_without_orbax_and_pallas():
     """Converted checkpoints and training alone need the first, kernels the second."""
     code = """
 import sys
-from specsamp.checkpoints.pair import load_pair
+from specsamp.checkpoints.trained_pair import load_pair
 load_pair("python")
 print(sorted({"orbax", "tensorstore", "optax", "jax.experimental.pallas", "jinja2"} & set(sys.modules)))
 import specsamp.checkpoints.hugging_face

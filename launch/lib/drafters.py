@@ -19,7 +19,7 @@ from specsamp.decoding.drafters import (
     NgramTree,
     NoDrafter,
 )
-from specsamp.decoding.drafters.block import LAWS
+from specsamp.decoding.drafters.block_head import LAWS
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.method import check_lengths, head_drafter
 from specsamp.decoding.trees import TreeShape

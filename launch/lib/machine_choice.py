@@ -28,7 +28,7 @@ from specsamp.analysis.costs import CallCosts
 from specsamp.analysis.draft_length import TIMED_LENGTH, time_calls
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import decoders
-from specsamp.checkpoints.pair import pair_folder
+from specsamp.checkpoints.trained_pair import pair_folder
 from specsamp.compilation_cache import use_compilation_cache
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair

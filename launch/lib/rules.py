@@ -11,7 +11,7 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.lossy import EARS, Bounded, Lenience, Typical
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rules import Rule
-from specsamp.sampling.trees import KSeqRule, RecursiveRule, TraversalRule
+from specsamp.sampling.tree_rules import KSeqRule, RecursiveRule, TraversalRule
 
 RULES = {"token": TokenRule, "block": BlockRule, "coupled": CoupledRule}
 TREES = {"recursive": RecursiveRule, "traversal": TraversalRule, "kseq": KSeqRule}

@@ -7,9 +7,9 @@ from launch.lib.fields import ExperimentConfig
 from specsamp import storage
 from specsamp.checkpoints.architectures import parse_config
 from specsamp.checkpoints.head_config import parse_head
-from specsamp.checkpoints.heads import open_head
-from specsamp.checkpoints.pair import HEADS
+from specsamp.checkpoints.public_heads import open_head
 from specsamp.checkpoints.published import CONFIGS, published_config
+from specsamp.checkpoints.trained_pair import HEADS
 from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models import config as models
 from specsamp.models.eagle import Eagle3Config

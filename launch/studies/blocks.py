@@ -14,9 +14,9 @@ from typing import Any
 from launch.lib.study import Document, Option, Published, Study, answers, law
 from specsamp import Pair, chain, generate, load_pair, temperature, top_p
 from specsamp.analysis.report import Table
-from specsamp.checkpoints.heads import open_head, read_head
-from specsamp.checkpoints.pair import load_prompts
 from specsamp.checkpoints.params import digest
+from specsamp.checkpoints.public_heads import open_head, read_head
+from specsamp.checkpoints.trained_pair import load_prompts
 from specsamp.decoding.drafters import BlockDrafter
 
 PAIR, TOKENS = "python", 64

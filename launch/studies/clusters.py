@@ -14,7 +14,7 @@ import numpy as np
 from launch.lib.study import Document, Published, Study, answers, law
 from specsamp import chain, generate, load_pair, temperature, top_p
 from specsamp.analysis.report import Table
-from specsamp.checkpoints.pair import load_prompts
+from specsamp.checkpoints.trained_pair import load_prompts
 
 PAIR, K, SAMPLES, TOKENS = "python", 3, 4, 192  # samples and tokens of each prompt; a digit holds K
 LAWS = ({"temperature": 0.0, "top_p": 1.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_p": 1.0})

@@ -40,10 +40,10 @@ from specsamp.machine import version
 from specsamp.mesh.layout import Layout
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.heads import FeatureHead
-from specsamp.models.kernels.cache import Kernels
+from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.trees import RecursiveRule, TraversalRule
+from specsamp.sampling.tree_rules import RecursiveRule, TraversalRule
 from specsamp.tpu.program import Memory, Program
 from specsamp.tpu.stack import Stack
 from specsamp.tpu.topology import described_mesh, parse

@@ -18,7 +18,7 @@ from scipy.special import log_softmax, softmax
 from launch.lib.study import Document, Published, Say, Study
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import ratio
-from specsamp.checkpoints.pair import load_pair, load_prompts
+from specsamp.checkpoints.trained_pair import load_pair, load_prompts
 from specsamp.models.config import target_38m
 from specsamp.models.int8 import SIDES, Int8
 from specsamp.models.transformer import TransformerLM

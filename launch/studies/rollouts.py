@@ -15,7 +15,7 @@ import numpy as np
 from launch.lib.study import Document, Option, Published, Study, answers
 from specsamp import load_pair
 from specsamp.analysis.report import Table
-from specsamp.checkpoints.pair import load_prompts
+from specsamp.checkpoints.trained_pair import load_prompts
 from specsamp.decoding.request import Prompt
 from specsamp.decoding.results import Completion
 from specsamp.evaluation.coding_tasks import parses

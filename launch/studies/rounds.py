@@ -14,7 +14,7 @@ import jax
 from launch.lib.study import Document, Published, Study
 from specsamp import Loop, Method, ModelDrafter, Pair, chain, load_pair, temperature, top_p
 from specsamp.analysis.figures import GREY, WRITERS, tint
-from specsamp.checkpoints.pair import load_prompts
+from specsamp.checkpoints.trained_pair import load_prompts
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.request import make_requests

@@ -29,7 +29,7 @@ from launch.lib.study import Document, Option, Published, Say, Study
 from specsamp import chain, generate, generate_many, load_pair, temperature, top_p
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import take_turns
-from specsamp.checkpoints.pair import load_prompts
+from specsamp.checkpoints.trained_pair import load_prompts
 from specsamp.decoding.request import encode
 from specsamp.evaluation.tasks import load_task
 

@@ -16,8 +16,8 @@ import numpy as np
 from launch.lib.study import Document, Option, Published, Study, answers, law
 from specsamp import ModelDrafter, Pair, TranslatingDrafter, chain, generate, load_pair, temperature, top_p
 from specsamp.analysis.report import Table
-from specsamp.checkpoints.pair import load_prompts
 from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.checkpoints.trained_pair import load_prompts
 from specsamp.checkpoints.vocabulary import match_vocabularies, shared_mass
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.source import open_trained

@@ -6,10 +6,10 @@ hugging_face.py    checkpoints in the format of Hugging Face: open_checkpoint, r
   tensor_names.py  finds the tensor of each parameter
   safetensors_io.py, orbax.py   the two formats of tensors
   int8_tensors.py  weights in int8, as files hold them or quantised while they are read
-heads.py           heads of such models: open_head, read_head; with head_config.py and pickles.py
+public_heads.py    heads of such models: open_head, read_head; with head_config.py and pickles.py
 public_pair.py     two such checkpoints, or a checkpoint and a head, as a pair: read_pair; check_pair checks names alone
 published.py       config.json of public models, for plans that need no download
-pair.py            pairs trained here, each in a folder: load_pair, save_pair
+trained_pair.py    pairs trained here, each in a folder: load_pair, save_pair
 export.py          writes a model trained here as a folder for transformers; head_export.py writes a head
 tokenizer.py       the tokenizer of a tokenizer.json
 vocabulary.py      the tokens that two tokenizers share: match_vocabularies

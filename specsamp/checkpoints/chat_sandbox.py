@@ -67,7 +67,7 @@ def render(source, variables):
         return {"error": str(error) or type(error).__name__}
 
 
-def main(seconds, size):
+def answer_requests(seconds, size):
     with contextlib.suppress(ValueError, OSError):  # macOS does not limit memory; there the time is the only limit
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
     try:
@@ -81,4 +81,4 @@ def main(seconds, size):
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+    answer_requests(float(sys.argv[1]), int(sys.argv[2]))

@@ -24,9 +24,9 @@ from specsamp.checkpoints.architectures import FAMILIES
 from specsamp.checkpoints.fields import Fields
 from specsamp.checkpoints.safetensors_io import MEDUSA_SINGLE, SINGLE
 from specsamp.checkpoints.tensor_names import TABLES
-from specsamp.models.block import BlockConfig
 from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
 from specsamp.models.config import TransformerConfig
+from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle1Config, Eagle3Config, MTPConfig
 from specsamp.models.heads import HeadConfig
 from specsamp.models.medusa import MedusaConfig

@@ -1,4 +1,4 @@
-"""Writes heads as files for `specsamp.checkpoints.heads` and for other programs.
+"""Writes heads as files for `specsamp.checkpoints.public_heads` and for other programs.
 
 EAGLE-3 heads and heads that draft blocks are written in the layout of the package speculators, Medusa heads in the layout of
 their authors. There is no public layout for an MTP module without its target: its tensors get the names of MiMo's module, and
@@ -31,10 +31,10 @@ from specsamp.checkpoints.head_config import (
     block_layout,
     parse_head,
 )
-from specsamp.checkpoints.heads import KEPT, OFFSETS, head_sources
 from specsamp.checkpoints.params import check_shapes
-from specsamp.models.block import BlockConfig
+from specsamp.checkpoints.public_heads import KEPT, OFFSETS, head_sources
 from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
+from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config, MTPConfig
 from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
 from specsamp.models.medusa import MedusaConfig

@@ -14,7 +14,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from specsamp import machine, validate
-from specsamp.checkpoints.heads import HeadCheckpoint, open_head, read_head
 from specsamp.checkpoints.hub import why_not
 from specsamp.checkpoints.hugging_face import (
     Checkpoint,
@@ -23,10 +22,11 @@ from specsamp.checkpoints.hugging_face import (
     open_checkpoint,
     read_params,
 )
+from specsamp.checkpoints.public_heads import HeadCheckpoint, open_head, read_head
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.checkpoints.vocabulary import describe_overlap, match_vocabularies
 from specsamp.decoding.data_shards import DataShards
-from specsamp.decoding.drafters.vocabulary import SharedVocabulary
+from specsamp.decoding.drafters.translating import SharedVocabulary
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import MODEL, REPLICA, Layout
 from specsamp.mesh.sharded import draft_layout, shard_head, shard_model

@@ -17,7 +17,7 @@ import numpy as np
 
 from specsamp import validate
 from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.decoding.drafters.vocabulary import SharedVocabulary
+from specsamp.decoding.drafters.translating import SharedVocabulary
 from specsamp.models.interface import LanguageModel
 
 MOST_IDS = 8  # draft ids that are read of one target token

@@ -14,7 +14,7 @@ from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import Warp, chain, first_tokens
 
 if TYPE_CHECKING:
-    from specsamp.decoding.drafters.vocabulary import SharedVocabulary
+    from specsamp.decoding.drafters.translating import SharedVocabulary
     from specsamp.models.heads import Head
 
 MAX_FITTED = 4  # sets of weights kept per drafter and number of slots; most models' sets share all their memory

@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Sequence
 
-from specsamp.checkpoints.pair import load_prompts
+from specsamp.checkpoints.trained_pair import load_prompts
 from specsamp.evaluation.isolation import run_all
 from specsamp.evaluation.records import read_records
 from specsamp.evaluation.task import Attempt, EvaluationTask, Problem, cut

@@ -23,7 +23,7 @@ from specsamp.mesh.layout import MODEL, REPLICA, Layout, put
 from specsamp.models.compiling import FEWEST_COLLECTIVES, options_on
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
-from specsamp.models.kernels.cache import choose_kernels
+from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.models.transformer import TransformerLM
 
 Array = jax.Array

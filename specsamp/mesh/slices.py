@@ -98,7 +98,7 @@ def find(name: str) -> Slice:
     raise ValueError(f"unknown TPU accelerator type {name!r}; closest matches: {closest}")
 
 
-def main() -> None:
+def print_slice() -> None:
     """Prints the fields of a slice, or the names of all slices; wrong arguments end with one line and status 2."""
     fields = [field.name for field in dataclasses.fields(Slice)] + ["hosts", "devices"]
     parser = argparse.ArgumentParser(description="Prints the fields of a Cloud TPU slice.")
@@ -127,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    print_slice()

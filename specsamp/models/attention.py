@@ -58,7 +58,7 @@ class Attention(nn.Module):
           rope: from `Rotary.angles`, of models with rotary positions.
           cache: None: the tokens of the call see each other alone.
           table: of relative keys for as many slots as the cache has; None: it is made in the call.
-          block: a token tree; or what the queries see, see `specsamp.models.block.BlockVisibility`; None: a chain.
+          block: a token tree; or what the queries see, see `specsamp.models.dflash.BlockVisibility`; None: a chain.
         """
         config = self.config
         heads, size, width = config.num_heads, config.head_size, config.width

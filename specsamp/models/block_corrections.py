@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.models.block import BlockConfig, Correction
+from specsamp.models.dflash import BlockConfig, Correction
 from specsamp.models.int8 import take_rows
 from specsamp.models.modules import weight, zero_bias
 from specsamp.models.products import contract

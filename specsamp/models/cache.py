@@ -21,7 +21,7 @@ from specsamp.models.slots import SLOTS_AXIS, move_slots, read_moved, write_slot
 from specsamp.models.visibility import Visibility
 
 if TYPE_CHECKING:
-    from specsamp.models.kernels.cache import Kernels  # imports Pallas, which a CPU does not need
+    from specsamp.models.kernels.dispatch import Kernels  # imports Pallas, which a CPU does not need
 
 Array = jax.Array
 

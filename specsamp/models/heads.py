@@ -1,4 +1,4 @@
-"""Heads that draft from a target's hidden states; the modules are in `eagle.py`, `medusa.py` and `block.py`.
+"""Heads that draft from a target's hidden states; the modules are in `eagle.py`, `medusa.py` and `dflash.py`.
 
 A `FeatureHead` reads pairs (h_t, x_{t+1}): the hidden states of a position, and the token after it. `fuse` turns the hidden
 states into one stream of *features*, a call turns pairs into the features of the next position, and `logits` scores the
@@ -56,7 +56,7 @@ class HeadConfig:
     kind: ClassVar[str]  # the name of such heads in messages
     fused: ClassVar[tuple[str, ...]] = ()  # parameters that `Head.fuse` alone reads
     has_layer: ClassVar[bool] = True  # and so a cache; False: only the sizes of ``layer`` count
-    drafts_blocks: ClassVar[bool] = False  # in one call, see block.py
+    drafts_blocks: ClassVar[bool] = False  # in one call, see dflash.py
     reads_final_norm: ClassVar[bool] = False  # its one hidden state is the stream after the final norm
 
     def __post_init__(self):

@@ -24,7 +24,7 @@ from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
 
 if TYPE_CHECKING:
-    from specsamp.models.kernels.cache import Kernels  # with Pallas, which a CPU does without
+    from specsamp.models.kernels.dispatch import Kernels  # with Pallas, which a CPU does without
 
 Array = jax.Array
 

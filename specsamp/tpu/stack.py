@@ -21,7 +21,7 @@ from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import FeatureHead, HeadConfig
-from specsamp.models.kernels.cache import Kernels
+from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp

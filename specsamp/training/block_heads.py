@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.models.block import BlockHead
+from specsamp.models.dflash import BlockHead
 from specsamp.sampling.warp import Warp
 from specsamp.training.feature_heads import TrainHead, shares
 from specsamp.training.objective import overlap

@@ -25,19 +25,19 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specsamp import storage, validate
-from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.hugging_face import Checkpoint, OnProgress, check_readable, open_checkpoint, read_params
 from specsamp.checkpoints.orbax import Checkpoints
-from specsamp.checkpoints.pair import load_pair, pair_folder
 from specsamp.checkpoints.params import digest
+from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.checkpoints.trained_pair import load_pair, pair_folder
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
-from specsamp.models.block import BlockConfig
 from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import TransformerConfig
+from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config, MTPConfig
 from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
 from specsamp.models.medusa import MedusaConfig

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specsamp.checkpoints.head_export import write_head
-from specsamp.checkpoints.heads import open_head, read_head
+from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.models.config import TransformerConfig
 from support import golden, golden_heads
 

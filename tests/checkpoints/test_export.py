@@ -9,11 +9,11 @@ import pytest
 
 from specsamp.checkpoints.export import describe_model, export
 from specsamp.checkpoints.head_export import write_head
-from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
-from specsamp.checkpoints.pair import load_pair
 from specsamp.checkpoints.params import WrongShapes
+from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.checkpoints.safetensors_io import INDEX
+from specsamp.checkpoints.trained_pair import load_pair
 from specsamp.models.config import tiny
 from specsamp.models.eagle import MTPConfig
 from specsamp.models.heads import FeatureHead

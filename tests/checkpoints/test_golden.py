@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from specsamp import NgramDrafter, Pair, generate
 from specsamp.checkpoints.architectures import FAMILIES
-from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
+from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.models.config import ExpertsConfig
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM

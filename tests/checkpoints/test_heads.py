@@ -13,8 +13,8 @@ from etils import epath
 from safetensors.numpy import load_file, save_file
 
 from specsamp.checkpoints.head_export import write_head
-from specsamp.checkpoints.heads import open_head, read_head
 from specsamp.checkpoints.pickles import read_pickle
+from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import FeatureHead
 from support import golden_heads

@@ -7,8 +7,8 @@ import pytest
 
 from specsamp.checkpoints import int8_tensors
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
-from specsamp.checkpoints.pair import load_pair
 from specsamp.checkpoints.public_pair import read_pair
+from specsamp.checkpoints.trained_pair import load_pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.int8 import Int8, decode_weights, dequantise, is_int8

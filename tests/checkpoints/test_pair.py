@@ -11,11 +11,11 @@ import pytest
 import safetensors.numpy
 from flax.traverse_util import flatten_dict
 
-from specsamp.checkpoints import pair as pairs
+from specsamp.checkpoints import trained_pair as pairs
 from specsamp.checkpoints.hub import find_folder
 from specsamp.checkpoints.int8_tensors import PAIR_SCALES, read_pair_tensors, write_pair_tensors
-from specsamp.checkpoints.pair import load_pair, load_prompts, save_pair
 from specsamp.checkpoints.params import digest, digest_of_pair
+from specsamp.checkpoints.trained_pair import load_pair, load_prompts, save_pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import tiny

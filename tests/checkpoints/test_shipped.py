@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specsamp import chain, generate, greedy, load_pair
-from specsamp.checkpoints.pair import load_prompts, pair_folder
+from specsamp.checkpoints.trained_pair import load_prompts, pair_folder
 from specsamp.models.heads import FeatureHead
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.feature_heads import TrainHead

@@ -17,7 +17,7 @@ from specsamp.checkpoints.export import export
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.checkpoints.vocabulary import TokenBytes, describe_overlap, match_vocabularies, shared_mass
-from specsamp.decoding.drafters.vocabulary import SharedVocabulary
+from specsamp.decoding.drafters.translating import SharedVocabulary
 from specsamp.mesh.layout import make_mesh
 from specsamp.training.data import train_tokenizer
 from support.checkpoint_shapes import CONFIG, random_params

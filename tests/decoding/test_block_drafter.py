@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specsamp.decoding.drafters.block import BlockDrafter, scheduled_lengths
+from specsamp.decoding.drafters.block_head import BlockDrafter, scheduled_lengths
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens

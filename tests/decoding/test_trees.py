@@ -21,7 +21,7 @@ from specsamp.decoding.trees import Growth, TreeShape
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.rules import TargetDistributions
-from specsamp.sampling.trees import KSeqRule, RecursiveRule, TraversalRule
+from specsamp.sampling.tree_rules import KSeqRule, RecursiveRule, TraversalRule
 from specsamp.sampling.warp import chain, greedy, temperature, top_k, top_p
 from support import tree_mutants as mutants
 from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, near, random_table, table_loop

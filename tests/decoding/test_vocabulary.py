@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specsamp.decoding.adaptive import Adaptive
-from specsamp.decoding.drafters.vocabulary import (
+from specsamp.decoding.drafters.translating import (
     SharedVocabulary,
     TranslatingDrafter,
     TranslatingWeights,

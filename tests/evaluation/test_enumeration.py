@@ -9,7 +9,7 @@ import pytest
 
 from launch.studies.conformance import ours
 from launch.studies.conformance.cases import CASES, P, Q
-from specsamp.evaluation.enumeration import Outside, Raised, distribution, interpret, joint, total_variation
+from specsamp.evaluation.enumeration import Outside, Raised, distribution, interpret, joint, law_distance
 from support import mutants
 from support.extras import needs
 
@@ -48,7 +48,7 @@ def plain(last, target=TARGET):
 def test_an_exact_rule_has_the_joint_distribution_of_its_target(K):
     law = joint(lambda last: emit(last, K=K), 3)
     assert len(law) == 27 and sum(law.values()) == pytest.approx(1, abs=1e-12)
-    assert total_variation(law, joint(plain, 3)) < 1e-15
+    assert law_distance(law, joint(plain, 3)) < 1e-15
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_mistakes_are_at_their_known_distance(mistake, expected):
     assert variation > 0.1
     law = dict(enumerate(ONE_Q))
     found = {text[0]: share for text, share in joint(biased, 1).items()}
-    assert total_variation(found, law) == pytest.approx(variation, abs=1e-15)
+    assert law_distance(found, law) == pytest.approx(variation, abs=1e-15)
 
 
 @pytest.mark.parametrize(

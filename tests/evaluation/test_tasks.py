@@ -12,7 +12,7 @@ import types
 import numpy as np
 import pytest
 
-from specsamp.checkpoints.pair import load_prompts
+from specsamp.checkpoints.trained_pair import load_prompts
 from specsamp.evaluation import coding_tasks, isolation, text_tasks
 from specsamp.evaluation.coding_tasks import ParseResult, load_humaneval, load_mbpp, parse_python, parses, pass_at_k
 from specsamp.evaluation.records import read_records

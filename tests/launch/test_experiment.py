@@ -30,7 +30,7 @@ from specsamp.decoding.drafters import (
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.trees import TreeShape
 from specsamp.sampling.rejection import BlockRule
-from specsamp.sampling.trees import KSeqRule, TraversalRule
+from specsamp.sampling.tree_rules import KSeqRule, TraversalRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
 from specsamp.training.data import train_tokenizer
 from specsamp.training.source import open_trained

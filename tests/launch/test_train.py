@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from launch import export
-from specsamp.checkpoints.pair import load_pair, load_prompts
+from specsamp.checkpoints.trained_pair import load_pair, load_prompts
 from specsamp.training.data import Corpus, train_tokenizer
 from support.run_script import FIXED, ROOT, call
 from support.training import DRAFT, SMALL, TARGET, metrics, quiet, refused_trainings, training_config

@@ -13,9 +13,9 @@ from launch.lib.training import TrainingConfig
 from specsamp import generate
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
-from specsamp.checkpoints.pair import load_pair
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
+from specsamp.checkpoints.trained_pair import load_pair
 from specsamp.training.data import train_tokenizer
 from specsamp.training.source import open_first_head, open_trained
 from support.checkpoint_shapes import CONFIG, random_params

@@ -13,7 +13,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model, with_attention
 from specsamp.models.config import tiny
-from specsamp.models.kernels.cache import Kernels
+from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.extras import slow_but

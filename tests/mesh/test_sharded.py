@@ -23,7 +23,7 @@ from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
 from specsamp.models.interface import Output
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.trees import TraversalRule
+from specsamp.sampling.tree_rules import TraversalRule
 from support.fakes import TableLM, random_table
 from support.weights import drawn_params
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.models.block import BlockVisibility
+from specsamp.models.dflash import BlockVisibility
 from specsamp.models.interface import Block
 from specsamp.models.visibility import Visibility
 from support.heads import medusa, mtp

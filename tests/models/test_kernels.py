@@ -13,10 +13,10 @@ from models.test_blocks import block_of
 from specsamp.models.cache import Int8KVCache, KVCache
 from specsamp.models.config import tiny
 from specsamp.models.interface import Block
-from specsamp.models.kernels import cache as kernel_cache
+from specsamp.models.kernels import dispatch as kernel_cache
 from specsamp.models.kernels.append_rows import append_rows
-from specsamp.models.kernels.cache import Kernels, choose_kernels
 from specsamp.models.kernels.decode_attention import block_shape, fetched_share
+from specsamp.models.kernels.dispatch import Kernels, choose_kernels
 from specsamp.models.slots import write_slots
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility

@@ -11,7 +11,7 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys, row_keys
 from specsamp.sampling.rules import Draft, TargetDistributions, make_verdict
-from specsamp.sampling.trees import CHILDREN, KSeqRule, RecursiveRule, Siblings, TraversalRule
+from specsamp.sampling.tree_rules import CHILDREN, KSeqRule, RecursiveRule, Siblings, TraversalRule
 from specsamp.sampling.warp import chain
 from support.distributions import constant, log, random_distributions
 from support.enumeration import COMPILE_FAST, Given, autoregressive, enumerate_round

@@ -8,7 +8,7 @@ import pytest
 
 from specsamp import Pair, chain, generate, temperature
 from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter
-from specsamp.decoding.drafters.vocabulary import SharedVocabulary, TranslatingDrafter
+from specsamp.decoding.drafters.translating import SharedVocabulary, TranslatingDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
 from specsamp.mesh.layout import make_mesh

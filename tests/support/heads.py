@@ -4,10 +4,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specsamp.models.block import BlockConfig, BlockHead
 from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
 from specsamp.models.cache import KVCache
 from specsamp.models.config import TransformerConfig
+from specsamp.models.dflash import BlockConfig, BlockHead
 from specsamp.models.eagle import Eagle1Config, Eagle3Config, MTPConfig
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LayeredModel

@@ -12,7 +12,7 @@ import types
 
 from absl import flags
 
-from specsamp.checkpoints.pair import save_pair
+from specsamp.checkpoints.trained_pair import save_pair
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import train_tokenizer

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from specsamp.decoding.drafters import ModelTree
 from specsamp.decoding.loop import Loop
-from specsamp.sampling.trees import RecursiveRule
+from specsamp.sampling.tree_rules import RecursiveRule
 from support.fakes import TableLM
 
 

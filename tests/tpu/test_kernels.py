@@ -12,7 +12,7 @@ from specsamp.mesh.sharded import shard_model
 from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import TransformerConfig, chinchilla_70b
 from specsamp.models.interface import Block
-from specsamp.models.kernels.cache import Kernels
+from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import schedules
 from specsamp.tpu.hlo import Array, Instruction

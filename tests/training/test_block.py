@@ -10,9 +10,9 @@ import pytest
 
 from specsamp.decoding.state import Weights
 from specsamp.evaluation.audit.readers import FirstTokenReader
-from specsamp.models.block import BlockConfig
 from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import tiny
+from specsamp.models.dflash import BlockConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import chain, temperature
 from specsamp.training.block_heads import TrainBlock

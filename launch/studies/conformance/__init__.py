@@ -19,7 +19,7 @@ from launch.studies.conformance.cases import CASES
 from launch.studies.conformance.systems import SYSTEMS, Emit, find
 from specsamp import validate
 from specsamp.analysis.report import Table
-from specsamp.evaluation.enumeration import Outside, Raised, joint, total_variation
+from specsamp.evaluation.enumeration import Outside, Raised, joint, law_distance
 
 EXACT = 1e-6  # float32 rounds by less, and the mistakes found are larger by four orders
 KNOWN = ("version", "place", "draws", "how", "says", "note", "read")
@@ -56,7 +56,7 @@ def compare(emit: Emit, plain: Emit, count: int) -> dict[str, Any]:
     """Returns the total variation of the joint distributions, and the probability of each exception."""
     laws = [joint(sampler, count) for sampler in (emit, plain)]
     raised = {text.error: share for law in laws for text, share in law.items() if isinstance(text, Raised)}
-    return {"variation": float(total_variation(*laws)), "raised": raised}
+    return {"variation": float(law_distance(*laws)), "raised": raised}
 
 
 def verdict(result: Any) -> tuple[str, str]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from specsamp import validate
 from specsamp.decoding.drafter import DrafterHooks, Prefix, Proposal, ScoredRound
-from specsamp.decoding.drafters.block import BlockDrafter
+from specsamp.decoding.drafters.block_head import BlockDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter, proposed
 from specsamp.decoding.drafters.model import ModelDrafter

@@ -10,7 +10,7 @@ Draws of torch (where it has been imported), NumPy and ``random`` are replaced w
 """
 
 from specsamp.evaluation.enumeration.jaxpr import interpret
-from specsamp.evaluation.enumeration.law import Law, Raised, distribution, joint, total_variation
+from specsamp.evaluation.enumeration.law import Law, Raised, distribution, joint, law_distance
 from specsamp.evaluation.enumeration.noise import Outside
 
-__all__ = ["Law", "Outside", "Raised", "distribution", "interpret", "joint", "total_variation"]
+__all__ = ["Law", "Outside", "Raised", "distribution", "interpret", "joint", "law_distance"]

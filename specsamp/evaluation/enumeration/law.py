@@ -69,6 +69,6 @@ def joint(emit: Callable[[int], Sequence[int]], count: int) -> Law:
     return dict(law)
 
 
-def total_variation(a: Law, b: Law) -> float:
+def law_distance(a: Law, b: Law) -> float:
     """Returns half the sum of the absolute differences."""
     return sum(abs(a.get(outcome, 0.0) - b.get(outcome, 0.0)) for outcome in {**a, **b}) / 2

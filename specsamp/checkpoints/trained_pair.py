@@ -72,7 +72,10 @@ def load_pair(
         raise ValueError(f"{folder / 'pair.json'} says eos = {eos!r}; the text of the token that ends a text is wanted")
     models = {side: TransformerLM.for_backend(config) for side, config in configs.items()}
     if draft in HEADS:
-        from specsamp.checkpoints.heads import open_head, read_head  # with Orbax, which a draft model does without
+        from specsamp.checkpoints.public_heads import (  # with Orbax, which a draft model does without
+            open_head,
+            read_head,
+        )
 
         if not (folder / draft / "config.json").is_file():
             raise FileNotFoundError(

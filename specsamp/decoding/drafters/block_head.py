@@ -29,7 +29,7 @@ from specsamp.decoding.tokens import gather_tokens
 from specsamp.sampling.warp import greedy
 
 if TYPE_CHECKING:
-    from specsamp.models.block import BlockHead, Caches
+    from specsamp.models.dflash import BlockHead, Caches
 
 Array = jax.Array
 
