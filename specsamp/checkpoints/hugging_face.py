@@ -42,7 +42,7 @@ from specsamp.mesh.sharded import ShardedModel
 from specsamp.models.config import DECODING, TransformerConfig
 from specsamp.models.heads import Head
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8, summed_axes
-from specsamp.models.interface import OneDevice
+from specsamp.models.interface import DeviceLayout
 from specsamp.models.transformer import TransformerLM
 
 OnProgress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
@@ -236,7 +236,7 @@ def placed(shapes: Any, model: TransformerLM | ShardedModel | Head) -> Any:
     if isinstance(model, (ShardedModel, Head)):
         shardings = model.param_shardings(shapes)
     else:
-        shardings = OneDevice().shardings(None, shapes)
+        shardings = DeviceLayout().shardings(None, shapes)
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
 
 

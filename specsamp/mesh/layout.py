@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from specsamp import validate
 from specsamp.decoding.data_shards import DATA, constrain
 from specsamp.models.int8 import Int8Weight, is_int8
+from specsamp.models.interface import DeviceLayout
 
 REPLICA, MODEL = "replica", "model"
 ROWS = "rows"  # the logical axis of logits and of tokens that are sampled from them: the sequences of a data shard
@@ -118,7 +119,7 @@ def mesh_axes(
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(DeviceLayout):
     """The layout of a model's arrays on a mesh, by `RULES`; hashable."""
 
     mesh: Mesh

@@ -18,7 +18,7 @@ from specsamp.models.cache import LayerCache, TransformerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import Experts
 from specsamp.models.int8 import take_rows
-from specsamp.models.interface import Block, MeshLayout
+from specsamp.models.interface import Block, DeviceLayout
 from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract, soft_cap
 
@@ -35,7 +35,7 @@ class Layer(nn.Module):
     window: int | None  # see `Attention`
     attention: type[Attention]
     has_experts: bool = False
-    layout: MeshLayout | None = None  # see `Experts`
+    layout: DeviceLayout | None = None  # see `Experts`
 
     @nn.compact
     def __call__(
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
     """The whole model, called in three parts: `embed`, `run_layers` and `unembed`."""
 
     config: TransformerConfig
-    layout: MeshLayout | None = None  # over a mesh, see `Experts`
+    layout: DeviceLayout | None = None  # over a mesh, see `Experts`
 
     attention: ClassVar[type[Attention]] = Attention
 

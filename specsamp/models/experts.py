@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specsamp.models.config import ExpertsConfig, TransformerConfig
-from specsamp.models.interface import MeshLayout
+from specsamp.models.interface import DeviceLayout
 from specsamp.models.modules import ACTIVATIONS, weight
 from specsamp.models.products import contract, contract_slice
 
@@ -45,7 +45,7 @@ class Experts(nn.Module):
     """Experts with a gate, chosen for each token, ``[B, T, D] -> [B, T, D]``."""
 
     config: TransformerConfig
-    layout: MeshLayout | None = None  # over a mesh; None: one device
+    layout: DeviceLayout | None = None  # over a mesh; None: one device
 
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:

@@ -21,7 +21,7 @@ from specsamp import validate
 from specsamp.models.cache import Int8KVCache, KVCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import decode_weights, take_rows
-from specsamp.models.interface import Block, LanguageModel, LayeredModel, OneDevice
+from specsamp.models.interface import Block, DeviceLayout, LanguageModel, LayeredModel
 from specsamp.models.modules import weight
 from specsamp.models.products import contract, full_precision
 
@@ -119,7 +119,7 @@ class HeadModule(nn.Module):
     """
 
     config: HeadConfig
-    split: Callable[[Array], Array] = OneDevice().split_features
+    split: Callable[[Array], Array] = DeviceLayout().split_features
 
     def declare_ends(self) -> None:
         """Declares the embedding and the output, unless they are the target's."""
@@ -189,7 +189,7 @@ class Head:
     """
 
     config: HeadConfig
-    layout: Any = OneDevice()
+    layout: DeviceLayout = DeviceLayout()
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 Array = jax.Array
 
@@ -47,24 +46,9 @@ class Block:
     visible_BTR: Array  # bool, whether token t of the call sees row r of the tree, in slot ``start_B + r``
 
 
-class MeshLayout(Protocol):
-    """The layout of arrays on a mesh, see `specsamp.mesh.layout.Layout`; hashable."""
-
-    mesh: Mesh
-
-    def spec(self, axes: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
-        """Maps the logical axes of an array of this shape to mesh axes."""
-
-    def shardings(self, axes: Any, shapes: Any) -> Any:
-        """Returns the `NamedSharding` of each array of a tree, from the tree of their logical axes."""
-
-    def per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Returns ``function`` applied on each device to its part of the arrays."""
-
-
 @dataclasses.dataclass(frozen=True)
-class OneDevice:
-    """The layout of a head without a mesh, with the methods of `specsamp.mesh.layout.Layout`: arrays stay where they are."""
+class DeviceLayout:
+    """The layout of arrays over devices: here one, on which they stay. `specsamp.mesh.layout.Layout` is that of a mesh."""
 
     def on_all_devices(self, tree: Any) -> Any:
         return tree
@@ -149,7 +133,7 @@ class LanguageModel(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no compact(): it cannot be the target of a token tree")
 
-    def for_mesh(self, layout: MeshLayout) -> LanguageModel:
+    def for_mesh(self, layout: DeviceLayout) -> LanguageModel:
         """Returns the model for a mesh: itself, unless it is made for a single device."""
         return self
 

@@ -19,7 +19,7 @@ from specsamp.models.cpu_weights import UNEMBEDDING, CPUDecoder, to_cpu_order
 from specsamp.models.decoder import POSITION_EMBEDDING, Decoder
 from specsamp.models.experts import STACKED_AXES
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8
-from specsamp.models.interface import Block, LayeredModel, MeshLayout, Output
+from specsamp.models.interface import Block, DeviceLayout, LayeredModel, Output
 from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
 
@@ -45,7 +45,7 @@ class TransformerLM(LayeredModel):
     config: TransformerConfig
     weight_order: str = "default"
     kernels: Kernels | None = None
-    layout: MeshLayout | None = None
+    layout: DeviceLayout | None = None
 
     def __post_init__(self):
         validate.choice("weight_order", self.weight_order, WEIGHT_ORDERS)
@@ -147,7 +147,7 @@ class TransformerLM(LayeredModel):
             params[f"layer_{i}"] = dict(params[f"layer_{i}"]) | {"attention": attention}
         return {"params": params, "relative_keys": tuple(tables)}
 
-    def for_mesh(self, layout: MeshLayout) -> TransformerLM:
+    def for_mesh(self, layout: DeviceLayout) -> TransformerLM:
         """Returns the model in the default weight order: a CPU's joined heads cannot be split."""
         kernels = self.kernels and dataclasses.replace(self.kernels, layout=layout)
         of_experts = None if self.config.experts is None else layout

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from specsamp import validate
 from specsamp.models.cache import Int8KVCache, KVCache
-from specsamp.models.interface import MeshLayout
+from specsamp.models.interface import DeviceLayout
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import LANES
 from specsamp.models.kernels.decode_attention import MAX_ROWS, SeenSlots, decode_attention
@@ -35,7 +35,7 @@ class Kernels:
       interpret: runs the kernels on the CPU, slowly, for tests.
     """
 
-    layout: MeshLayout | None = None
+    layout: DeviceLayout | None = None
     interpret: bool = False
 
     def for_heads(self, head_size: int) -> Kernels | None:
