@@ -48,9 +48,14 @@ class EarlyExitDrafter(Drafter):
     def __post_init__(self):
         if not isinstance(self.model, LayeredModel):
             raise ValueError(f"an early exit needs a target that is a LayeredModel; got {self.model!r}")
-        validate.integer("exit_layer", self.exit_layer, 1, self.model.num_layers)
+        validate.integer("exit_layer", self.exit_layer, 1, self.last_exit + 1)
         validate.integer("K", self.K, 1)
         validate.integer("window", self.window, 1, 3)
+
+    @property
+    def last_exit(self) -> int:
+        """Returns the largest ``exit_layer``."""
+        return self.model.num_layers - 1
 
     @property
     def weights_key(self) -> None:
