@@ -16,7 +16,7 @@ from specsamp.checkpoints.safetensors_io import INDEX, NO_WEIGHTS, SINGLE, Tenso
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 SMALL_FILES += ("chat_template.jinja", INDEX)
 
-ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model of the hub
+ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model, or of a data set, of the hub
 
 
 def find_folder(name: str | os.PathLike) -> tuple[epath.Path, bool]:
@@ -64,7 +64,7 @@ def read_headers(name: str) -> dict[str, Tensor]:
     Raises:
       FileNotFoundError: the hub does not give the headers. ValueError: the model has no safetensors.
     """
-    hub = _library(name)
+    hub = library(name)
     try:
         files = hub.get_safetensors_metadata(name).files_metadata
     except hub.errors.NotASafetensorsRepoError as error:
@@ -86,7 +86,7 @@ def why_not(name: str) -> str | None:
     """
     if storage.place(name).exists() or not ID.fullmatch(name):
         return None
-    hub = _library(name)
+    hub = library(name)
     try:
         hub.auth_check(name)  # a gated model is listed for all, and given to some
     except hub.errors.GatedRepoError:
@@ -107,20 +107,20 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _library(name: str) -> Any:
+def library(name: str) -> Any:
     """Imports the hub's library; raises ValueError where it is not installed."""
     try:
         import huggingface_hub
     except ImportError as error:
         raise ValueError(
-            f"no folder {name!r}; the library that looks it up on the hub is missing: pip install huggingface_hub"
+            f"there is no {name!r}; the library that looks it up on the hub is missing: pip install huggingface_hub"
         ) from error
     return huggingface_hub
 
 
 def _download(name: str, files: Sequence[str]) -> epath.Path:
     """Downloads files of a model into the cache of the hub's library, and returns their folder."""
-    hub = _library(name)
+    hub = library(name)
     try:
         # Folders beside config.json hold the same model in other formats.
         found = hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=["*/*"])

@@ -14,6 +14,7 @@ from typing import Any
 from etils import epath
 
 from specsamp import storage
+from specsamp.checkpoints.hub import ID, library
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 CONVERTED = "refs/convert/parquet"  # the hub's own Parquet copy of a data set in another format
@@ -96,14 +97,9 @@ def _find(source: str, split: str) -> list[epath.Path]:
     path = storage.place(source)
     if path.exists():
         return [path]
-    if source.startswith(storage.BUCKETS) or not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.endswith(ENDINGS):
+    if source.startswith(storage.BUCKETS) or not ID.fullmatch(source) or source.endswith(ENDINGS):
         raise FileNotFoundError(f"no file {source!r}; give one, or the id of a data set on the hub")
-    try:
-        import huggingface_hub as hub
-    except ImportError as error:
-        raise ValueError(
-            f"there is no file {source!r}, and reading the hub takes a library: pip install huggingface_hub"
-        ) from error
+    hub = library(source)
     try:
         hub.auth_check(source, repo_type="dataset")  # fails at once without a network, where a list is tried five times
         for revision in (None, CONVERTED):
