@@ -238,7 +238,9 @@ class Nodes:
     chosen: tuple[Index, ...] = ()  # by level from the second on, the nodes that the draft read
     newest: int = 0  # how many stand on the last level
 
-    def with_children(self, rows: DraftRows, families_WC: np.ndarray, tokens_BWC: Array, law_BWV: Array) -> Nodes:
+    def with_children(
+        self, rows: DraftRows, families_WC: np.ndarray, tokens_BWC: Array, law_BWV: Array | None
+    ) -> Nodes:
         """Returns the nodes with the children of the newest rows.
 
         Args:
