@@ -10,7 +10,7 @@
 
 Each cell takes turns with plain decoding of the same prompts. K = 0 compares plain decoding with itself, which shows how
 far a speedup may be off. The file is written after each cell: the same command resumes, and another grid of the same
-configuration adds its cells. A file belongs to one machine. --trace=runs/trace also shows the time of each part of a round.
+configuration adds its cells. A file belongs to one machine. --trace=runs/trace also writes a profile of some rounds.
 
 --sweep measures the ``GRIDS`` of the configuration's file, each a list of what --grid takes.
 """
@@ -42,9 +42,8 @@ from launch.lib.fields import ExperimentConfig
 from launch.lib.machine_choice import for_machine
 from specsamp import use_compilation_cache
 from specsamp.analysis import grid, tables
-from specsamp.analysis.benchmark import Result, benchmark
+from specsamp.analysis.benchmark import Result, benchmark, write_profile
 from specsamp.analysis.grid import Cell
-from specsamp.analysis.trace import trace
 from specsamp.analysis.workload import check_fits, decoders
 from specsamp.decoding.pair import Pair
 from specsamp.sampling.synthetic import LABEL
@@ -61,7 +60,7 @@ _PROMPTS = define_prompts()
 _OUTPUT = entry.define_output()
 _CHIP_HOUR = costs.define_chip_hour()
 _TRACE = flags.DEFINE_string(
-    "trace", None, "Then profile one prefill and some rounds into this folder, and show their time by named scope."
+    "trace", None, "Then profile one prefill and some rounds into this folder, for xprof or Perfetto."
 )
 _AGAIN = define_again()
 
@@ -92,7 +91,7 @@ def main() -> None:
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
     measure_all(make_cells(configs, experiment), identity | pair_identity(experiment), experiment.pair, console)
     if jax.config.jax_disable_jit:
-        console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and phases are left out.")
+        console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and calls are not timed.")
 
 
 def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, console: Console) -> None:
@@ -112,18 +111,13 @@ def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, 
 
     start = time.perf_counter()
     measured = measure_missing([cell.facts for cell in cells], measure, results, _AGAIN.value, console)
-    if _TRACE.value and "result" in (found := results.find(cells[0].key)):
-        (cell,) = cells
+    if _TRACE.value:
+        (cell,), folder = cells, entry.visible(_TRACE.value)
         (decoder,) = decoders(pair, {"speculative": cell.method}, cell.workload).values()
         with entry.progress(console, "compiling and tracing"):
-            programs = trace(decoder, _TRACE.value)
-        shown, folder = [program.table() for program in programs if program.ms], entry.visible(_TRACE.value)
-        entry.show(shown, console)
+            write_profile(decoder, _TRACE.value)
         console.print(f"\ntrace: pip install xprof; xprof --logdir={folder} --port=6006; open http://localhost:6006")
         console.print(f"or open the latest .trace.json.gz in {folder} at https://ui.perfetto.dev")
-        if not shown:
-            console.print(f"{jax.default_backend()} reported no operations: there is no table by scope")
-        results.add({**found, "trace": programs}, entry.header())
     if not entry.is_first():
         return
     if measured:

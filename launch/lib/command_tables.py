@@ -131,7 +131,7 @@ def drafters(document: Document) -> Table:
     rows = []
     for key, result in answers(document):
         K, split, counts = key["draft_length"], result["split"], result["acceptance"]
-        spent = sum(split[part]["ms"]["median"] for part in ("draft", "commit"))
+        spent = sum(split[part]["ms"]["median"] for part in ("draft", "commit") if part in split)
         row = {
             "drafter": key["drafter"],
             "sampling": law(key),

@@ -24,8 +24,8 @@ from launch.lib.fields import MACHINE, ExperimentConfig
 from specsamp import machine, storage
 from specsamp.analysis import grid, report
 from specsamp.analysis.acceptance import Profile
+from specsamp.analysis.calls import TIMED_LENGTH, time_calls
 from specsamp.analysis.costs import CallCosts
-from specsamp.analysis.draft_length import TIMED_LENGTH, time_calls
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import decoders
 from specsamp.checkpoints.trained_pair import pair_folder

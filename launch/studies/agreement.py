@@ -8,7 +8,7 @@ difference of two passes over the *same* texts is the noise, and no forecast com
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,11 @@ from specsamp import greedy
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.costs import CostTable, Round, clock_error
 from specsamp.analysis.grid import distribution_of, words
-from specsamp.analysis.planner import Forecast, make_plan
+from specsamp.analysis.planner import make_plan
 from specsamp.analysis.report import Table
-from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, decode_in_turns, decoders
+from specsamp.analysis.workload import Quartiles, TimedDecoder, decode_in_turns, decoders
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.method import Method
-from specsamp.decoding.results import RowStats
 
 BATCHES, PASSES, GREEDY = (1, 4), 2, "greedy"
 
@@ -62,18 +61,32 @@ def agreement(fit: Mapping[int, TimedDecoder], check: Mapping[int, TimedDecoder]
     """Forecasts from the texts of one half of the prompts what is measured on the other; decoders are by K."""
     work = check[0].workload
     sides = {("fit", K): side for K, side in fit.items()} | {("check", K): side for K, side in check.items()}
-    passes = [decode_in_turns(sides, work.repeats, say) for _ in range(PASSES)]
-    timed = {name: Timed([timings[name] for timings in passes]) for name in sides}
+    passes = [decode_in_turns(sides, work.repeats, say) for _ in range(PASSES)]  # of the same texts
+    seconds_PR = {name: np.array([[one.loop_seconds for one in each[name]] for each in passes]) for name in sides}
+    rounds_R = {name: np.array([one.rounds for one in passes[0][name]]) for name in sides}
+    rows = {name: [row for one in passes[0][name] for row in one.rows] for name in sides}
+    ms_R = {name: np.median(seconds, axis=0) * 1e3 for name, seconds in seconds_PR.items()}
+    round_ms = {name: float(ms_R[name].sum() / rounds_R[name].sum()) for name in sides}
     costs = CostTable(
-        rounds=tuple(Round(draft_length=K, batch=work.batch, ms=timed["fit", K].round_ms) for K in fit),
-        error=clock_error(timed["fit", K].error for K in fit),
+        rounds=tuple(Round(draft_length=K, batch=work.batch, ms=round_ms["fit", K]) for K in fit),
+        error=clock_error(Quartiles.of(ms_R["fit", K] / rounds_R["fit", K]).relative_error(work.repeats) for K in fit),
     )
     texts = len(work.prompts)  # the last batch may repeat the first of them
-    acceptance = {K: Profile.of_texts(timed["fit", K].rows[:texts]) for K in fit if K}
+    acceptance = {K: Profile.of_texts(rows["fit", K][:texts]) for K in fit if K}
     plan = make_plan(acceptance, costs, draft_lengths=tuple(check), batch=work.batch, new_tokens=work.max_new_tokens)
-    checks = [compared(plan[K], timed["check", K], work.max_new_tokens, work.batch) for K in check]
-    chosen, best = plan.best.draft_length, min(checks, key=lambda check: check["measured"])
-    measured = {check["draft_length"]: check["measured"] for check in checks}
+    measured = {K: ms_R["check", K].sum() / (work.repeats * work.batch * work.max_new_tokens) for K in check}
+    totals = {K: seconds_PR["check", K].sum(1) for K in check}
+    checks = [
+        {
+            "draft_length": K,
+            "forecast": plan[K].ms_per_token,
+            "measured": ms,
+            "error": plan[K].ms_per_token.value / ms - 1,
+            "noise": (totals[K].max() - totals[K].min()) / totals[K].mean(),
+        }
+        for K, ms in measured.items()
+    ]
+    chosen, best = plan.best.draft_length, min(measured, key=lambda K: measured[K])
     return {
         "check_batch": work.batch,
         "prompts": texts,
@@ -82,54 +95,8 @@ def agreement(fit: Mapping[int, TimedDecoder], check: Mapping[int, TimedDecoder]
         "worst_error": max(abs(check["error"]) for check in checks),
         "worst_noise": max(check["noise"] for check in checks),
         "best_forecast": chosen,
-        "best_measured": best["draft_length"],
-        "lost": measured[chosen] / best["measured"] - 1,
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """The texts of a decoder, in passes that decode the same: seconds by pass and batch of texts."""
-
-    passes: Sequence[Sequence[Timing]]
-
-    @property
-    def rows(self) -> list[RowStats]:
-        """Returns the counts of each text."""
-        return [row for timing in self.passes[0] for row in timing.rows]
-
-    @property
-    def rounds_R(self) -> np.ndarray:
-        """Returns the rounds of each batch."""
-        return np.array([timing.rounds for timing in self.passes[0]])
-
-    @property
-    def seconds_PR(self) -> np.ndarray:
-        """Returns the seconds of each batch in each pass."""
-        return np.array([[timing.loop_seconds for timing in timings] for timings in self.passes])
-
-    @property
-    def round_ms(self) -> float:
-        """Returns the milliseconds of a round."""
-        return float(np.median(self.seconds_PR, axis=0).sum() / self.rounds_R.sum() * 1e3)
-
-    @property
-    def error(self) -> float:
-        """Returns the relative standard error of a round's time."""
-        ms_R = np.median(self.seconds_PR, axis=0) / self.rounds_R
-        return Quartiles.of(ms_R).relative_error(len(ms_R))
-
-
-def compared(forecast: Forecast, timed: Timed, new_tokens: int, batch: int) -> dict[str, Any]:
-    """Returns a forecast and the measurement."""
-    rounds = timed.rounds_R.sum() / (new_tokens * len(timed.rounds_R))  # of one sequence, per token
-    measured, totals = timed.round_ms * rounds / batch, timed.seconds_PR.sum(1)
-    return {
-        "draft_length": forecast.draft_length,
-        "forecast": forecast.ms_per_token,
-        "measured": float(measured),
-        "error": float(forecast.ms_per_token.value / measured - 1),
-        "noise": float((totals.max() - totals.min()) / totals.mean()),  # of two passes over the same texts
+        "best_measured": best,
+        "lost": measured[chosen] / measured[best] - 1,
     }
 
 

@@ -6,6 +6,7 @@
 Target and draft have Llama's shape and are exported, in float32. Their weights are random around one chain of tokens that
 both prefer, so that drafts are accepted about as often as good ones. Each engine has a thread for every core of this
 process. llama.cpp verifies as its Python package does: a drafted token is kept if it is the token that the target samples.
+The table of one shape, python_pair_transformers.json, is a dated record.
 """
 
 import functools
@@ -216,6 +217,18 @@ def table(document: Document) -> Table:
     return Table(title="The same weights in three engines", header=header, rows=rows)
 
 
+def same_shape(document: Document) -> Table:
+    """Returns the milliseconds per token of plain decoding beside transformers, a dated record of one shape."""
+    sides = {"ours": "specsamp", "transformers": f"transformers {document['transformers']}"}
+    ms = {name: document["ms_per_token"][side] for side, name in sides.items()}
+    return Table(
+        title="Plain decoding beside Hugging Face transformers",
+        header=("plain decoding, greedy, float32, batch 1", "ms per token (quartiles)"),
+        rows=[(name, band(one["median"], (one["lower"], one["upper"]), 2)) for name, one in ms.items()],
+        note=f"specsamp is {ratio(document['ratio'])} as fast, turn by turn.",
+    )
+
+
 STUDY = Study(
     question="How fast is decoding beside Hugging Face transformers and llama.cpp, with the same weights?",
     options={
@@ -224,5 +237,9 @@ STUDY = Study(
     },
     prepare=prepare,
     measure=measure,
-    tables={"arena": Published(["arena"], table)},
+    tables={
+        "arena": Published(["arena"], table),
+        "transformers": Published(["python_pair_transformers"], same_shape),
+    },
+    shown=lambda options: ["arena"],
 )

@@ -64,6 +64,8 @@ def draw_paper(document: Document) -> Any:
         if number == 0 and all(result["split"] for result in results):
             for marker, part in zip("^vx", ("draft", "score", "verify")):
                 steps = [result["split"]["step"]["ms"]["median"] for result in results]
+                if any(part not in result["split"] for result in results):
+                    continue  # older files have the rule, too
                 parts = [result["split"][part]["ms"]["median"] / step for result, step in zip(results, steps)]
                 look = {"color": COLOURS[0], "marker": marker, "markersize": 3, "linewidth": 0.6}
                 rounds.plot(lengths, [float(part == "score"), *parts], **look, label=f"{name}: {part}")

@@ -66,10 +66,10 @@ def measure(options, key, say) -> dict[str, Any]:
 
 
 def point_of(rule: str, result: Result) -> dict[str, Any]:
-    """Returns what was measured of a rule and a K, and how much of what theory allows it is, for which phases are timed."""
+    """Returns what was measured of a rule and a K, and how much of what theory allows it is, for which calls are timed."""
     split, allowed, K = result.split, result.allowed_speedup, result.speculative.draft_length
     if split is None or allowed is None:
-        raise ValueError("the phases of a round were not timed, so theory has no costs: see JAX_DISABLE_JIT, or memory")
+        raise ValueError("the calls of a round were not timed, so theory has no costs: see JAX_DISABLE_JIT, or memory")
     return {
         "rule": rule,
         "draft_length": K,
@@ -78,7 +78,7 @@ def point_of(rule: str, result: Result) -> dict[str, Any]:
         "acceptance": result.acceptance,
         "costs": {
             "target_step": split.step.ms.median,
-            "draft_call": split.draft_model.ms.median / K,
+            "draft_call": split.draft.ms.median / K,
             "score": split.score.ms.median,
         },
         "efficiency": result.overall_speedup / allowed,

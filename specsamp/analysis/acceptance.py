@@ -11,9 +11,6 @@ Under the token rule and the block rule the chance at position i does not depend
 al., arXiv 2403.10444), so one profile serves every K. It does depend on where in the text rounds begin: after a
 rejection the next round begins at a hard token, and long drafts end in rejections more often. Where acceptance was
 counted at several K, a dict ``{K: Profile}`` holds one profile for each, see `profile_at`.
-
-Texts differ in difficulty, and a batch ends with its slowest sequence. So `Profile.of_texts` keeps one exponent for
-each text: text t accepts at position i with ``by_position[i] ** texts[t]``.
 """
 
 from __future__ import annotations
@@ -75,13 +72,11 @@ class Profile:
       by_position: ``P(n >= i | n >= i - 1)``, i = 1, 2, ...
       beyond: the same at all later positions.
       error: the relative standard error of tokens per round; 0 if they are known exactly.
-      texts: one exponent for each text, 1 for the average one.
     """
 
     by_position: tuple[float, ...]
     beyond: float
     error: float = 0.0
-    texts: tuple[float, ...] = (1.0,)
 
     @classmethod
     def of_rate(cls, rate: float) -> Profile:
@@ -149,13 +144,12 @@ class Profile:
         if count > 1:
             differs_P = emitted_P - rounds_P * (emitted_P.sum() / rounds_P.sum())
             error = math.sqrt(count / (count - 1) * (differs_P**2).sum()) / emitted_P.sum()
-        return dataclasses.replace(whole, texts=_exponents(texts, whole), error=error)
+        return dataclasses.replace(whole, error=error)
 
-    def survival(self, draft_length: int, text: float = 1.0) -> np.ndarray:
-        """Returns ``P(n >= i)``, i = 1 .. K, float64, of a text with this exponent."""
+    def survival(self, draft_length: int) -> np.ndarray:
+        """Returns ``P(n >= i)``, i = 1 .. K, float64."""
         known = self.by_position[:draft_length]
-        chances = np.array([*known, *[self.beyond] * (draft_length - len(known))])
-        return np.cumprod(chances**text)
+        return np.cumprod(np.array([*known, *[self.beyond] * (draft_length - len(known))], np.float64))
 
     def tokens_per_round(self, draft_length: int) -> Interval:
         """Returns ``1 + sum_i P(n >= i)``, for rounds that no budget and no stop cuts short."""
@@ -170,21 +164,3 @@ def profile_at(acceptance: Acceptance, draft_length: int) -> Profile:
     if isinstance(acceptance, Profile):
         return acceptance
     return acceptance[max((K for K in acceptance if K <= draft_length), default=min(acceptance))]
-
-
-def _exponents(texts: Sequence[RowStats], whole: Profile) -> tuple[float, ...]:
-    """Returns the exponent of each text, from the mean number of tokens that its rounds accepted.
-
-    Means are moved towards the common mean until only the variance between texts is left (method of moments).
-    """
-    counts_TN = np.array([text.accepted_counts for text in texts])
-    most = counts_TN.shape[1] - 1
-    accepted_N, rounds_T = np.arange(most + 1), counts_TN.sum(1)
-    mean_T = counts_TN @ accepted_N / rounds_T
-    within = (counts_TN @ accepted_N**2 - rounds_T * mean_T**2).sum() / max(rounds_T.sum() - len(texts), 1)
-    by_chance, observed = within * np.mean(1 / rounds_T), mean_T.var()
-    if observed <= by_chance:
-        return (1.0,) * len(texts)
-    mean_T = mean_T.mean() + math.sqrt(1 - by_chance / observed) * (mean_T - mean_T.mean())
-    tried = np.geomspace(64, 1e-3, 500)  # the expected mean rises as the exponent falls
-    return tuple(np.interp(mean_T, [whole.survival(most, exponent).sum() for exponent in tried], tried).tolist())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import os
 import resource
 import sys
 import time
@@ -23,7 +24,7 @@ import jax
 import numpy as np
 
 from specsamp.analysis.acceptance import expected_tokens
-from specsamp.analysis.trace import Profiled, middle_rounds
+from specsamp.analysis.calls import call_runs
 from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, Workload, decoders, take_turns
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.method import Method
@@ -32,7 +33,8 @@ from specsamp.decoding.results import RowStats
 from specsamp.models.compiling import is_out_of_memory
 from specsamp.sampling.rejection import TokenRule
 
-MOST_SPLITS = 5  # profiles of rounds
+PROFILED_ROUNDS = 8  # few enough to look at
+CALL_TURNS = 4  # of the calls of a round, in each repeat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,36 +46,19 @@ class PhaseTime:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundSplit:
-    """One round of the speculative loop by scope, and a round of the autoregressive loop for comparison.
+    """The calls of a round, each timed by itself (`specsamp.analysis.calls`), and that of a step without a draft."""
 
-    The five parts are ``draft_model``, ``draft_sampling``, ``score``, ``verify``, ``commit``.
-    """
-
-    draft_model: PhaseTime  # calls of the draft model
-    draft: PhaseTime  # the same with warps and draws
-    draft_sampling: Quartiles  # ms: draft - draft_model
-    score: PhaseTime  # the call of the target
-    verify: PhaseTime  # warping its logits, and the rule
-    commit: PhaseTime  # bookkeeping
-    round: PhaseTime  # the whole
-    unexplained: Quartiles  # ms of operations in no scope, and between operations
-    sampling_share: Quartiles  # (draft_sampling + verify + commit) / round
-    step: PhaseTime  # one round of the autoregressive loop
-    least_round: Quartiles  # (draft_model + score) / step: the round if only its models took time, in steps
+    draft: PhaseTime  # K tokens, with their warps and draws
+    score: PhaseTime  # the target's call for K + 1 positions
+    step: PhaseTime  # the target's call for one position
+    least_round: Quartiles  # (draft + score) / step: the round if only its calls took time, in steps
 
     @classmethod
-    def of(cls, ms: Mapping[str, np.ndarray]) -> RoundSplit:
-        """Summarises milliseconds by turn; ``ms["sample"]`` is the part of the draft that warps and draws."""
-        draft_model, sampling = ms["draft"] - ms["sample"], ms["sample"] + ms["verify"] + ms["commit"]
-        whole = ("draft", "score", "verify", "commit", "round", "step")
-        return cls(
-            **{name: PhaseTime(ms=Quartiles.of(ms[name])) for name in whole},
-            draft_model=PhaseTime(ms=Quartiles.of(draft_model)),
-            draft_sampling=Quartiles.of(ms["sample"]),
-            unexplained=Quartiles.of(ms["round"] - draft_model - ms["score"] - sampling),
-            sampling_share=Quartiles.of(sampling / ms["round"]),
-            least_round=Quartiles.of((draft_model + ms["score"]) / ms["step"]),
-        )
+    def of(cls, **ms: Sequence[float]) -> RoundSplit:
+        """Summarises milliseconds of the three calls by turn."""
+        draft, score, step = (np.array(ms[name]) for name in ("draft", "score", "step"))
+        parts = {name: PhaseTime(ms=Quartiles.of(times)) for name, times in ms.items()}
+        return cls(**parts, least_round=Quartiles.of((draft + score) / step))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +94,7 @@ class Result:
     overall_speedup: float  # the same of all repeats together: seconds over seconds
     acceptance: RowStats  # counts of the speculative side, over all rows and repeats
     same_tokens: int  # repeats in which both sides emitted the same tokens: all of them if greedy, except near-ties
-    split: RoundSplit | None  # None under JAX_DISABLE_JIT, for adaptive lengths, or where no profile can be made
+    split: RoundSplit | None  # None under JAX_DISABLE_JIT, for adaptive lengths, or where memory does not suffice
     slots: int  # of the caches, which attention reads
     memory: Mapping[str, Any]  # see `memory_use`
     variation_per_text: float | None = None  # of a lossy rule, see `specsamp.sampling.rules.Meter`; None: not metered
@@ -167,52 +152,43 @@ def benchmark(
 
 
 def _split(sides: Mapping[str, TimedDecoder], repeats: int, progress: Callable[[str], None]) -> RoundSplit | None:
-    """Measures the parts of a round; None if the length adapts or the caches of both sides do not fit into memory."""
+    """Times the calls of a round; None if the length adapts, or where they do not fit into memory beside the decoders."""
     if jax.config.jax_disable_jit or sides["speculative"].method.adaptive is not None:
         return None
     try:
-        return split_round(sides["speculative"], sides["autoregressive"], min(repeats, MOST_SPLITS), progress)
+        progress("timing the calls of a round")
+        return split_round(sides["speculative"], CALL_TURNS * repeats)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        progress("the phases of a round do not fit beside each other: left out")
+        progress("the calls of a round do not fit into memory: left out")
         return None
 
 
-def split_round(
-    speculative: TimedDecoder,
-    autoregressive: TimedDecoder,
-    turns: int,
-    progress: Callable[[str], None] = lambda text: None,
-) -> RoundSplit | None:
-    """Times rounds of two decoders in turn, and profiles those of the first.
+def split_round(speculative: TimedDecoder, turns: int) -> RoundSplit:
+    """Times the calls of a round, in turn."""
+    K = speculative.method.drafter.K
+    runs = call_runs({"draft": speculative}, {"draft": speculative.prefill(speculative.requests(0))}, (1, K + 1))
+    take_turns(runs, 1)  # the first run of a program is slower
+    ms = take_turns(runs, turns)
+    return RoundSplit.of(draft=ms["draft"], score=ms[K + 1], step=ms[1])
 
-    A profile takes time itself, so it only gives the phases' shares of a round; the milliseconds are a clock's, without
-    it. A phase that was timed alone in a loop would be too fast: the draft's weights would stay in a CPU's cache.
 
-    Returns:
-      The split; None where the platform reports no operations.
+def write_profile(decoder: TimedDecoder, folder: str | os.PathLike) -> None:
+    """Profiles a prefill and the first `PROFILED_ROUNDS` rounds of a workload, for xprof or Perfetto.
+
+    Operations carry the `jax.named_scope` that they come from. All processes must call this; each writes its own file.
     """
-    progress("compiling the phases of a round")
-    profiled = Profiled(speculative)
-    timers = {"round": lambda: round_ms(speculative), "step": lambda: round_ms(autoregressive)}
-    timers |= {"shares": profiled.round_shares}
-    runs = {name: lambda turn, timer=timer: timer() for name, timer in timers.items()}
-    measured = take_turns(runs, turns, lambda text: progress(f"phases: turn {text}"))
-    shares = measured.pop("shares")
-    if not all(shares):
-        return None
-    ms = {name: np.array(times) for name, times in measured.items()}
-    return RoundSplit.of(ms | {name: np.array([one[name] for one in shares]) * ms["round"] for name in shares[0]})
 
+    def decode() -> None:
+        requests = decoder.requests(0)
+        jax.block_until_ready(decoder.engine.run(decoder.prefill(requests), PROFILED_ROUNDS))
 
-def round_ms(decoder: TimedDecoder) -> float:
-    """Times a round in the middle of a text by the clock, nothing profiled."""
-    warm, rounds = middle_rounds(decoder)
-    state = jax.block_until_ready(decoder.engine.run(decoder.prefill(decoder.requests(0)), warm))
-    start = time.perf_counter()
-    jax.block_until_ready(decoder.engine.run(state, rounds))
-    return (time.perf_counter() - start) / rounds * 1e3
+    decode()  # compiles
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # calls of Python functions would be most of the events
+    with jax.profiler.trace(folder, profiler_options=options):
+        decode()
 
 
 def memory_use(weights: Any, caches: Any) -> dict[str, Any]:

@@ -12,51 +12,35 @@ reproduce a run.
 `calibrate` measures the numbers from which `specsamp.Adaptive` chooses anew for each sequence and round; `cost_table`
 forecasts its milliseconds. Print the result, and write it down.
 
-    costs = time_calls(pair, {"model": Method(drafter=ModelDrafter(pair.draft, TIMED_LENGTH))}, Workload())
-    make_plan(Profile.of_positions((0.8, 0.85)), costs["model"]).best.draft_length
-
-Whole loops take a compilation for each draft length. Where acceptance is known, calls do: these take one for each number
-of scored positions, and one for each drafter.
+Whole loops take a compilation for each draft length. Where acceptance is known, single calls do: `specsamp.analysis.calls`.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
 import functools
-import math
 import operator
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.analysis.costs import CallCosts, Costs
-from specsamp.analysis.workload import Timing, Workload, decode_in_turns, decoders, take_turns
+from specsamp.analysis.costs import Costs
+from specsamp.analysis.workload import Timing, Workload, decode_in_turns, decoders
 from specsamp.decoding.adaptive import LENGTHS, Adaptive, Stop
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, check_budgets, encode
 from specsamp.decoding.results import RowStats
-from specsamp.decoding.state import DecodeState, RequestBatch, Weights
 from specsamp.mesh.distributed import gather_objects
-
-Array = jax.Array
 
 DRAFT_LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 LONGEST_TEXT = 64  # new tokens of a measurement, in caches of the full size
 # The measured texts must not share their noise with the completions: K would depend on the random numbers that decide
 # the text, and the completions would no longer follow the target's distribution.
 SEED = 0x9E3779B9
-TIMED_POSITIONS = (1, 2, 4, 6, 8)  # that the target scores in the calls that are timed
-TIMED_LENGTH = max(TIMED_POSITIONS) - 1  # the draft length of the drafts that are timed
-CALL_SECONDS = 4.0
 
 
 def choose_draft_length(
@@ -179,69 +163,6 @@ def time_lengths(
         check_budgets(pair, methods[K].drafter, [*map(len, token_lists)], budget)
     sides = decoders(pair, methods, workload, least_length=workload.prompt_length + budget)
     return decode_in_turns(sides, workload.repeats)
-
-
-def time_calls(
-    pair: Pair, methods: Mapping[str, Method], workload: Workload, seconds: float = CALL_SECONDS
-) -> dict[str, CallCosts]:
-    """Times the target's calls and the drafts of each method, in turn, in the middle of a text of the workload.
-
-    Args:
-      methods: ways to decode whose drafters have K = `TIMED_LENGTH`, by a name.
-      seconds: for all calls together, without compiling.
-
-    Returns:
-      The costs of rounds with each drafter, from medians.
-    """
-    if jax.config.jax_disable_jit:
-        raise ValueError("calls are timed as compiled programs: choose the draft length yourself under JAX_DISABLE_JIT")
-    states, calls = {}, {}
-    for name, decoder in decoders(pair, methods, workload).items():
-        engine, requests = decoder.engine, decoder.requests(0)
-        shapes = jax.eval_shape(lambda decoder=decoder, requests=requests: decoder.prefill(requests))
-        state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dataclasses.replace(shapes, request=None))
-        states[name] = dataclasses.replace(state, lengths_B=jnp.full_like(state.lengths_B, workload.longest // 2))
-        given = engine.weights, engine.arrays(requests)
-        calls[name] = name, functools.partial(_draft, engine.loop), given
-        for T in TIMED_POSITIONS if len(states) == 1 else ():
-            calls[T] = name, functools.partial(_score, engine.loop, T), given
-
-    def compiled(call: tuple) -> Callable:
-        name, function, given = call
-        lowered = jax.jit(function, donate_argnums=2).lower(*given, states[name])
-        return lowered.compile(compiler_options=dict(pair.target.compiler_options))
-
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        programs = dict(zip(calls, threads.map(compiled, calls.values())))
-
-    def timed(key: str | int, turn: int) -> float:
-        name, _, given = calls[key]
-        start = time.perf_counter()
-        states[name], _ = jax.block_until_ready(programs[key](*given, states[name]))
-        return (time.perf_counter() - start) * 1e3
-
-    runs = {key: functools.partial(timed, key) for key in calls}
-    once = sum(min(times) for times in take_turns(runs, 3).values())  # the first run of a program is slower
-    times = take_turns(runs, max(math.ceil(seconds * 1e3 / once), 3))
-    ms = {key: float(np.median(of_key)) for key, of_key in times.items()}
-    target_ms = dict(zip(TIMED_POSITIONS, np.maximum.accumulate([ms[T] for T in TIMED_POSITIONS]).tolist()))
-    return {name: CallCosts(target_ms=target_ms, draft_ms=ms[name] / TIMED_LENGTH) for name in methods}
-
-
-def _score(
-    loop: Loop, positions: int, weights: Weights, request: RequestBatch, state: DecodeState
-) -> tuple[DecodeState, Array]:
-    """Calls the target; returns the state with its cache, and the logits."""
-    tokens_BT = state.tokens_BS[:, :positions]
-    layers = loop.drafter.hidden_layers
-    output = loop.target(weights.target, tokens_BT, state.lengths_B, state.cache, hidden_layers=layers)
-    return dataclasses.replace(state, cache=output.cache), output.logits_BTV
-
-
-def _draft(loop: Loop, weights: Weights, request: RequestBatch, state: DecodeState) -> tuple[DecodeState, Array]:
-    """Drafts once; returns the state after it, and the tokens."""
-    draft, drafter_state, cache = loop.draft(weights, request, state)
-    return dataclasses.replace(state, drafter_state=drafter_state, cache=cache), draft.tokens_BK
 
 
 def _rising(ms: Sequence[float]) -> tuple[float, ...]:

@@ -6,8 +6,7 @@
 A round emits ``1 + sum_i P(n >= i)`` tokens (`specsamp.analysis.acceptance`) and takes ``round_ms``
 (`specsamp.analysis.costs`). K = 0 is plain decoding and is compared with the others.
 
-A batch ends with its slowest sequence. With ``new_tokens`` the planner draws the rounds of 8,000 sequences, whose texts
-are those of the profile, and computes how many rounds the slowest of B of them needs. Without ``new_tokens`` sequences
+A batch ends with its slowest sequence. With ``new_tokens`` the planner draws the rounds of 8,000 sequences, and computes how many rounds the slowest of B of them needs. Without ``new_tokens`` sequences
 never end, as on a server that refills its batch.
 """
 
@@ -111,15 +110,14 @@ def rounds_per_token(profile: Profile, draft_length: int, batch: int = 1, new_to
     """Returns the expected rounds of a batch, until its slowest sequence ends, over the tokens of one sequence."""
     if draft_length == 0:
         return 1.0
-    survival_TK = np.stack([profile.survival(draft_length, text) for text in profile.texts])
+    survival_K = profile.survival(draft_length)
     if new_tokens is None:
-        return float(np.mean(1 / (1 + survival_TK.sum(1))))
+        return float(1 / (1 + survival_K.sum()))
     random = np.random.default_rng(0)
-    survival_RK = survival_TK[np.resize(random.permutation(len(survival_TK)), DRAWS)]
     left_R, rounds_R = np.full(DRAWS, new_tokens), np.zeros(DRAWS)
     while (running_R := left_R > 0).any():
         uniforms_R = (random.permutation(DRAWS) + 0.5) / DRAWS  # spread evenly, so that few draws say as much as many
-        left_R -= 1 + (uniforms_R[:, None] < survival_RK).sum(1)
+        left_R -= 1 + (uniforms_R[:, None] < survival_K).sum(1)
         rounds_R += running_R
     shares = np.arange(DRAWS + 1) / DRAWS
     return float(np.sort(rounds_R) @ np.diff(shares**batch)) / new_tokens  # the largest of any ``batch`` of them

@@ -16,7 +16,6 @@ from rich.text import Text
 from specsamp.analysis.acceptance import rate_error
 from specsamp.decoding.results import RowStats
 
-BAR = "█"  # cells of a bar are green
 GAP = 2  # spaces between columns
 
 
@@ -87,7 +86,7 @@ def _drawn(table: Table, plain: bool) -> RichTable:
 
 def _cell(text: str) -> Text:
     bold = text.startswith("**")
-    return Text(text.strip("*") if bold else text, style="bold" if bold else "green" if BAR in text else "")
+    return Text(text.strip("*") if bold else text, style="bold" if bold else "")
 
 
 def _block(table: Table, row: Sequence[str]) -> str:

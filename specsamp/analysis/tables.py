@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specsamp.analysis.acceptance import Interval, rate_error
-from specsamp.analysis.benchmark import Result, RoundSplit
+from specsamp.analysis.benchmark import Result
 from specsamp.analysis.grid import counts_of, distribution_of, setting
-from specsamp.analysis.report import BAR, Table
+from specsamp.analysis.report import Table
 from specsamp.analysis.workload import Quartiles
 from specsamp.decoding.results import RowStats
 
-BAR_WIDTH = 16
 PRICE = ("bias per token", "per text, at most", "acceptance bought")
 PRICE_NOTE = (
     "bias: the total variation of a lossy rule's distribution of a token from the target's; per text: the mean of its sums "
@@ -30,7 +29,7 @@ def result_tables(result: Result, label: str = "") -> list[Table]:
         price = dict(zip(PRICE, prices(result.acceptance, result.variation_per_text)))
         tables.append(Table.of("Price of the lossy rule, metered", [{"": ""} | price], note=PRICE_NOTE))
     if result.split is not None:
-        tables.append(_split_table(result.split))
+        tables.append(_split_table(result))
     return [dataclasses.replace(table, title=f"{label}: {table.title}" if label else table.title) for table in tables]
 
 
@@ -138,25 +137,19 @@ def _acceptance_table(counts: RowStats) -> Table:
     return Table(title="Drafted tokens: accepted where verified, ± standard error", header=header, rows=rows)
 
 
-def _split_table(split: RoundSplit) -> Table:
-    times = {
-        "draft: model calls": split.draft_model.ms,
-        "draft: warp and draw": split.draft_sampling,
-        "score: target call": split.score.ms,
-        "verify: warp and rule": split.verify.ms,
-        "commit: bookkeeping": split.commit.ms,
-        "unexplained": split.unexplained,
-        "the whole round": split.round.ms,
-    }
-    rows = []
-    for name, ms in times.items():
-        share = ms.median / split.round.ms.median
-        bar = (BAR * round(BAR_WIDTH * min(max(share, 0), 1))).ljust(BAR_WIDTH)
-        rows.append((name, quartiles(ms), f"{share:.1%}", bar))
-    rows.append(("all but the two models", "", quartiles(split.sampling_share, "%"), ""))
-    rows.append(("one autoregressive round", quartiles(split.step.ms), "", ""))
-    note = "ms by the clock, shares by the scopes of a profile; unexplained is in none of them"
-    return Table(title="One round", header=("", "ms", "of the round", ""), rows=rows, note=note)
+def _split_table(result: Result) -> Table:
+    """Tabulates the calls of a round; what is left of the round is the rule, the bookkeeping, and the noise of two clocks."""
+    split, whole = result.split, result.speculative.ms_per_round
+    rows = [
+        (name, quartiles(ms), f"{ms.median / whole.median:.1%}")
+        for name, ms in (
+            ("draft", split.draft.ms),
+            ("score: target call", split.score.ms),
+            ("the whole round", whole),
+            ("one step of the target", split.step.ms),
+        )
+    ]
+    return Table(title="Calls of a round, each timed by itself", header=("", "ms", "of the round"), rows=rows)
 
 
 def interval(value: Interval, unit: str = "", digits: int = 3) -> str:

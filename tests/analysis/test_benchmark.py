@@ -15,9 +15,9 @@ from specsamp import machine
 from specsamp.analysis import benchmark as benchmark_module
 from specsamp.analysis import report, tables
 from specsamp.analysis.acceptance import expected_tokens, rate_error
-from specsamp.analysis.benchmark import benchmark
+from specsamp.analysis.benchmark import RoundSplit, benchmark, write_profile
 from specsamp.analysis.grid import counts_of
-from specsamp.analysis.workload import Workload, take_turns
+from specsamp.analysis.workload import Workload, decoders, take_turns
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
@@ -43,7 +43,7 @@ def result(pair):
     said = []
     method = Method(drafter=ModelDrafter(pair.draft, K), sampling=SAMPLING)
     result = benchmark(pair, method, WORK, said.append)
-    assert any("phases" in text for text in said)
+    assert any("calls of a round" in text for text in said)
     return result
 
 
@@ -96,18 +96,18 @@ def test_all_run_once_before_any_runs_again():
     assert order == [("a", 0), ("b", 0), ("a", 1), ("b", 1)] and answers == {"a": [0, 1], "b": [0, 1]}
 
 
-def test_all_phases_are_measured(result):
-    """The five parts and what is in no scope make the round; a step is beside it."""
+def test_all_calls_of_a_round_are_timed(result):
     split = result.split
-    parts = [split.draft_model.ms, split.draft_sampling, split.score.ms, split.verify.ms, split.commit.ms]
-    assert min(part.lower for part in parts) > 0
-    assert abs(split.unexplained.median) < split.round.ms.median
-    for name in ("round", "step"):
-        assert getattr(split, name).ms.median > 0
+    assert min(part.ms.lower for part in (split.draft, split.score, split.step)) > 0
 
 
-def test_phases_that_do_not_fit_are_left_out(pair, monkeypatch):
-    """Decoding holds the caches of one side, the phases hold both: what was decoded counts all the same."""
+def test_the_calls_of_a_round_are_compared_within_a_turn():
+    split = RoundSplit.of(draft=[1.0, 4.0], score=[3.0, 8.0], step=[2.0, 4.0])
+    assert split.least_round.median == (4 / 2 + 12 / 4) / 2 and split.draft.ms.median == 2.5
+
+
+def test_calls_that_do_not_fit_are_left_out(pair, monkeypatch):
+    """The calls hold caches beside those of the decoders: what was decoded counts all the same."""
 
     def fail(message):
         def split(*_):
@@ -120,11 +120,20 @@ def test_phases_that_do_not_fit_are_left_out(pair, monkeypatch):
     result = benchmark(pair, Method(drafter=NgramDrafter(K=2), rule=TokenRule(), sampling=SAMPLING), WORK, said.append)
     assert result.split is None and result.acceptance.emitted
     assert "left out" in said[-1]
-    monkeypatch.setattr(benchmark_module, "split_round", lambda *_: None)  # a platform that reports no operations
-    assert benchmark(pair, Method(drafter=NgramDrafter(K=2), rule=TokenRule(), sampling=SAMPLING), WORK).split is None
     fail("INTERNAL: something else")
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         benchmark(pair, Method(drafter=NgramDrafter(K=2), rule=TokenRule(), sampling=SAMPLING), WORK)
+
+
+def test_a_profile_is_written_and_operations_carry_the_scopes_of_a_round(pair, tmp_path):
+    method = Method(drafter=ModelDrafter(pair.draft, K), sampling=SAMPLING)
+    (decoder,) = decoders(pair, {"speculative": method}, WORK).values()
+    write_profile(decoder, tmp_path)
+    assert [*tmp_path.glob("**/*.trace.json.gz")]  # as the command says
+    engine, state = decoder.engine, decoder.prefill(decoder.requests(0))
+    lowered = jax.jit(engine.loop.run).lower(engine.weights, state, 1)
+    names = lowered.as_text(debug_info=True)
+    assert all(f"{scope}/" in names for scope in ("draft", "score", "verify", "commit"))
 
 
 @pytest.mark.parametrize("K", [0, 3])

@@ -7,14 +7,12 @@ import pytest
 
 from specsamp import ModelDrafter, NgramDrafter, Pair, chain, generate, temperature
 from specsamp.analysis import draft_length, report
+from specsamp.analysis.calls import TIMED_LENGTH, TIMED_POSITIONS, time_calls
 from specsamp.analysis.costs import CallCosts, CostTable, PerCall, Round
 from specsamp.analysis.draft_length import (
-    TIMED_LENGTH,
-    TIMED_POSITIONS,
     calibrate,
     choose_draft_length,
     cost_table,
-    time_calls,
 )
 from specsamp.analysis.workload import TimedDecoder, Workload
 from specsamp.decoding.method import Method

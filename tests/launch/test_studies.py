@@ -129,15 +129,7 @@ def phase(ms):
     return types.SimpleNamespace(ms=quartiles(ms))
 
 
-SPLIT = types.SimpleNamespace(
-    step=phase(4.0),
-    draft_model=phase(1.5),
-    score=phase(5.0),
-    verify=phase(0.25),
-    commit=phase(0.5),
-    draft_sampling=quartiles(0.125),
-    least_round=quartiles(1.7),
-)
+SPLIT = types.SimpleNamespace(step=phase(4.0), draft=phase(1.5), score=phase(5.0), least_round=quartiles(1.7))
 
 
 def side(K, ms):
@@ -162,7 +154,7 @@ def test_efficiency_is_the_share_of_what_theory_allows():
     point = speedup.point_of("token", result(1.2))
     assert math.isclose(point["efficiency"], 1.2 / (expected_tokens(9 / 16, 2) / 1.7))
     assert point["costs"] == {"target_step": 4.0, "draft_call": 0.75, "score": 5.0}
-    with pytest.raises(ValueError, match="phases of a round"):
+    with pytest.raises(ValueError, match="calls of a round"):
         speedup.point_of("token", result(1.2, split=None))
 
 

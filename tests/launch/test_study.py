@@ -135,17 +135,8 @@ def test_every_study_has_a_question_and_is_listed():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("transformers", "No module named 'torch': pip install torch transformers"),
-        (
-            "arena",
-            "the engines to compare with are not installed: pip install torch transformers llama-cpp-python gguf",
-        ),
-    ],
-)
-def test_without_torch_there_is_nothing_to_compare_with(name, message):
-    assert call("study", name, "--help").returncode == 0
-    done = call("study", name)
+def test_without_torch_there_is_nothing_to_compare_with():
+    assert call("study", "arena", "--help").returncode == 0
+    done = call("study", "arena")
+    message = "the engines to compare with are not installed: pip install torch transformers llama-cpp-python gguf"
     assert done.returncode == 2 and message in done.stderr

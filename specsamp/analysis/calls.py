@@ -1,0 +1,117 @@
+"""Times the calls of a round by themselves: a draft, and the target's call for several numbers of positions.
+
+    costs = time_calls(pair, {"model": Method(drafter=ModelDrafter(pair.draft, TIMED_LENGTH))}, Workload())
+    make_plan(Profile.of_positions((0.8, 0.85)), costs["model"]).best.draft_length
+
+Calls take turns. One that was timed alone in a loop would be too fast: its weights would stay in a CPU's cache.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp.analysis.costs import CallCosts
+from specsamp.analysis.workload import TimedDecoder, Workload, decoders, take_turns
+from specsamp.decoding.data_shards import BY_ROWS, REPLICATED
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.method import Method
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.state import DecodeState, RequestBatch, Weights
+
+Array = jax.Array
+
+TIMED_POSITIONS = (1, 2, 4, 6, 8)  # that the target scores in the calls that are timed
+TIMED_LENGTH = max(TIMED_POSITIONS) - 1  # the draft length of the drafts that are timed
+CALL_SECONDS = 4.0
+
+
+def time_calls(
+    pair: Pair, methods: Mapping[str, Method], workload: Workload, seconds: float = CALL_SECONDS
+) -> dict[str, CallCosts]:
+    """Times the target's calls and the drafts of each method, in turn, in the middle of a text of the workload.
+
+    Args:
+      methods: ways to decode whose drafters have K = `TIMED_LENGTH`, by a name.
+      seconds: for all calls together, without compiling.
+
+    Returns:
+      The costs of rounds with each drafter, from medians.
+    """
+    if jax.config.jax_disable_jit:
+        raise ValueError("calls are timed as compiled programs: choose the draft length yourself under JAX_DISABLE_JIT")
+    sides, states = decoders(pair, methods, workload), {}
+    for name, decoder in sides.items():  # no prompt is read: times do not depend on tokens
+        shapes = jax.eval_shape(lambda decoder=decoder: decoder.prefill(decoder.requests(0)))
+        states[name] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    runs = call_runs(sides, states, TIMED_POSITIONS)
+    once = sum(min(times) for times in take_turns(runs, 3).values())  # the first run of a program is slower
+    times = take_turns(runs, max(math.ceil(seconds * 1e3 / once), 3))
+    ms = {key: float(np.median(of_key)) for key, of_key in times.items()}
+    target_ms = dict(zip(TIMED_POSITIONS, np.maximum.accumulate([ms[T] for T in TIMED_POSITIONS]).tolist()))
+    return {name: CallCosts(target_ms=target_ms, draft_ms=ms[name] / TIMED_LENGTH) for name in methods}
+
+
+def call_runs(
+    sides: Mapping[str, TimedDecoder], states: Mapping[str, DecodeState], positions: Sequence[int]
+) -> dict[str | int, Callable[[int], float]]:
+    """Compiles the draft of each decoder, and the target's call of the first one for each number of positions.
+
+    Args:
+      states: of each decoder, after its prefill; the calls are as in the middle of a text.
+
+    Returns:
+      A function for each name and each number: it runs the call once, and returns its milliseconds.
+    """
+    held, calls = {}, {}
+    for name, decoder in sides.items():
+        engine, middle = decoder.engine, decoder.workload.longest // 2
+        lengths_B = jnp.full_like(states[name].lengths_B, middle)
+        held[name] = dataclasses.replace(states[name], request=None, lengths_B=lengths_B)
+        given = engine.weights, engine.arrays(decoder.requests(0))
+        calls[name] = name, functools.partial(_draft, engine.loop), given
+        for T in positions if len(held) == 1 else ():
+            calls[T] = name, functools.partial(_score, engine.loop, T), given
+
+    def compiled(call: tuple) -> Callable:
+        name, function, given = call
+        loop = sides[name].engine.loop
+        split = loop.shards.map(function, (REPLICATED, BY_ROWS, BY_ROWS))
+        same = jax.tree.map(lambda x: x.sharding, held[name]), None  # the state goes into the next call
+        lowered = jax.jit(split, donate_argnums=2, out_shardings=same).lower(*given, held[name])
+        return lowered.compile(compiler_options=dict(loop.target.compiler_options))
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        programs = dict(zip(calls, threads.map(compiled, calls.values())))
+
+    def timed(key: str | int, turn: int) -> float:
+        name, _, given = calls[key]
+        start = time.perf_counter()
+        held[name], _ = jax.block_until_ready(programs[key](*given, held[name]))
+        return (time.perf_counter() - start) * 1e3
+
+    return {key: functools.partial(timed, key) for key in calls}
+
+
+def _score(
+    loop: Loop, positions: int, weights: Weights, request: RequestBatch, state: DecodeState
+) -> tuple[DecodeState, Array]:
+    """Calls the target; returns the state with its cache, and the logits."""
+    tokens_BT = state.tokens_BS[:, : max(positions, loop.window)]
+    layers = loop.drafter.hidden_layers
+    output = loop.target(weights.target, tokens_BT, state.lengths_B, state.cache, hidden_layers=layers)
+    return dataclasses.replace(state, cache=output.cache), output.logits_BTV
+
+
+def _draft(loop: Loop, weights: Weights, request: RequestBatch, state: DecodeState) -> tuple[DecodeState, Array]:
+    """Drafts once; returns the state after it, and the tokens."""
+    draft, drafter_state, cache = loop.draft(weights, request, state)
+    return dataclasses.replace(state, drafter_state=drafter_state, cache=cache), draft.tokens_BK
