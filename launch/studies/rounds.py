@@ -6,7 +6,6 @@
 An example, not a measurement: prompt and seed are those of a text whose first rounds show every outcome.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -64,11 +63,10 @@ def ahead(loop: Loop, weights: Weights, request: RequestBatch, state: DecodeStat
 
 
 # Of the figure, in pixels of which there are 100 to an inch. It is as wide as a README.
-WIDTH, LEFT, TOP, ROW, BOX, GAP, MARGIN = 860, 104, 66, 70, 34, 14, 14
+WIDTH, LEFT, TOP, ROW, COLUMN, MARGIN = 860, 112, 84, 70, 88, 14
 LARGE, SMALL = 13, 10  # points
 LETTER = 0.602 * LARGE * 100 / 72  # the width of a letter of DejaVu Sans Mono
-NARROWEST = 5  # letters that have room in a box
-INK = "#1f2328"  # of text on a colour
+INK, SPACES = "#1f2328", str.maketrans({"\n": "↵", " ": "␣"})  # of text on a colour
 LEGEND = {
     "accepted": "drafted and accepted",
     "rejected": "drafted and rejected",
@@ -82,64 +80,41 @@ def draw(document: Document) -> Any:
     from matplotlib.figure import Figure
 
     rounds, K = document["rounds"], document["K"]
-    height = TOP + ROW * (len(rounds) + 1) + 22
-    figure = Figure(figsize=(WIDTH / 100, height / 100), dpi=200)
+    below, own = TOP + ROW * len(rounds), LEFT + COLUMN * K + 40
+    figure = Figure(figsize=(WIDTH / 100, (below + 76) / 100), dpi=200)
     figure.patch.set_alpha(0)
-    axis = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
+    axis = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(below + 76, 0))
     axis.set_axis_off()
-    draw_rounds(axis, rounds, K)
-    draw_text(axis, rounds, K, TOP + ROW * len(rounds))
-    for number, (writer, text) in enumerate(LEGEND.items()):
-        x, y = MARGIN + number * (WIDTH - MARGIN) / len(LEGEND), height - 26
-        draw_box(axis, x, y, 26, 16, writer)
-        write(axis, x + 36, y + 8, text)
-    return figure
-
-
-def draw_rounds(axis: Any, rounds: list[dict], K: int) -> None:
-    """Draws a line for each round: the drafted tokens, and the target's own."""
-
-    def width(texts: Iterable[str]) -> float:
-        return max(NARROWEST, *map(len, texts)) * LETTER + 20
-
-    wide = [width(one["drafted"][i]["text"] for one in rounds) for i in range(K)]
-    starts = [LEFT + sum(wide[:i]) + GAP * i for i in range(K)]
-    own_start, own_wide = starts[-1] + wide[-1] + 64, width(one["last"] for one in rounds)
-    write(axis, LEFT, 20, f"the draft proposes {K} tokens", weight="bold")
-    write(axis, LEFT, 39, "below each: how likely it is kept")
-    write(axis, own_start, 20, "the target adds one", weight="bold")
-    write(axis, own_start, 39, "with the call that judges the draft")
+    write(axis, LEFT - 8, 20, f"the draft proposes {K} tokens", weight="bold")
+    write(axis, LEFT - 8, 39, "below each: how likely it is kept")
+    write(axis, own - 8, 20, "the target adds one", weight="bold")
+    write(axis, own - 8, 39, "with the call that judges the draft")
+    written = []
     for number, one in enumerate(rounds):
         y, accepted = TOP + ROW * number, one["accepted"]
-        middle = y + BOX / 2
-        write(axis, MARGIN, middle, f"round {number + 1}", weight="bold")
+        write(axis, MARGIN, y, f"round {number + 1}", weight="bold")
         for i, token in enumerate(one["drafted"]):
             writer = "accepted" if i < accepted else "rejected" if i == accepted else None
-            draw_box(axis, starts[i], y, wide[i], BOX, writer, token["text"])
-            below = f"{token['chance']:.0%}" if writer else "dropped"
-            write(axis, starts[i] + wide[i] / 2, y + BOX + 12, below, ha="center")
-        arrow = {"arrowstyle": "->", "color": GREY, "linewidth": 1.2}
-        axis.annotate("", (own_start - 12, middle), (own_start - 52, middle), arrowprops=arrow)
-        draw_box(axis, own_start, y, own_wide, BOX, of_target(one, K), one["last"])
-        write(axis, own_start + own_wide + 32, middle, f"{accepted + 1} token" + "s" * (accepted > 0))
-
-
-def draw_text(axis: Any, rounds: list[dict], K: int, y: float) -> None:
-    """Draws the text that the rounds wrote, each token on the colour of who wrote it."""
-    from matplotlib.patches import Rectangle
-
-    written = []
-    for one in rounds:
-        written += [(token["text"], "accepted") for token in one["drafted"][: one["accepted"]]]
+            draw_token(axis, LEFT + COLUMN * i, y, token["text"], writer)
+            kept = f"{token['chance']:.0%}" if writer else "dropped"
+            write(axis, LEFT + COLUMN * i + 2.5 * LETTER, y + 30, kept, ha="center")
+        draw_token(axis, own, y, one["last"], of_target(one, K))
+        write(axis, own + COLUMN, y, f"{accepted + 1} token" + "s" * (accepted > 0))
+        written += [(token["text"], "accepted") for token in one["drafted"][:accepted]]
         written.append((one["last"], of_target(one, K)))
-    x = LEFT
-    write(axis, MARGIN, y + BOX / 2, "the text", weight="bold")
+    write(axis, MARGIN, below, "the text", weight="bold")
+    x = LEFT - 8
     for text, writer in written:
-        text = text.replace("\n", "")
-        axis.add_patch(Rectangle((x, y + 2), LETTER * len(text), BOX - 4, color=tint(WRITERS[writer]), linewidth=0))
-        write_token(axis, x, y + BOX / 2, text, INK)
+        text, colour = text.replace("\n", ""), tint(WRITERS[writer])
+        axis.barh(below, LETTER * len(text), 30, x, color=colour)
+        axis.text(x, below, text, va="center_baseline", size=LARGE, family="DejaVu Sans Mono", color=INK)
         x += LETTER * len(text)
-    write(axis, x + 24, y + BOX / 2, f"{len(written)} tokens in {len(rounds)} calls of the target")
+    write(axis, x + 24, below, f"{len(written)} tokens in {len(rounds)} calls of the target")
+    for number, (writer, text) in enumerate(LEGEND.items()):
+        x = MARGIN + number * (WIDTH - MARGIN) / len(LEGEND)
+        write(axis, x + 8, below + 52, "  ", bbox=look_of(writer))
+        write(axis, x + 32, below + 52, text)
+    return figure
 
 
 def of_target(one: dict, K: int) -> str:
@@ -147,23 +122,26 @@ def of_target(one: dict, K: int) -> str:
     return "bonus" if one["accepted"] == K else "correction"
 
 
-def draw_box(axis: Any, x: float, y: float, wide: float, high: float, writer: str | None, text: str = "") -> None:
-    """Draws a token in the colours of who wrote it; None: nobody judged it."""
-    from matplotlib.patches import FancyBboxPatch
-
-    colour = WRITERS[writer] if writer else GREY
-    look = {"facecolor": tint(colour), "linewidth": 1.5} if writer else {"facecolor": "none", "linestyle": (0, (3, 2))}
-    axis.add_patch(FancyBboxPatch((x, y), wide, high, "round,pad=0,rounding_size=5", edgecolor=colour, **look))
-    text = text.replace("\n", "↵").replace(" ", "␣")
-    start = x + (wide - LETTER * len(text)) / 2
-    write_token(axis, start, y + high / 2, text, INK if writer else GREY)
-    if writer == "rejected" and text:
-        axis.plot([start - 5, start + LETTER * len(text) + 5], [y + high / 2] * 2, color=colour, linewidth=2)
+def look_of(writer: str | None) -> dict[str, Any]:
+    """Returns a box in the colours of who wrote a token; None: nobody judged it."""
+    colour, shape = WRITERS.get(writer, GREY), {"boxstyle": "round,pad=0.45,rounding_size=0.3"}
+    filled = (
+        {"facecolor": tint(colour), "linewidth": 1.5} if writer else {"facecolor": "none", "linestyle": (0, (3, 2))}
+    )
+    return shape | filled | {"edgecolor": colour}
 
 
-def write_token(axis: Any, x: float, y: float, text: str, colour: str) -> None:
-    """Writes a token; all of its letters have the same width."""
-    axis.text(x, y, text, color=colour, va="center_baseline", size=LARGE, family="DejaVu Sans Mono")
+def draw_token(axis: Any, x: float, y: float, text: str, writer: str | None) -> None:
+    """Draws a token in a box of five letters; one that was rejected is struck through."""
+    text = text.translate(SPACES)
+    axis.text(x, y, " " * 5, va="center", size=LARGE, family="DejaVu Sans Mono", bbox=look_of(writer))
+    how = {"ha": "center", "va": "center_baseline", "size": LARGE, "family": "DejaVu Sans Mono"}
+    axis.text(x + 2.5 * LETTER, y, text, color=INK if writer else GREY, **how)
+    if writer == "rejected":
+        half = LETTER * len(text) / 2 + 5
+        axis.plot(
+            [x + 2.5 * LETTER - half, x + 2.5 * LETTER + half], [y, y], color=WRITERS[writer], linewidth=2, zorder=4
+        )
 
 
 def write(axis: Any, x: float, y: float, text: str, **options: Any) -> None:

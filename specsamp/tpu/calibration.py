@@ -39,6 +39,15 @@ SHARES = tuple(tenth / 10 for tenth in range(11))  # overlaps that are tried
 NEARLY = 1.25  # an overlap explains steps nearly as well as the best with at most so many times its error
 FEWEST_STEPS = 4  # to check three numbers
 
+# What each number multiplies, and the milliseconds of its unit.
+COLUMNS = {
+    "efficiency": ("streaming_ms", 1.0),
+    "call_ms": ("calls", 1.0),
+    "sequence_us": ("layer_sequences", 1e-3),
+    "collective_us": ("collectives", 1e-3),
+    "hop_us": ("collective_hops", 1e-3),
+    "wire": ("wire_ms", 1.0),
+}
 Steps = Sequence[tuple[Work, float]]  # with their milliseconds
 
 
@@ -197,10 +206,7 @@ def fit_added(rows: Sequence[Measurement]) -> Calibration | None:
     steps = steps_on(ADDED_ON, rows)
     if len(steps) < FEWEST_STEPS:
         return None
-    known = [work.streaming_ms + work.wire_ms for work, _ in steps]
-    columns = [[work.streaming_ms, 1.0, work.collective_hops / 1e3] for work, _ in steps]
-    slower, call_ms, hop_us = least_squares([ms for _, ms in steps], known, columns)
-    return Calibration(efficiency=1 / (1 + slower), call_ms=call_ms, hop_us=hop_us, points=len(steps))
+    return fit(Calibration(efficiency=1, call_ms=0, points=len(steps)), steps, "efficiency", "call_ms", "hop_us")
 
 
 def fit_hidden(rows: Sequence[Measurement]) -> Calibration | None:
@@ -218,23 +224,13 @@ def hidden_by_overlap(rows: Sequence[Measurement]) -> list[Calibration]:
     traces = [(row.work(), row.milliseconds) for row in rows if row.kind == "collective"]
     if len(steps) < FEWEST_STEPS or len({work.collective_hops for work, _ in traces}) < 2:
         return []
-    columns = [[1e-3, work.collective_hops / 1e3] for work, _ in traces]
-    collective_us, hop_us = least_squares([ms for _, ms in traces], [work.wire_ms for work, _ in traces], columns)
-    base = Calibration(efficiency=1, call_ms=0, collective_us=collective_us, hop_us=hop_us, points=len(steps))
-    return fits_by_overlap(base, steps, fit_efficiency=True)
+    base = fit(Calibration(efficiency=1, call_ms=0, points=len(steps)), traces, "collective_us", "hop_us")
+    return fits_by_overlap(base, steps, "call_ms", "sequence_us", "efficiency")
 
 
-def fits_by_overlap(base: Calibration, steps: Steps, *, fit_efficiency: bool = False) -> list[Calibration]:
-    """Fits the times of a call and of a layer and sequence for each overlap of `SHARES`, and the efficiency if asked."""
-    fits = []
-    for share in SHARES:
-        bare = dataclasses.replace(base, overlap=share)
-        columns = [[work.calls, work.layer_sequences / 1e3, *[work.streaming_ms] * fit_efficiency] for work, _ in steps]
-        known = [bare.milliseconds(work) for work, _ in steps]
-        call_ms, sequence_us, *slower = least_squares([ms for _, ms in steps], known, columns)
-        fitted = {"call_ms": call_ms, "sequence_us": sequence_us, "efficiency": base.efficiency / (1 + sum(slower))}
-        fits.append(dataclasses.replace(bare, **fitted))
-    return fits
+def fits_by_overlap(base: Calibration, steps: Steps, *names: str) -> list[Calibration]:
+    """Fits the named numbers for each overlap of `SHARES`."""
+    return [fit(dataclasses.replace(base, overlap=share), steps, *names) for share in SHARES]
 
 
 def nearly_best(fits: Sequence[Calibration], steps: Steps) -> list[Calibration]:
@@ -259,7 +255,15 @@ def _with_error(
     return dataclasses.replace(made, error=max(errors), layouts=len(without)), without
 
 
-def least_squares(measured: Sequence[float], known: Sequence[float], columns: Sequence[Sequence[float]]) -> list[float]:
-    """Fits times by relative errors, after the known part is subtracted; no fitted number is negative."""
-    times = np.array(measured)
-    return nnls(np.array(columns) / times[:, None], (times - np.array(known)) / times)[0].tolist()
+def fit(base: Calibration, steps: Steps, *names: str) -> Calibration:
+    """Fits the named numbers by relative errors; the others are those of ``base``, and none is negative.
+
+    Numbers of collectives are fitted without overlap, or on works that stream nothing: there collectives show whole.
+    """
+    bare = dataclasses.replace(base, **{name: 0.0 for name in names if name != "efficiency"})
+    times, known = np.array([ms for _, ms in steps]), np.array([bare.milliseconds(work) for work, _ in steps])
+    columns = np.array([[getattr(work, COLUMNS[name][0]) * COLUMNS[name][1] for name in names] for work, _ in steps])
+    found = dict(zip(names, nnls(columns / times[:, None], (times - known) / times)[0].tolist()))
+    if "efficiency" in found:  # streaming takes so much longer
+        found["efficiency"] = base.efficiency / (1 + found["efficiency"])
+    return dataclasses.replace(base, **found)

@@ -24,9 +24,9 @@ from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.distributed import gather_objects
 from specsamp.sampling.warp import chain, temperature, top_p
-from specsamp.tpu.calibration import Calibration, Steps, fits_by_overlap, least_squares, nearly_best
+from specsamp.tpu.calibration import Calibration, Steps, fit, fits_by_overlap, nearly_best
 from specsamp.tpu.topology import parse, same_slice
-from specsamp.tpu.work import hops, wire_ms
+from specsamp.tpu.work import Work, hops, wire_ms
 
 SECONDS = 0.25  # of a loop: long against a launch and the clock
 MOST_TURNS = 1 << 15
@@ -42,6 +42,11 @@ class AllReduce:
     chips: tuple[int, ...]  # along each of them
     bytes: int  # of a device
     microseconds: float
+
+    def work(self, link_rate: float) -> Work:
+        """Returns its work; ``link_rate`` is that of the data sheet, in bytes per second of a link."""
+        wire = wire_ms(2 * self.bytes, self.chips, link_rate)
+        return Work(streaming_ms=0.0, collectives=1, collective_hops=hops(self.chips), wire_ms=wire)
 
 
 def seconds_per_turn(run: Callable[[int], jax.Array], repeats: int = 7) -> float:
@@ -135,13 +140,9 @@ def fit_own(
     """
     base = Calibration(efficiency=min(reached / rate, 1.0), call_ms=0.0, layouts=1, points=len(steps))
     if collectives:
-        crossed = [hops(one.chips) for one in collectives]
-        if len(set(crossed)) == 1:  # the time of a hop cannot be separated from that of a collective
-            crossed = [0] * len(crossed)
-        wires = [wire_ms(2 * one.bytes, one.chips, link_rate) * 1e3 for one in collectives]
-        times, columns = [one.microseconds for one in collectives], [(1.0, *each) for each in zip(crossed, wires)]
-        collective_us, hop_us, wire = least_squares(times, [0.0] * len(times), columns)
-        base = dataclasses.replace(base, collective_us=collective_us, hop_us=hop_us, wire=wire)
+        several = len({hops(one.chips) for one in collectives}) > 1  # otherwise hops are part of a collective's time
+        reductions = [(one.work(link_rate), one.microseconds / 1e3) for one in collectives]
+        base = fit(base, reductions, "collective_us", "wire", *["hop_us"] * several)
     errors = []
     for i, (work, ms) in enumerate(steps):
         rest = _fit_steps(base, [*steps[:i], *steps[i + 1 :]])
@@ -151,7 +152,7 @@ def fit_own(
 
 def _fit_steps(base: Calibration, steps: Steps) -> Calibration:
     """Fits the times of a call and of a layer and sequence, at the middle of the overlaps that explain the steps well."""
-    nearly = nearly_best(fits_by_overlap(base, steps), steps)
+    nearly = nearly_best(fits_by_overlap(base, steps, "call_ms", "sequence_us"), steps)
     return dataclasses.replace(nearly[len(nearly) // 2], least_overlap=nearly[0].overlap)
 
 
