@@ -1,12 +1,11 @@
-"""Measures the numbers behind estimates on the devices at hand; compile_report.py and plan.py then prefer them.
+"""Fits the numbers behind estimates on the devices at hand; compile_report.py and plan.py then prefer them.
 
     python launch/calibrate.py --output=runs/calibration.json
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1 --calibration=runs/calibration.json
 
-It measures the memory bandwidth, all-reduces by size and along each axis of the slice, and steps of small decoders
-with random weights. It shows each step with its fit, and on a TPU with the forecast from
-published measurements. That takes minutes on a TPU, less than one on a CPU. A calibration serves the slice that it was
-measured on: another chip or another shape is refused.
+It times steps of small decoders with random weights, and fits the formula of `specsamp.tpu.calibration` on them. It shows
+each step with its fit, and on a TPU with the forecast from published measurements. That takes minutes on a TPU, less than
+one on a CPU. A calibration serves the slice that it was measured on: another chip or another shape is refused.
 """
 
 import dataclasses
@@ -19,25 +18,28 @@ from launch.lib import entry
 from launch.lib.experiment import bare_pair
 from specsamp import machine
 from specsamp.analysis.report import Table
+from specsamp.analysis.workload import Quartiles, Workload, decode_in_turns, decoders
+from specsamp.decoding.drafters import NoDrafter
+from specsamp.decoding.method import Method
+from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.tpu import own
-from specsamp.tpu.calibration import estimate
+from specsamp.sampling.warp import chain, temperature, top_p
+from specsamp.tpu.calibration import estimate, fit_own
 from specsamp.tpu.topology import CHIPS, Chip
 from specsamp.tpu.work import Shape
 
 _OUTPUT = entry.define_output()
 
-SIZES = (16 * 2**10, 2**20)  # bytes of an all-reduce: of one row's activations, and of many rows'
-SLOTS, LAYERS = 512, (2, 6)
+PROMPT, NEW_TOKENS, SLOTS, LAYERS = 16, 64, 512, (2, 6)
+NO_DATA_SHEET = Chip(0, 1e12, math.inf, 1e12, math.nan)  # faster than any CPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale:
     """The sizes of the measured programs."""
 
-    read_bytes: int  # of each device, in one turn
     width: int
     batches: tuple[int, ...]
     dtype: str
@@ -45,8 +47,8 @@ class Scale:
 
 
 USELESS = 0.5  # relative error of steps that were left out of the fit
-ON_TPU = Scale(read_bytes=2**29, width=4096, batches=(1, 4, 16), dtype="bfloat16", repeats=7)
-ON_CPU = Scale(read_bytes=2**23, width=256, batches=(1, 4), dtype="float32", repeats=3)
+ON_TPU = Scale(width=4096, batches=(1, 4, 16), dtype="bfloat16", repeats=7)
+ON_CPU = Scale(width=256, batches=(1, 4), dtype="float32", repeats=3)
 
 
 def main() -> None:
@@ -54,30 +56,19 @@ def main() -> None:
     entry.check_output(_OUTPUT.value)
     device, sizes = jax.devices()[0], machine.extent(jax.devices())
     scale, chip = ON_TPU if device.platform == "tpu" else ON_CPU, machine.chip_of(device)
-    reductions = [(along, size) for along in own.groups(sizes) for size in SIZES]
+    known, steps = CHIPS.get(chip, NO_DATA_SHEET), []
     with entry.progress(console, "calibrating") as say:
-        say("bandwidth")
-        reached = own.bandwidth(scale.read_bytes)
-        known = CHIPS.get(chip) or Chip(0, reached, math.inf, reached, math.nan)  # no data sheet here
-        collectives = []
-        for along, size in reductions:
-            say(f"all-reduce of {size} bytes over {over(sizes, along)}")
-            collectives.append(own.all_reduce(sizes, along, size))
-        steps = []
         for layers in LAYERS:
             pair, config = small_decoder(scale, layers, jax.device_count())
             for batch in scale.batches:
                 say(f"decoding, {layers} layers, batch {batch}")
-                took = own.step_ms(pair, batch, SLOTS, scale.repeats)
-                work = Shape.of(config).call(
-                    known, sizes, rows=batch, context=SLOTS, weights=scale.dtype, cache=scale.dtype
+                types = {"weights": scale.dtype, "cache": scale.dtype}
+                work = Shape.of(config).call(known, sizes, rows=batch, context=SLOTS, **types)
+                steps.append(
+                    {"layers": layers, "batch": batch, "ms": step_ms(pair, batch, scale.repeats), "work": work}
                 )
-                steps.append({"layers": layers, "batch": batch, "ms": took, "work": work})
-    rate = known.hbm_bytes_per_second / known.devices
-    timed = [(step["work"], step["ms"].median) for step in steps]
-    found = own.fit_own(reached, rate, known.link_bytes_per_second, collectives, timed)
-    fitted = [(step, found.milliseconds(step["work"])) for step in steps]
-    entry.show([measured_table(chip, reached, rate, sizes, collectives, fitted)], console)
+    found = fit_own([(step["work"], step["ms"].median) for step in steps])
+    entry.show([measured_table(chip, [(step, found.milliseconds(step["work"])) for step in steps])], console)
     console.print(f"steps that were left out of the fit are off by up to {math.expm1(found.error):.0%}")
     if found.error > math.log1p(USELESS):
         console.print("These numbers are of little use: leave the devices idle, and run again", style="bold red")
@@ -86,15 +77,19 @@ def main() -> None:
     document = {
         "kind": "calibration",
         "devices": {"chip": chip, "count": jax.device_count(), "slice": list(sizes)},
-        "measured": {"bytes_per_second": reached, "all_reduces": collectives, "steps": steps},
+        "measured": {"steps": steps},
         "calibration": found,
     }
     entry.write_result(_OUTPUT.value, document, console)
 
 
-def over(sizes: Sequence[int], along: Sequence[int]) -> str:
-    """Names the chips of an all-reduce: "4x4 chips (axes 0, 1)"."""
-    return f"{'x'.join(str(sizes[axis]) for axis in along)} chips (axes {', '.join(map(str, along))})"
+def step_ms(pair: Pair, batch: int, repeats: int) -> Quartiles:
+    """Returns the milliseconds of a step of plain decoding, nothing but the loop in them."""
+    work = Workload(batch=batch, prompt_length=PROMPT, max_new_tokens=NEW_TOKENS, repeats=repeats)
+    plain = Method(drafter=NoDrafter(), sampling=chain(temperature(0.8), top_p(0.95)))
+    sides = decoders(pair, {"plain": plain}, work, least_length=SLOTS - NEW_TOKENS)
+    timings = decode_in_turns(sides, repeats)["plain"]
+    return Quartiles.of([timing.loop_seconds / timing.rounds * 1e3 for timing in timings])
 
 
 def small_decoder(scale: Scale, layers: int, devices: int) -> tuple:
@@ -117,17 +112,9 @@ def small_decoder(scale: Scale, layers: int, devices: int) -> tuple:
     return bare_pair(model, TransformerLM.for_backend(dataclasses.replace(config, num_layers=1)), 0, mesh=mesh), config
 
 
-def measured_table(
-    chip: str, reached: float, rate: float, sizes: tuple[int, ...], collectives: list, steps: list
-) -> Table:
-    """Returns the measurements; steps with the fitted calibration and the published forecast."""
-    rows = [
-        ("bandwidth of a device", f"{reached / 1e9:.3g} GB/s of {rate / 1e9:.3g}", "", ""),
-    ]
-    rows += [
-        (f"all-reduce of {one.bytes // 1024} KiB, {over(sizes, one.along)}", f"{one.microseconds:.3g} us", "", "")
-        for one in collectives
-    ]
+def measured_table(chip: str, steps: Sequence[tuple[dict, float]]) -> Table:
+    """Returns the measured steps, with the fitted calibration and the published forecast."""
+    rows = []
     for step, fitted in steps:
         name, ms = f"a step, {step['layers']} layers, batch {step['batch']}", step["ms"].median
         band = estimate(chip, step["work"]) if chip in CHIPS else None

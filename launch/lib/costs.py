@@ -8,8 +8,7 @@ from absl import flags
 from specsamp import storage
 from specsamp.analysis.report import Table
 from specsamp.decoding.pair import Pair
-from specsamp.tpu.calibration import Calibration
-from specsamp.tpu.own import read_calibration
+from specsamp.tpu.calibration import Calibration, read_calibration
 
 
 def define_chip_hour() -> flags.FlagHolder:

@@ -1,7 +1,7 @@
 """Turns work on a TPU into milliseconds, with numbers that are fitted on published measurements.
 
     milliseconds = max(streaming / efficiency, cycles) + exposed + layer_sequences * sequence_us + calls * call_ms
-    exposed      = max(0, collectives * collective_us + hops * hop_us + wire * wire_ms - overlap * streaming)
+    exposed      = max(0, collectives * collective_us + hops * hop_us + wire_ms - overlap * streaming)
 
 Two kinds of programs have been measured, and one set of numbers does not hold for both:
 
@@ -19,6 +19,8 @@ alone to the sum of the first fit and v5e's time per layer and sequence.
 
 A band reaches as far as the worst step of the worst layout that was left out of the fit. Steps of one layout err alike, so
 a new layout lies within with a chance of about n / (n + 1) after n layouts: three in four for v5e.
+
+launch/calibrate.py times steps on the devices at hand. Their fit is preferred to the published one, on that slice alone.
 """
 
 from __future__ import annotations
@@ -26,18 +28,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
 
+from specsamp import validate
 from specsamp.tpu.measurements import Measurement, published
+from specsamp.tpu.topology import parse, same_slice
 from specsamp.tpu.work import Work
 
 HIDDEN_ON, ADDED_ON = "v5e", "v4"  # the chips of the two kinds of programs
 SHARES = tuple(tenth / 10 for tenth in range(11))  # overlaps that are tried
 NEARLY = 1.25  # an overlap explains steps nearly as well as the best with at most so many times its error
 FEWEST_STEPS = 4  # to check three numbers
+LEAST_ERROR = 0.03  # of a calibration of one's own: clocks and other programs differ by as much
 
 # What each number multiplies, and the milliseconds of its unit.
 COLUMNS = {
@@ -46,7 +52,6 @@ COLUMNS = {
     "sequence_us": ("layer_sequences", 1e-3),
     "collective_us": ("collectives", 1e-3),
     "hop_us": ("collective_hops", 1e-3),
-    "wire": ("wire_ms", 1.0),
 }
 Steps = Sequence[tuple[Work, float]]  # with their milliseconds
 
@@ -85,7 +90,6 @@ class Calibration:
     sequence_us: float = 0.0
     collective_us: float = 0.0
     hop_us: float = 0.0
-    wire: float = 1.0  # time of the bytes over the links, over that of the data sheet
     overlap: float = 0.0  # share of the streaming that hides collectives
     least_overlap: float | None = None  # the least that explains the steps nearly as well; None: no other was tried
     error: float = 0.0  # of the logarithm: the worst of a step that was left out of the fit
@@ -99,7 +103,7 @@ class Calibration:
     def _call_ms(self, work: Work) -> float:
         busy = max(work.streaming_ms / self.efficiency, work.cycles_ms)
         latencies_us = work.collectives * self.collective_us + work.collective_hops * self.hop_us
-        exposed = max(0.0, latencies_us / 1e3 + self.wire * work.wire_ms - self.overlap * work.streaming_ms)
+        exposed = max(0.0, latencies_us / 1e3 + work.wire_ms - self.overlap * work.streaming_ms)
         return busy + exposed + work.layer_sequences * self.sequence_us / 1e3 + work.calls * self.call_ms
 
     def estimate(self, *works: Work) -> Band:
@@ -267,3 +271,49 @@ def fit(base: Calibration, steps: Steps, *names: str) -> Calibration:
     if "efficiency" in found:  # streaming takes so much longer
         found["efficiency"] = base.efficiency / (1 + found["efficiency"])
     return dataclasses.replace(base, **found)
+
+
+def fit_own(steps: Steps) -> Calibration:
+    """Fits a calibration of the devices at hand on their steps; an all-reduce takes what it takes in published traces.
+
+    Its error is the worst of a step that was left out of all of the fit.
+    """
+    base = dataclasses.replace(fit_published().hidden, efficiency=1.0, layouts=1, points=len(steps))
+
+    def best(steps: Steps) -> Calibration:
+        """Returns the fit at the middle of the overlaps that explain the steps well."""
+        nearly = nearly_best(fits_by_overlap(base, steps, "call_ms", "sequence_us", "efficiency"), steps)
+        return dataclasses.replace(nearly[len(nearly) // 2], least_overlap=nearly[0].overlap)
+
+    left_out = [(best([*steps[:i], *steps[i + 1 :]]), *steps[i]) for i in range(len(steps))]
+    errors = [abs(math.log(max(rest.milliseconds(work), 1e-9) / ms)) for rest, work, ms in left_out]
+    return dataclasses.replace(best(steps), error=max(*errors, LEAST_ERROR))
+
+
+def read_calibration(document: Mapping[str, Any], topology: str, path: str = "this calibration") -> Calibration:
+    """Reads a file of launch/calibrate.py for a slice such as "v5e:2x4".
+
+    Raises:
+      ValueError: the file is of another chip or slice, no calibration, or a number of it is missing or wrong.
+    """
+    try:
+        chip, sizes = document["devices"]["chip"], [int(size) for size in document["devices"]["slice"]]
+        numbers = document["calibration"]
+        found = Calibration(**numbers)
+        for name in ("call_ms", "sequence_us", "collective_us", "hop_us"):
+            validate.number(name, numbers[name], 0)
+        for name in ("points", "layouts"):
+            validate.integer(name, numbers[name], 0)
+        validate.number("efficiency", numbers["efficiency"], 0, 1, above=True)
+        validate.number("error", numbers["error"], 0, above=True)
+        overlap = validate.number("overlap", numbers["overlap"], 0, 1)
+        validate.number("least_overlap", numbers["least_overlap"], 0, overlap)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is no calibration of launch/calibrate.py ({reason})") from error
+    if chip != topology.partition(":")[0] or not same_slice(sizes, parse(topology)[1]):
+        of = f"{chip}:{'x'.join(map(str, sizes))}"
+        raise ValueError(
+            f"{path} is a calibration of {of}, and {topology} is asked about: run launch/calibrate.py there"
+        )
+    return found

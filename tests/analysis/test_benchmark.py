@@ -196,6 +196,6 @@ def test_tables_hold_the_numbers(result):
         report.print_tables(tables.result_tables(result), console)
         text = console.export_text()
     assert f"{result.acceptance.emitted_per_round:.3f}" in text
-    assert f"{result.split.round.ms.median:.3g}" in text
-    for words in ("draft: warp and draw", "unexplained", "the whole round", "GB: weights, caches, peak"):
+    assert f"{result.split.score.ms.median:.3g}" in text
+    for words in ("score: target call", "the whole round", "GB: weights, caches, peak"):
         assert words in text
