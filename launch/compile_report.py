@@ -11,6 +11,7 @@
 The shape of a head is that of its folder, or of the published checkpoint of its target; any other head has the shape of
 EAGLE-3, with the 32,000 likeliest tokens. The mesh has all devices of the topology: ``config.mesh.data`` data shards,
 and the devices of a shard hold one replica of the target together. All numbers are compiler estimates: nothing runs.
+launch/plan.py --compile_report takes the file of --output, and forecasts milliseconds per token by acceptance.
 """
 
 import dataclasses
@@ -27,7 +28,6 @@ from launch.lib.costs import define_calibration, own_calibration
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, target_and_draft
-from specsamp import validate
 from specsamp.decoding.data_shards import DataShards
 from specsamp.machine import version
 from specsamp.mesh.layout import Layout
@@ -35,11 +35,10 @@ from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.heads import FeatureHead
 from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.models.transformer import TransformerLM
-from specsamp.tpu import tables as compile_tables
+from specsamp.tpu import pair_report
 from specsamp.tpu.calibration import fit_published
+from specsamp.tpu.lowering import Programs, sharded_head_model
 from specsamp.tpu.program import USABLE
-from specsamp.tpu.programs import Programs, sharded_head_model
-from specsamp.tpu.report import NAMES, compile_report
 from specsamp.tpu.topology import described_mesh, parse
 
 _CONFIG = ConfigFlag("configs/chinchilla.py", ExperimentConfig)
@@ -48,11 +47,6 @@ _TOPOLOGY = flags.DEFINE_string(
 )
 _SLOTS = flags.DEFINE_integer(
     "slots", 2048, "Slots of the caches, which is the longest text in tokens.", lower_bound=16
-)
-_ACCEPTANCE = flags.DEFINE_multi_float(
-    "acceptance",
-    [0.6, 0.7, 0.8, 0.9],
-    "Acceptance rate for which milliseconds per token are shown; may be given several times.",
 )
 _FITS = flags.DEFINE_bool(
     "fits", False, "Print how many sequences fit, by batch and context, instead of compiling anything."
@@ -68,8 +62,6 @@ def main() -> None:
     _CONFIG.refuse_fields(["max_new_tokens", "prompt_length", "repeats", "seed"], "give --slots")
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
-    for rate in _ACCEPTANCE.value:
-        validate.number("--acceptance", rate, 0, 1)
     word = config.word
     if not word.compiled:
         raise ValueError(f"a report is of a draft model, an early exit or a head; --config.drafter is {config.drafter}")
@@ -109,20 +101,20 @@ def main() -> None:
     )
     if _FITS.value:
         grid = fits(programs, chip.hbm_bytes // chip.devices)
-        entry.show([compile_tables.fits_table(grid, _TOPOLOGY.value)], console)
+        entry.show([pair_report.fits_table(grid, _TOPOLOGY.value)], console)
         document = {"config": config.recorded, "topology": _TOPOLOGY.value, "fits": grid}
         entry.write_result(_OUTPUT.value, document, console)
         return
     with entry.progress(console, "compiling") as say:
-        report = compile_report(
+        report = pair_report.compile_report(
             programs,
             topology=_TOPOLOGY.value,
             draft_length=config.draft_length,
             rule=make_rule(config.rule),
-            names=[name for name in NAMES if name != "draft prefill" or word.draft == "model"],
+            names=[name for name in pair_report.NAMES if name != "draft prefill" or word.draft == "model"],
             progress=lambda text: say(f"compiling: {text}"),
         )
-    shown = compile_tables.report_tables(report, *programs.bytes_of_state(), _ACCEPTANCE.value, own)
+    shown = pair_report.report_tables(report, *programs.bytes_of_state(), own)
     entry.show(shown, console)
     document = {
         "kind": "compiler estimate",

@@ -33,9 +33,9 @@ from specsamp.analysis.planner import Plan, make_plan
 from specsamp.analysis.report import Table
 from specsamp.analysis.tree_shape import TreeForecast, choose_shape
 from specsamp.tpu.calibration import Band
-from specsamp.tpu.costs import Roofline, compiled_costs
-from specsamp.tpu.tables import basis
+from specsamp.tpu.pair_report import basis, compiled_costs
 from specsamp.tpu.topology import CHIPS
+from specsamp.tpu.work import Roofline
 
 _ACCEPTANCE = flags.DEFINE_list(
     "acceptance",

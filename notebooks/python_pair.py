@@ -62,7 +62,7 @@ from rich.console import Console
 from specsamp import Method, ModelDrafter, NoDrafter, chain, generate, load_pair, temperature, top_p
 from specsamp.analysis import report, tables
 from specsamp.analysis.acceptance import Interval, Profile
-from specsamp.analysis.costs import CostTable, PerCall, Round, clock_error
+from specsamp.analysis.costs import CostTable, PerCall, clock_error
 from specsamp.analysis.figures import BLUE, GREEN, GREY, TARGET, WRITERS, WRONG, set_style, tint
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import Quartiles, Workload, decoders, take_turns
@@ -284,7 +284,7 @@ def fitted_profile(k: int) -> Profile:
 plan = make_plan(
     {k: fitted_profile(k) for k in FITTED if k},
     CostTable(
-        rounds=tuple(Round(draft_length=k, ms=fitted_round_ms(k).median) for k in FITTED),
+        {1: {k: fitted_round_ms(k).median for k in FITTED}},
         error=clock_error(fitted_round_ms(k).relative_error(work.repeats) for k in FITTED),
     ),
     draft_lengths=CHECKED,

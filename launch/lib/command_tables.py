@@ -13,8 +13,7 @@ from specsamp.analysis.report import Table
 from specsamp.analysis.tables import PRICE, PRICE_NOTE, band, grid_table, prices, ratio
 from specsamp.evaluation.audit import audit_table
 from specsamp.tpu import calibration
-from specsamp.tpu.report import Report
-from specsamp.tpu.tables import GIB, faster, lower_bound
+from specsamp.tpu.pair_report import GIB, Report, faster, lower_bound
 from specsamp.tpu.topology import parse
 
 QUALITY = (

@@ -25,7 +25,7 @@ from specsamp import machine, storage
 from specsamp.analysis import grid, report
 from specsamp.analysis.acceptance import Profile
 from specsamp.analysis.calls import TIMED_LENGTH, time_calls
-from specsamp.analysis.costs import CallCosts
+from specsamp.analysis.costs import PerCall
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import decoders
 from specsamp.checkpoints.trained_pair import pair_folder
@@ -52,7 +52,7 @@ class Calls:
     """The costs of rounds on this machine by the word of the drafter, and the pair, once it was read."""
 
     config: ExperimentConfig
-    costs: Mapping[str, CallCosts]
+    costs: Mapping[str, PerCall]
 
     @classmethod
     def of(cls, config: ExperimentConfig, console: Console) -> Calls:
@@ -65,7 +65,7 @@ class Calls:
         path = None if folder is None else pathlib.Path(folder) / f"specsamp_calls_{key}.json"
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none is kept yet, or it is damaged
             found = storage.read_json(path)["costs"]
-            return cls(config=config, costs={word: CallCosts.from_json(of_word) for word, of_word in found.items()})
+            return cls(config=config, costs={word: PerCall.from_json(of_word) for word, of_word in found.items()})
         calls = cls(config=config, costs={})
         with entry.progress(console, "timing single calls of target and drafters on this machine"):
             pair, work = calls.experiment.pair, calls.experiment.workload

@@ -17,7 +17,7 @@ from launch.lib.rules import make_rule
 from launch.lib.study import Document, Key, Option, Published, Say, Study, answers
 from specsamp import greedy
 from specsamp.analysis.acceptance import Profile
-from specsamp.analysis.costs import CostTable, Round, clock_error
+from specsamp.analysis.costs import CostTable, clock_error
 from specsamp.analysis.grid import distribution_of, words
 from specsamp.analysis.planner import make_plan
 from specsamp.analysis.report import Table
@@ -68,7 +68,7 @@ def agreement(fit: Mapping[int, TimedDecoder], check: Mapping[int, TimedDecoder]
     ms_R = {name: np.median(seconds, axis=0) * 1e3 for name, seconds in seconds_PR.items()}
     round_ms = {name: float(ms_R[name].sum() / rounds_R[name].sum()) for name in sides}
     costs = CostTable(
-        rounds=tuple(Round(draft_length=K, batch=work.batch, ms=round_ms["fit", K]) for K in fit),
+        {work.batch: {K: round_ms["fit", K] for K in fit}},
         error=clock_error(Quartiles.of(ms_R["fit", K] / rounds_R["fit", K]).relative_error(work.repeats) for K in fit),
     )
     texts = len(work.prompts)  # the last batch may repeat the first of them

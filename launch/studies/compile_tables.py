@@ -6,7 +6,7 @@ from launch.lib.study import Document, answers
 from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
 from specsamp.tpu.calibration import Band, band_ratio, estimate
-from specsamp.tpu.tables import GIB, faster, lower_bound
+from specsamp.tpu.pair_report import GIB, faster, lower_bound
 from specsamp.tpu.topology import parse
 from specsamp.tpu.work import Work, calls_of_round
 

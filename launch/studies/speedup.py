@@ -27,7 +27,7 @@ from specsamp.analysis.workload import Quartiles
 from specsamp.decoding.method import Method
 from specsamp.models.config import TransformerConfig
 from specsamp.tpu import calibration
-from specsamp.tpu.tables import faster
+from specsamp.tpu.pair_report import faster
 
 DISTRIBUTIONS = {
     "greedy": SamplingFields(temperature=0.0, top_p=0.95),

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.analysis.costs import CallCosts
+from specsamp.analysis.costs import PerCall
 from specsamp.analysis.workload import TimedDecoder, Workload, decoders, take_turns
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED
 from specsamp.decoding.loop import Loop
@@ -36,7 +36,7 @@ CALL_SECONDS = 4.0
 
 def time_calls(
     pair: Pair, methods: Mapping[str, Method], workload: Workload, seconds: float = CALL_SECONDS
-) -> dict[str, CallCosts]:
+) -> dict[str, PerCall]:
     """Times the target's calls and the drafts of each method, in turn, in the middle of a text of the workload.
 
     Args:
@@ -57,7 +57,7 @@ def time_calls(
     times = take_turns(runs, max(math.ceil(seconds * 1e3 / once), 3))
     ms = {key: float(np.median(of_key)) for key, of_key in times.items()}
     target_ms = dict(zip(TIMED_POSITIONS, np.maximum.accumulate([ms[T] for T in TIMED_POSITIONS]).tolist()))
-    return {name: CallCosts(target_ms=target_ms, draft_ms=ms[name] / TIMED_LENGTH) for name in methods}
+    return {name: PerCall(target_ms=target_ms, draft_ms=ms[name] / TIMED_LENGTH) for name in methods}
 
 
 def call_runs(

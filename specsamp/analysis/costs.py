@@ -1,7 +1,7 @@
 """Milliseconds of a round, by draft length, batch and context: measured, or given per call.
 
 Every class has ``round_ms(draft_length, batch, context)``; draft length 0 is a step of plain decoding.
-`specsamp.tpu.costs` adds the costs of a roofline, and those of programs that were compiled for a TPU.
+`specsamp.tpu.work.Roofline` adds lower bounds, `specsamp.tpu.pair_report.compiled_costs` those of compiled programs.
 """
 
 from __future__ import annotations
@@ -48,91 +48,70 @@ class Costs:
         raise ValueError(f"{type(self).__name__} knows the rounds of chains alone: give costs of calls, or a roofline")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Round:
-    """The measured time of one round."""
-
-    draft_length: int
-    ms: float
-    batch: int = 1
-
-    def __post_init__(self):
-        validate.integer("draft_length of a round", self.draft_length, 0)
-        validate.integer("batch of a round", self.batch, 1)
-        validate.number("ms of a round", self.ms, 0, above=True)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class CostTable(Costs):
     """Measured rounds, interpolated linearly; along the draft length also extrapolated.
 
     The batch is never extrapolated: arithmetic could take over from streaming there.
     """
 
-    rounds: tuple[Round, ...]
+    ms: Mapping[int, Mapping[int, float]]  # of a round, by batch and then by draft length
     context: int | None = None  # slots of their caches, which attention reads; None: the rounds serve any number
 
     def __post_init__(self):
-        if not self.rounds:
-            raise ValueError("costs need at least one round")
+        if not self.ms or not all(self.ms.values()):
+            raise ValueError("costs need at least one round of each batch")
+        for batch, by_length in self.ms.items():
+            validate.integer("batch of a round", batch, 1)
+            for K, ms in by_length.items():
+                validate.integer("draft_length of a round", K, 0)
+                validate.number("ms of a round", ms, 0, above=True)
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
         """Returns the milliseconds of one round; raises ValueError beyond the measured contexts, batches and lengths."""
         if None not in (context, self.context) and context != self.context:
             raise ValueError(f"context {context} is not the measured {self.context}: measure it, or take a roofline")
-        by_batch: dict[int, dict[int, float]] = {}
-        for known in self.rounds:
-            by_batch.setdefault(known.batch, {})[known.draft_length] = known.ms
-        below, above = [size for size in by_batch if size <= batch], [size for size in by_batch if size >= batch]
+        below, above = [size for size in self.ms if size <= batch], [size for size in self.ms if size >= batch]
         if not below or not above:
-            listed = ", ".join(map(str, sorted(by_batch)))
+            listed = ", ".join(map(str, sorted(self.ms)))
             raise ValueError(f"batch {batch} lies beyond the measured {listed}: measure it, or take a roofline")
         ends = max(below), min(above)
-        return float(np.interp(batch, ends, [_line(by_batch[end], draft_length) for end in ends]))
+        return float(np.interp(batch, ends, [_line(self.ms[end], draft_length) for end in ends]))
 
 
 @dataclasses.dataclass(frozen=True)
 class PerCall(Costs):
-    """A round takes ``target_ms + K * draft_ms`` (as in Chen et al., arXiv 2302.01318) at every batch and context."""
-
-    target_ms: float
-    draft_ms: float
-
-    def __post_init__(self):
-        validate.number("target_ms", self.target_ms, 0, above=True)
-        validate.number("draft_ms", self.draft_ms, 0)
-
-    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
-        return self.target_ms + draft_length * self.draft_ms
-
-    def tree_ms(self, depth: int, rows: int, batch: int = 1, context: int | None = None) -> float:
-        return self.round_ms(depth, batch, context)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CallCosts(Costs):
-    """A round scores K + 1 positions, interpolated between timed numbers of positions, and drafts K tokens at equal cost.
+    """A round scores K + 1 positions and drafts K tokens at equal cost (as in Chen et al., arXiv 2302.01318).
 
     Attributes:
-      target_ms: milliseconds of the target's call, by scored positions.
+      target_ms: milliseconds of the target's call, at every batch and context; or by scored positions, interpolated.
       draft_ms: milliseconds of a drafted token.
     """
 
-    target_ms: Mapping[int, float]
+    target_ms: float | Mapping[int, float]
     draft_ms: float
 
+    def __post_init__(self):
+        for ms in self.target_ms.values() if isinstance(self.target_ms, Mapping) else (self.target_ms,):
+            validate.number("target_ms", ms, 0, above=True)
+        validate.number("draft_ms", self.draft_ms, 0)
+
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> CallCosts:
-        """Reads costs from a file."""
-        return cls(target_ms={int(T): ms for T, ms in fields["target_ms"].items()}, draft_ms=fields["draft_ms"])
+    def from_json(cls, fields: Mapping[str, Any]) -> PerCall:
+        """Reads timed costs from a file."""
+        return cls({int(T): ms for T, ms in fields["target_ms"].items()}, fields["draft_ms"])
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
-        """Returns the milliseconds of a round of the batch that was timed; raises ValueError beyond the timed positions."""
-        longest = max(self.target_ms) - 1
-        if draft_length > longest:
-            raise ValueError(f"draft_length {draft_length} lies beyond {longest}, the longest that was timed")
-        scored_ms = np.interp(draft_length + 1, [*self.target_ms], [*self.target_ms.values()])
-        return float(scored_ms) + draft_length * self.draft_ms
+        """Returns the milliseconds of a round; raises ValueError beyond the timed positions."""
+        return self.tree_ms(draft_length, draft_length + 1)
+
+    def tree_ms(self, depth: int, rows: int, batch: int = 1, context: int | None = None) -> float:
+        scored_ms = self.target_ms
+        if isinstance(scored_ms, Mapping):
+            if rows > (most := max(scored_ms)):
+                raise ValueError(f"draft_length {rows - 1} lies beyond {most - 1}, the longest that was timed")
+            scored_ms = float(np.interp(rows, [*scored_ms], [*scored_ms.values()]))
+        return scored_ms + depth * self.draft_ms
 
 
 def _line(ms: Mapping[int, float], where: int) -> float:

@@ -27,7 +27,7 @@ import numpy as np
 from specsamp import storage
 from specsamp.analysis import report
 from specsamp.analysis.acceptance import Profile
-from specsamp.analysis.costs import CostTable, Round, clock_error
+from specsamp.analysis.costs import CostTable, clock_error
 from specsamp.analysis.workload import Quartiles, Workload
 from specsamp.decoding.method import Method
 from specsamp.decoding.results import RowStats
@@ -242,23 +242,21 @@ def measured_costs(cells: Sequence[Measured]) -> CostTable:
     Cells are measured minutes apart, on a machine that may be busier by then, but the two sides of a cell take turns. So
     each time is taken relative to the plain round of its own cell, whose time is the median over all cells of the batch.
     """
-    rounds: dict[tuple[int, int], list[float]] = {}
+    table: dict[int, dict[int, float]] = {}
     errors = [0.0] * (not any(cell["key"]["draft_length"] for cell in cells))
     for batch in sorted({cell["key"]["batch"] for cell in cells}):
         here = [cell for cell in cells if cell["key"]["batch"] == batch]
         sides = [{name: Quartiles(**cell["result"][name]["ms_per_round"]) for name in SIDES} for cell in here]
         step_ms = float(np.median([side["autoregressive"].median for side in sides]))
-        rounds[0, batch] = [step_ms]
+        rounds: dict[int, list[float]] = {0: [step_ms]}
         for cell, side in zip(here, sides, strict=True):
             K, drafted = cell["key"]["draft_length"], side["speculative"]
             if K == 0:
                 continue
-            rounds.setdefault((K, batch), []).append(drafted.median * (step_ms / side["autoregressive"].median))
+            rounds.setdefault(K, []).append(drafted.median * (step_ms / side["autoregressive"].median))
             errors.append(drafted.relative_error(cell["workload"]["repeats"]))
-    return CostTable(
-        rounds=tuple(Round(draft_length=K, batch=batch, ms=float(np.median(ms))) for (K, batch), ms in rounds.items()),
-        error=clock_error(errors),
-    )
+        table[batch] = {K: float(np.median(ms)) for K, ms in rounds.items()}
+    return CostTable(table, error=clock_error(errors))
 
 
 def measured_acceptance(cells: Sequence[Measured]) -> dict[int, Profile]:

@@ -25,8 +25,8 @@ from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
+from specsamp.tpu.lowering import WINDOW, Programs, sharded_head_model, step_windows
 from specsamp.tpu.program import Program, fastest, measure
-from specsamp.tpu.programs import WINDOW, Programs, sharded_head_model, step_windows
 from specsamp.tpu.topology import parse
 
 FEW, MANY = 2, 4  # layers that are compiled

@@ -1,4 +1,4 @@
-"""Defines the work of a program, from which its milliseconds follow, and computes it from shapes alone."""
+"""Defines the work of a program, from which its milliseconds follow; computes it from shapes alone, and bounds a round."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from specsamp.analysis.costs import Costs
 from specsamp.models.config import TransformerConfig
-from specsamp.tpu.topology import Chip
+from specsamp.tpu.topology import CHIPS, Chip
 
 BYTES = {"int8": 1, "bfloat16": 2, "float32": 4}
 
@@ -60,7 +61,7 @@ def replica_axes(sizes: Sequence[int], chips: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a model, from which the work of a call follows; `specsamp.tpu.report` takes it from the compiler instead."""
+    """Sizes of a model, from which the work of a call follows; `specsamp.tpu.program` takes it from the compiler instead."""
 
     layers: int
     width: int
@@ -141,3 +142,36 @@ class Shape:
             collective_hops=hops(chips),
             wire_ms=wire_ms(carried, chips, chip.link_bytes_per_second),
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline(Costs):
+    """A lower bound from sizes and rates: a call takes the longer of streaming and arithmetic.
+
+    Weights are read once for all sequences and all their tokens, the cache of each sequence once (Pope et al., arXiv
+    2211.05102), and of the experts those that the tokens are expected to choose.
+    """
+
+    target: TransformerConfig
+    draft: TransformerConfig
+    chip: str
+    devices: int = 1
+    default_context: int = 1024
+
+    def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
+        context = self.default_context if context is None else context
+        scored = self.call_ms(self.target, draft_length + 1, batch, context)
+        return scored + draft_length * self.call_ms(self.draft, 1, batch, context)
+
+    def tree_ms(self, depth: int, rows: int, batch: int = 1, context: int | None = None) -> float:
+        context = self.default_context if context is None else context
+        level = math.ceil((rows - 1) / depth)  # nodes of a level, on average
+        drafted = depth * self.call_ms(self.draft, level, batch, context)
+        return self.call_ms(self.target, rows, batch, context) + drafted
+
+    def call_ms(self, model: TransformerConfig, tokens: int, batch: int, context: int) -> float:
+        """Returns the milliseconds of one call with ``tokens`` tokens in each of ``batch`` sequences."""
+        dtypes = {"weights": model.weight_dtype or model.dtype, "cache": model.cache_dtype or model.dtype}
+        sizes = {"rows": batch, "context": context, "tokens": tokens}
+        work = Shape.of(model).call(CHIPS[self.chip], (self.devices,), **sizes, **dtypes)
+        return max(work.streaming_ms, work.cycles_ms)

@@ -5,10 +5,11 @@ import math
 import pytest
 
 from specsamp.analysis.acceptance import Profile
-from specsamp.analysis.costs import CostTable, PerCall, Round
+from specsamp.analysis.costs import CostTable, PerCall
 from specsamp.analysis.planner import make_plan
 from specsamp.models.config import chinchilla_70b, draft_4b
-from specsamp.tpu.costs import Roofline, compiled_costs
+from specsamp.tpu.pair_report import compiled_costs
+from specsamp.tpu.work import Roofline
 
 
 def test_milliseconds_of_a_call_serve_any_batch_and_context():
@@ -18,25 +19,18 @@ def test_milliseconds_of_a_call_serve_any_batch_and_context():
 
 
 def test_lines_between_known_rounds():
-    known = ((0, 1, 1), (1, 2, 1), (4, 5, 1), (8, 13, 1), (0, 3, 3))
-    table = CostTable(rounds=tuple(Round(draft_length=K, ms=ms, batch=batch) for K, ms, batch in known), context=100)
+    table = CostTable({1: {0: 1, 1: 2, 4: 5, 8: 13}, 3: {0: 3}}, context=100)
     assert [table.round_ms(K, 1, 100) for K in (0, 1, 2, 4, 6, 12)] == [1, 2, 3, 5, 9, 21]
     assert table.round_ms(0, 2, 100) == table.round_ms(0, 2) == 2
-    twofold = tuple(
-        Round(draft_length=K, ms=ms, batch=batch) for K, ms, batch in ((0, 1, 1), (4, 3, 1), (0, 9, 5), (8, 17, 5))
-    )
-    assert [CostTable(rounds=twofold).round_ms(2, batch) for batch in (1, 2, 5)] == [2, 4.25, 11]
+    twofold = CostTable({1: {0: 1, 4: 3}, 5: {0: 9, 8: 17}})
+    assert [twofold.round_ms(2, batch) for batch in (1, 2, 5)] == [2, 4.25, 11]
 
 
 def test_beyond_the_longest_known_round():
     """As the longest and half of it lead; a clock that scatters must not make longer rounds ever shorter."""
-
-    def rounds(*ms):
-        return tuple(Round(draft_length=K, ms=one) for K, one in ms)
-
-    assert CostTable(rounds=rounds((0, 1), (4, 4), (7, 9), (8, 6))).round_ms(12) == 8
-    assert CostTable(rounds=rounds((0, 4), (4, 9), (8, 6))).round_ms(32) == 6
-    assert CostTable(rounds=rounds((0, 2), (1, 3))).round_ms(3) == 5
+    assert CostTable({1: {0: 1, 4: 4, 7: 9, 8: 6}}).round_ms(12) == 8
+    assert CostTable({1: {0: 4, 4: 9, 8: 6}}).round_ms(32) == 6
+    assert CostTable({1: {0: 2, 1: 3}}).round_ms(3) == 5
 
 
 def test_the_roofline_of_chinchilla_on_16_chips():

@@ -8,7 +8,7 @@ import pytest
 from specsamp import ModelDrafter, NgramDrafter, Pair, chain, generate, temperature
 from specsamp.analysis import draft_length, report
 from specsamp.analysis.calls import TIMED_LENGTH, TIMED_POSITIONS, time_calls
-from specsamp.analysis.costs import CallCosts, CostTable, PerCall, Round
+from specsamp.analysis.costs import CostTable, PerCall
 from specsamp.analysis.draft_length import (
     calibrate,
     choose_draft_length,
@@ -89,7 +89,7 @@ def test_lengths_are_checked_before_anything_is_measured(pair, clocks, lengths, 
 def test_a_cost_table_rises():
     """Of times that fall, each is the mean of its neighbours."""
     assert cost_table(PerCall(14.0, 2.0), (0, 1, 4)) == (14, 16, 22)
-    noisy = CostTable(rounds=tuple(Round(draft_length=K, ms=ms) for K, ms in enumerate((3, 1, 2, 7, 6))))
+    noisy = CostTable({1: dict(enumerate((3, 1, 2, 7, 6)))})
     assert cost_table(noisy, range(5)) == (2, 2, 2, 6.5, 6.5)
 
 
@@ -147,9 +147,9 @@ def test_what_is_not_compiled_has_no_costs(pair):
 
 
 def test_a_round_scores_one_position_more_than_it_drafts():
-    costs = CallCosts(target_ms={1: 10.0, 2: 12.0, 4: 16.0, 8: 16.0}, draft_ms=0.5)
+    costs = PerCall(target_ms={1: 10.0, 2: 12.0, 4: 16.0, 8: 16.0}, draft_ms=0.5)
     assert [costs.round_ms(K) for K in (0, 1, 2, 3, 7)] == [10, 12.5, 15, 17.5, 19.5]
-    assert CallCosts.from_json(report.as_json(costs)) == costs
+    assert PerCall.from_json(report.as_json(costs)) == costs
 
 
 @pytest.mark.parametrize("batch", [1, 3])

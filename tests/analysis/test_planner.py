@@ -8,7 +8,7 @@ import pytest
 
 from launch.studies.figures import PAPER_EMITTED, PAPER_MS, PAPER_ROUND_MS
 from specsamp.analysis.acceptance import Profile, expected_tokens, profile_at
-from specsamp.analysis.costs import CostTable, PerCall, Round
+from specsamp.analysis.costs import CostTable, PerCall
 from specsamp.analysis.planner import make_plan, rounds_per_token
 from specsamp.decoding.results import RowStats
 
@@ -50,7 +50,7 @@ def test_the_table_of_best_draft_lengths(draft_ms):
 @pytest.mark.parametrize("task", PAPER)
 def test_figure_1_and_table_1_of_the_paper(task):
     alpha, best, ms_per_token = PAPER[task]
-    costs = CostTable(rounds=tuple(Round(draft_length=K, ms=ms) for K, ms in enumerate(PAPER_ROUND_MS)))
+    costs = CostTable({1: dict(enumerate(PAPER_ROUND_MS))})
     plan = make_plan(Profile.of_rate(alpha), costs, draft_lengths=range(8))
     np.testing.assert_allclose([128 * one.ms_per_token.value for one in plan.forecasts], PAPER_MS[task], rtol=0.012)
     tokens = [one.tokens_per_round.value / (one.draft_length + 1) for one in plan.forecasts]

@@ -214,9 +214,9 @@ SMALL = ("--plain", "--config=configs/chinchilla.py:tiny", "--topology=v5e:1x1")
 @libtpu
 def test_a_report_of_a_small_pair(tmp_path):
     output = tmp_path / "report.json"
-    done = call("compile_report", *SMALL, "--slots=64", "--acceptance=0.8", f"--output={output}")
+    done = call("compile_report", *SMALL, "--slots=64", f"--output={output}")
     assert not done.returncode, done.stderr
-    assert "compiler estimate" in done.stdout and "Milliseconds per token" in done.stdout
+    assert "compiler estimate" in done.stdout and "Milliseconds" in done.stdout
     document = json.loads(output.read_text(encoding="utf-8"))
     programs = {program["name"]: program for program in document["report"]["programs"]}
     assert set(programs) == {"draft step", "target step", "score", "draft prefill", "prefill", "round"}

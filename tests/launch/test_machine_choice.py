@@ -9,7 +9,7 @@ from rich.console import Console
 from launch.lib import machine_choice
 from launch.lib.config import load_config
 from launch.lib.fields import MACHINE, ExperimentConfig
-from specsamp.analysis.costs import CallCosts
+from specsamp.analysis.costs import PerCall
 from support.run_script import save_tiny_pair
 
 FREE = dict.fromkeys((1, 2, 4, 6, 8), 10.0)  # scoring more positions costs nothing
@@ -35,7 +35,7 @@ def config(tmp_path, monkeypatch):
 
 def choose(config, monkeypatch, **costs):
     timed = []
-    costs = {word: CallCosts(target_ms=ms, draft_ms=draft_ms) for word, (ms, draft_ms) in costs.items()}
+    costs = {word: PerCall(target_ms=ms, draft_ms=draft_ms) for word, (ms, draft_ms) in costs.items()}
     monkeypatch.setattr(machine_choice, "time_calls", lambda pair, methods, work: timed.append(methods) or costs)
     out = io.StringIO()
     found = machine_choice.for_machine(config, Console(file=out, width=200))

@@ -13,7 +13,7 @@ from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import dequantise, is_int8
 from specsamp.models.transformer import TransformerLM
-from specsamp.tpu.programs import STEP_WINDOWS, Programs, step_windows
+from specsamp.tpu.lowering import STEP_WINDOWS, Programs, step_windows
 from specsamp.tpu.topology import described_mesh
 from specsamp.tpu.traffic import traffic_of
 from specsamp.tpu.work import Shape

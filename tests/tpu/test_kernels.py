@@ -17,7 +17,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import schedules
 from specsamp.tpu.hlo import Array, Instruction
 from specsamp.tpu.kernels import COUNTS, count_attention, count_rows, kernel_of
-from specsamp.tpu.programs import Programs
+from specsamp.tpu.lowering import Programs
 from specsamp.tpu.schedules import Schedule
 from specsamp.tpu.stack import Stack
 from specsamp.tpu.topology import described_mesh

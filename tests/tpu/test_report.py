@@ -23,9 +23,9 @@ from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
+from specsamp.tpu.lowering import Programs, sharded_head_model
+from specsamp.tpu.pair_report import compile_report
 from specsamp.tpu.program import largest_buffers, measure
-from specsamp.tpu.programs import Programs, sharded_head_model
-from specsamp.tpu.report import compile_report
 from specsamp.tpu.topology import described_mesh, parse
 from support import extras
 

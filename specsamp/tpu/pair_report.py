@@ -2,7 +2,7 @@
 
     report = compile_report(Programs(...), topology="v4:2x2x4", draft_length=4, rule=TokenRule())
 
-A step is compiled for several numbers of tokens (`specsamp.tpu.programs.step_windows`), and the fastest counts.
+A step is compiled for several numbers of tokens (`specsamp.tpu.lowering.step_windows`), and the fastest counts.
 
 The floor of a call is its weights, and all slots of its cache and of its table of relative keys, each read once. Of
 experts it counts the number that the tokens of the call are expected to choose, divided evenly among the devices; the
@@ -23,15 +23,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specsamp import validate
+from specsamp.analysis.costs import CostTable
+from specsamp.analysis.report import Table
 from specsamp.decoding.data_shards import DataShards
 from specsamp.sampling.rules import Rule
-from specsamp.tpu.calibration import Band, Calibration, estimate
+from specsamp.tpu.calibration import Band, Calibration, estimate, fit_published, two_digits
+from specsamp.tpu.lowering import Programs, step_windows
 from specsamp.tpu.program import Memory, Program, fastest, measure
-from specsamp.tpu.programs import Programs, step_windows
 from specsamp.tpu.topology import Chip, parse
 from specsamp.tpu.work import Work, calls_of_round, hops, replica_axes
 
-PREFILL = 128  # tokens
+PREFILL, GIB = 128, 2**30  # tokens; bytes
 NAMES = ("draft step", "target step", "score", "draft prefill", "prefill", "round")
 
 
@@ -162,3 +164,126 @@ def compile_report(
         draft_model_parallelism=math.prod(draft.layout.mesh.shape[axis] for axis in draft.layout.over),
         programs=tuple(results),
     )
+
+
+def compiled_costs(report: dict[str, Any], own: Calibration | None = None) -> CostTable:
+    """Returns the times of a plain step and of a round at the report's K, as a calibration estimates them.
+
+    The ends of their bands are the bounds.
+
+    Args:
+      report: a `Report` as JSON: the entry "report" of a file of ``launch/compile_report.py``.
+      own: a calibration of the devices themselves; the published ones otherwise.
+
+    Raises:
+      ValueError: it is no such report, or its programs do not fit the slice.
+    """
+
+    def table(*times: float) -> CostTable:
+        return CostTable({compiled.batch: dict(zip((0, compiled.draft_length), times))}, context=compiled.slots)
+
+    compiled = Report.from_json(report)
+    programs = [compiled["target step"], compiled["round"]]
+    if any(program.hbm_bytes is None for program in programs):
+        raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
+    step, round_ = (compiled.calibrated_ms(program.name, own) for program in programs)
+    return dataclasses.replace(
+        table(step.likely, round_.likely),
+        bounds=(table(step.least, round_.least), table(step.most, round_.most)),
+        scenarios=tuple(map(table, step.worlds, round_.worlds)),
+        is_range=step.open,
+    )
+
+
+def report_tables(report: Report, weights: int, caches: int, own: Calibration | None = None) -> list[Table]:
+    """Tabulates a report: one call on one device, and its milliseconds.
+
+    ``weights`` and ``caches`` of both models are in bytes per device; ``own`` is a calibration of the devices themselves.
+    """
+    device = report.chip.hbm_bytes // report.chip.devices
+    where = f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {report.slots} slots (compiler estimate)"
+    held = f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of {device / GIB:.0f} GiB"
+    rows = [_traffic(program) for program in report.programs]
+    made = [
+        Table.of(f"One call on one device: {where}", rows, note=f"{held}; the round is draft, score, verify, commit")
+    ]
+    fitting = [program for program in report.programs if program.memory is not None]
+    if fitting:
+        note = basis(report.calibrated_ms(fitting[0].name, own).open, own)
+        made.append(Table.of("Milliseconds", [_times(report, program, own) for program in fitting], note=note))
+    for program in report.programs:
+        if program.out_of_memory:
+            lines = [{"the compiler says": line} for line in program.out_of_memory.splitlines()]
+            made.append(Table.of(f"{program.name}: out of memory", lines))
+    return made
+
+
+def _traffic(p: Program) -> dict[str, str]:
+    """Returns the traffic of one program."""
+    shown = {"": p.name, "tokens": str(p.tokens)}
+    if p.memory is None:
+        return shown | {"HBM, GiB": "does not fit"}
+    live = "" if p.live_over_floor is None else f" ({p.live_over_floor:.3f})"
+    return shown | {
+        "HBM, GiB": f"{p.memory.total / GIB:.2f}",
+        "temporary, MB": f"{p.memory.temporaries / 1e6:.0f}",
+        "HBM traffic, MB": f"{p.hbm_bytes / 1e6:,.0f}",
+        "floor (half a cache), MB": f"{p.floor_bytes / 1e6:,.0f} ({p.live_floor_bytes / 1e6:,.0f})",
+        "over floor (half a cache)": f"{p.over_floor:.3f}{live}",
+        "collectives": ", ".join(f"{count} {kind}" for kind, count in sorted(p.collectives.items())) or "none",
+        "they carry, MB": f"{sum(p.collective_bytes.values()) / 1e6:.1f}",
+        "large copies, host": f"{p.num_copies}, {p.host_transfers}",
+    }
+
+
+def _times(report: Report, p: Program, own: Calibration | None) -> dict[str, str]:
+    """Returns the milliseconds of one program."""
+    return {
+        "": p.name,
+        "streaming": two_digits(p.streaming_ms(report.chip)),
+        "cycles": two_digits(p.cycles_ms(report.chip)) if report.chip.has_clock else f"{p.cycles:,.0f} cycles",
+        "lower bound": two_digits(p.lower_bound_ms(report.chip)),
+        "collectives": str(sum(p.collectives.values())),
+        "calibrated": str(report.calibrated_ms(p.name, own)),
+    }
+
+
+def lower_bound(streaming_ms: float, cycles_ms: float) -> str:
+    """Formats the longer of two times, below which a call cannot take, and both."""
+    return f"{max(streaming_ms, cycles_ms):.2f} ({streaming_ms:.2f}, {cycles_ms:.2f})"
+
+
+def faster(found: Band) -> str:
+    """Formats how much faster one program is than another."""
+    least, most = two_digits(found.least), two_digits(found.most)
+    if least == most:
+        return f"{least}x"
+    return f"{least}x to {most}x" if found.open else f"{two_digits(found.likely)}x ({least} to {most})"
+
+
+def basis(open: bool, own: Calibration | None = None) -> str:
+    """Returns the basis of an estimate in words."""
+    if own is not None:
+        return f"calibrated on these devices; steps that were left out within {math.expm1(own.error):.0%}"
+    if open:
+        return (
+            "no program of today was measured on this chip: from streaming and cycles alone (all collectives hidden) to "
+            "the sum that held for programs of 2022 and 2023 on TPU v4 (all added)"
+        )
+    fit = fit_published().hidden
+    return (
+        f"calibrated on {fit.points} published steps of TPU v5e; those of {fit.layouts} layouts, each left out once, were "
+        f"within {math.expm1(fit.error):.0%}"
+    )
+
+
+def fits_table(grid: Sequence[Mapping[str, Any]], topology: str) -> Table:
+    """Tabulates the share of a device's memory by batch and context, and how many sequences fit."""
+    rows: dict[int, dict[str, str]] = {}
+    for cell in grid:
+        row = rows.setdefault(cell["context"], {"slots": f"{cell['context']:,}"})
+        row[f"batch {cell['batch']}"] = f"{cell['share']:.0%}" if cell["share"] < 10 else ">1000%"
+    for cell in grid:
+        rows[cell["context"]]["sequences that fit"] = str(cell["most_rows"])
+    title = f"Weights and caches, share of a device's memory: {topology}"
+    return Table.of(title, list(rows.values()), note="temporaries come on top")
