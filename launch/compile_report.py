@@ -19,6 +19,7 @@ import math
 
 import jax
 from absl import flags
+from rich.console import Console
 
 jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler is a TPU's
 
@@ -62,6 +63,41 @@ def main() -> None:
     _CONFIG.refuse_fields(["max_new_tokens", "prompt_length", "repeats", "seed"], "give --slots")
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
+    own = own_calibration(_CALIBRATION.value, _TOPOLOGY.value)
+    programs = programs_of(config, console)
+    head = programs.head
+    if _FITS.value:
+        grid = fits(programs)
+        entry.show([pair_report.fits_table(grid, _TOPOLOGY.value)], console)
+        document = {"config": config.recorded, "topology": _TOPOLOGY.value, "fits": grid}
+        entry.write_result(_OUTPUT.value, document, console)
+        return
+    with entry.progress(console, "compiling") as say:
+        report = pair_report.compile_report(
+            programs,
+            topology=_TOPOLOGY.value,
+            draft_length=config.draft_length,
+            rule=make_rule(config.rule),
+            names=[name for name in pair_report.NAMES if name != "draft prefill" or config.word.draft == "model"],
+            progress=lambda text: say(f"compiling: {text}"),
+        )
+    shown = pair_report.report_tables(report, *programs.bytes_of_state(), own)
+    entry.show(shown, console)
+    document = {
+        "kind": "compiler estimate",
+        "config": config.recorded,
+        "libtpu": version("libtpu"),
+        "models": {"target": programs.target.config, "draft": (head or programs.draft).config},
+        "head": None if head is None else head.config.kind,
+        "report": report,
+        "calibration": own or fit_published(),
+        "calibrated_ms": {p.name: report.calibrated_ms(p.name, own) for p in report.programs if p.memory is not None},
+    }
+    entry.write_result(_OUTPUT.value, document, console)
+
+
+def programs_of(config: ExperimentConfig, console: Console) -> Programs:
+    """Returns the programs of the configuration's pair on the slice; ValueError if a report does not have its drafter."""
     word = config.word
     if not word.compiled:
         raise ValueError(f"a report is of a draft model, an early exit or a head; --config.drafter is {config.drafter}")
@@ -73,7 +109,6 @@ def main() -> None:
         )
     head = shape and FeatureHead(shape)
     chip, sizes = parse(_TOPOLOGY.value)
-    own = own_calibration(_CALIBRATION.value, _TOPOLOGY.value)
     num_devices = math.prod(sizes) * chip.devices // config.mesh.data
     asked = config.mesh.draft_model_parallelism if word.draft == "model" else num_devices
     parallelism = asked or math.gcd(draft.config.num_heads, num_devices)
@@ -90,7 +125,7 @@ def main() -> None:
     if head is not None:
         console.print(f"the head is of the kind {head.config.kind}")
     layout = draft_layout(mesh, parallelism)
-    programs = Programs(
+    return Programs(
         target=shard_model(target, Layout.tensor_parallel(mesh)),
         draft=shard_model(draft, layout) if head is None else sharded_head_model(target, head, layout),
         mesh=mesh,
@@ -99,34 +134,6 @@ def main() -> None:
         slots=_SLOTS.value,
         inside=word.inside,
     )
-    if _FITS.value:
-        grid = fits(programs, chip.hbm_bytes // chip.devices)
-        entry.show([pair_report.fits_table(grid, _TOPOLOGY.value)], console)
-        document = {"config": config.recorded, "topology": _TOPOLOGY.value, "fits": grid}
-        entry.write_result(_OUTPUT.value, document, console)
-        return
-    with entry.progress(console, "compiling") as say:
-        report = pair_report.compile_report(
-            programs,
-            topology=_TOPOLOGY.value,
-            draft_length=config.draft_length,
-            rule=make_rule(config.rule),
-            names=[name for name in pair_report.NAMES if name != "draft prefill" or word.draft == "model"],
-            progress=lambda text: say(f"compiling: {text}"),
-        )
-    shown = pair_report.report_tables(report, *programs.bytes_of_state(), own)
-    entry.show(shown, console)
-    document = {
-        "kind": "compiler estimate",
-        "config": config.recorded,
-        "libtpu": version("libtpu"),
-        "models": {"target": target.config, "draft": draft.config if head is None else head.config},
-        "head": None if head is None else head.config.kind,
-        "report": report,
-        "calibration": own or fit_published(),
-        "calibrated_ms": {p.name: report.calibrated_ms(p.name, own) for p in report.programs if p.memory is not None},
-    }
-    entry.write_result(_OUTPUT.value, document, console)
 
 
 def with_kernels(model: TransformerLM, config: ExperimentConfig) -> TransformerLM:
@@ -135,8 +142,10 @@ def with_kernels(model: TransformerLM, config: ExperimentConfig) -> TransformerL
     return dataclasses.replace(model, weight_order="default", kernels=kernels)
 
 
-def fits(programs: Programs, capacity: int) -> list[dict]:
-    """Returns bytes per device of weights and caches by context and batch, of a capacity; temporaries come on top."""
+def fits(programs: Programs) -> list[dict]:
+    """Returns bytes per device of weights and caches by context and batch; temporaries come on top."""
+    chip, _ = parse(_TOPOLOGY.value)
+    capacity = chip.hbm_bytes // chip.devices
     grid, num_shards = [], DataShards(programs.mesh).count
     most = min((m.max_positions for m in (programs.target, programs.draft) if m.max_positions), default=None)
     for context in [c for c in CONTEXTS if most is None or c <= most] or [most]:

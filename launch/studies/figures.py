@@ -61,14 +61,6 @@ def draw_paper(document: Document) -> Any:
         emitted = [result["acceptance"]["emitted_per_round"] for result in results]
         share.plot(lengths, [1, *(e / (K + 1) for K, e in zip(lengths[1:], emitted))], **look, label=name)
         rounds.plot(lengths, [1, *paces], **look, label=name)
-        if number == 0 and all(result["split"] for result in results):
-            for marker, part in zip("^vx", ("draft", "score", "verify")):
-                steps = [result["split"]["step"]["ms"]["median"] for result in results]
-                if any(part not in result["split"] for result in results):
-                    continue  # older files have the rule, too
-                parts = [result["split"][part]["ms"]["median"] / step for result, step in zip(results, steps)]
-                look = {"color": COLOURS[0], "marker": marker, "markersize": 3, "linewidth": 0.6}
-                rounds.plot(lengths, [float(part == "score"), *parts], **look, label=f"{name}: {part}")
     points = {"color": "black", "linestyle": "none", "markersize": 4, "zorder": 0}
     for marker, (task, ms) in zip("os", PAPER_MS.items()):
         total.plot([one / ms[0] for one in ms], **points, marker=marker, label=f"Chen et al., {task} ({ms[0]} ms)")

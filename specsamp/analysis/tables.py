@@ -28,8 +28,6 @@ def result_tables(result: Result, label: str = "") -> list[Table]:
     if result.variation_per_text is not None:
         price = dict(zip(PRICE, prices(result.acceptance, result.variation_per_text)))
         tables.append(Table.of("Price of the lossy rule, metered", [{"": ""} | price], note=PRICE_NOTE))
-    if result.split is not None:
-        tables.append(_split_table(result))
     return [dataclasses.replace(table, title=f"{label}: {table.title}" if label else table.title) for table in tables]
 
 
@@ -115,8 +113,11 @@ def _speed_table(result: Result) -> Table:
         ("first call, seconds", f"{one.warm_up_seconds:.2f}", f"{many.warm_up_seconds:.2f}", ""),
         ("GB: weights, caches, peak", "", memory, ""),
     ]
+    if (split := result.split) is not None:  # each timed by itself
+        of_target = ("a call of the target, ms", quartiles(split.step.ms), quartiles(split.score.ms), "")
+        rows[2:2] = [("a draft, ms", "", quartiles(split.draft.ms), ""), of_target]
     if result.acceptance.lengths:
-        rows.insert(3, ("rounds by drafted tokens, from 0 on", "", shares(result.acceptance), ""))
+        rows.insert(-3, ("rounds by drafted tokens, from 0 on", "", shares(result.acceptance), ""))
     return Table(
         title="Decoding: median ± half the interquartile range",
         header=("", "autoregressive", f"speculative, K={many.draft_length}", "ratio"),
@@ -135,21 +136,6 @@ def _acceptance_table(counts: RowStats) -> Table:
         )
     rows.append(("all", str(sum(counts.reached)), rate_with_error(counts), f"of {counts.rounds}"))
     return Table(title="Drafted tokens: accepted where verified, ± standard error", header=header, rows=rows)
-
-
-def _split_table(result: Result) -> Table:
-    """Tabulates the calls of a round; what is left of the round is the rule, the bookkeeping, and the noise of two clocks."""
-    split, whole = result.split, result.speculative.ms_per_round
-    rows = [
-        (name, quartiles(ms), f"{ms.median / whole.median:.1%}")
-        for name, ms in (
-            ("draft", split.draft.ms),
-            ("score: target call", split.score.ms),
-            ("the whole round", whole),
-            ("one step of the target", split.step.ms),
-        )
-    ]
-    return Table(title="Calls of a round, each timed by itself", header=("", "ms", "of the round"), rows=rows)
 
 
 def interval(value: Interval, unit: str = "", digits: int = 3) -> str:

@@ -121,39 +121,9 @@ def compile_report(
       ValueError: a model does not divide over the mesh, or the batch over its data shards; K below 1, or slots for
         fewer tokens than a round has, or for more than a model can read.
     """
-    target, draft = programs.target, programs.draft
-    validate.integer("draft_length", draft_length, 1)
-    most = min((model.max_positions for model in (target, draft) if model.max_positions), default=2**31)
-    validate.integer("slots", programs.slots, max(draft_length + 1, 16), most + 1)
-    shards = DataShards(programs.mesh)
-    if programs.batch % shards.count:
-        raise ValueError(f"batch {programs.batch} does not divide over {shards.count} shards of the data axis")
-    for model in (target, draft):
-        programs.floor(model)  # shapes that do not divide over the mesh are refused before anything is compiled
-    scored, prefilled = draft_length + 1, min(PREFILL, programs.slots)
-    calls = {  # the model, its new tokens, and the numbers of tokens that are tried
-        "draft step": (draft, 1, step_windows(programs, draft)),
-        "target step": (target, 1, step_windows(programs, target)),
-        "score": (target, scored, (scored,)),
-        "draft prefill": (draft, prefilled, (prefilled,)),
-        "prefill": (target, prefilled, (prefilled,)),
-    }
-    results = []
-    for name in names:
-        if name == "round":
-            progress(f"round, {scored} tokens")
-            floor = functools.partial(programs.floor_of_round, draft_length)
-            layers = target.config.num_layers + draft_length * draft.config.num_layers
-            lowered = functools.partial(programs.round, draft_length, rule)
-            results.append(measure(name, scored, floor, lowered, topology, layers=layers))
-            continue
-        model, new, windows = calls[name]
-        floor, found = functools.partial(programs.floor, model, tokens=new), []
-        for tokens in windows:
-            progress(f"{name}, {tokens} tokens")
-            lowered = functools.partial(programs.call, model, tokens)
-            found.append(measure(name, tokens, floor, lowered, topology, layers=model.config.num_layers))
-        results.append(fastest(found, parse(topology)[0]))
+    _check(programs, draft_length)
+    found = [_compiled(programs, name, topology, draft_length, rule, progress) for name in names]
+    layout = programs.draft.layout
     return Report(
         topology=topology,
         mesh=dict(programs.mesh.shape),
@@ -161,9 +131,43 @@ def compile_report(
         slots=programs.slots,
         draft_length=draft_length,
         rule=type(rule).__name__,
-        draft_model_parallelism=math.prod(draft.layout.mesh.shape[axis] for axis in draft.layout.over),
-        programs=tuple(results),
+        draft_model_parallelism=math.prod(layout.mesh.shape[axis] for axis in layout.over),
+        programs=tuple(found),
     )
+
+
+def _check(programs: Programs, draft_length: int) -> None:
+    """Refuses what does not divide over the mesh, or has no room, before anything is compiled."""
+    models = programs.target, programs.draft
+    validate.integer("draft_length", draft_length, 1)
+    most = min((model.max_positions for model in models if model.max_positions), default=2**31)
+    validate.integer("slots", programs.slots, max(draft_length + 1, 16), most + 1)
+    shards = DataShards(programs.mesh)
+    if programs.batch % shards.count:
+        raise ValueError(f"batch {programs.batch} does not divide over {shards.count} shards of the data axis")
+    for model in models:
+        programs.floor(model)
+
+
+def _compiled(
+    programs: Programs, name: str, topology: str, draft_length: int, rule: Rule, progress: Callable[[str], None]
+) -> Program:
+    """Compiles and measures the program of a name; of several windows for one token, the fastest counts."""
+    scored = draft_length + 1
+    if name == "round":
+        progress(f"round, {scored} tokens")
+        floor = functools.partial(programs.floor_of_round, draft_length)
+        lowered = functools.partial(programs.round, draft_length, rule)
+        layers = programs.target.config.num_layers + draft_length * programs.draft.config.num_layers
+        return measure(name, scored, floor, lowered, topology, layers=layers)
+    model = programs.draft if name.startswith("draft") else programs.target
+    new = 1 if name.endswith("step") else scored if name == "score" else min(PREFILL, programs.slots)
+    floor, found = functools.partial(programs.floor, model, tokens=new), []
+    for tokens in step_windows(programs, model) if name.endswith("step") else (new,):
+        progress(f"{name}, {tokens} tokens")
+        lowered = functools.partial(programs.call, model, tokens)
+        found.append(measure(name, tokens, floor, lowered, topology, layers=model.config.num_layers))
+    return fastest(found, parse(topology)[0])
 
 
 def compiled_costs(report: dict[str, Any], own: Calibration | None = None) -> CostTable:

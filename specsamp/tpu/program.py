@@ -81,8 +81,7 @@ class Program:
     kernel_cycles: float | None = None  # of these; None in reports of before they were counted
     collectives: dict[str, int] | None = None
     collective_bytes: dict[str, float] | None = None
-    copies: tuple[tuple[str, float], ...] = ()  # of 1 MB or more, HBM to HBM: scope and bytes
-    num_copies: int = 0
+    num_copies: int = 0  # of 1 MB or more, HBM to HBM
     open_loops: int = 0  # loops counted once, because their bound is data
     host_transfers: int = 0
     live_hbm_bytes: float | None = None  # the traffic with caches as live_floor_bytes has them; None: not counted
@@ -187,7 +186,6 @@ def measure(
         kernel_cycles=traffic.kernel_cycles,
         collectives=dict(traffic.collectives),
         collective_bytes=dict(traffic.collective_bytes),
-        copies=tuple(traffic.copies),
         num_copies=len(traffic.copies),
         host_transfers=traffic.host_transfers,
         open_loops=traffic.open_loops,

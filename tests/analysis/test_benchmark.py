@@ -197,5 +197,5 @@ def test_tables_hold_the_numbers(result):
         text = console.export_text()
     assert f"{result.acceptance.emitted_per_round:.3f}" in text
     assert f"{result.split.score.ms.median:.3g}" in text
-    for words in ("score: target call", "the whole round", "GB: weights, caches, peak"):
+    for words in ("a draft, ms", "a call of the target, ms", "GB: weights, caches, peak"):
         assert words in text

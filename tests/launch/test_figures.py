@@ -30,14 +30,11 @@ def cell(K, batch=1, rule="token", drafter="model", temperature=0.0, ms=1.0, pac
     def side(ms, rounds):
         return {"ms_per_token": clock(ms), "ms_per_round": clock(ms * rounds)}
 
-    parts = {"draft": 0.5 * K, "score": 2.0, "verify": 0.1, "step": 1.5}
-    split = {name: {"ms": clock(value)} for name, value in parts.items()}
     result = {
         "autoregressive": side(3.0, 1),
         "speculative": side(ms, K + 1),
         "speedup": SPREAD(3.0 / ms),
         "acceptance": {"emitted_per_round": 0.75 * (K + 1)},
-        "split": split,
     }
     return {"key": key, "result": result}
 
@@ -64,8 +61,6 @@ def test_figure_1_has_a_curve_for_each_distribution_and_the_published_points():
     np.testing.assert_allclose(lines(total)["greedy (384 ms at K = 0)"], [[0, 1], [1, 2.5 / 3], [4, 2 / 3]])
     np.testing.assert_allclose(lines(share)["greedy"], [[0, 1], [1, 0.75], [4, 0.75]])
     np.testing.assert_allclose(lines(rounds)["greedy"], [[0, 1], [1, 5 / 3], [4, 10 / 3]])
-    np.testing.assert_allclose(lines(rounds)["greedy: draft"][:, 1], [0, 0.5 / 1.5, 2 / 1.5])
-    np.testing.assert_allclose(lines(rounds)["greedy: score"][:, 1], [1, 2 / 1.5, 2 / 1.5])
     np.testing.assert_allclose(lines(total)["T = 0.8 (384 ms at K = 0)"][:, 0], [0, 4])
     assert tuple(lines(share)["Chen et al., HumanEval"][:, 1]) == figures.PAPER_EMITTED["HumanEval"]
     looks = {(line.get_color(), line.get_linestyle()) for line in total.lines[:2]}
