@@ -32,41 +32,25 @@ from specsamp.tpu.work import Shape
 
 _OUTPUT = entry.define_output()
 
-PROMPT, NEW_TOKENS, SLOTS, LAYERS = 16, 64, 512, (2, 6)
+WIDTH, NARROW = 4096, 256  # of a decoder; of one on a CPU, where the command can be tried
+LAYERS, BATCHES, DTYPE, REPEATS = (2, 6), (1, 4, 16), "bfloat16", 7
+PROMPT, NEW_TOKENS, SLOTS = 16, 64, 512
 NO_DATA_SHEET = Chip(0, 1e12, math.inf, 1e12, math.nan)  # faster than any CPU
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scale:
-    """The sizes of the measured programs."""
-
-    width: int
-    batches: tuple[int, ...]
-    dtype: str
-    repeats: int
-
-
 USELESS = 0.5  # relative error of steps that were left out of the fit
-ON_TPU = Scale(width=4096, batches=(1, 4, 16), dtype="bfloat16", repeats=7)
-ON_CPU = Scale(width=256, batches=(1, 4), dtype="float32", repeats=3)
 
 
 def main() -> None:
     console = entry.make_console()
     entry.check_output(_OUTPUT.value)
-    device, sizes = jax.devices()[0], machine.extent(jax.devices())
-    scale, chip = ON_TPU if device.platform == "tpu" else ON_CPU, machine.chip_of(device)
-    known, steps = CHIPS.get(chip, NO_DATA_SHEET), []
+    chip, sizes, steps = machine.chip_of(jax.devices()[0]), machine.extent(jax.devices()), []
+    known, width = (CHIPS[chip], WIDTH) if chip in CHIPS else (NO_DATA_SHEET, NARROW)
     with entry.progress(console, "calibrating") as say:
         for layers in LAYERS:
-            pair, config = small_decoder(scale, layers, jax.device_count())
-            for batch in scale.batches:
+            pair, config = small_decoder(width, layers, jax.device_count())
+            for batch in BATCHES:
                 say(f"decoding, {layers} layers, batch {batch}")
-                types = {"weights": scale.dtype, "cache": scale.dtype}
-                work = Shape.of(config).call(known, sizes, rows=batch, context=SLOTS, **types)
-                steps.append(
-                    {"layers": layers, "batch": batch, "ms": step_ms(pair, batch, scale.repeats), "work": work}
-                )
+                work = Shape.of(config).call(known, sizes, rows=batch, context=SLOTS, weights=DTYPE, cache=DTYPE)
+                steps.append({"layers": layers, "batch": batch, "ms": step_ms(pair, batch), "work": work})
     found = fit_own([(step["work"], step["ms"].median) for step in steps])
     entry.show([measured_table(chip, [(step, found.milliseconds(step["work"])) for step in steps])], console)
     console.print(f"steps that were left out of the fit are off by up to {math.expm1(found.error):.0%}")
@@ -83,29 +67,29 @@ def main() -> None:
     entry.write_result(_OUTPUT.value, document, console)
 
 
-def step_ms(pair: Pair, batch: int, repeats: int) -> Quartiles:
+def step_ms(pair: Pair, batch: int) -> Quartiles:
     """Returns the milliseconds of a step of plain decoding, nothing but the loop in them."""
-    work = Workload(batch=batch, prompt_length=PROMPT, max_new_tokens=NEW_TOKENS, repeats=repeats)
+    work = Workload(batch=batch, prompt_length=PROMPT, max_new_tokens=NEW_TOKENS, repeats=REPEATS)
     plain = Method(drafter=NoDrafter(), sampling=chain(temperature(0.8), top_p(0.95)))
     sides = decoders(pair, {"plain": plain}, work, least_length=SLOTS - NEW_TOKENS)
-    timings = decode_in_turns(sides, repeats)["plain"]
+    timings = decode_in_turns(sides, REPEATS)["plain"]
     return Quartiles.of([timing.loop_seconds / timing.rounds * 1e3 for timing in timings])
 
 
-def small_decoder(scale: Scale, layers: int, devices: int) -> tuple:
+def small_decoder(width: int, layers: int, devices: int) -> tuple:
     """Makes a decoder with random weights over all devices; its draft is not called."""
-    heads = math.lcm(scale.width // 64, devices)
+    heads = math.lcm(width // 64, devices)
     config = TransformerConfig(
         vocab_size=4096,
-        width=scale.width,
+        width=width,
         num_layers=layers,
         num_heads=heads,
         head_size=64,
-        feedforward_width=math.lcm(4 * scale.width, devices),
+        feedforward_width=math.lcm(4 * width, devices),
         positions="rotary",
         gated=True,
         activation="silu",
-        dtype=scale.dtype,
+        dtype=DTYPE,
     )
     model = TransformerLM.for_backend(config)
     mesh = make_mesh(1, devices) if devices > 1 else None

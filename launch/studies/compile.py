@@ -111,7 +111,9 @@ def kernels(model: str, topology: str, program: str, batch: int, slots: int, liv
 def trees(model: str, topology: str, rows: int) -> dict[str, Any]:
     """Returns the facts of scoring, verifying and moving a tree, beside those of the chain of its depth."""
     tree, stack = best_shape(RANKS, rows, TREE_DEPTH), stack_of(MODELS[model](), topology)
-    programs = stack.of_tree(tree) | {
+    programs = {
+        "score": stack.call(tree.K + 1, tree),
+        "moved slots": stack.moved_slots(tree),
         "score, chain": stack.call(tree.depth + 1),
         "verify, chain": stack.verify(tree.depth, *METHOD[1:]),
         "verify, recursive": stack.verify(tree, METHOD[1], RecursiveRule()),

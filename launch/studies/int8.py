@@ -43,9 +43,9 @@ def measure(options, key, say: Say) -> dict[str, Any]:
         say(name)
         pair = load_pair(PAIR, int8=int8)
         model = TransformerLM.for_backend(dataclasses.replace(random, **int8.of("target")))
-        target_BTV = read(pair.target, pair.target_params, tokens_BT)
-        draft_BTV = read(pair.draft, pair.draft_params, tokens_BT)
-        random_BTV = read(model, random_params, tokens_BT % random.vocab_size)
+        target_BTV = logits_of(pair.target, pair.target_params, tokens_BT)
+        draft_BTV = logits_of(pair.draft, pair.draft_params, tokens_BT)
+        random_BTV = logits_of(model, random_params, tokens_BT % random.vocab_size)
         if name == "float32":
             plain = target_BTV, random_BTV
         of_next = np.take_along_axis(log_softmax(target_BTV, -1)[:, :-1], np.asarray(tokens_BT)[:, 1:, None], axis=-1)
@@ -57,7 +57,7 @@ def measure(options, key, say: Say) -> dict[str, Any]:
     return {"texts": len(tokens_BT), "tokens": LENGTH, "pair": of_pair, "random weights": of_random}
 
 
-def read(model: TransformerLM, params: Any, tokens_BT: jax.Array) -> np.ndarray:
+def logits_of(model: TransformerLM, params: Any, tokens_BT: jax.Array) -> np.ndarray:
     """Returns logits ``[B, T, V]`` of texts that are read into an empty cache in one call."""
     batch, length = tokens_BT.shape
     call = jax.jit(model.__call__, compiler_options=dict(model.compiler_options) or None)

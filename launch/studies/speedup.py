@@ -132,7 +132,7 @@ def headline(chosen: Document, speedup: Document, grid: Document, slices: Docume
         where = f"{sizes} parameters, float32, batch 1, {cpu_of(speedup)}, {curve['prompts']} prompts"
         if curve["same_tokens"]:
             where += f"; greedy tokens equal on {curve['same_tokens']} of {curve['prompts']} prompts"
-        gain = spread(setting(sampling, "model", DRAFT_LENGTH, 1), speedup, grid)
+        gain = spread(key_of(sampling, "model", DRAFT_LENGTH, 1), speedup, grid)
         rows.append((f"**{gain}**", f"measured: {words(name)}, K = {DRAFT_LENGTH}, token rule; {where}"))
     gain = faster(calibration.band_ratio(*forecast(slices, "v4:2x2x4", 1)))
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
@@ -144,9 +144,9 @@ def summary(speedup: Document, grid: Document, audit: Document, agreement: Docum
     """Returns the table of further results of the main README."""
     (greedy, sampled), rows = DISTRIBUTIONS.values(), []
     for name, key in (
-        ("shipped pair", setting(greedy, "model", 4, 4)),
-        ("shipped pair", setting(sampled, "model", 4, 4)),
-        ("shipped target, prompt lookup", setting(greedy, "ngram", 4, 4)),
+        ("shipped pair", key_of(greedy, "model", 4, 4)),
+        ("shipped pair", key_of(sampled, "model", 4, 4)),
+        ("shipped target, prompt lookup", key_of(greedy, "ngram", 4, 4)),
     ):
         where = f"{name}, {law(key)}, K = {key['draft_length']}, batch {key['batch']}"
         rows.append((where, cpu_of(speedup), spread(key, speedup, grid)))
@@ -161,7 +161,7 @@ def summary(speedup: Document, grid: Document, audit: Document, agreement: Docum
     return Table(title="Results", header=("what", "where", "result"), rows=rows, left=3)
 
 
-def setting(sampling: SamplingFields, drafter: str, draft_length: int, batch: int) -> Key:
+def key_of(sampling: SamplingFields, drafter: str, draft_length: int, batch: int) -> Key:
     """Returns the key that a cell of launch/benchmark.py has with the token rule."""
     key = {"draft_length": draft_length, "drafter": drafter, "rule": "token", "batch": batch}
     return key | dataclasses.asdict(sampling) | {"draft_temperature": None}
@@ -174,7 +174,7 @@ def measured(document: Document) -> list[tuple[Key, Mapping[str, float]]]:
     drafter, batch, found = document["config"]["drafter"], document["config"]["batch"], []
     for name, curve in document["curves"].items():
         for point in curve["points"]:
-            key = setting(DISTRIBUTIONS[name], drafter, point["draft_length"], batch)
+            key = key_of(DISTRIBUTIONS[name], drafter, point["draft_length"], batch)
             found.append((key | {"rule": point["rule"]}, point["speedup"]))
     return found
 
@@ -197,7 +197,7 @@ def draw(*documents: Document) -> Any:
             at = {
                 key["draft_length"]: speedup
                 for key, speedup in measured(document)
-                if key == setting(sampling, "model", key["draft_length"], 1)
+                if key == key_of(sampling, "model", key["draft_length"], 1)
             }
             lengths = sorted(at)
             middle, low, high = ([at[length][edge] for length in lengths] for edge in ("median", "lower", "upper"))

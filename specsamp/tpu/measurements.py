@@ -96,10 +96,10 @@ class Measurement:
 @functools.cache
 def published() -> tuple[Measurement, ...]:
     """Returns the rows of `measurements.json`."""
-    return read(json.loads(FILE.read_text(encoding="utf-8")))
+    return read_measurements(json.loads(FILE.read_text(encoding="utf-8")))
 
 
-def read(document: Mapping[str, Any]) -> tuple[Measurement, ...]:
+def read_measurements(document: Mapping[str, Any]) -> tuple[Measurement, ...]:
     """Reads ``{"models": {name: shape}, "groups": [{conditions, "rows": [...]}]}``; rows need exactly all conditions."""
     models = {name: _shape(fields) for name, fields in document["models"].items()}
     rows = []

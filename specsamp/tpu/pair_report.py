@@ -29,7 +29,7 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.sampling.rules import Rule
 from specsamp.tpu.calibration import Band, Calibration, estimate, fit_published, two_digits
 from specsamp.tpu.lowering import Programs, step_windows
-from specsamp.tpu.program import Memory, Program, fastest, measure
+from specsamp.tpu.program import Memory, Program, fastest, measure_program
 from specsamp.tpu.topology import Chip, parse
 from specsamp.tpu.work import Work, calls_of_round, hops, replica_axes
 
@@ -159,14 +159,14 @@ def _compiled(
         floor = functools.partial(programs.floor_of_round, draft_length)
         lowered = functools.partial(programs.round, draft_length, rule)
         layers = programs.target.config.num_layers + draft_length * programs.draft.config.num_layers
-        return measure(name, scored, floor, lowered, topology, layers=layers)
+        return measure_program(name, scored, floor, lowered, topology, layers=layers)
     model = programs.draft if name.startswith("draft") else programs.target
     new = 1 if name.endswith("step") else scored if name == "score" else min(PREFILL, programs.slots)
     floor, found = functools.partial(programs.floor, model, tokens=new), []
     for tokens in step_windows(programs, model) if name.endswith("step") else (new,):
         progress(f"{name}, {tokens} tokens")
         lowered = functools.partial(programs.call, model, tokens)
-        found.append(measure(name, tokens, floor, lowered, topology, layers=model.config.num_layers))
+        found.append(measure_program(name, tokens, floor, lowered, topology, layers=model.config.num_layers))
     return fastest(found, parse(topology)[0])
 
 

@@ -150,7 +150,7 @@ def fastest(programs: Sequence[Program], chip: Chip) -> Program:
     return min(fitting, key=lambda one: one.lower_bound_ms(chip), default=programs[0])
 
 
-def measure(
+def measure_program(
     name: str,
     tokens: int,
     floor: Callable[[float], float],

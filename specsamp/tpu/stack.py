@@ -26,7 +26,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 from specsamp.tpu.lowering import WINDOW, Programs, sharded_head_model, step_windows
-from specsamp.tpu.program import Program, fastest, measure
+from specsamp.tpu.program import Program, fastest, measure_program
 from specsamp.tpu.topology import parse
 
 FEW, MANY = 2, 4  # layers that are compiled
@@ -44,7 +44,7 @@ class Stack:
     batch: int = 1
     slots: int = 2048
     kernels: Kernels | None = None  # of attention over the caches
-    live: float = 0.5  # see `specsamp.tpu.program.measure`
+    live: float = 0.5  # see `specsamp.tpu.program.measure_program`
     drafter: TransformerConfig | HeadConfig | int | None = None  # a model, a head, or the last layer of an early exit
 
     @property
@@ -78,18 +78,25 @@ class Stack:
             inside=self.drafter is None or isinstance(self.drafter, int),
         )
 
-    def call(self, tokens: int) -> Program:
-        """Measures a call of the whole target."""
-        return linear((1.0, self.at(FEW, tokens)), *self.more(tokens, self.config.num_layers - FEW))
+    def call(self, tokens: int, tree: TreeShape | None = None) -> Program:
+        """Measures a call of the whole target with so many tokens a row, those of a tree if given."""
+        return linear((1.0, self.at(FEW, tokens, tree)), *self.more(tokens, self.config.num_layers - FEW, tree))
 
-    def at(self, layers: int, tokens: int) -> Program:
-        """Compiles and measures a call of the target with so many layers, once for all steps and rounds."""
-        return _call(dataclasses.replace(self, drafter=None), layers, tokens)
+    @functools.cache  # once for all steps and rounds
+    def at(self, layers: int, tokens: int, tree: TreeShape | None = None) -> Program:
+        """Compiles and measures a call of the target with so many layers."""
+        if self.drafter is not None:
+            return dataclasses.replace(self, drafter=None).at(layers, tokens, tree)
+        programs = self.programs(layers)
+        floor = functools.partial(programs.floor, programs.target, tokens=tokens)
+        lowered = functools.partial(programs.call, programs.target, tokens, tree)
+        name = f"{tokens} tokens, {layers} layers"
+        return measure_program(name, tokens, floor, lowered, self.topology, layers=layers, live=self.live)
 
-    def more(self, tokens: int, layers: float) -> list[tuple[float, Program]]:
+    def more(self, tokens: int, layers: float, tree: TreeShape | None = None) -> list[tuple[float, Program]]:
         """Returns the terms of `linear` that add so many layers to a program with such a call."""
         each = layers / (MANY - FEW)
-        return [(each, self.at(MANY, tokens)), (-each, self.at(FEW, tokens))]
+        return [(each, self.at(MANY, tokens, tree)), (-each, self.at(FEW, tokens, tree))]
 
     def step(self) -> Program:
         """Measures a call of one new token per sequence, at the fastest window."""
@@ -104,7 +111,7 @@ class Stack:
         programs = self.programs(FEW)
         floor = functools.partial(programs.floor, programs.draft)
         lowered = functools.partial(programs.call, programs.draft, tokens)
-        return measure("step", tokens, floor, lowered, self.topology, layers=1, live=self.live)
+        return measure_program("step", tokens, floor, lowered, self.topology, layers=1, live=self.live)
 
     def round(self, draft_length: int, sampling: Warp, rule: Rule) -> Program:
         """Measures a round of all layers: K steps of the draft, and one call of the target."""
@@ -113,7 +120,7 @@ class Stack:
         floor = functools.partial(programs.floor_of_round, draft_length)
         lowered = functools.partial(programs.round, draft_length, rule)
         shared = dict(layers=FEW + drafting, live=self.live)
-        small = measure("round", draft_length + 1, floor, lowered, self.topology, **shared)
+        small = measure_program("round", draft_length + 1, floor, lowered, self.topology, **shared)
         of_target = [(1.0, small), *self.more(draft_length + 1, self.config.num_layers - FEW)]
         if isinstance(self.drafter, HeadConfig):
             return linear(*of_target)
@@ -126,27 +133,25 @@ class Stack:
             memory = dataclasses.replace(memory, arguments=self.bytes_of_state())
         return dataclasses.replace(program, memory=memory)
 
-    def of_tree(self, tree: TreeShape) -> dict[str, Program]:
-        """Measures a call of the target that scores a tree, and the move of its accepted path in the target's cache."""
+    def moved_slots(self, tree: TreeShape) -> Program:
+        """Measures the move of a tree's accepted path in the target's cache."""
 
-        def at(name: str, layers: int) -> Program:
+        def at(layers: int) -> Program:
             programs = self.programs(layers)
-            lowered = {
-                "score": functools.partial(programs.call, programs.target, tree.K + 1, tree),
-                "moved slots": functools.partial(programs.compact, programs.target, tree),
-            }
             floor = functools.partial(programs.floor, programs.target, tokens=tree.K + 1)
-            return measure(name, tree.K + 1, floor, lowered[name], self.topology, layers=layers, live=self.live)
+            lowered = functools.partial(programs.compact, programs.target, tree)
+            return measure_program(
+                "moved slots", tree.K + 1, floor, lowered, self.topology, layers=layers, live=self.live
+            )
 
         each = (self.config.num_layers - FEW) / (MANY - FEW)
-        found = {name: (at(name, FEW), at(name, MANY)) for name in ("score", "moved slots")}
-        return {name: linear((1 - each, few), (each, many)) for name, (few, many) in found.items()}
+        return linear((1 - each, at(FEW)), (each, at(MANY)))
 
     def verify(self, size: int | TreeShape, sampling: Warp, rule: Rule) -> Program:
         """Measures warping and verifying a chain or a tree."""
         programs, rows = self.programs(FEW, sampling), (size if isinstance(size, int) else size.K) + 1
         lowered = functools.partial(programs.verify, size, rule)
-        return measure("verify", rows, lambda live: 1.0, lowered, self.topology, layers=0)
+        return measure_program("verify", rows, lambda live: 1.0, lowered, self.topology, layers=0)
 
     def bytes_of_state(self) -> int:
         """Returns the bytes per device of weights and caches, all layers of the target and of a draft model."""
@@ -156,15 +161,6 @@ class Stack:
 
     def _model(self, layers: int) -> TransformerLM:
         return TransformerLM(self.config, kernels=self.kernels).first(layers)
-
-
-@functools.cache
-def _call(stack: Stack, layers: int, tokens: int) -> Program:
-    programs = stack.programs(layers)
-    floor = functools.partial(programs.floor, programs.target, tokens=tokens)
-    name = f"{tokens} tokens, {layers} layers"
-    lowered = functools.partial(programs.call, programs.target, tokens)
-    return measure(name, tokens, floor, lowered, stack.topology, layers=layers, live=stack.live)
 
 
 def linear(*terms: tuple[float, Program]) -> Program:

@@ -76,7 +76,7 @@ def test_calibrate_measures_what_is_here(tmp_path, monkeypatch):
 
     monkeypatch.setattr(experiment, "bare_pair", lambda *models, mesh: None)
     path = tmp_path / "calibration.json"
-    seconds = iter((1e-3, 2e-3, 3e-3, 5e-3))
+    seconds = iter((1e-3, 2e-3, 3e-3, 5e-3, 6e-3, 9e-3))
 
     def decode_in_turns(sides, repeats):
         return {"plain": [types.SimpleNamespace(loop_seconds=next(seconds), rounds=1)]}
@@ -86,7 +86,7 @@ def test_calibrate_measures_what_is_here(tmp_path, monkeypatch):
     done = call("calibrate", "--plain", f"--output={path}")
     assert done.returncode == 0, done.stderr
     written = json.loads(path.read_text())
-    assert written["devices"]["chip"] == "cpu" and len(written["measured"]["steps"]) == 4
+    assert written["devices"]["chip"] == "cpu" and len(written["measured"]["steps"]) == 6
     report = ROOT / "notebooks/results/compile_qwen_3b_v5e.json"
     done = call("plan", "--acceptance=0.8", f"--compile_report={report}", f"--calibration={path}")
     assert done.returncode == 2 and "is a calibration of cpu:8, and v5e:1x1 is asked about" in done.stderr

@@ -163,7 +163,7 @@ def test_several_measurements_of_a_setting_are_a_range():
     points = [{"rule": rule, "draft_length": K, "speedup": SPREADS[rule]} for K in (2, 3) for rule in SPREADS]
     curves = {"greedy": {"points": points}}
     whole = {"config": {"drafter": "model", "batch": 1}, "curves": curves}
-    key = speedup.setting(greedy, "model", 3, 1)
+    key = speedup.key_of(greedy, "model", 3, 1)
     cells = [{"key": key, "result": {"speedup": {"median": 1.5, "lower": 1.25, "upper": 1.75}}}]
     cells += [
         {"key": key | {"batch": 4}, "result": {"speedup": SPREADS["block"]}},

@@ -163,4 +163,4 @@ def test_a_row_without_its_conditions_is_refused(changes):
     rows = [{name: value for name, value in (group["rows"][0] | changes).items() if value is not None}]
     group = {name: value for name, value in group.items() if value is not None}
     with pytest.raises(TypeError, match=next(iter(changes))):
-        measurements.read(found | {"groups": [group | {"rows": rows}]})
+        measurements.read_measurements(found | {"groups": [group | {"rows": rows}]})

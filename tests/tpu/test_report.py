@@ -25,7 +25,7 @@ from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu.lowering import Programs, sharded_head_model
 from specsamp.tpu.pair_report import compile_report
-from specsamp.tpu.program import largest_buffers, measure
+from specsamp.tpu.program import largest_buffers, measure_program
 from specsamp.tpu.topology import described_mesh, parse
 from support import extras
 
@@ -214,7 +214,9 @@ def feed_forward(layers, mistake=None):
     donated = () if mistake == "cache not donated" else (2,)
     lowered = jax.jit(run, donate_argnums=donated).lower(shape(5, width), weights, caches, shape(dtype=jnp.int32))
     floor = layers * (2 * 2 * width * inner / 16 + 2 * slots * 128)
-    return measure(mistake or "as it should be", 5, lambda live: floor, lambda: lowered, TOPOLOGY, layers=layers)
+    return measure_program(
+        mistake or "as it should be", 5, lambda live: floor, lambda: lowered, TOPOLOGY, layers=layers
+    )
 
 
 def test_layers_as_they_should_be_pass_the_guard():
