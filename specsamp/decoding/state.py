@@ -1,7 +1,7 @@
-"""The carry of the loop and the requests of its callers, as pytrees of arrays.
+"""What the loop carries from round to round, and what is asked of it, as pytrees of arrays with one row for each text.
 
-Two rounds of one row with K = 2, after the prompt [5, 8]. A dot is scratch. The last committed token is pending: it is
-not in the cache yet.
+Here are two rounds of one row with K = 2, after the prompt [5, 8]. A dot is a slot that holds nothing yet. The last token
+of a text is *pending*: it is decided, but the model has not read it, so it is not in the cache. A round begins with it.
 
     round 1             tokens_BS [5 8 . . . . .]   lengths_B 2   the cache holds slot 0; token 8 is pending
       draft               [3 7]
