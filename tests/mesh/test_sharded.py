@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specsamp import BlockRule, NgramDrafter, Pair, TokenRule, chain, generate, temperature, top_p
+from specsamp.analysis.benchmark import split_round
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.adaptive import Adaptive, Confidence
 from specsamp.decoding.drafters import ModelDrafter, ModelTree
@@ -226,6 +227,14 @@ def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
     pair = shard(table_pair, make_mesh(8, 1))
     with pytest.raises(ValueError, match="batch 1 does not divide over the 8 shards"):
         decoders(pair, {"x": Method(drafter=NgramDrafter(K=2))}, Workload())
+
+
+def test_the_calls_of_a_round_are_timed_over_a_mesh(transformer_pair):
+    """A call's state goes into the next call, where it lies."""
+    work, pair = Workload(batch=4, prompt_length=4, max_new_tokens=8), shard(transformer_pair, make_mesh(2, 4))
+    (side,) = decoders(pair, {"x": Method(drafter=ModelDrafter(pair.draft, 2), sampling=SAMPLING)}, work).values()
+    split = split_round(side, turns=2)
+    assert min(part.ms.lower for part in (split.draft, split.score, split.step)) > 0
 
 
 def test_parameters_of_a_drafter_of_ones_own(table_pair):
