@@ -28,8 +28,8 @@ from absl import flags
 
 from launch.lib import costs, entry
 from launch.lib.cells import machine_identity
-from launch.lib.command_tables import evaluation_tables
 from launch.lib.config import ConfigFlag
+from launch.lib.evaluation_tables import evaluation_tables
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import MACHINE, ExperimentConfig
 from launch.lib.rules import LOSSY, RULES, define_require_exact

@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from launch.lib.command_tables import REPORTS
 from launch.lib.config import meant
 from launch.lib.shapes import eagle3_of
 from launch.lib.study import Option, Published, Study
@@ -182,7 +181,8 @@ STUDY = Study(
     cells=cells,
     identity=lambda options: {"grid": options.grid, "libtpu": version("libtpu")},
     measure=lambda options, key, say: ANSWERS[options.grid](**key),
-    tables={name: Published([file], getattr(tables, name, tables.programs)) for name, file in TABLES.items()} | REPORTS,
+    tables={name: Published([file], getattr(tables, name, tables.programs)) for name, file in TABLES.items()}
+    | {"public_pairs": Published([f"compile_{name}_v5e" for name in tables.PUBLIC_PAIRS], tables.public_pairs)},
     figures={"compile_scoring": Published(["compile_scoring"], tables.draw_scoring)},
     shown=lambda options: [options.grid, *["compile_scoring"] * (options.grid == "scoring")],
 )

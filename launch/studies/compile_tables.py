@@ -1,17 +1,19 @@
 """Milliseconds, tables and figures of the answers of the study compile."""
 
+import math
 from typing import Any
 
 from launch.lib.study import Document, answers
+from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
 from specsamp.tpu.calibration import Band, band_ratio, estimate
-from specsamp.tpu.pair_report import GIB, faster, lower_bound
+from specsamp.tpu.pair_report import GIB, Report, faster, lower_bound
 from specsamp.tpu.topology import parse
 from specsamp.tpu.work import Work, calls_of_round
 
 K = 4
-EMITTED = sum(0.8**i for i in range(K + 1))  # tokens of a round at an acceptance rate of 0.8
+EMITTED = expected_tokens(0.8, K)  # tokens of a round at an acceptance rate of 0.8
 NUMBERS = {  # columns of programs: field, unit and format
     "lower bound, ms": ("lower_bound_ms", 1, ".2f"),
     "streaming": ("streaming_ms", 1, ".2f"),
@@ -20,6 +22,12 @@ NUMBERS = {  # columns of programs: field, unit and format
     "traffic, GB": ("hbm_bytes", 1e9, ".2f"),
     "over the floor": ("over_floor", 1, ".3f"),
     "alive, GB": ("live_hbm_bytes", 1e9, ".2f"),
+}
+PUBLIC_PAIRS = {
+    "qwen_3b": "Qwen2.5 3B + 0.5B, bfloat16",
+    "qwen_30b_a3b": "Qwen3 30B-A3B + 0.6B, bfloat16",
+    "llama_70b": "Llama 3.1 70B + 3.2 1B, bfloat16",
+    "llama_70b_int8": "Llama 3.1 70B + 3.2 1B, int8 weights",
 }
 DOTS = {"marker": "o", "markersize": 3}
 
@@ -95,6 +103,37 @@ def slices(document: Document) -> Table:
         }
         rows.append(row)
     return Table.of("The paper's pair (compiler estimate)", rows)
+
+
+def public_pairs(*documents: Document) -> Table:
+    """Returns public pairs on TPU v5e, in the order of `PUBLIC_PAIRS`."""
+    rows = []
+    for label, document in zip(PUBLIC_PAIRS.values(), documents, strict=True):
+        report = Report.from_json(document["report"])
+        memory, K = report["round"].memory, report.draft_length
+        alone, drafted = report.calibrated_ms("target step"), report.calibrated_ms("round")
+        emitted = expected_tokens(0.8, K)
+        row = {
+            "": label,
+            "K": K,
+            "batch": report.batch,
+            "chips": f"{math.prod(parse(report.topology)[1])} v5e",
+            "memory, GiB": f"{memory.total / GIB:.1f} of {memory.capacity / GIB:.0f}",
+            **{
+                f"{name}, at least": lower_bound(
+                    report[name].streaming_ms(report.chip), report[name].cycles_ms(report.chip)
+                )
+                for name in ("target step", "round")
+            },
+            "step, over the floor": f"{report['target step'].over_floor:.3f}",
+            "scoring, over the floor": f"{report['score'].over_floor:.3f}",
+            "a step, ms": alone,
+            "a round, ms": drafted,
+            "ms per token at acceptance 0.8": drafted / emitted / report.batch,
+            "speedup": faster(band_ratio(alone, drafted / emitted)),
+        }
+        rows.append(row)
+    return Table.of("Public pairs on TPU v5e (compiler estimate)", rows)
 
 
 def heads(document: Document) -> Table:

@@ -9,11 +9,14 @@ Our curves are lines, with quartiles; the points are those of Chen et al. (arXiv
 from collections.abc import Mapping
 from typing import Any
 
-from launch.lib import command_tables
-from launch.lib.study import Document, Published, Study
+from launch.lib.evaluation_tables import quality
+from launch.lib.study import Document, Published, Study, answers, law
 from specsamp.analysis import grid
 from specsamp.analysis.figures import COLOURS, STYLES, axes_of
 from specsamp.analysis.grid import distribution_of
+from specsamp.analysis.report import Table
+from specsamp.analysis.tables import grid_table, ratio
+from specsamp.evaluation.audit import audit_table
 
 TOKENS = 128  # whose time the paper shows
 
@@ -75,8 +78,51 @@ def draw_paper(document: Document) -> Any:
     return figure
 
 
+def trained(pair: Document) -> Table:
+    """Returns the training of both models of the pair, and their loss on held-out text."""
+    rows = []
+    for side in ("target", "draft"):
+        run, held_out = pair["provenance"][side], pair["provenance"]["held_out"]["float32"][side]
+        minutes, acceptance = run["last_metrics"]["training_seconds"] / 60, held_out.get("acceptance (temperature 1)")
+        share = "" if acceptance is None else f"{acceptance:.3f}"
+        trained = (str(run["step"]), str(run["config"]["recipe"]["batch"]), f"{minutes:.0f}")
+        rows.append((side, *trained, f"{held_out['loss']:.2f}", share))
+    header = ("", "steps", "rows a step", "minutes of training", "held-out loss, nats per token", "acceptance at T = 1")
+    return Table(title="Training of the shipped pair", header=header, rows=rows)
+
+
+def drafters(document: Document) -> Table:
+    """Returns what each drafter of one target gains, by distribution and K; a draft costs proposing and reading it."""
+    rows = []
+    for key, result in answers(document):
+        K, split, counts = key["draft_length"], result["split"], result["acceptance"]
+        spent = sum(split[part]["ms"]["median"] for part in ("draft", "commit"))
+        row = {
+            "drafter": key["drafter"],
+            "sampling": law(key),
+            "K": K,
+            "tokens per round": f"{counts['emitted'] / counts['rounds']:.2f}",
+            **dict.fromkeys((f"accepted at {i + 1}" for i in range(4)), ""),
+            **{f"accepted at {i}": f"{share:.2f}" for i, share in enumerate(counts["by_position"], 1)},
+            "a draft, in steps": f"{spent / (K * split['step']['ms']['median']):.2f}",
+            "ms per token": f"{result['speculative']['ms_per_token']['median']:.2f}",
+            "speedup": ratio(result["speedup"]),
+        }
+        rows.append(row)
+    return Table.of("Drafters of one target, on the same prompts", rows)
+
+
 STUDY = Study(
     question="How do our curves compare with those of the paper, and what did the commands measure?",
-    tables=command_tables.TABLES,
+    tables={
+        "drafters": Published(["python_drafters"], drafters),
+        "pair": Published(["pair"], trained),
+        "grid": Published(
+            ["python_pair_grid"], lambda grid: grid_table("Best draft lengths", grid["cells"], best=True)
+        ),
+        "audit": Published(["python_pair_audit"], lambda audit: audit_table(audit["checks"])),
+        "quality": Published(["python_pair_tasks"], lambda found: quality(found["evaluation"])),
+        "humaneval": Published(["python_pair_humaneval"], lambda found: quality(found["evaluation"])),
+    },
     figures={"figure_1": Published(["python_pair_grid"], draw_paper)},
 )

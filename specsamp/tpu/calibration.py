@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -180,9 +180,7 @@ def two_digits(number: float) -> str:
 def fit_published(rows: tuple[Measurement, ...] | None = None) -> Calibrations:
     """Fits both kinds of programs on published rows, each with its error on layouts that were left out."""
     rows = published() if rows is None else rows
-    added, _ = _with_error(fit_added, rows, ADDED_ON)
-    hidden, without = _with_error(fit_hidden, rows, HIDDEN_ON)
-    nearly = () if hidden is None else (*nearly_best(hidden_by_overlap(rows), steps_on(HIDDEN_ON, rows)), *without)
+    (added, _), (hidden, nearly) = (_with_error(chip, rows) for chip in (ADDED_ON, HIDDEN_ON))
     return Calibrations(added=added, hidden=hidden, nearly=nearly)
 
 
@@ -205,31 +203,17 @@ def steps_on(chip: str, rows: Sequence[Measurement]) -> Steps:
     return [(row.work(), row.milliseconds) for row in rows if row.kind == "step" and row.chip == chip]
 
 
-def fit_added(rows: Sequence[Measurement]) -> Calibration | None:
-    """Fits the sum on the steps of TPU v4; None with too few of them."""
-    steps = steps_on(ADDED_ON, rows)
+def fits_on(chip: str, rows: Sequence[Measurement]) -> list[Calibration]:
+    """Fits the steps of TPU v4 as sums, those of v5e for each overlap; none with too few steps or traced collectives."""
+    steps, traces = steps_on(chip, rows), [(row.work(), row.milliseconds) for row in rows if row.kind == "collective"]
+    base = Calibration(efficiency=1, call_ms=0, points=len(steps))
     if len(steps) < FEWEST_STEPS:
-        return None
-    return fit(Calibration(efficiency=1, call_ms=0, points=len(steps)), steps, "efficiency", "call_ms", "hop_us")
-
-
-def fit_hidden(rows: Sequence[Measurement]) -> Calibration | None:
-    """Fits the steps of TPU v5e, given traced collectives; None with too few of either."""
-    fits = hidden_by_overlap(rows)
-    if not fits:
-        return None
-    nearly = nearly_best(fits, steps_on(HIDDEN_ON, rows))
-    return dataclasses.replace(fits[-1], least_overlap=nearly[0].overlap)
-
-
-def hidden_by_overlap(rows: Sequence[Measurement]) -> list[Calibration]:
-    """Fits the steps of TPU v5e with each overlap; none with too few steps or traced collectives."""
-    steps = steps_on(HIDDEN_ON, rows)
-    traces = [(row.work(), row.milliseconds) for row in rows if row.kind == "collective"]
-    if len(steps) < FEWEST_STEPS or len({work.collective_hops for work, _ in traces}) < 2:
         return []
-    base = fit(Calibration(efficiency=1, call_ms=0, points=len(steps)), traces, "collective_us", "hop_us")
-    return fits_by_overlap(base, steps, "call_ms", "sequence_us", "efficiency")
+    if chip == ADDED_ON:
+        return [fit(base, steps, "efficiency", "call_ms", "hop_us")]
+    if len({work.collective_hops for work, _ in traces}) < 2:
+        return []
+    return fits_by_overlap(fit(base, traces, "collective_us", "hop_us"), steps, "call_ms", "sequence_us", "efficiency")
 
 
 def fits_by_overlap(base: Calibration, steps: Steps, *names: str) -> list[Calibration]:
@@ -243,20 +227,19 @@ def nearly_best(fits: Sequence[Calibration], steps: Steps) -> list[Calibration]:
     return [fit for fit, error in zip(fits, errors, strict=True) if error <= NEARLY * min(errors) + 1e-9]
 
 
-def _with_error(
-    fit: Callable[[Sequence[Measurement]], Calibration | None], rows: Sequence[Measurement], chip: str
-) -> tuple[Calibration | None, list[Calibration]]:
-    """Returns a fit with its worst error on a layout that was left out, and the fits without each layout."""
-    made, without, errors = fit(rows), [], []
+def _with_error(chip: str, rows: Sequence[Measurement]) -> tuple[Calibration | None, tuple[Calibration, ...]]:
+    """Returns the fit of a chip with its worst error on a layout that was left out, and the fits nearly as good."""
+    fits, steps, without, errors = fits_on(chip, rows), steps_on(chip, rows), [], []
     for layout in sorted({row.layout for row in rows if row.kind == "step" and row.chip == chip}):
-        rest = fit([row for row in rows if row.layout != layout])
-        if rest is not None:
-            without.append(rest)
+        if rest := fits_on(chip, [row for row in rows if row.layout != layout]):
+            without.append(rest[-1])
             left = steps_on(chip, [row for row in rows if row.layout == layout])
-            errors += [abs(math.log(rest.milliseconds(work) / ms)) for work, ms in left]
-    if made is None or not errors:
-        return None, []
-    return dataclasses.replace(made, error=max(errors), layouts=len(without)), without
+            errors += [abs(math.log(rest[-1].milliseconds(work) / ms)) for work, ms in left]
+    if not fits or not errors:
+        return None, ()
+    nearly = nearly_best(fits, steps)
+    least = {"least_overlap": nearly[0].overlap, "error": max(errors), "layouts": len(without)}
+    return dataclasses.replace(fits[-1], **least), (*nearly, *without)
 
 
 def fit(base: Calibration, steps: Steps, *names: str) -> Calibration:

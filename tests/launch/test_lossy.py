@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launch.lib.command_tables import evaluation_tables
+from launch.lib.evaluation_tables import evaluation_tables
 from launch.lib.experiment import rule_name
 from launch.lib.rules import make_rule
 from launch.studies import lossy
