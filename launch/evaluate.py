@@ -38,7 +38,7 @@ from specsamp.analysis import report
 from specsamp.analysis.grid import Results
 from specsamp.decoding.method import Method, check_exact
 from specsamp.decoding.pair import Pair
-from specsamp.evaluation.harness import Requests, conversation, decode, lengths, max_positions, tabulate
+from specsamp.evaluation.harness import Requests, conversation, decode_and_score, lengths, max_positions, tabulate
 from specsamp.evaluation.task import EvaluationTask, Problem
 from specsamp.evaluation.tasks import TASKS, load_task
 from specsamp.mesh.distributed import from_first
@@ -137,7 +137,7 @@ def decode_blocks(
             if from_first(lambda: results.find(key) is not None):
                 continue
             where = f"{name}, block {block}"
-            result = decode(
+            result = decode_and_score(
                 pairs[name],
                 task,
                 problems,

@@ -23,7 +23,7 @@ from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode, make_stops
 from specsamp.decoding.results import Completion, RowStats
-from specsamp.evaluation.task import Attempt, EvaluationTask, Problem, compare, summarise
+from specsamp.evaluation.task import Attempt, EvaluationTask, Problem, compare_scores, summarise
 from specsamp.serving.completion_log import CompletionLog
 from specsamp.serving.generate_many import Queue, generate_many
 
@@ -50,7 +50,7 @@ class Requests:
     require_exact: bool = False
 
 
-def decode(
+def decode_and_score(
     pair: Pair,
     task: EvaluationTask,
     problems: Mapping[int, Problem],
@@ -206,7 +206,7 @@ def _add_up(counts: Iterable[tuple[str, RowStats]]) -> dict[str, RowStats]:
 
 
 def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Any]]:
-    """Joins the results of `decode` for each way and block.
+    """Joins the results of `decode_and_score` for each way and block.
 
     Args:
       cells: with ``key``, the names of "method" and "block", and ``result``, as JSON.
@@ -242,7 +242,7 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
 
     dropped = sum(block["dropped"] for block in blocks.values())
     texts = sum(sum(block["finish"].values()) for block in blocks.values())
-    differences = compare(*([score for key in shared for score in of[key]["scores"]] for of in (blocks, plain)))
+    differences = compare_scores(*([score for key in shared for score in of[key]["scores"]] for of in (blocks, plain)))
     return {
         "name": name,
         "exact": all(block["exact"] for block in blocks.values()),

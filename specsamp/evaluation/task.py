@@ -117,7 +117,9 @@ def summarise(scores: Sequence[Mapping[str, float]]) -> dict[str, ScoreInterval]
     return {name: mean_interval([score[name] for score in scores]) for name in (scores[0] if scores else ())}
 
 
-def compare(scores: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]]) -> dict[str, ScoreInterval]:
+def compare_scores(
+    scores: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]]
+) -> dict[str, ScoreInterval]:
     """Returns the mean difference of each measure between two lists of scores of the same problems."""
     pairs = list(zip(scores, others, strict=True))
     return summarise([{name: score[name] - other[name] for name in score} for score, other in pairs])

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from specsamp import validate
 from specsamp.models.dflash import BlockHead
 from specsamp.sampling.warp import Warp
-from specsamp.training.feature_heads import TrainHead, shares
+from specsamp.training.feature_heads import TrainHead, step_averages
 from specsamp.training.objective import overlap
 
 Array = jax.Array
@@ -65,7 +65,7 @@ class TrainBlock(TrainHead):
 
         parts = cut(rows_BASD), cut(stream_BASD), cut(before_BAS)
         sums_XS = self._add_up(functools.partial(self._compare_blocks, warp=warp), weights, teacher, parts, 12)
-        found, marginal, config = shares(sums_XS[:5]), shares(sums_XS[5:10]), self.head.config
+        found, marginal, config = step_averages(sums_XS[:5]), step_averages(sums_XS[5:10]), self.head.config
         if config.correction() is not None:
             found["loss"] += self.marginals * marginal.pop("loss")
             found |= {f"marginal_{name.removeprefix('greedy_')}": values_S for name, values_S in marginal.items()}

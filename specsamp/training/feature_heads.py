@@ -197,7 +197,7 @@ class TrainHead(Task):
             return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :]), axis, 0)
 
         parts = cut(stream_BTD, 1), cut(features_SBTD, 2), cut(jnp.arange(length), 0)
-        return shares(self._add_up(functools.partial(self._compare, warp=warp), weights, teacher, parts, 5))
+        return step_averages(self._add_up(functools.partial(self._compare, warp=warp), weights, teacher, parts, 5))
 
     def _add_up(self, compare: Callable[..., Array], weights: Any, teacher: Any, parts: Any, sums: int) -> Array:
         """Returns the sums ``[sums, S]`` over parts, which are in memory one at a time."""
@@ -309,7 +309,7 @@ def _without_ids(tree: Any) -> Any:
     return {name: leaf for name, leaf in tree.items() if name != DRAFT_IDS}
 
 
-def shares(sums_XS: Array) -> dict[str, Array]:
+def step_averages(sums_XS: Array) -> dict[str, Array]:
     """Returns averages of the sums of `TrainHead._sums`."""
     loss_S, counted_S, accepted_S, agreed_S, rows_S = sums_XS
     return {

@@ -7,7 +7,7 @@ import pytest
 
 from specsamp import Method, NgramDrafter
 from specsamp.decoding.results import RowStats
-from specsamp.evaluation.harness import Requests, decode, tabulate
+from specsamp.evaluation.harness import Requests, decode_and_score, tabulate
 from specsamp.evaluation.task import EvaluationTask, Problem
 from support.byte_tokenizer import ByteTokenizer
 from support.fakes import counting_pair
@@ -26,10 +26,10 @@ def test_a_turn_follows_the_answer_to_the_one_before():
     problems = {3: Problem(id="a", prompt="ab", further_turns=("uv", "x" * 70)), 5: Problem(id="b", prompt="mn")}
     task = EvaluationTask(name="chat", problems=list(problems.values()))
     method = Method(drafter=NgramDrafter(K=2))
-    found = decode(pair, task, problems, method, Requests(max_new_tokens=3, chat=True))
+    found = decode_and_score(pair, task, problems, method, Requests(max_new_tokens=3, chat=True))
     assert [("user", "ab"), ("assistant", "cde"), ("user", "uv")] in given
     assert found["timed"]["completions"] == 3 and found["turns_left_out"] == 1, "the third turn has 70 of 64 positions"
-    alone = decode(pair, task, problems, method, Requests(max_new_tokens=3))
+    alone = decode_and_score(pair, task, problems, method, Requests(max_new_tokens=3))
     assert alone["timed"]["completions"] == 2 and alone["turns_left_out"] == 2, "without a template there is one turn"
 
 

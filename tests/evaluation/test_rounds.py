@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from specsamp import BlockRule, CoupledRule, TokenRule, chain
-from specsamp.evaluation.audit import Settings, audit, rounds
-from specsamp.evaluation.audit.rounds import Evidence
+from specsamp.evaluation.audit import Settings, audit, round_evidence
+from specsamp.evaluation.audit.round_evidence import Evidence
 from support import mutants
 from support.audits import RARE, TARGET, K, V, table_subject
 from support.fakes import TableLM, near, random_table
@@ -35,7 +35,7 @@ class PreviousResidual(TokenRule):
 
 
 def collect(**changes):
-    return rounds.collect(table_subject(draft=DRAFT, **changes), detect=0.1, false_alarm=RARE, rows=128)
+    return round_evidence.collect(table_subject(draft=DRAFT, **changes), detect=0.1, false_alarm=RARE, rows=128)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_a_sound_pair_shows_nothing(sound):
     positions = sound.positions
     deviation_T = np.abs(positions.happened_T - positions.expected_T)
     np.testing.assert_array_less(deviation_T, 5 * np.sqrt(positions.expected_T))
-    assert rounds.error_seen(sound.ratios, RARE) <= 0.1
+    assert round_evidence.error_seen(sound.ratios, RARE) <= 0.1
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_sound_pair_shows_nothing(sound):
     ids=lambda changes: type(next(iter(changes.values()))).__name__,
 )
 def test_mistakes_are_seen(changes):
-    check = rounds.expected_ratios(collect(**changes), detect=0.1, false_alarm=RARE)
+    check = round_evidence.expected_ratios(collect(**changes), detect=0.1, false_alarm=RARE)
     assert check.verdict == "failed"
 
 
@@ -99,7 +99,7 @@ def test_acceptance_by_position_sees_what_changes_no_distribution():
     found = collect(drafter=mutants.HoleInTheCache(TableLM(V), K))
     assert found.ratios.p_values.min() > CHANCE
     assert found.positions.p_values[1] < RARE
-    check = rounds.expected_acceptance(found, false_alarm=RARE)
+    check = round_evidence.expected_acceptance(found, false_alarm=RARE)
     assert (
         check.verdict == "failed" and check.numbers["accepted_at_position_1"] < check.numbers["expected_at_position_1"]
     )
@@ -135,8 +135,8 @@ def test_false_alarms_of_events_are_as_rare_and_errors_are_seen_as_often_as_is_s
 def test_texts_are_drawn_until_errors_are_seen():
     """Small errors take more texts, and errors that are not seen in the end are named."""
     few = table_subject()
-    batch = rounds.collect(few, detect=0.9, false_alarm=RARE, rows=6)
-    assert batch.texts == 6 and rounds.error_seen(batch.ratios, RARE) > 0.1
-    more = rounds.collect(few, detect=0.1, false_alarm=RARE, rows=60)
-    assert more.texts > 60 and rounds.error_seen(more.ratios, RARE) <= 0.1
-    assert "NOT SURELY SEEN" in rounds.expected_ratios(batch, detect=0.05, false_alarm=RARE).seen
+    batch = round_evidence.collect(few, detect=0.9, false_alarm=RARE, rows=6)
+    assert batch.texts == 6 and round_evidence.error_seen(batch.ratios, RARE) > 0.1
+    more = round_evidence.collect(few, detect=0.1, false_alarm=RARE, rows=60)
+    assert more.texts > 60 and round_evidence.error_seen(more.ratios, RARE) <= 0.1
+    assert "NOT SURELY SEEN" in round_evidence.expected_ratios(batch, detect=0.05, false_alarm=RARE).seen

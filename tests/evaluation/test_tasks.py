@@ -16,7 +16,7 @@ from specsamp.checkpoints.trained_pair import load_prompts
 from specsamp.evaluation import coding_tasks, isolation, text_tasks
 from specsamp.evaluation.coding_tasks import ParseResult, load_humaneval, load_mbpp, parse_python, parses, pass_at_k
 from specsamp.evaluation.records import read_records
-from specsamp.evaluation.task import Attempt, compare, mean_interval, summarise
+from specsamp.evaluation.task import Attempt, compare_scores, mean_interval, summarise
 from specsamp.evaluation.tasks import load_task
 from support.extras import is_here, needs
 
@@ -107,10 +107,11 @@ def test_intervals_hold_the_truth_and_differences_are_paired():
     hard_P = rng.random(200)
     scores = [{"a": value} for value in hard_P]
     better = [{"a": value + 0.01 + 0.001 * noise} for value, noise in zip(hard_P, rng.normal(size=200))]
-    found = compare(better, scores)["a"]
+    found = compare_scores(better, scores)["a"]
     assert 0.009 < found.low < found.mean < found.high < 0.011
     assert found.high - found.low < 0.1 * (summarise(scores)["a"].high - summarise(scores)["a"].low)
-    assert compare(scores, scores)["a"].detectable == 3 / 200  # equal values do not show that there is no difference
+    # Equal values do not show that there is no difference.
+    assert compare_scores(scores, scores)["a"].detectable == 3 / 200
 
 
 def test_the_hub(write, monkeypatch):

@@ -16,7 +16,7 @@ ONE, JOINT = cases.CASES[:2]
 
 
 def variation(name, case):
-    return conformance.compare(*systems.SYSTEMS[name].samplers(None, case), case.count)["variation"]
+    return conformance.compare_laws(*systems.SYSTEMS[name].samplers(None, case), case.count)["variation"]
 
 
 @pytest.mark.parametrize("name", ["mlx-lm", "llama.cpp", "SGLang (target only)"])
@@ -64,7 +64,7 @@ def test_verdicts(found, expected):
 
 
 def test_exceptions_of_either_sampler_are_kept():
-    found = conformance.compare(lambda last: [1 // last], lambda last: [1 // last], 1)
+    found = conformance.compare_laws(lambda last: [1 // last], lambda last: [1 // last], 1)
     assert found == {"variation": 0, "raised": {"ZeroDivisionError: integer division or modulo by zero": 1.0}}
     assert Raised("a") == Raised("a")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from launch.lib.study import Document, Key, Option, Published, Say, Study, answers
 from launch.studies.conformance.cases import CASES
-from launch.studies.conformance.systems import SYSTEMS, Emit, find
+from launch.studies.conformance.systems import SYSTEMS, Emit, find_files
 from specsamp import validate
 from specsamp.analysis.report import Table
 from specsamp.evaluation.enumeration import Outside, Raised, joint, law_distance
@@ -39,20 +39,20 @@ def measure(options: Any, key: Key, say: Say) -> dict[str, Any]:
     found = {name: getattr(system, name) for name in KNOWN} | {"examined": system.version, "missing": "", "cases": {}}
     folder = None
     if system.package:
-        folder, found["examined"] = find(system.package, options.checkouts)
+        folder, found["examined"] = find_files(system.package, options.checkouts)
         if folder is None:
             return found | {"missing": f"{system.package}, as a package or in --checkouts"}
     for case in CASES if system.adapter else ():
         if case.needs <= set(system.takes.split()) and case.name not in system.without:
             say(case.name)
             try:
-                found["cases"][case.name] = compare(*system.samplers(folder, case), case.count)
+                found["cases"][case.name] = compare_laws(*system.samplers(folder, case), case.count)
             except (Outside, OSError, ImportError, AttributeError) as error:  # another version, or other draws
                 return found | {"missing": f"{type(error).__name__}: {error}"[:200]}
     return found
 
 
-def compare(emit: Emit, plain: Emit, count: int) -> dict[str, Any]:
+def compare_laws(emit: Emit, plain: Emit, count: int) -> dict[str, Any]:
     """Returns the total variation of the joint distributions, and the probability of each exception."""
     laws = [joint(sampler, count) for sampler in (emit, plain)]
     raised = {text.error: share for law in laws for text, share in law.items() if isinstance(text, Raised)}

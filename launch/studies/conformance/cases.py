@@ -35,7 +35,7 @@ class Case:
         return {name for name, needed in given.items() if needed}
 
 
-def table(*rows: Sequence[float], size: int = 0) -> np.ndarray:
+def logits_of(*rows: Sequence[float], size: int = 0) -> np.ndarray:
     """Returns logits of probabilities; a single row is that of each of ``size`` tokens."""
     with np.errstate(divide="ignore"):
         return np.log(np.tile(rows[0], (size, 1)) if size else np.array(rows))
@@ -43,13 +43,13 @@ def table(*rows: Sequence[float], size: int = 0) -> np.ndarray:
 
 def rotated(row: Sequence[float]) -> np.ndarray:
     """Returns the table whose row i is ``row`` moved on by i places."""
-    return table(*(np.roll(row, i) for i in range(len(row))))
+    return logits_of(*(np.roll(row, i) for i in range(len(row))))
 
 
 Q, P = rotated((0.6, 0.3, 0.1)), rotated((0.4, 0.35, 0.25))
 WIDE_Q, WIDE_P = rotated((0.45, 0.3, 0.15, 0.1)), rotated((0.3, 0.1, 0.35, 0.25))
-ONE_Q, ONE_P = table((0.7, 0.2, 0.1), size=3), table((0.2, 0.3, 0.5), size=3)
-PEAKED = table((0.9998, 0.0001, 0.0001), size=3)
+ONE_Q, ONE_P = logits_of((0.7, 0.2, 0.1), size=3), logits_of((0.2, 0.3, 0.5), size=3)
+PEAKED = logits_of((0.9998, 0.0001, 0.0001), size=3)
 
 CASES = (
     Case("one position", ONE_Q, ONE_P, K=1, count=1),
@@ -59,7 +59,7 @@ CASES = (
     Case("T = 1.5, top-p 0.8", WIDE_Q, WIDE_P, count=2, temperatures=(1.5,), top_p=0.8),
     Case("T = 0.7, top-k 2", WIDE_Q, WIDE_P, count=2, temperatures=(0.7,), top_k=2),
     Case("T = 0.7", Q, P, count=2, temperatures=(0.7,)),
-    Case("disjoint supports", table((0.6, 0.4, 0), size=3), table((0, 0, 1), size=3), count=2),
+    Case("disjoint supports", logits_of((0.6, 0.4, 0), size=3), logits_of((0, 0, 1), size=3), count=2),
     Case("equal distributions", Q, Q),
     Case("no residual", PEAKED, PEAKED, count=2, temperatures=(0.25,)),
     Case("a sampled row beside a greedy one", ONE_Q, ONE_P, K=1, count=2, temperatures=(1.0, 0.0)),

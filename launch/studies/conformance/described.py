@@ -17,7 +17,7 @@ def probabilities(logits: np.ndarray, temperature: float) -> np.ndarray:
     return weights / weights.sum(-1, keepdims=True)
 
 
-def draw(weights: np.ndarray) -> int:
+def draw_token(weights: np.ndarray) -> int:
     """Draws a token in proportion to weights."""
     return int(np.random.choice(len(weights), p=weights / weights.sum()))
 
@@ -25,37 +25,37 @@ def draw(weights: np.ndarray) -> int:
 def samplers(case: Case, verify: Callable[[int, np.ndarray, np.ndarray], Sequence[int]]) -> tuple[Emit, Emit]:
     """Returns rounds that ``verify`` makes of the last token, target and draft; and plain sampling."""
     q, p = probabilities(case.target, case.temperature), probabilities(case.draft, case.temperature)
-    return lambda last: verify(last, q, p), lambda last: [draw(q[last])]
+    return lambda last: verify(last, q, p), lambda last: [draw_token(q[last])]
 
 
-def chain(files: None, case: Case, *, rule: str, drawn: bool) -> tuple[Emit, Emit]:
+def chain_of_drafts(files: None, case: Case, *, rule: str, drawn: bool) -> tuple[Emit, Emit]:
     """Verifies a chain of drafts, which are drawn or the most probable, by the rule "equal" or "ratio"."""
 
     def verify(last: int, q: np.ndarray, p: np.ndarray) -> list[int]:
         tokens = [last]
         for _ in range(case.K):
-            tokens.append(draw(p[tokens[-1]]) if drawn else int(p[tokens[-1]].argmax()))
-        return {"equal": equal, "ratio": ratio}[rule](tokens, q, p)
+            tokens.append(draw_token(p[tokens[-1]]) if drawn else int(p[tokens[-1]].argmax()))
+        return {"equal": accept_equals, "ratio": accept_by_ratio}[rule](tokens, q, p)
 
     return samplers(case, verify)
 
 
-def equal(tokens: list[int], q: np.ndarray, p: np.ndarray) -> list[int]:
+def accept_equals(tokens: list[int], q: np.ndarray, p: np.ndarray) -> list[int]:
     """Draws the target's own token at each position, and goes on while it is the drafted one."""
     emitted = []
     for last, drafted in zip(tokens, [*tokens[1:], None], strict=True):
-        emitted.append(draw(q[last]))
+        emitted.append(draw_token(q[last]))
         if emitted[-1] != drafted:
             break
     return emitted
 
 
-def ratio(tokens: list[int], q: np.ndarray, p: np.ndarray) -> list[int]:
+def accept_by_ratio(tokens: list[int], q: np.ndarray, p: np.ndarray) -> list[int]:
     """Accepts with min(1, q / p), and corrects with a draw from (q - p)+."""
     for place, (last, drafted) in enumerate(zip(tokens, tokens[1:], strict=False)):
         if random.random() >= min(1, q[last, drafted] / p[last, drafted]):
-            return [*tokens[1 : place + 1], draw(np.maximum(q[last] - p[last], 0))]
-    return [*tokens[1:], draw(q[tokens[-1]])]
+            return [*tokens[1 : place + 1], draw_token(np.maximum(q[last] - p[last], 0))]
+    return [*tokens[1:], draw_token(q[tokens[-1]])]
 
 
 def two_children(files: None, case: Case, *, threshold: float) -> tuple[Emit, Emit]:
@@ -76,8 +76,8 @@ def two_children(files: None, case: Case, *, threshold: float) -> tuple[Emit, Em
                     break
                 weights[child] = 0
             else:
-                return [*emitted, draw(weights)]
+                return [*emitted, draw_token(weights)]
             last = emitted[-1]
-        return [*emitted, draw(q[last])]
+        return [*emitted, draw_token(q[last])]
 
     return samplers(case, verify)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from launch.studies.conformance.cases import Case
-from launch.studies.conformance.systems import Emit, load
+from launch.studies.conformance.systems import Emit, load_module
 from specsamp.evaluation.enumeration import interpret
 
 
@@ -20,19 +20,19 @@ def tpu_inference(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
         "vllm__config__model": None,
         "vllm__v1__outputs": types.SimpleNamespace(LogprobsTensors=object),
         "tpu_inference": types.SimpleNamespace(envs=types.SimpleNamespace(SAMPLING_MICROBATCH_SIZE=0)),
-        "tpu_inference__layers__common__binary_search": load(files / "layers/common/binary_search.py"),
+        "tpu_inference__layers__common__binary_search": load_module(files / "layers/common/binary_search.py"),
         "tpu_inference__layers__common__sharding": types.SimpleNamespace(
             ShardingAxisName=types.SimpleNamespace(ATTN_DATA=None, MLP_TENSOR=None)
         ),
-        "tpu_inference__layers__jax__sample__sampling_metadata": load(
+        "tpu_inference__layers__jax__sample__sampling_metadata": load_module(
             files / "layers/jax/sample/sampling_metadata.py",
             tpu_inference__runner__input_batch=None,
             tpu_inference__utils=None,
         ),
         "tpu_inference__models__common__compiler_options": types.SimpleNamespace(get_sampling_compiler_options=dict),
     }
-    sampler = load(files / "layers/jax/sample/sampling.py", **stubs)
-    verifier = load(files / "layers/jax/sample/rejection_sampler.py", **stubs)
+    sampler = load_module(files / "layers/jax/sample/sampling.py", **stubs)
+    verifier = load_module(files / "layers/jax/sample/rejection_sampler.py", **stubs)
     metadata = sampler.TPUSupportedSamplingMetadata(
         temperature=jnp.array([t or -1.0 for t in case.temperatures], jnp.float32),
         top_k=jnp.full(len(case.temperatures), case.top_k),

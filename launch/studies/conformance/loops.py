@@ -12,12 +12,12 @@ import torch
 from scipy import special
 
 from launch.studies.conformance.cases import Case
-from launch.studies.conformance.systems import Emit, load
+from launch.studies.conformance.systems import Emit, load_module
 from launch.studies.conformance.torch_tables import drawn, tables
 
 
 def gpt_fast(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    module = load(files / "generate.py", files, model=None, tokenizer=None)
+    module = load_module(files / "generate.py", files, model=None, tokenizer=None)
     settings = {"temperature": case.temperature, "top_k": case.top_k or None}
     target, draft = (lambda x, position, table=table: table(x).logits for table in tables(case))
     one, cat = module.decode_one_token, torch.cat
@@ -36,7 +36,7 @@ def gpt_fast(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 
 def lucidrains(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    module = load(
+    module = load_module(
         files / "speculative_decoding/speculative_decoding.py", beartype=types.SimpleNamespace(beartype=lambda f: f)
     )
     settings = {"temperature": case.temperature, "filter_thres": 0.0}
@@ -70,7 +70,7 @@ class EndOfRound(Exception):
 def jaymody(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     softmax = functools.partial(special.softmax, axis=-1)
     gpt2 = types.SimpleNamespace(gpt2=lambda inputs, table, n_head: table[inputs], softmax=softmax)
-    module = load(files / "main.py", gpt2=gpt2, utils=None, tqdm=None)
+    module = load_module(files / "main.py", gpt2=gpt2, utils=None, tqdm=None)
     target, draft = (
         module.create_model_fn({"table": table}, {"n_head": 1}, case.temperature) for table in (case.target, case.draft)
     )
@@ -81,7 +81,7 @@ def jaymody(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 
 def feifeibear(files: pathlib.Path, case: Case, *, name: str) -> tuple[Emit, Emit]:
-    module = load(files / "sampling/speculative_sampling.py", files, globals=None)
+    module = load_module(files / "sampling/speculative_sampling.py", files, globals=None)
     module.tqdm = functools.partial(module.tqdm, disable=True)
     settings = {"temperature": case.temperature, "top_k": case.top_k, "top_p": case.top_p if case.top_p < 1 else 0}
     target, draft = (_cached(table) for table in tables(case, shift=1))
@@ -111,8 +111,8 @@ def _cached(table):
 
 
 def romsto(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    module = load(files / "sampling/speculative_decoding.py", files, utils__printing=None)
-    processors = load(files / "utils/logits_processor.py")
+    module = load_module(files / "sampling/speculative_decoding.py", files, utils__printing=None)
+    processors = load_module(files / "utils/logits_processor.py")
     processor = processors.MultinomialProcessor(case.temperature)
     if case.top_k:
         processor = processors.TopKProcessor(case.temperature, case.top_k)
@@ -128,7 +128,7 @@ def romsto(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 
 def layer_skip(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    module = load(files / "self_speculation/self_speculation_generator.py", files, colorama=None)
+    module = load_module(files / "self_speculation/self_speculation_generator.py", files, colorama=None)
     target, draft = tables(case)
 
     def out(table):
@@ -154,8 +154,8 @@ def layer_skip(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 
 def deep_spec(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    stubs = {"deepspec__utils__sampling": load(files / "deepspec/utils/sampling.py"), "deepspec__utils": None}
-    module = load(files / "deepspec/eval/base_evaluator.py", files, deepspec__data__parser=None, **stubs)
+    stubs = {"deepspec__utils__sampling": load_module(files / "deepspec/utils/sampling.py"), "deepspec__utils": None}
+    module = load_module(files / "deepspec/eval/base_evaluator.py", files, deepspec__data__parser=None, **stubs)
     target, draft = tables(case)
     settings = {"temperature": case.temperature, "max_proposal_tokens": case.K, "past_key_values_target": None}
     settings |= {"position_ids": torch.arange(100)[None], "start": 0, "target_model": target}
@@ -176,7 +176,7 @@ def deep_spec(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
 
 
 def dflash(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
-    module = load(files / "dflash/model.py")
+    module = load_module(files / "dflash/model.py")
     target, draft = tables(case)
     forward = target.forward
 

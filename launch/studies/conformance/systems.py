@@ -65,7 +65,7 @@ _KNOWN = json.loads(pathlib.Path(__file__).with_name("systems.json").read_text(e
 SYSTEMS = {name: System(name=name, **fields) for name, fields in _KNOWN.items()}
 
 
-def find(package: str, checkouts: str) -> tuple[pathlib.Path | None, str]:
+def find_files(package: str, checkouts: str) -> tuple[pathlib.Path | None, str]:
     """Returns the folder of a system's files and its version; None if there is none."""
     folder = pathlib.Path(checkouts, package)
     if checkouts and folder.is_dir():
@@ -81,7 +81,7 @@ def find(package: str, checkouts: str) -> tuple[pathlib.Path | None, str]:
     return pathlib.Path(importlib.util.find_spec(package).submodule_search_locations[0]), version
 
 
-def load(path: pathlib.Path, *roots: pathlib.Path, **stubs: Any) -> types.ModuleType:
+def load_module(path: pathlib.Path, *roots: pathlib.Path, **stubs: Any) -> types.ModuleType:
     """Imports a file of a system; its own imports are found in ``roots``.
 
     ``stubs`` stand in for modules that are not needed here: objects, or None for one that accepts everything. Dots of

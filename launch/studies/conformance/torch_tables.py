@@ -13,7 +13,7 @@ from launch.studies.conformance.cases import Case
 torch.set_grad_enabled(False)
 
 
-class Table(torch.nn.Module):
+class TokenTable(torch.nn.Module):
     """Logits by the last token, ``[B, T] -> [B, T, V]``; there is nothing to cache."""
 
     device, dtype = torch.device("cpu"), torch.float64
@@ -29,9 +29,9 @@ class Table(torch.nn.Module):
         return types.SimpleNamespace(logits=self.rows[input_ids.long()], past_key_values=None, hidden_states=None)
 
 
-def tables(case: Case, shift: int = 0) -> tuple[Table, Table]:
+def tables(case: Case, shift: int = 0) -> tuple[TokenTable, TokenTable]:
     """Returns target and draft; with ``shift``, tokens begin at that number, and smaller ones have no probability."""
-    return Table(case.target, shift), Table(case.draft, shift)
+    return TokenTable(case.target, shift), TokenTable(case.draft, shift)
 
 
 def tempered(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -39,6 +39,6 @@ def tempered(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda logits: (logits / case.temperature).softmax(-1)
 
 
-def drawn(probabilities: Callable[[torch.Tensor], torch.Tensor], target: Table) -> Callable[[int], list[int]]:
+def drawn(probabilities: Callable[[torch.Tensor], torch.Tensor], target: TokenTable) -> Callable[[int], list[int]]:
     """Returns plain sampling by multinomial: ``probabilities`` warps logits ``[1, V]``."""
     return lambda last: [torch.multinomial(probabilities(target.rows[last][None].clone()), 1).item()]

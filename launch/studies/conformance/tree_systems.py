@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from launch.studies.conformance.cases import Case
-from launch.studies.conformance.systems import Emit, load
+from launch.studies.conformance.systems import Emit, load_module
 from launch.studies.conformance.torch_tables import drawn, tables, tempered
 
 
@@ -25,7 +25,7 @@ def paths(draft: Any, last: int, width: int, depth: int) -> Any:
 
 def eagle(files: pathlib.Path, case: Case, *, width: int) -> tuple[Emit, Emit]:
     """Runs `evaluate_posterior` on the most probable drafts, and draws the token that follows as they do."""
-    module = load(files / "eagle/model/utils.py")
+    module = load_module(files / "eagle/model/utils.py")
     target, draft = tables(case)
     processor = module.prepare_logits_processor(case.temperature, top_p=case.top_p, top_k=case.top_k)
 
@@ -39,7 +39,7 @@ def eagle(files: pathlib.Path, case: Case, *, width: int) -> tuple[Emit, Emit]:
 
 def medusa(files: pathlib.Path, case: Case, *, sampling: str) -> tuple[Emit, Emit]:
     """Runs `generate_candidates` and `evaluate_posterior`; heads are the draft's logits after the last token."""
-    module = load(files / "medusa/model/utils.py")
+    module = load_module(files / "medusa/model/utils.py")
     module.TOPK, fast = 2, sampling == "typical"
     target, draft = tables(case)
     settings = {"temperature": case.temperature, "top_p": case.top_p, "sampling": sampling, "fast": fast}
@@ -61,8 +61,8 @@ def medusa(files: pathlib.Path, case: Case, *, sampling: str) -> tuple[Emit, Emi
 def sequoia(files: pathlib.Path, case: Case, *, width: int) -> tuple[Emit, Emit]:
     """Runs their draws without replacement and `accept_step`; the walk down the tree is ours."""
     stubs = {"Tree": types.SimpleNamespace(), "Tree__Tree": types.SimpleNamespace(Tree=object), "Engine__Engine": None}
-    utils = load(files / "utils.py")
-    module = load(files / "Tree/SpecTree.py", utils=utils, **stubs)
+    utils = load_module(files / "utils.py")
+    module = load_module(files / "Tree/SpecTree.py", utils=utils, **stubs)
     target, draft = tables(case)
 
     def emit(last: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from specsamp import validate
 from specsamp.analysis.report import Table
-from specsamp.evaluation.audit import distribution, rounds, streams
+from specsamp.evaluation.audit import distribution, round_evidence, streams
 from specsamp.evaluation.audit.subject import Check, Status, Subject
 from specsamp.sampling.lossy import Bounded
 from specsamp.sampling.rejection import TokenRule
@@ -35,7 +35,7 @@ class Settings:
     Attributes:
       checks: names of `CHECKS`.
       detect: total-variation error that must be seen with a probability of 99%: any error between the cells of
-        `specsamp.evaluation.audit.distribution`, and across the ratios of `specsamp.evaluation.audit.rounds`.
+        `specsamp.evaluation.audit.distribution`, and across the ratios of `specsamp.evaluation.audit.round_evidence`.
       false_alarm: probability, at most, that a sound pair fails.
       distribution_prompts: number of prompts, evenly spaced, after which two tokens are sampled.
       rows: number of samples that are drawn together.
@@ -142,7 +142,7 @@ class _Samples:
     ):
         self.subject, self.level, self.budget = subject, level, budget
         self.shared = {"detect": settings.detect, "rows": settings.rows, "progress": progress}
-        self.is_readable = rounds.can_read(subject) and budget is None
+        self.is_readable = round_evidence.can_read(subject) and budget is None
         count = min(settings.distribution_prompts, len(subject.prompts))
         prompt_ids = [i * len(subject.prompts) // count for i in range(count)]
         self.cells = distribution.read_cells(subject, prompt_ids) if "distribution" in settings.checks else []
@@ -151,7 +151,9 @@ class _Samples:
         allowed = distribution.TOKENS * (self.budget or 0.0)
         check = distribution.count_pairs(self.subject, self.cells, level=self.level, allowed=allowed, **self.shared)
         if self.is_readable:
-            return check & rounds.expected_ratios(self.texts, detect=self.shared["detect"], false_alarm=self.level)
+            return check & round_evidence.expected_ratios(
+                self.texts, detect=self.shared["detect"], false_alarm=self.level
+            )
         return check if self.budget is not None else dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
 
     def acceptance(self) -> Check:
@@ -160,11 +162,11 @@ class _Samples:
         check = streams.equal_draft(dataclasses.replace(self.subject, method=by_token), self.level)
         if not (self.is_readable and isinstance(method.rule, TokenRule)):
             return check
-        return check & rounds.expected_acceptance(self.texts, false_alarm=self.level)
+        return check & round_evidence.expected_acceptance(self.texts, false_alarm=self.level)
 
     @functools.cached_property
-    def texts(self) -> rounds.Rounds:
-        return rounds.collect(self.subject, false_alarm=self.level, **self.shared)
+    def texts(self) -> round_evidence.Rounds:
+        return round_evidence.collect(self.subject, false_alarm=self.level, **self.shared)
 
 
 def budget_of(rule: Rule) -> float | None:

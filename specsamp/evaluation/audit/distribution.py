@@ -15,7 +15,7 @@ is chosen wrongly loses at most ``0.17 sqrt(r (1 - r) / n)`` of e, by the normal
 ``0.17 sqrt((C - 1) / n)``. The remaining error must exceed the spread of the count. `samples_for` solves this for n.
 
 **Not seen** are errors between continuations of one cell, which may hold most of a flat distribution, and errors
-that begin at the third token. `specsamp.evaluation.audit.rounds` looks for mistakes in acceptance and residual.
+that begin at the third token. `specsamp.evaluation.audit.round_evidence` looks for mistakes in acceptance and residual.
 """
 
 from __future__ import annotations

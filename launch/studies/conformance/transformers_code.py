@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from launch.studies.conformance.cases import Case
-from launch.studies.conformance.systems import Emit, load
+from launch.studies.conformance.systems import Emit, load_module
 from launch.studies.conformance.torch_tables import drawn, tables, tempered
 
 
-def generate(files: pathlib.Path, case: Case, **lossy: float) -> tuple[Emit, Emit]:
+def whole_loop(files: pathlib.Path, case: Case, **lossy: float) -> tuple[Emit, Emit]:
     """Returns `generate` with a draft model, and without."""
     import transformers
 
@@ -78,7 +78,7 @@ def spec_bench(files: pathlib.Path, case: Case) -> tuple[Emit, Emit]:
     names = ("LogitsProcessorList", "StoppingCriteriaList", "GreedySearchOutput", "ModelOutput")
     generation = types.SimpleNamespace(**dict.fromkeys(names, object))
     stubs = {"transformers__generation__utils": generation, "transformers__generation__candidate_generator": None}
-    module = load(files / "model/sps/decoding.py", **stubs)
+    module = load_module(files / "model/sps/decoding.py", **stubs)
     target, draft = tables(case)
     propose = drawn(tempered(case), draft)
 
