@@ -3,7 +3,8 @@
     costs = time_calls(pair, {"model": Method(drafter=ModelDrafter(pair.draft, TIMED_LENGTH))}, Workload())
     make_plan(Profile.of_positions((0.8, 0.85)), costs["model"]).best.draft_length
 
-Calls take turns. One that was timed alone in a loop would be too fast: its weights would stay in a CPU's cache.
+Calls take turns. One that was timed alone in a loop would be too fast: its weights would stay in a CPU's cache. Each time
+holds the launch of a program: compare calls with each other, not with a round of the loop.
 """
 
 from __future__ import annotations
