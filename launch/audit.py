@@ -25,7 +25,7 @@ from absl import flags
 from rich.console import Console
 
 from launch.lib import entry
-from launch.lib.cells import define_prompts, read_prompts
+from launch.lib.cells import read_prompts
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
@@ -53,13 +53,13 @@ _DISTRIBUTION_PROMPTS = flags.DEFINE_integer(
 _ROWS = flags.DEFINE_integer(
     "rows", 128, "Samples that are drawn together. Use fewer where their caches do not fit in memory."
 )
-_PROMPTS = define_prompts()
+_PROMPTS = entry.define("prompts")
 _ENGINE = flags.DEFINE_string(
     "engine", None, "Audit the speculative engine of this endpoint, such as http://HOST:8000/v1."
 )
 _REFERENCE = flags.DEFINE_string("reference", None, "Endpoint of the same engine without speculation.")
 _REQUEST = flags.DEFINE_string("request", "{}", 'Fields of each request: \'{"model": "mine", "temperature": 0.8}\'.')
-_OUTPUT = entry.define_output()
+_OUTPUT = entry.define("output")
 
 FAILED = 1
 

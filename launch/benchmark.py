@@ -26,8 +26,6 @@ from rich.console import Console
 from launch.lib import costs, entry
 from launch.lib.cells import (
     costs_of,
-    define_again,
-    define_prompts,
     known_identity,
     make_cells,
     measure_missing,
@@ -56,13 +54,13 @@ _SWEEP = flags.DEFINE_bool("sweep", False, "Measure the GRIDS of the configurati
 _GATHER = flags.DEFINE_multi_string(
     "gather", [], "Show a table of the cells in this file, and measure nothing; may be repeated."
 )
-_PROMPTS = define_prompts()
-_OUTPUT = entry.define_output()
+_PROMPTS = entry.define("prompts")
+_OUTPUT = entry.define("output")
 _CHIP_HOUR = costs.define_chip_hour()
 _TRACE = flags.DEFINE_string(
     "trace", None, "Then profile one prefill and some rounds into this folder, for xprof or Perfetto."
 )
-_AGAIN = define_again()
+_AGAIN = entry.define("again")
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from specsamp.tpu.calibration import estimate, fit_own
 from specsamp.tpu.topology import CHIPS, Chip
 from specsamp.tpu.work import Shape
 
-_OUTPUT = entry.define_output()
+_OUTPUT = entry.define("output")
 
 WIDTH, NARROW = 4096, 256  # of a decoder; of one on a CPU, where the command can be tried
 LAYERS, BATCHES, DTYPE, REPEATS = (2, 6), (1, 4, 16), "bfloat16", 7

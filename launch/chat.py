@@ -10,33 +10,29 @@ answer. Each turn says how many tokens were read: those of the turn alone, since
 
 import dataclasses
 import time
-from collections.abc import Sequence
 
 import jax
 from absl import flags
 from rich.console import Console
-from rich.text import Text
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import ExperimentConfig
 from launch.lib.machine_choice import for_machine
-from launch.lib.rules import define_require_exact, make_rule
+from launch.lib.rules import make_rule
 from specsamp import use_compilation_cache
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.conversation import Conversation
 from specsamp.decoding.method import check_exact
 from specsamp.decoding.request import Prompt, encode
-from specsamp.decoding.results import Chunk
-from specsamp.decoding.text import Continuation
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _SYSTEM = flags.DEFINE_string("system", None, "The system message, before the first turn.")
 _TOKENS = flags.DEFINE_integer(
     "max_tokens", None, "Tokens of all turns together, fewer are faster; default up to 4096.", lower_bound=3
 )
-_REQUIRE_EXACT = define_require_exact()
+_REQUIRE_EXACT = entry.define("require_exact")
 
 COMMANDS = {"/new", "/undo", "/quit"}
 
@@ -120,12 +116,14 @@ class Talk:
             self.answer(line)
 
     def answer(self, line: str) -> None:
-        start, pieces = time.perf_counter(), Pieces(self.experiment.pair.tokenizer, self.console)
+        start, pair = time.perf_counter(), self.experiment.pair
+        pieces = entry.Pieces(pair.tokenizer, [], self.console)
         try:
-            (prompt,) = encode(self.experiment.pair, [self.prompt(line)])
-            pieces.follow(prompt)
+            (prompt,) = encode(pair, [self.prompt(line)])
+            pieces = entry.Pieces(pair.tokenizer, prompt, self.console)
             for chunk in self.chat.stream(prompt, self.experiment.workload.max_new_tokens):
-                pieces.show(chunk)
+                written = pieces.add(chunk.tokens, chunk.from_draft, chunk.finish is not None)
+                self.console.print(written, end="")
         except KeyboardInterrupt:
             self.console.print(" (ended)", style="dim")
         except ValueError as error:  # longer than there is room for, or nothing that the template takes
@@ -150,31 +148,6 @@ class Talk:
         tokenizer = self.experiment.pair.tokenizer
         said = [token for token in self.turns[-1].tokens if token != tokenizer.eos_id] if self.turns else []
         return [*said, *tokenizer.encode(f"\n{line}" if said else line)]  # a line break would be half of a token
-
-
-class Pieces:
-    """Prints an answer as it grows, by who wrote it."""
-
-    def __init__(self, tokenizer, console: Console):
-        self.tokenizer, self.console = tokenizer, console
-        self.coloured = console.color_system is not None and not console.no_color
-        self.follow([])
-
-    def follow(self, prompt: Sequence[int]) -> None:
-        """Begins the text after a prompt."""
-        self.decoder, self.text, self.tokens = Continuation(self.tokenizer, prompt), "", []
-
-    def show(self, chunk: Chunk) -> None:
-        """Prints the text of a round: what was drafted and accepted, then the target's own."""
-        count = next((i for i, by_draft in enumerate(chunk.from_draft) if not by_draft), len(chunk.tokens))
-        drafted = self.decoder.decode([*self.tokens, *chunk.tokens[:count]])[len(self.text) :]
-        self.tokens += chunk.tokens
-        self.text += chunk.text
-        split = len(drafted) if chunk.text.startswith(drafted) else 0
-        written = Text(entry.visible(chunk.text[:split]), style=entry.DRAFTED)
-        if chunk.text[split:]:
-            written.append_text(entry.own(entry.visible(chunk.text[split:]), self.coloured))
-        self.console.print(written, end="")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
-from launch.lib.costs import define_calibration, own_calibration
+from launch.lib.costs import own_calibration
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, target_and_draft
@@ -52,8 +52,8 @@ _SLOTS = flags.DEFINE_integer(
 _FITS = flags.DEFINE_bool(
     "fits", False, "Print how many sequences fit, by batch and context, instead of compiling anything."
 )
-_CALIBRATION = define_calibration()
-_OUTPUT = entry.define_output()
+_CALIBRATION = entry.define("calibration")
+_OUTPUT = entry.define("output")
 
 BATCHES, CONTEXTS = (1, 4, 8, 16, 32, 64, 128), (2048, 8192, 32768)
 

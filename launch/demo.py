@@ -31,7 +31,6 @@ from specsamp.analysis.report import Table
 from specsamp.analysis.workload import TimedDecoder, Timing, decoders, take_turns
 from specsamp.decoding.kept_loop import KeptLoop
 from specsamp.decoding.method import Method
-from specsamp.decoding.text import TextStream
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _PROMPT = flags.DEFINE_multi_string(
@@ -113,31 +112,23 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
     """Prints a prompt and its text, each token in the colour of its author; of a batch, the first row."""
     stats, tokenizer, work = timing.rows[0], experiment.pair.tokenizer, experiment.workload
     tokens, drafted = timing.texts[0], timing.from_draft[0]
-    coloured = console.color_system is not None and not console.no_color
     console.print(
         f"\nprompt {prompt}, sampled: {stats.emitted} tokens in {stats.rounds} rounds; ",
         Text("drafted and accepted", style=entry.DRAFTED),
         ", ",
-        entry.own("the target's own", coloured),
+        entry.own("the target's own", console),
         sep="",
     )
     if tokenizer is None:
         console.print(Text().join(Text("█", style=entry.DRAFTED) if by_draft else Text("░") for by_draft in drafted))
         return
-    pieces, parts = TextStream(tokenizer), []
-    for i, by_draft in enumerate(drafted):
-        if tokens[i] == tokenizer.eos_id:
-            parts.append(Text(" ■ end of file", style="bold"))
-            break
-        piece = entry.visible(pieces.push(list(tokens[: i + 1]), finished=i + 1 == len(tokens)))
-        parts.append(Text(piece, style=entry.DRAFTED) if by_draft else entry.own(piece, coloured))
-    shown = tokenizer.decode(work.prompts[prompt * work.batch % len(work.prompts)])
-    console.print(prompt_and(entry.visible(shown), parts))
-
-
-def prompt_and(prompt: str, parts: list[Text]) -> Text:
-    """Returns the prompt, dim, and the parts after it, each in its own style."""
-    return Text().append(prompt, style=entry.PROMPT).append_text(Text().join(parts))
+    before = work.prompts[prompt * work.batch % len(work.prompts)]
+    is_whole = tokenizer.eos_id in tokens
+    count = tokens.index(tokenizer.eos_id) + 1 if is_whole else len(tokens)
+    written = entry.Pieces(tokenizer, before, console).add(tokens[:count], drafted[:count], True)
+    end = Text(" ■ end of file" if is_whole else "", style="bold")
+    shown = Text(entry.visible(tokenizer.decode(before)), style=entry.PROMPT)
+    console.print(Text.assemble(shown, written, end))
 
 
 def show_agreement(prompts: int, timings: dict, console: Console) -> None:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launch.lib import entry
-from launch.lib.cells import define_prompts, read_prompts
+from launch.lib.cells import read_prompts
 from launch.lib.config import ConfigFlag, load_file
 from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
@@ -41,7 +41,7 @@ _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _LOOK_AT = flags.DEFINE_enum(
     "look_at", "machine", list(FLAGS_OF), "Look at the machine, at the head of --config, or at public names."
 )
-_PROMPTS = define_prompts()
+_PROMPTS = entry.define("prompts")
 _TOKENS = flags.DEFINE_integer(
     "tokens", 64, "Number of tokens that are decoded with the head after each prompt.", lower_bound=1
 )
@@ -49,7 +49,7 @@ _PAIR = flags.DEFINE_multi_string(
     "pair", [], "Look at this pair of configs/hf.py, or TARGET,DRAFT; may be repeated; by default all of that file."
 )
 _HEAD = flags.DEFINE_bool("head", False, "The second name of each TARGET,DRAFT is a head of the first.")
-_OUTPUT = entry.define_output()
+_OUTPUT = entry.define("output")
 
 SIGNS = {Level.FINE: ("fine", "green"), Level.WARNING: ("warning", "yellow"), Level.ERROR: ("mend", "red")}
 

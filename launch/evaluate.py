@@ -32,7 +32,7 @@ from launch.lib.config import ConfigFlag
 from launch.lib.evaluation_tables import evaluation_tables
 from launch.lib.experiment import Experiment, build, headline
 from launch.lib.fields import MACHINE, ExperimentConfig
-from launch.lib.rules import LOSSY, RULES, define_require_exact
+from launch.lib.rules import LOSSY, RULES
 from specsamp import storage, validate
 from specsamp.analysis import report
 from specsamp.analysis.grid import Results
@@ -63,9 +63,9 @@ _BLOCKS = flags.DEFINE_integer(
 _RUN_UNISOLATED = flags.DEFINE_bool(
     "run_unisolated", False, "Run generated programs although this machine cannot isolate them."
 )
-_REQUIRE_EXACT = define_require_exact()
+_REQUIRE_EXACT = entry.define("require_exact")
 _CHIP_HOUR = costs.define_chip_hour()
-_OUTPUT = entry.define_output()
+_OUTPUT = entry.define("output")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
-from launch.lib.costs import cost_tables, define_calibration, define_chip_hour, own_calibration
+from launch.lib.costs import cost_tables, define_chip_hour, own_calibration
 from launch.lib.fields import ExperimentConfig
 from launch.lib.shapes import target_and_draft
 from specsamp import storage
@@ -75,9 +75,9 @@ _NEW_TOKENS = flags.DEFINE_integer(
     "new_tokens", None, "How many tokens every row gets; by default rows never end.", lower_bound=1, upper_bound=8192
 )
 _LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1, upper_bound=256)
-_CALIBRATION = define_calibration()
+_CALIBRATION = entry.define("calibration")
 _CHIP_HOUR = define_chip_hour()
-_OUTPUT = entry.define_output()
+_OUTPUT = entry.define("output")
 
 MOST_ROWS, MOST_LEVELS = 65, 12  # of token trees
 ROOFLINE = ". Calls stream or compute at the full rate of the chip: real calls take longer"

@@ -17,6 +17,7 @@ that were accepted and rejected. GET /health says how busy the rows are, GET /me
 counts for Prometheus, and the page at / shows a text while it is written. Takes libraries: pip install -e '.[serve]'.
 """
 
+import dataclasses
 import os
 
 import jax
@@ -28,11 +29,11 @@ from launch.lib.config import ConfigFlag
 from launch.lib.experiment import Experiment, build, headline, rule_name
 from launch.lib.fields import ExperimentConfig
 from launch.lib.machine_choice import for_machine
-from launch.lib.rules import define_require_exact, make_rule
+from launch.lib.rules import make_rule
 from specsamp import NoDrafter, storage, validate
 from specsamp.checkpoints.chat import knows_conversations
-from specsamp.decoding.method import Method, check_exact
-from specsamp.serving.batch import Learner
+from specsamp.decoding.method import check_exact
+from specsamp.serving.learner import Learner
 from specsamp.serving.request_warps import OPTIONAL_WARPS, make_warp
 from specsamp.serving.service import Service
 
@@ -71,7 +72,7 @@ _TIMEOUT = flags.DEFINE_float("timeout", 60.0, "Seconds that a client has to sen
 _KEY_FILE = flags.DEFINE_string(
     "key_file", None, f"A file with the key that requests must bring; default the environment variable {KEY}."
 )
-_REQUIRE_EXACT = define_require_exact()
+_REQUIRE_EXACT = entry.define("require_exact")
 
 
 def main() -> None:
@@ -98,22 +99,11 @@ def main() -> None:
         with entry.progress(console, "reading the pair"):
             experiment = build(config, ["def main():"])
         has_chat = knows_conversations(experiment.pair.tokenizer)
-        method = Method(
-            drafter=experiment.method.drafter,
-            rule=experiment.method.rule,
-            sampling=make_warp({}, _WARPS.value),
-            adaptive=experiment.method.adaptive,
-        )
-        service = Service(
-            experiment.pair,
-            method,
-            rows=_ROWS.value,
-            context=_CONTEXT.value,
-            max_waiting=_MAX_WAITING.value,
-            max_per_client=_MAX_PER_CLIENT.value,
-            rounds_per_slice=_ROUNDS.value,
-            learner=make_learner(experiment) if _LEARNING_RATE.value else None,
-        )
+        method = dataclasses.replace(experiment.method, sampling=make_warp({}, _WARPS.value))
+        names = ("rows", "context", "max_waiting", "max_per_client", "rounds_per_slice")
+        learner = make_learner(experiment) if _LEARNING_RATE.value else None
+        given = {name: flags.FLAGS[name].value for name in names}
+        service = Service(experiment.pair, method, learner=learner, **given)
         console.print(headline(experiment, service_line(experiment, service)))
         with entry.progress(console, "compiling for the first requests"):
             service.compile()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from absl import flags
 from rich.console import Console
 
 from launch.lib import entry
@@ -94,11 +93,6 @@ def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
     )
 
 
-def define_again() -> flags.FlagHolder:
-    """Defines --again."""
-    return flags.DEFINE_bool("again", False, "Measure cells again that --output holds already, and replace them.")
-
-
 def measure_missing(
     cells: Sequence[Mapping[str, Any]],
     measure: Callable[[int, Callable[[str], None]], Any],
@@ -153,13 +147,6 @@ def costs_of(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
             rows += [(f"{name}, plain", result["autoregressive"]["ms_per_token"]["median"])]
             rows += [(name, result["speculative"]["ms_per_token"]["median"])] * bool(cell["key"]["draft_length"])
     return rows
-
-
-def define_prompts() -> flags.FlagHolder:
-    """Defines --prompts."""
-    return flags.DEFINE_string(
-        "prompts", None, "Take the prompts of this file, JSON or one in each line; by default those of the pair."
-    )
 
 
 def read_prompts(path: str | None) -> list[Prompt]:

@@ -35,12 +35,6 @@ def cost_tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float 
     return [Table(title="Cost", header=("", "ms per token", "$ per million tokens"), rows=cells, note=note)]
 
 
-def define_calibration() -> flags.FlagHolder:
-    """Defines --calibration."""
-    help = "Prefer this file of launch/calibrate.py, of the same slice, to the published measurements."
-    return flags.DEFINE_string("calibration", None, help)
-
-
 def own_calibration(path: str | None, topology: str) -> Calibration | None:
     """Reads the file of --calibration, if there is one; raises ValueError if it is of another slice, or damaged."""
     return read_calibration(storage.read_json(path), topology, path) if path else None

@@ -1,6 +1,7 @@
 """Drafters by the word that a configuration names them with."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,28 +33,32 @@ class Word:
     """The meaning of a drafter's word.
 
     Attributes:
-      make: returns the drafter, given the target, the pair's draft model or head, K, and the number that ``takes`` names.
+      make: returns the drafter, given the target, the pair's draft model or head, K or the shape of token trees, and the
+        exit layer.
       draft: "model", "head" or "block", which the pair then must hold; None: only the target is needed.
-      takes: the field with a number of the drafter, which stands behind the word in results.
-      tree: returns the drafter of token trees, given a shape instead of K; None: there is none.
+      inside: whether the target's own layers draft, up to the exit layer.
+      trees: whether token trees can be drafted.
       drafts: False for plain decoding at any K.
       compiled: True if compile reports have the drafter; forecasts from shapes have it, too, unless it is a head.
     """
 
-    make: Callable[[LanguageModel, LanguageModel | Head | None, int, int | None], Drafter]
+    make: Callable[[LanguageModel, LanguageModel | Head | None, int | TreeShape, int | None], Drafter]
     draft: str | None = None
-    takes: str | None = None
-    tree: Callable[[LanguageModel, LanguageModel | Head | None, TreeShape, int | None], Drafter] | None = None
+    inside: bool = False
+    trees: bool = True
     drafts: bool = True
     compiled: bool = False
 
-    @property
-    def inside(self) -> bool:
-        """Returns whether the target's own layers draft."""
-        return self.takes == "exit_layer"
+
+def _sized(chain: type[Drafter], tree: type[Drafter], size: int | TreeShape, *parts: Any, **fields: Any) -> Drafter:
+    """Returns a drafter of chains of K tokens, or of trees of a shape."""
+    return tree(*parts, **fields, tree=size) if isinstance(size, TreeShape) else chain(*parts, **fields, K=size)
 
 
-def _head(target: LanguageModel, draft: LanguageModel | Head | None, size: int | TreeShape, number: None) -> Drafter:
+def _head(
+    target: LanguageModel, draft: Any, size: int | TreeShape, exit_layer: None, law: str | None = None
+) -> Drafter:
+    """Returns the drafter of a head; with a law, of one that drafts blocks under it."""
     if not isinstance(draft, Head):
         raise ValueError(
             "this pair was read without a head: set --config.drafter=head, or name a head by --config=configs/hf.py:TARGET,HEAD"
@@ -62,44 +67,34 @@ def _head(target: LanguageModel, draft: LanguageModel | Head | None, size: int |
         if draft.config.drafts_blocks:
             return BlockTree(target, draft, tree=size)
         return FeatureTree(target, draft, decode_window(), tree=size)
-    return head_drafter(target, draft, size)
-
-
-def _block(law: str) -> Word:
-    """Returns the word of a head that drafts blocks under a law."""
-
-    def make(target: LanguageModel, draft: Any, K: int, number: None) -> Drafter:
-        drafter = _head(target, draft, K, number)
-        if not isinstance(drafter, BlockDrafter):
-            raise ValueError(
-                f"law {law!r} is of heads that draft blocks; {draft.config.kind} heads draft token by token"
-            )
-        return dataclasses.replace(drafter, law=law)
-
-    return Word(make=make, draft="block")
+    drafter = head_drafter(target, draft, size)
+    if law is None:
+        return drafter
+    if not isinstance(drafter, BlockDrafter):
+        raise ValueError(f"law {law!r} is of heads that draft blocks; {draft.config.kind} heads draft token by token")
+    return dataclasses.replace(drafter, law=law)
 
 
 DRAFTERS = {
     "model": Word(
-        make=lambda target, draft, K, number: ModelDrafter(draft, K, decode_window()),
-        tree=lambda target, draft, shape, number: ModelTree(draft, decode_window(), tree=shape),
+        make=lambda target, draft, size, exit_layer: _sized(
+            ModelDrafter, ModelTree, size, draft, window=decode_window()
+        ),
         draft="model",
         compiled=True,
     ),
-    "head": Word(make=_head, tree=_head, draft="head", compiled=True),
-    "block": Word(make=_head, tree=_head, draft="block"),
-    **{f"block_{law}": _block(law) for law in LAWS},
+    "head": Word(make=_head, draft="head", compiled=True),
+    "block": Word(make=_head, draft="block"),
+    **{f"block_{law}": Word(make=functools.partial(_head, law=law), draft="block", trees=False) for law in LAWS},
     "early_exit": Word(
-        make=lambda target, draft, K, exit_layer: EarlyExitDrafter(target, exit_layer, K, decode_window()),
-        tree=lambda target, draft, shape, exit_layer: EarlyExitTree(target, exit_layer, decode_window(), tree=shape),
-        takes="exit_layer",
+        make=lambda target, draft, size, exit_layer: _sized(
+            EarlyExitDrafter, EarlyExitTree, size, target, exit_layer, window=decode_window()
+        ),
+        inside=True,
         compiled=True,
     ),
-    "ngram": Word(
-        make=lambda target, draft, K, number: NgramDrafter(K=K),
-        tree=lambda target, draft, shape, number: NgramTree(tree=shape),
-    ),
-    "none": Word(make=lambda target, draft, K, number: NoDrafter(), drafts=False),
+    "ngram": Word(make=lambda target, draft, size, exit_layer: _sized(NgramDrafter, NgramTree, size)),
+    "none": Word(make=lambda target, draft, size, exit_layer: NoDrafter(), trees=False, drafts=False),
 }
 
 STOPS = {"none": lambda least: None, "entropy": Entropy, "confidence": Confidence}

@@ -31,6 +31,8 @@ from rich.text import Text
 from launch.lib.config import ConfigFlag
 from specsamp import machine, storage
 from specsamp.analysis import report
+from specsamp.decoding.pair import Tokenizer
+from specsamp.decoding.text import Continuation, Stops, TextStream
 from specsamp.machine import has_tpu
 from specsamp.mesh import distributed
 from specsamp.models.compiling import is_full_disk, is_out_of_memory
@@ -67,10 +69,23 @@ _PROCESS_ID = flags.DEFINE_integer(
 SHARED_FLAGS = frozenset(flags.FLAGS)  # of the libraries and of all commands
 
 
-def define_output() -> flags.FlagHolder:
-    """Defines --output."""
-    help = "Write the result as JSON to this file, local or gs://; by default nothing is written."
-    return flags.DEFINE_string("output", None, help)
+# Flags that several commands have, each with its default and its help.
+OF_SEVERAL = {
+    "output": (None, "Write the result as JSON to this file, local or gs://; by default nothing is written."),
+    "prompts": (None, "Take the prompts of this file, JSON or one in each line; by default those of the pair."),
+    "again": (False, "Measure cells again that --output holds already, and replace them."),
+    "require_exact": (False, "Refuse rules that are lossy."),
+    "calibration": (
+        None,
+        "Prefer this file of launch/calibrate.py, of the same slice, to the published measurements.",
+    ),
+}
+
+
+def define(name: str) -> flags.FlagHolder:
+    """Defines a flag of `OF_SEVERAL`."""
+    default, help = OF_SEVERAL[name]
+    return (flags.DEFINE_string if default is None else flags.DEFINE_bool)(name, default, help)
 
 
 def refuse_flags(names: Iterable[str], why: str) -> None:
@@ -225,12 +240,37 @@ def make_console(**options: Any) -> Console:
     return Console(quiet=not is_first(), **plain, **options)
 
 
-def own(piece: str, coloured: bool) -> Text:
+def own(piece: str, console: Console) -> Text:
     """Returns a token of the target: on a background, or in brackets. Line breaks keep the background off the margin."""
-    if not coloured:
+    if console.color_system is None or console.no_color:
         return Text(f"{BRACKETS[0]}{piece}{BRACKETS[1]}")
     head, line_break, tail = piece.partition("\n")
     return Text.assemble((head + ("↵" if line_break else ""), OWN), line_break, (tail, OWN))
+
+
+class Pieces:
+    """A text that grows, by who wrote each token.
+
+    Attributes:
+      text: so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], console: Console):
+        self.text, self._console = "", console
+        self._stream = TextStream(Continuation(tokenizer, prompt), Stops(frozenset([tokenizer.eos_id])))
+        self._tokens: list[int] = []
+
+    def add(self, tokens: Sequence[int], from_draft: Sequence[bool], finished: bool) -> Text:
+        """Returns the text of the next tokens; with ``finished`` they are the last."""
+        found = Text()
+        for count, (token, by_draft) in enumerate(zip(tokens, from_draft, strict=True), 1):
+            self._tokens.append(token)
+            piece = self._stream.push(self._tokens, finished and count == len(tokens))
+            self.text += piece
+            if piece:
+                shown = visible(piece)
+                found.append_text(Text(shown, style=DRAFTED) if by_draft else own(shown, self._console))
+        return found
 
 
 def show(tables: Sequence[report.Table], console: Console) -> None:

@@ -9,7 +9,7 @@ import operator
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from ml_collections import ConfigDict
 
@@ -41,17 +41,18 @@ PRESETS = {
 MACHINE = "machine"  # the draft length that launch/lib/machine_choice.py chooses
 INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SIDES}
 
+# Types of fields with their checks, which `read_fields` makes: a function of `validate`, and what it takes after the value.
+Whole = Annotated[int, (validate.integer, 0)]
+Positive = Annotated[int, (validate.integer, 1)]
+Share = Annotated[float, (validate.number, 0, 1)]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8Fields:
     """Says which models of a pair are decoded in int8: none, target, draft or both."""
 
-    weights: str = "none"
-    caches: str = "none"
-
-    def __post_init__(self):
-        for name in ("weights", "caches"):
-            validate.choice(name, getattr(self, name), INT8_SIDES)
+    weights: Annotated[str, (validate.choice, INT8_SIDES)] = "none"
+    caches: Annotated[str, (validate.choice, INT8_SIDES)] = "none"
 
     @property
     def sides(self) -> Int8:
@@ -99,14 +100,10 @@ _FILTERS = (("top_k", top_k, 0), ("top_p", top_p, 1.0), ("min_p", min_p, 0.0))
 class MeshFields:
     """Says over how many devices a pair is spread, see configs/common.py."""
 
-    data: int = 1
-    model: int = 1
-    draft_model_parallelism: int = 0
+    data: Positive = 1
+    model: Positive = 1
+    draft_model_parallelism: Whole = 0
     num_kv_heads: int | None = None  # of public checkpoints; otherwise the shape says it
-
-    def __post_init__(self):
-        for name, least in (("data", 1), ("model", 1), ("draft_model_parallelism", 0)):
-            validate.integer(name, getattr(self, name), least)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +125,7 @@ class ExperimentConfig:
     """
 
     rule: str
-    drafter: str
+    drafter: Annotated[str, (validate.choice, DRAFTERS)]
     draft_length: int | str  # or MACHINE
     sampling: SamplingFields
     mesh: MeshFields
@@ -136,14 +133,14 @@ class ExperimentConfig:
     prompt_length: int
     max_new_tokens: int
     repeats: int
-    seed: int
+    seed: Annotated[int, (validate.integer, 0, 2**32)]
     exit_layer: int | None = None
     tree: Sequence[int] = ()
     adaptive: AdaptiveFields | None = None
     attention: str = "plain"
     int8: Int8Fields = Int8Fields()
-    draft_temperature: float | None = None
-    synthetic_acceptance: float | None = None
+    draft_temperature: Annotated[float | None, (validate.number, 0)] = None
+    synthetic_acceptance: Annotated[float | None, (validate.number, 0, 1)] = None
     pair: str | None = None
     hugging_face: PublicNames | None = None
     prompts: Sequence[Prompt] | None = None
@@ -153,7 +150,6 @@ class ExperimentConfig:
     recorded: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
-        validate.choice("drafter", self.drafter, DRAFTERS)
         if self.exit_layer is not None or self.word.inside:
             validate.integer("exit_layer", self.exit_layer, 1)
         if self.draft_length != MACHINE:
@@ -162,19 +158,14 @@ class ExperimentConfig:
             raise ValueError(
                 f"draft_length={MACHINE} is one length, and adaptive drafts have several: choose one of the two"
             )
-        validate.integer("seed", self.seed, 0, 2**32)
         self.workload()  # refuses numbers out of range
-        if self.draft_temperature is not None:
-            validate.number("draft_temperature", self.draft_temperature, 0)
-        if self.synthetic_acceptance is not None:
-            validate.number("synthetic_acceptance", self.synthetic_acceptance, 0, 1)
         self._check_tree(make_rule(self.rule))
 
     def _check_tree(self, rule: Rule) -> None:
         """Refuses trees that the drafter or the rule does not have, and rules of trees without one."""
         widths = validate.integers("tree", self.tree, 1)
-        if widths and self.word.tree is None:
-            trees = ", ".join(name for name, word in DRAFTERS.items() if word.tree is not None)
+        if widths and not self.word.trees:
+            trees = ", ".join(name for name, word in DRAFTERS.items() if word.trees)
             raise ValueError(f"tree={tuple(widths)}, but drafter={self.drafter} drafts no trees; these do: {trees}")
         if widths and not rule.trees:
             raise ValueError(
@@ -219,14 +210,9 @@ class ExperimentConfig:
         return DRAFTERS[self.drafter]
 
     @property
-    def own_number(self) -> int | None:
-        """Returns the drafter's number besides K: the exit layer."""
-        return getattr(self, self.word.takes) if self.word.takes else None
-
-    @property
     def drafter_name(self) -> str:
-        """Returns the drafter's name in results: its word and its number."""
-        name = f"{self.drafter} {self.own_number}" if self.word.takes else self.drafter
+        """Returns the drafter's name in results: its word, its exit layer and its tree."""
+        name = f"{self.drafter} {self.exit_layer}" if self.word.inside else self.drafter
         return f"{name} tree {'x'.join(map(str, self.tree))}" if self.tree else name
 
     @property
@@ -247,9 +233,8 @@ class ExperimentConfig:
     ) -> Drafter:
         """Returns the drafter for K or the configuration's; K = 0 drafts nothing. ValueError: it does not fit the target."""
         K = self.draft_length if draft_length is None else draft_length
-        if K and self.tree:
-            return self.word.tree(target, draft, TreeShape.of_widths(*self.tree), self.own_number)
-        return self.word.make(target, draft, K, self.own_number) if K else NoDrafter()
+        size = TreeShape.of_widths(*self.tree) if self.tree else K
+        return self.word.make(target, draft, size, self.exit_layer) if K else NoDrafter()
 
     def make_adaptive(self, drafter: Drafter) -> Adaptive | None:
         """Returns the adaptive draft length, or None if it never adapts."""
@@ -285,20 +270,23 @@ def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
     """Returns a dataclass of the fields of a configuration, or of those in a ``group`` such as "train."."""
     if kind is ModelFields:
         return ModelFields(fields)
-    known, groups, values = {field.name: field for field in dataclasses.fields(kind)}, _groups(kind), {}
+    known, hints, values = {field.name: field for field in dataclasses.fields(kind)}, _hints(kind), {}
     missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields]
     if missing:
         names = ", ".join(group + name for name in missing)
         raise ValueError(f"--config has no field {names}: this command needs another configuration")
-    for name, value in fields.items():
-        if name not in known:
-            raise ValueError(f"--config has a field {group}{name}, which nothing reads: leave it out")
-        if name in groups and isinstance(value, Mapping):
-            value = read_fields(groups[name], value, f"{name}.")
-        elif isinstance(value, int) and str(known[name].type).startswith("float"):
-            value = float(value)
-        values[name] = value
     try:
+        for name, value in fields.items():
+            if name not in known:
+                raise ValueError(f"--config has a field {group}{name}, which nothing reads: leave it out")
+            inner = next(filter(dataclasses.is_dataclass, (hints[name], *typing.get_args(hints[name]))), None)
+            if inner is not None and isinstance(value, Mapping):
+                value = read_fields(inner, value, f"{name}.")
+            elif isinstance(value, int) and str(known[name].type).startswith("float"):
+                value = float(value)
+            for check, *limits in getattr(hints[name], "__metadata__", ()):
+                value = None if value is known[name].default is None else check(name, value, *limits)
+            values[name] = value
         return kind(**values)
     except ValueError as error:  # a message begins with a field: it gets the name of its flag
         message = str(error).removeprefix(group)
@@ -307,8 +295,4 @@ def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
         raise ValueError(f"--config.{group}{message}") from error
 
 
-@functools.cache
-def _groups(kind: type) -> dict[str, type]:
-    """Returns the fields of a dataclass whose types are dataclasses, with these types."""
-    types = {name: (hint, *typing.get_args(hint)) for name, hint in typing.get_type_hints(kind).items()}
-    return {name: one for name, each in types.items() for one in each if dataclasses.is_dataclass(one)}
+_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))

@@ -4,8 +4,6 @@ A lossy rule's constants follow its name, in the order of its fields; the rest h
 trees stands how siblings come about: "recursive", or "traversal:top".
 """
 
-from absl import flags
-
 from specsamp import validate
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.lossy import EARS, Bounded, Lenience, Typical
@@ -18,11 +16,6 @@ TREES = {"recursive": RecursiveRule, "traversal": TraversalRule, "kseq": KSeqRul
 BOUNDED = "bounded"
 LOSSY = {"ears": EARS, "lenience": Lenience, "typical": Typical, BOUNDED: Bounded}
 CONSTANTS = {"ears": 1, "lenience": 1, "typical": 2}  # the most that may follow
-
-
-def define_require_exact() -> flags.FlagHolder:
-    """Defines --require_exact."""
-    return flags.DEFINE_bool("require_exact", False, "Refuse rules that are lossy.")
 
 
 def make_rule(word: str) -> Rule:

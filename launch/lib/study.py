@@ -20,8 +20,6 @@ from rich.console import Console
 import specsamp
 from launch.lib import entry
 from launch.lib.cells import (
-    define_again,
-    define_prompts,
     machine_identity,
     measure_missing,
     pair_identity,
@@ -149,8 +147,8 @@ def run_study(study: Study, arguments: Sequence[str]) -> int:
     config = None if study.config is None else ConfigFlag(study.config, ExperimentConfig)
     options = {option: described.define(option) for option, described in study.options.items()}
     shared = {
-        "output": entry.define_output(),
-        "again": define_again(),
+        "output": entry.define("output"),
+        "again": entry.define("again"),
         "figures": flags.DEFINE_string("figures", None, "Draw the figures into this folder."),
         "results": flags.DEFINE_string(
             "results", None, "Measure nothing: show what the files of this folder hold, such as notebooks/results."
@@ -158,7 +156,7 @@ def run_study(study: Study, arguments: Sequence[str]) -> int:
     }
 
     if config is not None:
-        shared["prompts"] = define_prompts()
+        shared["prompts"] = entry.define("prompts")
 
     def main() -> None:
         values = {name: flag.value for name, flag in shared.items()}

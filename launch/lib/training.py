@@ -8,8 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from launch.lib.fields import MeshFields, read_fields
-from specsamp import validate
+from launch.lib.fields import MeshFields, Positive, Share, Whole, read_fields
 from specsamp.sampling.warp import Warp, chain, temperature, top_p
 from specsamp.training.trainer import Intervals, TrainConfig
 
@@ -24,32 +23,23 @@ class DataFields:
     held_out: float
     tokenizer: str
     eos: str
-    length: int
-    held_out_windows: int
-
-    def __post_init__(self):
-        for name in ("length", "held_out_windows"):
-            validate.integer(name, getattr(self, name), 1)
+    length: Positive
+    held_out_windows: Positive
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratedFields:
     """The windows that the target completes for its draft or head."""
 
-    rows: int
-    share: float
-    prompt_length: int
+    rows: Whole
+    share: Share
+    prompt_length: Positive
     temperature: float
     top_p: float
-    batch: int
-    greedy_share: float
+    batch: Positive
+    greedy_share: Share
 
     def __post_init__(self):
-        validate.integer("rows", self.rows, 0)
-        for name in ("batch", "prompt_length"):
-            validate.integer(name, getattr(self, name), 1)
-        for name in ("share", "greedy_share"):
-            validate.number(name, getattr(self, name), 0, 1)
         self.sampling  # refuses numbers out of range
 
     @property

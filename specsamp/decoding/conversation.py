@@ -13,7 +13,7 @@ from typing import Unpack
 
 from specsamp import validate
 from specsamp.compilation_cache import use_compilation_cache
-from specsamp.decoding.engine import Engine, context_of, round_slots, to_host
+from specsamp.decoding.engine import Engine, context_of, count_known, round_slots, to_host
 from specsamp.decoding.generate import chunks
 from specsamp.decoding.method import Decoding, make_method
 from specsamp.decoding.pair import Pair
@@ -115,7 +115,4 @@ class Conversation:
     def _known(self, state: DecodeState, tokens: Sequence[int]) -> int:
         """Returns the number of tokens that need not be read: the caches hold all tokens before the pending one."""
         before_BS, lengths_B = to_host((state.tokens_BS, state.lengths_B))
-        before = before_BS[0, : int(lengths_B[0])].tolist()
-        most = min(len(before), len(tokens))
-        common = next((i for i in range(most) if before[i] != tokens[i]), most)
-        return max(min(common, len(tokens) - 1, len(before) - 1) - 1, 0)
+        return count_known(before_BS[0, : int(lengths_B[0])].tolist(), tokens)

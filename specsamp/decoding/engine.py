@@ -266,6 +266,16 @@ def bucket(size: int) -> int:
     return power * 3 // 4 if size <= power * 3 // 4 and power > SMALLEST_BUCKET else power
 
 
+def count_known(before: Sequence[int], tokens: Sequence[int]) -> int:
+    """Returns how many of ``tokens`` need not be read into caches that hold the tokens ``before``.
+
+    The caches lack the last token of a text; the token before it is read again, because a draft may not have read it.
+    """
+    most = min(len(before), len(tokens))
+    common = next((at for at in range(most) if before[at] != tokens[at]), most)
+    return max(min(common, len(tokens) - 1, len(before) - 1) - 1, 0)
+
+
 def round_slots(slots: int) -> int:
     """Rounds the slots of a cache up, so that few sizes are compiled."""
     return -(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE

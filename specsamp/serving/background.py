@@ -1,11 +1,43 @@
-"""Compiles programs in a thread of its own, so that what runs goes on."""
+"""Compiles programs in a thread of its own, so that what runs goes on; and names the programs of a batch."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from absl import logging
+
+
+class Size(NamedTuple):
+    """Rows of each data shard, and slots of each row."""
+
+    rows: int
+    slots: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Resize:
+    """The change from one size to another."""
+
+    old: Size
+    new: Size
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """The calls that read tokens of one prompt per data shard."""
+
+    slots: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreChunks:
+    """The calls that score a text; see `specsamp.serving.scores.score`."""
+
+    slots: int
+    size: int
 
 
 class Background:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specsamp import storage
+from specsamp import storage, validate
 from specsamp.checkpoints.params import digest_of_pair
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.request import Request
@@ -40,9 +40,7 @@ class CompletionLog:
           identity: values that must be the same for a run to go on, besides the call; as JSON. Default: `digest_of_pair`,
             which reads all parameters.
         """
-        if not isinstance(path, (str, os.PathLike)):
-            raise ValueError(f"log must be a path or a CompletionLog; got {path!r}")
-        self.path, self.identity = storage.place(path), identity
+        self.path, self.identity = storage.place(validate.path("log", path)), identity
         self.completions: dict[tuple[int, int], Completion] = {}
         self._lines: storage.Lines | None = None
         self._lock = contextlib.ExitStack()

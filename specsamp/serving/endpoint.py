@@ -16,6 +16,7 @@ import pathlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection
+from typing import Any
 
 from absl import logging
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
@@ -116,12 +117,11 @@ class Endpoint:
 
     async def metrics(self, request: Request) -> Response:
         """Replies with counts for Prometheus."""
-        batch, unfinished = self.service.batch, self.service.unfinished
-        busy = sum(request is not None for request in batch.running)
+        batch = self.service.batch
         gauges = {
             "rows": ("Rows at most.", batch.usage.rows),
-            "rows_busy": ("Rows that decode a text.", busy),
-            "texts_waiting": ("Texts that wait for a row, or are being read.", unfinished - busy),
+            "rows_busy": ("Rows that decode a text.", batch.busy),
+            "texts_waiting": ("Texts that wait for a row, or are being read.", self.service.unfinished - batch.busy),
             "slots": ("Slots of each row now.", batch.size.slots),
             "prompt_tokens_copied": ("Tokens of prompts that a row held already.", batch.tokens_copied),
         }
@@ -129,10 +129,9 @@ class Endpoint:
 
     async def health(self, request: Request) -> Response:
         """Replies how busy the rows are, counted since the start."""
-        usage, unfinished = self.service.batch.usage, self.service.unfinished
-        counts = {"slices": usage.slices, "rounds": usage.rounds, "busy_rounds_of_rows": usage.busy}
-        busy = sum(request is not None for request in self.service.batch.running)
-        rows = {"rows": usage.rows, "busy_rows": busy, "unfinished_texts": unfinished}
+        batch, unfinished = self.service.batch, self.service.unfinished
+        rows = {"rows": batch.usage.rows, "busy_rows": batch.busy, "unfinished_texts": unfinished}
+        counts = {"slices": batch.usage.slices, "rounds": batch.usage.rounds, "busy_rounds_of_rows": batch.usage.busy}
         return _reply({"status": "ok", "model": self.model, **rows, **counts})
 
     async def tokenize(self, request: Request) -> Response:
@@ -182,28 +181,26 @@ class Endpoint:
 
     def _ask(self, asked: GenerationRequest, deliver, client: str) -> Answer:
         return self._call(
-            functools.partial(
-                self.service.ask,
-                asked.prompts,
-                asked.max_tokens,
-                deliver=deliver,
-                sampling=asked.sampling(self.warps),
-                seed=secrets.randbelow(MAX_SEED + 1) if asked.seed is None else asked.seed,
-                stop=asked.stops,
-                stop_ids=asked.stop_token_ids,
-                ignore_eos=asked.ignore_eos,
-                draft_length=asked.draft_length,
-                num_samples=asked.n,
-                is_streamed=asked.stream,
-                client=client,
-                is_scored=asked.is_scored,
-            )
+            self.service.ask,
+            asked.prompts,
+            asked.max_tokens,
+            deliver=deliver,
+            sampling=asked.sampling(self.warps),
+            seed=secrets.randbelow(MAX_SEED + 1) if asked.seed is None else asked.seed,
+            stop=asked.stops,
+            stop_ids=asked.stop_token_ids,
+            ignore_eos=asked.ignore_eos,
+            draft_length=asked.draft_length,
+            num_samples=asked.n,
+            is_streamed=asked.stream,
+            client=client,
+            is_scored=asked.is_scored,
         )
 
-    def _call(self, function, *arguments):
+    def _call(self, function: Callable, *arguments: Any, **options: Any) -> Any:
         """Calls the service, and gives its errors the form of the protocol."""
         try:
-            return function(*arguments)
+            return function(*arguments, **options)
         except tuple(ERRORS) as error:
             form = next(form for kind, form in ERRORS.items() if isinstance(error, kind))
             raise ApiError(str(error), **form) from error
@@ -321,28 +318,34 @@ class _Answering(Response):
         headers = {"cache-control": "no-cache"}
         await StreamingResponse(self._events(), 200, headers, "text/event-stream").stream_response(send_in_time)
 
-    async def _whole(self) -> Response:
+    async def _documents(self) -> AsyncIterator[dict]:
+        """Yields what each chunk adds to a stream, until all texts have ended; raises Failed."""
         while not self._reply.is_complete:
             chunk = await self._chunks.get()
             if isinstance(chunk, Failed):
-                return _reply(ApiError(str(chunk), status=500).body, 500)
-            self._reply.chunk(chunk)
+                raise chunk
+            if (document := self._reply.chunk(chunk)) is not None:
+                yield document
+
+    async def _whole(self) -> Response:
+        try:
+            async for _ in self._documents():
+                pass
+        except Failed as failed:
+            return _reply(ApiError(str(failed), status=500).body, 500)
         return _reply(self._reply.whole())
 
     async def _events(self) -> AsyncIterator[bytes]:
-        for event in self._reply.begin():
-            yield to_event(event)
-        while not self._reply.is_complete:
-            chunk = await self._chunks.get()
-            if isinstance(chunk, Failed):
-                yield to_event(ApiError(str(chunk), status=500).body)
-                return
-            event = self._reply.chunk(chunk)
-            if event is not None:
-                yield to_event(event)
-        for event in self._reply.end():
-            yield to_event(event)
-        yield LAST_EVENT
+        try:
+            for document in self._reply.begin():
+                yield to_event(document)
+            async for document in self._documents():
+                yield to_event(document)
+            for document in self._reply.end():
+                yield to_event(document)
+            yield LAST_EVENT
+        except Failed as failed:
+            yield to_event(ApiError(str(failed), status=500).body)
 
 
 async def _wait_for_the_end(receive: Receive) -> None:

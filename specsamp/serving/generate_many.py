@@ -13,14 +13,15 @@ from typing import Unpack
 
 from specsamp import validate
 from specsamp.compilation_cache import use_compilation_cache
-from specsamp.decoding.engine import MANY_ROUNDS, Engine
+from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Decoding, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, Request, make_requests, with_samples
 from specsamp.decoding.results import Completion, RowText
 from specsamp.decoding.state import Finish
-from specsamp.serving.batch import Batch, Learner, check_learner
+from specsamp.serving.batch import Batch
 from specsamp.serving.completion_log import CompletionLog
+from specsamp.serving.learner import Learner, check_learner
 
 DEFAULT_ROWS = 8
 TOGETHER = 4  # prompts of a data shard that are read in one call, where so many wait and rows are free
@@ -83,6 +84,7 @@ class Queue(Iterator[Completion]):
     The caller gets the completions of a slice while the device works on the next.
 
     Attributes:
+      batch: its rows.
       known: the number of completions that come from the log.
       usage: how busy the rows were so far.
     """
@@ -96,8 +98,8 @@ class Queue(Iterator[Completion]):
         learner: Learner | None = None,
     ):
         """Makes a queue that decodes nothing before the first `next`."""
-        self._engine, self._batch, self._log, self.usage = engine, batch, log, batch.usage
         self._learner = learner
+        self._engine, self.batch, self._log, self.usage = engine, batch, log, batch.usage
         known = {} if log is None else dict(log.completions)
         self.known = len(known)
         batch.waiting += [one for one in requests if (one.prompt_index, one.sample_index) not in known]
@@ -108,8 +110,8 @@ class Queue(Iterator[Completion]):
 
     def compile(self) -> None:
         """Compiles all programs for the waiting prompts, so that decoding can be timed."""
-        if self._batch.waiting:
-            self._batch.compile([request.prompt for request in self._batch.waiting])
+        if self.batch.waiting:
+            self.batch.compile()
 
     def close(self) -> None:
         """Ends the queue before all prompts are decoded; the log has the completions so far."""
@@ -117,7 +119,7 @@ class Queue(Iterator[Completion]):
         self._free()
 
     def _free(self) -> None:
-        self._batch.free()
+        self.batch.free()
         if self._log is not None:
             self._log.close()
 
@@ -126,12 +128,12 @@ class Queue(Iterator[Completion]):
         completion = Completion.of(request, text, self._engine.method)
         if self._learner is None:
             return completion
-        self._batch.learn(self._learner, request, text)
+        self.batch.learn(self._learner, request, text)
         return dataclasses.replace(completion, row_independent=self._engine.method.rule.draft_independent)
 
     def _decode(self, ended: list[Completion]) -> Iterator[Completion]:
         """Yields the completions that the log holds already, then those that it lacks, a slice after the other."""
-        batch = self._batch
+        batch = self.batch
         try:
             yield from ended
             ended = []
@@ -140,7 +142,7 @@ class Queue(Iterator[Completion]):
                     batch.fill()
                 is_running = any(batch.running)
                 if is_running:
-                    batch.run(MANY_ROUNDS)
+                    batch.run()
                 for completion in ended if self._log is not None else ():  # the device is at work
                     self._log.add(completion)
                 yield from ended

@@ -32,8 +32,8 @@ from specsamp.decoding.request import Prompt, Request, encode, make_requests, ma
 from specsamp.decoding.results import Chunk, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.sampling.warp import Warp
-from specsamp.serving.batch import Learner, check_learner
-from specsamp.serving.elastic_batch import ElasticBatch, chunk_sizes
+from specsamp.serving.batch import Batch, chunk_sizes
+from specsamp.serving.learner import Learner, check_learner
 from specsamp.serving.scores import Scores
 
 MAX_STOPS = 4  # strings that end the texts of a request
@@ -125,7 +125,6 @@ class Service:
           max_per_client: texts of one client that run or wait; default all.
           rounds_per_slice: the most rounds between two deliveries to streams, and two searches for free rows.
           in_background: whether programs of further sizes are compiled while texts go on; never on a mesh.
-
           learner: see `specsamp.serving.generate_many`.
 
         Raises:
@@ -136,7 +135,7 @@ class Service:
         use_compilation_cache()
         rows = validate.integer("rows", rows, 1)
         max_waiting = validate.integer("max_waiting", max_waiting, 0)
-        self._rounds = validate.integer("rounds_per_slice", rounds_per_slice, 1)
+        rounds = validate.integer("rounds_per_slice", rounds_per_slice, 1)
         self.pair, self.method = pair, make_method(pair, method=validate.instance("method", method, Method, EXAMPLE))
         check_learner(learner, method)
         self.learner = learner
@@ -157,7 +156,7 @@ class Service:
         self._engine = dataclasses.replace(self._engine, own_lengths=hooks_of(method.drafter).depth is None)
         # On a mesh programs of two threads could meet in another order on each device.
         in_background = in_background and pair.shards.mesh is None
-        self.batch = ElasticBatch(self._engine, rows=rows, rounds=self._rounds, in_background=in_background)
+        self.batch = Batch(self._engine, rows=rows, rounds=rounds, in_background=in_background)
         self.batch.programs.notify = self._wake
         self.capacity = self.batch.usage.rows + max_waiting
         if max_per_client is None:
@@ -332,7 +331,7 @@ class Service:
                 if is_held_up and not self._inbox:
                     self._changed.wait(1)
             return
-        batch.run(self._rounds)
+        batch.run()
         answers = [request.answer for request in requests]
         found = batch.collect(self._text, always=any(answer.is_streamed or answer.is_over for answer in answers))
         now = time.monotonic()

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from configs import chinchilla, trained_pair
 from launch import chat
+from launch.lib import entry
 from launch.lib.cells import parse_grid
 from support import extras
 from support.run_script import ROOT, call, module, save_tiny_pair
@@ -194,14 +195,16 @@ def test_messages_of_a_conversation():
 
 
 def test_pieces_are_marked_by_who_wrote_them():
-    """Also with tokenizers that take the first space off a text."""
-    out = io.StringIO()
-    tokenizer = types.SimpleNamespace(decode=lambda tokens: bytes(tokens).decode().removeprefix(" "))
-    pieces = chat.Pieces(tokenizer, Console(file=out, no_color=True, width=80))
-    pieces.follow(list(b" Hi."))
-    for text, flags in ((" abc", [True, True, True, False]), ("d", [False]), ("ef", [True, True])):
-        pieces.show(types.SimpleNamespace(text=text, tokens=list(text.encode()), from_draft=flags))
-    assert out.getvalue() == " ab⟦c⟧⟦d⟧ef" and pieces.text == " abcdef"
+    """Also with tokenizers that take the first space off a text; a text as a whole has no style of its own."""
+    tokenizer = types.SimpleNamespace(decode=lambda tokens: bytes(tokens).decode().removeprefix(" "), eos_id=None)
+    plain, coloured = (
+        Console(file=io.StringIO(), force_terminal=True, no_color=one, width=80) for one in (True, False)
+    )
+    for console, expected in (plain, " ab⟦c⟧⟦d⟧ef"), (coloured, "\x1b[32mb\x1b[0m\x1b[30;43mc\x1b[0m"):
+        pieces = entry.Pieces(tokenizer, list(b" Hi."), console)
+        for text, flags in ((" abc", [True, True, True, False]), ("d", [False]), ("ef", [True, True])):
+            console.print(pieces.add(list(text.encode()), flags, False), end="")
+        assert expected in console.file.getvalue() and pieces.text == " abcdef"
 
 
 # compile_report

@@ -5,11 +5,11 @@ import importlib
 import io
 import re
 import sys
+import types
 
 import jax
 import pytest
 from rich.console import Console
-from rich.text import Text
 
 from support.run_script import ROOT, call, module, only_shared_flags
 
@@ -176,10 +176,15 @@ def test_colours_are_left_out_where_nobody_wants_them(entry, monkeypatch):
 
 def test_what_is_generated_does_not_look_like_the_prompt():
     """The style of a text as a whole would be that of all that is appended to it."""
-    demo = module("demo")
+    tokenizer = types.SimpleNamespace(decode=lambda tokens: bytes(tokens).decode(), eos_id=0)
+    pair = types.SimpleNamespace(tokenizer=tokenizer)
+    work = types.SimpleNamespace(prompts=[tuple(b"the prompt")], batch=1)
+    stats = types.SimpleNamespace(emitted=3, rounds=1)
+    timing = types.SimpleNamespace(rows=[stats], texts=[(*b"ab", 0)], from_draft=[[True, True, False]])
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
-    console.print(demo.prompt_and("the prompt", [Text("drafted", style=demo.entry.DRAFTED)]))
-    assert "\x1b[2mthe prompt" in console.file.getvalue() and "\x1b[32mdrafted" in console.file.getvalue()
+    module("demo").show_text(types.SimpleNamespace(pair=pair, workload=work), 0, timing, console)
+    shown = console.file.getvalue()
+    assert "\x1b[2mthe prompt\x1b[0m\x1b[32m" in shown and "\x1b[1m ■ end of file" in shown
 
 
 def test_no_command_that_is_shown_writes_over_the_results_that_come_along():

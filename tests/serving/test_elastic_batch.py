@@ -15,8 +15,8 @@ from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
-from specsamp.serving import elastic_batch
-from specsamp.serving.elastic_batch import ElasticBatch, Size
+from specsamp.serving import batch
+from specsamp.serving.batch import Batch, Size
 from specsamp.serving.service import Service
 from support.extras import slow_but
 from support.fakes import random_table
@@ -58,8 +58,8 @@ PAIRS = {"model": model_pair, "head": head_pair, "tokenizer": tokenizer_pair}
 @pytest.fixture
 def small(monkeypatch):
     """Sizes of 32, 64 and 128 slots."""
-    monkeypatch.setattr(elastic_batch, "SMALLEST_SLOTS", 32)
-    monkeypatch.setattr(elastic_batch, "PATIENCE", 2)
+    monkeypatch.setattr(batch, "SMALLEST_SLOTS", 32)
+    monkeypatch.setattr(batch, "PATIENCE", 2)
 
 
 class Texts:
@@ -97,8 +97,8 @@ class Texts:
 @pytest.mark.parametrize("in_background", slow_but([False, True], False))
 def test_texts_are_the_same_in_every_size(small, monkeypatch, in_background):
     """One, then four, of up to the context; the sizes follow, and shrink again."""
-    seen, resize = [], ElasticBatch._resize
-    monkeypatch.setattr(ElasticBatch, "_resize", lambda *of: (resize(*of), seen.append(of[0].size))[0])
+    seen, resize = [], Batch._resize
+    monkeypatch.setattr(Batch, "_resize", lambda *of: (resize(*of), seen.append(of[0].size))[0])
     with Texts(in_background=in_background) as texts:
         texts.ask([1, 2, 3], 6)
         texts.check()
@@ -116,14 +116,14 @@ def test_texts_are_the_same_in_every_size(small, monkeypatch, in_background):
 
 def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeypatch):
     """A text goes on to its end; one that outgrows its slots waits for them and has the same tokens."""
-    compile_, is_open = ElasticBatch._compile, threading.Event()
+    compile_, is_open = Batch._compile, threading.Event()
 
     def slowly(self, thing):
         if isinstance(thing, Size) and thing.slots > 32:
             assert is_open.wait(300)
         compile_(self, thing)
 
-    monkeypatch.setattr(ElasticBatch, "_compile", slowly)
+    monkeypatch.setattr(Batch, "_compile", slowly)
     texts = Texts()
     texts.service.compile()
     with texts:
@@ -145,7 +145,7 @@ def test_what_a_row_holds_is_not_read_again(monkeypatch, kind):
     with Texts(kind) as texts:
         for reused in (True, False):
             if not reused:
-                monkeypatch.setattr(ElasticBatch, "_longest_prefix", lambda *_: (0, 0))
+                monkeypatch.setattr(Batch, "_longest_prefix", lambda *_: (0, 0))
             copied, read = texts.batch.tokens_copied, texts.batch.tokens_read
             for prompt in (begun, [*begun, 7, 8], [*begun[:30], 8], begun, begun[:9]):
                 texts.ask(prompt, 12)

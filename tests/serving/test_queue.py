@@ -193,22 +193,27 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
     assert path.read_bytes() == written
 
 
-@pytest.mark.parametrize(
-    "last, calls",
-    [([9], [4, 4]), (list(range(20)), [4, 1, 1, 1, 1])],  # of one bucket; the last prompt is of another
-)
-def test_prompts_of_a_bucket_are_read_together(last, calls, monkeypatch):
-    """Four rows that are free at once take four prompts by one call, and the texts are those of single calls."""
-    counted, prefill = [], Engine.prefill
+def test_prompts_are_read_together(monkeypatch):
+    """Four rows that are free at once take four prompts of any length by one call; the texts are those of single calls."""
+    counted, extend = [], Engine.extend
 
-    def count(engine, requests, num_samples=1):
-        counted.append(len(requests) // num_samples)
-        return prefill(engine, requests, num_samples)
+    def count(engine, requests, *arguments):
+        counted.append(len(requests))
+        return extend(engine, requests, *arguments)
 
-    prompts = [[index % 12] for index in range(7)] + [[token % 12 for token in last]]
-    monkeypatch.setattr(Engine, "prefill", count)
+    prompts = [[index % 12] for index in range(7)] + [[token % 12 for token in range(70)]]
+    monkeypatch.setattr(Engine, "extend", count)
     together = by_row(generate_many(PAIR, prompts, 5, rows=8, sampling=chain(temperature(1.0))))
-    assert counted[1:] == calls, "the first call makes the state"
+    assert counted == [4, 4]
     monkeypatch.setattr("specsamp.serving.generate_many.TOGETHER", 1)
     assert by_row(generate_many(PAIR, prompts, 5, rows=8, sampling=chain(temperature(1.0)))) == together
-    assert counted[len(calls) + 2 :] == [1] * 8
+    assert counted[2:] == [1] * 8
+
+
+def test_what_prompts_share_is_read_once():
+    """By samples of one prompt, and by prompts with the same examples before them."""
+    shots = [index % 11 for index in range(60)]
+    work = generate_many(PAIR, [[*shots, 3], [*shots, 4]], 3, rows=1, num_samples=2, draft_length=1)
+    together = by_row(work)
+    assert work.batch.tokens_copied >= 3 * 58 and work.batch.tokens_read < 61 + 3 * 4
+    assert together == by_row(generate(PAIR, [[*shots, 3], [*shots, 4]], 3, num_samples=2, draft_length=1))

@@ -8,7 +8,7 @@ import pytest
 from specsamp import NoDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
-from specsamp.serving.elastic_batch import ElasticBatch
+from specsamp.serving.batch import Batch
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Failed, Service
 from support.fakes import compiled_programs
@@ -155,7 +155,7 @@ def test_an_error_of_the_batch_ends_what_runs_and_those_that_wait_go_on(service,
 
 def test_where_no_batch_can_be_made_nobody_waits_for_ever(service, monkeypatch):
     with monkeypatch.context() as broken:
-        broken.setattr(ElasticBatch, "fill", lambda _: 1 / 0)
+        broken.setattr(Batch, "fill", lambda _: 1 / 0)
         with pytest.raises(Failed, match="decoding failed: ZeroDivisionError"):
             Caller(service, ["a"], 9).wait()
     assert Caller(service, ["abc"], 9).wait() == of(alone(["abc"], 9)) and service.unfinished == 0
