@@ -84,11 +84,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
         config = config.with_model(source.layer_fields(dict(config.model), target.config))
     run_folder.check_run(folder, config.recorded, changeable=("intervals", "mesh"))
     model, is_head = make_model(config), config.head is not None
-    first = None
-    if config.init and is_head:
-        first = source.open_first_head(config.init, target.config)
-    elif config.init:  # a pair's target or a run; a draft begins with a run
-        first = source.open_target(config.init) if target is None else source.open_trained(config.init)
+    first = open_first(config, target)
     task = make_task(config, model, target)
     corpus = read_corpus(
         data.folder or standard_library(), pattern=data.pattern, exclude=data.exclude, held_out=data.held_out
@@ -120,12 +116,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
         run_folder.open_run(folder, config.recorded, tokenizer.to_json(), **made_from)
         if is_head and config.head.get("draft_vocab_size"):
             run_folder.write_array(folder / run_folder.IDS, np.asarray(teacher_params[DRAFT_IDS]))
-    epochs = train_config.steps * train_config.batch * data.length / len(windows.stream)
-    count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
-    console.print(
-        f"{human_count(count)} parameters, {len(corpus.train)} files, "
-        f"{len(windows.stream):,} tokens ({len(corpus.skipped)} files skipped), {epochs:.2f} epochs"
-    )
+    say_sizes(config, task, corpus, windows, console)
     rows = None if target is None else target_rows(config, folder, target, windows, console)
     batches = Mixture(windows, rows, config.generated.share, train_config.seed) if rows is not None else windows
     train(
@@ -139,6 +130,25 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
         console=console,
         params=first_params,
         mesh=mesh,
+    )
+
+
+def open_first(config: TrainingConfig, target: Source | None) -> Source | None:
+    """Opens what training begins with: a head, a pair's target or a run; a draft begins with a run. None: with noise."""
+    if not config.init:
+        return None
+    if config.head is not None:
+        return source.open_first_head(config.init, target.config)
+    return source.open_target(config.init) if target is None else source.open_trained(config.init)
+
+
+def say_sizes(config: TrainingConfig, task: Task, corpus: Corpus, windows: Windows, console: Console) -> None:
+    """Prints the numbers of parameters, files, tokens and epochs."""
+    epochs = config.train.steps * config.train.batch * config.data.length / len(windows.stream)
+    count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
+    console.print(
+        f"{human_count(count)} parameters, {len(corpus.train)} files, "
+        f"{len(windows.stream):,} tokens ({len(corpus.skipped)} files skipped), {epochs:.2f} epochs"
     )
 
 

@@ -141,33 +141,35 @@ class Service:
         self.learner = learner
         self.context = context_of(pair, method.drafter, "context", context)
         self._stop_ids = sorted(make_stops(pair, None).ids)
-        loop = method.loop(pair, keep_log_probs=True, keep_rounds=True)
-        self._engine = Engine.create(
-            pair,
-            method,
-            make_requests(pair, method, [[0]], 1, stop=self._stop_ids),
-            batch=rows,
-            spare=pair.shards.count,
-            slots=round_slots(max(self.context + max(loop.headroom, chunk_sizes()[0]), loop.window)),
-            stop_ids=len(self._stop_ids) + MAX_STOPS + MAX_STOP_IDS,
-            keep_log_probs=True,
-            keep_rounds=True,
-        )
-        self._engine = dataclasses.replace(self._engine, own_lengths=hooks_of(method.drafter).depth is None)
+        self._engine = self._make_engine(rows)
         # On a mesh programs of two threads could meet in another order on each device.
         in_background = in_background and pair.shards.mesh is None
         self.batch = Batch(self._engine, rows=rows, rounds=rounds, in_background=in_background)
         self.batch.programs.notify = self._wake
         self.capacity = self.batch.usage.rows + max_waiting
-        if max_per_client is None:
-            max_per_client = self.capacity
-        self.max_per_client = validate.integer("max_per_client", max_per_client, 1)
+        most = self.capacity if max_per_client is None else max_per_client
+        self.max_per_client = validate.integer("max_per_client", most, 1)
         self._to_score: list[tuple[Request, Chunk]] = []  # texts that have ended
         self._scoring: dict[Request, Iterator[Scores | None]] = {}  # of the first of them
         self._changed = threading.Condition()  # guards the next two
         self._inbox: list[Request] = []
         self._closed: str | None = None  # why
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
+
+    def _make_engine(self, rows: int) -> Engine:
+        loop = self.method.loop(self.pair, keep_log_probs=True, keep_rounds=True)
+        engine = Engine.create(
+            self.pair,
+            self.method,
+            make_requests(self.pair, self.method, [[0]], 1, stop=self._stop_ids),
+            batch=rows,
+            spare=self.pair.shards.count,
+            slots=round_slots(max(self.context + max(loop.headroom, chunk_sizes()[0]), loop.window)),
+            stop_ids=len(self._stop_ids) + MAX_STOPS + MAX_STOP_IDS,
+            keep_log_probs=True,
+            keep_rounds=True,
+        )
+        return dataclasses.replace(engine, own_lengths=hooks_of(self.method.drafter).depth is None)
 
     def compile(self, all_sizes: bool = False) -> None:
         """Compiles what the first requests need, or all that requests may need: the rest follows when it is wanted."""
@@ -243,17 +245,7 @@ class Service:
           Failed: the service is closed.
         """
         num_samples = validate.integer("num_samples", num_samples, 1)
-        for name, value in (("prompts", prompts), ("stop", stop), ("stop_token_ids", stop_ids)):
-            if not validate.is_list(value):
-                raise ValueError(f"{name} must be a list; got {value!r}")
-        if len(stop) > MAX_STOPS:
-            raise ValueError(f"{len(stop)} stop texts: at most {MAX_STOPS} are taken")
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"{len(stop_ids)} stop_token_ids: at most {MAX_STOP_IDS} are taken")
-        if draft_length is not None:
-            if not self._engine.own_lengths:
-                raise ValueError(f"draft_length = {draft_length!r}, but this server drafts trees: leave it out")
-            draft_length = validate.integer("draft_length", draft_length, 0, self.method.drafter.K + 1)
+        draft_length = self._check_limits(prompts, stop, stop_ids, draft_length)
         count = len(prompts) * num_samples
         if count > self.capacity:
             raise ValueError(f"{count} texts are asked for, of {self.capacity} that are taken at a time: ask for fewer")
@@ -273,6 +265,21 @@ class Service:
             self._inbox += requests
             self._changed.notify()
         return answer
+
+    def _check_limits(self, prompts: Any, stop: Any, stop_ids: Any, draft_length: int | None) -> int | None:
+        """Raises ValueError for what is no list or longer than is taken; returns the draft length."""
+        for name, value in (("prompts", prompts), ("stop", stop), ("stop_token_ids", stop_ids)):
+            if not validate.is_list(value):
+                raise ValueError(f"{name} must be a list; got {value!r}")
+        if len(stop) > MAX_STOPS:
+            raise ValueError(f"{len(stop)} stop texts: at most {MAX_STOPS} are taken")
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"{len(stop_ids)} stop_token_ids: at most {MAX_STOP_IDS} are taken")
+        if draft_length is not None:
+            if not self._engine.own_lengths:
+                raise ValueError(f"draft_length = {draft_length!r}, but this server drafts trees: leave it out")
+            draft_length = validate.integer("draft_length", draft_length, 0, self.method.drafter.K + 1)
+        return draft_length
 
     def _check_room(self, count: int, client: str) -> None:
         """Raises Failed after `close`, and Busy where so many more texts do not fit."""
