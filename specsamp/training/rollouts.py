@@ -247,21 +247,15 @@ def learn(
     recorded = {"rollouts": dataclasses.asdict(config), "prompts": len(prompts)}
     check_run(folder, recorded)
     storage.write_json(folder / "run.json", recorded)
-    num_tokens = getattr(pair.tokenizer, "vocab_size", pair.target.vocab_size)
-    policy_task = PolicyGradient(pair.target, config.temperature, config.clip, num_tokens)
-    draft_params = pair.draft_params
-    ids = draft_params.get(DRAFT_IDS) if isinstance(draft_params, Mapping) else None
-    state = Learned(policy=init_state(policy_task, config.policy, pair.target_params))
-    if draft_task is not None:
-        trained = {name: leaf for name, leaf in draft_params.items() if name != DRAFT_IDS}
-        state = dataclasses.replace(state, draft=init_state(draft_task, config.draft, trained))
-    update = jax.jit(_update, static_argnums=(0, 1), donate_argnums=2)
+    tasks = PolicyGradient(pair.target, config.temperature, config.clip, _num_tokens(pair)), draft_task
+    ids = pair.draft_params.get(DRAFT_IDS) if isinstance(pair.draft_params, Mapping) else None
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        state = _restored(state, checkpoints)
+        state = _restored(_first_state(pair, tasks, config), checkpoints)
         done = int(state.policy.step)
         log = MetricsLog(folder / "metrics.jsonl", resumed_at=done)
         progress = Progress(config.policy.steps, config.policy.batch * config.max_new_tokens, done, console)
         for step in range(done, config.policy.steps):
+            draft_params = pair.draft_params
             if draft_task is not None:
                 draft_params = state.draft.params | ({} if ids is None else {DRAFT_IDS: ids})
             begin = time.perf_counter()
@@ -272,15 +266,8 @@ def learn(
             if not texts.advantages_B.any():
                 progress.note(f"step {step + 1}: all texts of each prompt have the same reward, and teach nothing")
             rewarded = time.perf_counter()
-            policy, numbers = update(policy_task, config.policy, state.policy, None, texts)
-            draft, of_draft = state.draft, {}
-            if draft_task is not None:
-                teacher = draft_task.teacher(policy.params, ids)
-                draft, of_draft = update(draft_task, config.draft, draft, teacher, texts.tokens_BT)
-            numbers = {name: float(value) for name, value in numbers.items()}
-            numbers |= {f"draft/{name}": float(value) for name, value in of_draft.items()}
+            state, numbers = _learn_from(texts, state, tasks, config, ids)
             check_finite(step + 1, numbers, checkpoints.latest)
-            state = Learned(policy=policy, draft=draft)
             numbers |= {"reward": float(np.mean(rewards)), **_counts(completions)}
             numbers |= {"seconds_sampling": sampled - begin, "seconds_learning": time.perf_counter() - rewarded}
             log.write(step + 1, **numbers)
@@ -292,12 +279,38 @@ def learn(
     return state
 
 
+def _num_tokens(pair: Pair) -> int:
+    return getattr(pair.tokenizer, "vocab_size", pair.target.vocab_size)
+
+
+def _first_state(pair: Pair, tasks: tuple[Task, Task | None], config: RolloutConfig) -> Learned:
+    policy = init_state(tasks[0], config.policy, pair.target_params)
+    if tasks[1] is None:
+        return Learned(policy=policy)
+    trained = {name: leaf for name, leaf in pair.draft_params.items() if name != DRAFT_IDS}
+    return Learned(policy=policy, draft=init_state(tasks[1], config.draft, trained))
+
+
+def _learn_from(
+    texts: Texts, state: Learned, tasks: tuple[Task, Task | None], config: RolloutConfig, ids: Any
+) -> tuple[Learned, dict[str, float]]:
+    """Makes an update of the policy, and then of the draft if it learns; returns what they measured."""
+    (policy_task, draft_task), draft, of_draft = tasks, state.draft, {}
+    policy, numbers = _update(policy_task, config.policy, state.policy, None, texts)
+    if draft_task is not None:
+        teacher = draft_task.teacher(policy.params, ids)
+        draft, of_draft = _update(draft_task, config.draft, draft, teacher, texts.tokens_BT)
+    numbers |= {f"draft/{name}": value for name, value in of_draft.items()}
+    return Learned(policy=policy, draft=draft), {name: float(value) for name, value in numbers.items()}
+
+
 def checked_reward(reward: Reward, prompt: Prompt, text: Completion) -> float:
     """Returns the reward of a text; raises ValueError, with its prompt, if it is no finite number."""
     value = reward(prompt, text)
     return validate.number(f"the reward of prompt {text.prompt_index}, sample {text.sample_index},", value, -np.inf)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _update(task: Task, config: TrainConfig, state: TrainState, teacher_params: Any, batch: Any) -> Any:
     """Makes one update from a batch that is split into microbatches."""
     split = jax.tree.map(lambda x: x.reshape(config.microbatches, -1, *x.shape[1:]), batch)
