@@ -255,11 +255,8 @@ def learn(
         log = MetricsLog(folder / "metrics.jsonl", resumed_at=done)
         progress = Progress(config.policy.steps, config.policy.batch * config.max_new_tokens, done, console)
         for step in range(done, config.policy.steps):
-            draft_params = pair.draft_params
-            if draft_task is not None:
-                draft_params = state.draft.params | ({} if ids is None else {DRAFT_IDS: ids})
             begin = time.perf_counter()
-            completions = rollouts.sample(step, state.policy.params, draft_params)
+            completions = rollouts.sample(step, state.policy.params, _draft_params(pair, state, ids))
             sampled = time.perf_counter()
             rewards = [checked_reward(reward, prompts[text.prompt_index], text) for text in completions]
             texts = rollouts.texts(completions, rewards)
@@ -281,6 +278,13 @@ def learn(
 
 def _num_tokens(pair: Pair) -> int:
     return getattr(pair.tokenizer, "vocab_size", pair.target.vocab_size)
+
+
+def _draft_params(pair: Pair, state: Learned, ids: Any) -> Any:
+    """Returns the draft's parameters of this step, with the ids of a head whose vocabulary is reduced."""
+    if state.draft is None:
+        return pair.draft_params
+    return state.draft.params | ({} if ids is None else {DRAFT_IDS: ids})
 
 
 def _first_state(pair: Pair, tasks: tuple[Task, Task | None], config: RolloutConfig) -> Learned:
