@@ -34,10 +34,7 @@ from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
 
-PRESETS = {
-    preset.__name__: preset
-    for preset in (models.chinchilla_70b, models.draft_4b, models.target_38m, models.draft_1m, models.tiny)
-}
+PRESETS = {name: getattr(models, name) for name in ("chinchilla_70b", "draft_4b", "target_38m", "draft_1m", "tiny")}
 MACHINE = "machine"  # the draft length that launch/lib/machine_choice.py chooses
 INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SIDES}
 

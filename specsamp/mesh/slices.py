@@ -9,10 +9,9 @@
 
 This file imports the standard library only and runs on Python 3.9: the machine that orders a slice may lack specsamp.
 
-Sources: the pages v4, v5e, v5p, v6e, tpu7x and runtimes of cloud.google.com/tpu/docs (topologies, memory, images),
-plan-tpus of cloud.google.com/kubernetes-engine/docs/concepts (machine types, node labels), and the slices in xpk 1.16,
-Google's launcher for GKE. If a page gives only examples, the catalogue has the sizes with a default topology in xpk, and
-v4-384, which Google's MaxText runs on.
+Sources: the pages v4, v5e, v5p, v6e, tpu7x and runtimes of cloud.google.com/tpu/docs (topologies, memory, images), and the
+slices in xpk 1.16, Google's launcher for GKE. If a page gives only examples, the catalogue has the sizes with a default
+topology in xpk, and v4-384, which Google's MaxText runs on.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import sys
 GIB = 2**30
 # By the prefix of the name. ``cores_in_name``: what a chip adds to the number in the name, 2 if it counts TensorCores.
 GENERATIONS = json.loads(pathlib.Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-COPIED = ("devices_per_chip", "runtime_version", "gke_accelerator", "hbm_bytes_per_second")  # fields of `Slice`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +39,6 @@ class Slice:
     chips_per_host: int
     devices_per_chip: int  # as JAX counts devices
     runtime_version: str | None  # image of the hosts; None where only GKE sells the slice, without queued resources
-    gke_accelerator: str  # value of the node label cloud.google.com/gke-tpu-accelerator
-    gke_machine_type: str
     hbm_bytes: int  # of one chip; programs can use about 98% of it
     hbm_bytes_per_second: float  # of one chip
 
@@ -71,9 +67,10 @@ def all_slices() -> dict[str, Slice]:
                 topology=topology,
                 chips=chips,
                 chips_per_host=chips_per_host,
-                gke_machine_type=generation["gke_machine_type"].format(chips_per_host),
+                devices_per_chip=generation["devices_per_chip"],
+                runtime_version=generation["runtime_version"],
                 hbm_bytes=generation["hbm_gib"] * GIB,
-                **{field: generation[field] for field in COPIED},
+                hbm_bytes_per_second=generation["hbm_bytes_per_second"],
             )
     return found
 
@@ -109,19 +106,17 @@ def print_slice() -> None:
     if arguments.list:
         print(*all_slices(), sep="\n")
         return
+    unknown = [field for field in arguments.field if field not in fields]
     try:
-        if arguments.name is None:
-            raise ValueError("no accelerator type: give one, such as v4-32, or --list")
-        for field in arguments.field:
-            if field not in fields:
-                raise ValueError(f"a TPU slice has no field {field!r}: choose from {', '.join(fields)}")
-        found = find(arguments.name)
+        if unknown:
+            raise ValueError(f"a TPU slice has no field {unknown[0]!r}: choose from {', '.join(fields)}")
+        found = find(arguments.name or "")
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     values = {field: "none" if getattr(found, field) is None else getattr(found, field) for field in fields}
     if arguments.field:
-        print(*(values[field] for field in arguments.field))
+        print(*map(values.get, arguments.field))
     else:
         print(*(f"{field}: {value}" for field, value in values.items()), sep="\n")
 
