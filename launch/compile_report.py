@@ -25,7 +25,6 @@ jax.config.update("jax_platforms", "cpu")  # arrays stay here; only the compiler
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
-from launch.lib.costs import own_calibration
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, target_and_draft
@@ -52,7 +51,6 @@ _SLOTS = flags.DEFINE_integer(
 _FITS = flags.DEFINE_bool(
     "fits", False, "Print how many sequences fit, by batch and context, instead of compiling anything."
 )
-_CALIBRATION = entry.define("calibration")
 _OUTPUT = entry.define("output")
 
 BATCHES, CONTEXTS = (1, 4, 8, 16, 32, 64, 128), (2048, 8192, 32768)
@@ -63,7 +61,6 @@ def main() -> None:
     _CONFIG.refuse_fields(["max_new_tokens", "prompt_length", "repeats", "seed"], "give --slots")
     config = _CONFIG.value
     entry.check_output(_OUTPUT.value)
-    own = own_calibration(_CALIBRATION.value, _TOPOLOGY.value)
     programs = programs_of(config, console)
     head = programs.head
     if _FITS.value:
@@ -81,7 +78,7 @@ def main() -> None:
             names=[name for name in pair_report.NAMES if name != "draft prefill" or config.word.draft == "model"],
             progress=lambda text: say(f"compiling: {text}"),
         )
-    shown = pair_report.report_tables(report, *programs.bytes_of_state(), own)
+    shown = pair_report.report_tables(report, *programs.bytes_of_state())
     entry.show(shown, console)
     document = {
         "kind": "compiler estimate",
@@ -90,8 +87,8 @@ def main() -> None:
         "models": {"target": programs.target.config, "draft": (head or programs.draft).config},
         "head": None if head is None else head.config.kind,
         "report": report,
-        "calibration": own or fit_published(),
-        "calibrated_ms": {p.name: report.calibrated_ms(p.name, own) for p in report.programs if p.memory is not None},
+        "calibration": fit_published(),
+        "calibrated_ms": {p.name: report.calibrated_ms(p.name) for p in report.programs if p.memory is not None},
     }
     entry.write_result(_OUTPUT.value, document, console)
 

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
-from launch.lib.costs import cost_tables, define_chip_hour, own_calibration
+from launch.lib.costs import cost_tables, define_chip_hour
 from launch.lib.fields import ExperimentConfig
 from launch.lib.shapes import target_and_draft
 from specsamp import storage
@@ -75,7 +75,6 @@ _NEW_TOKENS = flags.DEFINE_integer(
     "new_tokens", None, "How many tokens every row gets; by default rows never end.", lower_bound=1, upper_bound=8192
 )
 _LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1, upper_bound=256)
-_CALIBRATION = entry.define("calibration")
 _CHIP_HOUR = define_chip_hour()
 _OUTPUT = entry.define("output")
 
@@ -91,7 +90,6 @@ NOT_READ = (
 GOES_WITH = {
     "context": ("chip", "compile_report"),
     "devices": ("chip", "chip_hour"),
-    "calibration": ("compile_report",),
     **dict.fromkeys(("rule", "drafter", "temperature"), ("measured",)),
 }
 
@@ -209,7 +207,7 @@ def round_costs(cells: Sequence[Mapping[str, Any]], report: Mapping[str, Any] | 
     if cells:
         return grid.measured_costs(cells)
     if report is not None:
-        return compiled_costs(report, own_calibration(_CALIBRATION.value, report["topology"]))
+        return compiled_costs(report)
     return PerCall(*calls) if given[0] else roofline()
 
 
@@ -251,7 +249,7 @@ def plan_table(plan: Plan, costs: Costs, report: Mapping[str, Any] | None) -> Ta
         rows.append((name, tables.interval(one.tokens_per_round), ms, show(one.ms_per_token), show(one.speedup, "x")))
     note = "* is best; brackets: 95%, by the counts behind the acceptance and the clocks behind the costs"
     if costs.bounds:
-        note += f". Milliseconds: {basis(costs.is_range, own_calibration(_CALIBRATION.value, report['topology']))}"
+        note += f". Milliseconds: {basis(costs.is_range)}"
     if isinstance(costs, Roofline):
         note += ROOFLINE + (EXPERTS if costs.target.experts else "")
     header = ("", "tokens per round", "ms per round", "ms per token", "speedup")

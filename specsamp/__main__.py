@@ -25,7 +25,8 @@ NOW = {  # commands of before, and what does the same today
     "convert": "use export --checkpoint=NAME",
     "check-head": "use doctor --look_at=head",
     "check-names": "use doctor --look_at=names",
-    "score-forecasts": "calibrate shows forecasts and measurements together",
+    "calibrate": "benchmark measures on a TPU",
+    "score-forecasts": "benchmark measures on a TPU",
     "set-repository": "a line of sed in notebooks/README.md does it",
 }
 

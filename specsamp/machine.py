@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from specsamp import __version__
 
@@ -24,17 +23,6 @@ VECTOR_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "amx_int8", "asimddp", 
 MACHINE_IDS = ("/etc/machine-id", "/var/lib/dbus/machine-id")
 GOOGLE = "0x1ae0"  # the vendor on the PCI bus, also of network cards and disks; TPU_CHIPS are the ids of its TPUs there
 TPU_CHIPS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x007c", "0x0083"}
-# How JAX names devices, and how this package names chips.
-KINDS = {
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-}
 
 
 def environment() -> dict[str, Any]:
@@ -184,19 +172,6 @@ def has_tpu() -> bool:
 def has_gpu() -> bool:
     """Returns whether this machine has an NVIDIA GPU with a driver, also where JAX does not see it."""
     return os.path.exists("/dev/nvidia0")
-
-
-def chip_of(device: jax.Device) -> str:
-    """Returns the name of a device's chip: one of `specsamp.tpu.topology.CHIPS`, or JAX's name of other devices."""
-    return KINDS.get(device.device_kind, device.device_kind)
-
-
-def extent(devices: Sequence[jax.Device]) -> tuple[int, ...]:
-    """Returns the chips along each axis of a slice; devices without coordinates are in a row."""
-    coordinates = [getattr(device, "coords", None) for device in devices]
-    if not coordinates[0]:
-        return (len(devices),)
-    return tuple(int(edge) for edge in np.ptp(np.array(coordinates), axis=0) + 1)
 
 
 def version(package: str) -> str | None:

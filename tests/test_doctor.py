@@ -133,7 +133,7 @@ def test_devices_that_do_not_start_are_a_finding_and_no_traceback(monkeypatch, e
 WITHOUT_DEVICES = """
 from support.run_script import call
 from specsamp import load_pair
-done = call("doctor"), call("demo"), call("calibrate")
+done = call("doctor"), call("demo"), call("benchmark")
 for one in done:
     print(one.returncode, (one.stdout if one is done[0] else one.stderr).replace(chr(10), " "))
 try:

@@ -1,14 +1,12 @@
-"""The flags --chip_hour and --calibration: what tokens cost at a price for chips, and what estimates of a TPU rest on."""
+"""The flag --chip_hour: what tokens cost at a price for chips."""
 
 from collections.abc import Iterable
 
 import jax
 from absl import flags
 
-from specsamp import storage
 from specsamp.analysis.report import Table
 from specsamp.decoding.pair import Pair
-from specsamp.tpu.calibration import Calibration, read_calibration
 
 
 def define_chip_hour() -> flags.FlagHolder:
@@ -33,8 +31,3 @@ def cost_tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float 
     cells = [(name, f"{ms:.3g}", f"{ms / 3.6 * chips * chip_hour:.3g}") for name, ms in rows]
     note = f"{chips} chip{'s' * (chips > 1)} at ${chip_hour:g} an hour, busy with nothing else and never idle; prefill is not counted"
     return [Table(title="Cost", header=("", "ms per token", "$ per million tokens"), rows=cells, note=note)]
-
-
-def own_calibration(path: str | None, topology: str) -> Calibration | None:
-    """Reads the file of --calibration, if there is one; raises ValueError if it is of another slice, or damaged."""
-    return read_calibration(storage.read_json(path), topology, path) if path else None

@@ -75,10 +75,6 @@ OF_SEVERAL = {
     "prompts": (None, "Take the prompts of this file, JSON or one in each line; by default those of the pair."),
     "again": (False, "Measure cells again that --output holds already, and replace them."),
     "require_exact": (False, "Refuse rules that are lossy."),
-    "calibration": (
-        None,
-        "Prefer this file of launch/calibrate.py, of the same slice, to the published measurements.",
-    ),
 }
 
 

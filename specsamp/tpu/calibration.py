@@ -19,8 +19,6 @@ alone to the sum of the first fit and v5e's time per layer and sequence.
 
 A band reaches as far as the worst step of the worst layout that was left out of the fit. Steps of one layout err alike, so
 a new layout lies within with a chance of about n / (n + 1) after n layouts: three in four for v5e.
-
-launch/calibrate.py times steps on the devices at hand. Their fit is preferred to the published one, on that slice alone.
 """
 
 from __future__ import annotations
@@ -28,22 +26,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import nnls
 
-from specsamp import validate
 from specsamp.tpu.measurements import Measurement, published
-from specsamp.tpu.topology import parse, same_slice
 from specsamp.tpu.work import Work
 
 HIDDEN_ON, ADDED_ON = "v5e", "v4"  # the chips of the two kinds of programs
 SHARES = tuple(tenth / 10 for tenth in range(11))  # overlaps that are tried
 NEARLY = 1.25  # an overlap explains steps nearly as well as the best with at most so many times its error
 FEWEST_STEPS = 4  # to check three numbers
-LEAST_ERROR = 0.03  # of a calibration of one's own: clocks and other programs differ by as much
 
 # What each number multiplies, and the milliseconds of its unit.
 COLUMNS = {
@@ -138,7 +132,7 @@ class Calibrations:
             worlds = tuple(fit.milliseconds(*works) for fit in self.nearly)
             return dataclasses.replace(self.hidden.estimate(*works), worlds=worlds)
         if self.added is None:
-            raise ValueError("no measurement bounds a step from above: give a calibration of these devices")
+            raise ValueError("no measurement bounds a step from above: give more rows")
         added = dataclasses.replace(self.added, sequence_us=self.hidden.sequence_us if self.hidden else 0.0)
         hidden = [max(work.streaming_ms, work.cycles_ms) for work in works]
         least, most = sum(hidden), added.milliseconds(*works) * math.exp(added.error)
@@ -152,9 +146,9 @@ class Calibrations:
         return self.estimate(row.chip, row.work())
 
 
-def estimate(chip: str, *works: Work, own: Calibration | None = None) -> Band:
-    """Estimates calls by a calibration of the devices themselves, or else by the published ones."""
-    return own.estimate(*works) if own else fit_published().estimate(chip, *works)
+def estimate(chip: str, *works: Work) -> Band:
+    """Estimates calls by the published calibrations."""
+    return fit_published().estimate(chip, *works)
 
 
 def band_ratio(slow: Band, fast: Band) -> Band:
@@ -254,49 +248,3 @@ def fit(base: Calibration, steps: Steps, *names: str) -> Calibration:
     if "efficiency" in found:  # streaming takes so much longer
         found["efficiency"] = base.efficiency / (1 + found["efficiency"])
     return dataclasses.replace(base, **found)
-
-
-def fit_own(steps: Steps) -> Calibration:
-    """Fits a calibration of the devices at hand on their steps; an all-reduce takes what it takes in published traces.
-
-    Its error is the worst of a step that was left out of all of the fit.
-    """
-    base = dataclasses.replace(fit_published().hidden, efficiency=1.0, layouts=1, points=len(steps))
-
-    def best(steps: Steps) -> Calibration:
-        """Returns the fit at the middle of the overlaps that explain the steps well."""
-        nearly = nearly_best(fits_by_overlap(base, steps, "call_ms", "sequence_us", "efficiency"), steps)
-        return dataclasses.replace(nearly[len(nearly) // 2], least_overlap=nearly[0].overlap)
-
-    left_out = [(best([*steps[:i], *steps[i + 1 :]]), *steps[i]) for i in range(len(steps))]
-    errors = [abs(math.log(max(rest.milliseconds(work), 1e-9) / ms)) for rest, work, ms in left_out]
-    return dataclasses.replace(best(steps), error=max(*errors, LEAST_ERROR))
-
-
-def read_calibration(document: Mapping[str, Any], topology: str, path: str = "this calibration") -> Calibration:
-    """Reads a file of launch/calibrate.py for a slice such as "v5e:2x4".
-
-    Raises:
-      ValueError: the file is of another chip or slice, no calibration, or a number of it is missing or wrong.
-    """
-    try:
-        chip, sizes = document["devices"]["chip"], [int(size) for size in document["devices"]["slice"]]
-        numbers = document["calibration"]
-        found = Calibration(**numbers)
-        for name in ("call_ms", "sequence_us", "collective_us", "hop_us"):
-            validate.number(name, numbers[name], 0)
-        for name in ("points", "layouts"):
-            validate.integer(name, numbers[name], 0)
-        validate.number("efficiency", numbers["efficiency"], 0, 1, above=True)
-        validate.number("error", numbers["error"], 0, above=True)
-        overlap = validate.number("overlap", numbers["overlap"], 0, 1)
-        validate.number("least_overlap", numbers["least_overlap"], 0, overlap)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} is no calibration of launch/calibrate.py ({reason})") from error
-    if chip != topology.partition(":")[0] or not same_slice(sizes, parse(topology)[1]):
-        of = f"{chip}:{'x'.join(map(str, sizes))}"
-        raise ValueError(
-            f"{path} is a calibration of {of}, and {topology} is asked about: run launch/calibrate.py there"
-        )
-    return found

@@ -27,7 +27,7 @@ from specsamp.analysis.costs import CostTable
 from specsamp.analysis.report import Table
 from specsamp.decoding.data_shards import DataShards
 from specsamp.sampling.rules import Rule
-from specsamp.tpu.calibration import Band, Calibration, estimate, fit_published, two_digits
+from specsamp.tpu.calibration import Band, estimate, fit_published, two_digits
 from specsamp.tpu.lowering import Programs, step_windows
 from specsamp.tpu.program import Memory, Program, fastest, measure_program
 from specsamp.tpu.topology import Chip, parse
@@ -78,9 +78,9 @@ class Report:
         """The chip of the slice."""
         return parse(self.topology)[0]
 
-    def calibrated_ms(self, name: str, own: Calibration | None = None) -> Band:
-        """Estimates the milliseconds of a program, by a calibration of the devices themselves if there is one."""
-        return estimate(self.topology.partition(":")[0], *self.works(name), own=own)
+    def calibrated_ms(self, name: str) -> Band:
+        """Estimates the milliseconds of a program."""
+        return estimate(self.topology.partition(":")[0], *self.works(name))
 
     def works(self, name: str) -> tuple[Work, ...]:
         """Returns the work of each call of a program; a round is split into its calls."""
@@ -170,14 +170,13 @@ def _compiled(
     return fastest(found, parse(topology)[0])
 
 
-def compiled_costs(report: dict[str, Any], own: Calibration | None = None) -> CostTable:
+def compiled_costs(report: dict[str, Any]) -> CostTable:
     """Returns the times of a plain step and of a round at the report's K, as a calibration estimates them.
 
     The ends of their bands are the bounds.
 
     Args:
       report: a `Report` as JSON: the entry "report" of a file of ``launch/compile_report.py``.
-      own: a calibration of the devices themselves; the published ones otherwise.
 
     Raises:
       ValueError: it is no such report, or its programs do not fit the slice.
@@ -190,7 +189,7 @@ def compiled_costs(report: dict[str, Any], own: Calibration | None = None) -> Co
     programs = [compiled["target step"], compiled["round"]]
     if any(program.hbm_bytes is None for program in programs):
         raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
-    step, round_ = (compiled.calibrated_ms(program.name, own) for program in programs)
+    step, round_ = (compiled.calibrated_ms(program.name) for program in programs)
     return dataclasses.replace(
         table(step.likely, round_.likely),
         bounds=(table(step.least, round_.least), table(step.most, round_.most)),
@@ -199,10 +198,10 @@ def compiled_costs(report: dict[str, Any], own: Calibration | None = None) -> Co
     )
 
 
-def report_tables(report: Report, weights: int, caches: int, own: Calibration | None = None) -> list[Table]:
+def report_tables(report: Report, weights: int, caches: int) -> list[Table]:
     """Tabulates a report: one call on one device, and its milliseconds.
 
-    ``weights`` and ``caches`` of both models are in bytes per device; ``own`` is a calibration of the devices themselves.
+    ``weights`` and ``caches`` of both models are in bytes per device.
     """
     device = report.chip.hbm_bytes // report.chip.devices
     where = f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {report.slots} slots (compiler estimate)"
@@ -213,8 +212,8 @@ def report_tables(report: Report, weights: int, caches: int, own: Calibration | 
     ]
     fitting = [program for program in report.programs if program.memory is not None]
     if fitting:
-        note = basis(report.calibrated_ms(fitting[0].name, own).open, own)
-        made.append(Table.of("Milliseconds", [_times(report, program, own) for program in fitting], note=note))
+        note = basis(report.calibrated_ms(fitting[0].name).open)
+        made.append(Table.of("Milliseconds", [_times(report, program) for program in fitting], note=note))
     for program in report.programs:
         if program.out_of_memory:
             lines = [{"the compiler says": line} for line in program.out_of_memory.splitlines()]
@@ -240,7 +239,7 @@ def _traffic(p: Program) -> dict[str, str]:
     }
 
 
-def _times(report: Report, p: Program, own: Calibration | None) -> dict[str, str]:
+def _times(report: Report, p: Program) -> dict[str, str]:
     """Returns the milliseconds of one program."""
     return {
         "": p.name,
@@ -248,7 +247,7 @@ def _times(report: Report, p: Program, own: Calibration | None) -> dict[str, str
         "cycles": two_digits(p.cycles_ms(report.chip)) if report.chip.has_clock else f"{p.cycles:,.0f} cycles",
         "lower bound": two_digits(p.lower_bound_ms(report.chip)),
         "collectives": str(sum(p.collectives.values())),
-        "calibrated": str(report.calibrated_ms(p.name, own)),
+        "calibrated": str(report.calibrated_ms(p.name)),
     }
 
 
@@ -265,10 +264,8 @@ def faster(found: Band) -> str:
     return f"{least}x to {most}x" if found.open else f"{two_digits(found.likely)}x ({least} to {most})"
 
 
-def basis(open: bool, own: Calibration | None = None) -> str:
+def basis(open: bool) -> str:
     """Returns the basis of an estimate in words."""
-    if own is not None:
-        return f"calibrated on these devices; steps that were left out within {math.expm1(own.error):.0%}"
     if open:
         return (
             "no program of today was measured on this chip: from streaming and cycles alone (all collectives hidden) to "

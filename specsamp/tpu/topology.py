@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
 
 import numpy as np
 from jax.experimental import topologies
@@ -68,11 +67,6 @@ def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
         chips = ", ".join(CHIPS)
         raise ValueError(f"no TPU topology {topology!r}: give a chip ({chips}) and a shape, such as {EXAMPLES}")
     return CHIPS[name], sizes
-
-
-def same_slice(sizes: Sequence[int], others: Sequence[int]) -> bool:
-    """Returns whether two slices have the same shape, however turned: 2x4, 4x2 and 2x4x1 have."""
-    return sorted(size for size in sizes if size > 1) == sorted(size for size in others if size > 1)
 
 
 def described_mesh(

@@ -12,7 +12,7 @@ from launch import chat
 from launch.lib import entry
 from launch.lib.cells import parse_grid
 from support import extras
-from support.run_script import ROOT, call, module, save_tiny_pair
+from support.run_script import call, save_tiny_pair
 
 TINY = ["--config=configs/random_pair.py:tiny", "--prompt_count=3", "--checks=acceptance"]
 TINY += ["--config.target.num_layers=1", "--config.target.positions=rotary", "--config.draft.positions=rotary"]
@@ -65,45 +65,6 @@ def test_a_sweep_is_measured_and_gathered(tmp_path):
     assert [cell["key"]["draft_length"] for cell in json.loads(output.read_text())["cells"]] == [0]
     gathered = call("benchmark", f"--gather={output}", f"--gather={output}", "--plain")
     assert gathered.stdout.count("plain") >= 2 == gathered.stdout.count("ms per token over all rows")
-
-
-# calibrate
-
-
-def test_calibrate_measures_what_is_here(tmp_path, monkeypatch):
-    """Runs on one device, with short loops."""
-    from launch.lib import experiment
-    from specsamp.analysis import workload
-
-    monkeypatch.setattr(experiment, "bare_pair", lambda *models, mesh: None)
-    path = tmp_path / "calibration.json"
-    seconds = iter((1e-3, 2e-3, 3e-3, 5e-3, 6e-3, 9e-3))
-
-    def decode_in_turns(sides, repeats):
-        return {"plain": [types.SimpleNamespace(loop_seconds=next(seconds), rounds=1)]}
-
-    monkeypatch.setattr(workload, "decoders", lambda *arguments, **options: {})
-    monkeypatch.setattr(workload, "decode_in_turns", decode_in_turns)
-    done = call("calibrate", "--plain", f"--output={path}")
-    assert done.returncode == 0, done.stderr
-    written = json.loads(path.read_text())
-    assert written["devices"]["chip"] == "cpu" and len(written["measured"]["steps"]) == 6
-    report = ROOT / "notebooks/results/compile_qwen_3b_v5e.json"
-    done = call("plan", "--acceptance=0.8", f"--compile_report={report}", f"--calibration={path}")
-    assert done.returncode == 2 and "is a calibration of cpu:8, and v5e:1x1 is asked about" in done.stderr
-
-
-def test_a_step_stands_beside_the_forecast_from_published_measurements():
-    """Stands in for a TPU: a step as quick as its weights are streamed lies within, one ten times as slow outside."""
-    from specsamp.tpu.calibration import estimate
-    from specsamp.tpu.work import Work
-
-    script, work = module("calibrate"), Work(streaming_ms=3.0, layer_sequences=6)
-    took = [types.SimpleNamespace(median=ms) for ms in (estimate("v5e", work).likely, 30.0)]
-    steps = [({"layers": 2, "batch": 1, "ms": ms, "work": work}, 3.0) for ms in took]
-    rows = script.measured_table("v5e", steps).rows
-    assert rows[-2][-1] == f"{estimate('v5e', work)} ms" and rows[-1][-1] == f"{rows[-2][-1]}, outside"
-    assert script.measured_table("cpu", steps).rows[-1][-1] == ""
 
 
 # evaluate
