@@ -46,7 +46,6 @@ OF_SPECULATORS = re.compile(r"(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.w
 class HeadLayout:
     """The files of a kind of heads."""
 
-    whose: str = "speculators"  # its authors, for messages
     file: str = SINGLE  # of the tensors, where it is written
     names: Mapping[str, str]  # see tensor_names.py
     others: re.Pattern = OF_SPECULATORS  # names of tensors that are no parameters of the head
@@ -54,11 +53,9 @@ class HeadLayout:
 
 EAGLE = HeadLayout(names=TABLES["head"])
 NOTHING = re.compile(r"(?!)")
-MEDUSA = HeadLayout(whose="Medusa's authors", file=MEDUSA_SINGLE, names=TABLES["medusa"], others=NOTHING)
-MEDUSA_BLOCKS = HeadLayout(whose="vLLM", file=SINGLE, names=TABLES["medusa_blocks"], others=NOTHING)
+MEDUSA = HeadLayout(file=MEDUSA_SINGLE, names=TABLES["medusa"], others=NOTHING)
+MEDUSA_BLOCKS = HeadLayout(names=TABLES["medusa_blocks"], others=NOTHING)
 MIMO_MTP = HeadLayout(
-    whose="MiMo's module",
-    file=SINGLE,
     names=TABLES["mimo_mtp"],
     others=re.compile(rf"^(?!{re.escape(FAMILIES[MIMO].head_prefix)})"),
 )

@@ -74,7 +74,7 @@ def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[HeadLay
     try:
         found = {source.tensor for source in head_sources(config, layout).values()}
     except KeyError as error:
-        raise ValueError(f"the layout of {layout.whose} has no tensor for the parameter {error}") from error
+        raise ValueError(f"the files of {config.kind} heads have no tensor for the parameter {error}") from error
     if config.draft_vocab_size is not None:
         found.add(OFFSETS)
     target = dataclasses.replace(layer, width=config.target_width, num_layers=config.target_layers, head_size=2)
@@ -84,7 +84,7 @@ def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[HeadLay
     different = differing_fields(config, read, but=("layer",)) | differing_fields(layer, read.layer)
     if different:
         told = ", ".join(f"{name} = {ours!r}" for name, (ours, _) in different.items())
-        raise ValueError(f"the layout of {layout.whose} has no counterpart of {told}")
+        raise ValueError(f"the files of {config.kind} heads have no counterpart of {told}")
     return layout, content
 
 

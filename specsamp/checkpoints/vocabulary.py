@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp import validate
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.drafters.translating import SharedVocabulary
 from specsamp.models.interface import LanguageModel
 
-MOST_IDS = 8  # draft ids that are read of one target token
+MOST_IDS = 8  # draft ids that are read of one target token; of a longer token the last ones
 LEAST_SHARE = 0.1  # of the smaller vocabulary
 SPACE = "▁"  # a space in pieces of SentencePiece
 
@@ -114,19 +113,16 @@ def match_vocabularies(
     *,
     target_size: int | None = None,
     draft_size: int | None = None,
-    most_ids: int = MOST_IDS,
 ) -> SharedVocabulary:
     """Returns the tokens with equal bytes in two tokenizers, and each of the target's tokens in draft ids.
 
     Args:
       target_size, draft_size: the models' numbers of tokens; default those of the tokenizers.
-      most_ids: the most draft ids of a token that are read; of a longer token the last ones.
 
     Raises:
       ValueError: a tokenizer is of another kind, bytes have no token in the draft, or fewer than `LEAST_SHARE` of the smaller
         vocabulary are shared.
     """
-    validate.integer("most_ids", most_ids, 1, 64)
     ours, theirs = TokenBytes(target, "target"), TokenBytes(draft, "draft")
     shared = {index: theirs.ids[written] for written, index in ours.ids.items() if written in theirs.ids}
     reading = {index: theirs.read(written) for index, written in ours.of_id.items()}
@@ -139,7 +135,7 @@ def match_vocabularies(
             f"the tokenizers share {len(shared)} tokens, less than {LEAST_SHARE:.0%} of the smaller vocabulary of {smaller}: take "
             "a draft for texts of the target's kind"
         )
-    width = min(most_ids, max(map(len, reading.values())))
+    width = min(MOST_IDS, max(map(len, reading.values())))
     draft_ids_V = np.full(target_size or target.vocab_size, -1, np.int32)
     draft_ids_V[list(shared)] = list(shared.values())
     reading_VM = np.full((len(draft_ids_V), width), -1, np.int32)

@@ -306,12 +306,10 @@ class Head:
             return logits
         return jnp.take(logits, weights["ranks_V"], axis=-1, mode="fill", fill_value=-jnp.inf)
 
-    def _module(self) -> HeadModule:
-        return self.config.module(self.config, split=self.layout.split_features)
-
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
+        module = self.config.module(self.config, split=self.layout.split_features)
         with full_precision(self.config.layer.dtype):
-            return self._module().apply({"params": weights["params"]}, *arguments, method=method)
+            return module.apply({"params": weights["params"]}, *arguments, method=method)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,6 +49,8 @@ class TransformerLM(LayeredModel):
 
     def __post_init__(self):
         validate.choice("weight_order", self.weight_order, WEIGHT_ORDERS)
+        for size in ("vocab_size", "max_positions", "num_layers", "width"):
+            object.__setattr__(self, size, getattr(self.config, size))
         if self.weight_order == "cpu" and self.kernels is not None:
             raise ValueError("weight_order 'cpu' has no kernels: leave kernels=None, or weight_order='default'")
 
@@ -57,22 +59,6 @@ class TransformerLM(LayeredModel):
         """Builds the model with the weight order of the default backend, without kernels."""
         on_cpu = jax.default_backend() == "cpu" and config.dtype == "float32"
         return cls(config, "cpu" if on_cpu else "default")
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.config.max_positions
-
-    @property
-    def num_layers(self) -> int:
-        return self.config.num_layers
-
-    @property
-    def width(self) -> int:
-        return self.config.width
 
     def first(self, num_layers: int) -> TransformerLM:
         without_window = tuple(layer for layer in self.config.global_layers if layer < num_layers)

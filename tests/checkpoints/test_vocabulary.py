@@ -113,8 +113,10 @@ def test_equal_tokenizers_share_all_that_is_read():
     assert vocabulary.num_shared == (vocabulary.reading_VM[:, 0] >= 0).sum()
 
 
-def test_of_long_tokens_the_last_ids_are_read_and_counted():
-    whole, cut = matched("llama3", "gpt2"), match_vocabularies(tokenizer("llama3"), tokenizer("gpt2"), most_ids=2)
+def test_of_long_tokens_the_last_ids_are_read_and_counted(monkeypatch):
+    whole = matched("llama3", "gpt2")
+    monkeypatch.setattr("specsamp.checkpoints.vocabulary.MOST_IDS", 2)
+    cut = match_vocabularies(tokenizer("llama3"), tokenizer("gpt2"))
     long = np.flatnonzero((whole.reading_VM >= 0).sum(1) > 2)
     assert len(long) == cut.num_cut > 0 == whole.num_cut
     token = long[0]
@@ -139,8 +141,6 @@ def test_tokenizers_that_do_not_match_are_refused():
     few.decoder = decoders.ByteLevel()
     with pytest.raises(ValueError, match="no token of the draft writes the byte 0x"):
         match_vocabularies(tokenizer("gpt2"), JsonTokenizer.from_tokenizer(few))
-    with pytest.raises(ValueError, match="most_ids must be an integer >= 1 and below 64; got 0"):
-        match_vocabularies(tokenizer("gpt2"), tokenizer("qwen"), most_ids=0)
     letters = {character: i for i, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
     apart = tokenizers.Tokenizer(
         models.BPE(letters | {"".join(p): 256 + i for i, p in enumerate(itertools.product("qz", repeat=12))}, [])
