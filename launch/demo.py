@@ -151,7 +151,7 @@ def timing_table(timings: dict, configs: dict[str, ExperimentConfig]) -> Table:
         sides = (timings[distribution, name] for name in ("autoregressive", "speculative"))
         plain, drafted = (np.array([t.loop_seconds / t.stats.emitted * 1e3 for t in runs]) for runs in sides)
         stats = functools.reduce(operator.add, (timing.stats for timing in timings[distribution, "speculative"]))
-        adapts = config.adaptive is not None and not config.adaptive.is_off
+        adapts = not config.adaptive.is_off
         cells = {
             "autoregressive, ms per token": f"{np.median(plain):.2f}",
             "drafter": f"{config.drafter_name}, K = {'0 to ' * adapts}{config.draft_length}",

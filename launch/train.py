@@ -81,7 +81,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     mesh = make_mesh(jax.device_count() // model_devices, model_devices)  # devices of the data axis read other rows
     target = None if config.target is None else find_target(config, mesh, console)
     if target is not None and target.public:
-        config = config.with_model(source.layer_fields(dict(config.model), target.config))
+        config = config.turned({"model": source.layer_fields(dict(config.model), target.config)})
     run_folder.check_run(folder, config.recorded, changeable=("intervals", "mesh"))
     model, is_head = make_model(config), config.head is not None
     first = open_first(config, target)
@@ -252,9 +252,9 @@ def make_teacher(
     config: TrainingConfig, task: Task, target: Source | None, windows: Windows, first: Source | None
 ) -> Any:
     """Returns the parameters that the task reads and does not train; a reduced vocabulary has the most frequent tokens."""
-    if config.head is None:
-        return None if target is None else target.params
-    size, ids = config.head.get("draft_vocab_size"), None
+    if target is None:
+        return None
+    ids, size = None, config.head and config.head.get("draft_vocab_size")
     if size and first is not None:
         ids = np.asarray(first.params[DRAFT_IDS])  # the rows of its output are of these ids
     elif size:

@@ -17,18 +17,6 @@ from specsamp import __version__
 PACKAGE = pathlib.Path(__file__).parent
 COPY = PACKAGE / "checkout"  # of launch and configs, see setup.py
 USAGE = "usage: specsamp COMMAND [--FLAG=VALUE ...]; specsamp COMMAND --help says more"
-NOW = {  # commands of before, and what does the same today
-    "sweep": "use benchmark --sweep",
-    "export-pair": "use export --target=RUN --draft=RUN",
-    "export-head": "use export --run=RUN",
-    "export-hugging-face": "use export --run=RUN",
-    "convert": "use export --checkpoint=NAME",
-    "check-head": "use doctor --look_at=head",
-    "check-names": "use doctor --look_at=names",
-    "calibrate": "benchmark measures on a TPU",
-    "score-forecasts": "benchmark measures on a TPU",
-    "set-repository": "a line of sed in notebooks/README.md does it",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
         today = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"
-        today = NOW.get(name, today)
         print(f"no command {arguments[0]!r}: {today}", file=sys.stderr)
         return 2
     sys.path.insert(0, str(folder().parent))

@@ -100,12 +100,10 @@ def check() -> None:
     Raises:
       RuntimeError: an error was found; with its fix.
     """
-    findings = examine(read_facts())
-    for finding in findings:
+    for finding in sorted(examine(read_facts()), key=lambda finding: finding.level):  # errors after all warnings
         if finding.level is Level.WARNING:
             warnings.warn(f"{finding.what}: {finding.fix}", stacklevel=2)
-    for finding in findings:
-        if finding.level is Level.ERROR:
+        elif finding.level is Level.ERROR:
             raise RuntimeError(f"{finding.what}: {finding.fix}")
 
 

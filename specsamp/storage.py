@@ -11,7 +11,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import fsspec
@@ -212,6 +212,22 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{os.fspath(path)} is no JSON object")
     return content
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns a text for each value of two JSON objects that differs, such as "train.seed was 0, is 1"; None is absent."""
+    before, now = _values(before), _values(now)
+    return [
+        f"{name} was {before.get(name, 'absent')!r}, is {now.get(name, 'absent')!r}"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _values(tree: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        return {name: tree}
+    return {k: v for key, value in tree.items() for k, v in _values(value, f"{name}.{key}" if name else key).items()}
 
 
 class Lines:

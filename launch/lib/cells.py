@@ -81,7 +81,7 @@ def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
         **{name: getattr(config.sampling, name) for name in SAMPLING_FIELDS},
         "draft_temperature": None if plain else config.draft_temperature,
     }
-    if not plain and config.adaptive is not None and not config.adaptive.is_off:
+    if not plain and not config.adaptive.is_off:
         key["adaptive"] = dataclasses.asdict(config.adaptive)
     if not plain and config.synthetic_acceptance is not None:
         key["synthetic_acceptance"] = config.synthetic_acceptance

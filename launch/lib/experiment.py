@@ -75,7 +75,7 @@ def build(
         validate.integer("--config.exit_layer", config.exit_layer, 1, known["target"].num_layers)
     if "target" in known and ("draft" in known or word.draft not in HEADS):  # heads in files are checked when opened
         drafter = config.make_drafter(known["target"], known.get("draft"))  # refuses what does not fit the target
-        config.make_adaptive(drafter)
+        config.adaptive.make(drafter)
     for side, model in known.items():
         if side == "target" or word.draft == "model":
             check_positions(side, model.max_positions, workload, config.draft_length)

@@ -9,7 +9,7 @@ import operator
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from ml_collections import ConfigDict
 
@@ -17,7 +17,6 @@ from launch.lib.drafters import DRAFTERS, AdaptiveFields, Word
 from launch.lib.rules import make_rule
 from specsamp import validate
 from specsamp.analysis.workload import Workload
-from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import ModelDrafter, NoDrafter
 from specsamp.decoding.method import Method, default_drafter
@@ -114,11 +113,32 @@ class PublicNames:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExperimentConfig:
+class Config:
+    """A configuration; ``recorded`` are all its fields as they were written, for files of results and folders of runs."""
+
+    recorded: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def from_config_dict(cls, config: ConfigDict) -> Self:
+        """Reads a configuration; raises ValueError for a field that is missing, unknown or wrong."""
+        fields = config.to_dict()
+        return read_fields(cls, {**fields, "recorded": fields})
+
+    def turned(self, point: Mapping[str, Any]) -> Self:
+        """Returns the configuration with other values, such as ``{"batch": 8, "sampling.temperature": 0.0}``."""
+        fields = copy.deepcopy(self.recorded)
+        for name, value in point.items():
+            *groups, last = name.split(".")
+            functools.reduce(operator.getitem, groups, fields)[last] = value
+        return read_fields(type(self), {**fields, "recorded": fields})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExperimentConfig(Config):
     """Holds the fields of a configuration such as configs/random_pair.py, each read once and checked.
 
     configs/common.py explains the fields. A pair is named by ``pair``, by ``hugging_face``, or by the shapes ``target`` and
-    ``draft``, of random weights. ``recorded`` are all fields as they were written, for files of results.
+    ``draft``, of random weights.
     """
 
     rule: str
@@ -133,7 +153,7 @@ class ExperimentConfig:
     seed: Annotated[int, (validate.integer, 0, 2**32)]
     exit_layer: int | None = None
     tree: Sequence[int] = ()
-    adaptive: AdaptiveFields | None = None
+    adaptive: AdaptiveFields = AdaptiveFields()
     attention: str = "plain"
     int8: Int8Fields = Int8Fields()
     draft_temperature: Annotated[float | None, (validate.number, 0)] = None
@@ -144,14 +164,13 @@ class ExperimentConfig:
     chat: bool | None = None
     target: ModelFields | None = None
     draft: ModelFields | None = None
-    recorded: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
         if self.exit_layer is not None or self.word.inside:
             validate.integer("exit_layer", self.exit_layer, 1)
         if self.draft_length != MACHINE:
             validate.integer("draft_length", self.draft_length, 0)
-        elif self.adaptive is not None and not self.adaptive.is_off:
+        elif not self.adaptive.is_off:
             raise ValueError(
                 f"draft_length={MACHINE} is one length, and adaptive drafts have several: choose one of the two"
             )
@@ -174,20 +193,6 @@ class ExperimentConfig:
             raise ValueError("synthetic_acceptance is of chains: leave tree out")
         if widths and self.draft_length == MACHINE:
             raise ValueError(f"tree={tuple(widths)} is a shape, and draft_length={MACHINE} a length: leave one out")
-
-    @classmethod
-    def from_config_dict(cls, config: ConfigDict) -> ExperimentConfig:
-        """Reads a configuration; raises ValueError for a field that is missing, unknown or wrong."""
-        fields = config.to_dict()
-        return read_fields(cls, {**fields, "recorded": fields})
-
-    def turned(self, point: Mapping[str, Any]) -> ExperimentConfig:
-        """Returns the configuration with other values, such as ``{"batch": 8, "sampling.temperature": 0.0}``."""
-        fields = copy.deepcopy(self.recorded)
-        for name, value in point.items():
-            *groups, last = name.split(".")
-            functools.reduce(operator.getitem, groups, fields)[last] = value
-        return read_fields(ExperimentConfig, {**fields, "recorded": fields})
 
     @property
     def writes_text(self) -> bool:
@@ -233,10 +238,6 @@ class ExperimentConfig:
         size = TreeShape.of_widths(*self.tree) if self.tree else K
         return self.word.make(target, draft, size, self.exit_layer) if K else NoDrafter()
 
-    def make_adaptive(self, drafter: Drafter) -> Adaptive | None:
-        """Returns the adaptive draft length, or None if it never adapts."""
-        return None if self.adaptive is None else self.adaptive.make(drafter)
-
     def make_method(self, pair: Pair) -> Method:
         """Returns the way to decode a pair; if only one of target and draft is greedy, both warps are chains."""
         drafter = self.make_drafter(pair.target, pair.draft_or_head, 0 if self.is_plain else None)
@@ -254,7 +255,7 @@ class ExperimentConfig:
             rule=self.acceptance_rule,
             sampling=sampling,
             draft_sampling=next(iter(draft_sampling), None),
-            adaptive=self.make_adaptive(drafter),
+            adaptive=self.adaptive.make(drafter),
         )
 
     def workload(self) -> Workload:

@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from launch.lib.fields import MeshFields, Positive, Share, Whole, read_fields
+from launch.lib.fields import Config, MeshFields, Positive, Share, Whole
 from specsamp.sampling.warp import Warp, chain, temperature, top_p
 from specsamp.training.trainer import Intervals, TrainConfig
 
@@ -61,11 +59,10 @@ class TrainingTestFields:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Config):
     """Holds the fields of a configuration.
 
     Attributes:
-      recorded: all of them as they were written, for the folder of the run.
       target: names the model that a draft or a head learns from; None: a target is trained.
       head, layer_skip: the fields of that kind of training; None: it is another kind.
     """
@@ -76,7 +73,6 @@ class TrainingConfig:
     intervals: Intervals
     mesh: MeshFields
     compute_dtype: str
-    recorded: Mapping[str, Any]
     target: str | None = None
     init: str = ""
     objective: str = ""
@@ -93,13 +89,3 @@ class TrainingConfig:
             )
         if chunk not in (None, False) and (chunk < 1 or length % chunk):
             raise ValueError(f"test_time.chunk {chunk} does not divide data.length {length}: choose one that does")
-
-    @classmethod
-    def from_config_dict(cls, config: ConfigDict) -> TrainingConfig:
-        """Reads a configuration; raises ValueError for a field that is missing, unknown or wrong."""
-        fields = config.to_dict()
-        return read_fields(cls, {**fields, "recorded": fields})
-
-    def with_model(self, model: Mapping[str, Any]) -> TrainingConfig:
-        """Returns the configuration of another model."""
-        return dataclasses.replace(self, model=model, recorded={**self.recorded, "model": model})

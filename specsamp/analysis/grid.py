@@ -86,11 +86,9 @@ class Results:
             document = read_document(path)
         except ValueError as error:
             raise ValueError(f"{error}: it is left alone. Give another --output") from error
-        there, here = _flat({name: document["identity"].get(name) for name in here}), _flat(here)
-        changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
-        if changed:
-            listed = "; ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in changed[:3])
-            raise ValueError(f"{path} holds cells of another run: {listed}. Give another --output")
+        there = {name: document["identity"].get(name) for name in here}
+        if changed := storage.differences(there, here):
+            raise ValueError(f"{path} holds cells of another run: {'; '.join(changed[:3])}. Give another --output")
         return cls(path=path, document=document)
 
     @property
@@ -181,12 +179,6 @@ def measure_cells(
         seconds = round(time.perf_counter() - start, 1)
         results.add({**cells[number], "seconds": seconds, **header(), **outcome}, header())
     return now
-
-
-def _flat(tree: Any, name: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {name: tree}
-    return {k: v for key, value in tree.items() for k, v in _flat(value, f"{name}.{key}" if name else key).items()}
 
 
 def distribution_of(key: Key) -> str:

@@ -109,13 +109,7 @@ class CompletionLog:
             before = dict(json.loads(line)["completions_of"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path} is no file of completions: give another path") from error
-        now = asked["completions_of"]
-        different = [
-            f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-            for name in sorted(before.keys() | now.keys())
-            if before.get(name) != now.get(name)
-        ]
-        if different:
+        if different := storage.differences(before, asked["completions_of"]):
             raise ValueError(
                 f"{self.path} holds completions of another call: {'; '.join(different)}. Give the old values to go on, "
                 "or another path"

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from etils import epath
-from flax.traverse_util import flatten_dict
 from rich.console import Console
 
 from specsamp import storage
@@ -33,13 +32,11 @@ def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str]
       ValueError: another configuration began this run (the message lists the differences), or its file is damaged.
     """
     if (storage.place(folder) / "run.json").exists():
-        before, now = (flatten_dict(one, sep=".") for one in (read_config(folder), json.loads(json.dumps(config))))
-        different = [
-            f"{name} was {before.get(name, 'absent')!r}, is {now.get(name, 'absent')!r}"
-            for name in sorted(before.keys() | now.keys())
-            if before.get(name) != now.get(name) and name.split(".")[0] not in changeable
-        ]
-        if different:
+        before, now = (
+            {name: value for name, value in one.items() if name not in changeable}
+            for one in (read_config(folder), json.loads(json.dumps(config)))
+        )
+        if different := storage.differences(before, now):
             raise ValueError(
                 f"{folder} holds a run with another configuration: {'; '.join(different)}. "
                 "Give the old values to resume it, or another --workdir"

@@ -64,13 +64,13 @@ def test_a_configuration_becomes_objects(monkeypatch):
         own = config.turned({"drafter": word, "exit_layer": 1})
         assert own.make_drafter(made.pair.target, made.pair.draft) == drafter
         assert own.make_drafter(made.pair.target, made.pair.draft, 0) == NoDrafter()
-    assert made.method.adaptive is None and config.make_adaptive(NoDrafter()) is None
+    assert made.method.adaptive is None and config.adaptive.make(NoDrafter()) is None
     stopping = config.turned({"adaptive.stop": "entropy", "adaptive.least": 0.5})
-    assert stopping.make_adaptive(made.method.drafter) == Adaptive(lengths=(2,), stop=Entropy(0.5))
+    assert stopping.adaptive.make(made.method.drafter) == Adaptive(lengths=(2,), stop=Entropy(0.5))
     choosing = config.turned({"adaptive.lengths": (0, 2), "adaptive.costs_ms": (1.0, 1.5)})
-    assert choosing.make_adaptive(made.method.drafter) == Adaptive(lengths=(0, 2), costs_ms=(1.0, 1.5))
+    assert choosing.adaptive.make(made.method.drafter) == Adaptive(lengths=(0, 2), costs_ms=(1.0, 1.5))
     with pytest.raises(ValueError, match="adaptive.lengths end with 2, but draft_length is 3"):
-        choosing.make_adaptive(dataclasses.replace(made.method.drafter, K=3))
+        choosing.adaptive.make(dataclasses.replace(made.method.drafter, K=3))
 
 
 def test_trees_by_their_words():

@@ -123,5 +123,3 @@ def test_an_unknown_command_is_refused_with_those_there_are(capsys):
     for name, told in {"fly": "choose one of audit, benchmark,", "serv": "did you mean serve?"}.items():
         assert main([name]) == 2
         assert f"no command {name!r}: {told}" in capsys.readouterr().err
-    assert main(["check_head", "--plain"]) == 2
-    assert "no command 'check_head': use doctor --look_at=head" in capsys.readouterr().err
