@@ -2,7 +2,7 @@
 
 hugging_face.py    checkpoints in the format of Hugging Face: open_checkpoint, read_params, write_converted
   hub.py           finds their folder, or downloads it
-  architectures.py reads config.json, with fields.py and rope.py
+  architectures.py reads config.json by the tables of architectures.json, with fields.py and rope.py
   tensor_names.py  finds the tensor of each parameter
   safetensors_io.py, orbax.py   the two formats of tensors
   int8_tensors.py  weights in int8, as files hold them or quantised while they are read

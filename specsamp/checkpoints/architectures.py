@@ -1,21 +1,29 @@
-"""Reads ``config.json`` as a `TransformerConfig`; each family of models has a function.
+"""Reads ``config.json`` as a `TransformerConfig`, by tables of keys.
 
-A key that is left out has the default of transformers, also in old files. A key that changes the model in a way that is not
-supported is refused.
+A line of architectures.json is a field of the config: ``["rms_norm_eps", 1e-6]`` is a key and its default, which is that of
+transformers, also in old files; without a default the key is required. In ``{"num_key_value_heads": 8}`` a null of the file
+is no lack. Anything else is the value of all models of the family, whatever a file says.
+
+A family has several tables, of which the last counts, and functions for what no table says: positions, windows, experts.
+A key that changes the model in a way that is not supported is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specsamp import validate
-from specsamp.checkpoints.fields import OPTIONAL_SIZES, SIZES, Fields
+from specsamp import storage, validate
+from specsamp.checkpoints.fields import Fields
 from specsamp.checkpoints.rope import rope_parameters, rotary_fields
 from specsamp.checkpoints.tensor_names import TABLES
 from specsamp.models.config import ExpertsConfig, TransformerConfig
+
+KEYS: dict[str, dict[str, Any]] = storage.read_json(pathlib.Path(__file__).with_suffix(".json"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,10 +31,24 @@ class Family:
     """Models with the same names of tensors and the same meaning of config.json."""
 
     model_type: str  # of config.json
-    names: Mapping[str, str]  # see tensor_names.py
-    read: Callable[[Fields], dict]  # returns the fields of a TransformerConfig
+    names: Mapping[str, str]  # of tensors, see tensor_names.py
+    keys: tuple[str, ...]  # tables of architectures.json
+    more: tuple[Callable[[Fields, dict], dict], ...]  # each returns further fields, from the file and the fields so far
     prefix: str = ""  # of tensors; some files leave it out
     head_prefix: str | None = None  # of the tensors of a head in the same files, see head_config.py
+
+    def read(self, fields: Fields) -> dict:
+        """Returns the fields of a `TransformerConfig`."""
+        rules = functools.reduce(dict.__or__, (KEYS[table] for table in self.keys))
+        shape = {}
+        for name, rule in rules.items():
+            if isinstance(rule, list):
+                shape[name] = (fields.activation if name == "activation" else fields)(*rule)
+            else:
+                shape[name] = fields.or_null(*next(iter(rule.items()))) if isinstance(rule, dict) else rule
+        for function in self.more:
+            shape |= function(fields, shape)
+        return shape
 
 
 def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Family, TransformerConfig]:
@@ -66,161 +88,29 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
     return family, config
 
 
-def _usual(fields: Fields) -> dict:
-    """Returns the sizes of a model by the names of `TransformerConfig`."""
-    return {ours: fields(key, None) if ours in OPTIONAL_SIZES else fields(key) for ours, key in SIZES.items()}
+def _rotary(fields: Fields, shape: dict) -> dict:
+    return rotary_fields(fields, rope_parameters(fields), shape)
 
 
-def _llama(fields: Fields) -> dict:
-    """Reads a LlamaForCausalLM."""
-    return _like_llama(fields) | rotary_fields(fields, rope_parameters(fields), _usual(fields))
+def _gpt_neox_rotary(fields: Fields, shape: dict) -> dict:
+    rotary = {"rope_theta": fields("rotary_emb_base", 10_000), "partial_rotary_factor": fields("rotary_pct", 0.25)}
+    return rotary_fields(fields, {**rotary, **rope_parameters(fields)}, shape, partial=True)
 
 
-def _like_llama(fields: Fields) -> dict:
-    """Reads all fields of Llama and the families that follow it, except the positional ones."""
-    return _usual(fields) | dict(
-        tied=fields("tie_word_embeddings", False),
-        norm_epsilon=fields("rms_norm_eps", 1e-6),
-        gated=True,
-        activation=fields.activation("hidden_act", "silu"),
-        attention_bias=fields("attention_bias", False),
-        output_bias=fields("attention_bias", False),
-        feedforward_bias=fields("mlp_bias", False),
-    )
-
-
-def _arcee(fields: Fields) -> dict:
-    """Reads an ArceeForCausalLM: Llama without a gate."""
-    return _llama(fields) | dict(
-        gated=False, activation=fields.activation("hidden_act", "relu2"), norm_epsilon=fields("rms_norm_eps", 1e-5)
-    )
-
-
-def _mistral(fields: Fields, window: int | None = 4096) -> dict:
-    """Reads a MistralForCausalLM; ``window`` is the default of its sliding_window."""
-    window = fields.or_null("sliding_window", window)
-    return (
-        _llama(fields)
-        | _windows(fields, window, lambda _: window is not None)
-        | dict(attention_bias=False, output_bias=False, feedforward_bias=False)  # the file may say otherwise
-        | dict(num_kv_heads=fields.or_null("num_key_value_heads", 8))
-    )
-
-
-def _qwen2(fields: Fields, first: int | None = None) -> dict:
-    """Reads a Qwen2ForCausalLM. Layers from ``first`` on have the window; None reads ``first`` from the file."""
-    window = fields.or_null("sliding_window", 4096) if fields.switch("use_sliding_window", False) else None
-    first = fields("max_window_layers", 28) if first is None else first
-    return (
-        _llama(fields)
-        | _windows(fields, window, lambda i: window is not None and i >= first)
-        | dict(attention_bias=True, output_bias=False, feedforward_bias=False)
-        | dict(num_kv_heads=fields.or_null("num_key_value_heads", 32))
-    )
-
-
-def _qwen3(fields: Fields, first: int | None = None) -> dict:
-    """Reads a Qwen3ForCausalLM; see `_qwen2` for ``first``."""
-    bias = fields("attention_bias", False)
-    return _qwen2(fields, first) | dict(
-        attention_bias=bias, output_bias=bias, query_key_norm=True, head_size=fields("head_dim", 128)
-    )
-
-
-def _qwen3_moe(fields: Fields) -> dict:
-    """Reads a Qwen3MoeForCausalLM, whose layers choose experts unless the file says that they are dense."""
-    every, listed = fields("decoder_sparse_step", 1), fields("mlp_only_layers", [])
-    dense = tuple(i for i in range(fields.count("num_hidden_layers")) if i in listed or (i + 1) % every)
-    return _qwen3(fields, first=0) | dict(
-        head_size=fields("head_dim", None),
-        num_kv_heads=fields.or_null("num_key_value_heads", 4),
-        experts=_experts(
-            fields,
-            num_experts=fields("num_experts", fields("num_local_experts", 128)),  # as transformers 5 writes it
-            width=fields("moe_intermediate_size", 768),
-            experts_per_token=fields("num_experts_per_tok", 8),
-            normalised=fields("norm_topk_prob", False),
-            dense_layers=dense,
-        ),
-    )
-
-
-def _mixtral(fields: Fields) -> dict:
-    """Reads a MixtralForCausalLM: intermediate_size is the width of its experts."""
-    experts = _experts(
-        fields,
-        num_experts=fields("num_local_experts", 8),
-        width=fields("intermediate_size"),
-        experts_per_token=fields("num_experts_per_tok", 2),
-    )
-    return _mistral(fields, window=None) | dict(norm_epsilon=fields("rms_norm_eps", 1e-5), experts=experts)
-
-
-def _experts(fields: Fields, **shape: Any) -> ExpertsConfig | None:
-    """Returns the experts of a model, or None if all of its layers are dense."""
-    experts = ExpertsConfig(**shape)
-    return experts if set(range(fields.count("num_hidden_layers"))) - set(experts.dense_layers) else None
-
-
-def _gpt2(fields: Fields) -> dict:
-    """Reads a GPT2LMHeadModel."""
+def _gpt2_variants(fields: Fields, shape: dict) -> dict:
     fields.require("scale_attn_weights", True)
     fields.require("scale_attn_by_inverse_layer_idx", False)
     fields.require("add_cross_attention", False)
-    return dict(
-        vocab_size=fields("vocab_size"),
-        width=fields("n_embd"),
-        num_layers=fields("n_layer"),
-        num_heads=fields("n_head"),
-        feedforward_width=fields("n_inner", None),
-        max_positions=fields("n_positions", 1024),
-        positions="learned",
-        tied=fields("tie_word_embeddings", True),
-        norm="layer",
-        norm_epsilon=fields("layer_norm_epsilon", 1e-5),
-        activation=fields.activation("activation_function", "gelu_new"),
-        attention_bias=True,
-        output_bias=True,
-        feedforward_bias=True,
-    )
+    return {}
 
 
-def _gpt_neox(fields: Fields) -> dict:
-    """Reads a GPTNeoXForCausalLM."""
-    usual, bias = _usual(fields), fields("attention_bias", True)
-    rotary = {"rope_theta": fields("rotary_emb_base", 10_000), "partial_rotary_factor": fields("rotary_pct", 0.25)}
-    rotary |= rope_parameters(fields)
-    return (
-        usual
-        | rotary_fields(fields, rotary, usual, partial=True)
-        | dict(
-            tied=fields("tie_word_embeddings", False),
-            norm="layer",
-            norm_epsilon=fields("layer_norm_eps", 1e-5),
-            activation=fields.activation("hidden_act", "gelu"),
-            parallel=fields("use_parallel_residual", True),
-            attention_bias=bias,
-            output_bias=bias,
-            feedforward_bias=True,
-        )
-    )
+def _gemma_scales(fields: Fields, shape: dict) -> dict:
+    fields.require("use_bidirectional_attention", False)
+    return dict(embedding_scale=math.sqrt(shape["width"]), attention_scale=fields("query_pre_attn_scalar", 256) ** -0.5)
 
 
-def _gemma2(fields: Fields) -> dict:
-    """Reads a Gemma2ForCausalLM, in which every other layer has a window."""
-    return (
-        _like_gemma(fields)
-        | rotary_fields(fields, rope_parameters(fields), _usual(fields))
-        | _windows(fields, fields.or_null("sliding_window", 4096), lambda i: i % 2 == 0)
-        | dict(
-            attention_cap=fields.or_null("attn_logit_softcapping", 50.0),
-            logit_cap=fields.or_null("final_logit_softcapping", 30.0),
-        )
-    )
-
-
-def _gemma3(fields: Fields) -> dict:
-    """Reads a Gemma3ForCausalLM, whose layers with a window have other rotary positions."""
+def _gemma3_positions(fields: Fields, shape: dict) -> dict:
+    """Returns windows and positions: layers with a window have other rotary positions."""
     fields.require("attn_logit_softcapping", None)  # transformers reads it, but does not apply it
     every = fields("sliding_window_pattern", 6)
     windows = _windows(fields, fields.or_null("sliding_window", 4096), lambda i: bool((i + 1) % every))
@@ -230,32 +120,47 @@ def _gemma3(fields: Fields) -> dict:
     near = {"rope_theta": fields("rope_local_base_freq", 1e4), **given.object("sliding_attention")}
     if near.get("rope_type", "default") != "default":
         raise ValueError(f"{fields.path} scales the rotary positions of layers with a window, which is not supported")
-    rotary = rotary_fields(fields, everywhere, _usual(fields))
+    rotary = rotary_fields(fields, everywhere, shape)
     if windows:
         rotary["window_rotary_base"] = float(near["rope_theta"])
-    return (
-        _like_gemma(fields)
-        | windows
-        | rotary
-        | dict(query_key_norm=True, logit_cap=fields.or_null("final_logit_softcapping", None))
-    )
+    return windows | rotary
 
 
-def _like_gemma(fields: Fields) -> dict:
-    """Reads the fields that Gemma 2 and Gemma 3 share, except the positional ones."""
-    fields.require("use_bidirectional_attention", False)
-    activation = fields.activation("hidden_activation", "gelu_pytorch_tanh")
-    return _like_llama(fields) | dict(
-        tied=fields("tie_word_embeddings", True),
-        activation=activation,
-        feedforward_bias=False,
-        norm_offset=True,
-        post_norms=True,
-        embedding_scale=math.sqrt(fields("hidden_size")),
-        head_size=fields("head_dim", 256),
-        num_kv_heads=fields("num_key_value_heads", 4),
-        attention_scale=fields("query_pre_attn_scalar", 256) ** -0.5,
+def _gemma2_windows(fields: Fields, shape: dict) -> dict:
+    return _windows(fields, fields.or_null("sliding_window", 4096), lambda i: i % 2 == 0)
+
+
+def _mistral_windows(fields: Fields, shape: dict, default: int | None = 4096) -> dict:
+    window = fields.or_null("sliding_window", default)
+    return _windows(fields, window, lambda _: window is not None)
+
+
+def _qwen_windows(fields: Fields, shape: dict, first: int | None = None) -> dict:
+    """Returns windows of the layers from ``first`` on; None reads ``first`` from the file."""
+    window = fields.or_null("sliding_window", 4096) if fields.switch("use_sliding_window", False) else None
+    first = fields("max_window_layers", 28) if first is None else first
+    return _windows(fields, window, lambda i: window is not None and i >= first)
+
+
+def _qwen3_experts(fields: Fields, shape: dict) -> dict:
+    """Returns the experts of all layers but those that the file says are dense."""
+    every, listed = fields("decoder_sparse_step", 1), fields("mlp_only_layers", [])
+    layers = range(fields.count("num_hidden_layers"))
+    dense = tuple(i for i in layers if i in listed or (i + 1) % every)
+    experts = ExpertsConfig(
+        num_experts=fields("num_experts", fields("num_local_experts", 128)),  # as transformers 5 writes it
+        width=fields("moe_intermediate_size", 768),
+        experts_per_token=fields("num_experts_per_tok", 8),
+        normalised=fields("norm_topk_prob", False),
+        dense_layers=dense,
     )
+    return dict(experts=None if len(dense) == len(layers) else experts)
+
+
+def _mixtral_experts(fields: Fields, shape: dict) -> dict:
+    num_experts, chosen = fields("num_local_experts", 8), fields("num_experts_per_tok", 2)
+    width = shape["feedforward_width"]
+    return dict(experts=ExpertsConfig(num_experts=num_experts, width=width, experts_per_token=chosen))
 
 
 def _windows(fields: Fields, window: int | None, has_window: Callable[[int], bool]) -> dict:
@@ -281,17 +186,48 @@ def _windows(fields: Fields, window: int | None, has_window: Callable[[int], boo
     return dict(window=window, global_layers=tuple(i for i, kind in enumerate(kinds) if kind == "full_attention"))
 
 
+LLAMA = ("sizes", "llama")
+QWEN2 = dict(names=TABLES["llama"], keys=(*LLAMA, "qwen2"), more=(_rotary, _qwen_windows))
 FAMILIES = {
-    "LlamaForCausalLM": Family(model_type="llama", names=TABLES["llama"], read=_llama),
-    "MistralForCausalLM": Family(model_type="mistral", names=TABLES["llama"], read=_mistral),
-    "Qwen2ForCausalLM": Family(model_type="qwen2", names=TABLES["llama"], read=_qwen2),
-    "Qwen3ForCausalLM": Family(model_type="qwen3", names=TABLES["llama"], read=_qwen3),
-    "Qwen3MoeForCausalLM": Family(model_type="qwen3_moe", names=TABLES["qwen_experts"], read=_qwen3_moe),
-    "MixtralForCausalLM": Family(model_type="mixtral", names=TABLES["mixtral"], read=_mixtral),
-    "MiMoForCausalLM": Family(model_type="mimo", names=TABLES["llama"], read=_qwen2, head_prefix="model.mtp_layers."),
-    "GPT2LMHeadModel": Family(model_type="gpt2", names=TABLES["gpt2"], read=_gpt2, prefix="transformer."),
-    "GPTNeoXForCausalLM": Family(model_type="gpt_neox", names=TABLES["gpt_neox"], read=_gpt_neox),
-    "Gemma2ForCausalLM": Family(model_type="gemma2", names=TABLES["gemma"], read=_gemma2),
-    "Gemma3ForCausalLM": Family(model_type="gemma3_text", names=TABLES["gemma"], read=_gemma3),
-    "ArceeForCausalLM": Family(model_type="arcee", names=TABLES["llama"], read=_arcee),
+    "LlamaForCausalLM": Family(model_type="llama", names=TABLES["llama"], keys=LLAMA, more=(_rotary,)),
+    "ArceeForCausalLM": Family(model_type="arcee", names=TABLES["llama"], keys=(*LLAMA, "arcee"), more=(_rotary,)),
+    "MistralForCausalLM": Family(
+        model_type="mistral",
+        names=TABLES["llama"],
+        keys=(*LLAMA, "mistral"),
+        more=(_rotary, _mistral_windows),
+    ),
+    "MixtralForCausalLM": Family(
+        model_type="mixtral",
+        names=TABLES["mixtral"],
+        keys=(*LLAMA, "mistral", "mixtral"),
+        more=(_rotary, functools.partial(_mistral_windows, default=None), _mixtral_experts),
+    ),
+    "Qwen2ForCausalLM": Family(model_type="qwen2", **QWEN2),
+    "MiMoForCausalLM": Family(model_type="mimo", head_prefix="model.mtp_layers.", **QWEN2),
+    "Qwen3ForCausalLM": Family(model_type="qwen3", **QWEN2 | dict(keys=(*LLAMA, "qwen2", "qwen3"))),
+    "Qwen3MoeForCausalLM": Family(
+        model_type="qwen3_moe",
+        names=TABLES["qwen_experts"],
+        keys=(*LLAMA, "qwen2", "qwen3", "qwen3_moe"),
+        more=(_rotary, functools.partial(_qwen_windows, first=0), _qwen3_experts),
+    ),
+    "GPT2LMHeadModel": Family(
+        model_type="gpt2", names=TABLES["gpt2"], keys=("gpt2",), more=(_gpt2_variants,), prefix="transformer."
+    ),
+    "GPTNeoXForCausalLM": Family(
+        model_type="gpt_neox", names=TABLES["gpt_neox"], keys=("sizes", "gpt_neox"), more=(_gpt_neox_rotary,)
+    ),
+    "Gemma2ForCausalLM": Family(
+        model_type="gemma2",
+        names=TABLES["gemma"],
+        keys=(*LLAMA, "gemma", "gemma2"),
+        more=(_rotary, _gemma_scales, _gemma2_windows),
+    ),
+    "Gemma3ForCausalLM": Family(
+        model_type="gemma3_text",
+        names=TABLES["gemma"],
+        keys=(*LLAMA, "gemma", "gemma3"),
+        more=(_gemma_scales, _gemma3_positions),
+    ),
 }

@@ -20,19 +20,6 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-# The sizes of a model: the field of a TransformerConfig, and the key of config.json in all families except GPT-2.
-SIZES = {
-    "vocab_size": "vocab_size",
-    "width": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_size": "head_dim",
-    "feedforward_width": "intermediate_size",
-    "max_positions": "max_position_embeddings",
-}
-OPTIONAL_SIZES = ("num_kv_heads", "head_size")
-
 
 def differing_fields(ours: Any, theirs: Any, but: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
     """Returns both values of each field that differs between two dataclasses; fields in ``but`` are left out."""
