@@ -1,6 +1,6 @@
 """Reads ``config.json`` as a `TransformerConfig`, by tables of keys.
 
-A line of architectures.json is a field of the config: ``["rms_norm_eps", 1e-6]`` is a key and its default, which is that of
+A line of architectures.json is a field of the config, or of a head's (head_config.py): ``["rms_norm_eps", 1e-6]`` is a key and its default, which is that of
 transformers, also in old files; without a default the key is required. In ``{"num_key_value_heads": 8}`` a null of the file
 is no lack. Anything else is the value of all models of the family, whatever a file says.
 
@@ -39,16 +39,28 @@ class Family:
 
     def read(self, fields: Fields) -> dict:
         """Returns the fields of a `TransformerConfig`."""
-        rules = functools.reduce(dict.__or__, (KEYS[table] for table in self.keys))
-        shape = {}
-        for name, rule in rules.items():
-            if isinstance(rule, list):
-                shape[name] = (fields.activation if name == "activation" else fields)(*rule)
-            else:
-                shape[name] = fields.or_null(*next(iter(rule.items()))) if isinstance(rule, dict) else rule
+        shape = read_keys(fields, *self.keys)
         for function in self.more:
             shape |= function(fields, shape)
         return shape
+
+
+def read_keys(fields: Fields, *tables: str) -> dict[str, Any]:
+    """Returns the fields that tables of architectures.json name, as a file has them."""
+    read = {}
+    for name, rule in functools.reduce(dict.__or__, (KEYS[table] for table in tables)).items():
+        if isinstance(rule, list):
+            is_switch = isinstance(rule[-1], bool)
+            take = fields.activation if name == "activation" else fields.switch if is_switch else fields
+            read[name] = take(*rule)
+        else:
+            read[name] = fields.or_null(*next(iter(rule.items()))) if isinstance(rule, dict) else rule
+    return read
+
+
+def written_keys(config: Any, *tables: str) -> dict[str, Any]:
+    """Returns the keys of a file, from the fields that tables of architectures.json name."""
+    return {key: getattr(config, name) for table in tables for name, (key, *_) in KEYS[table].items()}
 
 
 def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Family, TransformerConfig]:

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import save
 
 from specsamp import storage
-from specsamp.checkpoints.architectures import FAMILIES, KEYS, parse_config
+from specsamp.checkpoints.architectures import FAMILIES, parse_config, written_keys
 from specsamp.checkpoints.fields import ACTIVATIONS, differing_fields
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.rope import describe_rotary
@@ -77,7 +77,7 @@ def describe_layers(config: TransformerConfig) -> dict[str, Any]:
     """Returns the keys of a config.json that models and heads have."""
     theirs = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     return {
-        **{key: getattr(config, ours) for ours, (key, *_) in KEYS["sizes"].items()},
+        **written_keys(config, "sizes"),
         "rms_norm_eps": config.norm_epsilon,
         "hidden_act": theirs[config.activation],
         "rope_parameters": describe_rotary(config),

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from specsamp import validate
-from specsamp.checkpoints.architectures import FAMILIES
+from specsamp.checkpoints.architectures import FAMILIES, read_keys
 from specsamp.checkpoints.fields import Fields
 from specsamp.checkpoints.safetensors_io import MEDUSA_SINGLE, SINGLE
 from specsamp.checkpoints.tensor_names import TABLES
@@ -35,7 +35,7 @@ FAMILY_OF = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SPECULATORS = "speculators_model_type"  # a key that only files of speculators have
 BLOCKS = {"dflash": BlockConfig, "dspark": DSparkConfig, "dflash2": DFlash2Config}
 MARKOV = {"vanilla": "vanilla", "gated": "gated", "rnn": "recurrent"}
-SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+BLOCK_KEYS = ("dflash", "dflash_of_zlab")  # tables of architectures.json, of all block heads
 PLAIN = ("none", *FAMILY_OF.values())  # architectures in files of EAGLE that do not name a head
 MIMO = "MiMoForCausalLM"
 # Tensors beside a head's: maps of vocabularies, tensors of the target, and tables that are computed.
@@ -148,29 +148,23 @@ def _eagle1(fields: Fields, target: TransformerConfig, dtype: str, found: Collec
         hidden_layers=(target.num_layers,),
         own_embedding="embed_tokens.weight" in found,
         own_output="lm_head.weight" in found,
-        fc_bias=fields.switch("bias", True),
+        **read_keys(fields, "eagle1"),
     )
 
 
 def _eagle3(
     fields: Fields, of_layer: Fields, target: TransformerConfig, dtype: str, found: Collection[str]
 ) -> Eagle3Config:
-    layer = _only_layer(of_layer, target, dtype)
-    width = fields("target_hidden_size", layer.width)
-    _require(fields, "target_hidden_size or hidden_size", width, "width", target.width)
-    size = fields("draft_vocab_size", target.vocab_size)
     key = "eagle_aux_hidden_state_layer_ids"
     outputs = fields.object("eagle_config").get(key)
     ids = fields(key, None) if outputs is None else outputs
+    shape = _of_target(fields, _only_layer(of_layer, target, dtype), target, found)
+    if "d2t" in found and shape["draft_vocab_size"] is None:
+        shape["draft_vocab_size"] = target.vocab_size
     return Eagle3Config(
-        layer=layer,
-        target_layers=target.num_layers,
-        target_width=width,
         hidden_layers=_hidden_layers(fields, Eagle3Config, target.num_layers, key, ids, int(outputs is None)),
-        draft_vocab_size=size if "d2t" in found or size != target.vocab_size else None,
-        own_embedding="embed_tokens.weight" in found,
-        own_output="lm_head.weight" in found or size != target.vocab_size,
-        **{name: fields.switch(name, False) for name in SWITCHES},
+        **shape,
+        **read_keys(fields, "eagle3"),
     )
 
 
@@ -185,50 +179,41 @@ def _block(
     if fields("use_swa", False):
         of_layer |= {"use_sliding_window": True, "sliding_window": fields("swa_window_size")}
     layer = _layer(Fields(path, of_layer), target, dtype, "qwen3")
-    width, num_layers = fields("target_hidden_size", layer.width), fields("num_target_layers", target.num_layers)
-    _require(fields, "target_hidden_size or hidden_size", width, "width", target.width)
-    _require(fields, "num_target_layers", num_layers, "number of layers", target.num_layers)
+    layer = dataclasses.replace(layer, query_key_norm=True, logit_cap=fields("final_logit_softcapping", None))
     signs = {"markov_head.": "dspark", "candidate_selector.": "dflash2"}
     kind = next((kind for sign, kind in signs.items() if any(name.startswith(sign) for name in found)), "dflash")
-    size = fields("draft_vocab_size", target.vocab_size)
+    shape = _of_target(fields, layer, target, found) | read_keys(fields, *BLOCK_KEYS, kind)
+    num_layers = fields("num_target_layers", target.num_layers)
+    _require(fields, "num_target_layers", num_layers, "number of layers", target.num_layers)
     key = "aux_hidden_state_layer_ids" if by_input else "target_layer_ids"
+    if kind == "dspark":
+        markov = validate.choice(f"{path}: markov_head_type", fields("markov_head_type", "vanilla"), MARKOV)
+        reads = "markov" if fields.switch("confidence_head_with_markov", True) else "hidden"
+        trusts = any(name.startswith("confidence_head.") for name in found)
+        shape |= dict(markov=MARKOV[markov], confidence=reads if trusts else None)
     config = BLOCKS[kind](
-        layer=dataclasses.replace(layer, query_key_norm=True, logit_cap=fields("final_logit_softcapping", None)),
-        target_layers=target.num_layers,
-        target_width=width,
         hidden_layers=_hidden_layers(fields, BlockConfig, num_layers, key, fields(key, None), int(by_input)),
-        draft_vocab_size=size if size != target.vocab_size else None,
-        own_embedding="embed_tokens.weight" in found,
-        own_output="lm_head.weight" in found or size != target.vocab_size,
-        block_size=fields("block_size"),
-        mask_id=fields("mask_token_id"),
         from_anchor=fields("sample_from_anchor", fields("shift_label", kind == "dspark")),
-        causal=fields.switch("causal", False),
         windows_both_ways=layer.window is not None and fields("sliding_window_non_causal", kind == "dflash2"),
-        embedding_scale=fields("input_embedding_scale", 1.0),
-        output_scale=fields("output_multiplier", 1.0),
-        **_corrections(kind, fields, found),
+        **shape,
     )
     return block_layout(config), config
 
 
-def _corrections(kind: str, fields: Fields, found: Collection[str]) -> dict[str, Any]:
-    if kind == "dspark":
-        markov = fields("markov_head_type", "vanilla")
-        reads = "markov" if fields.switch("confidence_head_with_markov", True) else "hidden"
-        return dict(
-            markov=MARKOV[validate.choice(f"{fields.path}: markov_head_type", markov, MARKOV)],
-            markov_rank=fields("markov_rank", 256),
-            confidence=reads if any(name.startswith("confidence_head.") for name in found) else None,
-        )
-    if kind == "dflash2":
-        return dict(
-            conv_taps=fields("conv_kernel_size", 2),
-            conv_group=fields("conv_group_size", 16),
-            selector_rank=fields("selector_rank", 256),
-            selector_top_k=fields("selector_top_k", 16),
-        )
-    return {}
+def _of_target(
+    fields: Fields, layer: TransformerConfig, target: TransformerConfig, found: Collection[str]
+) -> dict[str, Any]:
+    """Returns what EAGLE-3 and block heads have in common: sizes that follow from the target, and tensors of their own."""
+    width, size = fields("target_hidden_size", layer.width), fields("draft_vocab_size", target.vocab_size)
+    _require(fields, "target_hidden_size or hidden_size", width, "width", target.width)
+    return dict(
+        layer=layer,
+        target_layers=target.num_layers,
+        target_width=width,
+        draft_vocab_size=size if size != target.vocab_size else None,
+        own_embedding="embed_tokens.weight" in found,
+        own_output="lm_head.weight" in found or size != target.vocab_size,
+    )
 
 
 def block_layout(config: BlockConfig) -> HeadLayout:

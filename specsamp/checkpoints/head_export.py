@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from specsamp.checkpoints.architectures import FAMILIES
+from specsamp.checkpoints.architectures import FAMILIES, KEYS, written_keys
 from specsamp.checkpoints.export import describe_layers, write_folder
 from specsamp.checkpoints.fields import differing_fields
 from specsamp.checkpoints.head_config import (
@@ -26,14 +26,13 @@ from specsamp.checkpoints.head_config import (
     MIMO,
     MIMO_MTP,
     SPECULATORS,
-    SWITCHES,
     HeadLayout,
     block_layout,
     parse_head,
 )
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.public_heads import KEPT, OFFSETS, head_sources
-from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
+from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config, MTPConfig
 from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
@@ -92,7 +91,7 @@ def _eagle3(config: Eagle3Config, target_name: str, K: int) -> dict[str, Any]:
     of_layer = {"model_type": "qwen3" if config.layer.query_key_norm else "llama"}
     return _speculators("eagle3", "Eagle3Speculator", config, target_name, K, of_layer) | {
         "eagle_aux_hidden_state_layer_ids": [i + 1 for i in config.hidden_layers],
-        **{name: getattr(config, name) for name in SWITCHES},
+        **written_keys(config, "eagle3"),
     }
 
 
@@ -157,28 +156,20 @@ def _block(config: BlockConfig, target_name: str, K: int) -> dict[str, Any]:
     }
     architecture = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}.get(kind, "DFlash2DraftModel")
     content = _speculators(kind, architecture, config, target_name, K, of_layer) | {
-        "block_size": config.block_size,
+        **written_keys(config, *dict.fromkeys(("dflash", kind))),
         "aux_hidden_state_layer_ids": [i + 1 for i in config.hidden_layers],
-        "mask_token_id": config.mask_id,
         "sample_from_anchor": config.from_anchor,
         "sliding_window_non_causal": config.windows_both_ways,
     }
     if isinstance(config, DSparkConfig):
         names = {ours: theirs for theirs, ours in MARKOV.items()}
-        content |= {"markov_rank": config.markov_rank, "markov_head_type": names[config.markov]}
-        content |= {"enable_confidence_head": config.confidence is not None}
+        content |= {"markov_head_type": names[config.markov], "enable_confidence_head": config.confidence is not None}
         content |= {"confidence_head_with_markov": config.confidence == "markov"}
-    if isinstance(config, DFlash2Config):
-        content |= {"conv_kernel_size": config.conv_taps, "conv_group_size": config.conv_group}
-        content |= {"selector_rank": config.selector_rank, "selector_top_k": config.selector_top_k}
+    if layer.logit_cap is not None:
+        content["final_logit_softcapping"] = layer.logit_cap
     # Keys of z-lab, which speculators does not read: they are there only where they say something.
-    said = (
-        ("causal", config.causal, False),
-        ("input_embedding_scale", config.embedding_scale, 1),
-        ("output_multiplier", config.output_scale, 1),
-        ("final_logit_softcapping", layer.logit_cap, None),
-    )
-    return content | {key: value for key, value, default in said if value != default}
+    defaults = dict(KEYS["dflash_of_zlab"].values())
+    return content | {key: x for key, x in written_keys(config, "dflash_of_zlab").items() if x != defaults[key]}
 
 
 WRITTEN = {

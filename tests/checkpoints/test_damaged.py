@@ -126,7 +126,7 @@ DAMAGES = [
         config_says(rms_norm_eps="1e-5"),
         "config.json describes .* norm_epsilon must be a number above 0; got '1e-5'",
     ),
-    ("tied", config_says(tie_word_embeddings="false"), "config.json describes .* tied must be True or False; got"),
+    ("tied", config_says(tie_word_embeddings="false"), "config.json: tie_word_embeddings must be True or False; got"),
     ("stop", config_says(eos_token_id=[1, 304]), "eos_token_id must be .* below 304; got 304"),
 ]
 
