@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-MOST_BYTES, MOST_WEIGHTS = 1_000_000, 45_000_000
+MOST_BYTES, MOST_WEIGHTS = 1_000_000, 46_000_000
 
 
 def tracked_files():

@@ -217,18 +217,6 @@ def table(document: Document) -> Table:
     return Table(title="The same weights in three engines", header=header, rows=rows)
 
 
-def same_shape(document: Document) -> Table:
-    """Returns the milliseconds per token of plain decoding beside transformers, a dated record of one shape."""
-    sides = {"ours": "specsamp", "transformers": f"transformers {document['transformers']}"}
-    ms = {name: document["ms_per_token"][side] for side, name in sides.items()}
-    return Table(
-        title="Plain decoding beside Hugging Face transformers",
-        header=("plain decoding, greedy, float32, batch 1", "ms per token (quartiles)"),
-        rows=[(name, band(one["median"], (one["lower"], one["upper"]), 2)) for name, one in ms.items()],
-        note=f"specsamp is {ratio(document['ratio'])} as fast, turn by turn.",
-    )
-
-
 STUDY = Study(
     question="How fast is decoding beside Hugging Face transformers and llama.cpp, with the same weights?",
     options={
@@ -239,7 +227,6 @@ STUDY = Study(
     measure=measure,
     tables={
         "arena": Published(["arena"], table),
-        "transformers": Published(["python_pair_transformers"], same_shape),
     },
     shown=lambda options: ["arena"],
 )

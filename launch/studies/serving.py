@@ -165,16 +165,6 @@ def refill(document: Document) -> Table:
     return Table(title="The queue beside fixed batches", header=header, rows=rows)
 
 
-def scheduling(document: Document) -> Table:
-    """Returns latencies of requests at random times under schedules, a dated record."""
-    rows = []
-    for row in document["measured"]:
-        ms = (f"{1e3 * row[field]:.1f}" for field in ("mean", "p90"))
-        rows.append((f"{row['load']:g}", row["schedule"], *ms, f"{row['longest']:.1f}", f"{row['put_aside']:.0f}"))
-    header = ("load", "schedule", "ms per token", "p90", "longest, s", "put aside")
-    return Table(title="Latency by load and schedule", header=header, rows=rows, left=2)
-
-
 def serve_load(document: Document) -> Table:
     """Returns what clients of the endpoint see, by their number, with drafts and without."""
     rows, found = [], answer(document, "endpoint")
@@ -211,8 +201,6 @@ STUDY = Study(
     measure=lambda options, key, say: ASKED[key["ask"]](options, say),
     tables={
         "refill": Published(["python_pair_refill"], refill),
-        "scheduling": Published(["python_pair_scheduling"], scheduling),
-        "scheduling_humaneval": Published(["python_pair_scheduling_humaneval"], scheduling),
         "serve_load": Published(["python_pair_serve_load"], serve_load),
     },
     shown=lambda options: [TABLES[ask] for ask in options.ask],

@@ -4,11 +4,10 @@ import json
 import math
 import types
 
-import numpy as np
 import pytest
 
 from launch.lib import study
-from launch.studies import backtest, clusters, rounds, speedup
+from launch.studies import backtest, rounds, speedup
 from launch.studies import compile as compiled
 from launch.studies import compile_tables as tables
 from launch.studies.compile import GRIDS, STUDY
@@ -57,27 +56,6 @@ def test_all_kinds_of_rows_are_compared_and_the_bands_do_not_claim_to_hold_serve
     parts = backtest.parts_of(checks)
     assert float(backtest.summary(parts["not fitted: served"])[-1]) > 1.2
     assert [len(part) for name, part in parts.items() if "source left out, where" in name] == [13, 24]
-
-
-# Clusters
-
-
-K = 3
-
-
-def test_rounds_that_remember_are_told_from_independent_ones():
-    accepted = np.minimum(np.random.default_rng(0).geometric(0.4, size=(4, 1, 5000)) - 1, K)
-    tokens, independent, full, empty, near, far = clusters.statistics(accepted, K)
-    assert independent == pytest.approx(tokens, rel=0.01) and abs(near) < 0.03 and abs(far) < 0.03
-    assert full == pytest.approx(0.6, abs=0.03) and empty == pytest.approx(0.6, abs=0.03)
-    *_, full, empty, near, far = clusters.statistics(np.repeat(accepted, 3, axis=-1), K)
-    assert full > 0.8 and empty < 0.3 and near > 0.6 and abs(far) < 0.03
-
-
-def test_rounds_of_all_or_nothing_are_longer_than_independent_ones():
-    accepted = K * np.random.default_rng(0).integers(2, size=(4, 1, 500))
-    tokens, independent, *_ = clusters.statistics(accepted, K)
-    assert tokens == pytest.approx(2.5, abs=0.1) and independent != pytest.approx(tokens, abs=0.1)
 
 
 # Rounds
