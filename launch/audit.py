@@ -122,14 +122,8 @@ def audit_engine(console: Console) -> int:
         )
     found = report.as_json(dataclasses.asdict(check))
     entry.show([audit_table([found], claims=True)], console)
-    passed = check.verdict is Status.PASSED
-    document = {
-        "engine": _ENGINE.value,
-        "reference": _REFERENCE.value,
-        "request": fields,
-        "passed": passed,
-        "check": found,
-    }
+    passed, asked = check.verdict is Status.PASSED, {"engine": _ENGINE.value, "reference": _REFERENCE.value}
+    document = {**asked, "request": fields, "passed": passed, "check": found}
     entry.write_result(_OUTPUT.value, document, console)
     return 0 if passed else FAILED
 

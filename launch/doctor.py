@@ -120,21 +120,13 @@ def look_at_names(console: Console) -> int:
             is_head = pair.drafter == "head" or (_HEAD.value and word not in known)
             names = {"name": word, "target": pair.target, "draft": pair.draft}
             findings += public_pair.check_pair(**names, is_head=is_head, chat=pair.chat)
-    rows = [
-        (
-            one.pair,
-            one.role,
-            one.model,
-            "does not load" if one.problem else "loads",
-            one.problem or "; ".join(one.notes),
-        )
-        for one in findings
-    ]
+    rows = []
+    for one in findings:
+        loads, why = "does not load" if one.problem else "loads", one.problem or "; ".join(one.notes)
+        rows.append(tuple(map(entry.visible, (one.pair, one.role, one.model, loads, why))))
     title = f"{len(findings)} names, of which {sum(one.problem is not None for one in findings)} would not load"
-    rows = [tuple(map(entry.visible, row)) for row in rows]
-    entry.show(
-        [Table(title=title, header=("pair", "as", "name", "", "why, or what differs"), rows=rows, left=5)], console
-    )
+    header = ("pair", "as", "name", "", "why, or what differs")
+    entry.show([Table(title=title, header=header, rows=rows, left=5)], console)
     entry.write_result(_OUTPUT.value, {"names": [dataclasses.asdict(finding) for finding in findings]}, console)
     return int(any(finding.problem is not None for finding in findings))
 

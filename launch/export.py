@@ -188,13 +188,11 @@ def export_model() -> None:
 
 def convert(console: Console) -> None:
     """Writes --checkpoint as a folder that loads straight onto any mesh."""
-    output, count = storage.place(_OUTPUT.value), jax.device_count()
+    output, mesh = storage.place(_OUTPUT.value), make_mesh(model=_MODEL.value)
     if (output / "run.json").exists() or (output / "checkpoints" / "0").exists():
         raise ValueError(
             f"--output={_OUTPUT.value} holds a model, or part of a conversion that did not end: choose another folder"
         )
-    if count % _MODEL.value:
-        raise ValueError(f"--model={_MODEL.value} does not divide the {count} devices")
     entry.check_output(f"{_OUTPUT.value}/config.json")
     weight_dtype = "int8" if _INT8.value else None
     checkpoint = open_checkpoint(_CHECKPOINT.value, dtype=_DTYPE.value, weight_dtype=weight_dtype)
@@ -202,7 +200,7 @@ def convert(console: Console) -> None:
         raise ValueError(f"{_CHECKPOINT.value} is converted already")
     model = TransformerLM(checkpoint.config)
     if _MODEL.value > 1:
-        model = shard_model(model, Layout.tensor_parallel(make_mesh(count // _MODEL.value, _MODEL.value)))
+        model = shard_model(model, Layout.tensor_parallel(mesh))
     console.print(f"{human_count(checkpoint.config.num_parameters)} parameters, {weight_dtype or _DTYPE.value}")
     start = time.perf_counter()
     with entry.keeps(f"delete {_OUTPUT.value} before you start again, it may hold a part"):

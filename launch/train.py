@@ -75,10 +75,8 @@ def main() -> None:
 
 def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
     """Makes all checks before it writes anything, then trains."""
-    train_config, data, model_devices = config.train, config.data, config.mesh.model
-    if model_devices < 1 or jax.device_count() % model_devices:
-        raise ValueError(f"--config.mesh.model={model_devices} does not divide the {jax.device_count()} devices")
-    mesh = make_mesh(jax.device_count() // model_devices, model_devices)  # devices of the data axis read other rows
+    train_config, data = config.train, config.data
+    mesh = make_mesh(model=config.mesh.model)  # devices of the data axis read other rows
     target = None if config.target is None else find_target(config, mesh, console)
     if target is not None and target.public:
         config = config.turned({"model": source.layer_fields(dict(config.model), target.config)})

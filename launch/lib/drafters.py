@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
@@ -107,14 +107,11 @@ class AdaptiveFields:
     lengths: tuple[int, ...] = ()
     costs_ms: tuple[float, ...] = ()
     usual: int | None = None
-    acceptance: float = 0.7
-    stop: str = "none"
-    least: float = 0.3
+    acceptance: Annotated[float, (validate.number, 0, 1)] = 0.7
+    stop: Annotated[str, (validate.choice, STOPS)] = "none"
+    least: Annotated[float, (validate.number, 0, 1)] = 0.3
 
     def __post_init__(self):
-        validate.choice("stop", self.stop, STOPS)
-        for name in ("acceptance", "least"):
-            validate.number(name, getattr(self, name), 0, 1)
         for name in () if self.lengths else ("costs_ms", "usual"):
             if getattr(self, name) not in ((), None):
                 raise ValueError(f"{name} has no effect without adaptive.lengths; got {getattr(self, name)!r}")

@@ -19,12 +19,7 @@ from rich.console import Console
 
 import specsamp
 from launch.lib import entry
-from launch.lib.cells import (
-    machine_identity,
-    measure_missing,
-    pair_identity,
-    read_prompts,
-)
+from launch.lib.cells import machine_identity, measure_missing, pair_identity, read_prompts
 from launch.lib.config import CHECKOUT, ConfigFlag, meant
 from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
@@ -81,6 +76,12 @@ class Option:
             if self.least is not None:
                 validate.number(f"--{name}", element, self.least)
         return elements
+
+
+OF_ALL = {
+    "figures": Option(None, "Draw the figures into this folder."),
+    "results": Option(None, "Measure nothing: show what the files of this folder hold, such as notebooks/results."),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,22 +146,13 @@ def load_study(name: str) -> Study:
 def run_study(study: Study, arguments: Sequence[str]) -> int:
     """Runs a study with the flags that the arguments set, and returns the exit status."""
     config = None if study.config is None else ConfigFlag(study.config, ExperimentConfig)
-    options = {option: described.define(option) for option, described in study.options.items()}
-    shared = {
-        "output": entry.define("output"),
-        "again": entry.define("again"),
-        "figures": flags.DEFINE_string("figures", None, "Draw the figures into this folder."),
-        "results": flags.DEFINE_string(
-            "results", None, "Measure nothing: show what the files of this folder hold, such as notebooks/results."
-        ),
-    }
-
-    if config is not None:
-        shared["prompts"] = entry.define("prompts")
+    described = OF_ALL | study.options
+    options = {name: option.define(name) for name, option in described.items()}
+    shared = {name: entry.define(name) for name in ("output", "again", *["prompts"] * (config is not None))}
 
     def main() -> None:
         values = {name: flag.value for name, flag in shared.items()}
-        values |= {name: study.options[name].read(name, flag.value) for name, flag in options.items()}
+        values |= {name: described[name].read(name, flag.value) for name, flag in options.items()}
         _run(study, types.SimpleNamespace(config=config and config.value, **values), entry.make_console())
 
     text = "" if study.measure is None else sys.modules[study.measure.__module__].__doc__
@@ -169,18 +161,18 @@ def run_study(study: Study, arguments: Sequence[str]) -> int:
 
 
 def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None:
+    every = study.tables | study.figures
     if options.figures and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--figures: there is no matplotlib, which draws them: pip install matplotlib")
-    every = study.tables | study.figures
+    if options.figures:
+        entry.check_output(f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures")
     if options.results is not None or study.measure is None:
         entry.refuse_flags(["output", "again"], "nothing is measured")
         folder = storage.place(options.results or RESULTS)
-        _check_figures(study, options)
         names = [*study.tables, *(study.figures if options.figures else ())]
         _show(study, {name: made(every[name], folder) for name in names}, options, console)
         return
     entry.check_output(options.output)
-    _check_figures(study, options)
     study.prepare(options)
     if options.config is not None:
         options.experiment = build(options.config, read_prompts(options.prompts))
@@ -192,12 +184,6 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
         found = {name: every[name].make(document) for name in shown if name in study.tables or options.figures}
     _show(study, found, options, console)
     entry.say_written(options.output, console)
-
-
-def _check_figures(study: Study, options: types.SimpleNamespace) -> None:
-    """Refuses a folder for figures that cannot be written, before anything is drawn."""
-    if options.figures:
-        entry.check_output(f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures")
 
 
 def _show(study: Study, found: Mapping[str, Any], options: types.SimpleNamespace, console: Console) -> None:

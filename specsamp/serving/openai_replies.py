@@ -106,10 +106,8 @@ class Reply:
         """
         prompt, stats = self.prompt_tokens, self.stats
         completion, accepted, drafted = stats.emitted, stats.accepted, stats.drafted
-        cost = (
-            {} if stats.variation is None else {"total_variation": stats.variation}
-        )  # the protocol knows no lossy rule
-        return cost | {
+        lossy = {} if stats.variation is None else {"total_variation": stats.variation}  # unknown to the protocol
+        return lossy | {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,

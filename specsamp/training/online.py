@@ -43,13 +43,8 @@ class DraftLearner:
           ValueError: naming the value and the fix.
         """
         if pair.draft is None or pair.vocabulary is not None:
-            kind = (
-                "a head"
-                if pair.head is not None
-                else "another tokenizer"
-                if pair.vocabulary is not None
-                else "no draft"
-            )
+            others = {"a head": pair.head, "another tokenizer": pair.vocabulary}
+            kind = next((name for name, part in others.items() if part is not None), "no draft")
             raise ValueError(f"a learner takes a draft model of the target's tokenizer; the pair has {kind}")
         target, draft = (TransformerLM(model.config) for model in (pair.target, pair.draft))
         self._task, self._config, self._teacher = TrainModel(draft, target), config, pair.target_params

@@ -37,6 +37,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import chain, first_tokens, log_probs, temperature
 from specsamp.serving.batch import Batch
 from specsamp.serving.generate_many import TOGETHER, Queue
+from specsamp.training.objective import cross_entropy
 from specsamp.training.run_folder import MetricsLog, Progress, check_run
 from specsamp.training.trainer import Intervals, TrainConfig, TrainState, check_finite, init_state, train_step
 from specsamp.training.training_task import Task
@@ -117,11 +118,8 @@ class PolicyGradient(Task):
 
     def loss(self, params, teacher_params, texts: Texts, key, step=0):
         logits_BTV = self.model.forward(params, texts.tokens_BT[:, :-1]).logits_BTV
-        warp, labels_BT1 = (
-            chain(first_tokens(self.num_tokens), temperature(self.temperature)),
-            texts.tokens_BT[:, 1:, None],
-        )
-        now_BT = jnp.take_along_axis(log_probs(warp, logits_BTV), labels_BT1, axis=-1)[..., 0]
+        warp = chain(first_tokens(self.num_tokens), temperature(self.temperature))
+        now_BT = -cross_entropy(log_probs(warp, logits_BTV), texts.tokens_BT[:, 1:])
         gap_BT = jnp.where(texts.emitted_BT, now_BT - texts.log_probs_BT, 0.0)
         ratio_BT, advantages_B1 = jnp.exp(gap_BT), texts.advantages_B[:, None]
         clipped_BT = jnp.clip(ratio_BT, 1 - self.clip, 1 + self.clip)
@@ -268,10 +266,11 @@ def learn(
             numbers |= {"reward": float(np.mean(rewards)), **_counts(completions)}
             numbers |= {"seconds_sampling": sampled - begin, "seconds_learning": time.perf_counter() - rewarded}
             log.write(step + 1, **numbers)
-            if (step + 1) % intervals.log == 0:
+            due = intervals.due(step + 1, config.policy.steps)
+            if "log" in due:
                 shown = ("reward", "acceptance", "tokens_per_round", "loss")
                 progress.report(step + 1, **{name: numbers[name] for name in shown if name in numbers})
-            if (step + 1) % intervals.checkpoint == 0 or step + 1 == config.policy.steps:
+            if "checkpoint" in due:
                 checkpoints.save(step + 1, params=state.policy.params, rest=_rest(state))
     return state
 
