@@ -1,8 +1,9 @@
 """Reads ``config.json`` as a `TransformerConfig`, by tables of keys.
 
-A line of architectures.json is a field of the config, or of a head's (head_config.py): ``["rms_norm_eps", 1e-6]`` is a key and its default, which is that of
-transformers, also in old files; without a default the key is required. In ``{"num_key_value_heads": 8}`` a null of the file
-is no lack. Anything else is the value of all models of the family, whatever a file says.
+A line of architectures.json is a field of the config, or of its experts or of a head: ``["rms_norm_eps", 1e-6]`` is a key
+and its default, which is that of transformers, also in old files; without a default the key is required. In
+``{"num_key_value_heads": 8}`` a null of the file is no lack. Anything else is the value of all models of the family,
+whatever a file says.
 
 A family has several tables, of which the last counts, and functions for what no table says: positions, windows, experts.
 A key that changes the model in a way that is not supported is refused.
@@ -161,18 +162,14 @@ def _qwen3_experts(fields: Fields, shape: dict) -> dict:
     dense = tuple(i for i in layers if i in listed or (i + 1) % every)
     experts = ExpertsConfig(
         num_experts=fields("num_experts", fields("num_local_experts", 128)),  # as transformers 5 writes it
-        width=fields("moe_intermediate_size", 768),
-        experts_per_token=fields("num_experts_per_tok", 8),
-        normalised=fields("norm_topk_prob", False),
         dense_layers=dense,
+        **read_keys(fields, "qwen3_experts"),
     )
     return dict(experts=None if len(dense) == len(layers) else experts)
 
 
 def _mixtral_experts(fields: Fields, shape: dict) -> dict:
-    num_experts, chosen = fields("num_local_experts", 8), fields("num_experts_per_tok", 2)
-    width = shape["feedforward_width"]
-    return dict(experts=ExpertsConfig(num_experts=num_experts, width=width, experts_per_token=chosen))
+    return dict(experts=ExpertsConfig(**read_keys(fields, "mixtral_experts")))
 
 
 def _windows(fields: Fields, window: int | None, has_window: Callable[[int], bool]) -> dict:

@@ -74,37 +74,35 @@ def parse_head(
       ValueError: another kind of head, a head for another target (width, vocabulary, layers), or a value that is not
         supported; with file, key and value.
     """
-    fields = Fields(path, content)
+    fields, target = Fields(path, content), dataclasses.replace(target, dtype=dtype)
     kind = validate.choice(f"{path}: {SPECULATORS}", fields(SPECULATORS, None), (None, "eagle3", *BLOCKS))
     try:
         beside = {"block_size", "target_layer_ids"} <= content.keys()
         if kind in BLOCKS or {"dflash_config", "dspark_config"} & content.keys() or beside:
-            return _block(path, content, target, dtype, found)
+            return _block(path, content, target, found)
         if kind == "eagle3":
             of_layer = Fields(f"{path}, in transformer_layer_config,", fields.object("transformer_layer_config"))
-            return EAGLE, _eagle3(fields, of_layer, target, dtype, found)
+            return EAGLE, _eagle3(fields, of_layer, target, found)
         architecture = str(fields("architectures", ["none"])[0])
         if "Medusa" in architecture or fields("model_type", "") == "medusa" or "medusa_num_heads" in content:
-            return _medusa(fields, target, dtype, found)
+            return _medusa(fields, target, found)
         if architecture == MIMO:
-            return MIMO_MTP, _mtp(fields, target, dtype)
+            return MIMO_MTP, _mtp(fields, target)
         if "eagle" not in architecture.lower() and architecture not in PLAIN:
             raise ValueError(
                 f"{path} says architectures = {architecture!r}; known are heads of EAGLE, EAGLE-3, Medusa and DFlash, "
                 f"and {MIMO}"
             )
         if "Eagle3" in architecture or fields("draft_vocab_size", None) is not None:
-            return EAGLE, _eagle3(fields, fields, target, dtype, found)
-        return EAGLE, _eagle1(fields, target, dtype, found)
+            return EAGLE, _eagle3(fields, fields, target, found)
+        return EAGLE, _eagle1(fields, target, found)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         if path in str(error):
             raise
         raise ValueError(f"{path} describes no head that can be read: {error}") from error
 
 
-def _medusa(
-    fields: Fields, target: TransformerConfig, dtype: str, found: Collection[str]
-) -> tuple[HeadLayout, MedusaConfig]:
+def _medusa(fields: Fields, target: TransformerConfig, found: Collection[str]) -> tuple[HeadLayout, MedusaConfig]:
     layout = MEDUSA_BLOCKS if any(name.startswith("blocks.") for name in found) else MEDUSA
     for key in ("medusa_num_layers", "num_hidden_layers"):
         fields.require(key, 1)
@@ -113,7 +111,7 @@ def _medusa(
     fields.require("truncated_vocab_size", target.vocab_size)
     numbers = {match[1] for name in found if (match := re.match(r"(?:blocks\.)?(\d+)\.", name))}
     return layout, MedusaConfig(
-        layer=dataclasses.replace(target, num_layers=1, tied=False, num_real_tokens=None, dtype=dtype, experts=None),
+        layer=dataclasses.replace(target, num_layers=1, tied=False, num_real_tokens=None, experts=None),
         target_layers=target.num_layers,
         hidden_layers=(target.num_layers,),
         own_output=True,
@@ -122,10 +120,10 @@ def _medusa(
     )
 
 
-def _mtp(fields: Fields, target: TransformerConfig, dtype: str) -> MTPConfig:
+def _mtp(fields: Fields, target: TransformerConfig) -> MTPConfig:
     """Reads the module of MiMo: it reads the target's stream before the final norm, and has a norm for its output."""
     fields.require("num_nextn_predict_layers", 1)
-    layer = TransformerConfig(dtype=dtype, **FAMILIES[MIMO].read(fields))
+    layer = TransformerConfig(dtype=target.dtype, **FAMILIES[MIMO].read(fields))
     _require(fields, "hidden_size", layer.width, "width", target.width)
     _require(fields, "vocab_size", layer.vocab_size, "vocabulary", target.vocab_size)
     _require(fields, "num_hidden_layers", layer.num_layers, "number of layers", target.num_layers)
@@ -138,8 +136,8 @@ def _mtp(fields: Fields, target: TransformerConfig, dtype: str) -> MTPConfig:
     )
 
 
-def _eagle1(fields: Fields, target: TransformerConfig, dtype: str, found: Collection[str]) -> Eagle1Config:
-    layer = _only_layer(fields, target, dtype)
+def _eagle1(fields: Fields, target: TransformerConfig, found: Collection[str]) -> Eagle1Config:
+    layer = _only_layer(fields, target)
     _require(fields, "hidden_size", layer.width, "width", target.width)
     bias = fields.switch("qkv_bias", layer.attention_bias)
     return Eagle1Config(
@@ -152,13 +150,11 @@ def _eagle1(fields: Fields, target: TransformerConfig, dtype: str, found: Collec
     )
 
 
-def _eagle3(
-    fields: Fields, of_layer: Fields, target: TransformerConfig, dtype: str, found: Collection[str]
-) -> Eagle3Config:
+def _eagle3(fields: Fields, of_layer: Fields, target: TransformerConfig, found: Collection[str]) -> Eagle3Config:
     key = "eagle_aux_hidden_state_layer_ids"
     outputs = fields.object("eagle_config").get(key)
     ids = fields(key, None) if outputs is None else outputs
-    shape = _of_target(fields, _only_layer(of_layer, target, dtype), target, found)
+    shape = _of_target(fields, _only_layer(of_layer, target), target, found)
     if "d2t" in found and shape["draft_vocab_size"] is None:
         shape["draft_vocab_size"] = target.vocab_size
     return Eagle3Config(
@@ -169,7 +165,7 @@ def _eagle3(
 
 
 def _block(
-    path: str, content: Mapping[str, Any], target: TransformerConfig, dtype: str, found: Collection[str]
+    path: str, content: Mapping[str, Any], target: TransformerConfig, found: Collection[str]
 ) -> tuple[HeadLayout, BlockConfig]:
     """Reads a head that drafts blocks."""
     given = {key: value for key, value in content.items() if value is not None}
@@ -178,7 +174,7 @@ def _block(
     of_layer = dict(fields.object("transformer_layer_config")) if by_input else merged
     if fields("use_swa", False):
         of_layer |= {"use_sliding_window": True, "sliding_window": fields("swa_window_size")}
-    layer = _layer(Fields(path, of_layer), target, dtype, "qwen3")
+    layer = _layer(Fields(path, of_layer), target, "qwen3")
     layer = dataclasses.replace(layer, query_key_norm=True, logit_cap=fields("final_logit_softcapping", None))
     signs = {"markov_head.": "dspark", "candidate_selector.": "dflash2"}
     kind = next((kind for sign, kind in signs.items() if any(name.startswith(sign) for name in found)), "dflash")
@@ -222,18 +218,18 @@ def block_layout(config: BlockConfig) -> HeadLayout:
     return HeadLayout(names=TABLES["block"] | TABLES.get(table, {}))
 
 
-def _layer(fields: Fields, target: TransformerConfig, dtype: str, usual: str = "llama") -> TransformerConfig:
+def _layer(fields: Fields, target: TransformerConfig, usual: str = "llama") -> TransformerConfig:
     """Returns the shape of a head's decoder layers, with the target's vocabulary; ``usual`` is their model_type."""
     model_type = validate.choice(f"{fields.path}: model_type", fields("model_type", usual), FAMILY_OF)
-    layer = TransformerConfig(dtype=dtype, **FAMILIES[FAMILY_OF[model_type]].read(fields))
+    layer = TransformerConfig(dtype=target.dtype, **FAMILIES[FAMILY_OF[model_type]].read(fields))
     _require(fields, "vocab_size", layer.vocab_size, "vocabulary", target.vocab_size)
     return dataclasses.replace(layer, tied=False)
 
 
-def _only_layer(fields: Fields, target: TransformerConfig, dtype: str) -> TransformerConfig:
+def _only_layer(fields: Fields, target: TransformerConfig) -> TransformerConfig:
     """Returns the shape of the one layer of a head of EAGLE."""
     fields.require("num_hidden_layers", 1)
-    layer = _layer(fields, target, dtype)
+    layer = _layer(fields, target)
     if layer.window is not None:
         raise ValueError(f"{fields.path} says sliding_window = {layer.window}; heads with a window are not supported")
     return layer
