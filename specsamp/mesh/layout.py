@@ -155,9 +155,13 @@ class Layout(DeviceLayout):
         for name, size in zip(axes, shape):
             over = self._axes_of(name, size, used=placed)
             if size % self._num_devices(over):
+                count = self._num_devices(over)
+                fitting = math.gcd(size, count)
+                data = math.prod(self.mesh.shape.values()) // fitting
                 raise ValueError(
-                    f"{name!r} has {size} entries, which do not divide over the {self._num_devices(over)} devices of "
-                    f"{' x '.join(over)}: {self._advice(size, over)}"
+                    f"{name!r} has {size} entries, which do not divide over the {count} devices of {' x '.join(over)}: split "
+                    f"a target over {fitting} (--config.mesh.data={data} --config.mesh.model={fitting}), a draft over "
+                    f"{fitting} (--config.mesh.draft_model_parallelism={fitting}), or pad the model"
                 )
             placed.append(over)
         specs = [None if not over else over[0] if len(over) == 1 else over for over in placed]
@@ -262,17 +266,6 @@ class Layout(DeviceLayout):
         return jax.shard_map(
             function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
         )
-
-    def _advice(self, size: int, over: Sequence[str]) -> str:
-        """Names the largest number of devices that ``size`` divides over, and the flags that choose it."""
-        fitting = math.gcd(size, self._num_devices(over))
-        if fitting == 1:
-            return "pad the model, or give every device a whole copy (model=1)"
-        if len(self.over) < len(self.mesh.shape) - 1:
-            return f"split the draft over {fitting} (--config.mesh.draft_model_parallelism={fitting}), or pad the model"
-        data = math.prod(self.mesh.shape.values()) // fitting
-        flags = f"--config.mesh.data={data} --config.mesh.model={fitting}"
-        return f"use data={data} and model={fitting} ({flags}), or pad the model"
 
     def _num_devices(self, over: Sequence[str]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in over)

@@ -96,11 +96,14 @@ def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
     with pytest.raises(ValueError) as refused:
         layout.spec(P("heads"), (64,))
     assert str(refused.value) == (
-        "'heads' has 64 entries, which do not divide over the 256 devices of model: use data=4 and model=64 "
-        "(--config.mesh.data=4 --config.mesh.model=64), or pad the model"
+        "'heads' has 64 entries, which do not divide over the 256 devices of model: split a target over 64 "
+        "(--config.mesh.data=4 --config.mesh.model=64), a draft over 64 (--config.mesh.draft_model_parallelism=64), or pad "
+        "the model"
     )
     mesh = jax.sharding.AbstractMesh((2, 4, 32), **axes(("data", "replica", "model")))
-    with pytest.raises(ValueError, match=r"the 128 devices of model x replica: use data=4 and model=64 \("):
+    with pytest.raises(
+        ValueError, match=r"the 128 devices of model x replica: split a target over 64 \(--config.mesh.data=4"
+    ):
         Layout.tensor_parallel(mesh).spec(P("heads"), (64,))
     with pytest.raises(ValueError, match="32 devices of model.*draft_model_parallelism=16"):
         Layout(mesh, ("model",)).spec(P("heads"), (16,))
