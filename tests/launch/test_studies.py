@@ -7,21 +7,17 @@ import types
 import pytest
 
 from launch.lib import study
-from launch.studies import backtest, rounds, speedup
+from launch.studies import backtest, speedup
 from launch.studies import compile as compiled
 from launch.studies import compile_tables as tables
 from launch.studies.compile import GRIDS, STUDY
-from specsamp import chain, generate, temperature, top_p
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.benchmark import Result
-from specsamp.analysis.figures import to_png
 from specsamp.analysis.report import as_json
 from specsamp.analysis.workload import Quartiles
 from specsamp.decoding.results import RowStats
 from specsamp.models.config import TransformerConfig
 from support import extras
-from support.byte_tokenizer import ByteTokenizer
-from support.fakes import table_pair
 from support.run_script import ROOT, module
 
 WRITTEN = json.loads(json.dumps(study.read_result("tpu_backtest")).replace("v7x", "tpu7x"))  # its name since
@@ -56,38 +52,6 @@ def test_all_kinds_of_rows_are_compared_and_the_bands_do_not_claim_to_hold_serve
     parts = backtest.parts_of(checks)
     assert float(backtest.summary(parts["not fitted: served"])[-1]) > 1.2
     assert [len(part) for name, part in parts.items() if "source left out, where" in name] == [13, 24]
-
-
-# Rounds
-
-
-@extras.needs("matplotlib")
-def test_the_committed_rounds_are_drawn_and_show_every_outcome():
-    document = study.read_result("one_round")
-    assert to_png(rounds.draw(document)).startswith(b"\x89PNG")
-    assert {rounds.of_target(one, document["K"]) for one in document["rounds"]} == {"bonus", "correction"}
-
-
-class Letters(ByteTokenizer):
-    """Twelve letters, none of which ends a text."""
-
-    vocab_size, eos_id = 12, None
-
-    def encode(self, text):
-        return [ord(letter) - ord("a") for letter in text]
-
-    def decode(self, tokens):
-        return "".join(chr(token + ord("a")) for token in tokens)
-
-
-def test_rounds_that_are_drawn_are_those_that_the_loop_writes():
-    pair = table_pair(tokenizer=Letters())
-    decoded = rounds.decode(pair, "abc", 2, 0, 8)["rounds"]
-    written = "".join("".join(t["text"] for t in one["drafted"][: one["accepted"]]) + one["last"] for one in decoded)
-    warp = chain(temperature(rounds.TEMPERATURE), top_p(rounds.TOP_P))
-    (text,) = generate(pair, ["abc"], 24, sampling=warp, draft_length=2)
-    assert text.text.startswith(written) and text.stats.rounds >= 8
-    assert 0 < sum(one["accepted"] for one in decoded) < 16  # some are accepted, some are not
 
 
 # Speedups
