@@ -90,6 +90,7 @@ NOT_READ = (
 GOES_WITH = {
     "context": ("chip", "compile_report"),
     "devices": ("chip", "chip_hour"),
+    "chip_hour": ("devices",),  # that take these milliseconds
     **dict.fromkeys(("rule", "drafter", "temperature"), ("measured",)),
 }
 
@@ -151,8 +152,6 @@ def check_flags() -> None:
         raise ValueError("--config has no effect: it goes with --chip")
     _CONFIG.refuse_fields(NOT_READ, "a plan takes --batch, --context, --devices and --longest")
     entry.check_goes_with(GOES_WITH)
-    if _CHIP_HOUR.value is not None and _DEVICES.value is None:
-        raise ValueError("--chip_hour needs --devices: how many chips take these milliseconds")
 
 
 def measured_cells(console: Console) -> list[Mapping[str, Any]]:

@@ -55,7 +55,7 @@ def host_facts() -> dict[str, Any]:
     The id tells two equal machines apart. It is a hash of the operating system's id; None where the system has none.
     """
     return {
-        "cpu": _cpu(),
+        "cpu": _cpuinfo("model name") or platform.processor() or None,
         "cores": cores(),
         "memory_gib": memory_gib(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -79,10 +79,6 @@ def instructions() -> list[str]:
 def cpu_flags() -> list[str]:
     """Returns everything that the CPU says it can do, by its kernel's names; empty where no kernel says it."""
     return (_cpuinfo("flags") or _cpuinfo("Features") or "").split()
-
-
-def _cpu() -> str | None:
-    return _cpuinfo("model name") or platform.processor() or None
 
 
 def _cpuinfo(field: str) -> str | None:

@@ -245,7 +245,8 @@ def learn(
     recorded = {"rollouts": dataclasses.asdict(config), "prompts": len(prompts)}
     check_run(folder, recorded)
     storage.write_json(folder / "run.json", recorded)
-    tasks = PolicyGradient(pair.target, config.temperature, config.clip, _num_tokens(pair)), draft_task
+    num_tokens = getattr(pair.tokenizer, "vocab_size", pair.target.vocab_size)
+    tasks = PolicyGradient(pair.target, config.temperature, config.clip, num_tokens), draft_task
     ids = pair.draft_params.get(DRAFT_IDS) if isinstance(pair.draft_params, Mapping) else None
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         state = _restored(_first_state(pair, tasks, config), checkpoints)
@@ -273,10 +274,6 @@ def learn(
             if "checkpoint" in due:
                 checkpoints.save(step + 1, params=state.policy.params, rest=_rest(state))
     return state
-
-
-def _num_tokens(pair: Pair) -> int:
-    return getattr(pair.tokenizer, "vocab_size", pair.target.vocab_size)
 
 
 def _draft_params(pair: Pair, state: Learned, ids: Any) -> Any:
