@@ -28,7 +28,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specsamp import validate
 
@@ -203,9 +202,12 @@ class Adaptive:
         A longer draft says more about the acceptance than the shortest one, and loses little where it is accepted.
         """
         most = max(self.longest, self.usual) or self.shortest
+        return self._best_of([length for length in self.lengths if 0 < length <= most])
+
+    def _best_of(self, lengths: Sequence[int]) -> int:
+        """Returns the length with the most expected tokens per time if ``acceptance`` is right."""
         costs = dict(zip(self.lengths, self.costs_ms or [1.0]))
-        gains = {length: sum(self.acceptance**n for n in range(length + 1)) / costs[length] for length in self.lengths}
-        return max((length for length in self.lengths if 0 < length <= most), key=gains.__getitem__)
+        return max(lengths, key=lambda length: sum(self.acceptance**n for n in range(length + 1)) / costs[length])
 
     def for_batch(self, batch: int, depths: tuple[int, ...] | None = None) -> Adaptive:
         """Returns these numbers with their defaults filled in, for ``batch`` sequences that are decoded together.
@@ -213,10 +215,7 @@ class Adaptive:
         Args:
           depths: those of the drafter's drafts; None: the lengths.
         """
-        usual = self.usual
-        if usual is None:
-            tokens_L = tokens_per_round(jnp.array([min(self.acceptance, MOST_CERTAIN)]), self.lengths)[0]
-            usual = self.lengths[int(np.argmax(np.asarray(tokens_L) / np.asarray(self.costs_ms or 1.0)))]
+        usual = self._best_of(self.lengths) if self.usual is None else self.usual
         defaults = dict(
             usual=usual,
             margin=MARGIN if batch == 1 else MARGIN_OF_SEVERAL,
