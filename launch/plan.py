@@ -84,9 +84,7 @@ EXPERTS = (
     ". Of experts a call reads those that its tokens choose, if they choose independently and all alike, divided evenly "
     "over the devices"
 )
-NOT_READ = (
-    "adaptive batch draft_length max_new_tokens mesh prompt_length repeats rule sampling seed".split()
-)  # of --config
+NOT_READ = "adaptive batch draft_length max_new_tokens mesh prompt_length repeats rule sampling seed"  # of --config
 GOES_WITH = {
     "context": ("chip", "compile_report"),
     "devices": ("chip", "chip_hour"),
@@ -121,10 +119,8 @@ def main() -> None:
             verdict = f"K = {hidden} if all collectives are hidden, {added} if all are added (0: decode plainly)"
         console.print(f"{where(plan)}: {verdict}")
     trees = tree_forecasts(costs, places, console) if _RANKS.value else []
-    document = {"kind": "forecast", "acceptance": accepted, "costs": costs, "plans": plans} | (
-        {"trees": trees} if trees else {}
-    )
-    entry.write_result(_OUTPUT.value, document, console)
+    document = {"kind": "forecast", "acceptance": accepted, "costs": costs, "plans": plans}
+    entry.write_result(_OUTPUT.value, document | ({"trees": trees} if trees else {}), console)
 
 
 def tree_forecasts(
@@ -150,7 +146,7 @@ def check_flags() -> None:
     """Refuses a flag that goes with another way of giving costs."""
     if _CHIP.value is None and any(argument.startswith("--config") for argument in sys.argv[1:]):
         raise ValueError("--config has no effect: it goes with --chip")
-    _CONFIG.refuse_fields(NOT_READ, "a plan takes --batch, --context, --devices and --longest")
+    _CONFIG.refuse_fields(NOT_READ.split(), "a plan takes --batch, --context, --devices and --longest")
     entry.check_goes_with(GOES_WITH)
 
 

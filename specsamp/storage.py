@@ -216,7 +216,7 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns a text for each value of two JSON objects that differs, such as "train.seed was 0, is 1"; None is absent."""
-    before, now = _values(before), _values(now)
+    before, now = flat(before), flat(now)
     return [
         f"{name} was {before.get(name, 'absent')!r}, is {now.get(name, 'absent')!r}"
         for name in sorted({*before, *now})
@@ -224,10 +224,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _values(tree: Any, name: str = "") -> dict[str, Any]:
+def flat(tree: Any, name: str = "") -> dict[str, Any]:
+    """Returns the values of a JSON object, those of an object within it as ``group.field``."""
     if not isinstance(tree, Mapping):
         return {name: tree}
-    return {k: v for key, value in tree.items() for k, v in _values(value, f"{name}.{key}" if name else key).items()}
+    return {k: v for key, value in tree.items() for k, v in flat(value, f"{name}.{key}" if name else key).items()}
 
 
 class Lines:

@@ -20,6 +20,8 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from specsamp import storage
+
 CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 _FIELD = re.compile(r"--?(?:no)?config\.([^=[]+)")
 
@@ -108,13 +110,9 @@ def load_config(text: str, module: types.ModuleType | None = None) -> ConfigDict
     return config
 
 
-def known_fields(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """Returns the fields and their values, those of a group as ``group.field``."""
-    fields: dict[str, Any] = {}
-    for name in sorted(config.keys()):
-        value = config[name]
-        fields |= known_fields(value, f"{prefix}{name}.") if isinstance(value, ConfigDict) else {prefix + name: value}
-    return fields
+def known_fields(config: ConfigDict) -> dict[str, Any]:
+    """Returns the fields and their values in order of their names, those of a group as ``group.field``."""
+    return dict(sorted(storage.flat(config.to_dict()).items()))
 
 
 def meant(name: str, known: Iterable[str]) -> str:

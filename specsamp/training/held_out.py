@@ -74,8 +74,5 @@ def evaluation_batch(rows: np.ndarray, batch: int, mesh: Mesh) -> int:
 @functools.cache
 def _measure(mesh):
     """Compiles `Task.measure` for a mesh, its results replicated so that every process can read them."""
-
-    def measure(task, *arguments):
-        return task.measure(*arguments)
-
-    return jax.jit(measure, static_argnums=0, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda task, *arguments: task.measure(*arguments), static_argnums=0, out_shardings=replicated)
