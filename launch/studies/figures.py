@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.lib.evaluation_tables import quality
-from launch.lib.study import Document, Published, Study, answers, law
+from launch.lib.study import Document, Published, Study
 from specsamp.analysis import grid
 from specsamp.analysis.figures import COLOURS, STYLES, axes_of
 from specsamp.analysis.grid import distribution_of
 from specsamp.analysis.report import Table
-from specsamp.analysis.tables import grid_table, ratio
+from specsamp.analysis.tables import grid_table
 from specsamp.evaluation.audit import audit_table
 
 TOKENS = 128  # whose time the paper shows
@@ -91,31 +91,9 @@ def trained(pair: Document) -> Table:
     return Table(title="Training of the shipped pair", header=header, rows=rows)
 
 
-def drafters(document: Document) -> Table:
-    """Returns what each drafter of one target gains, by distribution and K; a draft costs proposing and reading it."""
-    rows = []
-    for key, result in answers(document):
-        K, split, counts = key["draft_length"], result["split"], result["acceptance"]
-        spent = sum(split[part]["ms"]["median"] for part in ("draft", "commit"))
-        row = {
-            "drafter": key["drafter"],
-            "sampling": law(key),
-            "K": K,
-            "tokens per round": f"{counts['emitted'] / counts['rounds']:.2f}",
-            **dict.fromkeys((f"accepted at {i + 1}" for i in range(4)), ""),
-            **{f"accepted at {i}": f"{share:.2f}" for i, share in enumerate(counts["by_position"], 1)},
-            "a draft, in steps": f"{spent / (K * split['step']['ms']['median']):.2f}",
-            "ms per token": f"{result['speculative']['ms_per_token']['median']:.2f}",
-            "speedup": ratio(result["speedup"]),
-        }
-        rows.append(row)
-    return Table.of("Drafters of one target, on the same prompts", rows)
-
-
 STUDY = Study(
     question="How do our curves compare with those of the paper, and what did the commands measure?",
     tables={
-        "drafters": Published(["python_drafters"], drafters),
         "pair": Published(["pair"], trained),
         "grid": Published(
             ["python_pair_grid"], lambda grid: grid_table("Best draft lengths", grid["cells"], best=True)

@@ -1,17 +1,13 @@
-"""Lossy rules by their words, their price in tables, and the study of what they gain."""
-
-import json
+"""Lossy rules by their words, and their price in tables."""
 
 import pytest
 
 from launch.lib.evaluation_tables import evaluation_tables
 from launch.lib.experiment import rule_name
 from launch.lib.rules import make_rule
-from launch.studies import lossy
 from specsamp import EARS, BlockRule, Bounded, Lenience, TokenRule, Typical
 from specsamp.analysis import report, tables
 from specsamp.decoding.results import RowStats
-from support.run_script import call
 
 
 @pytest.mark.parametrize(
@@ -69,22 +65,3 @@ def test_cells_show_the_price_of_lossy_rules():
     assert [row[-3:] for row in shown.rows] == [("0.05000", "0.250", "+0.0400"), ("", "", "")]
     assert "LOSSY" in shown.rows[0][0] and "LOSSY" not in shown.rows[1][0]
     assert len(tables.grid_table("", [exact]).header) == len(shown.header) - 3
-
-
-def test_curves_are_named_after_rules():
-    assert [lossy.family(rule) for rule in ("typical:0.3:0.55", "bounded:0.003:ears:1")] == ["typical", "bounded ears"]
-
-
-@pytest.mark.slow
-def test_the_study_measures_and_draws(tmp_path):
-    output = tmp_path / "lossy.json"
-    few = ["--config=configs/random_pair.py:tiny", "--prompt_count=1", "--config.max_new_tokens=4"]
-    done = call(
-        "study", "lossy", *few, "--rules=token,ears:1", f"--output={output}", f"--figures={tmp_path}", "--plain"
-    )
-    assert done.returncode == 0, done.stderr
-    token, ears, *_ = (cell["result"] for cell in json.loads(output.read_text(encoding="utf-8"))["cells"])
-    assert token["exact"] and token["variation_per_token"] == 0 == token["bought"]
-    assert not ears["exact"] and 0 < ears["variation_per_token"] < 1 and ears["bought"] > 0
-    assert ears["variation_per_text"] == pytest.approx(4 * ears["variation_per_token"])
-    assert (tmp_path / "python_lossy.png").read_bytes().startswith(b"\x89PNG") and "ears:1 (lossy)" in done.stdout
