@@ -122,10 +122,6 @@ def _versions(known: Facts) -> list[Finding]:
     """Returns packages whose versions JAX does not support: errors where JAX therefore does not see a device."""
     found, works = [], known.platform != "cpu" and not known.failed
     python = "{}.{}".format(*known.python)
-    if known.python < (3, 11):
-        found.append(
-            Finding(Level.ERROR, f"Python {python} is too old", "make an environment with Python 3.11 or newer")
-        )
     used = {"jaxlib": True, **dict.fromkeys(TPU, known.has_tpu), **dict.fromkeys(GPU, known.has_gpu)}
     for name, needed in known.required.items():
         if used[name] and not Requirement(f"{name}{needed}").specifier.contains(known.versions[name], prereleases=True):

@@ -37,7 +37,6 @@ def test_a_sound_machine_has_nothing_to_mend():
 
 
 TROUBLES = [
-    (dict(python=(3, 10)), "Python 3.10 is too old", "3.11 or newer"),
     (dict(failed="no TPU", devices=8), "JAX does not start: no TPU", "mend that device"),
     (dict(failed="no TPU", asked_platforms="tpu"), "JAX does not start: no TPU", "unset JAX_PLATFORMS"),
     (dict(platform="cpu", versions={"jax": "0.12.0"}, required={}), "sees only 8 x cpu", "pip install 'jax[tpu]'"),

@@ -1,7 +1,7 @@
 """Compiles pairs for TPU slices that are described: what calls and rounds move, hold and wait for. Nothing runs on a TPU.
 
     python launch/study.py compile --grid=slices --output=runs/compile_slices.json
-    python launch/study.py compile --grid=scoring --output=runs/compile_scoring.json --figures=runs
+    python launch/study.py compile --grid=scoring --output=runs/compile_scoring.json
     python launch/study.py compile --grid=training --change=layers=7,test_steps=1   # a smaller target, one step of the test
 
     slices       the paper's pair on sixteen chips of each kind, by batch
@@ -183,6 +183,5 @@ STUDY = Study(
     measure=lambda options, key, say: ANSWERS[options.grid](**key),
     tables={name: Published([file], getattr(tables, name, tables.programs)) for name, file in TABLES.items()}
     | {"public_pairs": Published([f"compile_{name}_v5e" for name in tables.PUBLIC_PAIRS], tables.public_pairs)},
-    figures={"compile_scoring": Published(["compile_scoring"], tables.draw_scoring)},
-    shown=lambda options: [options.grid, *["compile_scoring"] * (options.grid == "scoring")],
+    shown=lambda options: [options.grid],
 )

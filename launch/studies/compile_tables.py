@@ -1,11 +1,9 @@
-"""Milliseconds, tables and figures of the answers of the study compile."""
+"""Milliseconds and tables of the answers of the study compile."""
 
 import math
-from typing import Any
 
 from launch.lib.study import Document, answers
 from specsamp.analysis.acceptance import expected_tokens
-from specsamp.analysis.figures import COLOURS, axes_of
 from specsamp.analysis.report import Table
 from specsamp.tpu.calibration import Band, band_ratio, estimate
 from specsamp.tpu.pair_report import GIB, Report, faster, lower_bound
@@ -29,7 +27,6 @@ PUBLIC_PAIRS = {
     "llama_70b": "Llama 3.1 70B + 3.2 1B, bfloat16",
     "llama_70b_int8": "Llama 3.1 70B + 3.2 1B, int8 weights",
 }
-DOTS = {"marker": "o", "markersize": 3}
 
 
 def estimated(facts: Document, topology: str, draft_step: Document | None = None) -> Band:
@@ -171,20 +168,3 @@ def training(document: Document) -> Table:
         }
         rows.append(cell["key"] | (sizes or {"arguments, GB": "does not fit"}))
     return Table.of("A training step of an EAGLE-3 head, per device (compiler estimate)", rows)
-
-
-def draw_scoring(document: Document) -> Any:
-    """Draws the calibrated time of a call of the target, over that of a call of two tokens, against its tokens."""
-    figure, (axis,) = axes_of(1, "tokens in one call")
-    cells = [(name, answer) for name, answer in answers(document) if name["tokens"] > 1 and answer["fits"]]
-    for colour, topology in zip(COLOURS, dict.fromkeys(name["topology"] for name, _ in cells)):
-        calls = {name["tokens"]: estimated(each, topology) for name, each in cells if name["topology"] == topology}
-        times = [band.likely for band in calls.values()]
-        label = f"{topology} (ridge {parse(topology)[0].ridge:.0f})"
-        axis.plot(list(calls), [ms / times[0] for ms in times], **DOTS, color=colour, label=label)
-    axis.axhline(1, color="black", linewidth=0.8)
-    axis.loglog(base=2)
-    axis.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}")
-    axis.set_title("scoring call over a step of two tokens\n(calibrated compiler estimate)", fontsize=10)
-    axis.legend(fontsize=7, frameon=False)
-    return figure

@@ -169,18 +169,15 @@ def serve_load(document: Document) -> Table:
     """Returns what clients of the endpoint see, by their number, with drafts and without."""
     rows, found = [], answer(document, "endpoint")
     for length, runs in found["K"].items():
-        if "alone" in found:
-            alone = found["alone"][length]
-            rows.append((length, "generate", f"{alone['tokens_per_second']:.0f}", "", ""))
+        rows.append((length, "generate", f"{found['alone'][length]['tokens_per_second']:.0f}", "", ""))
         for run in runs:
             spans = (run["seconds_to_first_token"], run["seconds_to_end"])
             times = (f"{each['median']:.2f} ({each['p90']:.2f})" for each in spans)
             rows.append((length, f"{run['clients']}", f"{run['tokens_per_second']:.0f}", *times))
     header = ("K", "clients", "tokens per second", "first token, s", "whole answer, s")
-    note = "Answers are streamed; 90th percentiles in brackets."
-    if "alone" in found:
-        first = ", ".join(f"{each['seconds_to_first_answer']:.0f} s with K = {K}" for K, each in found["alone"].items())
-        note += f" First answer after the start, nothing compiled: {first}."
+    first = ", ".join(f"{each['seconds_to_first_answer']:.0f} s with K = {K}" for K, each in found["alone"].items())
+    note = "Answers are streamed; 90th percentiles in brackets. "
+    note += f"First answer after the start, nothing compiled: {first}."
     return Table(title="The endpoint under load", header=header, rows=rows, note=note)
 
 

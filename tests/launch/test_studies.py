@@ -164,14 +164,6 @@ def test_changed_cells_are_compiled_once():
     assert cells("training", "layers=7")[0]["layers"] == 7
 
 
-@extras.needs("matplotlib")
-def test_the_figure_shows_what_fits():
-    document = study.read_result("compile_scoring")
-    unfit = {"name": {"topology": "v5e:2x2", "tokens": 2}, "fits": False, "why": "too much"}
-    *lines, one = tables.draw_scoring(document | {"cells": [*document["cells"], unfit]}).axes[0].lines
-    assert [line.get_ydata()[0] for line in lines] == [1.0] * 4 and list(one.get_ydata()) == [1, 1]
-
-
 @pytest.mark.slow
 @extras.needs("libtpu")
 def test_a_cell_is_answered(monkeypatch):
