@@ -26,7 +26,7 @@ from specsamp.training.run_folder import read_metrics
 from specsamp.training.trainer import TrainConfig
 from specsamp.training.training_task import TrainModel
 
-PAIR, K, PROMPTS, GROUP, TOKENS, ENDS = "python", 3, 4, 8, 64, 0.1
+PAIR, K, PROMPTS, GROUP, TOKENS, ENDS = "python", 3, 2, 8, 48, 0.1
 SERIES = ("reward", "acceptance", "tokens_per_round", "log_prob_gap", "seconds_sampling", "seconds_learning")
 
 
@@ -94,5 +94,5 @@ STUDY = Study(
     ],
     identity=lambda options: {"steps": options.steps, "learning_rate": options.learning_rate},
     measure=measure,
-    tables={"rollouts": Published([], table)},
+    tables={"rollouts": Published(["python_rollouts"], table)},
 )
