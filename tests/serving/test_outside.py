@@ -97,6 +97,7 @@ def test_counts_are_those_of_the_answers(server):
 def test_each_request_is_a_line(server, lines):
     lines.clear()
     post(server, COMPLETIONS, ASKED)
+    wait_until(lambda: len(lines) == 1)  # which is written after the answer
     raw_request(server, "GET /a%1b%0ab HTTP/1.1\nhost: x\nconnection: close")
     wait_until(lambda: len(lines) == 2)
     pattern = r"127\.0\.0\.1 POST '/v1/completions' 200 \d+\.\d{3} s, 3 tokens read, 6 written in \d rounds, first after \d+\.\d{3} s"
