@@ -63,6 +63,7 @@ setup(
         "specsamp.checkpoints": ["*.json", "assets/*/*", "assets/*/*/*"],
         "specsamp.evaluation": ["jail.json"],
         "specsamp.mesh": ["*.json"],
+        "specsamp.models": ["*.cc"],
         "specsamp.serving": ["*.html"],
         "specsamp.tpu": ["*.json"],
     },

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, headline
+from launch.lib.experiment import Experiment, build, headline, use_few_rows
 from launch.lib.fields import ExperimentConfig
 from launch.lib.machine_choice import for_machine
 from launch.lib.rules import make_rule
@@ -45,6 +45,7 @@ def main() -> None:
     config = _CONFIG.value
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
+    use_few_rows(config, console)
     config = for_machine(config, console)
     with entry.progress(console, "reading the pair"):
         experiment = build(config, ["def main():"])

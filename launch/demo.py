@@ -22,7 +22,7 @@ from rich.text import Text
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, headline
+from launch.lib.experiment import Experiment, build, headline, use_few_rows
 from launch.lib.fields import MACHINE, ExperimentConfig, Int8Fields
 from launch.lib.machine_choice import Calls, best, is_possible
 from specsamp import NoDrafter, chain, temperature, use_compilation_cache
@@ -47,6 +47,7 @@ def main() -> None:
     console = entry.make_console()
     _CONFIG.refuse_fields(["repeats"], "give --passes")
     config = _CONFIG.value
+    use_few_rows(config, console)
     configs = choose(config, console)
     with entry.progress(console, "reading the pair"):
         experiment = build(configs["sampled"], [text.replace("\\n", "\n") for text in _PROMPT.value])

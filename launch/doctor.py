@@ -35,6 +35,7 @@ from specsamp.analysis.report import Table
 from specsamp.checkpoints import public_pair
 from specsamp.doctor import Level, Wanted
 from specsamp.evaluation.head_check import check_head
+from specsamp.models import few_rows
 
 FLAGS_OF = {"machine": (), "head": ("prompts", "tokens", "output"), "names": ("pair", "head", "output")}
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
@@ -70,6 +71,8 @@ def look_at_machine(console: Console) -> int:
         sign, colour = SIGNS[finding.level]
         fix = f"\n{'':<9}{finding.fix}" if finding.fix else ""
         console.print(Text(f"{sign:<9}", style=colour), finding.what + fix, sep="")
+    if known.platform == "cpu" and not known.failed:
+        console.print(Text(f"{SIGNS[Level.FINE][0]:<9}", style="green"), few_rows.build(), sep="")
     return max(finding.level for finding in findings)
 
 

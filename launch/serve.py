@@ -26,7 +26,7 @@ from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, headline, rule_name
+from launch.lib.experiment import Experiment, build, headline, rule_name, use_few_rows
 from launch.lib.fields import ExperimentConfig
 from launch.lib.machine_choice import for_machine
 from launch.lib.rules import make_rule
@@ -95,6 +95,7 @@ def main() -> None:
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
     with bind(_HOST.value, _PORT.value, _TIMEOUT.value) as bound:
+        use_few_rows(config, console)
         config = for_machine(config.turned({"batch": _ROWS.value}), console)
         with entry.progress(console, "reading the pair"):
             experiment = build(config, ["def main():"])

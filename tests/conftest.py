@@ -17,6 +17,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["SPECSAMP_CPU_KERNEL"] = "0"  # of commands: each would build it in a folder of its own
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # of processes that tests start; of this one, see `compilation`
 

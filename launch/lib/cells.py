@@ -17,6 +17,7 @@ from launch.lib.fields import ExperimentConfig, SamplingFields
 from specsamp import machine, storage
 from specsamp.analysis.grid import Cell, Results, describe, measure_cells
 from specsamp.decoding.request import Prompt
+from specsamp.models import few_rows
 
 Point = dict[str, Any]  # values of fields of the configuration
 
@@ -105,9 +106,11 @@ def machine_identity() -> dict[str, Any]:
     """Returns the devices, and the machine of a CPU; an accelerator is the same in any machine."""
     device = jax.devices()[0]
     found = {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()}
-    return {"device": found, "jax": jax.__version__} | (
-        {"machine": machine.host_facts()} if device.platform == "cpu" else {}
-    )
+    own = {"machine": machine.host_facts()} if device.platform == "cpu" else {}
+    own |= (
+        {"few_rows": few_rows.kernel_name()} if few_rows.kernel_name() else {}
+    )  # with this kernel it is as another CPU
+    return {"device": found, "jax": jax.__version__} | own
 
 
 def known_identity(config: ExperimentConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.fields import MACHINE, ExperimentConfig
@@ -23,6 +24,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, encode
 from specsamp.mesh.layout import Layout, make_mesh, mesh_axes
 from specsamp.mesh.sharded import ShardedModel, draft_layout, shard, shard_model, with_attention
+from specsamp.models import few_rows
 from specsamp.models.int8 import decode_weights
 from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.models.transformer import TransformerLM
@@ -51,6 +53,14 @@ class Experiment:
     def configs(self) -> dict[str, Any]:
         """Returns the shapes of the target and of its draft model or head."""
         return {"target": self.pair.target.config, "draft": self.pair.draft_or_head.config}
+
+
+def use_few_rows(config: ExperimentConfig, console: Console) -> None:
+    """Lets a pair on one CPU use the kernel of `specsamp.models.few_rows`, and prints whether it does."""
+    if jax.default_backend() == "cpu" and config.mesh.data * config.mesh.model == 1 and not jax.config.jax_disable_jit:
+        with entry.progress(console, "looking for the kernel of few rows"):
+            found = few_rows.build()
+        console.print(found, style="dim")
 
 
 def build(

@@ -24,6 +24,7 @@ from jax.experimental import serialize_executable
 from specsamp import machine, storage
 from specsamp.compilation_cache import find_compilation_cache
 from specsamp.decoding.loop import Loop
+from specsamp.models import few_rows
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SOURCES = [machine.PACKAGE / name for name in ("sampling", "models", "decoding", "mesh")]  # what programs are made of
@@ -103,9 +104,13 @@ def _digest(kept: bytes) -> bytes:
     return hashlib.sha256(_made_by().encode() + kept).digest()
 
 
-@functools.cache
 def _made_by() -> str:
     """Returns in words what compiles: a program is read only by the same."""
+    return f"{_installed()} {few_rows.kernel_name()}"
+
+
+@functools.cache
+def _installed() -> str:
     versions = platform.python_version(), *map(machine.version, ("jax", "jaxlib", "flax", "numpy"))
     flags = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     known = machine.source_digest(_SOURCES), versions, flags, sorted(jax.config.values.items())

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from specsamp.models import few_rows
 from specsamp.models.int8 import Int8Blocks, Int8Weight, is_int8
 
 Array = jax.Array
@@ -52,11 +53,13 @@ def contract_slice(spec: str, x: Array, stacked: Array | Int8Weight, at: Array, 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _contract(spec, dtype, precision, x, y):
+    if few_rows.takes(spec, x, y):
+        return few_rows.multiply(x, y).astype(dtype)
     return _einsum(spec, precision, x, y.astype(x.dtype), dtype)
 
 
-def _forward(spec, dtype, precision, x, y):
-    return _contract(spec, dtype, precision, x, y), (x, y)
+def _forward(spec, dtype, precision, x, y):  # of what has a gradient
+    return _einsum(spec, precision, x, y.astype(x.dtype), dtype), (x, y)
 
 
 def _backward(spec, dtype, precision, operands, cotangent):
@@ -74,6 +77,8 @@ _contract.defvjp(_forward, _backward)
 
 
 def _int8_sums(spec: str, x: Array, y: Int8Weight) -> Array:
+    if few_rows.takes(spec, x, y.values):
+        return few_rows.multiply(x, y.values)
     # Tied to x, so that the compiler does not convert the matrix ahead of a loop and keep both.
     x, values = jax.lax.optimization_barrier((x, y.values))
 

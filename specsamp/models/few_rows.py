@@ -1,0 +1,146 @@
+"""Products of few rows on a CPU, by a kernel of our own (``few_rows.cc``) that is off until a command builds it.
+
+XLA's CPU backend copies a matrix before it multiplies two rows or more. Without AVX-512, scoring two tokens
+takes twice as long as a step, so that a draft gains little. The kernel reads every weight once for all rows. It is built
+with the machine's C++ compiler by commands (`build`), never by `generate`, and kept beside the compiled programs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp import machine
+from specsamp.compilation_cache import use_compilation_cache
+
+Array = jax.Array
+
+SOURCE = pathlib.Path(__file__).with_suffix(".cc")
+SWITCH = "SPECSAMP_CPU_KERNEL"  # 0: the kernel stays off
+MOST_ROWS = 16  # of a product; XLA multiplies more as fast, and a single float32 row faster
+FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-shared", "-fPIC", "-w")
+SECONDS = 60  # that the compiler has, and the check
+NEAR = 1e-5  # largest difference from NumPy's product, of sums with a variance of about one
+
+_target: str | None = None  # the name under which XLA knows the kernel
+
+
+def build() -> str:
+    """Builds the kernel where it is missing, checks it, and lets products use it; call it before anything is compiled.
+
+    Returns:
+      What holds in this process, in words: that the kernel is used, or why not.
+    """
+    global _target
+    if _target is None:
+        try:
+            path = _library()
+            _target = _register(path)
+        except _Off as reason:
+            return f"XLA's products of few rows: {reason}"
+    return f"products of few rows by a kernel of this machine's compiler, {_target}"
+
+
+def kernel_name() -> str:
+    """Returns the name of the kernel that products use, which tells its source, compiler and CPU; empty: none."""
+    return _target or ""
+
+
+class _Off(Exception):
+    """Says why the kernel is not used."""
+
+
+def _library() -> pathlib.Path:
+    """Returns the file of the kernel for this source, JAX, compiler and CPU, built and checked."""
+    if os.environ.get(SWITCH) == "0":
+        raise _Off(f"{SWITCH}=0")
+    if sys.platform != "linux" or jax.default_backend() != "cpu":
+        raise _Off("the kernel is for CPUs under Linux")
+    compiler, folder = shutil.which(os.environ.get("CXX", "g++")), use_compilation_cache()
+    if compiler is None:
+        raise _Off("there is no C++ compiler (g++, or the environment variable CXX)")
+    if folder is None or not os.access(folder, os.W_OK):
+        raise _Off("no folder for compiled programs can be written")
+    told = _output([compiler, "--version"]), machine.version("jaxlib"), machine.cpu_flags(), FLAGS
+    key = hashlib.sha256(SOURCE.read_bytes() + repr(told).encode()).hexdigest()[:12]
+    path = pathlib.Path(folder, f"specsamp_few_rows_{key}.so")
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            library = os.path.join(made, path.name)
+            _output([compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", os.fspath(SOURCE), "-o", library])
+            _output([sys.executable, "-m", __name__, library])
+            os.replace(library, path)  # whole, or not there
+    return path
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or "").strip().splitlines()
+        raise _Off(f"{os.path.basename(command[0])} failed: {said[-1] if said else error}") from error
+    return done.stdout
+
+
+def _register(path: pathlib.Path) -> str:
+    handler = jax.ffi.pycapsule(ctypes.CDLL(os.fspath(path)).few_rows)
+    jax.ffi.register_ffi_target(path.stem, handler, platform="cpu")
+    return path.stem
+
+
+def takes(spec: str, x: Array, y: Array) -> bool:
+    """Returns whether the kernel is on and is to compute ``einsum(spec, x, y)``: few rows of float32 times a matrix."""
+    if _target is None or y.ndim != 2 or x.dtype != jnp.float32 or y.dtype not in (jnp.float32, jnp.int8):
+        return False
+    fewest = 1 if y.dtype == jnp.int8 else 2
+    is_product = re.fullmatch(r"(\w*)(\w),\2(\w)->\1\3", spec)
+    return bool(is_product) and fewest * y.shape[0] <= x.size <= MOST_ROWS * y.shape[0]
+
+
+def multiply(x: Array, y: Array) -> Array:
+    """Multiplies the last axis of float32 ``x`` by a matrix ``[D, N]`` of float32 or int8; accumulates in float32."""
+    return _multiply(x.reshape(-1, y.shape[0]), y).reshape(*x.shape[:-1], y.shape[1])
+
+
+@jax.custom_batching.custom_vmap
+def _multiply(x_TD: Array, y_DN: Array) -> Array:
+    result = jax.ShapeDtypeStruct((x_TD.shape[0], y_DN.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call(_target, result)(x_TD, y_DN)
+
+
+@_multiply.def_vmap
+def _multiply_each(axis_size: int, in_batched: Sequence[bool], x_TD: Array, y_DN: Array) -> tuple[Array, bool]:
+    axes = [0 if is_batched else None for is_batched in in_batched]
+    return jax.vmap(lambda x, y: x @ y.astype(x.dtype), axes)(x_TD, y_DN), True
+
+
+def check(product: Callable[[Array, Array], Array] = multiply) -> None:
+    """Compares the kernel with NumPy, also for sizes that fill no vector; raises ValueError where they differ."""
+    noise = np.random.default_rng(0)
+    sizes = [(rows, 67, 129) for rows in (*range(1, 10), MOST_ROWS)]
+    for rows, summed, outputs in [*sizes, (4, 512, 1536), (2, 5, 3)]:
+        x_TD = noise.normal(0, summed**-0.5, (rows, summed)).astype(np.float32)
+        for y_DN in (noise.normal(size=(summed, outputs)), noise.integers(-2, 3, (summed, outputs))):
+            y_DN = y_DN.astype(np.float32 if y_DN.dtype == np.float64 else np.int8)
+            gap = np.abs(np.asarray(jax.jit(product)(x_TD, y_DN)) - x_TD @ y_DN.astype(np.float32)).max()
+            if not gap < NEAR:
+                raise ValueError(f"{rows} rows by {summed} x {outputs} of {y_DN.dtype}: off by {gap:.1e}")
+
+
+if __name__ == "__main__":  # in a process of its own, which may crash: checks the library of its argument
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+    _target = _register(pathlib.Path(sys.argv[1]))
+    check()

@@ -1,0 +1,155 @@
+"""The kernel for few rows on a CPU: its numbers, what it leaves to XLA, its threads, and the reasons to stay off."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import generate
+from specsamp.decoding.pair import Pair
+from specsamp.models import few_rows
+from specsamp.models.config import tiny
+from specsamp.models.int8 import Int8Blocks, quantise
+from specsamp.models.products import contract
+from specsamp.models.transformer import TransformerLM
+from support.weights import drawn_params
+
+SPEC = "BTD,DX->BTX"
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The kernel, built once for the tests of this file."""
+    folder = tmp_path_factory.mktemp("kernel")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(few_rows, "use_compilation_cache", lambda: str(folder))
+        patch.setattr(few_rows, "_target", None)
+        patch.delenv(few_rows.SWITCH, raising=False)
+        assert "by a kernel" in few_rows.build()
+        assert [path.suffix for path in folder.iterdir()] == [".so"], "and nothing half made"
+        yield few_rows.kernel_name()
+
+
+@pytest.fixture
+def used(library, monkeypatch):
+    monkeypatch.setattr(few_rows, "_target", library)
+
+
+def drawn(*shape):
+    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32))
+
+
+def calls_of(function, *arguments):
+    return str(jax.make_jaxpr(function)(*arguments)).count("ffi_call")
+
+
+def test_its_numbers_are_checked(used):
+    few_rows.check()
+    with pytest.raises(ValueError, match="1 rows by 67 x 129 of float32: off by"):
+        few_rows.check(lambda x, y: few_rows.multiply(x, y) + 1e-4)
+    with pytest.raises(ValueError, match="3 rows by 67 x 129 of int8: off by"):
+        few_rows.check(lambda x, y: few_rows.multiply(x, y) * (1 + (len(x) == 3) * (y.dtype == np.int8)))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16"])
+def test_products_take_it_for_few_rows(used, rows, dtype):
+    x_BTD, y_DX = drawn(1, rows, 24), drawn(24, 40)
+    if dtype == "bfloat16":
+        x_BTD = x_BTD.astype(dtype)
+    if dtype == "int8":
+        y_DX = quantise(y_DX, (0,))
+        y_DX = Int8Blocks(y_DX.values, y_DX.scale)
+    few = {"float32": 2 <= rows <= 16, "int8": rows <= 16, "bfloat16": False}[dtype]
+    assert calls_of(lambda x: contract(SPEC, x, y_DX), x_BTD) == few
+    expected = x_BTD.astype(jnp.float32) @ (y_DX.values * y_DX.scale if dtype == "int8" else y_DX)
+    tolerance = 0.1 if dtype == "bfloat16" else 1e-4
+    np.testing.assert_allclose(contract(SPEC, x_BTD, y_DX).astype(jnp.float32), expected, atol=tolerance)
+
+
+def test_training_and_vmap_keep_xlas_product(used):
+    x_BTD, y_DX = drawn(1, 4, 24), drawn(24, 40)
+    assert calls_of(lambda x: contract(SPEC, x, y_DX), x_BTD) == 1
+    assert calls_of(jax.grad(lambda y: contract(SPEC, x_BTD, y).sum()), y_DX) == 0
+    each = jax.vmap(lambda x: contract(SPEC, x, y_DX))
+    assert calls_of(each, x_BTD[None]) == 0
+    np.testing.assert_allclose(each(x_BTD[None])[0], contract(SPEC, x_BTD, y_DX), atol=1e-4)
+
+
+def test_greedy_texts_are_those_without_it(library, monkeypatch):
+    def lm(width):
+        return TransformerLM(tiny(vocab_size=32, width=width, num_layers=2, num_heads=2, positions="rotary"), "cpu")
+
+    pair = Pair(target=lm(32), target_params=drawn_params(lm(32), 0), draft=lm(16), draft_params=drawn_params(lm(16), 1))
+    texts = []
+    for target in (None, library):
+        monkeypatch.setattr(few_rows, "_target", target)
+        jax.clear_caches()
+        found = generate(pair, [[1, 2, 3], [4]], 24, draft_length=3, stop=[])
+        texts.append([text.tokens for text in found])
+    assert texts[0] == texts[1]
+    jax.clear_caches()
+
+
+def test_a_pool_of_one_thread_and_eight_devices_come_to_an_end(library):
+    """A handler that waited for a task of the pool that has not begun would wait forever."""
+    code = f"""
+import jax, numpy as np
+from specsamp.models import few_rows
+few_rows.build()
+assert few_rows.kernel_name(), few_rows.build()
+multiply = jax.jit(few_rows.multiply)
+x, y = np.ones((4, 256), np.float32), np.ones((256, 2048), np.float32)
+placed = [jax.device_put((x, y), device) for device in jax.devices()]
+assert len(placed) == 8
+for _ in range(20):
+    for result in [multiply(*each) for each in placed]:
+        assert (np.asarray(result) == 256).all()
+"""
+    flags = "--xla_force_host_platform_device_count=8"
+    environment = os.environ | {few_rows.SWITCH: "1", "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])\n{code}"]
+    subprocess.run(command, env=environment, timeout=120, check=True)
+
+
+@pytest.mark.parametrize(
+    "name, value, match",
+    [
+        (few_rows.SWITCH, "0", "SPECSAMP_CPU_KERNEL=0"),
+        ("CXX", "no-such-compiler", "no C.. compiler"),
+        ("CXX", "false", "false failed"),
+        ("folder", None, "no folder"),
+        ("FLAGS", ("-fno-such-flag",), "fno-such-flag"),
+        ("SECONDS", 0.001, "timed out"),
+    ],
+)
+def test_it_stays_off_and_says_why(monkeypatch, tmp_path, name, value, match):
+    folder = None if name == "folder" else str(tmp_path)
+    monkeypatch.setattr(few_rows, "use_compilation_cache", lambda: folder)
+    monkeypatch.setattr(few_rows, "_target", None)
+    monkeypatch.delenv(few_rows.SWITCH, raising=False)
+    if hasattr(few_rows, name):
+        monkeypatch.setattr(few_rows, name, value)
+    elif name != "folder":
+        monkeypatch.setenv(name, value)
+    said = few_rows.build()
+    assert said.startswith("XLA's products of few rows: ") and "\n" not in said
+    assert re.search(match, said), said
+    assert not few_rows.kernel_name() and not list(tmp_path.iterdir())
+    assert calls_of(lambda x, y: contract(SPEC, x, y), drawn(1, 4, 8), drawn(8, 8)) == 0
+
+
+def test_a_kernel_whose_numbers_are_wrong_is_not_used(monkeypatch, tmp_path):
+    wrong = tmp_path / "few_rows.cc"
+    wrong.write_text(few_rows.SOURCE.read_text().replace("T; t++) total[t][v] += x", "T; t++) total[t][v] -= x"))
+    monkeypatch.setattr(few_rows, "SOURCE", wrong)
+    monkeypatch.setattr(few_rows, "use_compilation_cache", lambda: str(tmp_path))
+    monkeypatch.setattr(few_rows, "_target", None)
+    monkeypatch.delenv(few_rows.SWITCH, raising=False)
+    assert "off by" in few_rows.build()
+    assert not few_rows.kernel_name() and not list(tmp_path.glob("*.so"))
