@@ -127,14 +127,9 @@ class Batch:
         """Returns how many rows decode a text."""
         return len(self.running) - self.running.count(None)
 
-    def compile(self, all_sizes: bool = False) -> None:
-        """Compiles what the first requests need, or all sizes and all changes of the size."""
-        programs = [self._sizes[0], Chunks(self._sizes[0].slots)]
-        if all_sizes:
-            programs += [*self._sizes, *map(Chunks, self._all_slots)]
-            programs += [Resize(old, new) for old in self._sizes for new in self._sizes if old != new]
-            programs += [ScoreChunks(slots, size) for slots in self._all_slots for size in self._chunks]
-        for program in programs:
+    def compile(self) -> None:
+        """Compiles what the first requests need."""
+        for program in (self._sizes[0], Chunks(self._sizes[0].slots)):
             self.programs.make(program)
 
     def fill(self) -> None:
@@ -209,9 +204,9 @@ class Batch:
         """Hands a text that has ended to a learner, and takes the draft's parameters that it returns."""
         params = learner((*request.prompt, *text.tokens))
         if params is not None:
-            self._draft_params = params
-            self._engines = {slots: engine.with_draft(params) for slots, engine in self._engines.items()}
-            self._engine = self._engines[self._engine.slots]
+            self._draft_params, self._engine = params, self._engine.with_draft(params)
+            self._engines = {self._engine.slots: self._engine}
+            self._held.clear()  # what other rows hold is the old draft's
 
     def free(self) -> None:
         """Gives the memory of the caches back; nothing may be running."""

@@ -53,7 +53,8 @@ def generate_many(
       log: a file of completions, or its path: completions are added to it, and are not decoded again by the next run.
         With a path, all parameters are read once, so that a file of other parameters is refused.
       learner: gets each text that has ended and may return new parameters of the draft model, such as
-        `specsamp.training.online.DraftLearner`. Texts keep their distribution; which text a seed gives changes.
+        `specsamp.training.online.DraftLearner`. Texts keep their distribution; which text a seed gives changes. Do not
+        decode again with this seed and prompt ids: their noise has formed the draft.
 
     Returns:
       An iterator of completions, whose `Queue.usage` says how busy the rows were.
@@ -66,6 +67,10 @@ def generate_many(
     method = make_method(pair, **decoding)
     check_learner(learner, method)
     requests = make_requests(pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids)
+    if learner is not None and len({request.prompt_id for request in requests}) < len(requests):
+        raise ValueError(
+            "prompt_ids repeat, with a learner: the noise of an id may meet one draft only, so leave them out"
+        )
     num_samples = validate.integer("num_samples", num_samples, 1)
     validate.integer("prompts times num_samples", len(requests) * num_samples, 1, MAX_TEXTS)
     requests = with_samples(requests, num_samples)
@@ -124,11 +129,10 @@ class Queue(Iterator[Completion]):
             self._log.close()
 
     def _completion(self, request: Request, text: RowText) -> Completion:
-        """Returns the result of a text that has ended, from which the draft may learn."""
+        """Returns the result of a text that has ended."""
         completion = Completion.of(request, text, self._engine.method)
         if self._learner is None:
             return completion
-        self.batch.learn(self._learner, request, text)
         return dataclasses.replace(completion, row_independent=self._engine.method.rule.draft_independent)
 
     def _decode(self, ended: list[Completion]) -> Iterator[Completion]:
@@ -149,8 +153,17 @@ class Queue(Iterator[Completion]):
                 ended = []
                 if not is_running:
                     return
-                for request, text in batch.collect(self._engine.text):
-                    if text.finish != Finish.RUNNING:
-                        ended.append(self._completion(request, text))
+                found = [
+                    (request, text)
+                    for request, text in batch.collect(self._engine.text)
+                    if text.finish != Finish.RUNNING
+                ]
+                ended = [self._completion(request, text) for request, text in found]
+                for request, text in found if self._learner is not None else ():
+                    batch.learn(self._learner, request, text)
+        except BaseException:
+            for completion in ended if self._log is not None else ():  # of a learner that fails, they are not lost
+                self._log.add(completion)
+            raise
         finally:
             self._free()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +99,8 @@ class Service:
       batch: its rows and their counts; the service's thread changes it.
       method: drafter and rule of all requests.
       context: the most tokens of a prompt and its text together.
-      learner: whom the draft learns from, or None; texts do not repeat by their seed then.
+      learner: gets each text that has ended, so that the draft learns; None: it does not, or the learner has failed.
+      repeats: whether a seed gives the same text again: not while a draft learns, unless the rule ignores drafts.
       capacity: the most texts that run or wait; max_per_client: those of one client.
     """
 
@@ -138,7 +140,7 @@ class Service:
         rounds = validate.integer("rounds_per_slice", rounds_per_slice, 1)
         self.pair, self.method = pair, make_method(pair, method=validate.instance("method", method, Method, EXAMPLE))
         check_learner(learner, method)
-        self.learner = learner
+        self.learner, self.repeats = learner, learner is None or method.rule.draft_independent
         self.context = context_of(pair, method.drafter, "context", context)
         self._stop_ids = sorted(make_stops(pair, None).ids)
         self._engine = self._make_engine(rows)
@@ -171,9 +173,9 @@ class Service:
         )
         return dataclasses.replace(engine, own_lengths=hooks_of(self.method.drafter).depth is None)
 
-    def compile(self, all_sizes: bool = False) -> None:
-        """Compiles what the first requests need, or all that requests may need: the rest follows when it is wanted."""
-        self.batch.compile(all_sizes)
+    def compile(self) -> None:
+        """Compiles what the first requests need; the rest follows when requests want it."""
+        self.batch.compile()
 
     def start(self) -> None:
         """Begins to take requests."""
@@ -191,11 +193,6 @@ class Service:
         if self._thread.is_alive():
             self._thread.join()
         self.batch.programs.close()
-
-    @property
-    def repeats(self) -> bool:
-        """Returns whether a seed gives the same text again: not while the draft learns, unless the rule ignores drafts."""
-        return self.learner is None or self.method.rule.draft_independent
 
     @property
     def unfinished(self) -> int:
@@ -250,6 +247,9 @@ class Service:
         if count > self.capacity:
             raise ValueError(f"{count} texts are asked for, of {self.capacity} that are taken at a time: ask for fewer")
         self._check_room(count, client)  # before prompts are encoded, which takes time
+        if not self.repeats:
+            # The noise of a seed may have met another draft. Text that depends on both has not the target's distribution.
+            seed = secrets.randbits(64)
         method = self.method if sampling is None else dataclasses.replace(self.method, sampling=sampling)
         prompts = encode(self.pair, prompts)
         budgets = [self._budget(index, len(tokens), max_new_tokens) for index, tokens in enumerate(prompts)]
@@ -347,13 +347,22 @@ class Service:
                 request.answer.first = now
         for request, text in found:
             if text is not None and (request.answer.is_streamed or text.finish != Finish.RUNNING):
-                if self.learner is not None and text.finish != Finish.RUNNING:
-                    batch.learn(self.learner, request, text)
                 chunk = Chunk.of(request, text, self.method)
                 if chunk is not None and chunk.finish is not None and request.answer.is_scored:
                     self._to_score.append((request, chunk))
                 elif chunk is not None:
                     request.answer.send(chunk)
+                if text.finish != Finish.RUNNING:
+                    self._learn(request, text)
+
+    def _learn(self, request: Request, text: RowText) -> None:
+        """Lets the draft learn from a text that was sent; a learner that fails is left out from now on."""
+        if self.learner is not None:
+            try:
+                self.batch.learn(self.learner, request, text)
+            except Exception:
+                logging.exception("the draft learns no more")
+                self.learner = None
 
     def _score_next(self) -> None:
         """Scores a chunk of the first text that waits for it."""

@@ -4,7 +4,7 @@
     for completion in generate_many(pair, prompts, learner=learner): ...
 
 Texts follow the target whatever the draft proposes, so only speed changes, and which text a seed gives: `CoupledRule` alone
-writes the same text with any draft.
+writes the same text with any draft. Noise that has formed a draft must not be drawn again with it: a seed is used once.
 """
 
 from __future__ import annotations
@@ -65,6 +65,6 @@ class DraftLearner:
         windows_ABT = self._tokens[:size].reshape(self._config.microbatches, -1, self._length + 1)
         self._tokens = self._tokens[size:]
         self.state, numbers = self._update(self.state, self._teacher, windows_ABT)
-        check_finite(len(self.losses) + 1, {"loss": float(numbers["loss"])}, None)
+        check_finite(len(self.losses) + 1, {name: float(value) for name, value in numbers.items()}, None)
         self.losses.append(float(numbers["loss"]))
         return jax.tree.map(jax.numpy.copy, self.state.params)  # the next update takes the state's own memory

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -136,14 +137,21 @@ class Rollouts:
 
     def __init__(self, pair: Pair, prompts: Sequence[Prompt], config: RolloutConfig, **decoding: Unpack[Decoding]):
         """Checks everything that can be wrong before the first step; raises ValueError for it."""
-        if decoding.get("sampling") is not None:
-            raise ValueError("texts are sampled at config.temperature alone: leave sampling out")
+        if {"sampling", "method"} & {name for name, value in decoding.items() if value is not None}:
+            raise ValueError(
+                "texts are sampled at config.temperature alone: leave sampling and method out, and name drafter or rule"
+            )
         decoding |= dict(sampling=temperature(config.temperature), require_exact=True)
         method = make_method(pair, **decoding)
         count = validate.integer("prompts of a step (policy.batch / group)", config.policy.batch // config.group, 1)
         if len(prompts) < count:
             raise ValueError(
                 f"a step takes {count} prompts and there are {len(prompts)}: lower policy.batch, or give more"
+            )
+        if config.draft is not None and (method.drafter.weights_key is None or pair.vocabulary is not None):
+            raise ValueError(
+                f"config.draft was given, but {type(method.drafter).__name__} has no draft of the target's tokens that could "
+                "learn: leave it out"
             )
         self.prompts, self._config = prompts, config
         self._requests = make_requests(pair, method, prompts, config.max_new_tokens)
@@ -174,8 +182,7 @@ class Rollouts:
     def texts(self, completions: Sequence[Completion], rewards: Sequence[float]) -> Texts:
         """Returns completions as arrays, with the advantages that follow from their rewards."""
         shape = len(completions), self.length
-        fill = getattr(self._engine.pair.tokenizer, "eos_id", None) or 0
-        tokens_BT = np.full((shape[0], shape[1] + 1), fill, np.int32)
+        tokens_BT = np.zeros((shape[0], shape[1] + 1), np.int32)
         log_probs_BT, emitted_BT = np.zeros(shape, np.float32), np.zeros(shape, bool)
         for row, text in enumerate(completions):
             prompt = self._requests[text.prompt_index].prompt
@@ -189,6 +196,11 @@ class Rollouts:
             emitted_BT=emitted_BT,
             advantages_B=advantages(rewards, self._config.group),
         )
+
+    def windows(self, completions: Sequence[Completion]) -> np.ndarray:
+        """Returns the texts end to end, int32 ``[B, T + 1]``, again from the first where they end: padding teaches nothing."""
+        texts = [(*self._requests[text.prompt_index].prompt, *text.tokens) for text in completions]
+        return np.resize(np.concatenate(texts).astype(np.int32), (len(texts), self.length + 1))
 
 
 def _weights(target: Any, drafter: Any, slots: int, params: Any, draft_params: Any) -> Weights:
@@ -242,7 +254,9 @@ def learn(
     if (config.draft is None) != (draft_task is None):
         raise ValueError("config.draft and draft_task were not given together: a draft that learns needs both")
     rollouts, folder, console = Rollouts(pair, prompts, config, **decoding), storage.place(folder), console or Console()
+    told = repr((draft_task, sorted(decoding.items()), list(prompts)))
     recorded = {"rollouts": dataclasses.asdict(config), "prompts": len(prompts)}
+    recorded["sha256_of_task_decoding_prompts"] = hashlib.sha256(told.encode()).hexdigest()
     check_run(folder, recorded)
     storage.write_json(folder / "run.json", recorded)
     num_tokens = getattr(pair.tokenizer, "vocab_size", pair.target.vocab_size)
@@ -262,7 +276,8 @@ def learn(
             if not texts.advantages_B.any():
                 progress.note(f"step {step + 1}: all texts of each prompt have the same reward, and teach nothing")
             rewarded = time.perf_counter()
-            state, numbers = _learn_from(texts, state, tasks, config, ids)
+            windows = rollouts.windows(completions)
+            state, numbers = _learn_from(texts, windows, state, tasks, config, ids)
             check_finite(step + 1, numbers, checkpoints.latest)
             numbers |= {"reward": float(np.mean(rewards)), **_counts(completions)}
             numbers |= {"seconds_sampling": sampled - begin, "seconds_learning": time.perf_counter() - rewarded}
@@ -292,14 +307,14 @@ def _first_state(pair: Pair, tasks: tuple[Task, Task | None], config: RolloutCon
 
 
 def _learn_from(
-    texts: Texts, state: Learned, tasks: tuple[Task, Task | None], config: RolloutConfig, ids: Any
+    texts: Texts, windows: Any, state: Learned, tasks: tuple[Task, Task | None], config: RolloutConfig, ids: Any
 ) -> tuple[Learned, dict[str, float]]:
-    """Makes an update of the policy, and then of the draft if it learns; returns what they measured."""
+    """Makes an update of the policy, and then of the draft, if it learns, on windows of texts; returns what they measured."""
     (policy_task, draft_task), draft, of_draft = tasks, state.draft, {}
     policy, numbers = _update(policy_task, config.policy, state.policy, None, texts)
     if draft_task is not None:
         teacher = draft_task.teacher(policy.params, ids)
-        draft, of_draft = _update(draft_task, config.draft, draft, teacher, texts.tokens_BT)
+        draft, of_draft = _update(draft_task, config.draft, draft, teacher, windows)
     numbers |= {f"draft/{name}": value for name, value in of_draft.items()}
     return Learned(policy=policy, draft=draft), {name: float(value) for name, value in numbers.items()}
 
@@ -333,9 +348,8 @@ def _restored(state: Learned, checkpoints: Checkpoints) -> Learned:
     """Returns the state of the latest checkpoint, or ``state`` where there is none."""
     if checkpoints.latest is None:
         return state
-    shapes = jax.eval_shape(lambda: (state.policy.params, _rest(state)))
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+    fresh = state.policy.params, _rest(state)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh)
     saved = checkpoints.restore(params=shapes[0], rest=shapes[1])
     step, opt_state, draft = saved["rest"]
     return Learned(policy=TrainState(step=step, params=saved["params"], opt_state=opt_state), draft=draft)

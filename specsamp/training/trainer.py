@@ -114,8 +114,11 @@ class TrainState:
 
 
 def init_state(task: Task, config: TrainConfig, params: Any = None, teacher_params: Any = None) -> TrainState:
-    """Builds the state of step 0, from a copy of ``params`` or from the task's initial parameters."""
-    params = task.init(run_key(config), teacher_params) if params is None else jax.tree.map(jnp.copy, params)
+    """Builds the state of step 0, from a float32 copy of ``params`` or from the task's initial parameters."""
+    if params is None:
+        params = task.init(run_key(config), teacher_params)
+    else:
+        params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=config.optimizer().init(params))
 
 

@@ -21,6 +21,7 @@ from specsamp.serving.service import Service
 from support.extras import slow_but
 from support.fakes import random_table
 from support.heads import LayeredTable, eagle3
+from support.services import compile_all
 from support.weights import drawn_params
 
 CONTEXT, K, V = 112, 3, 50
@@ -159,7 +160,7 @@ def test_a_long_prompt_delays_a_running_text_by_one_chunk(monkeypatch):
     monkeypatch.setattr(Engine, "run", lambda *of: (events.append("r"), run(*of))[1])
     monkeypatch.setattr(Engine, "extend", lambda *of: (events.append("e"), extend(*of))[1])
     with Texts(rows=2, in_background=False) as texts:
-        texts.service.compile(all_sizes=True)
+        compile_all(texts.service.batch)
         monkeypatch.setattr(texts.batch, "_chunks", (16,))
         events.clear()
         texts.ask([1], 80)

@@ -12,7 +12,7 @@ from specsamp.serving.batch import Batch
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Failed, Service
 from support.fakes import compiled_programs
-from support.services import CONTEXT, PAIR, WARPS, alone, make_service
+from support.services import CONTEXT, PAIR, WARPS, alone, compile_all, make_service
 
 METHOD = Method(drafter=NoDrafter(), sampling=make_warp({}, WARPS))
 
@@ -20,7 +20,7 @@ METHOD = Method(drafter=NoDrafter(), sampling=make_warp({}, WARPS))
 @pytest.fixture(scope="module")
 def service():
     made = make_service()
-    made.compile(all_sizes=True)
+    compile_all(made.batch)
     made.start()
     yield made
     made.close()

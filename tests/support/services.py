@@ -9,6 +9,7 @@ import time
 
 from specsamp import generate
 from specsamp.decoding.method import make_method
+from specsamp.serving.background import Chunks, Resize, ScoreChunks
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support.byte_tokenizer import ByteTokenizer
@@ -48,6 +49,15 @@ def alone(prompts, budget, temperature=0.0, top_p=1.0, stop=(), num_samples=1, *
     for index, prompt in enumerate(prompts):
         done += generate(PAIR, [prompt], budget, num_samples=ROWS, prompt_ids=[index], **options)[:num_samples]
     return done
+
+
+def compile_all(batch):
+    """Compiles all sizes, all changes of the size, and all scores, which requests may want."""
+    programs = [*batch._sizes, *map(Chunks, batch._all_slots)]
+    programs += [Resize(old, new) for old in batch._sizes for new in batch._sizes if old != new]
+    programs += [ScoreChunks(slots, size) for slots in batch._all_slots for size in batch._chunks]
+    for program in programs:
+        batch.programs.make(program)
 
 
 class Gate:

@@ -123,6 +123,31 @@ def test_a_service_takes_a_learner():
     assert len(learns.losses) >= 8 and learns.losses[-1] < learns.losses[0]
 
 
+def test_a_learner_that_fails_ends_the_learning_and_no_text(caplog):
+    def fails(tokens):
+        raise FloatingPointError("planted")
+
+    found, method = [], Method(drafter=ModelDrafter(PAIR.draft, 3), sampling=SAMPLING)
+    service = Service(PAIR, method, rows=4, context=64, learner=fails)
+    service.start()
+    service.ask(PROMPTS[:4], BUDGET, deliver=found.append, ignore_eos=True, sampling=SAMPLING)
+    while service.unfinished:
+        time.sleep(0.01)
+    service.close()
+    service.join()
+    assert [chunk.finish for chunk in found] == ["length"] * 4
+    assert service.learner is None and not service.repeats and "learns no more" in caplog.text
+
+
+def test_texts_before_a_learner_that_fails_are_in_the_log(tmp_path):
+    def fails(tokens):
+        raise FloatingPointError("planted")
+
+    with pytest.raises(FloatingPointError, match="planted"):
+        many(fails, log=tmp_path / "texts.jsonl")
+    assert len((tmp_path / "texts.jsonl").read_text().splitlines()) > 1
+
+
 def test_updates_end_at_the_last_step():
     learns = DraftLearner(PAIR, TrainConfig(steps=1, batch=1, warmup_steps=0), 2)
     assert learns([1, 2]) is None and learns([3, 4]) is not None and learns([1, 2, 3, 4, 5, 0]) is None
@@ -137,6 +162,7 @@ def test_updates_end_at_the_last_step():
         ),
         ("draft model .* no draft", lambda: DraftLearner(Pair(target=PAIR.target, target_params=()), CONFIG)),
         ("length .* 0", lambda: learner(0)),
+        ("prompt_ids repeat", lambda: many(changing(), prompt_ids=[0] * len(PROMPTS))),
         ("NgramDrafter", lambda: many(changing(), drafter=NgramDrafter(K=3), draft_length=None)),
         (
             "EarlyExitDrafter",

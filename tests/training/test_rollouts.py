@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDrafter
 from specsamp.decoding.generate import generate
+from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.request import with_samples
+from specsamp.decoding.request import make_requests, with_samples
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.lossy import Lenience
+from specsamp.sampling.rejection import BlockRule
 from specsamp.sampling.warp import chain, log_probs, temperature, top_k
 from specsamp.training.feature_heads import TrainHead
 from specsamp.training.rollouts import PolicyGradient, RolloutConfig, Rollouts, Texts, advantages, learn
@@ -44,6 +47,7 @@ def optimizer(steps=4, rate=3e-2, batch=8, **fields):
 
 
 CONFIG = RolloutConfig(policy=optimizer(), group=4, max_new_tokens=BUDGET, temperature=0.7, rows=3)
+LEARNS = dataclasses.replace(CONFIG, draft=optimizer())
 PAIR = pair_of()
 
 
@@ -119,22 +123,43 @@ def test_a_row_in_flight_would_follow_the_old_policy():
         assert (np.abs(np.array(text.log_probs) - expected).max() < 1e-5) == is_sound
 
 
-def test_steps_have_prompts_and_noise_of_their_own():
+def test_steps_have_noise_of_their_own():
+    rollouts = Rollouts(PAIR, PROMPTS, dataclasses.replace(CONFIG, policy=optimizer(batch=16)), draft_length=2)
+    first, again, second = (rollouts.sample(step, PAIR.target_params, PAIR.draft_params) for step in (0, 0, 1))
+    assert [text.tokens for text in first] == [text.tokens for text in again]
+    for step in (first, second):
+        assert [text.sample_index for text in step] == [0, 1, 2, 3] * 4
+        assert len({text.prompt_index for text in step[::4]}) == 4
+    for index in range(4):
+        one, other = ([text.tokens for text in step if text.prompt_index == index] for step in (first, second))
+        assert all(x != y for x, y in zip(one, other)) and len(set(map(tuple, one))) > 1
+
+
+def test_steps_take_other_prompts():
     rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2)
-    sample = [
-        [
-            (text.prompt_index, text.sample_index, text.tokens)
-            for text in rollouts.sample(step, PAIR.target_params, PAIR.draft_params)
-        ]
-        for step in (0, 0, 1, 2)
-    ]
-    assert sample[0] == sample[1]
-    by_prompt = [{tuple(tokens) for index, _, tokens in step if index == 0} for step in sample[1:]]
-    assert len(sample[0]) == 8 and len({tuple(tokens) for _, _, tokens in sample[0]}) > 4
-    assert not by_prompt[0] & by_prompt[1] or not by_prompt[0] & by_prompt[2] or not by_prompt[1]
-    assert [index for index, *_ in sample[0]] == sorted(
-        [i for i, *_ in sample[0]], key=[i for i, *_ in sample[0]].index
-    )
+    steps = [rollouts.sample(step, PAIR.target_params, PAIR.draft_params) for step in range(6)]
+    assert len({frozenset(text.prompt_index for text in step) for step in steps}) > 2
+
+
+def test_windows_hold_texts_and_no_padding():
+    rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2)
+    completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
+    flat = np.concatenate([[*PROMPTS[text.prompt_index], *text.tokens] for text in completions])
+    windows = rollouts.windows(completions)
+    assert windows.shape == (8, rollouts.length + 1) and windows.dtype == np.int32
+    assert windows.size > len(flat), "what padding would fill"
+    np.testing.assert_array_equal(windows.reshape(-1), [*flat, *flat][: windows.size])
+
+
+@pytest.mark.parametrize("options", [dict(stop=[3]), dict(rule=BlockRule())])
+def test_stop_tokens_and_block_rule_keep_the_log_probabilities(options):
+    rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2, **{k: v for k, v in options.items() if k == "rule"})
+    if "stop" in options:
+        stops = make_requests(PAIR, rollouts._engine.method, PROMPTS, BUDGET, stop=options["stop"])
+        rollouts._requests = stops
+    completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
+    assert ("stop" in options) == any(len(text.tokens) < BUDGET for text in completions)
+    assert gap(PAIR.target_params, rollouts.texts(completions, range(8))) < 1e-5
 
 
 def test_advantages():
@@ -204,6 +229,8 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whol
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match="temperature was 0.7, is 0.8"):
         run(tmp_path, dataclasses.replace(CONFIG, temperature=0.8))
+    with pytest.raises(ValueError, match="decoding_prompts was"):
+        run(tmp_path, draft_length=1)
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])
@@ -262,6 +289,12 @@ REFUSED = [
     ("8 prompts.* 4", lambda: Rollouts(PAIR, PROMPTS, dataclasses.replace(CONFIG, policy=optimizer(batch=32)))),
     ("lossy", lambda: Rollouts(PAIR, PROMPTS, CONFIG, rule=Lenience(0.5))),
     ("temperature alone", lambda: Rollouts(PAIR, PROMPTS, CONFIG, sampling=chain(temperature(0.7), top_k(5)))),
+    (
+        "leave .* method out",
+        lambda: Rollouts(PAIR, PROMPTS, CONFIG, method=Method(drafter=ModelDrafter(PAIR.draft, 2))),
+    ),
+    ("config.draft .* NgramDrafter", lambda: Rollouts(PAIR, PROMPTS, LEARNS, drafter=NgramDrafter(2))),
+    ("config.draft .* EarlyExit", lambda: Rollouts(PAIR, PROMPTS, LEARNS, drafter=EarlyExitDrafter(PAIR.target, 1, 2))),
     ("both", lambda: run("unused", draft_task=TrainModel(lm(8), PAIR.target))),
 ]
 
