@@ -92,12 +92,9 @@ def result(ratio, split=SPLIT):
     )
 
 
-def test_efficiency_is_the_share_of_what_theory_allows():
-    point = speedup.point_of("token", result(1.2))
-    assert math.isclose(point["efficiency"], 1.2 / (expected_tokens(9 / 16, 2) / 1.7))
-    assert point["costs"] == {"target_step": 4.0, "draft_call": 0.75, "score": 5.0}
-    with pytest.raises(ValueError, match="calls of a round"):
-        speedup.point_of("token", result(1.2, split=None))
+def test_theory_allows_what_acceptance_and_calls_give():
+    assert math.isclose(result(1.2).allowed_speedup, expected_tokens(9 / 16, 2) / 1.7)
+    assert result(1.2, split=None).allowed_speedup is None
 
 
 def test_several_measurements_of_a_setting_are_a_range():
