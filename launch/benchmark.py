@@ -35,7 +35,7 @@ from launch.lib.cells import (
     turned,
 )
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import build, headline
+from launch.lib.experiment import build, headline, use_few_rows
 from launch.lib.fields import ExperimentConfig
 from launch.lib.machine_choice import for_machine
 from specsamp import use_compilation_cache
@@ -75,6 +75,7 @@ def main() -> None:
     points = [point for texts in grids for point in parse_grid([*texts, *_GRID.value])]
     if _TRACE.value and len(points) > 1:
         raise ValueError(f"--trace is of one cell, and {len(points)} are asked for: choose one")
+    use_few_rows(config, console)
     config = for_machine(config, console)
     configs = turned(config, points)  # all are checked before weights are read
     entry.check_output(_OUTPUT.value)

@@ -21,7 +21,7 @@ import specsamp
 from launch.lib import entry
 from launch.lib.cells import machine_identity, measure_missing, pair_identity, read_prompts
 from launch.lib.config import CHECKOUT, ConfigFlag, meant
-from launch.lib.experiment import build, headline
+from launch.lib.experiment import build, headline, use_few_rows
 from launch.lib.fields import ExperimentConfig
 from specsamp import storage, use_compilation_cache, validate
 from specsamp.analysis import figures, grid, report
@@ -175,6 +175,7 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
     entry.check_output(options.output)
     study.prepare(options)
     if options.config is not None:
+        use_few_rows(options.config, console)
         options.experiment = build(options.config, read_prompts(options.prompts))
         console.print(headline(options.experiment, study.question))
         use_compilation_cache()

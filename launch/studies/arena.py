@@ -30,6 +30,7 @@ from specsamp.analysis.workload import Quartiles, Workload, decoders, take_turns
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.decoding.method import Method
+from specsamp.models import few_rows
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
 
@@ -153,6 +154,7 @@ def timed(run: Run, prompt: list[int], T: float) -> tuple[float, list[int]]:
 
 def measure(options: Any, key: Any, say: Any) -> dict[str, Any]:
     """Decodes the prompts with every engine in turn, greedily and sampled."""
+    few_rows.build()
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, LLAMA["vocab_size"] - 1, PROMPT).tolist() for _ in range(options.prompts)]
     with tempfile.TemporaryDirectory() as folder:

@@ -32,6 +32,7 @@ from specsamp.analysis.workload import take_turns
 from specsamp.checkpoints.trained_pair import load_prompts
 from specsamp.decoding.request import encode
 from specsamp.evaluation.tasks import load_task
+from specsamp.models import few_rows
 
 TABLES = {"batches": "refill", "endpoint": "serve_load"}
 PAIR, K, ROWS, CLIENTS = "python", 3, 8, (1, 4, 8, 16)
@@ -117,6 +118,7 @@ def endpoint(options: Any, say: Say) -> dict[str, Any]:
 
 def by_generate(length: int, options: Any) -> float:
     """Returns the tokens a second of the same prompts, one at a time."""
+    few_rows.build()  # as the server does
     pair, prompts = load_pair(PAIR), load_prompts(PAIR)
     settings = {"sampling": chain(temperature(0.8), top_p(0.95)), "draft_length": length}
     for _ in range(2):  # the first time compiles
