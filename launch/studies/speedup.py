@@ -26,28 +26,26 @@ DISTRIBUTIONS = {
 DRAFT_LENGTH = trained_pair.get_config().draft_length
 
 
-def headline(chosen: Document, speedup: Document, grid: Document, slices: Document) -> Table:
+def headline(slices: Document, *chosen: Document) -> Table:
     """Returns the numbers of the first screen of the main README.
 
     Args:
-      chosen: cells with the draft length that was chosen for the machine.
-      speedup, grid: measurements with the draft length of the configuration, on another machine.
+      slices: compiled programs of the paper's pair.
+      chosen: cells of several machines, each with the draft length that was chosen for the machine.
     """
-    sizes = " + ".join(f"{streamed(speedup['models'][side]) / 1e6:.1f}M" for side in ("target", "draft"))
     rows = []
-    for key, result in answers(chosen):
-        turns = chosen["cells"][0]["workload"]["repeats"]
-        where = f"{sizes} parameters, float32, batch 1, {cpu_of(chosen)}, {turns} turns over 20 prompts"
-        if key["temperature"] == 0:
-            where += f"; greedy tokens equal in {result['same_tokens']} of {turns}"
-        length = f"K = {key['draft_length']} as chosen for this machine, {key['rule']} rule"
-        rows.append((f"**{ratio(result['speedup'])}**", f"measured: {law(key)}, {length}; {where}"))
-    for (name, curve), sampling in zip(speedup["curves"].items(), DISTRIBUTIONS.values(), strict=True):
-        where = f"{sizes} parameters, float32, batch 1, {cpu_of(speedup)}, {curve['prompts']} prompts"
-        if curve["same_tokens"]:
-            where += f"; greedy tokens equal on {curve['same_tokens']} of {curve['prompts']} prompts"
-        gain = spread(key_of(sampling, "model", DRAFT_LENGTH, 1), speedup, grid)
-        rows.append((f"**{gain}**", f"measured: {words(name)}, K = {DRAFT_LENGTH}, token rule; {where}"))
+    for document in chosen:
+        models, turns = document["identity"]["models"], document["cells"][0]["workload"]["repeats"]
+        sizes = " + ".join(f"{streamed(models[side]) / 1e6:.1f}M" for side in ("target", "draft"))
+        products = "kernel for few rows" if document["identity"].get("few_rows") else "XLA's products"
+        for key, result in answers(document):
+            where = (
+                f"{sizes} parameters, float32, batch 1, {cpu_of(document)}, {products}, {turns} turns over 20 prompts"
+            )
+            if key["temperature"] == 0:
+                where += f"; greedy tokens equal in {result['same_tokens']} of {turns}"
+            length = f"K = {key['draft_length']} as chosen for this machine, {key['rule']} rule"
+            rows.append((f"**{ratio(result['speedup'])}**", f"measured: {law(key)}, {length}; {where}"))
     gain = faster(calibration.band_ratio(*forecast(slices, "v4:2x2x4", 1)))
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
     rows.append((f"**{gain}**", f"forecast from a compiler estimate, nothing ran: {where}"))
@@ -135,7 +133,7 @@ STUDY = Study(
     question="How fast is the shipped pair by draft length, in all measurements?",
     tables={
         "headline": Published(
-            ["python_pair_machine", "python_pair_speedup", "python_pair_grid", "compile_slices"], headline
+            ["compile_slices", "python_pair_machine", "python_pair_machine_xla", "python_pair_machine_avx512"], headline
         ),
         "summary": Published(
             ["python_pair_speedup", "python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"],

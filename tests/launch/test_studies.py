@@ -119,7 +119,7 @@ def test_the_demo_has_the_speedups_of_the_readme(monkeypatch, tmp_path):
     name, *shown = demo.committed_speedups()
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert name.startswith("speedup in the README, 2 CPU cores (AMD EPYC, avx2")
-    for told, K in zip(shown, (5, 3), strict=True):
+    for told, K in zip(shown, (7, 4), strict=True):
         gain, _, length = told.partition(", ")
         assert length == f"K = {K}" and f"**{gain}**" in text
     monkeypatch.setattr(study, "RESULTS", tmp_path)

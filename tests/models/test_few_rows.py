@@ -50,9 +50,9 @@ def calls_of(function, *arguments):
 
 def test_its_numbers_are_checked(used):
     few_rows.check()
-    with pytest.raises(ValueError, match="1 rows by 67 x 129 of float32: off by"):
+    with pytest.raises(ValueError, match=r"1 rows by \(67, 129\) of float32: off by"):
         few_rows.check(lambda x, y: few_rows.multiply(x, y) + 1e-4)
-    with pytest.raises(ValueError, match="3 rows by 67 x 129 of int8: off by"):
+    with pytest.raises(ValueError, match=r"3 rows by \(67, 129\) of int8: off by"):
         few_rows.check(lambda x, y: few_rows.multiply(x, y) * (1 + (len(x) == 3) * (y.dtype == np.int8)))
 
 
@@ -129,7 +129,7 @@ for _ in range(20):
         (few_rows.SWITCH, "0", "SPECSAMP_CPU_KERNEL=0"),
         ("CXX", "no-such-compiler", "no C.. compiler"),
         ("CXX", "false", "false failed"),
-        ("folder", None, "no folder"),
+        ("folder", None, "no folder for compiled programs"),
         ("FLAGS", ("-fno-such-flag",), "fno-such-flag"),
         ("SECONDS", 0.001, "timed out"),
     ],
