@@ -24,7 +24,7 @@ namespace ffi = xla::ffi;
 constexpr int64_t kLanes = 8;       // floats of a vector
 constexpr int kBlock = 8;           // rows of w whose products are added before a sum goes back to memory
 constexpr int64_t kWidest = 512;    // columns of a panel at most: their sums stay in the nearest cache
-constexpr int64_t kMostTogether = 8;  // rows of x that are multiplied in one pass over w
+constexpr int64_t kMostTogether = 9;  // rows of x that are multiplied in one pass over w: their sums stay in registers
 using Rows = ffi::Buffer<ffi::F32, 2>;
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float))));
 
