@@ -3,9 +3,9 @@
     generate(pair, prompts, draft_length=Adaptive(lengths=(8,), stop=Confidence(0.3)))
     generate(pair, prompts, draft_length=Adaptive(lengths=(0, 1, 2, 4, 8), costs_ms=(5.1, 7.0, 7.6, 8.9, 11.4), usual=4))
 
-Whether token k is submitted depends on earlier tokens only: this keeps adaptive drafts exact. A *stop* sees the tokens of
-a draft up to k and may cancel token k + 1. The *length* of a round is chosen before the round begins, from the acceptance
-in the earlier rounds of the sequence. It maximises the tokens per time
+Whether token k is submitted depends on earlier tokens only: this keeps adaptive drafts exact. A *stop* depends on the
+tokens of a draft up to k and may cancel token k + 1. The *length* of a round is chosen before the round begins, from
+the acceptance in the earlier rounds of the sequence. It maximises the tokens per time
 
     E(alpha, k) / costs_ms[k],    E(alpha, k) = 1 + alpha + ... + alpha^k
 
@@ -35,15 +35,15 @@ Array = jax.Array
 
 LENGTHS = (0, 1, 2, 4, 8)
 LONGEST_PAUSE = 16  # times the first pause
-# The gain in tokens per time for which a length replaces the usual one. A single sequence loses little by trying. In a
-# batch, a sequence that drafts less than the others saves no time, falls behind, and delays the end of the batch.
+# The gain in tokens per time from which a length replaces the usual length. A single sequence loses little by trying.
+# In a batch, a sequence that drafts less than the rest saves no time, falls behind, and delays the end of the batch.
 MARGIN, MARGIN_OF_SEVERAL = 0.05, 0.5
 PAUSE = 8  # rounds, for each sequence of the batch
 MOST_CERTAIN = 0.999  # the largest acceptance for which 1 - alpha is accurate enough in float32
 
 
 class Stop:
-    """A condition that ends a draft early; derive a frozen dataclass of numbers from it to write your own.
+    """A condition that ends a draft early; a subclass is a frozen dataclass of numbers.
 
     It is called after every drafted token except the last, and decides about the next token alone.
     """
@@ -52,11 +52,11 @@ class Stop:
         """Returns whether to draft the next token, bool ``[B]``.
 
         Args:
-          log_probs_BV: float32, the warped distribution of the draft that the last token was drawn from. For greedy rows
-            it is the distribution before warping, since the warped one is one-hot.
+          log_probs_BV: float32, the warped draft distribution that the last token was drawn from; for greedy rows the
+            distribution before warping, since the warped distribution is one-hot.
           log_prob_B: float32, the log-probability of all tokens of the draft so far, under these distributions.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say when a draft goes on")
+        raise NotImplementedError(f"{type(self).__name__} has no goes_on(): define when a draft goes on")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Entropy(Stop):
     """Goes on while ``1 - sqrt(weight * H) >= least``, H the entropy in nats (AdaEDL, arXiv 2410.18351).
 
     The left side is an empirical lower bound of the acceptance. AdaEDL drops the token whose distribution is too uncertain.
-    Here this token is kept and the next one is cancelled: the draft's call is already paid for, and the token may be accepted.
+    Here this token is kept and the next token is cancelled: its draft call has been made, and it may be accepted.
     """
 
     least: float = 0.4  # in [0, 1]
@@ -97,7 +97,7 @@ class Confidence(Stop):
 class Adaptive:
     """An adaptive draft length: the argument ``draft_length`` of `generate`.
 
-    Its numbers are compiled into the loop: write down a calibration, and the program is found again.
+    Its numbers are compiled into the loop, so keep the numbers of a calibration: new numbers compile a new program.
 
     Attributes:
       lengths: the draft lengths to choose from, ascending, 0 or more; the last is the drafter's K.
@@ -105,17 +105,17 @@ class Adaptive:
         `specsamp.analysis.draft_length.calibrate` measures them, `cost_table` forecasts them. Only ratios matter.
       stop: ends drafts before their length; None: every draft has its full length.
       usual: the best length for the batch as a whole, as `specsamp.analysis.draft_length.calibrate` measures it. A sequence
-        keeps to it until another length is clearly better. Default: the best length if ``acceptance`` is right.
-      acceptance: the expected acceptance of a drafted token, before any was verified.
-      trust: the weight of that expectation, as a number of verified tokens. With less, chance pauses texts that draft well.
+        uses it until another length is clearly better. Default: the best length if ``acceptance`` is right.
+      acceptance: the prior of the acceptance of a drafted token, before any token was verified.
+      trust: the weight of this prior, as a number of verified tokens. With less, chance pauses sequences that draft well.
       decay: the factor by which the counts of earlier rounds shrink in a round that drafts.
-      margin: the relative gain in tokens per time for which a length replaces the usual one. Default: 0.05, and 0.5 in
-        batches, where a sequence that drafts less than the others only falls behind.
-      pause: rounds without a draft after which one is tried again (`trial`). The pause doubles, up to sixteenfold, as long
-        as drafting does not pay. Default: 8 for each sequence of the batch.
-      longest: the longest draft of a sequence, besides the usual length. Default: the last length, and in batches the usual
-        length, or the shortest draft if that is 0.
-      depths: the most tokens of each length that can be accepted, which are fewer in a token tree; None: all of them.
+      margin: the relative gain in tokens per time from which a length replaces the usual length. Default: 0.05, and 0.5
+        in batches, where a sequence that drafts less than the rest only falls behind.
+      pause: rounds without a draft after which drafting is tried again (`trial`). The pause doubles, up to sixteenfold,
+        as long as drafting does not pay. Default: 8 for each sequence of the batch.
+      longest: the longest draft of a sequence, besides the usual length. Default: the last length; in batches, the
+        usual length, or the shortest length above 0 if the usual length is 0.
+      depths: for each length, the largest number of accepted tokens, which is smaller in a tree; None: the lengths.
 
     Raises:
       ValueError: naming the value and the fix.
@@ -155,11 +155,11 @@ class Adaptive:
             validate.integer("pause", self.pause, 1, 2**27)
 
     def _check_costs(self) -> None:
-        """Checks ``costs_ms``, and that the draft length adapts."""
+        """Raises ValueError if ``costs_ms`` does not fit the lengths, or if nothing adapts."""
         count = len(self.lengths)
         if count == 1 and self.stop is None:
             raise ValueError(
-                f"lengths={self.lengths!r} without a stop never adapts: give stop=Confidence(), or the number alone"
+                f"lengths={self.lengths!r} without a stop never adapts: give stop=Confidence(), or a number"
             )
         if count == 1 and self.costs_ms is None:
             return
@@ -182,9 +182,9 @@ class Adaptive:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Returns the lengths that rounds are compiled for; a round takes the smallest width that holds all drafts.
+        """Returns the lengths that rounds are compiled for; a round uses the smallest width that holds all drafts.
 
-        On a CPU, where each scored position costs, these are all lengths; elsewhere the last one, and 0 if it is a length.
+        On a CPU, where each scored position costs time, all lengths; elsewhere the last one, and 0 if it is a length.
         """
         if jax.default_backend() == "cpu":
             return self.lengths
@@ -197,9 +197,9 @@ class Adaptive:
 
     @property
     def trial(self) -> int:
-        """Returns the length that is tried after a pause, with the defaults filled in: the best one if ``acceptance`` is right.
+        """Returns the length that is tried after a pause, with the defaults filled in: the best for ``acceptance``.
 
-        A longer draft says more about the acceptance than the shortest one, and loses little where it is accepted.
+        A longer draft tells more about the acceptance than the shortest draft, and loses little where it is accepted.
         """
         most = max(self.longest, self.usual) or self.shortest
         return self._best_of([length for length in self.lengths if 0 < length <= most])
@@ -213,7 +213,7 @@ class Adaptive:
         """Returns these numbers with their defaults filled in, for ``batch`` sequences that are decoded together.
 
         Args:
-          depths: those of the drafter's drafts; None: the lengths.
+          depths: the depth of a draft of each length; None: the lengths.
         """
         usual = self._best_of(self.lengths) if self.usual is None else self.usual
         defaults = dict(
@@ -242,7 +242,7 @@ class Adaptive:
     def learn(
         self, state: AdaptiveState, running_B: Array, num_drafted_B: Array, num_accepted_B: Array
     ) -> AdaptiveState:
-        """Returns the adaptive state after a round; finished rows keep theirs."""
+        """Returns the adaptive state after a round; the state of finished rows does not change."""
         tried_B = state.draft_lengths_B > 0
         # A draft without tokens counts as a rejection: the round's width was paid for all the same.
         rejected_B = tried_B & ((num_accepted_B < num_drafted_B) | (num_drafted_B == 0))
@@ -261,7 +261,7 @@ class Adaptive:
         return jax.tree.map(lambda new, old: jnp.where(running_B, new, old).astype(old.dtype), after, state)
 
     def _best(self, state: AdaptiveState) -> Array:
-        """Returns the length with the most expected tokens per time if its gain exceeds the margin, else the usual one."""
+        """Returns the length with the most expected tokens per time if its gain exceeds the margin, else `usual`."""
         accepted_B = self.acceptance * self.trust + state.accepted_B
         rate_B = accepted_B / (self.trust + state.accepted_B + state.rejected_B)
         lengths = [length for length in self.lengths if length <= max(self.longest, self.usual)]
@@ -276,13 +276,13 @@ class Adaptive:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveState:
-    """The acceptance of each row so far and its next draft length; every leaf leads with the rows."""
+    """The acceptance of each row so far and its next draft length; the leading axis of every leaf is the batch."""
 
     draft_lengths_B: Array  # int32, the most tokens to draft in the next round
     accepted_B: Array  # float32, accepted tokens, with decay
     rejected_B: Array  # float32, rounds with a rejection or without a proposal, with decay
     idle_B: Array  # int32, rounds since the last draft
-    pause_B: Array  # int32, rounds without a draft after which one is tried
+    pause_B: Array  # int32, rounds without a draft after which drafting is tried
     # int32, the tokens at the beginning of the row that the drafter's state covers; None: it never falls behind
     seen_B: Array | None = None
 

@@ -1,8 +1,8 @@
-"""Rows that are written into a batch, or ended in it, between runs of the loop.
+"""Inserts, extracts and ends rows of a batch between runs of the loop.
 
-Every leaf of a `DecodeState` leads with the rows, and no row depends on another. So a row goes on in another batch as it
-would have: its noise has its own address, and stale slots harm nothing. On a mesh, each data
-shard handles its own rows, so that no cache travels between shards.
+The leading axis of every leaf of a `DecodeState` is the batch, and rows are independent. So a row continues in another
+batch with the same tokens: the addresses of its random numbers do not change, and stale slots are masked. On a mesh,
+each data shard handles its own rows, so that no cache travels between shards.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
     Args:
       state: of a loop, between two runs.
       rows: N rows of the same loop and the same kinds of warps; slots beyond those of ``state`` are left out.
-      at: N different places within a data shard: the first N / shards of them in the first shard, and so on; `NOWHERE`
-        for a row that is left out.
+      at: N different row indices within a data shard: the first N / shards indices for the first shard, and so on;
+        `NOWHERE` for a row that is left out.
     """
     at_N = jnp.asarray(at, jnp.int32)
     request = _write(state.request, rows.request, at_N, shards)
@@ -40,7 +40,7 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
 
 @jax.jit
 def end(finish_B: Array, is_ended_B: Array) -> Array:
-    """Returns the reasons why rows ended, where the running rows of ``is_ended_B`` have met a stop token."""
+    """Returns ``finish_B`` with `Finish.STOP` in the running rows of ``is_ended_B``."""
     return jnp.where(is_ended_B & (finish_B == Finish.RUNNING), Finish.STOP, finish_B).astype(jnp.int32)
 
 
@@ -79,13 +79,13 @@ def _take_rows(state: DecodeState, at_N: Array) -> DecodeState:
 
 @functools.partial(jax.jit, static_argnames=("shapes", "shards"))
 def resize(state: DecodeState, at_N: Array, shapes: tuple[tuple[int, ...], ...], shards: DataShards) -> DecodeState:
-    """Returns a state of other sizes that holds some rows of ``state``.
+    """Returns a state of another size with some rows of ``state``.
 
     Args:
-      at_N: for each new row, in order of the data shards, its place within its shard of ``state``; `NOWHERE`: an ended
+      at_N: for each new row, in order of the data shards, its index within its shard of ``state``; `NOWHERE`: an ended
         row.
-      shapes: of the new state's leaves, without the rows. Slots beyond those of ``state`` are empty, and slots beyond
-        its own are lost.
+      shapes: of the new state's leaves, without the batch axis. Added slots are empty, and slots beyond the new size
+        are lost.
     """
 
     def fit(leaf: Array, shape: tuple[int, ...]) -> Array:

@@ -28,7 +28,7 @@ def append(
     """Appends the tokens of a verdict, cut at the first stop token, at the row's budget and at invalid logits.
 
     Args:
-      warped: whether recorded log-probabilities are those of the warped distributions.
+      warped: whether to record log-probabilities under the warped distributions instead of the target's own.
     """
     tokens_BT = verdict.tokens_BT
     positions = jnp.arange(tokens_BT.shape[1])[None, :]
@@ -82,7 +82,7 @@ def _record(
     put: Callable[[Array, Array], Array],
     warped: bool,
 ) -> DecodeState:
-    """Writes the optional columns with ``put``: log-probabilities, beginnings of rounds, and the meter."""
+    """Writes the optional arrays with ``put``: log-probabilities, beginnings of rounds, and the meter."""
     if state.log_probs_BS is not None:
         log_probs_BTV = target.all() if warped else jax.nn.log_softmax(target.logits_BTV, axis=-1)
         at_token_BT = jnp.take_along_axis(log_probs_BTV, jnp.maximum(verdict.tokens_BT, 0)[..., None], axis=-1)[..., 0]

@@ -1,4 +1,4 @@
-"""A text that grows by turns; the caches of target and draft keep the tokens that they have read.
+"""A conversation: a sequence that grows by turns, with caches that are kept between turns.
 
 chat = Conversation(pair, max_tokens=4096, sampling=temperature(0.7))
 for chunk in chat.stream([{"role": "user", "content": "Why is the sky blue?"}]):
@@ -27,13 +27,13 @@ CHUNK = 64  # tokens of a turn that are read per call
 class Conversation:
     """Keeps the caches of one sequence between turns: only the new tokens of each text are read.
 
-    Each turn gives the whole text, as messages, a string or tokens. The beginning that the caches hold is not read again,
-    so an answer may also be edited or taken back. Turn n, counted from 0, writes what ``generate(..., prompt_ids=[n])``
-    writes after its text, up to near-ties of rounding.
+    Each turn takes the whole text, as messages, a string or tokens. Only the part that differs from the caches is read,
+    so an earlier answer may also be edited or removed. Turn n, counted from 0, has the tokens of
+    ``generate(..., prompt_ids=[n])`` for the same text, up to rounding.
 
     Attributes:
       tokens: the last text and its continuation.
-      tokens_read: number of tokens of the last text that were read.
+      tokens_read: number of tokens of the last text that were read, not found in the caches.
       stats: counts of the continuation.
     """
 
@@ -53,13 +53,13 @@ class Conversation:
           max_tokens: the number of tokens of all turns together; default 4096, or the number of positions of the models.
 
         Raises:
-          ValueError: naming the value and the fix; the models have fewer positions, or rows are split over devices.
+          ValueError: the models have fewer positions, or rows are split over devices; names the value and the fix.
         """
         use_compilation_cache()
         self._method = make_method(pair, **decoding)
         if pair.shards.count > 1:
             raise ValueError(
-                f"a conversation is one row, and the mesh has {pair.shards.count} data shards: make a mesh with data=1"
+                f"a conversation has one row, but the mesh has {pair.shards.count} data shards: make a mesh with data=1"
             )
         self._pair, self._seed, self._stop = pair, seed, stop
         self._turn = 0
@@ -84,8 +84,8 @@ class Conversation:
         (request,) = self._requests(text, max_new_tokens)
         if request.limit > self.max_tokens:
             raise ValueError(
-                f"the conversation has {len(request.prompt)} tokens, and {max_new_tokens} more are asked for: beyond the "
-                f"max_tokens = {self.max_tokens} that it was made for"
+                f"the conversation has {len(request.prompt)} tokens, and max_new_tokens = {max_new_tokens} more exceed "
+                f"its max_tokens = {self.max_tokens}: lower max_new_tokens, or make a conversation with more max_tokens"
             )
         self._turn += 1
         return self._stream(request, rounds_per_chunk)
@@ -96,7 +96,7 @@ class Conversation:
         )
 
     def _stream(self, request: Request, rounds_per_chunk: int) -> Iterator[Chunk]:
-        state, self._state = self._state, None  # it is donated: after a stream that ends early, all is read anew
+        state, self._state = self._state, None  # donated: after a stream that ends early, all is read again
         self.tokens, self.stats = list(request.prompt), None
         start = 0 if state is None else self._known(state, request.prompt)
         self.tokens_read = len(request.prompt) - start

@@ -1,7 +1,7 @@
 """Splits the rows of a batch over the mesh axis ``data``.
 
-Rows are independent, so each shard runs the loop by itself. All shards end in the same round: compilers may make
-collectives of all devices, and such a collective must find all devices in the same round.
+Rows are independent, so each shard runs its own loop. All shards end in the same round: the compiler may emit
+collectives over all devices, which hang unless all devices run the same rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BY_ROWS, REPLICATED = PartitionSpec(DATA), PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class DataShards:
-    """The shards of a mesh, or, without a mesh, one shard that is the whole batch. Static and hashable."""
+    """The data shards of a mesh; without a mesh, one shard with the whole batch. Static and hashable."""
 
     mesh: Mesh | None = None
 
@@ -32,11 +32,11 @@ class DataShards:
         return 1 if self.mesh is None else self.mesh.shape[DATA]
 
     def map(self, function: Callable, in_specs: tuple[PartitionSpec, ...]) -> Callable:
-        """Returns ``function`` applied to each shard; every leaf of its result must lead with the rows.
+        """Returns ``function`` mapped over the shards; the leading axis of every leaf of its result must be the batch.
 
         Args:
-          function: of arguments whose leaves lead with the rows (`BY_ROWS`) or are the same everywhere (`REPLICATED`).
-          in_specs: one of the two for each argument.
+          function: of arguments whose leaves are split along the batch (`BY_ROWS`) or not at all (`REPLICATED`).
+          in_specs: `BY_ROWS` or `REPLICATED` for each argument.
         """
         if self.count == 1:
             return function
@@ -47,26 +47,26 @@ class DataShards:
         )
 
     def any(self, shard: Array) -> Array:
-        """Returns, within such a function, whether a bool is true on any shard."""
+        """Returns, within a mapped function, whether a bool is true on any shard."""
         return shard if self.count == 1 else jax.lax.pmax(shard.astype(jnp.int32), DATA) > 0
 
     def max(self, shard: Array) -> Array:
-        """Returns, within such a function, the largest value of a number over all shards."""
+        """Returns, within a mapped function, the maximum of a number over all shards."""
         return shard if self.count == 1 else jax.lax.pmax(shard, DATA)
 
     def sum(self, shard: Array) -> Array:
-        """Returns, within such a function, the sum of a number over all shards."""
+        """Returns, within a mapped function, the sum of a number over all shards."""
         return shard if self.count == 1 else jax.lax.psum(shard, DATA)
 
     def replicate(self, tree: Any) -> Any:
-        """Gives, within such a function, all rows to each device of a shard; they may have sampled different rows."""
+        """Replicates, within a mapped function, arrays that the compiler may have split over the devices of a shard."""
         if self.mesh is None:
             return tree
         return constrain(tree, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), tree))
 
 
 def constrain(tree: Any, shardings: Any) -> Any:
-    """Applies `jax.lax.with_sharding_constraint`, also inside `jax.shard_map`, where another mesh holds."""
+    """Applies `jax.lax.with_sharding_constraint`, also inside `jax.shard_map`, which has another mesh."""
     if not jax.sharding.get_abstract_mesh().empty:
         shardings = jax.tree.map(lambda sharding: sharding.spec, shardings)
     return jax.lax.with_sharding_constraint(tree, shardings)

@@ -1,13 +1,13 @@
 """The interface between the loop and a drafter.
 
-A new way to draft is one class derived from `Drafter`, in its own file.
+To add a way to draft, derive a class from `Drafter`, in a file of its own.
 
 *Drafters inside the target* (`EarlyExitDrafter`; EAGLE, Medusa, MTP). ``hidden_layers`` names the layers of the target
 whose outputs the loop keeps. `read` gets these outputs for the prompt, chunk by chunk, and `commit` for the accepted
-path. All methods get ``weights.target`` and the target's cache. A drafter that writes to this cache returns it.
+path. All methods get ``weights.target`` and the target's cache, and return this cache.
 
-*Adaptive lengths.* Every round has arrays ``[B, K]``; ``num_drafted_B`` says how many tokens count. A drafter that draws
-a chain with `Sampler.chain` stops early by itself. The drafts of other drafters are cut to the chosen lengths.
+*Adaptive lengths.* Every round has arrays ``[B, K]``, of which the first ``num_drafted_B`` tokens count.
+`Sampler.chain` stops drafting early; the drafts of drafters that do not use it are cut to the chosen lengths.
 
 *Token trees* (`specsamp.decoding.drafters.tree`). A tree is a `Draft` with ``parents_BK``, ``depth`` and ``width``. The
 loop scores it in one call, moves the accepted path together in the target's cache, and gives `commit` the output of that
@@ -37,10 +37,10 @@ Proposal = tuple[Draft, Any, Any]  # a draft, the drafter's state and the target
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptChunk:
-    """Some tokens of the prompts, after the target has read them.
+    """Consecutive tokens of each prompt, which the target has read.
 
-    Chunks come in order, and T may differ. After some rounds, a longer prompt may be read on; its first chunk may begin
-    with tokens that were read or emitted before.
+    Chunks come in order, and T may differ. If prompts grow after some rounds, the first new chunk may begin with tokens
+    that were read or emitted before.
     """
 
     tokens_BT: Array  # padded on the right
@@ -51,20 +51,20 @@ class PromptChunk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoredRound:
-    """A round that was verified, before its tokens are appended."""
+    """A round after verification, before its tokens are appended."""
 
     prefix: Prefix  # the tokens at the beginning of the round
     draft: Draft
     verdict: Verdict
-    # Of the target at the positions of the accepted path, [B, depth+1, ...]. Position ``verdict.num_accepted_B`` is that
-    # of the last accepted token, or of the pending one.
+    # Of the target at the positions of the accepted path, [B, depth+1, ...]. Position ``verdict.num_accepted_B`` is the
+    # last accepted token; without accepted tokens, the pending token.
     output: Output
 
 
 class Drafter(abc.ABC):
-    """Proposes K tokens per round. Static and hashable, such as a frozen dataclass; the loop never looks into its state.
+    """Proposes K tokens per round. Static and hashable, such as a frozen dataclass; its state is opaque to the loop.
 
-    ``K`` and `propose` must be given; the rest has defaults that suit a drafter without weights or state. Few drafters
+    ``K`` and `propose` are required; the defaults of the rest suit a drafter without weights or state. Few drafters
     need `DrafterHooks` too.
     """
 
@@ -75,9 +75,9 @@ class Drafter(abc.ABC):
 
     @property
     def weights_key(self) -> Hashable:
-        """Returns the key of its prepared weights, such as its model.
+        """Returns the key under which its prepared weights are kept, such as its model.
 
-        Drafters of one class with equal keys share their weights. So leave K out of the key.
+        Drafters of the same class with equal keys share their weights. So leave K out of the key.
         """
         return self
 
@@ -95,12 +95,12 @@ class Drafter(abc.ABC):
     def init(self, batch: int, slots: int) -> Any:
         """Returns an empty state. The leading axis of every array is the batch.
 
-        On a mesh, arrays whose shape depends on ``slots`` are caches, which their model lays out; others are replicated.
+        On a mesh, arrays whose shape depends on ``slots`` are caches, laid out by their model; the rest is replicated.
         """
         return ()
 
     def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
-        """Reads a chunk of the prompts, after the target; returns its state and the target's cache."""
+        """Reads a chunk of the prompts, after the target; returns the drafter's state and the target's cache."""
         return state, cache
 
     @abc.abstractmethod
@@ -112,20 +112,20 @@ class Drafter(abc.ABC):
         """
 
     def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
-        """Updates the drafter with the accepted tokens; returns its state and the target's cache."""
+        """Updates the drafter with the accepted tokens; returns the drafter's state and the target's cache."""
         return state, cache
 
 
 class DrafterHooks:
-    """Optional hooks for adaptive draft lengths, schedulers and trees: ``class MyDrafter(DrafterHooks, Drafter)``.
+    """Optional methods for adaptive draft lengths, schedulers and trees: ``class MyDrafter(DrafterHooks, Drafter)``.
 
-    Drafters without hooks have these defaults (`hooks_of`).
+    For a drafter without this base class, the defaults apply (`hooks_of`).
     """
 
     depth: int | None = None  # the most tokens of a draft that can be accepted, if that is less than K, as in a tree
     row_independent: bool = True  # whether the draft of a sequence is independent of the other sequences of the batch
-    # Whether its state misses the tokens that are emitted while it is paused. Before the next draft, `Drafter.read` is
-    # then called with these tokens, and with None for the target's output and cache.
+    # Whether its state lacks the tokens that are emitted while it is paused. If so, `Drafter.read` is called with these
+    # tokens before the next draft, and with None for the target's output and cache.
     falls_behind: bool = False
 
     def of_length(self, K: int) -> Drafter | None:
@@ -135,7 +135,7 @@ class DrafterHooks:
     def draft_lengths(self, state: Any, prefix: Prefix) -> Array | None:
         """Returns the number of tokens that it is able to draft after ``prefix``, int32 ``[B]``; None: always K.
 
-        With adaptive lengths, a round is no wider than this. The computation must be cheap compared to a target call.
+        With adaptive lengths, drafts are no longer than this. The computation must be cheap compared to a target call.
         """
         return None
 
@@ -164,7 +164,7 @@ class NoDrafter(Drafter):
 
 @dataclasses.dataclass(frozen=True)
 class Paused(NoDrafter):
-    """Drafts nothing and keeps the state of ``drafter``, whose `commit` gets the emitted tokens."""
+    """Drafts nothing and keeps the state of ``drafter``, whose `commit` is still called with the emitted tokens."""
 
     drafter: Drafter
 
@@ -177,7 +177,7 @@ class Paused(NoDrafter):
 
 
 def with_length(drafter: Drafter, K: int) -> Drafter:
-    """Returns the drafter with another K, for the same state; with 0 it is paused."""
+    """Returns the drafter with another K, for the same state; for K = 0, a paused drafter."""
     if K in (0, drafter.K):
         return drafter if K else Paused(drafter)
     return hooks_of(drafter).of_length(K) or dataclasses.replace(drafter, K=K)
@@ -186,7 +186,7 @@ def with_length(drafter: Drafter, K: int) -> Drafter:
 def catch_up(
     drafter: Drafter, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
 ) -> tuple[Any, Array]:
-    """Feeds a drafter that `DrafterHooks.falls_behind` the tokens that it missed, K + 1 at a time.
+    """Feeds a drafter the tokens emitted while it was paused, K + 1 per call; see `DrafterHooks.falls_behind`.
 
     The last two tokens are left out, since the first call of a round feeds them anyway.
 
@@ -195,7 +195,7 @@ def catch_up(
       is_behind: maps ``seen_B`` to whether tokens are missing.
 
     Returns:
-      The drafter's state, and ``seen_B`` after that.
+      The drafter's state, and the new ``seen_B``.
     """
     known_B = jnp.maximum(prefix.lengths_B - 2, 0)
 
@@ -212,7 +212,7 @@ def catch_up(
 
 
 def check_state(drafter: Drafter, state: Any, read_state: Any) -> None:
-    """Raises ValueError, while tracing, if `Drafter.read` returns other arrays than the state that it was given."""
+    """Raises ValueError, while tracing, if `Drafter.read` changes the structure, shapes or dtypes of the state."""
 
     def shapes(tree: Any) -> dict[str, str]:
         leaves = jax.tree.leaves_with_path(tree)

@@ -1,12 +1,12 @@
-"""The engine under every way to decode: reads requests into rows of a state, runs the loop, and takes texts out.
+"""The engine of all ways to decode: reads requests into rows of a state, runs the loop, and reads out the texts.
 
     engine = Engine.create(pair, method, requests)
     state = engine.prefill(requests)
     state = engine.run(state)
     texts = engine.take(state, requests)
 
-Between two runs, other requests may take the place of rows (`Engine.insert`). Sizes are rounded up to buckets, so that
-calls of about the same size share a program. Padding changes no result.
+Between two runs, new requests may replace rows (`Engine.insert`). Sizes are rounded up to buckets, so that calls of
+about the same size share a program. Padding changes no result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SMALLEST_BUCKET = 16
 SLOTS_MULTIPLE = 128
 DEFAULT_CONTEXT = 4096
 MANY_ROUNDS = np.iinfo(np.int32).max
-TOKENS_PER_LOOK = 8  # tokens that a row may write between two searches for stop strings
+TOKENS_PER_LOOK = 8  # tokens that a row may emit between two searches for stop strings
 TOKEN_BYTES = 9  # per slot of a row: the token, whether it was drafted, its log-probability
 
 
@@ -52,8 +52,8 @@ class Engine:
     Attributes:
       slots: slots of each row.
       stop_ids: the largest number of stop tokens of a request.
-      idle: a request whose numbers fill idle rows.
-      own_lengths: whether requests may have draft lengths of their own.
+      idle: a request whose sampling parameters also fill the rows without a request.
+      own_lengths: whether each request may have its own draft length.
     """
 
     pair: Pair
@@ -79,12 +79,12 @@ class Engine:
         keep_log_probs: bool | str = False,
         keep_rounds: bool | None = None,
     ) -> Engine:
-        """Chooses sizes for some requests, and prepares the weights for them.
+        """Chooses sizes for requests, and prepares the weights for these sizes.
 
         Args:
           requests: all requests, or an example of them if the sizes are given.
           batch: number of rows that are decoded together; default the number of requests.
-          spare: number of rows that are read while others are decoded, for the check of memory.
+          spare: number of rows that are prefilled while the batch is decoded, for the check of memory.
           slots: slots of the caches; default as many as the requests need.
           stop_ids: the largest number of stop tokens of later requests.
           keep_rounds: see `Loop`; default whether strings end the texts of these requests.
@@ -117,7 +117,7 @@ class Engine:
 
         Args:
           requests: ``num_samples`` requests of each prompt, one prompt after the other; None is an idle row. Idle rows
-            are added until all data shards have the same number.
+            are added until all data shards have equally many rows.
           width: the padded length of prompts; default the bucket of the longest.
         """
         requests = [*requests, *[None] * (-len(requests) % (self.pair.shards.count * num_samples))]
@@ -126,7 +126,7 @@ class Engine:
         return self.loop.prefill(self.weights, *arrays, slots=self.slots, num_samples=num_samples)
 
     def padded(self, prompts: Sequence[Sequence[int]], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns prompts as int32 ``[B, P]``, padded to ``width`` or the bucket of the longest, and their lengths ``[B]``."""
+        """Returns prompts, padded to ``width`` or the bucket of the longest, int32 ``[B, P]``, and lengths ``[B]``."""
         width = _padded_length(self.pair, max(map(len, prompts))) if width is None else width
         tokens_BP = np.zeros((len(prompts), min(width, self.slots)), np.int32)
         for row, tokens in zip(tokens_BP, prompts):
@@ -146,7 +146,7 @@ class Engine:
         Args:
           requests: of all rows; None is a row without a prompt.
           state: without its request batch; None: nothing was read yet.
-          starts, ends: the tokens of each prompt that are read; those before them were read already.
+          starts, ends: the range of tokens of each prompt to read; earlier tokens were read already.
           chunk: number of tokens that are read per call.
         """
         tokens_BS = np.zeros((len(requests), self.slots), np.int32)
@@ -157,15 +157,15 @@ class Engine:
         return self.loop.extend(self.weights, arrays, state, jnp.asarray(tokens_BS), start_B, lengths_B, chunk=chunk)
 
     def blank(self, rows: int) -> DecodeState:
-        """Returns rows that have ended without a prompt, whose places `insert` gives to others."""
+        """Returns ended rows without a prompt, which `insert` can overwrite."""
         return self.loop.blank(self.arrays([None] * rows), slots=self.slots)
 
     def with_slots(self, slots: int) -> Engine:
-        """Returns this engine for states of another number of slots."""
+        """Returns this engine for states with another number of slots."""
         return dataclasses.replace(self, slots=slots, weights=self.pair.weights(self.method.drafter, slots))
 
     def with_draft(self, params: Any) -> Engine:
-        """Returns this engine with other parameters of the draft, which change what is proposed and no distribution."""
+        """Returns this engine with other draft parameters, which change proposals but not the output distribution."""
         drafter = self.method.drafter
         draft = drafter.fit_slots(drafter.prepare(params), self.slots)
         return dataclasses.replace(self, weights=dataclasses.replace(self.weights, draft=draft))
@@ -175,7 +175,7 @@ class Engine:
         return batch_rows.insert(state, rows, at, self.pair.shards)
 
     def resize(self, state: DecodeState, at: Sequence[int], slots: int) -> DecodeState:
-        """Returns rows of ``state`` in a state of another number of slots; see `batch_rows.resize`."""
+        """Returns rows of ``state`` as a state with another number of slots; see `batch_rows.resize`."""
         request = self.arrays([None] * self.pair.shards.count)
         like = jax.eval_shape(lambda: self.loop.blank(request, slots=slots))
         shapes = tuple(leaf.shape[1:] for leaf in jax.tree.leaves(like))
@@ -187,16 +187,16 @@ class Engine:
         return batch_rows.extract(state, jnp.asarray(at, jnp.int32), self.pair.shards)
 
     def run(self, state: DecodeState, max_rounds: int = MANY_ROUNDS, min_running: int = 1) -> DecodeState:
-        """Decodes for ``max_rounds`` rounds, or until fewer than ``min_running`` rows run; ``state`` is donated."""
+        """Decodes ``max_rounds`` rounds, or until fewer than ``min_running`` rows are running; donates ``state``."""
         return self.loop.run(self.weights, state, max_rounds, min_running)
 
     def take(self, state: DecodeState, requests: Sequence[Request | None]) -> list[RowText | None]:
-        """Returns the texts of the requests so far; their rows are the first rows of ``state``, in this order."""
+        """Returns the texts so far of ``requests``, which are the first rows of ``state``, in order."""
         state = to_host(without_caches(state))
         return [None if request is None else self.text(state, place, request) for place, request in enumerate(requests)]
 
     def text(self, state: DecodeState, place: int, request: Request) -> RowText:
-        """Returns the text of the request in row ``place``, cut where a string ends it; ``state`` is on the host."""
+        """Returns the text of the request in row ``place``, cut at a stop string; ``state`` is on the host."""
         text = RowText.of(state, place, len(request.prompt))
         count = request.stops.count(request.continuation, text.tokens)
         if count is None:
@@ -205,18 +205,18 @@ class Engine:
         return text.cut(count, state.rounds_BS[place, emitted].tolist(), self.loop.depth)
 
     def end(self, state: DecodeState, is_ended: Sequence[bool]) -> DecodeState:
-        """Ends some of the first rows of ``state``, as if they had met a stop token."""
+        """Ends the rows of ``state`` where ``is_ended`` is true, as a stop token would."""
         is_ended_B = np.zeros(len(state.lengths_B), bool)
         is_ended_B[: len(is_ended)] = is_ended
         return dataclasses.replace(state, finish_B=batch_rows.end(state.finish_B, is_ended_B))
 
     def rounds_per_look(self, requests: Sequence[Request]) -> int:
-        """Returns the most rounds between two searches for stop strings; tokens written after a stop string are lost."""
+        """Returns the number of rounds between two searches for stop strings; tokens after a stop string are wasted."""
         has_strings = any(request.stops.texts for request in requests)
         return -(-TOKENS_PER_LOOK // (self.loop.depth + 1)) if has_strings else MANY_ROUNDS
 
     def arrays(self, requests: Sequence[Request | None]) -> RequestBatch:
-        """Returns the arrays of some requests; None is a row without a budget."""
+        """Returns the arrays of requests; None is a row without a budget."""
         asked = [self.idle if request is None else request for request in requests]
         columns = -(-max(self.stop_ids, 1) // STOPS_MULTIPLE) * STOPS_MULTIPLE
         stop_ids_BN = np.full((len(asked), columns), -1, np.int32)
@@ -241,7 +241,7 @@ class Engine:
 
 
 def without_caches(state: DecodeState) -> DecodeState:
-    """Returns a state without caches and request batch: the texts of its rows and their counts."""
+    """Returns a state without caches and request batch: only tokens and counts."""
     nothing = dict(
         cache=None, drafter_state=None, request=None, warp_state=(), draft_warp_state=(), adaptive_state=None
     )
@@ -249,7 +249,7 @@ def without_caches(state: DecodeState) -> DecodeState:
 
 
 def to_host(tree: Any) -> Any:
-    """Returns all arrays as NumPy arrays, also from devices of other processes, which must call it too."""
+    """Returns all arrays as NumPy arrays; for arrays on several processes, all processes must call it."""
 
     def elsewhere(x):
         return isinstance(x, jax.Array) and not x.is_fully_addressable
@@ -261,13 +261,13 @@ def to_host(tree: Any) -> Any:
 
 
 def bucket(size: int) -> int:
-    """Returns the next of 16, 24, 32, 48, 64, 96, ...: from 16 on at most half as much again as ``size``."""
+    """Rounds ``size`` up to 16, 24, 32, 48, 64, 96, ...: above 16, by at most one half."""
     power = max(SMALLEST_BUCKET, 1 << (size - 1).bit_length())
     return power * 3 // 4 if size <= power * 3 // 4 and power > SMALLEST_BUCKET else power
 
 
 def count_known(before: Sequence[int], tokens: Sequence[int]) -> int:
-    """Returns how many of ``tokens`` need not be read into caches that hold the tokens ``before``.
+    """Returns the number of first tokens that caches of the tokens ``before`` already hold.
 
     The caches lack the last token of a text; the token before it is read again, because a draft may not have read it.
     """
@@ -282,7 +282,7 @@ def round_slots(slots: int) -> int:
 
 
 def context_of(pair: Pair, drafter: Drafter, name: str, context: int | None) -> int:
-    """Returns the tokens that a sequence may have; default 4096, or as many as the models have positions for.
+    """Returns the largest number of tokens of a sequence; default 4096, or the models' number of positions if smaller.
 
     Args:
       name: of the argument ``context``, for messages.
@@ -307,7 +307,7 @@ def check_memory(loop: Loop, *, rows: int, slots: int) -> None:
     if available is not None and needed > available:
         raise ValueError(
             f"{rows} rows of {slots} slots need {needed / 1e9:.1f} GB for caches and tokens, more than the "
-            f"{available / 1e9:.1f} GB there are: ask for fewer prompts or samples at a time, or fewer tokens"
+            f"{available / 1e9:.1f} GB available: decode fewer prompts or samples at a time, or fewer tokens"
         )
 
 
@@ -318,7 +318,7 @@ def _cache_bytes(target: LanguageModel, drafter: Drafter, rows: int, slots: int)
 
 
 def _memory_of_devices() -> int | None:
-    """Returns the bytes of all devices together, or of the host if they are its CPUs; None: unknown."""
+    """Returns the memory in bytes of all devices together, or of the host for CPU devices; None: unknown."""
     devices = jax.devices()
     if devices[0].platform == "cpu":
         try:
@@ -330,13 +330,13 @@ def _memory_of_devices() -> int | None:
 
 
 def _padded_length(pair: Pair, longest: int) -> int:
-    """Returns the bucket of the longest prompt; never more than the model has positions."""
+    """Returns the bucket of the longest prompt, at most the model's number of positions."""
     padded = bucket(longest)
     return padded if pair.target.max_positions is None else min(padded, pair.target.max_positions)
 
 
 def _slots(pair: Pair, loop: Loop, requests: Sequence[Request]) -> int:
-    """Returns slots for any prompts and budgets of the same buckets; never many more than the model has positions."""
+    """Returns slots for all prompts and budgets in the same buckets; little more than the model's positions."""
     padded_length = _padded_length(pair, max(len(request.prompt) for request in requests))
     longest = padded_length + bucket(max(request.max_new_tokens for request in requests))
     if pair.target.max_positions is not None:

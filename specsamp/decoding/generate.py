@@ -2,11 +2,11 @@
 
     completions = generate(pair, ["def fib(n):"], sampling=chain(temperature(0.8), top_p(0.95)))
 
-Everything is checked before anything is compiled (`specsamp.decoding.request`, `specsamp.decoding.method`). Prompt
-lengths and budgets are rounded up to buckets; within them they are data, as are sampling parameters, seeds and stop
-tokens. A program is compiled once per pair of buckets, number of prompts and samples, drafter, rule, chain of warps (not
-their numbers), ``return_log_probs`` and stops that are strings or not, and kept on disk between processes
-(`specsamp.compilation_cache`).
+All arguments are checked before anything is compiled (`specsamp.decoding.request`, `specsamp.decoding.method`). Prompt
+lengths and budgets are rounded up to buckets; their values within a bucket are array data, as are sampling parameters,
+seeds and stop tokens. So a program is compiled once for each pair of buckets, number of prompts and samples, drafter,
+rule, chain of warps (not their numbers), ``return_log_probs``, and with or without stop strings. Programs are kept on
+disk between processes (`specsamp.compilation_cache`).
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def generate(
     Args:
       pair: target, draft, tokenizer.
       prompts: texts, lists of token ids, or conversations: lists of messages such as ``{"role": "user", "content":
-        "Hi"}``, which the chat template of the target's checkpoint writes out. Of any lengths from 1.
-      max_new_tokens: budget, one for all or one per prompt.
-      seed: in [0, 2**64). The same seed and prompt id give the same noise in every batch. So calls for different samples
-        need different seeds or ``prompt_ids``.
-      stop: token ids, or strings of any number of tokens, which are not part of the text; default the pair's stop
-        tokens, or the tokenizer's end of text. Strings are searched every few rounds: tokens decoded after a stop
-        string are dropped, and counted in `Completion.dropped` only.
+        "Hi"}``, formatted by the chat template of the target's checkpoint. At least one token each.
+      max_new_tokens: the budget of new tokens, one for all or one per prompt.
+      seed: in [0, 2**64). The same seed and prompt id give the same random numbers in every batch. So calls for
+        different samples need different seeds or ``prompt_ids``.
+      stop: token ids or strings that end a completion, and are not part of its text; default the pair's stop tokens, or
+        the tokenizer's end of text. The host searches for strings every few rounds: tokens decoded after a stop string
+        are dropped, and counted in `Completion.dropped` only.
       num_samples: completions per prompt, from one prefill.
       return_log_probs: also return the log-probability of each token: True, under the target at temperature 1;
-        "sampled", under the distribution that the token is a sample of.
-      prompt_ids: the indices of the prompts in your data set: a completion depends on its id, not on its place in the
+        "sampled", under the warped distribution that the token was sampled from.
+      prompt_ids: the indices of the prompts in your data set: a completion depends on this id, not on its place in the
         call. Default 0, 1, 2, ...
-      decoding: how to decode: sampling, draft_sampling, draft_length, rule, drafter, or all of them as one method; and
+      decoding: sampling, draft_sampling, draft_length, rule and drafter, or all of them as one method; and
         require_exact. See `specsamp.decoding.method.Decoding`.
 
     Returns:
@@ -92,8 +92,8 @@ def stream(
 ) -> Iterator[Chunk]:
     """Yields the tokens of `generate`, a few rounds at a time.
 
-    The loop stays on the device for ``rounds_per_chunk`` rounds; a sequence's last chunk says how it ended. Text that is
-    not yet complete (half of a multi-byte character) is held back. The other arguments are those of `generate`.
+    The loop stays on the device for ``rounds_per_chunk`` rounds; the last chunk of a sequence has its ``finish``. Text
+    that is not yet complete (half of a multi-byte character) is held back. The other arguments are those of `generate`.
     """
     rounds_per_chunk = validate.integer("rounds_per_chunk", rounds_per_chunk, 1)
     use_compilation_cache()
@@ -108,7 +108,7 @@ def stream(
 def chunks(
     engine: Engine, state: DecodeState, requests: Sequence[Request], rounds_per_chunk: int
 ) -> Generator[Chunk, None, DecodeState]:
-    """Yields the chunks of requests that ``state`` has read; returns the state in which all have ended."""
+    """Yields the chunks of requests that were read into ``state``; returns the final state, in which all have ended."""
     streams = [request.text_stream() for request in requests]
     running = [True] * len(requests)
     while any(running):

@@ -1,7 +1,7 @@
-"""A loop whose compiled programs are kept on disk whole: a process that finds them traces and lowers nothing.
+"""A loop whose compiled programs are kept on disk, so that later processes need not even trace them.
 
-JAX's own cache keeps what XLA compiled, but finds it by the traced program, and tracing a pair takes longer than decoding
-a text. Here a program is found by what it was made of: the loop in words, the shapes, the source, JAX, and the CPU.
+The keys of JAX's own compilation cache come from the traced program, and tracing a pair takes longer than decoding a
+text. Here the key of a program comes from its inputs: the loop's repr, the shapes, the source files, JAX, and the CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specsamp.models import few_rows
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SOURCES = [machine.PACKAGE / name for name in ("sampling", "models", "decoding", "mesh")]  # what programs are made of
-_found = collections.Counter()  # what JAX says about its own cache
+_found = collections.Counter()  # events of JAX's own cache
 jax.monitoring.register_event_listener(lambda event, **_: _found.update([event]))
 
 
@@ -36,28 +36,28 @@ jax.monitoring.register_event_listener(lambda event, **_: _found.update([event])
 class KeptLoop(Loop):
     """A `Loop` that reads its programs from the folder of the compilation cache, or compiles and writes them.
 
-    A program that cannot be read or written, for whatever reason, is compiled as ever. Whoever may write into the folder
-    decides which code runs, as with JAX's own cache.
+    If reading or writing fails for any reason, the program is compiled as usual. As with JAX's own cache, write access
+    to the folder is permission to run code.
     """
 
     @classmethod
     def of(cls, loop: Loop) -> Loop:
-        """Returns the loop with kept programs; without a cache on a disk, without jit or on a mesh, the loop itself."""
+        """Returns the loop with kept programs; without a cache on disk, without jit or on a mesh, the loop itself."""
         is_alone = loop.shards.mesh is None and jax.process_count() == 1
-        is_named = not re.search(r" at 0x[0-9a-f]+>", repr(loop))  # a name that holds in other processes
+        is_named = not re.search(r" at 0x[0-9a-f]+>", repr(loop))  # the repr is the same in other processes
         folder = find_compilation_cache()
         if jax.config.jax_disable_jit or folder is None or "://" in folder or not is_alone or not is_named:
             return loop
         return cls(**{field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)})
 
     def prefill(self, *arrays: Any, **sizes: int) -> Any:
-        """Does what `Loop.prefill` does."""
+        """Runs `Loop.prefill`, kept on disk."""
         lower = functools.partial(Loop.prefill.lower, self, **sizes)
         return _program(f"prefill {sizes} {self!r}", lower, arrays)(*arrays)
 
     @property
     def program(self) -> Callable[..., Any]:
-        """Returns what `Loop.program` returns, kept."""
+        """Returns `Loop.program`, kept on disk."""
         jitted, options = super().program, self.target.compiler_options
         return lambda *arrays: _program(f"run {options} {self!r}", jitted.lower, arrays)(*arrays)
 
@@ -105,7 +105,7 @@ def _digest(kept: bytes) -> bytes:
 
 
 def _made_by() -> str:
-    """Returns in words what compiles: a program is read only by the same."""
+    """Returns a text that identifies source, versions, kernels and hardware; programs of any other text are not read."""
     return f"{_installed()} {few_rows.kernel_name()}"
 
 

@@ -7,17 +7,17 @@ round with a draft of K tokens feeds the target
 
 and reads K+1 distributions off that one call. The rule accepts the first ``n`` drafted tokens and appends a token of
 the target, and the length becomes ``length + n + 1``. A rejection undoes nothing: the cache slots of rejected tokens
-are stale, masked by position, and overwritten by the next round. Rows differ in length, sampling, acceptance and end. A
-finished row goes on computing into scratch slots beyond its length, which changes nothing that is kept.
+are stale, masked by position, and overwritten by the next round. Rows differ in length, sampling, acceptance and end.
+The results for finished rows are written to scratch slots beyond their lengths, so they change no kept token.
 
 The loop is exact for any target: the emitted tokens follow the warped distribution of `LanguageModel.__call__`, computed
 in float32 from its logits.
 
-A token tree is scored with a `Block`: of the tree, a node sees only its ancestors and itself. Then the cache slots of
-the accepted path are moved together, so that every later step sees a chain.
+A token tree is scored with a `Block`, the mask with which a node attends only to its ancestors and itself within the
+tree. Then the cache slots of the accepted path are moved together, so that later steps find a chain.
 
-With adaptive draft lengths, a round is as wide as the longest draft of its rows. All widths are in one program and update
-the same caches in place, because the inner loops of the widths run one after the other; the branches of a `lax.switch`
+With adaptive draft lengths, a round is as wide as the longest draft of its rows. All widths are in one program, as
+inner loops that run one after the other, so that they update the same caches in place; the branches of a `lax.switch`
 would copy the caches. A round of width K is compiled like a round of fixed length K.
 """
 
@@ -64,11 +64,11 @@ class Loop:
     """A target, a drafter and a rule, all static; there is one compiled program for each loop and shape.
 
     Attributes:
-      window: the fewest tokens that a call of the target reads. On a TPU a call of one token is slower than a call of two,
-        since it does not use the matrix unit. So with 2, plain decoding there reads the token before the pending one again.
+      window: the minimum number of tokens per call of the target. On a TPU, one token is slower than two, since it does
+        not use the matrix unit. With 2, plain decoding also reads the token before the pending token again.
       keep_log_probs: whether to record the log-probabilities of the emitted tokens: True, under the target; "sampled",
-        under the warped distribution that they are a sample of.
-      keep_rounds: whether to record the beginnings of rounds, so that texts can be cut and counted afterwards.
+        under the warped distribution that they were sampled from.
+      keep_rounds: whether to record where rounds begin, so that sequences can be cut and counted afterwards.
       adaptive: adaptive draft lengths, from `Adaptive.for_batch`; None: every round drafts the drafter's K tokens.
       shards: the split of rows over devices.
     """
@@ -84,7 +84,7 @@ class Loop:
 
     @property
     def headroom(self) -> int:
-        """Returns the number of scratch slots behind the longest text, into which rows that have ended go on drafting.
+        """Returns the number of scratch slots behind the longest sequence, where finished rows keep drafting.
 
         JAX moves a write that would pass the end of a buffer to earlier slots, where it would destroy committed tokens.
         """
@@ -100,7 +100,7 @@ class Loop:
     def run(
         self, weights: Weights, state: DecodeState, max_rounds: Array | int, min_running: Array | int = 1
     ) -> DecodeState:
-        """Runs while at least ``min_running`` rows of all shards are running, and for at most ``max_rounds`` rounds.
+        """Runs rounds, at most ``max_rounds``, while at least ``min_running`` rows of all shards have not ended.
 
         Several short runs give the result of one long run. ``state`` is donated, except its request.
         """
@@ -139,7 +139,7 @@ class Loop:
         else:
             body = functools.partial(self._rounds_by_width, weights, request, goes_on)
             _, state = jax.lax.while_loop(goes_on, body, (first[0], self._limit_lengths(state)))
-        # The devices of a shard may have sampled different rows; the next run needs all rows on each of them again.
+        # The compiler may have split the rows of a shard over its devices; the next run needs all rows on each device.
         small = self.shards.replicate(dataclasses.replace(state, cache=None, drafter_state=None))
         return dataclasses.replace(small, cache=state.cache, drafter_state=self._replicate(state.drafter_state))
 
@@ -196,15 +196,15 @@ class Loop:
             num_drafted_B = jnp.minimum(num_drafted_B, request.draft_lengths_B)
         if self.adaptive is not None:  # drafters without `Sampler.chain` draft K tokens
             num_drafted_B = jnp.minimum(num_drafted_B, state.adaptive_state.draft_lengths_B)
-        if draft.log_probs_BRV is not None and draft.parents_BK is None:  # rules for trees leave out the subtree
-            # A chain ends before the first distribution that is NaN. Only earlier tokens decide this: no bias.
+        if draft.log_probs_BRV is not None and draft.parents_BK is None:  # rules for trees skip the nodes below a NaN
+            # A chain ends before the first distribution that is NaN; earlier tokens alone decide this, so no bias.
             sound_BR = ~jnp.isnan(draft.log_probs_BRV).any(-1)
             sound_B = jnp.sum(jnp.cumprod(sound_BR, axis=1), axis=1).astype(num_drafted_B.dtype)
             num_drafted_B = jnp.minimum(num_drafted_B, sound_B)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), drafter_state, cache
 
     def score(self, weights: Weights, state: DecodeState, draft: Draft, cache: Any) -> Output:
-        """Calls the target once; returns the output at the pending token and at each drafted token."""
+        """Calls the target once; returns its output at the pending token and at each drafted token."""
         positions, is_tree = draft.tokens_BK.shape[1] + 1, draft.parents_BK is not None
         width = positions if is_tree else max(positions, self.window)
         start_B = jnp.maximum(state.lengths_B + positions - 1 - width, 0)
@@ -247,7 +247,7 @@ class Loop:
     def _rounds_by_width(
         self, weights: Weights, request: RequestBatch, goes_on: Callable[[_Carry], Array], carry: _Carry
     ) -> _Carry:
-        """Runs rounds of each width, from narrow to wide, while it is the smallest that the longest draft fits."""
+        """Runs, for each width from narrow to wide, rounds while it is the smallest width that holds all drafts."""
 
         def longest(state: DecodeState) -> Array:
             return self.shards.max(jnp.max(jnp.where(state.running_B, state.adaptive_state.draft_lengths_B, 0)))
@@ -279,7 +279,7 @@ class Loop:
         return self._limit_lengths(after)
 
     def _limit_lengths(self, state: DecodeState) -> DecodeState:
-        """Lowers the draft lengths to those that the drafter is able to draft."""
+        """Lowers the draft lengths to the numbers of tokens that the drafter is able to draft."""
         able_B = hooks_of(self.drafter).draft_lengths(state.drafter_state, state.prefix)
         if able_B is None:
             return state
@@ -316,8 +316,8 @@ class Loop:
         """Reads the prompts once and copies the result to ``num_samples`` rows each.
 
         Args:
-          weights: for ``slots`` slots.
-          request: of ``B * num_samples`` rows; prompt i has rows ``i * num_samples`` and following.
+          weights: prepared for ``slots`` slots.
+          request: of ``B * num_samples`` rows; the rows of prompt i begin at ``i * num_samples``.
           tokens_BP: prompts, padded on the right.
           lengths_B: true lengths, at least 1.
           slots: slots of caches and token buffer: the largest limit plus `headroom`, at least P and `window`.
@@ -338,7 +338,7 @@ class Loop:
 
     @functools.partial(jax.jit, static_argnames=("self", "slots"))
     def blank(self, request: RequestBatch, *, slots: int) -> DecodeState:
-        """Returns rows of one token that have read nothing; ``request`` gives them no budget, so they have ended."""
+        """Returns rows that have ended: sequences of one unread token, to which ``request`` gives no budget."""
 
         def make(request: RequestBatch) -> DecodeState:
             batch = len(request.limits_B)
@@ -360,16 +360,16 @@ class Loop:
         *,
         chunk: int,
     ) -> DecodeState:
-        """Reads texts into rows that hold the beginnings of these texts, which are not read again.
+        """Reads sequences into rows that already hold their beginnings; only the new tokens are read.
 
         Args:
-          request: of the new texts.
+          request: of the new sequences.
           state: without its request; donated. None: nothing was read yet.
-          tokens_BS: the whole texts, each beginning with ``start_B`` tokens that ``state`` has committed.
+          tokens_BS: the whole sequences, each beginning with ``start_B`` tokens that ``state`` has committed.
           start_B: int32, at most ``state.lengths_B - 2``, or 0: the draft might not have read the last two tokens.
-          lengths_B: lengths of the whole texts.
-          chunk: number of tokens that are read per call. The last call may read beyond the text, so there must be as many
-            slots behind the longest one.
+          lengths_B: lengths of the whole sequences.
+          chunk: number of tokens that are read per call. The last call may read beyond a sequence, so ``chunk`` slots
+            must be free behind the longest sequence.
         """
 
         def extend(weights: Weights, request: RequestBatch, state: DecodeState | None, texts: _Texts) -> DecodeState:
@@ -397,7 +397,7 @@ class Loop:
     def _read(
         self, weights: Weights, tokens_BT: Array, start_B: Array, lengths_B: Array, caches: tuple[Any, Any]
     ) -> tuple[Any, Any]:
-        """Lets target and drafter read some tokens of the prompts; returns their caches."""
+        """Reads a part of the prompts with target and drafter; returns the target's cache and the drafter's state."""
         cache, drafter_state = caches
         with jax.named_scope("target"):
             output = self.target(weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers)
@@ -411,7 +411,7 @@ class Loop:
     def _first_state(
         self, request: RequestBatch, tokens_BS: Array, lengths_B: Array, caches: tuple[Any, Any]
     ) -> DecodeState:
-        """Returns the state of rows that have not emitted anything."""
+        """Returns the state of rows before their first emitted token."""
         cache, drafter_state = caches
 
         def empty(dtype: Any) -> Array:
@@ -440,7 +440,7 @@ class Loop:
 
 @functools.cache
 def _program(loop: Loop, options: Options) -> _Program:
-    """Returns the jitted loop of all shards; equal loops share it."""
+    """Returns the jitted loop of all shards; equal loops share a program."""
     run = loop.shards.map(loop._run, (REPLICATED, BY_ROWS, BY_ROWS, REPLICATED, REPLICATED))
     return jax.jit(run, donate_argnums=2, compiler_options=dict(options) or None)
 

@@ -51,19 +51,19 @@ class Method:
     def row_independent(self) -> bool:
         """Returns whether the tokens of a sequence are the same in every batch.
 
-        With adaptive lengths, the tokens of a seed also depend on the batch size.
+        With adaptive lengths, the tokens for a seed also depend on the batch size.
         """
         adapts = self.adaptive is not None and self.adaptive.costs_ms is not None
         return hooks_of(self.drafter).row_independent and not adapts or self.rule.draft_independent
 
     def with_drafter(self, drafter: Drafter) -> Method:
-        """Returns this method with another drafter, which drafts K tokens in every round."""
+        """Returns this method with ``drafter``, which drafts its K tokens in every round."""
         return dataclasses.replace(self, drafter=drafter, adaptive=None)
 
     def loop(
         self, pair: Pair, *, batch: int = 1, keep_log_probs: bool | str = False, keep_rounds: bool = False
     ) -> Loop:
-        """Returns the loop that decodes ``batch`` sequences at a time this way, on the platform at hand."""
+        """Returns the loop that decodes ``batch`` sequences at a time with this method, on the current platform."""
         adaptive = self.adaptive
         if adaptive is not None:
             depths = tuple(depth_of(with_length(self.drafter, K)) for K in adaptive.lengths)
@@ -81,7 +81,7 @@ class Method:
 
 
 class Decoding(TypedDict, total=False):
-    """The keywords that say how to decode, the same for `generate`, `stream`, `generate_many` and `Conversation`.
+    """The decoding keywords of `generate`, `stream`, `generate_many` and `Conversation`.
 
     Attributes:
       method: drafter, rule and sampling as one value, instead of the five keywords that follow.
@@ -89,12 +89,12 @@ class Decoding(TypedDict, total=False):
         tokenizer does not have (a padded vocabulary) are always excluded.
       draft_sampling: the draft's warp; default the target's. Any choice is exact; similar warps accept more tokens.
       draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
-        `specsamp.analysis.draft_length.choose_draft_length` measures which K pays on a device. With `Adaptive`, each
-        sequence chooses its length anew for every round.
+        `specsamp.analysis.draft_length.choose_draft_length` measures which K pays on a device. With `Adaptive`, every
+        round has its own length for each sequence.
       rule: `TokenRule`, `BlockRule` or `CoupledRule`; or a lossy rule (`specsamp.sampling.lossy`), whose cost is in
         `Completion.stats`.
       drafter: your own, or `EarlyExitDrafter` or `NgramDrafter`; default the pair's draft model.
-      require_exact: refuse a lossy rule or drafter, before anything is read.
+      require_exact: refuse a lossy rule or drafter, before any prompt is read.
     """
 
     method: Method | None
@@ -107,7 +107,7 @@ class Decoding(TypedDict, total=False):
 
 
 def make_method(pair: Pair, **decoding: Unpack[Decoding]) -> Method:
-    """Returns the method that keywords of `generate` name, checked against a pair.
+    """Returns the method for the keywords of `generate`, checked against a pair.
 
     Raises:
       TypeError: a keyword is unknown.
@@ -116,7 +116,7 @@ def make_method(pair: Pair, **decoding: Unpack[Decoding]) -> Method:
     """
     for name in decoding.keys() - Decoding.__annotations__.keys():
         known = ", ".join(Decoding.__annotations__)
-        raise TypeError(f"unexpected keyword {name!r}: the keywords that say how to decode are {known}")
+        raise TypeError(f"unexpected keyword {name!r}: the decoding keywords are {known}")
     validate.instance("pair", pair, Pair, "load_pair('python')")
     require_exact = validate.switch("require_exact", decoding.pop("require_exact", False))
     parts = {name: part for name, part in decoding.items() if part is not None}
@@ -165,14 +165,14 @@ def _check_drafter(pair: Pair, drafter: Drafter) -> None:
             raise ValueError(f"K = {K} does not fit the {name}'s {positions} positions: draft fewer tokens per round")
     if pair.vocabulary is not None and _reads_draft_ids(drafter):
         raise ValueError(
-            f"the pair's draft has another tokenizer, but {drafter!r:.100} proposes the draft's ids as the target's: leave "
+            f"the pair's draft has another tokenizer, but {drafter!r:.100} proposes draft ids as target ids: leave "
             "drafter out, or give a TranslatingDrafter"
         )
     drafter.check(pair.target, pair.draft, pair.draft_params)
 
 
 def _check_tree(rule: Rule, drafter: Drafter) -> None:
-    """Raises ValueError for a rule of chains with a drafter of token trees, and the other way round."""
+    """Raises ValueError for a rule of chains with a drafter of token trees, and vice versa."""
     is_tree, name = hooks_of(drafter).depth is not None, type(drafter).__name__
     if is_tree and not rule.trees:
         raise ValueError(
@@ -180,12 +180,12 @@ def _check_tree(rule: Rule, drafter: Drafter) -> None:
         )
     if not is_tree and drafter.K and not rule.chains:
         raise ValueError(
-            f"{rule!r} verifies token trees, but {name} drafts chains: take {rule.of_chains!r}, the same on a chain"
+            f"{rule!r} verifies token trees, but {name} drafts chains: take {rule.of_chains!r}, its equal on chains"
         )
 
 
 def _check_hashable(name: str, static: Any) -> None:
-    """Raises ValueError for what cannot be a static part of a compiled program."""
+    """Raises ValueError for a value that cannot be hashed, and so cannot be a static part of a compiled program."""
     try:
         hash(static)
     except TypeError as error:
@@ -205,7 +205,7 @@ def _check_adaptive(adaptive: Adaptive, drafter: Drafter) -> None:
 
 
 def check_exact(rule: Rule, drafter: Drafter | None = None) -> None:
-    """Raises ValueError if a rule or a drafter is lossy, where exactness is required."""
+    """Raises ValueError if a rule or a drafter is lossy; for callers that require exactness."""
     for part in (rule, drafter):
         if part is not None and not part.exact:
             raise ValueError(
@@ -235,8 +235,8 @@ def _reads_draft_ids(drafter: Drafter) -> bool:
 
 
 def default_drafter(pair: Pair, K: int) -> Drafter:
-    """Returns the drafter of the pair's draft model, or of its head, for the platform at hand."""
-    from specsamp.decoding.drafters import ModelDrafter, TranslatingDrafter  # whoever gives a drafter loads no other
+    """Returns the drafter of the pair's draft model, or of its head, for the current platform."""
+    from specsamp.decoding.drafters import ModelDrafter, TranslatingDrafter  # not needed if a drafter was given
 
     if pair.head is not None:
         return head_drafter(pair.target, pair.head, K)

@@ -1,4 +1,4 @@
-"""A target and its draft: two models, their parameters, and how text becomes tokens."""
+"""A target and its draft: two models, their parameters, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_FITTED = 4  # sets of weights kept per drafter and number of slots; most mod
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Maps text to token ids and back."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -32,15 +32,15 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Returns the ids of a conversation, up to where an answer begins; raises ValueError without a chat template."""
+        """Returns the ids of a conversation, up to the start of the answer; ValueError without a chat template."""
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def token_id(self, text: str) -> int | None:
-        """Returns the id of a text that is one token (special tokens included), else None."""
+        """Returns the id of a text that is a single token (special tokens included), else None."""
 
     def token(self, index: int) -> str:
-        """Returns the piece of text (or its escaped form) that an id stands for."""
+        """Returns the text of a token id, or the vocabulary's escaped form of it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,15 +50,15 @@ class Pair:
     Attributes:
       target, target_params: the model whose distribution is sampled.
       draft, draft_params: the model that proposes; leave both out to decode without a draft. Parameters
-        without a model are for the ``prepare`` of your own drafter.
+        without a model go to the ``prepare`` of your own drafter.
       head: drafts from the target's hidden states instead of a draft model, with the parameters ``draft_params``.
       tokenizer: the target's; None: prompts are token ids, and completions have no text.
       stop: default ids that end a text; None: the tokenizer's end of text.
       shards: the split of rows over devices; see `specsamp.mesh`.
-      vocabulary: of a draft model with another tokenizer, from `specsamp.checkpoints.vocabulary.match_vocabularies`.
+      vocabulary: for a draft model with another tokenizer, from `specsamp.checkpoints.vocabulary.match_vocabularies`.
 
     Raises:
-      ValueError: a part has the wrong type, or parts do not belong together.
+      ValueError: a part has the wrong type, or the parts do not fit together.
     """
 
     target: LanguageModel
@@ -108,29 +108,29 @@ class Pair:
             raise ValueError("a pair has a draft model or a head, whose parameters are draft_params: leave one out")
         if self.draft_params is None:
             raise ValueError("a head was given without draft_params")
-        from specsamp.models.heads import Head  # loads Flax, which a draft model does without
+        from specsamp.models.heads import Head  # loads Flax, which a draft model does not need
 
         validate.instance("the head", self.head, Head, "config.head()").check_target(self.target)
 
     @property
     def draft_or_head(self) -> LanguageModel | Head | None:
-        """Returns the owner of ``draft_params``."""
+        """Returns the draft model or head that ``draft_params`` belong to."""
         return self.head or self.draft
 
     def full_warp(self, warp: Warp) -> Warp:
-        """Returns ``warp`` as `generate` applies it: ids that the tokenizer does not have are excluded."""
+        """Returns ``warp`` as `generate` applies it: with ids that the tokenizer does not have excluded."""
         if self.tokenizer is None or self.tokenizer.vocab_size == self.target.vocab_size:
             return warp
         return chain(first_tokens(self.tokenizer.vocab_size), warp)
 
     def weights(self, drafter: Drafter, slots: int) -> Weights:
-        """Returns decode-time weights for caches of ``slots`` slots; each model's are prepared once.
+        """Returns decode-time weights for caches of ``slots`` slots; every model is prepared only once.
 
-        Parameters that `prepare` does not change share their memory with the weights.
+        Weights that `prepare` does not change share their memory with the parameters.
         """
         if "target" not in self._prepared:
             self._prepared["target"] = _prepared(self.target, "target_params", self.target_params)
-        # A class that prepares differently has other weights, also where it inherits the key.
+        # Classes may prepare different weights under an inherited key.
         drafts = (type(drafter).prepare, type(drafter).fit_slots, drafter.weights_key)
         if drafts not in self._prepared:
             self._prepared[drafts] = _prepared(drafter, "draft_params", self.draft_params)

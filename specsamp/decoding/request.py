@@ -1,4 +1,4 @@
-"""Requests: prompts as token ids, budgets, noise and stops, checked before anything is compiled."""
+"""Requests: prompts as token ids, budgets, seeds and stops, checked before anything is compiled."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # a text, token ids,
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Request:
-    """One sequence to decode, and its progress.
+    """A sequence to decode, and its progress.
 
     Attributes:
       prompt: token ids, at least one.
       max_new_tokens: the budget.
       sampling: the target's warp, with scalar numbers.
       draft_sampling: the draft's warp; None: the target's.
-      seed, prompt_id, sample_index: the address of the noise.
-      prompt_index: the place of the prompt in the call.
-      draft_length: the most drafted tokens of a round that count; None: all.
+      seed, prompt_id, sample_index: the address of the random numbers.
+      prompt_index: the index of the prompt in the call.
+      draft_length: the largest number of drafted tokens per round that may be verified; None: all.
       stops: tokens and strings that end the sequence.
       tokenizer: decodes the tokens; None: the result has no text.
       rounds: rounds so far, updated between two runs of the loop.
@@ -109,14 +109,14 @@ def make_requests(
 
 
 def with_samples(requests: Sequence[Request], num_samples: int) -> list[Request]:
-    """Returns ``num_samples`` copies of each request, in order, with different noise."""
+    """Returns ``num_samples`` copies of each request, in order, with different random numbers."""
     return [dataclasses.replace(request, sample_index=sample) for request in requests for sample in range(num_samples)]
 
 
 def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Returns the token ids of every prompt."""
     if not validate.is_list(prompts):
-        raise ValueError(f"prompts must be a list of prompts; for one, write [prompt]; got {prompts!r}")
+        raise ValueError(f"prompts must be a list of prompts; for one prompt, write [prompt]; got {prompts!r}")
     if len(prompts) == 0:
         raise ValueError("no prompts were given")
     return [_encode_one(pair, index, prompt) for index, prompt in enumerate(prompts)]
@@ -129,7 +129,7 @@ def _encode_one(pair: Pair, index: int, prompt: Prompt) -> list[int]:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"prompt {index} is no valid Unicode: {error}") from error
+            raise ValueError(f"prompt {index} is not valid Unicode: {error}") from error
         tokens = pair.tokenizer.encode(prompt) if prompt else []
     elif isinstance(prompt, (bytes, bytearray)):
         raise ValueError(f"prompt {index} is bytes: give a text (bytes.decode()) or a list of token ids")
@@ -169,8 +169,8 @@ def check_budgets(
 def make_stops(pair: Pair, stop: Sequence[int | str] | None) -> Stops:
     """Returns the stops of a call; by default the pair's stop tokens, or the tokenizer's end of text.
 
-    A string ends a text with any tokens that spell it. The name of a special token, which no text contains, stands for
-    the token.
+    A string ends a text however it is split into tokens. The name of a special token, which no text contains, stands
+    for the token.
     """
     if stop is None and pair.stop is not None:
         return Stops(frozenset(validate.integers("the pair's stop", pair.stop, 0, pair.target.vocab_size)))
@@ -178,7 +178,7 @@ def make_stops(pair: Pair, stop: Sequence[int | str] | None) -> Stops:
         eos = None if pair.tokenizer is None else pair.tokenizer.eos_id
         return Stops() if eos is None else Stops(frozenset([eos]))
     if not validate.is_list(stop):
-        raise ValueError(f"stop must be a list; for one, write [stop]; got {stop!r}")
+        raise ValueError(f"stop must be a list; for one entry, write [stop]; got {stop!r}")
     ids, texts = [], []
     for entry in stop:
         if not isinstance(entry, str):
@@ -198,7 +198,7 @@ def make_stops(pair: Pair, stop: Sequence[int | str] | None) -> Stops:
 
 
 def _by_prompt(warp: Warp, count: int) -> list[Warp]:
-    """Returns the warp of each prompt, with scalars for numbers."""
+    """Returns the warp of each prompt, with scalar numbers."""
     rows = for_rows(warp, count)
     leaves, structure = jax.tree.flatten(rows)
     return [jax.tree.unflatten(structure, [leaf[index] for leaf in leaves]) for index in range(count)]

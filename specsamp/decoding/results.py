@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowStats:
-    """Counts of one row, or the sum of several; only emitted tokens count."""
+    """Counts of one row, or the sum over rows; tokens beyond a stop or a budget do not count."""
 
     rounds: int
     emitted: int
@@ -32,7 +32,7 @@ class RowStats:
 
     @property
     def variation_per_token(self) -> float:
-        """Returns the metered total variation of a token; nan if nothing was metered."""
+        """Returns the mean total variation per emitted token; nan without a meter."""
         return float("nan") if self.variation is None or not self.emitted else self.variation / self.emitted
 
     @property
@@ -41,12 +41,12 @@ class RowStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Returns the accepted share of verified drafted tokens (alpha in the theory); nan if nothing was drafted."""
+        """Returns accepted / verified drafted tokens (alpha of Leviathan et al.); nan if nothing was drafted."""
         return self.accepted / sum(self.reached) if sum(self.reached) else float("nan")
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
-        """Returns the accepted share of the drafted tokens that were verified, by position."""
+        """Returns accepted / verified drafted tokens for each position of a draft."""
         accepted = [sum(self.accepted_counts[i + 1 :]) for i in range(len(self.reached))]
         return tuple(a / r if r else float("nan") for a, r in zip(accepted, self.reached))
 
@@ -76,7 +76,7 @@ class RowStats:
         adapts: bool = False,
         meter: Meter | None = None,
     ) -> RowStats:
-        """Returns the counts of a text that was cut anywhere, as if the loop had ended it there.
+        """Returns the counts of a sequence that was cut at any token, as if the loop had ended it there.
 
         Args:
           rounds: for the first token of each round, 1 + the number of drafted tokens; for other tokens 0.
@@ -106,7 +106,7 @@ class RowStats:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RowStats:
-        """Reads counts from JSON, which may hold further fields."""
+        """Reads counts from JSON; other fields are ignored."""
         read = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
 
@@ -154,7 +154,7 @@ class RowText:
         )
 
     def cut(self, count: int, rounds: list[int], depth: int) -> RowText:
-        """Returns the first ``count`` tokens as a text that a string has ended; see `RowStats.of_rounds`."""
+        """Returns the text of the first ``count`` tokens, ended by a stop string; see `RowStats.of_rounds`."""
         meter = self.meter and jax.tree.map(lambda x_T: x_T[:count], self.meter)
         return RowText(
             tokens=self.tokens[:count],
@@ -169,7 +169,7 @@ class RowText:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """The tokens of a sequence since its last chunk, and the text that they complete."""
+    """The tokens of a sequence since its previous chunk, and the text that they complete."""
 
     prompt_index: int
     sample_index: int
@@ -177,14 +177,14 @@ class Chunk:
     tokens: list[int]
     from_draft: list[bool]  # whether each token had been drafted
     log_probs: list[float] | None  # see ``return_log_probs`` of `generate`
-    # None while the sequence is running; then "stop", "length", or "invalid" where the target's logits are no distribution
+    # None while the sequence is running; then "stop", "length", or "invalid" (the target's logits are no distribution)
     finish: str | None
     exact: bool  # whether rule and drafter are lossless; stats have the cost of a lossy rule
     stats: RowStats | None  # of the whole sequence; None while it is running
 
     @classmethod
     def of(cls, request: Request, row: RowText, method: Method, **more: Any) -> Self | None:
-        """Returns the tokens of ``row`` that are new; None if there are none and the request goes on."""
+        """Returns the new tokens of ``row``; None if there are none and the request is still running."""
         is_running, new = row.finish == Finish.RUNNING, slice(request.shown, None)
         if is_running and len(row.tokens) == request.shown:
             return None
@@ -204,10 +204,10 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion(Chunk):
-    """One row of a result: all tokens of a sequence, with the stop token or those of the stop text, and its text without."""
+    """A finished sequence: its tokens, including stop tokens, and its text, without the stop string."""
 
     row_independent: bool  # whether the prompt has the same text in every batch
-    dropped: int = 0  # tokens that were decoded beyond a stop text; no other field counts them
+    dropped: int = 0  # tokens that were decoded beyond a stop string; no other field counts them
 
     @classmethod
     def of(cls, request: Request, row: RowText, method: Method) -> Completion:

@@ -1,8 +1,8 @@
-"""Samples drafted tokens, and keeps the distributions under which they are verified.
+"""Samples drafted tokens, and keeps the distributions that the rule verifies them with.
 
 Whether a token is proposed must not depend on its value. With a target distribution of (.7, .3) and a draft distribution
-of (.5, .5), a drafter that proposes only the first of the two tokens outputs (.85, .15). So `Sampler.chain` decides about
-token k + 1 after token k was sampled, and before token k + 1 is sampled.
+of (.5, .5), a drafter that drops the second token whenever it was sampled outputs (.85, .15). So `Sampler.chain`
+decides whether to draft token k + 1 after token k was sampled, and before token k + 1 is sampled.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from specsamp.sampling.warp import Chain, Greedy, Warp, chain, is_stateless, log
 
 Array = jax.Array
 
-EXCLUDED = 1e4  # by how much the log-probability of a token that a warp excludes is lowered
+EXCLUDED = 1e4  # subtracted from the log-probabilities of tokens that a warp excludes
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """The chain that a round has drawn so far; the last three fields are None if all rows draft all K tokens."""
+    """The chain so far in a round; the last three fields are None if all rows draft all K tokens."""
 
     log_probs_BRV: Array | None = None  # the distributions; None if they are one-hot, and before the first token
     warp_state: Any = ()  # after the last drawn token
@@ -51,7 +51,7 @@ class Sampler:
     stop: Stop | None = None  # ends drafts earlier
 
     def with_warp(self, warp: Warp) -> Sampler:
-        """Returns a sampler that applies another warp, one without a state, after its own."""
+        """Returns a sampler that also applies ``warp``, which has no state, after the warp of this sampler."""
         both, state = chain(self.warp, warp), self.warp_state
         if not is_stateless(state):
             state = (*state, ()) if isinstance(self.warp, Chain) else (state, ())
@@ -71,8 +71,8 @@ class Sampler:
         Args:
           logits_BV: the draft's, before warping.
           node: index of the drafted node, 0 for the first.
-          depth: number of drafted tokens before this one on its path; default ``node``, as in a chain.
-          warp_state: along the path to this node, see `Warp.advance`; default: after the pending token.
+          depth: number of drafted tokens before this node on its path; default ``node``, as in a chain.
+          warp_state: after the path to this node, see `Warp.advance`; default: after the pending token.
 
         Returns:
           ``tokens_B`` int32, and the log-probabilities ``[B, V]`` that they were drawn from; None if sampling is
@@ -91,14 +91,14 @@ class Sampler:
         """Draws the children of P rows of a token tree.
 
         Args:
-          logits_BPV: the draft's after each row, before warping; or one row for all of them.
+          logits_BPV: the draft's after each row, before warping; or P = 1, the same logits for all rows.
           families_PC: the nodes of the children; -1 where a row has fewer children.
           depth: number of drafted tokens before the children.
-          warp_state: ``[B, P, ...]``, along the path to each row.
+          warp_state: ``[B, P, ...]``, after the path to each row.
 
         Returns:
           ``tokens_BPC`` int32, and the log-probabilities that they were drawn from, shaped as the logits; None if the
-          children are the draft's most probable tokens: where sampling is statically greedy, or the rule wants them.
+          children are the draft's most probable tokens: under statically greedy sampling, or if ``rule.chooses``.
         """
         count, width = families_PC.shape
         with jax.named_scope("sample"):
@@ -130,7 +130,7 @@ class Sampler:
         step: Callable[[Array, Any, Drawn], tuple[Any, Drawn]],
         carry: Any,
     ) -> tuple[Any, Drawn]:
-        """Draws up to K tokens per row, one after the other; ends early when all drafts on all data shards have ended.
+        """Draws up to K tokens per row, one after the other; ends once all drafts on all data shards have ended.
 
         Args:
           first, step: ``(offset, carry, drawn) -> (carry, drawn)``, for the first token and for every other token. Each
@@ -163,7 +163,7 @@ class Sampler:
         )
 
     def draw(self, logits_BV: Array, offset: Array | int, drawn: Drawn, K: int) -> tuple[Array, Drawn]:
-        """Draws the token at ``offset`` of a chain of K; returns ``tokens_B`` and the chain with it.
+        """Draws the token at ``offset`` of a chain of K; returns ``tokens_B`` and the longer chain.
 
         Whether to submit this token was decided before sampling it; its value may only cancel later tokens.
         """
@@ -183,7 +183,7 @@ class Sampler:
     def _decide(
         self, before: Drawn, after: Drawn, logits_BV: Array, log_probs_BV: Array | None, tokens_B: Array
     ) -> Drawn:
-        """Counts the drawn token, if the row's draft had not ended, and decides whether to draft the next one."""
+        """Counts the drawn token, unless the row's draft had ended, and decides whether to draft another."""
         num_drafted_B = before.num_drafted_B + before.goes_on_B
         goes_on_B = before.goes_on_B & (num_drafted_B < self.draft_lengths_B)
         log_prob_B = before.log_prob_B

@@ -1,7 +1,7 @@
-"""What the loop carries from round to round, and what is asked of it, as pytrees of arrays with one row for each text.
+"""The state of the loop and its request: pytrees of arrays with a row for each sequence of the batch.
 
-Here are two rounds of one row with K = 2, after the prompt [5, 8]. A dot is a slot that holds nothing yet. The last token
-of a text is *pending*: it is decided, but the model has not read it, so it is not in the cache. A round begins with it.
+Here are two rounds of a row with K = 2, after the prompt [5, 8]. A dot is an empty slot. The last token of a sequence
+is *pending*: it is decided, but the models have not read it, so it is not in the caches. A round begins with it.
 
     round 1             tokens_BS [5 8 . . . . .]   lengths_B 2   the cache holds slot 0; token 8 is pending
       draft               [3 7]
@@ -35,7 +35,7 @@ from specsamp.sampling.warp import Warp, for_rows
 
 Array = jax.Array
 
-STOPS_MULTIPLE = 8  # stop ids are padded to a multiple of it, so that their number seldom causes a compilation
+STOPS_MULTIPLE = 8  # stop ids are padded to a multiple of 8, so that their number seldom causes a compilation
 
 
 class Finish(enum.IntEnum):
@@ -44,7 +44,7 @@ class Finish(enum.IntEnum):
     RUNNING = 0
     STOP = 1  # a stop token was emitted
     LENGTH = 2  # the row's budget is spent
-    INVALID = 3  # the target's logits held NaN, inf or only -inf, or a warp's state excluded all; nothing followed
+    INVALID = 3  # the target's logits held NaN, inf or only -inf, or a warp excluded all tokens
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +59,7 @@ class Weights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestBatch:
-    """Sampling, noise, budget and stop tokens of each row: data, so that changing them compiles nothing."""
+    """Sampling, random keys, budget and stop tokens of each row: data, so that new values recompile nothing."""
 
     sampling: Warp  # numbers of shape [B]
     draft_sampling: Warp  # numbers of shape [B]
@@ -81,7 +81,7 @@ class RequestBatch:
         stop_ids: Sequence[int] | np.ndarray = (-1,) * STOPS_MULTIPLE,
         draft_lengths: Sequence[int] | None = None,
     ) -> RequestBatch:
-        """Makes the arrays of some rows.
+        """Makes the arrays of a batch.
 
         Args:
           sampling: the target's warp; its numbers are scalars or have one value per row.
@@ -110,14 +110,14 @@ class RequestBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stats:
-    """Counts of what was emitted; positions cut off by a stop token or a budget do not count."""
+    """Counts of rounds and tokens; positions cut off by a stop token or a budget do not count."""
 
     rounds_B: Array  # int32, rounds that emitted something
     emitted_B: Array  # int32 tokens
-    # int32, drafted tokens, also those after a rejection; in a round that a stop token, a budget or invalid logits cut,
-    # only the tokens verified before the cut; of a tree, only the positions that were verified
+    # int32, drafted tokens, including those after a rejection. In a round that a stop token, a budget or invalid logits
+    # cut, only the tokens verified before the cut count; in a tree, only the positions that were verified.
     drafted_B: Array
-    reached_BK: Array  # int32, rounds in which position i was verified: all before it were accepted
+    reached_BK: Array  # int32, rounds in which position i was verified: all tokens before it were accepted
     accepted_BT: Array  # int32 [B, depth+1], rounds by the number of accepted tokens that were emitted
     lengths_BT: Array | None = None  # int32 [B, depth+1], rounds by the number of drafted tokens; None: it is fixed
 
@@ -150,10 +150,10 @@ class Prefix:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
-    """The rows of a batch: the carry of the loop, and the request.
+    """The rows of a batch: the carry of the loop, with the request.
 
     ``tokens_BS[b, :lengths_B[b]]`` is committed. The last committed token is *pending*: the caches hold the positions
-    before it. Every leaf leads with the rows, so rows can be inserted and extracted.
+    before it. The leading axis of every leaf is the batch, so rows can be inserted and extracted.
     """
 
     tokens_BS: Array  # int32, prompts and emitted tokens; beyond the length: scratch
@@ -170,11 +170,11 @@ class DecodeState:
     warp_state: Any = ()  # of request.sampling, after the committed tokens; () for warps without a state
     draft_warp_state: Any = ()  # of request.draft_sampling
     adaptive_state: AdaptiveState | None = None  # of a loop whose draft lengths adapt
-    meter: Meter | None = None  # [B, S], of what was emitted under a rule that is metered
+    meter: Meter | None = None  # [B, S], of the emitted tokens under a lossy rule
 
     @property
     def running_B(self) -> Array:
-        """Returns whether each row has not ended."""
+        """Returns True for the rows that have not ended."""
         return self.finish_B == Finish.RUNNING
 
     @property

@@ -1,4 +1,4 @@
-"""Texts while they are written: the tokens and strings that end them, and the text of tokens after a prompt."""
+"""Stop tokens and stop strings, and the incremental decoding of tokens after a prompt."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ if TYPE_CHECKING:
     from specsamp.decoding.pair import Tokenizer
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-CONTEXT = 16  # tokens of a prompt that are decoded with its text: the first space of a text depends on them
+CONTEXT = 16  # tokens of a prompt that are decoded together with the continuation, whose first space depends on them
 
 
 @dataclasses.dataclass(frozen=True)
 class Stops:
     """Tokens and strings that end a text.
 
-    The end of a text depends on its tokens alone, not on the rounds after which the host searched it.
+    The end of a text depends on its tokens alone, not on the rounds after which the host searches for strings.
 
     Attributes:
-      ids: tokens, after which the loop emits nothing.
-      texts: strings of any number of tokens, which may begin and end inside a token.
+      ids: stop tokens; the loop emits no token after them.
+      texts: stop strings of any number of tokens, which may begin and end inside a token.
     """
 
     ids: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
 
     def first(self, text: str) -> int | None:
-        """Returns where the first of the strings begins in ``text``, or None."""
+        """Returns the index in ``text`` of the first stop string, or None."""
         found = [at for at in map(text.find, self.texts) if at >= 0]
         return min(found, default=None)
 
     def count(self, tokenizer, tokens: Sequence[int]) -> int | None:
-        """Returns the fewest of ``tokens`` whose text holds a stop string; None if the text of all tokens holds none."""
+        """Returns the smallest number of first tokens whose text contains a stop string; None: no stop string."""
         if not self.texts or self.first(tokenizer.decode(tokens)) is None:
             return None
         ends = range(1, len(tokens) + 1)
@@ -48,22 +48,22 @@ class Stops:
         return text[: self.first(text)]
 
     def held_back(self, text: str) -> int:
-        """Returns how many characters at the end of ``text`` may be the beginning of a stop string."""
+        """Returns the number of characters at the end of ``text`` that may be the beginning of a stop string."""
         most = max(map(len, self.texts), default=1) - 1
         sizes = range(min(most, len(text)), 0, -1)
         return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self.texts)), 0)
 
 
 class Continuation:
-    """Decodes the tokens after a prompt, so that prompt and text together are the text of all tokens.
+    """Decodes the tokens after a prompt, so that prompt + continuation is the text of all tokens.
 
-    Decoded alone, a text would lose its first space with tokenizers that begin every text with a space.
+    Tokenizers that begin every text with a space would drop the first space of a continuation that is decoded alone.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
         self._context = list(prompt[-CONTEXT:])
-        # A prompt may end inside a character, which its text completes.
+        # A prompt may end inside a character, which the continuation completes.
         self._before = tokenizer.decode(self._context).rstrip(INCOMPLETE)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -72,11 +72,11 @@ class Continuation:
 
 
 class TextStream:
-    """Turns a growing list of tokens into pieces of text that together are the whole text.
+    """Turns a growing list of tokens into pieces of text whose concatenation is the whole text.
 
-    The text of the first tokens need not be the beginning of the whole text: the last character may lack bytes, and
-    some tokenizers then show a whole run of bytes as unknown. Characters that may still change are held back, and so is
-    a possible beginning of a stop string. If a text ends inside a character, the last piece shows the rest as it is.
+    The text of the first tokens need not be a prefix of the whole text: the last character may lack bytes, and some
+    tokenizers then decode a whole run of bytes as unknown. Characters that may still change are held back, and so is a
+    possible beginning of a stop string. If a text ends inside a character, the last piece has its replacement.
     """
 
     def __init__(self, tokenizer: Tokenizer | Continuation, stops: Stops = Stops()):
@@ -85,7 +85,7 @@ class TextStream:
         self._shown = ""
 
     def push(self, tokens: Sequence[int], finished: bool) -> str:
-        """Returns the new text of ``tokens``, all tokens so far; with ``finished``, all text that was held back."""
+        """Returns the new text for ``tokens``, all tokens so far; with ``finished``, also the text held back."""
         text = self._stops.text(self._tokenizer, tokens)
         if not finished:
             text = text.rstrip(INCOMPLETE)

@@ -1,4 +1,4 @@
-"""Reading and writing token buffers at every row's own offset."""
+"""Reads and writes token buffers at a different offset in each row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = jax.Array
 def write_tokens(buffer_BS: Array, block_BT: Array, start_B: Array, count_B: Array | None = None) -> Array:
     """Writes the first ``count_B`` (default all) entries of ``block_BT`` from slot ``start_B`` of each row.
 
-    Selects rather than scatters: token buffers are small, and what would pass the end is dropped
+    Selects rather than scatters: token buffers are small, and entries beyond the end are dropped
     instead of being moved back.
     """
     block_BT = block_BT.astype(buffer_BS.dtype)

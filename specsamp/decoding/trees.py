@@ -1,10 +1,10 @@
-"""Token trees: the sizes of fixed and of growing trees, how they are drawn, and what stays of them after a round.
+"""Token trees: the shapes of fixed and of growing trees, their drawing, and the accepted path after a round.
 
-Scored row 0 is the pending token in slot ``length - 1``, row i is node i - 1 in slot ``length - 1 + i``; positions follow
-depths. Nodes stand level by level, siblings in the order in which they were drawn.
+Scored row 0 is the pending token in slot ``length - 1``, row i is node i - 1 in slot ``length - 1 + i``; the position
+of a node follows from its depth. Nodes are stored level by level, siblings in the order in which they were drawn.
 
-A draft reads fewer rows: the pending token, then the nodes that get children, in this order (`DraftRows`). A leaf that was
-accepted last was not read; the next round's first call reads it.
+A draft model reads fewer rows: the pending token, then the nodes that get children, in this order (`DraftRows`). If the
+last accepted node is a leaf, the draft model has not read it; the first call of the next round reads it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Index = Array | np.ndarray  # int32 [B, N]; of NumPy [1, N], where all texts hav
 
 @dataclasses.dataclass(frozen=True)
 class TreeShape:
-    """The shape of a token tree that is the same for all texts and rounds.
+    """The shape of a token tree that is the same for all sequences and rounds.
 
     Attributes:
       parents: the scored row of each node's parent, 0 for the pending token; level by level. `in_levels` sorts.
 
     Raises:
-      ValueError: a parent does not stand before its node, or a level does not end before the next begins.
+      ValueError: a parent does not come before its node, or nodes are not level by level.
     """
 
     parents: tuple[int, ...]
@@ -126,21 +126,21 @@ class TreeShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growth:
-    """The sizes of a tree that grows where the draft is sure, another one for each text and round (EAGLE-2, arXiv 2406.16858).
+    """The sizes of a tree whose shape depends on the draft's probabilities, in each round (EAGLE-2, arXiv 2406.16858).
 
-    On each level, the ``expanded`` most probable nodes get ``children`` each. What is probable is the product of the draft's
-    probabilities along a path.
+    On each level, the ``expanded`` most probable nodes get ``children`` each. The probability of a node is the product
+    of the draft's probabilities along its path.
 
-    * Under a rule or a sampling that *chooses* children (`RecursiveRule("top")`, or greedy sampling) the ``nodes`` most
-      probable nodes of all are proposed, as in EAGLE-2. They are one-hot for the rule.
-    * Under a rule that *draws* children all nodes that were drawn are proposed. Whether a node is expanded may depend on
-      its value; whether it is proposed may not.
+    * Under a rule or a sampling that *chooses* children (`RecursiveRule("top")`, or greedy sampling), the ``nodes``
+      most probable nodes of all are proposed, as in EAGLE-2. They are one-hot for the rule.
+    * Under a rule that *draws* children, all drawn nodes are proposed. Whether a node is expanded may depend on its
+      value; whether it is proposed may not.
 
     Attributes:
       depth: levels, each with one call of the draft.
-      expanded: W, nodes that get children on each level but the last.
-      children: C, of each of them.
-      nodes: K, proposed nodes; None: all ``C + (depth - 1) W C``. Fewer only where children are chosen by value.
+      expanded: W, nodes that get children on each level except the last.
+      children: C, the number of children of such a node.
+      nodes: K, proposed nodes; None: all ``C + (depth - 1) W C``. Fewer only if children are chosen, not drawn.
     """
 
     depth: int
@@ -157,7 +157,7 @@ class Growth:
 
     @property
     def num_grown(self) -> int:
-        """Returns the number of nodes before some are chosen."""
+        """Returns the number of nodes before the best are chosen."""
         return self.children * (1 + self.num_read)
 
     @property
@@ -174,7 +174,7 @@ class Growth:
         return self.children
 
     def families(self, depth: int) -> np.ndarray:
-        """Returns the nodes below each of those that were chosen, int32 ``[W, C]``."""
+        """Returns the children of each expanded node, int32 ``[W, C]``."""
         known = 0 if depth == 0 else self.children * (1 + (depth - 1) * self.expanded)
         shape = (self.expanded if depth else 1, self.children)
         return known + np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
@@ -185,24 +185,24 @@ class Growth:
         return start + jax.lax.top_k(nodes.values_BN[:, start:], self.expanded)[1]
 
     def best(self, nodes: Nodes, are_drawn: bool) -> Index:
-        """Returns the most probable nodes, ``[B, K]``; raises ValueError if drawn nodes would be dropped for their values."""
+        """Returns the most probable nodes, ``[B, K]``; raises ValueError for drawn nodes: none may be dropped."""
         if are_drawn:
             raise ValueError(
-                f"nodes = {self.nodes} of {self.num_grown} drawn ones: to drop what was drawn for its value is biased; "
+                f"nodes = {self.nodes} of {self.num_grown} drawn nodes: dropping drawn nodes biases the output; "
                 'leave nodes out, or take a rule that chooses children, such as RecursiveRule("top")'
             )
-        # A child is never more probable than its parent, and ties go to the earlier node: what is kept is a tree.
+        # A child is never more probable than its parent, and ties go to the earlier node: the kept nodes are a tree.
         return jnp.sort(jax.lax.top_k(nodes.values_BN, self.K)[1], axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftRows:
-    """The rows that a draft has read or is about to read: the pending token, and the nodes that get children."""
+    """The rows of the draft model's calls: the pending token, and the nodes that get children."""
 
     tokens_BR: Array
     parents_BR: Index  # the rows of their parents
     depths: tuple[int, ...] = (0,)
-    newest: int = 1  # how many of them get children now
+    newest: int = 1  # number of last rows that get children now
 
     @classmethod
     def first(cls, pending_B1: Array) -> DraftRows:
@@ -214,7 +214,7 @@ class DraftRows:
         return len(self.depths)
 
     def then(self, nodes: Nodes, chosen_BW: Index) -> DraftRows:
-        """Returns these rows and those of some nodes of the next level."""
+        """Returns these rows and the rows of the chosen nodes of the next level."""
         count = chosen_BW.shape[1]
         return DraftRows(
             tokens_BR=jnp.concatenate([self.tokens_BR, pick(nodes.tokens_BN, chosen_BW)], axis=1),
@@ -234,9 +234,9 @@ class Nodes:
 
     tokens_BN: Array
     parents_1N: np.ndarray  # the draft's rows of their parents
-    values_BN: Array  # the draft's log-probability of the path to each; of a `Growth` alone
-    chosen: tuple[Index, ...] = ()  # by level from the second on, the nodes that the draft read
-    newest: int = 0  # how many stand on the last level
+    values_BN: Array  # the draft's log-probability of the path to each node; only for a `Growth`
+    chosen: tuple[Index, ...] = ()  # for each level from the second on, the nodes that the draft model read
+    newest: int = 0  # number of nodes on the last level
 
     def with_children(
         self, rows: DraftRows, families_WC: np.ndarray, tokens_BWC: Array, law_BWV: Array | None
@@ -244,7 +244,7 @@ class Nodes:
         """Returns the nodes with the children of the newest rows.
 
         Args:
-          law_BWV: log-probabilities by which children are valued; None: they are not.
+          law_BWV: the draft's log-probabilities, for ``values_BN``; None: no values are needed.
         """
         batch, (W, C) = len(tokens_BWC), families_WC.shape
         order = np.argsort(families_WC.ravel(), kind="stable")[(families_WC < 0).sum() :]
@@ -263,7 +263,7 @@ class Nodes:
         )
 
     def read_rows(self) -> Index:
-        """Returns the row that the draft read for each node, ``[B, N]``; 0 for nodes that it did not read."""
+        """Returns the draft model's row of each node, ``[B, N]``; 0 for nodes that it did not read."""
         first, read_BN = 1, np.zeros_like(self.parents_1N)
         for chosen_BW in self.chosen:
             row_1W1 = first + np.arange(chosen_BW.shape[1], dtype=np.int32)[None, :, None]
@@ -288,7 +288,7 @@ def _join(known_BN: Index, new_BW: Index) -> Index:
 
 
 def _seen(parents_BT: Index, depth: int) -> Index:
-    """Returns whether each row sees each row, its ancestors and itself, bool ``[B, T, T]``."""
+    """Returns the attention mask within a tree, bool ``[B, T, T]``: ancestors of a row, and itself."""
     rows = np.arange(parents_BT.shape[1])
     seen_BTT = (parents_BT[..., None] == rows[None, None]) | (rows[:, None] == rows[None])[None]
     reach = 1
@@ -299,7 +299,7 @@ def _seen(parents_BT: Index, depth: int) -> Index:
 
 
 def _block(start_B: Array, depths: Sequence[int], visible_BTR: Index) -> Block:
-    # Not a constant, or the compiler would fold all that follows from it, for every row of the batch.
+    # Not a constant, or the compiler would fold everything computed from it, for every row of the batch.
     visible_BTR = jnp.asarray(visible_BTR) & (start_B >= 0)[:, None, None]
     positions_BT = start_B[:, None] + np.array(depths, np.int32)[None]
     return Block(start_B=start_B, positions_BT=positions_BT, visible_BTR=visible_BTR)
@@ -314,7 +314,7 @@ def block_of(draft: Draft, start_B: Array) -> Block:
 
 
 def keep_path(model: LanguageModel, start_B: Array, verdict: Verdict, output: Output, K: int) -> Output:
-    """Returns the output of the accepted path alone, its slots moved together behind ``start_B``."""
+    """Returns the output of the accepted path alone, with its cache slots moved to ``start_B`` and following."""
     if verdict.rows_BT is None:
         raise ValueError("the rule verifies chains, but the drafter drafts token trees: take RecursiveRule()")
 
@@ -326,7 +326,7 @@ def keep_path(model: LanguageModel, start_B: Array, verdict: Verdict, output: Ou
 
 
 def path_draft(draft: Draft, verdict: Verdict, target: TargetDistributions) -> Draft:
-    """Returns the accepted path as a chain, for the counts: as many tokens were drafted as positions were judged."""
+    """Returns the accepted path as a chain, for the counts; ``num_drafted_B`` is the number of verified positions."""
     row_B = take_row(verdict.rows_BT, verdict.num_accepted_B)
     goes_on_B = ((draft.parents_BK == row_B[:, None]) & draft.is_drafted_BK).any(1)
     num_drafted_B = verdict.num_accepted_B + goes_on_B
@@ -345,12 +345,12 @@ def grow(
 
     Args:
       logits_BV: of the draft, after the pending token.
-      step: ``(rows, carry) -> (logits_BWV, carry)``: the logits after each of the newest rows; with W = 1 those after all
-        of them, which then do not depend on the tokens.
-      carry: the drafter's own.
+      step: ``(rows, carry) -> (logits_BWV, carry)``: the logits after each of the newest rows; with W = 1, the same
+        logits for all rows, which then do not depend on the tokens.
+      carry: the drafter's part of the carry.
 
     Returns:
-      The draft, the row that the draft read for each scored row ``[B, K+1]``, 0 for none, and the carry.
+      The draft, the draft model's row for each scored row ``[B, K+1]`` (0: not read), and the carry.
     """
     batch, grows = len(logits_BV), isinstance(tree, Growth)
     rows, laws, law_of_row = DraftRows.first(pending_B1), [], []
@@ -378,7 +378,7 @@ def grow(
     is_whole = nodes.tokens_BN.shape[1] == tree.K
     proposed_BK = np.arange(tree.K)[None] if is_whole else tree.best(nodes, are_drawn=bool(laws))
     read_BT = _join(np.zeros((1, 1), np.int32), pick(nodes.read_rows(), proposed_BK))
-    # The scored row of the parent is that for which the draft read the parent's row.
+    # A parent's scored row is the one whose row in the draft model is the parent's row.
     is_read_BT = (read_BT > 0) | (np.arange(tree.K + 1) == 0)[None]
     is_parent_BKT = (pick(nodes.parents_1N, proposed_BK)[..., None] == read_BT[:, None]) & is_read_BT[:, None]
     tokens_BK = pick(nodes.tokens_BN, proposed_BK)
@@ -412,18 +412,18 @@ def tree_draft(
 
 
 def _for_texts(index_BN: Index, tokens_BK: Array) -> Array:
-    """Returns an index with a row for each text; no constant, as in `_block`."""
+    """Returns an index with a row for each sequence; no constant, as in `_block`."""
     if isinstance(index_BN, np.ndarray):
         return jnp.where(tokens_BK[:, :1] >= 0, jnp.asarray(index_BN, jnp.int32), 0)
     return index_BN.astype(jnp.int32)
 
 
 def check_model(model: LanguageModel, siblings: int) -> None:
-    """Raises ValueError unless a model, as target or draft, can take a token tree with so many siblings."""
+    """Raises ValueError unless ``model``, a target or draft, supports token trees with so many siblings."""
     model = getattr(model, "model", model)  # of a model on a mesh
     if type(model).compact is LanguageModel.compact:
         raise ValueError(f"{type(model).__name__} has no compact(): it cannot move the slots of a token tree")
     if "block" not in inspect.signature(type(model).__call__).parameters:
-        raise ValueError(f"{type(model).__name__} takes no block: it cannot see the ancestors of a token tree")
+        raise ValueError(f"{type(model).__name__} takes no block: it cannot mask the nodes of a token tree")
     if siblings > model.vocab_size:
         raise ValueError(f"the tree has {siblings} siblings, but there are {model.vocab_size} tokens: make it narrower")

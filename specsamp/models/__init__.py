@@ -1,1 +1,1 @@
-"""The transformer and its memory. Arrays carry logical axis names; no mesh is known here."""
+"""The transformer, its caches and heads. Arrays carry logical axis names; this folder does not depend on a mesh."""

@@ -1,8 +1,8 @@
 """Attention, as a Linen module. Its cache stores keys and values, and computes scores from them.
 
-Weights keep one order of axes for every number of tokens: Q, K, V head-major ``[N, D, H]`` and the output ``[N, H, D]``.
-With any other order the TPU compiler rearranges weights for a loop that uses them at different T. CPUs have another
-order, see `specsamp.models.cpu_weights`.
+Weights have the same order of axes for every number of tokens: Q, K, V head-major ``[N, D, H]`` and the output ``[N, H,
+D]``. With any other order the TPU compiler rearranges weights in a loop that uses them at different T. On CPUs the
+order is different, see `specsamp.models.cpu_weights`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MAX_BATCHED_ROWS = 256
 class Attention(nn.Module):
     """Multi-head, grouped or multi-query attention over a cache, or over the call alone.
 
-    With a ``window``, a token sees itself and the ``window - 1`` slots before it. The window is a mask: the cache keeps
-    every slot, so that tokens can be taken back across the window's edge.
+    With a ``window``, a token attends to itself and the ``window - 1`` slots before it. The window is a mask: the cache
+    keeps every slot, so that tokens can be removed across the window's edge.
     """
 
     config: TransformerConfig
@@ -56,9 +56,9 @@ class Attention(nn.Module):
 
         Args:
           rope: from `Rotary.angles`, of models with rotary positions.
-          cache: None: the tokens of the call see each other alone.
-          table: of relative keys for as many slots as the cache has; None: it is made in the call.
-          block: a token tree; or what the queries see, see `specsamp.models.dflash.BlockVisibility`; None: a chain.
+          cache: None: the tokens of the call attend to each other only.
+          table: relative keys for all slots of the cache; None: computed in the call.
+          block: a token tree, or an explicit mask, see `specsamp.models.dflash.BlockVisibility`; None: a chain.
         """
         config = self.config
         heads, size, width = config.num_heads, config.head_size, config.width

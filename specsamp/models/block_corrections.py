@@ -23,10 +23,10 @@ CONFIDENCE = ("hidden", "markov")
 
 
 class Markov(Correction):
-    """Adds ``W2 s`` to the logits, where s is made of the token before; the heads of DSpark.
+    """Adds ``W2 s`` to the logits, where s is computed from the previous token; the heads of DSpark.
 
-    vanilla: s is the row of W1 of that token, so that ``W2 W1`` is a table of pairs of tokens. gated: its entries are
-    weighted by a gate of it and the block's row. recurrent: a gated state goes along the block.
+    vanilla: s is the previous token's row of W1, so that ``W2 W1`` is a table of pairs of tokens. gated: s times a
+    gate, computed from s and the block's row. recurrent: s is a gated state that is carried along the block.
     """
 
     config: DSparkConfig
@@ -80,7 +80,7 @@ class DSparkConfig(BlockConfig):
     Attributes:
       markov: one of `MARKOV`.
       markov_rank: R, the columns of W1 and W2.
-      confidence: estimates acceptance from the block's row alone ("hidden") or also from the token before ("markov").
+      confidence: estimates acceptance from the block's row alone ("hidden") or also from the previous token ("markov").
     """
 
     from_anchor: bool = True
@@ -101,7 +101,7 @@ class DSparkConfig(BlockConfig):
 
 
 class Selector(Correction):
-    """Scores the most probable tokens of a row given the token before; all others are excluded."""
+    """Scores the most probable tokens of a row given the previous token; excludes all other tokens."""
 
     config: DFlash2Config
 
@@ -123,9 +123,9 @@ class Selector(Correction):
 
 
 class GroupedConvolution(nn.Module):
-    """A causal convolution of the rows of each block, with coefficients made of the stream, on both sides of a part.
+    """A causal convolution over the rows of each block, before and after a part of the layer.
 
-    Coefficients of a tap are one vector plus one number for each group of entries, which the row gives.
+    The coefficients of a tap are a learned vector plus a number per group of entries, computed from the row.
     """
 
     config: DFlash2Config
@@ -163,8 +163,8 @@ class DFlash2Config(BlockConfig):
     """The shape of a DFlash 2 head.
 
     Attributes:
-      conv_taps: rows that a convolution reads, itself and those before it; at most ``block_size``.
-      conv_group: entries of the stream that share a coefficient of the row.
+      conv_taps: rows that a convolution reads, the current and previous rows; at most ``block_size``.
+      conv_group: entries of the stream that share a coefficient computed from the row.
       selector_rank: R, the columns of the selector's tables.
       selector_top_k: the tokens that can be drafted in a row.
     """

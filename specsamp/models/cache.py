@@ -1,8 +1,8 @@
-"""The memory of a model between calls: a cache for each layer, and the caches of all layers.
+"""Key-value caches: the cache of a layer, in several layouts, and the caches of all layers.
 
 Attention calls the `LayerCache` of its layer and does not depend on the order of axes, the precision or the kernels.
-Layers have separate arrays because an array stacked over layers is copied in and out of a loop. Taking tokens
-back moves lengths only; stale slots are masked by position and overwritten later.
+Layers have separate arrays because an array stacked over layers is copied in and out of a loop. Removing tokens
+changes lengths only; stale slots are masked by position and overwritten later.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ LOGICAL_AXES = {"B": "batch", "M": "kv_heads", "S": "slots", "H": "head", "1": N
 class LayerCache:
     """The keys and values of one layer, in arrays whose names end with the letters of their axes, keys first.
 
-    Derived classes declare the arrays and fill them in `of`. Nothing in them may become NaN: slots that are not seen
-    are masked by their scores, not by their values.
+    Derived classes declare the arrays and fill them in `of`. No entry may become NaN: for masked slots only the scores
+    are masked, and their values are still multiplied by 0.
     """
 
     kernels: Kernels | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @classmethod
     def of(cls, k_BMTH: Array, v_BMTH: Array) -> Self:
-        """Returns a cache of T slots that hold these keys and values."""
+        """Returns a cache of T slots with these keys and values."""
         raise NotImplementedError
 
     @classmethod
     def zeros(
         cls, batch: int, kv_heads: int, slots: int, head_size: int, dtype: Any, kernels: Kernels | None = None
     ) -> Self:
-        """Makes an empty cache. No two arrays share a buffer: donating a buffer twice is an error."""
+        """Returns an empty cache. Every array has its own buffer, since donating a buffer twice is an error."""
         tokens = jax.ShapeDtypeStruct((batch, kv_heads, slots, head_size), dtype)
         arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(cls.of, tokens, tokens))
         return dataclasses.replace(arrays, kernels=kernels)
@@ -108,8 +108,8 @@ class LayerCache:
         """Returns each query's mean of the values, weighted by the softmax of its scores, ``[B, N, T, H]``.
 
         Args:
-          visible: the slots that each query sees.
-          scale: of the scores, those of distances included.
+          visible: the mask of slots for each query.
+          scale: factor of all scores, including ``distances_BNTS``.
           distances_BNTS: float32, scores by reversed distance (see `specsamp.models.positions`), added to the products.
           cap: soft cap of the scores, see `soft_cap`.
         """
@@ -141,7 +141,7 @@ class LayerCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache(LayerCache):
-    """A `LayerCache` of keys and values as they are.
+    """A `LayerCache` of keys and values ``[B, M, S, H]``.
 
     For ``[B, S, M, H]`` the compiler estimates six times the cycles and twice the traffic on a TPU.
     """
@@ -159,7 +159,7 @@ class KVCache(LayerCache):
 class TransposedKVCache(LayerCache):
     """A `LayerCache` for CPUs, with keys ``[B, M, H, S]``.
 
-    With few queries a CPU's products take three times as long when both sides contract their last axis.
+    With few queries, CPU products that contract the last axis of both sides take three times as long.
     """
 
     keys_BMHS: Array
@@ -175,9 +175,9 @@ class TransposedKVCache(LayerCache):
 class Int8KVCache(LayerCache):
     """A `LayerCache` in int8, with a scale for each token and head; for either weight order.
 
-    A score is a product with the int8 key times the key's scale; a probability is multiplied by the scale of its value
-    before it meets the int8 value. So the cache is never widened. Tokens are rounded when they are written, and a call
-    attends to its own tokens as they are stored: otherwise a distribution would depend on how a text is cut into calls.
+    The scale of a key multiplies its score, and the scale of a value multiplies its probability before the product with
+    the int8 values. So the cache is never converted to a wider dtype. A call also attends to its own tokens in rounded
+    form: otherwise a distribution would depend on how a sequence is split into calls.
     """
 
     keys_BMSH: Array
@@ -199,7 +199,7 @@ class Int8KVCache(LayerCache):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerCache:
-    """The caches of all layers; every leaf leads with the batch."""
+    """The caches of all layers; the leading axis of every leaf is the batch."""
 
     layers: tuple[LayerCache, ...]
     tokens_BS: Array | None = None  # int32, the tokens themselves, of models that embed n-grams

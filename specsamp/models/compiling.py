@@ -1,8 +1,8 @@
 """Compiler options for programs that call a model, and the number of rows that are unrolled.
 
-XLA's CPU backend gives float32 products to YNNPACK, whose time grows with every row: scoring 5 to 7 rows took 20 to 40%
-longer than with Eigen, which takes as long for seven rows as for two. Eigen is several times *slower* where both sides
-contract their last axis, so only models in the weight order of CPUs use it (`TransformerLM.compiler_options`).
+XLA's CPU backend computes float32 products with YNNPACK, whose time grows with every row: scoring 5 to 7 rows took 20
+to 40% longer than with Eigen, which takes as long for seven rows as for two. For products that contract the last axis
+of both sides, Eigen is several times *slower*, so only models in the weight order of CPUs use it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 Options = tuple[tuple[str, str], ...]
 
-# Unrolled row by row is the cheapest way to read and write at every row's own offset, up to about this many rows. With
-# more rows the program would grow too large, and the compiler makes a loop over the rows.
+# Up to about this many rows, unrolled code is the cheapest way to read and write at a different offset in each row.
+# With more rows the program would grow too large, and the compiler makes a loop over the rows.
 MAX_UNROLLED_ROWS = 32
 
 
@@ -28,7 +28,7 @@ FEWEST_COLLECTIVES = (("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000
 
 @functools.cache
 def options_on(backend: str, options: Options) -> Options:
-    """Returns ``options`` if ``backend`` is the default backend and its compiler knows them; else nothing."""
+    """Returns ``options`` if ``backend`` is the default backend and its compiler accepts them; else ()."""
     if jax.default_backend() != backend:
         return ()
     try:
@@ -39,11 +39,11 @@ def options_on(backend: str, options: Options) -> Options:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether an error of JAX's runtime or compiler says that a program does not fit into memory."""
+    """Returns True for errors of JAX's runtime or compiler that report insufficient memory."""
     text = str(error)
     return not is_full_disk(error) and ("RESOURCE_EXHAUSTED" in text or "Ran out of memory" in text)
 
 
 def is_full_disk(error: Exception) -> bool:
-    """Returns whether an error of JAX's runtime says that a file could not be written any further."""
+    """Returns True for errors of JAX's runtime that report a full disk."""
     return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))

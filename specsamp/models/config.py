@@ -1,4 +1,4 @@
-"""Shapes of the transformers and of their experts, and the presets of the paper."""
+"""Shapes of transformers and of their experts, and the presets of the paper."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ POSITIONS = ("relative", "rotary", "learned")
 ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")  # "gelu" is the approximation by tanh
 NORMS = ("rms", "layer")
 DTYPES = ("float32", "bfloat16")
-DECODING = ("dtype", "weight_dtype", "cache_dtype")  # fields that change how a model is decoded, not its parameters
+DECODING = ("dtype", "weight_dtype", "cache_dtype")  # fields that change decoding but not the parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """The shape of layers that choose experts for each token (Shazeer et al., arXiv 1701.06538)."""
+    """The shape of mixture-of-experts layers (Shazeer et al., arXiv 1701.06538)."""
 
     num_experts: int  # E, of a layer
     experts_per_token: int  # k
     width: int  # of each expert
     normalised: bool = True  # the weights of the chosen experts sum to one
-    dense_layers: tuple[int, ...] = ()  # layers with the usual feed-forward part
+    dense_layers: tuple[int, ...] = ()  # layers with a dense feed-forward part instead
 
     def __post_init__(self):
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
@@ -39,17 +39,17 @@ class ExpertsConfig:
         validate.integers("dense_layers", self.dense_layers)
 
     def expected_touched(self, tokens: int) -> float:
-        """Returns the expected number of experts that a call of ``tokens`` tokens reads in a layer.
+        """Returns the expected number of experts that a call of T = ``tokens`` tokens reads in a layer.
 
         ``E (1 - (1 - k / E)^T)``, if tokens choose independently and all experts are equally popular (Huang et al.,
-        MoESD, arXiv 2505.19645); less if some experts are more popular, or if neighbouring tokens are alike.
+        MoESD, arXiv 2505.19645). It is smaller if some experts are more popular, or if neighbouring tokens are alike.
         """
         return self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** tokens)
 
     def expected_blocks(self, tokens: int, block: int, devices: int = 1) -> float:
         """Returns the expected number of blocks, each of at most ``block`` tokens of one expert, that a call needs.
 
-        If devices divide the experts evenly, the device with most blocks counts. See `expected_touched`.
+        If the experts are split over devices, it is the number of the device with most blocks. See `expected_touched`.
         """
         if devices == 1 and block >= tokens:
             return self.expected_touched(tokens)
@@ -70,10 +70,10 @@ def _simulated_blocks(total: int, chosen: int, tokens: int, block: int, devices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A decoder in the style of Chinchilla, with switches for the families of public checkpoints.
+    """The shape of a decoder: by default that of Chinchilla, with switches for the families of public checkpoints.
 
-    Chinchilla's parameter counts give per layer 4 D^2 for Q, K, V, O, D^2 for the projection of relative positions, 8 D^2
-    for an ungated feed-forward of width 4 D; and tied embeddings. The activation was not published.
+    Chinchilla's parameter counts imply, per layer, 4 D^2 for Q, K, V, O, D^2 for the projection of relative positions,
+    8 D^2 for an ungated feed-forward of width 4 D; and tied embeddings. The activation was not published.
 
     Every switch after ``dtype`` is off by default, and then changes neither parameters nor programs.
     """
@@ -137,14 +137,14 @@ class TransformerConfig:
             set_default("num_kv_heads", self.num_heads)
         if self.head_size is None:
             if self.width % self.num_heads:
-                raise ValueError(f"width {self.width} is no multiple of num_heads {self.num_heads}: set head_size")
+                raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}: set head_size")
             set_default("head_size", self.width // self.num_heads)
         if self.feedforward_width is None:
             set_default("feedforward_width", 4 * self.width)
         self._check_combinations()
 
     def _check_values(self) -> None:
-        """Checks each field by itself; None is allowed where it is the default."""
+        """Raises ValueError for a field with an invalid value; None is valid where it is the default."""
         choices = dict(positions=POSITIONS, activation=ACTIVATIONS, norm=NORMS, dtype=DTYPES)
         choices |= dict.fromkeys(("weight_dtype", "cache_dtype"), (None, "int8"))
         for field in dataclasses.fields(self):
@@ -163,7 +163,7 @@ class TransformerConfig:
     def _check_combinations(self) -> None:
         validate.integer("ngram_order", self.ngram_order, 2, 6)
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(f"rotary positions turn pairs: head_size must be even; got {self.head_size}")
         if self.num_real_tokens is not None:
@@ -179,14 +179,14 @@ class TransformerConfig:
         if self.experts is not None and (self.feedforward_bias or not self.gated):
             raise ValueError("experts have a gate and no biases: set gated=True and feedforward_bias=False")
         if self.window is None and (self.global_layers or self.window_rotary_base is not None):
-            raise ValueError("global_layers and window_rotary_base say what differs from a window: set window")
+            raise ValueError("global_layers and window_rotary_base need windowed layers: set window")
 
     def window_of(self, layer: int) -> int | None:
-        """Returns the window of a layer; None: it sees all tokens."""
+        """Returns the attention window of a layer; None: it attends to all tokens."""
         return None if layer in self.global_layers else self.window
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether the feed-forward part of a layer is made of experts."""
+        """Returns whether the feed-forward part of a layer consists of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def rotary_of(self, window: int | None) -> Rotary | None:
@@ -208,7 +208,7 @@ class TransformerConfig:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters, by a formula: tracing 80 layers for their shapes takes seconds."""
+        """Returns the number of parameters, by a formula: tracing 80 layers for their shapes takes seconds."""
         heads, kv, size = self.num_heads, self.num_kv_heads, self.head_size
         width, inner = self.width, self.feedforward_width
         norm = width * (2 if self.norm == "layer" else 1)
@@ -229,22 +229,22 @@ class TransformerConfig:
 
     @property
     def num_sparse_layers(self) -> int:
-        """The number of layers with experts."""
+        """Returns the number of layers with experts."""
         return sum(map(self.has_experts, range(self.num_layers)))
 
     @property
     def num_expert_parameters(self) -> int:
-        """The number of parameters of all experts."""
+        """Returns the number of parameters of all experts."""
         of_layer = 0 if self.experts is None else 3 * self.width * self.experts.width * self.experts.num_experts
         return self.num_sparse_layers * of_layer
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of decode-time weights; in int8 one for each parameter, the scales left out."""
+        """Returns the bytes of decode-time weights; in int8 one per parameter, without the scales."""
         return self.num_parameters * (1 if self.weight_dtype == "int8" else self.compute_dtype.itemsize)
 
 
-# Models by name: functions that take changes of their fields.
+# Models by name: functions whose arguments override fields.
 
 # The target of Chen et al., 70.06B parameters in 80 layers; and their draft, 4.12B in 8, wide and shallow.
 chinchilla_70b = functools.partial(

@@ -1,11 +1,11 @@
 """Decode-time weights in the order for CPUs: few and large products over few rows, ``[T, in] x [in, out]``.
 
-Q, K and V are one matrix ``[D, (N+2M) H]``, the output is ``[D, V]`` (a copy, if it is tied), tables of relative keys
-are ``[M, H, S]``, and keys are cached as ``[B, M, H, S]`` (`TransposedKVCache`). XLA's CPU backend would transpose
+Q, K and V are one matrix ``[D, (N+2M) H]``, the output matrix is ``[D, V]`` (a copy, if it is tied), tables of relative
+keys are ``[M, H, S]``, and keys are cached as ``[B, M, H, S]`` (`TransposedKVCache`). XLA's CPU backend would transpose
 ``[D, N, H]`` in every call. Such weights cannot be split over a mesh, because one axis joins several logical axes.
 
-That backend multiplies by an int8 matrix only after it has written the matrix in float32, a large one to memory. Widened
-a block at a time (`Int8Blocks`) the matrix stays in the CPU's cache, and a quarter of the bytes is read from memory.
+For a product with an int8 matrix, this backend first writes the whole matrix in float32. Converted in blocks
+(`Int8Blocks`), the float32 values stay in the CPU's cache, and a quarter of the bytes is read from memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def to_cpu_order(params: Any) -> Any:
 
 
 def _join_heads(*parts_NDH: Array) -> Array:
-    """Returns all heads side by side, ``[D, N H + ...]``."""
+    """Concatenates all heads, ``[D, N H + ...]``."""
     return jnp.concatenate([part.swapaxes(0, 1).reshape(part.shape[1], -1) for part in parts_NDH], axis=1)
 
 

@@ -29,7 +29,7 @@ OUTPUT_EMBEDDING = "output_embedding"  # of a model whose output is not tied
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the stream."""
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
 
     config: TransformerConfig
     window: int | None  # see `Attention`
@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         self.embedding = weight(
             self, "embedding", (config.vocab_size, config.width), ("vocab", "embed"), fan_in=config.width
         )
-        # Zero at first: an n-gram that training did not meet adds nothing.
+        # Zero at first: an n-gram that does not occur in training adds nothing.
         zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("vocab", "embed"))
         self.ngram_tables = [
             self.param(f"ngrams_{order}", zeros, (config.ngram_rows, config.width))
@@ -116,7 +116,7 @@ class Decoder(nn.Module):
                 if cache is not None:
                     cache = TransformerCache(layers=cache.layers, tokens_BS=memory_BS)
             if config.positions == "learned":
-                # The positions of scratch slots are beyond the table, and read its last row.
+                # The positions of scratch slots are beyond the table, and get its last row.
                 x_BTD = x_BTD + self.position_embedding[_positions(start_B, tokens_BT.shape[1], block)]
             x_BTD = x_BTD.astype(config.compute_dtype)
             if config.embedding_scale is not None:
@@ -138,9 +138,9 @@ class Decoder(nn.Module):
         """Runs layers ``first .. last - 1``; see `LayeredModel.layers`.
 
         Args:
-          cache: None: the tokens of the call see each other alone.
-          tables: of relative keys, one for each layer; None: they are made in the call.
-          kept_BL: bool, in training: the layers that each sequence goes through; it skips all other layers.
+          cache: None: the tokens of the call attend to each other only.
+          tables: of relative keys, one for each layer; None: computed in the call.
+          kept_BL: bool, in training: the layers that run for each sequence; all other layers are skipped.
 
         Raises:
           ValueError: the call does not run one of ``hidden_layers``.
@@ -163,8 +163,8 @@ class Decoder(nn.Module):
         for layer in hidden_layers:
             if layer not in hidden:
                 raise ValueError(
-                    f"hidden_layers names layer {layer}; a call of layers {first} up to {last} has {tuple(hidden)}, and "
-                    f"the last call {config.num_layers}: the stream after the final norm"
+                    f"hidden_layers names layer {layer}, but a call of layers below {last} has {tuple(hidden)}; a call "
+                    f"with the last layer also has {config.num_layers}, the stream after the final norm"
                 )
         if cache is not None:
             layers = (*cache.layers[:first], *caches, *cache.layers[last:])
@@ -172,12 +172,12 @@ class Decoder(nn.Module):
         return x_BTD, cache, tuple(hidden[i] for i in hidden_layers)
 
     def unembed(self, x_BTD: Array) -> Array:
-        """Returns logits ``[B, T, V]`` float32 from the stream that leaves the last layer."""
+        """Returns logits ``[B, T, V]`` float32 from the output of the last layer."""
         with jax.named_scope("logits"):
             return self.unembed_normed(self.final_norm(x_BTD))
 
     def unembed_normed(self, x_BTD: Array) -> Array:
-        """Returns the logits of a stream that is normalised already."""
+        """Returns the logits of a normalised stream."""
         config = self.config
         with jax.named_scope("logits"):
             logits_BTV = self.project_to_vocabulary(x_BTD)
@@ -189,7 +189,7 @@ class Decoder(nn.Module):
         return logits_BTV
 
     def declare_output(self) -> Array:
-        """Returns the matrix that the logits multiply by."""
+        """Returns the output matrix."""
         config = self.config
         if config.tied:
             return self.embedding

@@ -21,9 +21,9 @@ Array = jax.Array
 
 
 class Eagle1(HeadModule):
-    """Predicts the stream after the target's final norm, which the target's output turns into logits.
+    """The head of EAGLE-1: predicts the stream after the target's final norm, from which the target computes logits.
 
-    The layer has no norm in front of its attention.
+    The layer has no norm before its attention.
     """
 
     config: Eagle1Config
@@ -57,7 +57,7 @@ class Eagle1Config(HeadConfig):
 
 
 class Eagle3(HeadModule):
-    """Mixes hidden states of three layers; its layer reads the mix and the token, and returns features of that kind."""
+    """The head of EAGLE-3: fuses hidden states of three layers to features; a layer predicts the next features."""
 
     config: Eagle3Config
 
@@ -98,7 +98,7 @@ class Eagle3Config(HeadConfig):
 
     Attributes:
       norm_before_residual: the residual of the layer is the normalised feature.
-      norm_before_fc: one norm of all hidden states side by side.
+      norm_before_fc: a norm of the concatenated hidden states.
       fc_norm: a norm of each hidden state instead (EAGLE-3.1).
       norm_output: the returned features are normalised (EAGLE-3.1).
     """
@@ -115,7 +115,7 @@ class Eagle3Config(HeadConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm are two ways to do one thing: set one of them")
+            raise ValueError("norm_before_fc and fc_norm exclude each other: set one of them")
 
     @classmethod
     def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ class Eagle3Config(HeadConfig):
 
 
 class MTP(HeadModule):
-    """Concatenates normalised token and hidden state, projects them to one stream, and runs a layer."""
+    """A module for multi-token prediction: projects the normalised token and hidden state, and runs a layer."""
 
     config: MTPConfig
 
@@ -161,7 +161,7 @@ class MTPConfig(HeadConfig):
     """The shape of a module with one dense layer.
 
     Attributes:
-      hidden_first: the hidden state stands before the token in the projected input, as in MiMo-7B; False: behind it.
+      hidden_first: in the projected input the hidden state comes before the token, as in MiMo-7B; False: after it.
       norm_output: the returned features are normalised.
     """
 

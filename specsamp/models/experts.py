@@ -1,9 +1,9 @@
-"""The feed-forward part of a layer as a choice of experts for each token (Shazeer et al., arXiv 1701.06538).
+"""Mixture-of-experts feed-forward layers (Shazeer et al., arXiv 1701.06538).
 
-A router chooses k experts for each token, and the share of each in the token's result. A call reads only the experts that
-its tokens chose, one at each step of a loop: a gather would write their matrices to memory once more.
+A router chooses k experts for each token, and their weights (*shares*) in its result. A call reads only the chosen
+experts, one in each step of a loop: a gather would write a copy of their matrices to memory.
 
-- Few tokens: each chosen expert multiplies all tokens, with a share of zero for tokens that did not choose it.
+- Few tokens: each chosen expert multiplies all tokens, with a share of zero for tokens routed elsewhere.
 - Many tokens are sorted by expert, and padded to blocks; each step of the loop multiplies a block by its expert.
 
 Over a mesh each device has whole experts, or a part of the width of each (`specsamp.mesh.layout`). It sums the results of
@@ -42,7 +42,7 @@ _SCOPE = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>\\d+)", SCOPE))
 
 
 class Experts(nn.Module):
-    """Experts with a gate, chosen for each token, ``[B, T, D] -> [B, T, D]``."""
+    """Gated experts with a router, ``[B, T, D] -> [B, T, D]``."""
 
     config: TransformerConfig
     layout: DeviceLayout | None = None  # over a mesh; None: one device
@@ -97,7 +97,7 @@ def route(logits_RE: Array, experts: ExpertsConfig) -> Array:
 def mix_experts(config: TransformerConfig, x_RD: Array, shares_RE: Array, stacked: dict[str, Any]) -> Array:
     """Returns each token's sum over experts of share times result, ``[R, D]`` float32.
 
-    JAX cannot differentiate a loop whose length is data. So for gradients every expert multiplies every token.
+    JAX cannot differentiate a loop of data-dependent length. So for gradients every expert multiplies every token.
 
     Args:
       x_RD: the tokens of a call.
@@ -141,10 +141,10 @@ mix_experts.defvjp(_forward, _backward)
 
 
 def block_size(tokens: int, experts: ExpertsConfig) -> int:
-    """Returns how many tokens an expert multiplies at once.
+    """Returns the number of tokens in a block.
 
-    Few tokens are one block. A block of many has two to four times the tokens that choose an expert on average, so that
-    most experts need one block.
+    Few tokens form a single block. With many tokens, a block has two to four times the mean number of tokens per
+    expert, so that most experts need one block.
     """
     if tokens <= FEW:
         return max(tokens, 1)
@@ -153,9 +153,9 @@ def block_size(tokens: int, experts: ExpertsConfig) -> int:
 
 
 def expected_steps(scope: str) -> float | None:
-    """Returns the expected number of steps of the loop with this scope; None for the scope of any other loop.
+    """Returns the expected number of steps of the loop with this scope; None for scopes of other loops.
 
-    Devices wait for the device with most blocks, see `ExpertsConfig.expected_blocks`.
+    The device with most blocks determines the number, see `ExpertsConfig.expected_blocks`.
     """
     found = _SCOPE.search(scope)
     if found is None:
@@ -176,9 +176,9 @@ def _one_expert(stacked: dict[str, Any], activation: str, x_RD: Array, expert: A
 
 
 def _all_tokens(make: Any, x_RD: Array, shares_RE: Array) -> Array:
-    """Lets each chosen expert multiply all tokens."""
+    """Multiplies all tokens by each chosen expert."""
     is_touched_E = jnp.any(shares_RE != 0, axis=0)
-    experts_E = jnp.argsort(~is_touched_E)  # the touched ones first
+    experts_E = jnp.argsort(~is_touched_E)  # chosen experts first
 
     def add(i: Array, y_RD: Array) -> Array:
         expert = experts_E[i]
@@ -189,12 +189,12 @@ def _all_tokens(make: Any, x_RD: Array, shares_RE: Array) -> Array:
 
 
 def _in_blocks(make: Any, x_RD: Array, shares_RE: Array, block: int, most: int) -> Array:
-    """Lets each expert multiply the tokens that chose it, in at most ``most`` padded blocks."""
+    """Multiplies the tokens of each expert by it, in at most ``most`` padded blocks."""
     tokens = len(x_RD)
     is_chosen_ER = (shares_RE != 0).T
     blocks_E = -(-is_chosen_ER.sum(axis=1) // block)
     last_E = jnp.cumsum(blocks_E)  # the first block behind each expert's
-    # The place of each token among the blocks; the tokens of an expert begin with its first block.
+    # The index of each token in the blocks; the tokens of an expert begin in its first block.
     place_ER = ((last_E - blocks_E) * block)[:, None] + jnp.cumsum(is_chosen_ER, axis=1) - 1
     place_ER = jnp.where(is_chosen_ER, place_ER, most * block)  # dropped
     token_ER = jnp.broadcast_to(jnp.arange(tokens)[None], place_ER.shape)

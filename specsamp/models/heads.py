@@ -1,8 +1,8 @@
 """Heads that draft from a target's hidden states; the modules are in `eagle.py`, `medusa.py` and `dflash.py`.
 
-A `FeatureHead` reads pairs (h_t, x_{t+1}): the hidden states of a position, and the token after it. `fuse` turns the hidden
-states into one stream of *features*, a call turns pairs into the features of the next position, and `logits` scores the
-next token. So a head continues with its own features. Pair t lies in slot t of its cache. A `BlockHead` drafts in one call.
+A `FeatureHead` reads pairs (h_t, x_{t+1}): the hidden states of a position, and the token after it. `fuse` turns the
+hidden states into *features*, a call turns pairs into the features of the next position, and `logits` scores the next
+token from them. Pair t is in slot t of the cache. A `BlockHead` drafts in one call.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class HeadConfig:
     """The shape of a head.
 
     Attributes:
-      layer: of its decoder layer; ``width`` is the head's, ``vocab_size`` the target's.
+      layer: the shape of its decoder layer; ``width`` is the head's, ``vocab_size`` the target's.
       target_layers: the number of layers of the target.
       target_width: of the target's hidden states; None: the head's width.
       hidden_layers: the layers of the target, counted from 0, whose outputs it reads; ``target_layers`` stands for the
         stream after the final norm, and -1 for the embedded tokens. See `Output.hidden`.
-      draft_vocab_size: U, of a reduced vocabulary: the ids in the parameter ``draft_ids``; None: the whole vocabulary.
-      own_embedding: the head embeds tokens; False: the target does.
-      own_output: the head has an output matrix; False: the target's is used.
+      draft_vocab_size: U, the size of a reduced vocabulary, the ids in the parameter ``draft_ids``; None: no reduction.
+      own_embedding: whether the head has an embedding; False: it uses the target's.
+      own_output: whether the head has an output matrix; False: it uses the target's.
     """
 
     layer: TransformerConfig
@@ -72,7 +72,7 @@ class HeadConfig:
                 f"{self.hidden_layers}"
             )
         if self.has_layer and self.layer.positions != "rotary":
-            raise ValueError(f"a head has rotary positions; got {self.layer.positions!r}")
+            raise ValueError(f"positions of a head must be 'rotary'; got {self.layer.positions!r}")
         if self.target_width != self.layer.width and not (self.own_embedding and self.own_output):
             raise ValueError(
                 f"a head of width {self.layer.width} cannot share embedding or output of a target of width "
@@ -81,7 +81,7 @@ class HeadConfig:
         if self.draft_vocab_size is not None:
             validate.integer("draft_vocab_size", self.draft_vocab_size, 1, self.layer.vocab_size + 1)
             if not self.own_output:
-                raise ValueError("a head with a reduced vocabulary has an output of its own: set own_output")
+                raise ValueError("a head with a reduced vocabulary needs its own output matrix: set own_output")
 
     @classmethod
     def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
@@ -93,11 +93,11 @@ class HeadConfig:
         return FeatureHead(self)
 
     def begin(self, params: Any, output_VD: Array) -> Any:
-        """Returns the parameters that training begins with, from random parameters and the target's output matrix."""
+        """Returns the initial parameters for training, from random parameters and the target's output matrix."""
         return params
 
     def is_read_by_a_step(self, name: str) -> bool:
-        """Returns whether drafting one token multiplies by the parameter ``name`` of the top level."""
+        """Returns whether drafting a token multiplies by the top-level parameter ``name``."""
         return name != "embedding" and name not in self.fused
 
     @property
@@ -135,15 +135,15 @@ class HeadModule(nn.Module):
         return take_rows(self.embedding, tokens_BT).astype(self.config.layer.compute_dtype)
 
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
-        """Returns the features ``[B, T, D]`` of hidden states; here the one hidden state."""
+        """Returns the features ``[B, T, D]`` of hidden states; by default the single hidden state."""
         return hidden[0]
 
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
-        """Returns the features that are projected to logits; here as they are."""
+        """Returns the features that are projected to logits; by default unchanged."""
         return features_BTD
 
     def project(self, x_BTD: Array, offset: Array | int) -> Array:
-        """Returns logits ``[B, T, U]`` float32 of the result of `normed`, by the head's output."""
+        """Returns float32 logits ``[B, T, U]`` of the result of `normed`, with the head's output matrix."""
         return self.multiply(self.output, x_BTD)
 
     @staticmethod
@@ -232,7 +232,7 @@ class Head:
     def training_weights(self, params: Any, ids_U: Array | None) -> Any:
         """Returns the weights for the other methods, from float32 parameters and the ids of a reduced vocabulary.
 
-        ``ranks_V`` holds the place of each target id among the head's ids, and U where the head has no such id.
+        ``ranks_V`` holds the index of each target id among the head's ids, and U if the head does not have the id.
         """
         ranks_V = None
         if ids_U is not None:
@@ -247,16 +247,16 @@ class Head:
         return {"params": params, "ranks_V": ids}
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
-        """Returns the weights on their devices: nothing in a head depends on the number of slots."""
+        """Returns the weights on their devices; no weight of a head depends on the number of slots."""
         return self.layout.put(self.weight_axes(), weights)
 
     def in_dtype(self, dtype: str) -> Self:
-        """Returns the head computing in another dtype, on its mesh if it has one."""
+        """Returns this head with another compute dtype, on the same mesh."""
         layer = dataclasses.replace(self.config.layer, dtype=dtype)
         return dataclasses.replace(self, config=dataclasses.replace(self.config, layer=layer))
 
     def check_target(self, target: LanguageModel) -> None:
-        """Raises ValueError unless the head was made for a target of these sizes; the message has both."""
+        """Raises ValueError, with both sizes, unless the head was made for a target of these sizes."""
         if not isinstance(target, LayeredModel):
             raise ValueError(f"a head reads the layers of a LayeredModel; the target is {target!r}")
         for name, ours, theirs in (
@@ -291,7 +291,7 @@ class Head:
         """Returns float32 logits ``[B, T, U]`` of the next tokens.
 
         Args:
-          of_target: `LayeredModel.unembed_normed` with its weights, for heads that share the target's output.
+          of_target: `LayeredModel.unembed_normed` with its weights, for heads that share the target's output matrix.
           offset: of the token in its draft, below ``config.max_tokens``.
         """
         with jax.named_scope("logits"):
@@ -314,7 +314,7 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureHead(Head):
-    """A head that reads pairs and returns the features of the next position, one call for each drafted token."""
+    """A head that reads pairs and returns the features of the next position, with one call per drafted token."""
 
     def init_cache(self, batch: int, slots: int) -> KVCache | tuple[()]:
         """Returns an empty cache, of one layer or none."""
@@ -343,7 +343,7 @@ class FeatureHead(Head):
           weights: from `prepare`.
           embedded_BTD: the tokens x_{t+1}.
           features_BTD: of positions t, from `fuse` or an earlier call.
-          cache: see `LanguageModel.__call__`; None: the pairs of the call see each other alone.
+          cache: see `LanguageModel.__call__`; None: the pairs of the call attend to each other only.
           block: positions and visibility of the pairs of a token tree; None: a chain.
         """
         embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)

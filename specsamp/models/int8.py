@@ -2,9 +2,9 @@
 
     values = round(weight / scale),   scale = max |weight| of the channel / 127
 
-A scale is the same for all entries that a product sums, so it multiplies the product's output, in float32, and only the
-int8 matrix is read from memory (`specsamp.models.products.contract`). The factors are exact, because bfloat16 contains
-the int8 numbers. Of a tied embedding a row is one channel, both for a lookup and for a logit.
+A scale is constant along the summed axes of a product, so it multiplies the product's output, in float32, and only the
+int8 matrix is read from memory (`specsamp.models.products.contract`). bfloat16 represents all int8 numbers exactly. In
+a tied embedding, a row is a channel, both for a lookup and for a logit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specsamp import validate
 Array = jax.Array
 
 # The axes that a product sums over, by the name of the parameter, with its module where two have the same name; the other
-# axes are output channels. A parameter that is not here is no matrix of a product.
+# axes are output channels. All other parameters are not matrices of products.
 SUMMED_AXES = {
     **{f"ngrams_{order}": (1,) for order in range(2, 6)},  # [R, D]: every row
     "embedding": (1,),  # [V, D]: a logit is one channel
@@ -42,7 +42,7 @@ SUMMED_AXES = {
     "fc": (0,),
     "linear": (0,),  # [X, D], of a head
 }
-# Tables of relative keys are made from this matrix once, as it was trained and not rounded.
+# Tables of relative keys are made from this matrix once, so it is not rounded.
 NOT_READ = ("relative",)
 
 SIDES = ("target", "draft")
@@ -50,7 +50,7 @@ SIDES = ("target", "draft")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8:
-    """Says which sides of a pair, of `SIDES`, have weights and caches in int8; a head counts as the draft."""
+    """The sides of a pair, from `SIDES`, that have weights and caches in int8; a head counts as the draft."""
 
     weights: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ def is_int8(x: Any) -> bool:
 
 
 def summed_axes(name: str) -> tuple[int, ...] | None:
-    """Returns the axes that a product with the parameter sums over; None: it is no matrix of a product.
+    """Returns the axes that a product with the parameter sums over; None: it is not a matrix of a product.
 
     Args:
       name: such as ``layer_0/attention/query``.
@@ -132,7 +132,7 @@ def quantise(weight: Array | np.ndarray, axes: tuple[int, ...]) -> Int8Weight:
 
 
 def _quantise(xp: Any, weight: Any, axes: tuple[int, ...]) -> Int8Weight:
-    # Products, no quotients: a compiler turns some quotients into products, and a device would not round like NumPy.
+    # Products instead of quotients: compilers turn some quotients into products, which round differently than NumPy.
     weight = weight.astype(xp.float32)
     scale = xp.abs(weight).max(axis=axes, keepdims=True) * np.float32(1 / 127)
     scale = xp.where(scale > 0, scale, np.float32(1))
@@ -145,7 +145,7 @@ def _quantise_on_device(weight: Array, axes: tuple[int, ...]) -> Int8Weight:
 
 
 def dequantise(weight: Int8Weight) -> Array | np.ndarray:
-    """Returns the float32 matrix that an int8 weight stands for."""
+    """Returns the float32 matrix of an int8 weight."""
     return weight.values.astype(np.float32) * weight.scale
 
 
@@ -157,7 +157,7 @@ def take_rows(table: Array | Int8Weight, ids: Array) -> Array:
 
 
 def decode_weights(params: Any, dtype: jnp.dtype, weight_dtype: str | None) -> Any:
-    """Converts parameters to ``dtype``, or matrices to int8 if ``weight_dtype`` says so; int8 weights stay."""
+    """Converts parameters to ``dtype``, or matrices to int8 if ``weight_dtype`` is "int8"; keeps int8 weights."""
 
     def convert(path: Any, x: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")

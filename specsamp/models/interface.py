@@ -28,27 +28,27 @@ class Output:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
-    """Says which tokens of a tree see which. All of them see the text before the tree.
+    """The attention mask of a token tree. All tokens of the tree attend to the text before it.
 
     The tree of a pending token p with the children a and b, and with c below a, lies in four slots from ``start_B`` on:
 
-        token   position      sees
+        token   position      attends to
         p       start_B       p
         a       start_B + 1   p a
         b       start_B + 1   p   b
         c       start_B + 2   p a   c
 
-    A call may have the last T of R such rows, if the others were read by earlier calls.
+    A call may contain only the last T of the R rows of a tree, if earlier calls have read the first R - T.
     """
 
     start_B: Array  # int32, the slot of the tree's first row
     positions_BT: Array  # int32, of the call's tokens: ``start_B`` plus their depth in the tree
-    visible_BTR: Array  # bool, whether token t of the call sees row r of the tree, in slot ``start_B + r``
+    visible_BTR: Array  # bool, whether token t of the call attends to row r of the tree, in slot ``start_B + r``
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceLayout:
-    """The layout of arrays over devices: here one, on which they stay. `specsamp.mesh.layout.Layout` is that of a mesh."""
+    """The layout of arrays on a single device. `specsamp.mesh.layout.Layout` is the layout on a mesh."""
 
     def on_all_devices(self, tree: Any) -> Any:
         return tree
@@ -68,8 +68,8 @@ class DeviceLayout:
 class LanguageModel(abc.ABC):
     """A static, hashable description of a model, such as a frozen dataclass; its arrays are separate arguments.
 
-    Derived classes define ``vocab_size``, `init_cache` and `__call__`; the rest has defaults. The defaults of `compact`,
-    and of `first` and `unembed_normed` below, raise NotImplementedError.
+    Derived classes define ``vocab_size``, `init_cache` and `__call__`; all other methods have defaults. The default of
+    `compact` raises NotImplementedError, and so do those of `LayeredModel.first` and `LayeredModel.unembed_normed`.
     """
 
     vocab_size: int
@@ -77,7 +77,7 @@ class LanguageModel(abc.ABC):
     compiler_options: tuple[tuple[str, str], ...] = ()  # for programs that call the model as their target
 
     def prepare(self, params: Any) -> Any:
-        """Turns training parameters into decode-time weights: cast, folded, quantised. They do not change in a loop."""
+        """Turns training parameters into decode-time weights, which stay constant: casts, folds, quantises."""
         return params
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
@@ -105,8 +105,8 @@ class LanguageModel(abc.ABC):
     ) -> Output:
         """Scores ``tokens_BT`` in slots ``start_B[b] .. start_B[b] + T - 1`` of each sequence.
 
-        Sequence b sees the slots before ``start_B[b]`` and, causally, its own tokens. Later slots are never seen, so
-        a caller takes tokens back by starting the next call at an earlier slot.
+        Sequence b attends to the slots before ``start_B[b]`` and, causally, to the tokens of this call. Later slots are
+        masked, so a caller removes tokens by starting the next call at an earlier slot.
 
         Args:
           weights: from `prepare` and `fit_slots`.
@@ -114,12 +114,12 @@ class LanguageModel(abc.ABC):
           start_B: ``[B]`` int32, ``start_B + T <= slots``.
           cache: from `init_cache` or an earlier call.
           hidden_layers: the layers whose outputs the drafter reads; 0 is the first, ``num_layers`` stands for the
-            stream after the final norm, -1 for the embedded tokens. Not given for drafters without ``hidden_layers``.
+            residual stream after the final norm, -1 for the embedded tokens. () for drafters without ``hidden_layers``.
           block: positions and visibility of a token tree; None: a chain.
         """
 
     def compact(self, cache: Any, start_B: Array, rows_BT: Array, num_rows: int) -> Any:
-        """Moves the accepted path of a token tree together, so that later calls find a chain in the cache.
+        """Moves the accepted path of a token tree to consecutive slots, so that later calls find a chain in the cache.
 
         If c was accepted in the example of `Block`, the rows p, a, c move from slots ``start_B + (0, 1, 3)`` to
         ``start_B + (0, 1, 2)``.
@@ -127,9 +127,8 @@ class LanguageModel(abc.ABC):
         Args:
           cache: of this model.
           start_B: ``[B]`` int32, the slot of the tree's first row.
-          rows_BT: ``[B, T]`` int32, increasing: the rows that stay, such as 0, 1, 3. Entries behind the last of them may
-            hold anything.
-          num_rows: the rows of the tree, a static number; ``start_B + num_rows <= slots``.
+          rows_BT: ``[B, T]`` int32, increasing: the rows that stay, such as 0, 1, 3. Later entries are arbitrary.
+          num_rows: the number of rows of the tree, static; ``start_B + num_rows <= slots``.
         """
         raise NotImplementedError(f"{type(self).__name__} has no compact(): it cannot be the target of a token tree")
 
@@ -138,9 +137,9 @@ class LanguageModel(abc.ABC):
         return self
 
     def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array, float]] | None:
-        """Returns the matrices that a call of ``tokens`` tokens multiplies by, each with the share that it reads.
+        """Returns the matrices that a call of ``tokens`` tokens multiplies by, each with the share that is read.
 
-        Costs are estimated from them. The share is below 1 for stacked experts. None: all arrays with two axes or more.
+        Cost estimates use them. The share is below 1 for stacked experts. None: all arrays with two axes or more.
         """
         return None
 
@@ -183,7 +182,7 @@ class LayeredModel(LanguageModel):
     def embed(
         self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, *, block: Block | None = None
     ) -> tuple[Array, Any]:
-        """Returns the embedded tokens ``[B, T, D]`` and the cache, in which n-gram models keep tokens."""
+        """Returns the embedded tokens ``[B, T, D]`` and the cache, to which n-gram embeddings add tokens."""
 
     @abc.abstractmethod
     def layers(
@@ -198,21 +197,21 @@ class LayeredModel(LanguageModel):
         hidden_layers: tuple[int, ...] = (),
         block: Block | None = None,
     ) -> tuple[Array, Any, tuple[Array, ...]]:
-        """Runs layers ``first .. last - 1``; returns the stream, the cache, and the streams of ``hidden_layers``."""
+        """Runs layers ``first .. last - 1``; returns the residual stream, the cache, and ``hidden_layers``' outputs."""
 
     @abc.abstractmethod
     def unembed(self, weights: Any, x_BTD: Array) -> Array:
-        """Returns float32 logits ``[B, T, V]`` of the stream after the last layer; includes the final norm."""
+        """Applies the final norm and the output matrix; returns float32 logits ``[B, T, V]``."""
 
     def first(self, num_layers: int) -> LayeredModel:
-        """Returns the model that ends after its first layers, with the same final norm and output.
+        """Returns the model of the first ``num_layers`` layers, with the same final norm and output matrix.
 
         It also runs on the weights and the cache of the whole model, whose later layers stay untouched.
         """
         raise NotImplementedError(f"{type(self).__name__} has no first(): it cannot be left after {num_layers} layers")
 
     def unembed_normed(self, weights: Any, x_BTD: Array) -> Array:
-        """Returns `unembed` without the final norm, for heads that share the target's output."""
+        """Returns `unembed` without the final norm, for heads that share the target's output matrix."""
         raise NotImplementedError(f"{type(self).__name__} has no unembed_normed(): heads cannot share its output")
 
 

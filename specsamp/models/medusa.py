@@ -19,7 +19,7 @@ Array = jax.Array
 
 
 class MedusaHead(nn.Module):
-    """The parameters of one head. Its residual block adds nothing at first."""
+    """The parameters of one head. Initially its residual block adds 0."""
 
     config: MedusaConfig
 
@@ -40,8 +40,8 @@ class MedusaHead(nn.Module):
 class Medusa(HeadModule):
     """Several heads on the stream after the target's final norm, one for each offset of a draft.
 
-    They read no tokens and have no cache, so a call returns its features unchanged. The token before the draft is the
-    target's own prediction.
+    They read no tokens and have no cache, so a call returns its features unchanged. The token that precedes a draft
+    comes from the target.
     """
 
     config: MedusaConfig
@@ -75,10 +75,10 @@ def _one_of(run: Callable[[Any, Array], Array], parts: Sequence[Any], offset: Ar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaConfig(HeadConfig):
-    """The shape of Medusa heads; of ``layer`` only width, vocabulary and dtype count.
+    """The shape of Medusa heads; only width, vocabulary and dtype of ``layer`` are used.
 
     Attributes:
-      num_heads: the number of heads, and so the longest draft.
+      num_heads: the number of heads, which is the length of the longest draft.
       bias: the linear layer of a residual block has a bias.
     """
 
@@ -95,13 +95,13 @@ class MedusaConfig(HeadConfig):
         validate.integer("num_heads", self.num_heads, 1)
 
     def begin(self, params: Any, output_VD: jax.Array) -> Any:
-        """Returns the parameters with the target's output in every head."""
+        """Returns the parameters with the target's output matrix in every head."""
         if not self.own_output or self.draft_vocab_size is not None:
             return params
         return {name: head | {"output": output_VD} for name, head in params.items()}
 
     def is_read_by_a_step(self, name: str) -> bool:
-        """Returns whether the parameter belongs to the first head: a step reads one head, and all have one size."""
+        """Returns whether the parameter belongs to the first head: a step reads one head, and all have equal sizes."""
         return name == "head_0"
 
     @property

@@ -68,7 +68,7 @@ class Norm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two products with an activation between them, ``[B, T, D] -> [B, T, F] -> [B, T, D]``, gated or not."""
+    """A feed-forward layer, ``[B, T, D] -> [B, T, F] -> [B, T, D]``, gated or not."""
 
     config: TransformerConfig
 

@@ -1,8 +1,8 @@
-"""Embeddings of the last n tokens: capacity that costs a step nothing.
+"""Embeddings of the last n tokens: parameters that add almost no time to a step.
 
-A draft must be small because each of its steps streams all its weights, but a lookup streams one row.
-So the embeddings of the last two, three, ... tokens are added to the embedding of a token (Huang et al., arXiv
-2501.16975, call it over-encoding). N-grams share the rows of a table by their hash.
+A draft must be small because each of its steps reads all its weights, but a lookup reads a single row of a table.
+So the embeddings of the last two, three, ... tokens are added to the embedding of a token (over-encoding, Huang et
+al., arXiv 2501.16975). N-grams with the same hash share a row of the table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specsamp.models.visibility import ancestor_slots
 
 Array = jax.Array
 
-# Odd, with bits everywhere, one per place: the hash is a sum of products modulo 2^32.
+# An odd multiplier for each place of an n-gram: the hash is a sum of products modulo 2^32.
 _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
 
 
@@ -27,7 +27,7 @@ def rows_of_call(
     """Returns the rows of each table for the tokens of a call, and the memory with these tokens written.
 
     Args:
-      memory_BS: ``[B, S]`` int32, the tokens of earlier calls; None: the call begins the text.
+      memory_BS: ``[B, S]`` int32, the tokens of earlier calls; None: the call begins the sequence.
       block: in a tree, an n-gram is a token and its ancestors.
 
     Returns:
@@ -42,10 +42,10 @@ def rows_of_call(
         context_BX = _context(tokens_BT, start_B, memory_BS, before)
         return [rows_of(context_BX, order, config.ngram_rows)[:, -length:] for order in orders], memory_BS
     if memory_BS is None:
-        raise ValueError("n-gram embeddings of a tree need a cache: the tokens before the tree are read from it")
+        raise ValueError("n-gram embeddings of a tree need a cache, which holds the tokens before the tree: give one")
     slots_BX = ancestor_slots(block, before + 1).reshape(batch, -1)
     tokens_BX = jnp.take_along_axis(memory_BS, jnp.maximum(slots_BX, 0), axis=1)
-    # Each token of a tree with its context is handled as a sequence.
+    # Each token of a tree, with its context, is a sequence of its own.
     context_RX = jnp.where(slots_BX < 0, -1, tokens_BX).reshape(batch * length, before + 1)
     rows = [rows_of(context_RX, order, config.ngram_rows)[:, -1].reshape(batch, length) for order in orders]
     return rows, memory_BS
@@ -70,9 +70,9 @@ def rows_of(context_BX: Array, order: int, num_rows: int) -> Array:
 
 
 def _context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: int) -> Array:
-    """Returns the tokens of a call behind the ``before`` tokens ahead of it, ``[B, before + T]`` int32.
+    """Returns the tokens of a call, preceded by the last ``before`` tokens, ``[B, before + T]`` int32.
 
-    Before a text stands -1.
+    Entries before the beginning of a sequence are -1.
     """
     batch, length = tokens_BT.shape
     if memory_BS is None:
@@ -82,6 +82,6 @@ def _context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: 
     def read(row, start):
         return jax.lax.dynamic_slice_in_dim(row, start, before + length)
 
-    if batch == 1:  # vmap would make a gather of it
+    if batch == 1:  # vmap would turn this into a gather
         return read(padded_BS[0], start_B[0])[None]
     return jax.vmap(read)(padded_BS, start_B)

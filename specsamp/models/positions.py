@@ -5,7 +5,7 @@ Relative keys (Dai et al., arXiv 1901.02860): the score of query i on key j is
     (q_i + u) . k_j + (q_i + v) . r_{i-j},      r_d = R sinusoid(d)
 
 with biases u, v per head. R does not change in decoding, so ``r`` is computed once for every distance: the D^2 matrices
-of all layers are not streamed for each token. The table is kept *reversed*, slot ``S-1-d`` for distance d; so the scores
+of all layers are not read for each token. The table is stored *reversed*, slot ``S-1-d`` for distance d; so the scores
 of a query on all slots are a contiguous slice of its scores on the whole table, and no keys are gathered.
 """
 
@@ -26,13 +26,13 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """Scaling of rotary angles, for texts that are longer than in the first training.
+    """Scaling of rotary angles, for sequences longer than in pretraining.
 
     "linear" divides all frequencies by ``factor`` (Chen et al., arXiv 2306.15595). "llama3" divides frequencies of
     wavelengths beyond ``original_positions / low``, keeps frequencies of wavelengths below ``original_positions / high``
-    and mixes between (Llama 3.1). "yarn" divides the frequencies of dimensions that turn less than ``low`` times within
-    the original positions, keeps them for more than ``high`` times, with a ramp over the dimensions between, and
-    multiplies cosine and sine by ``amplitude`` (Peng et al., arXiv 2309.00071).
+    and interpolates in between (Llama 3.1). "yarn" divides the frequencies of dimensions that turn less than ``low``
+    times within the original positions, keeps those of dimensions that turn more than ``high`` times, with a ramp in
+    between, and multiplies cosine and sine by ``amplitude`` (Peng et al., arXiv 2309.00071).
     """
 
     kind: str
@@ -123,14 +123,14 @@ def relative_keys(weight_MDH: Array, slots: int) -> Array:
 
 
 def align_distances(scores_BXTS: Array, visible: Visibility) -> Array:
-    """Turns scores by distance into scores by slot, as attention sees the slots; what it does not see has any score.
+    """Turns scores by distance into scores by slot; the scores of masked slots are arbitrary.
 
     Args:
       scores_BXTS: ``[B, ..., T, S]``, of each query with the reversed table.
 
     Returns:
-      ``[B, ..., T, S]``: entry (t, s) is the score with distance ``start_B + t - s``. In a block the score of each slot is
-      gathered by its distance.
+      ``[B, ..., T, S]``: entry (t, s) is the score at distance ``start_B + t - s``. In a block, the score of each slot
+      is gathered by its distance.
     """
     (num_queries, slots), start_B = scores_BXTS.shape[-2:], visible.start_B
     if visible.block is not None:

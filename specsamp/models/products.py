@@ -1,4 +1,4 @@
-"""Products that accumulate in float32, forwards and backwards; their precision; and the soft cap.
+"""Products that accumulate in float32, in the forward and the backward pass; their precision; and the soft cap.
 
 JAX transposes a product of bfloat16 operands with a float32 result into products of a float32 and a bfloat16 operand. It
 transposes a product with a bfloat16 result into products that accumulate in bfloat16 on some backends. Neither uses
@@ -41,8 +41,8 @@ def contract(spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | N
 def contract_slice(spec: str, x: Array, stacked: Array | Int8Weight, at: Array, *, dtype: jnp.dtype) -> Array:
     """Computes `contract` with the entry ``at`` of the first axis of ``stacked``, which is read in place.
 
-    Unlike in `contract`, an int8 entry is not tied to x: no compiler converts a chosen entry ahead of the loop, and a tied
-    slice would be copied first. CPUs copy it anyway.
+    Unlike in `contract`, an int8 entry has no optimization barrier with x: a compiler cannot convert it ahead of the
+    loop, and with a barrier the slice would be copied first. CPUs copy it anyway.
     """
     entry = jax.tree.map(lambda y: jax.lax.dynamic_index_in_dim(y, at, keepdims=False), stacked)
     if not is_int8(entry) or isinstance(entry, Int8Blocks):
@@ -108,7 +108,7 @@ def _by_rows(multiply: Callable, x: Array, values: Array, count: int) -> Array:
 
 
 def _by_columns(multiply: Callable, x: Array, values: Array, count: int) -> Array:
-    """Puts the products of blocks of columns side by side; each sum is written once."""
+    """Concatenates the products of blocks of columns; each sum is written once."""
     outputs = values.shape[1]
     columns = max(outputs // count, 1)
 
@@ -141,7 +141,7 @@ def soft_cap(x: Array, cap: float) -> Array:
 
 
 def full_precision(dtype: str) -> contextlib.AbstractContextManager:
-    """Makes products of float32 exact also on devices that would round the operands; a user's setting stands."""
+    """Makes float32 products exact on devices that round operands by default; keeps a setting of the user."""
     if dtype == "float32" and jax.config.jax_default_matmul_precision is None:
         return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Reads, writes and moves slots of a cache at every row's own offset.
+"""Reads, writes and moves slots of a cache at a different offset in each row.
 
 Up to `MAX_UNROLLED_ROWS` rows are handled one by one, more rows by ``vmap``: on a TPU a scatter or a gather is a loop
 over rows and heads.
@@ -17,9 +17,9 @@ SLOTS_AXIS = 2
 
 
 def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = SLOTS_AXIS) -> Array:
-    """Writes T slots of each sequence from its own start; requires ``start_B + T <= S``.
+    """Writes T slots of each sequence from slot ``start_B``; requires ``start_B + T <= S``.
 
-    XLA moves an update that would pass the end back, over earlier slots; so the loop's buffers have headroom.
+    XLA shifts an update that would pass the end to earlier slots; so the loop's buffers have headroom.
 
     Args:
       axis: of the slots, 2, or 3 for transposed keys.
@@ -55,7 +55,7 @@ def move_slots(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int,
     """Moves slots ``start_B + rows_BT`` of each sequence to ``start_B ..``; all are read before any is written.
 
     Args:
-      rows_BT: ``[B, T]`` int32, T of the block's slots in increasing order. Entries behind the last slot that stays may hold anything.
+      rows_BT: ``[B, T]`` int32, T of the block's slots in increasing order. Entries after the kept slots are arbitrary.
       num_rows: slots of the block, ``start_B + num_rows <= S``.
       axis: of the slots, 2, or 3 for transposed keys.
     """

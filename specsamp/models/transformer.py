@@ -24,7 +24,7 @@ from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
 
 if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import Kernels  # with Pallas, which a CPU does without
+    from specsamp.models.kernels.dispatch import Kernels  # imports Pallas, which a CPU does not need
 
 Array = jax.Array
 
@@ -88,10 +88,10 @@ class TransformerLM(LayeredModel):
     def forward_streams(
         self, params: Any, tokens_BT: Array, layers: tuple[int, ...], *, kept_BL: Array | None = None
     ) -> tuple[Array, ...]:
-        """Returns the streams ``[B, T, D]`` behind ``layers``; see `Output.hidden`.
+        """Returns the outputs ``[B, T, D]`` of ``layers``; see `Output.hidden`.
 
         Args:
-          kept_BL: bool, the layers that a sequence goes through; it skips all other layers. None: all.
+          kept_BL: bool, the layers that run for each sequence; None: all.
         """
         start_B = jnp.zeros(tokens_BT.shape[:1], jnp.int32)
 
@@ -104,21 +104,21 @@ class TransformerLM(LayeredModel):
             return Decoder(self.config, self.layout).apply({"params": params}, method=run)
 
     def read_out(self, params: Any, x_BTD: Array) -> Array:
-        """Returns logits ``[B, T, V]`` float32 of a stream, through final norm and output, for training."""
+        """Applies final norm and output matrix, for training; returns float32 logits ``[B, T, V]``."""
         with full_precision(self.config.dtype):
             return Decoder(self.config, self.layout).apply({"params": params}, x_BTD, method="unembed")
 
     # Decode-time weights.
 
     def prepare(self, params: Any) -> Any:
-        """Casts or quantises parameters and puts them into the weight order; `fit_slots` does the rest."""
+        """Casts or quantises parameters and arranges them in the weight order; `fit_slots` adds the tables."""
         weights = decode_weights(params, self.config.compute_dtype, self.config.weight_dtype)
         return {"params": to_cpu_order(weights) if self.weight_order == "cpu" else weights, "relative_keys": None}
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
         """Folds the projections of relative positions into tables for caches of ``slots`` slots.
 
-        Without the tables every call computes them. Weights of models with other positions are returned as they are.
+        Without the tables every call computes them. Weights of models with other positions are returned unchanged.
         """
         if self.config.positions != "relative":
             return weights
@@ -126,7 +126,7 @@ class TransformerLM(LayeredModel):
         for i in range(self.config.num_layers):
             attention = dict(params[f"layer_{i}"]["attention"])
             with full_precision(self.config.dtype):
-                # Compiled, so that a device that holds a part of the weight computes a part of the table.
+                # Compiled, so that each device computes its part of the table from its part of the weight.
                 table = jax.jit(relative_keys, static_argnums=1)(attention.pop("relative"), slots)
             table = table.astype(self.config.compute_dtype)
             tables.append(table.swapaxes(1, 2) if self.weight_order == "cpu" else table)
@@ -156,7 +156,7 @@ class TransformerLM(LayeredModel):
         return {"params": params, "relative_keys": (table,) * self.config.num_layers}
 
     def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array | Int8Weight, float]]:
-        """See `LanguageModel.matrices_read`. Tables do not count: a call looks up a few of their rows."""
+        """See `LanguageModel.matrices_read`. Embeddings that only look up rows do not count."""
         experts, tables = self.config.experts, {POSITION_EMBEDDING}
         share = 1.0 if experts is None else experts.expected_touched(tokens) / experts.num_experts
         if UNEMBEDDING in weights["params"] or not self.config.tied:

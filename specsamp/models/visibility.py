@@ -1,4 +1,4 @@
-"""Computes the slots of a cache that each query of a call sees, and their distances."""
+"""Computes attention masks over the slots of a cache, and the distances of slots."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Visibility:
-    """The slots that the queries of a call see in one layer, see `mask`; kernels read the fields instead.
+    """The attention mask of a call in one layer, see `mask`; kernels read the fields instead.
 
-    Without a block, query t of sequence b sees the last ``window`` slots up to ``start_B[b] + t``.
+    Without a block, query t of sequence b attends to the last ``window`` slots up to ``start_B[b] + t``.
 
     Attributes:
       start_B: ``[B]`` int32, the slot of each sequence's first query.
       num_queries: T.
-      window: how many tokens a query sees, itself included; None: all.
-      block: a tree's visibility among its tokens; None: causal.
+      window: number of tokens that a query attends to, including itself; None: all.
+      block: the mask among the tokens of a tree; None: causal.
     """
 
     start_B: Array
@@ -32,7 +32,7 @@ class Visibility:
     block: Block | None = None
 
     def mask(self, num_slots: int) -> Array:
-        """Returns ``[B, T, S]`` bool: whether the query sees the slot."""
+        """Returns the attention mask, bool ``[B, T, S]``."""
         slots_S = jnp.arange(num_slots)
         if self.block is None:
             queries_BT = self.start_B[:, None] + jnp.arange(self.num_queries)[None, :]
@@ -46,7 +46,7 @@ class Visibility:
         return seen_BTS if self.window is None else seen_BTS & (self.distances(num_slots) < self.window)
 
     def distances(self, num_slots: int) -> Array:
-        """Returns ``[B, T, S]`` int32: how many tokens back a slot is; defined for slots that the query sees.
+        """Returns the distance of each slot in tokens, ``[B, T, S]`` int32; arbitrary for masked slots.
 
         Within a block it is the distance in the tree.
         """
@@ -58,7 +58,7 @@ class Visibility:
 
 
 def seen_after(block: Block) -> Array:
-    """Counts the slots behind each slot of the block that the query sees too, ``[B, T, R]`` int32.
+    """Counts, for each query and slot of the block, the visible slots after this slot, ``[B, T, R]`` int32.
 
     For an ancestor of the query the count is their distance in the tree.
     """
@@ -67,9 +67,9 @@ def seen_after(block: Block) -> Array:
 
 
 def ancestor_slots(block: Block, count: int) -> Array:
-    """Returns the slots of each query's last ``count`` tokens, itself the last, ``[B, T, count]`` int32.
+    """Returns the slots of each query's last ``count`` tokens, ending with the query, ``[B, T, count]`` int32.
 
-    A slot is negative if the text is shorter.
+    A slot is negative if the sequence is shorter.
     """
     after_BTR, num_slots = seen_after(block), block.visible_BTR.shape[-1]
     slots = []
@@ -82,5 +82,5 @@ def ancestor_slots(block: Block, count: int) -> Array:
 
 
 def _place(whole_BTS: Array, part_BTR: Array, start_B: Array) -> Array:
-    """Writes R columns of each sequence from its own start."""
+    """Writes R columns of each sequence from column ``start_B``."""
     return write_slots(whole_BTS[:, None], part_BTR[:, None].astype(whole_BTS.dtype), start_B, axis=3)[:, 0]

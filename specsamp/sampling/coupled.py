@@ -1,12 +1,12 @@
 """The coupled rule: draft and target share their noise, so that the emitted tokens do not depend on the draft.
 
 Draft and target take the argmax of their log-probabilities plus the *same* Gumbel noise, addressed by absolute
-position (Gumbel coupling; arXiv 2408.07978). Every emitted token is the target's own choice, so for one seed the
-speculative text is the autoregressive one, for every draft. A drafted token is accepted when the two choices agree,
-which happens less often than under the token rule.
+position (Gumbel coupling; arXiv 2408.07978). Every emitted token is the target's own choice, so for a given seed the
+speculative text equals the autoregressive text, for every draft. A drafted token is accepted when the two choices
+agree, which happens less often than under the token rule.
 
-In a token tree, the children of a row are the best of its log-probabilities plus the noise of their position; the target's
-choice is accepted if it is among them.
+In a token tree, the children of a row are the top-k of its log-probabilities plus the noise of their position; the
+target's choice is accepted if it is among them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class CoupledRule(Rule):
-    """Accepts a drafted token where the target chooses it under the same noise; lossless."""
+    """Accepts a drafted token if the target chooses it under the same noise; lossless."""
 
     draft_independent = True
     trees = True
 
     def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
-        """Draws a drafted token per row under the noise that the target will use at that ``depth``."""
+        """Draws a drafted token per row with the noise that the target will use at this ``depth``."""
         del node  # every draft of a position meets the target's noise
         gumbels_BV = keys.position_gumbels(depth, log_probs_BV.shape[-1])
         return jnp.argmax(log_probs_BV + gumbels_BV, axis=-1).astype(jnp.int32)
@@ -41,7 +41,7 @@ class CoupledRule(Rule):
         return jax.lax.top_k(log_probs_BPV + gumbels_BV[:, None], nodes_PC.shape[1])[1].astype(jnp.int32)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
-        """Draws the target's choices and keeps the drafted tokens that agree with them."""
+        """Draws the target's choices and accepts the drafted tokens that agree with them."""
         if draft.parents_BK is not None:
             return self._verify_tree(draft, target, keys)
         target_log_probs = target.all()

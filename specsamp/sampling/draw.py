@@ -4,7 +4,7 @@ The vocabulary is cut into blocks. The first of a draw's two uniforms chooses a 
 sums, the second a token within it. A float32 uniform has 23 random bits: a single uniform for the whole
 vocabulary would round every token's probability to a multiple of 2^-23, together an error of up to
 V * 2^-24 in total variation; two keep 23 bits *per level* (tests/sampling/test_draw.py measures both).
-Gumbel noise takes a random number per token of the vocabulary, so only the coupled rule uses it.
+Gumbel noise needs a random number per token of the vocabulary, so only the coupled rule uses it.
 """
 
 from __future__ import annotations

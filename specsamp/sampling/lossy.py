@@ -1,10 +1,10 @@
-"""Lossy rules: they accept more than the target's distribution allows, and meter the cost.
+"""Lossy rules: they accept more tokens than the target's distribution allows, and measure the resulting bias.
 
     completions = generate(pair, prompts, sampling=chain(temperature(1.0)), rule=Bounded(EARS(0.3), tv_per_token=0.01))
 
-Each rule is split like the exact rules of `specsamp.sampling.rejection`, with q the target's distribution and p the draft's.
+Rules have the methods of `specsamp.sampling.rejection`; q is the target's distribution and p the draft's.
 
-* `EARS` (arXiv 2512.13194) accepts with ``min(1, q/p + beta (1 - max q))``: more, the less certain the target is.
+* `EARS` (arXiv 2512.13194) accepts with ``min(1, q/p + beta (1 - max q))``: more if the target is less certain.
 * `Lenience` (Leviathan et al., arXiv 2211.17192, appendix A.5) accepts with ``min(1, q / (l p))``.
 * `Typical` (Medusa, arXiv 2401.10774, section 2.3.1) accepts where ``q > min(epsilon, delta exp(-H(q)))``.
 * `Bounded` mixes one of these rules with the exact rule, so that no token costs more than a budget.
@@ -12,9 +12,9 @@ Each rule is split like the exact rules of `specsamp.sampling.rejection`, with q
 **The meter.** A rule verifies token by token, accepts x with probability a(x), and replaces a rejected token by a draw
 from r. If all earlier tokens were accepted, a token has the distribution ``o = p a + (1 - sum p a) r``. Its cost is the
 total variation ``sum (o - q)+``. With r = norm((q - p)+) and a at least min(1, q/p), the cost ``sum (p a - q)+`` equals
-the gain of acceptance.
+the gain in acceptance.
 
-Under greedy decoding these rules write the target's tokens: q has one token, and no other token is accepted.
+Under greedy decoding these rules emit the target's tokens: q is one-hot, and no other token is accepted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Array = jax.Array
 
 
 class LossyTokenRule(RejectionRule):
-    """Verifies token by token; subclasses choose which tokens are accepted, and which tokens replace them."""
+    """Base of the lossy rules, which verify token by token; subclasses define acceptance and replacement."""
 
     exact = False
     metered = True
@@ -46,7 +46,7 @@ class LossyTokenRule(RejectionRule):
 
         Args:
           log_q: float32 ``[..., V]``, the target's distribution, warped and normalised.
-          log_p: likewise the draft's; one-hot if the token was not drawn.
+          log_p: float32 ``[..., V]``, the draft's distribution; one-hot if the token was not drawn.
         """
 
     def replaces(self, log_q: Array, log_p: Array) -> Array:
@@ -76,13 +76,13 @@ class LossyTokenRule(RejectionRule):
         counts_BK = draft.is_drafted_BK & (jnp.arange(draft.tokens_BK.shape[1])[None, :] <= num_accepted_B[:, None])
 
         def padded(x_BK: Array) -> Array:
-            """Returns a number of each token of a round; 0 at tokens that were not drafted or are not emitted."""
+            """Adds a column for the appended token, and sets tokens that were not drafted or are not emitted to 0."""
             return jnp.pad(jnp.where(counts_BK, x_BK, 0), ((0, 0), (0, 1))).astype(log_q.dtype)
 
         return Meter(variation=padded(self.variation(log_q, log_p)), extra=padded(extra_BK))
 
     def output(self, log_q: Array, log_p: Array) -> Array:
-        """Returns the distribution of a token, if all before it were accepted, ``[..., V]``."""
+        """Returns the distribution of a token, given that all earlier tokens were accepted, ``[..., V]``."""
         return jnp.exp(log_p) * self.accepts(log_q, log_p) + self.replaced(log_q, log_p)
 
     def replaced(self, log_q: Array, log_p: Array) -> Array:
@@ -100,10 +100,10 @@ class LossyTokenRule(RejectionRule):
 
 @dataclasses.dataclass(frozen=True)
 class EARS(LossyTokenRule):
-    """Accepts with ``min(1, q/p + beta (1 - max q))``; never tokens that the target excludes, unlike the paper.
+    """Accepts with ``min(1, q/p + beta (1 - max q))``; unlike the paper, never tokens that the target excludes.
 
     Attributes:
-      beta: in [0, 1]; 0.3 to 0.5 are in use.
+      beta: in [0, 1]; usually 0.3 to 0.5.
     """
 
     beta: float = 0.3
@@ -119,7 +119,7 @@ class EARS(LossyTokenRule):
 
 @dataclasses.dataclass(frozen=True)
 class Lenience(LossyTokenRule):
-    """Accepts with ``min(1, q / (lenience p))``; a rejected token is replaced as by the exact rule, which costs least.
+    """Accepts with ``min(1, q / (lenience p))``; replaces a rejected token like the exact rule, which costs least.
 
     Attributes:
       lenience: in (0, 1]; 1 is exact.
@@ -136,14 +136,14 @@ class Lenience(LossyTokenRule):
 
 @dataclasses.dataclass(frozen=True)
 class Typical(LossyTokenRule):
-    """Accepts a token where ``q > min(epsilon, delta exp(-H(q)))``, else draws from the target.
+    """Accepts a token if ``q > min(epsilon, delta exp(-H(q)))``, else draws from the target.
 
-    Published for chains that the draft chose; here the draft may also be drawn. If it accepts less than the exact rule,
-    ``extra`` of its meter is negative.
+    Published for drafts of most probable tokens; here drafts may also be sampled. If the rule accepts less than the
+    exact rule, ``extra`` of its meter is negative.
 
     Attributes:
       epsilon: in (0, 1].
-      delta: in (0, 1], in use as the square root of epsilon.
+      delta: in (0, 1], usually the square root of epsilon.
     """
 
     epsilon: float = 0.09
@@ -164,9 +164,9 @@ class Typical(LossyTokenRule):
 
 @dataclasses.dataclass(frozen=True)
 class Bounded(LossyTokenRule):
-    """Follows a lossy rule as far as a budget for each token allows, and the exact rule for the rest.
+    """Mixes a lossy rule with the exact rule, so that each token costs at most a budget.
 
-    If the rule costs a total variation v above the budget b, it is followed with probability b / v. The mixture costs
+    If the rule costs a total variation v above the budget b, it is applied with probability b / v. The mixture costs
     ``min(v, b)``, since the exact rule costs nothing. So n tokens cost at most n b.
 
     Attributes:
@@ -181,7 +181,7 @@ class Bounded(LossyTokenRule):
         validate.number("Bounded's tv_per_token", self.tv_per_token, 0, 1)
         if not isinstance(self.rule, LossyTokenRule) or isinstance(self.rule, Bounded):
             raise ValueError(
-                f"Bounded takes a lossy rule that goes token by token, such as EARS(0.3), Lenience(0.5) or Typical(); "
+                f"Bounded takes a lossy rule that verifies token by token, such as EARS(0.3) or Typical(); "
                 f"got {self.rule!r}"
             )
 
@@ -195,7 +195,7 @@ class Bounded(LossyTokenRule):
         return share * self.rule.replaced(log_q, log_p) + (1 - share) * super().replaces(log_q, log_p)
 
     def _share(self, log_q: Array, log_p: Array) -> Array:
-        """Returns the probability with which the rule is followed, ``[..., 1]``."""
+        """Returns the probability with which the lossy rule is applied, ``[..., 1]``."""
         variation = self.rule.variation(log_q, log_p)[..., None]
         is_above = variation > self.tv_per_token
         return jnp.where(is_above, self.tv_per_token / jnp.where(is_above, variation, 1), 1)
@@ -207,7 +207,7 @@ def _exact_accepts(log_q: Array, log_p: Array, log_scale: float = 0.0) -> Array:
 
 
 def _draft_log_probs(draft: Draft, target_log_probs: Array) -> Array:
-    """Returns the draft's distributions ``[B, K, V]``, written out where they are one-hot."""
+    """Returns the draft's distributions ``[B, K, V]``, also for a one-hot draft."""
     if draft.log_probs_BRV is not None:
         return draft.log_probs_BRV
     is_token_BKV = jnp.arange(target_log_probs.shape[-1])[None, None, :] == draft.tokens_BK[..., None]

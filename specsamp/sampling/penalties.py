@@ -2,8 +2,8 @@
 
     sampling = chain(penalties(repetition=1.2, frequency=0.3), ban([13]), temperature(0.8))
 
-A distribution after a drafted token depends on that token, for the target as for the draft, so decoding stays exact
-under every rule. Chain them before a temperature, as other libraries do.
+The state includes drafted tokens, for the target and for the draft, so decoding stays exact under every rule. Chain
+these warps before a temperature, as other libraries do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specsamp.sampling.warp import Chain, Warp, checked, per_row, register_warp
 
 Array = jax.Array
 
-BIASES_MULTIPLE = 4  # biases are padded to a multiple of it, so that their number seldom causes a compilation
+BIASES_MULTIPLE = 4  # biases are padded to a multiple of this, so that their number seldom causes a compilation
 NO_TOKEN = -1
 
 
@@ -31,10 +31,10 @@ def penalties(
     """Lowers the logits of tokens that occurred before; each number is a scalar or has one value per row.
 
     Args:
-      repetition: > 0, divides positive and multiplies negative logits of tokens that occur in the prompt or the text
-        (CTRL, arXiv 1909.05858, section 4.1, in the form that libraries use); 1 is off.
-      presence: finite, subtracted once from the logits of tokens that occur in the text.
-      frequency: finite, subtracted as often as a token occurs in the text.
+      repetition: > 0, divides positive and multiplies negative logits of tokens that occur in the prompt or the
+        completion (CTRL, arXiv 1909.05858, section 4.1, in the form that libraries use); 1 is off.
+      presence: finite, subtracted once from the logits of tokens that occur in the completion.
+      frequency: finite, subtracted once for every occurrence of a token in the completion.
     """
     limit = np.finfo(np.float32).max
     return Penalties(
@@ -45,7 +45,7 @@ def penalties(
 
 
 def bias(values: Mapping[int, float]) -> Chain:
-    """Adds to the logits of single tokens; ``-inf`` excludes one."""
+    """Adds a number to the logits of single tokens; ``-inf`` excludes a token."""
     if not isinstance(values, Mapping):
         raise ValueError(f"biases must be a mapping from token ids to numbers; got {values!r}")
     warps = []
@@ -58,7 +58,7 @@ def bias(values: Mapping[int, float]) -> Chain:
 
 
 def ban(tokens: Sequence[int]) -> Chain:
-    """Excludes tokens. A row without any other token ends as invalid."""
+    """Excludes tokens. A row in which all tokens are excluded ends as invalid."""
     if not isinstance(tokens, Iterable) or not all(isinstance(token, Hashable) for token in tokens):
         raise ValueError(f"banned tokens must be a list of ids; got {tokens!r}")
     return bias({token: -np.inf for token in tokens})

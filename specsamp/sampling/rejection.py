@@ -2,15 +2,15 @@
 
 As in `specsamp.sampling.rules`, ``d_i`` is the i-th drafted token, ``p_i`` the draft's distribution that it was drawn
 from, ``q_i`` the target's distribution at the same position, and ``n`` the number of drafted tokens that are kept.
-A rule here, and a lossy rule of `specsamp.sampling.lossy`, throws a coin for each drafted token and reads off the coins how
-many tokens stay. It is split into four methods:
+These rules, and the lossy rules of `specsamp.sampling.lossy`, run an independent random test for each drafted token.
+The tests that pass determine n. A rule has four methods:
 
-* ``acceptance(draft, q) -> [B, K]``: the probability that each coin shows yes,
-* ``num_accepted(coins) -> [B]``: n, for given coins,
+* ``acceptance(draft, q) -> [B, K]``: the probability that each test passes,
+* ``num_accepted(passed) -> [B]``: n, given which tests passed,
 * ``residual(draft, q, n) -> [B, V]``: the weights of the token that is appended after n tokens,
-* ``verify``: throws the coins, which are independent, and draws the appended token.
+* ``verify``: runs the tests and draws the appended token.
 
-The first three draw nothing, so with them the tests can enumerate the joint distribution of the emitted tokens.
+The first three are deterministic, so tests of this package can enumerate the joint distribution of the emitted tokens.
 
 **Token rule** (Chen et al., arXiv 2302.01318, algorithm 2). Keep ``d_i`` with probability
 ``min(1, q_i(d_i) / p_i(d_i))``, stop at the first rejection, and append a draw from
@@ -19,9 +19,9 @@ bonus token: residual and bonus are one computation.
 
 **Block rule** (Sun et al., arXiv 2403.10444, algorithm 2). Verifies the block as a whole and never
 keeps fewer tokens in expectation. With ``c_0 = 1``, ``c_i = min(1, c_{i-1} q_i(d_i) / p_i(d_i))`` and
-``A_i = sum_x (c_i q_{i+1}(x) - p_{i+1}(x))+``, the coin of the prefix of length i shows yes with probability
-``h_i = A_i / (A_i + 1 - c_i)``, and that of the whole draft with its ``c_i``. Keep the *longest* prefix whose coin
-shows yes, and append a draw from ``norm((c_n q_{n+1} - p_{n+1})+)``, or from ``q_{n+1}`` after the whole draft.
+``A_i = sum_x (c_i q_{i+1}(x) - p_{i+1}(x))+``, the test of the prefix of length i passes with probability
+``h_i = A_i / (A_i + 1 - c_i)``, and the test of the whole draft with its ``c_i``. Keep the *longest* prefix whose test
+passes, and append a draw from ``norm((c_n q_{n+1} - p_{n+1})+)``, or from ``q_{n+1}`` after the whole draft.
 
 Ratios are taken in log space and nothing is added to a denominator: an epsilon there is a bias.
 A one-hot draft (prompt lookup) carries no distributions: ``log_probs_BRV`` is None and ``p_i(d_i) = 1``.
@@ -43,11 +43,11 @@ Array = jax.Array
 
 
 class RejectionRule(Rule):
-    """Draws drafted tokens with noise of their own, accepts or rejects them, and corrects from the residual."""
+    """Base of the rules that test each drafted token at random and sample the next token from a residual."""
 
     @abc.abstractmethod
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
-        """Returns the probability that the coin of each drafted token shows yes, ``[B, K]``; 0 where nothing was drafted.
+        """Returns the probability that the test of each drafted token passes, ``[B, K]``; 0 where nothing was drafted.
 
         Args:
           draft: a chain of K tokens.
@@ -56,14 +56,14 @@ class RejectionRule(Rule):
 
     @abc.abstractmethod
     def num_accepted(self, passed_BK: Array) -> Array:
-        """Returns how many tokens stay, ``[B]`` int32, given the coins."""
+        """Returns the number of accepted tokens, ``[B]`` int32, given which tests passed, bool ``[B, K]``."""
 
     @abc.abstractmethod
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
-        """Returns weights ``[B, V]``, not normalised, of the token after ``num_accepted_B`` accepted ones."""
+        """Returns weights ``[B, V]``, not normalised, of the token after ``num_accepted_B`` accepted tokens."""
 
     def meter(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Meter | None:
-        """Returns cost and gain of a lossy rule; None for an exact rule, for which nothing is computed."""
+        """Returns the cost and the gain of a lossy rule; None, without any computation, for an exact rule."""
         return None
 
     def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
@@ -73,7 +73,7 @@ class RejectionRule(Rule):
         return draw(jnp.exp(log_probs_BV), uniforms_B2)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
-        """Throws the coins and draws the appended token."""
+        """Tests the drafted tokens and draws the appended token."""
         target_log_probs = target.all()
         batch, K = draft.tokens_BK.shape
         offsets_BK = jnp.broadcast_to(jnp.arange(K), (batch, K))
@@ -134,7 +134,7 @@ class BlockRule(RejectionRule):
         return jnp.where(draft.is_drafted_BK, jnp.where(last, c_BK, h_BK), 0)
 
     def num_accepted(self, passed_BK: Array) -> Array:
-        """Returns the length of the longest accepted prefix, ``[B]`` int32; earlier rejections do not end it."""
+        """Returns the length of the longest prefix whose test passed, ``[B]`` int32."""
         positions = jnp.arange(1, passed_BK.shape[1] + 1, dtype=jnp.int32)
         return jnp.max(jnp.where(passed_BK, positions[None, :], 0), axis=1, initial=0)
 
@@ -181,5 +181,5 @@ def _residual(draft: Draft, target_log_probs: Array, num_accepted_B: Array, scal
 
 
 def at_rows(rows_BTV: Array, index_B: Array) -> Array:
-    """Returns row ``index_B`` of each batch entry, ``[B, V]``."""
+    """Returns ``rows_BTV[b, index_B[b]]``, ``[B, V]``."""
     return jnp.take_along_axis(rows_BTV, index_B[:, None, None], axis=1)[:, 0]

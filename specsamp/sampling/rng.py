@@ -9,9 +9,9 @@ on the mesh. ``round_start`` is the row's length when the round began, ``offset`
 the round, and ``purpose`` keeps the noise of drafting, accepting and the residual apart.
 
 Why ``round_start`` and not simply the absolute position: a position that is drafted a second time
-would get the noise of its discarded draft again. The token rule never looked at that draft; the block
-rule did, and becomes biased (tests/decoding/test_mutants.py measures it). The coupled rule needs exactly
-this reuse, has no other noise, and addresses by (seed, prompt, sample, position).
+would get the noise of its discarded draft again. The decisions of the token rule did not depend on that
+draft, but those of the block rule did, which becomes biased (tests/decoding/test_mutants.py measures it). The
+coupled rule needs exactly this reuse, has no other noise, and addresses by (seed, prompt, sample, position).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Array = jax.Array
 
 
 class Purpose(enum.IntEnum):
-    """Purposes of random numbers; each is part of the address."""
+    """Purposes of random numbers, which are part of their addresses."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -39,8 +39,8 @@ def row_keys(seed: int | Array, prompt_ids_B: Array, sample_ids_B: Array) -> Arr
 
     Args:
       seed: in [0, 2**64), of the call, or of each row.
-      prompt_ids_B: ``[B]`` int, which prompt of the caller's data set.
-      sample_ids_B: ``[B]`` int, which sample of that prompt.
+      prompt_ids_B: ``[B]`` int, the index of the prompt in the caller's data set.
+      sample_ids_B: ``[B]`` int, the index of the sample of this prompt.
 
     Returns:
       ``[B]`` typed threefry keys (under rbg a vmapped row differs from the unbatched one).

@@ -1,14 +1,14 @@
 """Types of acceptance rules, which decide which drafted tokens stay and which token follows them.
 
-The rules are in `rejection`, `coupled` and `lossy`.
+A rule takes the drafted tokens ``d_1 .. d_K``, the draft's distributions ``p_1 .. p_K`` that they were drawn from, and
+the target's distributions ``q_1 .. q_{K+1}`` (``q_i`` and ``p_i`` condition on ``d_1 .. d_{i-1}``). It keeps ``n``
+drafted tokens and appends a token of the target: a *correction* if fewer than all drafted tokens are kept, else a
+*bonus*. (The letters p and q are those of Chen et al., arXiv 2302.01318; Leviathan et al. exchange them.)
 
-A rule sees the drafted tokens ``d_1 .. d_K``, the draft's distributions ``p_1 .. p_K`` that they were drawn from, and the
-target's distributions ``q_1 .. q_{K+1}`` (``q_i`` and ``p_i`` condition on ``d_1 .. d_{i-1}``). It keeps ``n`` drafted
-tokens and appends a token of the target: a *correction* if ``n`` is less than the number of drafted tokens, else a *bonus*.
-
-A chain is a tree whose ``parents_BK`` is None. None is static structure, so chains trace nothing for trees. Three numbers
-are equal for chains and differ for trees: *nodes* (K; scored rows, slots), *depth* (the largest number of accepted tokens)
-and the rows of ``log_probs_BRV`` (one for each node with children).
+The *scored rows* are the positions of the target's call: 0 is the pending token, i is node i - 1 of the draft. A chain
+is a tree whose ``parents_BK`` is None, which is static: chains trace no code for trees. Three numbers are equal for
+chains and differ for trees: *nodes* (K), *depth* (the most tokens that can be accepted) and R, the rows of
+``log_probs_BRV``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from specsamp.sampling.warp import Warp, is_stateless, log_probs
 
 Array = jax.Array
 
-MAX_UNROLLED = 32  # texts whose rows are read one by one: a gather of rows is a loop on a TPU
+MAX_UNROLLED = 32  # sequences whose rows are read one by one: a gather of rows is a loop on a TPU
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A drafter's proposal for one round: K nodes. Scored row 0 is the pending token, row i is node i.
+    """A drafter's proposal for one round: K nodes, which are tokens of a chain or of a tree.
 
     Nodes are in topological order, siblings in the order in which they were drawn. So the first ``num_drafted_B`` nodes
     are always a tree.
@@ -43,7 +43,7 @@ class Draft:
     # R = K. None: one-hot. It must be None for tokens that were not drawn but chosen (top-k, pruned, retrieved).
     log_probs_BRV: Array | None = None
     parents_BK: Array | None = None  # int32, the scored row of each node's parent; None: a chain, 0, 1, .., K-1
-    # int32 [B, K+1], for each scored row with children the row of ``log_probs_BRV``; None: row r of scored row r
+    # int32 [B, K+1], for each scored row its row of ``log_probs_BRV`` (the law of its children); None: the same number
     law_rows_BT: Array | None = None
     depth: int | None = dataclasses.field(default=None, metadata={"static": True})  # None: K
     width: int | None = dataclasses.field(default=None, metadata={"static": True})  # most siblings; None: K
@@ -58,12 +58,12 @@ class Draft:
         return self.tokens_BK.shape[1] if self.depth is None else self.depth
 
     def law_rows(self, row_B: Array) -> Array:
-        """Returns the rows of ``log_probs_BRV`` from which the children of scored rows were drawn; any if there are none."""
+        """Returns the rows of ``log_probs_BRV`` for the children of scored rows; arbitrary where there are none."""
         rows_B = row_B if self.law_rows_BT is None else take_row(self.law_rows_BT, row_B)
         return jnp.minimum(rows_B, self.log_probs_BRV.shape[1] - 1)
 
     def probs_at(self, row_B: Array) -> Array | None:
-        """Returns the distributions from which the children of scored rows were drawn, ``[B, V]``; None: one-hot."""
+        """Returns the distributions that the children of scored rows were drawn from, ``[B, V]``; None: one-hot."""
         if self.log_probs_BRV is None:
             return None
         return jnp.exp(read_row(self.log_probs_BRV, self.law_rows(row_B)))
@@ -103,10 +103,10 @@ class Verdict:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetDistributions:
-    """The target's distributions after each scored row, which are warped when a rule reads them.
+    """The target's distributions after each scored row; rows are warped when a rule reads them.
 
-    Warping a row costs time (top-p searches the whole vocabulary), so a rule for trees reads only the rows on its path. A
-    warp with a state gets the state of the path to a row.
+    Warping a row costs time (top-p searches the whole vocabulary), so rules for trees read only the rows on their path.
+    A warp with a state gets the state of the path to a row.
     """
 
     logits_BTV: Array  # float32, one row per scored row
@@ -130,7 +130,7 @@ class TargetDistributions:
         return log_probs(self.warp, read_row(self.logits_BTV, row_B), warp_state)
 
     def advance(self, warp_state: Any, token_B: Array, moves_B: Array) -> Any:
-        """Returns the warp's state after one more token, in the rows that ``moves_B`` names."""
+        """Returns the warp's state after one more token where ``moves_B`` is true, and the old state elsewhere."""
 
         def choose(new: Array, old: Array) -> Array:
             return jnp.where(moves_B.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
@@ -160,14 +160,14 @@ class TargetDistributions:
 
 
 class Rule(abc.ABC):
-    """Base of the acceptance rules. A rule is static and hashable, and chooses the addresses of its noise."""
+    """Base of the acceptance rules. A rule is static and hashable, and chooses the addresses of its random numbers."""
 
     exact: bool = True  # whether emitted tokens follow the target's distribution
     metered: bool = False  # whether its verdicts have a meter; True for lossy rules
     draft_independent: bool = False  # whether the text is the same for every draft
     trees: bool = False  # whether it verifies token trees
     chains: bool = True  # whether it verifies chains
-    chooses: bool = False  # whether siblings are the most probable tokens, so that drafts have no distributions
+    chooses: bool = False  # whether siblings are the most probable tokens; then drafts have no distributions
 
     @abc.abstractmethod
     def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
@@ -176,8 +176,8 @@ class Rule(abc.ABC):
         Args:
           log_probs_BV: the draft's distribution, warped and normalised.
           keys: of the round.
-          node: index of the drafted node, 0 for the first: the address of independent noise.
-          depth: number of drafted tokens before this token: the address of noise that belongs to a position.
+          node: index of the drafted node, 0 for the first: the address of random numbers that each node has alone.
+          depth: number of drafted tokens before this token: the address of random numbers that belong to a position.
         """
 
     @abc.abstractmethod
@@ -196,7 +196,7 @@ def take_row(x_BT: Array, row_B: Array) -> Array:
 
 
 def read_row(x_BTV: Array, row_B: Array) -> Array:
-    """Returns the distribution in row ``row_B`` of each text, ``[B, V]``."""
+    """Returns ``x_BTV[b, row_B[b]]``, ``[B, V]``."""
     if len(row_B) > MAX_UNROLLED:
         return jnp.take_along_axis(x_BTV, row_B[:, None, None], axis=1)[:, 0]
     return jnp.concatenate([jax.lax.dynamic_index_in_dim(x_BTV[b], row_B[b], axis=0) for b in range(len(row_B))])
@@ -205,7 +205,7 @@ def read_row(x_BTV: Array, row_B: Array) -> Array:
 def make_verdict(
     draft: Draft, num_accepted_B: Array, last_B: Array, rows_BT: Array | None = None, meter: Meter | None = None
 ) -> Verdict:
-    """Returns the verdict that accepts the first tokens of a chain, or of the path along ``rows_BT``, and appends ``last_B``."""
+    """Returns the verdict that accepts the first tokens of a chain or the path ``rows_BT``, and appends ``last_B``."""
     path_BD = draft.tokens_BK
     if rows_BT is not None:
         path_BD = jnp.take_along_axis(path_BD, jnp.maximum(rows_BT[:, 1:] - 1, 0), axis=1)

@@ -1,8 +1,8 @@
-"""Synthetic acceptance: measures rounds at real sizes without trained weights.
+"""Synthetic acceptance: to measure rounds at real sizes without trained weights.
 
 With random weights hardly any drafted token is accepted, so the time per *token* means nothing. `SyntheticAcceptance`
 does all the work of a rule and then accepts every drafted token with a fixed probability. The emitted
-tokens follow no model's distribution: ``exact`` is false, and every result made with it says so.
+tokens follow no model's distribution: ``exact`` is false, and every result has this `LABEL`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LABEL = "SYNTHETIC ACCEPTANCE {rate:g}: made up, not the pair's"
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticAcceptance(Rule):
-    """A rule that costs as much time as ``rule`` and accepts with probability ``rate``."""
+    """A rule that takes as long as ``rule`` and accepts every drafted token with probability ``rate``."""
 
     rule: Rule
     rate: float
@@ -33,11 +33,11 @@ class SyntheticAcceptance(Rule):
         validate.number("synthetic_acceptance", self.rate, 0, 1)
 
     def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
-        """Draws as ``rule`` does."""
+        """Draws a token with ``rule``."""
         return self.rule.sample(log_probs_BV, keys, node=node, depth=depth)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
-        """Computes the rule's verdict, but keeps only its last token, as the last token of this verdict."""
+        """Computes the verdict of ``rule``, of which only the appended token is used."""
         verdict = self.rule.verify(draft, target, keys)
         last_B = take_row(verdict.tokens_BT, verdict.num_accepted_B)
         batch, num_tokens = draft.tokens_BK.shape

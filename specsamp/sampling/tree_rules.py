@@ -1,22 +1,22 @@
 """Lossless rules for token trees: several candidates for a position, of which at most one is accepted.
 
-The children of a scored row are *siblings*. A rule says how siblings are drawn (`siblings`) and how they are judged:
+The children of a scored row are *siblings*. A rule draws siblings (`siblings`) and verifies them:
 
-* **Recursive rejection** (SpecInfer, arXiv 2305.09781; RSD, arXiv 2402.14160; Sequoia, arXiv 2402.12374) judges siblings
+* **Recursive rejection** (SpecInfer, arXiv 2305.09781; RSD, arXiv 2402.14160; Sequoia, arXiv 2402.12374) tests siblings
   one after the other, in the order in which they were drawn. With R the target's distribution at first, and p the
   distribution that the sibling was drawn from, x is accepted with ``min(1, R(x) / p(x))``; after a rejection R becomes
   ``norm((R - p)+)``. Without replacement, p then loses x and is normalised again. On a chain this is the token rule.
-* **K-SEQ** (SpecTr, arXiv 2310.15141) judges independent siblings by one threshold for all.
-* **Traversal** (arXiv 2505.12398) judges whole paths, leaves first. On a chain this is the block rule.
+* **K-SEQ** (SpecTr, arXiv 2310.15141) tests independent siblings with the same threshold for all.
+* **Traversal** (arXiv 2505.12398) tests whole paths, leaves first. On a chain this is the block rule.
 
-A token that was not drawn but chosen (the most probable ones, or retrieved ones) has a distribution p with all mass on
-it. So it is accepted with its probability R(x), and then R loses it.
+For a token that was not drawn but chosen (most probable tokens, or retrieved tokens), p is one-hot. So it is accepted
+with its probability R(x), and after a rejection R(x) is set to 0.
 
-Where a distribution has fewer tokens than siblings were asked for (a greedy row, top-k, a grammar), the rest have p = 0:
-they are dead nodes, never accepted and never subtracted. So are nodes below a distribution that is NaN.
+If a distribution has fewer tokens than siblings are needed (a greedy row, top-k, a grammar), the remaining siblings
+have p = 0: they are dead nodes, never accepted and never subtracted. So are nodes below a distribution that is NaN.
 
-`walk` takes the random numbers of its answers as an argument, and returns the weights of the last token: tests enumerate
-both without drawing anything.
+`walk` takes the random numbers of the tests as an argument, and returns the weights of the last token. So unit tests
+can enumerate both without sampling.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from specsamp.sampling.rules import (
 
 Array = jax.Array
 
-# How siblings come about: without replacement, with replacement, or all but the last by their probability.
+# How siblings are made: drawn without replacement, drawn with replacement, the most probable, or these and a last draw.
 DISTINCT, INDEPENDENT, TOP, TOP_AND_DRAWN = "distinct", "independent", "top", "top_and_drawn"
 CHILDREN = (DISTINCT, INDEPENDENT, TOP, TOP_AND_DRAWN)
 BISECTIONS = 50  # of K-SEQ's threshold, in float64
@@ -56,16 +56,16 @@ BISECTIONS = 50  # of K-SEQ's threshold, in float64
 class Walk:
     """The end of a walk through a tree. T = depth + 1."""
 
-    rows_BT: Array  # int32, the scored rows of the accepted path; entries behind its end may hold anything
+    rows_BT: Array  # int32, the scored rows of the accepted path; later entries are arbitrary
     num_accepted_B: Array  # int32
     weights_BV: Array  # of the token that follows; not normalised
-    asked_BK: Array  # the probability with which each node was accepted, where it was judged; elsewhere -1
+    asked_BK: Array  # the acceptance probability of each node that was tested; elsewhere -1
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Siblings:
-    """The children of one scored row per text, in the order in which they were drawn. C = ``draft.width``."""
+    """The children of one scored row per sequence, in the order in which they were drawn. C = ``draft.width``."""
 
     nodes_BC: Array  # int32, 0 where there is none
     tokens_BC: Array  # int32
@@ -95,7 +95,7 @@ class Siblings:
 
 @dataclasses.dataclass(frozen=True)
 class TreeRule(Rule):
-    """Draws siblings, walks through their tree, and draws the token that follows from what is left.
+    """Base of the rules for trees: draws siblings, walks to the last accepted node, and samples the next token.
 
     Attributes:
       children: "distinct", drawn without replacement; "independent", drawn with replacement; "top", the most probable
@@ -105,7 +105,7 @@ class TreeRule(Rule):
     children: str = DISTINCT
 
     trees, chains = True, False
-    of_chains: ClassVar[Rule] = TokenRule()  # what it is on a chain
+    of_chains: ClassVar[Rule] = TokenRule()  # the equivalent rule on chains
     known_children: ClassVar[tuple[str, ...]] = CHILDREN
 
     def __post_init__(self):
@@ -118,19 +118,19 @@ class TreeRule(Rule):
 
     @abc.abstractmethod
     def walk(self, draft: Draft, target: TargetDistributions, uniforms_BK: Array) -> Walk:
-        """Walks to the last accepted node; a node is accepted where its number is below its probability."""
+        """Walks to the last accepted node; a node is accepted if its random number is below its probability."""
 
     def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
-        """Draws an only child."""
+        """Draws a child without siblings."""
         nodes_P1 = jnp.full((1, 1), node)
         return self.siblings(log_probs_BV[:, None], keys, nodes_PC=nodes_P1, depth=depth)[:, 0, 0]
 
     def siblings(self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int) -> Array:
-        """Draws the children of P rows, int32 ``[B, P, C]``; the first of them do not depend on their number.
+        """Draws the children of P rows, int32 ``[B, P, C]``; child c does not depend on the number of children.
 
         Args:
           log_probs_BPV: the draft's distributions, warped and normalised.
-          nodes_PC: the index of each child, the address of its noise; -1 where a row has fewer children.
+          nodes_PC: the node of each child, the address of its random numbers; -1 where a row has fewer children.
           depth: see `Rule.sample`.
         """
         batch, families, vocab_size = log_probs_BPV.shape
@@ -149,7 +149,7 @@ class TreeRule(Rule):
         return jnp.stack(drawn, axis=-1)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
-        """Draws the answers and the token that follows."""
+        """Draws the random numbers of the tests, walks, and draws the token that follows."""
         if draft.parents_BK is None:  # a round without a draft
             return self.of_chains.verify(draft, target, keys)
         batch, K = draft.tokens_BK.shape
@@ -171,7 +171,7 @@ class TreeRule(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class RecursiveRule(TreeRule):
-    """Judges siblings one after the other, from the root down; warps only the rows on its path."""
+    """Recursive rejection: tests siblings one after the other, from the root down; warps only the rows on its path."""
 
     def walk(self, draft: Draft, target: TargetDistributions, uniforms_BK: Array) -> Walk:
         batch, K = uniforms_BK.shape
@@ -210,14 +210,14 @@ class RecursiveRule(TreeRule):
         return jax.lax.fori_loop(0, depth + 1, visit, (start, nowhere_B, target.warp_state))[0]
 
     def judge(self, target_BV: Array, draft_BV: Array | None, family: Siblings) -> tuple[Array, Array]:
-        """Judges the children of one row.
+        """Returns the acceptance probabilities of the children of one row, and the residual.
 
         Args:
-          target_BV, draft_BV: probabilities after this row; None: all children were chosen.
+          target_BV, draft_BV: probabilities after this row; ``draft_BV`` None: all children were chosen.
 
         Returns:
-          Each child's probability of acceptance once its older siblings were rejected, ``[B, C]``, and the weights
-          ``[B, V]`` of the token that follows once all were.
+          The acceptance probability of each child given that all earlier siblings were rejected, ``[B, C]``, and the
+          weights ``[B, V]`` of the next token given that all siblings were rejected.
         """
         rest_BV, accept = target_BV, []
         for c in range(family.tokens_BC.shape[1]):
@@ -235,7 +235,7 @@ class RecursiveRule(TreeRule):
 
 @dataclasses.dataclass(frozen=True)
 class KSeqRule(RecursiveRule):
-    """Accepts independent siblings with ``min(1, q / (rho p))``, with the smallest rho that leaves no bias."""
+    """K-SEQ: accepts independent siblings with ``min(1, q / (rho p))``, with the smallest rho that is exact."""
 
     children: str = INDEPENDENT
 
@@ -276,9 +276,9 @@ class KSeqRule(RecursiveRule):
 
 @dataclasses.dataclass(frozen=True)
 class TraversalRule(TreeRule):
-    """Judges whole paths, leaves first, and never keeps fewer tokens than recursive rejection in expectation.
+    """Traversal: tests whole paths, leaves first; in expectation never keeps fewer tokens than recursive rejection.
 
-    It warps all rows, and subtracts once for each node that it rejects.
+    It warps all rows, and subtracts once for each rejected node.
     """
 
     of_chains: ClassVar[Rule] = BlockRule()
@@ -317,9 +317,9 @@ class TraversalRule(TreeRule):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Traversal:
-    """Holds the remaining tree and distributions while `TraversalRule` walks."""
+    """The remaining tree and distributions during a walk of `TraversalRule`."""
 
-    target_BTV: Array  # what is left of the target's distributions
+    target_BTV: Array  # the target's distributions minus the rejected mass
     draft_BRV: Array | None
     weights_BT: Array  # the weight of the path to each row; -1 until it is on a path
     is_gone_BK: Array
@@ -362,7 +362,7 @@ class _Traversal:
         return jnp.stack(rows, axis=1), num_B.astype(jnp.int32), weights_BT
 
     def without_leaf(self, draft: Draft, node_B: Array, rejects_B: Array, is_distinct: bool) -> _Traversal:
-        """Removes a rejected leaf, and what it was drawn from of its parent's distributions."""
+        """Removes a rejected leaf, and subtracts its distribution from its parent's distributions."""
         parent_B, token_B = take_row(draft.parents_BK, node_B), take_row(draft.tokens_BK, node_B)
         target_BV, draft_BV = read_row(self.target_BTV, parent_B), self._draft_at(draft, parent_B)
         law_BV = law_of(draft_BV, token_B, take_row(self.is_chosen_BK, node_B), target_BV)
@@ -370,7 +370,7 @@ class _Traversal:
         weight_B = take_row(self.weights_BT, parent_B)
         left_BV = jnp.maximum(weight_B[:, None] * target_BV - law_BV, 0)
         mass_B = left_BV.sum(1)
-        total_B = mass_B + (1 - weight_B)  # in this order: at a weight of 1 the path is kept for sure
+        total_B = mass_B + (1 - weight_B)  # in this order: at a weight of 1 the path is always kept
         after_B = jnp.where(total_B > 0, mass_B / jnp.where(total_B > 0, total_B, 1), 1)
         is_parent_BT = subtracts_B[:, None] & (jnp.arange(self.weights_BT.shape[1])[None] == parent_B[:, None])
         new_BV = jnp.where(subtracts_B[:, None], normalise(left_BV, target_BV), target_BV)
@@ -387,7 +387,7 @@ class _Traversal:
         )
 
     def _probs(self, draft: Draft, node_B: Array) -> tuple[Array, Array]:
-        """Returns what is left of a node's probabilities under target and draft."""
+        """Returns the remaining probabilities of a row under target and draft."""
         parent_B, token_B = take_row(draft.parents_BK, node_B), take_row(draft.tokens_BK, node_B)
         batch = jnp.arange(len(node_B))
         q_B = self.target_BTV[batch, parent_B, token_B]
@@ -401,19 +401,19 @@ class _Traversal:
 
 
 def law_of(draft_BV: Array | None, token_B: Array, is_chosen_B: Array, like_BV: Array) -> Array:
-    """Returns the probabilities that a token was drawn from; all mass lies on a token that was chosen."""
+    """Returns the probabilities that a token was drawn from; one-hot for a chosen token."""
     one_hot_BV = (jnp.arange(like_BV.shape[-1])[None] == token_B[:, None]).astype(like_BV.dtype)
     return one_hot_BV if draft_BV is None else jnp.where(is_chosen_B[:, None], one_hot_BV, draft_BV)
 
 
 def without(probs_BV: Array, token_B: Array, is_live_B: Array) -> Array:
-    """Returns the distribution without a token, all zero once nothing is left."""
+    """Returns the distribution without a token, normalised; all zero if no other token is left."""
     removed_BV = jnp.where(jnp.arange(probs_BV.shape[-1])[None] == token_B[:, None], 0, probs_BV)
     return jnp.where(is_live_B[:, None], normalise(removed_BV, removed_BV), probs_BV)
 
 
 def normalise(weights_BV: Array, otherwise_BV: Array) -> Array:
-    """Returns weights divided by their sum; another distribution where they sum to nothing."""
+    """Returns weights divided by their sum, or ``otherwise`` where the sum is 0."""
     total_B1 = weights_BV.sum(-1, keepdims=True)
     return jnp.where(total_B1 > 0, weights_BV / jnp.where(total_B1 > 0, total_B1, 1), otherwise_BV)
 

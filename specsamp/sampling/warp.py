@@ -1,4 +1,4 @@
-"""Warps: from a model's logits to the distribution that is sampled.
+"""Warps (temperature, top-k, top-p and so on): from a model's logits to the distribution that is sampled.
 
 A warp is a pytree of numbers that maps logits to logits of the same shape, ``-inf`` for excluded tokens. Its numbers are
 data, so they may change between calls without recompiling. Each is a scalar or has one value per row::
@@ -17,10 +17,10 @@ Ties. Every filter is a threshold on the value, so tokens of equal probability s
 
 Each keeps the most probable token. Greedy breaks ties towards the lowest index, as ``argmax`` does.
 
-The thresholds of ``top_k`` and ``top_p`` are found by a search over the *bit pattern* of the threshold (floats of one
-sign are ordered like their bits), which is exact after all bits and never sorts the vocabulary, which is slow everywhere
-and a trap on a TPU. The vocabulary is folded into eight rows for it, so that a TPU computes one text with whole
-registers; every sum has this one order. Where no row of a call needs it, by the numbers of the warps, it is skipped.
+The thresholds of ``top_k`` and ``top_p`` are found by a binary search over the *bit pattern* of the threshold (floats
+of one sign are ordered like their bits). It is exact after all bits, and avoids sorting the vocabulary, which is slow,
+above all on a TPU. The vocabulary is folded into eight rows, so that a single sequence fills a TPU's registers; all
+sums use this order. The search is skipped if the numbers of the warps show that no row of a call needs it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Warp:
     """A pytree of numbers that maps logits ``[B, ..., V]`` to logits; new warps derive from it, under `register_warp`.
 
     A warp that depends on the tokens before a position (a repetition penalty, a grammar) overrides `init` and
-    `advance`, and is called on ``[B, V]`` with the state of each row's context. Every leaf of a state leads with the
-    batch. A warp must keep at least one token: a row without any token ends as invalid. A number is a scalar or has one
-    value per row; tables that rows share are not supported yet.
+    `advance`, and is called on ``[B, V]`` with the state of each row's context. The leading axis of every leaf of a
+    state is the batch. A warp must keep at least one token: a row without any token ends as invalid. A number is a
+    scalar or has one value per row; tables that rows share are not supported yet.
     """
 
     @property
@@ -63,11 +63,11 @@ class Warp:
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         """Returns warped logits, ``-inf`` where a token is excluded."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it warps logits")
+        raise NotImplementedError(f"{type(self).__name__} has no __call__(): define how it warps logits")
 
 
 def is_stateless(state: Any) -> bool:
-    """Returns whether a warp's state holds nothing, which is known while tracing."""
+    """Returns whether a warp's state has no arrays, which is known while tracing."""
     return not jax.tree.leaves(state)
 
 
@@ -76,10 +76,10 @@ GREEDY_BELOW = 1e-5
 
 
 def register_warp(cls: type) -> type:
-    """Makes a class a frozen dataclass whose fields are data: the decorator of every warp.
+    """Makes a class a frozen dataclass and a pytree of its fields: the decorator of every warp.
 
     Not `jax.tree_util.register_dataclass`: with it, trees of different classes compare equal (JAX 0.10 to
-    0.12), and when their hashes also meet, jit runs the program of one warp for another.
+    0.12), and if their hashes also collide, jit runs the program of one warp for another.
     """
     cls = dataclasses.dataclass(frozen=True)(cls)
     names = [field.name for field in dataclasses.fields(cls)]
@@ -90,7 +90,7 @@ def register_warp(cls: type) -> type:
 
 
 def chain(*warps: Warp) -> Chain:
-    """Applies ``warps`` from left to right; ``chain()`` leaves the model's own distribution."""
+    """Applies ``warps`` from left to right; ``chain()`` is the model's own distribution."""
     flat = []
     for warp in warps:
         if not isinstance(warp, Warp):
@@ -114,7 +114,7 @@ def temperature(value: float | Sequence[float]) -> Temperature:
 
 
 def top_k(value: int | Sequence[int]) -> TopK:
-    """Keeps the ``value`` (>= 1) most probable tokens, and all that tie with the last of them."""
+    """Keeps the ``value`` (>= 1) most probable tokens, and all tokens that tie with the least probable of them."""
     return TopK(checked("top_k", value, np.int32, lambda v: v >= 1, "must be an integer >= 1"))
 
 
@@ -129,7 +129,7 @@ def min_p(value: float | Sequence[float]) -> MinP:
 
 
 def first_tokens(count: int) -> FirstTokens:
-    """Excludes token ids from ``count`` (>= 1) on: the padding of a vocabulary."""
+    """Keeps the first ``count`` (>= 1) token ids, and excludes the padding of a vocabulary."""
     return FirstTokens(checked("first_tokens", count, np.int32, lambda v: v >= 1, "must be an integer >= 1"))
 
 
@@ -139,7 +139,7 @@ def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
     Args:
       warp: as made by `chain`; per-row numbers match the leading axis of ``logits``.
       logits: ``[B, ..., V]``.
-      state: of a warp that has one, see `Warp`; then ``logits`` are ``[B, V]``.
+      state: for a warp with a state, see `Warp`; then ``logits`` are ``[B, V]``.
 
     Returns:
       ``[B, ..., V]``; excluded tokens are ``-inf``.
@@ -156,7 +156,7 @@ def for_rows(warp: Warp, rows: int) -> Warp:
       warp: its numbers are scalars or have one value per row.
 
     Raises:
-      ValueError: a number has neither no axis nor ``rows`` values.
+      ValueError: a number is neither a scalar nor has ``rows`` values.
     """
 
     def expand(value: Any) -> np.ndarray:
@@ -223,7 +223,7 @@ class Temperature(Warp):
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         value = per_row(self.value, logits)
         is_greedy = value < GREEDY_BELOW
-        # Of the numbers as they are given: those of each row may be split over devices, which would then have to agree.
+        # On the values before broadcasting, since a reduction over rows that are split over devices would communicate.
         only = _only_argmax(logits, jnp.any(jnp.asarray(self.value) < GREEDY_BELOW))
         return jnp.where(is_greedy, only, logits / jnp.where(is_greedy, 1, value))
 
@@ -233,7 +233,7 @@ class TopK(Warp):
     value: Array  # [] or [B] int32
 
     def __call__(self, logits: Array, state: Any = (), skipped: bool | Array = False) -> Array:
-        """``skipped``: every row has one token, which stays."""
+        """Filters tokens; ``skipped``: no search, since every row has a single token already."""
         folded = _fold(logits)
         k, bits = per_row(self.value, folded), _ordered_bits(folded)
 
@@ -252,7 +252,7 @@ class TopP(Warp):
     value: Array  # [] or [B]
 
     def __call__(self, logits: Array, state: Any = (), skipped: bool | Array = False) -> Array:
-        """``skipped``: every row has one token, which stays."""
+        """Filters tokens; ``skipped``: no search, since every row has a single token already."""
         folded = _fold(logits)
         p, probs = per_row(self.value, folded), jax.nn.softmax(folded, axis=FOLDED)
 
@@ -260,7 +260,7 @@ class TopP(Warp):
             return jax.lax.bitcast_convert_type(t, probs.dtype)
 
         def too_low(t):
-            """Returns whether the tokens that are at least as probable have the mass without the least probable of them."""
+            """Returns whether the tokens with probability at least ``t`` have at least mass p."""
             mass = jnp.sum(jnp.where(probs >= as_float(t), probs, 0), axis=FOLDED, keepdims=True)
             return mass >= jnp.maximum(p, jnp.finfo(probs.dtype).tiny)  # so the largest probability stays for any p
 
@@ -291,7 +291,7 @@ class FirstTokens(Warp):
 
 
 def checked(name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], Any], requirement: str) -> Any:
-    """Returns a number of a warp, or one per row, as an array; raises ValueError with what it must be."""
+    """Returns a number of a warp, or one per row, as an array; raises ValueError with the requirement."""
     if isinstance(value, jax.core.Tracer):
         return value
     given = np.asarray(value)
@@ -315,7 +315,7 @@ def per_row(value: Array, logits: Array) -> Array:
 
 
 def _only_argmax(logits: Array, wanted: bool | Array = True) -> Array:
-    """Puts all mass on the most probable token; on any token unless that is wanted, by data."""
+    """Puts all mass on the most probable token; where ``wanted`` is false, on token 0, which saves the argmax."""
 
     def argmax():
         return jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
@@ -355,8 +355,8 @@ def _ordered_bits(x: Array) -> Array:
 def _largest(holds: Callable[[Array], Array], low: Array, num_bits: int, skipped: Array) -> Array:
     """Returns the largest integer in ``[low, low + 2**num_bits)`` up to which a monotone ``holds`` is true; or ``low``.
 
-    It is ``low`` where the search is skipped, by data.
-    A TPU asks for two bits in one pass, because a pass costs it more than a sum; a CPU for one.
+    If ``skipped``, it is ``low``.
+    On a TPU a pass finds two bits, because a pass costs more than a sum there; on a CPU one bit.
     """
 
     def search(bits):

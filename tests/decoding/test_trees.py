@@ -258,5 +258,5 @@ def test_statistics_count_by_depth():
 
 def test_a_grown_tree_must_keep_what_was_drawn():
     drafter = ModelTree(TableLM(V), tree=PRUNED)
-    with pytest.raises(ValueError, match="nodes = 5 of 15 drawn ones"):
+    with pytest.raises(ValueError, match="nodes = 5 of 15 drawn nodes"):
         decode(table_loop(RecursiveRule(), drafter), TARGET, NEAR, PROMPT, 3, FULL)

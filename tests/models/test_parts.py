@@ -64,9 +64,9 @@ def test_a_part_of_the_layers_leaves_other_caches_alone():
 @pytest.mark.parametrize(
     "first, last, hidden_layers, message",
     [
-        (0, 2, (2,), r"hidden_layers names layer 2; a call of layers 0 up to 2 has \(-1, 0, 1\), and the last call 3"),
-        (0, 2, (3,), r"layer 3; .* has \(-1, 0, 1\), and the last call 3: the stream after the final norm"),
-        (0, 3, (4,), r"layer 4; .* has \(-1, 0, 1, 2\)"),
+        (0, 2, (2,), r"hidden_layers names layer 2, but a call of layers below 2 has \(-1, 0, 1\); a call"),
+        (0, 2, (3,), r"layer 3, .* has \(-1, 0, 1\); .* also has 3, the stream after the final norm"),
+        (0, 3, (4,), r"layer 4, .* has \(-1, 0, 1, 2\)"),
     ],
 )
 def test_layers_that_do_not_exist(first, last, hidden_layers, message):

@@ -1,4 +1,4 @@
-"""Early exit: the target drafts with its own first layers (LayerSkip, Elhoushi et al., arXiv 2404.16710).
+"""Early exit: the target's first layers draft (LayerSkip, Elhoushi et al., arXiv 2404.16710).
 
 A draft step feeds one token through layers ``0 .. E-1``, the final norm and the output. Weights and cache are the
 target's: there is no second model and nothing to prefill. The cache of the layers beyond E stays as it is.
@@ -29,15 +29,15 @@ _Carry = tuple[Any, Array, Array]  # cache, last tokens, all tokens
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitDrafter(Drafter):
-    """Drafts with the target cut after ``exit_layer`` layers; it has neither weights nor a state.
+    """Drafts with the first ``exit_layer`` layers of the target; has neither weights nor state.
 
     Attributes:
       model: the pair's target, ``pair.target``.
-      exit_layer: E, layers that a draft step runs, from 1 to one fewer than the target has.
+      exit_layer: E, the number of layers of a draft step, from 1 to one fewer than the target has.
       K: tokens per round.
-      window: rows fed per step, 1 or 2, see `Loop.window`. With two the token is fed twice, in its own slot and in the
-        next one, which the next step or the scoring call overwrites. (Feeding the token before it again, as
-        `ModelDrafter` does, would write over what a scoring call left.)
+      window: positions per step, 1 or 2, see `Loop.window`. With 2 the token is fed twice, in its own slot and in the
+        next slot, which the next step or the scoring call overwrites. (Feeding the token before it again, as
+        `ModelDrafter` does, would overwrite the keys and values of a scoring call.)
     """
 
     model: LayeredModel
@@ -69,7 +69,7 @@ class EarlyExitDrafter(Drafter):
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         if target != self.model:
             raise ValueError(
-                f"the drafter's model is not the pair's target, whose weights it would run: {self.model!r} and "
+                f"the drafter's model is not the pair's target, whose weights it would use: {self.model!r} and "
                 f"{target!r}; make it with pair.target, after the pair was sharded"
             )
 

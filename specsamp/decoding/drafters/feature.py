@@ -1,15 +1,15 @@
-"""A head inside the target drafts from its hidden states (EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840).
+"""A head drafts from the target's hidden states (EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840).
 
 A round takes one call of the head with K+1 positions, in `commit`, and K-1 calls with ``window`` positions, in
 `propose`. The call in `commit` reads the target's hidden states at all scored positions, each with the token after it.
-The accepted positions give the features that the next draft begins with. The rejected positions are stale, as in any
-cache. So after every round the head's cache holds features of the target's hidden states alone.
+The next draft begins with the features of the accepted positions. The rejected positions are stale, as in any cache. So
+after every round the head's cache holds only entries computed from the target's hidden states.
 
 Medusa heads (arXiv 2401.10774) read no tokens: their calls return their input and cost nothing. Each token is drawn from
 the head at its offset.
 
-The rule gets the distribution of the head itself. If the head has a reduced vocabulary, the missing tokens have
-probability zero: this costs acceptance and biases nothing.
+The rule verifies with the distribution of the head itself. If the head has a reduced vocabulary, the missing tokens
+have probability zero: this costs acceptance and adds no bias.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_WINDOW = 3  # wider calls would pass the end of the headroom, which has K + 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeatureState:
-    """State of a head for each row, between rounds."""
+    """The state of a head for each row, between rounds."""
 
     cache: Any  # slot t holds the pair of position t and the token after it
     feature_BD: Array  # the head's output for the last pair
@@ -67,7 +67,7 @@ class HeadDrafter(Drafter):
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         if target != self.target:
-            raise ValueError(f"the drafter was made for another target, {self.target!r}; the pair's is {target!r}")
+            raise ValueError(f"the drafter was made for another target, {self.target!r}; the pair has {target!r}")
         if draft_params is None:
             raise ValueError(f"a {type(self).__name__} needs the pair's draft_params")
         self.head.check_target(target)
@@ -84,10 +84,10 @@ class FeatureDrafter(HeadDrafter):
     """Drafts with ``head``, one token after the other.
 
     Attributes:
-      target: the pair's target. It embeds tokens and unembeds features, unless the head has its own embedding or output.
+      target: the pair's target. Its embedding and output matrix serve heads that have none.
       head: a head made for this target.
       K: tokens per round.
-      window: positions per call, see `Loop.window`; all but the first only fill the matrix unit.
+      window: positions per call, see `Loop.window`; all except the first only fill the matrix unit.
     """
 
     head: FeatureHead
@@ -112,7 +112,7 @@ class FeatureDrafter(HeadDrafter):
         )
 
     def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
-        """Reads the pairs that end in this chunk: the first one begins with the last token of the chunk before.
+        """Reads the pairs that end in this chunk: the first pair begins with the last token of the previous chunk.
 
         The first chunk of a prompt has one pair less. So has the first chunk after a round, since `commit` has read the
         pair that ends in its first token. The last position of such a chunk is stale, and the next chunk overwrites it.
@@ -181,13 +181,13 @@ class FeatureDrafter(HeadDrafter):
     def _embed(
         self, weights: Weights, tokens_BT: Array, start_B: Array, cache: Any, block: Block | None = None
     ) -> tuple[Array, Any]:
-        """Embeds tokens in slots ``start_B ..``; targets with n-gram embeddings also store them in the cache."""
+        """Embeds tokens at slots ``start_B ..``; targets with n-gram embeddings also store them in the cache."""
         if self.head.config.own_embedding:
             return self.head.embed(weights.draft, tokens_BT), cache
         return self.target.embed(weights.target, tokens_BT, start_B, cache, block=block)
 
     def _widen(self, x: Array) -> Array:
-        """Returns ``window`` equal positions ``[B, T, ...]``; all but the first are stale in the head's cache."""
+        """Repeats a position ``window`` times, ``[B, T, ...]``; all except the first are stale in the head's cache."""
         return jnp.repeat(x[:, None], self.window, axis=1)
 
 

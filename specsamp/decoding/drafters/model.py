@@ -27,7 +27,7 @@ class ModelDrafter(DrafterHooks, Drafter):
     Attributes:
       model: any `LanguageModel` with the target's vocabulary.
       K: tokens per round.
-      window: the fewest tokens that a call feeds, see `Loop.window`.
+      window: the minimum number of tokens per call, see `Loop.window`.
     """
 
     model: LanguageModel
@@ -62,13 +62,13 @@ class ModelDrafter(DrafterHooks, Drafter):
         if self.model.vocab_size != target.vocab_size:
             raise ValueError(
                 f"draft vocabulary {self.model.vocab_size} != target vocabulary {target.vocab_size}: use a draft trained with "
-                "the target's tokenizer, or a pair with a vocabulary, which maps the tokens that both have"
+                "the target's tokenizer, or a pair with a vocabulary, which maps the shared tokens"
             )
         if draft_params is None:
             raise ValueError(f"a {type(self).__name__} needs the pair's draft_params")
         if draft not in (None, self.model):
             raise ValueError(
-                f"the drafter's model is not the pair's draft, whose parameters it would get: {self.model!r} and "
+                f"the drafter's model is not the pair's draft model, whose parameters it would use: {self.model!r} and "
                 f"{draft!r}; make the pair with the model that drafts"
             )
 

@@ -1,7 +1,7 @@
-"""Prompt lookup: propose what followed the last occurrence of the current n-gram in the context.
+"""Prompt lookup: proposes the tokens that followed the last occurrence of the current n-gram in the context.
 
 A retrieved token is a one-hot proposal: it is accepted with the target's probability of it, and the residual is the
-target's distribution without it (Leviathan et al., arXiv 2211.17192; copying from the prompt is Saxena's prompt lookup).
+target's distribution without it (Leviathan et al., arXiv 2211.17192; the copying is Saxena's prompt lookup).
 Copying the input of an editing task is also called aggressive decoding (Sun et al., arXiv 2106.04970).
 At the end of the context the copy goes on with the tokens that it has just copied, so that a repetition of any period
 continues for all K tokens.
@@ -56,7 +56,7 @@ class NgramDrafter(DrafterHooks, Drafter):
         return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B), state, cache
 
     def _found(self, prefix: Prefix) -> Array:
-        """Returns the slot after the best match, where its continuation begins, ``[B]``; 0 without a match."""
+        """Returns the slot after the best match, where the continuation begins, ``[B]``; 0 without a match."""
         tokens_BS, lengths_B = prefix.tokens_BS, prefix.lengths_B
         slots = tokens_BS.shape[1]
         ends = jnp.arange(slots)[None, :]  # a match ends just before slot `end`, its continuation starts there
@@ -79,7 +79,7 @@ class NgramDrafter(DrafterHooks, Drafter):
         return found_BS
 
     def _also(self, n: int, matches_BS: Array, prefix: Prefix, ends: Array) -> Array:
-        """Returns where n-grams match: where the shorter one does, and one more token agrees."""
+        """Extends matches by one token: n-grams match where the shorter n-grams match and one more token agrees."""
         last_B1 = jnp.take_along_axis(prefix.tokens_BS, jnp.maximum(prefix.lengths_B - n, 0)[:, None], axis=1)
         before_BS = jnp.pad(prefix.tokens_BS, ((0, 0), (n, 0)))[:, : prefix.tokens_BS.shape[1]]
         return matches_BS & ((before_BS == last_B1) & (ends >= n))

@@ -1,8 +1,8 @@
 """A draft model that was trained to draft in one call: PARD (An et al., arXiv 2504.18583).
 
 Mask tokens are written behind the text. One causal call reads the last K + 1 known tokens, some of them again, and K - 1
-masks. The row of the last known token and the rows of the masks give the distributions of K tokens, none of which knows
-the others. The masks' entries in the cache are written over by the next call.
+masks. Its last K positions give the distributions of K tokens, each independent of the other drafted tokens. The next
+call overwrites the masks' entries in the cache.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ParallelDrafter(ModelDrafter):
     """Drafts K tokens with one call of ``model``.
 
     Attributes:
-      mask_id: the token that stands for a token to be drafted; the model's training names it.
-      law: "marginals" draws each token from its own distribution; "argmax" takes the most probable ones, verified as
+      mask_id: the mask token of the model's training.
+      law: "marginals" draws each token from its own distribution; "argmax" takes the most probable tokens, verified as
         one-hot.
     """
 
@@ -47,7 +47,7 @@ class ParallelDrafter(ModelDrafter):
 
     @property
     def first_window(self) -> int:
-        """Returns K + 1, the most tokens that a round emits: the cache may hold masks in their place."""
+        """Returns K + 1, the most tokens of a round: in their slots the cache may hold masks."""
         return self.K + 1
 
     def init(self, batch: int, slots: int) -> Any:
@@ -78,4 +78,4 @@ class ParallelDrafter(ModelDrafter):
         super().check(target, draft, draft_params)
         most = self.model.max_positions
         if most is not None and 2 * self.K > most:
-            raise ValueError(f"K = {self.K} reads {2 * self.K} tokens a call, more than the draft's {most} positions")
+            raise ValueError(f"K = {self.K} reads {2 * self.K} tokens per call, more than the draft's {most} positions")

@@ -1,18 +1,18 @@
 """A draft model with another tokenizer drafts the tokens that its vocabulary shares with the target's.
 
 This is token-level intersection (Timor et al. 2025, arXiv 2502.05202). The draft's logits are mapped to the target's ids,
--inf for tokens that the draft does not have, and only then warped. What is sampled is what the rule verifies, so a lossless
-rule stays lossless, and missing tokens cost acceptance alone.
+-inf for tokens that the draft does not have, and only then warped. The sampled distribution is the verified
+distribution, so a lossless rule stays lossless, and missing tokens only cost acceptance.
 
-The draft reads its own text: the bytes of the target's text in draft ids. Drafted tokens are shared, so of a round only the
-target's own token may be several draft ids, at most M. Example with K = 2, where the target emits "Ġmandolin" as the
-correction of the second drafted token, and the draft writes it as three ids:
+The draft reads the bytes of the target's text as draft ids. Drafted tokens are shared, so in a round only the
+correction or bonus may be several draft ids, at most M. Example with K = 2, where the target emits "Ġmandolin" as the
+correction of the second drafted token, which the draft's tokenizer splits into three ids:
 
     target's text   [.. The] [Ġold] [Ġmandolin]
     draft's text    [.. The] [Ġold] [Ġm] [and] [olin]
 
-The next round's first call feeds M + 1 ids that end with [olin]: whatever the draft has not read, and the ids before that
-once more. The draft's text has a length of its own, which follows from the target's length by a table in the state.
+The next round's first call feeds M + 1 ids that end with [olin]: all unread ids, and some earlier ids once more. The
+length of the draft's text follows from the length of the target's text by a table in the state.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ SLOTS_MULTIPLE = 128
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SharedVocabulary:
-    """The tokens that two vocabularies share, and every target token as draft ids. Equal by its digest.
+    """The tokens that two vocabularies share, and every target token as draft ids; compared by digest.
 
     Attributes:
       draft_ids_V: int32, the draft's id of each of the target's tokens; -1: the draft has no such token.
-      reading_VM: int32, the draft ids with the bytes of each of the target's tokens, padded with -1. A shared token is
-        read as its own id; a token of which nothing is read has no ids.
-      draft_size: number of tokens of the draft model.
-      begin: draft ids that stand before every text.
+      reading_VM: int32, the draft ids with the bytes of each of the target's tokens, padded with -1. A shared token has
+        its own id; a token that the draft does not read has none.
+      draft_size: vocabulary size of the draft model.
+      begin: draft ids before every text.
       num_cut: number of the target's tokens that have more than M draft ids, of which the last M are read.
     """
 
@@ -83,7 +83,7 @@ class SharedVocabulary:
         other = np.flatnonzero((ids_V >= 0) & ((reading_VM[:, 0] != ids_V) | (reading_VM[:, 1:] >= 0).any(1)))
         if len(other):
             raise ValueError(
-                f"reading_VM must read the shared token {other[0]} as {ids_V[other[0]]}, as it was drafted"
+                f"reading_VM must hold {ids_V[other[0]]} alone for the shared token {other[0]}, its id in draft_ids_V"
             )
         for name, value in (("draft_ids_V", ids_V), ("reading_VM", reading_VM)):
             value.setflags(write=False)
@@ -110,13 +110,13 @@ class SharedVocabulary:
         return int((self.draft_ids_V >= 0).sum())
 
     def read(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the draft ids of some of the target's tokens."""
+        """Returns the draft ids of the given target tokens."""
         ids = self.reading_VM[list(tokens)].ravel()
         return ids[ids >= 0].tolist()
 
     @property
     def ids_per_token(self) -> float:
-        """Returns the mean number of draft ids of a target token that is read."""
+        """Returns the mean number of draft ids per target token, of the tokens that have any."""
         lengths_V = (self.reading_VM >= 0).sum(1)
         return float(lengths_V[lengths_V > 0].mean())
 
@@ -124,7 +124,7 @@ class SharedVocabulary:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TranslatingWeights:
-    """Weights of a draft model with the arrays of a `SharedVocabulary`."""
+    """The weights of a draft model with the arrays of a `SharedVocabulary`."""
 
     model: Any
     draft_ids_V: Array
@@ -143,7 +143,7 @@ class TranslatingState:
 
 @dataclasses.dataclass(frozen=True)
 class TranslatingDrafter(DrafterHooks, Drafter):
-    """Drafts with ``model``, whose tokenizer is not the target's; a row whose draft text is too long drafts nothing.
+    """Drafts with ``model``, which has another tokenizer; a row whose draft text is too long drafts nothing.
 
     Attributes:
       model: any `LanguageModel`.
@@ -181,7 +181,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         tokens, ids = len(self.vocabulary.draft_ids_V), self.vocabulary.draft_size
         if (tokens, ids) != (target.vocab_size, self.model.vocab_size):
             raise ValueError(
-                f"the shared vocabulary is of {tokens} target and {ids} draft tokens, the models have {target.vocab_size} "
+                f"the shared vocabulary has {tokens} target and {ids} draft tokens, but the models {target.vocab_size} "
                 f"and {self.model.vocab_size}: match the tokenizers with these sizes"
             )
 
@@ -196,14 +196,14 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         return dataclasses.replace(weights, model=self.model.fit_slots(weights.model, self._draft_slots(slots)))
 
     def _draft_slots(self, slots: int) -> int:
-        """Returns the slots of the draft's text for as many of the target's; at most as many as the draft has positions."""
+        """Returns the number of slots of the draft's text for a target's number of slots; at most its positions."""
         length = int(slots * self.vocabulary.ids_per_token) + len(self.vocabulary.begin)
         if self.model.max_positions is not None:
             length = min(length, self.model.max_positions)
         return -(-length // SLOTS_MULTIPLE) * SLOTS_MULTIPLE + READ_WIDTH
 
     def _longest(self, state: TranslatingState) -> int:
-        """Returns the longest text that is drafted for; behind it is room for a draft, or for a call of the prompt."""
+        """Returns the length of the longest text that leaves room for a draft, or for a call of the prompt."""
         longest = state.ids_BD.shape[1] - READ_WIDTH
         return longest if self.model.max_positions is None else min(longest, self.model.max_positions - self.K)
 
@@ -224,7 +224,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
     def _append(
         self, weights: Weights, state: TranslatingState, tokens_BT: Array, start_B: Array, count_B: Array
     ) -> TranslatingState:
-        """Writes the draft ids of the target's tokens in slots ``start_B .. start_B + count_B``."""
+        """Writes the draft ids of the target's tokens in slots ``start_B .. start_B + count_B - 1``."""
         batch, width = tokens_BT.shape
         counts_BT = jnp.arange(width)[None] < count_B[:, None]
         ids_BTM = weights.draft.reading_VM[jnp.maximum(tokens_BT, 0)]
@@ -273,7 +273,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
             logits_BU, draft_cache = self._drafter.last_logits(of_model, draft_cache, ids_BD, end_B, width)
             logits_BV = restrict(logits_BU, weights.draft.draft_ids_V)
             tokens_B, drawn = sample.draw(logits_BV, offset, drawn, self.K)
-            # A context in which no shared token has probability ends the draft, whatever would be drawn from it.
+            # The draft ends at a context in which no shared token has probability; its sample is not used.
             sound_B += (sound_B == offset) & jnp.isfinite(logits_BV.max(-1))
             ids_BD = write_tokens(ids_BD, jnp.maximum(weights.draft.draft_ids_V[tokens_B], 0)[:, None], end_B)
             tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)

@@ -4,8 +4,8 @@ Each is the drafter of chains that it derives from, with a `TreeShape` or a `Gro
 
     generate(pair, prompts, drafter=ModelTree(pair.draft, tree=TreeShape.of_widths(3, 2, 1)), rule=RecursiveRule(), ...)
 
-A tree takes one call of the draft for each of its levels but the last. How siblings are drawn is up to the rule; under
-greedy sampling they are the draft's most probable tokens.
+A tree takes one call of the draft for each level except the last. The rule draws the siblings; under greedy sampling
+they are the draft's most probable tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Step = Callable[[DraftRows, Any], tuple[Array, Any]]  # see `specsamp.decoding.t
 
 @dataclasses.dataclass(frozen=True)
 class TreeDrafter(DrafterHooks):
-    """Gives a drafter of chains the methods of trees; a mixin that stands before it."""
+    """A mixin that turns a drafter of chains, the next base class, into a drafter of trees."""
 
     K: int = dataclasses.field(init=False)
     tree: TreeShape | Growth = dataclasses.field(kw_only=True)
@@ -66,9 +66,9 @@ class TreeDrafter(DrafterHooks):
             check_model(model, self.tree.width)
 
     def step_with(self, model: LanguageModel, weights: Any, prefix: Prefix) -> Step:
-        """Returns the step of `grow` in which a model reads nodes; it carries the model's cache.
+        """Returns a step for `grow` in which a model reads nodes; it carries the model's cache.
 
-        Known rows are read once more if there are fewer new ones than a call feeds at least.
+        If there are fewer new rows than the minimum per call, earlier rows are read again.
         """
         start_B = prefix.lengths_B - 1
 
@@ -127,9 +127,9 @@ class EarlyExitTree(TreeDrafter, EarlyExitDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class FeatureTree(TreeDrafter, FeatureDrafter):
-    """Drafts a tree with ``head``: a node is read with the feature of its parent, in the slot before its own.
+    """Drafts a tree with ``head``: a node is read with the feature of its parent, in the slot before the node's slot.
 
-    Medusa heads do not see the tokens before theirs: all nodes of a level are drawn from one distribution, and the tree has
+    Medusa heads do not depend on drafted tokens: all nodes of a level are drawn from one distribution, and the tree has
     a fixed shape.
 
     Attributes:
@@ -174,8 +174,8 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
 class BlockTree(TreeDrafter, BlockDrafter):
     """Drafts a tree with one call of a head that drafts blocks.
 
-    Under the law "marginals" all nodes of a level are drawn from one distribution; under "conditional" the children of each
-    node from the distribution that the head corrects for the node.
+    Under the law "marginals" all nodes of a level are drawn from one distribution; under "conditional" the distribution
+    of the children is corrected for each parent.
 
     Attributes:
       target, head, law: as in `BlockDrafter`.
@@ -224,8 +224,8 @@ def pairs_of(block: Block) -> Block:
 class NgramTree(TreeDrafter, NgramDrafter):
     """Looks up as many matches as the tree has first tokens, and proposes the continuation of each.
 
-    The tree must consist of chains that part at the pending token. Matches continue with different tokens; of two that
-    continue with one token, the longer and then the more recent one counts.
+    The tree must consist of chains that branch at the pending token. Matches continue with different tokens; of two
+    matches with the same next token, the longer one counts, or the more recent one if they are equally long.
 
     Attributes:
       max_ngram: as in `NgramDrafter`.
