@@ -1,7 +1,7 @@
 """Reads and writes models: public checkpoints, pairs trained here, and their tokenizers.
 
 hugging_face.py    checkpoints in the format of Hugging Face: open_checkpoint, read_params, write_converted
-  hub.py           finds their folder, or downloads it
+  hub.py           finds or downloads the folder of a checkpoint
   architectures.py reads config.json by the tables of architectures.json, with fields.py and rope.py
   tensor_names.py  finds the tensor of each parameter
   safetensors_io.py, orbax.py   the two formats of tensors

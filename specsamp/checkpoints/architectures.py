@@ -1,12 +1,12 @@
 """Reads ``config.json`` as a `TransformerConfig`, by tables of keys.
 
-A line of architectures.json is a field of the config, or of its experts or of a head: ``["rms_norm_eps", 1e-6]`` is a key
-and its default, which is that of transformers, also in old files; without a default the key is required. In
-``{"num_key_value_heads": 8}`` a null of the file is no lack. Anything else is the value of all models of the family,
-whatever a file says.
+A line of architectures.json is a field of the config, of its experts or of a head. ``["rms_norm_eps", 1e-6]`` is a key
+of config.json and its default, which is that of transformers; without a default the key is required. In
+``{"num_key_value_heads": 8}``, a null in config.json is a valid value. Any other entry is the value for all models of
+the family, and config.json is not read.
 
-A family has several tables, of which the last counts, and functions for what no table says: positions, windows, experts.
-A key that changes the model in a way that is not supported is refused.
+A family has several tables, of which later tables override earlier ones, and functions for positions, windows and
+experts. A key that changes the model in an unsupported way is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEYS: dict[str, dict[str, Any]] = storage.read_json(pathlib.Path(__file__).with_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models with the same names of tensors and the same meaning of config.json."""
+    """Models with the same tensor names and the same keys of config.json."""
 
     model_type: str  # of config.json
     names: Mapping[str, str]  # of tensors, see tensor_names.py
@@ -47,7 +47,7 @@ class Family:
 
 
 def read_keys(fields: Fields, *tables: str) -> dict[str, Any]:
-    """Returns the fields that tables of architectures.json name, as a file has them."""
+    """Returns the fields of tables of architectures.json, with the values of a file."""
     read = {}
     for name, rule in functools.reduce(dict.__or__, (KEYS[table] for table in tables)).items():
         if isinstance(rule, list):
@@ -60,7 +60,7 @@ def read_keys(fields: Fields, *tables: str) -> dict[str, Any]:
 
 
 def written_keys(config: Any, *tables: str) -> dict[str, Any]:
-    """Returns the keys of a file, from the fields that tables of architectures.json name."""
+    """Returns the keys of a config.json for the fields of tables of architectures.json."""
     return {key: getattr(config, name) for table in tables for name, (key, *_) in KEYS[table].items()}
 
 
@@ -71,7 +71,7 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
       dtype: of decode-time weights, activations and caches.
 
     Raises:
-      ValueError: an architecture or a value is not supported, or a key is missing; with file and key.
+      ValueError: an architecture or a value is not supported, or a key is missing; names file and key.
     """
     architectures = content.get("architectures") or ["none"]
     architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
@@ -81,7 +81,7 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
     if model_type not in (None, family.model_type):  # transformers reads model_type, other programs architectures
         raise ValueError(
             f"{path} says architectures = {architecture!r}, whose model_type is {family.model_type!r}, and model_type = "
-            f"{model_type!r}: correct the one that is wrong"
+            f"{model_type!r}: correct the wrong key"
         )
     if (quantised := content.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
@@ -94,7 +94,7 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
     except (ArithmeticError, TypeError, ValueError) as error:
         if path in str(error):
             raise
-        raise ValueError(f"{path} describes no model that can be read: {error}") from error
+        raise ValueError(f"{path} does not describe a supported model: {error}") from error
     kinds = fields("layer_types", [])
     if config.window is None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise ValueError(f"{path} says layer_types = {kinds!r}; of this model only 'full_attention' is supported")
@@ -123,7 +123,7 @@ def _gemma_scales(fields: Fields, shape: dict) -> dict:
 
 
 def _gemma3_positions(fields: Fields, shape: dict) -> dict:
-    """Returns windows and positions: layers with a window have other rotary positions."""
+    """Returns windows and positions: layers with a window have different rotary positions."""
     fields.require("attn_logit_softcapping", None)  # transformers reads it, but does not apply it
     every = fields("sliding_window_pattern", 6)
     windows = _windows(fields, fields.or_null("sliding_window", 4096), lambda i: bool((i + 1) % every))
@@ -156,7 +156,7 @@ def _qwen_windows(fields: Fields, shape: dict, first: int | None = None) -> dict
 
 
 def _qwen3_experts(fields: Fields, shape: dict) -> dict:
-    """Returns the experts of all layers but those that the file says are dense."""
+    """Returns the experts and the dense layers."""
     every, listed = fields("decoder_sparse_step", 1), fields("mlp_only_layers", [])
     layers = range(fields.count("num_hidden_layers"))
     dense = tuple(i for i in layers if i in listed or (i + 1) % every)
@@ -173,11 +173,11 @@ def _mixtral_experts(fields: Fields, shape: dict) -> dict:
 
 
 def _windows(fields: Fields, window: int | None, has_window: Callable[[int], bool]) -> dict:
-    """Returns the window and the layers without it.
+    """Returns the window and the layers without a window.
 
     Args:
-      window: the size, None if the file has none.
-      has_window: returns whether a layer has a window; used where the file does not list the kinds of its layers.
+      window: the size; None if the file does not have it.
+      has_window: returns whether a layer has a window; used if the file does not list the kinds of its layers.
     """
     known, num_layers = ("full_attention", "sliding_attention"), fields.count("num_hidden_layers")
     kinds = fields("layer_types", [known[has_window(i)] for i in range(num_layers)])
@@ -189,8 +189,8 @@ def _windows(fields: Fields, window: int | None, has_window: Callable[[int], boo
         return {}
     if window is None:
         raise ValueError(
-            f"{fields.path} has layers of sliding_attention, but no window for them: set sliding_window (and "
-            "use_sliding_window, if the family has it), or set layer_types to full_attention"
+            f"{fields.path} has layers of sliding_attention, but no sliding_window: set it (and use_sliding_window, if "
+            "the family has this key), or set layer_types to full_attention"
         )
     return dict(window=window, global_layers=tuple(i for i, kind in enumerate(kinds) if kind == "full_attention"))
 

@@ -1,10 +1,10 @@
-"""Chat templates: turn the messages of a conversation into the text that a tuned model was trained on.
+"""Chat templates, which turn the messages of a conversation into the format that an instruction-tuned model expects.
 
     template = read_chat_template(folder)
     text = template.render([{"role": "user", "content": "Why is the sky blue?"}])
 
 A template is a Jinja program that comes with a checkpoint. It runs in a separate process with limits on time and memory,
-in the sandbox of the library jinja2 (chat_sandbox.py). A process runs one template after another; there are a few.
+in the sandbox of the library jinja2 (chat_sandbox.py). A pool of such processes is reused.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ OUT_OF_MEMORY = 3  # the status that chat_sandbox.py ends with
 
 
 class CannotRender(ValueError):
-    """Raised where a template could run but its library or its process is missing."""
+    """Raised if a template cannot run because its library or its process is missing."""
 
 
 class ProcessEnded(CannotRender):
-    """Raised where the process ended, but not at a limit."""
+    """Raised if the process of a template ended for another reason than a limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A template and the special tokens that it writes.
+    """A template and its special tokens.
 
     Attributes:
-      path: of its file, for messages.
+      path: of its file, for error messages.
       source: the Jinja program.
       special_tokens: name and text of each, such as ``("bos_token", "<s>")``.
     """
@@ -58,16 +58,16 @@ class ChatTemplate:
     special_tokens: tuple[tuple[str, str], ...] = ()
 
     def render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
-        """Returns the text of a conversation, which ends where the model's answer begins.
+        """Returns the text of a conversation, up to the beginning of the model's answer.
 
         Args:
           messages: turns with a ``role``, such as user, and a ``content``.
-          options: variables that the template knows, such as ``enable_thinking``.
+          options: variables of the template, such as ``enable_thinking``.
 
         Raises:
-          ValueError: a message without role or content; or the template is no Jinja program, refuses the messages,
-            leaves its sandbox, or takes too much time or memory; with the file.
-          CannotRender: jinja2 is not installed, or no process runs the template.
+          ValueError: a message lacks role or content; or the template is not a Jinja program, refuses the messages,
+            violates the sandbox, or exceeds its time or memory; names the file.
+          CannotRender: jinja2 is not installed, or no process can run the template.
         """
         _check(messages)
         if importlib.util.find_spec("jinja2") is None:
@@ -76,7 +76,7 @@ class ChatTemplate:
         variables = {"messages": messages, "add_generation_prompt": True, **dict(self.special_tokens), **options}
         answer = _run(self.source, variables)
         if "error" in answer:
-            raise ValueError(f"the chat template of {self.path} does not take these messages: {answer['error']}")
+            raise ValueError(f"the chat template of {self.path} does not accept these messages: {answer['error']}")
         return answer["text"]
 
 
@@ -84,7 +84,7 @@ def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
     """Returns the template of a checkpoint, or None.
 
     Raises:
-      ValueError: tokenizer_config.json is damaged, or has a template that is no text.
+      ValueError: tokenizer_config.json is damaged, or its template is not a string.
     """
     path = folder / "tokenizer_config.json"
     content = storage.read_json(path) if path.exists() else {}
@@ -98,7 +98,7 @@ def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
     if source is None:
         return None
     if not isinstance(source, str):
-        raise ValueError(f"{path} has a chat_template that is {type(source).__name__}; a text is wanted")
+        raise ValueError(f"{path} has a chat_template of type {type(source).__name__}; it must be a string")
     tokens = {name: value for name, value in content.items() if name.endswith("_token") and value is not None}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return ChatTemplate(
@@ -124,9 +124,9 @@ def knows_conversations(tokenizer: Any) -> bool:
 
 
 def _check(messages: Sequence[Mapping[str, str]]) -> None:
-    """Raises ValueError unless these are messages."""
+    """Raises ValueError unless ``messages`` is a list of messages."""
     if not messages:
-        raise ValueError("a conversation without messages: give at least one")
+        raise ValueError("the conversation has no messages: give at least one")
     for number, message in enumerate(messages):
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
@@ -138,14 +138,14 @@ _idle: list[subprocess.Popen] = []  # the processes that run templates, while th
 
 
 def _run(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the "text" that a template wrote, or its "error"."""
+    """Runs a template; returns its output as "text", or an "error"."""
     try:
         request = json.dumps([source, variables])
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"messages and options of a conversation must be values of JSON: {error}") from error
+        raise ValueError(f"messages and options of a conversation must be JSON values: {error}") from error
     free, seconds = _free, MAX_SECONDS + MORE_SECONDS
     if not free.acquire(timeout=seconds):
-        raise CannotRender(f"{PROCESSES} other conversations took their templates {seconds:g} seconds: try again later")
+        raise CannotRender(f"all {PROCESSES} processes of templates were busy for {seconds:g} seconds: try again")
     try:
         with contextlib.suppress(ProcessEnded):  # as where the system is short of memory: a new one tries again
             return _answer(_take_process(), request)
@@ -184,8 +184,8 @@ def _answer(process: subprocess.Popen, request: str) -> dict[str, str]:
     """Returns the answer of a process, which becomes idle again, or the limit that ended the process.
 
     Raises:
-      CannotRender: the process took too long by the clock.
-      ProcessEnded: it ended for another reason; the message has the last line that it wrote to stderr.
+      CannotRender: the process took too much wall time.
+      ProcessEnded: it ended for another reason; the message has the last line of its stderr.
     """
     answer, seconds, start = None, MAX_SECONDS + MORE_SECONDS, time.monotonic()
     timer = threading.Timer(seconds, process.kill)
@@ -208,7 +208,7 @@ def _answer(process: subprocess.Popen, request: str) -> dict[str, str]:
     if process.returncode == OUT_OF_MEMORY:
         return {"error": f"it takes more than {MAX_BYTES:,} bytes of memory"}
     if time.monotonic() - start >= seconds:
-        raise CannotRender(f"the process that runs chat templates was not done in {seconds:g} seconds by the clock")
+        raise CannotRender(f"the process that runs chat templates did not finish in {seconds:g} seconds of wall time")
     raise ProcessEnded(f"the process that runs chat templates ended with status {process.returncode}: {last_line}")
 
 
@@ -221,7 +221,7 @@ def _end_idle() -> None:
 
 
 def _leave_to_parent() -> None:
-    """Gives up the processes of the parent after a fork: the answers to parent and child would cross."""
+    """Drops the parent's processes after a fork, since parent and child would read each other's answers."""
     global _free
     _free = threading.Semaphore(PROCESSES)
     _idle.clear()

@@ -1,8 +1,8 @@
 """Runs chat templates in a separate process: `python chat_sandbox.py SECONDS BYTES`, started by chat.py.
 
 A template is a Jinja program by the author of a checkpoint. It runs in the sandbox of jinja2, with the extensions,
-filters and functions that it has in transformers. A program that still fills the memory or runs for hours is ended by
-the limits of the operating system on this process.
+filters and functions that it has in transformers. Limits of the operating system on this process end programs that use
+too much memory or time.
 
 Each line of the input is a JSON list, the program and its variables. Each line of the output is a JSON object, the "text"
 that the program wrote or the "error" that it ended with. If there is not enough memory to write it, this process ends
@@ -26,7 +26,7 @@ MAX_CHARACTERS = 2**24  # of the text
 
 
 class Generation(jinja2.ext.Extension):
-    """Ignores the tags {% generation %} and {% endgeneration %}, which mark text to train on."""
+    """Ignores the tags {% generation %} and {% endgeneration %}, which mark training text."""
 
     tags = frozenset({"generation"})
 
@@ -36,7 +36,7 @@ class Generation(jinja2.ext.Extension):
 
 
 def to_json(value, indent=None, **options):
-    """Returns JSON as text, where Jinja's own filter would make it safe for HTML."""
+    """Returns a value as JSON, without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 

@@ -25,7 +25,7 @@ from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.models.config import DECODING, TransformerConfig
 from specsamp.models.transformer import TransformerLM
 
-# What an older export of a model or head may have left. Without the first there is no model.
+# Files that an older export of a model or head may have left. config.json first: it marks a model.
 STALE = ("config.json", INDEX, SINGLE, PICKLE, MEDUSA_SINGLE, MEDUSA_PICKLE)
 STALE += ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -35,11 +35,11 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
 
     Args:
       folder: local or in a bucket.
-      params: of ``TransformerLM(config)``, stored in the dtype they have.
+      params: of ``TransformerLM(config)``, stored in their own dtype.
       tokenizer: its ``eos_id`` becomes the stop token.
 
     Raises:
-      ValueError: the architecture cannot describe this model, with the fields; or the parameters are of another model.
+      ValueError: the architecture cannot describe some fields of this model, or the parameters are of another model.
     """
     content = describe_model(config, None if tokenizer is None else tokenizer.eos_id)
     check_shapes("what is to be exported", params, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
@@ -58,9 +58,9 @@ def write_folder(
     file: str = SINGLE,
     tokenizer: JsonTokenizer | None = None,
 ) -> None:
-    """Writes tensors to ``file``, then the tokenizer, and ``content`` as config.json last; an older export goes first."""
+    """Deletes an older export; writes tensors to ``file``, the tokenizer, and last ``content`` as config.json."""
     place = storage.place(folder)
-    for name in STALE:  # no reader may take it for a part of this export
+    for name in STALE:  # so that it is not mistaken for a part of this export
         (place / name).unlink(missing_ok=True)
     storage.write(place / file, save(tensors, metadata={"format": "pt"}))
     if tokenizer is not None:
@@ -74,7 +74,7 @@ def write_folder(
 
 
 def describe_layers(config: TransformerConfig) -> dict[str, Any]:
-    """Returns the keys of a config.json that models and heads have."""
+    """Returns the keys of config.json that models and heads have in common."""
     theirs = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
     return {
         **written_keys(config, "sizes"),

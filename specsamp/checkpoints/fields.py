@@ -8,7 +8,7 @@ from typing import Any
 
 from specsamp import validate
 
-# The names of activations in config.json, and ours. Of several names for one activation, the first is written.
+# The names of activations in config.json and here. If an activation has several names, the first is written.
 ACTIVATIONS = {
     "gelu": "gelu_exact",
     "gelu_pytorch_tanh": "gelu",
@@ -39,11 +39,11 @@ class Fields:
         if value is not None:
             return value
         if not default:
-            raise ValueError(f"{self.path} does not say {key!r}")
+            raise ValueError(f"{self.path} lacks the key {key!r}")
         return default[0]
 
     def or_null(self, key: str, default: Any) -> Any:
-        """Returns the value of a key, which may be null, or ``default`` if it is absent."""
+        """Returns the value of a key, which may be null, or ``default`` if the key is absent."""
         return self._content.get(key, default)
 
     def count(self, key: str) -> int:
@@ -51,11 +51,11 @@ class Fields:
         return validate.integer(f"{self.path}: {key}", self(key), 1)
 
     def switch(self, key: str, default: bool) -> bool:
-        """Returns true or false; raises ValueError for anything else, such as a text."""
+        """Returns a bool; raises ValueError for any other type, such as a string."""
         return validate.switch(f"{self.path}: {key}", self(key, default))
 
     def object(self, key: str) -> Mapping[str, Any]:
-        """Returns an object, which is empty where the key is absent or null."""
+        """Returns an object; {} if the key is absent or null."""
         value = self(key, {})
         if not isinstance(value, Mapping):
             raise ValueError(f"{self.path} says {key} = {value!r}; it must be an object")
@@ -67,5 +67,5 @@ class Fields:
             raise ValueError(f"{self.path} says {key} = {self(key)!r}; only {allowed!r} is supported")
 
     def activation(self, key: str, *default: str) -> str:
-        """Returns the name that `TransformerConfig` has for an activation."""
+        """Returns the name of an activation in `TransformerConfig`."""
         return ACTIVATIONS[validate.choice(f"{self.path}: {key}", self(key, *default), ACTIVATIONS)]

@@ -1,15 +1,15 @@
 """Reads the ``config.json`` of a head, in the layouts of EAGLE, speculators, Medusa, MTP modules, z-lab and DeepSpec.
 
-Here ``hidden_layers`` are the layers whose outputs a head reads. Files of EAGLE do not name them: heads read the inputs of
-layers 2, L/2 and L-3, which are the outputs of the layers before. Files of speculators name inputs of layers, so that id i
-is layer i - 1 here. Files of SpecForge name outputs, in ``eagle_config``.
+Here ``hidden_layers`` are the layers whose outputs a head reads. Files of EAGLE do not name them: these heads read the
+inputs of layers 2, L/2 and L-3, which are the outputs of the previous layers. Files of speculators name inputs of
+layers, so id i is layer i - 1 here. Files of SpecForge name outputs, in ``eagle_config``.
 
 Medusa heads have the sizes of their target. Their number is counted from the tensors, since published files with five heads
-say two. An MTP module lies in the checkpoint of its target, and config.json describes both.
+say two. An MTP module is in the checkpoint of its target, and config.json describes both.
 
-Heads that draft blocks (DFlash, DSpark, DFlash 2): z-lab has the keys of a head in ``dflash_config`` or beside it, DeepSpec
-beside the keys of the layers; both name outputs of layers, and -1 is the embedding's. What a head has beyond DFlash is seen
-from its tensors. Queries and keys always have norms, as in Qwen3.
+Heads that draft blocks (DFlash, DSpark, DFlash 2): z-lab has the keys of a head in ``dflash_config`` or at the top
+level, DeepSpec at the level of the layers' keys; both name outputs of layers, and -1 is the embedding. The tensors show
+which parts a head has in addition to DFlash. Queries and keys always have norms, as in Qwen3.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OF_SPECULATORS = re.compile(r"(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.w
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """The files of a kind of heads."""
+    """The file format of a kind of heads."""
 
     file: str = SINGLE  # of the tensors, where it is written
     names: Mapping[str, str]  # see tensor_names.py
@@ -67,12 +67,12 @@ def parse_head(
     """Returns the layout and the shape of the head that a file describes.
 
     Args:
-      target: of the checkpoint, without padding of its vocabulary.
+      target: the shape in the target's checkpoint, without padding of its vocabulary.
       found: the names of the tensors in its files. Only some heads have an embedding, an output or a bias.
 
     Raises:
-      ValueError: another kind of head, a head for another target (width, vocabulary, layers), or a value that is not
-        supported; with file, key and value.
+      ValueError: another kind of head, a head for another target (width, vocabulary, layers), or an unsupported value;
+        names file, key and value.
     """
     fields, target = Fields(path, content), dataclasses.replace(target, dtype=dtype)
     kind = validate.choice(f"{path}: {SPECULATORS}", fields(SPECULATORS, None), (None, "eagle3", *BLOCKS))
@@ -99,7 +99,7 @@ def parse_head(
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         if path in str(error):
             raise
-        raise ValueError(f"{path} describes no head that can be read: {error}") from error
+        raise ValueError(f"{path} does not describe a supported head: {error}") from error
 
 
 def _medusa(fields: Fields, target: TransformerConfig, found: Collection[str]) -> tuple[HeadLayout, MedusaConfig]:
@@ -121,7 +121,7 @@ def _medusa(fields: Fields, target: TransformerConfig, found: Collection[str]) -
 
 
 def _mtp(fields: Fields, target: TransformerConfig) -> MTPConfig:
-    """Reads the module of MiMo: it reads the target's stream before the final norm, and has a norm for its output."""
+    """Reads the MTP module of MiMo: it reads the target's stream before the final norm and normalises its output."""
     fields.require("num_nextn_predict_layers", 1)
     layer = TransformerConfig(dtype=target.dtype, **FAMILIES[MIMO].read(fields))
     _require(fields, "hidden_size", layer.width, "width", target.width)
@@ -199,7 +199,7 @@ def _block(
 def _of_target(
     fields: Fields, layer: TransformerConfig, target: TransformerConfig, found: Collection[str]
 ) -> dict[str, Any]:
-    """Returns what EAGLE-3 and block heads have in common: sizes that follow from the target, and tensors of their own."""
+    """Returns the fields that EAGLE-3 and block heads share: sizes from the target, and their own tensors."""
     width, size = fields("target_hidden_size", layer.width), fields("draft_vocab_size", target.vocab_size)
     _require(fields, "target_hidden_size or hidden_size", width, "width", target.width)
     return dict(
@@ -213,7 +213,7 @@ def _of_target(
 
 
 def block_layout(config: BlockConfig) -> HeadLayout:
-    """Returns the layout of a head that drafts blocks, which is written for speculators."""
+    """Returns the layout in which heads that draft blocks are written, that of speculators."""
     table = "block_selector" if isinstance(config, DFlash2Config) else f"block_{getattr(config, 'markov', None)}"
     return HeadLayout(names=TABLES["block"] | TABLES.get(table, {}))
 
@@ -227,7 +227,7 @@ def _layer(fields: Fields, target: TransformerConfig, usual: str = "llama") -> T
 
 
 def _only_layer(fields: Fields, target: TransformerConfig) -> TransformerConfig:
-    """Returns the shape of the one layer of a head of EAGLE."""
+    """Returns the shape of the single layer of a head of EAGLE."""
     fields.require("num_hidden_layers", 1)
     layer = _layer(fields, target)
     if layer.window is not None:
@@ -238,7 +238,7 @@ def _only_layer(fields: Fields, target: TransformerConfig) -> TransformerConfig:
 def _hidden_layers(
     fields: Fields, kind: type[HeadConfig], target_layers: int, key: str, ids: Any, first: int
 ) -> tuple[int, ...]:
-    """Returns the layers whose outputs a head reads, from ids that count these from ``first``; None: the usual ones."""
+    """Returns the layers whose outputs a head reads, from ids that begin at ``first``; None: the usual layers."""
     if ids is None:
         return kind.usual_layers(target_layers)
     name = f"{fields.path}, for a target of {target_layers} layers: {key}"
@@ -249,5 +249,5 @@ def _hidden_layers(
 def _require(fields: Fields, key: str, value: int, what: str, wanted: int) -> None:
     if value != wanted:
         raise ValueError(
-            f"{fields.path} says {key} = {value}, but the target's {what} is {wanted}: the head is of another target"
+            f"{fields.path} says {key} = {value}, but the target's {what} is {wanted}: the head is for another target"
         )

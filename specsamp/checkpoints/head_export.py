@@ -1,7 +1,7 @@
 """Writes heads as files for `specsamp.checkpoints.public_heads` and for other programs.
 
 EAGLE-3 heads and heads that draft blocks are written in the layout of the package speculators, Medusa heads in the layout of
-their authors. There is no public layout for an MTP module without its target: its tensors get the names of MiMo's module, and
+their authors. MTP modules have no public layout without their target: the tensors get the names of MiMo's module, and
 only this package reads the folder.
 """
 
@@ -43,11 +43,11 @@ def write_head(folder: str | os.PathLike, head: Head, params: Any, *, target_nam
     """Writes a head as a folder.
 
     Args:
-      target_name: where readers find the target: a folder, or an id of the hub.
-      K: the draft length that the files recommend.
+      target_name: the target's folder or id of the hub, for readers of the files.
+      K: the recommended draft length, written to the files.
 
     Raises:
-      ValueError: a head that its layout cannot describe; parameters of another head.
+      ValueError: the layout cannot describe the head, or the parameters are of another head.
     """
     config = head.config
     layout, content = describe_head(config, target_name, K)
@@ -122,7 +122,7 @@ def _speculators(
 
 def _medusa(config: MedusaConfig, target_name: str, K: int) -> dict[str, Any]:
     if not config.bias:
-        raise ValueError("bias = False: the code of Medusa has a bias in each block, and would leave it random")
+        raise ValueError("bias = False: Medusa's own code has a bias in each block, which would stay random")
     return {
         "model_type": "medusa",
         "base_model_name_or_path": target_name,
@@ -167,7 +167,7 @@ def _block(config: BlockConfig, target_name: str, K: int) -> dict[str, Any]:
         content |= {"confidence_head_with_markov": config.confidence == "markov"}
     if layer.logit_cap is not None:
         content["final_logit_softcapping"] = layer.logit_cap
-    # Keys of z-lab, which speculators does not read: they are there only where they say something.
+    # Keys of z-lab, which speculators does not read: written only if they differ from the defaults.
     defaults = dict(KEYS["dflash_of_zlab"].values())
     return content | {key: x for key, x in written_keys(config, "dflash_of_zlab").items() if x != defaults[key]}
 

@@ -12,7 +12,7 @@ from etils import epath
 from specsamp import storage, validate
 from specsamp.checkpoints.safetensors_io import INDEX, NO_WEIGHTS, SINGLE, Tensor, read_index
 
-# These files tell whether a checkpoint can be read: weights are downloaded last.
+# These files suffice to check whether a checkpoint can be read: weights are downloaded last.
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 SMALL_FILES += ("chat_template.jinja", INDEX)
 
@@ -31,7 +31,7 @@ def find_folder(name: str | os.PathLike) -> tuple[epath.Path, bool]:
     if (folder / "config.json").exists():
         return folder, False
     if folder.exists() or name.startswith(storage.BUCKETS):
-        raise FileNotFoundError(f"{folder} has no config.json: it is no checkpoint in the format of Hugging Face")
+        raise FileNotFoundError(f"{folder} has no config.json: it is not a checkpoint in the format of Hugging Face")
     if not ID.fullmatch(name):
         raise FileNotFoundError(
             f"no folder {name!r}; give one, or the id of a model of the hub such as Qwen/Qwen2.5-0.5B"
@@ -43,10 +43,10 @@ def download_weights(name: str, *others: str) -> epath.Path:
     """Downloads the tensors of a model of the hub, and returns their folder.
 
     Args:
-      others: files that are taken where the model has no `SINGLE`; the first that is there.
+      others: alternatives to the file `SINGLE`; the first existing file is used.
 
     Raises:
-      FileNotFoundError: the hub does not give them.
+      FileNotFoundError: the download fails.
     """
     folder = _download(name, [INDEX])
     if (folder / INDEX).exists():
@@ -62,7 +62,7 @@ def read_headers(name: str) -> dict[str, Tensor]:
     """Returns the tensors of a model of the hub without downloading them: their values cannot be read.
 
     Raises:
-      FileNotFoundError: the hub does not give the headers. ValueError: the model has no safetensors.
+      FileNotFoundError: the download of the headers fails. ValueError: the model has no safetensors.
     """
     hub = library(name)
     try:
@@ -88,7 +88,7 @@ def why_not(name: str) -> str | None:
         return None
     hub = library(name)
     try:
-        hub.auth_check(name)  # a gated model is listed for all, and given to some
+        hub.auth_check(name)  # a gated model is visible to all users but not readable for all
     except hub.errors.GatedRepoError:
         return "gated: accept its licence on its page, then hf auth login"
     except hub.errors.RepositoryNotFoundError:
@@ -97,23 +97,23 @@ def why_not(name: str) -> str | None:
         return f"the hub does not give it ({_told(error)})"
     except Exception as error:  # of the library that it makes requests with
         raise ConnectionError(
-            f"the hub, where names are looked up, cannot be reached ({_told(error)}): check network and HF_HUB_OFFLINE"
+            f"the hub cannot be reached to look up names ({_told(error)}): check network and HF_HUB_OFFLINE"
         ) from error
     return None
 
 
 def _told(error: Exception) -> str:
-    """Returns the first line of an error; the other lines hold links and ids of requests."""
+    """Returns the first line of an error; the other lines are links and ids of requests."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def library(name: str) -> Any:
-    """Imports the hub's library; raises ValueError where it is not installed."""
+    """Imports the hub's library; raises ValueError if it is not installed."""
     try:
         import huggingface_hub
     except ImportError as error:
         raise ValueError(
-            f"there is no {name!r}; the library that looks it up on the hub is missing: pip install huggingface_hub"
+            f"no folder {name!r}; to look it up on the hub, install its library: pip install huggingface_hub"
         ) from error
     return huggingface_hub
 
@@ -122,7 +122,7 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
     """Downloads files of a model into the cache of the hub's library, and returns their folder."""
     hub = library(name)
     try:
-        # Folders beside config.json hold the same model in other formats.
+        # Subfolders hold the same model in other formats.
         found = hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=["*/*"])
     except Exception as error:  # of the network, of the hub, of access rights
         raise FileNotFoundError(

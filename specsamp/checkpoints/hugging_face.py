@@ -4,8 +4,8 @@
     model = TransformerLM(checkpoint.config)
     params = read_params(checkpoint, model)
 
-Opening reads config and tokenizer. `read_params` reads tensors: each process reads the slices that its devices hold, one
-parameter after another.
+`open_checkpoint` reads config and tokenizer. `read_params` reads tensors, one parameter after another: each process
+reads the slices of its devices.
 
 A converted checkpoint (`write_converted`, launch/export.py) has its parameters in the format of Orbax, which a mesh reads
 faster:
@@ -50,7 +50,7 @@ OnProgress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes i
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Checkpoint:
-    """An opened checkpoint, whose tensors are still in their files."""
+    """An opened checkpoint, whose tensors have not been read."""
 
     name: str  # as the caller gave it
     folder: epath.Path  # of the small files
@@ -71,11 +71,11 @@ class Checkpoint:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors of the files, after a check that they are those of the model.
+        """Returns all tensors of the files, after a check that they are the tensors of the model.
 
         Raises:
-          FileNotFoundError, ValueError: see `find_tensors` and `check_tensors`; or the output embedding of a tied model is
-            not its embedding.
+          FileNotFoundError, ValueError: see `find_tensors` and `check_tensors`; or the output embedding of a tied model
+            differs from its embedding.
         """
         self._check(self._found)
         embedding, output = map(self._found.get, self._ends)
@@ -87,7 +87,7 @@ class Checkpoint:
         return self._found
 
     def check_headers(self) -> None:
-        """Makes the checks of `tensors` that take headers alone: no tensor is downloaded."""
+        """Makes the checks of `tensors` that need only headers: no tensor is downloaded."""
         if not self.is_converted:
             self._check(self._named(read_headers(self.name)) if self.from_hub else self._found)
 
@@ -147,8 +147,8 @@ def open_checkpoint(
 
     Raises:
       FileNotFoundError: no such folder or model, or no config.json in it.
-      ValueError: an architecture, value or file that cannot be read; int8 of a checkpoint that was converted in float; a
-        tokenizer with more tokens than the embedding has rows. Added tokens without a row are left out.
+      ValueError: an architecture, value or file cannot be read; int8 was requested of a checkpoint that was converted
+        in float; or the tokenizer has more tokens, without added tokens, than the embedding has rows.
     """
     folder, from_hub = find_folder(name)
     content = storage.read_json(folder / "config.json")
@@ -170,7 +170,7 @@ def open_checkpoint(
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the embedding of config.json only "
-            f"{config.vocab_size} rows: they do not belong together"
+            f"{config.vocab_size} rows: they are of different models"
         )
     for stop in stop_ids:
         validate.integer(f"{folder}: eos_token_id", stop, limit=config.vocab_size)
@@ -186,7 +186,7 @@ def open_checkpoint(
 
 
 def check_readable(checkpoint: Any, model: TransformerLM | ShardedModel | Head) -> None:
-    """Raises the errors of `read_params`, or of reading a head, before any tensor is read."""
+    """Raises the errors of `read_params`, or of `read_head`, before any tensor is read."""
     if isinstance(checkpoint, Checkpoint) and not checkpoint.is_converted:
         checkpoint.tensors
     bare = model.model if isinstance(model, ShardedModel) else model
@@ -199,12 +199,12 @@ def read_params(
     """Reads the parameters of ``model`` from a checkpoint, in its compute dtype and onto its devices.
 
     Args:
-      model: of the checkpoint's config. It may have another dtype and a larger vocabulary, whose further rows are zero.
+      model: of the checkpoint's config. It may have another dtype and a larger vocabulary, whose added rows are zero.
       progress: called after every parameter of a checkpoint that is not converted.
 
     Raises:
-      FileNotFoundError, ValueError: another model than the checkpoint's, with the fields that differ; a damaged converted
-        checkpoint; or see `Checkpoint.tensors`.
+      FileNotFoundError, ValueError: the model is not the checkpoint's, with the differing fields; the converted
+        checkpoint is damaged; or see `Checkpoint.tensors`.
     """
     different = differing_fields(checkpoint.config, model.config, but=(*DECODING, "num_real_tokens", "vocab_size"))
     if model.config.vocab_size < checkpoint.config.vocab_size:
@@ -232,7 +232,7 @@ def _placed_params(model: TransformerLM | ShardedModel) -> Any:
 
 
 def placed(shapes: Any, model: TransformerLM | ShardedModel | Head) -> Any:
-    """Returns shapes with the shardings of a model or head, which are those of the first device without a mesh."""
+    """Returns shapes with the shardings of a model or head; without a mesh, on the first device."""
     if isinstance(model, (ShardedModel, Head)):
         shardings = model.param_shardings(shapes)
     else:
@@ -246,7 +246,7 @@ def read_leaves(
     tensors: Mapping[str, Tensor],
     progress: OnProgress,
 ) -> dict[str, jax.Array | Int8Weight]:
-    """Reads the parameter of each place, one after another; only the slices that this process's devices hold.
+    """Reads the parameter of each place, one after another; only the slices on devices of this process.
 
     Args:
       places: shapes, dtypes and shardings, by the parameter's name.
@@ -282,7 +282,7 @@ def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLi
     """Writes the parameters from `read_params` in the format of Orbax; every process must call it.
 
     Raises:
-      ValueError: the folder has parameters, perhaps of a conversion that did not end.
+      ValueError: the folder already has parameters, perhaps of a conversion that was interrupted.
     """
     place = storage.place(folder)
     if jax.process_index() == 0:

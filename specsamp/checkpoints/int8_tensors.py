@@ -1,7 +1,7 @@
 """Reads int8 weights: from the files of pairs, and from float checkpoints, which are quantised while they are read.
 
-In the file of a pair a weight is two tensors, values and scales. Matrices of a float checkpoint are quantised a block at a
-time, without a float copy of a whole matrix.
+In the file of a pair a weight is two tensors, values and scales. Matrices of a float checkpoint are quantised in
+blocks, without a float copy of a whole matrix.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def read_pair_tensors(tensors: Mapping[str, np.ndarray], *, in_int8: bool) -> di
 
 
 def read_int8(place: Int8Weight, axes: tuple[int, ...], read: Read) -> Int8Weight:
-    """Quantises a parameter while it is read; each process reads the output channels that its devices hold.
+    """Quantises a parameter while it is read; each process reads the output channels of its devices.
 
-    A channel is read whole, even where a device holds a part of it: its scale covers all entries that a product sums over.
+    A channel is read whole, even if a device stores only a part of it: its scale covers all summed entries.
 
     Args:
       place: shape, dtype and sharding of both arrays.
-      axes: that a product sums over.
+      axes: the axes that a product sums over.
     """
     shape = place.values.shape
     made: dict[tuple, Int8Weight] = {}
@@ -86,7 +86,7 @@ def quantise_in_blocks(spans: tuple[tuple[int, int], ...], axes: tuple[int, ...]
     """Returns the int8 weight of a part of a parameter, in arrays of NumPy.
 
     Args:
-      spans: first and last entry along each axis; ``axes`` are covered whole.
+      spans: first and last entry along each axis; ``axes`` have their full length.
     """
     sizes = [last - first for first, last in spans]
     over = max((i for i in range(len(sizes)) if i not in axes), key=sizes.__getitem__)

@@ -30,9 +30,9 @@ def restore_params(folder: str | os.PathLike, shapes: Any) -> Any:
 
 
 class Checkpoints:
-    """Keeps the last two states of a run, which are saved in the background; each is complete or absent.
+    """Keeps the last two states of a run, saved in the background; each is complete or absent.
 
-    With ``largest``, the bytes of the largest array, arrays are copied to host memory one at a time.
+    With ``largest``, the number of bytes of the largest array, arrays are copied to host memory one at a time.
     """
 
     def __init__(self, folder: str | os.PathLike, largest: int | None = None):
@@ -47,14 +47,14 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """Returns the last step that was saved, None without one."""
+        """Returns the last saved step, or None."""
         return self._manager.latest_step()
 
     def save(self, step: int, **items: Any) -> None:
         """Saves ``params``, and the ``rest`` of a training state, in the background; every process must call it.
 
         Raises:
-          ValueError: the step exists, perhaps of a conversion that did not end. Orbax would keep it.
+          ValueError: the step exists, perhaps of an interrupted conversion; Orbax would not overwrite it.
         """
         saved = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         if not self._manager.save(step, args=ocp.args.Composite(**saved)):
@@ -64,12 +64,12 @@ class Checkpoints:
         """Reads items (``params=``, ``rest=``) in the given shapes, dtypes and shardings.
 
         Args:
-          step: default: the latest.
-          padded: shapes may have more rows than were saved. The further rows are zero.
+          step: default the latest.
+          padded: shapes may have more rows than were saved; the added rows are zero.
 
         Raises:
           FileNotFoundError: there is no checkpoint.
-          ValueError: it is damaged, or of other shapes.
+          ValueError: the checkpoint is damaged, or has other shapes.
         """
         step = self.latest if step is None else step
         if step is None or step not in self._manager.all_steps():
@@ -87,7 +87,7 @@ class Checkpoints:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except WrongShapes:
             raise
-        except Exception as error:  # Orbax raises whatever its storage does
+        except Exception as error:  # Orbax passes on any error of its storage
             raise ValueError(
                 f"the checkpoint {place} is damaged ({type(error).__name__}: {error}): "
                 "delete that folder to go back to an earlier step, or convert the checkpoint again"

@@ -17,7 +17,7 @@ MOST_SHOWN = 6
 
 
 class WrongShapes(ValueError):
-    """Raised with both shapes of the first leaves that differ."""
+    """Raised for trees of different shapes; the message has the first leaves that differ."""
 
 
 def check_shapes(what: str, have: Any, want: Any) -> None:
@@ -41,8 +41,8 @@ def check_shapes(what: str, have: Any, want: Any) -> None:
 def digest(params: Any) -> str:
     """Returns 16 hexadecimal digits of a digest over names, dtypes, values and their places.
 
-    The bits of all values enter a weighted sum modulo 2^32. It is the same on any mesh, since integers are summed, and with
-    rows of padding, since zeros add nothing. Every process must call it.
+    The digest contains a weighted sum modulo 2^32 of the bits of all values. It is the same on any mesh, since integers
+    are summed, and with rows of padding, since zeros add nothing. Every process must call it.
     """
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -69,7 +69,7 @@ def _weighted_sum(x: jax.Array) -> jax.Array:
         jnp.uint32
     )
     bits = bits * jnp.uint32(0x9E3779B1)  # odd numbers without a pattern
-    bits = bits ^ (bits >> 15)  # without this, signs, which are the highest bit, cancel in pairs
+    bits = bits ^ (bits >> 15)  # otherwise signs, the highest bit, would cancel in pairs
     place = jnp.ones(bits.shape, jnp.uint32)
     for axis in range(bits.ndim):
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)

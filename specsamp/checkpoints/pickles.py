@@ -1,8 +1,8 @@
 """Reads tensors of PyTorch's zip files without PyTorch, and without running the code in them.
 
-Such a file is a zip archive: ``data.pkl`` describes the tensors, and the bytes of each storage are another entry, which is
-not compressed. A pickle is a program. Here it may make tuples, lists, dictionaries, numbers and texts, and call one
-function, which notes where a tensor lies. Every other name is refused before it is used.
+Such a file is a zip archive: ``data.pkl`` describes the tensors, and each storage is an uncompressed entry with the
+bytes. A pickle is a program. Here it may make tuples, lists, dictionaries, numbers and strings, and call a single
+function, which records the location of a tensor. Every other name is refused before it is used.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ LOCAL_HEADER_BYTES = 30  # of a zip entry, before its name
 
 
 def read_pickle(file: epath.Path) -> dict[str, Tensor]:
-    """Returns the tensors of a file by name; their values stay there until a slice is read.
+    """Returns the tensors of a file by name; their values are not read before a slice is read.
 
     Raises:
-      ValueError: the file is damaged or older than PyTorch 1.6, holds other things than tensors by name, or a tensor that
-        is not contiguous; with the file.
+      ValueError: the file is damaged or older than PyTorch 1.6, holds more than tensors by name, or holds a tensor that
+        is not contiguous; names the file.
     """
     if not storage.is_regular_file(file):
-        raise ValueError(f"{file} is no regular file")
+        raise ValueError(f"{file} is not a regular file")
     try:
         with file.open("rb") as content, zipfile.ZipFile(content) as archive:
             (root,) = [name[: -len("data.pkl")] for name in archive.namelist() if name.endswith("data.pkl")]
             if archive.getinfo(f"{root}data.pkl").file_size > MOST_DESCRIPTION_BYTES:
-                raise ValueError("it describes its tensors in too many bytes")
+                raise ValueError("its description of the tensors is too long")
             found = _load(archive.read(f"{root}data.pkl"))
             if not isinstance(found, dict):
                 raise ValueError(f"it holds {type(found).__name__}")
@@ -65,16 +65,16 @@ def read_pickle(file: epath.Path) -> dict[str, Tensor]:
 def _load(description: bytes) -> Any:
     for opcode, argument, _ in pickletools.genops(description):
         if opcode.name not in OPCODES:
-            raise ValueError(f"the opcode {opcode.name} is not of a dictionary of tensors")
+            raise ValueError(f"it uses the opcode {opcode.name}, which a dictionary of tensors does not need")
         if opcode.name == "LONG_BINPUT" and argument > len(description):  # memory would be reserved for it
             raise ValueError(f"it stores a value at place {argument}")
     return _Unpickler(io.BytesIO(description)).load()
 
 
 def _tensor(file: epath.Path, content: Any, archive: zipfile.ZipFile, root: str, name: str, value: Any) -> Tensor:
-    """Returns where the bytes of a tensor lie in the archive."""
+    """Returns the location of a tensor's bytes in the archive."""
     if not isinstance(name, str) or not isinstance(value, _Described):
-        raise ValueError(f"{name!r} is no tensor")
+        raise ValueError(f"{name!r} is not a tensor")
     entry, dtype = archive.getinfo(f"{root}data/{value.key}"), (DTYPES | INTEGERS)[value.kind]
     content.seek(entry.header_offset)
     header = content.read(LOCAL_HEADER_BYTES)
@@ -109,7 +109,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Described(NamedTuple):
-    """A tensor: dtype and name of its storage, the place of its first value there, and its shape."""
+    """A tensor: dtype and name of its storage, the offset of its first value, and its shape."""
 
     kind: str
     key: str
@@ -118,7 +118,7 @@ class _Described(NamedTuple):
 
 
 class _Names(dict):
-    """Stands for an OrderedDict, whose attributes (versions of modules) are not needed here."""
+    """Replaces OrderedDict, whose attributes (versions of modules) are not needed here."""
 
     __slots__ = ()
 
@@ -127,7 +127,7 @@ class _Names(dict):
 
 
 class _Rebuild:
-    """Stands for the function that makes a tensor of a storage."""
+    """Replaces the function that makes a tensor from a storage."""
 
     __slots__ = ()
 

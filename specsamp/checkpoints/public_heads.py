@@ -6,7 +6,7 @@
 
 A folder holds ``config.json`` and ``model.safetensors``, ``pytorch_model.bin`` (see pickles.py) or a file with a name that
 Medusa chose. The tensor ``d2t`` of a reduced vocabulary holds offsets: its token i is the target's ``i + d2t[i]``. An MTP
-module lies in the checkpoint of its target: give the target's name.
+module is in the checkpoint of its target: give the target's name.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HEAD_FILES = (MEDUSA_SINGLE, PICKLE, MEDUSA_PICKLE)  # that no model has
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class HeadCheckpoint:
-    """A head whose files hold the tensors of its config, in their shapes."""
+    """An opened head, whose files have been checked against its config."""
 
     name: str
     layout: HeadLayout
@@ -61,7 +61,7 @@ class HeadCheckpoint:
     trained_for: str | None  # the name of the target in its files
 
     def notes(self, target_name: str) -> list[str]:
-        """Returns a sentence if the files name another target, which no shape shows."""
+        """Returns a warning if the files name another target with the same shapes; else None."""
         theirs, ours = (os.path.basename((name or target_name).rstrip("/")) for name in (self.trained_for, target_name))
         if theirs == ours:
             return []
@@ -83,15 +83,15 @@ def open_head(
 
     Args:
       name: a folder, on a disk or in a bucket, or the id of a model of the hub.
-      target: of the target's checkpoint, without padding of its vocabulary.
-      target_embedding: a head whose embedding repeats it is read without an embedding.
+      target: the shape in the target's checkpoint, without padding of its vocabulary.
+      target_embedding: if the head's embedding is a copy of this one, the head is read without an embedding.
       dtype: of decode-time weights, activations and caches.
       headers_only: downloads no tensor, and leaves the ids of a reduced vocabulary unread. The head can only be checked.
 
     Raises:
       FileNotFoundError: no such head.
-      ValueError: a head of another kind or target, see `parse_head`; other tensors, see `check_tensors` and `read_pickle`;
-        or a reduced vocabulary whose ids are not increasing ids of the target.
+      ValueError: the head is of another kind or target, see `parse_head`; its tensors are wrong, see `check_tensors`
+        and `read_pickle`; or the ids of a reduced vocabulary are not increasing ids of the target.
     """
     folder, from_hub = find_folder(name)
     name = os.fspath(name)
@@ -110,7 +110,7 @@ def open_head(
         config = dataclasses.replace(config, own_embedding=False)
     check_embedding(target, config, name)
     verifier = (content.get("speculators_config") or {}).get("verifier") or {}
-    beside = name if layout is MIMO_MTP else None  # a module lies in the checkpoint of its target
+    beside = name if layout is MIMO_MTP else None  # an MTP module is in the checkpoint of its target
     return HeadCheckpoint(
         name=name,
         layout=layout,
@@ -122,7 +122,7 @@ def open_head(
 
 
 def _check_features(name: str, found: Mapping[str, Tensor], config: HeadConfig) -> None:
-    """Raises ValueError if a head reads one layer more than its config.json names."""
+    """Raises ValueError if a head reads one more layer than its config.json names."""
     fc, read = found.get("fc.weight"), len(config.hidden_layers)
     if fc is not None and fc.shape[1] == (read + 1) * config.target_width:
         raise ValueError(
@@ -133,10 +133,10 @@ def _check_features(name: str, found: Mapping[str, Tensor], config: HeadConfig) 
 
 
 def check_embedding(target: TransformerConfig, head: HeadConfig, name: str) -> None:
-    """Raises ValueError for a head that shares the embedding of a target which scales it."""
+    """Raises ValueError for a head that shares the embedding of a target with scaled embeddings."""
     if not head.own_embedding and target.embedding_scale is not None:
         raise ValueError(
-            f"{name} shares the embedding of its target, which scales it: heads of such targets are not read"
+            f"{name} shares the embedding of its target, which scales embeddings: such heads are not supported"
         )
 
 
@@ -144,10 +144,10 @@ def read_head(checkpoint: HeadCheckpoint, head: Head, progress: OnProgress = lam
     """Reads the parameters of ``head`` in its compute dtype and onto its devices.
 
     Args:
-      head: of the checkpoint's config. It may have a larger vocabulary, whose further rows are zero.
+      head: of the checkpoint's config. It may have a larger vocabulary, whose added rows are zero.
 
     Raises:
-      ValueError: a number is infinite or NaN, with file and tensor.
+      ValueError: a number is infinite or NaN; names file and tensor.
     """
     dtype, sources = head.config.layer.compute_dtype, head_sources(checkpoint.config, checkpoint.layout)
     shapes = jax.eval_shape(head.config.head().init, jax.random.key(0))
@@ -168,7 +168,7 @@ def read_head(checkpoint: HeadCheckpoint, head: Head, progress: OnProgress = lam
 
 
 def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSource]:
-    """Returns the source of each parameter; raises KeyError for one that the layout does not have."""
+    """Returns the source of each parameter; raises KeyError for a parameter that the layout does not have."""
     shapes = flatten_dict(jax.eval_shape(config.head().init, jax.random.key(0)), sep="/")
     read = {"X": ("attention/query", 1), "Y": ("fc", 0)}
     read |= {"R": ("correction/embedding", 1), "G": ("correction/gate", 0), "J": ("correction/gate", 1)}
@@ -179,7 +179,7 @@ def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSour
 
 
 def _find(folder: epath.Path) -> dict[str, Tensor]:
-    """Returns all tensors of a folder, by the names that speculators has for them; safetensors come before pickles."""
+    """Returns all tensors of a folder, by their names in speculators; prefers safetensors to pickles."""
     files = [name for name in HEAD_FILES if (folder / name).exists()]
     if not files or (folder / INDEX).exists() or (folder / SINGLE).exists():
         return _renamed(find_tensors(folder))
@@ -187,7 +187,7 @@ def _find(folder: epath.Path) -> dict[str, Tensor]:
 
 
 def _renamed(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors by the names that speculators has for them."""
+    """Returns tensors by their names in speculators."""
     names = {re.sub(r"^medusa_heads?\.", "", name): name for name in found}
     return {re.sub(r"^midlayer\.", "layers.0.", new): found[name] for new, name in names.items()}
 
@@ -211,5 +211,5 @@ def _read_ids(name: str, found: Mapping[str, Tensor], config: HeadConfig) -> np.
             "number of the target's tokens"
         )
     if KEPT in found and not np.array_equal(np.flatnonzero(found[KEPT].read([slice(None)])), ids_U):
-        raise ValueError(f"{file}: {KEPT} keeps other tokens than {OFFSETS} names")
+        raise ValueError(f"{file}: {KEPT} and {OFFSETS} name different tokens")
     return ids_U.astype(np.int32)

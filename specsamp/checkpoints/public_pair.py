@@ -1,4 +1,4 @@
-"""Reads two public checkpoints, or a checkpoint and a head, as a pair, after a check that they belong together.
+"""Reads two public checkpoints, or a checkpoint and a head, as a pair, after a check that they fit together.
 
 for check in check_pair("qwen-3b", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-0.5B"):      # without downloading weights
     print(check.model, check.problem or "loads")
@@ -53,25 +53,25 @@ def read_pair(
     """Reads a pair of two checkpoints, or of a checkpoint and a head, ready for `generate`.
 
     Args:
-      target, draft: folders, ``gs://`` folders or ids of the hub; or what launch/export.py made of them.
+      target, draft: folders, ``gs://`` folders or ids of the hub; or checkpoints converted by launch/export.py.
       is_head: the draft is a head, which drafts from the target's hidden states.
-      other_vocabulary: the draft model may have another tokenizer; then it drafts the tokens that both have.
+      other_vocabulary: the draft model may have another tokenizer; then it drafts the shared tokens.
       dtype: of weights, activations and caches.
-      int8: what is in int8 instead; weights of models are quantised while they are read.
+      int8: the sides in int8 instead; weights of models are quantised while they are read.
       mesh, draft_model_parallelism: see `specsamp.mesh.sharded.shard`; None leaves both on one device.
       progress: see `read_params`.
-      say: called with a sentence for each harmless difference of the two.
+      say: called with a sentence for each harmless difference between target and draft.
       check: called with target and draft before any weight is read; raises ValueError to refuse them.
 
     Raises:
-      FileNotFoundError, ValueError: a checkpoint cannot be read, see `open_checkpoint` and `open_head`, or the two do not
-        belong together, see `differences`: before any weight is read.
+      FileNotFoundError, ValueError: before any weight is read: a checkpoint cannot be read, see `open_checkpoint` and
+        `open_head`, or the two do not fit together, see `differences`.
     """
     machine.require_devices()
     validate.instance("int8", int8, Int8, "Int8(weights=('target',))")
     ours = open_checkpoint(target, dtype=dtype, **int8.of("target"))
     if is_head and validate.switch("other_vocabulary", other_vocabulary):
-        raise ValueError("other_vocabulary is of draft models: a head reads the target's tokens")
+        raise ValueError("other_vocabulary is for draft models, but a head reads the target's tokens: leave it out")
     theirs, notes = open_draft(ours, draft, is_head=is_head, other_vocabulary=other_vocabulary, dtype=dtype, int8=int8)
     model = _model_of(ours, ours, [ours] if is_head or other_vocabulary else [ours, theirs], mesh)
     drafting, vocabulary = _draft_of(ours, theirs, model, other_vocabulary=other_vocabulary, int8=int8, mesh=mesh)
@@ -107,7 +107,7 @@ def open_draft(
     int8: Int8 = FLOAT,
     headers_only: bool = False,
 ) -> tuple[Checkpoint | HeadCheckpoint, list[str]]:
-    """Opens a draft model or head; returns it with the differences from its target that do no harm.
+    """Opens a draft model or head; returns it with its harmless differences from the target.
 
     Args:
       headers_only: see `open_head`.
@@ -129,9 +129,9 @@ def open_draft(
 def _model_of(
     checkpoint: Checkpoint, owner: Checkpoint, sharing: Sequence[Checkpoint], mesh: Mesh | None
 ) -> TransformerLM:
-    """Returns the model of a checkpoint with as many rows of the embedding as the models have that share a vocabulary.
+    """Returns the model of a checkpoint, its embedding padded to the size of all models that share the vocabulary.
 
-    Rows are rounded up to divide over a mesh. Those that are no tokens of the owner's tokenizer are masked.
+    Rows are rounded up to divide over a mesh. Rows that are not tokens of the owner's tokenizer are masked.
     """
     devices = 1 if mesh is None else mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)  # which hold a copy together
     rows = -(-max(one.config.vocab_size for one in sharing) // devices) * devices
@@ -148,7 +148,7 @@ def _draft_of(
     int8: Int8,
     mesh: Mesh | None,
 ) -> tuple[TransformerLM | Head, SharedVocabulary | None]:
-    """Returns the draft model or head for a target, and the tokens that they share if its tokenizer is another."""
+    """Returns the draft model or head for a target, and the shared vocabulary if the tokenizers differ."""
     if isinstance(theirs, HeadCheckpoint):
         layer = dataclasses.replace(theirs.config.layer, vocab_size=target.vocab_size, **int8.of("draft"))
         return dataclasses.replace(theirs.config, layer=layer).head(), None
@@ -160,7 +160,7 @@ def _draft_of(
 
 
 def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
-    """Returns sentences on harmless differences: stop tokens, rows of padding, how texts are cut before merging.
+    """Returns sentences on harmless differences: stop tokens, rows of padding, splitting of texts before merges.
 
     Raises:
       ValueError: their vocabularies or merges differ; with the first difference.
@@ -185,27 +185,27 @@ def differences(target: Checkpoint, draft: Checkpoint) -> list[str]:
 
 
 def _compare_tokenizers(target: JsonTokenizer, draft: JsonTokenizer) -> list[str]:
-    """Returns sentences on how texts are prepared differently; raises ValueError where tokens or merges differ."""
+    """Returns sentences on different preprocessing of texts; raises ValueError if tokens or merges differ."""
     ours, theirs = (json.loads(tokenizer.to_json()) for tokenizer in (target, draft))
     merges = [dict(enumerate(map(" ".join, content["model"].get("merges") or ()))) for content in (ours, theirs)]
     _compare("vocabulary, at id", target.pieces, draft.pieces)
     _compare("merges, at merge", *merges)
     return [
-        f"the tokenizers' {part}s differ: some texts are cut into other tokens than the draft was trained on"
+        f"the tokenizers' {part}s differ: some texts have other tokens than the draft was trained on"
         for part in ("normalizer", "pre_tokenizer")
         if ours.get(part) != theirs.get(part)
     ]
 
 
 def _compare(what: str, ours: dict[int, str], theirs: dict[int, str]) -> None:
-    """Raises ValueError with the first key where the two differ."""
+    """Raises ValueError with the first key at which the two differ."""
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key):
             in_draft, in_target = (repr(side[key]) if key in side else "nothing" for side in (theirs, ours))
             raise ValueError(
                 f"draft and target tokenizers differ in their {what} {key}: {in_draft} in the draft, {in_target} in the "
-                f"target ({len(theirs)} and {len(ours)} entries); use a draft trained with the target's tokenizer, or draft the tokens that "
-                "both have: other_vocabulary=True (--config.hugging_face.other_vocabulary)"
+                f"target ({len(theirs)} and {len(ours)} entries); use a draft with the target's tokenizer, or draft "
+                "only shared tokens: other_vocabulary=True (--config.hugging_face.other_vocabulary)"
             )
 
 
@@ -223,12 +223,12 @@ class NameCheck:
 def check_pair(name: str, target: str, draft: str, *, is_head: bool = False, chat: bool = False) -> Iterator[NameCheck]:
     """Yields for the target, and for its draft model or head, whether they would load, without downloading weights.
 
-    Configs, tokenizers and the headers of tensors are checked. The values of tensors are not: whether a tied model repeats
-    its embedding, and the ids of a reduced vocabulary.
+    Configs, tokenizers and the headers of tensors are checked. The values of tensors are not checked: whether the
+    output embedding of a tied model is its embedding, and the ids of a reduced vocabulary.
 
     Args:
       name: of the pair.
-      target, draft: the names that are checked.
+      target, draft: the names to check.
       is_head: the draft is a head.
       chat: prompts are messages, so that the target needs a chat template.
 
@@ -245,7 +245,7 @@ def check_pair(name: str, target: str, draft: str, *, is_head: bool = False, cha
                 checkpoint = open_checkpoint(target)
                 checkpoint.check_headers()
                 if checkpoint.require_tokenizer().chat is None and chat:
-                    raise ValueError("no chat template, which the messages of this pair's prompts need")
+                    raise ValueError("no chat template, but the prompts of this pair are messages, which need one")
                 opened = checkpoint
             elif opened is None:
                 problem = "not checked: a draft is checked against its target, which does not load"

@@ -12,5 +12,5 @@ CONFIGS = storage.read_json(pathlib.Path(__file__).with_suffix(".json"))
 
 
 def published_config(name: str, dtype: str = "bfloat16") -> TransformerConfig:
-    """Returns the shape of one of `CONFIGS`; raises KeyError for another name."""
+    """Returns the shape of a model in `CONFIGS`; raises KeyError for any other name."""
     return parse_config(name, CONFIGS[name], dtype)[1]

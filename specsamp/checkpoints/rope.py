@@ -28,7 +28,7 @@ SCALINGS = {"linear": {"factor": "factor"}, "llama3": LLAMA3, "yarn": YARN}
 
 
 def rope_parameters(fields: Fields) -> Mapping[str, Any]:
-    """Returns the rotary parameters of a file: rope_scaling comes first, since people add it to lengthen the context."""
+    """Returns the rotary parameters of a file; prefers rope_scaling, which users add to lengthen the context."""
     return fields.object("rope_scaling") or fields.object("rope_parameters")
 
 
@@ -74,7 +74,7 @@ def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> Ro
     if kind not in SCALINGS or (kind == "yarn" and ("mscale" in given or "mscale_all_dim" in given)):
         raise ValueError(
             f"{fields.path} scales its rotary positions by {dict(given)}; supported are {', '.join(SCALINGS)} (scaling that "
-            "depends on the length of the text would change keys in the cache)"
+            "depends on the length of the sequence would change keys in the cache)"
         )
     if kind == "yarn":
         factor = given.get("factor", 1)

@@ -1,7 +1,7 @@
 """Reads slices of tensors in safetensors files, on a disk or in a bucket.
 
-A file holds the length of its header, a JSON header and the bytes of all tensors. The library of that name maps local files
-only.
+A file holds the length of its header, a JSON header and the bytes of all tensors. The library safetensors reads only
+local files.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ PICKLE = "pytorch_model.bin"  # only heads are read from pickles, see pickles.py
 MEDUSA_SINGLE, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(bool)}
-PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")  # neither a path nor a pattern, which the hub would expand
+PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")  # not a path or a pattern, which the hub would expand
 NO_WEIGHTS = (
-    f"neither {SINGLE} nor {INDEX}. Weights that are pickles are refused: reading a pickle runs any code that its author "
-    "put there. If you trust it, convert it with PyTorch and transformers: "
+    f"neither {SINGLE} nor {INDEX}. Weights in pickles are refused: reading a pickle runs any code that its author put "
+    "there. If you trust it, convert it with PyTorch and transformers: "
     "AutoModelForCausalLM.from_pretrained(NAME).save_pretrained('converted'), "
     "then copy its tokenizer files and give 'converted'"
 )
 MOST_HEADER_BYTES = 100 * 2**20  # the limit of the library
-BLOCK_BYTES = 64 * 2**20  # of a tensor at a time, where values are compared or quantised
+BLOCK_BYTES = 64 * 2**20  # of a tensor at a time, for comparing or quantising values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Tensor:
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """Returns a slice of the values: ``index`` has slices without steps for the first axes.
 
-        Of a local file it is a view, whose pages are read when they are used. Of a file in a bucket whole rows are read.
+        For a local file, the slice is a memory map, whose pages are read on access. From a bucket, whole rows are read.
         """
         index = tuple(index)
         if not os.fspath(self.file).startswith(storage.BUCKETS):
@@ -69,7 +69,7 @@ class Tensor:
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors hold the same values; tensors of a dtype that cannot be read are not equal."""
+    """Returns whether two tensors hold the same values; False for dtypes that cannot be read."""
     if one.shape != other.shape or not {one.kind, other.kind} <= DTYPES.keys():
         return False
     rows = max(BLOCK_BYTES // (4 * max(math.prod(one.shape[1:]), 1)), 1)
@@ -82,7 +82,7 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
 
     Raises:
       FileNotFoundError: there are no such files, or files that the index names are missing.
-      ValueError: a file is truncated or damaged; or the index names a file outside of the folder.
+      ValueError: a file is truncated or damaged, or the index names a file outside of the folder.
     """
     files = read_index(folder) if (folder / INDEX).exists() else [SINGLE]
     missing = [file for file in files if not (folder / file).exists()]
@@ -102,19 +102,19 @@ def read_index(folder: epath.Path) -> list[str]:
     """Returns the names of the files that the index of a checkpoint lists.
 
     Raises:
-      ValueError: it is no index; or it names files outside of its folder, which would make any file that this user can
-        read a part of the checkpoint.
+      ValueError: the file is not an index, or it names files outside of its folder, which could be any file that this
+        user can read.
     """
     of_tensor = storage.read_json(folder / INDEX).get("weight_map")
     if not isinstance(of_tensor, dict):
         raise ValueError(
-            f"{folder / INDEX} is no index of tensors: weight_map must be an object; got {of_tensor!r:.60}"
+            f"{folder / INDEX} is not an index of tensors: weight_map must be an object; got {of_tensor!r:.60}"
         )
     for tensor, file in of_tensor.items():
         if not isinstance(file, str) or not PLAIN_NAME.fullmatch(file):
             raise ValueError(
-                f"{folder / INDEX} is no index of tensors: the file of {tensor!r} must be the plain name of a file beside "
-                f"the index; got {file!r}"
+                f"{folder / INDEX} is not an index of tensors: the file of {tensor!r} must be the name of a file in "
+                f"its folder; got {file!r}"
             )
     return sorted(set(of_tensor.values()))
 
@@ -122,17 +122,17 @@ def read_index(folder: epath.Path) -> list[str]:
 def read_header(file: epath.Path) -> dict[str, Tensor]:
     """Returns the tensors of a file by name; raises ValueError if it is truncated or damaged."""
     if not storage.is_regular_file(file):
-        raise ValueError(f"{file} is no regular file")  # a pipe would be waited for
+        raise ValueError(f"{file} is no regular file")  # reading a pipe would block
     size = file.stat().length
 
     def damaged(why):
-        return ValueError(f"{file} is damaged ({why}): restore it from where it came from")
+        return ValueError(f"{file} is damaged ({why}): download or copy it again")
 
     with file.open("rb") as content:
         start = content.read(8)
         length = int.from_bytes(start, "little")
         if start == b"version ":
-            raise ValueError(f"{file} is a pointer of git to the file: run git lfs pull in its folder")
+            raise ValueError(f"{file} is a pointer of git LFS instead of the file: run git lfs pull in its folder")
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
             raise damaged(f"truncated: {size} bytes, of which the header alone would take {8 + length}")
         try:

@@ -1,14 +1,14 @@
 """Finds the tensor of each parameter by tables of names, and reads and writes its values.
 
-A line of a table such as ``"NH D -> NDH"`` says: the tensor has two axes, of which the first is N heads of H entries; the
-parameter has the axes N, D, H. C counts queries, keys and values that share a tensor; a line names the part that it takes:
-``"NCH D -> NDH: C=0"``. E counts experts, each in a separate tensor, and a line names them all: ``"x.{e}.y  F D -> EDF"``.
-For other letters see `sizes`. In heads U is the reduced vocabulary and W the target's width; X and Y are the widths of the
-inputs of attention and of fc.
+A line of a table such as ``"NH D -> NDH"`` means: the tensor has two axes, of which the first is N heads of H entries;
+the parameter has the axes N, D, H. C is the axis of queries, keys and values that share a tensor, and a line has the
+index of its part: ``"NCH D -> NDH: C=0"``. E is the axis of experts, which are separate tensors: ``"x.{e}.y  F D ->
+EDF"``. For other letters see `sizes`. In heads U is the size of the reduced vocabulary and W the target's width; X and
+Y are the widths of the inputs of attention and of fc.
 
-The tables are in tensor_names.json. architectures.py names the table of each family, head_config.py of each kind of heads.
-Heads of EAGLE have the names of the package speculators. Medusa has two tables: ``medusa`` with the names of its authors,
-``medusa_blocks`` with those of vLLM.
+The tables are in tensor_names.json. architectures.py has the table's name for each family, head_config.py for each
+head. Heads of EAGLE have the names of the package speculators. Medusa has two tables: ``medusa`` with the names of its
+authors, ``medusa_blocks`` with those of vLLM.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.inv_freq$")
 
 
 def sizes(config: TransformerConfig) -> dict[str, int]:
-    """Returns the size of the axis that each letter stands for."""
+    """Returns the size of the axis of each letter."""
     return dict(
         V=config.vocab_size,
         D=config.width,
@@ -81,12 +81,12 @@ class TensorSource:
     ) -> np.ndarray:
         """Reads a slice of the parameter in ``dtype``; the array owns its memory.
 
-        Of a tensor axis that is a product, the outermost letter limits what is read, the others what is kept.
+        If a tensor axis is a product of letters, only the slice of the outermost letter limits the bytes that are read.
 
         Args:
           tensors: of the checkpoint, by name.
           index: one slice for each axis of the parameter, without steps.
-          shape: of the parameter in the model. Rows beyond the tensor's pad the vocabulary, and are zero.
+          shape: of the parameter in the model. Rows beyond the tensor's rows pad the vocabulary, and are zero.
         """
         spans = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
         values = np.zeros([last - first for first, last in spans], dtype)
@@ -109,14 +109,14 @@ class TensorSource:
         return values
 
     def write(self, parameter: np.ndarray) -> np.ndarray:
-        """Returns the tensor of a whole parameter. A tensor of three parameters cannot be made of one of them."""
+        """Returns the tensor of a whole parameter; not for a tensor that holds three parameters."""
         letters = "".join(self.tensor_axes)
         moved = parameter.transpose([self.axes.index(letter) for letter in letters])
         return np.ascontiguousarray(moved.reshape(self.shape))
 
 
 def find_source(parameter: str, names: Mapping[str, str], sizes: Mapping[str, int]) -> TensorSource:
-    """Returns the source of a parameter by a family's table; raises KeyError for one that the family does not have."""
+    """Returns the source of a parameter by a family's table; raises KeyError if the family does not have it."""
     layer = re.match(r"(?:layer|head)_(\d+)/", parameter)
     line = names[re.sub(r"^(layer|head)_\d+/", r"\1/", parameter)]
     match = re.fullmatch(r"(?P<tensor>\S+) +(?P<axes>[A-Z ]+) -> (?P<ours>[A-Z]+)(: C=(?P<part>\d))?", line)
@@ -132,16 +132,16 @@ def find_source(parameter: str, names: Mapping[str, str], sizes: Mapping[str, in
 def check_tensors(
     name: str, found: Mapping[str, Tensor], sources: Mapping[str, TensorSource], is_harmless: Callable[[str], Any]
 ) -> None:
-    """Checks that files hold exactly the tensors of a model, in their shapes and a known dtype.
+    """Raises ValueError unless files hold exactly the tensors of a model, in their shapes and a known dtype.
 
     Args:
       name: of the checkpoint, for messages.
       found: the tensors of its files.
       sources: of each parameter.
-      is_harmless: returns whether a tensor of that name, which is no part of the model, may be there.
+      is_harmless: returns whether the files may hold a tensor with this name that is not part of the model.
 
     Raises:
-      ValueError: with the tensors that are missing, unknown, misshapen or of another dtype.
+      ValueError: lists tensors that are missing, unknown, misshapen or of another dtype.
     """
     wanted = {member.tensor: member.shape for source in sources.values() for member in source.members()}
     there = {name: found[name] for name in wanted if name in found}
@@ -165,4 +165,4 @@ def check_tensors(
         if names
     ]
     if described:
-        raise ValueError(f"{name} does not hold the model of its config.json. {'. '.join(described)}")
+        raise ValueError(f"{name} does not contain the model of its config.json. {'. '.join(described)}")

@@ -15,10 +15,10 @@ EOS = "<eos>"  # the end-of-text token of tokenizers that are trained here
 
 
 class JsonTokenizer:
-    """A Hugging Face ``tokenizer.json``; ``eos`` is the text or id of its end-of-text token, if it has one.
+    """A Hugging Face ``tokenizer.json``; ``eos`` is the text or id of its end-of-text token, or None.
 
-    Added tokens from the id ``rows`` on are left out (`left_out`): some models have the tokenizer of a larger sibling, with
-    more added tokens, such as the placeholder for images of Gemma 3.
+    Added tokens from the id ``rows`` on are left out (`left_out`): some models come with the tokenizer of a larger
+    model, which has more added tokens, such as the image placeholder of Gemma 3.
     """
 
     left_out: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class JsonTokenizer:
         try:
             tokenizer = tokenizers.Tokenizer.from_str(found.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises the class Exception itself
-            raise ValueError(f"{path} is no tokenizer.json ({error})") from error
+            raise ValueError(f"{path} is not a tokenizer.json ({error})") from error
         added = tokenizer.get_added_tokens_decoder()
         ordinary = tokenizer.get_vocab(with_added_tokens=False).values()
         if rows is not None and max(ordinary, default=0) < rows <= max(added, default=0):
@@ -73,12 +73,12 @@ class JsonTokenizer:
 
     @property
     def pieces(self) -> dict[int, str]:
-        """Returns the text of each id, with those of added tokens."""
+        """Returns the text of each id, including added tokens."""
         return {index: text for text, index in self._tokenizer.get_vocab().items()}
 
     @property
     def model(self) -> tokenizers.models.Model:
-        """Returns the part that writes a piece of text as tokens: without normalisation and special tokens."""
+        """Returns the model of the tokenizer, which splits text into tokens without normalisation or special tokens."""
         return self._tokenizer.model
 
     def to_json(self) -> str:
@@ -88,18 +88,18 @@ class JsonTokenizer:
         return self._tokenizer.encode(text).ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], *, complete: bool = False) -> list[int]:
-        """Returns the ids of a conversation, in which the template writes all special tokens.
+        """Returns the ids of a conversation; all special tokens come from the template.
 
         Args:
-          complete: no answer follows; such a text is for training.
+          complete: without the beginning of an answer at the end, for training.
 
         Raises:
           ValueError: there is no chat template, or it refuses these messages.
         """
         if self.chat is None:
             raise ValueError(
-                "the tokenizer has no chat template, which a conversation needs: give a text, or a tuned model, whose "
-                "tokenizer_config.json has a template"
+                "the tokenizer has no chat template, which a conversation needs: give a text, or an instruction-tuned "
+                "model, whose tokenizer_config.json has a template"
             )
         text = self.chat.render(messages, add_generation_prompt=not complete)
         return self._tokenizer.encode(text, add_special_tokens=False).ids

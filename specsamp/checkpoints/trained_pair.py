@@ -1,6 +1,6 @@
 """Reads and writes pairs of models trained here, each in a folder.
 
-    pair = load_pair("python")                  # the one that comes with the package
+    pair = load_pair("python")                  # comes with the package
     pair = load_pair("python", draft="head")    # its target, with the head that drafts inside it
     pair = load_pair("runs/my_pair")            # of launch/export.py
 
@@ -49,14 +49,14 @@ def load_pair(
 
     Args:
       name_or_path: a pair that comes with the package, or a folder that `save_pair` wrote.
-      draft: what drafts by default: the draft "model", the "head", or the head that drafts a "block" in one call.
+      draft: the default drafter: the draft "model", the "head", or the head that drafts a "block" in one call.
       dtype: of decode-time weights, activations and caches.
-      int8: what is in int8 instead; files hold weights in int8.
+      int8: the sides that compute in int8 instead; files always hold weights in int8.
 
     Raises:
-      FileNotFoundError: no such pair, or a file of it is missing.
-      ValueError: another word for ``draft``; or a file is damaged, of other shapes than pair.json says (both are listed)
-        or of a tokenizer that does not fit the models.
+      FileNotFoundError: there is no such pair, or one of its files is missing.
+      ValueError: ``draft`` is another word; a file is damaged, or its shapes differ from pair.json (both are listed);
+        or the tokenizer does not fit the models.
     """
     machine.require_devices()
     validate.choice("draft", draft, ("model", *HEADS))
@@ -66,13 +66,13 @@ def load_pair(
     try:
         configs = {side: TransformerConfig(**{**described[side], "dtype": dtype, **int8.of(side)}) for side in SIDES}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / 'pair.json'} describes no pair ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{folder}/pair.json does not describe a pair ({type(error).__name__}: {error})") from error
     eos = described.get("eos", EOS)
     if not isinstance(eos, str):
-        raise ValueError(f"{folder / 'pair.json'} says eos = {eos!r}; the text of the token that ends a text is wanted")
+        raise ValueError(f"{folder / 'pair.json'} says eos = {eos!r}; it must be the text of the end-of-text token")
     models = {side: TransformerLM.for_backend(config) for side, config in configs.items()}
     if draft in HEADS:
-        from specsamp.checkpoints.public_heads import (  # with Orbax, which a draft model does without
+        from specsamp.checkpoints.public_heads import (  # imports Orbax, which a draft model does not need
             open_head,
             read_head,
         )
@@ -100,17 +100,17 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
     """Returns the held-out prompts that come with a pair.
 
     Raises:
-      FileNotFoundError: no such pair, or it comes without prompts. ValueError: their file is damaged.
+      FileNotFoundError: there is no such pair, or it has no prompts. ValueError: the file of prompts is damaged.
     """
     path = pair_folder(name_or_path) / "prompts.json"
     if not path.is_file():
-        raise FileNotFoundError(f"the pair {str(name_or_path)!r} comes without prompts: {path} is missing")
+        raise FileNotFoundError(f"the pair {str(name_or_path)!r} has no prompts: {path} is missing")
     try:
         texts = [prompt["text"] for prompt in storage.read_json(path)["prompts"]]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no prompts ({type(error).__name__}: {error})") from error
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{path} holds prompts that are no texts")
+        raise ValueError(f"{path} holds prompts that are not strings")
     return texts
 
 
@@ -133,12 +133,12 @@ def save_pair(
     provenance: dict,
     eos: str = EOS,
 ) -> None:
-    """Writes a pair; ``pair.json`` comes last: a folder without it is no pair.
+    """Writes a pair; ``pair.json`` is written last, since it marks a complete pair.
 
     Args:
       target, draft: config and parameters of each side, which are stored as int8.
-      provenance: where the pair comes from, as JSON.
-      eos: the text of the token that ends a text.
+      provenance: the origin of the pair, as JSON.
+      eos: the text of the end-of-text token.
     """
     folder = pathlib.Path(folder)
     (folder / "pair.json").unlink(missing_ok=True)
@@ -157,6 +157,6 @@ def _load_params(path: pathlib.Path, model: TransformerLM) -> Any:
     try:
         tensors = read_pair_tensors(load_file(path), in_int8=model.config.weight_dtype == "int8")
     except (safetensors.SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({error}): restore it from where it came from") from error
+        raise ValueError(f"{path} is damaged ({error}): download or copy it again") from error
     check_shapes(str(path), tensors, jax.eval_shape(model.init, jax.random.key(0)))
     return jax.tree.map(jax.numpy.asarray, unflatten_dict(tensors, sep="/"))

@@ -1,7 +1,7 @@
-"""Matches two tokenizers by the bytes that their tokens write, so that a draft model of one drafts for a target of the other.
+"""Matches two tokenizers by the bytes of their tokens, for a draft model whose tokenizer is not the target's.
 
-Tokens are compared as they stand in the middle of a text: the piece "▁the" of a SentencePiece tokenizer and "Ġthe" of a
-byte-level one both write " the". Special tokens write nothing; the two tokens that end a text are matched with each other.
+Tokens are compared as they decode in the middle of a text: the piece "▁the" of a SentencePiece tokenizer and "Ġthe" of
+a byte-level tokenizer are both " the". Special tokens decode to nothing; the two end-of-text tokens are matched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPACE = "▁"  # a space in pieces of SentencePiece
 def _byte_alphabet() -> dict[str, int]:
     """Returns the byte of each character in the pieces of byte-level tokenizers (GPT-2's).
 
-    Printable bytes of Latin-1 stand for themselves, the others for the characters from U+0100 on.
+    Printable bytes of Latin-1 are their own characters; all other bytes have the characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -36,7 +36,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class TokenBytes:
-    """The bytes of the tokens of one tokenizer, and texts of bytes as its tokens."""
+    """A tokenizer on bytes: the bytes of its tokens, and the tokens of byte strings."""
 
     def __init__(self, tokenizer: JsonTokenizer, name: str):
         content = json.loads(tokenizer.to_json())
@@ -62,7 +62,7 @@ class TokenBytes:
                 written = self._bytes_of(piece)
             if written:
                 self.of_id[index] = written
-        # Of several tokens with equal bytes, the one that the tokenizer writes itself; else the first.
+        # Of several tokens with equal bytes, the token that the tokenizer itself uses; else the first.
         self.ids: dict[bytes, int] = {}
         twice = set()
         for index, written in sorted(self.of_id.items()):
@@ -82,7 +82,7 @@ class TokenBytes:
         return piece.replace(SPACE, " ").encode()
 
     def _split(self, written: bytes) -> list[int]:
-        """Returns the ids by which the tokenizer's model writes some bytes; [] if it cannot."""
+        """Returns the ids of the tokenizer's model for some bytes; [] if it has none."""
         if self.is_byte_level:
             letter = {byte: c for c, byte in _byte_alphabet().items()}
             text = "".join(letter[byte] for byte in written)
@@ -95,14 +95,14 @@ class TokenBytes:
         return ids if b"".join(self.of_id.get(i, b"") for i in ids) == written else []
 
     def read(self, written: bytes) -> list[int]:
-        """Returns the ids of some bytes in the middle of a text; raises ValueError if no tokens write them."""
+        """Returns the ids of some bytes in the middle of a text; raises ValueError if no tokens have these bytes."""
         if written in self.ids:
             return [self.ids[written]]
         ids = self._split(written) or [self.ids.get(bytes([byte]), -1) for byte in written]
         if -1 in ids:
             raise ValueError(
-                f"no token of the {self.name} writes the byte {written[ids.index(-1)]:#04x} of {written!r}: its tokenizer has no "
-                "bytes to fall back on; take another draft"
+                f"no token of the {self.name} has the byte {written[ids.index(-1)]:#04x} of {written!r}: it has no "
+                "byte fallback; take another draft"
             )
         return ids
 
@@ -120,8 +120,8 @@ def match_vocabularies(
       target_size, draft_size: the models' numbers of tokens; default those of the tokenizers.
 
     Raises:
-      ValueError: a tokenizer is of another kind, bytes have no token in the draft, or fewer than `LEAST_SHARE` of the smaller
-        vocabulary are shared.
+      ValueError: a tokenizer is of another kind, bytes have no token in the draft, or less than `LEAST_SHARE` of the
+        smaller vocabulary is shared.
     """
     ours, theirs = TokenBytes(target, "target"), TokenBytes(draft, "draft")
     shared = {index: theirs.ids[written] for written, index in ours.ids.items() if written in theirs.ids}
@@ -132,8 +132,8 @@ def match_vocabularies(
     smaller = min(len(ours.ids), len(theirs.ids))
     if len(shared) < LEAST_SHARE * smaller:
         raise ValueError(
-            f"the tokenizers share {len(shared)} tokens, less than {LEAST_SHARE:.0%} of the smaller vocabulary of {smaller}: take "
-            "a draft for texts of the target's kind"
+            f"the tokenizers share {len(shared)} tokens, less than {LEAST_SHARE:.0%} of the smaller vocabulary of "
+            f"{smaller}: take a draft for the same kind of text"
         )
     width = min(MOST_IDS, max(map(len, reading.values())))
     draft_ids_V = np.full(target_size or target.vocab_size, -1, np.int32)
@@ -152,7 +152,7 @@ def match_vocabularies(
 
 
 def describe_overlap(vocabulary: SharedVocabulary) -> str:
-    """Returns a sentence on how much of the target's vocabulary the draft has, and how it reads the rest."""
+    """Returns a sentence with the share of the target's vocabulary that the draft has, and the ids for the rest."""
     tokens, shared, width = len(vocabulary.draft_ids_V), vocabulary.num_shared, vocabulary.reading_VM.shape[1]
     cut = f", of {vocabulary.num_cut / tokens:.1%} the last {width} alone" if vocabulary.num_cut else ""
     return (
@@ -164,10 +164,10 @@ def describe_overlap(vocabulary: SharedVocabulary) -> str:
 def shared_mass(
     draft: LanguageModel, draft_params: object, vocabulary: SharedVocabulary, texts: Sequence[Sequence[int]]
 ) -> float:
-    """Returns the mean share of the draft's probability on shared tokens, after each token of some texts.
+    """Returns the draft's mean probability mass on shared tokens, after each token of some texts.
 
-    Acceptance is at most about this share of what it would be, had the draft all tokens. (Drafted tokens are renormalised
-    over shared ones, so it is no strict bound.)
+    Acceptance is about this fraction of the acceptance with a complete vocabulary, or less. (It is not a strict bound,
+    since draft distributions are renormalised over shared tokens.)
 
     Args:
       texts: target tokens.

@@ -91,12 +91,12 @@ DAMAGES = [
     ("pipe: tokenizer", as_pipe("tokenizer.json"), "no tokenizer at .*tokenizer.json"),
     ("pipe: shard", as_pipe(None), "model-00002.* is no regular file"),
     ("index: no JSON", index_is(b'{"a": ' + 50_000 * b"["), f"{INDEX} is no JSON"),
-    ("index: empty", index_is(b"{}"), f"{INDEX} is no index .* weight_map must be an object; got None"),
+    ("index: empty", index_is(b"{}"), f"{INDEX} is not an index .* weight_map must be an object; got None"),
     *(
         (
             f"index: {name}",
             index_names(name),
-            f"{INDEX} is no index.* plain name",
+            f"{INDEX} is not an index.* must be the name",
         )  # files of this user are no part of it
         for name in (3, "", "..", "../model/{file}", "{folder}/{file}", "*")
     ),
@@ -166,7 +166,7 @@ def test_damaged_headers(tmp_path):
 
 def test_a_config_that_contradicts_the_tensors(saved):
     edit(saved / "config.json", lambda config: config.update(intermediate_size=96, num_key_value_heads=4))
-    with pytest.raises(ValueError, match="does not hold the model of its config.json") as caught:
+    with pytest.raises(ValueError, match="does not contain the model of its config.json") as caught:
         open_all(saved)
     assert "8 tensors" not in str(caught.value) and "10 tensors are of another shape" in str(caught.value)
     assert "k_proj.weight (16, 32) in model-0000" in str(caught.value) and "(32, 32) wanted" in str(caught.value)

@@ -59,7 +59,7 @@ def test_names_that_are_not_there_or_not_given(hub):
 
 def test_models_that_do_not_fit(hub):
     target, head = problems(target="some/draft", draft="some/head", is_head=True)
-    assert target is None and "the target's width is 16: the head is of another target" in head
+    assert target is None and "the target's width is 16: the head is for another target" in head
     edit(hub.folder / "some/draft/config.json", lambda content: content.update(architectures=["MambaForCausalLM"]))
     target, draft = problems()
     assert target is None and "MambaForCausalLM" in draft
@@ -89,4 +89,4 @@ def test_without_a_network_there_is_one_line(hub):
     hub.network = False
     done = call("doctor", "--look_at=names")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "the hub, where names are looked up, cannot be reached (TimeoutError: nobody answers)" in done.stderr
+    assert "the hub cannot be reached to look up names (TimeoutError: nobody answers)" in done.stderr

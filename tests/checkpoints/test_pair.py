@@ -158,8 +158,8 @@ def test_the_end_of_text_is_the_pairs_own(saved):
     for content, message in (
         (described | {"eos": "<end>"}, "has no token '<end>'"),
         (described | {"eos": [7]}, r"says eos = \[7\]; the text of the token"),
-        ({"target": {}}, "pair.json describes no pair"),
-        ({"target": {"wdth": 3}, "draft": {}}, "pair.json describes no pair"),
+        ({"target": {}}, "pair.json does not describe a pair"),
+        ({"target": {"wdth": 3}, "draft": {}}, "pair.json does not describe a pair"),
     ):
         (saved / "pair.json").write_text(json.dumps(content), encoding="utf-8")
         with pytest.raises(ValueError, match=message):
@@ -184,7 +184,7 @@ def test_what_is_no_name_is_refused(read, what, name):
 
 
 def test_prompts(saved):
-    with pytest.raises(FileNotFoundError, match="comes without prompts: .*prompts.json is missing"):
+    with pytest.raises(FileNotFoundError, match="has no prompts: .*prompts.json is missing"):
         load_prompts(saved)
     (saved / "prompts.json").write_text('{"prompts": [{"text": "é"}, {"text": "b"}]}', encoding="utf-8")
     assert load_prompts(saved) == ["é", "b"]

@@ -144,7 +144,7 @@ def test_turns_of_a_pair_without_a_template(tmp_path, monkeypatch):
     assert first.startswith("6 tokens") and again.startswith("6 tokens")
     assert read[1] == 2, "the same turn again: only the pending tokens are read"
     assert read[2] < read[0] + 6, "what was said and answered is not read again"
-    assert "beyond the max_tokens = 60 that it was made for. /new begins anew" in done.stdout
+    assert "exceed its max_tokens = 60: lower max_new_tokens, or make" in done.stdout
 
 
 def test_messages_of_a_conversation():
