@@ -223,7 +223,7 @@ def test_where_no_process_is_free_a_conversation_is_refused(idle, monkeypatch):
     for _ in range(chat.PROCESSES):
         chat._free.acquire()
     try:
-        with pytest.raises(CannotRender, match="^4 other conversations .* 0.5 seconds: try again later$"):
+        with pytest.raises(CannotRender, match="^all 4 processes .* 0.5 seconds: try again$"):
             template("fifth").render([ASK])
     finally:
         chat._free.release(chat.PROCESSES)

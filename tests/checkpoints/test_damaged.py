@@ -111,7 +111,7 @@ DAMAGES = [
         config_says(architectures=["BertModel"]),
         "config.json: architectures must be one of Llama.*, Mistral.*; got 'BertModel'",
     ),
-    ("no width", config_says(hidden_size=None), "config.json does not say 'hidden_size'"),
+    ("no width", config_says(hidden_size=None), "config.json lacks the key 'hidden_size'"),
     ("activation", config_says(hidden_act="softplus"), "hidden_act must be one of gelu.*; got 'softplus'"),
     ("quantised", config_says(quantization_config={"bits": 4}), "give the checkpoint before it was quantised"),
     ("rope", config_says(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rotary positions by .*dynamic"),
@@ -124,7 +124,7 @@ DAMAGES = [
     (
         "epsilon",
         config_says(rms_norm_eps="1e-5"),
-        "config.json describes .* norm_epsilon must be a number above 0; got '1e-5'",
+        "config.json does not describe .* norm_epsilon must be a number above 0; got '1e-5'",
     ),
     ("tied", config_says(tie_word_embeddings="false"), "config.json: tie_word_embeddings must be True or False; got"),
     ("stop", config_says(eos_token_id=[1, 304]), "eos_token_id must be .* below 304; got 304"),
