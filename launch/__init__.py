@@ -1,1 +1,1 @@
-"""Holds the commands; what they share is in `launch.lib`, what one figure or table needs in `launch.studies`."""
+"""The commands; `launch.lib` has their shared code, `launch.studies` the code behind single figures and tables."""

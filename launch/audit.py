@@ -1,21 +1,21 @@
-"""Checks that a pair writes what its target would write alone, and says which errors the checks would have seen.
+"""Checks that a pair writes the texts of its target alone, and prints which errors the checks would have detected.
 
     python launch/audit.py --config=configs/trained_pair.py
     python launch/audit.py --config=configs/hf.py:qwen-3b --config.rule=block --prompts=mine.txt --output=audit.json
     python launch/audit.py --config=configs/random_pair.py:tiny --detect=0.1 --checks=greedy,distribution
     python launch/audit.py --engine=http://127.0.0.1:8000/v1 --reference=http://127.0.0.1:8001/v1 --prompts=mine.txt
 
-The last form audits an engine of any make by OpenAI's completions: its samples against those of the same engine without
-speculation, or, without --reference, against the log-probabilities that it returns (which must be of the distribution that it
-samples: ask engines that return them unwarped at temperature 1). --request has fields of the request.
+The last form audits any engine with OpenAI's completions. It compares samples with samples of the same engine without
+speculation, or, without --reference, with the log-probabilities that the engine returns. These must be of the sampled
+distribution: if the engine returns them unwarped, set temperature 1. --request has fields of the request.
 
-The checks compute in float32: weights of another dtype are held twice, once in float32.
+The checks compute in float32: weights of another dtype are kept twice, once in float32.
 
-The last line says which errors would have been seen, and in capitals if the texts are too few for --detect: then give more
-prompts, or a larger --config.max_new_tokens. A lossy rule fails where samples show that their total variation over the
-counted cells exceeds its budget; without a budget, as in bounded:0.01:ears:1.0, it is refused.
+The last line names the errors that would have been detected, and is in capitals if there are too few texts for
+--detect: then give more prompts, or a larger --config.max_new_tokens. A lossy rule fails if samples show that the total
+variation over the counted cells exceeds its budget, such as bounded:0.01:ears:1.0; without a budget it is refused.
 
-Exit status: 0, all checks passed; 1, one failed; 2, what was asked for cannot be audited (stderr says why).
+Exit status: 0, all checks passed; 1, a check failed; 2, the audit is impossible (stderr has the reason).
 """
 
 import dataclasses
@@ -39,11 +39,11 @@ _CHECKS = flags.DEFINE_list("checks", list(CHECKS), f"Checks to run, separated b
 _DETECT = flags.DEFINE_float(
     "detect",
     0.05,
-    "Total-variation error of the sampled distribution that must be seen with a probability of 99%: any error between "
-    "the counted cells, and errors that favour or avoid what the draft prefers. The number of samples follows from it: "
-    "half of it takes four times as many.",
+    "Total-variation error of the sampled distribution that must be detected with a probability of 99%: any error "
+    "between the counted cells, and errors that favour or avoid the draft's preferred tokens. It determines the number of "
+    "samples: half the error needs four times as many.",
 )
-_FALSE_ALARM = flags.DEFINE_float("false_alarm", 1e-4, "Probability, at most, that a sound pair fails the audit.")
+_FALSE_ALARM = flags.DEFINE_float("false_alarm", 1e-4, "Largest probability that a correct pair fails the audit.")
 _COUNT = flags.DEFINE_integer(
     "prompt_count", 16, "Number of prompts that are decoded, evenly spaced among those given.", lower_bound=1
 )
@@ -51,7 +51,7 @@ _DISTRIBUTION_PROMPTS = flags.DEFINE_integer(
     "distribution_prompts", 4, "Number of these prompts after which pairs of tokens are sampled and counted."
 )
 _ROWS = flags.DEFINE_integer(
-    "rows", 128, "Samples that are drawn together. Use fewer where their caches do not fit in memory."
+    "rows", 128, "Samples that are drawn together. Use fewer if their caches do not fit in memory."
 )
 _PROMPTS = entry.define("prompts")
 _ENGINE = flags.DEFINE_string(
@@ -129,7 +129,7 @@ def audit_engine(console: Console) -> int:
 
 
 def make_subject(config: ExperimentConfig, experiment: Experiment, count: int) -> Subject:
-    """Returns the pair with the settings of the configuration, and up to ``count`` of its prompts, or random ones."""
+    """Returns the pair with the settings of the configuration, and up to ``count`` prompts, its own or random ones."""
     work = experiment.workload
     prompts = work.prompts
     if not prompts:  # several lengths, as texts would have

@@ -1,4 +1,4 @@
-"""Measures speculative against autoregressive decoding, in one cell or a grid; --help lists what can be set.
+"""Compares the speed of speculative and autoregressive decoding, in one setting or a grid.
 
     python launch/benchmark.py --config=configs/random_pair.py:38m --output=runs/NAME.json
     python launch/benchmark.py --config=configs/trained_pair.py --grid=draft_length=0,1,2,4,8 --grid=rule=token,block \\
@@ -8,11 +8,11 @@
         --output=gs://BUCKET/sweep.json
     python launch/benchmark.py --gather=one.json --gather=other.json                             # only the tables
 
-Each cell takes turns with plain decoding of the same prompts. K = 0 compares plain decoding with itself, which shows how
-far a speedup may be off. The file is written after each cell: the same command resumes, and another grid of the same
-configuration adds its cells. A file belongs to one machine. --trace=runs/trace also writes a profile of some rounds.
+Each setting (a cell) is measured in turn with plain decoding. K = 0 compares plain decoding with itself,
+which shows the error of a speedup. The file is written after each cell: the same command resumes, and another grid of
+the same configuration adds its cells. A file belongs to one machine. --trace=runs/trace also profiles some rounds.
 
---sweep measures the ``GRIDS`` of the configuration's file, each a list of what --grid takes.
+--sweep measures the ``GRIDS`` of the configuration's file, each a list of values of --grid.
 """
 
 import time
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, console: Console) -> None:
-    """Measures what --output does not hold yet, and shows one table of all the cells; of one alone, all of it."""
+    """Measures the cells that --output lacks, and shows a table of all cells; for a single cell, with all details."""
     for cell in cells:
         check_fits(pair, [cell.method.drafter], cell.workload)
     output = _OUTPUT.value
@@ -132,7 +132,7 @@ def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, 
 
 
 def gather(console: Console) -> None:
-    """Shows a table of each file of --gather: files are of other pairs or machines."""
+    """Shows a table for each file of --gather, since files may be of different pairs or machines."""
     others = ("output", "again", "chip_hour", "sweep", "grid", "trace", "prompts")
     entry.refuse_flags(others, "--gather measures and writes nothing")
     for path in _GATHER.value:

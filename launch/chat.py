@@ -1,11 +1,11 @@
-"""Talks with a pair: answers as they are written, in the colours of who wrote them; turns stay in the caches.
+"""Holds a conversation with a pair: streams answers, coloured by who wrote each token, and keeps turns in the caches.
 
     python launch/chat.py --config=configs/hf.py:llama-8b-eagle3 --config.max_new_tokens=512
     python launch/chat.py --system='Answer in one sentence.' --config=FILE
-    python launch/chat.py            # the pair that comes along has no chat template: it goes on with your Python
+    python launch/chat.py            # the shipped pair has no chat template: it continues your Python
 
-A line is a turn. /new begins anew, /undo takes the last turn back, /quit or the end of the input ends; Ctrl-C ends an
-answer. Each turn says how many tokens were read: those of the turn alone, since caches are kept.
+A line is a turn. /new starts a new conversation, /undo removes the last turn, /quit or the end of the input ends the
+chat; Ctrl-C stops an answer. Each turn prints the number of tokens that were read, only new ones since caches are kept.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from specsamp.decoding.request import Prompt, encode
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _SYSTEM = flags.DEFINE_string("system", None, "The system message, before the first turn.")
 _TOKENS = flags.DEFINE_integer(
-    "max_tokens", None, "Tokens of all turns together, fewer are faster; default up to 4096.", lower_bound=3
+    "max_tokens", None, "Tokens of all turns together; a smaller number is faster; default up to 4096.", lower_bound=3
 )
 _REQUIRE_EXACT = entry.define("require_exact")
 
@@ -77,7 +77,7 @@ def ask(console: Console) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Holds what was said, and the tokens of the whole text then."""
+    """The turns so far, and the tokens of their whole text."""
 
     asked: str
     answered: str
@@ -85,7 +85,7 @@ class Turn:
 
 
 class Talk:
-    """Holds what was said so far, and goes on with it."""
+    """A conversation in the terminal."""
 
     def __init__(self, experiment: Experiment, has_template: bool, system: str | None, console: Console):
         self.experiment, self.has_template, self.system, self.console = experiment, has_template, system, console
@@ -98,7 +98,7 @@ class Talk:
         self.turns: list[Turn] = []
 
     def compile(self) -> None:
-        """Compiles a first and a later turn, which are different programs, so that answers begin at once."""
+        """Compiles a first and a later turn, which have different programs, so that answers begin at once."""
         start, folder = time.perf_counter(), use_compilation_cache()
         self.console.print(f"compiling for {self.chat.max_tokens} tokens; programs are kept in {folder}", style="dim")
         with entry.progress(self.console, "compiling"):
@@ -128,7 +128,7 @@ class Talk:
         except KeyboardInterrupt:
             self.console.print(" (ended)", style="dim")
         except ValueError as error:  # longer than there is room for, or nothing that the template takes
-            self.console.print(f"{error}. /new begins anew", style="red")
+            self.console.print(f"{error}. /new starts a new conversation", style="red")
             return
         else:
             seconds, stats = time.perf_counter() - start, self.chat.stats

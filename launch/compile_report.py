@@ -1,4 +1,4 @@
-"""Compiles a pair for a TPU slice without one: memory, traffic, collectives, and the time they add up to.
+"""Compiles a pair for a TPU slice, without the slice: memory, traffic, collectives, and an estimate of the time.
 
     pip install libtpu                                            # Linux on x86-64
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4
@@ -8,10 +8,10 @@
     python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
-The shape of a head is that of its folder, or of the published checkpoint of its target; any other head has the shape of
-EAGLE-3, with the 32,000 likeliest tokens. The mesh has all devices of the topology: ``config.mesh.data`` data shards,
-and the devices of a shard hold one replica of the target together. All numbers are compiler estimates: nothing runs.
-launch/plan.py --compile_report takes the file of --output, and forecasts milliseconds per token by acceptance.
+The shape of a head comes from its folder, or from the published checkpoint of its target; any other head has the shape
+of EAGLE-3, with the 32,000 most frequent tokens. The mesh has all devices of the topology: ``config.mesh.data`` data
+shards, with one replica of the target over the devices of a shard. All numbers are compiler estimates: nothing runs.
+launch/plan.py --compile_report reads the file of --output, and forecasts milliseconds per token by acceptance.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def programs_of(config: ExperimentConfig, console: Console) -> Programs:
-    """Returns the programs of the configuration's pair on the slice; ValueError if a report does not have its drafter."""
+    """Returns the programs of the configuration's pair on the slice; ValueError for unsupported drafters."""
     word = config.word
     if not word.compiled:
         raise ValueError(f"a report is of a draft model, an early exit or a head; --config.drafter is {config.drafter}")
@@ -134,7 +134,7 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
 
 
 def with_kernels(model: TransformerLM, config: ExperimentConfig) -> TransformerLM:
-    """Returns the model with the attention that ``config.attention`` has on a TPU."""
+    """Returns the model with the attention of ``config.attention`` on a TPU."""
     kernels = choose_kernels(config.attention, backend="tpu")
     return dataclasses.replace(model, weight_order="default", kernels=kernels)
 

@@ -5,7 +5,7 @@
     python launch/demo.py --plain
     JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
 
-Where there are no colours (--plain, NO_COLOR, a pipe or a file) the target's own tokens stand in brackets.
+Without colours (--plain, NO_COLOR, a pipe or a file), the target's own tokens are in brackets.
 """
 
 import dataclasses
@@ -34,10 +34,10 @@ from specsamp.decoding.method import Method
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _PROMPT = flags.DEFINE_multi_string(
-    "prompt", [], "A text to complete; \\n stands for a line break, and none ends it; may be repeated."
+    "prompt", [], "A text to complete; \\n is a line break, which should not end it; may be repeated."
 )
 _PASSES = flags.DEFINE_integer(
-    "passes", 3, "How often each side decodes every prompt; more make the times steadier.", lower_bound=1
+    "passes", 3, "Number of times that each side decodes every prompt; more passes give steadier times.", lower_bound=1
 )
 
 NUM_PROMPTS = 3
@@ -93,13 +93,13 @@ def main() -> None:
 
 
 def kept(decoder: TimedDecoder) -> TimedDecoder:
-    """Returns the decoder with programs that a second demo finds on the disk: its first text waits for no tracing."""
+    """Returns the decoder with programs that are kept on disk, so that the first text of a second demo comes sooner."""
     engine = dataclasses.replace(decoder.engine, loop=KeptLoop.of(decoder.engine.loop))
     return dataclasses.replace(decoder, engine=engine)
 
 
 def choose(config: ExperimentConfig, console: Console) -> dict[str, ExperimentConfig]:
-    """Returns the configuration of both distributions; where no draft was asked for, with the best for this machine."""
+    """Returns the configuration of both distributions; by default with the best draft length for this machine."""
     configs = {"greedy": config.turned({"sampling.temperature": 0.0}), "sampled": config}
     asked = any(name.startswith(("draft_length", "drafter", "adaptive")) for name in _CONFIG.fields_set)
     can_choose = config.writes_text and is_possible(config)
@@ -110,7 +110,7 @@ def choose(config: ExperimentConfig, console: Console) -> dict[str, ExperimentCo
 
 
 def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Console) -> None:
-    """Prints a prompt and its text, each token in the colour of its author; of a batch, the first row."""
+    """Prints a prompt and its text, each token coloured by who wrote it; for a batch, the first row."""
     stats, tokenizer, work = timing.rows[0], experiment.pair.tokenizer, experiment.workload
     tokens, drafted = timing.texts[0], timing.from_draft[0]
     console.print(
@@ -133,7 +133,7 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
 
 
 def show_agreement(prompts: int, timings: dict, console: Console) -> None:
-    """Prints whether greedy text is the same with a draft: greedy decoding has one right answer."""
+    """Prints whether greedy text is the same with a draft; greedy decoding has a single correct text."""
     pairs = list(zip(timings["greedy", "autoregressive"][:prompts], timings["greedy", "speculative"][:prompts]))
     different = [i for i, (plain, drafted) in enumerate(pairs) if plain.texts != drafted.texts]
     console.print(

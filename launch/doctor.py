@@ -1,20 +1,20 @@
-"""Looks for what is wrong with this machine, a head or the names of a pair, before an hour is spent on them.
+"""Finds problems of this machine, of a head or of the names of a pair, before long computations.
 
     python launch/doctor.py                                          # versions, devices, memory, caches, access
-    python launch/doctor.py --config=configs/hf.py:llama-8b          # does the pair fit, are its files within reach?
+    python launch/doctor.py --config=configs/hf.py:llama-8b          # does the pair fit, are its files accessible?
     python launch/doctor.py --look_at=head --config=configs/hf.py:llama-8b-eagle3
     python launch/doctor.py --look_at=names                          # all pairs of configs/hf.py
     python launch/doctor.py --look_at=names --pair=Qwen/Qwen3-8B,RedHatAI/Qwen3-8B-speculator.eagle3 --head
 
---look_at=head checks that a head fits its target: on texts of the target it drafts a token after every position, and the
-acceptance is printed. A head that is read wrongly, such as with layers that are counted from one, costs speed alone, so
-nothing else shows it.
+--look_at=head checks that a head fits its target: it drafts a token after every position of texts of the target, and
+the command prints the acceptance. A head that is read wrongly, such as with layers counted from one, only lowers the
+speed, so no other check would show it.
 
---look_at=names looks whether public names exist, may be read and would load. Config, tokenizer and the headers of the
-tensors are read from the hub, some megabytes; no weights are downloaded.
+--look_at=names checks whether public names exist, can be read and would load. It reads config, tokenizer and the
+headers of the tensors from the hub, some megabytes, and downloads no weights.
 
-Exit status: 0, nothing is wrong; 1, a warning, a head that does not fit, or a name that would not load; 2, something
-that must be mended first, or cannot be looked at (stderr says why).
+Exit status: 0, no problem; 1, a warning, a head that does not fit, or a name that would not load; 2, a problem that
+must be solved first, or a check that is impossible (stderr has the reason).
 """
 
 import dataclasses
@@ -40,14 +40,14 @@ from specsamp.models import few_rows
 FLAGS_OF = {"machine": (), "head": ("prompts", "tokens", "output"), "names": ("pair", "head", "output")}
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _LOOK_AT = flags.DEFINE_enum(
-    "look_at", "machine", list(FLAGS_OF), "Look at the machine, at the head of --config, or at public names."
+    "look_at", "machine", list(FLAGS_OF), "Check the machine, the head of --config, or public names."
 )
 _PROMPTS = entry.define("prompts")
 _TOKENS = flags.DEFINE_integer(
     "tokens", 64, "Number of tokens that are decoded with the head after each prompt.", lower_bound=1
 )
 _PAIR = flags.DEFINE_multi_string(
-    "pair", [], "Look at this pair of configs/hf.py, or TARGET,DRAFT; may be repeated; by default all of that file."
+    "pair", [], "Check this pair of configs/hf.py, or TARGET,DRAFT; may be repeated; by default all pairs of the file."
 )
 _HEAD = flags.DEFINE_bool("head", False, "The second name of each TARGET,DRAFT is a head of the first.")
 _OUTPUT = entry.define("output")
@@ -77,7 +77,7 @@ def look_at_machine(console: Console) -> int:
 
 
 def wanted() -> Wanted:
-    """Returns the devices, memory and names that the configuration takes, its models divided over the model axis."""
+    """Returns the devices, memory and names that the configuration needs, with models split over the model axis."""
     config = _CONFIG.value
     names = [config.hugging_face.target, config.hugging_face.draft] if config.hugging_face else []
     from_hub = tuple(name for name in names if name and not storage.place(name).exists())
@@ -112,7 +112,7 @@ def look_at_head(console: Console) -> int:
 
 
 def look_at_names(console: Console) -> int:
-    """Prints which public names would load; returns 1 if one would not."""
+    """Prints which public names would load; returns 1 if a name would not."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the hub's library has a bar for every small file
     public, findings = load_file("configs/hf.py"), []
     known = {**public.PAIRS, **public.HEADS}

@@ -4,16 +4,16 @@
     python launch/evaluate.py --task=humaneval --config=configs/hf.py:llama-8b --samples=10 --output=runs/he.json
     python launch/evaluate.py --task=spec_bench --source=question.jsonl --methods=plain,token,block/ngram/4,always
 
-A method is "plain"; RULE, RULE/DRAFTER or RULE/DRAFTER/K; or "always", a control that accepts every drafted token and must
-come out as different. A lossy rule, such as "ears:0.3" or "bounded:0.01:typical", is shown with its price; --require_exact
-refuses it. Problems are decoded in blocks (the categories of the task, if it has any), each by every method before the
-next begins. With --output each block is written when it is done, and each completion as it ends: the same command
-resumes, and a command with more methods for the same pair, task and requests adds them.
+A method is "plain"; RULE, RULE/DRAFTER or RULE/DRAFTER/K; or "always", a control that accepts every drafted token,
+whose scores must differ. A lossy rule, such as "ears:0.3" or "bounded:0.01:typical", is shown with its cost;
+--require_exact refuses it. Problems are decoded in blocks (the categories of the task, if it has any), each with every
+method before the next block begins. With --output, finished blocks and completions are written at once: the same
+command resumes, and a command with more methods for the same pair, task and requests adds them.
 
-Generated programs (humaneval, mbpp) run in isolation, see specsamp/evaluation/isolation.py; where the machine cannot
-isolate them, nothing runs without --run_unisolated.
+Generated programs (humaneval, mbpp) run in isolation, see specsamp/evaluation/isolation.py; if the machine cannot
+isolate them, none runs without --run_unisolated.
 
-Exit status: 0, done; 2, the command line cannot be done (stderr says why).
+Exit status: 0, done; 2, the command is impossible (stderr has the reason).
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ _PROBLEMS = flags.DEFINE_integer("problems", None, "Take the first so many probl
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Completions of each problem.", lower_bound=1)
 _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
 _BLOCKS = flags.DEFINE_integer(
-    "blocks", 4, "Blocks of problems, where the task has no categories. More compare times better.", lower_bound=1
+    "blocks", 4, "Blocks of problems, if the task has no categories. More blocks compare times better.", lower_bound=1
 )
 _RUN_UNISOLATED = flags.DEFINE_bool(
     "run_unisolated", False, "Run generated programs although this machine cannot isolate them."
@@ -79,7 +79,7 @@ def main() -> None:
     own = {} if "max_new_tokens" in _CONFIG.fields_set else {"max_new_tokens": task.max_new_tokens}
     config = config.turned({"batch": _ROWS.value} | own)
     if config.chat and task.continues:
-        raise ValueError(f"{task.name} is completed and not answered: set --config.chat=false")
+        raise ValueError(f"{task.name} needs completions instead of answers: set --config.chat=false")
     identity = task_identity(config, problems)
     Results.open(_OUTPUT.value, identity)
     ways = ways_of(config)
@@ -129,7 +129,7 @@ def decode_blocks(
     results: Results,
     say: Any,
 ) -> None:
-    """Decodes every block in every way that is missing; the ways take turns in going first."""
+    """Decodes every block with every method whose result is missing; the methods take turns in going first."""
     for number, (block, problems) in enumerate(blocks.items()):
         order = list(methods) if number % 2 == 0 else list(methods)[::-1]
         for name in order:
@@ -152,11 +152,11 @@ def decode_blocks(
 
 
 def open_log(method: str, block: str, weights: str, turn: int) -> CompletionLog | None:
-    """Opens the log of the completions of a block, in a folder next to the output; None without an output."""
+    """Returns the log of the completions of a block, in a folder next to the output; None without an output."""
     if not _OUTPUT.value or storage.is_stream(_OUTPUT.value):
         return None
     name = f"{method}.{block}" + (f".turn {turn + 1}" if turn else "")
-    # Names that a disk takes, and no two alike.
+    # A valid and unique name of a file.
     file = f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name)[:80]}.{hashlib.sha256(name.encode()).hexdigest()[:6]}"
     return CompletionLog(f"{_OUTPUT.value}.texts/{file}.jsonl", {"weights": weights})
 
@@ -164,7 +164,7 @@ def open_log(method: str, block: str, weights: str, turn: int) -> CompletionLog 
 def build_each(
     config: ExperimentConfig, ways: Mapping[str, ExperimentConfig], prompts: Sequence[str]
 ) -> dict[str | None, Experiment]:
-    """Reads the pair once for each kind of draft, "model" or "head", that the ways need; all share the target."""
+    """Reads the pair once for each kind of draft, "model" or "head", that the methods need; all share the target."""
     needed = {own.word.draft: own for own in ways.values() if own.word.draft and not own.is_plain}
     made: dict[str | None, Experiment] = {}
     for draft, own in (needed or {config.word.draft: config}).items():
@@ -179,7 +179,7 @@ def build_each(
 
 
 def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
-    """Returns the ways to decode that --methods names: the configuration, turned."""
+    """Returns the configuration of each method in --methods."""
     ways: dict[str, ExperimentConfig] = {}
     for word in _METHODS.value or [""]:
         match = re.fullmatch(r"(?!plain/)([^/]+)(?:/([^/]+))?(?:/(\d+))?", word)
@@ -205,7 +205,7 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
 def fitting(
     problems: Mapping[int, Problem], experiment: Experiment, methods: Sequence[Method], requests: Requests, console: Any
 ) -> dict[int, Problem]:
-    """Returns the problems that the models have positions for, and says how many are left out."""
+    """Returns the problems that fit into the models' positions, and prints how many are left out."""
     most = min(max_positions(experiment.pair, method.drafter) for method in methods)
     sizes = lengths(experiment.pair, {key: conversation(p, [], 0, requests) for key, p in problems.items()})
     fit = {key: one for key, one in problems.items() if sizes[key] + requests.max_new_tokens <= most}
@@ -220,7 +220,7 @@ def fitting(
 
 
 def blocks_of(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
-    """Returns the problems by category; of a task without any, in blocks of every so many."""
+    """Returns the problems by category; for a task without categories, in blocks of every n-th problem."""
     categories = dict.fromkeys(problem.category for problem in problems.values())
     if len(categories) > 1:
         return {

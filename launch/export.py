@@ -1,4 +1,4 @@
-"""Writes a pair, a head or a model as it is read later; the flags say which.
+"""Writes a pair, a head or a model to a folder, from which other commands and programs read it.
 
     python launch/export.py --target=runs/target --draft=runs/draft --output=runs/my_pair   # a pair of two runs
     python launch/export.py --run=runs/head --output=runs/my_pair/head                      # a head, for its pair
@@ -8,15 +8,15 @@
     python launch/export.py --checkpoint=meta-llama/Llama-3.1-70B --output=gs://BUCKET/llama-70b --model=16 \\
         --distributed
 
-A pair stores both models in int8; the cost of that on held-out text is measured and printed.
+A pair stores both models in int8; the command measures the cost of this on held-out text and prints it.
 
-An EAGLE-3 head is written in the format of speculators, which other engines read; a Medusa head with the names of its
-authors' tensors, and an MTP module with the names of MiMo's. `load_pair(..., draft="head")` finds the head in the
-folder ``head`` of its pair.
+An EAGLE-3 head is written in the format of speculators, which other engines read; a Medusa head with its authors'
+tensor names, and an MTP module with MiMo's tensor names. `load_pair(..., draft="head")` finds the head in the folder
+``head`` of its pair.
 
-A model becomes a folder that Hugging Face transformers loads. A public checkpoint becomes an Orbax folder, of which every
-device of any mesh reads just its part: `--config=configs/hf.py:gs://BUCKET/llama-70b,gs://BUCKET/llama-1b`. With --model=N
-its parameters are split over N devices between reading and writing; without it one device holds them.
+A model becomes a folder that Hugging Face transformers loads. A public checkpoint becomes an Orbax folder, from which
+every device of any mesh reads only its part: `--config=configs/hf.py:gs://BUCKET/llama-70b,gs://BUCKET/llama-1b`. With
+--model=N its parameters are split over N devices between reading and writing; by default they are on one device.
 """
 
 import json
@@ -95,13 +95,13 @@ def open_model_run(folder: str) -> Source:
 
 
 def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: Console) -> None:
-    """Writes and measures a pair; refuses runs that do not belong together, or whose texts have changed."""
+    """Writes and measures a pair; refuses runs of different pairs, and runs whose texts have changed."""
     target, draft = open_model_run(target_run), open_model_run(draft_run)
     if "target" not in draft.provenance["config"]:
         raise ValueError(f"{draft_run} is no run of a draft: it was not distilled from a target")
     if draft.made_from("target")["sha256"] != target.identity["sha256"]:
         raise ValueError(
-            f"{draft_run} was distilled from another target (or an earlier step of it) than {target_run} holds"
+            f"{draft_run} was distilled from another target than {target_run}, or an earlier step of it: distil again"
         )
     data = target.provenance["config"]["data"]
     how = {name: data[name] for name in ("pattern", "exclude", "held_out")}
@@ -133,7 +133,7 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
 
 
 def provenance_of(trained: Source) -> dict:
-    """Returns the record of a training."""
+    """Returns the record of a training run."""
     return {
         "config": run_folder.without_paths(trained.provenance["config"]),
         "corpus": trained.made_from("corpus"),
@@ -145,7 +145,7 @@ def provenance_of(trained: Source) -> dict:
 def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
     """Writes the beginnings of held-out files as prompts, unless there are prompts already.
 
-    Prompts end without their line break, which is one token with the indentation that follows.
+    Prompts end without a line break, since a line break and the following indentation are one token.
     """
     if path.exists():
         return
@@ -156,7 +156,7 @@ def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
 
 
 def export_head(console: Console) -> None:
-    """Writes the head of --run, its matrices in bfloat16 as public ones are."""
+    """Writes the head of --run, its matrices in bfloat16 like public heads."""
     entry.check_output(f"{_OUTPUT.value}/config.json")
     place = storage.place(_OUTPUT.value)
     if (place / "config.json").exists() and not (place / "training.json").exists():
@@ -173,7 +173,7 @@ def export_head(console: Console) -> None:
 
 
 def export_model() -> None:
-    """Writes the model of --run, or the target of --pair, as transformers loads it."""
+    """Writes the model of --run, or the target of --pair, in the format of transformers."""
     if _PAIR.value:
         pair = load_pair(_PAIR.value)
         config, params, tokenizer = pair.target.config, pair.target_params, pair.tokenizer
@@ -187,11 +187,11 @@ def export_model() -> None:
 
 
 def convert(console: Console) -> None:
-    """Writes --checkpoint as a folder that loads straight onto any mesh."""
+    """Writes --checkpoint as a folder that any mesh reads without conversion."""
     output, mesh = storage.place(_OUTPUT.value), make_mesh(model=_MODEL.value)
     if (output / "run.json").exists() or (output / "checkpoints" / "0").exists():
         raise ValueError(
-            f"--output={_OUTPUT.value} holds a model, or part of a conversion that did not end: choose another folder"
+            f"--output={_OUTPUT.value} holds a model, or part of an interrupted conversion: choose another folder"
         )
     entry.check_output(f"{_OUTPUT.value}/config.json")
     weight_dtype = "int8" if _INT8.value else None

@@ -6,9 +6,9 @@
     python launch/plan.py --acceptance=0.8 --compile_report=notebooks/results/compile_chinchilla_v4.json
     python launch/plan.py --measured=notebooks/results/python_pair_grid.json --temperature=0.8 --new_tokens=128
 
-Acceptance is a rate, a rate for each drafted position (given that all before were accepted), or rounds by number of
-accepted tokens (0, 1, ..., K). Costs are milliseconds per call, a file of launch/compile_report.py, or a roofline of the
-configuration's models on a chip. A file of launch/benchmark.py gives both.
+Acceptance is a rate, a rate for each drafted position (given that all earlier tokens were accepted), or the numbers of
+rounds with 0, 1, ..., K accepted tokens. Costs are milliseconds per call, a file of launch/compile_report.py, or a
+roofline of the configuration's models on a chip. A file of launch/benchmark.py has both.
 """
 
 import functools
@@ -40,7 +40,7 @@ from specsamp.tpu.work import Roofline
 _ACCEPTANCE = flags.DEFINE_list(
     "acceptance",
     None,
-    "The chance that a drafted token is accepted; or by position, as 0.85,0.8: the last one holds on.",
+    "The probability that a drafted token is accepted, or one per position, as 0.85,0.8: the last for all later ones.",
 )
 _HISTOGRAM = flags.DEFINE_list("histogram", None, "Rounds by number of accepted tokens, 0 to K, as 40,25,15,20.")
 _TARGET_MS = flags.DEFINE_float("target_ms", None, "Milliseconds of a call of the target, at your batch and context.")
@@ -51,7 +51,7 @@ _CHIP = flags.DEFINE_enum(
     "chip", None, sorted(CHIPS), "Take costs from a roofline of the models of --config on this chip."
 )
 _DEVICES = flags.DEFINE_integer(
-    "devices", None, "How many chips hold the models together; goes with --chip, or with --chip_hour.", lower_bound=1
+    "devices", None, "Chips that the models are split over; goes with --chip, or with --chip_hour.", lower_bound=1
 )
 _MEASURED = flags.DEFINE_string(
     "measured", None, "Take costs, and acceptance if none is given, from this file of launch/benchmark.py."
@@ -61,18 +61,18 @@ _DRAFTER = flags.DEFINE_string("drafter", "model", "Take measured cells of this 
 _TEMPERATURE = flags.DEFINE_float(
     "temperature", None, "Take measured cells of this temperature, needed if there are several; goes with --measured."
 )
-_BATCH = flags.DEFINE_multi_integer("batch", [1], "How many rows are decoded together; may be repeated.", 1)
+_BATCH = flags.DEFINE_multi_integer("batch", [1], "Number of rows that are decoded together; may be repeated.", 1)
 _CONTEXT = flags.DEFINE_multi_integer(
-    "context", [], "How many slots the caches have; goes with --chip or --compile_report; may be repeated.", 1
+    "context", [], "Number of slots of the caches; goes with --chip or --compile_report; may be repeated.", 1
 )
 _RANKS = flags.DEFINE_list(
     "ranks",
     None,
-    "Forecast token trees, too, by the acceptance of the first, second, .. of some siblings, as 0.6,0.2,0.1; goes with costs "
+    "Also forecast token trees, from the acceptance of the first, second, ... sibling, as 0.6,0.2,0.1; goes with costs "
     "of calls, or with --chip.",
 )
 _NEW_TOKENS = flags.DEFINE_integer(
-    "new_tokens", None, "How many tokens every row gets; by default rows never end.", lower_bound=1, upper_bound=8192
+    "new_tokens", None, "Number of tokens of every row; by default rows never end.", lower_bound=1, upper_bound=8192
 )
 _LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1, upper_bound=256)
 _CHIP_HOUR = define_chip_hour()
@@ -126,7 +126,7 @@ def main() -> None:
 def tree_forecasts(
     costs: Costs, places: Sequence[Mapping[str, Any]], console: Console
 ) -> list[dict[str, TreeForecast]]:
-    """Returns the best tree and the best chain of each place, and prints which is better."""
+    """Returns the best tree and the best chain for each batch and context, and prints which is better."""
     ranks, found = numbers("ranks", _RANKS.value, float), []
     for place in places:
         ms = functools.partial(costs.tree_ms, batch=place["batch"], context=place["context"])
@@ -143,7 +143,7 @@ def tree_forecasts(
 
 
 def check_flags() -> None:
-    """Refuses a flag that goes with another way of giving costs."""
+    """Raises ValueError for a flag that belongs to another source of costs."""
     if _CHIP.value is None and any(argument.startswith("--config") for argument in sys.argv[1:]):
         raise ValueError("--config has no effect: it goes with --chip")
     _CONFIG.refuse_fields(NOT_READ.split(), "a plan takes --batch, --context, --devices and --longest")
@@ -151,9 +151,9 @@ def check_flags() -> None:
 
 
 def measured_cells(console: Console) -> list[Mapping[str, Any]]:
-    """Reads the cells of one rule, drafter and distribution, and says where they were measured.
+    """Reads the cells of one rule, drafter and distribution, and prints where they were measured.
 
-    Cells with a draft temperature are of another drafter, and cells with made-up acceptance are no measurements.
+    Cells with a draft temperature belong to another drafter, and cells with made-up acceptance are left out.
     """
     wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value, "draft_temperature": None, "synthetic_acceptance": None}
     wanted |= {} if _TEMPERATURE.value is None else {"temperature": _TEMPERATURE.value}
@@ -173,7 +173,7 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
 
 
 def acceptance(cells: Sequence[Mapping[str, Any]]) -> Acceptance:
-    """Returns the acceptance that the flags give, or that of the measured cells."""
+    """Returns the acceptance from the flags, or from the measured cells."""
     if _ACCEPTANCE.value is None and _HISTOGRAM.value is None and cells:
         return grid.measured_acceptance(cells)
     if (_ACCEPTANCE.value is None) == (_HISTOGRAM.value is None):
@@ -224,14 +224,14 @@ def roofline() -> Roofline:
 
 
 def where(plan: Plan) -> str:
-    """Returns the batch, the context and the length of the texts in words."""
+    """Describes the batch, the context and the length of the texts."""
     context = "" if plan.context is None else f", {plan.context} slots"
     tokens = "rows that never end" if plan.new_tokens is None else f"{plan.new_tokens} tokens each, to the slowest row"
     return f"batch {plan.batch}{context}, {tokens}"
 
 
 def plan_table(plan: Plan, costs: Costs, report: Mapping[str, Any] | None) -> Table:
-    """Returns the forecast of every K; digits and bands as far as the costs are known."""
+    """Returns the table of forecasts for every K; its digits and bands depend on the precision of the costs."""
     digits = 3 if report is None else 2
     show = tables.span if costs.is_range else functools.partial(tables.interval, digits=digits)
     rows = []

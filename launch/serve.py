@@ -1,4 +1,4 @@
-"""Serves a pair over HTTP: OpenAI's completions and chat completions, many clients over the rows of one batch.
+"""Serves a pair over HTTP: OpenAI's completions and chat completions, with continuous batching.
 
     python launch/serve.py --port=8000
     python launch/serve.py --config=configs/hf.py:llama-8b-eagle3 --rows=16 --context=8192 --key_file=key.txt
@@ -11,10 +11,10 @@
     for chunk in client.completions.create(model="python", prompt="def fibonacci(n):", max_tokens=64, stream=True):
         print(chunk.choices[0].text, end="")
 
-A text is the one that `generate` writes with the same seed, alone. Each request brings its own temperature, top_p, seed,
-budget and stop texts; drafter and rule are the configuration's. usage.completion_tokens_details counts the drafted tokens
-that were accepted and rejected. GET /health says how busy the rows are, GET /metrics all
-counts for Prometheus, and the page at / shows a text while it is written. Takes libraries: pip install -e '.[serve]'.
+A text is the text of `generate` with the same seed, alone. Each request has its own temperature, top_p, seed, budget
+and stop texts; drafter and rule are the configuration's. usage.completion_tokens_details counts the accepted and
+rejected drafted tokens. GET /health returns the number of busy rows, GET /metrics all counts for Prometheus, and the
+page at / shows a text while it is written. Needs further libraries: pip install -e '.[serve]'.
 """
 
 import dataclasses
@@ -40,18 +40,18 @@ from specsamp.serving.service import Service
 KEY = "SPECSAMP_SERVE_KEY"
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to listen at; 0.0.0.0 listens on all interfaces.")
-_PORT = flags.DEFINE_integer("port", 8000, "The port; 0 takes one that is free.", lower_bound=0, upper_bound=65535)
-_MODEL = flags.DEFINE_string("model", None, "The model's name for clients; default that of the pair or the target.")
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to bind; 0.0.0.0 listens on all interfaces.")
+_PORT = flags.DEFINE_integer("port", 8000, "The port; 0 chooses a free port.", lower_bound=0, upper_bound=65535)
+_MODEL = flags.DEFINE_string("model", None, "The model's name for clients; default the name of the pair or the target.")
 _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
 _CONTEXT = flags.DEFINE_integer(
-    "context", None, "Tokens of a prompt and its text together, fewer are faster; default up to 4096.", lower_bound=2
+    "context", None, "Tokens of a prompt and its text together; fewer is faster; default up to 4096.", lower_bound=2
 )
 _MAX_WAITING = flags.DEFINE_integer(
-    "max_waiting", 64, "Texts that may wait for a row; requests beyond are told to come later.", lower_bound=0
+    "max_waiting", 64, "Texts that may wait for a row; further requests get status 429.", lower_bound=0
 )
 _MAX_PER_CLIENT = flags.DEFINE_integer(
-    "max_per_client", None, "Texts of one address that may run or wait; default all.", lower_bound=1
+    "max_per_client", None, "Texts of one client address that may run or wait; default all.", lower_bound=1
 )
 _WARPS = flags.DEFINE_list(
     "warps",
@@ -61,16 +61,16 @@ _WARPS = flags.DEFINE_list(
 _LEARNING_RATE = flags.DEFINE_float(
     "draft_learning_rate",
     0.0,
-    "Let the draft model learn from the texts that it drafted, at this rate; 0: it does not.",
+    "Learning rate at which the draft model is distilled on finished texts; 0: it does not learn.",
     lower_bound=0.0,
 )
 _ROUNDS = flags.DEFINE_integer(
     "rounds_per_slice", 4, "Rounds between scheduler steps, which stream new text and admit requests.", lower_bound=1
 )
 _MAX_BODY = flags.DEFINE_integer("max_body", 1 << 20, "Bytes of a request at most.", lower_bound=1)
-_TIMEOUT = flags.DEFINE_float("timeout", 60.0, "Seconds that a client has to send a request, and to take its answer.")
+_TIMEOUT = flags.DEFINE_float("timeout", 60.0, "Seconds for a client to send a request, and to read the answer.")
 _KEY_FILE = flags.DEFINE_string(
-    "key_file", None, f"A file with the key that requests must bring; default the environment variable {KEY}."
+    "key_file", None, f"A file with the API key of requests; default the environment variable {KEY}."
 )
 _REQUIRE_EXACT = entry.define("require_exact")
 
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def make_learner(experiment: Experiment) -> Learner:
-    """Returns what the draft learns by for as long as the server runs, at a constant rate."""
+    """Returns the training configuration of the draft while the server runs, with a constant learning rate."""
     from specsamp.training.online import DraftLearner  # loads optax and orbax
     from specsamp.training.trainer import TrainConfig
 
@@ -157,7 +157,7 @@ def service_line(experiment: Experiment, service: Service) -> str:
 
 
 def say_where(console: Console, url: str, model: str, key: str | None) -> None:
-    """Prints the address of the server, and a warning if anybody can use it."""
+    """Prints the address of the server, and a warning if it is open to other machines without a key."""
     console.print(
         f"ready: {url}/v1 serves {model!r}, {'with' if key else 'without'} a key; Ctrl-C ends it", style="bold"
     )
@@ -166,7 +166,7 @@ def say_where(console: Console, url: str, model: str, key: str | None) -> None:
 
 
 def read_key() -> str | None:
-    """Returns the key of the file or of the environment, or None; raises ValueError for one that no header can hold."""
+    """Returns the key of the file or of the environment, or None; raises ValueError if it is invalid in a header."""
     where = f"--key_file={_KEY_FILE.value}" if _KEY_FILE.value else f"the environment variable {KEY}"
     if _KEY_FILE.value:
         key = storage.read_text(_KEY_FILE.value).strip()

@@ -1,4 +1,4 @@
-"""Runs a study, which measures what one figure or one table needs; lists them; fills the tables of the pages.
+"""Runs a study, the measurements behind a figure or a table; lists studies; fills the tables of the pages.
 
 python launch/study.py --list
 python launch/study.py backtest --output=runs/tpu_backtest.json

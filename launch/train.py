@@ -1,4 +1,4 @@
-"""Pre-trains a target, also one that drafts itself, or distils a draft or a head; started again, it goes on where it was.
+"""Trains a target (also with early exits), or distils a draft or a head; the same command resumes a run.
 
 python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
 python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
@@ -59,7 +59,7 @@ from specsamp.training.training_task import Task, TrainModel
 
 _CONFIG = ConfigFlag("configs/python_pair.py:tiny_target", TrainingConfig)
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Keep the run in this folder, local or gs://; one that is there is resumed.", required=True
+    "workdir", None, "Keep the run in this folder, local or gs://; an existing run is resumed.", required=True
 )
 
 
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -> None:
-    """Makes all checks before it writes anything, then trains."""
+    """Makes all checks before writing anything, then trains."""
     train_config, data = config.train, config.data
     mesh = make_mesh(model=config.mesh.model)  # devices of the data axis read other rows
     target = None if config.target is None else find_target(config, mesh, console)
@@ -101,7 +101,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     check_all_processes(folder, corpus)
     check_rows(train_config, held_out, mesh)
     check_windows(config, model, target, mesh)
-    if target is not None:  # a public one's parameters are read here, after all else was checked
+    if target is not None:  # a public target's parameters are read here, after all other checks
         made_from["target"] = target.identity | sizes_of(target)
         run_folder.check_same(folder, "target", made_from["target"])
     first_params = None if first is None else check_first(config, first, tokenizer, task)
@@ -132,7 +132,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
 
 
 def open_first(config: TrainingConfig, target: Source | None) -> Source | None:
-    """Opens what training begins with: a head, a pair's target or a run; a draft begins with a run. None: with noise."""
+    """Opens the initial model: a head, a pair's target or a run; for a draft, a run. None: random parameters."""
     if not config.init:
         return None
     if config.head is not None:
@@ -151,7 +151,7 @@ def say_sizes(config: TrainingConfig, task: Task, corpus: Corpus, windows: Windo
 
 
 def check_all_processes(folder: epath.Path, corpus: Corpus) -> None:
-    """Checks that all processes, which run one command, read the same text and share the folder of the run."""
+    """Raises ValueError unless all processes read the same text and share the folder of the run."""
     if jax.process_count() == 1:
         return
     if len(set(distributed.gather_objects(corpus.describe()["sha256"]))) > 1:
@@ -166,7 +166,7 @@ def check_all_processes(folder: epath.Path, corpus: Corpus) -> None:
 
 
 def check_windows(config: TrainingConfig, model: TransformerLM, target: Source | None, mesh: Mesh) -> None:
-    """Refuses windows that are longer than a model has positions, and rows to write that do not divide over the mesh."""
+    """Refuses windows that exceed a model's positions, and generated rows that do not divide over the mesh."""
     length, fields = config.data.length, config.generated
     shapes = {"model": model.config} | ({} if target is None else {"target": target.config})
     for name, shape in shapes.items():
@@ -193,7 +193,7 @@ def check_first(config: TrainingConfig, first: Source, tokenizer: JsonTokenizer,
         if names:
             different = "; ".join(f"{name} is {there.get(name)!r}, here {here.get(name)!r}" for name in names)
             raise ValueError(f"the head in {config.init} is another one: {different}. Set these fields as it has them")
-    own = first.folder / "tokenizer.json"  # a head that was exported has none: its target's is checked
+    own = first.folder / "tokenizer.json"  # an exported head has no tokenizer: its target's is checked
     if own.exists() and JsonTokenizer(own).to_json() != tokenizer.to_json():
         raise ValueError(f"the model in {config.init} was trained with another tokenizer than this run has")
     shapes = jax.eval_shape(task.init, jax.random.key(0))
@@ -225,7 +225,7 @@ def find_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
 
 
 def make_task(config: TrainingConfig, model: TransformerLM, target: Source | None) -> Task:
-    """Returns the training task: a head or a draft of ``target``, a target that drafts itself, or a target alone."""
+    """Returns the training task: a head or a draft of ``target``, a target with early exits, or a plain target."""
     if config.head is not None:
         head = source.make_head(model.config, config.head, **sizes_of(target))
         if target.public:
@@ -249,7 +249,7 @@ def make_task(config: TrainingConfig, model: TransformerLM, target: Source | Non
 def make_teacher(
     config: TrainingConfig, task: Task, target: Source | None, windows: Windows, first: Source | None
 ) -> Any:
-    """Returns the parameters that the task reads and does not train; a reduced vocabulary has the most frequent tokens."""
+    """Returns the frozen parameters of the task; a reduced vocabulary has the most frequent tokens."""
     if target is None:
         return None
     ids, size = None, config.head and config.head.get("draft_vocab_size")
@@ -270,9 +270,9 @@ def make_model(config: TrainingConfig) -> TransformerLM:
 
 
 def make_tokenizer(config: TrainingConfig, folder: epath.Path, corpus: Corpus, parent: Source | None) -> JsonTokenizer:
-    """Returns the run's own tokenizer if it has one, else that of the model it is made from, a given or a new one.
+    """Returns the run's own tokenizer if it has one, else the tokenizer of its parent model, a given or a new one.
 
-    Its chat template is that of the parent model, or lies in the folder of the given tokenizer.
+    The chat template comes from the parent model, or from the folder of the given tokenizer.
     """
     if parent is not None and parent.public:
         return parent.tokenizer
@@ -287,14 +287,14 @@ def make_tokenizer(config: TrainingConfig, folder: epath.Path, corpus: Corpus, p
         return JsonTokenizer.from_tokenizer(made, config.data.eos)
     if not all(type(text) is str for text in corpus.train.values()):
         raise ValueError(
-            "conversations take a tokenizer with a chat template: give data.tokenizer, or a target to train from"
+            "conversations need a tokenizer with a chat template: give data.tokenizer, or a target to train from"
         )
     trained = train_tokenizer(corpus.train.values(), config.model["vocab_size"], config.data.eos)
     return JsonTokenizer.from_tokenizer(trained, config.data.eos)
 
 
 def target_rows(config: TrainingConfig, folder: epath.Path, target: Source, windows: Windows, console: Console) -> Any:
-    """Returns windows that the target completed, or None where none are asked for."""
+    """Returns windows that the target completed, or None if the configuration has none."""
     fields = config.generated
     if not fields.rows or not fields.share:
         return None

@@ -157,7 +157,7 @@ def test_the_end_of_text_is_the_pairs_own(saved):
     assert load_pair(saved).tokenizer.eos_id == load_pair(saved).tokenizer.token_id(described["eos"])
     for content, message in (
         (described | {"eos": "<end>"}, "has no token '<end>'"),
-        (described | {"eos": [7]}, r"says eos = \[7\]; the text of the token"),
+        (described | {"eos": [7]}, r"says eos = \[7\]; it must be the text"),
         ({"target": {}}, "pair.json does not describe a pair"),
         ({"target": {"wdth": 3}, "draft": {}}, "pair.json does not describe a pair"),
     ):
