@@ -21,14 +21,14 @@ from specsamp.models import few_rows
 
 Point = dict[str, Any]  # values of fields of the configuration
 
-# The fields that a grid may change. Any other field makes another pair or text, hence another file.
+# The fields that a grid may change. Any other field changes the pair or the texts, and so needs another file.
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingFields))
 TURNED = {"draft_length", "drafter", "exit_layer", "rule", "batch", "draft_temperature", "synthetic_acceptance"}
 TURNED |= {f"sampling.{name}" for name in SAMPLING_FIELDS}
 
 
 def parse_grid(texts: Sequence[str]) -> list[Point]:
-    """Turns ``["draft_length=0,1,4", "rule=token,block"]`` into every combination; the last field varies fastest."""
+    """Returns every combination of ``["draft_length=0,1,4", "rule=token,block"]``; the last field varies fastest."""
 
     def value(text: str) -> Any:
         try:
@@ -93,7 +93,7 @@ def measure_missing(
     again: bool,
     console: Console,
 ) -> dict[int, Any]:
-    """Measures the cells that a file lacks, see `specsamp.analysis.grid.measure_cells`; prints how many it holds."""
+    """Measures the cells that a file lacks, see `specsamp.analysis.grid.measure_cells`; prints the number it has."""
     path = results.path
     if there := sum(results.find(cell["key"]) is not None for cell in cells):
         console.print(f"{there} of {len(cells)} cells are in {path} already; --again measures them anew")
@@ -103,7 +103,7 @@ def measure_missing(
 
 
 def machine_identity() -> dict[str, Any]:
-    """Returns the devices, and the machine of a CPU; an accelerator is the same in any machine."""
+    """Returns the devices, and for a CPU the machine; accelerators are the same in any machine."""
     device = jax.devices()[0]
     found = {"platform": device.platform, "kind": device.device_kind, "count": jax.device_count()}
     own = {"machine": machine.host_facts()} if device.platform == "cpu" else {}
@@ -114,14 +114,14 @@ def machine_identity() -> dict[str, Any]:
 
 
 def known_identity(config: ExperimentConfig) -> dict[str, Any]:
-    """Returns the part of a grid's identity that is known before a pair is read."""
+    """Returns the part of a grid's identity that does not depend on the pair's weights."""
     apart = TURNED | {"sampling", "adaptive"}
     fields = {name: value for name, value in config.recorded.items() if name not in apart}
     return {"config": fields, **machine_identity()}
 
 
 def pair_identity(experiment: Experiment) -> dict[str, Any]:
-    """Returns the pair and the prompts, as they identify a file of results."""
+    """Returns the identity of pair and prompts, for files of results."""
     work = experiment.workload
     prompts = {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())} if work.prompts else None
     return {

@@ -1,9 +1,9 @@
-"""The flag --config: a file with a get_config(), and its fields set one by one.
+"""The flag --config: a file with a get_config(), and flags that set its fields.
 
     --config=configs/random_pair.py:tiny --config.sampling.temperature=0.0
 
-The word after the colon is the argument of ``get_config``. A file is looked for from the current folder, then from this
-checkout. A configuration is Python code that is run as it is: use only files that you trust.
+The word after the colon is the argument of ``get_config``. A file is searched for in the current folder, then in this
+checkout. A configuration is Python code that is executed: use only files that you trust.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _FIELD = re.compile(r"--?(?:no)?config\.([^=[]+)")
 
 @dataclasses.dataclass
 class ConfigFlag:
-    """Holds the configuration of --config, once the flags are parsed."""
+    """The configuration of --config, after the flags are parsed."""
 
     default: str
     kind: Any  # the dataclass that the fields become, by its from_config_dict
@@ -38,7 +38,7 @@ class ConfigFlag:
     fields_set: tuple[str, ...] = ()  # by --config.FIELD=VALUE
 
     def load(self, arguments: Sequence[str]) -> list[str]:
-        """Loads the file that ``arguments`` name, defines a flag for each field that they set, and returns the other ones."""
+        """Loads the file in ``arguments``, defines flags for the fields that they set, returns the other arguments."""
         first = flags.FlagValues()
         first.set_gnu_getopt()
         flags.DEFINE_string("config", self.default, "The file.", flag_values=first)
@@ -56,7 +56,7 @@ class ConfigFlag:
         return rest
 
     def refuse_fields(self, names: Sequence[str], why: str) -> None:
-        """Refuses fields, or groups of fields, that were set although this command does not read them."""
+        """Raises ValueError for fields, or groups of fields, that were set but have no effect on this command."""
         for name in self.fields_set:
             if name.partition(".")[0] in names:
                 raise ValueError(f"--config.{name}={known_fields(self.fields)[name]} has no effect: {why}")
@@ -92,7 +92,7 @@ def load_file(text: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def _own_code(text: str) -> Iterator[None]:
-    """Turns whatever the code of a configuration raises into a ValueError; --traceback shows where."""
+    """Turns all exceptions of a configuration's code into a ValueError; --traceback shows where."""
     try:
         yield
     except Exception as error:
@@ -111,12 +111,12 @@ def load_config(text: str, module: types.ModuleType | None = None) -> ConfigDict
 
 
 def known_fields(config: ConfigDict) -> dict[str, Any]:
-    """Returns the fields and their values in order of their names, those of a group as ``group.field``."""
+    """Returns the fields and their values in order of their names; fields of a group are ``group.field``."""
     return dict(sorted(storage.flat(config.to_dict()).items()))
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: the closest known ones, or all of them."""
+    """Returns the end of a message about an unknown name: the closest known names, or all known names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     if close:

@@ -1,4 +1,4 @@
-"""The flag --chip_hour: what tokens cost at a price for chips."""
+"""The flag --chip_hour: the cost of tokens at a price for chips."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ def define_chip_hour() -> flags.FlagHolder:
 
 
 def chips_of(pair: Pair) -> int:
-    """Returns the chips that a pair lies on; some TPU chips are two devices with one place."""
+    """Returns the number of chips of a pair; some TPU chips are two devices with the same coordinates."""
     mesh = pair.shards.mesh
     devices = [jax.devices()[0]] if mesh is None else mesh.devices.flat
     places = {(getattr(one, "slice_index", 0), *one.coords) if one.platform == "tpu" else one.id for one in devices}
@@ -24,7 +24,7 @@ def chips_of(pair: Pair) -> int:
 
 
 def cost_tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float | None) -> list[Table]:
-    """Returns the table of dollars per million tokens of rows with a name and ms per token; without a price, none."""
+    """Returns the table of dollars per million tokens, for rows of name and ms per token; [] without a price."""
     if chip_hour is None:
         return []
     # A million tokens take ms / 3.6 hours.

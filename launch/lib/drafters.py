@@ -1,4 +1,4 @@
-"""Drafters by the word that a configuration names them with."""
+"""Makes drafters from the words of configurations."""
 
 import dataclasses
 import functools
@@ -35,11 +35,11 @@ class Word:
     Attributes:
       make: returns the drafter, given the target, the pair's draft model or head, K or the shape of token trees, and the
         exit layer.
-      draft: "model", "head" or "block", which the pair then must hold; None: only the target is needed.
+      draft: the required part of the pair, "model", "head" or "block"; None: only the target is needed.
       inside: whether the target's own layers draft, up to the exit layer.
       trees: whether token trees can be drafted.
       drafts: False for plain decoding at any K.
-      compiled: True if compile reports have the drafter; forecasts from shapes have it, too, unless it is a head.
+      compiled: True if compile reports support the drafter; forecasts from shapes then do, too, except for heads.
     """
 
     make: Callable[[LanguageModel, LanguageModel | Head | None, int | TreeShape, int | None], Drafter]
@@ -58,7 +58,7 @@ def _sized(chain: type[Drafter], tree: type[Drafter], size: int | TreeShape, *pa
 def _head(
     target: LanguageModel, draft: Any, size: int | TreeShape, exit_layer: None, law: str | None = None
 ) -> Drafter:
-    """Returns the drafter of a head; with a law, of one that drafts blocks under it."""
+    """Returns the drafter of a head; with ``law``, of a head that drafts blocks."""
     if not isinstance(draft, Head):
         raise ValueError(
             "this pair was read without a head: set --config.drafter=head, or name a head by --config=configs/hf.py:TARGET,HEAD"
@@ -71,7 +71,7 @@ def _head(
     if law is None:
         return drafter
     if not isinstance(drafter, BlockDrafter):
-        raise ValueError(f"law {law!r} is of heads that draft blocks; {draft.config.kind} heads draft token by token")
+        raise ValueError(f"law {law!r} is for heads that draft blocks; {draft.config.kind} heads draft token by token")
     return dataclasses.replace(drafter, law=law)
 
 
@@ -102,7 +102,7 @@ STOPS = {"none": lambda least: None, "entropy": Entropy, "confidence": Confidenc
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveFields:
-    """Holds the fields of draft lengths that adapt; configs/common.py explains them."""
+    """The fields of adaptive draft lengths; configs/common.py explains them."""
 
     lengths: tuple[int, ...] = ()
     costs_ms: tuple[float, ...] = ()

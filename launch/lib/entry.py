@@ -1,10 +1,10 @@
-"""Shares what all commands do: flags, errors as one line, the console, progress, and results that are written.
+"""The shared code of all commands: flags, errors in one line, the console, progress, and writing of results.
 
     python launch/evaluate.py --task=python --distributed                    # on every worker of a TPU pod
     python launch/evaluate.py --task=python --coordinator=10.0.0.2:8476 --num_processes=2 --process_id=0
 
-Exit status of every command: 0, done; 1, a check or a computation failed; 2, what was asked for cannot be done, said in
-one line; 130, interrupted.
+Exit status of every command: 0, done; 1, a check or a computation failed; 2, the command is invalid or impossible, with
+a line on stderr; 130, interrupted.
 """
 
 import contextlib
@@ -53,27 +53,27 @@ BRACKETS = "⟦", "⟧"
 
 _OTHERS = frozenset(flags.FLAGS)  # flags of the libraries, which --help leaves out
 _PLAIN = flags.DEFINE_bool("plain", False, "Print without colours, and tables as aligned text.")
-_TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the whole traceback of an error instead of its one line.")
+_TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the whole traceback of an error instead of a single line.")
 _DISTRIBUTED = flags.DEFINE_bool(
-    "distributed", False, "Join the other processes of this pod, which finds out by itself who takes part."
+    "distributed", False, "Join the other processes of this pod, which JAX finds by itself."
 )
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "The address host:port of process 0, where processes do not find each other by themselves."
+    "coordinator", None, "The address host:port of process 0, for processes that JAX does not find by itself."
 )
 _NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", None, "How many processes take part; goes with --coordinator.", lower_bound=1
+    "num_processes", None, "Number of processes; goes with --coordinator.", lower_bound=1
 )
 _PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "Which of the processes this one is, counted from 0; goes with --coordinator.", lower_bound=0
+    "process_id", None, "Index of this process, counted from 0; goes with --coordinator.", lower_bound=0
 )
 SHARED_FLAGS = frozenset(flags.FLAGS)  # of the libraries and of all commands
 
 
-# Flags that several commands have, each with its default and its help.
+# Flags of several commands, each with its default and its help.
 OF_SEVERAL = {
     "output": (None, "Write the result as JSON to this file, local or gs://; by default nothing is written."),
-    "prompts": (None, "Take the prompts of this file, JSON or one in each line; by default those of the pair."),
-    "again": (False, "Measure cells again that --output holds already, and replace them."),
+    "prompts": (None, "Take the prompts of this file, JSON or one per line; by default the pair's prompts."),
+    "again": (False, "Measure cells that --output already has again, and replace them."),
     "require_exact": (False, "Refuse rules that are lossy."),
 }
 
@@ -85,21 +85,21 @@ def define(name: str) -> flags.FlagHolder:
 
 
 def refuse_flags(names: Iterable[str], why: str) -> None:
-    """Refuses flags that have no effect together with the rest of the command line."""
+    """Raises ValueError for flags that have no effect together with the rest of the command line."""
     for name in sorted(names):
         if flags.FLAGS[name].present:
             raise ValueError(f"--{name} has no effect: {why}")
 
 
 def check_goes_with(others: Mapping[str, Sequence[str]]) -> None:
-    """Refuses a flag unless one of the flags that it goes with has a value; raises ValueError with both."""
+    """Raises ValueError for a flag if none of the flags that it needs has a value."""
     for name, needed in others.items():
         if all(flags.FLAGS[other].value is None for other in needed):
             refuse_flags([name], f"it goes with {' or '.join(f'--{other}' for other in needed)}")
 
 
 def run(main: Callable[[], int | None], config: ConfigFlag | None = None) -> None:
-    """Does what `status_of` does with the arguments of this process, and ends it with the status."""
+    """Runs `status_of` with the arguments of this process, and exits with the status."""
     sys.exit(status_of(main, config, sys.argv))
 
 
@@ -109,14 +109,14 @@ def status_of(main: Callable[[], int | None], config: ConfigFlag | None, argumen
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Calls ``command`` and returns its exit status, or that of the error that it ends with.
+    """Calls ``command`` and returns its exit status, or the status of its error.
 
-    Wrong input (ValueError, OSError, a wrong flag or configuration), a backend that does not start, a lack of memory and
-    an interrupt become one line on stderr. Everything else is a mistake in this program, and keeps its traceback.
+    Wrong input (ValueError, OSError, a wrong flag or configuration), a backend that does not start, insufficient memory
+    and an interrupt become one line on stderr. Any other exception is a bug of this program, and keeps its traceback.
     """
     try:
         return command()
-    except BrokenPipeError:  # the reader of the output has seen enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt as interrupt:
@@ -179,7 +179,7 @@ def parse_arguments(config: ConfigFlag | None, arguments: Sequence[str]) -> None
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuses an empty text, which a variable of the shell may have left, and a number that is endless."""
+    """Raises ValueError for empty texts, often an unset variable of the shell, and for infinite numbers."""
     for each in value if isinstance(value, list) else [value]:
         if each == "" and not isinstance(flags.FLAGS[name].parser, flags.ListParser):
             raise ValueError(f"--{name} is empty: give a value, or leave the flag out")
@@ -196,7 +196,7 @@ def _end(error: BaseException, line: str, status: int) -> int:
 
 
 def _in_words(error: BaseException) -> str:
-    """Returns an error's message in one line; of an OSError with the file first."""
+    """Returns an error's message in one line; for an OSError, with the file first."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{os.fsdecode(error.filename)}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
@@ -223,12 +223,12 @@ def _help(main: Callable[[], int | None], config: ConfigFlag | None, arguments: 
 
 
 def is_first() -> bool:
-    """Returns whether this process is the one that prints and writes; of a single process without starting JAX."""
+    """Returns whether this process prints and writes; does not start JAX for a single process."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def make_console(**options: Any) -> Console:
-    """Returns a console: without colours after --plain or NO_COLOR, and wide where no terminal is."""
+    """Returns a console: without colours after --plain or NO_COLOR, and wide without a terminal."""
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         options = {"width": WIDTH_OF_FILES, **options}
     no_color = flags.FLAGS.is_parsed() and _PLAIN.value or None
@@ -237,7 +237,7 @@ def make_console(**options: Any) -> Console:
 
 
 def own(piece: str, console: Console) -> Text:
-    """Returns a token of the target: on a background, or in brackets. Line breaks keep the background off the margin."""
+    """Returns a token of the target with a background colour, or in brackets; the background ends at line breaks."""
     if console.color_system is None or console.no_color:
         return Text(f"{BRACKETS[0]}{piece}{BRACKETS[1]}")
     head, line_break, tail = piece.partition("\n")
@@ -245,7 +245,7 @@ def own(piece: str, console: Console) -> Text:
 
 
 class Pieces:
-    """A text that grows, by who wrote each token.
+    """A growing text, coloured by who wrote each token.
 
     Attributes:
       text: so far.
@@ -257,7 +257,7 @@ class Pieces:
         self._tokens: list[int] = []
 
     def add(self, tokens: Sequence[int], from_draft: Sequence[bool], finished: bool) -> Text:
-        """Returns the text of the next tokens; with ``finished`` they are the last."""
+        """Returns the text of the next tokens, which are the last ones if ``finished``."""
         found = Text()
         for count, (token, by_draft) in enumerate(zip(tokens, from_draft, strict=True), 1):
             self._tokens.append(token)
@@ -276,7 +276,7 @@ def show(tables: Sequence[report.Table], console: Console) -> None:
 
 @contextlib.contextmanager
 def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
-    """Shows what is going on while the block runs: a spinner on a terminal, a line now and then on stderr elsewhere.
+    """Shows the progress of a block of code: a spinner on a terminal, elsewhere a line now and then on stderr.
 
     The block gets a function that changes the text.
     """
@@ -317,7 +317,7 @@ def weights_progress(console: Console) -> Callable[[str, int, int], None]:
 
 @contextlib.contextmanager
 def keeps(what: str) -> Iterator[None]:
-    """Lets an interrupt within the block say what is kept."""
+    """Adds ``kept`` to the message of an interrupt within the block."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -326,7 +326,7 @@ def keeps(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turns what a damaged document leads to within the block into a ValueError that names the file."""
+    """Turns the errors of a damaged document within the block into a ValueError that names the file."""
     try:
         yield
     except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
@@ -339,7 +339,7 @@ _SIGNS |= {code: f"<U+{code:04X}>" for code in (*range(127, 160), *map(ord, _TUR
 
 
 def visible(text: str) -> str:
-    """Returns ``text`` with signs for its control characters, except line breaks and tabs: no text can steer a terminal."""
+    """Replaces control characters, except line breaks and tabs, by symbols, since they could control the terminal."""
     return text.translate(_SIGNS)
 
 
@@ -349,7 +349,7 @@ def command() -> str:
 
 
 def check_output(path: str | None, flag: str = "output") -> None:
-    """Refuses a place that cannot be written: now, not after an hour of measuring."""
+    """Raises ValueError for a path that cannot be written, before long computations."""
     if not path or not is_first() or storage.is_stream(path):
         return
     if storage.place(path).is_dir():
@@ -371,7 +371,7 @@ def write_result(path: str | None, document: dict, console: Console) -> None:
 
 
 def header() -> dict[str, Any]:
-    """Returns the first fields of a result's file: command and environment."""
+    """Returns the first fields of a file of results: command and environment."""
     return {"command": command(), "environment": machine.environment()}
 
 

@@ -18,7 +18,7 @@ POSITIONS = "Of the rounds that reached a position, the share in which its token
 
 
 def quality(rows: Sequence[Mapping[str, Any]], title: str = "Quality and speed") -> Table:
-    """Returns scores, differences from plain decoding and speed of each way to decode; rows are as JSON has them."""
+    """Returns scores, differences from plain decoding and speed of each method; rows are JSON objects."""
     cells = []
     for row in rows:
         scores = [band(one["mean"], (one["low"], one["high"]), 3) for one in row["scores"].values()]
@@ -37,7 +37,7 @@ def quality(rows: Sequence[Mapping[str, Any]], title: str = "Quality and speed")
 
 
 def evaluation_tables(task: str, rows: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Returns the tables of an evaluation; rows are as JSON has them."""
+    """Returns the tables of an evaluation; rows are JSON objects."""
     found = [quality(rows, f"{task}: quality and speed over {rows[0]['problems']} problems")]
     totals = [counts_of({"result": {"acceptance": row["counts"]}}) for row in rows]
     lossy = [(row, counts) for row, counts in zip(rows, totals) if counts.variation is not None]
@@ -59,7 +59,7 @@ def evaluation_tables(task: str, rows: Sequence[Mapping[str, Any]]) -> list[Tabl
 
 
 def label_of(row: Mapping[str, Any]) -> str:
-    """Returns the name of a way to decode; a control is marked."""
+    """Returns the name of a method; a control is marked."""
     return row["name"] if row["exact"] else f"{row['name']} (control, not exact)"
 
 

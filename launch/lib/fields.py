@@ -37,7 +37,7 @@ PRESETS = {name: getattr(models, name) for name in ("chinchilla_70b", "draft_4b"
 MACHINE = "machine"  # the draft length that launch/lib/machine_choice.py chooses
 INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SIDES}
 
-# Types of fields with their checks, which `read_fields` makes: a function of `validate`, and what it takes after the value.
+# Types of fields with their checks, for `read_fields`: a function of `validate`, and its arguments after the value.
 Whole = Annotated[int, (validate.integer, 0)]
 Positive = Annotated[int, (validate.integer, 1)]
 Share = Annotated[float, (validate.number, 0, 1)]
@@ -45,7 +45,7 @@ Share = Annotated[float, (validate.number, 0, 1)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8Fields:
-    """Says which models of a pair are decoded in int8: none, target, draft or both."""
+    """The models of a pair that are decoded in int8: none, target, draft or both."""
 
     weights: Annotated[str, (validate.choice, INT8_SIDES)] = "none"
     caches: Annotated[str, (validate.choice, INT8_SIDES)] = "none"
@@ -58,7 +58,7 @@ class Int8Fields:
 
 @dataclasses.dataclass(frozen=True)
 class ModelFields:
-    """Names a preset of specsamp/models/config.py, and changes of its shape; None keeps the preset's value."""
+    """A preset of specsamp/models/config.py, and changes of its shape; None keeps the preset's value."""
 
     fields: Mapping[str, Any]
 
@@ -71,7 +71,7 @@ class ModelFields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingFields:
-    """Holds the numbers of the sampling distribution; a temperature of 0 is greedy."""
+    """The numbers of the sampling distribution; a temperature of 0 is greedy."""
 
     temperature: float
     top_k: int = 0  # 0 is off
@@ -82,7 +82,7 @@ class SamplingFields:
         self.warp()  # refuses numbers out of range
 
     def warp(self) -> Warp:
-        """Returns the distribution; fields that are off (temperature 0 apart, which is greedy) are left out of it."""
+        """Returns the warp; leaves out fields that are off (a temperature of 0 is greedy)."""
         if self.temperature == 0:
             return greedy()
         filters = [make(getattr(self, name)) for name, make, off in _FILTERS if getattr(self, name) != off]
@@ -94,7 +94,7 @@ _FILTERS = (("top_k", top_k, 0), ("top_p", top_p, 1.0), ("min_p", min_p, 0.0))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshFields:
-    """Says over how many devices a pair is spread, see configs/common.py."""
+    """The numbers of devices of a pair, see configs/common.py."""
 
     data: Positive = 1
     model: Positive = 1
@@ -114,7 +114,7 @@ class PublicNames:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A configuration; ``recorded`` are all its fields as they were written, for files of results and folders of runs."""
+    """A configuration; ``recorded`` has all its fields in their original form, for files of results and of runs."""
 
     recorded: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
@@ -135,7 +135,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExperimentConfig(Config):
-    """Holds the fields of a configuration such as configs/random_pair.py, each read once and checked.
+    """The fields of a configuration such as configs/random_pair.py, each read once and checked.
 
     configs/common.py explains the fields. A pair is named by ``pair``, by ``hugging_face``, or by the shapes ``target`` and
     ``draft``, of random weights.
@@ -178,7 +178,7 @@ class ExperimentConfig(Config):
         self._check_tree(make_rule(self.rule))
 
     def _check_tree(self, rule: Rule) -> None:
-        """Refuses trees that the drafter or the rule does not have, and rules of trees without one."""
+        """Raises ValueError for trees that drafter or rule do not support, and for rules of trees without a tree."""
         widths = validate.integers("tree", self.tree, 1)
         if widths and not self.word.trees:
             trees = ", ".join(name for name, word in DRAFTERS.items() if word.trees)
@@ -196,12 +196,12 @@ class ExperimentConfig(Config):
 
     @property
     def writes_text(self) -> bool:
-        """Returns whether the pair is one with a tokenizer."""
+        """Returns whether the pair has a tokenizer."""
         return self.pair is not None or self.hugging_face is not None
 
     @property
     def num_kv_heads(self) -> int | None:
-        """Returns the kv heads of the target, where the configuration says them."""
+        """Returns the kv heads of the target, if they are in the configuration."""
         if self.hugging_face is not None:
             return self.mesh.num_kv_heads or None
         return None if self.target is None else self.target.model().config.num_kv_heads
@@ -233,13 +233,13 @@ class ExperimentConfig(Config):
     def make_drafter(
         self, target: LanguageModel, draft: LanguageModel | Head | None, draft_length: int | None = None
     ) -> Drafter:
-        """Returns the drafter for K or the configuration's; K = 0 drafts nothing. ValueError: it does not fit the target."""
+        """Returns the drafter for K, default the configuration's; raises ValueError if it does not fit the target."""
         K = self.draft_length if draft_length is None else draft_length
         size = TreeShape.of_widths(*self.tree) if self.tree else K
         return self.word.make(target, draft, size, self.exit_layer) if K else NoDrafter()
 
     def make_method(self, pair: Pair) -> Method:
-        """Returns the way to decode a pair; if only one of target and draft is greedy, both warps are chains."""
+        """Returns the method for a pair; if only one of target and draft is greedy, both warps are chains."""
         drafter = self.make_drafter(pair.target, pair.draft_or_head, 0 if self.is_plain else None)
         if pair.vocabulary is not None and type(drafter) is ModelDrafter:
             drafter = default_drafter(pair, drafter.K)

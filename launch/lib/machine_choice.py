@@ -1,8 +1,8 @@
 """Chooses drafter and draft length for this machine: the meaning of --config.draft_length=machine.
 
-Single calls are timed once, and kept beside the compiled programs. Acceptance comes from the file ``acceptance.json`` of
-the pair, which `launch/benchmark.py` has written for other prompts; without one for this sampling, a few of the pair's
-prompts are decoded first. The planner does the rest.
+Single calls are timed once, and the times are kept in the folder of compiled programs. Acceptance comes from the pair's
+file ``acceptance.json``, which `launch/benchmark.py` wrote for other prompts; if it lacks this sampling, a few of the
+pair's prompts are decoded first. The planner compares the forecasts.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def for_machine(config: ExperimentConfig, console: Console) -> ExperimentConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class Calls:
-    """The costs of rounds on this machine by the word of the drafter, and the pair, once it was read."""
+    """The costs of rounds on this machine by the word of the drafter, and the pair, if it was read."""
 
     config: ExperimentConfig
     costs: Mapping[str, PerCall]
 
     @classmethod
     def of(cls, config: ExperimentConfig, console: Console) -> Calls:
-        """Reads the costs that an earlier run has kept, or times the calls of the pair."""
+        """Reads the kept costs of an earlier run, or times the calls of the pair."""
         if not is_possible(config):
             raise ValueError(f"--config.draft_length={MACHINE} takes a drafter, one device and jit: name a number")
         folder = use_compilation_cache()
@@ -76,11 +76,11 @@ class Calls:
 
     @functools.cached_property
     def experiment(self) -> Experiment:
-        """Returns the experiment with drafts of the length that is timed; the pair is read once."""
+        """Returns the experiment with drafts of the timed length; reads the pair once."""
         return build(self.config.turned({"draft_length": TIMED_LENGTH}), check_heads=False, all_fields=True)
 
     def acceptance(self, config: ExperimentConfig) -> dict[str, Profile]:
-        """Returns the acceptance under the sampling of ``config`` by drafter: of a file, or of a few prompts decoded now."""
+        """Returns the acceptance under the sampling of ``config`` by drafter, from a file or from a few prompts."""
         if config.pair is not None and (path := pair_folder(config.pair) / ACCEPTANCE).is_file():
             greedy = config.sampling.temperature == 0
             same = {"temperature": 0.0} if greedy else dataclasses.asdict(config.sampling)
@@ -96,19 +96,19 @@ class Calls:
 
 
 def is_possible(config: ExperimentConfig) -> bool:
-    """Returns whether something drafts, on one device, compiled: calls are timed without a mesh, by one clock."""
+    """Returns whether calls can be timed: there is a drafter, one device, and compilation is on."""
     devices = config.mesh.data * config.mesh.model * jax.process_count()
     return config.word.drafts and devices == 1 and not jax.config.jax_disable_jit
 
 
 def candidates(config: ExperimentConfig, pair: Pair) -> dict[str, Method]:
-    """Returns a method with each drafter to choose from: the configuration's, and beside a draft model prompt lookup."""
+    """Returns a method for each candidate drafter: the configuration's, and for a draft model also prompt lookup."""
     tried = dict.fromkeys([config.drafter, *["ngram"] * (config.word.draft == "model")])
     return {word: config.turned({"drafter": word, "draft_length": TIMED_LENGTH}).make_method(pair) for word in tried}
 
 
 def best(config: ExperimentConfig, calls: Calls, console: Console, least: int = 0) -> ExperimentConfig:
-    """Returns the configuration with the drafter and the draft length, at least ``least``, of the best forecast."""
+    """Returns the configuration with drafter and draft length of the best forecast, a length of at least ``least``."""
     with entry.progress(console, "counting what is accepted"):
         accepted = calls.acceptance(config)
     forecasts = {}

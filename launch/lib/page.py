@@ -21,8 +21,8 @@ PAGES = (CHECKOUT / "README.md", RESULTS / "README.md", PAIR.with_name("README.m
 MARK = re.compile(r"(<!-- (table|files): ([\w ]+?) -->\n)((?:(?!<!--).)*)(<!-- end -->)", re.DOTALL)
 OPENED = re.compile(r"<!-- *(?:table|files|end)\b.*")
 
-# Results name the commands that made them. Commands have moved since: what to run today, by a pattern of what was run then.
-# Programs that are gone have no command today: the page has their answers. The last pattern is of all studies.
+# Results contain the commands that made them, and some commands have moved since: patterns of old commands, with
+# today's. Removed programs have no command today; the page has their answers. The last pattern matches all studies.
 MOVED: dict[str, str] = storage.read_json(pathlib.Path(__file__).with_suffix(".json"))
 REPEATED = re.compile(r" --(\w+)=(\S+) --\1=(\S+)")
 
@@ -40,7 +40,7 @@ def fill_pages() -> list[pathlib.Path]:
 
 
 def filled(text: str) -> str:
-    """Returns a page with its marks filled anew; raises ValueError for a mark that is misspelt or has no end."""
+    """Returns a page with its marks filled again; raises ValueError for a mark that is misspelt or has no end."""
     whole = [line for mark in MARK.finditer(text) for line in OPENED.findall(mark[0])]
     if len(whole) < len(all_marks := OPENED.findall(text)):
         wrong = next(line for line in all_marks if all_marks.count(line) > whole.count(line))
@@ -51,7 +51,7 @@ def filled(text: str) -> str:
 
 
 def shown(texts: Iterable[str]) -> set[str]:
-    """Returns the results that the marks of pages name, or their tables show."""
+    """Returns the results in the marks of pages and in their tables."""
     marks = [(mark[2], mark[3]) for text in texts for mark in MARK.finditer(text)]
     known = all_tables()
     return {
@@ -104,7 +104,7 @@ def _machine(environments: Sequence[Mapping[str, Any]]) -> str:
 
 
 def today(command: str) -> str:
-    """Returns a recorded command as it is given today: commands have moved, and results go to runs/."""
+    """Returns today's form of a recorded command: commands have moved, and results go to runs/."""
     for then, now in MOVED.items():
         command = re.sub(then, now, command)
     while "launch/study.py" in command and command != (joined := REPEATED.sub(r" --\1=\2,\3", command)):

@@ -1,7 +1,7 @@
-"""Acceptance rules by the word that a configuration names them with, such as "block", "ears:0.3" or "bounded:0.01:typical".
+"""Makes acceptance rules from the words of configurations, such as "block", "ears:0.3" or "bounded:0.01:typical".
 
-A lossy rule's constants follow its name, in the order of its fields; the rest have their defaults. Behind a rule of token
-trees stands how siblings come about: "recursive", or "traversal:top".
+A lossy rule's constants follow its name, in the order of its fields; missing constants have their defaults. The kind of
+siblings follows the name of a rule for token trees: "recursive", or "traversal:top".
 """
 
 from specsamp import validate

@@ -1,4 +1,4 @@
-"""Shapes of models that a configuration names, known before any weights are read."""
+"""Reads the shapes of a configuration's models, without their weights."""
 
 import dataclasses
 import pathlib
@@ -20,7 +20,7 @@ EAGLE3_VOCABULARY = 32_000
 
 
 def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
-    """Returns the shape of the published EAGLE-3 heads: a layer like the target's, and the 32,000 likeliest tokens."""
+    """Returns the shape of the published EAGLE-3 heads: a layer like the target's, 32,000 most frequent tokens."""
     layer = dataclasses.replace(
         target, num_layers=1, positions="rotary", tied=False, query_key_norm=False, global_layers=(), experts=None
     )
@@ -34,7 +34,7 @@ def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
 
 
 def head_of(config: ExperimentConfig, target: models.TransformerConfig) -> HeadConfig:
-    """Returns the shape of a head in a folder, of a module in its target's published checkpoint, or else of EAGLE-3's."""
+    """Returns the shape of a head in a folder, of a module in the target's checkpoint, or of an EAGLE-3 head."""
     target = dataclasses.replace(target, **config.int8.sides.of("draft"))
     name = config.hugging_face.draft if config.hugging_face else ""
     if name and pathlib.Path(name, "config.json").is_file():
@@ -45,7 +45,7 @@ def head_of(config: ExperimentConfig, target: models.TransformerConfig) -> HeadC
 
 
 def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
-    """Returns the models whose shapes can be known before weights are read: none of a pair in a folder."""
+    """Returns the models whose shapes are known without reading weights: none for a pair in a folder."""
     int8 = config.int8.sides
     if config.hugging_face is None:
         fields = {"target": config.target, "draft": config.draft}
@@ -64,7 +64,7 @@ def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
 
 
 def target_and_draft(config: ExperimentConfig) -> tuple[TransformerLM, TransformerLM | None]:
-    """Returns the shapes of both models; the draft of an early exit are the target's first layers, that of a head is None."""
+    """Returns the shapes of both models; the draft is the target's first layers for an early exit, None for a head."""
     word, known = config.word, known_models(config)
     for side in ("target", "draft") if word.draft == "model" else ("target",):
         if side not in known:

@@ -1,9 +1,9 @@
-"""Runs studies: a file in launch/studies says what a study measures; flags, files and tables are here.
+"""Runs studies: a file in launch/studies defines the measurements; flags, files and tables are here.
 
-A study is a module ``launch/studies/NAME.py`` with a `Study` named ``STUDY``. The runner brings --output, which is
-written after each cell and from which the same command goes on; --again; --figures; --results, which shows the tables
-of results that exist and measures nothing; progress, tables on the console, and the same tables as Markdown. For a
-study of a configuration it also brings --config and --prompts, and reads the pair.
+A study is a module ``launch/studies/NAME.py`` with a `Study` named ``STUDY``. The runner adds --output, which is
+written after each cell and from which the same command resumes; --again; --figures; --results, which shows the tables
+of existing results and measures nothing; progress, tables on the console, and the same tables as Markdown. For a study
+of a configuration it also adds --config and --prompts, and reads the pair.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ PAIR = pathlib.Path(specsamp.__file__).parent / "checkpoints/assets/python/pair.
 
 Document = Mapping[str, Any]  # a result, as its JSON holds it
 Key = Mapping[str, Any]  # identifies a cell within its file
-Say = Callable[[str], None]  # shows what is going on
+Say = Callable[[str], None]  # shows progress
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """Describes a flag of a study; its type is that of the default, and of a tuple's first element."""
+    """A flag of a study; its type is the type of the default, or of the first element of a tuple."""
 
     default: Any
     help: str
@@ -60,7 +60,7 @@ class Option:
         return flags.DEFINE_string(name, self.default, self.help)
 
     def read(self, name: str, value: Any) -> Any:
-        """Returns the value that a flag gives; raises ValueError for a wrong element of a list."""
+        """Returns the value of the flag; raises ValueError for a wrong element of a list."""
         if not isinstance(self.default, tuple):
             return value
         kind, given = type(next(iter(self.default), "")), f"--{name}={','.join(map(str, value))}"
@@ -80,17 +80,17 @@ class Option:
 
 OF_ALL = {
     "figures": Option(None, "Draw the figures into this folder."),
-    "results": Option(None, "Measure nothing: show what the files of this folder hold, such as notebooks/results."),
+    "results": Option(None, "Measure nothing: show the results in this folder, such as notebooks/results."),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """Makes a table of committed results, for the console and for a page.
+    """A table of committed results, for the console and for a page.
 
     Attributes:
-      results: names of the files in notebooks/results that ``make`` takes, without .json.
-      make: takes their documents in this order.
+      results: names of the files in notebooks/results for ``make``, without .json.
+      make: a function of the documents in these files, in this order.
     """
 
     results: Sequence[str]
@@ -99,22 +99,21 @@ class Published:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """Describes a study.
+    """The definition of a study.
 
     Attributes:
       question: the question of the study, in one sentence.
-      options: its flags by name, in addition to the shared ones.
-      config: the default of --config, for a study of a configuration. All functions below but ``prepare`` then find
-        the pair in ``options.experiment``, all of them the configuration in ``options.config``.
+      options: its flags by name, in addition to the shared flags.
+      config: the default of --config, for a study of a configuration. ``options.config`` is then the configuration for
+        all functions below, and ``options.experiment`` the pair for all except ``prepare``.
       prepare: checks the options, before a pair is read, and adds fields to them for the functions below.
-      cells: lists the keys of the cells; by default there is one, {}, and its result's fields are the document's.
-      identity: returns the options that all cells of a file share, by default all of them; a file of another identity
-        is refused. Study, machine, configuration and pair always belong to it.
+      cells: lists the keys of the cells; by default a single cell {}, whose fields are fields of the document.
+      identity: returns the options that all cells of a file share, by default all options; a file of another identity
+        is refused. Study, machine, configuration and pair are always part of the identity.
       measure: returns the result of a cell as JSON (dataclasses allowed).
-      tables: the tables of committed results, by the names that pages have them under.
-      figures: draw documents, as tables are made of them; each is a PNG file of that name.
-      shown: names the tables and figures that are made of what was just measured, of that document alone. None: all
-        that are made of a single result.
+      tables: the tables of committed results, by their names in pages.
+      figures: functions that draw documents, by the name of their PNG file.
+      shown: the names of tables and figures that are made of a new document alone. None: all that need only one result.
     """
 
     question: str
@@ -137,14 +136,14 @@ def names() -> list[str]:
 
 
 def load_study(name: str) -> Study:
-    """Returns the study of a name; for an unknown name, the error has the closest."""
+    """Returns the study of a name; the error for an unknown name lists the closest names."""
     if name not in names():
         raise ValueError(f"no study {name!r}{meant(name, names())}")
     return importlib.import_module(f"launch.studies.{name}").STUDY
 
 
 def run_study(study: Study, arguments: Sequence[str]) -> int:
-    """Runs a study with the flags that the arguments set, and returns the exit status."""
+    """Runs a study with the flags of the arguments, and returns the exit status."""
     config = None if study.config is None else ConfigFlag(study.config, ExperimentConfig)
     described = OF_ALL | study.options
     options = {name: option.define(name) for name, option in described.items()}
@@ -197,7 +196,7 @@ def _show(study: Study, found: Mapping[str, Any], options: types.SimpleNamespace
 
 
 def _measured(study: Study, options: types.SimpleNamespace, console: Console) -> Document:
-    """Returns the document with all cells; cells that the output lacks are measured now."""
+    """Returns the document with all cells; measures the cells that the output lacks."""
     keys = [report.as_json(key) for key in study.cells(options)]
     results = grid.Results.open(options.output, _identity(study, options))
 
@@ -220,7 +219,7 @@ def _identity(study: Study, options: types.SimpleNamespace) -> dict[str, Any]:
 
 
 def whole(document: Document) -> Document:
-    """Returns a document as tables read it: the fields of a single cell join those of the header."""
+    """Returns a document for tables: the fields of a single cell are added to the fields of the header."""
     cells = document.get("cells", ())
     if len(cells) != 1 or cells[0].get("key") != {}:
         return document
@@ -230,12 +229,12 @@ def whole(document: Document) -> Document:
 
 
 def read_result(name: str, folder: pathlib.Path = RESULTS) -> Document:
-    """Returns a result of a folder; "pair" is the record of the shipped pair."""
+    """Returns a result in a folder; "pair" is the record of the shipped pair."""
     return whole(storage.read_json(PAIR if name == "pair" else folder / f"{name}.json"))
 
 
 def answers(document: Document) -> Iterator[tuple[Key, Any]]:
-    """Yields key and result of each cell that was measured; older files hold both side by side."""
+    """Yields key and result of each measured cell; in older files both are in one object."""
     for cell in document["cells"]:
         if "name" in cell:
             yield cell["name"], cell
@@ -244,14 +243,14 @@ def answers(document: Document) -> Iterator[tuple[Key, Any]]:
 
 
 def cpu_of(document: Document) -> str:
-    """Returns where a result was measured: "2 CPU cores (AMD EPYC)"; older files do not name the CPU."""
+    """Returns the machine of a result, such as "2 CPU cores (AMD EPYC)"; older files do not name the CPU."""
     environment = (document if "environment" in document else document["cells"][0])["environment"]
     named = [environment.get("cpu"), *environment.get("instructions", ())]
     return f"{environment['cores']} CPU cores" + (f" ({', '.join(named)})" if named[0] else "")
 
 
 def law(key: Key) -> str:
-    """Returns a distribution in words, with its top-p: "T = 0.8, top-p 0.95"."""
+    """Returns the name of a distribution, such as "T = 0.8, top-p 0.95"."""
     return "T = {temperature:g}, top-p {top_p:g}".format(**key) if key["temperature"] else "greedy"
 
 

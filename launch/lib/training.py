@@ -1,4 +1,4 @@
-"""The fields of a training's configuration, such as configs/python_pair.py, each with its check."""
+"""The fields of a configuration for training, such as configs/python_pair.py, each with its check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specsamp.training.trainer import Intervals, TrainConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataFields:
-    """The text that is trained on."""
+    """The training text."""
 
     folder: str
     pattern: str
@@ -42,7 +42,7 @@ class GeneratedFields:
 
     @property
     def sampling(self) -> Warp:
-        """Returns the distribution that the target writes a batch of rows with."""
+        """Returns the sampling distribution with which the target writes a batch of rows."""
         greedy = round(self.greedy_share * self.batch)
         return chain(temperature([0.0] * greedy + [self.temperature] * (self.batch - greedy)), top_p(self.top_p))
 
@@ -60,11 +60,11 @@ class TrainingTestFields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Config):
-    """Holds the fields of a configuration.
+    """The fields of a configuration.
 
     Attributes:
-      target: names the model that a draft or a head learns from; None: a target is trained.
-      head, layer_skip: the fields of that kind of training; None: it is another kind.
+      target: the name of the model that a draft or a head is distilled from; None: a target is trained.
+      head, layer_skip: the fields of this kind of training; None: another kind.
     """
 
     data: DataFields

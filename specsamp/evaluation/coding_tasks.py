@@ -1,6 +1,6 @@
 """Tasks of code: HumanEval and MBPP, in the files of openai/human-eval and google-research/mbpp, and the prompts of a pair.
 
-Programs are tested in isolation; the completions of a pair's prompts must parse, up to where the budget cut them off.
+Programs are tested in isolation; the completions of a pair's prompts must parse, up to the end of the budget.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class ParseResult(enum.Enum):
 def parses(prompt: str, completion: str, ended: bool = False) -> bool:
     """Returns whether ``prompt + completion``, cut at its last complete statement, parses with `ast`.
 
-    The cut removes a last line without its end, and a statement that is open at the end: the budget may have cut them.
-    At least one line of the completion that is not blank must remain, and no error may come before the cut.
+    The cut removes an incomplete last line and an incomplete last statement, which the budget may have cut. At least
+    one line of the completion that is not blank must remain, and there must be no error before the cut.
 
     Args:
       prompt: begins a top-level statement.

@@ -1,7 +1,7 @@
-"""Evaluates ways to decode on a task: quality compared with plain decoding, time per token, and acceptance.
+"""Evaluates decoding methods on a task: quality compared with plain decoding, time per token, and acceptance.
 
-All ways get the same requests. A block of problems is decoded in every way before the next block begins, so that drifts
-of the machine's speed favour no way.
+All methods get the same requests. A block of problems is decoded with every method before the next block begins, so
+that drifts of the machine's speed favour no method.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ LOG_PROB = "log_prob"  # measured for every task: log-probability per token unde
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Requests:
-    """The requests that every way to decode gets.
+    """The requests for every method.
 
     Attributes:
       samples: completions of each problem.
       rows: texts that are decoded together.
       chat: whether a problem is a user's message in the chat template.
-      require_exact: refuse ways to decode that are lossy.
+      require_exact: refuse lossy methods.
     """
 
     samples: int = 1
@@ -59,7 +59,7 @@ def decode_and_score(
     open_log: Callable[[int], CompletionLog | None] = lambda turn: None,
     say: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Any]:
-    """Decodes some problems of a task in one way, and scores the completions.
+    """Decodes some problems of a task with one method, and scores the completions.
 
     With a chat template, further turns of a problem follow the answers to earlier turns.
 
@@ -67,8 +67,8 @@ def decode_and_score(
       pair: a pair with a tokenizer.
       task: scores completions.
       problems: by their place in the task, which is their prompt id.
-      method: the way to decode.
-      requests: shared by all ways.
+      method: the method.
+      requests: shared by all methods.
       open_log: returns the log of a turn's completions, from which a killed run resumes.
       say: called with the number of completions so far.
 
@@ -119,7 +119,7 @@ def _results(
     ends: frozenset[int],
     samples: int,
 ) -> dict[str, Any]:
-    """Returns the scores of completions, their counts by category, and how they ended."""
+    """Returns the scores of completions, their counts by category, and the reasons why they ended."""
     completions = [one for of_problem in written.values() for one in of_problem]
     counts = ((problem.category, one.stats) for key, problem in problems.items() for one in written[key])
     turns = sum(1 + len(problem.further_turns) for problem in problems.values())
@@ -141,7 +141,7 @@ def _ask(
     method: Method,
     requests: Requests,
 ) -> dict[int, Prompt]:
-    """Returns the prompts of a turn; a further turn that has become too long is left out."""
+    """Returns the prompts of a turn, without those that have become too long."""
     asked = {key: conversation(problem, written[key], turn, requests) for key, problem in problems.items()}
     asked = {key: prompt for key, prompt in asked.items() if prompt is not None}
     room = max_positions(pair, method.drafter) - requests.max_new_tokens
@@ -163,7 +163,7 @@ def conversation(problem: Problem, written: Sequence[Completion], turn: int, req
 
 
 def max_positions(pair: Pair, drafter: Drafter) -> float:
-    """Returns the number of positions that target and drafter both have."""
+    """Returns the smaller number of positions of target and drafter."""
     known = (pair.target.max_positions, drafter.max_positions)
     return min((positions for positions in known if positions is not None), default=math.inf)
 
@@ -206,16 +206,16 @@ def _add_up(counts: Iterable[tuple[str, RowStats]]) -> dict[str, RowStats]:
 
 
 def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str, Any]]:
-    """Joins the results of `decode_and_score` for each way and block.
+    """Joins the results of `decode_and_score` for each method and block.
 
     Args:
       cells: with ``key``, the names of "method" and "block", and ``result``, as JSON.
-      baseline: the method of the comparison, on the blocks that both ways have.
+      baseline: the method to compare with, on the blocks that both methods have.
 
     Returns:
-      Results of each way over all its blocks, as files of results have them; unknown values are None.
+      Results of each method over all its blocks, in the form of result files; unknown values are None.
       ``scores`` are means over problems with intervals, ``differences`` are differences from the baseline.
-      ``ms_per_token`` comes from uninterrupted blocks, ``speedups`` from each block that both ways decoded.
+      ``ms_per_token`` comes from uninterrupted blocks, ``speedups`` from each block that both methods decoded.
       ``occupancy`` is the share of rows that were busy while requests waited, ``dropped`` the share of tokens beyond a
       stop text. ``variation_per_text`` is the mean over completions of the sum of a lossy rule's meter.
     """

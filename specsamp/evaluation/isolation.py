@@ -3,11 +3,11 @@
     print("\\n".join(find_isolation().sentences))
     outcome = run_isolated("assert sorted([2, 1]) == [1, 2]")     # outcome.passed
 
-Machines differ (a container may forbid namespaces), so `find_isolation` runs a program whose attempts must fail. If it
-reaches a network or other users' files, no program runs, unless the caller insists. A program passes if it reaches
-its end: the harness then reports a word that is drawn anew for each run. Until then neither a descriptor nor Python's
-introspection shows this word. A program that is written against this harness can still search its own memory for the
-word with ctypes, or skip its tests with a trace function. Then its score is wrong, but the walls hold.
+Machines differ (a container may forbid namespaces), so `find_isolation` runs a probe that tries to escape. If the probe
+reaches a network or other users' files, no program runs, unless the caller insists. A program passes if it reaches its
+end: the harness then reports a secret word, different in each run. Until then neither a file descriptor nor Python's
+introspection can read this word. A program that is written against this harness can still search its own memory for the
+word with ctypes, or skip its tests with a trace function. Then its score is wrong, but the isolation holds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS"
 
 
 class IsolationError(RuntimeError):
-    """Raised where a program was not run, since it could not be isolated."""
+    """Raised if a program was not run because it could not be isolated."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,12 +98,12 @@ class Isolation:
 
     @property
     def suffices(self) -> bool:
-        """Returns whether programs may run although the caller does not insist."""
+        """Returns whether network and files are isolated, so that programs may run."""
         return all(self.by[aspect] for aspect in NEEDED)
 
     @property
     def sentences(self) -> list[str]:
-        """Returns how each aspect is isolated, and which walls are missing."""
+        """Returns sentences on the isolation of each aspect, and on missing walls."""
         lines = [
             f"{aspect}: isolated by {how}" if how else f"{aspect}: NOT ISOLATED" for aspect, how in self.by.items()
         ]
@@ -136,7 +136,7 @@ open("own", "w").write("")
 
 @functools.cache
 def find_isolation(walls: tuple[str, ...] = WALLS) -> Isolation:
-    """Tries which of ``walls`` can be built, and what a program within them cannot reach.
+    """Tests which of ``walls`` can be built, and which aspects they isolate.
 
     Raises:
       IsolationError: no program runs at all.
@@ -158,7 +158,7 @@ def find_isolation(walls: tuple[str, ...] = WALLS) -> Isolation:
                 outcome = _run(probe, limits, left)
                 if outcome.passed:
                     break
-                # For example, Python lies in root's home, which nobody may not read.
+                # For example, Python is in root's home, which the user nobody cannot read.
                 why = f"a harmless program fails within the walls ({outcome.detail})"
             except IsolationError as error:
                 why = str(error)
@@ -172,7 +172,7 @@ def find_isolation(walls: tuple[str, ...] = WALLS) -> Isolation:
 
 
 def require(isolation: Isolation) -> None:
-    """Raises IsolationError where network or files are not isolated."""
+    """Raises IsolationError if network or files are not isolated."""
     if not isolation.suffices:
         raise IsolationError(
             "generated programs are not run, since this machine does not isolate them: "
@@ -189,7 +189,7 @@ def run_isolated(
       program: Python source.
       limits: limits of the program.
       isolation: default `find_isolation()`.
-      insist: run the program although this machine isolates too little.
+      insist: run the program even if this machine does not isolate network and files.
 
     Raises:
       IsolationError: network or files are not isolated, and the caller does not insist.

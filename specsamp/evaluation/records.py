@@ -40,10 +40,10 @@ def read_records(source: str, fields: Mapping[str, type], *, split: str = "test"
         for line, record in _parse(path):
             place = f"{os.fspath(path)}, line {line}"
             if not isinstance(record, dict):
-                raise ValueError(f"{place}: no JSON object but {str(record)[:40]!r}")
+                raise ValueError(f"{place}: must be a JSON object; got {str(record)[:40]!r}")
             for name, kind in fields.items():
                 if name not in record:
-                    raise ValueError(f"{place}: there is no field {name!r}, only {', '.join(map(repr, record))}")
+                    raise ValueError(f"{place}: no field {name!r}, there are {', '.join(map(repr, record))}")
                 if not isinstance(record[name], kind):
                     raise ValueError(f"{place}: field {name!r} must be {kind.__name__}, not {record[name]!r:.40}")
             if key and seen.setdefault(record[key], place) != place:
@@ -85,7 +85,7 @@ def _parse_parquet(path: epath.Path, content: bytes) -> list[Any]:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"to read {path} takes a library: pip install pyarrow") from error
+        raise ValueError(f"reading {path} needs a library: pip install pyarrow") from error
     try:
         return pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:

@@ -24,7 +24,7 @@ class Problem:
     Attributes:
       id: its name in its file.
       category: problems of a category are reported together; may be empty.
-      further_turns: the user's later messages, where the problem is a conversation.
+      further_turns: the user's later messages, if the problem is a conversation.
       reference: the text to compare with, or the tests that follow a program.
     """
 
@@ -44,18 +44,18 @@ class Attempt:
 
 
 def no_score(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Returns no measures: the evaluation of such tasks measures time and acceptance."""
+    """Returns no scores: the evaluation of such tasks measures time and acceptance only."""
     return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """Problems in an order, and how their completions are scored.
+    """Problems in a fixed order, and the scoring of their completions.
 
     Attributes:
       name: one of `specsamp.evaluation.tasks.TASKS`.
-      stop: texts that end a completion, and are no part of it.
-      continues: whether a completion goes on with the prompt's text; the answers of a chat model would score 0.
+      stop: texts that end a completion, and are not part of it.
+      continues: whether a completion continues the prompt's text; the answers of a chat model would score 0.
       score: returns each measure's value for a problem, estimated from its attempts.
     """
 
@@ -90,9 +90,9 @@ class ScoreInterval:
 
     @property
     def detectable(self) -> float:
-        """Returns the size of a true mean that 80% of such samples would tell from 0, for values within [-1, 1].
+        """Returns the smallest true mean that 80% of such samples would distinguish from 0, for values in [-1, 1].
 
-        P equal values have no spread in the sample, but leave a mean of 3 / P possible.
+        P equal values have no spread in the sample, but do not exclude a mean of 3 / P.
         """
         return max((1.96 + 0.84) * self.error, 3 / self.problems)
 

@@ -1,4 +1,4 @@
-"""Lists the tasks by name. A new task is two functions, which read and score, and a line here."""
+"""Lists the tasks by name. A new task needs a function that reads, a function that scores, and a line here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_task(
       name: one of `TASKS`.
       source: a file or a data set on the hub; default: the task's own data set, or the pair "python".
       shots: a file of solved problems that are shown before each problem, for the tasks `SHOWS_SHOTS`.
-      insist: run generated programs although this machine does not isolate them.
+      insist: run generated programs even if this machine does not isolate them.
 
     Raises:
       ValueError: there is no task of this name, it has no default source, its records are malformed, or it runs programs

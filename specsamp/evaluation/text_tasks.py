@@ -40,7 +40,7 @@ def load_gsm8k(source: str = GSM8K, shots: str | None = None) -> EvaluationTask:
     """Reads questions and answers, whose last number is the result.
 
     Args:
-      shots: a file of further questions; all are shown with their answers before each question.
+      shots: a file of example questions, which are shown with their answers before each question.
     """
     fields, asked = {"question": str, "answer": str}, "Question: {question}\nAnswer:"
     examples = read_records(shots, fields) if shots else []
@@ -53,7 +53,7 @@ def load_gsm8k(source: str = GSM8K, shots: str | None = None) -> EvaluationTask:
 
 
 def score_numbers(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Returns the share of attempts whose last number is that of the reference."""
+    """Returns the share of attempts whose last number equals the reference's last number."""
     right = sum(last_number(cut(attempt.text, GSM8K_STOP)) == last_number(problem.reference) for attempt in attempts)
     return {"correct": right / len(attempts)}
 
@@ -68,7 +68,7 @@ def load_xsum(source: str = XSUM) -> EvaluationTask:
     """Reads articles with the fields ``document`` and ``summary``; the first article is the example.
 
     Raises:
-      ValueError: as `read_records`; there is one article only; or the library of the scores is missing.
+      ValueError: see `read_records`; there is only one article; or the library of the scores is missing.
     """
     _scorer()
     example, *records = read_records(source, {"document": str, "summary": str})
@@ -104,5 +104,5 @@ def _scorer() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise ValueError("to score summaries takes a library: pip install rouge-score") from error
+        raise ValueError("scoring summaries needs a library: pip install rouge-score") from error
     return RougeScorer(ROUGE, use_stemmer=True)

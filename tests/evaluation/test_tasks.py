@@ -175,7 +175,7 @@ def test_rouge(write):
 @pytest.mark.parametrize(
     "library, name, message",
     [
-        ("pyarrow", "a.parquet", "a.parquet takes a library: pip install pyarrow"),
+        ("pyarrow", "a.parquet", "a.parquet needs a library: pip install pyarrow"),
         ("rouge_score.rouge_scorer", "a.jsonl", "pip install rouge-score"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Runs all checks of a pair; the probability that they fail a sound pair has one bound."""
+"""Runs all checks of a pair, with one bound on the probability that a correct pair fails any of them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Settings:
 
     Attributes:
       checks: names of `CHECKS`.
-      detect: total-variation error that must be seen with a probability of 99%: any error between the cells of
+      detect: total-variation error that must be detected with a probability of 99%: any error between the cells of
         `specsamp.evaluation.audit.distribution`, and across the ratios of `specsamp.evaluation.audit.round_evidence`.
-      false_alarm: probability, at most, that a sound pair fails.
+      false_alarm: largest probability that a correct pair fails.
       distribution_prompts: number of prompts, evenly spaced, after which two tokens are sampled.
       rows: number of samples that are drawn together.
     """
@@ -99,7 +99,7 @@ def audit(
 ) -> Audit:
     """Runs the checks, in float32 except for the check of bfloat16. A check that raises ValueError has failed.
 
-    A lossy rule is held to its budget, and its drafter to the acceptance under the token rule.
+    A lossy rule is tested against its budget, and its drafter against the acceptance under the token rule.
 
     Args:
       subject: the pair, its prompts and settings.
@@ -107,8 +107,7 @@ def audit(
       progress: called with the work that begins.
 
     Raises:
-      ValueError: before the first check, for a distribution that leaves nothing to chance or a lossy rule without a
-        budget.
+      ValueError: before the first check, for a deterministic distribution or a lossy rule without a budget.
     """
     budget = budget_of(subject.method.rule)
     exact, level = subject.cast("float32") or subject, settings.false_alarm / CHANCES
@@ -135,7 +134,7 @@ def audit(
 
 
 class _Samples:
-    """The two checks of samples, which read the same texts."""
+    """The two checks of samples, on the same texts."""
 
     def __init__(
         self, subject: Subject, settings: Settings, level: float, budget: float | None, progress: Callable[[str], None]
@@ -170,7 +169,7 @@ class _Samples:
 
 
 def budget_of(rule: Rule) -> float | None:
-    """Returns the total variation per token that a lossy rule may cost; None for a rule that claims to be exact.
+    """Returns the budget of a lossy rule, a total variation per token; None for a rule that claims to be exact.
 
     Raises:
       ValueError: the rule is lossy and has no budget.

@@ -3,10 +3,10 @@
 The cells of a prompt are its probable pairs (x1, x2), its probable first tokens x1 with any other second token, and the
 rest. They partition all continuations. Their probabilities come from the target's logits, read by teacher forcing.
 
-**The test.** Half of the samples choose, after each prompt, the cells that came too often. The other half counts how
-often these cells come. The difference between their sampled probability and their probability under the target is at
-most the total variation of the two distributions. So the rule fails if the count is too large for the target's
-probability plus the total variation that is allowed: none, or the budget of a lossy rule
+**The test.** The first half of the samples selects, after each prompt, the cells that came too often. The second half
+counts how often these cells come. The difference between their sampled probability and their probability under the
+target is at most the total variation of the two distributions. So the rule fails if the count is too large for the
+target's probability plus the allowed total variation: none, or the budget of a lossy rule
 (`specsamp.sampling.lossy.Bounded`). The test is binomial. The probabilities of several prompts differ, which makes large
 counts rarer still (Hoeffding 1956).
 
@@ -14,8 +14,8 @@ counts rarer still (Hoeffding 1956).
 is chosen wrongly loses at most ``0.17 sqrt(r (1 - r) / n)`` of e, by the normal approximation; C cells lose at most
 ``0.17 sqrt((C - 1) / n)``. The remaining error must exceed the spread of the count. `samples_for` solves this for n.
 
-**Not seen** are errors between continuations of one cell, which may hold most of a flat distribution, and errors
-that begin at the third token. `specsamp.evaluation.audit.round_evidence` looks for mistakes in acceptance and residual.
+**Not detected** are errors between continuations within a cell, which may have most of the mass of a flat distribution,
+and errors that begin at the third token. `specsamp.evaluation.audit.round_evidence` tests acceptance and residual.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Cells:
 
     Attributes:
       prompt_id: index of the prompt.
-      index: the cell of each pair ``(x1, x2)``; ``(x1, None)`` is x1 with a second token that is not listed.
+      index: the cell of each pair ``(x1, x2)``; ``(x1, None)`` is x1 with any other second token.
       probs_C: float64, the probability of each cell; the cell `REST` comes first.
     """
 
@@ -55,16 +55,16 @@ class Cells:
     probs_C: np.ndarray
 
     def count(self, samples: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Returns how many samples fell into each cell, [C]."""
+        """Returns the number of samples in each cell, [C]."""
         cells = [self.index.get((x1, x2), self.index.get((x1, None), REST)) for x1, x2 in samples]
         return np.bincount(cells, minlength=len(self.probs_C))
 
 
 def read_cells(subject: Subject, prompt_ids: Sequence[int]) -> list[Cells]:
-    """Returns the cells of each prompt that leaves its continuation to chance.
+    """Returns the cells of each prompt whose continuation is random.
 
     Raises:
-      ValueError: no prompt does.
+      ValueError: there is no such prompt.
     """
     probs_NV = _probs(subject, subject.prompt_logits[list(prompt_ids)])
     firsts = [np.flatnonzero(probs_V >= min(SMALLEST, probs_V.max())).tolist() for probs_V in probs_NV]
@@ -84,14 +84,14 @@ def read_cells(subject: Subject, prompt_ids: Sequence[int]) -> list[Cells]:
             cells.append(Cells(prompt_id=prompt_id, index=index, probs_C=probs_C))
     if not cells:
         raise ValueError(
-            "the sampled distribution leaves nothing to chance (temperature 0?), so the check of it would be empty: "
-            "set a temperature, or leave the check out"
+            "the sampled distribution is deterministic (temperature 0?), so its check would be empty: set a "
+            "temperature, or leave the check out"
         )
     return cells
 
 
 def samples_for(cells: Sequence[Cells], detect: float, level: float) -> int:
-    """Returns how many samples of each prompt see a total variation of ``detect`` beyond the allowed, with `POWER`.
+    """Returns the samples per prompt that detect a total variation of ``detect`` beyond the allowed, with `POWER`.
 
     Args:
       cells: of each prompt.
@@ -113,13 +113,13 @@ def count_pairs(
     rows: int = 128,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Check:
-    """Checks that the total variation of sampled pairs of tokens from the target's distribution is ``allowed``.
+    """Checks that sampled pairs of tokens differ from the target's distribution by at most ``allowed``.
 
     Args:
       subject: the pair, its prompts and settings.
       cells: of some prompts, see `read_cells`.
-      detect: total variation beyond the allowed that is seen with `POWER`.
-      level: probability, at most, that a sound pair fails.
+      detect: total variation beyond the allowed that is detected with `POWER`.
+      level: largest probability that a correct pair fails.
       allowed: total variation of two tokens that a lossy rule may cost.
       rows: number of samples that are drawn together.
       progress: called with the work that begins.
@@ -153,7 +153,7 @@ def check_cells(
     allowed: float = 0.0,
     against: str = "",
 ) -> Check:
-    """Returns the check of a total variation that was measured with so many samples of each prompt, see `excess`."""
+    """Returns the result of the check from the counts of both halves, see `excess`."""
     (measured, p_value), rest = found, float(np.mean([one.probs_C[REST] for one in cells]))
     numbers = {
         "samples": samples * len(cells),

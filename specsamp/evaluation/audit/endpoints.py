@@ -1,10 +1,10 @@
-"""Audits engines of others by their endpoint: OpenAI's completions, one speculative and one plain, or one alone.
+"""Audits other engines at their endpoint (OpenAI's completions): a speculative and a plain engine, or a single engine.
 
 The first two tokens after some prompts are counted, as in `specsamp.evaluation.audit.distribution`. Two engines are compared
-by their texts: half of the samples choose the cells that came more often from the first, the other half counts them (Fisher's
-exact test); the difference of two counts takes twice the samples. One engine is compared with the log-probabilities that it
-returns, which must be those of the distribution it samples: engines that return them before temperature and top-p are to be
-asked at temperature 1 without top-p. Cells have a probability of a hundredth at least; the others are one cell.
+by their texts: half of the samples select the cells that came more often from the first engine, the other half counts
+them (Fisher's exact test); comparing two counts needs twice the samples. A single engine is compared with the
+log-probabilities that it returns, which must be of the sampled distribution: if it returns them before temperature and
+top-p, use temperature 1 without top-p. Cells have a probability of at least 0.01; the other continuations are one cell.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from specsamp.evaluation.audit.distribution import SMALLEST, TOKENS, Cells, chec
 from specsamp.evaluation.audit.subject import Check
 
 PILOT = 400  # samples of each prompt that find its cells
-AT_ONCE, CHOICES = 8, 64  # requests, and samples asked of each
-TOO_MANY = 429  # the status of an engine that asks to wait
+AT_ONCE, CHOICES = 8, 64  # requests, and samples per request
+TOO_MANY = 429  # the status of an engine that is too busy
 
 
 @dataclasses.dataclass(frozen=True)
 class RemoteEngine:
-    """An engine that speaks OpenAI's completions, such as at http://127.0.0.1:8000/v1; ``fields`` join each request."""
+    """An engine with OpenAI's completions, such as http://127.0.0.1:8000/v1; ``fields`` are added to requests."""
 
     url: str
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -88,13 +88,13 @@ def compare_endpoints(
     level: float,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Check:
-    """Checks that an engine's samples follow a plain engine's, or, without one, the engine's own log-probabilities.
+    """Checks that an engine's samples follow a plain engine's distribution, or the engine's own log-probabilities.
 
     Args:
       engine, plain: the endpoints.
-      prompts: texts after which samples differ.
-      detect: total variation between the counted cells that is seen with `POWER`.
-      level: probability, at most, that a sound engine fails.
+      prompts: texts with random continuations.
+      detect: total variation between the counted cells that is detected with `POWER`.
+      level: largest probability that a correct engine fails.
     """
     reference = plain or engine
     cells = []

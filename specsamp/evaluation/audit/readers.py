@@ -1,6 +1,6 @@
-"""Facts about drafters that audits need: the model that drafted tokens are sampled from, and drafters of other models.
+"""Finds, for audits, the model that a drafter samples tokens from, and makes drafters with another model.
 
-The package's drafters are registered. For another drafter the audit leaves out checks, unless its class is registered:
+The package's drafters are registered. For other drafters the audit leaves out checks, unless their class is registered:
 ``reader.register(MyDrafter, lambda drafter: Reader(model=drafter.model))``.
 """
 
@@ -82,7 +82,7 @@ def _(drafter: BlockDrafter) -> Reader | None:
 
 @dataclasses.dataclass(frozen=True)
 class WholeTargetDrafter(EarlyExitDrafter):
-    """Drafts with all layers: every token is accepted, which checks the weights and the cache that both share."""
+    """Drafts with all layers: every token must be accepted, which checks the shared weights and cache."""
 
     @property
     def last_exit(self) -> int:

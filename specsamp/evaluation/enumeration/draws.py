@@ -1,4 +1,4 @@
-"""Replaces what torch, NumPy and ``random`` draw with `Noise`, and refuses what it cannot replace."""
+"""Replaces the draws of torch, NumPy and ``random`` with `Noise`, and refuses draws that it cannot replace."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _states() -> list[Any]:
 
 @contextlib.contextmanager
 def replaced_draws() -> Iterator[None]:
-    """Replaces the draws within a block, where nothing else may draw; `specsamp.evaluation.enumeration.law` calls it."""
+    """Replaces the draws in a block; other threads must not draw. `specsamp.evaluation.enumeration.law` calls it."""
     torch, before = sys.modules.get("torch"), _states()
     places = {"numpy.random": np.random, "random": random}
     if torch is not None:

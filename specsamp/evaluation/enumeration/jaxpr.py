@@ -1,4 +1,4 @@
-"""Runs JAX code equation by equation on one path: what its keys draw is `Noise`, and control flow sees values."""
+"""Runs JAX code equation by equation on one path: draws from keys are `Noise`, and control flow has concrete values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_v
 def interpret(function: Callable) -> Callable:
     """Returns a function that computes the same on one path of `distribution`; it is traced once, for its first shapes.
 
-    Raises Outside where noise enters an operation that is not known: it names it.
+    Raises Outside, with its name, for an unknown operation on noise.
     """
     traced = []
 
@@ -90,7 +90,7 @@ def _index(x: Any) -> jax.Array:
 
 
 def _random_bits(params: Any, keys: Any) -> Noise:
-    """Returns the bits of keys as real numbers below 2^width; those of a key that was seen are the same."""
+    """Returns the bits of keys as real numbers below 2^width; equal keys have equal bits."""
     width, shape, rows = params["bit_width"], params["shape"], []
     for key in np.asarray(jax.random.key_data(keys)).reshape(math.prod(keys.shape), 2):
         seen = (key.tobytes(), width, shape)

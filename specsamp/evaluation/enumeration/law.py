@@ -1,4 +1,4 @@
-"""The distribution of what code emits, over all of its paths; and that of texts, by chaining rounds."""
+"""Computes the distribution of a program's output over all of its paths, and of texts, by chaining rounds."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_PATHS = 200_000
 
 
 def distribution(run: Callable[[], Hashable], max_paths: int = MAX_PATHS) -> Law:
-    """Returns the distribution of what ``run`` returns; a path that raises emits the exception's text in a `Raised`.
+    """Returns the distribution of the result of ``run``; the result of a path that raises is a `Raised`.
 
     Raises:
-      Outside: naming the call, where a number is drawn or used in a way that cannot be enumerated, and for endless paths.
+      Outside: a number is drawn or used in a way that cannot be enumerated (names the call), or a path is endless.
     """
     law, paths = collections.defaultdict(float), Paths()
     PATHS.append(paths)
@@ -44,15 +44,15 @@ def distribution(run: Callable[[], Hashable], max_paths: int = MAX_PATHS) -> Law
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """Stands for the outcome of a path that raises."""
+    """The result of a path that raises: the text of its exception."""
 
     error: str
 
 
 def joint(emit: Callable[[int], Sequence[int]], count: int) -> Law:
-    """Returns the joint distribution of the first ``count`` tokens after token 0: rounds are chained.
+    """Returns the joint distribution of the first ``count`` tokens after token 0, by chaining rounds.
 
-    ``emit`` takes the last token and returns those of one round, or of a whole text; models here remember no more.
+    ``emit`` takes the last token, the only context of the models here, and returns the tokens of a round or of a text.
     """
     rounds = functools.cache(lambda last: distribution(lambda: tuple(map(int, emit(last)))))
     law, open_ = collections.defaultdict(float), {(): 1.0}

@@ -1,6 +1,6 @@
-"""Random numbers whose values are not drawn: intervals of uniforms, monotone functions of them, and races.
+"""Symbolic random numbers: intervals of uniforms, monotone functions of them, and races.
 
-Uniforms are taken as real numbers, not as the grid of a float.
+Uniforms are real numbers here, not floats on a grid.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MAX_DRAWS = 2_000
 
 
 class Outside(BaseException):  # code under test may not swallow it as one of its own errors
-    """Names what cannot be enumerated: a draw outside of the oracle, a use of noise it does not know, endless paths."""
+    """Raised for code that cannot be enumerated: other draws, an unknown use of noise, an endless path."""
 
 
 class Paths:
-    """The branches of all draws; a path is a choice at each, and the next path changes the last choice it can."""
+    """The branches of all draws; a path is a choice at each, and the next path changes the last possible choice."""
 
     def __init__(self):
         self.branches: list[tuple[int, np.ndarray]] = []
@@ -211,9 +211,9 @@ def _apply(name: str, *operands: Number | float) -> Number | float | bool:
 
 
 class Noise:
-    """An array of random numbers, and of plain ones among them: ``index`` says which of the path's numbers.
+    """An array of random and plain numbers: ``index`` has the index of each element among the path's numbers.
 
-    What moves elements is done by the framework, on the index; arithmetic and comparisons are done here.
+    The framework moves elements, on the index; arithmetic and comparisons are done here.
     """
 
     __array_ufunc__ = None  # NumPy leaves operators to this class
