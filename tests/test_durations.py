@@ -1,4 +1,4 @@
-"""The quick tests stay quick: each has a recorded duration, and together they keep to twelve minutes on two cores."""
+"""Each quick test has a recorded duration, and together they take at most twelve minutes on two cores."""
 
 import pytest
 

@@ -69,7 +69,7 @@ def test_content_is_on_the_disk_before_the_file_has_its_name(tmp_path, monkeypat
 
 
 def test_permissions_are_those_of_the_umask_or_of_what_is_replaced(tmp_path):
-    """Links stay links."""
+    """Writing through a link keeps the link."""
     private, link = tmp_path / "private", tmp_path / "link"
     before = os.umask(0o022)
     try:

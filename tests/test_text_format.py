@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers are formatted for readers."""
 
 import pytest
 

@@ -33,7 +33,7 @@ SAMPLING = chain(temperature(0.8))
 
 @pytest.fixture(scope="module")
 def pair():
-    """Table models: quick to compile."""
+    """Makes table models, which compile fast."""
     table, model = fakes.random_table(0, 8), fakes.TableLM(8, max_positions=64)
     return Pair(target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 0.5))
 
@@ -48,7 +48,7 @@ def result(pair):
 
 
 def numbers(tree):
-    """All numbers of a JSON document."""
+    """Returns all numbers of a JSON document."""
     if isinstance(tree, dict):
         tree = list(tree.values())
     return [n for x in tree for n in numbers(x)] if isinstance(tree, list) else [tree]
@@ -75,7 +75,7 @@ def test_statistics_are_consistent(result):
 
 
 def test_counts_as_json_and_back():
-    """With the rates that follow from them; older files lack the number of drafted tokens."""
+    """Results include the rates that follow from counts; older files lack the number of drafted tokens."""
     stats = RowStats(rounds=10, emitted=19, drafted=20, reached=(10, 6), accepted_counts=(4, 3, 3))
     written = json.loads(report.json_text(stats))
     assert written["by_position"] == [0.6, 0.5] and written["rate"] == 9 / 16

@@ -13,7 +13,7 @@ from specsamp.tpu.work import Roofline
 
 
 def test_milliseconds_of_a_call_serve_any_batch_and_context():
-    """As in the docstrings of the planner and of launch/plan.py."""
+    """The numbers are those in the docstrings of the planner and of launch/plan.py."""
     plan = make_plan(Profile.of_rate(0.8), PerCall(14.1, 1.8), batch=8, context=2048, new_tokens=128)
     assert math.isclose(plan[4].round_ms, 14.1 + 4 * 1.8)
 
@@ -27,14 +27,14 @@ def test_lines_between_known_rounds():
 
 
 def test_beyond_the_longest_known_round():
-    """As the longest and half of it lead; a clock that scatters must not make longer rounds ever shorter."""
+    """Costs are extrapolated from the longest round and half of it; noise must not make longer rounds ever shorter."""
     assert CostTable({1: {0: 1, 4: 4, 7: 9, 8: 6}}).round_ms(12) == 8
     assert CostTable({1: {0: 4, 4: 9, 8: 6}}).round_ms(32) == 6
     assert CostTable({1: {0: 2, 1: 3}}).round_ms(3) == 5
 
 
 def test_the_roofline_of_chinchilla_on_16_chips():
-    """Floors and the ridge of facts that anyone can compute: 140 GB over 16 x 1.2 TB/s, 275 TFLOP/s each."""
+    """Lower bounds and the ridge equal public numbers: 140 GB over 16 x 1.2 TB/s, 275 TFLOP/s each."""
     target, draft = chinchilla_70b(), draft_4b()
     roof = Roofline(target=target, draft=draft, chip="v4", devices=16, default_context=0)
     assert roof.round_ms(0) == pytest.approx(7.30, abs=0.01)

@@ -87,14 +87,14 @@ def test_lengths_are_checked_before_anything_is_measured(pair, clocks, lengths, 
 
 
 def test_a_cost_table_rises():
-    """Of times that fall, each is the mean of its neighbours."""
+    """Times that fall become the mean of their neighbours."""
     assert cost_table(PerCall(14.0, 2.0), (0, 1, 4)) == (14, 16, 22)
     noisy = CostTable({1: dict(enumerate((3, 1, 2, 7, 6)))})
     assert cost_table(noisy, range(5)) == (2, 2, 2, 6.5, 6.5)
 
 
 def test_where_speculation_does_not_pay_the_answer_is_zero(pair, clocks):
-    """The control: the same acceptance, another clock."""
+    """The control has the same acceptance and another clock."""
     clocks({0: 1.0, 1: 2.5, 4: 12.0})
     assert choose(pair)[0] == 0
     clocks({0: 1.0, 1: 1.1, 4: 6.0})

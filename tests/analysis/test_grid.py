@@ -82,7 +82,7 @@ def stored(path):
 
 
 def test_programs_are_kept_while_they_are_few(outcomes, monkeypatch):
-    """Of five cells, the programs of two are kept at a time."""
+    """The programs of two of five cells are kept at a time."""
     outcomes(*[{"n": 0}] * 5)
     monkeypatch.setattr(grid, "KEPT_PROGRAMS", 2)
     when = []
@@ -126,7 +126,7 @@ def test_cells_are_measured_again_only_where_that_is_asked_for(tmp_path, outcome
     ["[]", '{"result": 3}', '{"identity": {}, "cells": [{"key": {}}]}', '{"cells": [', "# A text", "[" * 100_000],
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
-    """A sound result of another tool, a damaged file, or a text: never moved, never written to, also during a run."""
+    """Results of another tool, damaged files and texts are never moved or written to, not even during a run."""
     path = tmp_path / "audit.json"
     opened_before = grid.Results.open(str(path), IDENTITY)
     path.write_text(text, encoding="utf-8")
@@ -163,7 +163,7 @@ def test_two_writers_at_once_lose_no_cell(tmp_path):
 
 
 def test_cells_of_another_machine_are_refused(tmp_path):
-    """Also cells of a file that does not name its machine."""
+    """Cells of a file that does not name its machine are included."""
     for name, machine in (("old", {}), ("other", {"machine": {"id": "a"}})):
         path = str(tmp_path / name)
         grid.Results.open(path, IDENTITY | machine).add({"key": key(), "result": {}}, {})
@@ -192,7 +192,7 @@ def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_pat
 
 @pytest.fixture(scope="module")
 def measured(pair):
-    """One real cell."""
+    """Measures a real cell."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark_module, "split_round", lambda *_: SPLIT)
         results = grid.Results.open(None, IDENTITY)

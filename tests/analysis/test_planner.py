@@ -63,7 +63,7 @@ def test_figure_1_and_table_1_of_the_paper(task):
 
 
 def simulate(by_position, batch, new_tokens, runs, seed=0):
-    """Mean rounds of the slowest row, drawn token by token."""
+    """Returns the mean rounds of the slowest row, by simulation token by token."""
     random = np.random.default_rng(seed)
     chances = np.broadcast_to(by_position, (runs, batch, len(by_position)))
     emitted, rounds = np.zeros((runs, batch), int), np.zeros((runs, batch), int)
@@ -125,7 +125,7 @@ def test_texts_of_one_prompt_count_as_one_where_prompts_are_asked_for():
 
 
 def test_bands_cover_the_truth_as_often_as_they_say():
-    """95% of 400 data sets, for counts and for texts; an error half as large is the control."""
+    """Intervals cover the truth in 95% of 400 data sets, for counts and for texts; the control halves the error."""
     random = np.random.default_rng(0)
     truth, covered, covered_by_half = expected_tokens(0.7, 4), [], []
     for number in range(400):

@@ -52,7 +52,7 @@ def run_blocks(head, weights, hidden, tokens):
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in golden_heads.BLOCKS.glob("*.safetensors")))
 def test_heads_of_speculators(tmp_path, name):
-    """Windows, corrections, confidences and reduced vocabularies; and what we write of them is what we read."""
+    """Covers windows, corrections, confidences and reduced vocabularies; written heads are read back unchanged."""
     golden_run = golden_heads.write_head(name, tmp_path / "theirs", golden_heads.BLOCKS)
     head, params, weights = load(tmp_path / "theirs")
     assert head.hidden_layers == (0, 3), "its ids 1 and 4 name what enters layers"

@@ -24,7 +24,7 @@ def test_families_that_turn_whole_heads_ignore_a_part(name):
 
 
 def test_old_and_new_config_files_say_the_same():
-    """As the authors of Llama 3 wrote it, and as transformers 5 writes it; people add rope_scaling to lengthen a model."""
+    """Reads the form of Llama 3's authors and of transformers 5; users add rope_scaling to lengthen a model."""
     new = dict(rope_parameters=LLAMA3 | {"original_max_position_embeddings": 8})
     old = dict(rope_parameters=None, rope_theta=500.0, rope_scaling=new["rope_parameters"])
     assert read("llama2", **old) == read("llama2", **new) != read("llama2")

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: what is wrong is named before a tensor is touched."""
+"""Errors in a checkpoint are named before any tensor is read."""
 
 import json
 import os
@@ -184,7 +184,7 @@ def test_unsupported_dtypes_matter_only_where_they_are_read(saved):
 
 
 def test_names_without_their_prefix(tmp_path):
-    """As the first GPT-2 files have them, masks included."""
+    """Names are those of the first GPT-2 files, which include masks."""
     gpt2 = golden.read("gpt2")
 
     def read(folder):

@@ -37,7 +37,7 @@ def test_what_is_written_is_read_again_unchanged(config, tokenizer, tmp_path):
 
 
 def test_the_shipped_target_has_a_counterpart():
-    """Ungated, tied, rotary, one kv head: Arcee."""
+    """An ungated, tied, rotary model with one kv head is written as Arcee."""
     pair = load_pair("python")
     content = describe_model(pair.target.config, pair.tokenizer.eos_id)
     assert content["architectures"] == ["ArceeForCausalLM"] and content["hidden_act"] == "gelu_pytorch_tanh"
@@ -63,7 +63,7 @@ def test_what_has_no_counterpart_is_named(change, named, tmp_path):
 
 
 def test_half_an_export_is_none(original, params, tokenizer, tmp_path, monkeypatch):
-    """Killed while an older one was being replaced: better none than a mixture."""
+    """An export that is killed while replacing an older one leaves no model rather than a mixture."""
     shutil.copytree(original, tmp_path, dirs_exist_ok=True)
 
     def killed(*_, **__):
@@ -88,7 +88,7 @@ MODULE = MTPConfig(layer=LAYER, target_layers=LAYERS, hidden_layers=(LAYERS - 1,
 
 
 def numbered(config):
-    """Parameters that all differ, so that one in the place of another is seen."""
+    """Returns parameters that all differ, so that an exchange of two is detected."""
     shapes = jax.eval_shape(FeatureHead(config).init, jax.random.key(0))
     leaves, tree = jax.tree.flatten(shapes)
     return tree.unflatten([np.sin(np.arange(x.size) + i).reshape(x.shape).astype("f4") for i, x in enumerate(leaves)])
@@ -103,7 +103,7 @@ def numbered(config):
     ids=["medusa", "mtp"],
 )
 def test_what_is_written_is_read_again(config, file, tensor, tmp_path):
-    """Whatever other head was in the folder before."""
+    """An export replaces any other head in the folder."""
     params = numbered(config)
     (tmp_path / "pytorch_model.bin").write_bytes(b"of another head")
     write_head(tmp_path, FeatureHead(config), params, target_name="org/target", K=3)

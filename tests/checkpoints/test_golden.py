@@ -86,7 +86,7 @@ def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
 
 
 def test_generate_with_drafts_gives_the_greedy_text_of_transformers(folder):
-    """Windows shorter than the prompt, drafts that are taken back: Gemma 3's mixture of layers."""
+    """Gemma 3's mixture of layers: windows are shorter than the prompt, and drafted tokens are removed."""
     model, params = read("gemma3", folder)
     theirs = golden.read("gemma3")
     prompts = theirs.tokens_BT[:, : golden.PROMPT].tolist()
@@ -105,7 +105,7 @@ MISTAKES = (pathlib.Path(__file__).parent / "golden_mistakes.txt").read_text(enc
 
 @pytest.mark.parametrize("name, change", [line.split(": ") for line in MISTAKES])
 def test_each_of_these_mistakes_would_be_seen(name, change, folder):
-    """Switches that leave the parameters' shapes alone."""
+    """Each mistake keeps the shapes of parameters, and changes the logits."""
     model, params = read(name, folder)
     theirs = golden.read(name)
     wrong = TransformerLM(

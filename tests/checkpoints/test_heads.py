@@ -88,7 +88,7 @@ def test_eagle_1_from_a_pickle(tmp_path):
 
 @pytest.mark.parametrize("name", golden_heads.NAMES)
 def test_heads_of_speculators(tmp_path, name):
-    """All switches of EAGLE-3 and 3.1; and what we write of them is what we read."""
+    """Covers all switches of EAGLE-3 and 3.1; written heads are read back unchanged."""
     golden = golden_heads.write_head(name, tmp_path / "theirs")
     head, weights = load(tmp_path / "theirs", TARGET)
     assert head.hidden_layers == (1, 5, 8), "its ids 2, 6, 9 name what enters layers"
@@ -152,7 +152,7 @@ def test_medusa_in_both_layouts(tmp_path):
 
 
 def test_layers_that_are_named_as_outputs(tmp_path):
-    """SpecForge's way of counting."""
+    """Layers are counted as in SpecForge."""
     folder = toy_eagle3(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 4, 8]})
     assert open_head(folder, TOY_TARGET).config.hidden_layers == (0, 4, 8)
 

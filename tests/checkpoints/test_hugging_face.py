@@ -58,7 +58,7 @@ def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(original, name
 
 
 def test_files_in_a_bucket_are_read_by_seeking(original, monkeypatch):
-    """The same slices of a file that cannot be mapped."""
+    """Files that cannot be memory-mapped give the same slices."""
     tensor = find_tensors(epath.Path(original))["model.layers.0.mlp.down_proj.weight"]
     expected = np.array(tensor.read((slice(3, 30), slice(5, 9))))
     monkeypatch.setattr(safetensors_io.storage, "BUCKETS", (str(original),))

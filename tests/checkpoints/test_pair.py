@@ -60,12 +60,12 @@ def saved(original, tmp_path):
 
 
 def restored(params):
-    """The parameters as they are after they were stored."""
+    """Returns the parameters after rounding to int8 and back."""
     return read_pair_tensors(write_pair_tensors(params), in_int8=False)
 
 
 def test_no_weight_moves_by_more_than_half_a_step(params):
-    """Of its channel, whose largest weight becomes 127; a channel of zeros stays zero."""
+    """The largest weight of a channel becomes 127; a channel of zeros stays zero."""
     stored, weights = write_pair_tensors(params["target"]), flatten_dict(params["target"], sep="/")
     assert {name for name in weights if stored[name].dtype == np.float32} == {
         name for name in weights if name.endswith(("bias", "scale"))
@@ -100,7 +100,7 @@ def test_a_pair_is_its_dequantised_weights(original, params):
 
 
 def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):
-    """Killed while an older pair was being replaced: better none than a mixture."""
+    """A save that is killed while replacing an older pair leaves no pair rather than a mixture."""
     folder = shutil.copytree(original, tmp_path / "pair")
 
     def killed(*_):
@@ -128,7 +128,7 @@ def test_missing_and_truncated_files_are_named(saved, name):
 
 
 def test_weights_that_are_not_of_the_pair_are_named(saved):
-    """With both shapes, or with the weight that has no scales."""
+    """The error has both shapes, or the weight without scales."""
     edit(saved / "pair.json", lambda content: content["draft"].update(feedforward_width=50, positions="relative"))
     with pytest.raises(ValueError, match="draft.safetensors is of another model") as caught:
         load_pair(saved)

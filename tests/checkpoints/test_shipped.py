@@ -21,7 +21,7 @@ def pair():
 
 
 def test_it_fits_a_package_and_is_too_large_for_a_cache(pair):
-    """48 MB for both with the tokenizer; in float32 the target streams more than twice a cache of 32 MiB."""
+    """Both models and the tokenizer have 48 MB; in float32 the target is more than twice a cache of 32 MiB."""
     assert sum(path.stat().st_size for path in pair_folder("python").rglob("*")) < 48e6
 
     def streamed(model, params):

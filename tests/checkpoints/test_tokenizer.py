@@ -50,7 +50,7 @@ def test_damaged_tokenizers_are_named(with_specials, tmp_path):
 
 @pytest.fixture
 def with_byte_fallback(tmp_path):
-    """As SentencePiece models have it: an incomplete tail makes the *whole* run of bytes unknown."""
+    """In SentencePiece models, an incomplete tail makes the *whole* run of bytes unknown."""
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "<unk>": 257}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -132,7 +132,7 @@ def test_lengths_suit_the_rows_that_are_decoded_together():
 
 @dataclasses.dataclass(frozen=True)
 class Blind(NgramDrafter):
-    """Does not say beforehand whether it finds anything."""
+    """Looks up n-grams without announcing whether there is a match."""
 
     def draft_lengths(self, state, prefix):
         return None

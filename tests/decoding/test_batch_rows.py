@@ -24,7 +24,7 @@ SAMPLING = chain(temperature(0.9))
 
 
 def prefill(ids, slots=SLOTS, loop=LOOP):
-    """The state of some of the prompts, each with its own id."""
+    """Returns the state of some prompts, each with its own id."""
     prompts = [PROMPTS[i] for i in ids]
     return fakes.prefill(loop, TARGET, NEAR, prompts, BUDGET, SAMPLING, prompt_ids=ids, padded_length=4, slots=slots)
 
@@ -35,7 +35,7 @@ def finished(state):
 
 @pytest.fixture(scope="module")
 def alone():
-    """The text of each prompt when it is decoded by itself."""
+    """Returns the text of each prompt, decoded alone."""
     return [texts(finished(prefill([i])))[0] for i in range(3)]
 
 

@@ -54,7 +54,7 @@ def test_the_text_of_a_block_head_has_the_distribution_of_the_target(head, rule,
 
 
 def plain(drafter, **changes):
-    """The drafter without its mistake."""
+    """Returns the drafter without its mistake."""
     return BlockDrafter(**(vars(drafter) | changes))
 
 
@@ -94,7 +94,7 @@ WEIGHTS = Weights(target=TARGET, draft=TARGET)
 
 
 def accepted_share(drafter=BlockDrafter, law="conditional", K=4, budget=20, slots=40, table=TARGET, chunk=None):
-    """How many of the drafted tokens are accepted, by position, of those whose predecessors were."""
+    """Returns the acceptance by position, given that all earlier tokens were accepted."""
     vocab_size = table.shape[-1]
     target = ShowsTokens(vocab_size)
     loop = Loop(target=target, drafter=drafter(target, table_block(vocab_size), K, law), rule=TokenRule())

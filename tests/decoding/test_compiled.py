@@ -1,4 +1,4 @@
-"""What the compiled loop must not contain: read off the optimised program, on this platform."""
+"""The compiled loop has no copies of caches or weights; tests read the optimised program of this platform."""
 
 import dataclasses
 import re
@@ -65,7 +65,7 @@ def compiled_run(
 
 
 def moved(text, operation):
-    """Shapes that ``operation`` materialises anywhere in the program."""
+    """Returns the shapes that ``operation`` materialises anywhere in the program."""
     found = re.findall(rf"= \w+\[([\d,]*)\]\S* {operation}\(", text)
     return {tuple(int(n) for n in shape.split(",")) for shape in found if shape}
 
@@ -113,7 +113,7 @@ COPY_NO_CACHE = {
 
 @pytest.mark.parametrize("name", slow_but(COPY_NO_CACHE, "an early exit", "widths, with an early exit"))
 def test_other_ways_to_draft_copy_no_cache(name):
-    """Neither from width to width, nor where a part is left out of a round, nor where it reads what it missed."""
+    """Caches are not copied between widths, in rounds without a draft, or when a draft catches up."""
     batch, options = COPY_NO_CACHE[name]
     text = compiled_run(batch, 3, **SMALL, **options).as_text()
     assert not copied_caches(text, batch)

@@ -33,7 +33,7 @@ def anew(pair, text, budget, **options):
 
 
 def test_turns_on_a_table_are_those_of_whole_texts():
-    """Sampled, with every kind of continuation: more, less, another text, and one that was cut by a stop."""
+    """Covers sampled turns of every kind: a longer, a shorter and another text, and a text cut by a stop."""
     pair = table_pair()
     options = dict(sampling=temperature(1.0), draft_length=3, seed=5)
     chat = Conversation(pair, max_tokens=100, **options)

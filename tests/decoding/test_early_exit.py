@@ -85,7 +85,7 @@ def drafted(name, drafter, pair=None):
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "relative", "n-grams"))
 def test_text_is_that_of_plain_decoding(name):
-    """Also where the budget fills a table of learned positions, and with the two rows a step of a TPU."""
+    """Covers a budget that fills a table of learned positions, and the two positions per step of a TPU."""
     window = 1 + list(MODELS).index(name) % 2
     made = drafted(name, lambda target: EarlyExitDrafter(target, target.num_layers - 1, 3, window))
     assert tokens(made) == plain(name)

@@ -110,14 +110,14 @@ def read_in_chunks(loop, chunk):
 
 
 def first_acceptance(loop):
-    """How many of the tokens that were drafted first are accepted."""
+    """Returns the share of accepted tokens among the first tokens of drafts."""
     state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)
     return float(state.stats.accepted_BT[:, 1:].sum() / state.stats.reached_BK[:, 0].sum())
 
 
 @pytest.mark.parametrize("window, scored", [(1, 1), (3, 6)])
 def test_right_features_are_accepted_always(window, scored):
-    """However many known tokens are fed again, to the head and to the target."""
+    """Any number of known tokens may be fed again, to the head and to the target."""
     loop = table_loop(window=window, scored=scored)
     assert first_acceptance(loop) == 1
     state = loop.run(WEIGHTS, prefilled(loop, samples=50), 1000)

@@ -167,7 +167,7 @@ def test_a_method_says_what_the_keywords_say():
 
 
 def test_few_frames_stand_between_generate_and_the_loop(monkeypatch):
-    """So that a reader can follow a call; counted are functions of the package."""
+    """A call passes through few functions of the package, so that a reader can follow it."""
     frames = []
 
     def while_loop(*arguments):
@@ -189,7 +189,7 @@ def test_buckets_waste_at_most_half(size, wanted):
 
 
 def test_weights_share_memory_with_parameters_and_are_kept():
-    """What `prepare` need not change costs nothing twice."""
+    """Parameters that `prepare` does not change share their memory with the weights."""
     model = TransformerLM(tiny(vocab_size=BYTES, positions="rotary"))
     params = drawn_params(model)
     pair = Pair(target=model, target_params=params)

@@ -77,7 +77,7 @@ def test_the_last_position_can_be_used():
 
 
 def test_padding_stays_within_the_positions_of_the_model():
-    """Also a prompt whose bucket would be longer than the model."""
+    """A prompt fits even if its bucket would be longer than the model."""
     seen = []
 
     @dataclasses.dataclass(frozen=True)

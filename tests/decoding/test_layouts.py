@@ -40,7 +40,7 @@ PROMPTS = [np.random.default_rng(i).integers(0, 48, 1 + i % 20).tolist() for i i
 
 
 def test_layouts_and_rows_agree(pairs):
-    """Ragged rows, more than are written one by one, in both weight orders, and one of them alone."""
+    """Compares ragged rows, more than are unrolled, in both weight orders, with one of them alone."""
     texts = {
         layout: [c.tokens for c in generate(pair, PROMPTS, 20, sampling=SAMPLING, seed=3)]
         for layout, pair in pairs.items()

@@ -36,7 +36,7 @@ every_case = pytest.mark.parametrize("case", CASES)
 
 @functools.cache
 def run(case):
-    """Many texts of a rule: their first tokens and meters, ``[prompt, sample, LENGTH]``, and the loop's statistics."""
+    """Samples many texts: their first tokens and meters, ``[prompt, sample, LENGTH]``, and the loop's statistics."""
     rule, draft, sampling = CASES[case]
     budgets = [LENGTH + i for i in range(len(PROMPTS))]
     found = decode(
@@ -79,7 +79,7 @@ def test_the_loop_writes_what_is_enumerated(case):
 
 @every_case
 def test_the_meter_says_what_texts_cost(case):
-    """The bias measured over the bias metered: of first tokens one, but where the meter only bounds; of texts at most one."""
+    """Returns measured bias / metered bias: 1 for first tokens (less if the meter only bounds), at most 1 for texts."""
     emitted, cost, _, _ = run(case)
     for prompt, (_, price, own) in enumerate(enumerated(case)):
         sums = cost[prompt].sum(-1)

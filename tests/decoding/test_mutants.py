@@ -54,7 +54,7 @@ def model_loop(rule, **options):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByPosition(RoundKeys):
-    """Noise addressed by absolute position: a position drafted again sees its old noise again."""
+    """Addresses noise by absolute position: a position that is drafted again gets its old noise again."""
 
     def uniforms(self, purpose, offsets_BT):
         nowhere = RoundKeys(rows_B=self.rows_B, starts_B=jnp.zeros_like(self.starts_B))

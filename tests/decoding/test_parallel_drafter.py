@@ -34,7 +34,7 @@ def test_the_text_has_the_distribution_of_the_target(rule, sampling, options):
 
 
 class ReadsTwoTokens(ParallelDrafter):
-    """As a model that drafts token by token: other accepted tokens stay the masks that they were."""
+    """Reads only two known tokens, as a model that drafts token by token: accepted tokens remain masks in the cache."""
 
     first_window = 2
 
@@ -49,7 +49,7 @@ def test_the_first_token_of_a_perfect_draft_is_accepted_always(kind, perfect):
 
 @pytest.mark.parametrize("length", [2, 9])
 def test_one_call_gives_the_distributions_of_text_and_masks(length):
-    """At the beginning of a text too, where fewer than K + 1 tokens are known."""
+    """Holds at the beginning of a text, too, where fewer than K + 1 tokens are known."""
     model, K, mask = TransformerLM(tiny(vocab_size=16, positions="rotary")), 4, 15
     params, tokens = drawn_params(model), jax.random.randint(jax.random.key(0), (1, 16), 0, 15)
     one = dataclasses.replace(drafter(K, model), mask_id=mask)

@@ -24,7 +24,7 @@ ROWS_APART = chain(temperature([1.0, 0.4, 0.0, 0.4]), top_p([1.0, 0.9, 1.0, 1.0]
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda x: f"{type(x).__name__}{x.K}")
 def test_coupled_stream_is_the_autoregressive_stream(drafter):
-    """For the same seed, with every temperature, K and drafter."""
+    """Tokens are equal for the same seed, with every temperature, K and drafter."""
 
     def run(drafter):
         loop = table_loop(CoupledRule(), drafter, V)
@@ -50,7 +50,7 @@ def test_greedy_speculative_is_greedy(drafter, rule):
 
 @pytest.mark.parametrize("rule", [BlockRule(), CoupledRule()])  # the token rule draws as the block rule does
 def test_sample_depends_on_its_address_only(rule):
-    """Not on neighbours, their number, padding, slots, slices of the run, or the budget."""
+    """Tokens do not depend on neighbours, their number, padding, slots, slices of the run, or the budget."""
     loop = table_loop(rule, ModelDrafter(TableLM(V), 4), V)
     warp, length = chain(temperature(0.9)), 24
 

@@ -179,7 +179,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("drafter", SMALL_TREES, ids=lambda x: type(x).__name__)
 def test_the_coupled_text_of_a_tree_is_that_of_plain_decoding(drafter):
-    """Token by token, with log-probabilities, budgets and stops: rows of logits, slots and positions are right."""
+    """Texts equal token by token, with log-probabilities, budgets and stops: rows, slots and positions are right."""
     apart = chain(temperature([1.0, 0.4, 0.0, 0.4]), top_p([1.0, 0.9, 1.0, 1.0]))
     for stop_ids in ((-1,), (6,)):
         options = dict(samples=4, stop_ids=stop_ids)
@@ -218,7 +218,7 @@ def test_greedy_trees_are_greedy(rule):
 
 
 def test_a_greedy_row_in_a_batch_of_trees():
-    """Its siblings but the first are dead."""
+    """All its siblings except the first are dead."""
     sampling = chain(temperature([0.0, 1.0, 0.0, 0.7]))
     plain = texts_of(NoDrafter(), TokenRule(), greedy())
     mixed = texts_of(SMALL_TREES[0], RecursiveRule(), sampling)

@@ -106,7 +106,7 @@ DRAWN = chain(temperature(1.0))
 
 
 def alone(vocabulary, text):
-    """The distribution of the draft model alone after a text of the target: float ``[V]``."""
+    """Returns the distribution of the draft model alone after a text of the target, float ``[V]``."""
     reading = [[i for i in ids if i >= 0] for ids in np.asarray(vocabulary.reading_VM)]
     ids = [DRAFT_SIZE] * 3 + [*vocabulary.begin, *itertools.chain.from_iterable(reading[token] for token in text)]
     logits_U = np.asarray(DRAFT)[tuple(ids[-3:])]
@@ -116,7 +116,7 @@ def alone(vocabulary, text):
 
 
 def worst_error(loop, rounds=6, state=None, adaptive=None):
-    """The largest difference between a drafted token's distribution and that of the draft alone, over some rounds."""
+    """Returns the largest difference, over some rounds, of a drafted token's distribution from the draft's alone."""
     weights = Weights(target=TARGET, draft=weights_of(SHARED))
     if adaptive is not None:
         loop = dataclasses.replace(loop, adaptive=adaptive)
@@ -185,7 +185,7 @@ def test_other_bytes_and_a_cache_that_is_one_id_short_are_caught():
 
 
 def test_a_row_whose_draft_text_is_too_long_goes_on_without_a_draft():
-    """With 20 positions of the draft; what is written does not change."""
+    """The draft has 20 positions; the text does not change."""
     short = Loop(
         target=TableLM(V),
         drafter=TranslatingDrafter(TableLM(DRAFT_SIZE, max_positions=20), SHARED, 2),

@@ -252,7 +252,7 @@ def test_a_rule_that_exceeds_its_budget_fails():
 
 
 def test_a_near_tie_is_explained_and_nothing_else_is():
-    """Greedy, and at the edge of a nucleus, where rounding puts a token inside or outside."""
+    """Covers greedy texts, and the edge of a nucleus, where rounding puts a token inside or outside."""
     audited = table_subject()
     logits_V = next_logits(audited.pair, [[1, 2, 3]])[0]
     first, second = np.argsort(-logits_V)[:2].tolist()
@@ -303,7 +303,7 @@ def _distribution_after(tokens):
 @pytest.mark.parametrize("allowed", [0.0, 0.04])
 @pytest.mark.parametrize("num_cells", [5, 41])
 def test_false_alarms_are_as_rare_and_errors_are_seen_as_often_as_is_said(allowed, num_cells):
-    """1,500 tests of three prompts whose distributions are off by the allowed, and by ``detect`` more."""
+    """Runs 1,500 tests of three prompts with an error of the allowed size, and of ``detect`` more."""
     level, detect, rng = 0.04, 0.1, np.random.default_rng(0)
     probs_C = np.linspace(1, 3, num_cells) / (2 * num_cells)
     cells = [distribution.Cells(prompt_id=i, index={}, probs_C=probs_C) for i in range(3)]

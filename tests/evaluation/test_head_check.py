@@ -21,7 +21,7 @@ PROMPTS = [[0, 1], [2, 3], [4, 5], [5, 1, 3]]
 
 
 def target_params(ids=range(V)):
-    """The table of a target that prefers ``ids``."""
+    """Returns the table of a target that prefers ``ids``."""
     table = FOLLOWS_VV + np.where(np.isin(np.arange(V), list(ids)), 0, -6)[None]
     return jnp.asarray(np.broadcast_to(table[:, None], (V + 1,) * ORDER + (V,)), jnp.float32)
 
@@ -70,7 +70,7 @@ def fitted(head, ids=range(V)):
 
 
 def read_otherwise(pair, params=None, **fields):
-    """The pair with its head read wrongly: other fields, or other parameters."""
+    """Returns the pair with its head read wrongly: other fields, or other parameters."""
     head = dataclasses.replace(pair.head, config=dataclasses.replace(pair.head.config, **fields))
     return dataclasses.replace(pair, head=head, draft_params=params or pair.draft_params)
 

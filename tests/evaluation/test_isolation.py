@@ -54,7 +54,7 @@ def read(path):
 
 @pytest.fixture(params=[WALLS, FALLBACK], ids=["all walls", "without namespaces"])
 def walls(request, processes):
-    """Isolation by some of the walls; no process may be left."""
+    """Isolates by some of the walls; no process may be left."""
     found = find_isolation(request.param)
     if request.param[0] in found.missing or (found.missing and not found.suffices):
         pytest.skip("; ".join(found.sentences))
@@ -65,7 +65,7 @@ def walls(request, processes):
 
 @pytest.fixture
 def outside(tmp_path, tmp_path_factory):
-    """Servers, a file and a process."""
+    """Returns a server, a file, a process and a socket for attacks."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     file = tmp_path / "diary"
@@ -149,7 +149,7 @@ if os.fork() == 0:
 
 
 def is_privileged():
-    """Whether this process may build namespaces as root."""
+    """Returns whether this process may build namespaces as root."""
     status = pathlib.Path("/proc/self/status").read_text()
     return int(re.search(r"CapEff:\s*(\w+)", status)[1], 16) >> 21 & 1
 

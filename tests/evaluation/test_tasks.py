@@ -166,7 +166,7 @@ def test_xsum_asks_with_one_example(write, monkeypatch):
 
 @needs("rouge_score")
 def test_rouge(write):
-    """Against hand counts of unigrams, bigrams and the longest common subsequence."""
+    """Compares with hand counts of unigrams, bigrams and the longest common subsequence."""
     task = load_task("xsum", write(lines(ARTICLES)))
     found = task.score(task.problems[0], [Attempt(text=" A cat slept.\n\nArticle: A cat sat.")])
     assert found == {"rouge1": pytest.approx(2 / 3), "rouge2": pytest.approx(1 / 2), "rougeL": pytest.approx(2 / 3)}

@@ -52,7 +52,7 @@ def test_a_grid_becomes_cells(experiment):
 
 
 def test_cells_of_other_weights_make_another_file(tmp_path):
-    """The same pair trained once more: nothing but its weights tells."""
+    """The same pair, trained again, differs only in its weights."""
     path, config = str(tmp_path / "cells.json"), ExperimentConfig.from_config_dict(random_pair.get_config("tiny"))
     built = build(config)
 

@@ -63,7 +63,7 @@ def done(arguments, **options):
 
 
 def lines(folder, pattern):
-    """The whole lines of the files of a folder."""
+    """Returns the complete lines of all files of a folder."""
     found = [path.read_text(encoding="utf-8").split("\n")[:-1] for path in folder.glob(pattern)]
     return [line for of_file in found for line in of_file]
 

@@ -49,7 +49,7 @@ def test_the_command_is_the_one_that_was_typed(entry, monkeypatch):
 
 
 def test_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
-    """And what another folder holds under the same name comes first."""
+    """A file of the same name in the current folder comes first."""
     config_file = importlib.import_module("launch.lib.config")
     monkeypatch.chdir(tmp_path)
     assert config_file.load_file("configs/random_pair.py:tiny").SIZES
@@ -103,7 +103,7 @@ def test_every_command_explains_itself_in_sentences(script):
 
 @pytest.fixture
 def status_of(entry):
-    """The exit status of a command, and what it wrote to stderr."""
+    """Returns the exit status of a command and its stderr."""
 
     def status_of(main, *arguments):
         errors = io.StringIO()

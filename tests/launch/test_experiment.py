@@ -159,7 +159,7 @@ def test_two_names_become_an_experiment(folder, capsys):
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
-    """Random weights: it fits nothing."""
+    """A head with random weights fits no target."""
     return write_random_head(tmp_path_factory.mktemp("public") / "head", "org/head")
 
 

@@ -1,4 +1,4 @@
-"""The wheel: what a user has who installed it and has no checkout."""
+"""The wheel works for users without a checkout."""
 
 import json
 import os

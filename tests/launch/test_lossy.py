@@ -1,4 +1,4 @@
-"""Lossy rules by their words, and their price in tables."""
+"""Lossy rules have words, and tables show their cost."""
 
 import pytest
 

@@ -83,5 +83,5 @@ def test_a_command_is_parsed(page, command, monkeypatch):
 
 
 def test_no_reason_is_left_over():
-    """What is named above stands in a README."""
+    """The names above occur in a README."""
     assert all(any(code.startswith(start) for _, code in blocks("python")) for start in (*SMALLER, *NOT_RUN))

@@ -17,7 +17,7 @@ KEY = "SPECSAMP_SERVE_KEY"
 
 
 def test_a_server_answers_until_it_is_interrupted(tmp_path, monkeypatch):
-    """In this process, where uvicorn's loop runs in a thread; with a key of the environment and penalties."""
+    """Serves in a thread of this process, with a key from the environment and with penalties."""
     from specsamp.serving.web_server import WebServer
     from support.services import post, request, wait_until
 

@@ -142,7 +142,7 @@ PUBLIC = HEAD | {
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """Conversations, one a line."""
+    """Writes conversations, one per line."""
     folder = tmp_path_factory.mktemp("chats")
     lines = [
         {"messages": [{"role": "user", "content": f"add {i} to x"}, {"role": "assistant", "content": f"x + {i}"}]}

@@ -155,7 +155,7 @@ def launch(script, *arguments, folders=(ROOT, ROOT), code=0, timeout=1800):
 
 
 def launch_alone(script, *arguments):
-    """The same as one process with 8 devices: this one."""
+    """Runs the same in this process, with 8 devices."""
     done = run_script.call(script, *arguments)
     assert not done.returncode, done.stdout + done.stderr
 
@@ -210,7 +210,7 @@ def small(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(tmp_path, small):
-    """A draft, on text that the processes let its target write."""
+    """Trains a draft on text that its target writes, with two processes."""
     config = f"--config={ROOT}/configs/python_pair.py:tiny_"
     launch_alone("train", f"{config}target", f"--workdir={tmp_path}/target", *small)
     losses = []
@@ -226,7 +226,7 @@ def test_two_processes_train_like_one(tmp_path, small):
 
 @pytest.mark.slow
 def test_folders_that_only_share_a_name_are_refused(tmp_path, small):
-    """As where every host has a disk of its own: each would keep a part of every checkpoint."""
+    """Hosts with separate disks are refused: each would keep only a part of every checkpoint."""
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()

@@ -87,7 +87,7 @@ def test_the_pair_of_the_paper_is_split_over_sixteen_devices():
 
 
 def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
-    """The heads of the paper's pair, on the 256 chips of a v5e:16x16."""
+    """Splits the heads of the paper's pair over the 256 chips of a v5e:16x16."""
 
     def axes(names):
         return {"axis_names": names, "axis_types": (AxisType.Auto,) * len(names)}

@@ -57,7 +57,7 @@ def table_pair():
 
 @pytest.fixture(scope="module")
 def transformer_pair():
-    """Of one layer each; the model that is called in parts below has two."""
+    """Makes models of one layer; the model that is called in parts below has two."""
     shape = {"num_heads": 8, "num_layers": 1}
     target = TransformerLM.for_backend(tiny(width=64, num_kv_heads=2, **shape))  # fewer kv heads than devices
     draft = TransformerLM.for_backend(tiny(positions="rotary", ngram_rows=32, **shape))
@@ -68,12 +68,12 @@ def transformer_pair():
 
 @pytest.fixture(scope="module")
 def alone(transformer_pair):
-    """Sampled and greedy rows side by side, on one device."""
+    """Decodes sampled and greedy rows in one batch, on one device."""
     return generate(transformer_pair, PROMPTS, BUDGETS, sampling=by_row(5), **CALL)
 
 
 def by_row(rows):
-    """Temperatures of five rows, again and again."""
+    """Returns the temperatures of five rows, repeated."""
     return chain(temperature((2 * [0.8, 0.0, 0.5, 0.8, 1.2])[:rows]), top_p(0.9))
 
 

@@ -31,7 +31,7 @@ compact = jax.jit(TransformerLM.compact, static_argnums=(0, 4), compiler_options
 
 
 def ancestors(parents):
-    """The path from the root to each row, itself the last."""
+    """Returns the path from the root to each row, ending with the row."""
     paths = []
     for row, parent in enumerate(parents):
         paths.append([*(paths[parent] if parent >= 0 else []), row])
@@ -63,7 +63,7 @@ def prepared(scheme, order="default"):
 
 
 def cached_prompts(model, weights):
-    """A cache that holds the tokens before the tree, and what was taken back behind them."""
+    """Returns a cache with the tokens before the tree, and stale tokens after them."""
     rng = np.random.default_rng(1)
     cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), model.init_cache(2, SLOTS))
     for start in range(0, 16, 4):  # calls of four tokens: every test shares their program
@@ -77,7 +77,7 @@ def nodes(seed=2):
 
 
 def score_paths(model, weights, cache, tokens_BT):
-    """Each node's logits in a chain of its ancestors, padded on the right so that all calls have one shape."""
+    """Returns each node's logits in a chain of its ancestors, padded so that all calls have one shape."""
     logits = np.zeros((*tokens_BT.shape, 64), np.float32)
     for t in range(tokens_BT.shape[1]):
         paths = [ancestors(parents)[t] for parents in PARENTS]

@@ -22,7 +22,7 @@ def along(axis, x):
 @pytest.mark.parametrize("length", [1, 4, SLOTS])
 @pytest.mark.parametrize("batch", [1, 3, MAX_UNROLLED_ROWS, MAX_UNROLLED_ROWS + 1])
 def test_write_slots_writes_just_its_slots(batch, length, axis):
-    """Each row at its own offset, the first and the last possible among them; on both sides of the unrolling."""
+    """Writes at a different offset in each row, including the first and the last; unrolled and not."""
     rng = np.random.default_rng(batch)
     cache = rng.normal(size=(batch, HEADS, SLOTS, SIZE)).astype(np.float32)
     new = rng.normal(size=(batch, HEADS, length, SIZE)).astype(np.float32)

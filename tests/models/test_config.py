@@ -50,7 +50,7 @@ def count(config):
     ids=["chinchilla_70b", "draft_4b", "target_38m", "draft_1m"],
 )
 def test_presets_have_the_published_size(config, published):
-    """Within 0.1% for the paper's two; within the digits given for ours."""
+    """Counts agree to 0.1% for the paper's models, and to the given digits for ours."""
     tolerance = 1e-3 if published > 1e9 else 1e-2
     assert abs(count(config) / published - 1) < tolerance
     assert config.num_parameters == count(config)

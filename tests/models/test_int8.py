@@ -41,7 +41,7 @@ def in_int8(config: TransformerConfig) -> TransformerConfig:
 
 
 def rounded(params):
-    """The parameters that the int8 weights stand for."""
+    """Returns the float parameters of the int8 weights."""
     stored = decode_weights(params, jnp.float32, "int8")
     return jax.tree.map(lambda x: dequantise(x) if is_int8(x) else x, stored, is_leaf=is_int8)
 

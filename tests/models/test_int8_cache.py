@@ -39,7 +39,7 @@ TOKENS_BT = np.random.default_rng(0).integers(0, 64, (BATCH, 8), dtype=np.int32)
 
 
 def read(model, weights, cuts):
-    """Logits ``[B, 8, V]`` of a text that is cut into calls, and the cache."""
+    """Returns logits ``[B, 8, V]`` of a text that is split into calls, and the cache."""
     cache, logits, start = model.init_cache(BATCH, SLOTS), [], 0
     for length in cuts:
         starts_B = jnp.full((BATCH,), start, jnp.int32)
@@ -116,7 +116,7 @@ def test_a_scale_of_a_whole_call_would_leave_one(monkeypatch):
 
 
 def test_on_a_mesh():
-    """Heads and rows are split, those of the scales too."""
+    """Heads and rows are split, also in the scales."""
     model, weights = prepared("rotary, grouped")
     placed = shard_model(model, Layout.tensor_parallel(make_mesh(2, 2, devices=jax.devices()[:4])))
     cache = jax.jit(placed.init_cache, static_argnums=(0, 1))(BATCH, SLOTS)

@@ -39,7 +39,7 @@ def starts_of(batch, slots, length):
 
 @functools.partial(jax.jit, static_argnames=("window", "cap", "int8"), compiler_options=COMPILE_FAST)
 def both(q, keys, values, start, distances=None, block=None, *, window=None, cap=None, int8=False):
-    """Attention by the kernel, and the plain form that is its reference."""
+    """Returns attention by the kernel, and by the plain form."""
     visible = Visibility(start_B=start, num_queries=q.shape[2], window=window, block=block)
     plain = KVCache(keys_BMSH=keys, values_BMSH=values)
     if int8:

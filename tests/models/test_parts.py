@@ -32,7 +32,7 @@ def make(config, order="default"):
 @pytest.mark.parametrize("order", WEIGHT_ORDERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_three_calls_are_one(name, order):
-    """Bit by bit, caches and hidden states included; the layers in two calls."""
+    """Results are bitwise equal, including caches and hidden states, with the layers in two calls."""
     model, _, weights = make(MODELS[name], order)
     assert (model.num_layers, model.width) == (3, 32)
     tokens_BT, start_B = jax.random.randint(jax.random.key(1), (2, 5), 0, 60), jnp.array([0, 4])

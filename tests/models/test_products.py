@@ -25,7 +25,7 @@ every_spec = pytest.mark.parametrize("spec", SHAPES)
 
 
 def operands(spec, dtype=jnp.float32):
-    """Two operands and a cotangent of their product."""
+    """Returns two operands and a cotangent of their product."""
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in SHAPES[spec])
     weights = jnp.asarray(rng.normal(size=jnp.einsum(spec, x, y).shape), jnp.float32)

@@ -36,7 +36,7 @@ def some_tokens(batch, length, seed=0):
 
 
 def stale_cache(model, batch=3, slots=SLOTS, size=10.0):
-    """A cache full of what earlier, rejected tokens may have left."""
+    """Returns a cache full of entries of rejected tokens."""
     rng = np.random.default_rng(9)
 
     def garbage(leaf):

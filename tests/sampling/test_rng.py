@@ -61,7 +61,7 @@ def test_every_part_of_the_address_counts():
 
 
 def test_uniforms_are_uniform():
-    """In [0, 1) with the mean, variance and correlation of two independent uniforms, within five deviations."""
+    """Uniforms have mean, variance and correlation of independent draws, within five standard deviations."""
     rows, columns = 200, 400
     offsets = jnp.broadcast_to(jnp.arange(columns), (rows, columns))
     prompts = jnp.arange(rows)

@@ -195,7 +195,7 @@ def test_accepted_tokens_of_whole_trees(parents):
 
 
 def rotated(probs):
-    """The distribution after each prefix: rotated up by its last token."""
+    """Returns the distribution after each prefix, rotated by its last token."""
     after = [np.roll(probs, token) for token in range(3)]
     return [log(np.array([after[i % 3 if n else 0] for i in range(3**n)]))[None] for n in range(3)]
 
@@ -215,7 +215,7 @@ def test_accepted_tokens_of_trees_that_see_their_context():
 
 
 def walk(rule, tokens, parents, target, draft, uniforms, depth=1):
-    """One walk, with these random numbers."""
+    """Runs a walk with these random numbers."""
     with jax.enable_x64(True):
         tree = Draft(
             tokens_BK=jnp.asarray([tokens], jnp.int32),

@@ -76,7 +76,7 @@ def drawn(rule, target_TXV, draft_KXV, stop_D, *, drafted_by, keys, one_hot):
 
 
 def side_by_side(distributions):
-    """The one scenario's tables, [steps, X, V] float32, where short prefixes leave rows unused."""
+    """Returns the scenario's tables, [steps, X, V] float32; short prefixes leave rows unused."""
     tables = [table[0].astype(np.float32) for table in distributions]
     return np.stack([np.pad(table, ((0, len(tables[-1]) - len(table)), (0, 0))) for table in tables])
 
@@ -103,7 +103,7 @@ def enumerated(rule, target, draft, *, stop=None, one_hot=False):
 
 
 def p_value(counts, distribution):
-    """Chi-square, with the rare cells pooled; 0 if something happened that cannot."""
+    """Returns the chi-square p-value, with rare cells pooled; 0 after an impossible event."""
     np.testing.assert_allclose(distribution.sum(), 1, atol=1e-9)
     expected, counts = distribution.ravel() * counts.sum(), counts.ravel()
     if np.any(counts[expected < 1e-9] > 0):
@@ -134,7 +134,7 @@ def hostile_distributions(rng, steps):
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
 def draft_each_row(rule, distributions_BKV, keys):
-    """Tokens [B, K] from distributions that differ by row."""
+    """Draws tokens [B, K] from distributions that differ by row."""
     draw = functools.partial(draw_with, rule, keys)
     by_step = distributions_BKV.swapaxes(0, 1), jnp.arange(distributions_BKV.shape[1])
     return jax.lax.map(lambda at: draw(at[0], node=at[1], depth=at[1]), by_step).T
@@ -202,7 +202,7 @@ class SameNoiseEverywhere(RoundKeys):
 
 
 def test_choices_of_the_coupled_rule_follow_the_distributions():
-    """Three tokens in turn; the control has the same noise at every position."""
+    """Expects three tokens in turn; the control has the same noise at every position."""
 
     def counts(keys):
         draw = functools.partial(draw_with, CoupledRule(), some_keys(ROWS, keys))

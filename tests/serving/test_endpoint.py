@@ -87,7 +87,7 @@ def check_that_it_answers(server, service):
 
 
 def test_a_seeded_answer_is_that_of_generate(client):
-    """Of two prompts with two samples each; the count of drafted tokens, too."""
+    """Counts cover two prompts with two samples each, and drafted tokens."""
     settings = {"temperature": 4.5, "top_p": 0.9, "seed": 7}
     answer = client.completions.create(model="bytes", prompt=["ab", "x"], max_tokens=9, n=2, logprobs=0, **settings)
     expected = alone(["ab", "x"], 9, num_samples=2, **settings)
@@ -341,7 +341,7 @@ def begin(server, **document):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_row(server, service, gate, stream):
-    """Long before its text would have ended."""
+    """The row is free long before the text would have ended."""
     before = service.batch.usage.rounds
     with begin(server, stream=stream):
         wait_until(lambda: any(service.batch.running))
@@ -363,7 +363,7 @@ def test_a_client_that_does_not_read_holds_no_row(server, service):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_takes_not_even_the_beginning_is_given_up(service, stream):
-    """Such as one that asks again and again over a connection, and reads nothing."""
+    """For example, a client that sends requests over a connection and reads nothing."""
     app = Endpoint(service=service, model="bytes", warps=WARPS, timeout=0.1).app()
     body = json.dumps({"prompt": "abc", "max_tokens": 3, "stream": stream}).encode()
     asked = [{"type": "http.request", "body": body}]

@@ -117,7 +117,7 @@ def test_what_cannot_be_served_is_refused_and_nothing_is_held(service):
 
 @pytest.mark.parametrize("part", ["text", "extend"])
 def test_an_error_of_one_request_is_its_own(service, monkeypatch, part):
-    """While it is decoded, or when its prompt is read."""
+    """The failure comes while the text is decoded, or when its prompt is read."""
     before = getattr(Engine, part)
 
     def break_one(self, *arguments):

@@ -131,7 +131,7 @@ def programs_with(head):
 
 
 def test_a_step_of_medusa_s_reads_one_of_its_heads():
-    """However many there are; all of them are held."""
+    """All heads are in memory, however many there are."""
     two, three = (programs_with(FeatureHead(MedusaConfig(**OF_HEAD, hidden_layers=(2,), num_heads=n))) for n in (2, 3))
     one_head = 2 * (8192 + 2048) * 2048 / 4
     assert two.floor(two.draft) == three.floor(three.draft) == pytest.approx(one_head, rel=0.01)

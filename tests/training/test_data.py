@@ -86,7 +86,7 @@ STREAM = np.arange(103, dtype=np.int32)
 
 
 def test_batches_of_any_size_hold_the_rows_of_the_seed_and_the_step():
-    """Across epochs too: 60 rows are five of them."""
+    """The rows are the same across epochs, too: 60 rows are five epochs of 11."""
     windows, other = Windows(STREAM, 8, seed=3), Windows(STREAM, 8, seed=4)
     assert windows.per_epoch == 11
 

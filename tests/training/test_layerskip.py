@@ -38,7 +38,7 @@ HELD_OUT = DATA.in_order()[:16]
 
 
 def test_weights_of_eight_layers():
-    """All of them, or those that are read."""
+    """Covers the weights of all layers, and of the layers that the loss reads."""
     expected = [0, 0.0089, 0.0268, 0.0536, 0.0893, 0.1339, 0.1875, 0.5]
     np.testing.assert_allclose(loss_weights(0.2, jnp.ones(8, bool)), expected, **TWO_DECIMALS)
     is_read = jnp.zeros(8, bool).at[jnp.array([0, 4, 7])].set(True)

@@ -58,7 +58,7 @@ def run(folder, task=TASK, config=TRAIN, data=DATA, devices=1, intervals=INTERVA
 
 
 def metrics(folder):
-    """All records but for what depends on the clock."""
+    """Returns all records without fields that depend on the clock."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{name: value for name, value in record.items() if name != "tokens_per_second"} for record in records]
 
@@ -94,7 +94,7 @@ class Breaking:
 
 @pytest.mark.parametrize("at, resumed", [(2, 0), (4, 4), (11, 8)])
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(whole, tmp_path, at, resumed):
-    """In losses, held-out losses and parameters, to the last bit; nothing before the last checkpoint is done again."""
+    """Losses and parameters are equal to the last bit; no step before the last checkpoint is repeated."""
     folder, state = whole
     with pytest.raises(Killed):
         run(tmp_path / "run", data=Breaking(at))
@@ -254,7 +254,7 @@ def test_a_training_that_diverges_ends_and_saves_nothing_of_it(params, tmp_path)
 
 @pytest.fixture(scope="module")
 def target():
-    """A larger model whose distribution is far from uniform."""
+    """Returns a larger model whose distribution is far from uniform."""
     model = lm(width=24)
     params = drawn_params(model, 1)
     return model, {**params, "embedding": params["embedding"] * 4}
