@@ -24,8 +24,8 @@ from jax.experimental import multihost_utils
 
 from specsamp import machine, validate
 
-# How long until a process that died is noticed, and how long processes wait for each other at the start. Raise both on
-# a machine that is too busy to answer in time.
+# Seconds until the death of a process is noticed, and for which processes wait for each other at the start. Raise both
+# on a machine that is too busy to answer in time.
 HEARTBEAT_SECONDS = int(os.environ.get("SPECSAMP_HEARTBEAT_SECONDS", "30"))
 CONNECT_SECONDS = int(os.environ.get("SPECSAMP_CONNECT_SECONDS", "45"))
 

@@ -24,7 +24,7 @@ REPLICA, MODEL = "replica", "model"
 ROWS = "rows"  # the logical axis of logits and of tokens that are sampled from them: the sequences of a data shard
 
 SPLIT = "over the devices of the model, which must divide it"
-AS_FAR_AS_POSSIBLE = "over as many of these devices as divide it; the others hold copies"
+AS_FAR_AS_POSSIBLE = "over as many of these devices as divide it; the other devices hold copies"
 OVER_THE_REST = "over the devices that no earlier axis of the array is split over, which must divide it"
 WHOLE = "not at all"
 # How each logical axis is split: tensor parallelism (Shoeybi et al., arXiv 1909.08053). Experts that do not divide over
@@ -246,7 +246,7 @@ class Layout(DeviceLayout):
         return parts_PBTV.transpose(1, 2, 0, 3).reshape(logits_BTV.shape)
 
     def place_cache(self, axes: Any, cache: Any) -> Any:
-        """Constrains the sharding of a cache, if there is one, by its logical axes; without axes the compiler decides."""
+        """Constrains the sharding of a cache, or None, by its logical axes; without axes the compiler decides."""
         if axes is None or cache is None:
             return cache
 
@@ -258,7 +258,7 @@ class Layout(DeviceLayout):
         return self.constrain(axes, cache)
 
     def per_device(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Returns ``function`` applied on each device to its part of the arrays, within data shards too."""
+        """Returns ``function`` applied on each device to its part of the arrays, also within data shards."""
         mesh, axes = self.mesh, set(self.mesh.axis_names)
         outer = jax.sharding.get_abstract_mesh()
         if not outer.empty:  # within data shards

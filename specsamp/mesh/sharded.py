@@ -36,7 +36,7 @@ def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None)
       pair: models and parameters; the parameters may be on any devices.
       mesh: a mesh from `make_mesh`.
       draft_model_parallelism: number of devices that hold one copy of the draft together. 1 gives every device a
-        copy, None splits the draft like the target, any other number must be that of `make_mesh`.
+        copy, None splits the draft like the target, any other number must equal the argument of `make_mesh`.
 
     Raises:
       ValueError: a size of a model does not divide over the devices, with both numbers; or an argument has the wrong type.
@@ -63,7 +63,7 @@ def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None)
 
 
 def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layout:
-    """Returns the layout of a draft; raises ValueError if the mesh was made for another number, see `shard`."""
+    """Returns the layout of a draft; raises ValueError if the mesh was made for another parallelism, see `shard`."""
     if draft_model_parallelism == 1:
         return Layout.replicated(mesh)
     if draft_model_parallelism in (None, mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)):
@@ -88,7 +88,7 @@ def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
 
 
 def with_attention(pair: Pair, attention: str) -> Pair:
-    """Returns the pair with another attention over its caches, on its mesh if it has one.
+    """Returns the pair with another implementation of attention over caches, on the same mesh.
 
     Args:
       attention: "kernel", for TPUs; or "plain", the same in XLA's operations. It is set for each `TransformerLM`;
@@ -174,7 +174,7 @@ class ShardedModel(LayeredModel):
     def embed(self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, **options: Any) -> tuple[Array, Any]:
         tokens_BT, start_B = self.layout.on_all_devices((tokens_BT, start_B))
         x_BTD, written = self.model.embed(weights, tokens_BT, start_B, cache, **options)
-        # Arrays that embedding does not write keep their place: a loop that only embeds must not move whole caches.
+        # Arrays that embedding does not write are not resharded: a loop that only embeds must not move whole caches.
         placed = self._place_cache(written)
         cache = jax.tree.map(lambda old, new, at: old if new is old else at, cache, written, placed)
         return self.layout.on_all_devices(x_BTD), cache

@@ -1,8 +1,8 @@
-"""Tests how drafted tokens are accepted and replaced, on long sampled texts that both models read once more.
+"""Tests the acceptance and replacement of drafted tokens, on long sampled texts that both models score again.
 
 After any prefix the next token must follow the target's distribution q for every distribution p of the draft. Mistakes
-in acceptance or residual move probability from tokens with q > p to tokens with q < p, or back. Where q is flat, counts
-of single tokens cannot see that. The ratio q(x) / p(x) of every token of long texts can.
+in acceptance or residual move probability from tokens with q > p to tokens with q < p, or back. If q is flat, counts of
+single tokens cannot show this, but the ratio q(x) / p(x) of every token of long texts can.
 
 **Tests.** (1) One for each of `EDGES`: q(x) / p(x) lies above it as often as q says. (2) Under the token rule, one for all
 drafted tokens and one for each position of a draft: a token is accepted with probability ``sum_x min(q(x), p(x))``, if all
@@ -12,8 +12,8 @@ drafted tokens before it were accepted.
 the first position of each round: there the next token follows q under every lossless rule. The same holds for heads,
 whose later tokens depend on where their round began.
 
-**How tests decide.** Let d be how much oftener an event happened at N tokens than its probabilities say. If tokens follow
-these probabilities,
+**The statistic.** Let d be the number of times that an event happened at N tokens, minus the sum of its probabilities.
+If tokens follow these probabilities,
 
     E = sqrt(r / (r + v)) exp(d^2 / (2 (r + v))),        v = N / 4
 
@@ -22,7 +22,7 @@ So it ever exceeds 1 / level with a probability of at most ``level`` (Ville's in
 normal approximation and no number of tokens fixed in advance. Several tests share a level by Bonferroni's inequality.
 
 If the event's frequency is off by e per token, d stays below ``N e - sqrt(N log(1 / (1 - POWER)) / 2)`` with a probability
-of at most 1 - POWER (Azuma's inequality), which says how large an error is seen: `Evidence.error_seen`.
+of at most 1 - POWER (Azuma's inequality), which gives the smallest detectable error: `Evidence.error_seen`.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ MIXED = 100  # r: tests of about 4 r tokens and more are sharp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Counts of the events of T tests; those of two sets of tokens add up.
+    """Counts of the events of T tests; counts of two sets of tokens can be added.
 
     Attributes:
       tokens_T: number of tokens that were tested.
-      happened_T, expected_T: how often the events happened, and the sum of their probabilities.
+      happened_T, expected_T: the numbers of events, and the sums of their probabilities.
     """
 
     tokens_T: np.ndarray
@@ -122,7 +122,7 @@ def collect(
     rows: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Rounds:
-    """Draws texts of all prompts, about ``rows`` at a time, until they would show an error of ``detect``.
+    """Samples texts of all prompts, about ``rows`` at a time, until an error of ``detect`` would be detected.
 
     It gives up after `MOST_BATCHES` calls of `generate`.
 
@@ -149,7 +149,7 @@ def collect(
 
 
 def error_seen(tests: Evidence, false_alarm: float) -> float:
-    """Returns the error that the first test sees with probability `POWER`, where all tests share ``false_alarm``."""
+    """Returns the error that the first test detects with probability `POWER`, if all tests share ``false_alarm``."""
     return float(tests.error_seen(false_alarm / len(tests.tokens_T))[0])
 
 
@@ -209,12 +209,12 @@ def _read_tokens(
 
 
 def expected_ratios(found: Rounds, *, detect: float, false_alarm: float) -> Check:
-    """Checks that ratios q / p of the emitted tokens are as frequent as the target says.
+    """Checks that ratios q / p of the emitted tokens are as frequent as under the target.
 
     Args:
       found: the evidence.
-      detect: smallest total variation that is to be seen.
-      false_alarm: probability, at most, that this check fails a sound pair.
+      detect: smallest total variation to detect.
+      false_alarm: largest probability that this check fails a correct pair.
     """
     worst, p_value, level = _worst(found.ratios, false_alarm)
     seen = f"an error of {detect:g} per token between tokens that the target and that the draft prefers "
@@ -235,7 +235,7 @@ def expected_ratios(found: Rounds, *, detect: float, false_alarm: float) -> Chec
 
 
 def expected_acceptance(found: Rounds, *, false_alarm: float) -> Check:
-    """Checks that each position of a draft is accepted as often as the two models say; arguments as above."""
+    """Checks that each position of a draft is accepted as often as both models predict; see `expected_ratios`."""
     tests = found.positions
     worst, p_value, level = _worst(tests, false_alarm)
     numbers: dict[str, float] = {"p_value_of_the_worst_position": p_value}
@@ -255,6 +255,6 @@ def expected_acceptance(found: Rounds, *, false_alarm: float) -> Check:
 
 
 def _worst(tests: Evidence, false_alarm: float) -> tuple[int, float, float]:
-    """Returns the test that is farthest off, its p-value, and the level of each test where all share ``false_alarm``."""
+    """Returns the test with the smallest p-value, this p-value, and each test's share of ``false_alarm``."""
     worst = int(np.argmin(tests.p_values))
     return worst, float(tests.p_values[worst]), false_alarm / len(tests.tokens_T)

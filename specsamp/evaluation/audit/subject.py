@@ -50,7 +50,7 @@ class Check:
       verdict: passed, failed or not applicable.
       sentence: the observations behind the verdict.
       numbers: the observations as numbers; finite, for JSON.
-      seen: which errors would have been seen, and with which probability.
+      seen: the errors that would have been detected, and with which probability.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Subject:
       method: the audited method; its warps have the same numbers for all prompts. Its adaptive draft length is used in
         all checks but the tests of rounds, which always draft K tokens.
       max_new_tokens: longest length of the texts that are compared or read.
-      seed: seed of the noise.
+      seed: seed of the random numbers.
 
     Raises:
       ValueError: nothing is drafted, there are no prompts, a prompt is too long, or a warp depends on earlier tokens.
@@ -148,7 +148,7 @@ class Subject:
         return float(jnp.finfo(jnp.float32).eps * largest)
 
     def flips_allowed(self, tokens: int, false_alarm: float) -> int:
-        """Returns how many of ``tokens`` tokens rounding changes at most, except with probability ``false_alarm``."""
+        """Returns the largest number of ``tokens`` that rounding changes, except with probability ``false_alarm``."""
         return int(stats.binom.isf(false_alarm, tokens, min(FLIPS * self.rounding, 1.0)))
 
 
@@ -158,7 +158,7 @@ def _widen(x: jax.Array) -> jax.Array:
 
 
 def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
-    """Returns the model computing in another dtype, on its mesh; None for models other than transformers."""
+    """Returns the model with another compute dtype, on its mesh; None for models other than transformers."""
     if isinstance(model, ShardedModel):
         inner = in_dtype(model.model, dtype)
         return inner and shard_model(inner, model.layout)

@@ -1,7 +1,7 @@
-"""Teacher forcing: reads the target's logits of whole texts in one call, without an earlier cache or a draft.
+"""Teacher forcing: computes the target's logits of whole texts in one call, without an earlier cache or a draft.
 
-Every other way to compute the same logits differs by rounding. So a token is *explained* if the target would choose it
-for some logits within a tolerance of these. Two changes of the logits are tried. Both raise the token's own logit by the
+Logits that are computed in another way differ by rounding. So a token is *explained* if the target would choose it for
+some logits within a tolerance of these. Two changes of the logits are tried. Both raise the token's own logit by the
 tolerance. The first lowers all larger logits by it. The second lowers the logit of the target's choice and raises all
 logits larger than that. This covers the thresholds of a warp: rounding may put the token, or the target's choice, inside
 or outside a nucleus.
@@ -69,7 +69,7 @@ def read_tokens(
     drafter: Drafter = NoDrafter(),
     reader: Reader | None = None,
 ) -> list[Any]:
-    """Reads texts with the target, and returns what is computed of their tokens: arrays ``[N, ...]`` for each text.
+    """Reads texts with the target, and returns the results of ``compute``: arrays ``[N, ...]`` for each text.
 
     Args:
       pair: its target reads.
