@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
     for is_on in (False, True):
         jax.config.update("jax_enable_compilation_cache", is_on)
         compilation_cache.reset_cache()
-        kept_loop._made_by.cache_clear()  # settings of JAX belong to it
+        kept_loop._installed.cache_clear()  # settings of JAX belong to it
         if not is_on:
             yield tmp_path
 
@@ -45,7 +45,7 @@ def texts(decoder):
 def forget(monkeypatch):
     """What another process would know: nothing that this one has read or compiled."""
     monkeypatch.setattr(kept_loop, "_programs", {})
-    kept_loop._made_by.cache_clear()
+    kept_loop._installed.cache_clear()
 
 
 def traced(monkeypatch):
