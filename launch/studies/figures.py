@@ -12,7 +12,7 @@ from typing import Any
 from launch.lib.evaluation_tables import quality
 from launch.lib.study import Document, Published, Study
 from specsamp.analysis import grid
-from specsamp.analysis.figures import COLOURS, STYLES, axes_of
+from specsamp.analysis.figures import COLOURS, STYLES
 from specsamp.analysis.grid import distribution_of
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import grid_table
@@ -45,12 +45,15 @@ def draw_paper(document: Document) -> Any:
 
     Each value is divided by that of the plain decoding that took turns with it, since cells are measured minutes apart.
     """
+    from matplotlib.figure import Figure  # no window, no global state
+
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for cell in drafted(document):
         groups.setdefault(distribution_of(cell["key"]), []).append(cell)
     if not groups:
         raise ValueError("no curve: no distribution has a draft model at batch 1 under the token rule")
-    figure, (total, share, rounds) = axes_of(3, "K, drafted tokens per round")
+    figure = Figure(figsize=(12.6, 3.6), layout="constrained")
+    total, share, rounds = figure.subplots(1, 3)
     for number, (name, group) in enumerate(groups.items()):
         look = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number % len(STYLES)]}
         lengths, results = [0, *(cell["key"]["draft_length"] for cell in group)], [cell["result"] for cell in group]
@@ -73,7 +76,8 @@ def draw_paper(document: Document) -> Any:
     titles = (f"time for {TOKENS} tokens", "tokens emitted per round", "time of a round")
     for axis, title, label in zip(figure.axes, titles, ("over plain decoding", "over K + 1", "over a plain round")):
         axis.set_title(title, fontsize=10)
-        axis.set(ylabel=label, ylim=(0, None))
+        axis.set(xlabel="K, drafted tokens per round", ylabel=label, ylim=(0, None))
+        axis.spines[["top", "right"]].set_visible(False)
         axis.legend(fontsize=7, frameon=False)
     return figure
 

@@ -1,6 +1,6 @@
 """Shows the speedups of the shipped pair as the main README has them: by draft length, in all measurements.
 
-The curves of `python_pair_speedup.json` are a dated record; `launch/benchmark.py --grid` measures such cells.
+The curves of `python_pair_speedup.json` and their picture are a dated record; `launch/benchmark.py --grid` measures such cells.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ from configs import trained_pair
 from launch.lib.fields import SamplingFields
 from launch.lib.study import Document, Key, Published, Study, answers, cpu_of, law
 from launch.studies.compile_tables import forecast
-from specsamp.analysis.figures import BLUE, VERMILLION, axes_of
 from specsamp.analysis.grid import words
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import ratio
@@ -101,27 +100,6 @@ def spread(key: Key, *documents: Document) -> str:
     return f"{low:.2f}x to {high:.2f}x ({lower:.2f} to {upper:.2f})"
 
 
-def draw(*documents: Document) -> Any:
-    """Draws speedup by draft length for greedy and sampled text: a curve with quartiles for each measurement."""
-    figure, axes = axes_of(2, "K, drafted tokens per round", sharey=True)
-    for axis, (name, sampling) in zip(axes, DISTRIBUTIONS.items(), strict=True):
-        for number, (document, colour) in enumerate(zip(documents, (BLUE, VERMILLION), strict=True), 1):
-            at = {
-                key["draft_length"]: speedup
-                for key, speedup in measured(document)
-                if key == key_of(sampling, "model", key["draft_length"], 1)
-            }
-            lengths = sorted(at)
-            middle, low, high = ([at[length][edge] for length in lengths] for edge in ("median", "lower", "upper"))
-            axis.plot(lengths, middle, marker="o", markersize=3, color=colour, label=f"measurement {number}")
-            axis.fill_between(lengths, low, high, color=colour, alpha=0.15, linewidth=0)
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_title(words(name), fontsize=10)
-    axes[0].set(ylabel="speedup over plain decoding", ylim=(0, None))
-    axes[0].legend(fontsize=7, frameon=False)
-    return figure
-
-
 def streamed(model: Mapping[str, Any]) -> int:
     """Returns the parameters that a call streams; tables of n-grams are only looked up."""
     known = {field.name for field in dataclasses.fields(TransformerConfig)}  # older files have fields that are gone
@@ -140,5 +118,4 @@ STUDY = Study(
             summary,
         ),
     },
-    figures={"speedup_by_length": Published(["python_pair_speedup", "python_pair_grid"], draw)},
 )

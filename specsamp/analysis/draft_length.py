@@ -126,17 +126,15 @@ def time_lengths(
     *,
     draft_lengths: Sequence[int],
     make_drafter: Callable[[int], Drafter] | None = None,
-    num_samples: int = 1,
     repeats: int = 5,
     **how: Any,
 ) -> dict[int, list[Timing]]:
     """Decodes the prompts with each draft length and with none, in turn; returns what was measured, by length.
 
     Args:
-      prompts: texts or lists of token ids, all decoded together, as `generate` does.
+      prompts: texts or lists of token ids, all decoded together; one that is given twice is two rows.
       max_new_tokens: the budget of each row; no more than `LONGEST_TEXT` of them are decoded.
       make_drafter: makes the drafter of a K >= 1; default the pair's draft model.
-      num_samples: completions per prompt.
       repeats: measurements of each K.
       how: ``sampling``, ``draft_sampling`` and ``rule``, as `generate` takes them; it raises the same errors.
     """
@@ -147,9 +145,8 @@ def time_lengths(
     token_lists = tuple(map(tuple, encode(pair, prompts)))
     lengths = sorted({0, *(validate.integer("a draft length", K, 0) for K in draft_lengths)})
     budget = validate.integer("max_new_tokens", max_new_tokens, 1)
-    rows = len(token_lists) * validate.integer("num_samples", num_samples, 1)
     workload = Workload(
-        batch=-(-rows // pair.shards.count) * pair.shards.count,  # `generate` adds idle rows on a mesh, too
+        batch=-(-len(token_lists) // pair.shards.count) * pair.shards.count,  # `generate` adds idle rows on a mesh, too
         prompt_length=max(map(len, token_lists)),
         max_new_tokens=min(budget, LONGEST_TEXT),
         repeats=validate.integer("repeats", repeats, 1),

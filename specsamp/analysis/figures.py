@@ -45,18 +45,6 @@ def set_style() -> None:
     )
 
 
-def axes_of(count: int, label: str, sharey: bool = False) -> tuple[Any, Any]:
-    """Makes a figure of so many panels side by side, and returns it with the panels."""
-    from matplotlib.figure import Figure  # no window, no global state
-
-    figure = Figure(figsize=(4.2 * count, 3.6), layout="constrained")
-    axes = figure.subplots(1, count, squeeze=False, sharey=sharey)[0]
-    for axis in axes:
-        axis.set_xlabel(label)
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
 def to_png(figure: Any) -> bytes:
     """Returns a figure as PNG, and forgets it."""
     import matplotlib.pyplot as plt

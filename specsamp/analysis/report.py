@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from specsamp.analysis.acceptance import rate_error
 from specsamp.decoding.results import RowStats
 
 GAP = 2  # spaces between columns
@@ -106,13 +105,10 @@ def _as_json(value: Any) -> Any:
 
 def _counts_as_json(counts: RowStats) -> dict[str, Any]:
     """Writes the counts, and the rates that follow for a reader; rates of nothing are null."""
-    rate, by_position = counts.acceptance_rate, counts.acceptance_by_position
     rates = {
         "emitted_per_round": counts.emitted_per_round,
-        "rate": rate,
-        "rate_error": rate_error(rate, sum(counts.reached)),
-        "by_position": by_position,
-        "by_position_error": [rate_error(*each) for each in zip(by_position, counts.reached, strict=True)],
+        "rate": counts.acceptance_rate,
+        "by_position": counts.acceptance_by_position,
     }
     written = {name: getattr(counts, name) for name in ("rounds", "emitted", "drafted", "reached", "accepted_counts")}
     if counts.variation is not None:  # of a lossy rule, metered

@@ -25,7 +25,7 @@ from specsamp.decoding.request import Prompt, encode, make_stops
 from specsamp.decoding.results import Completion, RowStats
 from specsamp.evaluation.task import Attempt, EvaluationTask, Problem, compare_scores, summarise
 from specsamp.serving.completion_log import CompletionLog
-from specsamp.serving.generate_many import Queue, generate_many
+from specsamp.serving.generate_many import generate_many
 
 TURNS_APART = 1_000_000  # prompt ids between the turns of a problem
 LOG_PROB = "log_prob"  # measured for every task: log-probability per token under the target, at temperature 1
@@ -77,7 +77,7 @@ def decode_and_score(
     """
     ends = make_stops(pair, None).ids
     written: dict[int, list[Completion]] = {key: [] for key in problems}
-    timed, done = collections.Counter(), 0
+    timed = collections.Counter()
     for turn in itertools.count():
         asked = _ask(pair, problems, written, turn, method, requests)
         if not asked:
@@ -97,17 +97,17 @@ def decode_and_score(
             require_exact=requests.require_exact,
         )
         work.compile()
-        begin, of_turn = time.perf_counter(), []
+        begin, of_turn, done = time.perf_counter(), [], sum(map(len, written.values()))
         for completion in work:
             of_turn.append(completion)
             say(done + len(of_turn))
-        timed += _timed(work, of_turn, time.perf_counter() - begin)
-        done += len(of_turn)
+        if not work.known:  # a resumed run had less work
+            tokens = sum(len(one.tokens) for one in of_turn)
+            timed += collections.Counter(completions=len(of_turn), tokens=tokens, seconds=time.perf_counter() - begin)
         for completion in sorted(of_turn, key=lambda one: (one.prompt_index, one.sample_index)):
             written[list(asked)[completion.prompt_index]].append(completion)
     return _results(task, problems, written, ends, requests.samples) | {
         "exact": method.exact,
-        "row_independent": method.row_independent,
         "timed": dict(timed),
     }
 
@@ -128,7 +128,6 @@ def _results(
         "scores": [_score(task, problem, written[key], ends) for key, problem in problems.items()],
         "counts": _add_up(counts),
         "finish": dict(collections.Counter(one.finish for one in completions)),
-        "dropped": sum(one.dropped for one in completions),
         "turns_left_out": turns - len(completions) // samples,  # no chat template, or too long
     }
 
@@ -173,20 +172,6 @@ def lengths(pair: Pair, prompts: Mapping[int, Prompt]) -> dict[int, int]:
     return dict(zip(prompts, map(len, encode(pair, list(prompts.values()))))) if prompts else {}
 
 
-def _timed(work: Queue, completions: Sequence[Completion], seconds: float) -> collections.Counter:
-    """Returns the time and the occupancy of rows; nothing for a resumed run, whose rows had less work."""
-    if work.known:
-        return collections.Counter()
-    usage = work.usage
-    return collections.Counter(
-        completions=len(completions),
-        tokens=sum(len(one.tokens) for one in completions),
-        seconds=seconds,
-        busy_in_demand=usage.busy_in_demand,
-        row_rounds_in_demand=usage.rows * usage.rounds_in_demand,
-    )
-
-
 def _score(
     task: EvaluationTask, problem: Problem, completions: Sequence[Completion], ends: frozenset[int]
 ) -> dict[str, float]:
@@ -216,8 +201,7 @@ def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str
       Results of each method over all its blocks, in the form of result files; unknown values are None.
       ``scores`` are means over problems with intervals, ``differences`` are differences from the baseline.
       ``ms_per_token`` comes from uninterrupted blocks, ``speedups`` from each block that both methods decoded.
-      ``occupancy`` is the share of rows that were busy while requests waited, ``dropped`` the share of tokens beyond a
-      stop text. ``variation_per_text`` is the mean over completions of the sum of a lossy rule's meter.
+      ``variation_per_text`` is the mean over completions of the sum of a lossy rule's meter.
     """
     methods = list(dict.fromkeys(cell["key"]["method"] for cell in cells))
     return [_row(name, _blocks_of(name, cells), _blocks_of(baseline, cells), name == baseline) for name in methods]
@@ -240,13 +224,11 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
     def ratio(above: float, below: float) -> float | None:
         return above / below if below else None
 
-    dropped = sum(block["dropped"] for block in blocks.values())
     texts = sum(sum(block["finish"].values()) for block in blocks.values())
     differences = compare_scores(*([score for key in shared for score in of[key]["scores"]] for of in (blocks, plain)))
     return {
         "name": name,
         "exact": all(block["exact"] for block in blocks.values()),
-        "row_independent": all(block["row_independent"] for block in blocks.values()),
         "problems": sum(len(block["problems"]) for block in blocks.values()),
         "scores": summarise([score for block in blocks.values() for score in block["scores"]]),
         "differences": {measure: vars(one) | {"detectable": one.detectable} for measure, one in differences.items()},
@@ -258,8 +240,6 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
             for key in shared
             if plain[key]["timed"].get("tokens") and blocks[key]["timed"].get("tokens")
         ],
-        "occupancy": ratio(over_blocks("busy_in_demand"), over_blocks("row_rounds_in_demand")),
-        "dropped": ratio(dropped, dropped + total.emitted),
         "variation_per_text": None if total.variation is None else ratio(total.variation, texts),
     }
 

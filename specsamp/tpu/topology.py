@@ -35,11 +35,6 @@ class Chip:
         """Returns whether cycles have a time; otherwise bounds are of streaming alone."""
         return math.isfinite(self.clock_hz)
 
-    @property
-    def ridge(self) -> float:
-        """Rows from which a bfloat16 product is bound by arithmetic instead of memory."""
-        return self.flops_per_second / self.hbm_bytes_per_second
-
 
 def _cloud_chip(prefix: str, *rest: float, **options: object) -> Chip:
     """Takes the memory of a chip from the catalogue of slices."""

@@ -115,11 +115,9 @@ def test_acceptance_counts_as_well(pair, clocks):
     assert choose(poor)[0] < 4
 
 
-def test_drafters_of_ones_own_and_several_samples(pair, clocks):
+def test_drafters_of_ones_own_and_several_rows(pair, clocks):
     ran = clocks({0: 1.0, 3: 0.5})
-    K, _ = choose(
-        pair, make_drafter=lambda K: NgramDrafter(K=K), draft_lengths=(3,), prompts=PROMPTS[:1], num_samples=2
-    )
+    K, _ = choose(pair, make_drafter=lambda K: NgramDrafter(K=K), draft_lengths=(3,), prompts=PROMPTS[:1] * 2)
     assert K == 3 and ran[-1].method.drafter == NgramDrafter(K=3) and ran[-1].workload.batch == 2
 
 

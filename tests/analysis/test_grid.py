@@ -26,8 +26,7 @@ from support import fakes
 
 IDENTITY = {"pair": "toy", "config": {"max_new_tokens": 8}}
 K, V = 2, 5
-PART = dataclasses.make_dataclass("Part", ["ms"])(Quartiles.of([1.0]))
-SPLIT = dataclasses.make_dataclass("Split", ["step"])(PART)
+SPLIT = dataclasses.make_dataclass("Split", ["step"])(Quartiles.of([1.0]))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The runner of studies: it measures what is missing, shows what is there, and refuses what it cannot keep."""
 
-import importlib.util
 import json
 
 import pytest
@@ -132,11 +131,3 @@ def test_every_study_has_a_question_and_is_listed():
     for name in study.names():
         question = study.load_study(name).question
         assert question.endswith("?") and f"{name} " in found.stdout and question in found.stdout
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
-def test_without_torch_there_is_nothing_to_compare_with():
-    assert call("study", "arena", "--help").returncode == 0
-    done = call("study", "arena")
-    message = "the engines to compare with are not installed: pip install torch transformers llama-cpp-python gguf"
-    assert done.returncode == 2 and message in done.stderr

@@ -70,11 +70,10 @@ def equal_draft(subject: Subject, false_alarm: float) -> Check:
     rows = [completion.stats for completion in same.decode()]
     verified, accepted = sum(sum(row.reached) for row in rows), sum(row.accepted for row in rows)
     allowed = subject.flips_allowed(verified, false_alarm)
-    verdict = Status.PASSED if verified - accepted <= allowed and verified else Status.FAILED
-    return Check(
-        name="acceptance",
-        verdict=verdict,
-        sentence=f"with the target as its own draft {accepted} of {verified} drafted tokens were accepted; rounding "
+    return Check.tested(
+        "acceptance",
+        not verified or verified - accepted > allowed,
+        f"with the target as its own draft {accepted} of {verified} drafted tokens were accepted; rounding "
         f"may reject {allowed}",
         numbers={"verified": verified, "accepted": accepted, "rejections_allowed": allowed},
     )
@@ -184,10 +183,9 @@ def _unchanged(
     tokens = sum(len(row.tokens) for row, _ in pairs)
     differing = sum(row.tokens != other.tokens for row, other in pairs)
     allowed = min(subject.flips_allowed(tokens, false_alarm), len(pairs) - 1)
-    verdict = Status.PASSED if tokens and differing <= allowed else Status.FAILED
     sentence = f"{what}: {differing} of {len(pairs)} pairs of texts differ; rounding may change {allowed}"
     numbers = {"texts": len(pairs), "tokens": tokens, "texts_that_differ": differing, "differences_allowed": allowed}
-    return Check(name=name, verdict=verdict, sentence=sentence, numbers=numbers)
+    return Check.tested(name, not tokens or differing > allowed, sentence, numbers=numbers)
 
 
 def _not_applicable(name: str, why: str) -> Check:
