@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -118,8 +119,8 @@ class TargetDistributions:
         """Returns the log-probabilities of all scored rows, ``[B, T, V]``."""
         if is_stateless(self.warp_state):
             return log_probs(self.warp, self.logits_BTV)
-        rows = [log_probs(self.warp, self.logits_BTV[:, t], state) for t, state in enumerate(self._states())]
-        return jnp.stack(rows, axis=1)
+        states = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *self._states())
+        return jax.vmap(functools.partial(log_probs, self.warp), in_axes=1, out_axes=1)(self.logits_BTV, states)
 
     def at(self, row_B: Array, warp_state: Any) -> Array:
         """Returns the log-probabilities of one scored row per text, ``[B, V]``.

@@ -42,7 +42,7 @@ class Warp:
     A warp that depends on the tokens before a position (a repetition penalty, a grammar) overrides `init` and
     `advance`, and is called on ``[B, V]`` with the state of each row's context. Every leaf of a state leads with the
     batch. A warp must keep at least one token: a row without any token ends as invalid. A number is a scalar or has one
-    value per row; tables that rows share are not supported yet.
+    value per row; a list of numbers has two axes, of which the first has one entry or one per row.
     """
 
     @property
@@ -153,7 +153,7 @@ def for_rows(warp: Warp, rows: int) -> Warp:
     """Gives every number of ``warp`` one value per row, so that its shape never causes a recompile.
 
     Args:
-      warp: its numbers are scalars or have one value per row.
+      warp: its numbers are scalars or have one value per row, or are lists, see `Warp`.
 
     Raises:
       ValueError: a number has neither no axis nor ``rows`` values.
@@ -163,11 +163,11 @@ def for_rows(warp: Warp, rows: int) -> Warp:
         if callable(value):
             raise ValueError(f"sampling must be a warp of numbers, such as chain(temperature(0.8)); got {value!r}")
         value = np.asarray(value)
-        if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != rows):
+        if value.ndim > 2 or (value.ndim and value.shape[0] not in ((1, rows) if value.ndim == 2 else (rows,))):
             raise ValueError(
                 f"sampling parameter of shape {value.shape} for {rows} prompts: give one number, or one per prompt"
             )
-        return np.broadcast_to(value, (rows,))
+        return np.broadcast_to(value, (rows, *value.shape[1:]))
 
     if not callable(warp):
         raise ValueError(f"sampling must be a warp such as chain(temperature(0.8)); got {warp!r}")
