@@ -205,7 +205,7 @@ def test_more_requests_than_may_be_open_are_refused_in_json(service):
 
 @pytest.mark.parametrize("keys, order", [(["a", "b"], "aba"), (["a"], "aab"), ([], "aab")])
 def test_keys_are_clients_where_there_are_several(monkeypatch, keys, order):
-    """Two requests with one key and then one with another, of one address: who writes first."""
+    """Two requests with one key and then one with another, of one address: who writes first; texts take some slices."""
     gate, made, answers = Gate(monkeypatch), Service(PAIR, METHOD, rows=1, context=40, max_waiting=9), []
     ask = made.ask
     monkeypatch.setattr(made, "ask", lambda *given, **more: answers.append(ask(*given, **more)) or answers[-1])
@@ -215,7 +215,7 @@ def test_keys_are_clients_where_there_are_several(monkeypatch, keys, order):
         for number, name in enumerate("aab"):
             key = name if name in keys or not keys else keys[0]
             headers = {"authorization": f"Bearer {key}"}
-            asked.append(threads.submit(post, server, COMPLETIONS, ASKED, **headers))
+            asked.append(threads.submit(post, server, COMPLETIONS, ASKED | {"max_tokens": 30}, **headers))
             wait_until(lambda: made.unfinished == number + 1)
         gate.open()
         assert all(one.result()[0] == 200 for one in asked)
