@@ -47,8 +47,8 @@ class Warp:
 
     @property
     def may_exclude_all(self) -> bool:
-        """Returns whether a row may be left without any token; the loop then checks for such rows."""
-        return False
+        """Returns whether a row may be left without any token, as by a grammar; the loop then checks for such rows."""
+        return type(self).advance is not Warp.advance
 
     def check(self, vocab_size: int) -> None:
         """Raises ValueError if a token id in the warp is outside of the vocabulary."""
@@ -181,6 +181,11 @@ class Chain(Warp):
     @property
     def may_exclude_all(self) -> bool:
         return any(warp.may_exclude_all for warp in self.warps)
+
+    def excluding(self, state: Any) -> tuple[Chain, Any]:
+        """Returns the warps up to the last that may leave a row without any token, and their part of a state."""
+        count = max((n for n, warp in enumerate(self.warps, 1) if warp.may_exclude_all), default=0)
+        return Chain(self.warps[:count]), state[:count]
 
     def check(self, vocab_size: int) -> None:
         for warp in self.warps:
