@@ -11,14 +11,15 @@
     for chunk in client.completions.create(model="python", prompt="def fibonacci(n):", max_tokens=64, stream=True):
         print(chunk.choices[0].text, end="")
 
-A text is the text of `generate` with the same seed, alone. Each request has its own temperature, top_p, seed, budget
-and stop texts; drafter and rule are the configuration's. usage.completion_tokens_details counts the accepted and
-rejected drafted tokens. GET /health returns the number of busy rows, GET /metrics all counts for Prometheus, and the
-page at / shows a text while it is written. Needs further libraries: pip install -e '.[serve]'.
+A text is the one that `generate` writes with the same seed, alone. Each request brings its own sampling, seed, budget
+and stop texts; drafter and rule are the configuration's. usage.completion_tokens_details counts the drafted tokens that
+were accepted and rejected. GET /health says how busy the rows are, GET /metrics all counts for Prometheus, and the page at
+/ shows a text while it is written. Takes libraries: pip install -e '.[serve]'.
 """
 
 import dataclasses
 import os
+import signal
 
 import jax
 from absl import flags
@@ -34,7 +35,7 @@ from specsamp import NoDrafter, storage, validate
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.method import check_exact
 from specsamp.serving.learner import Learner
-from specsamp.serving.request_warps import OPTIONAL_WARPS, make_warp
+from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 
 KEY = "SPECSAMP_SERVE_KEY"
@@ -51,12 +52,7 @@ _MAX_WAITING = flags.DEFINE_integer(
     "max_waiting", 64, "Texts that may wait for a row; further requests get status 429.", lower_bound=0
 )
 _MAX_PER_CLIENT = flags.DEFINE_integer(
-    "max_per_client", None, "Texts of one client address that may run or wait; default all.", lower_bound=1
-)
-_WARPS = flags.DEFINE_list(
-    "warps",
-    ["top_p", "min_p", "top_k"],
-    f"Fields that requests may set besides temperature, of {', '.join(OPTIONAL_WARPS)}; each costs time for every text.",
+    "max_per_client", None, "Texts of one of several keys, or of an address, that may run; default all.", lower_bound=1
 )
 _LEARNING_RATE = flags.DEFINE_float(
     "draft_learning_rate",
@@ -70,13 +66,14 @@ _ROUNDS = flags.DEFINE_integer(
 _MAX_BODY = flags.DEFINE_integer("max_body", 1 << 20, "Bytes of a request at most.", lower_bound=1)
 _TIMEOUT = flags.DEFINE_float("timeout", 60.0, "Seconds for a client to send a request, and to read the answer.")
 _KEY_FILE = flags.DEFINE_string(
-    "key_file", None, f"A file with the API key of requests; default the environment variable {KEY}."
+    "key_file", None, f"A file with the keys that requests may bring, one a line; default the variable {KEY}."
 )
 _REQUIRE_EXACT = entry.define("require_exact")
 
 
 def main() -> None:
     console = entry.make_console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends processes ends this one as Ctrl-C does
     if jax.process_count() > 1:
         raise ValueError("an endpoint runs in one process: leave out --distributed and --coordinator")
     try:
@@ -86,12 +83,10 @@ def main() -> None:
         raise ValueError(
             f"an endpoint takes libraries ({error}): pip install starlette uvicorn pydantic jinja2 prometheus-client"
         ) from error
-    for warp in _WARPS.value:
-        validate.choice("--warps", warp, OPTIONAL_WARPS)
     validate.number("--timeout", _TIMEOUT.value, 0.1)
     of_requests = ("batch", "max_new_tokens", "prompt_length", "repeats", "sampling", "seed")
     _CONFIG.refuse_fields(of_requests, "requests bring it, and --rows and --context bound it")
-    config, key = _CONFIG.value, read_key()
+    config, keys = _CONFIG.value, read_keys()
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
     with bind(_HOST.value, _PORT.value, _TIMEOUT.value) as bound:
@@ -100,7 +95,7 @@ def main() -> None:
         with entry.progress(console, "reading the pair"):
             experiment = build(config, ["def main():"])
         has_chat = knows_conversations(experiment.pair.tokenizer)
-        method = dataclasses.replace(experiment.method, sampling=make_warp({}, _WARPS.value))
+        method = dataclasses.replace(experiment.method, sampling=make_warp({}))
         names = ("rows", "context", "max_waiting", "max_per_client", "rounds_per_slice")
         learner = make_learner(experiment) if _LEARNING_RATE.value else None
         given = {name: flags.FLAGS[name].value for name in names}
@@ -113,22 +108,16 @@ def main() -> None:
         endpoint = Endpoint(
             service=service,
             model=model,
-            warps=_WARPS.value,
             has_chat=has_chat,
-            key=key,
+            keys=keys,
             max_body=_MAX_BODY.value,
             timeout=_TIMEOUT.value,
             most=service.capacity + SPARE_CONNECTIONS,
             say=lambda line: console.print(line, style="dim", markup=False, highlight=False),
         )
-        server = WebServer(
-            endpoint.app(),
-            lambda: service.close("the server was stopped"),
-            connections=service.capacity,
-            timeout=_TIMEOUT.value,
-        )
+        server = WebServer(endpoint.app(), service, _TIMEOUT.value)
         bound.listen()  # before the address is printed
-        say_where(console, address(bound), model, key)
+        say_where(console, address(bound), model, bool(keys))
         try:
             server.run(sockets=[bound])
         except KeyboardInterrupt as interrupt:
@@ -136,6 +125,8 @@ def main() -> None:
         finally:
             service.close()
             service.join()
+        if service.failed:
+            raise RuntimeError(service.failed)
 
 
 def make_learner(experiment: Experiment) -> Learner:
@@ -152,31 +143,32 @@ def service_line(experiment: Experiment, service: Service) -> str:
     name = "no draft" if isinstance(drafter, NoDrafter) else f"{type(drafter).__name__} K = {drafter.K}"
     return (
         f"{name}, {rule_name(experiment.method.rule)}, {service.batch.usage.rows} rows, {service.context} tokens of prompt "
-        f"and text, sampling by temperature{''.join(f', {warp}' for warp in _WARPS.value)}"
+        "and text"
     )
 
 
-def say_where(console: Console, url: str, model: str, key: str | None) -> None:
-    """Prints the address of the server, and a warning if it is open to other machines without a key."""
+def say_where(console: Console, url: str, model: str, has_key: bool) -> None:
+    """Prints the address of the server, and a warning if anybody can use it."""
     console.print(
-        f"ready: {url}/v1 serves {model!r}, {'with' if key else 'without'} a key; Ctrl-C ends it", style="bold"
+        f"ready: {url}/v1 serves {model!r}, {'with' if has_key else 'without'} a key; Ctrl-C ends it", style="bold"
     )
-    if not key and _HOST.value not in ("127.0.0.1", "localhost", "::1"):
+    if not has_key and _HOST.value not in ("127.0.0.1", "localhost", "::1"):
         console.print("anybody who reaches this address can use it: give --key_file", style="yellow")
 
 
-def read_key() -> str | None:
-    """Returns the key of the file or of the environment, or None; raises ValueError if it is invalid in a header."""
+def read_keys() -> list[str]:
+    """Returns the keys of the file or of the environment; raises ValueError for one that no header can hold."""
     where = f"--key_file={_KEY_FILE.value}" if _KEY_FILE.value else f"the environment variable {KEY}"
     if _KEY_FILE.value:
-        key = storage.read_text(_KEY_FILE.value).strip()
+        text = storage.read_text(_KEY_FILE.value)
     elif KEY in os.environ:
-        key = os.environ[KEY].strip()
+        text = os.environ[KEY]
     else:
-        return None
-    if not (key and key.isascii() and key.isprintable() and " " not in key):
-        raise ValueError(f"{where} must hold a key of printable ASCII without spaces")
-    return key
+        return []
+    keys = text.strip().splitlines()
+    if not keys or not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise ValueError(f"{where} must hold keys of printable ASCII without spaces, one a line")
+    return keys
 
 
 if __name__ == "__main__":

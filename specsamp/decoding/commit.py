@@ -62,8 +62,8 @@ def _cut(
     wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
     # Nothing is emitted from the first position with invalid logits on: NaN, +inf, or -inf for all tokens.
     valid_BT = jnp.isfinite(target.logits_BTV.max(-1))
-    if request.sampling.may_exclude_all or not is_stateless(state.warp_state):  # a grammar or a ban
-        valid_BT &= ~jnp.isnan(target.all()).any(-1)
+    if request.sampling.may_exclude_all:
+        valid_BT &= target.has_token()
     count_B = jnp.minimum(wanted_B, jnp.sum(jnp.cumprod(valid_BT, axis=1), axis=1))
     valid_B = count_B == wanted_B
     count_B = jnp.where(state.running_B, count_B, 0).astype(jnp.int32)

@@ -75,10 +75,10 @@ def make_requests(
     max_new_tokens: int | Sequence[int],
     *,
     seed: int = 0,
-    stop: Sequence[int | str] | None = None,
+    stop: Sequence[int | str] | Stops | None = None,
     prompt_ids: Sequence[int] | None = None,
 ) -> list[Request]:
-    """Returns a request for each prompt; arguments and errors are those of `generate`."""
+    """Returns a request for each prompt; arguments and errors are those of `generate`, or ``stop`` is made already."""
     token_lists = encode(pair, prompts)
     lengths = [len(tokens) for tokens in token_lists]
     budgets = check_budgets(pair, method.drafter, lengths, max_new_tokens)
@@ -86,7 +86,7 @@ def make_requests(
     ids = range(len(lengths)) if prompt_ids is None else validate.integers("prompt_ids", prompt_ids, 0)
     if len(ids) != len(lengths):
         raise ValueError(f"{len(ids)} prompt_ids for {len(lengths)} prompts")
-    stops = make_stops(pair, stop)
+    stops = stop if isinstance(stop, Stops) else make_stops(pair, stop)
     for warp in (method.sampling, method.draft_sampling):
         if isinstance(warp, Warp):  # `for_rows` refuses anything else
             warp.check(pair.target.vocab_size)
@@ -166,11 +166,11 @@ def check_budgets(
     return budgets
 
 
-def make_stops(pair: Pair, stop: Sequence[int | str] | None) -> Stops:
+def make_stops(pair: Pair, stop: Sequence[int | str] | None, least: int = 0) -> Stops:
     """Returns the stops of a call; by default the pair's stop tokens, or the tokenizer's end of text.
 
-    A string ends a text however it is split into tokens. The name of a special token, which no text contains, stands
-    for the token.
+    A string ends a text with any tokens that spell it, after ``least`` tokens. The name of a special token, which no text
+    contains, stands for the token.
     """
     if stop is None and pair.stop is not None:
         return Stops(frozenset(validate.integers("the pair's stop", pair.stop, 0, pair.target.vocab_size)))
@@ -192,9 +192,10 @@ def make_stops(pair: Pair, stop: Sequence[int | str] | None) -> Stops:
         written = "" if token is None else pair.tokenizer.decode([token])
         if token is None or entry in written:
             texts.append(entry)
-        if token is not None and (entry not in written or entry == written):  # it ends the row without a delay
+        # A token that is the string ends the row without a delay.
+        if token is not None and (entry not in written or entry == written and not least):
             ids.append(validate.integer("a stop id", token, 0, pair.target.vocab_size))
-    return Stops(frozenset(ids), tuple(texts))
+    return Stops(frozenset(ids), tuple(texts), least)
 
 
 def _by_prompt(warp: Warp, count: int) -> list[Warp]:

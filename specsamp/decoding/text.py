@@ -21,31 +21,36 @@ class Stops:
     The end of a text depends on its tokens alone, not on the rounds after which the host searches for strings.
 
     Attributes:
-      ids: stop tokens; the loop emits no token after them.
-      texts: stop strings of any number of tokens, which may begin and end inside a token.
+      ids: tokens, after which the loop emits nothing.
+      texts: strings of any number of tokens, which may begin and end inside a token.
+      least: how many tokens no string ends; one must end in the text of the tokens after them.
     """
 
     ids: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
+    least: int = 0
 
-    def first(self, text: str) -> int | None:
-        """Returns the index in ``text`` of the first stop string, or None."""
-        found = [at for at in map(text.find, self.texts) if at >= 0]
-        return min(found, default=None)
+    def first(self, text: str, before: int = 0) -> int | None:
+        """Returns where the first of the strings begins in ``text`` that ends after ``before`` characters, or None."""
+        found = [text.find(stop, max(before + 1 - len(stop), 0)) for stop in self.texts]
+        return min((at for at in found if at >= 0), default=None)
+
+    def _begin(self, tokenizer, tokens: Sequence[int]) -> int | None:
+        before = len(tokenizer.decode(tokens[: self.least])) if self.least else 0
+        return self.first(tokenizer.decode(tokens), before)
 
     def count(self, tokenizer, tokens: Sequence[int]) -> int | None:
-        """Returns the smallest number of first tokens whose text contains a stop string; None: no stop string."""
-        if not self.texts or self.first(tokenizer.decode(tokens)) is None:
+        """Returns the fewest of ``tokens`` whose text holds a stop string; None if the text of all tokens holds none."""
+        if not self.texts or self._begin(tokenizer, tokens) is None:
             return None
         ends = range(1, len(tokens) + 1)
-        return ends[bisect.bisect_left(ends, True, key=lambda n: self.first(tokenizer.decode(tokens[:n])) is not None)]
+        return ends[bisect.bisect_left(ends, True, key=lambda n: self._begin(tokenizer, tokens[:n]) is not None)]
 
     def text(self, tokenizer, tokens: Sequence[int]) -> str:
         """Returns the text of ``tokens`` before the stop token or the stop string."""
         if tokens and tokens[-1] in self.ids:
             tokens = tokens[:-1]
-        text = tokenizer.decode(tokens)
-        return text[: self.first(text)]
+        return tokenizer.decode(tokens)[: self._begin(tokenizer, tokens)]
 
     def held_back(self, text: str) -> int:
         """Returns the number of characters at the end of ``text`` that may be the beginning of a stop string."""

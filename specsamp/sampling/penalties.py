@@ -8,14 +8,14 @@ these warps before a temperature, as other libraries do.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.sampling.warp import Chain, Warp, checked, per_row, register_warp
+from specsamp.sampling.warp import Warp, checked, per_row, register_warp
 
 Array = jax.Array
 
@@ -44,21 +44,33 @@ def penalties(
     )
 
 
-def bias(values: Mapping[int, float]) -> Chain:
-    """Adds a number to the logits of single tokens; ``-inf`` excludes a token."""
+def bias(values: Mapping[int, float], *, until: int | Sequence[int] | None = None, room: int = 1) -> Bias:
+    """Adds to the logits of single tokens; ``-inf`` excludes one.
+
+    Args:
+      values: by token id.
+      until: how many tokens (>= 0) a text has before the biases end, a scalar or one per row; None: they never end.
+      room: the least number of biases that there is room for; warps with the same room share their programs.
+    """
     if not isinstance(values, Mapping):
         raise ValueError(f"biases must be a mapping from token ids to numbers; got {values!r}")
-    warps = []
-    for token, value in values.items():
-        at = checked("a biased token", token, np.int32, lambda v: v >= 0, "must be an id >= 0")
-        by = checked("a bias", value, np.float32, lambda v: v < np.inf, "must be finite, or -inf")
-        warps.append(Bias(at, by))
-    off = Bias(np.int32(NO_TOKEN), np.float32(0))
-    return Chain((*warps, *[off] * (-len(warps) % BIASES_MULTIPLE)))
+    tokens = [checked("a biased token", token, np.int32, lambda v: v >= 0, "must be an id >= 0") for token in values]
+    numbers = [
+        checked("a bias", x, np.float32, lambda v: v < np.inf, "must be finite, or -inf") for x in values.values()
+    ]
+    places = -(-max(len(values), room) // BIASES_MULTIPLE) * BIASES_MULTIPLE
+    tokens += [np.int32(NO_TOKEN)] * (places - len(tokens))
+    numbers += [np.float32(0)] * (places - len(numbers))
+    if until is not None:
+        until = checked("until", until, np.int32, lambda v: v >= 0, "must be an integer >= 0")
+    tokens_BN, numbers_BN = (
+        np.atleast_2d(np.stack(np.broadcast_arrays(*columns), axis=-1)) for columns in (tokens, numbers)
+    )
+    return Bias(tokens_BN, numbers_BN, until)
 
 
-def ban(tokens: Sequence[int]) -> Chain:
-    """Excludes tokens. A row in which all tokens are excluded ends as invalid."""
+def ban(tokens: Sequence[int]) -> Bias:
+    """Excludes tokens. A row without any other token ends as invalid."""
     if not isinstance(tokens, Iterable) or not all(isinstance(token, Hashable) for token in tokens):
         raise ValueError(f"banned tokens must be a list of ids; got {tokens!r}")
     return bias({token: -np.inf for token in tokens})
@@ -66,46 +78,79 @@ def ban(tokens: Sequence[int]) -> Chain:
 
 @register_warp
 class Penalties(Warp):
-    """Its state: whether a token occurs in the prompt, bool ``[B, V]``, and how often in the text, int32 ``[B, V]``."""
+    """Its state: whether a token occurs in the prompt, bool ``[B, V]``, and how often in the text, int32 ``[B, V]``.
+
+    Where no row has a penalty, by the numbers, nothing is counted.
+    """
 
     repetition: Array  # [] or [B]
     presence: Array
     frequency: Array
 
+    def _if_wanted(self, change: Callable[[Any], Any], value: Any) -> Any:
+        is_wanted = (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
+        return jax.lax.cond(jnp.any(is_wanted), change, lambda same: same, value)
+
     def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
         is_prompt_BP = jnp.arange(tokens_BP.shape[1])[None] < lengths_B[:, None]
         empty_BV = jnp.zeros((len(tokens_BP), vocab_size), bool)
-        return empty_BV.at[_rows(tokens_BP), tokens_BP].max(is_prompt_BP), empty_BV.astype(jnp.int32)
+        in_prompt_BV = self._if_wanted(lambda no_BV: no_BV.at[_rows(tokens_BP), tokens_BP].max(is_prompt_BP), empty_BV)
+        return in_prompt_BV, empty_BV.astype(jnp.int32)
 
     def advance(self, state: Any, tokens_B: Array) -> Any:
         in_prompt_BV, counts_BV = state
-        return in_prompt_BV, counts_BV.at[_rows(tokens_B), tokens_B].add(1)
+        return in_prompt_BV, self._if_wanted(
+            lambda counts_BV: counts_BV.at[_rows(tokens_B), tokens_B].add(1), counts_BV
+        )
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         in_prompt_BV, counts_BV = state
-        repetition = per_row(self.repetition, logits)
-        scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
-        logits = jnp.where(in_prompt_BV | (counts_BV > 0), scaled, logits)
-        logits = logits - jnp.where(counts_BV > 0, per_row(self.presence, logits), 0)
-        return logits - per_row(self.frequency, logits) * counts_BV
+
+        def penalised(logits: Array) -> Array:
+            repetition = per_row(self.repetition, logits)
+            scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
+            logits = jnp.where(in_prompt_BV | (counts_BV > 0), scaled, logits)
+            logits = logits - jnp.where(counts_BV > 0, per_row(self.presence, logits), 0)
+            return logits - per_row(self.frequency, logits) * counts_BV
+
+        return self._if_wanted(penalised, logits)
 
 
 @register_warp
 class Bias(Warp):
-    token: Array  # [] or [B] int32; NO_TOKEN: nothing is changed
-    value: Array
+    """Its state, where it ends: how many tokens the text has, int32 ``[B]``."""
+
+    tokens: Array  # [1, N] or [B, N] int32; NO_TOKEN: nothing is changed
+    values: Array  # of the same shape
+    until: Array | None = None  # [] or [B] int32
 
     @property
     def may_exclude_all(self) -> bool:
         return True  # after greedy(), or of a whole vocabulary
 
     def check(self, vocab_size: int) -> None:
-        if np.any(self.token >= vocab_size):
-            raise ValueError(f"a biased token must be an id below {vocab_size}; got {int(np.max(self.token))}")
+        if np.any(self.tokens >= vocab_size):
+            raise ValueError(f"a biased token must be an id below {vocab_size}; got {int(np.max(self.tokens))}")
+
+    def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
+        return () if self.until is None else jnp.zeros_like(lengths_B)
+
+    def advance(self, state: Any, tokens_B: Array) -> Any:
+        return () if self.until is None else state + 1
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
-        tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        return jnp.where(tokens == per_row(self.token, logits), logits + per_row(self.value, logits), logits)
+        batch, vocab_size = len(logits), logits.shape[-1]
+
+        def biased() -> Array:
+            at_BN = jnp.where(self.tokens == NO_TOKEN, vocab_size, self.tokens)  # beyond the vocabulary: dropped
+            at_BN = jnp.broadcast_to(at_BN, (batch, at_BN.shape[-1]))
+            by_BV = jnp.zeros((batch, vocab_size), logits.dtype)
+            by_BV = by_BV.at[_rows(at_BN), at_BN].add(self.values.astype(logits.dtype), mode="drop")
+            if self.until is not None:
+                by_BV = jnp.where(per_row(state < self.until, by_BV), by_BV, 0)
+            return logits + by_BV.reshape(batch, *[1] * (logits.ndim - 2), vocab_size)
+
+        return jax.lax.cond(jnp.any(self.tokens != NO_TOKEN), biased, lambda: logits)
 
 
 def _rows(tokens: Array) -> Array:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specsamp.sampling.rng import RoundKeys
-from specsamp.sampling.warp import Warp, is_stateless, log_probs
+from specsamp.sampling.warp import Chain, Warp, is_stateless, log_probs
 
 Array = jax.Array
 
@@ -118,8 +119,15 @@ class TargetDistributions:
         """Returns the log-probabilities of all scored rows, ``[B, T, V]``."""
         if is_stateless(self.warp_state):
             return log_probs(self.warp, self.logits_BTV)
-        rows = [log_probs(self.warp, self.logits_BTV[:, t], state) for t, state in enumerate(self._states())]
-        return jnp.stack(rows, axis=1)
+        states = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *self._states())
+        return jax.vmap(functools.partial(log_probs, self.warp), in_axes=1, out_axes=1)(self.logits_BTV, states)
+
+    def has_token(self) -> Array:
+        """Returns whether the warps leave each scored row a token, bool ``[B, T]``; they are applied as far as that takes."""
+        warp, state = self.warp, self.warp_state
+        if isinstance(warp, Chain):
+            warp, state = warp.excluding(state)
+        return ~jnp.isnan(dataclasses.replace(self, warp=warp, warp_state=state).all()).any(-1)
 
     def at(self, row_B: Array, warp_state: Any) -> Array:
         """Returns the log-probabilities of one scored row per text, ``[B, V]``.

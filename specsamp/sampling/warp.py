@@ -40,15 +40,15 @@ class Warp:
     """A pytree of numbers that maps logits ``[B, ..., V]`` to logits; new warps derive from it, under `register_warp`.
 
     A warp that depends on the tokens before a position (a repetition penalty, a grammar) overrides `init` and
-    `advance`, and is called on ``[B, V]`` with the state of each row's context. The leading axis of every leaf of a
-    state is the batch. A warp must keep at least one token: a row without any token ends as invalid. A number is a
-    scalar or has one value per row; tables that rows share are not supported yet.
+    `advance`, and is called on ``[B, V]`` with the state of each row's context. Every leaf of a state leads with the
+    batch. A warp must keep at least one token: a row without any token ends as invalid. A number is a scalar or has one
+    value per row; a list of numbers has two axes, of which the first has one entry or one per row.
     """
 
     @property
     def may_exclude_all(self) -> bool:
-        """Returns whether a row may be left without any token; the loop then checks for such rows."""
-        return False
+        """Returns whether a row may be left without any token, as by a grammar; the loop then checks for such rows."""
+        return type(self).advance is not Warp.advance
 
     def check(self, vocab_size: int) -> None:
         """Raises ValueError if a token id in the warp is outside of the vocabulary."""
@@ -153,7 +153,7 @@ def for_rows(warp: Warp, rows: int) -> Warp:
     """Gives every number of ``warp`` one value per row, so that its shape never causes a recompile.
 
     Args:
-      warp: its numbers are scalars or have one value per row.
+      warp: its numbers are scalars or have one value per row, or are lists, see `Warp`.
 
     Raises:
       ValueError: a number is neither a scalar nor has ``rows`` values.
@@ -163,11 +163,11 @@ def for_rows(warp: Warp, rows: int) -> Warp:
         if callable(value):
             raise ValueError(f"sampling must be a warp of numbers, such as chain(temperature(0.8)); got {value!r}")
         value = np.asarray(value)
-        if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != rows):
+        if value.ndim > 2 or (value.ndim and value.shape[0] not in ((1, rows) if value.ndim == 2 else (rows,))):
             raise ValueError(
                 f"sampling parameter of shape {value.shape} for {rows} prompts: give one number, or one per prompt"
             )
-        return np.broadcast_to(value, (rows,))
+        return np.broadcast_to(value, (rows, *value.shape[1:]))
 
     if not callable(warp):
         raise ValueError(f"sampling must be a warp such as chain(temperature(0.8)); got {warp!r}")
@@ -181,6 +181,11 @@ class Chain(Warp):
     @property
     def may_exclude_all(self) -> bool:
         return any(warp.may_exclude_all for warp in self.warps)
+
+    def excluding(self, state: Any) -> tuple[Chain, Any]:
+        """Returns the warps up to the last that may leave a row without any token, and their part of a state."""
+        count = max((n for n, warp in enumerate(self.warps, 1) if warp.may_exclude_all), default=0)
+        return Chain(self.warps[:count]), state[:count]
 
     def check(self, vocab_size: int) -> None:
         for warp in self.warps:

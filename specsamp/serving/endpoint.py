@@ -15,7 +15,7 @@ import hmac
 import pathlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from absl import logging
@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specsamp.checkpoints.chat import CannotRender
 from specsamp.decoding.request import encode
+from specsamp.serving.answer import Answer, Busy, Failed, TooLong
 from specsamp.serving.openai_replies import LAST_EVENT, Reply, json_bytes, to_event
 from specsamp.serving.openai_requests import (
     MAX_SEED,
@@ -41,7 +42,7 @@ from specsamp.serving.openai_requests import (
     read_fields,
     read_request,
 )
-from specsamp.serving.service import Answer, Busy, Failed, Service, TooLong
+from specsamp.serving.service import Service
 from specsamp.serving.statistics import Statistics
 
 JSON = "application/json"
@@ -68,11 +69,10 @@ class Endpoint:
     """The paths of the protocol, in front of a service.
 
     Attributes:
-      service: started, of a pair with a tokenizer.
+      service: started, of a pair with a tokenizer; its method's sampling is that of `request_warps.make_warp`.
       model: the name of the pair for clients.
-      warps: kinds that the service's method has besides temperature, see `request_warps.make_warp`.
       has_chat: whether the tokenizer has a chat template.
-      key: the bearer's key that requests must have; None: no key is checked.
+      keys: of which requests must bear one; none: no key is checked.
       max_body: bytes of a request.
       timeout: seconds that a client has to send its request, and to take each chunk of its answer.
       most: requests at a time; others are told to come later. None: any number.
@@ -82,9 +82,8 @@ class Endpoint:
 
     service: Service
     model: str
-    warps: Collection[str] = ()
     has_chat: bool = True
-    key: str | None = dataclasses.field(default=None, repr=False)
+    keys: Sequence[str] = dataclasses.field(default=(), repr=False)
     max_body: int = 1 << 20
     timeout: float = 60.0
     most: int | None = None
@@ -166,7 +165,7 @@ class Endpoint:
         return {"id": self.model, "object": "model", "created": 0, "owned_by": "specsamp", **room}
 
     async def _answer(self, request: Request, is_chat: bool) -> Response:
-        self._check_key(request)
+        client = self._check_key(request)
         if is_chat and not self.has_chat:
             raise ApiError(f"{self.model!r} has no chat template: use /v1/completions", code="no_chat_template")
         document = parse_body(await self._body(request))
@@ -174,7 +173,7 @@ class Endpoint:
         chunks = asyncio.Queue()
         # The service's thread delivers chunks, but an asyncio queue is filled by its own event loop only.
         deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait)
-        answer = await run_in_threadpool(self._ask, asked, deliver, request.client.host if request.client else "")
+        answer = await run_in_threadpool(self._ask, asked, deliver, client)
         reply = Reply(asked, answer, self.model, exact=self.service.method.exact, repeats=self.service.repeats)
         request.state.answered = answer, reply
         return _Answering(answer, reply, chunks, self.timeout)
@@ -185,11 +184,12 @@ class Endpoint:
             asked.prompts,
             asked.max_tokens,
             deliver=deliver,
-            sampling=asked.sampling(self.warps),
+            sampling=asked.sampling(),
             seed=secrets.randbelow(MAX_SEED + 1) if asked.seed is None else asked.seed,
             stop=asked.stops,
             stop_ids=asked.stop_token_ids,
             ignore_eos=asked.ignore_eos,
+            min_tokens=asked.min_tokens,
             draft_length=asked.draft_length,
             num_samples=asked.n,
             is_streamed=asked.stream,
@@ -229,14 +229,15 @@ class Endpoint:
             raise ApiError("the client left", status=400) from error
         return bytes(body)
 
-    def _check_key(self, request: Request) -> None:
-        if self.key is None:
-            return
+    def _check_key(self, request: Request) -> str:
+        """Returns whose request it is: the key's where there are several, else the address's; raises `ApiError`."""
+        address = request.client.host if request.client else ""
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         # Compared as bytes: texts that are not ASCII would raise.
-        is_right = hmac.compare_digest(given.strip().encode(), self.key.encode())
-        if kind.lower() != "bearer" or not is_right:
+        right = [n for n, key in enumerate(self.keys) if hmac.compare_digest(given.strip().encode(), key.encode())]
+        if self.keys and not (right and kind.lower() == "bearer"):
             raise ApiError("a key is needed: send it in the header authorization", status=401, code="invalid_api_key")
+        return f"key {right[0]}" if len(self.keys) > 1 else address
 
 
 class _Watch:

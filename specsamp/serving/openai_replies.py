@@ -12,9 +12,9 @@ from typing import Any
 from specsamp.decoding.request import Request
 from specsamp.decoding.results import Chunk, RowStats
 from specsamp.decoding.text import INCOMPLETE, Continuation
+from specsamp.serving.answer import Answer
 from specsamp.serving.openai_requests import GenerationRequest
 from specsamp.serving.scores import Scores
-from specsamp.serving.service import Answer
 
 LEAST_LOG_PROB = -9999.0
 LAST_EVENT = b"data: [DONE]\n\n"

@@ -7,14 +7,14 @@ left out, because clients send back the messages that they were sent, with nulls
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from reprlib import repr  # short
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specsamp.sampling.warp import Warp
-from specsamp.serving.request_warps import ALL_TOKENS, OPTIONAL_WARPS, WARPS, make_warp
+from specsamp.serving.request_warps import ALL_TOKENS, MAX_BIASES, NEUTRAL, make_warp
 from specsamp.serving.scores import MOST_TOPS
 from specsamp.serving.service import MAX_STOP_IDS, MAX_STOPS
 
@@ -28,7 +28,6 @@ IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key",
 REFUSED = {
     "best_of": (1,),
     "suffix": ("",),
-    "logit_bias": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -77,6 +76,8 @@ def _check_unicode(text: str) -> str:
 UnicodeText = Annotated[str, AfterValidator(_check_unicode)]
 StopText = Annotated[UnicodeText, Field(min_length=1)]
 Tokens = Annotated[list[int], Field(min_length=1)]
+TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]  # JSON has no other keys than texts
+LogitBias = Annotated[float, Field(ge=-100, le=100)]
 PromptList = Annotated[list[UnicodeText] | list[Tokens], Field(min_length=1)]
 
 
@@ -140,6 +141,7 @@ class GenerationRequest(_Fields):
         [], max_length=MAX_STOP_IDS, description=f"a list of at most {MAX_STOP_IDS} token ids"
     )
     ignore_eos: bool = _switch()
+    min_tokens: int = _integer(0, 0, 2**31 - 1)
     draft_length: int | None = _integer(None, 0, 1024)
     mark_drafted: bool = _switch()
     seed: int | None = _integer(None, 0, MAX_SEED)
@@ -152,6 +154,11 @@ class GenerationRequest(_Fields):
     top_k: int = _integer(0, -1, ALL_TOKENS)
     top_p: float = Field(1, gt=0, le=1, description="above 0 and at most 1 (temperature = 0 takes the likeliest token)")
     min_p: float = _number(0, 0, 1)
+    logit_bias: dict[TokenName, LogitBias] = Field(
+        {},
+        max_length=MAX_BIASES,
+        description=f"an object of at most {MAX_BIASES} token ids, each with a number from -100 to 100",
+    )
     presence_penalty: float = _number(0, -2, 2)
     frequency_penalty: float = _number(0, -2, 2)
     repetition_penalty: float = _number(1, 0.01, 100)
@@ -170,16 +177,10 @@ class GenerationRequest(_Fields):
         """Returns whether a stream ends with the counts of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, warps: Collection[str]) -> Warp:
-        """Returns the request's distribution; raises `ApiError` if it sets a number of a kind not in ``warps``."""
-        numbers = {name: getattr(self, name) for kind in WARPS.values() for name in kind}
-        numbers["top_k"] = max(numbers["top_k"], 0)  # other servers write -1 for all tokens
-        for kind in set(OPTIONAL_WARPS) - set(warps):
-            for name, neutral in WARPS[kind].items():
-                if numbers[name] != neutral:
-                    why = f"is not offered: this server was started without {kind} in --warps"
-                    raise ApiError(f"{name} = {numbers[name]:g} {why}", param=name)
-        return make_warp(numbers, warps)
+    def sampling(self) -> Warp:
+        """Returns the request's distribution."""
+        biases = {int(token): by for token, by in self.logit_bias.items()}
+        return make_warp({name: getattr(self, name) for name in NEUTRAL} | {"logit_bias": biases})
 
 
 class CompletionRequest(GenerationRequest):
@@ -274,6 +275,9 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
         if request.max_tokens not in (None, request.max_completion_tokens):
             raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
         request.max_tokens = request.max_completion_tokens
+    if request.max_tokens is not None and request.min_tokens > request.max_tokens:
+        limits = f"min_tokens = {request.min_tokens} is above max_tokens = {request.max_tokens}"
+        raise ApiError(f"{limits}: lower it, or raise max_tokens", param="min_tokens")
     return request
 
 

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Mapping
+from typing import Any
 
-from specsamp.sampling.penalties import penalties
+from specsamp.decoding.text import Stops
+from specsamp.sampling.penalties import bias, penalties
 from specsamp.sampling.warp import Warp, chain, min_p, temperature, top_k, top_p
 
 ALL_TOKENS = 2**31 - 1  # top_k that keeps every token
+MAX_BIASES = 300
 
-# The numbers of each kind of warp, with the values that change nothing. In the order in which the warps are chained;
-# temperature is always there.
-WARPS = {
-    "penalties": {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
-    "temperature": {"temperature": 1},
-    "top_k": {"top_k": 0},
-    "top_p": {"top_p": 1},
-    "min_p": {"min_p": 0},
+# The numbers of a request, with the values that change nothing; with these a warp costs next to no time.
+NEUTRAL = {
+    "logit_bias": {},
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "temperature": 1,
+    "top_k": 0,
+    "top_p": 1,
+    "min_p": 0,
 }
-MAKERS = {
-    "penalties": penalties,
-    "temperature": temperature,
-    "top_k": lambda value: top_k(value if value > 0 else ALL_TOKENS),
-    "top_p": top_p,
-    "min_p": min_p,
-}
-OPTIONAL_WARPS = tuple(kind for kind in WARPS if kind != "temperature")
 
 
-def make_warp(numbers: Mapping[str, float], warps: Collection[str]) -> Warp:
-    """Returns the chain of temperature and the kinds ``warps``; a number that is not in ``numbers`` changes nothing."""
-    kinds = [kind for kind in WARPS if kind == "temperature" or kind in warps]
+def make_warp(numbers: Mapping[str, Any]) -> Warp:
+    """Returns the chain of all warps; a number that is not in ``numbers`` changes nothing."""
+    given = NEUTRAL | numbers
     return chain(
-        *(MAKERS[kind](*(numbers.get(name, neutral) for name, neutral in WARPS[kind].items())) for kind in kinds)
+        bias(given["logit_bias"], room=MAX_BIASES),
+        penalties(given["repetition_penalty"], given["presence_penalty"], given["frequency_penalty"]),
+        temperature(given["temperature"]),
+        top_k(given["top_k"] if given["top_k"] > 0 else ALL_TOKENS),  # other servers write -1 for all tokens, too
+        top_p(given["top_p"]),
+        min_p(given["min_p"]),
     )
+
+
+def exclude_early(stops: Stops, room: int) -> Warp:
+    """Returns a warp that excludes stop tokens, at most ``room``, from the least tokens of a text."""
+    return bias(dict.fromkeys(stops.ids if stops.least else (), -math.inf), until=stops.least, room=room)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 
 from specsamp import validate
@@ -32,63 +33,16 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, Request, encode, make_requests, make_stops, with_samples
 from specsamp.decoding.results import Chunk, RowText
 from specsamp.decoding.state import DecodeState, Finish
-from specsamp.sampling.warp import Warp
+from specsamp.decoding.text import Stops
+from specsamp.sampling.warp import Warp, chain
+from specsamp.serving.answer import Answer, Busy, Failed, TooLong
 from specsamp.serving.batch import Batch, chunk_sizes
 from specsamp.serving.learner import Learner, check_learner
+from specsamp.serving.request_warps import exclude_early
 from specsamp.serving.scores import Scores
 
 MAX_STOPS = 4  # strings that end the texts of a request
 MAX_STOP_IDS = 16  # tokens that do
-
-
-class Busy(Exception):
-    """Too many texts wait already."""
-
-
-class TooLong(ValueError):
-    """A prompt and its budget are longer than the context."""
-
-
-class Failed(Exception):
-    """A call ends without its texts: the service failed, or was closed."""
-
-
-@dataclasses.dataclass(eq=False)
-class Answer:
-    """A call that is being answered, as its caller sees it.
-
-    Attributes:
-      requests: of the call, in order of prompts and samples.
-      is_streamed: whether chunks are delivered while a text grows; else each text is one chunk.
-      client: whose it is.
-      is_scored: whether the last chunk of each text waits for `scores`, those of its request.
-      is_over: whether nothing more is delivered.
-      first: when the first token was written, by `time.monotonic`; None before.
-    """
-
-    requests: Sequence[Request]
-    deliver: Callable[[Chunk | Failed], None]
-    is_streamed: bool
-    client: str = ""
-    is_scored: bool = False
-    scores: dict[Request, Scores] = dataclasses.field(default_factory=dict)
-    is_over: bool = False
-    first: float | None = None
-
-    def cancel(self) -> None:
-        """Says, from any thread, that the caller has left; the rows are free after the slice."""
-        self.is_over = True
-
-    def send(self, what: Chunk | Failed) -> None:
-        """Delivers a chunk or the reason of a failure; a caller that raises has left."""
-        if self.is_over:
-            return
-        self.is_over = isinstance(what, Failed)
-        try:
-            self.deliver(what)
-        except Exception as error:
-            logging.error("an answer was not taken: %r", error)
-            self.is_over = True
 
 
 class Service:
@@ -102,6 +56,7 @@ class Service:
       learner: gets each text that has ended, so that the draft learns; None: it does not, or the learner has failed.
       repeats: whether a seed gives the same text again: not while a draft learns, unless the rule ignores drafts.
       capacity: the most texts that run or wait; max_per_client: those of one client.
+      failed: why the thread ended by itself; None: it did not.
     """
 
     def __init__(
@@ -143,6 +98,7 @@ class Service:
         self.learner, self.repeats = learner, learner is None or method.rule.draft_independent
         self.context = context_of(pair, method.drafter, "context", context)
         self._stop_ids = sorted(make_stops(pair, None).ids)
+        self._most_stop_ids = len(self._stop_ids) + MAX_STOPS + MAX_STOP_IDS
         self._engine = self._make_engine(rows)
         # On a mesh programs of two threads could meet in another order on each device.
         in_background = in_background and pair.shards.mesh is None
@@ -156,22 +112,28 @@ class Service:
         self._changed = threading.Condition()  # guards the next two
         self._inbox: list[Request] = []
         self._closed: str | None = None  # why
+        self.failed: str | None = None
         self._thread = threading.Thread(target=self._work, name="specsamp service", daemon=True)
 
     def _make_engine(self, rows: int) -> Engine:
         loop = self.method.loop(self.pair, keep_log_probs=True, keep_rounds=True)
+        method = self._method(self.method.sampling, make_stops(self.pair, None))
         engine = Engine.create(
             self.pair,
-            self.method,
-            make_requests(self.pair, self.method, [[0]], 1, stop=self._stop_ids),
+            method,
+            make_requests(self.pair, method, [[0]], 1, stop=self._stop_ids),
             batch=rows,
             spare=self.pair.shards.count,
             slots=round_slots(max(self.context + max(loop.headroom, chunk_sizes()[0]), loop.window)),
-            stop_ids=len(self._stop_ids) + MAX_STOPS + MAX_STOP_IDS,
+            stop_ids=self._most_stop_ids,
             keep_log_probs=True,
             keep_rounds=True,
         )
         return dataclasses.replace(engine, own_lengths=hooks_of(self.method.drafter).depth is None)
+
+    def _method(self, sampling: Warp, stops: Stops) -> Method:
+        """Returns the method with this sampling, after a warp that excludes stop tokens from the least tokens of a text."""
+        return dataclasses.replace(self.method, sampling=chain(exclude_early(stops, self._most_stop_ids), sampling))
 
     def compile(self) -> None:
         """Compiles what the first requests need; the rest follows when requests want it."""
@@ -216,6 +178,7 @@ class Service:
         stop: Sequence[str] = (),
         stop_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        min_tokens: int = 0,
         draft_length: int | None = None,
         num_samples: int = 1,
         is_streamed: bool = False,
@@ -231,6 +194,7 @@ class Service:
           sampling: of the same kinds as the service's method, which is the default.
           stop, stop_ids: at most 4 strings and 16 tokens that end texts besides the pair's stop tokens.
           ignore_eos: whether the pair's stop tokens end nothing.
+          min_tokens: that a text has: stop tokens are excluded from them, and no string ends in them.
           draft_length: tokens to draft in a round, at most the drafter's K; a text is that of `generate` with this length.
           is_streamed: whether chunks are delivered while a text grows.
           client: whose request it is; clients take free rows in turn.
@@ -250,12 +214,13 @@ class Service:
         if not self.repeats:
             # The noise of a seed may have met another draft. Text that depends on both has not the target's distribution.
             seed = secrets.randbits(64)
-        method = self.method if sampling is None else dataclasses.replace(self.method, sampling=sampling)
         prompts = encode(self.pair, prompts)
         budgets = [self._budget(index, len(tokens), max_new_tokens) for index, tokens in enumerate(prompts)]
         stop = [*(() if ignore_eos else self._stop_ids), *stop_ids, *stop]
-        requests = with_samples(make_requests(self.pair, method, prompts, budgets, seed=seed, stop=stop), num_samples)
-        if jax.tree.structure(requests[0].sampling) != jax.tree.structure(self._engine.idle.sampling):
+        stops = make_stops(self.pair, stop, validate.integer("min_tokens", min_tokens, 0))
+        method = self._method(self.method.sampling if sampling is None else sampling, stops)
+        requests = with_samples(make_requests(self.pair, method, prompts, budgets, seed=seed, stop=stops), num_samples)
+        if jax.tree.map(np.shape, requests[0].sampling) != jax.tree.map(np.shape, self._engine.idle.sampling):
             raise ValueError(f"sampling must be of the kinds of warps in {self.method.sampling!r}; got {sampling!r}")
         answer = Answer(requests, deliver, is_streamed, client, is_scored)
         for request in requests:
@@ -304,14 +269,19 @@ class Service:
             self._changed.notify()
 
     def _work(self) -> None:
-        while self._wait():
-            try:
-                self._slice()
-            except Exception as error:  # the batch is lost, and with it all that run
-                logging.exception("a slice failed: running texts are lost, waiting texts begin anew")
-                is_lost = any(self.batch.running) or self.batch.reading
-                self._drop(f"decoding failed: {_in_short(error)}", and_waiting=not is_lost)
-                self.batch.free()
+        try:
+            while self._wait():
+                try:
+                    self._slice()
+                except Exception as error:  # the batch is lost, and with it all that run
+                    logging.exception("a slice failed: running texts are lost, waiting texts begin anew")
+                    is_lost = any(self.batch.running) or self.batch.reading
+                    self._drop(f"decoding failed: {_in_short(error)}", and_waiting=not is_lost)
+                    self.batch.free()
+        except BaseException as error:
+            logging.exception("the service failed")
+            self.failed = f"the service failed: {_in_short(error)}"
+            self.close(self.failed)
         self._drop(self._closed, and_waiting=True)
         self.batch.free()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import socket
-from collections.abc import Callable
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specsamp.serving.service import Service
 
 BUSY = b'{"error":{"message":"too many connections: try again later","type":"server_error","param":null,"code":null}}'
 TOO_MANY = (
@@ -54,23 +55,23 @@ def address(bound: socket.socket) -> str:
 
 
 class WebServer(uvicorn.Server):
-    """Serves an application until it is interrupted.
+    """Serves an application until it is interrupted, or has failed.
 
     Attributes:
       ended: how many texts the interrupt ended.
     """
 
-    def __init__(self, app: ASGIApp, close: Callable[[], int], *, connections: int, timeout: float):
+    def __init__(self, app: ASGIApp, service: Service, timeout: float):
         """Makes a server.
 
         Args:
-          close: ends the service, and returns how many texts it has ended.
-          connections: the most at a time of one address, and twice as many of all; further ones are closed.
+          service: that the application is of. As many connections of one address are taken as texts may run or wait, and
+            some more; of all addresses twice as many.
           timeout: seconds that a connection has to send the headers of a request; twice as many after an answer.
         """
 
         by_address: collections.Counter[str] = collections.Counter()
-        most = connections + SPARE_CONNECTIONS
+        most = service.capacity + SPARE_CONNECTIONS
 
         class Connection(H11Protocol):
             """Closes a connection without a complete request in time, also after earlier answers."""
@@ -110,10 +111,14 @@ class WebServer(uvicorn.Server):
                 timeout_graceful_shutdown=LAST_SECONDS,
             )
         )
-        self._close, self.ended = close, 0
+        self._service, self.ended = service, 0
+
+    async def on_tick(self, counter: int) -> bool:
+        """Returns whether to end; uvicorn asks ten times a second."""
+        return await super().on_tick(counter) or self._service.failed is not None
 
     def handle_exit(self, sig, frame) -> None:
         """Ends the texts, so that no connection waits for its text; uvicorn calls it on a signal."""
         if not self.should_exit:
-            self.ended = self._close()
+            self.ended = self._service.close("the server was stopped")
         super().handle_exit(sig, frame)

@@ -66,6 +66,14 @@ def test_where_a_string_ends_is_found_in_the_fewest_tokens():
     assert stops.count(tokenizer, tokens[:4]) is None and stops.held_back("x \u00e9") == 1
 
 
+def test_a_string_that_ends_in_the_least_tokens_ends_nothing():
+    stops, tokenizer = Stops(texts=("ab", "c"), least=4), ByteTokenizer()
+    for text, count, left in (("cabab..", 5, "cab"), ("abcc...", None, "abcc..."), ("aab.ac.", 6, "aab.a")):
+        tokens = tokenizer.encode(text)
+        assert (stops.count(tokenizer, tokens), stops.text(tokenizer, tokens)) == (count, left), text
+    assert Stops(texts=("ab", "c")).count(tokenizer, tokenizer.encode("cabab..")) == 1, "the control"
+
+
 @pytest.mark.parametrize("drafter", [ModelDrafter(TableLM(V), 3), NgramDrafter(K=2), NoDrafter()])
 def test_counts_of_a_cut_text_are_those_of_a_run_that_ends_there(drafter):
     """A budget of n tokens and a text cut after n: the same rounds, so the same counts; drafts vary in length."""

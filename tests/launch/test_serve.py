@@ -1,7 +1,7 @@
 """The command that serves a pair: it says where, ends by an interrupt, and refuses what it cannot serve at once."""
 
-import asyncio
 import importlib
+import os
 import signal
 import socket
 import sys
@@ -17,38 +17,72 @@ KEY = "SPECSAMP_SERVE_KEY"
 
 
 def test_a_server_answers_until_it_is_interrupted(tmp_path, monkeypatch):
-    """Serves in a thread of this process, with a key from the environment and with penalties."""
-    from specsamp.serving.web_server import WebServer
+    """In this process, with keys of the environment, by a signal that ends processes."""
     from support.services import post, request, wait_until
 
     save_tiny_pair(tmp_path, ["def f(x):"])
-    monkeypatch.setenv(KEY, "sk-1\n")
+    monkeypatch.setenv(KEY, "sk-0\nsk-1\n")
     answers = []
 
-    def run(server, sockets):
-        server.port = sockets[0].getsockname()[1]
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets)))
-        thread.start()
+    def ask(server):
         wait_until(lambda: server.started)
-        asked = {"prompt": "def f(x):", "max_tokens": 3, "seed": 1, "min_p": 0.1, "presence_penalty": 1}
+        asked = {"prompt": "def f(x):", "max_tokens": 3, "seed": 1, "logit_bias": {"1": 2}, "min_tokens": 2}
         answers.append(post(server, "/v1/completions", asked, authorization="Bearer sk-1"))
         answers.append(post(server, "/v1/chat/completions", {"messages": []}, authorization="Bearer sk-1"))
         answers.append(request(server, "GET", "/v1/models"))
-        server.handle_exit(signal.SIGINT, None)
-        thread.join()
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(WebServer, "run", run)
-    options = "--port=0 --rows=1 --context=24 --model=mine --warps=penalties,min_p --config.draft_length=0"
+    ask_beside(ask, monkeypatch)
+    options = "--port=0 --rows=1 --context=24 --model=mine --config.draft_length=0"
     done = call("serve", f"--config=configs/trained_pair.py:{tmp_path}", *options.split())
     assert done.returncode == 130
     assert done.stderr.endswith("interrupted; 0 texts were being written and were ended\n")
-    assert "1 rows, 24 tokens of prompt and text, sampling by temperature, penalties, min_p" in done.stdout
+    assert "1 rows, 24 tokens of prompt and text" in done.stdout
     assert "/v1 serves 'mine', with a key; Ctrl-C ends it" in done.stdout and "http://127.0.0.1:" in done.stdout
     (status, _, answer), (refused, _, no_chat), (unknown, _, _) = answers
-    assert status == 200 and answer["model"] == "mine" and answer["usage"]["completion_tokens"] <= 3
+    assert status == 200 and answer["model"] == "mine" and 2 <= answer["usage"]["completion_tokens"] <= 3
     assert refused == 400 and "no chat template: use /v1/completions" in no_chat["error"]["message"]
     assert unknown == 401
+
+
+def ask_beside(ask, monkeypatch):
+    """Calls a function of the server in a thread, while the server runs."""
+    from specsamp.serving.web_server import WebServer
+
+    run = WebServer.run
+
+    def run_and_ask(server, sockets):
+        server.port = sockets[0].getsockname()[1]
+        thread = threading.Thread(target=ask, args=[server])
+        thread.start()
+        try:
+            run(server, sockets)
+        finally:
+            thread.join()
+
+    monkeypatch.setattr(WebServer, "run", run_and_ask)
+
+
+def test_a_service_that_fails_ends_the_server(tmp_path, monkeypatch):
+    """Whoever waits is told, and the process ends with the error."""
+    from specsamp.serving.service import Service
+    from support.services import post, wait_until
+
+    save_tiny_pair(tmp_path, ["def f(x):"])
+    wait = Service._wait
+    monkeypatch.setattr(Service, "_wait", lambda self: wait(self) and 1 / 0)
+    answers = []
+
+    def ask(server):
+        wait_until(lambda: server.started)
+        answers.append(post(server, "/v1/completions", {"prompt": "def f(x):"}))
+
+    ask_beside(ask, monkeypatch)
+    options = "--port=0 --rows=1 --context=24 --config.draft_length=0"
+    with pytest.raises(RuntimeError, match="the service failed: ZeroDivisionError: division by zero"):
+        call("serve", f"--config=configs/trained_pair.py:{tmp_path}", *options.split())
+    ((status, _, document),) = answers
+    assert status == 500 and "the service failed: ZeroDivisionError" in document["error"]["message"]
 
 
 @pytest.fixture
@@ -79,5 +113,5 @@ def test_without_its_libraries_it_says_what_to_install(never, monkeypatch):
 def test_a_key_of_the_environment_is_checked_as_well(never, monkeypatch):
     monkeypatch.setenv(KEY, "two words")
     done = call("serve", "--port=0")
-    assert done.returncode == 2 and f"the environment variable {KEY} must hold a key" in done.stderr
+    assert done.returncode == 2 and f"the environment variable {KEY} must hold keys" in done.stderr
     assert "two words" not in done.stderr

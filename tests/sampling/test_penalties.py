@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specsamp import BlockRule, CoupledRule, ModelDrafter, NoDrafter, TokenRule, chain, generate, greedy, temperature
-from specsamp.sampling.penalties import Penalties, ban, bias, penalties
+from specsamp.sampling.penalties import Bias, Penalties, ban, bias, penalties
 from specsamp.sampling.warp import log_probs, register_warp
 from support.fakes import FALSE_ALARM, TableLM, decode, joint_distribution, table_loop, table_pair
 from support.loop_distributions import NEAR, PROMPTS, TARGET, V, distribution_test
@@ -67,12 +67,63 @@ def test_the_control_is_seen():
     assert distribution_test(loop, NEAR, forgetful, expected=expected(), **few) < FALSE_ALARM
 
 
+UNTIL = 2  # drafts are as long, so that a round begins before it and ends after it
+EARLY = chain(bias({2: -np.inf}, until=UNTIL), bias({1: 0.8}, room=8), temperature(1.2))
+
+
+@functools.cache
+def expected_of_biases(length=3):
+    def biased(logits, prompt, text):
+        return logits + [0, 0.8, -np.inf if len(text) < UNTIL else 0]
+
+    return [joint_distribution(TARGET, chain(temperature(1.2)), prompt, length, biased) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=str)
+def test_a_bias_ends_within_a_drafted_block(rule):
+    loop = table_loop(rule, ModelDrafter(TableLM(V), 2))
+    assert distribution_test(loop, NEAR, EARLY, length=3, expected=expected_of_biases()) > FALSE_ALARM
+
+
+@register_warp
+class ForgetsPosition(Bias):
+    """The control: drafted tokens are not counted."""
+
+    def advance(self, state, tokens_B):
+        return state
+
+
+def test_a_bias_that_does_not_count_drafted_tokens_is_seen():
+    early = bias({2: -np.inf}, until=UNTIL)
+    forgetful = chain(ForgetsPosition(early.tokens, early.values, early.until), *EARLY.warps[1:])
+    loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
+    few = dict(length=3, samples=50_000, powered=False)
+    assert distribution_test(loop, NEAR, forgetful, expected=expected_of_biases(), **few) < FALSE_ALARM
+
+
+def test_biases_may_differ_by_row():
+    logits_BTV = jnp.zeros((2, 2, 4))
+    warp = bias({3: [-np.inf, 0.0], 0: [0.0, np.log(3)]})
+    probs = np.exp(np.asarray(log_probs(warp, logits_BTV)))
+    np.testing.assert_allclose(probs[:, 0], [[1 / 3, 1 / 3, 1 / 3, 0], [1 / 2, 1 / 6, 1 / 6, 1 / 6]], rtol=1e-6)
+    assert np.array_equal(probs[:, 0], probs[:, 1])
+
+
+def test_rows_without_penalties_are_those_of_no_penalties():
+    """Beside a row that has some, and alone."""
+    plain = generate(table_pair(), [[1, 2], [5]], 9, sampling=chain(temperature(0.9)), draft_length=2)
+    for frequency, same in ((0.0, [True, True]), ([0.0, 9.0], [True, False])):
+        sampling = chain(penalties(frequency=frequency), temperature(0.9))
+        rows = generate(table_pair(), [[1, 2], [5]], 9, sampling=sampling, draft_length=2)
+        assert [row.tokens == one.tokens for row, one in zip(rows, plain)] == same
+
+
 def test_biases_exclude_and_favour():
     logits_BV = jnp.asarray([[1.0, 2.0, 3.0, 4.0]])
     probs = np.exp(np.asarray(log_probs(chain(ban([3, 0]), bias({1: 2.5})), logits_BV)))[0]
     np.testing.assert_allclose(probs[[1, 2]], [np.e**1.5 / (1 + np.e**1.5), 1 / (1 + np.e**1.5)], rtol=1e-6)
     assert probs[0] == probs[3] == 0
-    assert len(ban(range(5)).warps) == 8, "padded, so that the number of biases seldom compiles"
+    assert ban(range(5)).tokens.shape == (1, 8), "padded, so that the number of biases seldom compiles"
 
 
 @pytest.mark.parametrize("sampling", [chain(greedy(), ban([0, 1, 2, 3])), chain(ban(range(12)))])

@@ -21,15 +21,17 @@ from specsamp.decoding.method import Method
 from specsamp.decoding.request import Request
 from specsamp.decoding.results import Chunk, RowStats, RowText
 from specsamp.decoding.state import Finish
+from specsamp.sampling.penalties import bias
+from specsamp.sampling.warp import chain
+from specsamp.serving.answer import Answer
 from specsamp.serving.openai_replies import Reply
 from specsamp.serving.openai_requests import read_request
-from specsamp.serving.service import Answer
+from specsamp.serving.request_warps import make_warp
 from support.services import (
     CONTEXT,
     PAIR,
     ROWS,
     WAITING,
-    WARPS,
     ChattyBytes,
     Gate,
     alone,
@@ -62,7 +64,7 @@ def server(service):
 @pytest.fixture(scope="module")
 def strict(service):
     """A server with a key and small limits, before the same service."""
-    with serving(service, timeout=0.5, key=KEY, max_body=200, has_chat=False) as running:
+    with serving(service, timeout=0.5, keys=[KEY], max_body=200, has_chat=False) as running:
         yield running
 
 
@@ -154,6 +156,36 @@ def test_a_request_has_its_own_draft_length(client, length):
     assert counted["num_accepted_draft_tokens"] == one.stats.accepted
     assert counted["mean_acceptance_length"] == pytest.approx(one.stats.emitted_per_round)
     assert (counted["draft_acceptance_rate"] is None) == (length == 0)
+
+
+def test_biases_and_penalties_of_a_request(client):
+    """Its text is that of generate with the same warp, and without it is another."""
+    settings = {"temperature": 4.5, "top_p": 0.9, "seed": 11}
+    (plain,) = alone(["ab"], 20, **settings)
+    for given in ({"logit_bias": {ord("d"): -100, ord("q"): 20}}, {"repetition_penalty": 1.5, "frequency_penalty": 2}):
+        (one,) = alone(["ab"], 20, numbers=given, **settings)
+        answer = client.completions.create(model="bytes", prompt="ab", max_tokens=20, extra_body=given, **settings)
+        assert answer.choices[0].text == one.text != plain.text
+        assert answer.usage.completion_tokens_details.accepted_prediction_tokens == one.stats.accepted > 0
+
+
+def test_the_least_tokens_of_a_text(client):
+    """Stop tokens are excluded from them, as by a bias that ends; a string ends a text only after them."""
+    stops, settings = [ord("d"), ord("f")], dict(model="bytes", prompt="ab", max_tokens=20)
+    for least in (0, 1, 6):
+        body = {"stop_token_ids": stops, "min_tokens": least}
+        answer = client.completions.create(extra_body=body, temperature=3.0, seed=5, **settings)
+        ends = [PAIR.tokenizer.eos_id, *stops]
+        excluded = bias(dict.fromkeys(ends, -float("inf")), until=least)
+        (one,) = alone(["ab"], 20, sampling=chain(excluded, make_warp({"temperature": 3.0})), stop=ends, seed=5)
+        assert answer.choices[0].text == one.text and answer.usage.completion_tokens == len(one.tokens) >= least
+        assert not set(one.tokens[:least]) & set(ends)
+        assert least or len(one.tokens) < 6, "the control"
+    for least, text in ((0, "cd"), (5, "cd"), (6, "cdefghij")):
+        (choice,) = client.completions.create(
+            temperature=0, stop=["efgh", "klm"], extra_body={"min_tokens": least}, **settings
+        ).choices
+        assert (choice.text, choice.finish_reason) == (text, "stop"), least
 
 
 def test_likeliest_tokens_and_an_echo(client):
@@ -267,7 +299,7 @@ def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, servi
         ({"prompt": "a", "draft_length": 3}, "draft_length must be"),
         ({"prompt": "a", "stop_token_ids": [999]}, "a stop id"),
         ({"prompt": "a", "n": 128}, "128 texts are asked for, of 6"),
-        ({"prompt": "a", "min_p": 0.5}, "without min_p in --warps"),
+        ({"prompt": "a", "logit_bias": {"257": 1}}, "a biased token must be an id below 257; got 257"),
     ):
         status, headers, found = post(server, COMPLETIONS, document)
         assert status == 400 and headers["content-type"] == "application/json"
@@ -363,8 +395,8 @@ def test_a_client_that_does_not_read_holds_no_row(server, service):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_takes_not_even_the_beginning_is_given_up(service, stream):
-    """For example, a client that sends requests over a connection and reads nothing."""
-    app = Endpoint(service=service, model="bytes", warps=WARPS, timeout=0.1).app()
+    """Such as one that asks again and again over a connection, and reads nothing."""
+    app = Endpoint(service=service, model="bytes", timeout=0.1).app()
     body = json.dumps({"prompt": "abc", "max_tokens": 3, "stream": stream}).encode()
     asked = [{"type": "http.request", "body": body}]
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [(b"content-type", b"application/json")]}
@@ -411,7 +443,7 @@ def test_an_interrupt_ends_texts_and_says_so(monkeypatch):
         wait_until(lambda: service.unfinished == 2)
         server.handle_exit(signal.SIGINT, None)
         gate.open()
-        assert all(b"the service was closed" in read_all(raw) for raw in (stream, whole))
+        assert all(b"the server was stopped" in read_all(raw) for raw in (stream, whole))
     assert server.ended == 2 and service.unfinished == 0
     service.join()
 

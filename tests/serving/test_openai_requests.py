@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from specsamp.sampling.penalties import Penalties
+from specsamp.sampling.penalties import Bias, Penalties
 from specsamp.sampling.warp import MinP, Temperature, TopK, TopP
-from specsamp.serving.request_warps import OPTIONAL_WARPS, make_warp
+from specsamp.serving.request_warps import MAX_BIASES, make_warp
 from support import extras
 
 pytestmark = extras.needs("pydantic")
@@ -22,17 +22,16 @@ def read(document, is_chat=False):
     return read_request(document, is_chat=is_chat, model="m")
 
 
-def sampling(numbers, warps=OPTIONAL_WARPS):
-    return read({"prompt": "a"} | numbers).sampling(warps)
+def sampling(numbers):
+    return read({"prompt": "a"} | numbers).sampling()
 
 
 def test_defaults_are_those_of_the_protocol():
     asked = read({"prompt": "a"})
     assert (asked.prompts, asked.max_tokens, asked.n, asked.seed, asked.stops) == (["a"], 16, 1, None, ())
     assert not (asked.is_chat or asked.stream or asked.include_usage or asked.log_probs)
-    assert sampling({}) == make_warp({}, OPTIONAL_WARPS)
-    assert [type(warp) for warp in sampling({}).warps] == [Penalties, Temperature, TopK, TopP, MinP]
-    assert [type(warp) for warp in sampling({}, ()).warps] == [Temperature]
+    assert [type(warp) for warp in sampling({}).warps] == [Bias, Penalties, Temperature, TopK, TopP, MinP]
+    assert sampling({}).warps[1:] == make_warp({}).warps[1:] and (sampling({}).warps[0].tokens == -1).all()
     chat = read({"messages": HI}, is_chat=True)
     assert chat.is_chat and chat.max_tokens is None and chat.prompts == [HI]
 
@@ -40,10 +39,13 @@ def test_defaults_are_those_of_the_protocol():
 def test_every_number_reaches_its_warp():
     given = {"temperature": 0.5, "top_k": 7, "top_p": 0.25, "min_p": 0.125}
     given |= {"repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 0.5}
-    penalised, heat, k, p, least = sampling(given).warps
+    given |= {"logit_bias": {"7": -100, "0": 1.5}}
+    biased, penalised, heat, k, p, least = sampling(given).warps
+    assert biased.tokens[0, :3].tolist() == [7, 0, -1] and biased.values[0, :3].tolist() == [-100, 1.5, 0]
+    assert biased.tokens.shape == (1, MAX_BIASES), "as of any request"
     assert (heat.value, k.value, p.value, least.value) == (0.5, 7, 0.25, 0.125)
     assert (penalised.repetition, penalised.presence, penalised.frequency) == (1.5, -1, 0.5)
-    assert sampling({"top_k": -1}) == sampling({}), "as other servers say it"
+    assert sampling({"top_k": -1}).warps[1:] == sampling({}).warps[1:], "as other servers say it"
 
 
 def test_fields_that_are_served():
@@ -88,13 +90,10 @@ def test_null_is_as_if_left_out_whatever_the_field():
     assert asked.prompts == [[*HI, {"role": "assistant", "content": "Hi"}, *HI]]
 
 
-def test_another_model_and_warps_that_are_not_offered():
+def test_another_model():
     with pytest.raises(ApiError, match="'gpt-5' is not served here: ask for 'm'") as caught:
         read({"prompt": "a", "model": "gpt-5"})
     assert (caught.value.status, caught.value.body["error"]["code"]) == (404, "model_not_found")
-    with pytest.raises(ApiError, match="presence_penalty = 1 is not offered: .* without penalties in --warps"):
-        sampling({"presence_penalty": 1}, ["top_p"])
-    assert sampling({"presence_penalty": 0, "top_k": 0}, ()) == make_warp({}, ())
 
 
 def test_bodies_that_are_no_json():

@@ -1,6 +1,7 @@
 """What is seen of the endpoint from outside: counts, log lines and the page; and what one client may do to others."""
 
 import collections
+import concurrent.futures
 import contextlib
 import html.parser
 import json
@@ -9,7 +10,8 @@ import socket
 
 import pytest
 
-from specsamp.serving.service import Busy, Service
+from specsamp.serving.answer import Busy
+from specsamp.serving.service import Service
 from support import extras
 from support.services import METHOD, PAIR, Gate, make_service, post, request, serving, wait_until
 
@@ -199,6 +201,26 @@ def test_more_requests_than_may_be_open_are_refused_in_json(service):
     with serving(service, most=0) as full:
         status, _, document = post(full, COMPLETIONS, ASKED)
         assert status == 503 and "0 requests are open" in document["error"]["message"]
+
+
+@pytest.mark.parametrize("keys, order", [(["a", "b"], "aba"), (["a"], "aab"), ([], "aab")])
+def test_keys_are_clients_where_there_are_several(monkeypatch, keys, order):
+    """Two requests with one key and then one with another, of one address: who writes first; texts take some slices."""
+    gate, made, answers = Gate(monkeypatch), Service(PAIR, METHOD, rows=1, context=40, max_waiting=9), []
+    ask = made.ask
+    monkeypatch.setattr(made, "ask", lambda *given, **more: answers.append(ask(*given, **more)) or answers[-1])
+    made.start()
+    with serving(made, keys=keys) as server, concurrent.futures.ThreadPoolExecutor(3) as threads:
+        asked = []
+        for number, name in enumerate("aab"):
+            key = name if name in keys or not keys else keys[0]
+            headers = {"authorization": f"Bearer {key}"}
+            asked.append(threads.submit(post, server, COMPLETIONS, ASKED | {"max_tokens": 30}, **headers))
+            wait_until(lambda: made.unfinished == number + 1)
+        gate.open()
+        assert all(one.result()[0] == 200 for one in asked)
+    first = sorted(zip("aab", answers), key=lambda both: both[1].first)
+    assert "".join(name for name, _ in first) == order
 
 
 def test_clients_take_rows_in_turn(monkeypatch):

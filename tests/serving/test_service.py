@@ -8,13 +8,14 @@ import pytest
 from specsamp import NoDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
+from specsamp.serving.answer import Failed
 from specsamp.serving.batch import Batch
 from specsamp.serving.request_warps import make_warp
-from specsamp.serving.service import Failed, Service
+from specsamp.serving.service import Service
 from support.fakes import compiled_programs
-from support.services import CONTEXT, PAIR, WARPS, alone, compile_all, make_service
+from support.services import CONTEXT, PAIR, alone, compile_all, make_service
 
-METHOD = Method(drafter=NoDrafter(), sampling=make_warp({}, WARPS))
+METHOD = Method(drafter=NoDrafter(), sampling=make_warp({}))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ class Caller:
         self.pieces = queue.SimpleQueue()
         self.num_samples = options.get("num_samples", 1)
         numbers = {name: options.pop(name) for name in ("temperature", "top_p") if name in options}
-        sampling = make_warp({"temperature": 0.0} | numbers, WARPS)
+        sampling = make_warp({"temperature": 0.0} | numbers)
         self.answer = service.ask(prompts, budget, deliver=self.pieces.put, sampling=sampling, **options)
         self.got = [[] for _ in self.answer.requests]
 

@@ -194,7 +194,7 @@ def prefill(
         return np.repeat(np.asarray(x, np.int32), samples)
 
     def warps(warp):
-        return jax.tree.map(lambda x: np.repeat(x, samples), for_rows(warp, len(prompts)))
+        return jax.tree.map(lambda x: np.repeat(x, samples, axis=0), for_rows(warp, len(prompts)))
 
     request = RequestBatch.create(
         sampling=warps(sampling),

@@ -16,7 +16,6 @@ from support.byte_tokenizer import ByteTokenizer
 from support.fakes import counting_pair
 
 CONTEXT, ROWS, WAITING, K = 40, 2, 4, 2
-WARPS = ("top_p",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +32,16 @@ class ChattyBytes(ByteTokenizer):
 PAIR = dataclasses.replace(counting_pair(stumbles_at=ord("k"), max_positions=None), tokenizer=ChattyBytes())
 
 
-METHOD = make_method(PAIR, draft_length=K, sampling=make_warp({}, WARPS))
+METHOD = make_method(PAIR, draft_length=K, sampling=make_warp({}))
 
 
 def make_service():
     return Service(PAIR, METHOD, rows=ROWS, context=CONTEXT, max_waiting=WAITING, rounds_per_slice=2)
 
 
-def alone(prompts, budget, temperature=0.0, top_p=1.0, stop=(), num_samples=1, **options):
+def alone(prompts, budget, temperature=0.0, top_p=1.0, stop=(), num_samples=1, numbers=(), **options):
     """Completions of generate with the settings of a request; in the service's shapes, so that nothing is compiled."""
-    sampling = make_warp({"temperature": temperature, "top_p": top_p}, WARPS)
+    sampling = make_warp({"temperature": temperature, "top_p": top_p} | dict(numbers))
     stop = [PAIR.tokenizer.eos_id, *(stop or ["never written"])]
     options = dict(draft_length=K, sampling=sampling, stop=stop, return_log_probs=True) | options
     done = []
@@ -85,9 +84,9 @@ def serving(service, timeout=60.0, **options):
     from specsamp.serving.endpoint import Endpoint
     from specsamp.serving.web_server import WebServer, bind
 
-    app = Endpoint(service=service, model="bytes", warps=WARPS, timeout=timeout, **options).app()
+    app = Endpoint(service=service, model="bytes", timeout=timeout, **options).app()
     with bind("127.0.0.1", 0, timeout) as bound:
-        server = WebServer(app, service.close, connections=service.capacity, timeout=timeout)
+        server = WebServer(app, service, timeout)
         server.port = bound.getsockname()[1]
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()

@@ -1,0 +1,62 @@
+"""What a caller of a service gets: the chunks of an answer as they come, or why there are none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from absl import logging
+
+from specsamp.decoding.request import Request
+from specsamp.decoding.results import Chunk
+from specsamp.serving.scores import Scores
+
+
+class Busy(Exception):
+    """Too many texts wait already."""
+
+
+class TooLong(ValueError):
+    """A prompt and its budget are longer than the context."""
+
+
+class Failed(Exception):
+    """A call ends without its texts: the service failed, or was closed."""
+
+
+@dataclasses.dataclass(eq=False)
+class Answer:
+    """A call that is being answered, as its caller sees it.
+
+    Attributes:
+      requests: of the call, in order of prompts and samples.
+      is_streamed: whether chunks are delivered while a text grows; else each text is one chunk.
+      client: whose it is.
+      is_scored: whether the last chunk of each text waits for `scores`, those of its request.
+      is_over: whether nothing more is delivered.
+      first: when the first token was written, by `time.monotonic`; None before.
+    """
+
+    requests: Sequence[Request]
+    deliver: Callable[[Chunk | Failed], None]
+    is_streamed: bool
+    client: str = ""
+    is_scored: bool = False
+    scores: dict[Request, Scores] = dataclasses.field(default_factory=dict)
+    is_over: bool = False
+    first: float | None = None
+
+    def cancel(self) -> None:
+        """Says, from any thread, that the caller has left; the rows are free after the slice."""
+        self.is_over = True
+
+    def send(self, what: Chunk | Failed) -> None:
+        """Delivers a chunk or the reason of a failure; a caller that raises has left."""
+        if self.is_over:
+            return
+        self.is_over = isinstance(what, Failed)
+        try:
+            self.deliver(what)
+        except Exception as error:
+            logging.error("an answer was not taken: %r", error)
+            self.is_over = True
