@@ -118,6 +118,7 @@ class Batch:
         self._aside: dict[Request, tuple[int, DecodeState]] = {}  # shards and rows of texts that have outgrown theirs
         self._lengths: dict[Request, int] = {}  # of running texts, prompts included
         self._held: dict[int, tuple[int, ...]] = {}  # the tokens of each row, the last used row last
+        self._not_copied: set[Request | None] = set()  # begun before the draft last learned, see `learn`
         self._calm = 0  # slices in which a smaller size would have done
         self._ended = self._rounds_of_ended = 0  # texts, and their rounds
         self._lay_out(self._sizes[0])
@@ -128,7 +129,7 @@ class Batch:
         return len(self.running) - self.running.count(None)
 
     def compile(self) -> None:
-        """Compiles what the first requests need."""
+        """Compiles what the first requests need; the rest follows when it is wanted."""
         for program in (self._sizes[0], Chunks(self._sizes[0].slots)):
             self.programs.make(program)
 
@@ -200,13 +201,16 @@ class Batch:
         self.usage.add(max(rounds), sum(rounds) - lost, bool(self.waiting))
         return found
 
-    def learn(self, learner: Learner, request: Request, text: RowText) -> None:
+    def learn(self, learner: Learner, tokens: Sequence[int]) -> None:
         """Hands a text that has ended to a learner, and takes the draft's parameters that it returns."""
-        params = learner((*request.prompt, *text.tokens))
+        params = learner(tokens)
         if params is not None:
             self._draft_params, self._engine = params, self._engine.with_draft(params)
-            self._engines = {self._engine.slots: self._engine}
-            self._held.clear()  # what other rows hold is the old draft's
+            self._engines = {self._engine.slots: self._engine}  # the others follow when they are wanted
+            # Rows go on with what former parameters wrote into the draft's caches. That is exact: each proposal is verified
+            # with the probabilities it had. But copies of it would be handed on from text to text, and never be renewed.
+            self._held.clear()
+            self._not_copied = {*self.running, *self.reading, *self._aside}
 
     def free(self) -> None:
         """Gives the memory of the caches back; nothing may be running."""
@@ -233,10 +237,11 @@ class Batch:
             self._state = self._engine.blank(len(self.running))
 
     def _with_slots(self, slots: int) -> Engine:
-        if slots not in self._engines:
+        engines = self._engines  # first: `learn` replaces them while another thread compiles
+        if slots not in engines:
             engine = self._engine.with_slots(slots)
-            self._engines[slots] = engine if self._draft_params is None else engine.with_draft(self._draft_params)
-        return self._engines[slots]
+            engines[slots] = engine if self._draft_params is None else engine.with_draft(self._draft_params)
+        return engines[slots]
 
     def _slots_for(self, request: Request) -> int:
         """Returns the fewest slots in which a request can be decoded for another slice."""
@@ -396,9 +401,9 @@ class Batch:
         self._state = self._engine.insert(self._state, self._engine.blank(self._shards.count), self._only(place))
 
     def _hold(self, place: int, tokens: Sequence[int]) -> None:
-        """Notes the tokens that a row holds."""
+        """Notes the tokens of a row that others may copy."""
         self._held.pop(place, None)
-        self._held[place] = tuple(tokens)
+        self._held[place] = () if self.running[place] in self._not_copied else tuple(tokens)
 
     # Programs.
 

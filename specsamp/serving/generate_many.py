@@ -54,7 +54,8 @@ def generate_many(
         With a path, all parameters are read once, so that a file of other parameters is refused.
       learner: gets each text that has ended and may return new parameters of the draft model, such as
         `specsamp.training.online.DraftLearner`. Texts keep their distribution; which text a seed gives changes. Do not
-        decode again with this seed and prompt ids: their noise has formed the draft.
+        decode again with this seed and prompt ids: their noise has formed the draft. An error of the learner ends the
+        queue after the texts before it were logged and given to the caller.
 
     Returns:
       An iterator of completions, whose `Queue.usage` says how busy the rows were.
@@ -65,12 +66,8 @@ def generate_many(
     use_compilation_cache()
     rows = validate.integer("rows", rows, 1)
     method = make_method(pair, **decoding)
-    check_learner(learner, method)
     requests = make_requests(pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids)
-    if learner is not None and len({request.prompt_id for request in requests}) < len(requests):
-        raise ValueError(
-            "prompt_ids repeat, with a learner: the noise of an id may meet one draft only, so leave them out"
-        )
+    check_learner(learner, method, [request.prompt_id for request in requests])
     num_samples = validate.integer("num_samples", num_samples, 1)
     validate.integer("prompts times num_samples", len(requests) * num_samples, 1, MAX_TEXTS)
     requests = with_samples(requests, num_samples)
@@ -137,7 +134,7 @@ class Queue(Iterator[Completion]):
 
     def _decode(self, ended: list[Completion]) -> Iterator[Completion]:
         """Yields the completions that the log holds already, then those that it lacks, a slice after the other."""
-        batch = self.batch
+        batch, read = self.batch, []
         try:
             yield from ended
             ended = []
@@ -150,20 +147,14 @@ class Queue(Iterator[Completion]):
                 for completion in ended if self._log is not None else ():  # the device is at work
                     self._log.add(completion)
                 yield from ended
-                ended = []
+                for tokens in read:
+                    batch.learn(self._learner, tokens)
+                ended, read = [], []
                 if not is_running:
                     return
-                found = [
-                    (request, text)
-                    for request, text in batch.collect(self._engine.text)
-                    if text.finish != Finish.RUNNING
-                ]
-                ended = [self._completion(request, text) for request, text in found]
-                for request, text in found if self._learner is not None else ():
-                    batch.learn(self._learner, request, text)
-        except BaseException:
-            for completion in ended if self._log is not None else ():  # of a learner that fails, they are not lost
-                self._log.add(completion)
-            raise
+                for request, text in batch.collect(self._engine.text):
+                    if text.finish != Finish.RUNNING:
+                        ended.append(self._completion(request, text))
+                        read += [] if self._learner is None else [(*request.prompt, *text.tokens)]
         finally:
             self._free()

@@ -53,8 +53,9 @@ class Service:
       batch: its rows and their counts; the service's thread changes it.
       method: drafter and rule of all requests.
       context: the most tokens of a prompt and its text together.
-      learner: gets each text that has ended, so that the draft learns; None: it does not, or the learner has failed.
-      repeats: whether a seed gives the same text again: not while a draft learns, unless the rule ignores drafts.
+      learner: whom the draft learns from; None: nobody, or a learner that has failed.
+      repeats: whether a seed gives the same text again: not if the draft learns, unless the rule ignores drafts. The seeds
+        of requests are not used then.
       capacity: the most texts that run or wait; max_per_client: those of one client.
       failed: why the thread ended by itself; None: it did not.
     """
@@ -136,7 +137,7 @@ class Service:
         return dataclasses.replace(self.method, sampling=chain(exclude_early(stops, self._most_stop_ids), sampling))
 
     def compile(self) -> None:
-        """Compiles what the first requests need; the rest follows when requests want it."""
+        """Compiles what the first requests need; the rest follows when it is wanted."""
         self.batch.compile()
 
     def start(self) -> None:
@@ -322,17 +323,17 @@ class Service:
                     self._to_score.append((request, chunk))
                 elif chunk is not None:
                     request.answer.send(chunk)
-                if text.finish != Finish.RUNNING:
-                    self._learn(request, text)
+        for request, text in found:  # the callers have theirs
+            if self.learner is not None and text is not None and text.finish != Finish.RUNNING:
+                self._learn((*request.prompt, *text.tokens))
 
-    def _learn(self, request: Request, text: RowText) -> None:
-        """Lets the draft learn from a text that was sent; a learner that fails is left out from now on."""
-        if self.learner is not None:
-            try:
-                self.batch.learn(self.learner, request, text)
-            except Exception:
-                logging.exception("the draft learns no more")
-                self.learner = None
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Lets the draft learn from a text; a learner that fails is given up, and no text is lost."""
+        try:
+            self.batch.learn(self.learner, tokens)
+        except Exception:
+            logging.exception("the draft learns no more")
+            self.learner = None
 
     def _score_next(self) -> None:
         """Scores a chunk of the first text that waits for it."""

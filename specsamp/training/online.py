@@ -4,12 +4,12 @@
     for completion in generate_many(pair, prompts, learner=learner): ...
 
 Texts follow the target whatever the draft proposes, so only speed changes, and which text a seed gives: `CoupledRule` alone
-writes the same text with any draft. Noise that has formed a draft must not be drawn again with it: a seed is used once.
+writes the same text with any draft. Noise must not be used again: a draft that has learned from a text depends on the
+noise of that text, which must not judge its proposals. Use a seed once; a `Service` takes seeds of its own.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from specsamp import validate
 from specsamp.decoding.pair import Pair
 from specsamp.models.transformer import TransformerLM
-from specsamp.training.trainer import TrainConfig, check_finite, init_state, train_step
+from specsamp.training.trainer import TrainConfig, check_finite, init_state, train_update
 from specsamp.training.training_task import TrainModel
 
 
@@ -50,21 +50,20 @@ class DraftLearner:
         self._task, self._config, self._teacher = TrainModel(draft, target), config, pair.target_params
         self._length, self._tokens = validate.integer("length", length, 1), np.zeros(0, np.int32)
         self.state, self.losses = init_state(self._task, config, pair.draft_params), []
-        self._update = jax.jit(functools.partial(train_step, self._task, config), donate_argnums=0)
 
     def __call__(self, tokens: Sequence[int]) -> Any | None:
         """Takes a text; returns new parameters of the draft if they have changed, else None.
 
         Raises:
-          FloatingPointError: the loss is no longer finite.
+          FloatingPointError: the loss or the gradient is no longer finite.
         """
         self._tokens = np.concatenate([self._tokens, np.asarray(tokens, np.int32)])
         size = self._config.batch * (self._length + 1)
         if len(self._tokens) < size or len(self.losses) >= self._config.steps:
             return None
-        windows_ABT = self._tokens[:size].reshape(self._config.microbatches, -1, self._length + 1)
-        self._tokens = self._tokens[size:]
-        self.state, numbers = self._update(self.state, self._teacher, windows_ABT)
-        check_finite(len(self.losses) + 1, {name: float(value) for name, value in numbers.items()}, None)
-        self.losses.append(float(numbers["loss"]))
+        windows_BT, self._tokens = self._tokens[:size].reshape(-1, self._length + 1), self._tokens[size:]
+        self.state, numbers = train_update(self._task, self._config, self.state, self._teacher, windows_BT)
+        numbers = {name: float(value) for name, value in numbers.items()}
+        check_finite(len(self.losses) + 1, numbers, None)
+        self.losses.append(numbers["loss"])
         return jax.tree.map(jax.numpy.copy, self.state.params)  # the next update takes the state's own memory

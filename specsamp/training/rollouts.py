@@ -23,10 +23,13 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from specsamp import storage, validate
 from specsamp.checkpoints.orbax import Checkpoints
+from specsamp.checkpoints.params import check_shapes
+from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Decoding, make_method
 from specsamp.decoding.pair import Pair
@@ -40,7 +43,7 @@ from specsamp.serving.batch import Batch
 from specsamp.serving.generate_many import TOGETHER, Queue
 from specsamp.training.objective import cross_entropy
 from specsamp.training.run_folder import MetricsLog, Progress, check_run
-from specsamp.training.trainer import Intervals, TrainConfig, TrainState, check_finite, init_state, train_step
+from specsamp.training.trainer import Intervals, TrainConfig, TrainState, check_finite, init_state, train_update
 from specsamp.training.training_task import Task
 
 Array = jax.Array
@@ -90,7 +93,8 @@ class Texts:
     """The texts of a step.
 
     Attributes:
-      tokens_BT: int32 ``[B, T + 1]``, prompts and what follows, filled up on the right.
+      tokens_BT: int32 ``[B, T + 1]``, prompts and what follows. After its end a row goes on with the next texts, as windows
+        of a training do, so that a draft learns from no padding.
       log_probs_BT: float32 ``[B, T]``, of each token after the first when it was sampled.
       emitted_BT: bool, whether the policy wrote it.
       advantages_B: float32, how much better its reward is than its group's.
@@ -137,37 +141,34 @@ class Rollouts:
 
     def __init__(self, pair: Pair, prompts: Sequence[Prompt], config: RolloutConfig, **decoding: Unpack[Decoding]):
         """Checks everything that can be wrong before the first step; raises ValueError for it."""
-        if {"sampling", "method"} & {name for name, value in decoding.items() if value is not None}:
-            raise ValueError(
-                "texts are sampled at config.temperature alone: leave sampling and method out, and name drafter or rule"
-            )
+        for name in ("sampling", "method"):
+            if decoding.get(name) is not None:
+                raise ValueError(f"leave {name} out, texts have config.temperature alone: give drafter and rule")
         decoding |= dict(sampling=temperature(config.temperature), require_exact=True)
-        method = make_method(pair, **decoding)
+        self.method = make_method(pair, **decoding)
         count = validate.integer("prompts of a step (policy.batch / group)", config.policy.batch // config.group, 1)
         if len(prompts) < count:
             raise ValueError(
                 f"a step takes {count} prompts and there are {len(prompts)}: lower policy.batch, or give more"
             )
-        if config.draft is not None and (method.drafter.weights_key is None or pair.vocabulary is not None):
-            raise ValueError(
-                f"config.draft was given, but {type(method.drafter).__name__} has no draft of the target's tokens that could "
-                "learn: leave it out"
-            )
-        self.prompts, self._config = prompts, config
-        self._requests = make_requests(pair, method, prompts, config.max_new_tokens)
+        self._config = config
+        self._requests = make_requests(pair, self.method, prompts, config.max_new_tokens)
         self.length = max(len(request.prompt) for request in self._requests) + config.max_new_tokens
-        spare = TOGETHER * pair.shards.count
-        self._engine = Engine.create(
-            pair, method, self._requests, batch=config.rows, spare=spare, keep_log_probs="sampled"
-        )
-        self._weights = jax.jit(functools.partial(_weights, pair.target, method.drafter, self._engine.slots))
+        fields = dict(batch=config.rows, spare=TOGETHER * pair.shards.count, keep_log_probs="sampled")
+        self._engine = Engine.create(pair, self.method, self._requests, **fields)
+        self._weights = jax.jit(functools.partial(_weights, pair.target, self.method.drafter, self._engine.slots))
+
+    def describe(self, draft_task: Task | None) -> dict[str, Any]:
+        """Returns what a run must begin with and go on with: the configuration, and digests of all else."""
+        told = {"prompts": [each.prompt for each in self._requests], "decoding": self.method, "draft_task": draft_task}
+        digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in told.items()}
+        return {"rollouts": dataclasses.asdict(self._config)} | digests
 
     def sample(self, step: int, params: Any, draft_params: Any) -> list[Completion]:
         """Samples the texts of a step, ordered by prompt and sample; the same step has the same prompts and noise."""
         config, entropy = self._config, (self._config.policy.seed, step)
-        chosen = np.random.default_rng(entropy).choice(
-            len(self.prompts), config.policy.batch // config.group, replace=False
-        )
+        count = config.policy.batch // config.group
+        chosen = np.random.default_rng(entropy).choice(len(self._requests), count, replace=False)
         seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
         requests = [
             dataclasses.replace(self._requests[index], seed=seed, sample_index=sample)
@@ -180,27 +181,25 @@ class Rollouts:
         return sorted(queue, key=lambda text: (order[text.prompt_index], text.sample_index))
 
     def texts(self, completions: Sequence[Completion], rewards: Sequence[float]) -> Texts:
-        """Returns completions as arrays, with the advantages that follow from their rewards."""
+        """Returns completions as arrays, with the advantages that follow from their rewards, which must be numbers."""
+        for text, reward in zip(completions, rewards):
+            validate.number(f"the reward of prompt {text.prompt_index}, sample {text.sample_index},", reward, -np.inf)
         shape = len(completions), self.length
-        tokens_BT = np.zeros((shape[0], shape[1] + 1), np.int32)
         log_probs_BT, emitted_BT = np.zeros(shape, np.float32), np.zeros(shape, bool)
+        stream, starts = [], []
         for row, text in enumerate(completions):
             prompt = self._requests[text.prompt_index].prompt
-            begin, end = len(prompt), len(prompt) + len(text.tokens)
-            tokens_BT[row, :end] = (*prompt, *text.tokens)
-            log_probs_BT[row, begin - 1 : end - 1] = text.log_probs
-            emitted_BT[row, begin - 1 : end - 1] = True
+            emitted = slice(len(prompt) - 1, len(prompt) - 1 + len(text.tokens))
+            log_probs_BT[row, emitted], emitted_BT[row, emitted] = text.log_probs, True
+            starts.append(len(stream))
+            stream += (*prompt, *text.tokens)
+        at_BT = np.array(starts)[:, None] + np.arange(self.length + 1)[None]
         return Texts(
-            tokens_BT=tokens_BT,
+            tokens_BT=np.array(stream, np.int32)[at_BT % len(stream)],
             log_probs_BT=log_probs_BT,
             emitted_BT=emitted_BT,
             advantages_B=advantages(rewards, self._config.group),
         )
-
-    def windows(self, completions: Sequence[Completion]) -> np.ndarray:
-        """Returns the texts end to end, int32 ``[B, T + 1]``, again from the first where they end: padding teaches nothing."""
-        texts = [(*self._requests[text.prompt_index].prompt, *text.tokens) for text in completions]
-        return np.resize(np.concatenate(texts).astype(np.int32), (len(texts), self.length + 1))
 
 
 def _weights(target: Any, drafter: Any, slots: int, params: Any, draft_params: Any) -> Weights:
@@ -218,6 +217,7 @@ def advantages(rewards: Sequence[float], group: int) -> np.ndarray:
     return np.where(spread_G1 > SAME, above_GN / np.maximum(spread_G1, SAME), 0.0).astype(np.float32).reshape(-1)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learned:
     """What a policy step changes: the policy, and the draft if it learns."""
@@ -244,6 +244,7 @@ def learn(
       pair: its target is the policy that learns.
       reward: of a prompt and its completion; higher is better.
       draft_task: how the draft learns where ``config.draft`` is given: `TrainModel`, or `TrainHead` of the pair's head.
+        On a mesh too its models are a `TransformerLM`.
       decoding: drafter, rule and draft length, as in `generate`. Rules and drafters must be lossless.
 
     Raises:
@@ -254,13 +255,14 @@ def learn(
     if (config.draft is None) != (draft_task is None):
         raise ValueError("config.draft and draft_task were not given together: a draft that learns needs both")
     rollouts, folder, console = Rollouts(pair, prompts, config, **decoding), storage.place(folder), console or Console()
-    told = repr((draft_task, sorted(decoding.items()), list(prompts)))
-    recorded = {"rollouts": dataclasses.asdict(config), "prompts": len(prompts)}
-    recorded["sha256_of_task_decoding_prompts"] = hashlib.sha256(told.encode()).hexdigest()
+    if draft_task is not None:
+        _check_draft(pair, rollouts.method.drafter, draft_task)
+    recorded = rollouts.describe(draft_task)
     check_run(folder, recorded)
     storage.write_json(folder / "run.json", recorded)
     num_tokens = getattr(pair.tokenizer, "vocab_size", pair.target.vocab_size)
-    tasks = PolicyGradient(pair.target, config.temperature, config.clip, num_tokens), draft_task
+    policy_model = TransformerLM(pair.target.config)  # on a mesh the compiler splits what an update computes
+    tasks = PolicyGradient(policy_model, config.temperature, config.clip, num_tokens), draft_task
     ids = pair.draft_params.get(DRAFT_IDS) if isinstance(pair.draft_params, Mapping) else None
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         state = _restored(_first_state(pair, tasks, config), checkpoints)
@@ -271,13 +273,12 @@ def learn(
             begin = time.perf_counter()
             completions = rollouts.sample(step, state.policy.params, _draft_params(pair, state, ids))
             sampled = time.perf_counter()
-            rewards = [checked_reward(reward, prompts[text.prompt_index], text) for text in completions]
+            rewards = [reward(prompts[text.prompt_index], text) for text in completions]
             texts = rollouts.texts(completions, rewards)
             if not texts.advantages_B.any():
                 progress.note(f"step {step + 1}: all texts of each prompt have the same reward, and teach nothing")
             rewarded = time.perf_counter()
-            windows = rollouts.windows(completions)
-            state, numbers = _learn_from(texts, windows, state, tasks, config, ids)
+            state, numbers = _learn_from(texts, state, tasks, config, ids)
             check_finite(step + 1, numbers, checkpoints.latest)
             numbers |= {"reward": float(np.mean(rewards)), **_counts(completions)}
             numbers |= {"seconds_sampling": sampled - begin, "seconds_learning": time.perf_counter() - rewarded}
@@ -298,38 +299,43 @@ def _draft_params(pair: Pair, state: Learned, ids: Any) -> Any:
     return state.draft.params | ({} if ids is None else {DRAFT_IDS: ids})
 
 
+def _check_draft(pair: Pair, drafter: Drafter, task: Task) -> None:
+    """Raises ValueError unless a task trains what a drafter drafts with."""
+    if pair.vocabulary is not None:
+        raise ValueError(
+            "draft_task was given, but the pair's draft has another tokenizer than the texts: leave it out"
+        )
+    if not jax.tree.leaves(jax.eval_shape(drafter.prepare, pair.draft_params)):
+        raise ValueError(f"draft_task was given, but {type(drafter).__name__} has no draft model: leave it out")
+    check_shapes("the pair's draft", _trained(pair), jax.eval_shape(task.init, jax.random.key(0)))
+
+
+def _trained(pair: Pair) -> Any:
+    """Returns the parameters of the draft that learn: not the ids of a reduced vocabulary."""
+    return {name: leaf for name, leaf in pair.draft_params.items() if name != DRAFT_IDS}
+
+
 def _first_state(pair: Pair, tasks: tuple[Task, Task | None], config: RolloutConfig) -> Learned:
     policy = init_state(tasks[0], config.policy, pair.target_params)
-    if tasks[1] is None:
-        return Learned(policy=policy)
-    trained = {name: leaf for name, leaf in pair.draft_params.items() if name != DRAFT_IDS}
-    return Learned(policy=policy, draft=init_state(tasks[1], config.draft, trained))
+    draft = None if tasks[1] is None else init_state(tasks[1], config.draft, _trained(pair))
+    state, mesh = Learned(policy=policy, draft=draft), pair.shards.mesh
+    if mesh is None:
+        return state
+    on_all = NamedSharding(mesh, PartitionSpec())  # of counters; moments lie as their parameters
+    return jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, on_all), state)
 
 
 def _learn_from(
-    texts: Texts, windows: Any, state: Learned, tasks: tuple[Task, Task | None], config: RolloutConfig, ids: Any
+    texts: Texts, state: Learned, tasks: tuple[Task, Task | None], config: RolloutConfig, ids: Any
 ) -> tuple[Learned, dict[str, float]]:
-    """Makes an update of the policy, and then of the draft, if it learns, on windows of texts; returns what they measured."""
+    """Makes an update of the policy, and then of the draft if it learns; returns what they measured."""
     (policy_task, draft_task), draft, of_draft = tasks, state.draft, {}
-    policy, numbers = _update(policy_task, config.policy, state.policy, None, texts)
+    policy, numbers = train_update(policy_task, config.policy, state.policy, None, texts)
     if draft_task is not None:
         teacher = draft_task.teacher(policy.params, ids)
-        draft, of_draft = _update(draft_task, config.draft, draft, teacher, windows)
+        draft, of_draft = train_update(draft_task, config.draft, draft, teacher, texts.tokens_BT)
     numbers |= {f"draft/{name}": value for name, value in of_draft.items()}
     return Learned(policy=policy, draft=draft), {name: float(value) for name, value in numbers.items()}
-
-
-def checked_reward(reward: Reward, prompt: Prompt, text: Completion) -> float:
-    """Returns the reward of a text; raises ValueError, with its prompt, if it is no finite number."""
-    value = reward(prompt, text)
-    return validate.number(f"the reward of prompt {text.prompt_index}, sample {text.sample_index},", value, -np.inf)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _update(task: Task, config: TrainConfig, state: TrainState, teacher_params: Any, batch: Any) -> Any:
-    """Makes one update from a batch that is split into microbatches."""
-    split = jax.tree.map(lambda x: x.reshape(config.microbatches, -1, *x.shape[1:]), batch)
-    return train_step(task, config, state, teacher_params, split)
 
 
 def _counts(completions: Sequence[Completion]) -> dict[str, float]:

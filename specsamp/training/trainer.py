@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -115,10 +116,8 @@ class TrainState:
 
 def init_state(task: Task, config: TrainConfig, params: Any = None, teacher_params: Any = None) -> TrainState:
     """Builds the state of step 0, from a float32 copy of ``params`` or from the task's initial parameters."""
-    if params is None:
-        params = task.init(run_key(config), teacher_params)
-    else:
-        params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+    params = task.init(run_key(config), teacher_params) if params is None else params
+    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)  # copies: an update donates its state
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=config.optimizer().init(params))
 
 
@@ -170,6 +169,15 @@ def train_step(
     updates, opt_state = config.optimizer().update(grads, state.opt_state, state.params)
     new_state = TrainState(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
     return new_state, {"loss": loss, **metrics, "grad_norm": optax.tree.norm(grads)}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def train_update(
+    task: Task, config: TrainConfig, state: TrainState, teacher_params: Any, batch: Any
+) -> tuple[TrainState, dict[str, Array]]:
+    """Makes one update by `train_step`, compiled, from arrays that are split into microbatches; the state is donated."""
+    split = jax.tree.map(lambda x: x.reshape(config.microbatches, -1, *x.shape[1:]), batch)
+    return train_step(task, config, state, teacher_params, split)
 
 
 def train(

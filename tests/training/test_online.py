@@ -105,47 +105,60 @@ def test_a_draft_that_learns_is_accepted_more():
     assert rates[1] > rates[0] + 0.1
 
 
-def test_a_service_takes_a_learner():
-    learns, found = learner(), []
-    service = Service(
-        PAIR, Method(drafter=ModelDrafter(PAIR.draft, 3), sampling=SAMPLING), rows=4, context=64, learner=learns
-    )
-    assert not service.repeats
+def serve(learner, calls, found, **options):
+    """Asks for four texts at a time, under one seed, and adds their chunks to ``found``; returns service and seeds."""
+    method = Method(drafter=ModelDrafter(PAIR.draft, 3), sampling=SAMPLING, **options)
+    service, seeds = Service(PAIR, method, rows=4, context=64, learner=learner), []
     service.compile()
     service.start()
-    for number in range(20):
-        service.ask(PROMPTS[:4], BUDGET, deliver=found.append, ignore_eos=True, seed=number, sampling=SAMPLING)
+    for _ in range(calls):
+        answer = service.ask(PROMPTS[:4], BUDGET, deliver=found.append, ignore_eos=True, seed=7, sampling=SAMPLING)
+        seeds.append({request.seed for request in answer.requests})
         while service.unfinished:
             time.sleep(0.01)
     service.close()
     service.join()
-    assert len(found) == 80 and all(chunk.finish == "length" for chunk in found)
+    assert len(found) == 4 * calls and all(chunk.finish == "length" for chunk in found)
+    return service, seeds
+
+
+def test_a_service_takes_a_learner_and_uses_no_noise_twice():
+    learns = learner()
+    service, seeds = serve(learns, 20, [])
     assert len(learns.losses) >= 8 and learns.losses[-1] < learns.losses[0]
+    assert not service.repeats and len(set.union(*seeds)) == 20
+    service, seeds = serve(changing(), 2, [], rule=CoupledRule())
+    assert service.repeats and seeds == [{7}, {7}], "the control: texts that no draft changes"
 
 
-def test_a_learner_that_fails_ends_the_learning_and_no_text(caplog):
+def test_a_learner_that_fails_ends_the_learning_and_no_text(tmp_path):
+    found, known = [], []
+
     def fails(tokens):
-        raise FloatingPointError("planted")
+        known.append(len(found))
+        raise RuntimeError("no memory is left")
 
-    found, method = [], Method(drafter=ModelDrafter(PAIR.draft, 3), sampling=SAMPLING)
-    service = Service(PAIR, method, rows=4, context=64, learner=fails)
-    service.start()
-    service.ask(PROMPTS[:4], BUDGET, deliver=found.append, ignore_eos=True, sampling=SAMPLING)
-    while service.unfinished:
-        time.sleep(0.01)
-    service.close()
-    service.join()
-    assert [chunk.finish for chunk in found] == ["length"] * 4
-    assert service.learner is None and not service.repeats and "learns no more" in caplog.text
+    service, _ = serve(fails, 2, found)
+    assert service.learner is None and not service.repeats
+    assert len(known) == 1 and known[0] > 0, "a text is sent before the draft learns from it"
+    options = dict(sampling=SAMPLING, draft_length=3, rows=4, stop=[], log=tmp_path / "log")
+    queue, got = generate_many(PAIR, PROMPTS, BUDGET, learner=fails, **options), []
+    with pytest.raises(RuntimeError, match="no memory"):
+        got.extend(queue)
+    written = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
+    assert len(written) - 1 == len(got) > 0 and len(known) == 2
+    again = generate_many(PAIR, PROMPTS, BUDGET, **options)
+    assert again.known == len(written) - 1 and len(list(again)) == len(PROMPTS)
 
 
-def test_texts_before_a_learner_that_fails_are_in_the_log(tmp_path):
-    def fails(tokens):
-        raise FloatingPointError("planted")
-
-    with pytest.raises(FloatingPointError, match="planted"):
-        many(fails, log=tmp_path / "texts.jsonl")
-    assert len((tmp_path / "texts.jsonl").read_text().splitlines()) > 1
+def test_a_prefix_that_a_former_draft_has_read_is_not_handed_on():
+    copied = []
+    for learns in (None, lambda tokens: PAIR.draft_params):
+        options = dict(sampling=SAMPLING, draft_length=3, rows=1, stop=[])
+        queue = generate_many(PAIR, [[1, 2, 3, 4, 5, 0, 1, 2]] * 6, 4, learner=learns, **options)
+        assert len(list(queue)) == 6
+        copied.append(queue.batch.tokens_copied)
+    assert copied[0] == 5 * copied[1] > 0
 
 
 def test_updates_end_at_the_last_step():
@@ -162,7 +175,7 @@ def test_updates_end_at_the_last_step():
         ),
         ("draft model .* no draft", lambda: DraftLearner(Pair(target=PAIR.target, target_params=()), CONFIG)),
         ("length .* 0", lambda: learner(0)),
-        ("prompt_ids repeat", lambda: many(changing(), prompt_ids=[0] * len(PROMPTS))),
+        ("prompt_ids has 2 twice", lambda: many(changing(), PROMPTS[:3], prompt_ids=[2, 1, 2])),
         ("NgramDrafter", lambda: many(changing(), drafter=NgramDrafter(K=3), draft_length=None)),
         (
             "EarlyExitDrafter",

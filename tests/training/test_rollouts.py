@@ -2,7 +2,9 @@
 
 import dataclasses
 import io
+import itertools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +12,24 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDrafter
+from specsamp.decoding.drafters import EarlyExitDrafter, NgramDrafter
 from specsamp.decoding.generate import generate
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.request import make_requests, with_samples
+from specsamp.decoding.request import with_samples
+from specsamp.mesh.layout import make_mesh
+from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.lossy import Lenience
-from specsamp.sampling.rejection import BlockRule
+from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, log_probs, temperature, top_k
 from specsamp.training.feature_heads import TrainHead
 from specsamp.training.rollouts import PolicyGradient, RolloutConfig, Rollouts, Texts, advantages, learn
 from specsamp.training.trainer import Intervals, TrainConfig
 from specsamp.training.training_task import TrainModel
+from support.extras import slow_but
 from support.fakes import COMPILED
 from support.weights import drawn_params
 
@@ -47,7 +52,6 @@ def optimizer(steps=4, rate=3e-2, batch=8, **fields):
 
 
 CONFIG = RolloutConfig(policy=optimizer(), group=4, max_new_tokens=BUDGET, temperature=0.7, rows=3)
-LEARNS = dataclasses.replace(CONFIG, draft=optimizer())
 PAIR = pair_of()
 
 
@@ -56,9 +60,9 @@ def few(prompt, text):
     return -float(np.mean(text.tokens))
 
 
-def run(folder, config=CONFIG, pair=PAIR, reward=few, console=None, **options):
+def run(folder, config=CONFIG, pair=PAIR, reward=few, console=None, prompts=PROMPTS, **options):
     options = {"draft_length": 2, "intervals": Intervals(log=1, checkpoint=2)} | options
-    return learn(pair, PROMPTS, reward, config, folder, console=console or Console(file=io.StringIO()), **options)
+    return learn(pair, prompts, reward, config, folder, console=console or Console(file=io.StringIO()), **options)
 
 
 def records(folder):
@@ -82,14 +86,30 @@ def gap(params, texts, warp=temperature(0.7)):
     return float(jnp.where(texts.emitted_BT, jnp.abs(forward(params, texts, warp) - texts.log_probs_BT), 0).max())
 
 
-def test_log_probabilities_are_those_of_the_sampling_distribution():
-    rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2)
+@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
+def test_log_probabilities_are_those_of_the_sampling_distribution(rule):
+    rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2, rule=rule)
     completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
     texts = rollouts.texts(completions, range(8))
     assert texts.emitted_BT.sum() == sum(len(text.tokens) for text in completions)
     assert gap(PAIR.target_params, texts) < 1e-5
     assert gap(PAIR.target_params, texts, chain()) > 0.1, "the control: temperature 1"
     assert gap(drawn_params(lm(16), 5), texts) > 0.1, "the control: another policy"
+
+
+def test_texts_end_at_a_stop_token_and_rows_go_on_with_the_next_text():
+    """A draft that learns reads every position of a row: none of them is padding."""
+    pair = dataclasses.replace(PAIR, stop=(3, 5))
+    rollouts = Rollouts(pair, PROMPTS, CONFIG, draft_length=2)
+    completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
+    texts = rollouts.texts(completions, range(8))
+    whole = [(*PROMPTS[text.prompt_index], *text.tokens) for text in completions]
+    assert any(len(text.tokens) < BUDGET and text.tokens[-1] in pair.stop for text in completions)
+    assert texts.emitted_BT.sum() == sum(len(text.tokens) for text in completions)
+    assert gap(PAIR.target_params, texts) < 1e-5
+    for row, tokens_T in enumerate(texts.tokens_BT):
+        stream = [token for text in (whole[row:] + whole) for token in text]
+        assert tokens_T.tolist() == stream[: len(tokens_T)]
 
 
 def test_generate_returns_them_too_and_the_unwarped_as_before():
@@ -123,43 +143,20 @@ def test_a_row_in_flight_would_follow_the_old_policy():
         assert (np.abs(np.array(text.log_probs) - expected).max() < 1e-5) == is_sound
 
 
-def test_steps_have_noise_of_their_own():
-    rollouts = Rollouts(PAIR, PROMPTS, dataclasses.replace(CONFIG, policy=optimizer(batch=16)), draft_length=2)
-    first, again, second = (rollouts.sample(step, PAIR.target_params, PAIR.draft_params) for step in (0, 0, 1))
-    assert [text.tokens for text in first] == [text.tokens for text in again]
-    for step in (first, second):
-        assert [text.sample_index for text in step] == [0, 1, 2, 3] * 4
-        assert len({text.prompt_index for text in step[::4]}) == 4
-    for index in range(4):
-        one, other = ([text.tokens for text in step if text.prompt_index == index] for step in (first, second))
-        assert all(x != y for x, y in zip(one, other)) and len(set(map(tuple, one))) > 1
-
-
-def test_steps_take_other_prompts():
+def test_steps_have_prompts_and_noise_of_their_own():
     rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2)
-    steps = [rollouts.sample(step, PAIR.target_params, PAIR.draft_params) for step in range(6)]
-    assert len({frozenset(text.prompt_index for text in step) for step in steps}) > 2
-
-
-def test_windows_hold_texts_and_no_padding():
-    rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2)
-    completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
-    flat = np.concatenate([[*PROMPTS[text.prompt_index], *text.tokens] for text in completions])
-    windows = rollouts.windows(completions)
-    assert windows.shape == (8, rollouts.length + 1) and windows.dtype == np.int32
-    assert windows.size > len(flat), "what padding would fill"
-    np.testing.assert_array_equal(windows.reshape(-1), [*flat, *flat][: windows.size])
-
-
-@pytest.mark.parametrize("options", [dict(stop=[3]), dict(rule=BlockRule())])
-def test_stop_tokens_and_block_rule_keep_the_log_probabilities(options):
-    rollouts = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2, **{k: v for k, v in options.items() if k == "rule"})
-    if "stop" in options:
-        stops = make_requests(PAIR, rollouts._engine.method, PROMPTS, BUDGET, stop=options["stop"])
-        rollouts._requests = stops
-    completions = rollouts.sample(0, PAIR.target_params, PAIR.draft_params)
-    assert ("stop" in options) == any(len(text.tokens) < BUDGET for text in completions)
-    assert gap(PAIR.target_params, rollouts.texts(completions, range(8))) < 1e-5
+    again, *steps = [
+        {
+            (text.prompt_index, text.sample_index): tuple(text.tokens)
+            for text in rollouts.sample(step, PAIR.target_params, PAIR.draft_params)
+        }
+        for step in (0, 0, 1, 2)
+    ]
+    assert again == steps[0] and [index for _, index in again] == [0, 1, 2, 3] * 2
+    assert len({frozenset(step) for step in steps}) > 1, "prompts of its own"
+    assert all(len(set(step.values())) > 6 for step in steps), "samples of a prompt have noise of their own"
+    shared = [(one, other, key) for one, other in itertools.combinations(steps, 2) for key in one.keys() & other.keys()]
+    assert len(shared) >= 4 and all(one[key] != other[key] for one, other, key in shared), "and so have steps"
 
 
 def test_advantages():
@@ -229,18 +226,23 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whol
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match="temperature was 0.7, is 0.8"):
         run(tmp_path, dataclasses.replace(CONFIG, temperature=0.8))
-    with pytest.raises(ValueError, match="decoding_prompts was"):
-        run(tmp_path, draft_length=1)
+    with pytest.raises(ValueError, match="another configuration: prompts was"):
+        run(tmp_path, prompts=PROMPTS[::-1])
+    with pytest.raises(ValueError, match="another configuration: decoding was"):
+        run(tmp_path, rule=BlockRule())
+    with pytest.raises(ValueError, match="another configuration: draft_task was .*; rollouts.draft"):
+        run(tmp_path, dataclasses.replace(CONFIG, draft=optimizer()), draft_task=TrainModel(lm(8), PAIR.target))
 
 
-@pytest.mark.parametrize("kind", ["model", "head"])
+@pytest.mark.parametrize("kind", slow_but(["model", "head", "reduced"], "model", "head"))
 def test_a_draft_that_learns_follows_the_policy(tmp_path, kind):
     """Distilled on the texts, it is accepted more than one that stays as it was; the policy's texts have its law anyway."""
     pair, width = PAIR, 16
     task = TrainModel(lm(8), PAIR.target)
-    if kind == "head":
+    if kind != "model":
         layer = tiny(vocab_size=V, width=width, num_layers=1, num_heads=2, positions="rotary", gated=True, tied=False)
-        head = Eagle3Config(layer=layer, target_layers=2, target_width=width, hidden_layers=(0, 1)).head()
+        ends = dict(draft_vocab_size=12, own_output=True) if kind == "reduced" else {}
+        head = Eagle3Config(layer=layer, target_layers=2, target_width=width, hidden_layers=(0, 1), **ends).head()
         pair = Pair(target=PAIR.target, target_params=PAIR.target_params, head=head, draft_params=drawn_params(head, 2))
         task = TrainHead(head=head, target=PAIR.target, objective="forward_kl", test_steps=2, decay=0.8)
     config = dataclasses.replace(CONFIG, policy=optimizer(steps=40, rate=1e-2), group=4)
@@ -273,12 +275,30 @@ def test_a_draft_that_learns_is_saved_with_the_policy(tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
+def test_on_a_mesh_a_run_goes_on_where_its_parameters_lay(tmp_path):
+    pair = shard(PAIR, make_mesh(data=2, model=2, devices=jax.devices()[:4]))
+    config, task = dataclasses.replace(CONFIG, draft=optimizer()), TrainModel(lm(8), lm(16))
+    run(tmp_path / "mesh", config, pair, draft_task=task, intervals=Intervals(checkpoint=2))
+    shutil.rmtree(tmp_path / "mesh" / "checkpoints" / "4")
+    again = run(tmp_path / "mesh", config, pair, draft_task=task)
+    one = run(tmp_path / "one", config, draft_task=task)
+    assert len(again.policy.params["embedding"].sharding.device_set) == 4
+    for found, expected in zip(jax.tree.leaves(again), jax.tree.leaves(one)):
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
 def test_equal_rewards_teach_nothing_and_say_so(tmp_path):
     told = io.StringIO()
     state = run(tmp_path, reward=lambda prompt, text: 1, console=Console(file=told, width=200))
     assert "step 1: all texts of each prompt have the same reward" in told.getvalue()
     for one, other in zip(jax.tree.leaves(state.policy.params), jax.tree.leaves(PAIR.target_params)):
         np.testing.assert_array_equal(one, other)
+
+
+def distil(pair, task=TrainModel(lm(8), PAIR.target), **options):
+    options = {"draft_length": None} | options
+    return run("unused", dataclasses.replace(CONFIG, draft=optimizer()), pair, draft_task=task, **options)
 
 
 REFUSED = [
@@ -289,13 +309,12 @@ REFUSED = [
     ("8 prompts.* 4", lambda: Rollouts(PAIR, PROMPTS, dataclasses.replace(CONFIG, policy=optimizer(batch=32)))),
     ("lossy", lambda: Rollouts(PAIR, PROMPTS, CONFIG, rule=Lenience(0.5))),
     ("temperature alone", lambda: Rollouts(PAIR, PROMPTS, CONFIG, sampling=chain(temperature(0.7), top_k(5)))),
-    (
-        "leave .* method out",
-        lambda: Rollouts(PAIR, PROMPTS, CONFIG, method=Method(drafter=ModelDrafter(PAIR.draft, 2))),
-    ),
-    ("config.draft .* NgramDrafter", lambda: Rollouts(PAIR, PROMPTS, LEARNS, drafter=NgramDrafter(2))),
-    ("config.draft .* EarlyExit", lambda: Rollouts(PAIR, PROMPTS, LEARNS, drafter=EarlyExitDrafter(PAIR.target, 1, 2))),
+    ("leave method out", lambda: Rollouts(PAIR, PROMPTS, CONFIG, method=Method(drafter=NgramDrafter(K=2)))),
     ("both", lambda: run("unused", draft_task=TrainModel(lm(8), PAIR.target))),
+    ("NgramDrafter has no draft", lambda: distil(PAIR, drafter=NgramDrafter(K=2))),
+    ("EarlyExitDrafter has no draft", lambda: distil(PAIR, drafter=EarlyExitDrafter(PAIR.target, 1, 2))),
+    ("another tokenizer", lambda: distil(dataclasses.replace(PAIR, vocabulary="any"), drafter=NgramDrafter(K=2))),
+    ("the pair's draft is of another model", lambda: distil(PAIR, TrainModel(lm(16), PAIR.target))),
 ]
 
 

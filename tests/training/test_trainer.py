@@ -17,7 +17,7 @@ from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Windows
 from specsamp.training.held_out import COMPARED_DISTRIBUTIONS, evaluate
-from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step
+from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step, train_update
 from specsamp.training.training_task import TrainModel
 from support.weights import drawn_params
 
@@ -130,6 +130,14 @@ one_step = jax.jit(train_step, static_argnums=(0, 1))
 @pytest.fixture(scope="module")
 def params():
     return drawn_params(MODEL, 5)
+
+
+def test_an_update_leaves_the_parameters_that_it_began_with(params):
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    for given in (params, half):
+        state, _ = train_update(TASK, TRAIN, init_state(TASK, TRAIN, given), None, DATA.batch(0, 8))
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
 def test_microbatches_change_nothing_but_rounding(params):
