@@ -10,6 +10,8 @@ import pytest
 from absl import logging
 
 from models.test_blocks import block_of
+from specsamp import generate, temperature
+from specsamp.decoding.pair import Pair
 from specsamp.models.cache import Int8KVCache, KVCache, PairedInt8KVCache, PairedKVCache
 from specsamp.models.config import tiny
 from specsamp.models.interface import Block
@@ -189,6 +191,23 @@ def test_a_model_with_kernels_equals_one_without(scheme):
     atol = 1e-3 if plain.config.cache_dtype == "int8" else 2e-5
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=atol)
+
+
+@pytest.mark.slow
+def test_texts_of_a_pair_with_heads_of_64_are_those_without_kernels():
+    target = TransformerLM(tiny(head_size=SIZE // 2, positions="rotary", num_kv_heads=2))
+    params = {
+        "target_params": drawn_params(target, noise=0.3),
+        "draft_params": drawn_params(target.first(1), noise=0.3),
+    }
+
+    def tokens(kernels, seed=0):
+        model = dataclasses.replace(target, kernels=kernels)
+        pair = Pair(target=model, draft=model.first(1), **params)
+        made = generate(pair, [[1, 2, 3], [4, 5]], 12, draft_length=2, sampling=temperature(1.0), seed=seed)
+        return [list(each.tokens) for each in made]
+
+    assert tokens(INTERPRETED) == tokens(None) != tokens(None, seed=1)
 
 
 def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):

@@ -166,7 +166,10 @@ def _part_of_distances(
 
 
 def block_shape(kv_heads: int, num_slots: int, size: int, itemsize: int) -> tuple[int, int]:
-    """Returns the kv heads and the slots of a step; several heads are at least two groups, for the cores of a chip."""
+    """Returns the kv heads and the slots of a step, for keys of ``size`` entries.
+
+    Several heads are at least two groups, for the cores of a chip.
+    """
     most = max(min(kv_heads // 2, STEP_BYTES // (MIN_BLOCK * size * itemsize)), 1)
     of_heads = max(count for count in range(1, most + 1) if kv_heads % count == 0)
     wanted = min(max(STEP_BYTES // (of_heads * size * itemsize), MIN_BLOCK), MAX_BLOCK * max(LANES // size, 1))
