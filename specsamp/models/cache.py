@@ -8,7 +8,7 @@ changes lengths only; stale slots are masked by position and overwritten later.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Array = jax.Array
 
 LOGICAL_AXES = {"B": "batch", "M": "kv_heads", "S": "slots", "H": "head", "1": None}  # by letters of names
+PAIRED_SIZE = 64  # of heads whose keys and values share the rows of `PairedKVCache`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,14 +65,23 @@ class LayerCache:
         names = [field.name for field in dataclasses.fields(cls) if field.name != "kernels"]
         return {name: name.rpartition("_")[2] for name in names}
 
-    @property
-    def num_slots(self) -> int:
-        return self.values_BMSH.shape[SLOTS_AXIS]
+    def _arrays(self, axes: str) -> dict[str, Array]:
+        """Returns the arrays with these axes, by name."""
+        return {name: getattr(self, name) for name, own in self._axes().items() if own == axes}
 
     @property
-    def scales_BM1S(self) -> tuple[Array, Array] | None:
+    def entries_BMSH(self) -> tuple[Array, ...]:
+        """Returns keys and values, or the one array that holds both; of transposed keys the values alone."""
+        return tuple(self._arrays("BMSH").values())
+
+    @property
+    def num_slots(self) -> int:
+        return self.entries_BMSH[-1].shape[SLOTS_AXIS]
+
+    @property
+    def scales_BM1S(self) -> tuple[Array, ...] | None:
         """Returns the scales of int8 keys and values, float32; None for other dtypes."""
-        return None
+        return tuple(self._arrays("BM1S").values()) or None
 
     def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
         """Writes T tokens of each sequence in slots ``start_B ..``; requires ``start_B + T <= S``."""
@@ -89,8 +99,8 @@ class LayerCache:
         """Writes the slots of a smaller cache in slots ``start_B ..``."""
         written = {}
         if self.kernels is not None and self.kernels.take(self.num_slots, new.num_slots):
-            both = [(cache.keys_BMSH, cache.values_BMSH) for cache in (self, new)]
-            written = dict(zip(("keys_BMSH", "values_BMSH"), self.kernels.write(*both, start_B), strict=True))
+            arrays = self.kernels.write(self.entries_BMSH, new.entries_BMSH, start_B)
+            written = dict(zip(self._arrays("BMSH"), arrays, strict=True))
         for name, axes in self._axes().items():
             if name not in written:
                 written[name] = write_slots(getattr(self, name), getattr(new, name), start_B, axes.index("S"))
@@ -113,7 +123,7 @@ class LayerCache:
           distances_BNTS: float32, scores by reversed distance (see `specsamp.models.positions`), added to the products.
           cap: soft cap of the scores, see `soft_cap`.
         """
-        (batch, heads, length, size), (_, kv_heads, slots, _) = q_BNTH.shape, self.values_BMSH.shape
+        (batch, heads, length, size), (_, kv_heads, slots, _) = q_BNTH.shape, self.entries_BMSH[-1].shape
         group = heads // kv_heads
         if self.kernels is not None and self.kernels.take(slots, length, group):
             return self.kernels.attend(q_BNTH, self, visible, scale=scale, distances_BNTS=distances_BNTS, cap=cap)
@@ -135,7 +145,7 @@ class LayerCache:
         if scales_BM1S is not None:
             probs = (probs.reshape(*rows_shape, slots) * scales_BM1S[1]).reshape(scores.shape)
         probs_BMRS = probs.astype(q_BNTH.dtype).reshape(*rows_shape, slots)
-        return contract("BMRS,BMSH->BMRH", probs_BMRS, self.values_BMSH).reshape(q_BNTH.shape)
+        return contract("BMRS,BMSH->BMRH", probs_BMRS, self.entries_BMSH[-1]).reshape(q_BNTH.shape)
 
 
 @jax.tree_util.register_dataclass
@@ -191,9 +201,47 @@ class Int8KVCache(LayerCache):
         scales = dict(key_scales_BM1S=keys.scale.swapaxes(2, 3), value_scales_BM1S=values.scale.swapaxes(2, 3))
         return cls(keys_BMSH=keys.values, values_BMSH=values.values, **scales)
 
-    @property
-    def scales_BM1S(self) -> tuple[Array, Array]:
-        return self.key_scales_BM1S, self.value_scales_BM1S
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairedKVCache(LayerCache):
+    """A `LayerCache` for kernels and heads of 64 entries: a row holds a key and behind it its value.
+
+    A TPU keeps rows of 128 entries, so that two arrays of 64 would be half empty.
+    """
+
+    apart: ClassVar[type[LayerCache]] = KVCache
+
+    pairs_BMSH: Array
+
+    @classmethod
+    def of(cls, k_BMTH: Array, v_BMTH: Array) -> Self:
+        apart = cls.apart.of(k_BMTH, v_BMTH)
+        return cls(pairs_BMSH=jnp.concatenate(apart.entries_BMSH, axis=3), **apart._arrays("BM1S"))
+
+    def attend(self, q_BNTH: Array, visible: Visibility, **options: Any) -> Array:
+        """See `LayerCache.attend`. The zeros of a query meet values; of the mean of rows the values are returned."""
+        size = q_BNTH.shape[3]
+        return super().attend(jnp.pad(q_BNTH, ((0, 0), (0, 0), (0, 0), (0, size))), visible, **options)[..., size:]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairedInt8KVCache(PairedKVCache):
+    """A `PairedKVCache` in int8, with the scales of `Int8KVCache`."""
+
+    apart: ClassVar[type[LayerCache]] = Int8KVCache
+
+    key_scales_BM1S: Array
+    value_scales_BM1S: Array
+
+
+CACHES = {  # by whether keys and values are pairs, and by `TransformerConfig.cache_dtype`
+    (False, None): KVCache,
+    (False, "int8"): Int8KVCache,
+    (True, None): PairedKVCache,
+    (True, "int8"): PairedInt8KVCache,
+}
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specsamp import validate
-from specsamp.models.cache import Int8KVCache, KVCache, LayerCache, TransformerCache, TransposedKVCache
+from specsamp.models.cache import CACHES, PAIRED_SIZE, LayerCache, TransformerCache, TransposedKVCache
 from specsamp.models.compiling import FEW_ROWS, options_on
 from specsamp.models.config import TransformerConfig
 from specsamp.models.cpu_weights import UNEMBEDDING, CPUDecoder, to_cpu_order
@@ -225,9 +225,10 @@ class TransformerLM(LayeredModel):
 
     @property
     def _cache_class(self) -> type[LayerCache]:
-        if self.config.cache_dtype == "int8":
-            return Int8KVCache
-        return TransposedKVCache if self.weight_order == "cpu" else KVCache
+        if self.weight_order == "cpu" and self.config.cache_dtype is None:
+            return TransposedKVCache
+        is_paired = self._kernels is not None and self.config.head_size == PAIRED_SIZE
+        return CACHES[is_paired, self.config.cache_dtype]
 
     @property
     def _kernels(self) -> Kernels | None:

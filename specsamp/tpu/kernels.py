@@ -22,9 +22,11 @@ def kernel_of(op: Instruction) -> Count | None:
 
 def count_attention(given: Sequence[Array], made: Sequence[Array], live: float) -> tuple[float, float, float]:
     """Reads keys, values and scores of distances as far as they are alive, and all of the rest."""
-    _, keys, _, *others = (x for x in given if len(x.sizes) == 4)  # queries come first, scales of int8 last
-    (batch, kv_heads, slots, size), share = keys.sizes, decode_attention.fetched_share(live, keys.sizes, itemsize(keys))
-    heads, block = decode_attention.block_shape(kv_heads, slots, size, itemsize(keys))
+    _, *arrays = (x for x in given if len(x.sizes) == 4)  # queries come first, then keys and values, apart or as pairs
+    caches = [x for x in arrays if x.sizes == arrays[0].sizes]
+    (batch, kv_heads, slots, size), others = caches[0].sizes, arrays[len(caches) :]
+    heads, block = decode_attention.block_shape(kv_heads, slots, size * len(caches) // 2, itemsize(caches[0]))
+    share = decode_attention.fetched_share(live, slots, block)
     parts = (x.bytes * (share if len(x.sizes) == 4 and slots in x.sizes[2:] else 1.0) for x in given if x.in_hbm)
     read, is_tree = sum(parts), sum(len(x.sizes) == 3 for x in given) > 1
     if len(others) % 2 and not is_tree and others[0].in_hbm:  # the windows of distances of two blocks overlap

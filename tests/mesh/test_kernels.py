@@ -12,6 +12,7 @@ from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.pair import Pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model, with_attention
+from specsamp.models.cache import PairedKVCache
 from specsamp.models.config import tiny
 from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
@@ -20,20 +21,21 @@ from support.extras import slow_but
 from support.weights import drawn_params
 
 SLOTS = 128
-# Mesh, heads, kv heads.
+# Mesh, heads, kv heads, size of a head.
 MESHES = {
-    "a kv head for two": (dict(data=2, model=4, num_kv_heads=2), 8, 2),
-    "three for two": (dict(data=1, model=4, num_kv_heads=6), 12, 6),
-    "copies": (dict(data=4, model=1), 2, 2),
+    "a kv head for two": (dict(data=2, model=4, num_kv_heads=2), 8, 2, 128),
+    "three for two": (dict(data=1, model=4, num_kv_heads=6), 12, 6, 128),
+    "copies": (dict(data=4, model=1), 2, 2, 128),
+    "in pairs": (dict(data=2, model=4, num_kv_heads=2), 8, 2, 64),
 }
 
 
-@pytest.mark.parametrize("name", slow_but(MESHES, "a kv head for two"))
+@pytest.mark.parametrize("name", slow_but(MESHES, "a kv head for two", "in pairs"))
 def test_a_call_over_a_mesh_equals_one_device(name):
-    sizes, heads, kv_heads = MESHES[name]
+    sizes, heads, kv_heads, size = MESHES[name]
     devices = jax.devices()[: sizes["data"] * sizes["model"]]
     mesh = make_mesh(**sizes, devices=devices)
-    model = TransformerLM(tiny(num_heads=heads, num_kv_heads=kv_heads, head_size=128, num_layers=1))
+    model = TransformerLM(tiny(num_heads=heads, num_kv_heads=kv_heads, head_size=size, num_layers=1))
     weights = model.fit_slots(model.prepare(drawn_params(model, noise=0.1)), SLOTS)
     layout = Layout.tensor_parallel(mesh) if sizes["model"] > 1 else Layout.replicated(mesh)
     sharded = shard_model(dataclasses.replace(model, kernels=Kernels(interpret=True)), layout)
@@ -46,15 +48,20 @@ def test_a_call_over_a_mesh_equals_one_device(name):
         output = sharded(weights, tokens_BT, start_B, cache)
         return output.logits_BTV, output.cache
 
-    (layer,) = cache.layers
-    layer = dataclasses.replace(layer, kernels=sharded.model.kernels)
+    def for_kernels(layer):
+        if size == 64:
+            layer = PairedKVCache.of(layer.keys_BMSH, layer.values_BMSH)
+        return dataclasses.replace(layer, kernels=sharded.model.kernels)
+
     split = DataShards(mesh).map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS))
     placed = jax.device_put(weights, sharded.weight_shardings(weights))
     made = jax.jit(split, compiler_options=COMPILE_FAST)(
-        placed, tokens_BT, start_B, dataclasses.replace(cache, layers=(layer,))
+        placed, tokens_BT, start_B, dataclasses.replace(cache, layers=(for_kernels(cache.layers[0]),))
     )
     np.testing.assert_allclose(made[0], expected.logits_BTV, atol=2e-5)
-    for ours, theirs in zip(*map(jax.tree.leaves, (made[1], expected.cache)), strict=True):
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (made[1].layers[0], for_kernels(expected.cache.layers[0]))), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 

@@ -10,7 +10,9 @@ import pytest
 from absl import logging
 
 from models.test_blocks import block_of
-from specsamp.models.cache import Int8KVCache, KVCache
+from specsamp import generate, temperature
+from specsamp.decoding.pair import Pair
+from specsamp.models.cache import Int8KVCache, KVCache, PairedInt8KVCache, PairedKVCache
 from specsamp.models.config import tiny
 from specsamp.models.interface import Block
 from specsamp.models.kernels import dispatch as kernel_cache
@@ -39,13 +41,15 @@ def starts_of(batch, slots, length):
 
 @functools.partial(jax.jit, static_argnames=("window", "cap", "int8"), compiler_options=COMPILE_FAST)
 def both(q, keys, values, start, distances=None, block=None, *, window=None, cap=None, int8=False):
-    """Returns attention by the kernel, and by the plain form."""
+    """Attention by the kernel, of heads of 64 with pairs of keys and values, and the plain form that is its reference."""
     visible = Visibility(start_B=start, num_queries=q.shape[2], window=window, block=block)
-    plain = KVCache(keys_BMSH=keys, values_BMSH=values)
-    if int8:
-        plain = Int8KVCache.zeros(*keys.shape, keys.dtype).append(keys, values, jnp.zeros_like(start))
+    plain = of_kernel = Int8KVCache.of(keys, values) if int8 else KVCache.of(keys, values)
+    if keys.shape[3] == SIZE // 2:
+        of_kernel = PairedInt8KVCache.of(keys, values) if int8 else PairedKVCache.of(keys, values)
+    of_kernel = dataclasses.replace(of_kernel, kernels=INTERPRETED)
+    assert INTERPRETED.take(of_kernel.num_slots, q.shape[2], q.shape[1] // keys.shape[1])
     fields = dict(scale=0.1, distances_BNTS=distances, cap=cap)
-    return INTERPRETED.attend(q, plain, visible, **fields), plain.attend(q, visible, **fields)
+    return of_kernel.attend(q, visible, **fields), plain.attend(q, visible, **fields)
 
 
 # Tokens of a call, slots, kv heads, queries per kv head, window, and whether scores have distances and a cap.
@@ -61,18 +65,19 @@ CALLS = {
 
 
 @pytest.mark.parametrize(
-    "call, dtype",
+    "call, dtype, size",
     [
-        *((call, dtype) for call in CALLS for dtype in ("float32", "bfloat16")),
-        ("grouped", "int8"),
-        ("windowed", "int8"),
+        *((call, dtype, SIZE) for call in CALLS for dtype in ("float32", "bfloat16")),
+        *((call, "int8", size) for call in ("grouped", "windowed") for size in (SIZE, SIZE // 2)),
+        *((call, "float32", SIZE // 2) for call in ("grouped, with distances", "multi-query", "windowed")),
+        ("grouped", "bfloat16", SIZE // 2),
     ],
 )
-def test_attention_equals_the_plain_form(call, dtype):
+def test_attention_equals_the_plain_form(call, dtype, size):
     length, slots, kv_heads, group, window, distant, cap = CALLS[call]
     int8, dtype = dtype == "int8", "float32" if dtype == "int8" else dtype
-    q = drawn(3, kv_heads * group, length, SIZE, dtype=dtype, seed=1)
-    keys, values = (drawn(3, kv_heads, slots, SIZE, dtype=dtype, seed=seed) for seed in (2, 3))
+    q = drawn(3, kv_heads * group, length, size, dtype=dtype, seed=1)
+    keys, values = (drawn(3, kv_heads, slots, size, dtype=dtype, seed=seed) for seed in (2, 3))
     distances = 10 * drawn(3, kv_heads * group, length, slots) if distant else None
     start = starts_of(3, slots, length)
     ours, plain = both(q, keys, values, start, distances, window=window, cap=cap, int8=int8)
@@ -87,14 +92,14 @@ def test_attention_equals_the_plain_form(call, dtype):
         assert jnp.abs(ours - as_it_is).max() > 1e-4, "the control: a cache in float"
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_trees_equal_the_plain_form(window):
+@pytest.mark.parametrize("window, size", [(None, SIZE), (3, SIZE), (3, SIZE // 2)])
+def test_trees_equal_the_plain_form(window, size):
     """Also where a tree is scored in several calls, and lies across the edge of a block."""
     parents = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4], [-1, 0, 1, 2, 3, 4]])
     start = np.array([7, 254, 500])
     block = block_of(parents, start)
-    keys, values = (drawn(3, 2, 512, SIZE, seed=seed) for seed in (2, 3))
-    q, distances = drawn(3, 4, 6, SIZE, seed=1), 10 * drawn(3, 4, 6, 512)
+    keys, values = (drawn(3, 2, 512, size, seed=seed) for seed in (2, 3))
+    q, distances = drawn(3, 4, 6, size, seed=1), 10 * drawn(3, 4, 6, 512)
     ours, plain = both(q, keys, values, jnp.asarray(start), distances, block, window=window)
     np.testing.assert_allclose(ours, plain, atol=2e-6)
     causal = both(q, keys, values, jnp.asarray(start), distances, window=window)[0]
@@ -137,9 +142,10 @@ def test_rows_are_appended_as_they_are(dtype, length):
 
 
 def test_the_share_that_is_fetched():
-    shape = (8, 4, 2048, 128)  # of the paper's target on a chip: blocks of 512 slots
-    assert block_shape(4, 2048, 128, 2) == (2, 512) and block_shape(8, 2048, 128, 2) == (4, 256)
-    shares = {live: fetched_share(live / 2048, shape, 2) for live in (0, 1, 512, 513, 2048)}
+    assert block_shape(4, 2048, 128, 2) == (2, 512), "of the paper's target on a chip"
+    assert block_shape(8, 2048, 128, 2) == (4, 256) and block_shape(8, 2048, 64, 2) == (4, 512)
+    assert block_shape(1, 2048, 128, 2) == (1, 512) and block_shape(1, 2048, 64, 2) == (1, 1024), "as many bytes"
+    shares = {live: fetched_share(live / 2048, 2048, 512) for live in (0, 1, 512, 513, 2048)}
     assert shares == {0: 0.25, 1: 0.25, 512: 0.25, 513: 0.5, 2048: 1.0}
     for slots in range(128, 4096, 128):
         for kv_heads in (1, 2, 3, 8, 64):
@@ -153,6 +159,10 @@ SCHEMES = {
     "relative": dict(positions="relative", num_kv_heads=2),
     "windowed": dict(positions="rotary", num_kv_heads=1, window=20, global_layers=(1,)),
     "in int8": dict(positions="rotary", num_kv_heads=2, cache_dtype="int8"),
+    "in pairs": dict(positions="relative", num_kv_heads=2, head_size=SIZE // 2),
+    "in pairs, windowed, in int8": dict(
+        positions="rotary", num_kv_heads=2, head_size=SIZE // 2, window=20, cache_dtype="int8"
+    ),
 }
 PARENTS = np.array([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 0, 3, 4]])
 
@@ -160,10 +170,10 @@ call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPIL
 compact = jax.jit(TransformerLM.compact, static_argnums=(0, 4), compiler_options=COMPILE_FAST)
 
 
-@pytest.mark.parametrize("scheme", slow_but(SCHEMES, "relative"))
+@pytest.mark.parametrize("scheme", slow_but(SCHEMES, "relative", "in pairs"))
 def test_a_model_with_kernels_equals_one_without(scheme):
     """A prompt, a tree, its accepted path moved together, and a call behind it."""
-    plain = TransformerLM(tiny(head_size=SIZE, **SCHEMES[scheme]))
+    plain = TransformerLM(tiny(**dict(head_size=SIZE) | SCHEMES[scheme]))
     kernels = dataclasses.replace(plain, kernels=INTERPRETED)
     weights = plain.fit_slots(plain.prepare(drawn_params(plain, 0, noise=0.1)), 256)
     rng, start = np.random.default_rng(0), jnp.asarray([26, 130], jnp.int32)
@@ -183,6 +193,23 @@ def test_a_model_with_kernels_equals_one_without(scheme):
         np.testing.assert_allclose(ours, theirs, atol=atol)
 
 
+@pytest.mark.slow
+def test_texts_of_a_pair_with_heads_of_64_are_those_without_kernels():
+    target = TransformerLM(tiny(head_size=SIZE // 2, positions="rotary", num_kv_heads=2))
+    params = {
+        "target_params": drawn_params(target, noise=0.3),
+        "draft_params": drawn_params(target.first(1), noise=0.3),
+    }
+
+    def tokens(kernels, seed=0):
+        model = dataclasses.replace(target, kernels=kernels)
+        pair = Pair(target=model, draft=model.first(1), **params)
+        made = generate(pair, [[1, 2, 3], [4, 5]], 12, draft_length=2, sampling=temperature(1.0), seed=seed)
+        return [list(each.tokens) for each in made]
+
+    assert tokens(INTERPRETED) == tokens(None) != tokens(None, seed=1)
+
+
 def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
     said = []
     monkeypatch.setattr(logging, "warning", said.append)
@@ -195,7 +222,7 @@ def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
     visible = Visibility(start_B=jnp.zeros(2, jnp.int32), num_queries=3)
     assert written.attend(drawn(2, 4, 3, SIZE), visible, scale=0.1).shape == (2, 4, 3, SIZE)
     assert said == [
-        "attention is not a kernel: heads of 8 entries are no multiple of 128",
+        "attention is not a kernel: heads of 8 entries are neither 64 nor a multiple of 128",
         "attention is not a kernel: 100 slots are no multiple of 128",
     ]
 

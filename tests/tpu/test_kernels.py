@@ -45,6 +45,9 @@ def test_what_kernels_move_by_their_shapes():
     tree, scales = array(2, 5, 128, itemsize=4), [array(2, 8, 1, 2048, itemsize=4)] * 2
     read = count_attention([*given, tree, *scales], [query], 1.0)[0]
     assert read == small + 2 * cache.bytes + distances.bytes + tree.bytes + 2 * scales[0].bytes
+    pairs = array(2, 8, 4096, 128)  # of keys and values of 64 entries: as many bytes in half as many arrays
+    read, _, steps = count_attention([*given[:2], pairs], [query], 0.25)
+    assert (read, steps) == (given[0].bytes + query.bytes + 0.25 * pairs.bytes, 2 * 2 * 2)
     on_chip = dataclasses.replace(distances, in_hbm=False)
     assert count_attention([*given[:-1], on_chip], [query], 1.0)[0] == small + 2 * cache.bytes
     new = array(2, 8, 16, 128)
@@ -108,6 +111,7 @@ SHAPES = {
     "windowed, capped, in int8": dict(
         dtype="bfloat16", num_kv_heads=1, window=100, attention_cap=50.0, cache_dtype="int8"
     ),
+    "pairs, windowed, in int8": dict(dtype="bfloat16", num_kv_heads=2, head_size=64, window=100, cache_dtype="int8"),
 }
 
 
@@ -117,7 +121,7 @@ def test_a_tree_compiles_within_data_shards(shape):
     """34 rows, more than a tile has slots; slots that are no power of two; kernels within two shards of the batch."""
     nodes, slots, batch = 34, 384, 2
     config = TransformerConfig(
-        vocab_size=256, width=256, num_layers=1, num_heads=4, head_size=128, positions="rotary", **SHAPES[shape]
+        vocab_size=256, width=256, num_layers=1, num_heads=4, positions="rotary", **dict(head_size=128) | SHAPES[shape]
     )
     mesh = described_mesh("v5e:2x2", 2, num_kv_heads=config.num_kv_heads)
     model = shard_model(TransformerLM(config, kernels=Kernels()), Layout.tensor_parallel(mesh))
@@ -136,7 +140,7 @@ def test_a_tree_compiles_within_data_shards(shape):
     compiled = jax.jit(split, donate_argnums=3).lower(*arguments).compile(compiler_options=dict(FEWEST_COLLECTIVES))
     text = compiled.as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 3, "rows, attention, rows that are moved"
-    cache = 2 * batch * config.num_kv_heads * slots * 128 * (1 if config.cache_dtype else 4)
+    cache = 2 * batch * config.num_kv_heads * slots * config.head_size * (1 if config.cache_dtype else 4)
     devices = 4 if config.num_kv_heads == 2 else 2
     assert compiled.memory_analysis().alias_size_in_bytes >= cache / devices
     alone, traffic = traffic_of(text), traffic_of(text, schedules=schedules.take(*COUNTS))

@@ -27,7 +27,7 @@ Array = jax.Array
 NAME = "decode_attention"  # of the kernel in compiled programs
 # Bytes of keys in a step. With fewer, a step computes for longer than it fetches; with more, more dead slots are fetched.
 STEP_BYTES = 2**18
-MAX_BLOCK, MIN_BLOCK = 512, 256  # slots
+MAX_BLOCK, MIN_BLOCK = 512, 256  # slots; of keys that share rows with their values at most twice as many
 MAX_ROWS = 1024  # of queries per kv head; memory on chip grows with them
 UNSEEN = -1e30  # a score whose exponential is 0; the difference of two infinities would be NaN
 
@@ -76,11 +76,10 @@ class SeenSlots:
 
 def decode_attention(
     q_BNTH: Array,
-    keys_BMSH: Array,
-    values_BMSH: Array,
+    entries_BMSH: tuple[Array, ...],
     seen: SeenSlots,
     distances_BNTS: Array | None = None,
-    scales_BM1S: tuple[Array, Array] | None = None,
+    scales_BM1S: tuple[Array, ...] | None = None,
     *,
     scale: float,
     cap: float | None = None,
@@ -89,15 +88,16 @@ def decode_attention(
     """Computes `specsamp.models.cache.LayerCache.attend` on one device; returns ``[B, N, T, H]``.
 
     Args:
-      keys_BMSH, values_BMSH: in HBM, where they stay; S and H are multiples of 128.
+      entries_BMSH: keys and values, or one array that is both; in HBM, where they stay; S and H are multiples of 128.
       seen: every query sees a slot.
       scale, distances_BNTS, cap: see `LayerCache.attend`; in a tree the scores are aligned with the slots.
       scales_BM1S: float32, of keys and values in int8; None: for other dtypes.
       interpret: runs on the CPU.
     """
-    (batch, heads, length, size), (_, kv_heads, num_slots, _) = q_BNTH.shape, keys_BMSH.shape
+    (batch, heads, length, size), (_, kv_heads, num_slots, _) = q_BNTH.shape, entries_BMSH[0].shape
     group, rows = heads // kv_heads, heads // kv_heads * length  # queries that share a kv head are rows of one product
-    of_heads, block = block_shape(kv_heads, num_slots, size, keys_BMSH.dtype.itemsize)
+    size_of_key = size * len(entries_BMSH) // 2
+    of_heads, block = block_shape(kv_heads, num_slots, size_of_key, entries_BMSH[0].dtype.itemsize)
     first_B, last_B = seen.blocks(block, num_slots)
     num_steps, row_X, block_X = _schedule(first_B, last_B, num_slots // block)
 
@@ -106,8 +106,7 @@ def decode_attention(
     keep = functools.partial(in_hbm, interpret=interpret)
     operands = {
         "q": (q_BNTH.reshape(batch, kv_heads, rows, size), of_rows),
-        "keys": (keep(keys_BMSH), of_cache),
-        "values": (keep(values_BMSH), of_cache),
+        **{name: (keep(entries), of_cache) for name, entries in zip(("keys", "values"), entries_BMSH)},
         "bounds": (jnp.tile(seen.bounds_BT2, (1, group, 1)), _part(rows, 2)),
     }
     if seen.tree_BTR is not None:
@@ -167,21 +166,18 @@ def _part_of_distances(
 
 
 def block_shape(kv_heads: int, num_slots: int, size: int, itemsize: int) -> tuple[int, int]:
-    """Returns the kv heads and the slots of a step; several heads are at least two groups, for the cores of a chip."""
+    """Returns the kv heads and the slots of a step, for keys of ``size`` entries.
+
+    Several heads are at least two groups, for the cores of a chip.
+    """
     most = max(min(kv_heads // 2, STEP_BYTES // (MIN_BLOCK * size * itemsize)), 1)
     of_heads = max(count for count in range(1, most + 1) if kv_heads % count == 0)
-    wanted = min(max(STEP_BYTES // (of_heads * size * itemsize), MIN_BLOCK), MAX_BLOCK)
+    wanted = min(max(STEP_BYTES // (of_heads * size * itemsize), MIN_BLOCK), MAX_BLOCK * max(LANES // size, 1))
     return of_heads, max(slots for slots in range(LANES, wanted + 1, LANES) if num_slots % slots == 0)
 
 
-def fetched_share(live: float, keys_shape: tuple[int, int, int, int], itemsize: int) -> float:
-    """Returns the share of keys, values and biases that a call fetches, if it sees the first slots, a share ``live``.
-
-    Args:
-      keys_shape: ``[B, M, S, H]``, of a device.
-    """
-    _, kv_heads, num_slots, size = keys_shape
-    _, block = block_shape(kv_heads, num_slots, size, itemsize)
+def fetched_share(live: float, num_slots: int, block: int) -> float:
+    """Returns the share of keys, values and biases that a call fetches, if it sees the first slots, a share ``live``."""
     return max(math.ceil(live * num_slots / block), 1) * block / num_slots
 
 
@@ -244,7 +240,7 @@ def _kernel(row_X, block_X, first_B, last_B, start_B, *refs, names, scale, cap, 
         total[...] = jnp.zeros(total.shape, jnp.float32)
         mean[...] = jnp.zeros(mean.shape, jnp.float32)
 
-    queries, keys, values = (operands[name][0] for name in ("q", "keys", "values"))
+    queries, keys, values = operands["q"][0], operands["keys"][0], operands.get("values", operands["keys"])[0]
     scores = einsum_in_float32("mrh,msh->mrs", queries, keys.astype(queries.dtype))
     if "key_scales" in operands:
         scores = scores * operands["key_scales"][0]

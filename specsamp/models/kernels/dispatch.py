@@ -10,7 +10,7 @@ from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specsamp import validate
-from specsamp.models.cache import Int8KVCache, KVCache
+from specsamp.models.cache import PAIRED_SIZE, LayerCache
 from specsamp.models.interface import DeviceLayout
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import LANES
@@ -28,7 +28,7 @@ class Kernels:
     """Says how the caches of a model call kernels; static.
 
     Calls of many tokens, which read prompts, do without kernels; so do all calls of a cache whose slots are no multiple
-    of 128.
+    of 128. Heads of 64 entries have a `specsamp.models.cache.PairedKVCache`.
 
     Attributes:
       layout: of the model over a mesh, each of whose devices calls the kernels for its own heads; None: one device.
@@ -40,8 +40,10 @@ class Kernels:
 
     def for_heads(self, head_size: int) -> Kernels | None:
         """Returns the kernels, or None if they do not take heads of this size."""
-        if head_size % LANES:
-            _say_once(f"attention is not a kernel: heads of {head_size} entries are no multiple of {LANES}")
+        if head_size % LANES and head_size != PAIRED_SIZE:
+            _say_once(
+                f"attention is not a kernel: heads of {head_size} entries are neither {PAIRED_SIZE} nor a multiple of {LANES}"
+            )
             return None
         return self
 
@@ -54,7 +56,7 @@ class Kernels:
     def attend(
         self,
         q_BNTH: Array,
-        cache: KVCache | Int8KVCache,
+        cache: LayerCache,
         visible: Visibility,
         *,
         scale: float,
@@ -64,23 +66,22 @@ class Kernels:
         """Computes `LayerCache.attend`, and reads the cache as far as it is alive."""
         attend = functools.partial(decode_attention, scale=scale, cap=cap, interpret=self.interpret)
         if self.layout is not None:
-            heads, kv_heads = q_BNTH.shape[1], cache.keys_BMSH.shape[1]
+            heads, kv_heads = q_BNTH.shape[1], cache.entries_BMSH[0].shape[1]
             of_heads = of_cache = self.layout.spec(PartitionSpec(None, "kv_heads"), (1, kv_heads))
             _, on_device = NamedSharding(self.layout.mesh, of_cache).shard_shape((1, kv_heads))
             if on_device == 1:  # devices with the same kv head share its queries
                 of_heads = self.layout.spec(PartitionSpec(None, "heads"), (1, heads))
-            in_specs = (of_heads, of_cache, of_cache, PartitionSpec(), of_heads, of_cache)
+            in_specs = (of_heads, of_cache, PartitionSpec(), of_heads, of_cache)
             attend = self.layout.per_device(attend, in_specs, of_heads)
         if distances_BNTS is not None and visible.block is not None:
             distances_BNTS = align_distances(distances_BNTS, visible)
-        arrays = cache.keys_BMSH, cache.values_BMSH, SeenSlots.of(visible), distances_BNTS, cache.scales_BM1S
-        return attend(q_BNTH, *arrays)
+        return attend(q_BNTH, cache.entries_BMSH, SeenSlots.of(visible), distances_BNTS, cache.scales_BM1S)
 
-    def write(self, caches: tuple[Array, Array], new: tuple[Array, Array], start_B: Array) -> tuple[Array, Array]:
+    def write(self, caches: tuple[Array, ...], new: tuple[Array, ...], start_B: Array) -> tuple[Array, ...]:
         """Writes keys and values ``[B, M, T, H]`` in place, in slots ``start_B ..`` of their arrays."""
         append = functools.partial(append_rows, interpret=self.interpret)
         if self.layout is not None:
-            split = (self.layout.spec(PartitionSpec(None, "kv_heads"), (1, new[0].shape[1])),) * 2
+            split = self.layout.spec(PartitionSpec(None, "kv_heads"), (1, new[0].shape[1]))
             append = self.layout.per_device(append, (split, split, PartitionSpec()), split)
         return append(caches, new, start_B)
 
