@@ -176,7 +176,7 @@ def test_a_head_is_checked(folder, head, tmp_path):
     assert "THE HEAD DOES NOT FIT" in done.stdout
     document = json.loads((tmp_path / "check.json").read_text(encoding="utf-8"))
     assert not document["fits"] and document["drafts"] > 8
-    assert 0 <= document["acceptance"] < 0.2
+    assert 0 <= document["acceptance"] < 0.2 and "as configured" in document["readings"]
     wrong = call(
         "doctor", "--look_at=head", f"--config=configs/hf.py:{folder},{folder}", "--config.hugging_face.dtype=float32"
     )
