@@ -6,9 +6,9 @@
     python launch/doctor.py --look_at=names                          # all pairs of configs/hf.py
     python launch/doctor.py --look_at=names --pair=Qwen/Qwen3-8B,RedHatAI/Qwen3-8B-speculator.eagle3 --head
 
---look_at=head checks that a head fits its target: it drafts a token after every position of texts of the target, and
-the command prints the acceptance. A head that is read wrongly, such as with layers counted from one, only lowers the
-speed, so no other check would show it.
+--look_at=head checks that a head fits its target: on texts of the target it drafts a token after every position, and the
+acceptance is printed, also for other layers and, of heads that draft blocks, other block sizes and the other first row. A
+head that is read wrongly costs speed alone, so nothing else shows it.
 
 --look_at=names checks whether public names exist, can be read and would load. It reads config, tokenizer and the
 headers of the tensors from the hub, some megabytes, and downloads no weights.
@@ -96,7 +96,12 @@ def look_at_head(console: Console) -> int:
     console.print(headline(experiment, task="a check of the head"))
     asked, sampling = experiment.workload.prompts, experiment.method.sampling
     with entry.progress(console, "decoding with the head"):
-        found = check_head(experiment.pair, asked, tokens=_TOKENS.value, sampling=sampling, seed=config.seed)
+        found = check_head(
+            experiment.pair, asked, tokens=_TOKENS.value, sampling=sampling, seed=config.seed, others=True
+        )
+    rows = [(name, f"{accepted:.1%}") for name, accepted in found.readings.items()]
+    title = "Acceptance of a first token after every position"
+    entry.show([Table(title=title, header=("the head is read", "accepted"), rows=rows)], console)
     for sentence in found.sentences:
         console.print(sentence, style="bold green" if found.fits else "bold red")
     document = {
@@ -106,6 +111,7 @@ def look_at_head(console: Console) -> int:
         "sentences": found.sentences,
         "drafts": found.drafted,
         "acceptance": found.acceptance,
+        "readings": found.readings,
     }
     entry.write_result(_OUTPUT.value, document, console)
     return int(not found.fits)

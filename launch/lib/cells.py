@@ -23,8 +23,8 @@ Point = dict[str, Any]  # values of fields of the configuration
 
 # The fields that a grid may change. Any other field changes the pair or the texts, and so needs another file.
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingFields))
-TURNED = {"draft_length", "drafter", "exit_layer", "rule", "batch", "draft_temperature", "synthetic_acceptance"}
-TURNED |= {f"sampling.{name}" for name in SAMPLING_FIELDS}
+TURNED = {"draft_length", "drafter", "exit_layer", "mask_id", "rule", "batch", "draft_temperature"}
+TURNED |= {"synthetic_acceptance", *(f"sampling.{name}" for name in SAMPLING_FIELDS)}
 
 
 def parse_grid(texts: Sequence[str]) -> list[Point]:

@@ -19,6 +19,7 @@ from specsamp.decoding.drafters import (
     NgramDrafter,
     NgramTree,
     NoDrafter,
+    ParallelDrafter,
 )
 from specsamp.decoding.drafters.block_head import LAWS
 from specsamp.decoding.loop import decode_window
@@ -34,15 +35,15 @@ class Word:
 
     Attributes:
       make: returns the drafter, given the target, the pair's draft model or head, K or the shape of token trees, and the
-        exit layer.
-      draft: the required part of the pair, "model", "head" or "block"; None: only the target is needed.
+        configuration.
+      draft: "model", "head" or "block", which the pair then must hold; None: only the target is needed.
       inside: whether the target's own layers draft, up to the exit layer.
       trees: whether token trees can be drafted.
       drafts: False for plain decoding at any K.
       compiled: True if compile reports support the drafter; forecasts from shapes then do, too, except for heads.
     """
 
-    make: Callable[[LanguageModel, LanguageModel | Head | None, int | TreeShape, int | None], Drafter]
+    make: Callable[[LanguageModel, LanguageModel | Head | None, int | TreeShape, Any], Drafter]
     draft: str | None = None
     inside: bool = False
     trees: bool = True
@@ -55,10 +56,8 @@ def _sized(chain: type[Drafter], tree: type[Drafter], size: int | TreeShape, *pa
     return tree(*parts, **fields, tree=size) if isinstance(size, TreeShape) else chain(*parts, **fields, K=size)
 
 
-def _head(
-    target: LanguageModel, draft: Any, size: int | TreeShape, exit_layer: None, law: str | None = None
-) -> Drafter:
-    """Returns the drafter of a head; with ``law``, of a head that drafts blocks."""
+def _head(target: LanguageModel, draft: Any, size: int | TreeShape, config: Any, law: str | None = None) -> Drafter:
+    """Returns the drafter of a head; with a law, of one that drafts blocks under it."""
     if not isinstance(draft, Head):
         raise ValueError(
             "this pair was read without a head: set --config.drafter=head, or name a head by --config=configs/hf.py:TARGET,HEAD"
@@ -77,24 +76,27 @@ def _head(
 
 DRAFTERS = {
     "model": Word(
-        make=lambda target, draft, size, exit_layer: _sized(
-            ModelDrafter, ModelTree, size, draft, window=decode_window()
-        ),
+        make=lambda target, draft, size, config: _sized(ModelDrafter, ModelTree, size, draft, window=decode_window()),
         draft="model",
         compiled=True,
+    ),
+    "pard": Word(
+        make=lambda target, draft, size, config: ParallelDrafter(draft, size, mask_id=config.mask_id),
+        draft="model",
+        trees=False,
     ),
     "head": Word(make=_head, draft="head", compiled=True),
     "block": Word(make=_head, draft="block"),
     **{f"block_{law}": Word(make=functools.partial(_head, law=law), draft="block", trees=False) for law in LAWS},
     "early_exit": Word(
-        make=lambda target, draft, size, exit_layer: _sized(
-            EarlyExitDrafter, EarlyExitTree, size, target, exit_layer, window=decode_window()
+        make=lambda target, draft, size, config: _sized(
+            EarlyExitDrafter, EarlyExitTree, size, target, config.exit_layer, window=decode_window()
         ),
         inside=True,
         compiled=True,
     ),
-    "ngram": Word(make=lambda target, draft, size, exit_layer: _sized(NgramDrafter, NgramTree, size)),
-    "none": Word(make=lambda target, draft, size, exit_layer: NoDrafter(), trees=False, drafts=False),
+    "ngram": Word(make=lambda target, draft, size, config: _sized(NgramDrafter, NgramTree, size)),
+    "none": Word(make=lambda target, draft, size, config: NoDrafter(), trees=False, drafts=False),
 }
 
 STOPS = {"none": lambda least: None, "entropy": Entropy, "confidence": Confidence}

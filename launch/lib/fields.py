@@ -152,6 +152,7 @@ class ExperimentConfig(Config):
     repeats: int
     seed: Annotated[int, (validate.integer, 0, 2**32)]
     exit_layer: int | None = None
+    mask_id: int | None = None
     tree: Sequence[int] = ()
     adaptive: AdaptiveFields = AdaptiveFields()
     attention: str = "plain"
@@ -168,6 +169,8 @@ class ExperimentConfig(Config):
     def __post_init__(self):
         if self.exit_layer is not None or self.word.inside:
             validate.integer("exit_layer", self.exit_layer, 1)
+        if self.mask_id is not None or self.drafter == "pard":
+            validate.integer("mask_id", self.mask_id, 0)
         if self.draft_length != MACHINE:
             validate.integer("draft_length", self.draft_length, 0)
         elif not self.adaptive.is_off:
@@ -236,7 +239,7 @@ class ExperimentConfig(Config):
         """Returns the drafter for K, default the configuration's; raises ValueError if it does not fit the target."""
         K = self.draft_length if draft_length is None else draft_length
         size = TreeShape.of_widths(*self.tree) if self.tree else K
-        return self.word.make(target, draft, size, self.exit_layer) if K else NoDrafter()
+        return self.word.make(target, draft, size, self) if K else NoDrafter()
 
     def make_method(self, pair: Pair) -> Method:
         """Returns the method for a pair; if only one of target and draft is greedy, both warps are chains."""

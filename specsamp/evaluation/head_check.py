@@ -3,21 +3,30 @@
     print("\\n".join(check_head(pair, ["def fibonacci(n):"]).sentences))
 
 The pair continues a few prompts with one drafted token in each round. Layers off by one, swapped norms or offsets taken for
-ids leave little of the acceptance.
+ids leave little of the acceptance. Other ways to read the head are compared on the same texts, after every position.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from specsamp.decoding.generate import generate
 from specsamp.decoding.method import Method, head_drafter
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.request import Prompt
-from specsamp.sampling.warp import Warp, chain, temperature
+from specsamp.decoding.request import Prompt, encode
+from specsamp.evaluation.audit.readers import reader
+from specsamp.evaluation.audit.teacher import Text, read_tokens
+from specsamp.models.heads import HeadConfig
+from specsamp.sampling.warp import Warp, chain, for_rows, log_probs, temperature
 
 LOW = 0.2  # acceptance; heads that fit have more than a half
+CONFIGURED, CLEAR_GAIN = "as configured", 0.1  # in acceptance: five standard errors of some hundred positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +35,7 @@ class HeadCheck:
 
     drafted: int
     accepted: int
+    readings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # acceptance by how the head is read
 
     @property
     def acceptance(self) -> float:
@@ -34,14 +44,25 @@ class HeadCheck:
 
     @property
     def fits(self) -> bool:
-        """Returns whether nothing speaks against the head: an acceptance below `LOW`."""
-        return not self.acceptance < LOW
+        """Returns whether nothing speaks against the head: an acceptance below `LOW`, or a better way to read it."""
+        return not self.acceptance < LOW and self.better is None
+
+    @property
+    def better(self) -> str | None:
+        """Returns the reading that is accepted most, if it fits and is accepted clearly more often than the configured one."""
+        best = max(self.readings, key=self.readings.get, default=None)
+        return best if best and self.readings[best] > max(LOW, self.readings[CONFIGURED] + CLEAR_GAIN) else None
 
     @property
     def sentences(self) -> list[str]:
         """Returns the acceptance, and a warning if it is low."""
         found = [f"{self.acceptance:.0%} of the head's first tokens are accepted ({self.drafted} drafts)"]
-        if not self.fits:
+        if self.better is not None:
+            found.append(
+                f"WARNING: THE HEAD IS READ WRONGLY: with {self.better} it would be accepted more often "
+                f"({self.readings[self.better]:.0%}, now {self.readings[CONFIGURED]:.0%}): correct config.json"
+            )
+        elif not self.fits:
             found.append(
                 f"WARNING: THE HEAD DOES NOT FIT: {self.acceptance:.0%} of its first tokens are accepted, where "
                 "heads that fit have more than half. Was it trained for this very target (a tuned model differs from its "
@@ -52,12 +73,19 @@ class HeadCheck:
 
 
 def check_head(
-    pair: Pair, prompts: Sequence[Prompt], *, tokens: int = 32, sampling: Warp | None = None, seed: int = 0
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    *,
+    tokens: int = 32,
+    sampling: Warp | None = None,
+    seed: int = 0,
+    others: bool = False,
 ) -> HeadCheck:
     """Counts how many of a head's first tokens are accepted while ``tokens`` tokens are decoded after each prompt.
 
     Args:
       sampling: the warp of both distributions; default: temperature 1.
+      others: whether to compare `other_readings`, each of which takes a program.
 
     Raises:
       ValueError: the pair has no head.
@@ -66,5 +94,39 @@ def check_head(
         raise ValueError("the pair has no head that could be checked")
     sampling = chain(temperature(1.0)) if sampling is None else sampling
     method = Method(drafter=head_drafter(pair.target, pair.head, 1), sampling=sampling)
-    rows = [completion.stats for completion in generate(pair, prompts, tokens, method=method, seed=seed)]
-    return HeadCheck(drafted=sum(sum(row.reached) for row in rows), accepted=sum(row.accepted for row in rows))
+    done = generate(pair, prompts, tokens, method=method, seed=seed)
+    texts = [Text(prompt=tuple(prompt), tokens=tuple(one.tokens)) for prompt, one in zip(encode(pair, prompts), done)]
+    texts = [text for text in texts if others and len(text.prompt) > 1 and text.tokens]  # a head reads two tokens
+    return HeadCheck(
+        drafted=sum(sum(one.stats.reached) for one in done),
+        accepted=sum(one.stats.accepted for one in done),
+        readings=_compare_readings(pair, texts, pair.full_warp(sampling)) if texts else {},
+    )
+
+
+def other_readings(config: HeadConfig) -> dict[str, HeadConfig]:
+    """Returns other ways in which a head with the same tensors may have been trained, by the field that differs."""
+    ways = [("hidden_layers", tuple(layer + shift for layer in config.hidden_layers)) for shift in (-1, 1)]
+    if config.drafts_blocks:
+        size = config.block_size
+        ways += [("block_size", other) for other in (size // 2, size - 1, size + 1, 2 * size)]
+        ways += [("from_anchor", not config.from_anchor)]
+    found = {}
+    for field, value in ways:
+        with contextlib.suppress(ValueError):  # the target has no such layer, or the block would be too short
+            found[f"{field} = {value}"] = dataclasses.replace(config, **{field: value})
+    return found
+
+
+def _compare_readings(pair: Pair, texts: Sequence[Text], warp: Warp) -> dict[str, float]:
+    def accepted(rows: Sequence[Text], _: np.ndarray, *logits: jax.Array) -> jax.Array:
+        target_BNV, draft_BNV = (log_probs(for_rows(warp, len(rows)), logits_BNV) for logits_BNV in logits)
+        return jnp.exp(jnp.minimum(target_BNV, draft_BNV)).sum(-1)
+
+    found = {}
+    for name, config in {CONFIGURED: pair.head.config, **other_readings(pair.head.config)}.items():
+        other = dataclasses.replace(pair, head=dataclasses.replace(pair.head, config=config))
+        drafter = head_drafter(other.target, other.head, 1)
+        read = read_tokens(other, texts, accepted, drafter=drafter, reader=reader(drafter))
+        found[name] = float(np.concatenate(read).mean())
+    return found

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from specsamp.decoding.drafters.block_head import BlockDrafter, scheduled_lengths
@@ -12,6 +13,7 @@ from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.penalties import ban
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, temperature
 from support.fakes import FALSE_ALARM, decode, prefill
@@ -190,15 +192,33 @@ def test_a_scheduler_adds_tokens_up_to_the_first_fall():
     assert scheduled_lengths(confidence_BK, jnp.asarray([10.0, 10, 13, 10, 10, 10, 10])).tolist() == [1, 0]
 
 
+def draft_of(head, K, prompt=(2, 0, 1, 1), sampling=FULL):
+    """The first draft after a prompt, of fifty samples."""
+    target = LayeredTable(V)
+    loop = Loop(target=target, drafter=BlockDrafter(target, head, K), rule=TokenRule())
+    state = prefill(loop, TARGET, weights_of(head), [[*prompt]], 9, sampling, samples=50, slots=20)
+    return loop.draft(Weights(target=TARGET, draft=weights_of(head)), state.request, state)[0]
+
+
+def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
+    """There is no context before its only token; a prompt of two drafts."""
+    assert (draft_of(block(V), 3, [1]).num_drafted_B == 0).all() and (
+        draft_of(block(V), 3, [1, 2]).num_drafted_B == 3
+    ).all()
+
+
+def test_a_ban_of_all_candidates_ends_the_draft():
+    """Of DFlash 2, whose one candidate has all the probability; texts are exact, and no banned token is drafted."""
+    head, sampling = dflash2(V, selector_top_k=1), chain(temperature(1.0), ban([0]))
+    draft = draft_of(head, 3, sampling=sampling)
+    submitted = np.arange(3) < np.asarray(draft.num_drafted_B)[:, None]
+    assert (np.asarray(draft.tokens_BK)[submitted] != 0).all() and not submitted.all()
+    assert p_value_of(head, sampling=sampling) > FALSE_ALARM
+
+
 def test_a_shorter_draft_is_the_beginning_of_a_longer_one():
     """The block keeps its rows: another K changes no token, under one-hot drafts nor under drawn ones."""
-    target, head = LayeredTable(V), dspark(V)
-    drafted = {}
-    for K in (2, 4):
-        loop = Loop(target=target, drafter=BlockDrafter(target, head, K), rule=TokenRule())
-        state = prefill(loop, TARGET, weights_of(head), [[2, 0, 1, 1]], 9, FULL, samples=50, slots=20)
-        weights = Weights(target=TARGET, draft=weights_of(head))
-        drafted[K] = loop.draft(weights, state.request, state)[0]
+    drafted = {K: draft_of(dspark(V), K) for K in (2, 4)}
     assert (drafted[4].tokens_BK[:, :2] == drafted[2].tokens_BK).all()
     assert jnp.allclose(drafted[4].log_probs_BRV[:, :2], drafted[2].log_probs_BRV, atol=1e-5)
 

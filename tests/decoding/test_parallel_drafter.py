@@ -1,12 +1,11 @@
 """A draft model in one call: texts are exact, and its distributions are those of the model on text and masks."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
 from specsamp.decoding.drafters.parallel import ParallelDrafter
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Prefix, Weights
@@ -15,6 +14,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys, row_keys
 from specsamp.sampling.warp import chain, temperature
+from support import golden
 from support.fakes import FALSE_ALARM, TableLM, decode, table_loop
 from support.loop_distributions import FULL, LIKELY, NEAR, PROMPTS, TARGET, V, distribution_test
 from support.weights import drawn_params
@@ -47,18 +47,39 @@ def test_the_first_token_of_a_perfect_draft_is_accepted_always(kind, perfect):
     assert (accepted == int(run.state.stats.reached_BK[:, 0].sum())) == perfect
 
 
+def marginals(model, params, tokens_BS, length, K, mask):
+    """The log-probabilities that K tokens are drawn from, after a text whose last token is not read yet."""
+    one, batch = ParallelDrafter(model, K, mask_id=mask), len(tokens_BS)
+    weights = Weights(target=None, draft=model.prepare(params))
+    lengths_B, zeros_B = jnp.full(batch, length), jnp.zeros(batch, jnp.int32)
+    sample = Sampler(
+        warp=chain(), rule=TokenRule(), keys=RoundKeys(rows_B=row_keys(0, zeros_B, zeros_B), starts_B=lengths_B)
+    )
+    slots = tokens_BS.shape[1]
+    state = model(weights.draft, tokens_BS[:, : length - 1], zeros_B, one.init(batch, slots)).cache
+    prefix = Prefix(tokens_BS=jnp.asarray(tokens_BS), lengths_B=lengths_B)
+    return one.propose(weights, state, prefix, None, sample)[0].log_probs_BRV
+
+
 @pytest.mark.parametrize("length", [2, 9])
 def test_one_call_gives_the_distributions_of_text_and_masks(length):
     """Holds at the beginning of a text, too, where fewer than K + 1 tokens are known."""
     model, K, mask = TransformerLM(tiny(vocab_size=16, positions="rotary")), 4, 15
     params, tokens = drawn_params(model), jax.random.randint(jax.random.key(0), (1, 16), 0, 15)
-    one = dataclasses.replace(drafter(K, model), mask_id=mask)
-    weights = Weights(target=None, draft=model.prepare(params))
-    lengths = jnp.array([length])
-    keys = RoundKeys(rows_B=row_keys(0, *2 * [jnp.zeros(1, jnp.int32)]), starts_B=lengths)
-    sample = Sampler(warp=chain(), rule=TokenRule(), keys=keys)
-    state = model(weights.draft, tokens[:, : length - 1], jnp.zeros(1, jnp.int32), one.init(1, 16)).cache
-    draft, _, _ = one.propose(weights, state, Prefix(tokens_BS=tokens, lengths_B=lengths), None, sample)
     text = jnp.concatenate([tokens[:, :length], jnp.full((1, K - 1), mask)], axis=1)
     expected = jax.nn.log_softmax(model.forward(params, text).logits_BTV[:, length - 1 :])
-    np.testing.assert_allclose(draft.log_probs_BRV, expected, atol=1e-5)
+    np.testing.assert_allclose(marginals(model, params, tokens, length, K, mask), expected, atol=1e-5)
+
+
+def test_the_marginals_are_those_of_transformers(tmp_path):
+    """Of a Llama that reads text and masks in one causal pass; what it reads behind the text makes no difference."""
+    theirs, K = golden.read(golden.PARD), golden.MASKS + 1
+    checkpoint = open_checkpoint(theirs.write_checkpoint(tmp_path), dtype="float32")
+    model = TransformerLM(checkpoint.config)
+    length, mask = theirs.tokens_BT.shape[1] - golden.MASKS, theirs.config["pard_token"]
+    text = np.where(np.arange(length + K) < length, np.pad(theirs.tokens_BT, ((0, 0), (0, 1))), 7)
+    expected = jax.nn.log_softmax(theirs.logits_BTV[:, length - 1 :])
+    found = marginals(model, read_params(checkpoint, model), text, length, K, mask)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    other = marginals(model, read_params(checkpoint, model), text, length, K, mask - 1)
+    assert np.abs(other - expected)[:, 1:].max() > 0.1, "the control: another mask token"

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import Pair
-from specsamp.evaluation.head_check import check_head
+from specsamp import Pair, load_pair
+from specsamp.checkpoints.trained_pair import load_prompts
+from specsamp.evaluation.head_check import check_head, other_readings
 from specsamp.models.heads import DRAFT_IDS
 from support.fakes import ORDER
-from support.heads import LAYERS, WIDTH, LayeredTable, eagle1, eagle3, medusa, mtp
+from support.heads import LAYERS, WIDTH, LayeredTable, block, eagle1, eagle3, medusa, mtp
 from support.weights import drawn_params
 
 V, TARGET = 6, LayeredTable(6)
@@ -114,6 +115,30 @@ def test_a_head_that_fits_is_not_accused(pairs, name):
 @pytest.mark.parametrize("name, make", MISTAKES, ids=[name for name, _ in MISTAKES])
 def test_each_mistake_costs_acceptance(pairs, name, make):
     assert check_head(make(pairs[name]), PROMPTS).acceptance < 0.6
+
+
+def test_a_better_reading_is_named(pairs):
+    """The layers are read one too late; a head that is read as it was trained has no better reading."""
+    wrong = check_head(MISTAKES[0][1](pairs["eagle3"]), PROMPTS, others=True)
+    assert wrong.better == "hidden_layers = (1, 2, 4)" and wrong.readings[wrong.better] > 0.95 and not wrong.fits
+    assert wrong.sentences[1].startswith("WARNING: THE HEAD IS READ WRONGLY: with hidden_layers = (1, 2, 4)")
+    right = check_head(pairs["eagle3"], PROMPTS, others=True)
+    assert right.fits and right.better is None and right.readings["hidden_layers = (2, 3, 5)"] < 0.6
+
+
+def test_other_readings_of_a_block_are_those_that_fit_its_tensors():
+    config = block(V, hidden_layers=(-1, 2)).config
+    sizes = [f"block_size = {size}" for size in (2, 3, 5, 8)]
+    assert [*other_readings(config)] == ["hidden_layers = (0, 3)", *sizes, "from_anchor = True"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field, value", [("hidden_layers", (0, 2, 4)), ("from_anchor", False), ("block_size", 4)])
+def test_a_block_head_that_is_read_wrongly_says_how_it_was_trained(field, value):
+    """The head that comes with the pair."""
+    pair = load_pair("python", draft="block")
+    found = check_head(read_otherwise(pair, **{field: value}), load_prompts("python")[:4], others=True)
+    assert found.better == f"{field} = {getattr(pair.head.config, field)}"
 
 
 def test_a_head_of_another_target_is_said_loudly(pairs):

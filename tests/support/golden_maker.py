@@ -31,6 +31,8 @@ def make(config: dict) -> golden.Golden:
         with golden.safetensors.safe_open(folder / "model.safetensors", framework="numpy") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         tokens_BT = np.random.default_rng(0).integers(0, 96, size=(ROWS, LENGTH), dtype=np.int64)
+        if "pard_token" in config:
+            tokens_BT[:, -golden.MASKS :] = config["pard_token"]
         content = dict(shapes=shapes, tokens_BT=tokens_BT.astype(np.int32))
         shown = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         golden.Golden(config=shown, **content, logits_BTV=None, greedy_BT=None).write_checkpoint(folder)
@@ -73,5 +75,5 @@ if __name__ == "__main__":
     if len(sys.argv) == 3:
         write(sys.argv[1], make(json.loads(pathlib.Path(sys.argv[2]).read_text(encoding="utf-8"))))
     else:
-        for name in golden.NAMES:
+        for name in (*golden.NAMES, golden.PARD):
             write(name, make(golden.read(name).config))

@@ -2,20 +2,26 @@
 
 import dataclasses
 import functools
+import io
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from specsamp.decoding.state import Weights
 from specsamp.evaluation.audit.readers import FirstTokenReader
+from specsamp.mesh.layout import make_mesh
 from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import tiny
 from specsamp.models.dflash import BlockConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import chain, temperature
 from specsamp.training.block_heads import TrainBlock
+from specsamp.training.data import Windows
+from specsamp.training.trainer import Intervals, TrainConfig, train
+from support.training import metrics
 from support.weights import drawn_params
 
 V, LENGTH, LAYERS, SIZE, ANCHORS = 16, 14, 3, 4, 3
@@ -113,6 +119,46 @@ def test_the_loss_is_that_of_dspark(target_params):
         jax.jit(jax.value_and_grad(one.loss, has_aux=True))(params, teacher, TOKENS, KEY) for one in (task, in_chunks)
     ]
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), *both)
+
+
+class KilledBefore(Windows):
+    """Windows that end the training before step 3."""
+
+    def batch(self, step, size):
+        if step == 3:
+            raise KeyboardInterrupt
+        return super().batch(step, size)
+
+
+@pytest.mark.slow
+def test_a_killed_training_goes_on_and_a_mesh_of_eight_learns_the_same(target_params, tmp_path):
+    """DSpark, with anchors that are drawn in every step: losses and parameters of one device that nothing interrupts."""
+    task = TrainBlock(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS, objective="dspark")
+    stream = np.random.default_rng(0).integers(0, V - 1, 300).astype(np.int32)
+    config, eight = TrainConfig(steps=5, batch=8, warmup_steps=1, learning_rate=1e-2), make_mesh(4, 2)
+    teacher = task.teacher(target_params)
+
+    def run(name, mesh, data):
+        (tmp_path / name).mkdir(exist_ok=True)
+        every = dict(
+            held_out=Windows(stream, LENGTH).in_order()[:4],
+            intervals=Intervals(log=1, evaluate=5, checkpoint=2),
+            mesh=mesh,
+        )
+        console = Console(file=io.StringIO())
+        state = train(
+            task, config, data(stream, LENGTH), tmp_path / name, **every, console=console, teacher_params=teacher
+        )
+        return state, [one["loss"] for one in metrics(tmp_path / name) if "loss" in one]
+
+    alone, losses = run("alone", make_mesh(1, 1, devices=jax.devices()[:1]), Windows)
+    with pytest.raises(KeyboardInterrupt):
+        run("eight", eight, KilledBefore)
+    resumed, again = run("eight", eight, Windows)
+    assert len(again) == 5 and losses[-1] < losses[0]
+    np.testing.assert_allclose(again, losses, rtol=1e-4)
+    assert "model" in resumed.params["correction"]["output"].sharding.spec
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-3), resumed.params, alone.params)
 
 
 @pytest.mark.parametrize(
