@@ -11,7 +11,6 @@ from configs import trained_pair
 from launch.lib.fields import SamplingFields
 from launch.lib.study import Document, Key, Published, Study, answers, cpu_of, law
 from launch.studies.compile_tables import forecast
-from specsamp.analysis.grid import words
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import ratio
 from specsamp.models.config import TransformerConfig
