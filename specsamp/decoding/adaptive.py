@@ -105,9 +105,9 @@ class Adaptive:
         `specsamp.analysis.draft_length.calibrate` measures them, `cost_table` forecasts them. Only ratios matter.
       stop: ends drafts before their length; None: every draft has its full length.
       usual: the best length for the batch as a whole, as `specsamp.analysis.draft_length.calibrate` measures it. A sequence
-        keeps to it until another length is clearly better. Default: the best length if ``acceptance`` is right.
-      acceptance: the expected acceptance of a drafted token, before any was verified.
-      trust: the weight of that expectation, as a number of rejections.
+        uses it until another length is clearly better. Default: the best length if ``acceptance`` is right.
+      acceptance: the prior of the acceptance of a drafted token, before any token was verified.
+      trust: the weight of this prior, as a number of verified tokens. With less, chance pauses sequences that draft well.
       decay: the factor by which the counts of earlier rounds shrink in a round that drafts.
       margin: the relative gain in tokens per time from which a length replaces the usual length. Default: 0.05, and 0.5
         in batches, where a sequence that drafts less than the rest only falls behind.
@@ -126,8 +126,8 @@ class Adaptive:
     stop: Stop | None = None
     usual: int | None = None
     acceptance: float = 0.7
-    trust: float = 1.0
-    decay: float = 0.95
+    trust: float = 12.0
+    decay: float = 0.98
     margin: float | None = None
     pause: int | None = None
     longest: int | None = None
@@ -261,10 +261,9 @@ class Adaptive:
         return jax.tree.map(lambda new, old: jnp.where(running_B, new, old).astype(old.dtype), after, state)
 
     def _best(self, state: AdaptiveState) -> Array:
-        """Returns the length with the most expected tokens per time if its gain exceeds the margin, else the usual one."""
-        prior = self.acceptance * self.trust / max(1 - self.acceptance, 1 - MOST_CERTAIN)
-        accepted_B = prior + state.accepted_B
-        rate_B = accepted_B / (accepted_B + self.trust + state.rejected_B)
+        """Returns the length with the most expected tokens per time if its gain exceeds the margin, else `usual`."""
+        accepted_B = self.acceptance * self.trust + state.accepted_B
+        rate_B = accepted_B / (self.trust + state.accepted_B + state.rejected_B)
         lengths = [length for length in self.lengths if length <= max(self.longest, self.usual)]
         costs_L = jnp.asarray(self.costs_ms[: len(lengths)] if self.costs_ms else [1.0], jnp.float32)
         depths = (self.depths or self.lengths)[: len(lengths)]

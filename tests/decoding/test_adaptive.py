@@ -94,7 +94,7 @@ def wanted_after(adaptive, rounds, rows=1):
 
 def test_the_length_has_the_most_tokens_per_time():
     lengths, costs, decay = (0, 1, 2, 4, 8), (10, 13, 17, 24, 45.0), 0.9
-    adaptive = Adaptive(lengths=lengths, costs_ms=costs, acceptance=0.5, trust=2.0, decay=decay, margin=0)
+    adaptive = Adaptive(lengths=lengths, costs_ms=costs, acceptance=0.5, trust=4.0, decay=decay, margin=0)
     rounds = [(2, 2), (4, 4), (8, 8), (8, 3), (4, 4), (2, 0), (1, 0), (1, 0)]
     accepted, rejected, wanted = 2.0, 2.0, wanted_after(adaptive, rounds)
     for count, (drafted, n) in enumerate(rounds, 1):
