@@ -38,26 +38,19 @@ CALL_TURNS = 4  # of the calls of a round, in each repeat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PhaseTime:
-    """The milliseconds of one phase, per round."""
-
-    ms: Quartiles
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundSplit:
-    """The calls of a round, each timed by itself (`specsamp.analysis.calls`), and that of a step without a draft."""
+    """Milliseconds of the calls of a round, each timed by itself (`specsamp.analysis.calls`), and of a plain step's."""
 
-    draft: PhaseTime  # K tokens, with their warps and draws
-    score: PhaseTime  # the target's call for K + 1 positions
-    step: PhaseTime  # the target's call for one position
+    draft: Quartiles  # K tokens, with their warps and draws
+    score: Quartiles  # the target's call for K + 1 positions
+    step: Quartiles  # the target's call for one position
     least_round: Quartiles  # (draft + score) / step: the round if only its calls took time, in steps
 
     @classmethod
     def of(cls, **ms: Sequence[float]) -> RoundSplit:
         """Summarises milliseconds of the three calls by turn."""
         draft, score, step = (np.array(ms[name]) for name in ("draft", "score", "step"))
-        parts = {name: PhaseTime(ms=Quartiles.of(times)) for name, times in ms.items()}
+        parts = {name: Quartiles.of(times) for name, times in ms.items()}
         return cls(**parts, least_round=Quartiles.of((draft + score) / step))
 
 
@@ -91,7 +84,6 @@ class Result:
     autoregressive: Side
     speculative: Side
     speedup: Quartiles  # autoregressive over speculative ms per token, within a repeat
-    overall_speedup: float  # the same of all repeats together: seconds over seconds
     acceptance: RowStats  # counts of the speculative side, over all rows and repeats
     same_tokens: int  # repeats in which both sides emitted the same tokens: all of them if greedy, except near-ties
     split: RoundSplit | None  # None under JAX_DISABLE_JIT, for adaptive lengths, or where memory does not suffice
@@ -141,7 +133,6 @@ def benchmark(
     return Result(
         **{name: Side.of(side, timings[name], warm_up[name]) for name, side in sides.items()},
         speedup=Quartiles.of(seconds["autoregressive"] / seconds["speculative"]),
-        overall_speedup=float(seconds["autoregressive"].sum() / seconds["speculative"].sum()),
         acceptance=acceptance,
         same_tokens=sum(plain == drafted for plain, drafted in zip(*texts, strict=True)),
         split=_split(sides, workload.repeats, progress),

@@ -114,8 +114,8 @@ def _speed_table(result: Result) -> Table:
         ("GB: weights, caches, peak", "", memory, ""),
     ]
     if (split := result.split) is not None:  # each timed by itself
-        of_target = ("a call of the target, ms", quartiles(split.step.ms), quartiles(split.score.ms), "")
-        rows[2:2] = [("a draft, ms", "", quartiles(split.draft.ms), ""), of_target]
+        of_target = ("a call of the target, ms", quartiles(split.step), quartiles(split.score), "")
+        rows[2:2] = [("a draft, ms", "", quartiles(split.draft), ""), of_target]
     if result.acceptance.lengths:
         rows.insert(-3, ("rounds by drafted tokens, from 0 on", "", shares(result.acceptance), ""))
     return Table(

@@ -107,7 +107,6 @@ def decode_and_score(
             written[list(asked)[completion.prompt_index]].append(completion)
     return _results(task, problems, written, ends, requests.samples) | {
         "exact": method.exact,
-        "row_independent": method.row_independent,
         "timed": dict(timed),
     }
 
@@ -128,7 +127,6 @@ def _results(
         "scores": [_score(task, problem, written[key], ends) for key, problem in problems.items()],
         "counts": _add_up(counts),
         "finish": dict(collections.Counter(one.finish for one in completions)),
-        "dropped": sum(one.dropped for one in completions),
         "turns_left_out": turns - len(completions) // samples,  # no chat template, or too long
     }
 
@@ -174,16 +172,13 @@ def lengths(pair: Pair, prompts: Mapping[int, Prompt]) -> dict[int, int]:
 
 
 def _timed(work: Queue, completions: Sequence[Completion], seconds: float) -> collections.Counter:
-    """Returns the time and the occupancy of rows; nothing for a resumed run, whose rows had less work."""
+    """Returns what was decoded in which time; nothing for a resumed run, whose rows had less work."""
     if work.known:
         return collections.Counter()
-    usage = work.usage
     return collections.Counter(
         completions=len(completions),
         tokens=sum(len(one.tokens) for one in completions),
         seconds=seconds,
-        busy_in_demand=usage.busy_in_demand,
-        row_rounds_in_demand=usage.rows * usage.rounds_in_demand,
     )
 
 
@@ -216,8 +211,7 @@ def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str
       Results of each method over all its blocks, in the form of result files; unknown values are None.
       ``scores`` are means over problems with intervals, ``differences`` are differences from the baseline.
       ``ms_per_token`` comes from uninterrupted blocks, ``speedups`` from each block that both methods decoded.
-      ``occupancy`` is the share of rows that were busy while requests waited, ``dropped`` the share of tokens beyond a
-      stop text. ``variation_per_text`` is the mean over completions of the sum of a lossy rule's meter.
+      ``variation_per_text`` is the mean over completions of the sum of a lossy rule's meter.
     """
     methods = list(dict.fromkeys(cell["key"]["method"] for cell in cells))
     return [_row(name, _blocks_of(name, cells), _blocks_of(baseline, cells), name == baseline) for name in methods]
@@ -240,13 +234,11 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
     def ratio(above: float, below: float) -> float | None:
         return above / below if below else None
 
-    dropped = sum(block["dropped"] for block in blocks.values())
     texts = sum(sum(block["finish"].values()) for block in blocks.values())
     differences = compare_scores(*([score for key in shared for score in of[key]["scores"]] for of in (blocks, plain)))
     return {
         "name": name,
         "exact": all(block["exact"] for block in blocks.values()),
-        "row_independent": all(block["row_independent"] for block in blocks.values()),
         "problems": sum(len(block["problems"]) for block in blocks.values()),
         "scores": summarise([score for block in blocks.values() for score in block["scores"]]),
         "differences": {measure: vars(one) | {"detectable": one.detectable} for measure, one in differences.items()},
@@ -258,8 +250,6 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
             for key in shared
             if plain[key]["timed"].get("tokens") and blocks[key]["timed"].get("tokens")
         ],
-        "occupancy": ratio(over_blocks("busy_in_demand"), over_blocks("row_rounds_in_demand")),
-        "dropped": ratio(dropped, dropped + total.emitted),
         "variation_per_text": None if total.variation is None else ratio(total.variation, texts),
     }
 

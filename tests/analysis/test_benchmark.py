@@ -98,12 +98,12 @@ def test_all_run_once_before_any_runs_again():
 
 def test_all_calls_of_a_round_are_timed(result):
     split = result.split
-    assert min(part.ms.lower for part in (split.draft, split.score, split.step)) > 0
+    assert min(part.lower for part in (split.draft, split.score, split.step)) > 0
 
 
 def test_the_calls_of_a_round_are_compared_within_a_turn():
     split = RoundSplit.of(draft=[1.0, 4.0], score=[3.0, 8.0], step=[2.0, 4.0])
-    assert split.least_round.median == (4 / 2 + 12 / 4) / 2 and split.draft.ms.median == 2.5
+    assert split.least_round.median == (4 / 2 + 12 / 4) / 2 and split.draft.median == 2.5
 
 
 def test_calls_that_do_not_fit_are_left_out(pair, monkeypatch):
@@ -196,6 +196,6 @@ def test_tables_hold_the_numbers(result):
         report.print_tables(tables.result_tables(result), console)
         text = console.export_text()
     assert f"{result.acceptance.emitted_per_round:.3f}" in text
-    assert f"{result.split.score.ms.median:.3g}" in text
+    assert f"{result.split.score.median:.3g}" in text
     for words in ("a draft, ms", "a call of the target, ms", "GB: weights, caches, peak"):
         assert words in text

@@ -39,7 +39,7 @@ def test_evaluations_show_the_price_of_lossy_rules():
         scores = {"right": {"mean": 0.5, "low": 0.4, "high": 0.6}}
         one = {"name": name, "exact": stats.variation is None, "problems": 9, "scores": scores, "differences": {}}
         one |= {"counts": report.as_json(stats), "counts_by_category": {}, "ms_per_token": 1.0, "speedups": []}
-        return one | {"occupancy": None, "dropped": 0.0, "variation_per_text": per_text}
+        return one | {"variation_per_text": per_text}
 
     rows = [row("token", EXACT), row("ears:1", LOSSY, 0.25)]
     (price,) = [one for one in evaluation_tables("x", rows) if "Price" in one.title]

@@ -67,11 +67,7 @@ def quartiles(value):
     return Quartiles.of([value])
 
 
-def phase(ms):
-    return types.SimpleNamespace(ms=quartiles(ms))
-
-
-SPLIT = types.SimpleNamespace(step=phase(4.0), draft=phase(1.5), score=phase(5.0), least_round=quartiles(1.7))
+SPLIT = types.SimpleNamespace(least_round=quartiles(1.7))
 
 
 def side(K, ms):
@@ -83,7 +79,6 @@ def result(ratio, split=SPLIT):
         autoregressive=side(0, 3.0),
         speculative=side(2, 3.0 / ratio),
         speedup=quartiles(ratio),
-        overall_speedup=ratio,
         acceptance=COUNTS,
         same_tokens=4,
         split=split,
