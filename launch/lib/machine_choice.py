@@ -117,6 +117,6 @@ def best(config: ExperimentConfig, calls: Calls, console: Console, least: int = 
         forecasts[word] = max(plan.forecasts[least:], key=lambda one: one.speedup.value)
     word = max(forecasts, key=lambda word: forecasts[word].speedup.value)
     said = ", ".join(f"{name} K = {one.draft_length}: {one.speedup.value:.2f}x" for name, one in forecasts.items())
-    sampling = grid.words(grid.distribution_of(dataclasses.asdict(config.sampling)))
+    sampling = grid.distribution_of(dataclasses.asdict(config.sampling))
     console.print(f"forecast for this machine, {sampling}: {said}", style="dim")
     return config.turned({"drafter": word, "draft_length": forecasts[word].draft_length})

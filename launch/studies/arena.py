@@ -230,5 +230,4 @@ STUDY = Study(
     tables={
         "arena": Published(["arena"], table),
     },
-    shown=lambda options: ["arena"],
 )

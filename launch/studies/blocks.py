@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from launch.lib.study import Document, Option, Published, Study, answers, law
+from launch.lib.study import Document, Option, Published, Study, answers
 from specsamp import Pair, chain, generate, load_pair, temperature, top_p
+from specsamp.analysis.grid import distribution_of
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.params import digest
 from specsamp.checkpoints.public_heads import open_head, read_head
@@ -53,7 +54,7 @@ def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, An
 
 def table(document: Document) -> Table:
     """Returns a row for each target and draft temperature."""
-    found = {(law(key), key["draft_temperature"], key["law"]): result for key, result in answers(document)}
+    found = {(distribution_of(key), key["draft_temperature"], key["law"]): result for key, result in answers(document)}
     rows = []
     for sampling, draft in dict.fromkeys((sampling, draft) for sampling, draft, _ in found):
         results = [found.get((sampling, draft, each)) for each in LAWS]

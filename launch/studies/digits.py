@@ -1,4 +1,4 @@
-"""Measures a pair that draws handwritten digits: what is accepted where, and whether anyone can tell the images apart.
+"""Measures a pair that draws handwritten digits: how many rounds it takes, and whether anyone can tell the images apart.
 
     python launch/study.py digits --pair=runs/digits_pair --output=runs/digits.json
 
@@ -27,15 +27,14 @@ WAYS = {
 }
 
 
-def draw(pair: Any, samples: int, **how: Any) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Draws images of all classes; returns their tokens and which of them were drafted, ``[10 samples, 64]``, and texts."""
+def draw(pair: Any, samples: int, **how: Any) -> list[Any]:
+    """Draws images of all classes, as texts of 64 tokens."""
     law = {"sampling": chain(temperature(1.0)), "num_samples": samples, "stop": []}
-    texts = generate(pair, [prompt(number) for number in range(CLASSES)], PIXELS, **law, **how)
-    return *(np.array([getattr(text, name) for text in texts]) for name in ("tokens", "from_draft")), texts
+    return generate(pair, [prompt(number) for number in range(CLASSES)], PIXELS, **law, **how)
 
 
 def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, Any]:
-    """Returns the accuracy of discriminators and of a classifier, and acceptance by pixel and class."""
+    """Returns the accuracy of discriminators and of a classifier, and the rounds."""
     from sklearn.ensemble import RandomForestClassifier
     from sklearn.svm import SVC
 
@@ -47,16 +46,14 @@ def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, An
     reader = SVC(gamma=0.001, C=10).fit(real[:, 1:], real[:, 0].astype(int) - LEVELS)
     train = np.arange(len(numbers)) % 2 == 0
     result: dict[str, Any] = {"images": len(numbers), "ways": {}}
-    for name, (tokens, drafted, texts) in drawn.items():
-        images, sides = np.concatenate([drawn["plain"][0], tokens]), np.repeat([0, 1], len(numbers))
+    tokens_of = {name: np.array([text.tokens for text in texts]) for name, texts in drawn.items()}
+    for name, tokens in tokens_of.items():
+        images, sides = np.concatenate([tokens_of["plain"], tokens]), np.repeat([0, 1], len(numbers))
         both, inputs = np.tile(train, 2), np.column_stack([images, np.tile(numbers, 2)])
         forest = RandomForestClassifier(500, random_state=0, n_jobs=-1).fit(inputs[both], sides[both])
-        told = {"read": float(reader.score(tokens, numbers)), "rounds": sum(text.stats.rounds for text in texts)}
+        told = {"read": float(reader.score(tokens, numbers)), "rounds": sum(text.stats.rounds for text in drawn[name])}
         if name != "plain":
             told["told_apart"] = float(forest.score(inputs[~both], sides[~both]))
-        if name == "speculative":
-            by_class = drafted.reshape(CLASSES, options.samples, PIXELS)
-            told |= {"drafted_by_pixel": drafted.mean(0).tolist(), "drafted_by_class": by_class.mean((1, 2)).tolist()}
         result["ways"][name] = told
     return result
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from configs import trained_pair
 from launch.lib.fields import SamplingFields
-from launch.lib.study import Document, Key, Published, Study, answers, cpu_of, law
+from launch.lib.study import Document, Key, Published, Study, answers, cpu_of
 from launch.studies.compile_tables import forecast
 from specsamp.analysis.figures import BLUE, VERMILLION, axes_of
-from specsamp.analysis.grid import words
+from specsamp.analysis.grid import distribution_of
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import ratio
 from specsamp.models.config import TransformerConfig
@@ -45,7 +45,7 @@ def headline(slices: Document, *chosen: Document) -> Table:
             if key["temperature"] == 0:
                 where += f"; greedy tokens equal in {result['same_tokens']} of {turns}"
             length = f"K = {key['draft_length']} as chosen for this machine, {key['rule']} rule"
-            rows.append((f"**{ratio(result['speedup'])}**", f"measured: {law(key)}, {length}; {where}"))
+            rows.append((f"**{ratio(result['speedup'])}**", f"measured: {distribution_of(key)}, {length}; {where}"))
     gain = faster(calibration.band_ratio(*forecast(slices, "v4:2x2x4", 1)))
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
     rows.append((f"**{gain}**", f"forecast from a compiler estimate, nothing ran: {where}"))
@@ -60,7 +60,7 @@ def summary(speedup: Document, grid: Document, audit: Document, agreement: Docum
         ("shipped pair", key_of(sampled, "model", 4, 4)),
         ("shipped target, prompt lookup", key_of(greedy, "ngram", 4, 4)),
     ):
-        where = f"{name}, {law(key)}, K = {key['draft_length']}, batch {key['batch']}"
+        where = f"{name}, {distribution_of(key)}, K = {key['draft_length']}, batch {key['batch']}"
         rows.append((where, cpu_of(speedup), spread(key, speedup, grid)))
     passed = sum(check["verdict"] == "passed" for check in audit["checks"])
     rows.append(("audit of the shipped pair", cpu_of(audit), f"{passed} of {len(audit['checks'])} checks passed"))
@@ -104,7 +104,7 @@ def spread(key: Key, *documents: Document) -> str:
 def draw(*documents: Document) -> Any:
     """Draws speedup by draft length for greedy and sampled text: a curve with quartiles for each measurement."""
     figure, axes = axes_of(2, "K, drafted tokens per round", sharey=True)
-    for axis, (name, sampling) in zip(axes, DISTRIBUTIONS.items(), strict=True):
+    for axis, sampling in zip(axes, DISTRIBUTIONS.values(), strict=True):
         for number, (document, colour) in enumerate(zip(documents, (BLUE, VERMILLION), strict=True), 1):
             at = {
                 key["draft_length"]: speedup
@@ -116,7 +116,7 @@ def draw(*documents: Document) -> Any:
             axis.plot(lengths, middle, marker="o", markersize=3, color=colour, label=f"measurement {number}")
             axis.fill_between(lengths, low, high, color=colour, alpha=0.15, linewidth=0)
         axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_title(words(name), fontsize=10)
+        axis.set_title(distribution_of(dataclasses.asdict(sampling)), fontsize=10)
     axes[0].set(ylabel="speedup over plain decoding", ylim=(0, None))
     axes[0].legend(fontsize=7, frameon=False)
     return figure

@@ -120,30 +120,21 @@ class Profile:
         )
 
     @classmethod
-    def of_texts(cls, stats: Sequence[RowStats], prompts: Sequence[int] | None = None) -> Profile:
-        """Makes a profile from the counts of each text, all with the same K >= 1; texts without rounds are left out.
+    def of_texts(cls, stats: Sequence[RowStats]) -> Profile:
+        """Makes a profile from the counts of texts after different prompts, all with the same K >= 1.
 
-        Args:
-          prompts: the number of the prompt that each text continues, by default one prompt per text. The error is that
-            of the choice of prompts, or where there is one prompt, that of the counts.
+        Texts without rounds are left out. The error is that of the choice of prompts, or of a single text that of its counts.
         """
-        numbers = range(len(stats)) if prompts is None else prompts
-        if len(numbers) != len(stats):
-            raise ValueError(f"{len(stats)} texts need as many numbers of prompts; got {len(numbers)}")
         texts = [text for text in stats if text.rounds]
         if not texts:
             raise ValueError(f"{len(stats)} texts without rounds: no acceptance can be taken from them")
         accepted, reached = ([getattr(text, name) for text in texts] for name in ("accepted_counts", "reached"))
         whole = cls.of_histogram(np.sum(accepted, axis=0), np.sum(reached, axis=0))
-        by_prompt: dict[int, np.ndarray] = {}
-        for number, text in zip(numbers, stats, strict=True):
-            if text.rounds:
-                by_prompt[number] = by_prompt.get(number, 0) + np.array([text.accepted + text.rounds, text.rounds])
-        (emitted_P, rounds_P), count = np.array([*by_prompt.values()]).T, len(by_prompt)
-        error = whole.error
-        if count > 1:
-            differs_P = emitted_P - rounds_P * (emitted_P.sum() / rounds_P.sum())
-            error = math.sqrt(count / (count - 1) * (differs_P**2).sum()) / emitted_P.sum()
+        if len(texts) == 1:
+            return whole
+        emitted_N, rounds_N = np.array([(text.accepted + text.rounds, text.rounds) for text in texts]).T
+        differs_N = emitted_N - rounds_N * (emitted_N.sum() / rounds_N.sum())
+        error = math.sqrt(len(texts) / (len(texts) - 1) * (differs_N**2).sum()) / emitted_N.sum()
         return dataclasses.replace(whole, error=error)
 
     def survival(self, draft_length: int) -> np.ndarray:

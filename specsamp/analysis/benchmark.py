@@ -87,7 +87,6 @@ class Result:
     acceptance: RowStats  # counts of the speculative side, over all rows and repeats
     same_tokens: int  # repeats in which both sides emitted the same tokens: all of them if greedy, except near-ties
     split: RoundSplit | None  # None under JAX_DISABLE_JIT, for adaptive lengths, or where memory does not suffice
-    slots: int  # of the caches, which attention reads
     memory: Mapping[str, Any]  # see `memory_use`
     variation_per_text: float | None = None  # of a lossy rule, see `specsamp.sampling.rules.Meter`; None: not metered
 
@@ -136,7 +135,6 @@ def benchmark(
         acceptance=acceptance,
         same_tokens=sum(plain == drafted for plain, drafted in zip(*texts, strict=True)),
         split=_split(sides, workload.repeats, progress),
-        slots=sides["speculative"].engine.slots,
         memory=memory,
         variation_per_text=acceptance.variation and acceptance.variation / (workload.repeats * workload.batch),
     )

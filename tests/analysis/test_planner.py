@@ -115,15 +115,6 @@ def test_each_length_has_the_profile_that_was_counted_up_to_it():
     assert make_plan(by_length, PerCall(1, 0.1))[4].tokens_per_round == by_length[4].tokens_per_round(4)
 
 
-def test_texts_of_one_prompt_count_as_one_where_prompts_are_asked_for():
-    texts = drawn_texts([0.4, 0.6, 0.7, 0.8], 60, 4, np.random.default_rng(0))
-    once, threefold = Profile.of_texts(texts), Profile.of_texts(texts * 3, [0, 1, 2, 3] * 3)
-    assert math.isclose(once.error, threefold.error)
-    assert Profile.of_texts(texts * 3).error < 0.6 * once.error  # the control
-    together = Profile.of_texts(texts, [5] * 4)
-    assert 0 < together.error < once.error
-
-
 def test_bands_cover_the_truth_as_often_as_they_say():
     """Intervals cover the truth in 95% of 400 data sets, for counts and for texts; the control halves the error."""
     random = np.random.default_rng(0)

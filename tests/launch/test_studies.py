@@ -82,7 +82,6 @@ def result(ratio, split=SPLIT):
         acceptance=COUNTS,
         same_tokens=4,
         split=split,
-        slots=64,
         memory=None,
     )
 
