@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from configs import trained_pair
 from launch.lib.fields import SamplingFields
 from launch.lib.study import Document, Key, Published, Study, answers, cpu_of
 from launch.studies.compile_tables import forecast
@@ -23,7 +22,6 @@ DISTRIBUTIONS = {
     "greedy": SamplingFields(temperature=0.0, top_p=0.95),
     "temperature 0.8, top-p 0.95": SamplingFields(temperature=0.8, top_p=0.95),
 }
-DRAFT_LENGTH = trained_pair.get_config().draft_length
 
 
 def headline(slices: Document, *chosen: Document) -> Table:
