@@ -234,7 +234,7 @@ def test_the_calls_of_a_round_are_timed_over_a_mesh(transformer_pair):
     work, pair = Workload(batch=4, prompt_length=4, max_new_tokens=8), shard(transformer_pair, make_mesh(2, 4))
     (side,) = decoders(pair, {"x": Method(drafter=ModelDrafter(pair.draft, 2), sampling=SAMPLING)}, work).values()
     split = split_round(side, turns=2)
-    assert min(part.ms.lower for part in (split.draft, split.score, split.step)) > 0
+    assert min(part.lower for part in (split.draft, split.score, split.step)) > 0
 
 
 def test_parameters_of_a_drafter_of_ones_own(table_pair):
