@@ -143,7 +143,7 @@ def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeyp
 def test_what_a_row_holds_is_not_read_again(monkeypatch, kind):
     """Of texts that have ended or run, longer and shorter; without it the tokens are the same."""
     begun = [3, 1, 4, 1, 5, 9, 2, 6] * 5
-    with Texts(kind) as texts:
+    with Texts(kind, in_background=False) as texts:  # what is copied then depends on no clock
         for reused in (True, False):
             if not reused:
                 monkeypatch.setattr(Batch, "_longest_prefix", lambda *_: (0, 0))
@@ -152,7 +152,7 @@ def test_what_a_row_holds_is_not_read_again(monkeypatch, kind):
                 texts.ask(prompt, 12)
             texts.check()
             copied, read = texts.batch.tokens_copied - copied, texts.batch.tokens_read - read
-            assert (copied > 100 and read < 80) if reused else (copied == 0 and read > 150)
+            assert (copied > 60 and read < 100) if reused else (copied == 0 and read > 150)
 
 
 def test_a_long_prompt_delays_a_running_text_by_one_chunk(monkeypatch):
