@@ -56,9 +56,9 @@ class Experiment:
 
 
 def use_few_rows(config: ExperimentConfig, console: Console) -> None:
-    """Lets a pair on one CPU use the kernel of `specsamp.models.few_rows`, and prints whether it does."""
+    """Turns on the kernel of `specsamp.models.few_rows` for a pair on one CPU device, and prints whether it is used."""
     if jax.default_backend() == "cpu" and config.mesh.data * config.mesh.model == 1 and not jax.config.jax_disable_jit:
-        with entry.progress(console, "looking for the kernel of few rows"):
+        with entry.progress(console, "building the kernel for few rows, unless it is kept already"):
             found = few_rows.build()
         console.print(found, style="dim")
 

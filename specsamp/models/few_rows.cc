@@ -1,8 +1,8 @@
 // Multiplies few rows by a matrix: y[T, N] = x[T, D] w[D, N], with w of float32 or int8, and sums of float32.
 //
-// Every weight is read once, from where XLA has put it, for all rows together. Threads of XLA's pool take panels of
-// columns from a counter. A thread that has begun a panel ends it, and the caller waits for no other: a pool whose threads
-// are all busy makes the product slower, and cannot hold it up.
+// Every weight is read once for all rows, in XLA's own array. The threads of XLA's pool and the calling thread take panels
+// of columns from a counter, until there are none. The caller then waits only for panels that other threads have begun: if
+// no thread of the pool is free, the caller computes all panels itself, and cannot deadlock.
 
 #include <algorithm>
 #include <atomic>
@@ -21,17 +21,18 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kLanes = 8;       // floats of a vector
-constexpr int kBlock = 8;           // rows of w whose products are added before a sum goes back to memory
-constexpr int64_t kWidest = 512;    // columns of a panel at most: their sums stay in the nearest cache
-constexpr int64_t kMostTogether = 9;  // rows of x that are multiplied in one pass over w: their sums stay in registers
+constexpr int64_t kLanes = 8;         // floats of a vector
+constexpr int kBlock = 8;             // rows of w that are added up before a sum is stored
+constexpr int64_t kWidest = 512;      // most columns of a panel: its sums stay in the first-level cache
+constexpr int64_t kMostTogether = 9;  // most rows of x in one pass over w: their sums stay in registers
 using Rows = ffi::Buffer<ffi::F32, 2>;
-typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float))));
+// Unaligned, and may alias floats.
+typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float)), may_alias));
 
 inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 
 inline Vector load(const int8_t* from) {
-#ifdef __AVX2__  // compilers widen eight bytes one by one
+#ifdef __AVX2__  // GCC 12 would widen the eight bytes one by one
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 #else
   Vector widened;

@@ -1,8 +1,8 @@
-"""Products of few rows on a CPU, by a kernel of our own (``few_rows.cc``) that is off until a command builds it.
+"""Products of few rows on a CPU, by a kernel of our own (``few_rows.cc``) that is off until a command calls `build`.
 
-XLA's CPU backend copies a matrix before it multiplies two rows or more. Without AVX-512, scoring two tokens
-takes twice as long as a step, so that a draft gains little. The kernel reads every weight once for all rows. It is built
-with the machine's C++ compiler by commands (`build`), never by `generate`, and kept beside the compiled programs.
+On a CPU without AVX-512, XLA takes nearly twice as long for two rows of a product as for one row, so that drafts gain
+little. The kernel reads every weight once for all rows. Commands build it with the machine's C++ compiler and keep it in
+the folder of compiled programs; `generate` never builds it.
 """
 
 from __future__ import annotations
@@ -29,32 +29,31 @@ Array = jax.Array
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 SWITCH = "SPECSAMP_CPU_KERNEL"  # 0: the kernel stays off
-MOST_ROWS = 16  # of a product; XLA multiplies more as fast, and a single float32 row faster
+MOST_ROWS = 16  # of a product; with more rows XLA is as fast, and with a single float32 row faster
 FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-shared", "-fPIC", "-w")
-SECONDS = 60  # that the compiler has, and the check
+SECONDS = 60  # limit for the compiler, and for the check
 NEAR = 1e-5  # largest difference from NumPy's product, of sums with a variance of about one
 
 _target: str | None = None  # the name under which XLA knows the kernel
 
 
 def build() -> str:
-    """Builds the kernel where it is missing, checks it, and lets products use it; call it before anything is compiled.
+    """Builds and checks the kernel unless it is kept already, and turns it on; call it before anything is compiled.
 
     Returns:
-      What holds in this process, in words: that the kernel is used, or why not.
+      A sentence for the user: the kernel is used in this process, or why it is not. Nothing is raised.
     """
     global _target
     if _target is None:
         try:
-            path = _library()
-            _target = _register(path)
-        except _Off as reason:
-            return f"XLA's products of few rows: {reason}"
+            _target = _register(_library())
+        except (_Off, OSError) as reason:  # OSError: a full disk, or a damaged library
+            return f"XLA's products of few rows: {' '.join(str(reason).split())}"
     return f"products of few rows by a kernel of this machine's compiler, {_target}"
 
 
 def kernel_name() -> str:
-    """Returns the name of the kernel that products use, which tells its source, compiler and CPU; empty: none."""
+    """Returns the name of the kernel in use, with a hash of source, compiler and CPU; empty if it is off."""
     return _target or ""
 
 
@@ -63,7 +62,7 @@ class _Off(Exception):
 
 
 def _library() -> pathlib.Path:
-    """Returns the file of the kernel for this source, JAX, compiler and CPU, built and checked."""
+    """Returns the file of the kernel for this source, JAX, compiler and CPU; builds and checks it if it is missing."""
     if os.environ.get(SWITCH) == "0":
         raise _Off(f"{SWITCH}=0")
     if sys.platform != "linux" or jax.default_backend() != "cpu":
@@ -71,12 +70,9 @@ def _library() -> pathlib.Path:
     compiler, folder = shutil.which(os.environ.get("CXX", "g++")), use_compilation_cache()
     if compiler is None:
         raise _Off("there is no C++ compiler (g++, or the environment variable CXX)")
-    try:
-        os.makedirs(folder or "", exist_ok=True)  # JAX makes it when it writes
-    except OSError as error:
-        raise _Off(f"there is no folder for compiled programs: {error}") from error
-    if not os.access(folder, os.W_OK):
-        raise _Off(f"{folder}, for compiled programs, cannot be written")
+    if folder is None or "://" in folder:
+        raise _Off("compiled programs are not kept in a folder of this machine")
+    os.makedirs(folder, exist_ok=True)  # JAX makes it only when it writes
     told = _output([compiler, "--version"]), machine.version("jaxlib"), machine.cpu_flags(), FLAGS
     key = hashlib.sha256(SOURCE.read_bytes() + repr(told).encode()).hexdigest()[:12]
     path = pathlib.Path(folder, f"specsamp_few_rows_{key}.so")
@@ -105,7 +101,7 @@ def _register(path: pathlib.Path) -> str:
 
 
 def takes(spec: str, x: Array, y: Array) -> bool:
-    """Returns whether the kernel is on and is to compute ``einsum(spec, x, y)``: few rows of float32 times a matrix."""
+    """Returns whether the kernel is on and computes ``einsum(spec, x, y)``: few float32 rows times a matrix ``[D, N]``."""
     if _target is None or y.ndim != 2 or x.dtype != jnp.float32 or y.dtype not in (jnp.float32, jnp.int8):
         return False
     fewest = 1 if y.dtype == jnp.int8 else 2
@@ -114,7 +110,7 @@ def takes(spec: str, x: Array, y: Array) -> bool:
 
 
 def multiply(x: Array, y: Array) -> Array:
-    """Multiplies the last axis of float32 ``x`` by a matrix ``[D, N]`` of float32 or int8; accumulates in float32."""
+    """Multiplies float32 ``x`` ``[..., D]`` by a matrix ``[D, N]`` of float32 or int8; accumulates in float32."""
     return _multiply(x.reshape(-1, y.shape[0]), y).reshape(*x.shape[:-1], y.shape[1])
 
 
@@ -131,7 +127,7 @@ def _multiply_each(axis_size: int, in_batched: Sequence[bool], x_TD: Array, y_DN
 
 
 def check(product: Callable[[Array, Array], Array] = multiply) -> None:
-    """Compares the kernel with NumPy, also for sizes that fill no vector; raises ValueError where they differ."""
+    """Compares the kernel with NumPy, including sizes that fill no vector; raises ValueError if they differ."""
     noise, cases = np.random.default_rng(0), []
     sizes = [(rows, 67, 129) for rows in (*range(1, 10), MOST_ROWS)]
     for rows, summed, outputs in [*sizes, (4, 512, 1536), (2, 5, 3)]:

@@ -129,13 +129,15 @@ for _ in range(20):
         (few_rows.SWITCH, "0", "SPECSAMP_CPU_KERNEL=0"),
         ("CXX", "no-such-compiler", "no C.. compiler"),
         ("CXX", "false", "false failed"),
-        ("folder", None, "no folder for compiled programs"),
+        ("folder", None, "not kept in a folder"),
+        ("folder", "gs://bucket/cache", "not kept in a folder"),
+        ("folder", "/dev/null/cache", "Not a directory"),
         ("FLAGS", ("-fno-such-flag",), "fno-such-flag"),
         ("SECONDS", 0.001, "timed out"),
     ],
 )
 def test_it_stays_off_and_says_why(monkeypatch, tmp_path, name, value, match):
-    folder = None if name == "folder" else str(tmp_path)
+    folder = value if name == "folder" else str(tmp_path)
     monkeypatch.setattr(few_rows, "use_compilation_cache", lambda: folder)
     monkeypatch.setattr(few_rows, "_target", None)
     monkeypatch.delenv(few_rows.SWITCH, raising=False)
@@ -148,6 +150,14 @@ def test_it_stays_off_and_says_why(monkeypatch, tmp_path, name, value, match):
     assert re.search(match, said), said
     assert not few_rows.kernel_name() and not list(tmp_path.iterdir())
     assert calls_of(lambda x, y: contract(SPEC, x, y), drawn(1, 4, 8), drawn(8, 8)) == 0
+
+
+def test_a_damaged_library_is_not_used(monkeypatch, tmp_path):
+    (tmp_path / "kernel.so").write_text("no library")
+    monkeypatch.setattr(few_rows, "_library", lambda: tmp_path / "kernel.so")
+    monkeypatch.setattr(few_rows, "_target", None)
+    assert re.search("XLA's products of few rows: .*kernel.so", few_rows.build())
+    assert not few_rows.kernel_name()
 
 
 def test_a_kernel_whose_numbers_are_wrong_is_not_used(monkeypatch, tmp_path):
