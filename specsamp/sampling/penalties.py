@@ -45,12 +45,12 @@ def penalties(
 
 
 def bias(values: Mapping[int, float], *, until: int | Sequence[int] | None = None, room: int = 1) -> Bias:
-    """Adds to the logits of single tokens; ``-inf`` excludes one.
+    """Adds a number to the logits of single tokens; ``-inf`` excludes a token.
 
     Args:
-      values: by token id.
-      until: how many tokens (>= 0) a text has before the biases end, a scalar or one per row; None: they never end.
-      room: the least number of biases that there is room for; warps with the same room share their programs.
+      values: the numbers, by token id.
+      until: the length of the text (>= 0 tokens) from which the biases are off, a scalar or one per row; None: never.
+      room: the minimum size of the warp's arrays; warps with the same room share compiled programs.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"biases must be a mapping from token ids to numbers; got {values!r}")
@@ -78,9 +78,10 @@ def ban(tokens: Sequence[int]) -> Bias:
 
 @register_warp
 class Penalties(Warp):
-    """Its state: whether a token occurs in the prompt, bool ``[B, V]``, and how often in the text, int32 ``[B, V]``.
+    """Penalises tokens by their occurrences; see `penalties`.
 
-    Where no row has a penalty, by the numbers, nothing is counted.
+    The state is whether a token occurs in the prompt, bool ``[B, V]``, and how often in the text, int32 ``[B, V]``. Tokens
+    are not counted if the numbers of all rows are neutral.
     """
 
     repetition: Array  # [] or [B]
@@ -118,7 +119,7 @@ class Penalties(Warp):
 
 @register_warp
 class Bias(Warp):
-    """Its state, where it ends: how many tokens the text has, int32 ``[B]``."""
+    """Adds numbers to the logits of single tokens; see `bias`. With ``until``, the state is the length of the text, ``[B]``."""
 
     tokens: Array  # [1, N] or [B, N] int32; NO_TOKEN: nothing is changed
     values: Array  # of the same shape

@@ -123,7 +123,10 @@ class TargetDistributions:
         return jax.vmap(functools.partial(log_probs, self.warp), in_axes=1, out_axes=1)(self.logits_BTV, states)
 
     def has_token(self) -> Array:
-        """Returns whether the warps leave each scored row a token, bool ``[B, T]``; they are applied as far as that takes."""
+        """Returns whether the warps leave a token in each scored row, bool ``[B, T]``.
+
+        Only the warps up to the last that may exclude all tokens are applied: the rest always keep a token.
+        """
         warp, state = self.warp, self.warp_state
         if isinstance(warp, Chain):
             warp, state = warp.excluding(state)

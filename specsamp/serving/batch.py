@@ -207,8 +207,8 @@ class Batch:
         if params is not None:
             self._draft_params, self._engine = params, self._engine.with_draft(params)
             self._engines = {self._engine.slots: self._engine}  # the others follow when they are wanted
-            # Rows go on with what former parameters wrote into the draft's caches. That is exact: each proposal is verified
-            # with the probabilities it had. But copies of it would be handed on from text to text, and never be renewed.
+            # Rows keep the draft's caches of former parameters. That is exact, since a proposal is verified with the
+            # probabilities that it was drawn with. But copied from text to text, such caches would never be renewed.
             self._held.clear()
             self._not_copied = {*self.running, *self.reading, *self._aside}
 

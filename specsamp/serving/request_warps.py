@@ -13,7 +13,7 @@ from specsamp.sampling.warp import Warp, chain, min_p, temperature, top_k, top_p
 ALL_TOKENS = 2**31 - 1  # top_k that keeps every token
 MAX_BIASES = 300
 
-# The numbers of a request, with the values that change nothing; with these a warp costs next to no time.
+# The fields of a request, with their neutral values. A warp whose rows are all neutral skips its work.
 NEUTRAL = {
     "logit_bias": {},
     "repetition_penalty": 1,
@@ -40,5 +40,5 @@ def make_warp(numbers: Mapping[str, Any]) -> Warp:
 
 
 def exclude_early(stops: Stops, room: int) -> Warp:
-    """Returns a warp that excludes stop tokens, at most ``room``, from the least tokens of a text."""
+    """Returns a warp that excludes the stop tokens, at most ``room``, from the first ``stops.least`` tokens of a text."""
     return bias(dict.fromkeys(stops.ids if stops.least else (), -math.inf), until=stops.least, room=room)

@@ -213,7 +213,8 @@ class Service:
             raise ValueError(f"{count} texts are asked for, of {self.capacity} that are taken at a time: ask for fewer")
         self._check_room(count, client)  # before prompts are encoded, which takes time
         if not self.repeats:
-            # The noise of a seed may have met another draft. Text that depends on both has not the target's distribution.
+            # A draft that has learned from a text depends on its random numbers. If they verified proposals of this draft
+            # again, texts would not follow the target; and callers repeat seeds.
             seed = secrets.randbits(64)
         prompts = encode(self.pair, prompts)
         budgets = [self._budget(index, len(tokens), max_new_tokens) for index, tokens in enumerate(prompts)]

@@ -208,7 +208,7 @@ def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
 
 
 def test_a_ban_of_all_candidates_ends_the_draft():
-    """Of DFlash 2, whose one candidate has all the probability; texts are exact, and no banned token is drafted."""
+    """Drafts with DFlash 2 and a single candidate, which has all the probability; texts are exact, and no banned token is drafted."""
     head, sampling = dflash2(V, selector_top_k=1), chain(temperature(1.0), ban([0]))
     draft = draft_of(head, 3, sampling=sampling)
     submitted = np.arange(3) < np.asarray(draft.num_drafted_B)[:, None]

@@ -72,7 +72,7 @@ def test_one_call_gives_the_distributions_of_text_and_masks(length):
 
 
 def test_the_marginals_are_those_of_transformers(tmp_path):
-    """Of a Llama that reads text and masks in one causal pass; what it reads behind the text makes no difference."""
+    """Compares with a Llama that reads text and masks in one causal pass; tokens behind the text make no difference."""
     theirs, K = golden.read(golden.PARD), golden.MASKS + 1
     checkpoint = open_checkpoint(theirs.write_checkpoint(tmp_path), dtype="float32")
     model = TransformerLM(checkpoint.config)

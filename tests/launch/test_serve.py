@@ -17,7 +17,7 @@ KEY = "SPECSAMP_SERVE_KEY"
 
 
 def test_a_server_answers_until_it_is_interrupted(tmp_path, monkeypatch):
-    """In this process, with keys of the environment, by a signal that ends processes."""
+    """Runs in this process, with keys of the environment, and is ended by a signal that ends processes."""
     from support.services import post, request, wait_until
 
     save_tiny_pair(tmp_path, ["def f(x):"])

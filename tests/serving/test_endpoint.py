@@ -159,7 +159,7 @@ def test_a_request_has_its_own_draft_length(client, length):
 
 
 def test_biases_and_penalties_of_a_request(client):
-    """Its text is that of generate with the same warp, and without it is another."""
+    """Compares with generate under the same warp; without the warp the text is another."""
     settings = {"temperature": 4.5, "top_p": 0.9, "seed": 11}
     (plain,) = alone(["ab"], 20, **settings)
     for given in ({"logit_bias": {ord("d"): -100, ord("q"): 20}}, {"repetition_penalty": 1.5, "frequency_penalty": 2}):
