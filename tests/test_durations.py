@@ -1,11 +1,14 @@
-"""Each quick test has a recorded duration, and together they take at most twelve minutes on two cores."""
+"""The quick tests together take at most twelve minutes on two cores, by the record of their durations."""
 
 import pytest
 
 from support import durations
 
+UNRECORDED_SECONDS = 10  # a new test waits for the next record: it counts more than most tests take
+MOST_UNRECORDED = 40
 
-def test_quick_tests_are_recorded_and_keep_to_twelve_minutes(request):
+
+def test_quick_tests_keep_to_twelve_minutes(request):
     """Looks at the quick tests that this run collected."""
     if request.config.getoption("record_durations"):
         pytest.skip("durations are being recorded")
@@ -13,8 +16,8 @@ def test_quick_tests_are_recorded_and_keep_to_twelve_minutes(request):
     functions = {durations.function_of(test_id) for test_id in quick}
     record = durations.read()
     unknown = [f"{path}::{name}" for path, name in sorted(functions) if name not in record.get(path, {})]
-    assert not unknown, f"{len(unknown)} without a duration, first {unknown[0]}: {durations.COMMAND} {unknown[0]}"
-    seconds = sum(record[path][name] for path, name in functions)
+    assert len(unknown) <= MOST_UNRECORDED, f"{len(unknown)} without a duration, first {unknown[0]}: {durations.COMMAND}"
+    seconds = sum(record.get(path, {}).get(name, UNRECORDED_SECONDS) for path, name in functions)
     assert seconds <= durations.MOST_SECONDS, (
         f"{seconds:.0f} > {durations.MOST_SECONDS} s: mark tests slow, {durations.COMMAND}"
     )
