@@ -16,7 +16,9 @@ def test_quick_tests_keep_to_twelve_minutes(request):
     functions = {durations.function_of(test_id) for test_id in quick}
     record = durations.read()
     unknown = [f"{path}::{name}" for path, name in sorted(functions) if name not in record.get(path, {})]
-    assert len(unknown) <= MOST_UNRECORDED, f"{len(unknown)} without a duration, first {unknown[0]}: {durations.COMMAND}"
+    assert len(unknown) <= MOST_UNRECORDED, (
+        f"{len(unknown)} without a duration, first {unknown[0]}: {durations.COMMAND}"
+    )
     seconds = sum(record.get(path, {}).get(name, UNRECORDED_SECONDS) for path, name in functions)
     assert seconds <= durations.MOST_SECONDS, (
         f"{seconds:.0f} > {durations.MOST_SECONDS} s: mark tests slow, {durations.COMMAND}"

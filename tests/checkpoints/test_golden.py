@@ -103,6 +103,7 @@ def test_all_golden_files_are_small_and_no_family_is_missing():
 MISTAKES = (pathlib.Path(__file__).parent / "golden_mistakes.txt").read_text(encoding="utf-8").splitlines()[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, change", [line.split(": ") for line in MISTAKES])
 def test_each_of_these_mistakes_would_be_seen(name, change, folder):
     """Each mistake keeps the shapes of parameters, and changes the logits."""

@@ -64,6 +64,7 @@ def test_the_target_accepts_its_head_at_every_position(head_pair, pair):
     assert right.min() > 0.5 and (right > wrong + 0.04).all(), (right, wrong)
 
 
+@pytest.mark.slow
 def test_the_target_accepts_its_block_head_and_less_without_its_correction():
     """Greedy texts do not depend on it; the Markov head is what makes later tokens of a block fit."""
     pair, prompts = load_pair("python", draft="block"), load_prompts("python")[1:5]

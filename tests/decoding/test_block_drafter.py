@@ -83,6 +83,7 @@ class ArgmaxJudgedByP(BlockDrafter):
         return dataclasses.replace(best, log_probs_BRV=drawn.log_probs_BRV), state, cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head, drafter", [(dspark(V, confidence=None), MarginalsJudgedAsConditionals), (block(V), ArgmaxJudgedByP)]
 )

@@ -32,6 +32,8 @@ from support.loop_distributions import (
     first_token,
 )
 
+pytestmark = pytest.mark.slow  # the quick suite has the statistic itself, on what is right
+
 K = 3
 # The statistic is astronomically far out for real mistakes; a factor of 1e6 keeps luck out of it.
 CAUGHT = FALSE_ALARM * 1e-6

@@ -138,6 +138,7 @@ def caught(loop, draft=FAR, sampling=FULL, **options):
     return distribution_test(loop, draft, sampling, **options) < CAUGHT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop",
     [

@@ -151,6 +151,7 @@ def test_a_draft_that_writes_over_its_target_fails():
 # Mistakes.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -70,6 +70,7 @@ def test_mistakes_are_at_their_known_distance(mistake, expected):
     assert law_distance(found, law) == pytest.approx(variation, abs=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [

@@ -229,6 +229,7 @@ def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
         decoders(pair, {"x": Method(drafter=NgramDrafter(K=2))}, Workload())
 
 
+@pytest.mark.slow
 def test_the_calls_of_a_round_are_timed_over_a_mesh(transformer_pair):
     """A call's state goes into the next call, where it lies."""
     work, pair = Workload(batch=4, prompt_length=4, max_new_tokens=8), shard(transformer_pair, make_mesh(2, 4))

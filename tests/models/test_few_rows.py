@@ -48,6 +48,7 @@ def calls_of(function, *arguments):
     return str(jax.make_jaxpr(function)(*arguments)).count("ffi_call")
 
 
+@pytest.mark.slow
 def test_its_numbers_are_checked(used):
     few_rows.check()
     with pytest.raises(ValueError, match=r"1 rows by \(67, 129\) of float32: off by"):
@@ -160,6 +161,7 @@ def test_a_damaged_library_is_not_used(monkeypatch, tmp_path):
     assert not few_rows.kernel_name()
 
 
+@pytest.mark.slow
 def test_a_kernel_whose_numbers_are_wrong_is_not_used(monkeypatch, tmp_path):
     wrong = tmp_path / "few_rows.cc"
     wrong.write_text(few_rows.SOURCE.read_text().replace("T; t++) total[t][v] += x", "T; t++) total[t][v] -= x"))

@@ -93,6 +93,7 @@ class ForgetsPosition(Bias):
         return state
 
 
+@pytest.mark.slow
 def test_a_bias_that_does_not_count_drafted_tokens_is_seen():
     early = bias({2: -np.inf}, until=UNTIL)
     forgetful = chain(ForgetsPosition(early.tokens, early.values, early.until), *EARLY.warps[1:])
@@ -109,6 +110,7 @@ def test_biases_may_differ_by_row():
     assert np.array_equal(probs[:, 0], probs[:, 1])
 
 
+@pytest.mark.slow
 def test_rows_without_penalties_are_those_of_no_penalties():
     """Beside a row that has some, and alone."""
     plain = generate(table_pair(), [[1, 2], [5]], 9, sampling=chain(temperature(0.9)), draft_length=2)

@@ -170,6 +170,7 @@ class AcceptReusesDraftNoise(RoundKeys):
         return super().uniforms(Purpose.DRAFT, offsets_BT)[..., ::-1]  # a small vocabulary uses the second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule, mistake",
     [

@@ -47,7 +47,8 @@ MISSING = {name: what for name, what in LEFT_OUT.items() if not is_here(name)}
 
 def slow_but(values, *quick):
     """Returns parameters of a test, all slow but the ``quick`` ones."""
-    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    each = [(value if isinstance(value, tuple) else (value,), value in quick) for value in values]
+    return [pytest.param(*value, marks=[] if is_quick else [pytest.mark.slow]) for value, is_quick in each]
 
 
 def needs(*names):

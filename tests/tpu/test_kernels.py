@@ -115,6 +115,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @libtpu
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_tree_compiles_within_data_shards(shape):

@@ -57,7 +57,7 @@ def changing():
     return learn
 
 
-@pytest.mark.parametrize("rule", [None, CoupledRule()])
+@pytest.mark.parametrize("rule", [pytest.param(None, marks=pytest.mark.slow), CoupledRule()])
 def test_greedy_and_coupled_texts_are_those_of_plain_decoding(rule):
     options = dict(rule=rule, sampling=SAMPLING) if rule else dict(sampling=None)
     plain = generate(PAIR, PROMPTS, BUDGET, draft_length=0, stop=[], sampling=options["sampling"], rule=rule)
@@ -122,6 +122,7 @@ def serve(learner, calls, found, **options):
     return service, seeds
 
 
+@pytest.mark.slow
 def test_a_service_takes_a_learner_and_uses_no_noise_twice():
     learns = learner()
     service, seeds = serve(learns, 20, [])
@@ -131,6 +132,7 @@ def test_a_service_takes_a_learner_and_uses_no_noise_twice():
     assert service.repeats and seeds == [{7}, {7}], "the control: texts that no draft changes"
 
 
+@pytest.mark.slow
 def test_a_learner_that_fails_ends_the_learning_and_no_text(tmp_path):
     found, known = [], []
 
