@@ -110,7 +110,14 @@ setup(
         "figures": ["matplotlib>=3.8"],
         "notebooks": ["jupytext>=1.16", "nbconvert>=7.16", "ipykernel>=6", "matplotlib>=3.8"],
         "eval": ["rouge-score>=0.1.2", "pyarrow>=16", "huggingface-hub>=0.25"],  # scores of summaries, data of the hub
-        "serve": ["starlette>=0.40", "uvicorn>=0.30", "pydantic>=2", "jinja2>=3.1", "prometheus-client>=0.22"],
+        "serve": [
+            "starlette>=0.40",
+            "uvicorn>=0.30",
+            "pydantic>=2",
+            "jinja2>=3.1",
+            "prometheus-client>=0.22",
+            "llguidance>=1.3",
+        ],
         "hf": ["huggingface-hub>=0.25", "jinja2>=3.1"],  # jinja2: chat templates
     },
 )

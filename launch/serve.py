@@ -34,6 +34,7 @@ from launch.lib.rules import make_rule
 from specsamp import NoDrafter, storage, validate
 from specsamp.checkpoints.chat import knows_conversations
 from specsamp.decoding.method import check_exact
+from specsamp.mesh import distributed
 from specsamp.serving.learner import Learner
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
@@ -68,14 +69,13 @@ _TIMEOUT = flags.DEFINE_float("timeout", 60.0, "Seconds for a client to send a r
 _KEY_FILE = flags.DEFINE_string(
     "key_file", None, f"A file with the keys that requests may bring, one a line; default the variable {KEY}."
 )
+_GRAMMARS = flags.DEFINE_bool("grammars", False, "Take response_format; programs are then compiled at every start.")
 _REQUIRE_EXACT = entry.define("require_exact")
 
 
 def main() -> None:
     console = entry.make_console()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends processes ends this one as Ctrl-C does
-    if jax.process_count() > 1:
-        raise ValueError("an endpoint runs in one process: leave out --distributed and --coordinator")
     try:
         from specsamp.serving.endpoint import Endpoint
         from specsamp.serving.web_server import SPARE_CONNECTIONS, WebServer, address, bind
@@ -89,20 +89,15 @@ def main() -> None:
     config, keys = _CONFIG.value, read_keys()
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
+    if not entry.is_first():  # it decodes what the first process takes
+        _, service = make_service(config, console)
+        service.start()
+        service.join()
+        check(service)
+        raise KeyboardInterrupt("the first process has ended the server")
     with bind(_HOST.value, _PORT.value, _TIMEOUT.value) as bound:
-        use_few_rows(config, console)
-        config = for_machine(config.turned({"batch": _ROWS.value}), console)
-        with entry.progress(console, "reading the pair"):
-            experiment = build(config, ["def main():"])
+        experiment, service = make_service(config, console)
         has_chat = knows_conversations(experiment.pair.tokenizer)
-        method = dataclasses.replace(experiment.method, sampling=make_warp({}))
-        names = ("rows", "context", "max_waiting", "max_per_client", "rounds_per_slice")
-        learner = make_learner(experiment) if _LEARNING_RATE.value else None
-        given = {name: flags.FLAGS[name].value for name in names}
-        service = Service(experiment.pair, method, learner=learner, **given)
-        console.print(headline(experiment, service_line(experiment, service)))
-        with entry.progress(console, "compiling for the first requests"):
-            service.compile()
         service.start()
         model = _MODEL.value or (config.hugging_face.target if config.hugging_face else config.pair)
         endpoint = Endpoint(
@@ -125,8 +120,32 @@ def main() -> None:
         finally:
             service.close()
             service.join()
-        if service.failed:
-            raise RuntimeError(service.failed)
+        check(service)
+
+
+def make_service(config: ExperimentConfig, console: Console) -> tuple[Experiment, Service]:
+    """Returns the experiment and the service of its pair, compiled for the first requests."""
+    use_few_rows(config, console)
+    config = for_machine(config.turned({"batch": _ROWS.value}), console)
+    with entry.progress(console, "reading the pair"):
+        experiment = build(config, ["def main():"])
+    method = dataclasses.replace(experiment.method, sampling=make_warp({}))
+    names = ("rows", "context", "max_waiting", "max_per_client", "rounds_per_slice")
+    learner = make_learner(experiment) if _LEARNING_RATE.value else None
+    given = {name: flags.FLAGS[name].value for name in names}
+    service = Service(experiment.pair, method, learner=learner, has_grammars=_GRAMMARS.value, **given)
+    console.print(headline(experiment, service_line(experiment, service)))
+    with entry.progress(console, "compiling for the first requests"):
+        service.compile()
+    return experiment, service
+
+
+def check(service: Service) -> None:
+    """Ends this process if the service has failed."""
+    if service.failed and jax.process_count() > 1:
+        distributed.end_now(f"{service.failed}; has another process died?")
+    if service.failed:
+        raise RuntimeError(service.failed)
 
 
 def make_learner(experiment: Experiment) -> Learner:

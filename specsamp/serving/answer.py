@@ -33,7 +33,9 @@ class Answer:
       is_streamed: whether chunks are delivered while a text grows; else each text is one chunk.
       client: whose it is.
       is_scored: whether the last chunk of each text waits for `scores`, those of its request.
-      is_over: whether nothing more is delivered.
+      number: by which the processes of a mesh name it; None: one process has it alone.
+      has_left: whether the caller takes no more.
+      is_over: whether nothing more is delivered, so that the rows are free.
       first: when the first token was written, by `time.monotonic`; None before.
     """
 
@@ -43,20 +45,28 @@ class Answer:
     client: str = ""
     is_scored: bool = False
     scores: dict[Request, Scores] = dataclasses.field(default_factory=dict)
+    number: int | None = None
+    has_left: bool = False
     is_over: bool = False
     first: float | None = None
 
     def cancel(self) -> None:
-        """Says, from any thread, that the caller has left; the rows are free after the slice."""
-        self.is_over = True
+        """Says, from any thread, that the caller has left; the rows are free after the slice.
+
+        Where several processes decode, they free the rows together, after the first has told the others.
+        """
+        self.has_left = True
+        self.is_over |= self.number is None
 
     def send(self, what: Chunk | Failed) -> None:
         """Delivers a chunk or the reason of a failure; a caller that raises has left."""
         if self.is_over:
             return
         self.is_over = isinstance(what, Failed)
+        if self.has_left:
+            return
         try:
             self.deliver(what)
         except Exception as error:
             logging.error("an answer was not taken: %r", error)
-            self.is_over = True
+            self.cancel()

@@ -195,6 +195,7 @@ class Endpoint:
             is_streamed=asked.stream,
             client=client,
             is_scored=asked.is_scored,
+            grammar=asked.grammar,
         )
 
     def _call(self, function: Callable, *arguments: Any, **options: Any) -> Any:

@@ -33,7 +33,6 @@ REFUSED = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -132,6 +131,25 @@ class Message(_Fields):
         return {"role": self.role, "content": self.content if whole else "".join(part.text for part in self.content)}
 
 
+class ResponseFormat(_Fields):
+    """Holds what a text must be; only OpenAI's first three types are known to other servers."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"] = Field(
+        description="text, json_object, json_schema or regex"
+    )
+    json_schema: dict[str, Any] | None = Field(None, description="an object with the JSON schema as its schema")
+    pattern: UnicodeText | None = Field(None, description="a text of valid Unicode")
+
+    @property
+    def grammar(self) -> tuple[str, Any] | None:
+        """Returns the kind and the source of the grammar; None: texts are free."""
+        if self.type == "json_object":
+            return "json_schema", {"type": "object"}
+        if self.type == "json_schema":
+            return "json_schema", self.json_schema.get("schema", {})
+        return ("regex", self.pattern) if self.type == "regex" else None
+
+
 class GenerationRequest(_Fields):
     """The fields of both endpoints. Subclasses give ``prompts``, ``max_tokens`` and ``log_probs``."""
 
@@ -150,6 +168,7 @@ class GenerationRequest(_Fields):
     )
     stream: bool = _switch()
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = Field(None, description="an object with a type")
     temperature: float = _number(1, 0, 1000)
     top_k: int = _integer(0, -1, ALL_TOKENS)
     top_p: float = Field(1, gt=0, le=1, description="above 0 and at most 1 (temperature = 0 takes the likeliest token)")
@@ -171,6 +190,10 @@ class GenerationRequest(_Fields):
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def grammar(self) -> tuple[str, Any] | None:
+        return self.response_format and self.response_format.grammar
 
     @property
     def include_usage(self) -> bool:
@@ -275,6 +298,11 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
         if request.max_tokens not in (None, request.max_completion_tokens):
             raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
         request.max_tokens = request.max_completion_tokens
+    form = request.response_format
+    for kind, name in (("json_schema", "json_schema"), ("regex", "pattern")):
+        if form is not None and (form.type == kind) != (getattr(form, name) is not None):
+            where = f"response_format.{name}"
+            raise ApiError(f"{where} goes with the type {kind}, and only with it", param=where)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         limits = f"min_tokens = {request.min_tokens} is above max_tokens = {request.max_tokens}"
         raise ApiError(f"{limits}: lower it, or raise max_tokens", param="min_tokens")
@@ -303,7 +331,8 @@ def _refusal(kind: type[_Fields] | None, document: Any, error: ValidationError) 
         elif kind is not None:
             where, value = f"{where}.{part}".removeprefix("."), value.get(part)
             wanted = kind.model_fields[part].description if part in kind.model_fields else None
-            kind = {"messages": Message, "stream_options": StreamOptions}.get(part)
+            parts = {"messages": Message, "stream_options": StreamOptions, "response_format": ResponseFormat}
+            kind = parts.get(part)
         else:
             break  # the rest names a branch of a union
     if problem["type"] == "extra_forbidden":

@@ -8,17 +8,22 @@
 
 A text equals that of `generate` with the same seed. One thread does all the work on the batch, a slice of a few rounds at
 a time (`specsamp.serving.batch`); callers may be any threads.
+
+Over several processes each has the service and its batch, and the first has the callers. Before a slice it tells the others
+what is new, so that all batches make the same decisions. An error that one process may have met alone ends the service.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,6 +39,9 @@ from specsamp.decoding.request import Prompt, Request, encode, make_requests, ma
 from specsamp.decoding.results import Chunk, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.decoding.text import Stops
+from specsamp.mesh import distributed
+from specsamp.sampling.grammar import Follow, no_grammar, release
+from specsamp.sampling.grammar import grammar as make_grammar
 from specsamp.sampling.warp import Warp, chain
 from specsamp.serving.answer import Answer, Busy, Failed, TooLong
 from specsamp.serving.batch import Batch, chunk_sizes
@@ -43,6 +51,7 @@ from specsamp.serving.scores import Scores
 
 MAX_STOPS = 4  # strings that end the texts of a request
 MAX_STOP_IDS = 16  # tokens that do
+IDLE_SECONDS = 5  # between two words of the first process to others, so that none waits for one that has died
 
 
 class Service:
@@ -72,6 +81,7 @@ class Service:
         rounds_per_slice: int = 4,
         in_background: bool = True,
         learner: Learner | None = None,
+        has_grammars: bool = False,
     ):
         """Makes a service, which `start` begins.
 
@@ -84,18 +94,23 @@ class Service:
           rounds_per_slice: the most rounds between two deliveries to streams, and two searches for free rows.
           in_background: whether programs of further sizes are compiled while texts go on; never on a mesh.
           learner: see `specsamp.serving.generate_many`.
+          has_grammars: whether requests may bring grammars; programs are not kept in the compilation cache then.
 
         Raises:
           ValueError: naming the value and the fix.
         """
-        if jax.process_count() > 1:
-            raise ValueError("a service runs in one process: leave out --distributed and --coordinator")
+        self._is_shared = jax.process_count() > 1
+        if self._is_shared and learner is not None:
+            raise ValueError("a draft learns in one process: leave out learner, or --distributed and --coordinator")
+        if has_grammars and pair.shards.mesh is not None:
+            raise ValueError("grammars are served on one device: leave out --grammars, or the mesh")
         use_compilation_cache()
         rows = validate.integer("rows", rows, 1)
         max_waiting = validate.integer("max_waiting", max_waiting, 0)
         rounds = validate.integer("rounds_per_slice", rounds_per_slice, 1)
         self.pair, self.method = pair, make_method(pair, method=validate.instance("method", method, Method, EXAMPLE))
         check_learner(learner, method)
+        self.has_grammars = has_grammars
         self.learner, self.repeats = learner, learner is None or method.rule.draft_independent
         self.context = context_of(pair, method.drafter, "context", context)
         self._stop_ids = sorted(make_stops(pair, None).ids)
@@ -110,6 +125,7 @@ class Service:
         self.max_per_client = validate.integer("max_per_client", most, 1)
         self._to_score: list[tuple[Request, Chunk]] = []  # texts that have ended
         self._scoring: dict[Request, Iterator[Scores | None]] = {}  # of the first of them
+        self._numbers = itertools.count()  # of answers that several processes have
         self._changed = threading.Condition()  # guards the next two
         self._inbox: list[Request] = []
         self._closed: str | None = None  # why
@@ -132,9 +148,11 @@ class Service:
         )
         return dataclasses.replace(engine, own_lengths=hooks_of(self.method.drafter).depth is None)
 
-    def _method(self, sampling: Warp, stops: Stops) -> Method:
-        """Returns the method with this sampling, after a warp that excludes stop tokens from the least tokens of a text."""
-        return dataclasses.replace(self.method, sampling=chain(exclude_early(stops, self._most_stop_ids), sampling))
+    def _method(self, sampling: Warp, stops: Stops, follow: Follow | None = None) -> Method:
+        """Returns the method with this sampling, after warps that follow a grammar, and exclude stop tokens from the start."""
+        first = [follow or no_grammar()] if self.has_grammars else []
+        warp = chain(*first, exclude_early(stops, self._most_stop_ids), sampling)
+        return dataclasses.replace(self.method, sampling=warp)
 
     def compile(self) -> None:
         """Compiles what the first requests need; the rest follows when it is wanted."""
@@ -185,6 +203,7 @@ class Service:
         is_streamed: bool = False,
         client: str = "",
         is_scored: bool = False,
+        grammar: tuple[str, Any] | None = None,
     ) -> Answer:
         """Takes a request; all other arguments are as in `generate`.
 
@@ -200,6 +219,7 @@ class Service:
           is_streamed: whether chunks are delivered while a text grows.
           client: whose request it is; clients take free rows in turn.
           is_scored: whether to score prompts and texts (`specsamp.serving.scores`); texts are not streamed then.
+          grammar: kind and source of a grammar that all texts follow, see `specsamp.sampling.grammar.grammar`.
 
         Raises:
           ValueError: naming the value and the fix.
@@ -220,11 +240,15 @@ class Service:
         budgets = [self._budget(index, len(tokens), max_new_tokens) for index, tokens in enumerate(prompts)]
         stop = [*(() if ignore_eos else self._stop_ids), *stop_ids, *stop]
         stops = make_stops(self.pair, stop, validate.integer("min_tokens", min_tokens, 0))
-        method = self._method(self.method.sampling if sampling is None else sampling, stops)
+        follow = None if grammar is None else self._follow(*grammar, stops)
+        method = self._method(self.method.sampling if sampling is None else sampling, stops, follow)
         requests = with_samples(make_requests(self.pair, method, prompts, budgets, seed=seed, stop=stops), num_samples)
         if jax.tree.map(np.shape, requests[0].sampling) != jax.tree.map(np.shape, self._engine.idle.sampling):
             raise ValueError(f"sampling must be of the kinds of warps in {self.method.sampling!r}; got {sampling!r}")
-        answer = Answer(requests, deliver, is_streamed, client, is_scored)
+        number = next(self._numbers) if self._is_shared else None
+        answer = Answer(requests, deliver, is_streamed, client, is_scored, number=number)
+        if follow is not None:
+            weakref.finalize(answer, release, follow)
         for request in requests:
             request.answer, request.draft_length = answer, draft_length
         with self._changed:
@@ -232,6 +256,12 @@ class Service:
             self._inbox += requests
             self._changed.notify()
         return answer
+
+    def _follow(self, kind: str, source: Any, stops: Stops) -> Follow:
+        """Returns the warp of a request's grammar."""
+        if not self.has_grammars:
+            raise ValueError("grammars are not served here: start the server with --grammars")
+        return make_grammar(self.pair.tokenizer, kind, source, ends=sorted(stops.ids))
 
     def _check_limits(self, prompts: Any, stop: Any, stop_ids: Any, draft_length: int | None) -> int | None:
         """Raises ValueError for what is no list or longer than is taken; returns the draft length."""
@@ -276,6 +306,8 @@ class Service:
                 try:
                     self._slice()
                 except Exception as error:  # the batch is lost, and with it all that run
+                    if self._is_shared:
+                        raise
                     logging.exception("a slice failed: running texts are lost, waiting texts begin anew")
                     is_lost = any(self.batch.running) or self.batch.reading
                     self._drop(f"decoding failed: {_in_short(error)}", and_waiting=not is_lost)
@@ -289,12 +321,27 @@ class Service:
 
     def _wait(self) -> bool:
         """Waits for requests, and takes new requests over; returns False after `close`."""
+        news = distributed.from_first(self._news)
+        if jax.process_index() > 0:
+            self._closed = news.closed
+            for answer in news.answers:
+                for request in answer.requests:
+                    request.answer, request.tokenizer = answer, self.pair.tokenizer
+                self.batch.waiting += answer.requests
+        for request in self._requests():
+            if request.answer.number in news.left:
+                request.answer.is_over = True
+        return news.closed is None
+
+    def _news(self) -> _News:
+        """Waits for requests, and takes new requests over, in the first process; returns what others need to do the same."""
         with self._changed:
-            while not (self.unfinished or self._closed):
-                self._changed.wait()
+            self._changed.wait_for(lambda: self.unfinished or self._closed, IDLE_SECONDS if self._is_shared else None)
+            taken = list(dict.fromkeys(request.answer for request in self._inbox)) if self._is_shared else []
             self.batch.waiting += self._inbox
             self._inbox.clear()
-            return self._closed is None
+            left = {request.answer.number for request in self._requests() if request.answer.has_left}
+            return _News([_copy(answer) for answer in taken], left - {None}, self._closed)
 
     def _slice(self) -> None:
         """Fills the rows, decodes a few rounds, and delivers new tokens: all at the end, earlier where they are streamed."""
@@ -348,6 +395,8 @@ class Service:
             self._scoring = {request: steps} if steps is not None else {}
             scores = next(steps) if steps is not None else None
         except Exception as error:
+            if self._is_shared:
+                raise
             logging.exception("a text was not scored")
             request.answer.send(Failed(f"the text was not scored: {_in_short(error)}"))
             return
@@ -373,7 +422,7 @@ class Service:
             self.batch.fill()
         except Exception as error:
             unread = self.batch.unread()
-            if not unread:
+            if not unread or self._is_shared:
                 raise
             logging.exception("a prompt was not read")
             for request in unread:
@@ -405,6 +454,30 @@ class Service:
                 texts.clear()
         for request in requests:
             request.answer.send(Failed(reason))
+
+
+class _News(NamedTuple):
+    """What the first process tells the others before a slice.
+
+    Attributes:
+      answers: new ones, with their requests.
+      left: numbers of the answers whose callers have left.
+      closed: why the service ends; None: it goes on.
+    """
+
+    answers: list[Answer]
+    left: set[int]
+    closed: str | None
+
+
+def _copy(answer: Answer) -> Answer:
+    """Returns the answer for a process without its caller."""
+    requests = [dataclasses.replace(request, answer=None, tokenizer=None) for request in answer.requests]
+    return dataclasses.replace(answer, requests=requests, deliver=_ignore)
+
+
+def _ignore(chunk: Chunk | Failed) -> None:
+    """Delivers nothing, where another process has the caller."""
 
 
 def _in_short(error: Any) -> str:

@@ -77,7 +77,7 @@ def test_two_processes_give_the_tokens_of_one(worked):
     assert len({tuple(row) for row in expected}) == len(expected)
     for how, tokens in results.items():
         assert tokens == expected, how
-    assert set(results) == {"one model over both", "rows over both, streamed", "queue"}
+    assert set(results) == {"one model over both", "rows over both, streamed", "queue", "service"}
 
 
 def test_a_checkpoint_crosses_layouts_and_processes(worked):

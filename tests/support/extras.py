@@ -36,6 +36,7 @@ LEFT_OUT = {
     "uvicorn": "the endpoint",
     "pydantic": "the endpoint",
     "openai": "the endpoint, by the client of others",
+    "llguidance": "grammars",
     "prometheus_client": "the metrics of the endpoint",
     "shellcheck": "the check of shell scripts",
     "libtpu": "programs compiled for TPUs",

@@ -6,12 +6,25 @@ PYTHONPATH=.:tests python tests/support/mesh_worker.py SCENARIO FOLDER PORT NUM_
 import dataclasses
 import os
 import pathlib
+import queue
 import sys
+import time
 
 import jax
 import numpy as np
 
-from specsamp import Pair, TransformerLM, chain, generate, generate_many, stream, temperature, top_p
+from specsamp import (
+    Method,
+    ModelDrafter,
+    Pair,
+    TransformerLM,
+    chain,
+    generate,
+    generate_many,
+    stream,
+    temperature,
+    top_p,
+)
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params, write_converted
 from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.checkpoints.safetensors_io import Tensor
@@ -19,6 +32,7 @@ from specsamp.mesh import distributed
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model
 from specsamp.models.config import tiny
+from specsamp.serving.service import Service
 from support.checkpoint_shapes import CONFIG, random_params
 from support.weights import drawn_params
 
@@ -63,8 +77,41 @@ def decode(folder: pathlib.Path) -> None:
     else:
         raise AssertionError("a log had two writers")
     writer.close()
+    results["service"] = serve(over_both)
     if jax.process_index() == 0:
         np.save(folder / "decoded.npy", results, allow_pickle=True)
+
+
+def serve(over_both) -> list[list[int]]:
+    """The first process asks; a caller that leaves, and one that raises, leave in both."""
+    service = Service(over_both, Method(drafter=ModelDrafter(over_both.draft, 4), sampling=CALL["sampling"]), rows=4)
+    service.start()
+    texts = {}
+    if jax.process_index() == 0:
+        pieces = queue.SimpleQueue()
+        fields = dict(sampling=CALL["sampling"], is_streamed=True)
+
+        def fail(chunk):
+            raise ConnectionError("gone")
+
+        service.ask([[5, 6]], None, deliver=fail, **fields)
+        lone = queue.SimpleQueue()
+        answer = service.ask([[6, 5]], None, deliver=lone.put, **fields)
+        service.ask(PROMPTS, 12, num_samples=2, deliver=pieces.put, **fields)
+        lone.get(timeout=300)
+        answer.cancel()
+        while sum(text[-1] is not None for text in texts.values()) < 10:
+            chunk = pieces.get(timeout=300)
+            text = texts.setdefault((chunk.prompt_index, chunk.sample_index), [])
+            text[-1:] = [*chunk.tokens, chunk.finish]
+        while service.unfinished:
+            time.sleep(0.01)
+        service.close()
+    service.join()
+    assert service.failed is None and not any(service.batch.running)
+    rounds = distributed.gather_objects(service.batch.usage.rounds)
+    assert rounds[0] == rounds[1] < 200  # those who left had budgets of thousands of tokens
+    return [texts[key][:-1] for key in sorted(texts)]
 
 
 def sharded_params(mesh):

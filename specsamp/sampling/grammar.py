@@ -1,0 +1,225 @@
+"""Grammars: texts that a JSON schema, a regular expression or a Lark grammar allows, with exactly the law of such sampling.
+
+    as_json = grammar(pair.tokenizer, "json_schema", {"type": "object"}, ends=[pair.tokenizer.eos_id])
+    generate(pair, prompts, 200, sampling=chain(as_json, temperature(0.8)))
+
+At every token the tokens that no allowed text goes on with are excluded, in the draft and in the target, at drafted positions
+too. The masks come from llguidance, which runs on the host: the state of a row is a number there, and a program asks for
+masks and successors by callbacks. A program with callbacks is not kept in the compilation cache, and has one device.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp.sampling.warp import Chain, Warp, register_warp
+
+Array = jax.Array
+
+FREE = 0  # the state of a row that has no grammar, or has left it: every token is allowed
+KINDS = ("json_schema", "regex", "lark")
+MOST_MATCHERS = 4096  # that are kept; others are made again from the tokens of their texts
+
+
+def grammar(tokenizer: Any, kind: str, source: Any, *, ends: Sequence[int]) -> Follow:
+    """Excludes tokens that lead out of a grammar, which the text follows from its first token.
+
+    Args:
+      tokenizer: the target's, of a tokenizer.json.
+      kind: "json_schema", "regex" or "lark" (llguidance's dialect).
+      source: the schema as a dictionary or its text, the expression, or the grammar.
+      ends: tokens that end a text; allowed where the grammar may end.
+
+    Returns:
+      A warp. Its host memory lasts until `release`.
+
+    Raises:
+      ValueError: naming what is wrong.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    if not ends:
+        raise ValueError("a grammar needs a token that ends its texts: the stop tokens are empty")
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ValueError(f"a grammar takes a library ({error}): pip install llguidance") from error
+    options = {}
+    if kind == "json_schema":
+        source = source if isinstance(source, str) else json.dumps(source)
+        options = {"defaults": {"whitespace_flexible": False}}  # a small model may write spaces for ever
+    if not isinstance(source, str):
+        raise ValueError(f"{kind} must be a text; got {source!r}")
+    text = getattr(llguidance.LLMatcher, f"grammar_from_{kind}")(source, **options)
+    known = _tokenizer(tokenizer, tuple(ends))
+    problem = llguidance.LLMatcher.validate_grammar(text, known)
+    if problem:
+        raise ValueError(f"{kind} is not understood: {' '.join(problem.split())[:300]}")
+    return Follow(np.int32(_TEXTS.begin(llguidance.LLMatcher(known, text, log_level=0))))
+
+
+def no_grammar() -> Follow:
+    """Excludes nothing: for a batch in which other rows follow a grammar."""
+    return Follow(np.int32(FREE))
+
+
+def release(warp: Follow) -> None:
+    """Gives the host memory of a grammar back; rows that still follow it are free from then on."""
+    _TEXTS.release(int(warp.value))
+
+
+def follows_grammar(warp: Warp) -> bool:
+    """Returns whether a program with this warp asks the host."""
+    return isinstance(warp, Follow) or isinstance(warp, Chain) and any(map(follows_grammar, warp.warps))
+
+
+@register_warp
+class Follow(Warp):
+    """Excludes what a grammar excludes; see `grammar`. The state is the number of the text so far, int32 ``[B]``."""
+
+    value: Array  # [] or [B] int32: the grammar's empty text; FREE: none
+
+    def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
+        return jnp.broadcast_to(jnp.asarray(self.value, jnp.int32), lengths_B.shape)
+
+    def advance(self, state: Any, tokens_B: Array) -> Any:
+        def ask() -> Array:
+            like = jax.ShapeDtypeStruct(state.shape, jnp.int32)
+            return jax.pure_callback(_TEXTS.after, like, state, tokens_B, vmap_method="broadcast_all")
+
+        return jax.lax.cond(jnp.any(state != FREE), ask, lambda: state)
+
+    def __call__(self, logits: Array, state: Any = ()) -> Array:
+        vocab_size = logits.shape[-1]
+        size = -(-vocab_size // 8)
+
+        def masked() -> Array:
+            like = jax.ShapeDtypeStruct((*state.shape, size), jnp.uint8)
+            ask = functools.partial(_TEXTS.masks, size=size)
+            bits_BN = jax.pure_callback(ask, like, state, vmap_method="broadcast_all")
+            is_allowed_BV = jnp.unpackbits(bits_BN, axis=-1, count=vocab_size, bitorder="little") > 0
+            return jnp.where(is_allowed_BV, logits, -jnp.inf)
+
+        return jax.lax.cond(jnp.any(state != FREE), masked, lambda: logits)
+
+
+@dataclasses.dataclass(eq=False)
+class _Text:
+    """What a row has written: nothing yet, of which there is a matcher, or another text and one more token."""
+
+    number: int
+    matcher: Any = None
+    before: _Text | None = None
+    token: int = -1
+    after: dict[int, _Text | None] = dataclasses.field(default_factory=dict)  # None: the token is not allowed
+
+
+class _Texts:
+    """The texts that rows have begun, by number, and the last used matchers that have read them; for several threads.
+
+    A text keeps its number, however often a program asks, so that callbacks are functions.
+    """
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(FREE + 1)
+        self._texts: dict[int, _Text] = {}
+        self._matchers: collections.OrderedDict[_Text, Any] = collections.OrderedDict()
+
+    def begin(self, matcher: Any) -> int:
+        """Returns the number of a grammar's empty text."""
+        with self._lock:
+            return self._add(matcher=matcher).number
+
+    def release(self, number: int) -> None:
+        """Forgets all texts of a grammar."""
+        with self._lock:
+            left = [self._texts.get(number)]
+            while left:
+                text = left.pop()
+                if text is not None:
+                    left += text.after.values()
+                    del self._texts[text.number]
+                    self._matchers.pop(text, None)
+
+    def after(self, numbers: Any, tokens: Any) -> np.ndarray:
+        """Returns the numbers of texts with one more token; FREE where it is not allowed."""
+        numbers, tokens = np.asarray(numbers), np.asarray(tokens)
+        with self._lock:
+            found = [self._next(*pair) for pair in zip(numbers.ravel().tolist(), tokens.ravel().tolist())]
+        return np.asarray(found, np.int32).reshape(numbers.shape)
+
+    def masks(self, numbers: Any, size: int) -> np.ndarray:
+        """Returns the bits of the allowed tokens, uint8 ``[..., size]``: all of a free row, none where a matcher failed."""
+        numbers = np.asarray(numbers)
+        each, where = np.unique(numbers, return_inverse=True)
+        bits = np.zeros((each.size, size), np.uint8)
+        with self._lock:
+            for row, number in zip(bits, each.tolist()):
+                text = self._texts.get(number)
+                matcher = None if text is None else self._matcher(text)
+                if matcher is None:
+                    row[:] = np.iinfo(np.uint8).max
+                elif not matcher.is_error():
+                    allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)[:size]
+                    row[: len(allowed)] = allowed
+        return bits[where].reshape(*numbers.shape, size)
+
+    def _add(self, **fields: Any) -> _Text:
+        text = _Text(next(self._numbers), **fields)
+        self._texts[text.number] = text
+        return text
+
+    def _next(self, number: int, token: int) -> int:
+        text = self._texts.get(number)
+        if text is None:
+            return FREE
+        if token not in text.after:
+            matcher = self._matcher(text).deep_copy()
+            is_allowed = matcher.try_consume_tokens([token]) == 1 or matcher.is_error()
+            text.after[token] = self._add(before=text, token=token) if is_allowed else None
+            if is_allowed:
+                self._keep(text.after[token], matcher)
+        return FREE if text.after[token] is None else text.after[token].number
+
+    def _matcher(self, text: _Text) -> Any:
+        """Returns a matcher that has read a text; it must not read on."""
+        tokens, at = [], text
+        while at not in self._matchers and at.before is not None:
+            tokens, at = [at.token, *tokens], at.before
+        matcher = self._matchers.get(at, at.matcher)
+        if tokens:  # it was not kept
+            matcher = matcher.deep_copy()
+            matcher.consume_tokens(tokens)
+        self._keep(text, matcher)
+        return matcher
+
+    def _keep(self, text: _Text, matcher: Any) -> None:
+        self._matchers[text] = matcher
+        self._matchers.move_to_end(text)
+        if len(self._matchers) > MOST_MATCHERS:
+            self._matchers.popitem(last=False)
+
+
+_TEXTS = _Texts()
+
+
+@functools.lru_cache(maxsize=8)
+def _tokenizer(tokenizer: Any, ends: tuple[int, ...]) -> Any:
+    """Returns llguidance's form of a tokenizer, which takes about a second to make."""
+    import llguidance
+
+    if not hasattr(tokenizer, "to_json"):
+        raise ValueError(f"a grammar needs a pair with a tokenizer.json; got {type(tokenizer).__name__}")
+    return llguidance.LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=list(ends))

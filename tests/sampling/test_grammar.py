@@ -1,0 +1,235 @@
+"""Grammars: texts follow them, and the law of such sampling by enumeration, with every kind of drafter."""
+
+import dataclasses
+import functools
+import gc
+import json
+import queue
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from specsamp import BlockRule, ModelDrafter, NgramDrafter, TokenRule, chain, generate, greedy, temperature
+from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.checkpoints.trained_pair import load_pair
+from specsamp.decoding.drafters import EarlyExitDrafter, ModelTree
+from specsamp.decoding.method import make_method
+from specsamp.decoding.trees import TreeShape
+from specsamp.mesh.layout import make_mesh
+from specsamp.mesh.sharded import shard
+from specsamp.sampling import grammar as module
+from specsamp.sampling.grammar import FREE, Follow, follows_grammar, grammar, no_grammar, release
+from specsamp.sampling.tree_rules import RecursiveRule
+from specsamp.sampling.warp import register_warp
+from specsamp.serving.request_warps import make_warp
+from specsamp.serving.service import Service
+from support import extras
+from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, counting_pair, joint_distribution, table_loop
+from support.loop_distributions import FAR, NEAR, PROMPTS, TARGET, V, distribution_test
+
+pytestmark = extras.needs("llguidance")
+
+END = V  # of texts; the models have no such token
+
+
+def tokenizer_of(pieces, end):
+    model = tokenizers.models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[])
+    made = tokenizers.Tokenizer(model)
+    made.add_special_tokens([end])
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    return JsonTokenizer.from_tokenizer(made, end)
+
+
+LETTERS = tokenizer_of("abc", "<end>")
+PATTERN = "(a[bc]|b[ab]|c)*"
+
+
+def allowed(text):
+    """Returns which of the three letters the pattern allows next, by its automaton."""
+    begun = None
+    for token in text:
+        begun = token if begun is None and token != 2 else None
+    return {None: [1, 1, 1], 0: [0, 1, 1], 1: [1, 1, 0]}[begun]
+
+
+def masked(logits, prompt, text):
+    return np.where(allowed(text), logits, -np.inf)
+
+
+@functools.cache
+def expected(length=3):
+    return [joint_distribution(TARGET, chain(temperature(1.2)), prompt, length, masked) for prompt in PROMPTS]
+
+
+def letters():
+    return chain(grammar(LETTERS, "regex", PATTERN, ends=[END]), temperature(1.2))
+
+
+EXITS = LayeredTableLM(V)
+CASES = {
+    "a draft model": (table_loop(TokenRule(), ModelDrafter(TableLM(V), 2)), NEAR, {}),
+    "the block rule": (table_loop(BlockRule(), ModelDrafter(TableLM(V), 3)), NEAR, {}),
+    "prompt lookup": (table_loop(TokenRule(), NgramDrafter(2)), None, {}),
+    "early exit": (
+        dataclasses.replace(table_loop(TokenRule(), EarlyExitDrafter(EXITS, 1, 2)), target=EXITS),
+        None,
+        dict(target=jnp.stack([FAR, TARGET - FAR])),
+    ),
+    "a tree": (table_loop(RecursiveRule(), ModelTree(TableLM(V), tree=TreeShape((0, 0, 1, 1)))), NEAR, {}),
+}
+
+
+@pytest.mark.parametrize("case", extras.slow_but(CASES, "a draft model", "prompt lookup", "a tree"))
+def test_texts_follow_the_law_of_masked_sampling(case):
+    """Masks of drafted positions depend on the drafted tokens before them."""
+    loop, draft, options = CASES[case]
+    assert distribution_test(loop, draft, letters(), length=3, expected=expected(), **options) > FALSE_ALARM
+
+
+@register_warp
+class ForgetsDrafts(Follow):
+    """The control: tokens do not count."""
+
+    def advance(self, state, tokens_B):
+        return state
+
+
+def test_the_control_is_seen():
+    forgetful = chain(ForgetsDrafts(letters().warps[0].value), temperature(1.2))
+    loop, draft, _ = CASES["a draft model"]
+    few = dict(length=3, samples=50_000, powered=False)
+    assert distribution_test(loop, draft, forgetful, expected=expected(), **few) < FALSE_ALARM
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["add", "mul"]},
+        "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "flags"],
+    "additionalProperties": False,
+}
+
+
+def test_the_shipped_pair_writes_what_a_schema_asks_for():
+    """As greedy decoding without a draft does; a row beside it is free."""
+    pair = load_pair("python")
+    follow = grammar(pair.tokenizer, "json_schema", SCHEMA, ends=[pair.tokenizer.eos_id])
+    both = Follow(np.asarray([follow.value, FREE], np.int32))
+    options = dict(stop=[pair.tokenizer.eos_id], max_new_tokens=48)
+    texts = []
+    for sampling in (greedy(), temperature(0.8)):
+        for draft_length in (3, 0):
+            row, free = generate(
+                pair, ["x = ", "def f("], sampling=chain(both, sampling), draft_length=draft_length, **options
+            )
+            found = json.loads(row.text)
+            assert set(found) == {"name", "flags"} and found["name"] in ("add", "mul") and len(found["flags"]) <= 3
+            assert all(isinstance(flag, bool) for flag in found["flags"]) and row.finish == "stop"
+            texts.append((row.tokens, free.tokens))
+    assert texts[0] == texts[1], "greedy"
+    (alone,) = generate(pair, ["def f("], sampling=greedy(), draft_length=3, **options)
+    assert texts[0][1] == alone.tokens
+
+
+def test_a_matcher_that_was_not_kept_is_made_again(monkeypatch):
+    texts = module._Texts()
+    monkeypatch.setattr(module, "MOST_MATCHERS", 2)
+    numbers = []
+    monkeypatch.setattr(module, "_TEXTS", texts)
+    start = int(grammar(LETTERS, "regex", PATTERN, ends=[END]).value)
+    for text in ([], [0], [0, 1], [0, 1, 1], [1, 0], [2, 2, 0]):
+        state = start
+        for token in text:
+            (state,) = texts.after([state], [token])
+        numbers.append(int(state))
+        assert len(texts._matchers) <= 2
+    for number, text in zip(numbers, ([], [0], [0, 1], [0, 1, 1], [1, 0], [2, 2, 0])):
+        (word,) = texts.masks([number], 1).ravel()
+        assert [int(word) >> token & 1 for token in range(V)] == allowed(text)
+    (refused,) = texts.after([numbers[1]], [0])
+    assert refused == FREE and texts.masks([refused], 1).all()
+    texts.release(start)
+    assert not texts._texts and not texts._matchers and texts.after([numbers[2]], [0]).tolist() == [FREE]
+
+
+def test_a_grammar_is_known_and_given_back():
+    follow = grammar(LETTERS, "lark", 'start: "ab"', ends=[END])
+    assert follows_grammar(chain(temperature(1.0), follow)) and not follows_grammar(chain(temperature(1.0)))
+    release(follow)
+    release(follow)
+    release(no_grammar())
+    assert int(follow.value) not in module._TEXTS._texts
+
+
+@pytest.mark.parametrize(
+    "kind, source, ends, message",
+    [
+        ("xml", "a", [3], "kind must be one of json_schema, regex, lark; got 'xml'"),
+        ("regex", "a", [], "needs a token that ends its texts"),
+        ("regex", "(", [3], "regex is not understood: "),
+        ("regex", 3, [3], "regex must be a text; got 3"),
+        ("json_schema", {"type": "strin"}, [3], "json_schema is not understood: .*strin"),
+        ("lark", "start: x", [3], "lark is not understood: "),
+    ],
+)
+def test_a_bad_grammar_is_one_line(kind, source, ends, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        grammar(LETTERS, kind, source, ends=ends)
+    assert "\n" not in str(caught.value)
+
+
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = iter(range(256, 512))
+BYTES = tokenizer_of([chr(byte if byte in PRINTABLE else next(OTHERS)) for byte in range(256)], "<end>")
+
+
+def ask(service, text, **options):
+    pieces = queue.SimpleQueue()
+    service.ask([text], 12, deliver=pieces.put, **options)
+    chunk = pieces.get(timeout=300)
+    return BYTES.decode([token for token in chunk.tokens if token < 256]), chunk.finish
+
+
+def test_requests_bring_grammars_and_give_them_back():
+    """Beside a request without one; the model counts letters where it may."""
+    pair = dataclasses.replace(counting_pair(stumbles_at=ord("e"), max_positions=None), tokenizer=BYTES)
+    method = make_method(pair, draft_length=2, sampling=make_warp({"temperature": 0}))
+    service = Service(pair, method, rows=2, context=40, has_grammars=True)
+    held = len(module._TEXTS._texts)
+    service.start()
+    try:
+        cold = dict(sampling=make_warp({"temperature": 0}))
+        assert ask(service, "a", grammar=("regex", "bcd[egx]{3}!"), **cold) == ("bcdeee!", "stop")
+        schema = {"enum": ["bc", "bd"]}
+        assert ask(service, "a", grammar=("json_schema", schema), **cold) == ('"bc"', "stop")
+        with pytest.raises(ValueError, match="regex is not understood"):
+            service.ask(["a"], 4, deliver=print, grammar=("regex", "["))
+        with pytest.raises(ValueError, match="needs a token that ends its texts"):
+            service.ask(["a"], 4, deliver=print, ignore_eos=True, grammar=("regex", "a"))
+        assert ask(service, "a", **cold) == ("bcdefghijklm", "length"), "and nobody holds the requests before it"
+    finally:
+        service.close()
+        service.join()
+    gc.collect()
+    assert len(module._TEXTS._texts) == held
+
+
+def test_where_grammars_are_refused():
+    pair = dataclasses.replace(counting_pair(), tokenizer=BYTES)
+    method = make_method(pair, draft_length=2, sampling=make_warp({}))
+    service = Service(pair, method, rows=2, context=40)
+    with pytest.raises(ValueError, match="grammars are not served here: start the server with --grammars"):
+        service.ask(["a"], 4, deliver=print, grammar=("regex", "a"))
+    wide = shard(pair, make_mesh(8, 1))
+    with pytest.raises(ValueError, match="grammars are served on one device: leave out --grammars"):
+        Service(wide, method, has_grammars=True)
+    follow = grammar(BYTES, "regex", "a", ends=[256])
+    with pytest.raises(ValueError, match="a grammar asks the host for every token, .* decode on one device"):
+        generate(wide, ["a"] * 8, 4, sampling=chain(follow))
+    with pytest.raises(ValueError, match="a grammar needs a pair with a tokenizer.json; got ByteTokenizer"):
+        grammar(counting_pair().tokenizer, "regex", "a", ends=[256])
