@@ -90,7 +90,7 @@ for prompt, done in zip(asked, generate(pair, prompts, TOKENS, sampling=SAMPLING
 #
 # Each prompt alone (batch 1) with each K, in turn, so that whatever else the machine does falls on all of them. The clock runs from
 # prompt to text. K = 0 is plain decoding, by the same loop. The first pass compiles and is not counted.
-# `specsamp.analysis.draft_length.choose_draft_length` does this with more care, and returns a K.
+# `specsamp.analysis.draft_length.calibrate` does this with more care; its `usual` is a K.
 
 # %%
 LENGTHS, PASSES = (0, 1, 2, 4, 8), 4

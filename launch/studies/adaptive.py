@@ -3,10 +3,9 @@
     python launch/study.py adaptive --prompts=notebooks/results/python_prompts.json --output=runs/python_adaptive.json
 
 Texts are "easy", greedy after prompts that say everything twice; "hard", sampled at temperature 1, where prompt lookup
-finds little; or "mixed", sampled at 0.8, every other one after a prompt that says everything twice. *By the clock*, plain
-decoding, every fixed length and adaptive ones take turns; bounds hold 95% of resampled sets of texts. *Counted* are the
-rounds of these runs, each at the milliseconds of its width in a table that is calibrated on other prompts. The best fixed
-length is chosen afterwards, the oracle's for each batch of texts.
+finds little; or "mixed", sampled at 0.8, every other one after a prompt that says everything twice. Plain decoding, every
+fixed length and adaptive ones take turns; adaptive ones are calibrated on other prompts. Bounds hold 95% of resampled sets
+of texts. The best fixed length is chosen afterwards.
 """
 
 import dataclasses
@@ -18,12 +17,11 @@ import numpy as np
 
 from launch.lib.drafters import DRAFTERS
 from launch.lib.rules import make_rule
-from launch.lib.study import Document, Option, Published, Study
+from launch.lib.study import Document, Option, Published, Study, answers
 from specsamp import chain, temperature
 from specsamp.analysis.draft_length import adapted_to
 from specsamp.analysis.report import Table
 from specsamp.analysis.workload import TimedDecoder, Workload, decode_in_turns, decoders
-from specsamp.decoding.engine import to_host
 from specsamp.decoding.method import Method
 
 LENGTHS = (0, 1, 2, 4, 8)
@@ -74,9 +72,6 @@ def measure(options: Any, key: Mapping[str, Any], say: Any) -> dict[str, Any]:
     longest = dataclasses.replace(methods[LENGTHS[-1]], adaptive=found)
     (adaptive,) = decoders(pair, {"adaptive": longest}, dataclasses.replace(work, prompts=prompts)).values()
     clocks = decode_in_turns({**sides, "adaptive": adaptive}, turns, say)
-    say("counting rounds")
-    fixed_KN = np.array([[one.rounds for one in clocks[K]] for K in LENGTHS]) * np.array(found.costs_ms)[:, None]
-    counted_N = np.array([counted_ms(adaptive, n) for n in range(turns)])
     seconds = {name: np.array([one.loop_seconds for one in timings]) for name, timings in clocks.items()}
     fastest = min(LENGTHS, key=lambda K: seconds[K].sum())
     chosen = np.random.default_rng(0).integers(turns, size=(RESAMPLED, turns))
@@ -93,9 +88,6 @@ def measure(options: Any, key: Mapping[str, Any], say: Any) -> dict[str, Any]:
         "costs_ms": found.costs_ms,
         "usual": found.usual,
         "acceptance": found.acceptance,
-        "counted_fixed": (fixed_KN.sum(1) / tokens).tolist(),
-        "counted_adaptive": counted_N.sum() / tokens,
-        "counted_oracle": fixed_KN.min(0).sum() / tokens,
         "ms_per_token": {str(name): of_name.sum() / tokens * 1e3 for name, of_name in seconds.items()},
         "loss": loss,
         "loss_upper": loss_upper,
@@ -110,35 +102,16 @@ def with_prompts(decoder: TimedDecoder, prompts: tuple[Any, ...]) -> TimedDecode
     return dataclasses.replace(decoder, workload=dataclasses.replace(decoder.workload, prompts=prompts))
 
 
-def counted_ms(decoder: TimedDecoder, repeat: int) -> float:
-    """Decodes round by round, and returns the sum of the milliseconds that the table gives each round's width."""
-    policy, total = decoder.method.adaptive, 0.0
-    state = decoder.engine.run(decoder.prefill(decoder.requests(repeat)), 0)  # chooses the first draft lengths
-    while True:
-        running_B, draft_lengths_B = to_host((state.running_B, state.adaptive_state.draft_lengths_B))
-        if not running_B.any():
-            return total
-        total += policy.costs_ms[policy.lengths.index(int(draft_lengths_B[running_B].max()))]
-        state = decoder.engine.run(state, 1)
-
-
 def table(document: Document) -> Table:
-    """Returns a row for each setting; older files hold points, not cells."""
+    """Returns a row for each setting."""
     rows = []
-    for one in document.get("points") or [cell["result"] for cell in document["cells"] if "result" in cell]:
-        fixed, adaptive = one["counted_fixed"], one["counted_adaptive"]
-        counted = (f"{ms:.3g}" for ms in (fixed[0], min(fixed), adaptive, one["counted_oracle"]))
-        best = one["lengths"][fixed.index(min(fixed))]
-        over = (f"{adaptive / ms - 1:+.1%}" for ms in (fixed[0], min(fixed)))
-        clock = [f"{one['loss']:+.1%} (at most {one['loss_upper']:+.1%})"]
-        if "fastest" in one:  # of every length, which older files do not have
-            clock.append(f"{one['over_best']:+.1%} (at most {one['over_best_upper']:+.1%}), K = {one['fastest']}")
-        rows.append(
-            (f"{one['drafter']}, {one['kind']} texts, batch {one['batch']}", *counted, f"{best}", *over, *clock)
-        )
-    columns = ("plain", "best fixed", "adaptive", "oracle", "best K", "over plain", "over best", "by the clock")
-    header = ("", *columns, "over the best, by the clock")[: max(map(len, rows))]
-    return Table(title="Adaptive draft lengths: ms per token, counted", header=header, rows=rows)
+    for key, one in answers(document):
+        ms, best = one["ms_per_token"], str(one["fastest"])
+        row = {"": f"{key['drafter']}, {key['kind']} texts, batch {key['batch']}"}
+        row |= {name: f"{ms[of]:.2f}" for name, of in (("plain", "0"), ("best fixed", best), ("adaptive", "adaptive"))}
+        row |= {"best K": best, "over plain": f"{one['loss']:+.1%} (at most {one['loss_upper']:+.1%})"}
+        rows.append(row | {"over the best": f"{one['over_best']:+.1%} (at most {one['over_best_upper']:+.1%})"})
+    return Table.of("Adaptive draft lengths, ms per token", rows)
 
 
 STUDY = Study(

@@ -2,29 +2,23 @@
 
     python launch/study.py compile --grid=slices --output=runs/compile_slices.json
     python launch/study.py compile --grid=scoring --output=runs/compile_scoring.json
-    python launch/study.py compile --grid=training --change=layers=7,test_steps=1   # a smaller target, one step of the test
 
     slices       the paper's pair on sixteen chips of each kind, by batch
     scoring      a call of the target by its tokens, from one to the ridge of each chip
     heads        a head of EAGLE-3's shape, and an early exit, beside a draft model
     kernels      calls and rounds whose caches are read by kernels, with all slots alive and with ``live`` of them
     trees        scoring, verifying and moving a token tree of so many rows, beside the chain of its depth
-    training     the memory of a device in a training step of an EAGLE-3 head, in ``data`` shards, with ``layers`` of the
-                 target, ``test_steps`` of the training-time test, and logits of ``chunk`` positions at a time
 
-Models are compiled at two and four layers and continued to all of them, see `specsamp.tpu.stack`; the training step is
-compiled whole. Rounds are of top-p, the token rule and K = 4. Minutes to an hour on two cores. The tables of shapes and
+Models are compiled at two and four layers and continued to all of them, see `specsamp.tpu.stack`. Rounds are of top-p, the
+token rule and K = 4. Minutes to an hour on two cores. The tables of shapes and
 complements are dated records.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from launch.lib.config import meant
 from launch.lib.shapes import eagle3_of
@@ -33,21 +27,15 @@ from launch.studies import compile_tables as tables
 from launch.studies.compile_tables import K
 from specsamp import chain, storage, temperature, top_p
 from specsamp.analysis.tree_shape import best_shape
-from specsamp.checkpoints.published import CONFIGS, published_config
-from specsamp.decoding import data_shards
+from specsamp.checkpoints.published import published_config
 from specsamp.machine import version
-from specsamp.mesh.layout import Layout
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
-from specsamp.models.heads import FeatureHead
 from specsamp.models.kernels.dispatch import Kernels
-from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.tree_rules import RecursiveRule, TraversalRule
-from specsamp.tpu.program import Memory, Program
+from specsamp.tpu.program import Program
 from specsamp.tpu.stack import Stack
-from specsamp.tpu.topology import described_mesh, parse
-from specsamp.training.feature_heads import TrainHead
-from specsamp.training.trainer import TrainConfig, init_state, state_shardings, train_step
+from specsamp.tpu.topology import described_mesh
 
 RANKS, TREE_DEPTH = (0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01), 6  # of the shapes of trees
 EXIT_LAYER, PAPER = 10, "v4:2x2x4"
@@ -121,32 +109,6 @@ def trees(model: str, topology: str, rows: int) -> dict[str, Any]:
     return {"parents": tree.parents, "depth": tree.depth, "programs": told(programs, topology)}
 
 
-def training(
-    target: str, topology: str, data: int, rows: int, length: int, layers: int, test_steps: int, chunk: int, **head: int
-) -> dict[str, Any]:
-    """Returns the memory of a device in a step of launch/train.py, with AdamW."""
-    if target not in CONFIGS:
-        raise ValueError(f"--change=target={target}: its shape is not known here; choose one of {', '.join(CONFIGS)}")
-    whole, mesh, (chip, _) = published_config(target), described_mesh(topology, data), parse(topology)
-    model = TransformerLM(whole).first(min(layers, whole.num_layers))
-    shape = dataclasses.replace(eagle3_of(model.config), **head)
-    task = TrainHead(head=FeatureHead(shape), target=model, test_steps=test_steps, chunk=chunk)
-    config, ids = TrainConfig(steps=10_000, batch=rows), jnp.arange(shape.draft_vocab_size)
-
-    def placed(shapes: Any, shardings: Any) -> Any:
-        return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
-
-    at = state_shardings(task, config, mesh)
-    state = placed(jax.eval_shape(lambda: init_state(task, config)), at)
-    teacher = jax.eval_shape(lambda key: task.teacher(model.init(key), ids), jax.random.key(0))
-    teacher = placed(teacher, Layout.tensor_parallel(mesh).shardings(task.teacher_axes(), teacher))
-    replicated, by_row = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, data_shards.DATA)))
-    tokens = jax.ShapeDtypeStruct((1, rows, length + 1), jnp.int32, sharding=by_row)
-    step = jax.jit(train_step, static_argnums=(0, 1), donate_argnums=2, out_shardings=(at, replicated))
-    made = step.lower(task, config, state, teacher, tokens).compile()
-    return {"head": shape, "memory": Memory.of(made, chip.hbm_bytes // chip.devices)}
-
-
 def prepare(options: Any) -> None:
     """Checks the grid, and keeps arrays on the CPU: only the compiler is a TPU's."""
     if options.grid is None:
@@ -168,8 +130,8 @@ def cells(options: Any) -> list[dict[str, Any]]:
     return [dict(each) for each in dict.fromkeys(tuple((key | changes).items()) for key in keys)]
 
 
-ANSWERS = {answer.__name__: answer for answer in (slices, scoring, heads, kernels, trees, training)}
-TABLES = {name: f"compile_{name}" for name in (*GRIDS, "shapes", "complements")} | {"training": "compile_head_training"}
+ANSWERS = {answer.__name__: answer for answer in (slices, scoring, heads, kernels, trees)}
+TABLES = {name: f"compile_{name}" for name in (*GRIDS, "shapes", "complements")}
 
 STUDY = Study(
     question="What do pairs move, hold and wait for on a TPU slice, by its compiler's estimate?",

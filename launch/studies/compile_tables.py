@@ -156,15 +156,3 @@ def heads(document: Document) -> Table:
         }
         rows.append(row)
     return Table.of("What drafts (compiler estimate)", rows, left=3)
-
-
-def training(document: Document) -> Table:
-    """Returns the memory of a training step of a head, per device; an older file holds one answer, not cells."""
-    rows = []
-    for cell in document.get("cells") or [{"key": document["train"], "result": document}]:
-        memory = cell["result"]["memory"] if "result" in cell else {}
-        sizes = {
-            f"{part}, GB": f"{memory[part] / 1e9:.2f}" for part in ("arguments", "temporaries", "capacity") if memory
-        }
-        rows.append(cell["key"] | (sizes or {"arguments, GB": "does not fit"}))
-    return Table.of("A training step of an EAGLE-3 head, per device (compiler estimate)", rows)

@@ -10,7 +10,6 @@ which nothing is compiled yet.
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -103,16 +102,6 @@ def load(url: str, clients: int, requests: int, fields: dict[str, Any]) -> dict[
     return {"clients": clients, "tokens_per_second": sum(tokens) / (time.perf_counter() - begin), **quantiles}
 
 
-def refill(document: Document) -> Table:
-    """Returns rounds and times of the queue and of fixed batches, a dated record."""
-    rows = []
-    for way, runs in document["fixed_batches"]["runs"].items():
-        seconds = statistics.median(run["seconds"] for run in runs)
-        rows.append((way, f"{runs[0]['rounds']}", f"{seconds:.1f}", f"{1e3 * seconds / runs[0]['tokens']:.2f}"))
-    header = ("", "rounds", "seconds", "ms per token")
-    return Table(title="The queue beside fixed batches", header=header, rows=rows)
-
-
 def serve_load(document: Document) -> Table:
     """Returns what clients of the endpoint see, by their number, with drafts and without."""
     rows, (found,) = [], [result for _, result in answers(document)]
@@ -136,9 +125,6 @@ STUDY = Study(
         "requests": Option(64, "Requests of each number of clients, together.", least=1),
     },
     measure=measure,
-    tables={
-        "refill": Published(["python_pair_refill"], refill),
-        "serve_load": Published(["python_pair_serve_load"], serve_load),
-    },
+    tables={"serve_load": Published(["python_pair_serve_load"], serve_load)},
     shown=lambda options: ["serve_load"],
 )

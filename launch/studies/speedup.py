@@ -1,15 +1,10 @@
-"""Shows the speedups of the shipped pair as the main README has them: by draft length, in all measurements.
-
-The curves of `python_pair_speedup.json` and their picture are a dated record; `launch/benchmark.py --grid` measures such cells.
-"""
+"""Shows the results that the main README has; `launch/benchmark.py --grid` measures such speedups of the shipped pair."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from configs import trained_pair
-from launch.lib.fields import SamplingFields
-from launch.lib.study import Document, Key, Published, Study, answers, cpu_of, law
+from launch.lib.study import Document, Published, Study, answers, cpu_of, law
 from launch.studies.compile_tables import forecast
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import ratio
@@ -17,11 +12,12 @@ from specsamp.models.config import TransformerConfig
 from specsamp.tpu import calibration
 from specsamp.tpu.pair_report import faster
 
-DISTRIBUTIONS = {
-    "greedy": SamplingFields(temperature=0.0, top_p=0.95),
-    "temperature 0.8, top-p 0.95": SamplingFields(temperature=0.8, top_p=0.95),
-}
-DRAFT_LENGTH = trained_pair.get_config().draft_length
+# Of the further results: what drafts, and the cell's key.
+OF_THE_GRID = (
+    ("shipped pair", {"drafter": "model", "temperature": 0.0}),
+    ("shipped pair", {"drafter": "model", "temperature": 0.8}),
+    ("shipped target, prompt lookup", {"drafter": "ngram", "temperature": 0.0}),
+)
 
 
 def headline(slices: Document, *chosen: Document) -> Table:
@@ -50,16 +46,14 @@ def headline(slices: Document, *chosen: Document) -> Table:
     return Table(title="In short", header=("speedup over plain decoding", "conditions"), rows=rows)
 
 
-def summary(speedup: Document, grid: Document, audit: Document, agreement: Document, slices: Document) -> Table:
+def summary(grid: Document, audit: Document, agreement: Document, slices: Document) -> Table:
     """Returns the table of further results of the main README."""
-    (greedy, sampled), rows = DISTRIBUTIONS.values(), []
-    for name, key in (
-        ("shipped pair", key_of(greedy, "model", 4, 4)),
-        ("shipped pair", key_of(sampled, "model", 4, 4)),
-        ("shipped target, prompt lookup", key_of(greedy, "ngram", 4, 4)),
-    ):
+    rows = []
+    for name, wanted in OF_THE_GRID:
+        wanted = {"draft_length": 4, "batch": 4, "rule": "token"} | wanted
+        key, result = next(cell for cell in answers(grid) if wanted.items() <= cell[0].items())
         where = f"{name}, {law(key)}, K = {key['draft_length']}, batch {key['batch']}"
-        rows.append((where, cpu_of(speedup), spread(key, speedup, grid)))
+        rows.append((where, cpu_of(grid), ratio(result["speedup"])))
     passed = sum(check["verdict"] == "passed" for check in audit["checks"])
     rows.append(("audit of the shipped pair", cpu_of(audit), f"{passed} of {len(audit['checks'])} checks passed"))
     worst = [cell["result"]["worst_error"] for cell in agreement["cells"]]
@@ -71,34 +65,6 @@ def summary(speedup: Document, grid: Document, audit: Document, agreement: Docum
     return Table(title="Results", header=("what", "where", "result"), rows=rows, left=3)
 
 
-def key_of(sampling: SamplingFields, drafter: str, draft_length: int, batch: int) -> Key:
-    """Returns the key that a cell of launch/benchmark.py has with the token rule."""
-    key = {"draft_length": draft_length, "drafter": drafter, "rule": "token", "batch": batch}
-    return key | dataclasses.asdict(sampling) | {"draft_temperature": None}
-
-
-def measured(document: Document) -> list[tuple[Key, Mapping[str, float]]]:
-    """Returns the key and the speedup of each setting in a file of cells, or of this study."""
-    if "cells" in document:
-        return [(cell["key"], cell["result"]["speedup"]) for cell in document["cells"] if "result" in cell]
-    drafter, batch, found = document["config"]["drafter"], document["config"]["batch"], []
-    for name, curve in document["curves"].items():
-        for point in curve["points"]:
-            key = key_of(DISTRIBUTIONS[name], drafter, point["draft_length"], batch)
-            found.append((key | {"rule": point["rule"]}, point["speedup"]))
-    return found
-
-
-def spread(key: Key, *documents: Document) -> str:
-    """Returns the median speedups of a setting in several measurements, with the outermost quartiles; "" without any."""
-    found = [speedup for document in documents for other, speedup in measured(document) if other == key]
-    if len(found) < 2:
-        return ratio(found[0]) if found else ""
-    low, high = (of(speedup["median"] for speedup in found) for of in (min, max))
-    lower, upper = min(speedup["lower"] for speedup in found), max(speedup["upper"] for speedup in found)
-    return f"{low:.2f}x to {high:.2f}x ({lower:.2f} to {upper:.2f})"
-
-
 def streamed(model: Mapping[str, Any]) -> int:
     """Returns the parameters that a call streams; tables of n-grams are only looked up."""
     known = {field.name for field in dataclasses.fields(TransformerConfig)}  # older files have fields that are gone
@@ -107,14 +73,13 @@ def streamed(model: Mapping[str, Any]) -> int:
 
 
 STUDY = Study(
-    question="How fast is the shipped pair by draft length, in all measurements?",
+    question="What does the main README say?",
     tables={
         "headline": Published(
             ["compile_slices", "python_pair_machine", "python_pair_machine_xla", "python_pair_machine_avx512"], headline
         ),
         "summary": Published(
-            ["python_pair_speedup", "python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"],
-            summary,
+            ["python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"], summary
         ),
     },
 )

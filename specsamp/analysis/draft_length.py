@@ -1,18 +1,11 @@
-"""Chooses the draft length K that is fastest on this device, for given prompts, rule and batch.
+"""Measures the draft length K that is fastest on this device, and the costs from which `specsamp.Adaptive` chooses its own.
 
-    K = choose_draft_length(pair, prompts, max_new_tokens=128, sampling=chain(temperature(0.8)))
-    completions = generate(pair, prompts, 128, sampling=chain(temperature(0.8)), draft_length=K)
+    adaptive = calibrate(pair, prompts, lengths=(0, 1, 2, 4, 8), sampling=chain(temperature(0.8)))
+    completions = generate(pair, prompts, draft_length=adaptive)           # anew for each sequence and round
+    completions = generate(pair, prompts, draft_length=adaptive.usual)     # the best for all of these
 
 A clock decides, so another machine may get another K, and with it other tokens from the same seed. Write the K down to
-reproduce a run.
-
-    adaptive = calibrate(pair, prompts, lengths=(0, 1, 2, 4, 8))
-    completions = generate(pair, prompts, draft_length=adaptive)
-
-`calibrate` measures the numbers from which `specsamp.Adaptive` chooses anew for each sequence and round; `cost_table`
-forecasts its milliseconds. Print the result, and write it down.
-
-Whole loops take a compilation for each draft length. Where acceptance is known, single calls do: `specsamp.analysis.calls`.
+reproduce a run. `cost_table` makes the costs from calls that are known.
 """
 
 from __future__ import annotations
@@ -36,41 +29,10 @@ from specsamp.decoding.request import Prompt, check_budgets, encode
 from specsamp.decoding.results import RowStats
 from specsamp.mesh.distributed import gather_objects
 
-DRAFT_LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 LONGEST_TEXT = 64  # new tokens of a measurement, in caches of the full size
 # The measured texts must not share their noise with the completions: K would depend on the random numbers that decide
 # the text, and the completions would no longer follow the target's distribution.
 SEED = 0x9E3779B9
-
-
-def choose_draft_length(
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int = 128,
-    *,
-    draft_lengths: Sequence[int] = DRAFT_LENGTHS,
-    say: Callable[[str], None] = print,
-    **options: Any,
-) -> int:
-    """Decodes the prompts with each draft length, in turn, and returns the one with the fewest milliseconds per token.
-
-    Args:
-      draft_lengths: the K to compare; 0 (plain decoding) is always among them.
-      say: gets the choice and the numbers behind it, in two lines.
-      options: see `time_lengths`, for the other arguments and the errors, too.
-    """
-    timings = time_lengths(pair, prompts, max_new_tokens, draft_lengths=draft_lengths, **options)
-    # All processes choose the same.
-    ms = {K: gather_objects(_ms_per_token(times))[0] for K, times in timings.items()}
-    best = min(ms, key=lambda K: ms[K])
-    if jax.process_index() == 0:
-        rows = len(timings[0][0].rows)
-        say(
-            f"draft_length {best} for {rows} rows: {ms[best]:.3g} ms per token, {ms[0] / ms[best]:.2f}x plain decoding\n"
-            "ms per token (tokens per round) by draft length: "
-            + ", ".join(f"{K}: {ms[K]:.3g} ({_stats(timings[K]).emitted_per_round:.2f})" for K in timings)
-        )
-    return best
 
 
 def calibrate(
@@ -80,18 +42,47 @@ def calibrate(
     *,
     lengths: Sequence[int] = LENGTHS,
     stop: Stop | None = None,
-    **options: Any,
+    make_drafter: Callable[[int], Drafter] | None = None,
+    repeats: int = 5,
+    **how: Any,
 ) -> Adaptive:
-    """Returns an adaptive draft length, measured on some prompts: as many as are decoded together later.
+    """Returns an adaptive draft length, measured by decoding some prompts with each length and with none, in turn.
 
-    It measures the milliseconds of a round with each length, the best length for all, and the acceptance of the longest.
-    The noise of the clock is taken out: a round never costs less than a shorter one. See `Adaptive` for ``lengths`` and
-    ``stop``, and `time_lengths` for the other arguments.
+    It has the milliseconds of a round with each length, the best length for all, and the acceptance of the longest. The
+    noise of the clock is taken out: a round never costs less than a shorter one.
+
+    Args:
+      prompts: texts or lists of token ids, as many as are decoded together later; one that is given twice is two rows.
+      max_new_tokens: the budget of each row; no more than `LONGEST_TEXT` of them are decoded.
+      lengths, stop: see `Adaptive`.
+      make_drafter: makes the drafter of a K >= 1; default the pair's draft model.
+      repeats: measurements of each length.
+      how: ``sampling``, ``draft_sampling`` and ``rule``, as `generate` takes them; it raises the same errors.
     """
     if len(lengths) < 2:
         raise ValueError(f"lengths must be at least two to choose between, such as {LENGTHS}; got {tuple(lengths)!r}")
     Adaptive(lengths=tuple(lengths), costs_ms=[1.0] * len(lengths), stop=stop)  # refuses lengths before measuring
-    timings = time_lengths(pair, prompts, max_new_tokens, draft_lengths=lengths, **options)
+    if jax.config.jax_disable_jit:
+        raise ValueError(
+            "draft lengths are chosen by timing compiled programs: choose K yourself under JAX_DISABLE_JIT"
+        )
+    token_lists = tuple(map(tuple, encode(pair, prompts)))
+    budget = validate.integer("max_new_tokens", max_new_tokens, 1)
+    workload = Workload(
+        batch=-(-len(token_lists) // pair.shards.count) * pair.shards.count,  # `generate` adds idle rows on a mesh, too
+        prompt_length=max(map(len, token_lists)),
+        max_new_tokens=min(budget, LONGEST_TEXT),
+        repeats=validate.integer("repeats", repeats, 1),
+        seed=SEED,
+        prompts=token_lists,
+    )
+    methods: dict[int, Method] = {}
+    for K in sorted({0, *lengths}):
+        drafter = make_drafter(K) if make_drafter and K else None
+        methods[K] = make_method(pair, draft_length=K, drafter=drafter, **how)
+        check_budgets(pair, methods[K].drafter, [*map(len, token_lists)], budget)
+    sides = decoders(pair, methods, workload, least_length=workload.prompt_length + budget)
+    timings = decode_in_turns(sides, workload.repeats)
     found = adapted_to({K: timings[K] for K in lengths}, stop)
     return gather_objects(found)[0]  # all processes choose the same
 
@@ -119,57 +110,10 @@ def cost_table(
     return _rising([costs.round_ms(K, batch, context) for K in lengths])
 
 
-def time_lengths(
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int = 128,
-    *,
-    draft_lengths: Sequence[int],
-    make_drafter: Callable[[int], Drafter] | None = None,
-    repeats: int = 5,
-    **how: Any,
-) -> dict[int, list[Timing]]:
-    """Decodes the prompts with each draft length and with none, in turn; returns what was measured, by length.
-
-    Args:
-      prompts: texts or lists of token ids, all decoded together; one that is given twice is two rows.
-      max_new_tokens: the budget of each row; no more than `LONGEST_TEXT` of them are decoded.
-      make_drafter: makes the drafter of a K >= 1; default the pair's draft model.
-      repeats: measurements of each K.
-      how: ``sampling``, ``draft_sampling`` and ``rule``, as `generate` takes them; it raises the same errors.
-    """
-    if jax.config.jax_disable_jit:
-        raise ValueError(
-            "draft lengths are chosen by timing compiled programs: choose K yourself under JAX_DISABLE_JIT"
-        )
-    token_lists = tuple(map(tuple, encode(pair, prompts)))
-    lengths = sorted({0, *(validate.integer("a draft length", K, 0) for K in draft_lengths)})
-    budget = validate.integer("max_new_tokens", max_new_tokens, 1)
-    workload = Workload(
-        batch=-(-len(token_lists) // pair.shards.count) * pair.shards.count,  # `generate` adds idle rows on a mesh, too
-        prompt_length=max(map(len, token_lists)),
-        max_new_tokens=min(budget, LONGEST_TEXT),
-        repeats=validate.integer("repeats", repeats, 1),
-        seed=SEED,
-        prompts=token_lists,
-    )
-    methods: dict[int, Method] = {}
-    for K in lengths:
-        drafter = make_drafter(K) if make_drafter and K else None
-        methods[K] = make_method(pair, draft_length=K, drafter=drafter, **how)
-        check_budgets(pair, methods[K].drafter, [*map(len, token_lists)], budget)
-    sides = decoders(pair, methods, workload, least_length=workload.prompt_length + budget)
-    return decode_in_turns(sides, workload.repeats)
-
-
 def _rising(ms: Sequence[float]) -> tuple[float, ...]:
     from scipy.optimize import isotonic_regression  # a fifth of a second, which kept costs do not need
 
     return tuple(isotonic_regression(ms).x.tolist())
-
-
-def _ms_per_token(timings: Sequence[Timing]) -> float:
-    return float(np.median([one.loop_seconds / sum(map(len, one.texts)) for one in timings]) * 1e3)
 
 
 def _stats(timings: Sequence[Timing]) -> RowStats:

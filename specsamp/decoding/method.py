@@ -89,8 +89,8 @@ class Decoding(TypedDict, total=False):
         tokenizer does not have (a padded vocabulary) are always excluded.
       draft_sampling: the draft's warp; default the target's. Any choice is exact; similar warps accept more tokens.
       draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
-        `specsamp.analysis.draft_length.choose_draft_length` measures which K pays on a device. With `Adaptive`, every
-        round has its own length for each sequence.
+        `specsamp.analysis.draft_length.calibrate` measures which K pays on a device. With `Adaptive`, every round has its
+        own length for each sequence.
       rule: `TokenRule`, `BlockRule` or `CoupledRule`; or a lossy rule (`specsamp.sampling.lossy`), whose cost is in
         `Completion.stats`.
       drafter: your own, or `EarlyExitDrafter` or `NgramDrafter`; default the pair's draft model.

@@ -11,7 +11,6 @@ from specsamp.analysis.calls import TIMED_LENGTH, TIMED_POSITIONS, time_calls
 from specsamp.analysis.costs import CostTable, PerCall
 from specsamp.analysis.draft_length import (
     calibrate,
-    choose_draft_length,
     cost_table,
 )
 from specsamp.analysis.workload import TimedDecoder, Workload
@@ -47,35 +46,23 @@ def clocks(monkeypatch):
     return set_to
 
 
-def choose(pair, **options):
-    said = []
-    options = {"prompts": PROMPTS, "sampling": SAMPLING, "draft_lengths": (1, 4), "repeats": 2} | options
-    return choose_draft_length(pair, max_new_tokens=30, say=said.append, **options), said
-
-
-def test_a_draft_that_pays_is_chosen_and_the_numbers_are_said(pair, clocks):
-    ran = clocks({0: 1.0, 1: 1.1, 4: 1.5})
-    K, (said,) = choose(pair)
-    assert K == 4
-    first, second = said.splitlines()
-    assert first.startswith("draft_length 4 for 2 rows: ") and "x plain decoding" in first
-    assert "by draft length: 0: " in second and "4: " in second
-    assert [decoder.method.drafter.K for decoder in ran] == [0, 1, 4] * 3  # in turn; the first turn compiles
-    assert len({decoder.engine.slots for decoder in ran}) == 1
-    assert len(generate(pair, PROMPTS, 8, draft_length=K)) == 2
+def choose(pair, prompts=PROMPTS, **options):
+    return calibrate(pair, prompts, 30, **dict(sampling=SAMPLING, lengths=(0, 1, 4), repeats=2) | options)
 
 
 def test_what_was_measured_is_what_adaptive_lengths_begin_with(pair, clocks):
-    clocks({0: 1.0, 1: 1.1, 4: 1.5})
-    asked = dict(lengths=(0, 1, 4), repeats=2, sampling=SAMPLING)
-    found = calibrate(pair, PROMPTS, 30, **asked)
+    ran = clocks({0: 1.0, 1: 1.1, 4: 1.5})
+    found = choose(pair)
+    assert [decoder.method.drafter.K for decoder in ran] == [0, 1, 4] * 3  # in turn; the first turn compiles
+    assert len({decoder.engine.slots for decoder in ran}) == 1
+    assert len(generate(pair, PROMPTS, 8, draft_length=found.usual)) == 2
     assert found.costs_ms == pytest.approx((1000, 1100, 1500))
     assert found.usual == 4 and 0.3 < found.acceptance <= 1
     clocks({0: 1.2, 1: 1.0, 4: 15.0})
-    found = calibrate(pair, PROMPTS, 30, **asked)
+    found = choose(pair)
     assert found.costs_ms == pytest.approx((1100, 1100, 15000)) and found.usual == 1
     clocks({0: 1.0, 1: 2.5, 4: 12.0})
-    assert calibrate(pair, PROMPTS, 30, **asked).usual == 0
+    assert choose(pair).usual == 0
 
 
 @pytest.mark.parametrize("lengths, message", [((4,), "at least two to choose between"), ((4, 2), "lengths must rise")])
@@ -93,52 +80,43 @@ def test_a_cost_table_rises():
     assert cost_table(noisy, range(5)) == (2, 2, 2, 6.5, 6.5)
 
 
-def test_where_speculation_does_not_pay_the_answer_is_zero(pair, clocks):
-    """The control has the same acceptance and another clock."""
-    clocks({0: 1.0, 1: 2.5, 4: 12.0})
-    assert choose(pair)[0] == 0
-    clocks({0: 1.0, 1: 1.1, 4: 6.0})
-    assert choose(pair)[0] == 1
-
-
 def test_the_clock_of_the_first_process_decides(pair, clocks, monkeypatch):
     """All processes must choose the same: with another K each they would wait for each other for ever."""
     clocks({0: 1.0, 1: 2.5, 4: 12.0})
-    told = iter([3.0, 1.0, 2.0])  # of K = 0, 1, 4
-    monkeypatch.setattr(draft_length, "gather_objects", lambda ms: [next(told), ms])
-    assert choose(pair)[0] == 1
+    monkeypatch.setattr(draft_length, "gather_objects", lambda found: ["of the first", found])
+    assert choose(pair) == "of the first"
 
 
 def test_acceptance_counts_as_well(pair, clocks):
     clocks({0: 1.0, 1: 1.1, 4: 1.5})
     poor = dataclasses.replace(pair, draft_params=fakes.near(pair.target_params, 1, 50.0))
-    assert choose(poor)[0] < 4
+    assert choose(poor).usual < 4
 
 
 def test_drafters_of_ones_own_and_several_rows(pair, clocks):
     ran = clocks({0: 1.0, 3: 0.5})
-    K, _ = choose(pair, make_drafter=lambda K: NgramDrafter(K=K), draft_lengths=(3,), prompts=PROMPTS[:1] * 2)
-    assert K == 3 and ran[-1].method.drafter == NgramDrafter(K=3) and ran[-1].workload.batch == 2
+    found = choose(pair, make_drafter=lambda K: NgramDrafter(K=K), lengths=(0, 3), prompts=PROMPTS[:1] * 2)
+    assert found.usual == 3 and ran[-1].method.drafter == NgramDrafter(K=3) and ran[-1].workload.batch == 2
 
 
 def test_long_budgets_are_not_decoded_to_the_end_but_have_caches_of_their_size(pair, clocks, monkeypatch):
     monkeypatch.setattr(draft_length, "LONGEST_TEXT", 10)
     ran = clocks({0: 1.0, 1: 1.0})
-    choose(pair, draft_lengths=(1,))
+    choose(pair, lengths=(0, 1))
     assert ran[-1].workload.max_new_tokens == 10 and ran[-1].engine.slots >= 3 + 30
 
 
 def test_the_noise_is_not_that_of_the_completions(pair, clocks):
     """K must not depend on the random numbers that decide the text."""
     ran = clocks({0: 1.0, 1: 1.0})
-    choose(pair, draft_lengths=(1,))
+    choose(pair, lengths=(0, 1))
     requests = ran[-1].requests(0)
     assert [request.seed for request in requests] == [draft_length.SEED] * 2
 
 
 def test_what_is_not_compiled_has_no_costs(pair):
     with jax.disable_jit(), pytest.raises(ValueError, match="choose K yourself under JAX_DISABLE_JIT"):
-        choose_draft_length(pair, PROMPTS, 4)
+        choose(pair)
 
 
 # Costs of rounds from single calls.

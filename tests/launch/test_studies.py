@@ -7,7 +7,7 @@ import types
 import pytest
 
 from launch.lib import study
-from launch.studies import backtest, speedup
+from launch.studies import backtest
 from launch.studies import compile as compiled
 from launch.studies import compile_tables as tables
 from launch.studies.compile import GRIDS, STUDY
@@ -60,9 +60,6 @@ def test_all_kinds_of_rows_are_compared_and_the_bands_do_not_claim_to_hold_serve
 COUNTS = RowStats(rounds=10, emitted=22, drafted=20, reached=(10, 6), accepted_counts=(4, 3, 3))
 
 
-SPREADS = {"token": {"median": 2.0, "lower": 1.5, "upper": 2.5}, "block": {"median": 9.0, "lower": 9.0, "upper": 9.0}}
-
-
 def quartiles(value):
     return Quartiles.of([value])
 
@@ -92,23 +89,6 @@ def test_theory_allows_what_acceptance_and_calls_give():
     assert result(1.2, split=None).allowed_speedup is None
 
 
-def test_several_measurements_of_a_setting_are_a_range():
-    greedy = speedup.DISTRIBUTIONS["greedy"]
-    points = [{"rule": rule, "draft_length": K, "speedup": SPREADS[rule]} for K in (2, 3) for rule in SPREADS]
-    curves = {"greedy": {"points": points}}
-    whole = {"config": {"drafter": "model", "batch": 1}, "curves": curves}
-    key = speedup.key_of(greedy, "model", 3, 1)
-    cells = [{"key": key, "result": {"speedup": {"median": 1.5, "lower": 1.25, "upper": 1.75}}}]
-    cells += [
-        {"key": key | {"batch": 4}, "result": {"speedup": SPREADS["block"]}},
-        {"key": key, "out_of_memory": "all"},
-    ]
-    assert speedup.spread(key, whole) == "2.00x (1.50 to 2.50)"
-    assert speedup.spread(key, whole, {"cells": cells}) == "1.50x to 2.00x (1.25 to 2.50)"
-    assert speedup.spread(key | {"batch": 4}, whole, {"cells": cells}) == "9.00x (9.00 to 9.00)"
-    assert speedup.spread(key | {"temperature": 0.8}, whole, {"cells": cells}) == ""
-
-
 def test_the_demo_has_the_speedups_of_the_readme(monkeypatch, tmp_path):
     demo = module("demo")
     name, *shown = demo.committed_speedups()
@@ -128,7 +108,7 @@ def cells(grid, *changes):
     return compiled.cells(types.SimpleNamespace(grid=grid, change=changes))
 
 
-@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid != "training"])
+@pytest.mark.parametrize("grid", GRIDS)
 def test_what_the_runner_writes_has_the_names_and_the_table_of_the_committed_answers(grid):
     document = study.read_result(f"compile_{grid}")
     names = [cell.get("name") or cell["key"] for cell in document["cells"]]  # older files name their cells
@@ -140,20 +120,10 @@ def test_what_the_runner_writes_has_the_names_and_the_table_of_the_committed_ans
     assert {*STUDY.shown(types.SimpleNamespace(grid=grid))} <= {*STUDY.tables, *STUDY.figures}
 
 
-def test_a_training_step_that_does_not_fit_is_shown():
-    document = study.read_result("compile_head_training")
-    (key,) = cells("training")
-    fits, unfit = tables.training(
-        {"cells": [{"key": key, "result": document}, {"key": key, "out_of_memory": "of the device"}]}
-    ).rows
-    assert fits[-3:] == tables.training(document).rows[0][-3:] and "does not fit" in unfit
-
-
 def test_changed_cells_are_compiled_once():
     assert cells("heads", "topology=v5e:2x4", "target=Llama 3.1 8B", "drafter=EAGLE-3") == [
         {"target": "Llama 3.1 8B", "topology": "v5e:2x4", "drafter": "EAGLE-3"}
     ]
-    assert cells("training", "layers=7")[0]["layers"] == 7
 
 
 @pytest.mark.slow
