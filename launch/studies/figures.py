@@ -6,7 +6,7 @@ Our curves are lines, with quartiles; the points are those of Chen et al. (arXiv
 2302.01318). Nothing is measured here. The tables are those of commands.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.lib.evaluation_tables import quality
@@ -95,6 +95,18 @@ def trained(pair: Document) -> Table:
     return Table(title="Training of the shipped pair", header=header, rows=rows)
 
 
+def domains(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Returns tokens per round by kind of text and drafter."""
+    drafting = {
+        row["name"]: row["counts_by_category"] | {"all": row["counts"]} for row in rows if row["counts"]["drafted"]
+    }
+    found = [
+        {"": kind} | {name: f"{counts[kind]['emitted_per_round']:.2f}" for name, counts in drafting.items()}
+        for kind in next(iter(drafting.values()))
+    ]
+    return Table.of("Tokens per round, by kind of text", found)
+
+
 STUDY = Study(
     question="How do our curves compare with those of the paper, and what did the commands measure?",
     tables={
@@ -104,6 +116,7 @@ STUDY = Study(
         ),
         "audit": Published(["python_pair_audit"], lambda audit: audit_table(audit["checks"])),
         "quality": Published(["python_pair_tasks"], lambda found: quality(found["evaluation"])),
+        "domains": Published(["python_domains"], lambda found: domains(found["evaluation"])),
         "humaneval": Published(["python_pair_humaneval"], lambda found: quality(found["evaluation"])),
     },
     figures={"figure_1": Published(["python_pair_grid"], draw_paper)},

@@ -4,9 +4,11 @@ import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 
 import jax
 import numpy as np
@@ -15,10 +17,11 @@ import pytest
 from configs import chinchilla
 from launch.lib import experiment
 from launch.lib.fields import ExperimentConfig
-from specsamp import generate
+from specsamp import generate, load_pair
 from specsamp.analysis.workload import decoders
 from specsamp.checkpoints.export import export
 from specsamp.mesh import distributed
+from specsamp.serving.request_warps import make_warp
 from specsamp.training.run_folder import read_metrics
 from support import mesh_worker as worker
 from support import run_script
@@ -140,16 +143,20 @@ def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
     assert distributed.code_version() != before
 
 
-def launch(script, *arguments, folders=(ROOT, ROOT), code=0, timeout=1800):
-    """An entry point as two processes with 8 devices together, each in its folder; returns what each printed."""
+def begin_both(script, *arguments, folders=(ROOT, ROOT), **environment):
+    """An entry point as two processes with 8 devices together, each in its folder."""
     port = free_port()
     four = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     env = os.environ | PATIENT | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": four}
-    env |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    env |= {"JAX_ENABLE_COMPILATION_CACHE": "false"} | environment
     command = [sys.executable, f"{ROOT}/launch/{script}.py", *map(str, arguments)]
     command += [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
-    jobs = [begin([*command, f"--process_id={index}"], folder, env) for index, folder in enumerate(folders)]
-    codes, outputs = finish(jobs, timeout)
+    return [begin([*command, f"--process_id={index}"], folder, env) for index, folder in enumerate(folders)]
+
+
+def launch(script, *arguments, folders=(ROOT, ROOT), code=0, timeout=1800):
+    """Runs it to its end, and returns what each process printed."""
+    codes, outputs = finish(begin_both(script, *arguments, folders=folders), timeout)
     assert codes == [code] * 2, "\n".join(outputs)
     return outputs
 
@@ -193,6 +200,39 @@ def test_an_evaluation_of_two_processes_is_that_of_one(tmp_path):
         results.append([round(score["log_prob"], 3) for score in cell["result"]["scores"]])
         assert cell["result"]["timed"]["completions"] == 12
     assert results[0] == results[1] and len(set(results[0])) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_endpoint_of_two_processes_answers_and_ends_for_both(tmp_path, dies):
+    """The text is that of one process; a process that dies ends the other with a line, not a hang."""
+    run_script.save_tiny_pair(tmp_path / "pair", [f"def f{i}(x):" for i in range(6)])
+    flags = [f"--config=configs/trained_pair.py:{tmp_path / 'pair'}", "--config.mesh.data=4", "--config.mesh.model=2"]
+    flags += ["--port=0", "--plain", "--rows=4", "--context=64"]
+    jobs = begin_both("serve", *flags, **({"SPECSAMP_HEARTBEAT_SECONDS": "10"} if dies else {}))
+    said = []
+    for line in jobs[0].stdout:
+        said.append(line)
+        if url := re.search(r"ready: (\S+)/v1 ", line):
+            break
+    asked = {"prompt": "def f1(x):", "max_tokens": 12, "temperature": 0.8, "seed": 3}
+    request = urllib.request.Request(f"{url[1]}/v1/completions", json.dumps(asked).encode())
+    request.add_header("content-type", "application/json")
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        (choice,) = json.load(answer)["choices"]
+    pair = load_pair(tmp_path / "pair")
+    (alone,) = generate(pair, ["def f1(x):"], 12, sampling=make_warp({"temperature": 0.8}), seed=3, draft_length=3)
+    assert choice["text"] == alone.text, said
+    if dies:
+        jobs[1].kill()
+    else:
+        jobs[0].send_signal(signal.SIGTERM)
+    codes, outputs = finish(jobs)
+    lasts = [output.splitlines()[-1] for output in outputs if output]
+    if dies:
+        assert codes[0] == 1 and "died" in lasts[0], outputs
+    else:
+        assert codes == [130, 130] and "the first process has ended the server" in lasts[1], outputs
 
 
 @pytest.fixture(scope="module")
