@@ -32,7 +32,7 @@ Array = jax.Array
 
 TIMED_POSITIONS = (1, 2, 4, 6, 8)  # that the target scores in the calls that are timed
 TIMED_LENGTH = max(TIMED_POSITIONS) - 1  # the draft length of the drafts that are timed
-CALL_SECONDS = 4.0
+CALL_SECONDS = 2.0
 
 
 def time_calls(
