@@ -116,7 +116,7 @@ setup(
             "pydantic>=2",
             "jinja2>=3.1",
             "prometheus-client>=0.22",
-            "llguidance>=1.3",
+            "llguidance>=1.9",
         ],
         "hf": ["huggingface-hub>=0.25", "jinja2>=3.1"],  # jinja2: chat templates
     },

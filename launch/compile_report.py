@@ -2,7 +2,6 @@
 
     pip install libtpu                                            # Linux on x86-64
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4
-    python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4 --fits
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1
     python launch/compile_report.py --config=configs/chinchilla.py --config.drafter=early_exit --config.exit_layer=10
     python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2
@@ -28,7 +27,6 @@ from launch.lib.config import ConfigFlag
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, target_and_draft
-from specsamp.decoding.data_shards import DataShards
 from specsamp.machine import version
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
@@ -38,7 +36,6 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import pair_report
 from specsamp.tpu.calibration import fit_published
 from specsamp.tpu.lowering import Programs, sharded_head_model
-from specsamp.tpu.program import USABLE
 from specsamp.tpu.topology import described_mesh, parse
 
 _CONFIG = ConfigFlag("configs/chinchilla.py", ExperimentConfig)
@@ -48,12 +45,7 @@ _TOPOLOGY = flags.DEFINE_string(
 _SLOTS = flags.DEFINE_integer(
     "slots", 2048, "Slots of the caches, which is the longest text in tokens.", lower_bound=16
 )
-_FITS = flags.DEFINE_bool(
-    "fits", False, "Print how many sequences fit, by batch and context, instead of compiling anything."
-)
 _OUTPUT = entry.define("output")
-
-BATCHES, CONTEXTS = (1, 4, 8, 16, 32, 64, 128), (2048, 8192, 32768)
 
 
 def main() -> None:
@@ -63,12 +55,6 @@ def main() -> None:
     entry.check_output(_OUTPUT.value)
     programs = programs_of(config, console)
     head = programs.head
-    if _FITS.value:
-        grid = fits(programs)
-        entry.show([pair_report.fits_table(grid, _TOPOLOGY.value)], console)
-        document = {"config": config.recorded, "topology": _TOPOLOGY.value, "fits": grid}
-        entry.write_result(_OUTPUT.value, document, console)
-        return
     with entry.progress(console, "compiling") as say:
         report = pair_report.compile_report(
             programs,
@@ -137,29 +123,6 @@ def with_kernels(model: TransformerLM, config: ExperimentConfig) -> TransformerL
     """Returns the model with the attention of ``config.attention`` on a TPU."""
     kernels = choose_kernels(config.attention, backend="tpu")
     return dataclasses.replace(model, weight_order="default", kernels=kernels)
-
-
-def fits(programs: Programs) -> list[dict]:
-    """Returns bytes per device of weights and caches by context and batch; temporaries come on top."""
-    chip, _ = parse(_TOPOLOGY.value)
-    capacity = chip.hbm_bytes // chip.devices
-    grid, num_shards = [], DataShards(programs.mesh).count
-    most = min((m.max_positions for m in (programs.target, programs.draft) if m.max_positions), default=None)
-    for context in [c for c in CONTEXTS if most is None or c <= most] or [most]:
-        for batch in [b * num_shards for b in BATCHES]:
-            weights, caches = dataclasses.replace(programs, batch=batch, slots=context).bytes_of_state()
-            left, row = USABLE * capacity - weights, caches * num_shards / batch
-            grid.append(
-                {
-                    "context": context,
-                    "batch": batch,
-                    "weights": weights,
-                    "caches": caches,
-                    "share": (weights + caches) / capacity,
-                    "most_rows": max(int(left // row), 0) * num_shards,
-                }
-            )
-    return grid
 
 
 if __name__ == "__main__":

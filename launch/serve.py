@@ -20,6 +20,7 @@ were accepted and rejected. GET /health says how busy the rows are, GET /metrics
 import dataclasses
 import os
 import signal
+from typing import NoReturn
 
 import jax
 from absl import flags
@@ -86,16 +87,15 @@ def main() -> None:
     validate.number("--timeout", _TIMEOUT.value, 0.1)
     of_requests = ("batch", "max_new_tokens", "prompt_length", "repeats", "sampling", "seed")
     _CONFIG.refuse_fields(of_requests, "requests bring it, and --rows and --context bound it")
-    config, keys = _CONFIG.value, read_keys()
+    config = _CONFIG.value
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
-    if not entry.is_first():  # it decodes what the first process takes
-        _, service = make_service(config, console)
-        service.start()
-        service.join()
-        check(service)
-        raise KeyboardInterrupt("the first process has ended the server")
-    with bind(_HOST.value, _PORT.value, _TIMEOUT.value) as bound:
+    held = []  # the first process has the keys and the port, and its errors end all
+    distributed.from_first(lambda: held.extend([read_keys(), bind(_HOST.value, _PORT.value, _TIMEOUT.value)]))
+    if not held:
+        follow(config, console)
+    keys, bound = held
+    with bound:
         experiment, service = make_service(config, console)
         has_chat = knows_conversations(experiment.pair.tokenizer)
         service.start()
@@ -121,6 +121,17 @@ def main() -> None:
             service.close()
             service.join()
         check(service)
+
+
+def follow(config: ExperimentConfig, console: Console) -> NoReturn:
+    """Decodes what the first process takes, until it ends."""
+    _, service = make_service(config, console)
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may go to all processes, and the first still needs this one
+        signal.signal(number, signal.SIG_IGN)
+    service.start()
+    service.join()
+    check(service)
+    raise KeyboardInterrupt("the first process has ended the server")
 
 
 def make_service(config: ExperimentConfig, console: Console) -> tuple[Experiment, Service]:

@@ -46,7 +46,7 @@ def calibrate(
     repeats: int = 5,
     **how: Any,
 ) -> Adaptive:
-    """Returns an adaptive draft length, measured by decoding some prompts with each length and with none, in turn.
+    """Returns an adaptive draft length, measured by decoding some prompts with each length, in turn.
 
     It has the milliseconds of a round with each length, the best length for all, and the acceptance of the longest. The
     noise of the clock is taken out: a round never costs less than a shorter one.
@@ -77,7 +77,7 @@ def calibrate(
         prompts=token_lists,
     )
     methods: dict[int, Method] = {}
-    for K in sorted({0, *lengths}):
+    for K in lengths:
         drafter = make_drafter(K) if make_drafter and K else None
         methods[K] = make_method(pair, draft_length=K, drafter=drafter, **how)
         check_budgets(pair, methods[K].drafter, [*map(len, token_lists)], budget)

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import reprlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -22,14 +23,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
 from specsamp.sampling.warp import Chain, Warp, register_warp
 
 Array = jax.Array
 
+LAST = 2**31 - 2
 FREE = 0  # the state of a row that has no grammar, or has left it: every token is allowed
 KINDS = ("json_schema", "regex", "lark")
-MOST_MATCHERS = 4096  # that are kept; others are made again from the tokens of their texts
+MOST_SOURCE = 16_384  # characters of a grammar: large ones take seconds for a mask
+MOST_MATCHERS = 512  # that are kept; others are made again from the tokens of their texts
 
 
 def grammar(tokenizer: Any, kind: str, source: Any, *, ends: Sequence[int]) -> Follow:
@@ -55,18 +59,20 @@ def grammar(tokenizer: Any, kind: str, source: Any, *, ends: Sequence[int]) -> F
         import llguidance
     except ImportError as error:
         raise ValueError(f"a grammar takes a library ({error}): pip install llguidance") from error
-    options = {}
-    if kind == "json_schema":
-        source = source if isinstance(source, str) else json.dumps(source)
-        options = {"defaults": {"whitespace_flexible": False}}  # a small model may write spaces for ever
-    if not isinstance(source, str):
-        raise ValueError(f"{kind} must be a text; got {source!r}")
-    text = getattr(llguidance.LLMatcher, f"grammar_from_{kind}")(source, **options)
-    known = _tokenizer(tokenizer, tuple(ends))
-    problem = llguidance.LLMatcher.validate_grammar(text, known)
+    if kind == "json_schema" and isinstance(source, dict):
+        source = json.dumps(source)
+    if not isinstance(source, str) or len(source) > MOST_SOURCE:
+        raise ValueError(f"{kind} must be a text of at most {MOST_SOURCE} characters; got {reprlib.repr(source)}")
+    options = {"defaults": {"whitespace_flexible": False}} if kind == "json_schema" else {}  # else spaces may never end
+    known = _tokenizer(tokenizer)
+    try:
+        text = getattr(llguidance.LLMatcher, f"grammar_from_{kind}")(source, **options)
+        problem = llguidance.LLMatcher.validate_grammar(text, known)
+    except ValueError as error:  # a schema that is no JSON
+        problem = str(error)
     if problem:
         raise ValueError(f"{kind} is not understood: {' '.join(problem.split())[:300]}")
-    return Follow(np.int32(_TEXTS.begin(llguidance.LLMatcher(known, text, log_level=0))))
+    return Follow(np.int32(_TEXTS.begin(llguidance.LLMatcher(known, text, log_level=0), tuple(ends))))
 
 
 def no_grammar() -> Follow:
@@ -75,8 +81,8 @@ def no_grammar() -> Follow:
 
 
 def release(warp: Follow) -> None:
-    """Gives the host memory of a grammar back; rows that still follow it are free from then on."""
-    _TEXTS.release(int(warp.value))
+    """Gives the host memory of a grammar back, at its next use; rows that still follow it are free from then on."""
+    _TEXTS.released.append(int(warp.value))
 
 
 def follows_grammar(warp: Warp) -> bool:
@@ -119,6 +125,7 @@ class _Text:
     """What a row has written: nothing yet, of which there is a matcher, or another text and one more token."""
 
     number: int
+    ends: tuple[int, ...]
     matcher: Any = None
     before: _Text | None = None
     token: int = -1
@@ -129,34 +136,29 @@ class _Texts:
     """The texts that rows have begun, by number, and the last used matchers that have read them; for several threads.
 
     A text keeps its number, however often a program asks, so that callbacks are functions.
+
+    Attributes:
+      released: numbers of grammars that nobody needs. Whoever appends may hold the lock: it may be the garbage collector.
     """
 
     def __init__(self):
+        self.released: collections.deque[int] = collections.deque()
         self._lock = threading.Lock()
-        self._numbers = itertools.count(FREE + 1)
+        self._numbers = itertools.count()
         self._texts: dict[int, _Text] = {}
         self._matchers: collections.OrderedDict[_Text, Any] = collections.OrderedDict()
 
-    def begin(self, matcher: Any) -> int:
+    def begin(self, matcher: Any, ends: tuple[int, ...]) -> int:
         """Returns the number of a grammar's empty text."""
         with self._lock:
-            return self._add(matcher=matcher).number
-
-    def release(self, number: int) -> None:
-        """Forgets all texts of a grammar."""
-        with self._lock:
-            left = [self._texts.get(number)]
-            while left:
-                text = left.pop()
-                if text is not None:
-                    left += text.after.values()
-                    del self._texts[text.number]
-                    self._matchers.pop(text, None)
+            self._forget()
+            return self._add(matcher=matcher, ends=ends).number
 
     def after(self, numbers: Any, tokens: Any) -> np.ndarray:
         """Returns the numbers of texts with one more token; FREE where it is not allowed."""
         numbers, tokens = np.asarray(numbers), np.asarray(tokens)
         with self._lock:
+            self._forget()
             found = [self._next(*pair) for pair in zip(numbers.ravel().tolist(), tokens.ravel().tolist())]
         return np.asarray(found, np.int32).reshape(numbers.shape)
 
@@ -171,13 +173,28 @@ class _Texts:
                 matcher = None if text is None else self._matcher(text)
                 if matcher is None:
                     row[:] = np.iinfo(np.uint8).max
-                elif not matcher.is_error():
+                elif matcher.is_error():
+                    logging.error("a grammar failed: %s", matcher.get_error())
+                else:
                     allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)[:size]
                     row[: len(allowed)] = allowed
+                    _set_ends(row, text.ends, matcher)
         return bits[where].reshape(*numbers.shape, size)
 
+    def _forget(self) -> None:
+        """Forgets all texts of released grammars."""
+        while self.released:
+            left = [self._texts.get(self.released.popleft())]
+            while left:
+                if (text := left.pop()) is not None:
+                    left += text.after.values()
+                    del self._texts[text.number]
+                    self._matchers.pop(text, None)
+
     def _add(self, **fields: Any) -> _Text:
-        text = _Text(next(self._numbers), **fields)
+        while (number := next(self._numbers) % LAST + 1) in self._texts:  # of a text that was released, or the next
+            pass
+        text = _Text(number, **fields)
         self._texts[text.number] = text
         return text
 
@@ -188,7 +205,7 @@ class _Texts:
         if token not in text.after:
             matcher = self._matcher(text).deep_copy()
             is_allowed = matcher.try_consume_tokens([token]) == 1 or matcher.is_error()
-            text.after[token] = self._add(before=text, token=token) if is_allowed else None
+            text.after[token] = self._add(before=text, token=token, ends=text.ends) if is_allowed else None
             if is_allowed:
                 self._keep(text.after[token], matcher)
         return FREE if text.after[token] is None else text.after[token].number
@@ -215,11 +232,21 @@ class _Texts:
 _TEXTS = _Texts()
 
 
+def _set_ends(bits: np.ndarray, ends: Sequence[int], matcher: Any) -> None:
+    """Allows the tokens that end a text where the grammar may end."""
+    if matcher.is_accepting():
+        for token in (each for each in ends if each < 8 * len(bits)):
+            bits[token // 8] |= 1 << token % 8
+
+
 @functools.lru_cache(maxsize=8)
-def _tokenizer(tokenizer: Any, ends: tuple[int, ...]) -> Any:
-    """Returns llguidance's form of a tokenizer, which takes about a second to make."""
+def _tokenizer(tokenizer: Any) -> Any:
+    """Returns llguidance's form of a tokenizer, which takes about a second to make, with an end of text that nobody else has."""
     import llguidance
 
     if not hasattr(tokenizer, "to_json"):
         raise ValueError(f"a grammar needs a pair with a tokenizer.json; got {type(tokenizer).__name__}")
-    return llguidance.LLTokenizer(tokenizer.to_json(), n_vocab=tokenizer.vocab_size, eos_token=list(ends))
+    content, end = json.loads(tokenizer.to_json()), {"id": tokenizer.vocab_size, "content": "<|end of the grammar|>"}
+    switches = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] = [*content.get("added_tokens", ()), end | switches | {"special": True}]
+    return llguidance.LLTokenizer(json.dumps(content), eos_token=[end["id"]])

@@ -56,7 +56,8 @@ class Answer:
         Where several processes decode, they free the rows together, after the first has told the others.
         """
         self.has_left = True
-        self.is_over |= self.number is None
+        if self.number is None:
+            self.is_over = True
 
     def send(self, what: Chunk | Failed) -> None:
         """Delivers a chunk or the reason of a failure; a caller that raises has left."""

@@ -146,7 +146,7 @@ class ResponseFormat(_Fields):
         if self.type == "json_object":
             return "json_schema", {"type": "object"}
         if self.type == "json_schema":
-            return "json_schema", self.json_schema.get("schema", {})
+            return "json_schema", self.json_schema["schema"]
         return ("regex", self.pattern) if self.type == "regex" else None
 
 
@@ -299,6 +299,8 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
             raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
         request.max_tokens = request.max_completion_tokens
     form = request.response_format
+    if form is not None and form.json_schema is not None and not isinstance(form.json_schema.get("schema"), dict):
+        raise ApiError("response_format.json_schema must have a schema, an object", param="response_format.json_schema")
     for kind, name in (("json_schema", "json_schema"), ("regex", "pattern")):
         if form is not None and (form.type == kind) != (getattr(form, name) is not None):
             where = f"response_format.{name}"

@@ -226,6 +226,8 @@ class Service:
           Busy: too many texts wait already.
           Failed: the service is closed.
         """
+        if jax.process_index() > 0:
+            raise ValueError("the first process takes the requests of all: ask it")
         num_samples = validate.integer("num_samples", num_samples, 1)
         draft_length = self._check_limits(prompts, stop, stop_ids, draft_length)
         count = len(prompts) * num_samples
@@ -240,15 +242,14 @@ class Service:
         budgets = [self._budget(index, len(tokens), max_new_tokens) for index, tokens in enumerate(prompts)]
         stop = [*(() if ignore_eos else self._stop_ids), *stop_ids, *stop]
         stops = make_stops(self.pair, stop, validate.integer("min_tokens", min_tokens, 0))
-        follow = None if grammar is None else self._follow(*grammar, stops)
+        number = next(self._numbers) if self._is_shared else None
+        answer = Answer([], deliver, is_streamed, client, is_scored, number=number)
+        follow = None if grammar is None else self._follow(answer, stops, *grammar)
         method = self._method(self.method.sampling if sampling is None else sampling, stops, follow)
-        requests = with_samples(make_requests(self.pair, method, prompts, budgets, seed=seed, stop=stops), num_samples)
+        requests = make_requests(self.pair, method, prompts, budgets, seed=seed, stop=stops)
+        answer.requests = requests = with_samples(requests, num_samples)
         if jax.tree.map(np.shape, requests[0].sampling) != jax.tree.map(np.shape, self._engine.idle.sampling):
             raise ValueError(f"sampling must be of the kinds of warps in {self.method.sampling!r}; got {sampling!r}")
-        number = next(self._numbers) if self._is_shared else None
-        answer = Answer(requests, deliver, is_streamed, client, is_scored, number=number)
-        if follow is not None:
-            weakref.finalize(answer, release, follow)
         for request in requests:
             request.answer, request.draft_length = answer, draft_length
         with self._changed:
@@ -257,11 +258,13 @@ class Service:
             self._changed.notify()
         return answer
 
-    def _follow(self, kind: str, source: Any, stops: Stops) -> Follow:
-        """Returns the warp of a request's grammar."""
+    def _follow(self, answer: Answer, stops: Stops, kind: str, source: Any) -> Follow:
+        """Returns the warp of a grammar, which is kept as long as the answer."""
         if not self.has_grammars:
             raise ValueError("grammars are not served here: start the server with --grammars")
-        return make_grammar(self.pair.tokenizer, kind, source, ends=sorted(stops.ids))
+        follow = make_grammar(self.pair.tokenizer, kind, source, ends=sorted(stops.ids))
+        weakref.finalize(answer, release, follow)
+        return follow
 
     def _check_limits(self, prompts: Any, stop: Any, stop_ids: Any, draft_length: int | None) -> int | None:
         """Raises ValueError for what is no list or longer than is taken; returns the draft length."""
@@ -435,9 +438,11 @@ class Service:
         try:
             text = self._engine.text(state, place, request)
             if text.finish == Finish.INVALID:
-                raise ValueError("the target's logits are NaN or infinite, or a warp has excluded every token")
+                raise FloatingPointError("the target's logits are NaN or infinite, or a warp has excluded every token")
             return text
         except Exception as error:
+            if self._is_shared and not isinstance(error, FloatingPointError):  # other processes may not have met it
+                raise
             logging.error("a text failed: %r", error)
             request.answer.send(Failed(f"decoding failed: {_in_short(error)}"))
             return None

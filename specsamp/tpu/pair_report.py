@@ -29,7 +29,7 @@ from specsamp.decoding.data_shards import DataShards
 from specsamp.sampling.rules import Rule
 from specsamp.tpu.calibration import Band, estimate, fit_published, two_digits
 from specsamp.tpu.lowering import Programs, step_windows
-from specsamp.tpu.program import Memory, Program, fastest, measure_program
+from specsamp.tpu.program import USABLE, Memory, Program, fastest, measure_program
 from specsamp.tpu.topology import Chip, parse
 from specsamp.tpu.work import Work, calls_of_round, hops, replica_axes
 
@@ -205,7 +205,9 @@ def report_tables(report: Report, weights: int, caches: int) -> list[Table]:
     """
     device = report.chip.hbm_bytes // report.chip.devices
     where = f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {report.slots} slots (compiler estimate)"
-    held = f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of {device / GIB:.0f} GiB"
+    rows_that_fit = max(int((USABLE * device - weights) // (caches / report.batch)), 0)
+    held = f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of {device / GIB:.0f} GiB: room for "
+    held += f"{rows_that_fit} sequences without temporaries"
     rows = [_traffic(program) for program in report.programs]
     made = [
         Table.of(f"One call on one device: {where}", rows, note=f"{held}; the round is draft, score, verify, commit")
@@ -276,15 +278,3 @@ def basis(open: bool) -> str:
         f"calibrated on {fit.points} published steps of TPU v5e; those of {fit.layouts} layouts, each left out once, were "
         f"within {math.expm1(fit.error):.0%}"
     )
-
-
-def fits_table(grid: Sequence[Mapping[str, Any]], topology: str) -> Table:
-    """Tabulates the share of a device's memory by batch and context, and how many sequences fit."""
-    rows: dict[int, dict[str, str]] = {}
-    for cell in grid:
-        row = rows.setdefault(cell["context"], {"slots": f"{cell['context']:,}"})
-        row[f"batch {cell['batch']}"] = f"{cell['share']:.0%}" if cell["share"] < 10 else ">1000%"
-    for cell in grid:
-        rows[cell["context"]]["sequences that fit"] = str(cell["most_rows"])
-    title = f"Weights and caches, share of a device's memory: {topology}"
-    return Table.of(title, list(rows.values()), note="temporaries come on top")

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import queue
 
@@ -11,7 +12,17 @@ import numpy as np
 import pytest
 import tokenizers
 
-from specsamp import BlockRule, ModelDrafter, NgramDrafter, TokenRule, chain, generate, greedy, temperature
+from specsamp import (
+    BlockRule,
+    ModelDrafter,
+    NgramDrafter,
+    TokenRule,
+    chain,
+    generate,
+    generate_many,
+    greedy,
+    temperature,
+)
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.checkpoints.trained_pair import load_pair
 from specsamp.decoding.drafters import EarlyExitDrafter, ModelTree
@@ -153,17 +164,42 @@ def test_a_matcher_that_was_not_kept_is_made_again(monkeypatch):
         assert [int(word) >> token & 1 for token in range(V)] == allowed(text)
     (refused,) = texts.after([numbers[1]], [0])
     assert refused == FREE and texts.masks([refused], 1).all()
-    texts.release(start)
+    texts.released.append(start)
+    texts.after([0], [0])
     assert not texts._texts and not texts._matchers and texts.after([numbers[2]], [0]).tolist() == [FREE]
 
 
 def test_a_grammar_is_known_and_given_back():
     follow = grammar(LETTERS, "lark", 'start: "ab"', ends=[END])
     assert follows_grammar(chain(temperature(1.0), follow)) and not follows_grammar(chain(temperature(1.0)))
-    release(follow)
-    release(follow)
-    release(no_grammar())
-    assert int(follow.value) not in module._TEXTS._texts
+    with module._TEXTS._lock:  # the collector may call it at any moment
+        release(follow)
+        release(follow)
+        release(no_grammar())
+    later = grammar(LETTERS, "lark", 'start: "ab"', ends=[END])
+    assert int(follow.value) not in module._TEXTS._texts and int(later.value) in module._TEXTS._texts
+
+
+def test_numbers_are_used_again_where_they_are_free(monkeypatch):
+    texts = module._Texts()
+    texts._numbers = itertools.count(module.LAST - 1)
+    monkeypatch.setattr(module, "_TEXTS", texts)
+    first = int(grammar(LETTERS, "regex", PATTERN, ends=[END]).value)
+    after = texts.after([first, first], [0, 1]).tolist()
+    assert (first, after) == (module.LAST, [1, 2]), "all are int32, and none is FREE"
+    texts._numbers = itertools.count(module.LAST - 1)
+    assert texts.after([first], [2]).tolist() == [3]
+
+
+def test_any_token_may_end_a_text():
+    """Where the grammar may end, and nowhere else; its own end of text is nobody's token."""
+    follow = grammar(LETTERS, "regex", "ab", ends=[2, END])
+    texts, bits = module._TEXTS, []
+    state = [int(follow.value)]
+    for token in (0, 1, None):
+        bits.append([int(texts.masks(state, 1)[0, 0]) >> each & 1 for each in range(8)])
+        state = state if token is None else texts.after(state, [token])
+    assert bits == [[1, 0, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +208,10 @@ def test_a_grammar_is_known_and_given_back():
         ("xml", "a", [3], "kind must be one of json_schema, regex, lark; got 'xml'"),
         ("regex", "a", [], "needs a token that ends its texts"),
         ("regex", "(", [3], "regex is not understood: "),
-        ("regex", 3, [3], "regex must be a text; got 3"),
+        ("regex", 3, [3], "regex must be a text of at most 16384 characters; got 3"),
+        ("regex", "a" * 20_000, [3], "regex must be a text of at most 16384 characters; got 'aaaa"),
+        ("json_schema", "{", [3], "json_schema is not understood: "),
+        ("json_schema", "true", [3], "json_schema is not understood: "),
         ("json_schema", {"type": "strin"}, [3], "json_schema is not understood: .*strin"),
         ("lark", "start: x", [3], "lark is not understood: "),
     ],
@@ -200,6 +239,7 @@ def test_requests_bring_grammars_and_give_them_back():
     pair = dataclasses.replace(counting_pair(stumbles_at=ord("e"), max_positions=None), tokenizer=BYTES)
     method = make_method(pair, draft_length=2, sampling=make_warp({"temperature": 0}))
     service = Service(pair, method, rows=2, context=40, has_grammars=True)
+    module._TEXTS.after([FREE], [0])
     held = len(module._TEXTS._texts)
     service.start()
     try:
@@ -216,6 +256,7 @@ def test_requests_bring_grammars_and_give_them_back():
         service.close()
         service.join()
     gc.collect()
+    module._TEXTS.after([FREE], [0])
     assert len(module._TEXTS._texts) == held
 
 
@@ -231,5 +272,7 @@ def test_where_grammars_are_refused():
     follow = grammar(BYTES, "regex", "a", ends=[256])
     with pytest.raises(ValueError, match="a grammar asks the host for every token, .* decode on one device"):
         generate(wide, ["a"] * 8, 4, sampling=chain(follow))
+    with pytest.raises(ValueError, match="a log does not tell grammars apart: leave out log, or the grammar"):
+        generate_many(pair, ["a"], 4, sampling=chain(follow), log="never.jsonl")
     with pytest.raises(ValueError, match="a grammar needs a pair with a tokenizer.json; got ByteTokenizer"):
         grammar(counting_pair().tokenizer, "regex", "a", ends=[256])
