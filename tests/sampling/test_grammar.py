@@ -93,7 +93,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", extras.slow_but(CASES, "a draft model", "prompt lookup", "a tree"))
+@pytest.mark.parametrize("case", extras.slow_but(CASES, "a draft model", "prompt lookup"))
 def test_texts_follow_the_law_of_masked_sampling(case):
     """Masks of drafted positions depend on the drafted tokens before them."""
     loop, draft, options = CASES[case]
@@ -108,6 +108,7 @@ class ForgetsDrafts(Follow):
         return state
 
 
+@pytest.mark.slow
 def test_the_control_is_seen():
     forgetful = chain(ForgetsDrafts(letters().warps[0].value), temperature(1.2))
     loop, draft, _ = CASES["a draft model"]
