@@ -2,8 +2,7 @@
 
     python launch/study.py figures --results=notebooks/results --figures=runs
 
-Our curves are lines, with quartiles; the points are those of Chen et al. (arXiv
-2302.01318). Nothing is measured here. The tables are those of commands.
+Our curves are lines, with quartiles; the points are those of Chen et al. (arXiv 2302.01318). Nothing is measured here.
 """
 
 import dataclasses

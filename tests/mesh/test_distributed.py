@@ -226,7 +226,8 @@ def test_an_endpoint_of_two_processes_answers_and_ends_for_both(tmp_path, dies):
     if dies:
         jobs[1].kill()
     else:
-        jobs[0].send_signal(signal.SIGTERM)
+        for job in reversed(jobs):  # as a launcher of jobs ends them: all at once
+            job.send_signal(signal.SIGTERM)
     codes, outputs = finish(jobs)
     lasts = [output.splitlines()[-1] for output in outputs if output]
     if dies:
