@@ -14,7 +14,6 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair, Tokenizer
 from specsamp.decoding.text import Continuation, Stops, TextStream
-from specsamp.sampling.grammar import follows_grammar
 from specsamp.sampling.warp import Warp, for_rows, greedy
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # a text, token ids, or the messages of a conversation
@@ -91,7 +90,7 @@ def make_requests(
     for warp in (method.sampling, method.draft_sampling):
         if isinstance(warp, Warp):  # `for_rows` refuses anything else
             warp.check(pair.target.vocab_size)
-            if follows_grammar(warp) and pair.shards.mesh is not None:
+            if warp.asks_host and pair.shards.mesh is not None:
                 raise ValueError(
                     "a grammar asks the host for every token, which programs on a mesh cannot: decode on one device"
                 )

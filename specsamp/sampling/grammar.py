@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from specsamp.sampling.warp import Chain, Warp, register_warp
+from specsamp.sampling.warp import Warp, register_warp
 
 Array = jax.Array
 
@@ -85,16 +85,13 @@ def release(warp: Follow) -> None:
     _TEXTS.released.append(int(warp.value))
 
 
-def follows_grammar(warp: Warp) -> bool:
-    """Returns whether a program with this warp asks the host."""
-    return isinstance(warp, Follow) or isinstance(warp, Chain) and any(map(follows_grammar, warp.warps))
-
-
 @register_warp
 class Follow(Warp):
     """Excludes what a grammar excludes; see `grammar`. The state is the number of the text so far, int32 ``[B]``."""
 
     value: Array  # [] or [B] int32: the grammar's empty text; FREE: none
+
+    asks_host = True
 
     def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
         return jnp.broadcast_to(jnp.asarray(self.value, jnp.int32), lengths_B.shape)

@@ -45,6 +45,8 @@ class Warp:
     value per row; a list of numbers has two axes, of which the first has one entry or one per row.
     """
 
+    asks_host = False  # whether a program with this warp calls the host, as for a grammar
+
     @property
     def may_exclude_all(self) -> bool:
         """Returns whether a row may be left without any token, as by a grammar; the loop then checks for such rows."""
@@ -181,6 +183,10 @@ class Chain(Warp):
     @property
     def may_exclude_all(self) -> bool:
         return any(warp.may_exclude_all for warp in self.warps)
+
+    @property
+    def asks_host(self) -> bool:
+        return any(warp.asks_host for warp in self.warps)
 
     def excluding(self, state: Any) -> tuple[Chain, Any]:
         """Returns the warps up to the last that may leave a row without any token, and their part of a state."""

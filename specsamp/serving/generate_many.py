@@ -19,7 +19,6 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, Request, make_requests, with_samples
 from specsamp.decoding.results import Completion, RowText
 from specsamp.decoding.state import Finish
-from specsamp.sampling.grammar import follows_grammar
 from specsamp.serving.batch import Batch
 from specsamp.serving.completion_log import CompletionLog
 from specsamp.serving.learner import Learner, check_learner
@@ -75,9 +74,9 @@ def generate_many(
     rows = min(rows, len(requests))
     spare = TOGETHER * pair.shards.count
     engine = Engine.create(pair, method, requests, batch=rows, spare=spare, keep_log_probs=return_log_probs)
-    if log is not None and follows_grammar(method.sampling):
-        raise ValueError("a log does not tell grammars apart: leave out log, or the grammar")
     if log is not None:
+        if any(one.sampling.asks_host for one in requests):
+            raise ValueError("a log does not tell grammars apart: leave out log, or the grammar")
         log = log if isinstance(log, CompletionLog) else CompletionLog(log)
         log.open(engine, requests)
     return Queue(engine, requests, Batch(engine, rows=rows, together=TOGETHER), log, learner)

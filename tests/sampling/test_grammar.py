@@ -31,7 +31,7 @@ from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.sampling import grammar as module
-from specsamp.sampling.grammar import FREE, Follow, follows_grammar, grammar, no_grammar, release
+from specsamp.sampling.grammar import FREE, Follow, grammar, no_grammar, release
 from specsamp.sampling.tree_rules import RecursiveRule
 from specsamp.sampling.warp import register_warp
 from specsamp.serving.request_warps import make_warp
@@ -172,7 +172,7 @@ def test_a_matcher_that_was_not_kept_is_made_again(monkeypatch):
 
 def test_a_grammar_is_known_and_given_back():
     follow = grammar(LETTERS, "lark", 'start: "ab"', ends=[END])
-    assert follows_grammar(chain(temperature(1.0), follow)) and not follows_grammar(chain(temperature(1.0)))
+    assert chain(temperature(1.0), follow).asks_host and not chain(temperature(1.0)).asks_host
     with module._TEXTS._lock:  # the collector may call it at any moment
         release(follow)
         release(follow)
