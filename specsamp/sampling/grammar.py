@@ -29,7 +29,7 @@ from specsamp.sampling.warp import Warp, register_warp
 
 Array = jax.Array
 
-LAST = 2**31 - 2
+LAST = 2**31 - 2  # the largest number of a text: states are int32
 FREE = 0  # the state of a row that has no grammar, or has left it: every token is allowed
 KINDS = ("json_schema", "regex", "lark")
 MOST_SOURCE = 16_384  # characters of a grammar: large ones take seconds for a mask

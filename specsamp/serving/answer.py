@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from absl import logging
 
@@ -71,3 +72,26 @@ class Answer:
         except Exception as error:
             logging.error("an answer was not taken: %r", error)
             self.cancel()
+
+    def copy(self) -> Answer:
+        """Returns the answer for another process, which does not have the caller."""
+        requests = [dataclasses.replace(request, answer=None, tokenizer=None) for request in self.requests]
+        return dataclasses.replace(self, requests=requests, deliver=_ignore)
+
+
+class News(NamedTuple):
+    """What the first of several processes tells the others before a slice.
+
+    Attributes:
+      answers: new ones, with their requests.
+      left: numbers of the answers whose callers have left.
+      closed: why the service ends; None: it goes on.
+    """
+
+    answers: list[Answer]
+    left: set[int]
+    closed: str | None
+
+
+def _ignore(chunk: Chunk | Failed) -> None:
+    """Delivers nothing, where another process has the caller."""

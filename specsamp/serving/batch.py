@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -130,8 +131,9 @@ class Batch:
 
     def compile(self) -> None:
         """Compiles what the first requests need; the rest follows when it is wanted."""
-        for program in (self._sizes[0], Chunks(self._sizes[0].slots)):
-            self.programs.make(program)
+        self._with_slots(self._sizes[0].slots)  # once, before two threads look for it
+        with ThreadPoolExecutor(2 if self._shards.mesh is None else 1) as threads:  # on a mesh in one order
+            list(threads.map(self.programs.make, (self._sizes[0], Chunks(self._sizes[0].slots))))
 
     def fill(self) -> None:
         """Fits the size, gives free rows to waiting requests, and reads their prompts; of long ones two chunks in a slice."""

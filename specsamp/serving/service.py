@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,7 +43,7 @@ from specsamp.mesh import distributed
 from specsamp.sampling.grammar import Follow, no_grammar, release
 from specsamp.sampling.grammar import grammar as make_grammar
 from specsamp.sampling.warp import Warp, chain
-from specsamp.serving.answer import Answer, Busy, Failed, TooLong
+from specsamp.serving.answer import Answer, Busy, Failed, News, TooLong
 from specsamp.serving.batch import Batch, chunk_sizes
 from specsamp.serving.learner import Learner, check_learner
 from specsamp.serving.request_warps import exclude_early
@@ -336,7 +336,7 @@ class Service:
                 request.answer.is_over = True
         return news.closed is None
 
-    def _news(self) -> _News:
+    def _news(self) -> News:
         """Waits for requests, and takes new requests over, in the first process; returns what others need to do the same."""
         with self._changed:
             self._changed.wait_for(lambda: self.unfinished or self._closed, IDLE_SECONDS if self._is_shared else None)
@@ -344,7 +344,7 @@ class Service:
             self.batch.waiting += self._inbox
             self._inbox.clear()
             left = {request.answer.number for request in self._requests() if request.answer.has_left}
-            return _News([_copy(answer) for answer in taken], left - {None}, self._closed)
+            return News([answer.copy() for answer in taken], left - {None}, self._closed)
 
     def _slice(self) -> None:
         """Fills the rows, decodes a few rounds, and delivers new tokens: all at the end, earlier where they are streamed."""
@@ -459,30 +459,6 @@ class Service:
                 texts.clear()
         for request in requests:
             request.answer.send(Failed(reason))
-
-
-class _News(NamedTuple):
-    """What the first process tells the others before a slice.
-
-    Attributes:
-      answers: new ones, with their requests.
-      left: numbers of the answers whose callers have left.
-      closed: why the service ends; None: it goes on.
-    """
-
-    answers: list[Answer]
-    left: set[int]
-    closed: str | None
-
-
-def _copy(answer: Answer) -> Answer:
-    """Returns the answer for a process without its caller."""
-    requests = [dataclasses.replace(request, answer=None, tokenizer=None) for request in answer.requests]
-    return dataclasses.replace(answer, requests=requests, deliver=_ignore)
-
-
-def _ignore(chunk: Chunk | Failed) -> None:
-    """Delivers nothing, where another process has the caller."""
 
 
 def _in_short(error: Any) -> str:
