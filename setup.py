@@ -103,6 +103,7 @@ setup(
             "pydantic>=2",
             "openai>=1.55",  # the client of the endpoint
             "prometheus-client>=0.22",
+            "llguidance>=1.9",
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
         ],
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket
