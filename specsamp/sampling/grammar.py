@@ -60,9 +60,11 @@ def grammar(tokenizer: Any, kind: str, source: Any, *, ends: Sequence[int]) -> F
     except ImportError as error:
         raise ValueError(f"a grammar takes a library ({error}): pip install llguidance") from error
     if kind == "json_schema" and isinstance(source, dict):
-        source = json.dumps(source)
+        source = json.dumps(source, ensure_ascii=False)
     if not isinstance(source, str) or len(source) > MOST_SOURCE:
-        raise ValueError(f"{kind} must be a text of at most {MOST_SOURCE} characters; got {reprlib.repr(source)}")
+        raise ValueError(
+            f"{kind} must be a text or a schema of at most {MOST_SOURCE} characters; got {reprlib.repr(source)}"
+        )
     options = {"defaults": {"whitespace_flexible": False}} if kind == "json_schema" else {}  # else spaces may never end
     known = _tokenizer(tokenizer)
     try:
@@ -175,7 +177,8 @@ class _Texts:
                 else:
                     allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)[:size]
                     row[: len(allowed)] = allowed
-                    _set_ends(row, text.ends, matcher)
+                    for token in text.ends if matcher.is_accepting() else ():
+                        row[token // 8] |= 1 << token % 8
         return bits[where].reshape(*numbers.shape, size)
 
     def _forget(self) -> None:
@@ -229,13 +232,6 @@ class _Texts:
 _TEXTS = _Texts()
 
 
-def _set_ends(bits: np.ndarray, ends: Sequence[int], matcher: Any) -> None:
-    """Allows the tokens that end a text where the grammar may end."""
-    if matcher.is_accepting():
-        for token in (each for each in ends if each < 8 * len(bits)):
-            bits[token // 8] |= 1 << token % 8
-
-
 @functools.lru_cache(maxsize=8)
 def _tokenizer(tokenizer: Any) -> Any:
     """Returns llguidance's form of a tokenizer, which takes about a second to make, with an end of text that nobody else has."""
@@ -246,4 +242,7 @@ def _tokenizer(tokenizer: Any) -> Any:
     content, end = json.loads(tokenizer.to_json()), {"id": tokenizer.vocab_size, "content": "<|end of the grammar|>"}
     switches = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content["added_tokens"] = [*content.get("added_tokens", ()), end | switches | {"special": True}]
-    return llguidance.LLTokenizer(json.dumps(content), eos_token=[end["id"]])
+    try:
+        return llguidance.LLTokenizer(json.dumps(content), eos_token=[end["id"]])
+    except ValueError as error:
+        raise ValueError(f"grammars need a tokenizer whose ids have no gaps ({error}): decode without one") from error

@@ -64,7 +64,8 @@ class Answer:
         """Delivers a chunk or the reason of a failure; a caller that raises has left."""
         if self.is_over:
             return
-        self.is_over = isinstance(what, Failed)
+        if isinstance(what, Failed):
+            self.is_over = True
         if self.has_left:
             return
         try:

@@ -299,12 +299,12 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
             raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
         request.max_tokens = request.max_completion_tokens
     form = request.response_format
-    if form is not None and form.json_schema is not None and not isinstance(form.json_schema.get("schema"), dict):
-        raise ApiError("response_format.json_schema must have a schema, an object", param="response_format.json_schema")
     for kind, name in (("json_schema", "json_schema"), ("regex", "pattern")):
         if form is not None and (form.type == kind) != (getattr(form, name) is not None):
             where = f"response_format.{name}"
             raise ApiError(f"{where} goes with the type {kind}, and only with it", param=where)
+    if form is not None and form.json_schema is not None and not isinstance(form.json_schema.get("schema"), dict):
+        raise ApiError("response_format.json_schema must have a schema, an object", param="response_format.json_schema")
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         limits = f"min_tokens = {request.min_tokens} is above max_tokens = {request.max_tokens}"
         raise ApiError(f"{limits}: lower it, or raise max_tokens", param="min_tokens")

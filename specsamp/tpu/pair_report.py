@@ -205,9 +205,10 @@ def report_tables(report: Report, weights: int, caches: int) -> list[Table]:
     """
     device = report.chip.hbm_bytes // report.chip.devices
     where = f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {report.slots} slots (compiler estimate)"
-    rows_that_fit = max(int((USABLE * device - weights) // (caches / report.batch)), 0)
-    held = f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of {device / GIB:.0f} GiB: room for "
-    held += f"{rows_that_fit} sequences without temporaries"
+    most = max(int((USABLE * device - weights) // (caches / report.batch)), 0)
+    most -= most % report.mesh["data"]
+    held = f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of {device / GIB:.0f} GiB"
+    held += f"; before temporaries {most} sequences of {report.slots} slots fit on all devices together"
     rows = [_traffic(program) for program in report.programs]
     made = [
         Table.of(f"One call on one device: {where}", rows, note=f"{held}; the round is draft, score, verify, commit")

@@ -182,7 +182,7 @@ def test_a_report_of_a_small_pair(tmp_path):
     done = call("compile_report", *SMALL, "--slots=64", f"--output={output}")
     assert not done.returncode, done.stderr
     assert "compiler estimate" in done.stdout and "Milliseconds" in done.stdout
-    assert int(re.search(r"room for (\d+) sequences", done.stdout)[1]) > 1000
+    assert int(re.search(r"before temporaries (\d+) sequences of 64 slots fit", done.stdout)[1]) > 1000
     document = json.loads(output.read_text(encoding="utf-8"))
     programs = {program["name"]: program for program in document["report"]["programs"]}
     assert set(programs) == {"draft step", "target step", "score", "draft prefill", "prefill", "round"}
