@@ -16,6 +16,7 @@ from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.penalties import ban
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, temperature
+from support.extras import slow_but
 from support.fakes import FALSE_ALARM, decode, prefill
 from support.heads import LayeredTable, ShowsTokens, TableBlock, block, dflash2, dspark, table_block
 from support.loop_distributions import FULL, LIKELY, RESTLESS, TARGET, V, distribution_test
@@ -40,14 +41,23 @@ def p_value_of(head, rule=TokenRule(), sampling=FULL, drafter=BlockDrafter, K=3,
 @pytest.mark.parametrize(
     "head, rule, sampling, options",
     [
-        (block(V), TokenRule(), FULL, dict(law="marginals")),
-        (block(V, from_anchor=True, draft_vocab_size=2, own_output=True), TokenRule(), LIKELY, dict(law="argmax")),
-        pytest.param(block(V, own_embedding=True), BlockRule(), FULL, dict(K=1), marks=pytest.mark.slow),
         (dspark(V), BlockRule(), chain(temperature(1.3)), dict(threshold=0.4)),
-        pytest.param(dspark(V, markov="gated", confidence="hidden"), CoupledRule(), LIKELY, {}, marks=pytest.mark.slow),
-        pytest.param(dspark(V, markov="recurrent"), TokenRule(), FULL, dict(K=4), marks=pytest.mark.slow),
-        pytest.param(dspark(V), TokenRule(), FULL, dict(law="marginals"), marks=pytest.mark.slow),
         (dflash2(V), TokenRule(), FULL, {}),
+        *slow_but(
+            [
+                (block(V), TokenRule(), FULL, dict(law="marginals")),
+                (
+                    block(V, from_anchor=True, draft_vocab_size=2, own_output=True),
+                    TokenRule(),
+                    LIKELY,
+                    {"law": "argmax"},
+                ),
+                (block(V, own_embedding=True), BlockRule(), FULL, dict(K=1)),
+                (dspark(V, markov="gated", confidence="hidden"), CoupledRule(), LIKELY, {}),
+                (dspark(V, markov="recurrent"), TokenRule(), FULL, dict(K=4)),
+                (dspark(V), TokenRule(), FULL, dict(law="marginals")),
+            ]
+        ),
     ],
 )
 def test_the_text_of_a_block_head_has_the_distribution_of_the_target(head, rule, sampling, options):
@@ -208,6 +218,7 @@ def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
     ).all()
 
 
+@pytest.mark.slow
 def test_a_ban_of_all_candidates_ends_the_draft():
     """Drafts with DFlash 2 and a single candidate, which has all the probability; texts are exact, and no banned token is drafted."""
     head, sampling = dflash2(V, selector_top_k=1), chain(temperature(1.0), ban([0]))

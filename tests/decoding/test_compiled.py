@@ -22,7 +22,6 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, temperature, top_k, top_p
-from support.extras import slow_but
 
 OPTIMISED = True
 
@@ -111,7 +110,8 @@ COPY_NO_CACHE = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(COPY_NO_CACHE, "an early exit", "widths, with an early exit"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COPY_NO_CACHE)
 def test_other_ways_to_draft_copy_no_cache(name):
     """Caches are not copied between widths, in rounds without a draft, or when a draft catches up."""
     batch, options = COPY_NO_CACHE[name]

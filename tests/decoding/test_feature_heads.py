@@ -131,6 +131,7 @@ class ForgetsTheEdge(FeatureDrafter):
         return super().read(weights, dataclasses.replace(state, edge_BD=jnp.zeros_like(state.edge_BD)), *rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutant", [{"drafter": mutants.OfTheWrongRow}, {"drafter": mutants.KeepsItsOwnOutputs}, {"layer": 1}], ids=str
 )

@@ -145,6 +145,7 @@ def test_logits_that_are_no_distribution_end_the_row(spoiler):
     assert (row.finish, row.tokens) == ("invalid", [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
 @pytest.mark.parametrize("spoiled_after", [1, 5])
 def test_a_draft_whose_distribution_is_nan_biases_nothing(rule, spoiled_after):

@@ -95,6 +95,7 @@ def test_a_damaged_file_is_compiled_anew(folder, monkeypatch, damage):
     assert texts(with_kept(decoder())) == expected and len(compiled) == 2
 
 
+@pytest.mark.slow
 def test_a_program_from_the_cache_of_jax_is_not_kept(folder, monkeypatch):
     """XLA's CPU programs that are read and written again lack code, and fail when they run in the next process."""
     jax.config.update("jax_enable_compilation_cache", True)

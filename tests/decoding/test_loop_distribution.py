@@ -14,6 +14,7 @@ from specsamp.decoding.drafters import EarlyExitDrafter, ModelDrafter, NgramDraf
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, min_p, temperature, top_k
+from support.extras import slow_but
 from support.fakes import (
     FALSE_ALARM,
     LayeredTableLM,
@@ -66,7 +67,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("draft model", "lengths that adapt", "prompt lookup", "a warp of the draft")
+
+
+@pytest.mark.parametrize("case", slow_but(CASES, *QUICK))
 def test_texts_have_the_distribution_of_the_target(case):
     loop, draft, sampling, options = CASES[case]
     assert distribution_test(loop, draft, sampling, **(dict(length=3) | options)) > FALSE_ALARM

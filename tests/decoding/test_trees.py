@@ -108,6 +108,10 @@ CASES |= {
     "block, argmax": (block_loop(BLOCK, RecursiveRule(), law="argmax"), weights_of(BLOCK), FULL, {}),
 }
 SLOW = {
+    "traversal",
+    "prompt lookup",
+    "grows where it was drawn",
+    "EAGLE-2",
     "block, marginals",
     "block, argmax",
     "independent",
@@ -209,6 +213,7 @@ def test_log_probabilities_of_the_wrong_rows_are_seen(monkeypatch):
     assert np.abs(wrong.log_probs_BS[3, :60] - plain.log_probs_BS[3, :60]).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule(), CoupledRule()], ids=str)
 def test_greedy_trees_are_greedy(rule):
     plain = texts_of(NoDrafter(), TokenRule(), greedy())

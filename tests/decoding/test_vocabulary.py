@@ -93,6 +93,7 @@ class Right(OneToken):
         return logits_BV, jax.nn.log_softmax(logits_BV)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [NotRenormalised, TwoIdsForOneToken, Right])
 def test_another_distribution_than_the_drawn_one_is_caught(mutant):
     p_value = distribution_test(loop_of(drafter=mutant, K=1), weights_of(SHARED), FULL, **SAMPLED)
@@ -142,6 +143,7 @@ def in_chunks(loop, chunk):
     return loop.extend(weights, whole.request, None, whole.tokens_BS, start_B, whole.lengths_B, chunk=chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 3])
 def test_the_draft_reads_the_text_in_its_own_ids(window):
     loop = loop_of(K=3, window=window)

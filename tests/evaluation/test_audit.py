@@ -71,6 +71,7 @@ def with_loop(monkeypatch):
 # Sound pairs.
 
 
+@pytest.mark.slow
 def test_a_sound_pair_passes_every_check_that_applies():
     found = audit(table_subject(), COARSE)
     assert found.passed and found.named(Status.NOT_APPLICABLE) == ["bfloat16"]

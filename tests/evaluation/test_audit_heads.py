@@ -37,6 +37,7 @@ def only(name, audited):
     return check
 
 
+@pytest.mark.slow
 def test_a_sound_head_passes():
     found = audit(subject(), dataclasses.replace(COARSE, checks=("greedy", "distribution", "acceptance")))
     assert len(found.named(Status.PASSED)) == 3, found.summary

@@ -105,6 +105,7 @@ def pairs():
     return {name: make() for name, make in HEADS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_that_fits_is_not_accused(pairs, name):
     found = check_head(pairs[name], PROMPTS)
@@ -112,6 +113,7 @@ def test_a_head_that_fits_is_not_accused(pairs, name):
     assert len(found.sentences) == 1 and "WARNING" not in found.sentences[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, make", MISTAKES, ids=[name for name, _ in MISTAKES])
 def test_each_mistake_costs_acceptance(pairs, name, make):
     assert check_head(make(pairs[name]), PROMPTS).acceptance < 0.6

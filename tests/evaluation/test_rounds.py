@@ -78,6 +78,7 @@ def test_a_sound_pair_shows_nothing(sound):
     assert round_evidence.error_seen(sound.ratios, RARE) <= 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -176,6 +176,7 @@ libtpu = extras.needs("libtpu")
 SMALL = ("--plain", "--config=configs/chinchilla.py:tiny", "--topology=v5e:1x1")
 
 
+@pytest.mark.slow
 @libtpu
 def test_a_report_of_a_small_pair(tmp_path):
     output = tmp_path / "report.json"

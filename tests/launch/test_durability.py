@@ -104,10 +104,15 @@ def test_texts_of_an_evaluation_are_kept(tmp_path):
     status, _, errors = done([*command[:-1], f"--output={tmp_path}/alone.json"])
     assert status == 0, errors
     resumed, alone = (
-        {json.dumps(cell["key"]): cell["result"]["scores"] for cell in cells(tmp_path / f"{name}.json")}
+        {
+            json.dumps(cell["key"]): [
+                (score["parses"], round(score["log_prob"], 4)) for score in cell["result"]["scores"]
+            ]
+            for cell in cells(tmp_path / f"{name}.json")
+        }
         for name in ("out", "alone")
     )
-    assert resumed == alone
+    assert resumed == alone, "log-probabilities round with the texts that are scored beside"
 
 
 def test_completions_of_a_queue_are_kept(tmp_path):

@@ -115,6 +115,7 @@ def test_the_demo_counts_its_prompts():
     assert "the timings are left out" not in done.stdout
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     output = tmp_path / "result.json"
     fields = {"repeats": 1, "draft_length": 0, "max_new_tokens": 1, "prompt_length": 1, "sampling.temperature": "0.0"}

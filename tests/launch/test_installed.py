@@ -38,6 +38,7 @@ def run(site, *arguments):
     return subprocess.run(command, cwd=site.parent / "site", env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_wheel_brings_all_commands_and_configurations(site):
     assert {path.name for path in (site / "bin").iterdir()} == {"specsamp"}
     listed = run(site).stdout

@@ -101,6 +101,7 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_target_is_tuned_to_draft_itself(train, texts, tmp_path):
     """From scratch, and from the run of a target with that run's tokenizer; exits are measured as drafts are."""
     fields = TARGET | {"train.steps": 4, "intervals.evaluate": 4, "model.num_layers": 2}

@@ -74,6 +74,7 @@ def worked(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_tokens_of_one(worked):
     results = np.load(worked / "decoded.npy", allow_pickle=True).item()
     expected = worker.tokens(generate(worker.pair(), worker.PROMPTS, **worker.CALL))
@@ -83,12 +84,14 @@ def test_two_processes_give_the_tokens_of_one(worked):
     assert set(results) == {"one model over both", "rows over both, streamed", "queue", "service"}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_crosses_layouts_and_processes(worked):
     assert len(list(worked.glob("one/restored*"))) == 2
     worker.restore(worked / "two")
     assert len(list(worked.glob("two/restored*"))) == 1
 
 
+@pytest.mark.slow
 def test_each_process_reads_its_half_of_a_public_checkpoint(worked):
     assert len(list(worked.glob("read*"))) == 2
 

@@ -71,6 +71,7 @@ def engine_of(pair):
     return Engine.create(pair, method, requests), requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pair, data, model, draft",
     [
@@ -99,6 +100,7 @@ def collectives(text):
     return {(kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\])[^=]* ({kinds})\(", text)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pair, data, model", [pytest.param("eagle1", 1, 8, marks=pytest.mark.slow), ("eagle3", 1, 2)], indirect=["pair"]
 )
@@ -132,6 +134,7 @@ def test_everything_stays_where_it_is(pair, data, model):
         state = engine.run(state, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pair, data, model", [("eagle3", 2, 2), pytest.param("eagle3", 1, 4, marks=pytest.mark.slow)], indirect=["pair"]
 )

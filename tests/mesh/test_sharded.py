@@ -164,6 +164,7 @@ def test_a_model_on_a_mesh_can_be_called_in_parts():
         jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), output, expected)
 
 
+@pytest.mark.slow
 @every_mesh
 def test_everything_is_where_it_should_be(transformer_pair, alone, data, model, draft_model_parallelism):
     """Parameters, weights, caches before and after the loop; and the tokens are those of one device."""

@@ -30,7 +30,8 @@ def test_there_are_four():
 SMALLER = tomllib.loads(pathlib.Path(__file__).with_name("smaller.toml").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("script", extras.slow_but(SCRIPTS, SCRIPTS[1]), ids=lambda path: path.stem)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_runs(script, tmp_path, tmp_path_factory):
     """The notebooks assert what they say: which rules are exact, and which are not."""
     text = script.read_text(encoding="utf-8")

@@ -127,6 +127,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.slow
 def test_the_shipped_pair_writes_what_a_schema_asks_for():
     """As greedy decoding without a draft does; a row beside it is free."""
     pair = load_pair("python")

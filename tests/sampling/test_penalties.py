@@ -59,6 +59,7 @@ class ForgetsDrafts(Penalties):
         return state
 
 
+@pytest.mark.slow
 def test_the_control_is_seen():
     numbers = (np.float32(x) for x in (REPETITION, PRESENCE, FREQUENCY))
     forgetful = chain(ForgetsDrafts(*numbers), bias({1: 0.8}), temperature(1.2))

@@ -187,6 +187,7 @@ WHOLE = {
 ON_WHOLE_TREES = (RecursiveRule("independent"), TraversalRule("independent"), RecursiveRule(), TraversalRule())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parents", WHOLE)
 def test_accepted_tokens_of_whole_trees(parents):
     q, p = (constant(x, 3) for x in PAIRS["reversed"])

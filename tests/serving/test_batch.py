@@ -95,7 +95,8 @@ class Texts:
         self.service.join()
 
 
-@pytest.mark.parametrize("in_background", slow_but([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [False, True])
 def test_texts_are_the_same_in_every_size(small, monkeypatch, in_background):
     """One, then four, of up to the context; the sizes follow, and shrink again."""
     seen, resize = [], Batch._resize
@@ -115,6 +116,7 @@ def test_texts_are_the_same_in_every_size(small, monkeypatch, in_background):
         assert texts.batch.size.rows == 1 and texts.batch.size.slots < 128
 
 
+@pytest.mark.slow
 def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeypatch):
     """A text goes on to its end; one that outgrows its slots waits for them and has the same tokens."""
     compile_, is_open = Batch._compile, threading.Event()

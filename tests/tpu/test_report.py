@@ -75,6 +75,7 @@ def layers_add_their_floor(few, many, all_reduces):
     assert {kind: count for kind, count in added.items() if count} == {"all-reduce": all_reduces}
 
 
+@pytest.mark.slow
 def test_nothing_is_copied_and_nothing_leaves_the_device():
     for program in report(2).programs:
         assert program.num_copies == 0 and program.host_transfers == 0

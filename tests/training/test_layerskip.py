@@ -139,6 +139,7 @@ def test_the_loss_is_the_weighted_sum(params):
 one_step = jax.jit(train_step, static_argnums=(0, 1))
 
 
+@pytest.mark.slow
 def test_exits_learn_to_draft(params):
     """The target accepts more of its exits' tokens than one trained on text alone, and reads as well."""
 

@@ -29,7 +29,6 @@ from specsamp.training.feature_heads import TrainHead
 from specsamp.training.rollouts import PolicyGradient, RolloutConfig, Rollouts, Texts, advantages, learn
 from specsamp.training.trainer import Intervals, TrainConfig
 from specsamp.training.training_task import TrainModel
-from support.extras import slow_but
 from support.fakes import COMPILED
 from support.weights import drawn_params
 
@@ -210,6 +209,7 @@ def test_rewards_rise_and_nothing_is_compiled_after_the_first_steps(tmp_path):
     assert max(record["log_prob_gap"] for record in records(tmp_path)) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whole):
     folder, state = whole
     calls = []
@@ -236,7 +236,8 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whol
         run(tmp_path, dataclasses.replace(CONFIG, draft=optimizer()), draft_task=TrainModel(lm(8), PAIR.target))
 
 
-@pytest.mark.parametrize("kind", slow_but(["model", "head", "reduced"], "model"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["model", "head", "reduced"])
 def test_a_draft_that_learns_follows_the_policy(tmp_path, kind):
     """Distilled on the texts, it is accepted more than one that stays as it was; the policy's texts have its law anyway."""
     pair, width = PAIR, 16

@@ -187,6 +187,7 @@ def test_what_a_task_draws_depends_on_seed_step_and_microbatch_alone():
     assert len(set(draws)) == 4 and drawn(0, 3) == draws[0]
 
 
+@pytest.mark.slow
 def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
     """Data and tensor parallel, distillation of a draft whose target is split too; resumed on another mesh."""
     model = TransformerLM(dataclasses.replace(MODEL.config, num_heads=8, num_kv_heads=2))
