@@ -93,6 +93,7 @@ def test_an_engine_that_is_not_there_is_named():
         RemoteEngine("http://127.0.0.1:9").sample("x", 1, 0)
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_compared_and_fails_for_a_bias(tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("x\ny\n")
