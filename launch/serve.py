@@ -93,7 +93,7 @@ def main() -> None:
     held = []  # the first process has the keys and the port, and its errors end all
     distributed.from_first(lambda: held.extend([read_keys(), bind(_HOST.value, _PORT.value, _TIMEOUT.value)]))
     if not held:
-        follow(config, console)
+        decode_for_first(config, console)
     keys, bound = held
     with bound:
         experiment, service = make_service(config, console)
@@ -123,7 +123,7 @@ def main() -> None:
         check(service)
 
 
-def follow(config: ExperimentConfig, console: Console) -> NoReturn:
+def decode_for_first(config: ExperimentConfig, console: Console) -> NoReturn:
     """Decodes what the first process takes, until it ends."""
     _, service = make_service(config, console)
     for number in (signal.SIGINT, signal.SIGTERM):  # they may go to all processes, and the first still needs this one

@@ -1,10 +1,10 @@
-"""Grammars: texts that a JSON schema, a regular expression or a Lark grammar allows, with exactly the law of such sampling.
+"""Grammars: texts that a JSON schema, a regular expression or a Lark grammar allows, sampled exactly.
 
     as_json = grammar(pair.tokenizer, "json_schema", {"type": "object"}, ends=[pair.tokenizer.eos_id])
     generate(pair, prompts, 200, sampling=chain(as_json, temperature(0.8)))
 
-At every token the tokens that no allowed text goes on with are excluded, in the draft and in the target, at drafted positions
-too. The masks come from llguidance, which runs on the host: the state of a row is a number there, and a program asks for
+Tokens that lead out of the grammar get probability zero at every position, in the draft and in the target, drafted positions
+included. The masks come from llguidance, which runs on the host: the state of a row is a number there, and a program asks for
 masks and successors by callbacks. A program with callbacks is not kept in the compilation cache, and has one device.
 """
 
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+from specsamp import validate
 from specsamp.sampling.warp import Warp, register_warp
 
 Array = jax.Array
@@ -51,8 +52,8 @@ def grammar(tokenizer: Any, kind: str, source: Any, *, ends: Sequence[int]) -> F
     Raises:
       ValueError: naming what is wrong.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}")
+    validate.choice("kind", kind, KINDS)
+    validate.integers("ends", ends, 0, tokenizer.vocab_size)
     if not ends:
         raise ValueError("a grammar needs a token that ends its texts: the stop tokens are empty")
     try:
@@ -121,7 +122,7 @@ class Follow(Warp):
 
 @dataclasses.dataclass(eq=False)
 class _Text:
-    """What a row has written: nothing yet, of which there is a matcher, or another text and one more token."""
+    """Represents a text that a row has begun: the empty text with its matcher, or another text and one more token."""
 
     number: int
     ends: tuple[int, ...]

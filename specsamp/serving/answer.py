@@ -81,7 +81,7 @@ class Answer:
 
 
 class News(NamedTuple):
-    """What the first of several processes tells the others before a slice.
+    """Holds what the first of several processes tells the others before a slice.
 
     Attributes:
       answers: new ones, with their requests.

@@ -244,7 +244,7 @@ class Service:
         stops = make_stops(self.pair, stop, validate.integer("min_tokens", min_tokens, 0))
         number = next(self._numbers) if self._is_shared else None
         answer = Answer([], deliver, is_streamed, client, is_scored, number=number)
-        follow = None if grammar is None else self._follow(answer, stops, *grammar)
+        follow = None if grammar is None else self._start_grammar(answer, stops, *grammar)
         method = self._method(self.method.sampling if sampling is None else sampling, stops, follow)
         requests = make_requests(self.pair, method, prompts, budgets, seed=seed, stop=stops)
         answer.requests = requests = with_samples(requests, num_samples)
@@ -258,7 +258,7 @@ class Service:
             self._changed.notify()
         return answer
 
-    def _follow(self, answer: Answer, stops: Stops, kind: str, source: Any) -> Follow:
+    def _start_grammar(self, answer: Answer, stops: Stops, kind: str, source: Any) -> Follow:
         """Returns the warp of a grammar, which is kept as long as the answer."""
         if not self.has_grammars:
             raise ValueError("grammars are not served here: start the server with --grammars")

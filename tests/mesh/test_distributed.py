@@ -147,7 +147,7 @@ def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
 
 
 def begin_both(script, *arguments, folders=(ROOT, ROOT), **environment):
-    """An entry point as two processes with 8 devices together, each in its folder."""
+    """Starts a command as two processes with 8 devices together, each in its folder."""
     port = free_port()
     four = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     env = os.environ | PATIENT | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": four}
@@ -158,7 +158,7 @@ def begin_both(script, *arguments, folders=(ROOT, ROOT), **environment):
 
 
 def launch(script, *arguments, folders=(ROOT, ROOT), code=0, timeout=1800):
-    """Runs it to its end, and returns what each process printed."""
+    """Runs a command as two processes to its end, and returns what each printed."""
     codes, outputs = finish(begin_both(script, *arguments, folders=folders), timeout)
     assert codes == [code] * 2, "\n".join(outputs)
     return outputs

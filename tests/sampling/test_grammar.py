@@ -129,7 +129,7 @@ SCHEMA = {
 
 @pytest.mark.slow
 def test_the_shipped_pair_writes_what_a_schema_asks_for():
-    """As greedy decoding without a draft does; a row beside it is free."""
+    """Greedy texts are those without a draft; a row beside it is free."""
     pair = load_pair("python")
     follow = grammar(pair.tokenizer, "json_schema", SCHEMA, ends=[pair.tokenizer.eos_id])
     both = Follow(np.asarray([follow.value, FREE], np.int32))
@@ -194,7 +194,7 @@ def test_numbers_are_used_again_where_they_are_free(monkeypatch):
 
 
 def test_any_token_may_end_a_text():
-    """Where the grammar may end, and nowhere else; its own end of text is nobody's token."""
+    """End tokens are allowed where the grammar may end, and nowhere else."""
     follow = grammar(LETTERS, "regex", "ab", ends=[2, END])
     texts, bits = module._TEXTS, []
     state = [int(follow.value)]
@@ -208,6 +208,7 @@ def test_any_token_may_end_a_text():
     "kind, source, ends, message",
     [
         ("xml", "a", [3], "kind must be one of json_schema, regex, lark; got 'xml'"),
+        ("regex", "a", [4], r"ends\[0\] must be an integer >= 0 and below 4; got 4"),
         ("regex", "a", [], "needs a token that ends its texts"),
         ("regex", "(", [3], "regex is not understood: "),
         ("regex", 3, [3], "regex must be a text or a schema of at most 16384 characters; got 3"),
