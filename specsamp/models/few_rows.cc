@@ -1,48 +1,48 @@
-// Multiplies few rows by a matrix: y[T, N] = x[T, D] w[D, N], with w of float32 or int8, and sums of float32.
+// Multiplies few rows by a matrix: y[T, N] = x[T, D] w[D, N], with sums of float32. It is compiled twice, at the same time:
+// with -DWEIGHT=float and with -DWEIGHT=int8_t, the type of w.
 //
 // Every weight is read once for all rows, in XLA's own array. The threads of XLA's pool and the calling thread take panels
 // of columns from a counter, until there are none. The caller then waits only for panels that other threads have begun: if
 // no thread of the pool is free, the caller computes all panels itself, and cannot deadlock.
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <thread>
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
-#include "xla/ffi/api/ffi.h"
+#include "xla/ffi/api/c_api.h"  // XLA's C++ header takes as long to compile as the kernel
 
 namespace {
-
-namespace ffi = xla::ffi;
 
 constexpr int64_t kLanes = 8;         // floats of a vector
 constexpr int kBlock = 8;             // rows of w that are added up before a sum is stored
 constexpr int64_t kWidest = 512;      // most columns of a panel: its sums stay in the first-level cache
 constexpr int64_t kMostTogether = 9;  // most rows of x in one pass over w: their sums stay in registers
-using Rows = ffi::Buffer<ffi::F32, 2>;
+using Weight = WEIGHT;
 // Unaligned, and may alias floats.
 typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float)), may_alias));
 
 inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 
 inline Vector load(const int8_t* from) {
-#ifdef __AVX2__  // GCC 12 would widen the eight bytes one by one
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#if defined(__AVX2__) && !defined(__clang__)  // GCC 12 would widen the bytes one by one; <immintrin.h> takes it a second
+  typedef char Bytes __attribute__((vector_size(16)));
+  typedef int64_t Halves __attribute__((vector_size(16)));
+  int64_t low;
+  std::memcpy(&low, from, kLanes);
+  return __builtin_convertvector(__builtin_ia32_pmovsxbd256((Bytes)Halves{low, 0}), Vector);
 #else
-  Vector widened;
-  for (int lane = 0; lane < kLanes; lane++) widened[lane] = from[lane];
-  return widened;
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  Bytes bytes;
+  std::memcpy(&bytes, from, kLanes);
+  return __builtin_convertvector(bytes, Vector);
 #endif
 }
 
 // Adds the products of `rows` rows of w, from the row `d` on, to sums[T, kWidest] of the columns from `begin` to `end`.
-template <int T, typename Weight>
+template <int T>
 void add_products(const float* x, const Weight* w, float* sums, int64_t D, int64_t N, int64_t d, int rows,
                   int64_t begin, int64_t end) {
   constexpr int kVectors = T > 4 ? 1 : 2;  // so that sums and weights fit into 16 registers
@@ -70,9 +70,10 @@ void add_products(const float* x, const Weight* w, float* sums, int64_t D, int64
       for (int t = 0; t < T; t++) sums[t * kWidest + n - begin] += x[t * D + d + row] * w[(d + row) * N + n];
 }
 
-template <int T, typename Weight>
-void multiply_panel(int64_t rows, const float* x, const Weight* w, float* y, int64_t D, int64_t N, int64_t begin,
-                    int64_t end) {
+// Inlined, its sums would leave the registers.
+template <int T>
+[[gnu::noinline]] void multiply_panel(int64_t rows, const float* x, const Weight* w, float* y, int64_t D, int64_t N,
+                                      int64_t begin, int64_t end) {
   if constexpr (T > 1) {
     if (rows < T) return multiply_panel<T - 1>(rows, x, w, y, D, N, begin, end);
   }
@@ -82,43 +83,73 @@ void multiply_panel(int64_t rows, const float* x, const Weight* w, float* y, int
   for (int t = 0; t < T; t++) std::memcpy(y + t * N + begin, sums + t * kWidest, (end - begin) * sizeof(float));
 }
 
-struct Panels {
-  std::atomic<int64_t> begun{0}, done{0};
+// A product, and what its threads share.
+struct Product {
+  const float* x;
+  const Weight* w;
+  float* y;
+  int64_t T, D, N, width, count;
+  std::atomic<int64_t> begun{0}, done{0}, holders;
 };
 
-template <typename Weight>
-void multiply(ffi::ThreadPool& pool, const float* x, const Weight* w, float* y, int64_t T, int64_t D, int64_t N) {
-  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
-  const int64_t width = std::clamp<int64_t>((N / (2 * threads) + 15) / 16 * 16, 16, kWidest);
-  const int64_t count = (N + width - 1) / width;
-  auto panels = std::make_shared<Panels>();  // tasks that begin after the product has ended still read the counter
-  auto work = [=] {
-    for (int64_t i; (i = panels->begun.fetch_add(1)) < count; panels->done.fetch_add(1)) {
-      const int64_t begin = i * width, end = std::min(N, begin + width);
-      for (int64_t t = 0; t < T; t += kMostTogether)
-        multiply_panel<kMostTogether>(std::min(kMostTogether, T - t), x + t * D, w, y + t * N, D, N, begin, end);
-    }
-  };
-  for (int64_t i = 1; i < std::min(threads, count); i++) pool.Schedule(std::decay_t<decltype(work)>(work));
-  work();
-  while (panels->done.load() < count) std::this_thread::yield();
+void leave(Product* p) {
+  if (p->holders.fetch_sub(1) == 1) delete p;
 }
 
-ffi::Error few_rows_handler(ffi::ThreadPool pool, Rows x, ffi::AnyBuffer w,
-                            ffi::Result<Rows> y) {
-  const int64_t T = x.dimensions()[0], D = w.dimensions()[0], N = w.dimensions()[1];
-  if (w.element_type() == ffi::S8)
-    multiply(pool, x.typed_data(), w.typed_data<int8_t>(), y->typed_data(), T, D, N);
-  else
-    multiply(pool, x.typed_data(), w.typed_data<float>(), y->typed_data(), T, D, N);
-  return ffi::Error::Success();
+void compute_panels(Product* p) {
+  for (int64_t i; (i = p->begun.fetch_add(1)) < p->count; p->done.fetch_add(1)) {
+    const int64_t begin = i * p->width, end = std::min(p->N, begin + p->width);
+    for (int64_t t = 0; t < p->T; t += kMostTogether)
+      multiply_panel<kMostTogether>(std::min(kMostTogether, p->T - t), p->x + t * p->D, p->w, p->y + t * p->N, p->D, p->N,
+                                    begin, end);
+  }
+}
+
+// Runs in a thread of the pool, perhaps after the product has ended.
+void help(void* data) {
+  auto* p = static_cast<Product*>(data);
+  compute_panels(p);
+  leave(p);
+}
+
+bool failed(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
+  if (error == nullptr) return false;
+  XLA_FFI_Error_Destroy_Args args{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
+  api->XLA_FFI_Error_Destroy(&args);
+  return true;
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(few_rows, few_rows_handler,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Rows>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<Rows>());
+// XLA calls it with x and w, and before that once to learn for which version of its interface it was compiled.
+extern "C" XLA_FFI_Error* few_rows(XLA_FFI_CallFrame* frame) {
+  if (auto* extension = frame->extension_start; extension && extension->type == XLA_FFI_Extension_Metadata) {
+    auto* metadata = reinterpret_cast<XLA_FFI_Metadata_Extension*>(extension)->metadata;
+    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+    metadata->traits = 0;
+    metadata->state_type_id = XLA_FFI_UNKNOWN_TYPE_ID;
+    return nullptr;
+  }
+  const auto* api = frame->api;
+  const auto* x = static_cast<XLA_FFI_Buffer*>(frame->args.args[0]);
+  const auto* w = static_cast<XLA_FFI_Buffer*>(frame->args.args[1]);
+  const auto* y = static_cast<XLA_FFI_Buffer*>(frame->rets.rets[0]);
+  int64_t threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args counted{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr, frame->ctx, &threads};
+  if (failed(api, api->XLA_FFI_ThreadPool_NumThreads(&counted))) threads = 1;
+  const int64_t N = w->dims[1];
+  const int64_t width = std::clamp<int64_t>((N / (2 * threads) + 15) / 16 * 16, 16, kWidest);
+  const int64_t count = (N + width - 1) / width, workers = std::min(threads, count);
+  auto* product = new Product{static_cast<const float*>(x->data), static_cast<const Weight*>(w->data),
+                              static_cast<float*>(y->data), x->dims[0], w->dims[0], N, width, count};
+  product->holders = workers;
+  for (int64_t i = 1; i < workers; i++) {
+    XLA_FFI_ThreadPool_Schedule_Args task{XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, nullptr, frame->ctx, help, product};
+    if (failed(api, api->XLA_FFI_ThreadPool_Schedule(&task))) leave(product);
+  }
+  compute_panels(product);
+  while (product->done.load() < count) sched_yield();
+  leave(product);
+  return nullptr;
+}

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +29,14 @@ from specsamp.compilation_cache import use_compilation_cache
 Array = jax.Array
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
+WEIGHTS = {"float32": "float", "int8": "int8_t"}  # a library for each: two compilers at once take half the time
 SWITCH = "SPECSAMP_CPU_KERNEL"  # 0: the kernel stays off
 MOST_ROWS = 16  # of a product; with more rows XLA is as fast, and with a single float32 row faster
 FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-shared", "-fPIC", "-w")
 SECONDS = 60  # limit for the compiler, and for the check
 NEAR = 1e-5  # largest difference from NumPy's product, of sums with a variance of about one
 
-_target: str | None = None  # the name under which XLA knows the kernel
+_target: str | None = None  # the name under which XLA knows the kernel, before the type of its weights
 
 
 def build() -> str:
@@ -62,7 +64,7 @@ class _Off(Exception):
 
 
 def _library() -> pathlib.Path:
-    """Returns the file of the kernel for this source, JAX, compiler and CPU; builds and checks it if it is missing."""
+    """Returns the kernel's files, without their ends, for this source, JAX, compiler and CPU; builds and checks them."""
     if os.environ.get(SWITCH) == "0":
         raise _Off(f"{SWITCH}=0")
     if sys.platform != "linux" or jax.default_backend() != "cpu":
@@ -75,14 +77,21 @@ def _library() -> pathlib.Path:
     os.makedirs(folder, exist_ok=True)  # JAX makes it only when it writes
     told = _output([compiler, "--version"]), machine.version("jaxlib"), machine.cpu_flags(), FLAGS
     key = hashlib.sha256(SOURCE.read_bytes() + repr(told).encode()).hexdigest()[:12]
-    path = pathlib.Path(folder, f"specsamp_few_rows_{key}.so")
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            library = os.path.join(made, path.name)
-            _output([compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", os.fspath(SOURCE), "-o", library])
-            _output([sys.executable, "-m", __name__, library])
-            os.replace(library, path)  # whole, or not there
-    return path
+    library = pathlib.Path(folder, f"specsamp_few_rows_{key}")
+    if not all(_file(library, dtype).exists() for dtype in WEIGHTS):
+        with tempfile.TemporaryDirectory(dir=folder) as made, ThreadPoolExecutor() as threads:
+            new = pathlib.Path(made, library.name)
+            command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", os.fspath(SOURCE)]
+            built = [[*command, f"-DWEIGHT={one}", "-o", os.fspath(_file(new, dtype))] for dtype, one in WEIGHTS.items()]
+            list(threads.map(_output, built))
+            _output([sys.executable, "-m", __name__, os.fspath(new)])
+            for dtype in WEIGHTS:
+                os.replace(_file(new, dtype), _file(library, dtype))  # whole, or not there
+    return library
+
+
+def _file(library: pathlib.Path, dtype: str) -> pathlib.Path:
+    return library.with_name(f"{library.name}_{dtype}.so")
 
 
 def _output(command: Sequence[str]) -> str:
@@ -94,15 +103,16 @@ def _output(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def _register(path: pathlib.Path) -> str:
-    handler = jax.ffi.pycapsule(ctypes.CDLL(os.fspath(path)).few_rows)
-    jax.ffi.register_ffi_target(path.stem, handler, platform="cpu")
-    return path.stem
+def _register(library: pathlib.Path) -> str:
+    for dtype in WEIGHTS:
+        handler = jax.ffi.pycapsule(ctypes.CDLL(os.fspath(_file(library, dtype))).few_rows)
+        jax.ffi.register_ffi_target(f"{library.name}_{dtype}", handler, platform="cpu")
+    return library.name
 
 
 def takes(spec: str, x: Array, y: Array) -> bool:
     """Returns whether the kernel is on and computes ``einsum(spec, x, y)``: few float32 rows times a matrix ``[D, N]``."""
-    if _target is None or y.ndim != 2 or x.dtype != jnp.float32 or y.dtype not in (jnp.float32, jnp.int8):
+    if _target is None or y.ndim != 2 or x.dtype != jnp.float32 or str(y.dtype) not in WEIGHTS:
         return False
     fewest = 1 if y.dtype == jnp.int8 else 2
     is_product = re.fullmatch(r"(\w*)(\w),\2(\w)->\1\3", spec)
@@ -117,7 +127,7 @@ def multiply(x: Array, y: Array) -> Array:
 @jax.custom_batching.custom_vmap
 def _multiply(x_TD: Array, y_DN: Array) -> Array:
     result = jax.ShapeDtypeStruct((x_TD.shape[0], y_DN.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call(_target, result)(x_TD, y_DN)
+    return jax.ffi.ffi_call(f"{_target}_{y_DN.dtype}", result)(x_TD, y_DN)
 
 
 @_multiply.def_vmap

@@ -31,8 +31,9 @@ def library(tmp_path_factory):
         patch.setattr(few_rows, "_target", None)
         patch.delenv(few_rows.SWITCH, raising=False)
         assert "by a kernel" in few_rows.build()
-        assert [path.suffix for path in folder.iterdir()] == [".so"], "and nothing half made"
-        yield next(folder.iterdir())
+        made = {f"{few_rows.kernel_name()}_{dtype}.so" for dtype in ("float32", "int8")}
+        assert {path.name for path in folder.iterdir()} == made, "and nothing half made"
+        yield folder / few_rows.kernel_name()
 
 
 @pytest.fixture
@@ -154,10 +155,10 @@ def test_it_stays_off_and_says_why(monkeypatch, tmp_path, name, value, match):
 
 
 def test_a_damaged_library_is_not_used(monkeypatch, tmp_path):
-    (tmp_path / "kernel.so").write_text("no library")
-    monkeypatch.setattr(few_rows, "_library", lambda: tmp_path / "kernel.so")
+    (tmp_path / "kernel_float32.so").write_text("no library")
+    monkeypatch.setattr(few_rows, "_library", lambda: tmp_path / "kernel")
     monkeypatch.setattr(few_rows, "_target", None)
-    assert re.search("XLA's products of few rows: .*kernel.so", few_rows.build())
+    assert re.search("XLA's products of few rows: .*kernel_float32.so", few_rows.build())
     assert not few_rows.kernel_name()
 
 
