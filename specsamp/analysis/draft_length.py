@@ -5,7 +5,7 @@
     completions = generate(pair, prompts, draft_length=adaptive.usual)     # the best for all of these
 
 A clock decides, so another machine may get another K, and with it other tokens from the same seed. Write the K down to
-reproduce a run. `cost_table` makes the costs from calls that are known.
+reproduce a run. Where the costs of calls are known, `specsamp.analysis.costs` forecasts those of rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from specsamp import validate
-from specsamp.analysis.costs import Costs
 from specsamp.analysis.workload import Timing, Workload, decode_in_turns, decoders
 from specsamp.decoding.adaptive import LENGTHS, Adaptive, Stop
 from specsamp.decoding.drafter import Drafter
@@ -101,13 +100,6 @@ def adapted_to(timings: Mapping[int, Sequence[Timing]], stop: Stop | None = None
         usual=lengths[int(np.argmin(total_ms))],
         acceptance=round(longest.acceptance_rate, 3) if sum(longest.reached) else 0.0,  # nothing was ever drafted
     )
-
-
-def cost_table(
-    costs: Costs, lengths: Sequence[int], *, batch: int = 1, context: int | None = None
-) -> tuple[float, ...]:
-    """Returns the milliseconds of rounds from costs measured before, given per call, or forecast for a chip."""
-    return _rising([costs.round_ms(K, batch, context) for K in lengths])
 
 
 def _rising(ms: Sequence[float]) -> tuple[float, ...]:

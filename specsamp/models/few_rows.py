@@ -81,10 +81,11 @@ def _library() -> pathlib.Path:
     if not all(_file(library, dtype).exists() for dtype in WEIGHTS):
         with tempfile.TemporaryDirectory(dir=folder) as made, ThreadPoolExecutor() as threads:
             new = pathlib.Path(made, library.name)
-            command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", os.fspath(SOURCE)]
-            built = [[*command, f"-DWEIGHT={one}", "-o", os.fspath(_file(new, dtype))] for dtype, one in WEIGHTS.items()]
-            list(threads.map(_output, built))
-            _output([sys.executable, "-m", __name__, os.fspath(new)])
+            command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", SOURCE]
+            list(
+                threads.map(lambda one: _output([*command, f"-DWEIGHT={WEIGHTS[one]}", "-o", _file(new, one)]), WEIGHTS)
+            )
+            _output([sys.executable, "-m", __name__, new])
             for dtype in WEIGHTS:
                 os.replace(_file(new, dtype), _file(library, dtype))  # whole, or not there
     return library
@@ -94,7 +95,7 @@ def _file(library: pathlib.Path, dtype: str) -> pathlib.Path:
     return library.with_name(f"{library.name}_{dtype}.so")
 
 
-def _output(command: Sequence[str]) -> str:
+def _output(command: Sequence[str | os.PathLike]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:

@@ -8,11 +8,8 @@ import pytest
 from specsamp import ModelDrafter, NgramDrafter, Pair, chain, generate, temperature
 from specsamp.analysis import draft_length, report
 from specsamp.analysis.calls import TIMED_LENGTH, TIMED_POSITIONS, time_calls
-from specsamp.analysis.costs import CostTable, PerCall
-from specsamp.analysis.draft_length import (
-    calibrate,
-    cost_table,
-)
+from specsamp.analysis.costs import PerCall
+from specsamp.analysis.draft_length import calibrate
 from specsamp.analysis.workload import TimedDecoder, Workload
 from specsamp.decoding.method import Method
 from support import fakes
@@ -71,13 +68,6 @@ def test_lengths_are_checked_before_anything_is_measured(pair, clocks, lengths, 
     with pytest.raises(ValueError, match=message):
         calibrate(pair, PROMPTS, 30, lengths=lengths)
     assert not ran
-
-
-def test_a_cost_table_rises():
-    """Times that fall become the mean of their neighbours."""
-    assert cost_table(PerCall(14.0, 2.0), (0, 1, 4)) == (14, 16, 22)
-    noisy = CostTable({1: dict(enumerate((3, 1, 2, 7, 6)))})
-    assert cost_table(noisy, range(5)) == (2, 2, 2, 6.5, 6.5)
 
 
 def test_the_clock_of_the_first_process_decides(pair, clocks, monkeypatch):
