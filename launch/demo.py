@@ -63,6 +63,7 @@ def main() -> None:
         sides[name] = {side: kept(one) for side, one in decoders(experiment.pair, methods, experiment.workload).items()}
     start = time.perf_counter()
     with entry.progress(console, "compiling, then decoding"):
+        sides["sampled"]["speculative"].compile()
         first = sides["sampled"]["speculative"].decode(0)
     show_text(experiment, 0, first, console)
     with entry.progress(console, "compiling the rest"):

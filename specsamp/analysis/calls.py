@@ -49,10 +49,8 @@ def time_calls(
     """
     if jax.config.jax_disable_jit:
         raise ValueError("calls are timed as compiled programs: choose the draft length yourself under JAX_DISABLE_JIT")
-    sides, states = decoders(pair, methods, workload), {}
-    for name, decoder in sides.items():  # no prompt is read: times do not depend on tokens
-        shapes = jax.eval_shape(lambda decoder=decoder: decoder.prefill(decoder.requests(0)))
-        states[name] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    sides = decoders(pair, methods, workload)
+    states = {name: decoder.engine.blank(workload.batch) for name, decoder in sides.items()}  # times know no tokens
     runs = call_runs(sides, states, TIMED_POSITIONS)
     once = sum(min(times) for times in take_turns(runs, 3).values())  # the first run of a program is slower
     times = take_turns(runs, max(math.ceil(seconds * 1e3 / once), 3))

@@ -6,6 +6,7 @@ within a turn, and medians over turns are reported. `take_turns` is the only loo
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import math
@@ -145,6 +146,13 @@ class TimedDecoder:
     def prefill(self, requests: Sequence[Request]) -> DecodeState:
         """Returns the state before the first round."""
         return self.engine.prefill(requests, width=self.workload.prompt_length)
+
+    def compile(self) -> None:
+        """Compiles what `decode` runs, on a single device both programs at the same time; `decode` raises their errors."""
+        if self.engine.pair.shards.mesh is None:
+            with concurrent.futures.ThreadPoolExecutor(1) as thread:
+                thread.submit(self.engine.run, self.engine.blank(self.workload.batch))  # rows that have ended
+                self.prefill(self.requests(0))
 
     def decode(self, repeat: int) -> Timing:
         """Decodes the prompts of one repeat to the end; ``loop_seconds`` holds nothing but the loop.

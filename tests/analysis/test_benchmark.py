@@ -24,6 +24,7 @@ from specsamp.decoding.results import RowStats
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, greedy, temperature
 from support import fakes
+from support.fakes import compiled_programs
 
 K = 3
 WORK = Workload(batch=2, prompt_length=5, max_new_tokens=11, repeats=2, seed=4)
@@ -131,6 +132,15 @@ def test_a_profile_is_written_and_operations_carry_the_scopes_of_a_round(pair, t
     lowered = jax.jit(engine.loop.run).lower(engine.weights, state, 1)
     names = lowered.as_text(debug_info=True)
     assert all(f"{scope}/" in names for scope in ("draft", "score", "verify", "commit"))
+
+
+def test_what_was_compiled_side_by_side_decodes(pair):
+    (decoder,) = decoders(pair, {"speculative": Method(drafter=ModelDrafter(pair.draft, 5))}, WORK).values()
+    before = compiled_programs()
+    decoder.compile()
+    compiled = compiled_programs()
+    assert compiled == (before[0] + 1, before[1] + 1)
+    assert decoder.decode(0).rounds and compiled_programs() == compiled
 
 
 @pytest.mark.parametrize("K", [0, 3])
