@@ -62,14 +62,10 @@ class JsonTokenizer:
         tokenizer.no_truncation()  # files may hold the lengths to which a training run cut and padded its texts
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.eos_id = tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         if eos is not None and self.eos_id is None:
             raise ValueError(f"{name} has no token {eos!r} to end texts with")
-
-    @property
-    def vocab_size(self) -> int:
-        """Returns the largest id plus one: ids may have gaps."""
-        return max(self.pieces) + 1
 
     @property
     def pieces(self) -> dict[int, str]:

@@ -10,13 +10,6 @@ from specsamp.decoding.drafters.parallel import ParallelDrafter
 from specsamp.decoding.drafters.translating import TranslatingDrafter
 from specsamp.decoding.drafters.tree import BlockTree, EarlyExitTree, FeatureTree, ModelTree, NgramTree
 
-__all__ = ["BlockDrafter", "EarlyExitDrafter", "FeatureDrafter", "ModelDrafter", "NgramDrafter", "NoDrafter"]
-__all__ += [
-    "ParallelDrafter",
-    "TranslatingDrafter",
-    "BlockTree",
-    "EarlyExitTree",
-    "FeatureTree",
-    "ModelTree",
-    "NgramTree",
-]
+__all__ = ["BlockDrafter", "BlockTree", "EarlyExitDrafter", "EarlyExitTree", "FeatureDrafter", "FeatureTree"]
+__all__ += ["ModelDrafter", "ModelTree", "NgramDrafter", "NgramTree", "NoDrafter", "ParallelDrafter"]
+__all__ += ["TranslatingDrafter"]
