@@ -70,7 +70,7 @@ _TIMEOUT = flags.DEFINE_float("timeout", 60.0, "Seconds for a client to send a r
 _KEY_FILE = flags.DEFINE_string(
     "key_file", None, f"A file with the keys that requests may bring, one a line; default the variable {KEY}."
 )
-_GRAMMARS = flags.DEFINE_bool("grammars", False, "Take response_format; programs are then compiled at every start.")
+_GRAMMARS = flags.DEFINE_bool("grammars", False, "Take response_format and tools; each start then compiles anew.")
 _REQUIRE_EXACT = entry.define("require_exact")
 
 

@@ -143,7 +143,6 @@ STUDY = Study(
     cells=cells,
     identity=lambda options: {"grid": options.grid, "libtpu": version("libtpu")},
     measure=lambda options, key, say: ANSWERS[options.grid](**key),
-    tables={name: Published([file], getattr(tables, name, tables.programs)) for name, file in TABLES.items()}
-    | {"public_pairs": Published([f"compile_{name}_v5e" for name in tables.PUBLIC_PAIRS], tables.public_pairs)},
+    tables={name: Published([file], getattr(tables, name, tables.programs)) for name, file in TABLES.items()},
     shown=lambda options: [options.grid],
 )

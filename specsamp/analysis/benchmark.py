@@ -160,7 +160,7 @@ def _split(sides: Mapping[str, TimedDecoder], repeats: int, progress: Callable[[
 def split_round(speculative: TimedDecoder, turns: int) -> RoundSplit:
     """Times the calls of a round, in turn."""
     K = speculative.method.drafter.K
-    runs = call_runs({"draft": speculative}, {"draft": speculative.prefill(speculative.requests(0))}, (1, K + 1))
+    runs = call_runs({"draft": speculative}, (1, K + 1))
     take_turns(runs, 1)  # the first run of a program is slower
     ms = take_turns(runs, turns)
     return RoundSplit.of(draft=ms["draft"], score=ms[K + 1], step=ms[1])

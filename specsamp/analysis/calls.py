@@ -50,8 +50,7 @@ def time_calls(
     if jax.config.jax_disable_jit:
         raise ValueError("calls are timed as compiled programs: choose the draft length yourself under JAX_DISABLE_JIT")
     sides = decoders(pair, methods, workload)
-    states = {name: decoder.engine.blank(workload.batch) for name, decoder in sides.items()}  # times know no tokens
-    runs = call_runs(sides, states, TIMED_POSITIONS)
+    runs = call_runs(sides, TIMED_POSITIONS)
     once = sum(min(times) for times in take_turns(runs, 3).values())  # the first run of a program is slower
     times = take_turns(runs, max(math.ceil(seconds * 1e3 / once), 3))
     ms = {key: float(np.median(of_key)) for key, of_key in times.items()}
@@ -59,13 +58,10 @@ def time_calls(
     return {name: PerCall(target_ms=target_ms, draft_ms=ms[name] / TIMED_LENGTH) for name in methods}
 
 
-def call_runs(
-    sides: Mapping[str, TimedDecoder], states: Mapping[str, DecodeState], positions: Sequence[int]
-) -> dict[str | int, Callable[[int], float]]:
+def call_runs(sides: Mapping[str, TimedDecoder], positions: Sequence[int]) -> dict[str | int, Callable[[int], float]]:
     """Compiles the draft of each decoder, and the target's call of the first one for each number of positions.
 
-    Args:
-      states: of each decoder, after its prefill; the calls are as in the middle of a text.
+    The calls are as in the middle of a text; no prompt is read, since times do not depend on tokens.
 
     Returns:
       A function for each name and each number: it runs the call once, and returns its milliseconds.
@@ -73,8 +69,8 @@ def call_runs(
     held, calls = {}, {}
     for name, decoder in sides.items():
         engine, middle = decoder.engine, decoder.workload.longest // 2
-        lengths_B = jnp.full_like(states[name].lengths_B, middle)
-        held[name] = dataclasses.replace(states[name], request=None, lengths_B=lengths_B)
+        state = engine.blank(decoder.workload.batch)
+        held[name] = dataclasses.replace(state, request=None, lengths_B=jnp.full_like(state.lengths_B, middle))
         given = engine.weights, engine.arrays(decoder.requests(0))
         calls[name] = name, functools.partial(_draft, engine.loop), given
         for T in positions if len(held) == 1 else ():

@@ -148,8 +148,8 @@ class TimedDecoder:
         return self.engine.prefill(requests, width=self.workload.prompt_length)
 
     def compile(self) -> None:
-        """Compiles what `decode` runs, on a single device both programs at the same time; `decode` raises their errors."""
-        if self.engine.pair.shards.mesh is None:
+        """Compiles prefill and loop at the same time; nothing on a mesh. An error of the loop comes again in `decode`."""
+        if self.engine.pair.shards.mesh is None and not jax.config.jax_disable_jit:
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
                 thread.submit(self.engine.run, self.engine.blank(self.workload.batch))  # rows that have ended
                 self.prefill(self.requests(0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tokenizers
 
@@ -83,11 +84,14 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, complete: bool = False) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, complete: bool = False, **variables: Any
+    ) -> list[int]:
         """Returns the ids of a conversation; all special tokens come from the template.
 
         Args:
           complete: without the beginning of an answer at the end, for training.
+          variables: of the template, such as ``tools``.
 
         Raises:
           ValueError: there is no chat template, or it refuses these messages.
@@ -97,7 +101,7 @@ class JsonTokenizer:
                 "the tokenizer has no chat template, which a conversation needs: give a text, or an instruction-tuned "
                 "model, whose tokenizer_config.json has a template"
             )
-        text = self.chat.render(messages, add_generation_prompt=not complete)
+        text = self.chat.render(messages, **variables, add_generation_prompt=not complete)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:

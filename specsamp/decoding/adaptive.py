@@ -101,7 +101,7 @@ class Adaptive:
 
     Attributes:
       lengths: the draft lengths to choose from, ascending, 0 or more; the last is the drafter's K.
-      costs_ms: for each length, the milliseconds of a round in which all sequences of the batch draft that many tokens.
+      costs_ms: for each length, the milliseconds, not falling, of a round in which all sequences draft that many tokens.
         `specsamp.analysis.draft_length.calibrate` measures them, `Costs.round_ms` forecasts them. Only ratios matter.
       stop: ends drafts before their length; None: every draft has its full length.
       usual: the best length for the batch as a whole, as `specsamp.analysis.draft_length.calibrate` measures it. A sequence

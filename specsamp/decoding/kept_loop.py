@@ -15,6 +15,7 @@ import pathlib
 import pickle
 import platform
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,8 @@ from specsamp.models import few_rows
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SOURCES = [machine.PACKAGE / name for name in ("sampling", "models", "decoding", "mesh")]  # what programs are made of
-_found = collections.Counter()  # events of JAX's own cache
-jax.monitoring.register_event_listener(lambda event, **_: _found.update([event]))
+_found = collections.Counter()  # events of JAX's own cache, by thread
+jax.monitoring.register_event_listener(lambda event, **_: _found.update([(event, threading.get_ident())]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,9 +89,9 @@ def _read(path: pathlib.Path) -> Callable[..., Any] | None:
 
 
 def _compiled(path: pathlib.Path, lowered: Any) -> Callable[..., Any]:
-    before = _found["/jax/compilation_cache/cache_hits"]
-    program = lowered.compile()
-    if _found["/jax/compilation_cache/cache_hits"] > before:
+    hit = "/jax/compilation_cache/cache_hits", threading.get_ident()
+    before, program = _found[hit], lowered.compile()
+    if _found[hit] > before:
         return program  # XLA's CPU programs that came from JAX's cache lose their code when they are written again
     try:
         kept = pickle.dumps(serialize_executable.serialize(program))

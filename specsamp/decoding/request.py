@@ -16,7 +16,8 @@ from specsamp.decoding.pair import Pair, Tokenizer
 from specsamp.decoding.text import Continuation, Stops, TextStream
 from specsamp.sampling.warp import Warp, for_rows, greedy
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]  # a text, token ids, or the messages of a conversation
+# A text; token ids; the messages of a conversation, or a mapping of them and variables of the template, such as tools.
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -137,12 +138,12 @@ def _encode_one(pair: Pair, index: int, prompt: Prompt) -> list[int]:
         tokens = pair.tokenizer.encode(prompt) if prompt else []
     elif isinstance(prompt, (bytes, bytearray)):
         raise ValueError(f"prompt {index} is bytes: give a text (bytes.decode()) or a list of token ids")
-    elif not validate.is_list(prompt):
+    elif not validate.is_list(prompt) and not (isinstance(prompt, Mapping) and "messages" in prompt):
         raise ValueError(f"prompt {index} must be a text, a list of token ids or a list of messages; got {prompt!r}")
-    elif len(prompt) > 0 and isinstance(prompt[0], Mapping):
+    elif isinstance(prompt, Mapping) or len(prompt) > 0 and isinstance(prompt[0], Mapping):
         if pair.tokenizer is None:
             raise ValueError("a conversation needs a tokenizer in the pair; otherwise give lists of token ids")
-        tokens = pair.tokenizer.encode_chat(prompt)
+        tokens = pair.tokenizer.encode_chat(**(prompt if isinstance(prompt, Mapping) else {"messages": prompt}))
     else:
         tokens = list(prompt)
     if len(tokens) == 0:

@@ -27,7 +27,7 @@ typedef float Vector __attribute__((vector_size(kLanes * sizeof(float)), aligned
 inline Vector load(const float* from) { return *reinterpret_cast<const Vector*>(from); }
 
 inline Vector load(const int8_t* from) {
-#if defined(__AVX2__) && !defined(__clang__)  // GCC 12 would widen the bytes one by one; <immintrin.h> takes it a second
+#if defined(__AVX2__) && !defined(__clang__)  // else GCC 12 widens byte by byte; to read <immintrin.h> takes a second
   typedef char Bytes __attribute__((vector_size(16)));
   typedef int64_t Halves __attribute__((vector_size(16)));
   int64_t low;
@@ -137,10 +137,10 @@ extern "C" XLA_FFI_Error* few_rows(XLA_FFI_CallFrame* frame) {
   const auto* y = static_cast<XLA_FFI_Buffer*>(frame->rets.rets[0]);
   int64_t threads = 1;
   XLA_FFI_ThreadPool_NumThreads_Args counted{XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr, frame->ctx, &threads};
-  if (failed(api, api->XLA_FFI_ThreadPool_NumThreads(&counted))) threads = 1;
+  if (failed(api, api->XLA_FFI_ThreadPool_NumThreads(&counted)) || threads < 1) threads = 1;
   const int64_t N = w->dims[1];
   const int64_t width = std::clamp<int64_t>((N / (2 * threads) + 15) / 16 * 16, 16, kWidest);
-  const int64_t count = (N + width - 1) / width, workers = std::min(threads, count);
+  const int64_t count = (N + width - 1) / width, workers = std::clamp<int64_t>(count, 1, threads);
   auto* product = new Product{static_cast<const float*>(x->data), static_cast<const Weight*>(w->data),
                               static_cast<float*>(y->data), x->dims[0], w->dims[0], N, width, count};
   product->holders = workers;

@@ -64,7 +64,7 @@ class _Off(Exception):
 
 
 def _library() -> pathlib.Path:
-    """Returns the kernel's files, without their ends, for this source, JAX, compiler and CPU; builds and checks them."""
+    """Returns the kernel's files, without ``_float32.so`` and ``_int8.so``; builds and checks them if one is missing."""
     if os.environ.get(SWITCH) == "0":
         raise _Off(f"{SWITCH}=0")
     if sys.platform != "linux" or jax.default_backend() != "cpu":
@@ -79,12 +79,10 @@ def _library() -> pathlib.Path:
     key = hashlib.sha256(SOURCE.read_bytes() + repr(told).encode()).hexdigest()[:12]
     library = pathlib.Path(folder, f"specsamp_few_rows_{key}")
     if not all(_file(library, dtype).exists() for dtype in WEIGHTS):
-        with tempfile.TemporaryDirectory(dir=folder) as made, ThreadPoolExecutor() as threads:
+        with tempfile.TemporaryDirectory(dir=folder) as made, ThreadPoolExecutor() as pool:
             new = pathlib.Path(made, library.name)
             command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", SOURCE]
-            list(
-                threads.map(lambda one: _output([*command, f"-DWEIGHT={WEIGHTS[one]}", "-o", _file(new, one)]), WEIGHTS)
-            )
+            list(pool.map(lambda one: _output([*command, f"-DWEIGHT={WEIGHTS[one]}", "-o", _file(new, one)]), WEIGHTS))
             _output([sys.executable, "-m", __name__, new])
             for dtype in WEIGHTS:
                 os.replace(_file(new, dtype), _file(library, dtype))  # whole, or not there

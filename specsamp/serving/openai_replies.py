@@ -74,8 +74,9 @@ class Reply:
             return None
         content = {"text": text}
         if self._asked.is_chat:
-            content = {"delta": {"content": text} if text else {}}
-        return self._chunk(choice.row, content | choice.marks, choice.log_probs, gained.finish)
+            calls = {"tool_calls": [{"index": 0} | call for call in choice.calls]} if choice.calls else {}
+            content = {"delta": ({"content": text} if text else {}) | calls}
+        return self._chunk(choice.row, content | choice.marks, choice.log_probs, choice.finish)
 
     def end(self) -> list[dict[str, Any]]:
         """Returns the chunks after the last text."""
@@ -88,6 +89,8 @@ class Reply:
             content = {"text": choice.text}
             if self._asked.is_chat:
                 content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+                if choice.calls:
+                    content["message"] |= {"content": None, "tool_calls": choice.calls}
             choices.append(_with_end(choice.row, content | choice.marks, choice.log_probs, choice.finish))
         return self._head | {"choices": choices} | self._counts()
 
@@ -145,10 +148,11 @@ class _Choice:
     Attributes:
       log_probs: of the tokens of the last chunk, under the target at temperature 1, if they were asked for.
       marks: whether each of these tokens had been drafted, if that was asked for.
+      calls: of functions, at most one, as the protocol writes them; known at the end.
     """
 
     def __init__(self, asked: GenerationRequest, row: int, request: Request, scores: Mapping[Request, Scores]):
-        self.row, self.text, self.finish = row, "", None
+        self.row, self.text, self.finish, self.calls = row, "", None, []
         self._request, self._scores = request, scores
         if asked.echo:
             self.text = request.tokenizer.decode(request.prompt)
@@ -164,6 +168,10 @@ class _Choice:
         self.finish, self.stats = gained.finish, gained.stats
         new = self._stream.push(self._tokens, gained.finish is not None)
         self.text += new
+        if self._asked.is_chat and self._asked.callable and self.text.startswith("{"):  # shown at its end
+            if gained.finish == "stop" and (call := _call(self.text)):
+                self.finish, self.calls = "tool_calls", [call]
+            new = self.text if gained.finish and not self.calls else ""
         if self._asked.mark_drafted:
             self.marks = {"from_draft": gained.from_draft}
         scored = []
@@ -209,6 +217,15 @@ class _Choice:
     def _name(self, context: Continuation, token: int) -> str:
         """Returns the text that a token adds; for a token without text, such as the end of text, its name."""
         return context.decode([token]) or self._tokenizer.token(token)
+
+
+def _call(text: str) -> dict[str, Any] | None:
+    try:
+        called = json.loads(text)
+    except ValueError:  # a stop text cut it off
+        return None
+    function = {"name": called["name"], "arguments": json.dumps(called["arguments"], ensure_ascii=False)}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def _finite(log_prob: float | None) -> float | None:

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from reprlib import repr  # short
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
 
+from specsamp.decoding.request import Prompt
 from specsamp.sampling.warp import Warp
 from specsamp.serving.request_warps import ALL_TOKENS, MAX_BIASES, NEUTRAL, make_warp
 from specsamp.serving.scores import MOST_TOPS
@@ -22,15 +23,14 @@ DEFAULT_MAX_TOKENS = 16  # of a completion; an answer in a chat has as many as t
 MAX_SAMPLES = 128
 MAX_SEED = 2**64 - 1
 MAX_MESSAGE = 500  # characters
+MAX_TOOLS = 64
+ANYTHING = "as the protocol has it"  # what a field must be that has no description
 
-IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
+IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls")
 # Fields that are not served, with the values that change nothing.
 REFUSED = {
     "best_of": (1,),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -75,6 +75,7 @@ def _check_unicode(text: str) -> str:
 UnicodeText = Annotated[str, AfterValidator(_check_unicode)]
 StopText = Annotated[UnicodeText, Field(min_length=1)]
 Tokens = Annotated[list[int], Field(min_length=1)]
+FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
 TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]  # JSON has no other keys than texts
 LogitBias = Annotated[float, Field(ge=-100, le=100)]
 PromptList = Annotated[list[UnicodeText] | list[Tokens], Field(min_length=1)]
@@ -118,17 +119,51 @@ class Part(_Fields):
     text: UnicodeText
 
 
+class Function(_Fields):
+    name: FunctionName = Field(description="a name of at most 64 letters, digits, _ and -")
+    description: UnicodeText = ""
+    parameters: dict[str, Any] = Field({}, description="a JSON schema, an object")
+    strict: bool = True  # calls always follow their schema
+
+
+class Tool(_Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(_Fields):
+    name: FunctionName
+    arguments: Json[dict[str, Any]]
+
+
+class Call(_Fields):
+    id: UnicodeText
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(_Fields):
     role: UnicodeText = Field(description="a text such as user")
     content: UnicodeText | Annotated[list[Part], Field(min_length=1)] = Field(
         description="a text of valid Unicode, or a list of parts of the type text"
     )
     name: Any = None
+    tool_calls: list[Call] = Field([], description="calls as an answer has them")
+    tool_call_id: UnicodeText | None = Field(None, description="the id of the call that this message answers")
 
-    def turn(self) -> dict[str, str]:
-        """Returns the message with its parts joined."""
+    @model_validator(mode="before")
+    @classmethod
+    def _a_call_has_no_text(cls, document: Any) -> Any:
+        if isinstance(document, dict) and document.get("tool_calls") and document.get("content") is None:
+            return document | {"content": ""}
+        return document
+
+    def turn(self) -> dict[str, Any]:
+        """Returns the message for a template, with its parts joined."""
         whole = isinstance(self.content, str)
-        return {"role": self.role, "content": self.content if whole else "".join(part.text for part in self.content)}
+        text = self.content if whole else "".join(part.text for part in self.content)
+        calls = self.model_dump(include={"tool_calls", "tool_call_id"}, exclude_defaults=True)
+        return {"role": self.role, "content": text, **calls}
 
 
 class ResponseFormat(_Fields):
@@ -237,10 +272,38 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = _switch()
     top_logprobs: int = _integer(0, 0, MOST_TOPS)
     echo: ClassVar[bool] = False
+    tools: list[Tool] = Field([], max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} functions")
+    tool_choice: Literal["none", "auto", "required"] | Tool = Field(
+        "auto", description="none, auto, required, or a tool"
+    )
 
     @property
-    def prompts(self) -> list[list[dict[str, str]]]:
-        return [[message.turn() for message in self.messages]]
+    def prompts(self) -> list[Prompt]:
+        turns = [message.turn() for message in self.messages]
+        return [{"messages": turns, "tools": [tool.model_dump() for tool in self.tools]} if self.tools else turns]
+
+    @property
+    def callable(self) -> list[Function]:
+        """Returns the functions that the answer may call."""
+        functions, choice = [tool.function for tool in self.tools], self.tool_choice
+        if isinstance(choice, Tool):
+            return [one for one in functions if one.name == choice.function.name]
+        return [] if choice == "none" else functions
+
+    @property
+    def grammar(self) -> tuple[str, Any] | None:
+        """Returns the grammar of a call: JSON with name and arguments, at the choice "auto" beside texts without a brace."""
+        if not self.callable:
+            return super().grammar
+        whole = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
+        calls = [
+            whole | {"properties": {"name": {"const": one.name}, "arguments": {"type": "object"} | one.parameters}}
+            for one in self.callable
+        ]
+        schema = {"anyOf": calls, "x-guidance": {"whitespace_flexible": False}}
+        if self.tool_choice != "auto":
+            return "json_schema", schema
+        return "lark", f"start: call | TEXT\ncall: %json {json.dumps(schema)}\nTEXT: /([^{{](.|\\n)*)?/"
 
     @property
     def log_probs(self) -> bool:
@@ -299,6 +362,10 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
             raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
         request.max_tokens = request.max_completion_tokens
     form = request.response_format
+    if is_chat and request.tools and form is not None:
+        raise ApiError("a text follows response_format or calls tools: give one of them", param="response_format")
+    if is_chat and request.tool_choice not in ("none", "auto") and not request.callable:
+        raise ApiError("tools must have the function that tool_choice asks for", param="tool_choice")
     for kind, name in (("json_schema", "json_schema"), ("regex", "pattern")):
         if form is not None and (form.type == kind) != (getattr(form, name) is not None):
             where = f"response_format.{name}"
@@ -326,14 +393,15 @@ def _without_ignored(document: Mapping[str, Any]) -> dict[str, Any]:
 def _refusal(kind: type[_Fields] | None, document: Any, error: ValidationError) -> ApiError:
     """Returns the first problem that pydantic found, in the words of the field's description."""
     problem = error.errors(include_url=False, include_context=False)[0]
-    where, value, wanted = "", document, None
+    where, value, wanted = "", document, ANYTHING
     for part in problem["loc"]:
         if isinstance(part, int):
             where, value = f"{where}[{part}]", value[part]
         elif kind is not None:
             where, value = f"{where}.{part}".removeprefix("."), value.get(part)
-            wanted = kind.model_fields[part].description if part in kind.model_fields else None
+            wanted = part in kind.model_fields and kind.model_fields[part].description or ANYTHING
             parts = {"messages": Message, "stream_options": StreamOptions, "response_format": ResponseFormat}
+            parts |= {"tools": Tool, "tool_calls": Call, "function": Function}
             kind = parts.get(part)
         else:
             break  # the rest names a branch of a union

@@ -138,8 +138,7 @@ def test_what_was_compiled_side_by_side_decodes(pair):
     (decoder,) = decoders(pair, {"speculative": Method(drafter=ModelDrafter(pair.draft, 5))}, WORK).values()
     before = compiled_programs()
     decoder.compile()
-    compiled = compiled_programs()
-    assert compiled == (before[0] + 1, before[1] + 1)
+    assert (compiled := compiled_programs()) == (before[0] + 1, before[1] + 1)
     assert decoder.decode(0).rounds and compiled_programs() == compiled
 
 

@@ -34,6 +34,8 @@ from specsamp.sampling import grammar as module
 from specsamp.sampling.grammar import FREE, Follow, grammar, no_grammar, release
 from specsamp.sampling.tree_rules import RecursiveRule
 from specsamp.sampling.warp import register_warp
+from specsamp.serving.openai_replies import Reply
+from specsamp.serving.openai_requests import read_request
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support import extras
@@ -261,6 +263,38 @@ def test_requests_bring_grammars_and_give_them_back():
     gc.collect()
     module._TEXTS.after([FREE], [0])
     assert len(module._TEXTS._texts) == held
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_text_is_a_call_where_it_must_be(choice, streams):
+    pair = dataclasses.replace(counting_pair(), tokenizer=BYTES)
+    method = make_method(pair, draft_length=2, sampling=make_warp({"temperature": 0}))
+    service = Service(pair, method, rows=1, context=60, has_grammars=True)
+    schema = {"properties": {"x": {"enum": ["bc"]}}, "required": ["x"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    document = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": choice}
+    asked, chunks, shown = (
+        read_request(document | {"stream": streams}, is_chat=True, model="m"),
+        queue.SimpleQueue(),
+        [],
+    )
+    service.start()
+    try:
+        answer = service.ask(["a"], 48, deliver=chunks.put, grammar=asked.grammar, is_streamed=streams)
+        reply = Reply(asked, answer, "m", exact=True)
+        while not reply.is_complete:
+            shown += filter(None, [reply.chunk(chunks.get(timeout=300))])
+    finally:
+        service.close()
+    choices = [one["choices"][0] for one in shown] if streams else reply.whole()["choices"]
+    message, finish = choices[-1]["delta" if streams else "message"], choices[-1]["finish_reason"]
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    if choice == "auto":
+        assert finish == "length" and not calls and len(choices) > 2 * streams
+    else:
+        assert (finish, calls) == ("tool_calls", [{"name": "f", "arguments": '{"x": "bc"}'}])
+        assert not message.get("content") and len(choices) == 1
 
 
 def test_where_grammars_are_refused():

@@ -68,6 +68,20 @@ def test_what_asks_for_nothing_is_taken():
     read({"messages": HI, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}, is_chat=True)
 
 
+def test_tools_reach_the_template_and_make_a_grammar():
+    function = {"name": "add", "description": "", "parameters": {"properties": {"x": {"type": "integer"}}}}
+    tools = [{"type": "function", "function": function | {"strict": True}}]
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    document = {"messages": [called, {"role": "tool", "content": "2", "tool_call_id": "c1"}], "tools": tools}
+    kinds = [read(document | {"tool_choice": one}, True).grammar for one in ("none", "auto", "required", tools[0])]
+    assert kinds[0] is None and kinds[1][0] == "lark" and kinds[2] == kinds[3]
+    assert kinds[2][1]["anyOf"][0]["properties"]["arguments"] == {"type": "object", **function["parameters"]}
+    (prompt,) = read(document, is_chat=True).prompts
+    call["function"]["arguments"] = {"x": 1}
+    assert prompt == {"messages": [called | {"content": ""}, document["messages"][1]], "tools": tools}
+
+
 TABLE = pathlib.Path(__file__).with_name("refused_requests.txt").read_text(encoding="utf-8")
 COMPLETIONS, CHAT = (re.findall("^({.*) => (.*) => (.*)$", part, re.MULTILINE) for part in TABLE.split("[chat]"))
 
