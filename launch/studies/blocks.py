@@ -21,7 +21,7 @@ from specsamp.decoding.drafters import BlockDrafter
 
 PAIR, TOKENS = "python", 64
 SAMPLING = ({"temperature": 0.0, "top_p": 1.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0, "top_p": 1.0})
-DRAFTS = (0.0, 0.5, 1.0)
+DRAFTS = (0.0, 0.5, 0.8, 1.0)
 LAWS = ("marginals", "conditional")
 
 

@@ -42,7 +42,7 @@ def generate(
     Args:
       pair: target, draft, tokenizer.
       prompts: texts, lists of token ids, or conversations: lists of messages such as ``{"role": "user", "content":
-        "Hi"}``, formatted by the chat template of the target's checkpoint. At least one token each.
+        "Hi"}``, or ``{"messages": [...], "tools": [...]}``, formatted by the chat template. At least one token each.
       max_new_tokens: the budget of new tokens, one for all or one per prompt.
       seed: in [0, 2**64). The same seed and prompt id give the same random numbers in every batch. So calls for
         different samples need different seeds or ``prompt_ids``.
