@@ -102,6 +102,7 @@ class JsonTokenizer:
                 "model, whose tokenizer_config.json has a template"
             )
         text = self.chat.render(messages, **variables, add_generation_prompt=not complete)
+        text.encode()  # raises ValueError for half a character, which JSON can write
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:

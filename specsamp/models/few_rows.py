@@ -78,19 +78,17 @@ def _library() -> pathlib.Path:
     told = _output([compiler, "--version"]), machine.version("jaxlib"), machine.cpu_flags(), FLAGS
     key = hashlib.sha256(SOURCE.read_bytes() + repr(told).encode()).hexdigest()[:12]
     library = pathlib.Path(folder, f"specsamp_few_rows_{key}")
-    if not all(_file(library, dtype).exists() for dtype in WEIGHTS):
+    if not all(os.path.exists(f"{library}_{dtype}.so") for dtype in WEIGHTS):
         with tempfile.TemporaryDirectory(dir=folder) as made, ThreadPoolExecutor() as pool:
             new = pathlib.Path(made, library.name)
             command = [compiler, *FLAGS, f"-I{jax.ffi.include_dir()}", SOURCE]
-            list(pool.map(lambda one: _output([*command, f"-DWEIGHT={WEIGHTS[one]}", "-o", _file(new, one)]), WEIGHTS))
+            list(
+                pool.map(lambda one: _output([*command, f"-DWEIGHT={WEIGHTS[one]}", "-o", f"{new}_{one}.so"]), WEIGHTS)
+            )
             _output([sys.executable, "-m", __name__, new])
             for dtype in WEIGHTS:
-                os.replace(_file(new, dtype), _file(library, dtype))  # whole, or not there
+                os.replace(f"{new}_{dtype}.so", f"{library}_{dtype}.so")  # whole, or not there
     return library
-
-
-def _file(library: pathlib.Path, dtype: str) -> pathlib.Path:
-    return library.with_name(f"{library.name}_{dtype}.so")
 
 
 def _output(command: Sequence[str | os.PathLike]) -> str:
@@ -104,7 +102,7 @@ def _output(command: Sequence[str | os.PathLike]) -> str:
 
 def _register(library: pathlib.Path) -> str:
     for dtype in WEIGHTS:
-        handler = jax.ffi.pycapsule(ctypes.CDLL(os.fspath(_file(library, dtype))).few_rows)
+        handler = jax.ffi.pycapsule(ctypes.CDLL(f"{library}_{dtype}.so").few_rows)
         jax.ffi.register_ffi_target(f"{library.name}_{dtype}", handler, platform="cpu")
     return library.name
 

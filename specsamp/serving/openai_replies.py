@@ -221,10 +221,10 @@ class _Choice:
 
 def _call(text: str) -> dict[str, Any] | None:
     try:
-        called = json.loads(text)
-    except ValueError:  # a stop text cut it off
+        name = json.loads(text)["name"]
+    except (ValueError, LookupError, RecursionError):  # a stop text cut it off, or it is nested too deeply
         return None
-    function = {"name": called["name"], "arguments": json.dumps(called["arguments"], ensure_ascii=False)}
+    function = {"name": name, "arguments": text.partition('"arguments":')[2][:-1].strip()}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 

@@ -26,13 +26,14 @@ MAX_MESSAGE = 500  # characters
 MAX_TOOLS = 64
 ANYTHING = "as the protocol has it"  # what a field must be that has no description
 
-IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls")
+IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
 # Fields that are not served, with the values that change nothing.
 REFUSED = {
     "best_of": (1,),
     "suffix": ("",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -280,7 +281,8 @@ class ChatRequest(GenerationRequest):
     @property
     def prompts(self) -> list[Prompt]:
         turns = [message.turn() for message in self.messages]
-        return [{"messages": turns, "tools": [tool.model_dump() for tool in self.tools]} if self.tools else turns]
+        told = [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        return [{"messages": turns, "tools": told} if told else turns]
 
     @property
     def callable(self) -> list[Function]:
@@ -296,14 +298,14 @@ class ChatRequest(GenerationRequest):
         if not self.callable:
             return super().grammar
         whole = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
-        calls = [
-            whole | {"properties": {"name": {"const": one.name}, "arguments": {"type": "object"} | one.parameters}}
-            for one in self.callable
-        ]
-        schema = {"anyOf": calls, "x-guidance": {"whitespace_flexible": False}}
+        calls, form = [], {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        for number, one in enumerate(self.callable):  # with an id, so that references stay within a tool's schema
+            arguments = {"$id": f"tool:{number}", **one.parameters, "type": "object"}
+            calls.append(whole | {"properties": {"name": {"const": one.name}, "arguments": arguments}})
+        schema = json.dumps({"anyOf": calls, "x-guidance": form}, ensure_ascii=False)
         if self.tool_choice != "auto":
             return "json_schema", schema
-        return "lark", f"start: call | TEXT\ncall: %json {json.dumps(schema)}\nTEXT: /([^{{](.|\\n)*)?/"
+        return "lark", f"start: call | TEXT\ncall: %json {schema}\nTEXT: /([^{{](.|\\n)*)?/"
 
     @property
     def log_probs(self) -> bool:
@@ -346,7 +348,7 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
       ApiError: naming the field, the value and the fix.
     """
     kind = ChatRequest if is_chat else CompletionRequest
-    request = read_fields(kind, _without_ignored(document) if isinstance(document, dict) else document)
+    request = read_fields(kind, _without_ignored(kind, document) if isinstance(document, dict) else document)
     if request.model not in (None, model):
         message = f"the model {repr(request.model)} is not served here: ask for {model!r}"
         raise ApiError(message, param="model", status=404, code="model_not_found")
@@ -362,7 +364,7 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
             raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
         request.max_tokens = request.max_completion_tokens
     form = request.response_format
-    if is_chat and request.tools and form is not None:
+    if is_chat and request.callable and request.response_format not in (None, ResponseFormat(type="text")):
         raise ApiError("a text follows response_format or calls tools: give one of them", param="response_format")
     if is_chat and request.tool_choice not in ("none", "auto") and not request.callable:
         raise ApiError("tools must have the function that tool_choice asks for", param="tool_choice")
@@ -378,13 +380,13 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
     return request
 
 
-def _without_ignored(document: Mapping[str, Any]) -> dict[str, Any]:
+def _without_ignored(kind: type[_Fields], document: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields that are served; raises `ApiError` for a refused one with a value that would change a text."""
     document = {name: value for name, value in document.items() if value is not None and name not in IGNORED}
     if document.get("best_of") == document.get("n", 1):  # the best n of n are all of them
         document.pop("best_of", None)
     for name, neutral in REFUSED.items():
-        value = document.pop(name, None)
+        value = None if name in kind.model_fields else document.pop(name, None)
         if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
             raise ApiError(f"{name} = {repr(value)} is not supported: leave it out", param=name)
     return document

@@ -244,6 +244,7 @@ def test_requests_bring_grammars_and_give_them_back():
     pair = dataclasses.replace(counting_pair(stumbles_at=ord("e"), max_positions=None), tokenizer=BYTES)
     method = make_method(pair, draft_length=2, sampling=make_warp({"temperature": 0}))
     service = Service(pair, method, rows=2, context=40, has_grammars=True)
+    gc.collect()  # grammars of earlier tests
     module._TEXTS.after([FREE], [0])
     held = len(module._TEXTS._texts)
     service.start()
@@ -274,11 +275,8 @@ def test_a_text_is_a_call_where_it_must_be(choice, streams):
     schema = {"properties": {"x": {"enum": ["bc"]}}, "required": ["x"], "additionalProperties": False}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     document = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": choice}
-    asked, chunks, shown = (
-        read_request(document | {"stream": streams}, is_chat=True, model="m"),
-        queue.SimpleQueue(),
-        [],
-    )
+    asked = read_request(document | {"stream": streams}, is_chat=True, model="m")
+    chunks, shown = queue.SimpleQueue(), []
     service.start()
     try:
         answer = service.ask(["a"], 48, deliver=chunks.put, grammar=asked.grammar, is_streamed=streams)

@@ -64,7 +64,7 @@ def test_fields_that_are_served():
 
 def test_what_asks_for_nothing_is_taken():
     document = {"prompt": "a", "best_of": 3, "n": 3, "echo": False, "suffix": None, "logit_bias": {}, "user": "me"}
-    assert read(document | {"metadata": {"a": "b"}, "store": True, "stream_options": None}).n == 3
+    assert read(document | {"tools": [], "metadata": {"a": "b"}, "store": True, "stream_options": None}).n == 3
     read({"messages": HI, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}, is_chat=True)
 
 
@@ -76,7 +76,8 @@ def test_tools_reach_the_template_and_make_a_grammar():
     document = {"messages": [called, {"role": "tool", "content": "2", "tool_call_id": "c1"}], "tools": tools}
     kinds = [read(document | {"tool_choice": one}, True).grammar for one in ("none", "auto", "required", tools[0])]
     assert kinds[0] is None and kinds[1][0] == "lark" and kinds[2] == kinds[3]
-    assert kinds[2][1]["anyOf"][0]["properties"]["arguments"] == {"type": "object", **function["parameters"]}
+    arguments = json.loads(kinds[2][1])["anyOf"][0]["properties"]["arguments"]
+    assert arguments == {"$id": "tool:0", "type": "object", **function["parameters"]}
     (prompt,) = read(document, is_chat=True).prompts
     call["function"]["arguments"] = {"x": 1}
     assert prompt == {"messages": [called | {"content": ""}, document["messages"][1]], "tools": tools}
