@@ -107,7 +107,7 @@ def audit_engine(console: Console) -> int:
         fields = dict(json.loads(_REQUEST.value))
     except (ValueError, TypeError) as error:
         raise ValueError(f'--request={_REQUEST.value} must be a JSON object, such as {{"temperature": 0.8}}') from error
-    prompts = [prompt for prompt in read_prompts(_PROMPTS.value) if isinstance(prompt, str)]
+    prompts = [one for one in read_prompts(_PROMPTS.value) if isinstance(one, str)][: _DISTRIBUTION_PROMPTS.value]
     if not prompts:
         raise ValueError("--engine needs --prompts: texts after which the next tokens are uncertain")
     own = {} if _REFERENCE.value else {"logprobs": 0}
@@ -115,7 +115,7 @@ def audit_engine(console: Console) -> int:
         check = compare_endpoints(
             RemoteEngine(_ENGINE.value, own | fields),
             RemoteEngine(_REFERENCE.value, fields) if _REFERENCE.value else None,
-            prompts[: _DISTRIBUTION_PROMPTS.value],
+            prompts,
             detect=_DETECT.value,
             level=_FALSE_ALARM.value,
             progress=say,
@@ -123,7 +123,7 @@ def audit_engine(console: Console) -> int:
     found = report.as_json(dataclasses.asdict(check))
     entry.show([audit_table([found], claims=True)], console)
     passed, asked = check.verdict is Status.PASSED, {"engine": _ENGINE.value, "reference": _REFERENCE.value}
-    document = {**asked, "request": fields, "passed": passed, "check": found}
+    document = {**asked, "prompts": prompts, "request": fields, "passed": passed, "check": found}
     entry.write_result(_OUTPUT.value, document, console)
     return 0 if passed else FAILED
 

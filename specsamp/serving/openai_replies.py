@@ -168,7 +168,7 @@ class _Choice:
         self.finish, self.stats = gained.finish, gained.stats
         new = self._stream.push(self._tokens, gained.finish is not None)
         self.text += new
-        if self._asked.is_chat and self._asked.callable and self.text.startswith("{"):  # shown at its end
+        if self._asked.is_chat and self._asked.functions and self.text.startswith("{"):  # shown at its end
             if gained.finish == "stop" and (call := _call(self.text)):
                 self.finish, self.calls = "tool_calls", [call]
             new = self.text if gained.finish and not self.calls else ""

@@ -285,24 +285,24 @@ class ChatRequest(GenerationRequest):
         return [{"messages": turns, "tools": told} if told else turns]
 
     @property
-    def callable(self) -> list[Function]:
+    def functions(self) -> list[Function]:
         """Returns the functions that the answer may call."""
-        functions, choice = [tool.function for tool in self.tools], self.tool_choice
+        offered, choice = [tool.function for tool in self.tools], self.tool_choice
         if isinstance(choice, Tool):
-            return [one for one in functions if one.name == choice.function.name]
-        return [] if choice == "none" else functions
+            return [one for one in offered if one.name == choice.function.name]
+        return [] if choice == "none" else offered
 
     @property
     def grammar(self) -> tuple[str, Any] | None:
         """Returns the grammar of a call: JSON with name and arguments, at the choice "auto" beside texts without a brace."""
-        if not self.callable:
+        if not self.functions:
             return super().grammar
         whole = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
-        calls, form = [], {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        for number, one in enumerate(self.callable):  # with an id, so that references stay within a tool's schema
+        calls, spacing = [], {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        for number, one in enumerate(self.functions):  # with an id, so that references stay within a tool's schema
             arguments = {"$id": f"tool:{number}", **one.parameters, "type": "object"}
             calls.append(whole | {"properties": {"name": {"const": one.name}, "arguments": arguments}})
-        schema = json.dumps({"anyOf": calls, "x-guidance": form}, ensure_ascii=False)
+        schema = json.dumps({"anyOf": calls, "x-guidance": spacing}, ensure_ascii=False)
         if self.tool_choice != "auto":
             return "json_schema", schema
         return "lark", f"start: call | TEXT\ncall: %json {schema}\nTEXT: /([^{{](.|\\n)*)?/"
@@ -364,9 +364,9 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
             raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
         request.max_tokens = request.max_completion_tokens
     form = request.response_format
-    if is_chat and request.callable and request.response_format not in (None, ResponseFormat(type="text")):
+    if is_chat and request.functions and request.response_format not in (None, ResponseFormat(type="text")):
         raise ApiError("a text follows response_format or calls tools: give one of them", param="response_format")
-    if is_chat and request.tool_choice not in ("none", "auto") and not request.callable:
+    if is_chat and request.tool_choice not in ("none", "auto") and not request.functions:
         raise ApiError("tools must have the function that tool_choice asks for", param="tool_choice")
     for kind, name in (("json_schema", "json_schema"), ("regex", "pattern")):
         if form is not None and (form.type == kind) != (getattr(form, name) is not None):
