@@ -8,12 +8,15 @@
     python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/medusa --config.target=python
     python launch/train.py --config=configs/python_pair.py:mtp --workdir=runs/mtp --config.target=python
     python launch/train.py --config=configs/python_pair.py:dspark --workdir=runs/dspark --config.target=python
+    python launch/train.py --config=configs/python_pair.py:mtp_target --workdir=runs/mtp_target
+    python launch/train.py --config=configs/python_pair.py:draft_target --workdir=runs/draft_target
     python launch/train.py --config=configs/python_pair.py:tiny_target --workdir=/tmp/tiny
 
 The draft is distilled from the target, on the same text and on text that the target wrote. "layer_skip" is a target
 that drafts with its own first layers: from scratch, or tuned from a target. Heads draft from the target's
 hidden states: "head" is EAGLE-3's, "medusa" are Medusa's, "mtp" is a module for multi-token prediction like MiMo's;
-"dflash" and "dspark" draft a block in one call. With
+"dflash" and "dspark" draft a block in one call. "mtp_target" and "draft_target" are trained together with their target,
+from its first step. With
 "tiny_" before the word ("tiny_target", "tiny_draft" and so on) each goes through all steps in a minute. "llama_target"
 and "llama_draft" have an architecture that other engines can read: gated, without n-gram embeddings
 (launch/export.py).
@@ -40,6 +43,10 @@ KINDS = (
     "tiny_dspark",
     "llama_target",
     "llama_draft",
+    "mtp_target",
+    "draft_target",
+    "tiny_mtp_target",
+    "tiny_draft_target",
 )
 BLOCKS = ("dflash", "dspark")
 HEADS = ("head", "medusa", "mtp", *BLOCKS)
@@ -48,6 +55,8 @@ HEADS = ("head", "medusa", "mtp", *BLOCKS)
 def get_config(kind: str = "target") -> ConfigDict:
     if kind not in KINDS:
         raise ValueError(f"no {kind!r} in configs/python_pair.py: choose one of {', '.join(KINDS)}")
+    if kind.endswith(("mtp_target", "draft_target")):
+        return with_target(get_config(kind.removesuffix("_target")), kind)
     tiny, draft, head = kind.startswith("tiny"), kind.endswith("draft"), kind.endswith(HEADS)
     config = ConfigDict()
 
@@ -161,6 +170,22 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.model.feedforward_width = 384 if draft else 1664  # a gate is a third matrix
         if draft:
             config.model.ngram_rows = 0
+    return config
+
+
+def with_target(config: ConfigDict, kind: str) -> ConfigDict:
+    """Turns the fields of a draft or a head into those of its training together with its target."""
+    target = get_config("tiny_target" if kind.startswith("tiny") else "target")
+    for name in ("target", "init", "generated"):
+        del config[name]
+    config.train = target.train
+    config.together = ConfigDict()
+    config.together.model = target.model
+    mtp = kind.endswith("mtp_target")
+    # DeepSeek-V3 weighs the average over its modules with 0.3; the loss here is the sum over four steps, or a bit less.
+    config.together.weight = 0.1 if mtp else 1.0
+    config.together.pull = 1.0 if mtp else 0.0  # how much of the draft's gradient reaches the target
+    config.objective = "cross_entropy" if mtp else "forward_kl"
     return config
 
 

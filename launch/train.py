@@ -1,10 +1,13 @@
-"""Trains a target (also with early exits), or distils a draft or a head; the same command resumes a run.
+"""Trains a target (also with early exits), distils a draft or a head, or trains both together; a run is resumed.
 
 python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
 python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
 python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/layer_skip --config.init=runs/target
 python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head --config.target=python
 python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/medusa --config.target=python
+python launch/train.py --config=configs/python_pair.py:mtp_target --workdir=runs/together
+
+A run of both leaves two runs in its folder, `runs/together/target` and `runs/together/draft`, for other commands.
 """
 
 import contextlib
@@ -25,6 +28,7 @@ from launch.lib.config import ConfigFlag
 from launch.lib.training import TrainingConfig
 from specsamp import storage
 from specsamp.checkpoints.chat import read_chat_template
+from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.public_heads import check_embedding
 from specsamp.checkpoints.tokenizer import JsonTokenizer
@@ -54,7 +58,8 @@ from specsamp.training.generated import kept_windows
 from specsamp.training.layerskip import LayerSkip
 from specsamp.training.run_folder import Progress
 from specsamp.training.source import Source
-from specsamp.training.trainer import check_rows, train
+from specsamp.training.together import DRAFT, TARGET, TrainTogether
+from specsamp.training.trainer import TrainState, check_rows, train
 from specsamp.training.training_task import Task, TrainModel
 
 _CONFIG = ConfigFlag("configs/python_pair.py:tiny_target", TrainingConfig)
@@ -102,7 +107,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     check_rows(train_config, held_out, mesh)
     check_windows(config, model, target, mesh)
     if target is not None:  # a public target's parameters are read here, after all other checks
-        made_from["target"] = target.identity | sizes_of(target)
+        made_from["target"] = target.identity | sizes_of(target.config)
         run_folder.check_same(folder, "target", made_from["target"])
     first_params = None if first is None else check_first(config, first, tokenizer, task)
     teacher_params = make_teacher(config, task, target, windows, first)
@@ -117,7 +122,7 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     say_sizes(config, task, corpus, windows, console)
     rows = None if target is None else target_rows(config, folder, target, windows, console)
     batches = Mixture(windows, rows, config.generated.share, train_config.seed) if rows is not None else windows
-    train(
+    state = train(
         task,
         train_config,
         batches,
@@ -129,6 +134,26 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
         params=first_params,
         mesh=mesh,
     )
+    if config.together is not None:
+        write_parts(config, folder, state, tokenizer.to_json(), made_from)
+
+
+def write_parts(
+    config: TrainingConfig, folder: epath.Path, state: TrainState, tokenizer_json: str, made_from: dict
+) -> None:
+    """Writes target and draft that were trained together as a run of each."""
+    fields, step = dict(config.recorded), int(state.step)
+    of_target = {name: fields[name] for name in ("data", "train", "intervals", "mesh", "compute_dtype")}
+    of_target["model"] = fields.pop("together")["model"]
+    for part, recorded in ((TARGET, of_target), (DRAFT, fields | {"target": os.fspath(folder / TARGET)})):
+        if entry.is_first():
+            run_folder.open_run(folder / part, recorded, tokenizer_json, **made_from)
+        with contextlib.closing(Checkpoints(folder / part / "checkpoints")) as checkpoints:
+            if checkpoints.latest != step:
+                checkpoints.save(step, params=state.params[part])
+        if part == TARGET:
+            target = source.open_trained(folder / part)
+            made_from = made_from | {"target": target.identity | sizes_of(target.config)}
 
 
 def open_first(config: TrainingConfig, target: Source | None) -> Source | None:
@@ -225,9 +250,16 @@ def find_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
 
 
 def make_task(config: TrainingConfig, model: TransformerLM, target: Source | None) -> Task:
-    """Returns the training task: a head or a draft of ``target``, a target with early exits, or a plain target."""
+    """Returns the training task: a draft or a head, beside its target or together with it, or a target."""
+    if config.together is not None:
+        together = dict(config.together)
+        of_target = TransformerConfig(**together.pop("model"), dtype=config.compute_dtype)
+        if config.head and config.head.get("draft_vocab_size"):
+            raise ValueError("head.draft_vocab_size must be 0: which tokens are frequent is not known to its target")
+        drafting = make_task(config.turned({"together": None}), model, Source(folder=None, config=of_target, read=None))
+        return TrainTogether(drafting=drafting, **together)
     if config.head is not None:
-        head = source.make_head(model.config, config.head, **sizes_of(target))
+        head = source.make_head(model.config, config.head, **sizes_of(target.config))
         if target.public:
             check_embedding(target.config, head.config, "the head")
         model = target.model_in(config.compute_dtype)
@@ -260,9 +292,9 @@ def make_teacher(
     return task.teacher(target.params, ids)
 
 
-def sizes_of(target: Source) -> dict[str, int]:
+def sizes_of(target: TransformerConfig) -> dict[str, int]:
     """Returns the sizes of the target that shape a head."""
-    return {"target_layers": target.config.num_layers, "target_width": target.config.width}
+    return {"target_layers": target.num_layers, "target_width": target.width}
 
 
 def make_model(config: TrainingConfig) -> TransformerLM:

@@ -64,7 +64,8 @@ class TrainingConfig(Config):
 
     Attributes:
       target: the name of the model that a draft or a head is distilled from; None: a target is trained.
-      head, layer_skip: the fields of this kind of training; None: another kind.
+      head, layer_skip, together: the fields of this kind of training; None: another kind. Those of ``together`` are the
+        "model" of the target that is trained with its draft or head, and fields of `TrainTogether`.
     """
 
     data: DataFields
@@ -80,6 +81,7 @@ class TrainingConfig(Config):
     test_time: TrainingTestFields | None = None
     head: Mapping[str, Any] | None = None
     layer_skip: Mapping[str, Any] | None = None
+    together: Mapping[str, Any] | None = None
 
     def __post_init__(self):
         length, chunk = self.data.length, self.test_time and self.test_time.anchors is None and self.test_time.chunk

@@ -84,7 +84,8 @@ def call_runs(sides: Mapping[str, TimedDecoder], positions: Sequence[int]) -> di
         lowered = jax.jit(split, donate_argnums=2, out_shardings=same).lower(*given, held[name])
         return lowered.compile(compiler_options=dict(loop.target.compiler_options))
 
-    with concurrent.futures.ThreadPoolExecutor() as threads:
+    # A GPU's compiler times kernels on the device: programs that are compiled side by side would disturb it.
+    with concurrent.futures.ThreadPoolExecutor(1 if jax.default_backend() == "gpu" else None) as threads:
         programs = dict(zip(calls, threads.map(compiled, calls.values())))
 
     def timed(key: str | int, turn: int) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from specsamp import validate
 from specsamp.models.dflash import BlockHead
 from specsamp.sampling.warp import Warp
 from specsamp.training.feature_heads import TrainHead, step_averages
-from specsamp.training.objective import overlap
+from specsamp.training.objective import DIVERGENCES, overlap
 
 Array = jax.Array
 
@@ -43,6 +43,8 @@ class TrainBlock(TrainHead):
     head: BlockHead
     anchors: int = 32
     marginals: float = 0.0
+
+    objectives: ClassVar[tuple[str, ...]] = tuple(DIVERGENCES)
 
     def __post_init__(self):
         super().__post_init__()

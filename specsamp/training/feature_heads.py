@@ -5,7 +5,7 @@ steps. At step i row t reads the true token x_{t+1+i} and the feature that step 
 target's hidden states), at position t + i, and predicts the token after x_{t+1+i}. It attends to the same features as in
 decoding: the target's of rows up to t, then its own of each step. The loss compares it with the target:
 
-    loss = sum_i decay^i mean_t D(q_{t+1+i}, p_{t,i}),       D one of `DIVERGENCES`
+    loss = sum_i decay^i mean_t D(q_{t+1+i}, p_{t,i}),       D one of `DIVERGENCES`, or cross-entropy on the text
 
 Medusa heads go through the same test. They return the feature that they read, so step i is the head at offset i, which
 predicts x_{t+2+i} from the target's hidden state at t.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from specsamp.models.products import contract, soft_cap
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
 from specsamp.sampling.warp import Warp, log_probs
-from specsamp.training.objective import DIVERGENCES, greedy_agreement, overlap
+from specsamp.training.objective import DIVERGENCES, forward_kl, greedy_agreement, overlap
 from specsamp.training.training_task import Task
 
 Array = jax.Array
@@ -109,7 +109,7 @@ class TrainHead(Task):
     Attributes:
       head: its parameters are trained, except the ids of a reduced vocabulary.
       target: the model that it reads.
-      objective: one of `DIVERGENCES`.
+      objective: one of `DIVERGENCES`, or "cross_entropy" on the text, as modules for multi-token prediction have it.
       test_steps: S of the training-time test; at most the number of Medusa heads.
       decay: weight of a step relative to the step before.
       chunk: positions whose logits are in memory at a time. Logits and steps are then computed again for the gradient.
@@ -126,8 +126,10 @@ class TrainHead(Task):
     decay: float = 0.8
     chunk: int | None = None
 
+    objectives: ClassVar[tuple[str, ...]] = (*DIVERGENCES, "cross_entropy")
+
     def __post_init__(self):
-        validate.choice("objective", self.objective, DIVERGENCES)
+        validate.choice("objective", self.objective, self.objectives)
         validate.integer("test_time.test_steps", self.test_steps, 1)
         most = self.head.config.max_tokens
         if most is not None and self.test_steps > most:
@@ -196,7 +198,7 @@ class TrainHead(Task):
         def cut(x: Array, axis: int) -> Array:
             return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :]), axis, 0)
 
-        parts = cut(stream_BTD, 1), cut(features_SBTD, 2), cut(jnp.arange(length), 0)
+        parts = cut(stream_BTD, 1), cut(features_SBTD, 2), cut(jnp.arange(length), 0), cut(tokens_BT[:, 1:], 1)
         return step_averages(self._add_up(functools.partial(self._compare, warp=warp), weights, teacher, parts, 5))
 
     def _add_up(self, compare: Callable[..., Array], weights: Any, teacher: Any, parts: Any, sums: int) -> Array:
@@ -238,14 +240,26 @@ class TrainHead(Task):
         return stream_BTD, jnp.stack(returned)
 
     def _compare(
-        self, weights: Any, teacher: Any, stream_BTD: Array, features_SBTD: Array, rows_T: Array, *, warp: Warp | None
+        self,
+        weights: Any,
+        teacher: Any,
+        stream_BTD: Array,
+        features_SBTD: Array,
+        rows_T: Array,
+        labels_BT: Array,
+        *,
+        warp: Warp | None,
     ) -> Array:
         """Compares each step with some rows of the target.
 
         Returns:
           ``[S, 5]``: sums of divergences, of positions with a divergence, of acceptance, of equal modes, and of positions.
         """
-        of_target = self._of_target(weights, teacher, stream_BTD, warp)
+        imitated_BTU, *compared = self._of_target(weights, teacher, stream_BTD, warp)
+        if self.objective == "cross_entropy":
+            ids_U = jnp.arange(imitated_BTU.shape[-1]) if teacher[DRAFT_IDS] is None else teacher[DRAFT_IDS]
+            imitated_BTU = jnp.log(labels_BT[..., None] == ids_U)
+        of_target = imitated_BTU, *compared
 
         def unembed(x_BTD: Array) -> Array:
             return self.target.unembed_normed({"params": teacher["target"]}, x_BTD)
@@ -277,7 +291,8 @@ class TrainHead(Task):
         target_BTU, kept_BTU, is_counted_BT, warped_BTV = of_target
         draft_BTU = jax.nn.log_softmax(logits_BTU)
         counts_BT = exists_BT & is_counted_BT
-        divergence_BT = DIVERGENCES[self.objective](target_BTU, draft_BTU)
+        # The cross-entropy is the divergence from a distribution that has one token.
+        divergence_BT = DIVERGENCES.get(self.objective, forward_kl)(target_BTU, draft_BTU)
         if warp is None:
             accepted_BT, agreed_BT = overlap(kept_BTU, jax.lax.stop_gradient(draft_BTU)), jnp.zeros_like(exists_BT)
         else:

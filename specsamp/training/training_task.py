@@ -95,7 +95,7 @@ class TrainModel(Task):
         text, draft_BTV = _text_loss(self.model, params, tokens_BT)
         if self.target is None or self.objective == "cross_entropy":
             return text, {}
-        target_BTV = jax.lax.stop_gradient(_log_probs(self.target, teacher_params, tokens_BT))
+        target_BTV = _log_probs(self.target, teacher_params, tokens_BT)
         return DIVERGENCES[self.objective](target_BTV, draft_BTV).mean(), {"text_loss": text}
 
     def measure(self, params, teacher_params, tokens_BT, warp):

@@ -1,0 +1,126 @@
+"""Compares drafts that were trained together with their target with drafts that were trained after it, at equal compute.
+
+    python launch/study.py together --seeds=0,1,2 --output=runs/python_together.json
+
+Each cell trains (launch/train.py; runs that are done are read) and then decodes held-out prompts. A target gets the same
+steps in every way. What is trained after it gets the compute that training together takes beyond the target, counted as
+six operations per token for each parameter that is trained and two for each that is only read.
+"""
+
+import functools
+import math
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from configs import python_pair
+from launch.lib.config import CHECKOUT
+from launch.lib.study import Document, Option, Published, Study, answers, law
+from specsamp import Pair, chain, generate, temperature, top_p
+from specsamp.analysis.report import Table
+from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.checkpoints.trained_pair import load_prompts
+from specsamp.models.config import TransformerConfig
+from specsamp.models.transformer import TransformerLM
+from specsamp.training.run_folder import read_metrics
+from specsamp.training.source import make_head, open_trained
+
+K, TOKENS = 4, 128
+SAMPLING = ({"temperature": 0.0, "top_p": 1.0}, {"temperature": 0.8, "top_p": 0.95})
+WAYS = {  # the kind of configuration, whether with its target, its fields, and whose compute it gets
+    "draft model after": ("draft", False, {}, "draft"),
+    "draft model together": ("draft", True, {}, "draft"),
+    "draft model together pulled 0.3": ("draft", True, {"together.pull": 0.3}, "draft"),
+    "draft model after, as long as MTP": ("draft", False, {}, "mtp"),
+    "MTP after": ("mtp", False, {}, "mtp"),
+    "MTP together": ("mtp", True, {}, "mtp"),
+}
+
+
+def operations(kind: str) -> int:
+    """Returns how many parameters a token is multiplied with in a training step of a draft, a head or a target."""
+    config = python_pair.get_config(kind)
+    model, is_head = TransformerConfig(**config.model), "head" in config
+    # The target's number of layers changes no size of the head, which has the target's width.
+    made = make_head(model, config.head, target_layers=2, target_width=model.width) if is_head else TransformerLM(model)
+    shapes = jax.eval_shape(made.init, jax.random.key(0))
+    read = [leaf for name, part in shapes.items() if "ngram" not in name for leaf in jax.tree.leaves(part)]
+    count = sum(math.prod(leaf.shape) for leaf in read)
+    # Every step of a head's test also computes logits, with the target's output.
+    return config.test_time.test_steps * (count + model.vocab_size * model.width) if is_head else count
+
+
+def train(kind: str, folder: pathlib.Path, options: Any, fields: dict[str, Any]) -> pathlib.Path:
+    """Trains a run, or goes on with it, unless it is done; returns its folder."""
+    if (folder / "checkpoints" / str(fields["train.steps"])).exists():
+        return folder
+    fields = {"train.batch": 16, "data.folder": options.texts, "intervals.log": 100, "intervals.evaluate": 500, **fields}
+    words = [f"--config=configs/python_pair.py:{kind}", f"--workdir={folder}"]
+    words += [f"--config.{name}={value}" for name, value in fields.items()]
+    subprocess.run([sys.executable, CHECKOUT / "launch/train.py", *words], check=True, cwd=CHECKOUT)
+    return folder
+
+
+def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, Any]:
+    """Trains in one way with one seed; returns the target's loss, the compute, and tokens per round."""
+    (kind, together, fields, paid), seed = WAYS[key["way"]], {"train.seed": key["seed"]}
+    is_head, small = kind == "mtp", "tiny_" if options.tiny else ""
+    kind, paid, alone = small + kind, small + paid, small + "target"
+    place = pathlib.Path(options.runs).absolute() / str(key["seed"])
+    run, extra = place / key["way"].replace(" ", "_"), operations(paid) / operations(alone)
+    if together:
+        logged = train(f"{kind}_target", run, options, fields | seed | {"train.steps": options.steps})
+        folders = run / "target", run / "draft"
+    else:
+        logged = train(alone, place / "target", options, seed | {"train.steps": options.steps})
+        steps = round(options.steps * extra / (1 / 3 + operations(kind) / operations(alone)))
+        after = {"target": logged, "generated.rows": 0, "train.steps": steps}
+        folders = logged, train(kind, run, options, after | seed)
+    target, draft = open_trained(folders[0]), open_trained(folders[1], is_head=is_head)
+    drafting = {"head": draft.config.head()} if is_head else {"draft": draft.model_in("float32")}
+    tokenizer = JsonTokenizer(folders[0] / "tokenizer.json", eos="<eos>")
+    params = {"target_params": target.params, "draft_params": draft.params}
+    pair = Pair(target=target.model_in("float32"), tokenizer=tokenizer, **params, **drafting)
+    per_round = []
+    for one in SAMPLING:
+        sampling = chain(temperature(one["temperature"]), top_p(one["top_p"]))
+        done = generate(pair, load_prompts("python"), TOKENS, draft_length=K, sampling=sampling, num_samples=4)
+        stats = functools.reduce(lambda a, b: a + b, (completion.stats for completion in done))
+        per_round.append(stats.emitted / stats.rounds)
+    losses = [record["held_out/loss"] for record in read_metrics(logged / "metrics.jsonl") if "held_out/loss" in record]
+    return {"loss": losses[-1], "compute": 1 + extra, "tokens_per_round": per_round}
+
+
+def table(document: Document) -> Table:
+    """Returns a row for each way, with the mean and the range over seeds."""
+    found: dict[str, list] = {}
+    for key, result in answers(document):
+        found.setdefault(key["way"], []).append(result)
+    rows = []
+    for way, results in found.items():
+        numbers = zip(*([one["loss"], *one["tokens_per_round"]] for one in results))
+        told = [f"{sum(each) / len(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in numbers]
+        rows.append((way, f"{results[0]['compute']:.2f}", *told))
+    header = ("trained", "compute", "target's loss", *(f"tokens per round, {law(one)}" for one in SAMPLING))
+    note = "means (ranges over seeds); compute: of the training of the target alone; losses on held-out text"
+    return Table(title="Trained together with the target, or after it", header=header, rows=rows, note=note)
+
+
+STUDY = Study(
+    question="Is a draft better that was trained together with its target?",
+    cells=lambda options: [{"way": way, "seed": seed} for seed in options.seeds for way in WAYS],
+    identity=lambda options: {"steps": options.steps, "tiny": options.tiny, "K": K, "max_new_tokens": TOKENS},
+    measure=measure,
+    tables={"together": Published(["python_together"], table)},
+    options={
+        "tiny": Option(False, "Train the tiny kinds of the configuration."),
+        "runs": Option("runs/together", "The folder of the training runs."),
+        "texts": Option("", "The folder of texts to train on; empty: the standard library of this Python."),
+        "steps": Option(1500, "Steps of every target.", least=1),
+        "seeds": Option((0, 1, 2), "Seeds of the trainings."),
+    },
+)

@@ -1,0 +1,73 @@
+"""Trains a target together with what will draft for it: a draft model, or a module for multi-token prediction.
+
+    loss = cross-entropy of the target + weight * loss of the draft
+
+The gradient of the draft's loss reaches the target multiplied by ``pull``. With 0 the target learns from text alone. With
+1 and the draft's objective "cross_entropy" this is multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2):
+the module's loss trains the layers, the embedding and the output that it shares with the target. With a divergence the
+target is also pulled towards distributions that its draft can follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from specsamp import validate
+from specsamp.models.transformer import TransformerLM
+from specsamp.training.feature_heads import TrainHead
+from specsamp.training.training_task import Task, TrainModel
+
+TARGET, DRAFT = "target", "draft"  # the parts of the parameters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainTogether(Task):
+    """Trains a target and a draft model or head in the same steps; a `Task` without a teacher.
+
+    Attributes:
+      drafting: the task of the draft, whose teacher is the target.
+      weight: of the draft's loss.
+      pull: how much of its gradient reaches the target.
+    """
+
+    drafting: TrainModel | TrainHead
+    weight: float = 1.0
+    pull: float = 0.0
+
+    def __post_init__(self):
+        validate.number("together.weight", self.weight, 0, above=True)
+        validate.number("together.pull", self.pull, 0)
+
+    @property
+    def model(self) -> TransformerLM:
+        """Returns the target."""
+        return self.drafting.target
+
+    def init(self, key, teacher_params=None):
+        target = self.model.init(key)
+        return {TARGET: target, DRAFT: self.drafting.init(jax.random.fold_in(key, 1), self.drafting.teacher(target))}
+
+    def param_axes(self):
+        return {TARGET: self.model.param_axes(), DRAFT: self.drafting.param_axes()}
+
+    def loss(self, params, teacher_params, tokens_BT, key, step=0):
+        """See `Task.loss`; also returns the target's loss, and the draft's with what its task tells."""
+
+        def pulled(x: Any) -> Any:
+            still = jax.lax.stop_gradient(x)
+            return still + self.pull * (x - still)
+
+        teacher = self.drafting.teacher(jax.tree.map(pulled, params[TARGET]))
+        of_draft, told = self.drafting.loss(params[DRAFT], teacher, tokens_BT, key, step)
+        of_target, _ = TrainModel(self.model).loss(params[TARGET], None, tokens_BT, key)
+        told = {f"draft/{name}": value for name, value in told.items()}
+        return of_target + self.weight * of_draft, {"target_loss": of_target, "draft/loss": of_draft} | told
+
+    def measure(self, params, teacher_params, tokens_BT, warp):
+        """Returns the target's loss as "loss", and what the draft's task measures."""
+        told = self.drafting.measure(params[DRAFT], self.drafting.teacher(params[TARGET]), tokens_BT, warp)
+        alone = TrainModel(self.model).measure(params[TARGET], None, tokens_BT, warp)
+        return {f"draft/{name}": value for name, value in told.items()} | alone
