@@ -142,6 +142,7 @@ def get_config(kind: str = "target") -> ConfigDict:
             config.test_time.marginals = (
                 0.0 if kind.endswith("dflash") else 0.3
             )  # weight of the loss without correction
+            config.test_time.pace = config_dict.placeholder(float)  # D-PACE's weights instead of decay; such as 0.5
             config.model.num_layers = 2
             config.model.num_kv_heads = 1 if tiny else 2
             config.model.feedforward_width = 128 if tiny else 256

@@ -4,7 +4,6 @@ python launch/train.py --config=configs/python_pair.py:target --workdir=runs/tar
 python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
 python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/layer_skip --config.init=runs/target
 python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head --config.target=python
-python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/medusa --config.target=python
 python launch/train.py --config=configs/python_pair.py:mtp_target --workdir=runs/together
 
 A run of both leaves two runs in its folder, `runs/together/target` and `runs/together/draft`, for other commands.
@@ -266,10 +265,9 @@ def make_task(config: TrainingConfig, model: TransformerLM, target: Source | Non
         fields = dict(head=head, target=model, objective=config.objective, **dataclasses.asdict(config.test_time))
         if isinstance(head, BlockHead):
             return TrainBlock(**fields)
-        if fields.pop("anchors") is not None or fields.pop("marginals"):
-            raise ValueError(
-                f"test_time.anchors and test_time.marginals are of block heads; the head is {head.config.kind}"
-            )
+        if any([fields.pop("anchors"), fields.pop("marginals"), fields.pop("pace") is not None]):
+            of_blocks = "test_time.anchors, test_time.marginals and test_time.pace are of block heads"
+            raise ValueError(f"{of_blocks}; the head is {head.config.kind}")
         return TrainHead(**fields)
     if target is not None:
         return TrainModel(model, target.model_in(config.compute_dtype), config.objective)

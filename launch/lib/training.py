@@ -56,6 +56,7 @@ class TrainingTestFields:
     chunk: int | None = None
     anchors: int | None = None  # of block heads alone, as the next
     marginals: float = 0.0
+    pace: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

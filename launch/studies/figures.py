@@ -6,7 +6,7 @@ Our curves are lines, with quartiles; the points are those of Chen et al. (arXiv
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from launch.lib.evaluation_tables import quality
@@ -99,18 +99,6 @@ def trained(pair: Document) -> Table:
     return Table(title="Training of the shipped pair", header=header, rows=rows)
 
 
-def domains(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Returns tokens per round by kind of text and drafter."""
-    drafting = {
-        row["name"]: row["counts_by_category"] | {"all": row["counts"]} for row in rows if row["counts"]["drafted"]
-    }
-    found = [
-        {"": kind} | {name: f"{counts[kind]['emitted_per_round']:.2f}" for name, counts in drafting.items()}
-        for kind in next(iter(drafting.values()))
-    ]
-    return Table.of("Tokens per round, by kind of text", found)
-
-
 # Of the further results: what drafts, and the cell's key.
 OF_THE_GRID = (
     ("shipped pair", {"drafter": "model", "temperature": 0.0}),
@@ -129,15 +117,18 @@ def headline(slices: Document, *chosen: Document) -> Table:
     rows = []
     for document in chosen:
         models, turns = document["identity"]["models"], document["cells"][0]["workload"]["repeats"]
-        sizes = " + ".join(f"{streamed(models[side]) / 1e6:.1f}M" for side in ("target", "draft"))
+        device = document["identity"]["device"]
         products = "kernel for few rows" if document["identity"].get("few_rows") else "XLA's products"
+        place = f"{cpu_of(document)}, {products}" if device["platform"] == "cpu" else f"one {device['kind']}"
         for key, result in answers(document):
-            where = (
-                f"{sizes} parameters, float32, batch 1, {cpu_of(document)}, {products}, {turns} turns over 20 prompts"
+            sides, drafter = (
+                (("target", "draft"), "") if key["drafter"] == "model" else (("target",), "prompt lookup, ")
             )
+            sizes = " + ".join(f"{streamed(models[side]) / 1e6:.1f}M" for side in sides)
+            where = f"{sizes} parameters, float32, batch 1, {place}, {turns} turns over 20 prompts"
             if key["temperature"] == 0:
                 where += f"; greedy tokens equal in {result['same_tokens']} of {turns}"
-            length = f"K = {key['draft_length']} as chosen for this machine, {key['rule']} rule"
+            length = f"{drafter}K = {key['draft_length']} as chosen for this machine, {key['rule']} rule"
             rows.append((f"**{ratio(result['speedup'])}**", f"measured: {law(key)}, {length}; {where}"))
     gain = faster(calibration.band_ratio(*forecast(slices, "v4:2x2x4", 1)))
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
@@ -175,7 +166,11 @@ STUDY = Study(
     question="How do our curves compare with those of the paper, and what did the commands measure?",
     tables={
         "headline": Published(
-            ["compile_slices", "python_pair_machine", "python_pair_machine_xla", "python_pair_machine_avx512"], headline
+            [
+                "compile_slices",
+                *(f"python_pair_{name}" for name in ("machine", "machine_xla", "machine_avx512", "h100")),
+            ],
+            headline,
         ),
         "summary": Published(
             ["python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"], summary
@@ -186,7 +181,6 @@ STUDY = Study(
         ),
         "audit": Published(["python_pair_audit"], lambda audit: audit_table(audit["checks"])),
         "quality": Published(["python_pair_tasks"], lambda found: quality(found["evaluation"])),
-        "domains": Published(["python_domains"], lambda found: domains(found["evaluation"])),
         "humaneval": Published(["python_pair_humaneval"], lambda found: quality(found["evaluation"])),
     },
     figures={"figure_1": Published(["python_pair_grid"], draw_paper)},

@@ -26,7 +26,7 @@ from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.checkpoints.trained_pair import load_prompts
 from specsamp.models.config import TransformerConfig
 from specsamp.models.transformer import TransformerLM
-from specsamp.training.run_folder import read_metrics
+from specsamp.training.run_folder import last_metrics
 from specsamp.training.source import make_head, open_trained
 
 K, TOKENS = 4, 128
@@ -45,12 +45,11 @@ def operations(kind: str) -> int:
     """Returns how many parameters a token is multiplied with in a training step of a draft, a head or a target."""
     config = python_pair.get_config(kind)
     model, is_head = TransformerConfig(**config.model), "head" in config
-    # The target's number of layers changes no size of the head, which has the target's width.
     made = make_head(model, config.head, target_layers=2, target_width=model.width) if is_head else TransformerLM(model)
     shapes = jax.eval_shape(made.init, jax.random.key(0))
     read = [leaf for name, part in shapes.items() if "ngram" not in name for leaf in jax.tree.leaves(part)]
     count = sum(math.prod(leaf.shape) for leaf in read)
-    # Every step of a head's test also computes logits, with the target's output.
+    # Each step of a head's test computes logits too.
     return config.test_time.test_steps * (count + model.vocab_size * model.width) if is_head else count
 
 
@@ -58,7 +57,13 @@ def train(kind: str, folder: pathlib.Path, options: Any, fields: dict[str, Any])
     """Trains a run, or goes on with it, unless it is done; returns its folder."""
     if (folder / "checkpoints" / str(fields["train.steps"])).exists():
         return folder
-    fields = {"train.batch": 16, "data.folder": options.texts, "intervals.log": 100, "intervals.evaluate": 500, **fields}
+    fields = {
+        "train.batch": 16,
+        "data.folder": options.texts,
+        "intervals.log": 100,
+        "intervals.evaluate": 500,
+        **fields,
+    }
     words = [f"--config=configs/python_pair.py:{kind}", f"--workdir={folder}"]
     words += [f"--config.{name}={value}" for name, value in fields.items()]
     subprocess.run([sys.executable, CHECKOUT / "launch/train.py", *words], check=True, cwd=CHECKOUT)
@@ -81,18 +86,17 @@ def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, An
         after = {"target": logged, "generated.rows": 0, "train.steps": steps}
         folders = logged, train(kind, run, options, after | seed)
     target, draft = open_trained(folders[0]), open_trained(folders[1], is_head=is_head)
-    drafting = {"head": draft.config.head()} if is_head else {"draft": draft.model_in("float32")}
-    tokenizer = JsonTokenizer(folders[0] / "tokenizer.json", eos="<eos>")
-    params = {"target_params": target.params, "draft_params": draft.params}
-    pair = Pair(target=target.model_in("float32"), tokenizer=tokenizer, **params, **drafting)
+    fields = {"head": draft.config.head()} if is_head else {"draft": draft.model_in("float32")}
+    fields |= {"tokenizer": JsonTokenizer(folders[0] / "tokenizer.json", eos="<eos>"), "draft_params": draft.params}
+    pair = Pair(target=target.model_in("float32"), target_params=target.params, **fields)
     per_round = []
     for one in SAMPLING:
         sampling = chain(temperature(one["temperature"]), top_p(one["top_p"]))
         done = generate(pair, load_prompts("python"), TOKENS, draft_length=K, sampling=sampling, num_samples=4)
         stats = functools.reduce(lambda a, b: a + b, (completion.stats for completion in done))
         per_round.append(stats.emitted / stats.rounds)
-    losses = [record["held_out/loss"] for record in read_metrics(logged / "metrics.jsonl") if "held_out/loss" in record]
-    return {"loss": losses[-1], "compute": 1 + extra, "tokens_per_round": per_round}
+    found = {"loss": last_metrics(logged, options.steps)["held_out/loss"], "compute": 1 + extra}
+    return found | {"tokens_per_round": per_round}
 
 
 def table(document: Document) -> Table:
@@ -106,8 +110,8 @@ def table(document: Document) -> Table:
         told = [f"{sum(each) / len(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in numbers]
         rows.append((way, f"{results[0]['compute']:.2f}", *told))
     header = ("trained", "compute", "target's loss", *(f"tokens per round, {law(one)}" for one in SAMPLING))
-    note = "means (ranges over seeds); compute: of the training of the target alone; losses on held-out text"
-    return Table(title="Trained together with the target, or after it", header=header, rows=rows, note=note)
+    note = "means (ranges over seeds); compute of the target's training; held-out losses"
+    return Table(title="Trained together, or after the target", header=header, rows=rows, note=note)
 
 
 STUDY = Study(

@@ -50,26 +50,16 @@ class Usage:
       slices: runs of the loop.
       rounds: of the loop.
       busy: the sum over rounds of the rows that were busy.
-      rounds_in_demand, busy_in_demand: the same, of slices at whose end requests were waiting.
     """
 
     rows: int
     slices: int = 0
     rounds: int = 0
     busy: int = 0
-    rounds_in_demand: int = 0
-    busy_in_demand: int = 0
 
-    @property
-    def occupancy(self) -> float:
-        """Returns the share of rows that were busy while requests were waiting; nan if none ever waited."""
-        return self.busy_in_demand / (self.rows * self.rounds_in_demand) if self.rounds_in_demand else float("nan")
-
-    def add(self, rounds: int, busy: int, in_demand: bool) -> None:
+    def add(self, rounds: int, busy: int) -> None:
         """Counts a slice."""
         self.slices, self.rounds, self.busy = self.slices + 1, self.rounds + rounds, self.busy + busy
-        if in_demand:
-            self.rounds_in_demand, self.busy_in_demand = self.rounds_in_demand + rounds, self.busy_in_demand + busy
 
 
 class Batch:
@@ -200,7 +190,7 @@ class Batch:
                 self._empty(place)
         if late.any():
             self._state = self._engine.end(self._state, late)
-        self.usage.add(max(rounds), sum(rounds) - lost, bool(self.waiting))
+        self.usage.add(max(rounds), sum(rounds) - lost)
         return found
 
     def learn(self, learner: Learner, tokens: Sequence[int]) -> None:

@@ -8,6 +8,7 @@ before it:
 
 ``p_k`` are distributions with the head's correction, given the true token before; ``b_k`` without it. The weight m trains
 one head for both, so that its drafts can be compared with independent ones. DFlash has decay = exp(-1/4), as DSpark.
+D-PACE weighs each block by its own acceptance instead: a token counts as much as the draft is likely to reach it and to go on.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ class TrainBlock(TrainHead):
 
     Attributes:
       test_steps: tokens of a block that are trained, at most ``head.config.max_tokens``.
-      decay: weight of a token relative to the token before.
+      decay: weight of a token relative to the token before; not used with ``pace``.
       chunk: blocks of each text whose logits are in memory at a time; None: all.
       anchors: A, blocks of each text.
       marginals: m, the weight of the loss without the correction.
+      pace: the weights are those of D-PACE, smoothed by this number; see `pace_weights`.
     """
 
     head: BlockHead
     anchors: int = 32
     marginals: float = 0.0
+    pace: float | None = None
 
     objectives: ClassVar[tuple[str, ...]] = tuple(DIVERGENCES)
 
@@ -50,8 +53,13 @@ class TrainBlock(TrainHead):
         super().__post_init__()
         validate.integer("test_time.anchors", self.anchors, 1)
         validate.number("test_time.marginals", self.marginals, 0)
+        if self.pace is not None:
+            validate.number("test_time.pace", self.pace, 0, 1)
         if self.chunk is not None and self.anchors % self.chunk:
             raise ValueError(f"test_time.chunk {self.chunk} does not divide test_time.anchors {self.anchors}")
+
+    def _loss_weights(self):
+        return super()._loss_weights() if self.pace is None else jnp.ones((self.test_steps,))
 
     def _averages(self, weights, teacher, tokens_BT, warp, key):
         """Returns averages for each token of a draft, ``[S]``; without a key, of anchors at even distances."""
@@ -120,24 +128,36 @@ class TrainBlock(TrainHead):
 
         Returns:
           ``[S, 12]``: the sums of `TrainHead`, the same without the correction, the sums of the binary cross-entropy of
-          the confidence and of its distance from the acceptance.
+          the confidence and of its distance from the acceptance. Losses are weighed by `pace_weights`, if asked for.
         """
         head, target_weights = self.head, {"params": teacher["target"]}
         unembed = functools.partial(self.target.unembed_normed, target_weights)
-        state, sums = head.begin(weights, len(rows_NSD)), []
+        state, found = head.begin(weights, len(rows_NSD)), []
         exists_N1 = jnp.ones((len(rows_NSD), 1), bool)
         for k in range(self.test_steps):
             x_ND, token_N = rows_NSD[:, k], before_NS[:, k]
             base_N1U = head.logits(weights, x_ND[:, None], unembed)
             logits_NU, state = head.correct(weights, base_N1U[:, 0], x_ND, token_N, state)
             of_target = self._of_target(weights, teacher, stream_NSD[:, k : k + 1], warp)
-            both = [self._sums(weights, of_target, x, exists_N1, warp) for x in (logits_NU[:, None], base_N1U)]
-            trust_2 = jnp.zeros((2,))
+            compare = functools.partial(self._of_each, weights, of_target, exists_BT=exists_N1, warp=warp)
+            both = [compare(logits_BTU=logits_N1U)[:, :, 0] for logits_N1U in (logits_NU[:, None], base_N1U)]
+            trust_2N = jnp.zeros((2, len(rows_NSD)))
             if head.config.confidence is not None:
                 draft_NU = jax.lax.stop_gradient(jax.nn.log_softmax(logits_NU))
                 accepted_N = overlap(of_target[1][:, 0], draft_NU)
                 odds_N = head.confidence(weights, x_ND, token_N)
                 loss_N = jax.nn.softplus(odds_N) - accepted_N * odds_N
-                trust_2 = jnp.stack([loss_N.sum(), jnp.abs(jax.nn.sigmoid(odds_N) - accepted_N).sum()])
-            sums.append(jnp.concatenate([*both, trust_2]))
-        return jnp.stack(sums)
+                trust_2N = jnp.stack([loss_N, jnp.abs(jax.nn.sigmoid(odds_N) - accepted_N)])
+            found.append(jnp.concatenate([*both, trust_2N]))
+        found_SXN = jnp.stack(found)
+        if self.pace is not None:
+            of_losses = jnp.zeros(12, bool).at[jnp.array([0, 5])].set(True)[None, :, None]
+            weights_SN = jax.lax.stop_gradient(pace_weights(found_SXN[:, 2], self.pace))
+            found_SXN = jnp.where(of_losses, found_SXN * weights_SN[:, None], found_SXN)
+        return found_SXN.sum(axis=-1)
+
+
+def pace_weights(accepted_SN: Array, smoothing: float) -> Array:
+    """Returns D-PACE's weights ``[S, N]``: of token k ``sum_{j >= k} prod_{i <= j} ((1 - smoothing) p_i + smoothing)``."""
+    reached_SN = jnp.cumprod((1 - smoothing) * accepted_SN + smoothing, axis=0)
+    return jnp.cumsum(reached_SN[::-1], axis=0)[::-1]

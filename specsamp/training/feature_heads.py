@@ -179,11 +179,15 @@ class TrainHead(Task):
         """
         weights = self.head.training_weights(params, teacher[DRAFT_IDS])
         found = self._averages(weights, teacher, tokens_BT, warp, key)
-        results = {"loss": found.pop("loss") @ self.decay ** jnp.arange(self.test_steps)}
+        results = {"loss": found.pop("loss") @ self._loss_weights()}
         told = {name: values_S for name, values_S in found.items() if warp is not None or "agreement" not in name}
         return results | {
             f"{name}/position_{i + 1}": value for name, values_S in told.items() for i, value in enumerate(values_S)
         }
+
+    def _loss_weights(self) -> Array:
+        """Returns the weights of the steps in the loss, ``[S]``."""
+        return self.decay ** jnp.arange(self.test_steps)
 
     def _averages(
         self, weights: Any, teacher: Any, tokens_BT: Array, warp: Warp | None, key: Array | None
@@ -258,7 +262,7 @@ class TrainHead(Task):
         imitated_BTU, *compared = self._of_target(weights, teacher, stream_BTD, warp)
         if self.objective == "cross_entropy":
             ids_U = jnp.arange(imitated_BTU.shape[-1]) if teacher[DRAFT_IDS] is None else teacher[DRAFT_IDS]
-            imitated_BTU = jnp.log(labels_BT[..., None] == ids_U)
+            imitated_BTU = jnp.log(labels_BT[..., None] == ids_U[None, None])
         of_target = imitated_BTU, *compared
 
         def unembed(x_BTD: Array) -> Array:
@@ -267,14 +271,14 @@ class TrainHead(Task):
         def sums(step: Array | int, features_BTD: Array) -> Array:
             logits_BTU = self.head.logits(weights, features_BTD, unembed, step)
             exists_BT = (rows_T > step)[None] & jnp.ones(stream_BTD.shape[:2], bool)
-            return self._sums(weights, of_target, logits_BTU, exists_BT, warp)
+            return self._of_each(weights, of_target, logits_BTU, exists_BT, warp).sum(axis=(1, 2))
 
         if self.head.config.max_tokens is not None:  # each step has other parameters
             return jnp.stack([sums(step, features_BTD) for step, features_BTD in enumerate(features_SBTD)])
         return jax.lax.map(lambda one: sums(*one), (jnp.arange(self.test_steps), features_SBTD))
 
     def _of_target(self, weights: Any, teacher: Any, stream_BTD: Array, warp: Warp | None) -> tuple[Array, ...]:
-        """Returns the target's side of `_sums`, from the stream behind its last layer."""
+        """Returns the target's side of `_of_each`, from the stream behind its last layer."""
         target_BTV = target_BTU = self.target.read_out(teacher["target"], stream_BTD)
         ids_U, is_counted_BT = teacher[DRAFT_IDS], jnp.ones(target_BTV.shape[:2], bool)
         if ids_U is not None:
@@ -284,10 +288,10 @@ class TrainHead(Task):
         warped_BTV = None if warp is None else log_probs(warp, target_BTV)
         return jax.nn.log_softmax(target_BTU), kept_BTU, is_counted_BT, warped_BTV
 
-    def _sums(
+    def _of_each(
         self, weights: Any, of_target: tuple[Array, ...], logits_BTU: Array, exists_BT: Array, warp: Warp | None
     ) -> Array:
-        """Returns ``[5]``, see `_compare`, of a head's logits."""
+        """Returns ``[5, B, T]``, of a head's logits what `_compare` adds up."""
         target_BTU, kept_BTU, is_counted_BT, warped_BTV = of_target
         draft_BTU = jax.nn.log_softmax(logits_BTU)
         counts_BT = exists_BT & is_counted_BT
@@ -299,7 +303,7 @@ class TrainHead(Task):
             draft_BTV = log_probs(warp, self.head.expand(weights, logits_BTU))
             accepted_BT, agreed_BT = overlap(warped_BTV, draft_BTV), greedy_agreement(warped_BTV, draft_BTV)
         of_each = divergence_BT * counts_BT, counts_BT, accepted_BT * exists_BT, agreed_BT * exists_BT, exists_BT
-        return jnp.stack([x_BT.sum(dtype=jnp.float32) for x_BT in of_each])
+        return jnp.stack([x_BT.astype(jnp.float32) for x_BT in of_each])
 
     def _reduced_logits(self, target_params: Any, ids_U: Array, stream_BTD: Array) -> Array:
         """Returns the target's logits ``[B, T, U]`` of some ids, computed from these rows of its output."""
@@ -325,7 +329,7 @@ def _without_ids(tree: Any) -> Any:
 
 
 def step_averages(sums_XS: Array) -> dict[str, Array]:
-    """Returns averages of the sums of `TrainHead._sums`."""
+    """Returns averages of the sums of `TrainHead._compare`."""
     loss_S, counted_S, accepted_S, agreed_S, rows_S = sums_XS
     return {
         "loss": loss_S / jnp.maximum(counted_S, 1),

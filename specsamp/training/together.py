@@ -16,7 +16,6 @@ from typing import Any
 import jax
 
 from specsamp import validate
-from specsamp.models.transformer import TransformerLM
 from specsamp.training.feature_heads import TrainHead
 from specsamp.training.training_task import Task, TrainModel
 
@@ -41,17 +40,12 @@ class TrainTogether(Task):
         validate.number("together.weight", self.weight, 0, above=True)
         validate.number("together.pull", self.pull, 0)
 
-    @property
-    def model(self) -> TransformerLM:
-        """Returns the target."""
-        return self.drafting.target
-
     def init(self, key, teacher_params=None):
-        target = self.model.init(key)
+        target = self.drafting.target.init(key)
         return {TARGET: target, DRAFT: self.drafting.init(jax.random.fold_in(key, 1), self.drafting.teacher(target))}
 
     def param_axes(self):
-        return {TARGET: self.model.param_axes(), DRAFT: self.drafting.param_axes()}
+        return {TARGET: self.drafting.target.param_axes(), DRAFT: self.drafting.param_axes()}
 
     def loss(self, params, teacher_params, tokens_BT, key, step=0):
         """See `Task.loss`; also returns the target's loss, and the draft's with what its task tells."""
@@ -62,12 +56,12 @@ class TrainTogether(Task):
 
         teacher = self.drafting.teacher(jax.tree.map(pulled, params[TARGET]))
         of_draft, told = self.drafting.loss(params[DRAFT], teacher, tokens_BT, key, step)
-        of_target, _ = TrainModel(self.model).loss(params[TARGET], None, tokens_BT, key)
+        of_target, _ = TrainModel(self.drafting.target).loss(params[TARGET], None, tokens_BT, key)
         told = {f"draft/{name}": value for name, value in told.items()}
         return of_target + self.weight * of_draft, {"target_loss": of_target, "draft/loss": of_draft} | told
 
     def measure(self, params, teacher_params, tokens_BT, warp):
         """Returns the target's loss as "loss", and what the draft's task measures."""
         told = self.drafting.measure(params[DRAFT], self.drafting.teacher(params[TARGET]), tokens_BT, warp)
-        alone = TrainModel(self.model).measure(params[TARGET], None, tokens_BT, warp)
+        alone = TrainModel(self.drafting.target).measure(params[TARGET], None, tokens_BT, warp)
         return {f"draft/{name}": value for name, value in told.items()} | alone

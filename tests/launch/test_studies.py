@@ -1,7 +1,6 @@
 """Studies: their arithmetic, from results that are made up or committed."""
 
 import json
-import math
 import types
 
 import pytest
@@ -11,11 +10,7 @@ from launch.studies import backtest
 from launch.studies import compile as compiled
 from launch.studies import compile_tables as tables
 from launch.studies.compile import GRIDS, STUDY
-from specsamp.analysis.acceptance import expected_tokens
-from specsamp.analysis.benchmark import Result
 from specsamp.analysis.report import as_json
-from specsamp.analysis.workload import Quartiles
-from specsamp.decoding.results import RowStats
 from specsamp.models.config import TransformerConfig
 from support import extras
 from support.run_script import ROOT, module
@@ -52,41 +47,6 @@ def test_all_kinds_of_rows_are_compared_and_the_bands_do_not_claim_to_hold_serve
     parts = backtest.parts_of(checks)
     assert float(backtest.summary(parts["not fitted: served"])[-1]) > 1.2
     assert [len(part) for name, part in parts.items() if "source left out, where" in name] == [13, 24]
-
-
-# Speedups
-
-
-COUNTS = RowStats(rounds=10, emitted=22, drafted=20, reached=(10, 6), accepted_counts=(4, 3, 3))
-
-
-def quartiles(value):
-    return Quartiles.of([value])
-
-
-SPLIT = types.SimpleNamespace(least_round=quartiles(1.7))
-
-
-def side(K, ms):
-    return types.SimpleNamespace(draft_length=K, ms_per_token=quartiles(ms))
-
-
-def result(ratio, split=SPLIT):
-    return Result(
-        autoregressive=side(0, 3.0),
-        speculative=side(2, 3.0 / ratio),
-        speedup=quartiles(ratio),
-        acceptance=COUNTS,
-        same_tokens=4,
-        split=split,
-        slots=64,
-        memory=None,
-    )
-
-
-def test_theory_allows_what_acceptance_and_calls_give():
-    assert math.isclose(result(1.2).allowed_speedup, expected_tokens(9 / 16, 2) / 1.7)
-    assert result(1.2, split=None).allowed_speedup is None
 
 
 def test_the_demo_has_the_speedups_of_the_readme(monkeypatch, tmp_path):

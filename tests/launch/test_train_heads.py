@@ -129,6 +129,22 @@ def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair
     assert exported.step == 4 and exported.config.layer.vocab_size == 300
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mtp", "draft"])
+def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, kind):
+    """Again, it has nothing to do; a pair of both is exported, and drafts."""
+    fields = {name: value for name, value in HEAD.items() if not name.startswith("generated")}
+    fields |= {f"together.model.{name}": value for name, value in (("vocab_size", 300), ("width", 32))}
+    for _ in range(2):
+        train.run_training(training_config(f"tiny_{kind}_target", texts, fields), tmp_path / "run", quiet())
+    target, draft = (
+        open_trained(tmp_path / "run" / part, is_head=part == "draft" and kind == "mtp") for part in ("target", "draft")
+    )
+    assert target.step == draft.step == 4 and "held_out/loss" in metrics(tmp_path / "run")[-1]
+    runs = f"--target={tmp_path}/run/target", f"--draft={tmp_path}/run/draft", f"--output={tmp_path}/pair"
+    assert kind == "mtp" or (call("export", *runs).returncode or 0) == 0
+
+
 CHAT = """{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}
 {%- if add_generation_prompt %}<assistant>{% endif %}"""
 PUBLIC = HEAD | {

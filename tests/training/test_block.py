@@ -18,7 +18,7 @@ from specsamp.models.config import tiny
 from specsamp.models.dflash import BlockConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import chain, temperature
-from specsamp.training.block_heads import TrainBlock
+from specsamp.training.block_heads import TrainBlock, pace_weights
 from specsamp.training.data import Windows
 from specsamp.training.trainer import Intervals, TrainConfig, train
 from support.training import metrics
@@ -92,7 +92,7 @@ def by_hand(task, params, target_params):
     rows, tokens = rows.reshape(-1, SIZE, 16), np.asarray(TOKENS)
     before = np.stack([tokens[b, a : a + SIZE] for b in range(2) for a in np.asarray(anchors[b])])
     unembed = functools.partial(TARGET.unembed_normed, TARGET.prepare(target_params))
-    state, expected = head.begin(weights, len(rows)), 0.0
+    state, expected, reached, accepted_so_far = head.begin(weights, len(rows)), 0.0, [], 1.0
     for k in range(SIZE):
         base = head.logits(weights, rows[:, k : k + 1], unembed)[:, 0]
         logits, state = head.correct(weights, base, rows[:, k], before[:, k], state)
@@ -103,13 +103,26 @@ def by_hand(task, params, target_params):
             0.1 * (q[:, k] * np.log(q[:, k] / x)).sum(-1) + 0.9 * np.abs(q[:, k] - x).sum(-1) for x in (p, marginal)
         ]
         sure = -(accepted * np.log(c) + (1 - accepted) * np.log(1 - c))
-        expected += 0.7**k * (losses[0] + 0.5 * losses[1] + sure).mean() / SIZE
+        if task.pace is None:
+            expected += 0.7**k * (losses[0] + 0.5 * losses[1] + sure).mean() / SIZE
+            continue
+        expected += sure.mean() / SIZE
+        accepted_so_far = accepted_so_far * ((1 - task.pace) * accepted + task.pace)
+        for of_token in [*reached, losses := losses[0] + 0.5 * losses[1]]:  # each token before it, and itself
+            expected += (of_token * accepted_so_far).mean() / SIZE
+        reached.append(losses)
     return expected
 
 
-def test_the_loss_is_that_of_dspark(target_params):
+def test_the_weights_are_those_of_d_pace():
+    found = pace_weights(jnp.array([0.9, 0.8, 0.5, 0.5])[:, None], 0.5)[:, 0]
+    np.testing.assert_allclose(found, [2.927187, 1.977187, 1.122187, 0.480938], rtol=2e-6)
+
+
+@pytest.mark.parametrize("pace", [None, 0.3])
+def test_the_loss_is_that_of_dspark(target_params, pace):
     """Up to the constant between cross-entropy and KL; logits in chunks give the same loss and gradient."""
-    fields = dict(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS, decay=0.7, marginals=0.5)
+    fields = dict(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS, decay=0.7, marginals=0.5, pace=pace)
     task, params = TrainBlock(**fields, objective="dspark"), drawn_params(DSPARK, 1, noise=0.1)
     teacher = task.teacher(target_params)
     measured = jax.jit(task.measure)(params, teacher, TOKENS, chain(temperature(1.0)))

@@ -1,0 +1,54 @@
+"""A target and its draft that are trained together: which gradient reaches which, and the loss of a module."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.models.config import tiny
+from specsamp.models.transformer import TransformerLM
+from specsamp.training.feature_heads import TrainHead
+from specsamp.training.together import DRAFT, TARGET, TrainTogether
+from specsamp.training.training_task import TrainModel
+from training.test_eagle import KEY, LENGTH, MODULE, STEPS, TOKENS, V
+from training.test_eagle import TARGET as MODEL
+
+MTP = TrainHead(head=MODULE, target=MODEL, test_steps=STEPS, objective="cross_entropy")
+DISTILLED = TrainModel(TransformerLM(tiny(vocab_size=V, width=8, num_layers=1, num_heads=2)), MODEL)
+close = functools.partial(jax.tree.map, functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6))
+
+
+@pytest.mark.parametrize("pull", [0.0, 0.4])
+@pytest.mark.parametrize("drafting", [MTP, DISTILLED], ids=["mtp", "draft"])
+def test_the_target_gets_its_own_gradient_and_a_part_of_its_drafts(drafting, pull):
+    task = TrainTogether(drafting=drafting, weight=0.7, pull=pull)
+    params = task.init(KEY)
+    (loss, told), found = jax.jit(jax.value_and_grad(task.loss, has_aux=True))(params, None, TOKENS, KEY)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def of_draft(drafting, draft, target):
+        return drafting.loss(draft, drafting.teacher(target), TOKENS, KEY)[0]
+
+    alone, own = jax.value_and_grad(TrainModel(MODEL).loss, has_aux=True)(params[TARGET], None, TOKENS, KEY)
+    drafted, (by_draft, by_target) = jax.value_and_grad(of_draft, (1, 2))(drafting, params[DRAFT], params[TARGET])
+    assert max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(by_target)) > 1e-3, "or nothing is seen"
+    close(found[DRAFT], jax.tree.map(lambda x: 0.7 * x, by_draft))
+    close(found[TARGET], jax.tree.map(lambda x, y: x + 0.7 * pull * y, own, by_target))
+    np.testing.assert_allclose([loss, told["draft/loss"]], [alone[0] + 0.7 * drafted, drafted], rtol=1e-5)
+
+
+def test_the_loss_of_a_module_is_the_cross_entropy_of_the_text():
+    params, target = MODULE.init(KEY), MODEL.init(jax.random.key(1))
+    found = jax.jit(MTP.loss)(params, MTP.teacher(target), TOKENS, KEY)[0]
+    weights, prepared = MODULE.training_weights(params, None), {"params": target}
+    _, features_SBTD = MTP._steps(weights, target, TOKENS)
+    expected = 0.0
+    for step in range(STEPS):  # rows t > step stand where the token after t is predicted
+        logits = MODULE.logits(weights, features_SBTD[step], lambda x: MODEL.unembed_normed(prepared, x), step)
+        log_probs = np.asarray(jax.nn.log_softmax(logits), np.float64)[:, step + 1 :]
+        labels = np.asarray(TOKENS)[:, step + 2 :]
+        expected -= MTP.decay**step * np.take_along_axis(log_probs, labels[..., None], -1).mean()
+    assert features_SBTD.shape[2] == LENGTH
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
