@@ -181,6 +181,8 @@ def test_a_killed_training_goes_on_and_a_mesh_of_eight_learns_the_same(target_pa
         (dict(chunk=2), "test_time.chunk 2 does not divide test_time.anchors 3"),
         (dict(test_steps=5), "test_time.test_steps is 5, but the head drafts 4 tokens at most"),
         (dict(marginals=-1), "test_time.marginals"),
+        (dict(pace=1.5), r"test_time.pace must be .*got 1.5"),
+        (dict(objective="cross_entropy"), "objective must be one of .*dspark; got 'cross_entropy'"),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused(fields, told):
