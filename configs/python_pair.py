@@ -112,7 +112,7 @@ def get_config(kind: str = "target") -> ConfigDict:
     if draft or head:
         config.target = ""  # the folder of the target's run; or a pair, by name or folder
         config.init = ""  # the folder of a run of the same kind whose parameters to start from; "": random ones
-        # or "reverse_kl", "total_variation", "lk_hybrid"; for a draft also "cross_entropy"
+        # or "reverse_kl", "total_variation", "lk_hybrid", "dspark"; but for blocks also "cross_entropy"
         config.objective = "forward_kl"
         config.generated = ConfigDict()
         config.generated.rows = 32 if tiny else 4096  # windows that the target completes

@@ -104,7 +104,8 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
     check_all_processes(folder, corpus)
     check_rows(train_config, held_out, mesh)
-    check_windows(config, model, target, mesh)
+    for one in (model, task.drafting.target) if config.together else (model,):
+        check_windows(config, one, target, mesh)
     if target is not None:  # a public target's parameters are read here, after all other checks
         made_from["target"] = target.identity | sizes_of(target.config)
         run_folder.check_same(folder, "target", made_from["target"])
@@ -143,10 +144,11 @@ def write_parts(
     """Writes target and draft that were trained together as a run of each."""
     fields, step = dict(config.recorded), int(state.step)
     of_target = {name: fields[name] for name in ("data", "train", "intervals", "mesh", "compute_dtype")}
-    of_target["model"] = fields.pop("together")["model"]
+    of_target |= {"model": fields["together"]["model"], "together": fields["together"]}
     for part, recorded in ((TARGET, of_target), (DRAFT, fields | {"target": os.fspath(folder / TARGET)})):
         if entry.is_first():
             run_folder.open_run(folder / part, recorded, tokenizer_json, **made_from)
+            storage.write(folder / part / "metrics.jsonl", (folder / "metrics.jsonl").read_text())
         with contextlib.closing(Checkpoints(folder / part / "checkpoints")) as checkpoints:
             if checkpoints.latest != step:
                 checkpoints.save(step, params=state.params[part])

@@ -3,8 +3,9 @@
     python launch/study.py together --seeds=0,1,2 --output=runs/python_together.json
 
 Each cell trains (launch/train.py; runs that are done are read) and then decodes held-out prompts. A target gets the same
-steps in every way. What is trained after it gets the compute that training together takes beyond the target, counted as
-six operations per token for each parameter that is trained and two for each that is only read.
+steps in every way. What is trained after it gets the compute that training together takes beyond the target. Counted are six
+operations per token for each parameter that is trained and two for each that is only read, as if both losses shared the
+target's call. A module that is trained afterwards learns from the target's distribution, one that is trained with it from text.
 """
 
 import functools
@@ -55,10 +56,12 @@ def operations(kind: str) -> int:
 
 def train(kind: str, folder: pathlib.Path, options: Any, fields: dict[str, Any]) -> pathlib.Path:
     """Trains a run, or goes on with it, unless it is done; returns its folder."""
-    if (folder / "checkpoints" / str(fields["train.steps"])).exists():
+    last = folder / "draft" if kind.endswith(("mtp_target", "draft_target")) else folder
+    if (last / "checkpoints" / str(fields["train.steps"])).exists():
         return folder
     fields = {
         "train.batch": 16,
+        "train.warmup_steps": min(python_pair.get_config(kind).train.warmup_steps, fields["train.steps"] // 4),
         "data.folder": options.texts,
         "intervals.log": 100,
         "intervals.evaluate": 500,
@@ -75,7 +78,7 @@ def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, An
     (kind, together, fields, paid), seed = WAYS[key["way"]], {"train.seed": key["seed"]}
     is_head, small = kind == "mtp", "tiny_" if options.tiny else ""
     kind, paid, alone = small + kind, small + paid, small + "target"
-    place = pathlib.Path(options.runs).absolute() / str(key["seed"])
+    place = pathlib.Path(options.runs).absolute() / f"{small}{key['seed']}"
     run, extra = place / key["way"].replace(" ", "_"), operations(paid) / operations(alone)
     if together:
         logged = train(f"{kind}_target", run, options, fields | seed | {"train.steps": options.steps})
@@ -122,7 +125,7 @@ STUDY = Study(
     tables={"together": Published(["python_together"], table)},
     options={
         "tiny": Option(False, "Train the tiny kinds of the configuration."),
-        "runs": Option("runs/together", "The folder of the training runs."),
+        "runs": Option("runs/together", "The folder of the training runs; another for other texts."),
         "texts": Option("", "The folder of texts to train on; empty: the standard library of this Python."),
         "steps": Option(1500, "Steps of every target.", least=1),
         "seeds": Option((0, 1, 2), "Seeds of the trainings."),

@@ -132,7 +132,7 @@ class TrainBlock(TrainHead):
         """
         head, target_weights = self.head, {"params": teacher["target"]}
         unembed = functools.partial(self.target.unembed_normed, target_weights)
-        state, found = head.begin(weights, len(rows_NSD)), []
+        state, found, accepted = head.begin(weights, len(rows_NSD)), [], []
         exists_N1 = jnp.ones((len(rows_NSD), 1), bool)
         for k in range(self.test_steps):
             x_ND, token_N = rows_NSD[:, k], before_NS[:, k]
@@ -141,10 +141,10 @@ class TrainBlock(TrainHead):
             of_target = self._of_target(weights, teacher, stream_NSD[:, k : k + 1], warp)
             compare = functools.partial(self._of_each, weights, of_target, exists_BT=exists_N1, warp=warp)
             both = [compare(logits_BTU=logits_N1U)[:, :, 0] for logits_N1U in (logits_NU[:, None], base_N1U)]
+            accepted_N = overlap(of_target[1][:, 0], jax.lax.stop_gradient(jax.nn.log_softmax(logits_NU)))
+            accepted.append(accepted_N)  # at temperature 1, whatever is measured
             trust_2N = jnp.zeros((2, len(rows_NSD)))
             if head.config.confidence is not None:
-                draft_NU = jax.lax.stop_gradient(jax.nn.log_softmax(logits_NU))
-                accepted_N = overlap(of_target[1][:, 0], draft_NU)
                 odds_N = head.confidence(weights, x_ND, token_N)
                 loss_N = jax.nn.softplus(odds_N) - accepted_N * odds_N
                 trust_2N = jnp.stack([loss_N, jnp.abs(jax.nn.sigmoid(odds_N) - accepted_N)])
@@ -152,7 +152,7 @@ class TrainBlock(TrainHead):
         found_SXN = jnp.stack(found)
         if self.pace is not None:
             of_losses = jnp.zeros(12, bool).at[jnp.array([0, 5])].set(True)[None, :, None]
-            weights_SN = jax.lax.stop_gradient(pace_weights(found_SXN[:, 2], self.pace))
+            weights_SN = jax.lax.stop_gradient(pace_weights(jnp.stack(accepted), self.pace))
             found_SXN = jnp.where(of_losses, found_SXN * weights_SN[:, None], found_SXN)
         return found_SXN.sum(axis=-1)
 

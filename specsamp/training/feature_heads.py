@@ -10,7 +10,7 @@ decoding: the target's of rows up to t, then its own of each step. The loss comp
 Medusa heads go through the same test. They return the feature that they read, so step i is the head at offset i, which
 predicts x_{t+2+i} from the target's hidden state at t.
 
-The target runs in the same step, without a gradient, so no hidden states are stored. With a reduced vocabulary ``q`` is
+The target runs in the same step, so no hidden states are stored. With a reduced vocabulary ``q`` is
 renormalised over it, and positions whose likeliest token is outside are left out. The logged acceptance of each step is
 always under the whole ``q``.
 """
@@ -130,6 +130,8 @@ class TrainHead(Task):
 
     def __post_init__(self):
         validate.choice("objective", self.objective, self.objectives)
+        if self.objective == "cross_entropy" and self.head.config.draft_vocab_size is not None:
+            raise ValueError("objective cross_entropy needs the whole vocabulary: set head.draft_vocab_size to 0")
         validate.integer("test_time.test_steps", self.test_steps, 1)
         most = self.head.config.max_tokens
         if most is not None and self.test_steps > most:
@@ -261,8 +263,7 @@ class TrainHead(Task):
         """
         imitated_BTU, *compared = self._of_target(weights, teacher, stream_BTD, warp)
         if self.objective == "cross_entropy":
-            ids_U = jnp.arange(imitated_BTU.shape[-1]) if teacher[DRAFT_IDS] is None else teacher[DRAFT_IDS]
-            imitated_BTU = jnp.log(labels_BT[..., None] == ids_U[None, None])
+            imitated_BTU = jnp.log(jax.nn.one_hot(labels_BT, self.target.vocab_size))
         of_target = imitated_BTU, *compared
 
         def unembed(x_BTD: Array) -> Array:

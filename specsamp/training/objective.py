@@ -1,6 +1,6 @@
 """Losses that training minimises. All functions take log-probabilities and return one number per position.
 
-``target`` is the distribution to imitate and gets no gradient, ``draft`` the distribution being trained. With P for
+``target`` is the distribution to imitate, ``draft`` the distribution being trained. With P for
 the target and Q for the draft:
 
     forward KL        sum P log(P/Q)        cross-entropy on samples of the target estimates it, up to a constant

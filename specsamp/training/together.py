@@ -2,8 +2,8 @@
 
     loss = cross-entropy of the target + weight * loss of the draft
 
-The gradient of the draft's loss reaches the target multiplied by ``pull``. With 0 the target learns from text alone. With
-1 and the draft's objective "cross_entropy" this is multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2):
+The gradient of the draft's loss reaches the target multiplied by ``pull``. With 0 the target learns from text alone (but
+gradients of both are clipped by their common norm). With 1 and the draft's objective "cross_entropy" this is multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2):
 the module's loss trains the layers, the embedding and the output that it shares with the target. With a divergence the
 target is also pulled towards distributions that its draft can follow.
 """
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from specsamp import validate
+from specsamp.models.heads import DRAFT_IDS
 from specsamp.training.feature_heads import TrainHead
 from specsamp.training.training_task import Task, TrainModel
 
@@ -39,6 +40,8 @@ class TrainTogether(Task):
     def __post_init__(self):
         validate.number("together.weight", self.weight, 0, above=True)
         validate.number("together.pull", self.pull, 0)
+        if self.pull and isinstance(self.drafting, TrainModel) and self.drafting.objective == "cross_entropy":
+            raise ValueError("together.pull has no effect: a draft's cross-entropy on text does not call its target")
 
     def init(self, key, teacher_params=None):
         target = self.drafting.target.init(key)
@@ -52,9 +55,10 @@ class TrainTogether(Task):
 
         def pulled(x: Any) -> Any:
             still = jax.lax.stop_gradient(x)
-            return still + self.pull * (x - still)
+            return still + self.pull * (x - still) if self.pull else still
 
-        teacher = self.drafting.teacher(jax.tree.map(pulled, params[TARGET]))
+        teacher = jax.tree.map(pulled, params[TARGET])  # in float32: `teacher` of a head would round gradients
+        teacher = {TARGET: teacher, DRAFT_IDS: None} if isinstance(self.drafting, TrainHead) else teacher
         of_draft, told = self.drafting.loss(params[DRAFT], teacher, tokens_BT, key, step)
         of_target, _ = TrainModel(self.drafting.target).loss(params[TARGET], None, tokens_BT, key)
         told = {f"draft/{name}": value for name, value in told.items()}
@@ -64,4 +68,5 @@ class TrainTogether(Task):
         """Returns the target's loss as "loss", and what the draft's task measures."""
         told = self.drafting.measure(params[DRAFT], self.drafting.teacher(params[TARGET]), tokens_BT, warp)
         alone = TrainModel(self.drafting.target).measure(params[TARGET], None, tokens_BT, warp)
-        return {f"draft/{name}": value for name, value in told.items()} | alone
+        named = {"loss_of_draft": told.pop("loss")} | {f"draft/{name}": value for name, value in told.items()}
+        return named | alone

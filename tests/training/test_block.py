@@ -127,6 +127,8 @@ def test_the_loss_is_that_of_dspark(target_params, pace):
     teacher = task.teacher(target_params)
     measured = jax.jit(task.measure)(params, teacher, TOKENS, chain(temperature(1.0)))
     np.testing.assert_allclose(measured["loss"], by_hand(task, params, target_params), rtol=1e-5)
+    colder = jax.jit(task.measure)(params, teacher, TOKENS, chain(temperature(0.3)))
+    np.testing.assert_allclose(colder["loss"], measured["loss"], rtol=1e-5)  # a loss does not depend on the warp
     in_chunks = TrainBlock(**fields, objective="dspark", chunk=1)
     both = [
         jax.jit(jax.value_and_grad(one.loss, has_aux=True))(params, teacher, TOKENS, KEY) for one in (task, in_chunks)

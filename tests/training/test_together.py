@@ -1,5 +1,6 @@
 """A target and its draft that are trained together: which gradient reaches which, and the loss of a module."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.training.feature_heads import TrainHead
 from specsamp.training.together import DRAFT, TARGET, TrainTogether
 from specsamp.training.training_task import TrainModel
-from training.test_eagle import KEY, LENGTH, MODULE, STEPS, TOKENS, V
+from training.test_eagle import KEY, LENGTH, MODULE, REDUCED, STEPS, TOKENS, V
 from training.test_eagle import TARGET as MODEL
 
 MTP = TrainHead(head=MODULE, target=MODEL, test_steps=STEPS, objective="cross_entropy")
@@ -37,6 +38,13 @@ def test_the_target_gets_its_own_gradient_and_a_part_of_its_drafts(drafting, pul
     close(found[DRAFT], jax.tree.map(lambda x: 0.7 * x, by_draft))
     close(found[TARGET], jax.tree.map(lambda x, y: x + 0.7 * pull * y, own, by_target))
     np.testing.assert_allclose([loss, told["draft/loss"]], [alone[0] + 0.7 * drafted, drafted], rtol=1e-5)
+
+
+def test_what_would_have_no_effect_is_refused():
+    with pytest.raises(ValueError, match="together.pull has no effect: a draft's cross-entropy"):
+        TrainTogether(drafting=dataclasses.replace(DISTILLED, objective="cross_entropy"), pull=0.5)
+    with pytest.raises(ValueError, match="cross_entropy needs the whole vocabulary"):
+        TrainHead(head=REDUCED, target=MODEL, objective="cross_entropy")
 
 
 def test_the_loss_of_a_module_is_the_cross_entropy_of_the_text():
