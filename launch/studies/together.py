@@ -128,6 +128,6 @@ STUDY = Study(
         "runs": Option("runs/together", "The folder of the training runs; another for other texts."),
         "texts": Option("", "The folder of texts to train on; empty: the standard library of this Python."),
         "steps": Option(1500, "Steps of every target.", least=1),
-        "seeds": Option((0, 1, 2), "Seeds of the trainings."),
+        "seeds": Option((0, 1, 2), "Seeds of the trainings.", least=0),
     },
 )
