@@ -119,7 +119,7 @@ def test_the_weights_are_those_of_d_pace():
     np.testing.assert_allclose(found, [2.927187, 1.977187, 1.122187, 0.480938], rtol=2e-6)
 
 
-@pytest.mark.parametrize("pace", [None, 0.3])
+@pytest.mark.parametrize("pace", [None, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_the_loss_is_that_of_dspark(target_params, pace):
     """Up to the constant between cross-entropy and KL; logits in chunks give the same loss and gradient."""
     fields = dict(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS, decay=0.7, marginals=0.5, pace=pace)

@@ -54,6 +54,7 @@ def test_what_would_have_no_effect_is_refused():
         TrainHead(head=REDUCED, target=MODEL, objective="cross_entropy")
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_module_is_the_cross_entropy_of_the_text():
     params, target = MODULE.init(KEY), MODEL.init(jax.random.key(1))
     found = jax.jit(MTP.loss)(params, MTP.teacher(target), TOKENS, KEY)[0]
