@@ -15,10 +15,9 @@
 The draft is distilled from the target, on the same text and on text that the target wrote. "layer_skip" is a target
 that drafts with its own first layers: from scratch, or tuned from a target. Heads draft from the target's
 hidden states: "head" is EAGLE-3's, "medusa" are Medusa's, "mtp" is a module for multi-token prediction like MiMo's;
-"dflash" and "dspark" draft a block in one call. "mtp_target" and "draft_target" are trained together with their target,
-from its first step. With
-"tiny_" before the word ("tiny_target", "tiny_draft" and so on) each goes through all steps in a minute. "llama_target"
-and "llama_draft" have an architecture that other engines can read: gated, without n-gram embeddings
+"dflash" and "dspark" draft a block in one call. "mtp_target" and "draft_target" train a target and its draft together, from
+the first step. With "tiny_" before the word ("tiny_target", "tiny_draft" and so on) each goes through all steps in a minute.
+"llama_target" and "llama_draft" have an architecture that other engines can read: gated, without n-gram embeddings
 (launch/export.py).
 """
 
@@ -112,7 +111,7 @@ def get_config(kind: str = "target") -> ConfigDict:
     if draft or head:
         config.target = ""  # the folder of the target's run; or a pair, by name or folder
         config.init = ""  # the folder of a run of the same kind whose parameters to start from; "": random ones
-        # or "reverse_kl", "total_variation", "lk_hybrid", "dspark"; but for blocks also "cross_entropy"
+        # or "reverse_kl", "total_variation", "lk_hybrid", "dspark"; also "cross_entropy" on the text, except for blocks
         config.objective = "forward_kl"
         config.generated = ConfigDict()
         config.generated.rows = 32 if tiny else 4096  # windows that the target completes
@@ -175,7 +174,7 @@ def get_config(kind: str = "target") -> ConfigDict:
 
 
 def with_target(config: ConfigDict, kind: str) -> ConfigDict:
-    """Turns the fields of a draft or a head into those of its training together with its target."""
+    """Changes the fields of a draft or a head to train it together with its target."""
     target = get_config("tiny_target" if kind.startswith("tiny") else "target")
     for name in ("target", "init", "generated"):
         del config[name]
@@ -183,7 +182,7 @@ def with_target(config: ConfigDict, kind: str) -> ConfigDict:
     config.together = ConfigDict()
     config.together.model = target.model
     mtp = kind.endswith("mtp_target")
-    # DeepSeek-V3 weighs the average over its modules with 0.3; the loss here is the sum over four steps, or a bit less.
+    # DeepSeek-V3 weighs the mean over its modules with 0.3. The loss here is a sum over four steps: a third of that weight.
     config.together.weight = 0.1 if mtp else 1.0
     config.together.pull = 1.0 if mtp else 0.0  # how much of the draft's gradient reaches the target
     config.objective = "cross_entropy" if mtp else "forward_kl"

@@ -85,6 +85,8 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     if target is not None and target.public:
         config = config.turned({"model": source.layer_fields(dict(config.model), target.config)})
     run_folder.check_run(folder, config.recorded, changeable=("intervals", "mesh"))
+    if config.together is not None and (folder / TARGET).exists() and not (folder / "checkpoints").exists():
+        raise ValueError(f"{folder} holds target and draft of an earlier training: begin in another --workdir")
     model, is_head = make_model(config), config.head is not None
     first = open_first(config, target)
     task = make_task(config, model, target)

@@ -121,14 +121,13 @@ def headline(slices: Document, *chosen: Document) -> Table:
         products = "kernel for few rows" if document["identity"].get("few_rows") else "XLA's products"
         place = f"{cpu_of(document)}, {products}" if device["platform"] == "cpu" else f"one {device['kind']}"
         for key, result in answers(document):
-            sides, drafter = (
-                (("target", "draft"), "") if key["drafter"] == "model" else (("target",), "prompt lookup, ")
-            )
+            is_lookup = key["drafter"] == "ngram"
+            sides = ("target",) if is_lookup else ("target", "draft")
             sizes = " + ".join(f"{streamed(models[side]) / 1e6:.1f}M" for side in sides)
             where = f"{sizes} parameters, float32, batch 1, {place}, {turns} turns over 20 prompts"
             if key["temperature"] == 0:
                 where += f"; greedy tokens equal in {result['same_tokens']} of {turns}"
-            length = f"{drafter}K = {key['draft_length']} as chosen for this machine, {key['rule']} rule"
+            length = f"{'prompt lookup, ' if is_lookup else ''}K = {key['draft_length']} as chosen for this machine, {key['rule']} rule"
             rows.append((f"**{ratio(result['speedup'])}**", f"measured: {law(key)}, {length}; {where}"))
     gain = faster(calibration.band_ratio(*forecast(slices, "v4:2x2x4", 1)))
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"

@@ -4,7 +4,7 @@
 
 Each cell trains (launch/train.py; runs that are done are read) and then decodes held-out prompts. A target gets the same
 steps in every way. What is trained after it gets the compute that training together takes beyond the target. Counted are six
-operations per token for each parameter that is trained and two for each that is only read, as if both losses shared the
+operations a token for each parameter that is trained and two for each that is only read, as if both losses shared the
 target's call. A module that is trained afterwards learns from the target's distribution, one that is trained with it from text.
 """
 
@@ -63,7 +63,6 @@ def train(kind: str, folder: pathlib.Path, options: Any, fields: dict[str, Any])
         "train.batch": 16,
         "train.warmup_steps": min(python_pair.get_config(kind).train.warmup_steps, fields["train.steps"] // 4),
         "data.folder": options.texts,
-        "intervals.log": 100,
         "intervals.evaluate": 500,
         **fields,
     }
@@ -113,7 +112,7 @@ def table(document: Document) -> Table:
         told = [f"{sum(each) / len(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in numbers]
         rows.append((way, f"{results[0]['compute']:.2f}", *told))
     header = ("trained", "compute", "target's loss", *(f"tokens per round, {law(one)}" for one in SAMPLING))
-    note = "means (ranges over seeds); compute of the target's training; held-out losses"
+    note = "means (ranges over seeds); compute: 1 trains the target alone; losses on held-out text"
     return Table(title="Trained together, or after the target", header=header, rows=rows, note=note)
 
 

@@ -51,7 +51,7 @@ class Task(abc.ABC):
 
         Args:
           params: the parameters being trained.
-          teacher_params: parameters that get no gradient (a target's), or None.
+          teacher_params: parameters that this task does not train (a target's), or None.
           tokens_BT: ``[B, T + 1]`` int32: inputs and, shifted by one, labels.
           key: of this microbatch, for tasks that draw random numbers.
           step: updates made so far, for tasks that change with it.

@@ -131,8 +131,10 @@ def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mtp", "draft"])
-def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, kind):
-    """Again, it has nothing to do; a pair of both is exported, and drafts."""
+def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monkeypatch, kind):
+    """With the parameters of the training, also when it is run again; other commands take them."""
+    states, original = [], train.train
+    monkeypatch.setattr(train, "train", lambda *given, **named: states.append(original(*given, **named)) or states[-1])
     fields = {name: value for name, value in HEAD.items() if not name.startswith("generated")}
     fields |= {f"together.model.{name}": value for name, value in (("vocab_size", 300), ("width", 32))}
     for _ in range(2):
@@ -141,8 +143,16 @@ def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, kind
         open_trained(tmp_path / "run" / part, is_head=part == "draft" and kind == "mtp") for part in ("target", "draft")
     )
     assert target.step == draft.step == 4 and "held_out/loss" in metrics(tmp_path / "run")[-1]
-    runs = f"--target={tmp_path}/run/target", f"--draft={tmp_path}/run/draft", f"--output={tmp_path}/pair"
-    assert kind == "mtp" or (call("export", *runs).returncode or 0) == 0
+    for part, written in (("target", target), ("draft", draft)):
+        jax.tree.map(np.testing.assert_array_equal, written.params, states[-1].params[part])
+        assert written.provenance["config"]["together"]["pull"] == (kind == "mtp")
+    runs = f"--target={tmp_path}/run/target", f"--draft={tmp_path}/run/draft"
+    runs = (f"--run={tmp_path}/run/draft",) if kind == "mtp" else runs
+    done = call("export", *runs, f"--output={tmp_path}/exported")
+    assert (done.returncode or 0) == 0, done.stderr
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(ValueError, match="holds target and draft of an earlier training"):
+        train.run_training(training_config(f"tiny_{kind}_target", texts, fields), tmp_path / "run", quiet())
 
 
 CHAT = """{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}
