@@ -233,7 +233,7 @@ def _operands(op: Instruction, body: dict[str, Instruction]) -> list[Instruction
 
 
 def _signature(op: Instruction, operands: list[Instruction]) -> Any:
-    return op.name.rstrip("0123456789."), op.arrays, *[x.arrays for x in operands]
+    return op.name.partition(".")[0], op.arrays, *[x.arrays for x in operands]
 
 
 def _delivered(op: Instruction, operands: list[Instruction]) -> Array:
