@@ -30,7 +30,6 @@ from launch.lib.shapes import head_of, target_and_draft
 from specsamp.machine import version
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
-from specsamp.models.heads import FeatureHead
 from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import pair_report
@@ -86,11 +85,7 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
         raise ValueError(f"a report is of a draft model, an early exit or a head; --config.drafter is {config.drafter}")
     target, draft = (model and with_kernels(model, config) for model in target_and_draft(config))
     shape = head_of(config, target.config) if word.draft == "head" else None
-    if shape is not None and shape.drafts_blocks:
-        raise ValueError(
-            f"reports do not have heads that draft blocks, such as this {shape.kind} head: name another head"
-        )
-    head = shape and FeatureHead(shape)
+    head = shape and shape.head()
     chip, sizes = parse(_TOPOLOGY.value)
     num_devices = math.prod(sizes) * chip.devices // config.mesh.data
     asked = config.mesh.draft_model_parallelism if word.draft == "model" else num_devices

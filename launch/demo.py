@@ -11,7 +11,6 @@ Without colours (--plain, NO_COLOR, a pipe or a file), the target's own tokens a
 import dataclasses
 import functools
 import itertools
-import operator
 import time
 
 import jax
@@ -152,7 +151,7 @@ def timing_table(timings: dict, configs: dict[str, ExperimentConfig]) -> Table:
     def column(distribution: str, config: ExperimentConfig) -> dict[str, str]:
         sides = (timings[distribution, name] for name in ("autoregressive", "speculative"))
         plain, drafted = (np.array([t.loop_seconds / t.stats.emitted * 1e3 for t in runs]) for runs in sides)
-        stats = functools.reduce(operator.add, (timing.stats for timing in timings[distribution, "speculative"]))
+        stats = sum(timing.stats for timing in timings[distribution, "speculative"])
         adapts = not config.adaptive.is_off
         cells = {
             "autoregressive, ms per token": f"{np.median(plain):.2f}",

@@ -5,12 +5,12 @@
 
     slices       the paper's pair on sixteen chips of each kind, by batch
     scoring      a call of the target by its tokens, from one to the ridge of each chip
-    heads        a head of EAGLE-3's shape, and an early exit, beside a draft model
+    heads        heads of EAGLE-3's and DFlash's shape, and an early exit, beside a draft model; rounds of several K
     kernels      calls and rounds whose caches are read by kernels, with all slots alive and with ``live`` of them
     trees        scoring, verifying and moving a token tree of so many rows, beside the chain of its depth
 
 Models are compiled at two and four layers and continued to all of them, see `specsamp.tpu.stack`. Rounds are of top-p, the
-token rule and K = 4. Minutes to an hour on two cores. The tables of shapes and
+token rule and K = 4 unless they say another. Minutes to an hour on two cores. The tables of shapes and
 complements are dated records.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from launch.lib.config import meant
-from launch.lib.shapes import eagle3_of
+from launch.lib.shapes import dflash_of, eagle3_of
 from launch.lib.study import Option, Published, Study
 from launch.studies import compile_tables as tables
 from launch.studies.compile_tables import K
@@ -33,13 +33,12 @@ from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.kernels.dispatch import Kernels
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.tree_rules import RecursiveRule, TraversalRule
-from specsamp.tpu.program import Program
 from specsamp.tpu.stack import Stack
 from specsamp.tpu.topology import described_mesh
 
 RANKS, TREE_DEPTH = (0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01), 6  # of the shapes of trees
-EXIT_LAYER, PAPER = 10, "v4:2x2x4"
-METHOD = K, chain(temperature(1.0), top_p(0.8)), TokenRule()
+EXIT_LAYER, LENGTHS = 10, (4, 8, 15)  # a DFlash block of 16 rows drafts 15 tokens
+METHOD = chain(temperature(1.0), top_p(0.8)), TokenRule()
 MODELS = {
     "Chinchilla 70B": chinchilla_70b,
     "Chinchilla 4B": draft_4b,
@@ -48,7 +47,9 @@ MODELS = {
     "Llama 3.1 8B": functools.partial(published_config, "meta-llama/Llama-3.1-8B"),
     "Llama 3.3 70B": functools.partial(published_config, "meta-llama/Llama-3.3-70B-Instruct"),
     "Llama 3.2 1B": functools.partial(published_config, "meta-llama/Llama-3.2-1B"),
+    **{f"Qwen3 {size}": functools.partial(published_config, f"Qwen/Qwen3-{size}") for size in ("0.6B", "4B", "8B")},
 }
+HEADS = {"EAGLE-3": eagle3_of, "DFlash": dflash_of}
 EXIT = f"early exit after {EXIT_LAYER}"
 GRIDS = {  # of every block all cells that have one of the values of each field
     grid: [dict(zip(block, values, strict=True)) for block in blocks for values in itertools.product(*block.values())]
@@ -61,19 +62,14 @@ def stack_of(config: TransformerConfig, topology: str, batch: int = 1, **fields:
     return Stack(config, mesh, topology, batch, **fields)
 
 
-def told(programs: dict[str, Program], topology: str, batch: int = 1) -> dict[str, Any]:
-    """Returns the facts of programs, of which rounds have K + 1 calls."""
-    calls = {name: K + 1 if name.startswith("round") else 1 for name in programs}
-    return {name: each.facts(topology, sequences=batch, calls=calls[name]) for name, each in programs.items()}
-
-
-def programs_of_pair(stack: Stack, round_name: str = "round") -> dict[str, Any]:
+def programs_of_pair(stack: Stack, rounds: dict[str, int]) -> dict[str, Any]:
     programs = {"draft step": stack.draft_step(), "score": stack.call(K + 1), "target step": stack.step()}
-    return {"programs": told(programs | {round_name: stack.round(*METHOD)}, stack.topology, stack.batch)}
+    programs |= {name: stack.round(length, *METHOD) for name, length in rounds.items()}
+    return {"programs": {name: each.facts(stack.topology, sequences=stack.batch) for name, each in programs.items()}}
 
 
 def slices(topology: str, batch: int) -> dict[str, Any]:
-    return programs_of_pair(stack_of(chinchilla_70b(), topology, batch, drafter=draft_4b()), "round, top-p, token")
+    return programs_of_pair(stack_of(chinchilla_70b(), topology, batch, drafter=draft_4b()), {"round, top-p, token": K})
 
 
 def scoring(topology: str, tokens: int) -> dict[str, Any]:
@@ -82,8 +78,10 @@ def scoring(topology: str, tokens: int) -> dict[str, Any]:
 
 def heads(target: str, topology: str, drafter: str) -> dict[str, Any]:
     config = MODELS[target]()
-    drafting = EXIT_LAYER if drafter == EXIT else eagle3_of(config) if drafter == "EAGLE-3" else MODELS[drafter]()
-    return programs_of_pair(stack_of(config, topology, drafter=drafting))
+    drafting = EXIT_LAYER if drafter == EXIT else HEADS[drafter](config) if drafter in HEADS else MODELS[drafter]()
+    return programs_of_pair(
+        stack_of(config, topology, drafter=drafting), {f"round, K = {each}": each for each in LENGTHS}
+    )
 
 
 def kernels(model: str, topology: str, program: str, batch: int, slots: int, live: int) -> dict[str, Any]:
@@ -91,8 +89,8 @@ def kernels(model: str, topology: str, program: str, batch: int, slots: int, liv
     drafter = MODELS[f"{target.split()[0]} {draft}"]() if draft else None
     fields = {"slots": slots, "live": live / slots, "kernels": Kernels(), "drafter": drafter}
     stack = stack_of(MODELS[target](), topology, batch, **fields)
-    made = stack.round(*METHOD) if draft else stack.call(int(program.split()[0]))
-    return made.facts(topology, sequences=batch, calls=K + 1 if draft else 1)
+    made = stack.round(K, *METHOD) if draft else stack.call(int(program.split()[0]))
+    return made.facts(topology, sequences=batch)
 
 
 def trees(model: str, topology: str, rows: int) -> dict[str, Any]:
@@ -102,11 +100,12 @@ def trees(model: str, topology: str, rows: int) -> dict[str, Any]:
         "score": stack.call(tree.K + 1, tree),
         "moved slots": stack.moved_slots(tree),
         "score, chain": stack.call(tree.depth + 1),
-        "verify, chain": stack.verify(tree.depth, *METHOD[1:]),
-        "verify, recursive": stack.verify(tree, METHOD[1], RecursiveRule()),
-        "verify, traversal": stack.verify(tree, METHOD[1], TraversalRule()),
+        "verify, chain": stack.verify(tree.depth, *METHOD),
+        "verify, recursive": stack.verify(tree, METHOD[0], RecursiveRule()),
+        "verify, traversal": stack.verify(tree, METHOD[0], TraversalRule()),
     }
-    return {"parents": tree.parents, "depth": tree.depth, "programs": told(programs, topology)}
+    facts = {name: each.facts(topology) for name, each in programs.items()}
+    return {"parents": tree.parents, "depth": tree.depth, "programs": facts}
 
 
 def prepare(options: Any) -> None:

@@ -26,7 +26,7 @@ NUMBERS = {  # columns of programs: field, unit and format
 def estimated(facts: Document, topology: str, draft_step: Document | None = None) -> Band:
     """Returns the calibrated milliseconds of a program; one with a draft step is a round."""
     work = Work(**facts["work"])
-    calls = (work,) if draft_step is None else calls_of_round(work, Work(**draft_step["work"]), K)
+    calls = (work,) if draft_step is None else calls_of_round(work, Work(**draft_step["work"]))
     return estimate(topology.partition(":")[0], *calls)
 
 

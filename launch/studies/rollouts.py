@@ -70,16 +70,10 @@ def table(document: Document) -> Table:
         count = max(int(ENDS * len(result["reward"])), 1)
         ends = {name: (np.mean(each[:count]), np.mean(each[-count:])) for name, each in result.items()}
         sampling, learning = (sum(result[f"seconds_{name}"]) for name in ("sampling", "learning"))
-        told = (f"{first:.2f} to {last:.2f}" for first, last in map(ends.get, SERIES[:3]))
-        rows.append(
-            (
-                f"{key['draft']}, {'learns' if key['learns'] else 'stays'}",
-                *told,
-                f"{sampling / (sampling + learning):.0%}",
-            )
-        )
-    header = ("draft", "reward", "acceptance", "tokens per round", "time in rollouts")
-    return Table(title="Drafts of a policy that learns: first and last tenth of the steps", header=header, rows=rows)
+        row = {"draft": f"{key['draft']}, {'learns' if key['learns'] else 'stays'}"}
+        row |= {name.replace("_", " "): "{:.2f} to {:.2f}".format(*ends[name]) for name in SERIES[:3]}
+        rows.append(row | {"time in rollouts": f"{sampling / (sampling + learning):.0%}"})
+    return Table.of("Drafts of a policy that learns: first and last tenth of the steps", rows)
 
 
 STUDY = Study(

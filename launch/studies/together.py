@@ -8,8 +8,6 @@ operations a token for each parameter that is trained and two for each that is o
 target's call. A module that is trained afterwards learns from the target's distribution, one that is trained with it from text.
 """
 
-import functools
-import math
 import pathlib
 import subprocess
 import sys
@@ -48,8 +46,7 @@ def operations(kind: str) -> int:
     model, is_head = TransformerConfig(**config.model), "head" in config
     made = make_head(model, config.head, target_layers=2, target_width=model.width) if is_head else TransformerLM(model)
     shapes = jax.eval_shape(made.init, jax.random.key(0))
-    read = [leaf for name, part in shapes.items() if "ngram" not in name for leaf in jax.tree.leaves(part)]
-    count = sum(math.prod(leaf.shape) for leaf in read)
+    count = sum(leaf.size for name, part in shapes.items() if "ngram" not in name for leaf in jax.tree.leaves(part))
     # Each step of a head's test computes logits too.
     return config.test_time.test_steps * (count + model.vocab_size * model.width) if is_head else count
 
@@ -95,7 +92,7 @@ def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, An
     for one in SAMPLING:
         sampling = chain(temperature(one["temperature"]), top_p(one["top_p"]))
         done = generate(pair, load_prompts("python"), TOKENS, draft_length=K, sampling=sampling, num_samples=4)
-        stats = functools.reduce(lambda a, b: a + b, (completion.stats for completion in done))
+        stats = sum(completion.stats for completion in done)
         per_round.append(stats.emitted / stats.rounds)
     found = {"loss": last_metrics(logged, options.steps)["held_out/loss"], "compute": 1 + extra}
     return found | {"tokens_per_round": per_round}
@@ -103,11 +100,9 @@ def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, An
 
 def table(document: Document) -> Table:
     """Returns a row for each way, with the mean and the range over seeds."""
-    found: dict[str, list] = {}
-    for key, result in answers(document):
-        found.setdefault(key["way"], []).append(result)
     rows = []
-    for way, results in found.items():
+    for way in dict.fromkeys(key["way"] for key, _ in answers(document)):
+        results = [result for key, result in answers(document) if key["way"] == way]
         numbers = zip(*([one["loss"], *one["tokens_per_round"]] for one in results))
         told = [f"{sum(each) / len(each):.3f} ({min(each):.3f} to {max(each):.3f})" for each in numbers]
         rows.append((way, f"{results[0]['compute']:.2f}", *told))

@@ -7,8 +7,6 @@ level, which --stars=4 measures. All ways decode in turn with plain decoding, af
 """
 
 import dataclasses
-import functools
-import operator
 from typing import Any
 
 import numpy as np
@@ -54,7 +52,7 @@ def measure(options: Any, key: Key, say: Say) -> Any:
     if "star" in key:
         star = method(pair, key["rule"], TreeShape((0,) * key["star"]))
         texts = generate(pair, work.prompts[: options.repeats], work.max_new_tokens, method=star)
-        return {**key, "acceptance": functools.reduce(operator.add, (text.stats for text in texts)).acceptance_rate}
+        return {**key, "acceptance": sum(text.stats for text in texts).acceptance_rate}
     chained, ways = TreeShape(tuple(range(key["nodes"]))), {"plain": method(pair, "token", None)}
     for rule, stars in RULES.items():
         shape = best_shape(ranks_of_stars(STARS[stars]), key["nodes"] + 1, DEPTH) if stars else chained
@@ -63,10 +61,7 @@ def measure(options: Any, key: Key, say: Say) -> Any:
     plain = np.array([timing.loop_seconds for timing in found.pop("plain")])
     measured = []
     for rule, timings in found.items():
-        stats, seconds = (
-            functools.reduce(operator.add, (each.stats for each in timings)),
-            [each.loop_seconds for each in timings],
-        )
+        stats, seconds = sum(each.stats for each in timings), [each.loop_seconds for each in timings]
         ms = Quartiles.of(np.array(seconds) * 1e3 / [each.rounds for each in timings])
         shape = getattr(ways[rule].drafter, "tree", chained)
         times = {"ms_per_round": ms, "speedup": Quartiles.of(plain / np.array(seconds))}

@@ -11,8 +11,6 @@ This is one cell; `specsamp.analysis.grid` measures many.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 import os
 import resource
 import sys
@@ -130,7 +128,7 @@ def benchmark(
     del state
     seconds = {name: np.array([timing.loop_seconds for timing in timings[name]]) for name in sides}
     texts = [[timing.texts for timing in timings[name]] for name in sides]
-    acceptance = functools.reduce(operator.add, (timing.stats for timing in timings["speculative"]))
+    acceptance = sum(timing.stats for timing in timings["speculative"])
     return Result(
         **{name: Side.of(side, timings[name], warm_up[name]) for name, side in sides.items()},
         speedup=Quartiles.of(seconds["autoregressive"] / seconds["speculative"]),

@@ -10,8 +10,6 @@ reproduce a run. Where the costs of calls are known, `specsamp.analysis.costs` f
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +23,6 @@ from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.method import Method, make_method
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt, check_budgets, encode
-from specsamp.decoding.results import RowStats
 from specsamp.mesh.distributed import gather_objects
 
 LONGEST_TEXT = 64  # new tokens of a measurement, in caches of the full size
@@ -92,7 +89,7 @@ def adapted_to(timings: Mapping[int, Sequence[Timing]], stop: Stop | None = None
     costs_ms = _rising([np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths])
     # Rounds of all texts, each at the milliseconds of its length: texts differ more than a median shows, clocks less.
     total_ms = [cost * sum(one.rounds for one in timings[K]) for K, cost in zip(lengths, costs_ms)]
-    longest = _stats(timings[lengths[-1]])
+    longest = sum(one.stats for one in timings[lengths[-1]])
     return Adaptive(
         lengths=lengths,
         costs_ms=costs_ms,
@@ -106,7 +103,3 @@ def _rising(ms: Sequence[float]) -> tuple[float, ...]:
     from scipy.optimize import isotonic_regression  # a fifth of a second, which kept costs do not need
 
     return tuple(isotonic_regression(ms).x.tolist())
-
-
-def _stats(timings: Sequence[Timing]) -> RowStats:
-    return functools.reduce(operator.add, (one.stats for one in timings))

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import math
-import operator
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -122,7 +120,7 @@ class Timing:
     @property
     def stats(self) -> RowStats:
         """Returns the counts of all rows together."""
-        return functools.reduce(operator.add, self.rows)
+        return sum(self.rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

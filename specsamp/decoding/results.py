@@ -119,6 +119,9 @@ class RowStats:
         names = [field.name for field in dataclasses.fields(self)]
         return RowStats(**{name: add(getattr(self, name), getattr(other, name)) for name in names})
 
+    def __radd__(self, start: int) -> RowStats:  # `sum` begins with 0
+        return self
+
 
 def _sums(meter: Meter | None) -> dict[str, float]:
     """Returns the fields of `RowStats` that come from a meter."""

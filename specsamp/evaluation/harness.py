@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import itertools
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -214,7 +212,7 @@ def _blocks_of(method: str, cells: Sequence[Mapping[str, Any]]) -> dict[str, Map
 def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plain: bool) -> dict[str, Any]:
     counted = (item for block in blocks.values() for item in block["counts"].items())
     counts = _add_up((category, RowStats.from_json(of_block)) for category, of_block in counted)
-    total = functools.reduce(operator.add, counts.values())
+    total = sum(counts.values())
     shared = [] if is_plain else [key for key in blocks if key in plain]
     timed = [block["timed"] for block in blocks.values()]
 

@@ -207,9 +207,9 @@ def take_row(x_BT: Array, row_B: Array) -> Array:
 
 
 def read_row(x_BTV: Array, row_B: Array) -> Array:
-    """Returns ``x_BTV[b, row_B[b]]``, ``[B, V]``."""
+    """Returns ``x_BTV[b, row_B[b]]``, ``[B, V]``; a vocabulary may be folded."""
     if len(row_B) > MAX_UNROLLED:
-        return jnp.take_along_axis(x_BTV, row_B[:, None, None], axis=1)[:, 0]
+        return jnp.take_along_axis(x_BTV, row_B.reshape(-1, *(1,) * (x_BTV.ndim - 1)), axis=1)[:, 0]
     return jnp.concatenate([jax.lax.dynamic_index_in_dim(x_BTV[b], row_B[b], axis=0) for b in range(len(row_B))])
 
 

@@ -42,6 +42,7 @@ from specsamp.sampling.rules import (
     read_row,
     take_row,
 )
+from specsamp.sampling.warp import FOLDED, ROWS, fold, unfold
 
 Array = jax.Array
 
@@ -219,18 +220,19 @@ class RecursiveRule(TreeRule):
           The acceptance probability of each child given that all earlier siblings were rejected, ``[B, C]``, and the
           weights ``[B, V]`` of the next token given that all siblings were rejected.
         """
-        rest_BV, accept = target_BV, []
+        rest, accept = fold(target_BV), []
+        draft = None if draft_BV is None else fold(draft_BV)
         for c in range(family.tokens_BC.shape[1]):
             token_B = family.tokens_BC[:, c]
-            law_BV = law_of(draft_BV, token_B, family.is_chosen_BC[:, c], target_BV)
-            p_B = take_row(law_BV, token_B)
+            law = law_of(draft, token_B, family.is_chosen_BC[:, c], rest)
+            p_B = take_token(law, token_B)
             is_live_B = family.is_drafted_BC[:, c] & (p_B > 0)
-            ratio_B = take_row(rest_BV, token_B) / jnp.where(is_live_B, p_B, 1)
+            ratio_B = take_token(rest, token_B) / jnp.where(is_live_B, p_B, 1)
             accept.append(jnp.where(is_live_B, jnp.minimum(ratio_B, 1), 0))
-            rest_BV = jnp.where(is_live_B[:, None], normalise(jnp.maximum(rest_BV - law_BV, 0), rest_BV), rest_BV)
-            if draft_BV is not None and self.children != INDEPENDENT:
-                draft_BV = without(draft_BV, token_B, is_live_B)
-        return jnp.stack(accept, axis=1), rest_BV
+            rest = jnp.where(is_live_B[:, None, None], normalise(jnp.maximum(rest - law, 0), rest), rest)
+            if draft is not None and self.children != INDEPENDENT:
+                draft = without(draft, token_B, is_live_B)
+        return jnp.stack(accept, axis=1), unfold(rest, target_BV.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,9 +249,10 @@ class KSeqRule(RecursiveRule):
         p_BC = jnp.take_along_axis(draft_BV, family.tokens_BC, axis=1)
         is_live_BC = family.is_drafted_BC & (p_BC > 0)
         count_B = is_live_BC.sum(1).astype(target_BV.dtype)
+        target, draft = fold(target_BV), fold(draft_BV)
 
         def overlap(rho_B: Array) -> Array:
-            return jnp.minimum(target_BV / rho_B[:, None], draft_BV).sum(1)
+            return jnp.minimum(target / rho_B[:, None, None], draft).sum(FOLDED)
 
         def some_accepted(beta_B: Array) -> Array:
             return 1 - (1 - jnp.minimum(beta_B, 1)) ** count_B
@@ -268,10 +271,10 @@ class KSeqRule(RecursiveRule):
         beta_B = overlap(rho_B)
         q_BC = jnp.take_along_axis(target_BV, family.tokens_BC, axis=1)
         ratio_BC = q_BC / (rho_B[:, None] * jnp.where(is_live_BC, p_BC, 1))
-        share_B1 = (some_accepted(beta_B) / jnp.where(beta_B > 0, beta_B, 1))[:, None]
-        left_BV = jnp.maximum(target_BV - jnp.minimum(target_BV / rho_B[:, None], draft_BV) * share_B1, 0)
-        left_BV = jnp.where((count_B > 0)[:, None], normalise(left_BV, target_BV), target_BV)
-        return jnp.where(is_live_BC, jnp.minimum(ratio_BC, 1), 0), left_BV
+        share_B11 = (some_accepted(beta_B) / jnp.where(beta_B > 0, beta_B, 1))[:, None, None]
+        left = jnp.maximum(target - jnp.minimum(target / rho_B[:, None, None], draft) * share_B11, 0)
+        left = jnp.where((count_B > 0)[:, None, None], normalise(left, target), target)
+        return jnp.where(is_live_BC, jnp.minimum(ratio_BC, 1), 0), unfold(left, target_BV.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,11 +308,11 @@ class TraversalRule(TreeRule):
             return state.without_leaf(draft, node_B, judged_B & ~ends_B, self.children != INDEPENDENT)
 
         state = jax.lax.fori_loop(0, K, visit, state)
-        weights_BV = read_row(state.target_BTV, take_row(state.rows_BT, state.num_accepted_B))
+        weights = read_row(state.target_BT, take_row(state.rows_BT, state.num_accepted_B))
         return Walk(
             rows_BT=state.rows_BT,
             num_accepted_B=state.num_accepted_B,
-            weights_BV=weights_BV,
+            weights_BV=unfold(weights, target.logits_BTV.shape[-1]),
             asked_BK=state.asked_BK,
         )
 
@@ -317,10 +320,10 @@ class TraversalRule(TreeRule):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Traversal:
-    """The remaining tree and distributions during a walk of `TraversalRule`."""
+    """The remaining tree and distributions, which are folded, during a walk of `TraversalRule`."""
 
-    target_BTV: Array  # the target's distributions minus the rejected mass
-    draft_BRV: Array | None
+    target_BT: Array  # the target's distributions minus the rejected mass
+    draft_BR: Array | None
     weights_BT: Array  # the weight of the path to each row; -1 until it is on a path
     is_gone_BK: Array
     is_chosen_BK: Array
@@ -334,8 +337,8 @@ class _Traversal:
         batch, K = draft.tokens_BK.shape
         weights_BT = jnp.full((batch, K + 1), -1, target_BTV.dtype)
         return cls(
-            target_BTV=target_BTV,
-            draft_BRV=None if draft.log_probs_BRV is None else jnp.exp(draft.log_probs_BRV),
+            target_BT=fold(target_BTV),
+            draft_BR=None if draft.log_probs_BRV is None else fold(jnp.exp(draft.log_probs_BRV)),
             weights_BT=weights_BT.at[:, 0].set(1),
             is_gone_BK=~draft.is_drafted_BK,
             is_chosen_BK=is_chosen_BK,
@@ -364,23 +367,23 @@ class _Traversal:
     def without_leaf(self, draft: Draft, node_B: Array, rejects_B: Array, is_distinct: bool) -> _Traversal:
         """Removes a rejected leaf, and subtracts its distribution from its parent's distributions."""
         parent_B, token_B = take_row(draft.parents_BK, node_B), take_row(draft.tokens_BK, node_B)
-        target_BV, draft_BV = read_row(self.target_BTV, parent_B), self._draft_at(draft, parent_B)
-        law_BV = law_of(draft_BV, token_B, take_row(self.is_chosen_BK, node_B), target_BV)
-        subtracts_B = rejects_B & (take_row(law_BV, token_B) > 0)
+        of_target, of_draft = read_row(self.target_BT, parent_B), self._draft_at(draft, parent_B)
+        law = law_of(of_draft, token_B, take_row(self.is_chosen_BK, node_B), of_target)
+        subtracts_B = rejects_B & (take_token(law, token_B) > 0)
         weight_B = take_row(self.weights_BT, parent_B)
-        left_BV = jnp.maximum(weight_B[:, None] * target_BV - law_BV, 0)
-        mass_B = left_BV.sum(1)
+        left = jnp.maximum(weight_B[:, None, None] * of_target - law, 0)
+        mass_B = left.sum(FOLDED)
         total_B = mass_B + (1 - weight_B)  # in this order: at a weight of 1 the path is always kept
         after_B = jnp.where(total_B > 0, mass_B / jnp.where(total_B > 0, total_B, 1), 1)
         is_parent_BT = subtracts_B[:, None] & (jnp.arange(self.weights_BT.shape[1])[None] == parent_B[:, None])
-        new_BV = jnp.where(subtracts_B[:, None], normalise(left_BV, target_BV), target_BV)
-        draft_BRV = self.draft_BRV
-        if draft_BRV is not None and is_distinct:
-            draft_BRV = _put(draft_BRV, without(draft_BV, token_B, subtracts_B), draft.law_rows(parent_B))
+        new = jnp.where(subtracts_B[:, None, None], normalise(left, of_target), of_target)
+        draft_BR = self.draft_BR
+        if draft_BR is not None and is_distinct:
+            draft_BR = _put(draft_BR, without(of_draft, token_B, subtracts_B), draft.law_rows(parent_B))
         return dataclasses.replace(
             self,
-            target_BTV=_put(self.target_BTV, new_BV, parent_B),
-            draft_BRV=draft_BRV,
+            target_BT=_put(self.target_BT, new, parent_B),
+            draft_BR=draft_BR,
             weights_BT=jnp.where(is_parent_BT, after_B[:, None], self.weights_BT),
             is_gone_BK=self.is_gone_BK
             | (rejects_B[:, None] & (jnp.arange(self.is_gone_BK.shape[1])[None] == node_B[:, None])),
@@ -389,39 +392,53 @@ class _Traversal:
     def _probs(self, draft: Draft, node_B: Array) -> tuple[Array, Array]:
         """Returns the remaining probabilities of a row under target and draft."""
         parent_B, token_B = take_row(draft.parents_BK, node_B), take_row(draft.tokens_BK, node_B)
-        batch = jnp.arange(len(node_B))
-        q_B = self.target_BTV[batch, parent_B, token_B]
-        if self.draft_BRV is None:
+        q_B = take_token(self.target_BT, token_B, parent_B)
+        if self.draft_BR is None:
             return q_B, jnp.ones_like(q_B)
-        p_B = self.draft_BRV[batch, draft.law_rows(parent_B), token_B]
+        p_B = take_token(self.draft_BR, token_B, draft.law_rows(parent_B))
         return q_B, jnp.where(take_row(self.is_chosen_BK, node_B), 1, p_B)
 
     def _draft_at(self, draft: Draft, row_B: Array) -> Array | None:
-        return None if self.draft_BRV is None else read_row(self.draft_BRV, draft.law_rows(row_B))
+        return None if self.draft_BR is None else read_row(self.draft_BR, draft.law_rows(row_B))
 
 
-def law_of(draft_BV: Array | None, token_B: Array, is_chosen_B: Array, like_BV: Array) -> Array:
+# The functions below take folded distributions ``[B, 8, V / 8]``, see `specsamp.sampling.warp.fold`.
+
+
+def is_token(token_B: Array, like: Array) -> Array:
+    """Returns which places hold these tokens, bool."""
+    columns = like.shape[-1]
+    return (jnp.arange(ROWS)[:, None] * columns + jnp.arange(columns)[None])[None] == token_B[:, None, None]
+
+
+def take_token(folded: Array, token_B: Array, *at_B: Array) -> Array:
+    """Returns the number of one token of each ``folded[b]``, or of each ``folded[b, at_B[b]]``."""
+    columns = folded.shape[-1]
+    return folded[jnp.arange(len(token_B)), *at_B, token_B // columns, token_B % columns]
+
+
+def law_of(draft: Array | None, token_B: Array, is_chosen_B: Array, like: Array) -> Array:
     """Returns the probabilities that a token was drawn from; one-hot for a chosen token."""
-    one_hot_BV = (jnp.arange(like_BV.shape[-1])[None] == token_B[:, None]).astype(like_BV.dtype)
-    return one_hot_BV if draft_BV is None else jnp.where(is_chosen_B[:, None], one_hot_BV, draft_BV)
+    one_hot = is_token(token_B, like).astype(like.dtype)
+    return one_hot if draft is None else jnp.where(is_chosen_B[:, None, None], one_hot, draft)
 
 
-def without(probs_BV: Array, token_B: Array, is_live_B: Array) -> Array:
+def without(probs: Array, token_B: Array, is_live_B: Array) -> Array:
     """Returns the distribution without a token, normalised; all zero if no other token is left."""
-    removed_BV = jnp.where(jnp.arange(probs_BV.shape[-1])[None] == token_B[:, None], 0, probs_BV)
-    return jnp.where(is_live_B[:, None], normalise(removed_BV, removed_BV), probs_BV)
+    removed = jnp.where(is_token(token_B, probs), 0, probs)
+    return jnp.where(is_live_B[:, None, None], normalise(removed, removed), probs)
 
 
-def normalise(weights_BV: Array, otherwise_BV: Array) -> Array:
+def normalise(weights: Array, otherwise: Array) -> Array:
     """Returns weights divided by their sum, or ``otherwise`` where the sum is 0."""
-    total_B1 = weights_BV.sum(-1, keepdims=True)
-    return jnp.where(total_B1 > 0, weights_BV / jnp.where(total_B1 > 0, total_B1, 1), otherwise_BV)
+    total = weights.sum(FOLDED, keepdims=True)
+    return jnp.where(total > 0, weights / jnp.where(total > 0, total, 1), otherwise)
 
 
-def _put(x_BTV: Array, row_BV: Array, at_B: Array) -> Array:
+def _put(x_BT: Array, row_B: Array, at_B: Array) -> Array:
     if len(at_B) > MAX_UNROLLED:
-        return jax.vmap(lambda x, row, at: jax.lax.dynamic_update_index_in_dim(x, row, at, axis=0))(x_BTV, row_BV, at_B)
+        return jax.vmap(lambda x, row, at: jax.lax.dynamic_update_index_in_dim(x, row, at, axis=0))(x_BT, row_B, at_B)
     zero = jnp.zeros((), at_B.dtype)
     for b in range(len(at_B)):
-        x_BTV = jax.lax.dynamic_update_slice(x_BTV, row_BV[b][None, None], (zero + b, at_B[b], zero))
-    return x_BTV
+        x_BT = jax.lax.dynamic_update_slice(x_BT, row_B[b][None, None], (zero + b, at_B[b], zero, zero))
+    return x_BT

@@ -148,7 +148,7 @@ def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     warped = warp(logits, state)
-    return _unfold(jax.nn.log_softmax(_fold(warped), axis=FOLDED), warped)
+    return unfold(jax.nn.log_softmax(fold(warped, -jnp.inf), axis=FOLDED), warped.shape[-1])
 
 
 def for_rows(warp: Warp, rows: int) -> Warp:
@@ -245,7 +245,7 @@ class TopK(Warp):
 
     def __call__(self, logits: Array, state: Any = (), skipped: bool | Array = False) -> Array:
         """Filters tokens; ``skipped``: no search, since every row has a single token already."""
-        folded = _fold(logits)
+        folded = fold(logits, -jnp.inf)
         k, bits = per_row(self.value, folded), _ordered_bits(folded)
 
         def too_low(t):
@@ -255,7 +255,7 @@ class TopK(Warp):
         low = jnp.full_like(bits[..., :1, :1], jnp.iinfo(bits.dtype).min)
         skipped |= jnp.all(jnp.asarray(self.value) >= logits.shape[-1])
         threshold = _largest(too_low, low, 8 * bits.dtype.itemsize, skipped)
-        return _unfold(jnp.where(bits >= threshold, folded, -jnp.inf), logits)
+        return unfold(jnp.where(bits >= threshold, folded, -jnp.inf), logits.shape[-1])
 
 
 @register_warp
@@ -264,7 +264,7 @@ class TopP(Warp):
 
     def __call__(self, logits: Array, state: Any = (), skipped: bool | Array = False) -> Array:
         """Filters tokens; ``skipped``: no search, since every row has a single token already."""
-        folded = _fold(logits)
+        folded = fold(logits, -jnp.inf)
         p, probs = per_row(self.value, folded), jax.nn.softmax(folded, axis=FOLDED)
 
         def as_float(t):
@@ -280,7 +280,7 @@ class TopP(Warp):
         skipped |= jnp.all(jnp.asarray(self.value) >= 1)
         threshold = _largest(too_low, low, 8 * probs.dtype.itemsize - 2, skipped)
         # A sum that rounds to just above one must not cost p = 1 its last tokens.
-        return _unfold(jnp.where((probs >= as_float(threshold)) | (p >= 1), folded, -jnp.inf), logits)
+        return unfold(jnp.where((probs >= as_float(threshold)) | (p >= 1), folded, -jnp.inf), logits.shape[-1])
 
 
 @register_warp
@@ -339,17 +339,17 @@ def _only_argmax(logits: Array, wanted: bool | Array = True) -> Array:
 ROWS, FOLDED = 8, (-2, -1)  # of the registers of a TPU; the axes of a folded vocabulary
 
 
-def _fold(logits: Array) -> Array:
-    """Folds ``[..., V]`` into ``[..., 8, V / 8]``, padded with excluded tokens."""
-    padding = [(0, 0)] * (logits.ndim - 1) + [(0, -logits.shape[-1] % ROWS)]
-    padded = jnp.pad(logits, padding, constant_values=-jnp.inf) if padding[-1][1] else logits
+def fold(x: Array, padding: float = 0.0) -> Array:
+    """Folds ``[..., V]`` into ``[..., 8, V / 8]``."""
+    missing = -x.shape[-1] % ROWS
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=padding) if missing else x
     # Without the barrier the compiler computes before it folds.
-    return jax.lax.optimization_barrier(padded.reshape(*logits.shape[:-1], ROWS, -1))
+    return jax.lax.optimization_barrier(x.reshape(*x.shape[:-1], ROWS, -1))
 
 
-def _unfold(folded: Array, logits: Array) -> Array:
-    """Returns a folded vocabulary in the shape of the logits that were folded."""
-    return folded.reshape(*logits.shape[:-1], -1)[..., : logits.shape[-1]]
+def unfold(folded: Array, vocab_size: int) -> Array:
+    """Returns a folded vocabulary as ``[..., V]``."""
+    return folded.reshape(*folded.shape[:-2], -1)[..., :vocab_size]
 
 
 def _integer_of(x: Array) -> Any:

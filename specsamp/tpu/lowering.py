@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import EarlyExitDrafter, FeatureDrafter, ModelDrafter
+from specsamp.decoding.drafters import BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.decoding.trees import TreeShape, tree_draft
@@ -28,7 +28,7 @@ from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import ShardedModel, shard_head, shard_model
 from specsamp.models.config import TransformerConfig
 from specsamp.models.decoder import OUTPUT_EMBEDDING
-from specsamp.models.heads import FeatureHead
+from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, Rule, TargetDistributions
@@ -51,9 +51,13 @@ class Programs:
     inside: bool = False  # the draft is the target's first layers, with the target's weights and cache
 
     @property
-    def head(self) -> FeatureHead | None:
+    def head(self) -> Head | None:
         """Returns the head that drafts; None: a model does."""
         return self.draft.model.head if isinstance(self.draft.model, HeadModel) else None
+
+    def draft_calls(self, draft_length: int) -> int:
+        """Returns how many calls of the draft a round has: one for each token, or one for a block."""
+        return 1 if self.head is not None and self.head.config.drafts_blocks else draft_length
 
     @functools.cache  # eighty layers take seconds to trace
     def weights(self, model: ShardedModel) -> Any:
@@ -81,7 +85,7 @@ class Programs:
         fused = () if self.head is None else [self.draft_weights()["params"][name] for name in self.head.config.fused]
         return (
             self.floor(self.target, live, tokens=draft_length + 1)
-            + draft_length * self.floor(self.draft, live)
+            + self.draft_calls(draft_length) * self.floor(self.draft, live)
             + _size(fused)
         )
 
@@ -178,7 +182,7 @@ class Programs:
         prompt = (jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32))
         state = jax.eval_shape(lambda w, r: bare.prefill(w, r, *prompt, slots=self.slots), weights, request)
         drafter_state = self.draft_cache()
-        if self.head is not None:
+        if self.head is not None and not self.head.config.drafts_blocks:
             rest = self._by_rows(dataclasses.replace(state.drafter_state, cache=None))
             drafter_state = dataclasses.replace(rest, cache=drafter_state)
         state = self._by_rows(dataclasses.replace(state, cache=None, drafter_state=None, request=None))
@@ -196,6 +200,8 @@ class Programs:
         target = self.target if is_sharded else self.target.model
         if self.head is not None:
             head = shard_head(self.head, self.draft.layout) if is_sharded else self.head
+            if head.config.drafts_blocks:
+                return BlockDrafter(target, head, draft_length)
             return FeatureDrafter(target, head, draft_length, WINDOW)
         if self.inside:
             return EarlyExitDrafter(target, self.draft.num_layers, draft_length, WINDOW)
@@ -213,10 +219,12 @@ class Programs:
 
 
 def step_windows(programs: Programs, model: ShardedModel) -> tuple[int, ...]:
-    """Returns the numbers of tokens that are tried for a step of one new token per sequence.
+    """Returns the numbers of tokens that are tried for a step of one new token per sequence, or the rows of a block.
 
     One token is tried with several sequences, and where tokens choose experts: one that is fed again chooses some, too.
     """
+    if isinstance(model.model, HeadModel) and model.model.head.config.drafts_blocks:
+        return (model.model.head.config.block_size,)
     several = programs.batch > DataShards(programs.mesh).count
     return (1, *STEP_WINDOWS) if several or model.config.experts else STEP_WINDOWS
 
@@ -238,7 +246,8 @@ def _size(tree: Any) -> int:
 class HeadModel(LanguageModel):
     """A step of a head as a model, which is measured like a step of a draft model.
 
-    It scores the next token from a token and the feature of the step before, which is kept in the cache.
+    It scores the next token from a token and the feature of the step before, which is kept in the cache; or a block of
+    tokens from its first.
 
     Attributes:
       target: a target of one layer, which is not run. It has the embedding and the output for heads without them.
@@ -246,7 +255,7 @@ class HeadModel(LanguageModel):
     """
 
     target: LayeredModel
-    head: FeatureHead
+    head: Head
 
     @property
     def vocab_size(self) -> int:
@@ -254,7 +263,7 @@ class HeadModel(LanguageModel):
 
     @property
     def config(self) -> TransformerConfig:
-        """Returns the shape of the head's layer."""
+        """Returns the shape of the head's layers."""
         return self.head.config.layer
 
     def init(self, key: jax.Array) -> Any:
@@ -268,7 +277,7 @@ class HeadModel(LanguageModel):
         return weights | {"target": self.target.fit_slots(weights["target"], slots)}
 
     def matrices_read(self, weights: Any, tokens: int) -> list[tuple[jax.Array, float]]:
-        """See `LanguageModel.matrices_read`. A step does not read the matrices of `FeatureHead.fuse`; a round does."""
+        """See `LanguageModel.matrices_read`. A step does not read the matrices of `Head.fuse`; a round does."""
         params, of_target = weights["head"]["params"], weights["target"]["params"]
         matrices = jax.tree.leaves([part for name, part in params.items() if self.head.config.is_read_by_a_step(name)])
         if not self.head.config.own_output:
@@ -279,9 +288,9 @@ class HeadModel(LanguageModel):
         return {"head": self.head.weight_axes(), "target": self.target.weight_axes()}
 
     def init_cache(self, batch: int, slots: int) -> Any:
-        layer = self.config
+        layer, room = self.config, self.head.config.block_size if self.head.config.drafts_blocks else 0
         features_BD = jnp.zeros((batch, layer.width), layer.compute_dtype)
-        return {"cache": self.head.init_cache(batch, slots), "features_BD": features_BD}
+        return {"cache": self.head.init_cache(batch, slots + room), "features_BD": features_BD}
 
     def cache_axes(self) -> Any:
         return {"cache": self.head.cache_axes(), "features_BD": PartitionSpec("batch", None)}
@@ -296,15 +305,22 @@ class HeadModel(LanguageModel):
         hidden_layers: Any = (),
         block: Any = None,
     ) -> Output:
-        if self.head.config.own_embedding:
-            embedded_BTD = self.head.embed(weights["head"], tokens_BT)
+        head, given = self.head, weights["head"]
+        of_target = functools.partial(self.target.unembed_normed, weights["target"])
+        if head.config.drafts_blocks:
+            start_B1 = start_B[:, None]
+            embedded_BTD = head.embed_blocks(given, self.target, weights["target"], tokens_BT[:, 0], start_B)
+            rows_BTD, of_head = head(given, embedded_BTD, start_B1, start_B1, cache["cache"])
+            logits_BTU = head.logits(given, rows_BTD[:, head.config.first_row :], of_target)
+            return Output(logits_BTV=head.expand(given, logits_BTU), cache=cache | {"cache": of_head})
+        if head.config.own_embedding:
+            embedded_BTD = head.embed(given, tokens_BT)
         else:
             embedded_BTD, _ = self.target.embed(weights["target"], tokens_BT, start_B, None)
-        of_target = functools.partial(self.target.unembed_normed, weights["target"])
         features_BTD = jnp.repeat(cache["features_BD"][:, None], tokens_BT.shape[1], axis=1)
-        features_BTD, of_head = self.head(weights["head"], embedded_BTD, features_BTD, start_B - 1, cache["cache"])
-        logits_BTU = self.head.logits(weights["head"], features_BTD, of_target)
-        logits_BV = self.head.expand(weights["head"], logits_BTU[:, 0])  # the rows behind the first are stale
+        features_BTD, of_head = head(given, embedded_BTD, features_BTD, start_B - 1, cache["cache"])
+        logits_BTU = head.logits(given, features_BTD, of_target)
+        logits_BV = head.expand(given, logits_BTU[:, 0])  # the rows behind the first are stale
         return Output(logits_BTV=logits_BV[:, None], cache={"cache": of_head, "features_BD": features_BTD[:, 0]})
 
 
@@ -316,6 +332,6 @@ class _ShardedHeadModel(ShardedModel):
         return inside(weights, *self.layout.on_all_devices((tokens_BT, start_B)), cache)
 
 
-def sharded_head_model(target: LayeredModel, head: FeatureHead, layout: Layout) -> ShardedModel:
+def sharded_head_model(target: LayeredModel, head: Head, layout: Layout) -> ShardedModel:
     """Returns a step of a head as a model that is laid out over a mesh, for `Programs.draft`."""
     return _ShardedHeadModel(HeadModel(target.first(1), head), layout)

@@ -91,15 +91,14 @@ class Report:
             for devices in (target_devices, self.draft_model_parallelism or target_devices)
         )
         sequences = max(self.batch // self.mesh["data"], 1)
-        calls = self.draft_length + 1 if name == "round" else 1
-        work = program.work(chip, near if name.startswith("draft") else far, sequences=sequences, calls=calls)
+        work = program.work(chip, near if name.startswith("draft") else far, sequences=sequences)
         steps = [p for p in self.programs if p.name == "draft step"]  # without one, all calls count as the target's
         if name != "round" or not steps:
             return (work,)
-        drafts = sum(steps[0].collectives.values()) * self.draft_length
+        drafts = sum(steps[0].collectives.values()) * (work.calls - 1)
         crossed = work.collective_hops - drafts * (hops(far) - hops(near))
         draft_step = steps[0].work(chip, near, sequences=sequences)
-        return calls_of_round(dataclasses.replace(work, collective_hops=crossed), draft_step, self.draft_length)
+        return calls_of_round(dataclasses.replace(work, collective_hops=crossed), draft_step)
 
 
 def compile_report(
@@ -158,8 +157,9 @@ def _compiled(
         progress(f"round, {scored} tokens")
         floor = functools.partial(programs.floor_of_round, draft_length)
         lowered = functools.partial(programs.round, draft_length, rule)
-        layers = programs.target.config.num_layers + draft_length * programs.draft.config.num_layers
-        return measure_program(name, scored, floor, lowered, topology, layers=layers)
+        drafts = programs.draft_calls(draft_length)
+        layers = programs.target.config.num_layers + drafts * programs.draft.config.num_layers
+        return measure_program(name, scored, floor, lowered, topology, layers=layers, calls=drafts + 1)
     model = programs.draft if name.startswith("draft") else programs.target
     new = 1 if name.endswith("step") else scored if name == "score" else min(PREFILL, programs.slots)
     floor, found = functools.partial(programs.floor, model, tokens=new), []

@@ -86,6 +86,7 @@ class Program:
     host_transfers: int = 0
     live_hbm_bytes: float | None = None  # the traffic with caches as live_floor_bytes has them; None: not counted
     layers: int = 0  # of all calls of models in one run; 0 in reports of before this was counted
+    calls: int = 0  # of models in one run; 0 in reports of before this was counted: a round had one for each token
 
     @property
     def over_floor(self) -> float | None:
@@ -109,10 +110,10 @@ class Program:
         """Returns the milliseconds below which a call cannot take: streaming or computing, whichever is longer."""
         return max(self.streaming_ms(chip), self.cycles_ms(chip))
 
-    def work(self, chip: Chip, chips: Sequence[int], *, sequences: int, calls: int = 1) -> Work:
+    def work(self, chip: Chip, chips: Sequence[int], *, sequences: int) -> Work:
         """Returns the work of a run on one device, from which `specsamp.tpu.calibration` estimates milliseconds.
 
-        Each collective crosses all ``chips`` of a replica; ``sequences`` are those of a data shard, ``calls`` of models.
+        Each collective crosses all ``chips`` of a replica; ``sequences`` are those of a data shard.
         """
         # An all-reduce scatters sums and gathers them; a reduce-scatter delivers one part of its sums.
         times = {"all-reduce": 2.0, "reduce-scatter": float(math.prod(chips) * chip.devices)}
@@ -125,14 +126,14 @@ class Program:
             collective_hops=serial * hops(chips),
             wire_ms=wire_ms(carried, chips, chip.link_bytes_per_second),
             layer_sequences=self.layers * sequences,
-            calls=calls,
+            calls=self.calls or (self.tokens if self.name == "round" else 1),
         )
 
-    def facts(self, topology: str, *, sequences: int = 1, calls: int = 1) -> dict[str, Any]:
+    def facts(self, topology: str, *, sequences: int = 1) -> dict[str, Any]:
         """Returns the numbers of a program on a whole slice, times in milliseconds; or why it does not fit."""
         if self.memory is None or not self.memory.fits:
             return {"fits": False, "why": self.out_of_memory or self.memory.parts}
-        work = self.work(*parse(topology), sequences=sequences, calls=calls)
+        work = self.work(*parse(topology), sequences=sequences)
         return {name: getattr(self, name) for name in FACTS} | {
             "fits": True,
             "copies": self.num_copies,
@@ -158,6 +159,7 @@ def measure_program(
     topology: str,
     *,
     layers: int,
+    calls: int = 1,
     live: float = 0.5,
 ) -> Program:
     """Compiles one program and counts its traffic; a program that does not fit is a result, too.
@@ -167,7 +169,8 @@ def measure_program(
       live: this share in ``live_floor_bytes`` and ``live_hbm_bytes``.
     """
     chip, _ = parse(topology)
-    known = dict(name=name, tokens=tokens, floor_bytes=floor(1.0), live_floor_bytes=floor(live), layers=layers)
+    known = dict(name=name, tokens=tokens, layers=layers, calls=calls)
+    known |= dict(floor_bytes=floor(1.0), live_floor_bytes=floor(live))
     try:
         compiled = lowered().compile(compiler_options=dict(FEWEST_COLLECTIVES))
     except jax.errors.JaxRuntimeError as error:

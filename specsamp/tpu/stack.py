@@ -4,7 +4,7 @@
     pair.round(4, chain(top_p(0.8)), TokenRule()).facts("v4:2x2x4")["work"]     # for `specsamp.tpu.calibration.estimate`
 
 Programs of two and of four layers are compiled at full width and continued in a straight line to all layers; fixed
-costs stay fixed. A head has one layer and is compiled as it is.
+costs stay fixed. A head is compiled as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.config import TransformerConfig
-from specsamp.models.heads import FeatureHead, HeadConfig
+from specsamp.models.heads import HeadConfig
 from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
@@ -63,7 +63,7 @@ class Stack:
         if isinstance(self.drafter, HeadConfig):
             read = tuple(range(len(self.drafter.hidden_layers)))
             head = dataclasses.replace(self.drafter, target_layers=layers, hidden_layers=read)
-            draft = sharded_head_model(target, FeatureHead(head), layout)
+            draft = sharded_head_model(target, head.head(), layout)
         elif isinstance(self.drafter, TransformerConfig):
             draft = shard_model(self.draft._model(layers), layout)
         else:
@@ -100,28 +100,31 @@ class Stack:
 
     def step(self) -> Program:
         """Measures a call of one new token per sequence, at the fastest window."""
-        programs = self.programs(FEW)
+        programs = self.programs(self._few)
         calls = [self.call(tokens) for tokens in step_windows(programs, programs.target)]
         return fastest(calls, parse(self.topology)[0])
 
     def draft_step(self, tokens: int = WINDOW) -> Program:
-        """Measures a step of the draft."""
+        """Measures a step of the draft; the block of a head that drafts blocks."""
         if not isinstance(self.drafter, HeadConfig):
             return self.draft.call(tokens)
-        programs = self.programs(FEW)
+        programs = self.programs(self._few)
+        tokens = self.drafter.block_size if self.drafter.drafts_blocks else tokens
         floor = functools.partial(programs.floor, programs.draft)
         lowered = functools.partial(programs.call, programs.draft, tokens)
-        return measure_program("step", tokens, floor, lowered, self.topology, layers=1, live=self.live)
+        layers = programs.draft.config.num_layers
+        return measure_program("step", tokens, floor, lowered, self.topology, layers=layers, live=self.live)
 
     def round(self, draft_length: int, sampling: Warp, rule: Rule) -> Program:
-        """Measures a round of all layers: K steps of the draft, and one call of the target."""
-        programs = self.programs(FEW, sampling)
-        drafting = draft_length * programs.draft.config.num_layers
+        """Measures a round of all layers: K steps of the draft, or a block, and one call of the target."""
+        few, programs = self._few, self.programs(self._few, sampling)
+        drafts = programs.draft_calls(draft_length)
+        drafting = drafts * programs.draft.config.num_layers
         floor = functools.partial(programs.floor_of_round, draft_length)
         lowered = functools.partial(programs.round, draft_length, rule)
-        shared = dict(layers=FEW + drafting, live=self.live)
+        shared = dict(layers=few + drafting, calls=drafts + 1, live=self.live)
         small = measure_program("round", draft_length + 1, floor, lowered, self.topology, **shared)
-        of_target = [(1.0, small), *self.more(draft_length + 1, self.config.num_layers - FEW)]
+        of_target = [(1.0, small), *self.more(draft_length + 1, self.config.num_layers - few)]
         if isinstance(self.drafter, HeadConfig):
             return linear(*of_target)
         more_layers = draft_length * self.draft.config.num_layers - drafting
@@ -158,6 +161,11 @@ class Stack:
         stacks = [self, self.draft] if isinstance(self.drafter, TransformerConfig) else [self]
         alone = [dataclasses.replace(stack, drafter=None) for stack in stacks]
         return sum(sum(stack.programs(stack.config.num_layers).bytes_of_state()) for stack in alone)
+
+    @property
+    def _few(self) -> int:
+        """Returns the layers of the smaller target: as many as a head reads."""
+        return max(FEW, len(self.drafter.hidden_layers) - 1) if isinstance(self.drafter, HeadConfig) else FEW
 
     def _model(self, layers: int) -> TransformerLM:
         return TransformerLM(self.config, kernels=self.kernels).first(layers)

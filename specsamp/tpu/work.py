@@ -26,14 +26,15 @@ class Work:
     calls: int = 1  # of a model
 
 
-def calls_of_round(whole: Work, draft_step: Work, draft_length: int) -> tuple[Work, ...]:
+def calls_of_round(whole: Work, draft_step: Work) -> tuple[Work, ...]:
     """Splits the work of a round into its calls: collectives of the draft can only hide under the draft's streaming.
 
-    The target's call, the first, is what K draft steps leave of the whole.
+    The target's call, the first, is what the draft's steps leave of the whole.
     """
+    steps = whole.calls - 1
     names = [field.name for field in dataclasses.fields(Work)]
-    left = {name: getattr(whole, name) - draft_length * getattr(draft_step, name) for name in names}
-    return (Work(**{name: max(value, 0) for name, value in left.items()}), *[draft_step] * draft_length)
+    left = {name: getattr(whole, name) - steps * getattr(draft_step, name) for name in names}
+    return (Work(**{name: max(value, 0) for name, value in left.items()}), *[draft_step] * steps)
 
 
 def hops(chips: Sequence[int]) -> int:

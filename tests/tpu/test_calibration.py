@@ -112,7 +112,7 @@ def test_only_what_outlasts_the_streaming_is_exposed():
 def test_a_draft_cannot_hide_its_collectives_under_the_target():
     draft = Work(streaming_ms=0.1, collectives=100)
     whole = Work(streaming_ms=10.4, collectives=400, calls=5)
-    calls = calls_of_round(whole, draft, 4)
+    calls = calls_of_round(whole, draft)
     assert calls[0].streaming_ms == pytest.approx(10.0)
     assert calls[0].collectives == 0 and calls[1:] == (draft,) * 4 and calls[0].calls == 1
     assert HIDDEN.milliseconds(*calls) > HIDDEN.milliseconds(whole) + 1

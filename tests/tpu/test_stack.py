@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from specsamp.models.config import TransformerConfig
+from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, top_p
@@ -70,20 +71,27 @@ HEAD = Eagle3Config(
     draft_vocab_size=128,
     own_output=True,
 )
+BLOCK = BlockConfig(
+    layer=dataclasses.replace(CONFIG, num_layers=2), target_layers=6, hidden_layers=(1, 2, 4), block_size=4, mask_id=0
+)
 
 
 @pytest.mark.slow
 @extras.needs("libtpu")
-@pytest.mark.parametrize("drafter, layers", [(dataclasses.replace(CONFIG, num_layers=3), 3), (HEAD, 1), (5, 5)])
-def test_a_round_is_that_of_all_layers(drafter, layers):
-    """Two steps of a model of three layers, of a head, or of the first five layers; and a call of the target's six."""
+@pytest.mark.parametrize(
+    "drafter, layers, steps",
+    [(dataclasses.replace(CONFIG, num_layers=3), 3, 2), (HEAD, 1, 2), (BLOCK, 2, 1), (5, 5, 2)],
+    ids=["model", "head", "block", "early exit"],
+)
+def test_a_round_is_that_of_all_layers(drafter, layers, steps):
+    """Steps of a model of three layers, of a head, or of the first five layers, or a block; and a call of the target's six."""
     stack = Stack(CONFIG, described_mesh("v5e:1x1"), "v5e:1x1", slots=256, drafter=drafter)
     step, round_ = stack.draft_step(), stack.round(2, chain(top_p(0.8)), TokenRule())
-    assert step.layers == layers and round_.layers == 6 + 2 * layers
-    assert round_.floor_bytes == pytest.approx(stack.call(3).floor_bytes + 2 * step.floor_bytes, rel=0.1)
+    assert step.layers == layers and round_.layers == 6 + steps * layers and round_.calls == steps + 1
+    assert round_.floor_bytes == pytest.approx(stack.call(3).floor_bytes + steps * step.floor_bytes, rel=0.1)
     alone = dataclasses.replace(stack, drafter=None)
     held = stack.bytes_of_state()  # of a head, the target alone
-    if drafter is HEAD:
+    if drafter in (HEAD, BLOCK):
         held += sum(stack.programs(2).bytes_of_state()) - sum(alone.programs(2).bytes_of_state())
     assert round_.memory.arguments == pytest.approx(held, rel=0.05)
     assert (held > 1.1 * alone.bytes_of_state()) == (drafter != 5)
