@@ -37,7 +37,8 @@ from specsamp.tpu.stack import Stack
 from specsamp.tpu.topology import described_mesh
 
 RANKS, TREE_DEPTH = (0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01), 6  # of the shapes of trees
-EXIT_LAYER, LENGTHS = 10, (4, 8, 15)  # a DFlash block of 16 rows drafts 15 tokens
+EXIT_LAYER = 10
+LENGTHS = {"DFlash": (4, 8, 15)}  # of rounds; a block of 16 rows drafts 15 tokens
 METHOD = chain(temperature(1.0), top_p(0.8)), TokenRule()
 MODELS = {
     "Chinchilla 70B": chinchilla_70b,
@@ -79,9 +80,8 @@ def scoring(topology: str, tokens: int) -> dict[str, Any]:
 def heads(target: str, topology: str, drafter: str) -> dict[str, Any]:
     config = MODELS[target]()
     drafting = EXIT_LAYER if drafter == EXIT else HEADS[drafter](config) if drafter in HEADS else MODELS[drafter]()
-    return programs_of_pair(
-        stack_of(config, topology, drafter=drafting), {f"round, K = {each}": each for each in LENGTHS}
-    )
+    lengths = {f"round, K = {each}": each for each in LENGTHS.get(drafter, (4, 8))}
+    return programs_of_pair(stack_of(config, topology, drafter=drafting), lengths)
 
 
 def kernels(model: str, topology: str, program: str, batch: int, slots: int, live: int) -> dict[str, Any]:
