@@ -51,6 +51,21 @@ def programs(document: Document) -> Table:
     return Table.of("Programs (compiler estimate)", rows, left=2)
 
 
+def heads(document: Document) -> Table:
+    """Returns a row for each pair: lower bounds of calls and of rounds, and what a round takes, in steps of the target."""
+    rows = []
+    for name, answer in answers(document):
+        programs, topology = answer["programs"], name["topology"]
+        ms = {each: max(facts["streaming_ms"], facts["cycles_ms"]) for each, facts in programs.items()}
+        row = dict(name) | {f"{each}, ms": f"{ms[each]:.2f}" for each in ("target step", "draft step")}
+        for each in (each for each in programs if each.startswith("round")):
+            row[f"{each}, ms (steps)"] = f"{ms[each]:.2f} ({ms[each] / ms['target step']:.2f})"
+        step = estimated(programs["target step"], topology)
+        drafted = estimated(programs["round, K = 4"], topology, programs["draft step"])
+        rows.append(row | {"calibrated, K = 4, steps": faster(band_ratio(drafted, step)).replace("x", "")})
+    return Table.of("Rounds of heads (compiler estimate; lower bounds)", rows, left=3)
+
+
 def slices(document: Document) -> Table:
     """Returns the paper's pair on four slices, by batch."""
     rows = []

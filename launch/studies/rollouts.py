@@ -4,8 +4,11 @@
 
 The shipped target learns to write Python that parses and ends its statement within the budget. Each cell is a run with the
 same seeds: the draft model or the head, as it was or distilled on the texts of each step. A run that was killed goes on.
+The audit's test of the sampled distribution is run with the first and the last policy. --dtype=bfloat16 shows how far
+log-probabilities of the sampler and of the trainer are apart there.
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from launch.lib.study import Document, Option, Published, Study, answers
-from specsamp import load_pair
+from specsamp import Pair, chain, load_pair, temperature
 from specsamp.analysis.report import Table
 from specsamp.checkpoints.trained_pair import load_prompts
+from specsamp.decoding.method import make_method
 from specsamp.decoding.request import Prompt
 from specsamp.decoding.results import Completion
+from specsamp.evaluation.audit import Settings, Subject, audit
 from specsamp.evaluation.coding_tasks import parses
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.feature_heads import TrainHead
@@ -36,10 +41,19 @@ def reward(prompt: Prompt, text: Completion) -> float:
     return 0.5 * parses(prompt, text.text) + 0.5 * any(line and not line[0].isspace() for line in lines[:-1])
 
 
+def audited(pair: Pair, options: Any) -> dict[str, Any]:
+    """Returns what the audit's test of the sampled distribution finds."""
+    method = make_method(pair, draft_length=K, sampling=chain(temperature(1.0)))
+    prompts = [pair.tokenizer.encode(prompt) for prompt in load_prompts(PAIR)[:4]]
+    subject = Subject(pair=pair, prompts=prompts, method=method, max_new_tokens=TOKENS)
+    found = audit(subject, Settings(checks=("distribution",), detect=options.detect))
+    return {"passed": found.passed, "summary": found.summary}
+
+
 def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, Any]:
-    """Returns series of what the policy steps measured."""
+    """Returns series of what the policy steps measured, and audits of the first and the last policy."""
     is_head = key["draft"] == "head"
-    pair = load_pair(PAIR, draft="head") if is_head else load_pair(PAIR)
+    pair = load_pair(PAIR, draft=key["draft"], dtype=options.dtype)
     task = TrainModel(pair.draft, pair.target) if not is_head else None
     if is_head:
         target = TransformerLM(pair.target.config)
@@ -58,9 +72,15 @@ def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, An
         max_new_tokens=TOKENS,
     )
     folder = pathlib.Path(options.workdir, f"{key['draft']}_{'learns' if key['learns'] else 'stays'}")
-    learn(pair, load_prompts(PAIR), reward, config, folder, draft_task=task if key["learns"] else None, draft_length=K)
+    task = task if key["learns"] else None
+    learned = learn(pair, load_prompts(PAIR), reward, config, folder, draft_task=task, draft_length=K)
     records = read_metrics(folder / "metrics.jsonl")
-    return {name: [record[name] for record in records] for name in SERIES}
+    found = {name: [record[name] for record in records] for name in SERIES}
+    if not options.detect:
+        return found
+    draft_params = pair.draft_params if learned.draft is None else dict(pair.draft_params) | learned.draft.params
+    last = dataclasses.replace(pair, target_params=learned.policy.params, draft_params=draft_params)
+    return found | {"audits": [audited(pair, options), audited(last, options)]}
 
 
 def table(document: Document) -> Table:
@@ -82,11 +102,13 @@ STUDY = Study(
         "workdir": Option("runs/rollouts", "Keep the runs in this folder."),
         "steps": Option(200, "Policy steps of each run.", least=1),
         "learning_rate": Option(2e-5, "The policy's."),
+        "dtype": Option("float32", "Decode in this dtype.", choices=("float32", "bfloat16")),
+        "detect": Option(0.1, "The error that the audits must detect; 0: no audits.", least=0),
     },
     cells=lambda options: [
-        {"draft": draft, "learns": learns} for draft in ("model", "head") for learns in (False, True)
+        {"draft": draft, "learns": learns} for draft in ("head", "model") for learns in (False, True)
     ],
-    identity=lambda options: {"steps": options.steps, "learning_rate": options.learning_rate},
+    identity=lambda options: {name: getattr(options, name) for name in ("steps", "learning_rate", "dtype", "detect")},
     measure=measure,
     tables={"rollouts": Published(["python_rollouts"], table)},
 )
