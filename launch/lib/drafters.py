@@ -22,6 +22,7 @@ from specsamp.decoding.drafters import (
     ParallelDrafter,
 )
 from specsamp.decoding.drafters.block_head import LAWS
+from specsamp.decoding.drafters.tree import sized
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.method import check_lengths, head_drafter
 from specsamp.decoding.trees import TreeShape
@@ -51,11 +52,6 @@ class Word:
     compiled: bool = False
 
 
-def _sized(chain: type[Drafter], tree: type[Drafter], size: int | TreeShape, *parts: Any, **fields: Any) -> Drafter:
-    """Returns a drafter of chains of K tokens, or of trees of a shape."""
-    return tree(*parts, **fields, tree=size) if isinstance(size, TreeShape) else chain(*parts, **fields, K=size)
-
-
 def _head(target: LanguageModel, draft: Any, size: int | TreeShape, config: Any, law: str | None = None) -> Drafter:
     """Returns the drafter of a head; with a law, of one that drafts blocks under it."""
     if not isinstance(draft, Head):
@@ -76,7 +72,7 @@ def _head(target: LanguageModel, draft: Any, size: int | TreeShape, config: Any,
 
 DRAFTERS = {
     "model": Word(
-        make=lambda target, draft, size, config: _sized(ModelDrafter, ModelTree, size, draft, window=decode_window()),
+        make=lambda target, draft, size, config: sized(ModelDrafter, ModelTree, size, draft, window=decode_window()),
         draft="model",
         compiled=True,
     ),
@@ -89,13 +85,13 @@ DRAFTERS = {
     "block": Word(make=_head, draft="block"),
     **{f"block_{law}": Word(make=functools.partial(_head, law=law), draft="block", trees=False) for law in LAWS},
     "early_exit": Word(
-        make=lambda target, draft, size, config: _sized(
+        make=lambda target, draft, size, config: sized(
             EarlyExitDrafter, EarlyExitTree, size, target, config.exit_layer, window=decode_window()
         ),
         inside=True,
         compiled=True,
     ),
-    "ngram": Word(make=lambda target, draft, size, config: _sized(NgramDrafter, NgramTree, size)),
+    "ngram": Word(make=lambda target, draft, size, config: sized(NgramDrafter, NgramTree, size)),
     "none": Word(make=lambda target, draft, size, config: NoDrafter(), trees=False, drafts=False),
 }
 

@@ -7,7 +7,7 @@
     scoring      a call of the target by its tokens, from one to the ridge of each chip
     heads        heads of EAGLE-3's and DFlash's shape, and an early exit, beside a draft model; rounds of several K
     kernels      calls and rounds whose caches are read by kernels, with all slots alive and with ``live`` of them
-    trees        scoring, verifying and moving a token tree of so many rows, beside the chain of its depth
+    trees        rounds of a token tree of so many rows, and their parts, beside the chain of its depth
 
 Models are compiled at two and four layers and continued to all of them, see `specsamp.tpu.stack`. Rounds are of top-p, the
 token rule and K = 4 unless they say another. Minutes to an hour on two cores. The tables of shapes and
@@ -78,10 +78,14 @@ def scoring(topology: str, tokens: int) -> dict[str, Any]:
 
 
 def heads(target: str, topology: str, drafter: str) -> dict[str, Any]:
+    lengths = {f"round, K = {each}": each for each in LENGTHS.get(drafter, (4, 8))}
+    return programs_of_pair(drafting_stack(target, topology, drafter), lengths)
+
+
+def drafting_stack(target: str, topology: str, drafter: str) -> Stack:
     config = MODELS[target]()
     drafting = EXIT_LAYER if drafter == EXIT else HEADS[drafter](config) if drafter in HEADS else MODELS[drafter]()
-    lengths = {f"round, K = {each}": each for each in LENGTHS.get(drafter, (4, 8))}
-    return programs_of_pair(stack_of(config, topology, drafter=drafting), lengths)
+    return stack_of(config, topology, drafter=drafting)
 
 
 def kernels(model: str, topology: str, program: str, batch: int, slots: int, live: int) -> dict[str, Any]:
@@ -93,9 +97,9 @@ def kernels(model: str, topology: str, program: str, batch: int, slots: int, liv
     return made.facts(topology, sequences=batch)
 
 
-def trees(model: str, topology: str, rows: int) -> dict[str, Any]:
-    """Returns the facts of scoring, verifying and moving a tree, beside those of the chain of its depth."""
-    tree, stack = best_shape(RANKS, rows, TREE_DEPTH), stack_of(MODELS[model](), topology)
+def trees(model: str, topology: str, drafter: str, rows: int) -> dict[str, Any]:
+    """Returns the facts of scoring, verifying and moving a tree, and of its round, beside those of the chain of its depth."""
+    tree, stack = best_shape(RANKS, rows, TREE_DEPTH), drafting_stack(model, topology, drafter)
     programs = {
         "score": stack.call(tree.K + 1, tree),
         "moved slots": stack.moved_slots(tree),
@@ -103,6 +107,8 @@ def trees(model: str, topology: str, rows: int) -> dict[str, Any]:
         "verify, chain": stack.verify(tree.depth, *METHOD),
         "verify, recursive": stack.verify(tree, METHOD[0], RecursiveRule()),
         "verify, traversal": stack.verify(tree, METHOD[0], TraversalRule()),
+        "round, chain": stack.round(tree.depth, *METHOD),
+        "round, recursive": stack.round(tree, METHOD[0], RecursiveRule()),
     }
     facts = {name: each.facts(topology) for name, each in programs.items()}
     return {"parents": tree.parents, "depth": tree.depth, "programs": facts}

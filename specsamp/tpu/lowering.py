@@ -20,7 +20,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
+from specsamp.decoding.drafters import (
+    BlockDrafter,
+    BlockTree,
+    EarlyExitDrafter,
+    EarlyExitTree,
+    FeatureDrafter,
+    FeatureTree,
+    ModelDrafter,
+    ModelTree,
+)
+from specsamp.decoding.drafters.tree import sized
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.decoding.trees import TreeShape, tree_draft
@@ -55,9 +65,11 @@ class Programs:
         """Returns the head that drafts; None: a model does."""
         return self.draft.model.head if isinstance(self.draft.model, HeadModel) else None
 
-    def draft_calls(self, draft_length: int) -> int:
-        """Returns how many calls of the draft a round has: one for each token, or one for a block."""
-        return 1 if self.head is not None and self.head.config.drafts_blocks else draft_length
+    def draft_calls(self, size: int | TreeShape) -> int:
+        """Returns how many calls of the draft a round has: one for each token or level of a tree, or one for a block."""
+        if self.head is not None and self.head.config.drafts_blocks:
+            return 1
+        return size.depth if isinstance(size, TreeShape) else size
 
     @functools.cache  # eighty layers take seconds to trace
     def weights(self, model: ShardedModel) -> Any:
@@ -80,12 +92,12 @@ class Programs:
         matrices = [*model.matrices_read(weights, rows * tokens), (weights.get("relative_keys"), live)]
         return sum(share * _size(matrix) for matrix, share in matrices) + live * _size(self.cache(model))
 
-    def floor_of_round(self, draft_length: int, live: float = 1.0) -> float:
+    def floor_of_round(self, size: int | TreeShape, live: float = 1.0) -> float:
         """Returns the sum of the floors of a round's calls, and of the matrices that fuse features, in bytes per device."""
         fused = () if self.head is None else [self.draft_weights()["params"][name] for name in self.head.config.fused]
         return (
-            self.floor(self.target, live, tokens=draft_length + 1)
-            + self.draft_calls(draft_length) * self.floor(self.draft, live)
+            self.floor(self.target, live, tokens=scored_rows(size))
+            + self.draft_calls(size) * self.floor(self.draft, live)
             + _size(fused)
         )
 
@@ -132,8 +144,7 @@ class Programs:
 
     def verify(self, size: int | TreeShape, rule: Rule) -> jax.stages.Lowered:
         """Lowers warping and verifying a drawn chain of K tokens, or a drawn tree; logits are replicated."""
-        is_tree, V = isinstance(size, TreeShape), self.target.vocab_size
-        K = size.K if is_tree else size
+        is_tree, V, K = isinstance(size, TreeShape), self.target.vocab_size, scored_rows(size) - 1
         inner = len({*size.parents}) if is_tree else K
 
         def verify(warp, logits_BTV, log_probs_BRV, tokens_BK, starts_B, keys_B):
@@ -159,11 +170,11 @@ class Programs:
         split = DataShards(self.mesh).map(verify, (BY_ROWS,) * 6)
         return jax.jit(split).lower(*self._by_rows(shapes))
 
-    def round(self, draft_length: int, rule: Rule) -> jax.stages.Lowered:
-        """Lowers the loop of generation, all rounds of it, with the draft proposing K tokens a round."""
+    def round(self, size: int | TreeShape, rule: Rule) -> jax.stages.Lowered:
+        """Lowers the loop of generation, all rounds of it, with the draft proposing K tokens or a tree a round."""
         loop = Loop(
             target=self.target,
-            drafter=self.drafter(draft_length),
+            drafter=self.drafter(size),
             rule=rule,
             window=WINDOW,
             shards=DataShards(self.mesh),
@@ -176,7 +187,7 @@ class Programs:
         bare = dataclasses.replace(
             loop,
             target=self.target.model,
-            drafter=self.drafter(draft_length, is_sharded=False),
+            drafter=self.drafter(size, is_sharded=False),
             shards=DataShards(),
         )
         prompt = (jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32))
@@ -195,17 +206,17 @@ class Programs:
 
         return jax.jit(run, donate_argnums=2).lower(weights, request, state, rounds)
 
-    def drafter(self, draft_length: int, *, is_sharded: bool = True) -> Drafter:
+    def drafter(self, size: int | TreeShape, *, is_sharded: bool = True) -> Drafter:
         """Returns the drafter of a round, of the sharded models or of those inside."""
         target = self.target if is_sharded else self.target.model
         if self.head is not None:
             head = shard_head(self.head, self.draft.layout) if is_sharded else self.head
             if head.config.drafts_blocks:
-                return BlockDrafter(target, head, draft_length)
-            return FeatureDrafter(target, head, draft_length, WINDOW)
+                return sized(BlockDrafter, BlockTree, size, target, head)
+            return sized(FeatureDrafter, FeatureTree, size, target, head, window=WINDOW)
         if self.inside:
-            return EarlyExitDrafter(target, self.draft.num_layers, draft_length, WINDOW)
-        return ModelDrafter(self.draft if is_sharded else self.draft.model, draft_length, WINDOW)
+            return sized(EarlyExitDrafter, EarlyExitTree, size, target, self.draft.num_layers, window=WINDOW)
+        return sized(ModelDrafter, ModelTree, size, self.draft if is_sharded else self.draft.model, window=WINDOW)
 
     def cache(self, model: ShardedModel) -> Any:
         """Returns the shapes of a model's cache, sharded."""
@@ -216,6 +227,11 @@ class Programs:
         """Shards the first axis of every leaf over the data shards."""
         by_rows = NamedSharding(self.mesh, BY_ROWS)
         return jax.tree.map(lambda x: _shape(x, by_rows), shapes)
+
+
+def scored_rows(size: int | TreeShape) -> int:
+    """Returns the rows that the target scores: K + 1."""
+    return (size.K if isinstance(size, TreeShape) else size) + 1
 
 
 def step_windows(programs: Programs, model: ShardedModel) -> tuple[int, ...]:

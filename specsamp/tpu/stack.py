@@ -25,7 +25,7 @@ from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
-from specsamp.tpu.lowering import WINDOW, Programs, sharded_head_model, step_windows
+from specsamp.tpu.lowering import WINDOW, Programs, scored_rows, sharded_head_model, step_windows
 from specsamp.tpu.program import Program, fastest, measure_program
 from specsamp.tpu.topology import parse
 
@@ -115,19 +115,22 @@ class Stack:
         layers = programs.draft.config.num_layers
         return measure_program("step", tokens, floor, lowered, self.topology, layers=layers, live=self.live)
 
-    def round(self, draft_length: int, sampling: Warp, rule: Rule) -> Program:
-        """Measures a round of all layers: K steps of the draft, or a block, and one call of the target."""
+    def round(self, size: int | TreeShape, sampling: Warp, rule: Rule) -> Program:
+        """Measures a round of all layers: K steps of the draft, levels of a tree or a block, and one call of the target.
+
+        Levels of a tree count as steps in the layers of a draft model that are not compiled.
+        """
         few, programs = self._few, self.programs(self._few, sampling)
-        drafts = programs.draft_calls(draft_length)
+        drafts, tree = programs.draft_calls(size), size if isinstance(size, TreeShape) else None
         drafting = drafts * programs.draft.config.num_layers
-        floor = functools.partial(programs.floor_of_round, draft_length)
-        lowered = functools.partial(programs.round, draft_length, rule)
+        floor, rows = functools.partial(programs.floor_of_round, size), scored_rows(size)
+        lowered = functools.partial(programs.round, size, rule)
         shared = dict(layers=few + drafting, calls=drafts + 1, live=self.live)
-        small = measure_program("round", draft_length + 1, floor, lowered, self.topology, **shared)
-        of_target = [(1.0, small), *self.more(draft_length + 1, self.config.num_layers - few)]
+        small = measure_program("round", rows, floor, lowered, self.topology, **shared)
+        of_target = [(1.0, small), *self.more(rows, self.config.num_layers - few, tree)]
         if isinstance(self.drafter, HeadConfig):
             return linear(*of_target)
-        more_layers = draft_length * self.draft.config.num_layers - drafting
+        more_layers = drafts * self.draft.config.num_layers - drafting
         program = linear(*of_target, *self.draft.more(WINDOW, more_layers))
         if program.memory is None:
             return program
@@ -152,7 +155,7 @@ class Stack:
 
     def verify(self, size: int | TreeShape, sampling: Warp, rule: Rule) -> Program:
         """Measures warping and verifying a chain or a tree."""
-        programs, rows = self.programs(FEW, sampling), (size if isinstance(size, int) else size.K) + 1
+        programs, rows = self.programs(self._few, sampling), scored_rows(size)
         lowered = functools.partial(programs.verify, size, rule)
         return measure_program("verify", rows, lambda live: 1.0, lowered, self.topology, layers=0)
 

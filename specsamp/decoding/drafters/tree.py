@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.decoding.drafter import DrafterHooks, Prefix, Proposal, ScoredRound
+from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, Proposal, ScoredRound
 from specsamp.decoding.drafters.block_head import BlockDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter, proposed
@@ -79,6 +79,11 @@ class TreeDrafter(DrafterHooks):
             return output.logits_BTV[:, -rows.newest :], output.cache
 
         return step
+
+
+def sized(chain: type[Drafter], tree: type[Drafter], size: int | TreeShape, *parts: Any, **fields: Any) -> Drafter:
+    """Returns a drafter of chains of K tokens, or of trees of a shape."""
+    return tree(*parts, **fields, tree=size) if isinstance(size, TreeShape) else chain(*parts, **fields, K=size)
 
 
 def pending_of(prefix: Prefix) -> Array:
