@@ -97,4 +97,6 @@ def test_a_cell_is_answered(monkeypatch):
     answer = STUDY.measure(types.SimpleNamespace(grid="heads"), key, print)
     document = study.report.as_json({"cells": [{"key": key, "seconds": 1.0, "result": answer}]})
     table = tables.programs(document)
-    assert len(table.rows) == 4 and table.rows[0][:3] == tuple(key.values())
+    assert len(table.rows) == 5 and table.rows[0][:3] == tuple(key.values())
+    ((*named, step, draft, _, longer, _),) = tables.heads(document).rows
+    assert named == list(key.values()) and float(draft) < float(step) < float(longer.split()[0])

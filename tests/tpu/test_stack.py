@@ -4,10 +4,12 @@ import dataclasses
 
 import pytest
 
+from specsamp.decoding.trees import TreeShape
 from specsamp.models.config import TransformerConfig
 from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config
 from specsamp.sampling.rejection import TokenRule
+from specsamp.sampling.tree_rules import RecursiveRule
 from specsamp.sampling.warp import chain, top_p
 from specsamp.tpu.program import Memory, Program
 from specsamp.tpu.stack import FEW, MANY, Stack, linear
@@ -74,6 +76,16 @@ HEAD = Eagle3Config(
 BLOCK = BlockConfig(
     layer=dataclasses.replace(CONFIG, num_layers=2), target_layers=6, hidden_layers=(1, 2, 4), block_size=4, mask_id=0
 )
+
+
+@pytest.mark.slow
+@extras.needs("libtpu")
+def test_a_round_of_a_tree_has_a_call_of_the_draft_for_each_level():
+    stack = Stack(CONFIG, described_mesh("v5e:1x1"), "v5e:1x1", slots=256, drafter=HEAD)
+    tree, sampling = TreeShape((0, 0, 0, 1, 1, 2)), chain(top_p(0.8))
+    drawn, chained = stack.round(tree, sampling, RecursiveRule()), stack.round(2, sampling, TokenRule())
+    assert (drawn.calls, drawn.layers, drawn.tokens) == (3, 6 + 2, 7) and chained.calls == 3
+    assert drawn.floor_bytes == chained.floor_bytes and drawn.cycles > chained.cycles
 
 
 @pytest.mark.slow

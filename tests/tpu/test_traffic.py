@@ -4,6 +4,7 @@ import pathlib
 
 import pytest
 
+from specsamp.tpu.schedules import Schedule
 from specsamp.tpu.traffic import traffic_of
 
 PROGRAM = pathlib.Path(__file__).with_name("hand_counted.hlo").read_text(encoding="utf-8")
@@ -172,3 +173,15 @@ def test_what_is_fetched_for_the_next_run_is_counted_once():
     twice = PROGRAM.replace("  ROOT %done =", again + "  ROOT %done =")
     assert traffic_of(alone).read == traffic_of(ahead).read == traffic_of(PROGRAM).read
     assert traffic_of(twice).read == traffic_of(PROGRAM).read + 4 * 16 * 4  # the control
+
+
+def test_equal_kernels_have_one_schedule_whatever_a_compiler_appends_to_their_numbers():
+    """Newer compilers call them append_rows.2.refs_1_, append_rows.3.refs_1_ and so on, and schedule the first alone."""
+    cache, new = "bf16[2,1,64,128]{3,2,1,0}", "bf16[2,1,16,128]{3,2,1,0}"
+    of_kernel = 'custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/append_rows/pallas_call"}'
+    kernels = [f"  %append_rows.{n}.refs_1_ = {cache} custom-call(%s, %n, %c), {of_kernel}\n" for n in (2, 3)]
+    given = f"  %s = s32[2]{{0}} parameter(0)\n  %n = {new} parameter(1)\n  %c = {cache} parameter(2)\n"
+    program = f"\nENTRY %main (s: s32[2], n: bf16[2,1,16,128], c: bf16[2,1,64,128]) -> f32[] {{\n{given}{''.join(kernels)}}}\n"
+    schedule = Schedule(once=3, in_loop=5, cores=1)
+    traffic = traffic_of(program, schedules={"append_rows.2.refs_1_": schedule})
+    assert traffic.kernel_cycles == traffic.cycles == 2 * schedule.cycles(2)
