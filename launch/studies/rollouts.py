@@ -9,6 +9,7 @@ log-probabilities of the sampler and of the trainer are apart there.
 """
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -83,16 +84,20 @@ def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, An
     return found | {"audits": [audited(pair, options), audited(last, options)]}
 
 
-def table(document: Document) -> Table:
+def table(*documents: Document) -> Table:
     """Returns a row for each draft: means of the first and of the last tenth of the steps."""
     rows = []
-    for key, result in answers(document):
+    for key, result in itertools.chain(*map(answers, documents)):
         count = max(int(ENDS * len(result["reward"])), 1)
-        ends = {name: (np.mean(each[:count]), np.mean(each[-count:])) for name, each in result.items()}
         sampling, learning = (sum(result[f"seconds_{name}"]) for name in ("sampling", "learning"))
         row = {"draft": f"{key['draft']}, {'learns' if key['learns'] else 'stays'}"}
-        row |= {name.replace("_", " "): "{:.2f} to {:.2f}".format(*ends[name]) for name in SERIES[:3]}
-        rows.append(row | {"time in rollouts": f"{sampling / (sampling + learning):.0%}"})
+        for name in SERIES[:3]:
+            first, last = np.mean(result[name][:count]), np.mean(result[name][-count:])
+            row[name.replace("_", " ")] = f"{first:.2f} to {last:.2f}"
+        row["time in rollouts"] = f"{sampling / (sampling + learning):.0%}"
+        rows.append(
+            row | {"audits": " and ".join("passed" if one["passed"] else "FAILED" for one in result.get("audits", ()))}
+        )
     return Table.of("Drafts of a policy that learns: first and last tenth of the steps", rows)
 
 
@@ -110,5 +115,6 @@ STUDY = Study(
     ],
     identity=lambda options: {name: getattr(options, name) for name in ("steps", "learning_rate", "dtype", "detect")},
     measure=measure,
-    tables={"rollouts": Published(["python_rollouts"], table)},
+    tables={"rollouts": Published(["python_rollouts", "python_rollouts_head"], table)},
+    shown=lambda options: ["rollouts"],
 )
