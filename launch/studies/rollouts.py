@@ -111,7 +111,7 @@ STUDY = Study(
         "detect": Option(0.1, "The error that the audits must detect; 0: no audits.", least=0),
     },
     cells=lambda options: [
-        {"draft": draft, "learns": learns} for draft in ("head", "model") for learns in (False, True)
+        {"draft": draft, "learns": learns} for draft in ("head", "model") for learns in (True, False)
     ],
     identity=lambda options: {name: getattr(options, name) for name in ("steps", "learning_rate", "dtype", "detect")},
     measure=measure,
