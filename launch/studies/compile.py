@@ -10,8 +10,7 @@
     trees        rounds of a token tree of so many rows, and their parts, beside the chain of its depth
 
 Models are compiled at two and four layers and continued to all of them, see `specsamp.tpu.stack`. Rounds are of top-p, the
-token rule and K = 4 unless they say another. Minutes to an hour on two cores. The tables of shapes and
-complements are dated records.
+token rule and K = 4 unless they say another. Minutes to an hour on two cores. Shapes and complements are dated records.
 """
 
 import functools

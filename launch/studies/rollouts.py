@@ -59,13 +59,7 @@ def measure(options: Any, key: dict, say: Callable[[str], None]) -> dict[str, An
     if is_head:
         target = TransformerLM(pair.target.config)
         task = TrainHead(head=pair.head, target=target, objective="forward_kl", test_steps=K, decay=0.8)
-    fields = {
-        "steps": options.steps,
-        "batch": PROMPTS * GROUP,
-        "microbatches": 2,
-        "warmup_steps": 0,
-        "weight_decay": 0.0,
-    }
+    fields = dict(steps=options.steps, batch=PROMPTS * GROUP, microbatches=2, warmup_steps=0, weight_decay=0.0)
     config = RolloutConfig(
         policy=TrainConfig(**fields, learning_rate=options.learning_rate),
         draft=TrainConfig(**fields, learning_rate=3e-4) if key["learns"] else None,

@@ -69,9 +69,9 @@ def measure(options: Any, key: Key, say: Say) -> Any:
     return {**key, "ways": measured}
 
 
-def table(document: Document) -> Table:
+def table(*documents: Document) -> Table:
     """Returns a row for each way to decode; the note has the stars."""
-    found = [result for _, result in answers(document)]
+    found = [result for document in documents for _, result in answers(document)]
     rows = [
         (
             str(cell["nodes"]),
@@ -102,5 +102,6 @@ STUDY = Study(
     cells=cells,
     identity=lambda options: {"repeats": options.repeats},
     measure=measure,
-    tables={"python_trees": Published(["python_trees"], table)},
+    shown=lambda options: ["python_trees"],
+    tables={"python_trees": Published(["python_trees", "python_trees_16"], table)},
 )

@@ -95,11 +95,8 @@ class Programs:
     def floor_of_round(self, size: int | TreeShape, live: float = 1.0) -> float:
         """Returns the sum of the floors of a round's calls, and of the matrices that fuse features, in bytes per device."""
         fused = () if self.head is None else [self.draft_weights()["params"][name] for name in self.head.config.fused]
-        return (
-            self.floor(self.target, live, tokens=scored_rows(size))
-            + self.draft_calls(size) * self.floor(self.draft, live)
-            + _size(fused)
-        )
+        drafts = self.draft_calls(size) * self.floor(self.draft, live)
+        return self.floor(self.target, live, tokens=scored_rows(size)) + drafts + _size(fused)
 
     def bytes_of_state(self) -> tuple[int, int]:
         """Returns the bytes per device of weights, and of caches, of the target and of the draft."""
