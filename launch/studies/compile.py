@@ -36,8 +36,7 @@ from specsamp.tpu.stack import Stack
 from specsamp.tpu.topology import described_mesh
 
 RANKS, TREE_DEPTH = (0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01), 6  # of the shapes of trees
-EXIT_LAYER = 10
-LENGTHS = {"DFlash": (4, 8, 15)}  # of rounds; a block of 16 rows drafts 15 tokens
+EXIT_LAYER, LENGTHS = 10, {"DFlash": (4, 8, 15)}  # of rounds; a block of 16 rows drafts 15 tokens
 METHOD = chain(temperature(1.0), top_p(0.8)), TokenRule()
 MODELS = {
     "Chinchilla 70B": chinchilla_70b,
@@ -109,8 +108,8 @@ def trees(model: str, topology: str, drafter: str, rows: int) -> dict[str, Any]:
         "round, chain": stack.round(tree.depth, *METHOD),
         "round, recursive": stack.round(tree, METHOD[0], RecursiveRule()),
     }
-    facts = {name: each.facts(topology) for name, each in programs.items()}
-    return {"parents": tree.parents, "depth": tree.depth, "programs": facts}
+    told = {name: each.facts(topology) for name, each in programs.items()}
+    return {"parents": tree.parents, "depth": tree.depth, "programs": told}
 
 
 def prepare(options: Any) -> None:

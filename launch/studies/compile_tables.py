@@ -52,11 +52,14 @@ def programs(document: Document) -> Table:
 
 
 def heads(document: Document) -> Table:
-    """Returns a row for each pair: lower bounds of calls and of rounds, and what a round takes, in steps of the target."""
+    """Returns a row for each pair that fits: lower bounds of calls and rounds, and what a round takes, in steps of the target."""
     rows = []
     for name, answer in answers(document):
         programs, topology = answer["programs"], name["topology"]
+        if not all(facts["fits"] for facts in programs.values()):
+            continue
         ms = {each: max(facts["streaming_ms"], facts["cycles_ms"]) for each, facts in programs.items()}
+        ms["target step"] = min(ms["target step"], ms["score"])  # more tokens can be faster
         row = dict(name) | {f"{each}, ms": f"{ms[each]:.2f}" for each in ("target step", "draft step")}
         for each in (each for each in programs if each.startswith("round")):
             row[f"{each}, ms (steps)"] = f"{ms[each]:.2f} ({ms[each] / ms['target step']:.2f})"

@@ -120,7 +120,7 @@ class RowStats:
         return RowStats(**{name: add(getattr(self, name), getattr(other, name)) for name in names})
 
     def __radd__(self, start: int) -> RowStats:  # `sum` begins with 0
-        return self
+        return self if start == 0 else NotImplemented
 
 
 def _sums(meter: Meter | None) -> dict[str, float]:
