@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specsamp.sampling import rules, tree_rules
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys, row_keys
@@ -228,6 +229,28 @@ def walk(rule, tokens, parents, target, draft, uniforms, depth=1):
         return jax.tree.map(
             np.asarray, rule.walk(tree, Given(jnp.asarray(log(target))[None], tree), jnp.asarray([uniforms]))
         )
+
+
+@pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule()], ids=name_of)
+def test_rows_of_large_batches_are_gathered_and_judged_as_those_of_small_ones(rule, monkeypatch):
+    """With 13 tokens, which a folded vocabulary pads: no path and no weight reaches into the padding."""
+    batch, vocab_size = 3, 13
+    target_BTV, draft_BRV = (jax.random.normal(jax.random.key(i), (batch, 5, vocab_size)) for i in range(2))
+    draft = Draft(
+        tokens_BK=jax.random.randint(jax.random.key(2), (batch, 4), 0, vocab_size),
+        num_drafted_B=jnp.full(batch, 4),
+        log_probs_BRV=jax.nn.log_softmax(draft_BRV),
+        parents_BK=jnp.broadcast_to(jnp.array(TWO), (batch, 4)),
+        depth=2,
+        width=2,
+    )
+    target = TargetDistributions(logits_BTV=target_BTV, warp=chain(), draft=draft)
+    uniforms_BK = jax.random.uniform(jax.random.key(3), (batch, 4))
+    few = rule.walk(draft, target, uniforms_BK)
+    for module in (rules, tree_rules):
+        monkeypatch.setattr(module, "MAX_UNROLLED", 0)
+    jax.tree.map(np.testing.assert_array_equal, rule.walk(draft, target, uniforms_BK), few)
+    assert few.weights_BV.shape == (batch, vocab_size) and len(set(few.num_accepted_B.tolist())) > 1
 
 
 def test_one_step_of_traversal():
