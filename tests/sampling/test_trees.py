@@ -233,7 +233,7 @@ def walk(rule, tokens, parents, target, draft, uniforms, depth=1):
 
 @pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule()], ids=name_of)
 def test_rows_of_large_batches_are_gathered_and_judged_as_those_of_small_ones(rule, monkeypatch):
-    """With 13 tokens, which a folded vocabulary pads: no path and no weight reaches into the padding."""
+    """Takes 13 tokens, which a folded vocabulary pads: no path and no weight reaches into the padding."""
     batch, vocab_size = 3, 13
     target_BTV, draft_BRV = (jax.random.normal(jax.random.key(i), (batch, 5, vocab_size)) for i in range(2))
     draft = Draft(
