@@ -2,7 +2,7 @@
 
 Q, K and V are one matrix ``[D, (N+2M) H]``, the output matrix is ``[D, V]`` (a copy, if it is tied), tables of relative
 keys are ``[M, H, S]``, and keys are cached as ``[B, M, H, S]`` (`TransposedKVCache`). XLA's CPU backend would transpose
-``[D, N, H]`` in every call. Such weights cannot be split over a mesh, because one axis joins several logical axes.
+``[D, N, H]`` in every call. Experts have ``[E, D, F]``. Such weights cannot be split over a mesh, because one axis joins several logical axes.
 
 For a product with an int8 matrix, this backend first writes the whole matrix in float32. Converted in blocks
 (`Int8Blocks`), the float32 values stay in the CPU's cache, and a quarter of the bytes is read from memory.
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from specsamp.models.attention import Attention
 from specsamp.models.decoder import OUTPUT_EMBEDDING, Decoder
+from specsamp.models.experts import Experts
 from specsamp.models.int8 import Int8Blocks, is_int8
 from specsamp.models.products import contract
 
@@ -38,6 +39,10 @@ def to_cpu_order(params: Any) -> Any:
                 biases = [attention.pop(f"{part}_bias").reshape(-1) for part in ("query", "key", "value")]
                 attention[HEADS_BIAS] = jnp.concatenate(biases)
             arranged[name] = dict(params[name]) | {"attention": attention}
+            if "experts" in params[name]:
+                experts = params[name]["experts"]
+                turned = {part: jax.tree.map(lambda x: x.swapaxes(1, 2), experts[part]) for part in ("gate", "up")}
+                arranged[name]["experts"] = experts | turned
     return jax.tree.map(lambda x: Int8Blocks(x.values, x.scale) if is_int8(x) else x, arranged, is_leaf=is_int8)
 
 
@@ -60,10 +65,20 @@ class CPUAttention(Attention):
         return jnp.split(heads_BXTH, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1)
 
 
+class CPUExperts(Experts):
+    """`Experts` whose gate and up are ``[E, D, F]``."""
+
+    inner_spec: ClassVar[str] = "RD,DF->RF"
+
+    def declare(self, name: str, fan_in: int) -> Array:
+        return self.get_variable("params", name)
+
+
 class CPUDecoder(Decoder):
     """`Decoder` for the weights of `to_cpu_order`."""
 
     attention: ClassVar[type[Attention]] = CPUAttention
+    experts: ClassVar[type[Experts]] = CPUExperts
 
     def declare_output(self) -> Array:
         return self.get_variable("params", UNEMBEDDING)

@@ -6,7 +6,7 @@ by layer. Names of parameters are those of checkpoints: they follow from the nam
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import flax.linen as nn
 import jax
@@ -22,6 +22,9 @@ from specsamp.models.interface import Block, DeviceLayout
 from specsamp.models.modules import FeedForward, Norm, weight
 from specsamp.models.products import contract, soft_cap
 
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import Kernels
+
 Array = jax.Array
 
 POSITION_EMBEDDING = "position_embedding"
@@ -34,8 +37,9 @@ class Layer(nn.Module):
     config: TransformerConfig
     window: int | None  # see `Attention`
     attention: type[Attention]
-    has_experts: bool = False
+    experts: type[Experts] | None = None  # None: a layer without
     layout: DeviceLayout | None = None  # see `Experts`
+    kernels: Kernels | None = None  # see `Experts`
 
     @nn.compact
     def __call__(
@@ -59,8 +63,8 @@ class Layer(nn.Module):
             attended_BTD = x_BTD + post_norm("attention", y_BTD)
         with jax.named_scope("mlp"):
             y_BTD = Norm(config, name="mlp_norm")(x_BTD if config.parallel else attended_BTD)
-            if self.has_experts:
-                feedforward = Experts(config, self.layout, name="experts")
+            if self.experts is not None:
+                feedforward = self.experts(config, self.layout, self.kernels, name="experts")
             else:
                 feedforward = FeedForward(config, name="mlp")
             x_BTD = attended_BTD + post_norm("mlp", feedforward(y_BTD))
@@ -72,8 +76,10 @@ class Decoder(nn.Module):
 
     config: TransformerConfig
     layout: DeviceLayout | None = None  # over a mesh, see `Experts`
+    kernels: Kernels | None = None  # see `Experts`
 
     attention: ClassVar[type[Attention]] = Attention
+    experts: ClassVar[type[Experts]] = Experts
 
     def setup(self):
         config = self.config
@@ -90,11 +96,14 @@ class Decoder(nn.Module):
             shape = (config.max_positions, config.width)
             self.position_embedding = weight(self, POSITION_EMBEDDING, shape, ("slots", "embed"), fan_in=config.width)
         self.layer = [
-            Layer(config, config.window_of(i), self.attention, config.has_experts(i), self.layout)
+            Layer(config, config.window_of(i), self.attention, self.experts_of(i), self.layout, self.kernels)
             for i in range(config.num_layers)
         ]
         self.final_norm = Norm(config)
         self.output_embedding = self.declare_output()
+
+    def experts_of(self, layer: int) -> type[Experts] | None:
+        return self.experts if self.config.has_experts(layer) else None
 
     def everything(self, tokens_BT: Array, start_B: Array) -> Array:
         """Runs all parts once, to declare all parameters."""

@@ -6,33 +6,36 @@ experts, one in each step of a loop: a gather would write a copy of their matric
 - Few tokens: each chosen expert multiplies all tokens, with a share of zero for tokens routed elsewhere.
 - Many tokens are sorted by expert, and padded to blocks; each step of the loop multiplies a block by its expert.
 
-Over a mesh each device has whole experts, or a part of the width of each (`specsamp.mesh.layout`). It sums the results of
-its experts for all tokens, and one all-reduce sums over the devices.
+On TPUs a kernel does calls of few tokens, with the routing (`specsamp.models.kernels.mix_experts`).
+
+Over a mesh each device has a part of the width of each expert, or whole experts (`specsamp.mesh.layout`). It sums the
+results of its experts for all tokens, and one all-reduce sums over the devices.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from specsamp.models.config import ExpertsConfig, TransformerConfig
+from specsamp.models.int8 import Int8Weight
 from specsamp.models.interface import DeviceLayout
 from specsamp.models.modules import ACTIVATIONS, weight
 from specsamp.models.products import contract, contract_slice
 
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import Kernels
+
 Array = jax.Array
 
-STACKED_AXES = {
-    "gate": ("experts", "embed", "expert_mlp"),
-    "up": ("experts", "embed", "expert_mlp"),
-    "down": ("experts", "expert_mlp", "embed"),
-}
+STACKED_AXES = dict.fromkeys(("gate", "up", "down"), ("experts", "expert_mlp", "embed"))  # of matrices [E, F, D]
 FEW = 64  # tokens of a call, of all sequences, up to which every chosen expert multiplies all of them
 BLOCKS = (8, 256)  # fewest and most tokens of a block
 
@@ -46,38 +49,54 @@ class Experts(nn.Module):
 
     config: TransformerConfig
     layout: DeviceLayout | None = None  # over a mesh; None: one device
+    kernels: Kernels | None = None
+
+    inner_spec: ClassVar[str] = "RD,FD->RF"  # of the products with gate and up
 
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:
         config, experts = self.config, self.config.experts
-        width, inner, total = config.width, experts.width, experts.num_experts
+        width, total = config.width, experts.num_experts
         router_DE = weight(self, "router", (width, total), ("embed", None), fan_in=width)
-        shapes = {"gate": (total, width, inner), "up": (total, width, inner), "down": (total, inner, width)}
-        fan_in = {"gate": width, "up": width, "down": 2 * config.num_layers * inner}
-        stacked = {
-            name: weight(self, name, shape, STACKED_AXES[name], fan_in=fan_in[name]) for name, shape in shapes.items()
-        }
+        fan_in = {"gate": width, "up": width, "down": 2 * config.num_layers * experts.width}
+        stacked = {name: self.declare(name, fan_in[name]) for name in STACKED_AXES}
         x_RD = x_BTD.reshape(-1, width)
-        shares_RE = route(contract("RD,DE->RE", x_RD, router_DE, dtype=jnp.float32), experts)
-        return self._mix(x_RD, shares_RE, stacked).astype(x_BTD.dtype).reshape(x_BTD.shape)
+        logits_RE = contract("RD,DE->RE", x_RD, router_DE, dtype=jnp.float32)
+        return self._mix(x_RD, logits_RE, stacked).astype(x_BTD.dtype).reshape(x_BTD.shape)
 
-    def _mix(self, x_RD: Array, shares_RE: Array, stacked: dict[str, Any]) -> Array:
+    def declare(self, name: str, fan_in: int) -> Array | Int8Weight:
+        """Declares the matrices of all experts; returns their values."""
+        experts = self.config.experts
+        shape = (experts.num_experts, experts.width, self.config.width)
+        return weight(self, name, shape, STACKED_AXES[name], fan_in=fan_in)
+
+    def _mix(self, x_RD: Array, logits_RE: Array, stacked: dict[str, Any]) -> Array:
         """Returns the sum of the results of the experts on all devices, float32."""
-        mix = functools.partial(mix_experts, self.config)
-        if self.layout is None:
-            return mix(x_RD, shares_RE, stacked)
-        axes = {name: PartitionSpec(*names) for name, names in STACKED_AXES.items()}
-        specs = jax.tree.map(lambda sharding: sharding.spec, self.layout.shardings(axes, stacked))
-        of_gate = self.layout.spec(axes["gate"], stacked["gate"].shape)
-        over = tuple(axis for axis in jax.tree.leaves(tuple(of_gate)) if axis is not None)
-        of_shares = PartitionSpec(None, *of_gate[:1])
+        config, layout, kernels = self.config, self.layout, self.kernels
+        over_experts, over, part, gate = None, (), stacked["gate"].shape, stacked["gate"]
+        if layout is not None:
+            axes = {name: PartitionSpec(*names) for name, names in STACKED_AXES.items()}
+            spec = layout.spec(axes["gate"], gate.shape)
+            over_experts, over = next(iter(spec), None), tuple(filter(None, jax.tree.leaves(tuple(spec))))
+            part = NamedSharding(layout.mesh, spec).shard_shape(gate.shape)
+        in_kernel = kernels is not None and kernels.take_experts(len(x_RD), part, jax.tree.leaves(gate)[0].dtype)
 
-        def mix_and_add(x_RD: Array, shares_RE: Array, stacked: dict[str, Any]) -> Array:
-            y_RD = mix(x_RD, shares_RE, stacked)
+        def mix(x_RD: Array, routing_RE: Array, stacked: dict[str, Any]) -> Array:
+            if in_kernel:
+                first = part[0] * (0 if over_experts is None else jax.lax.axis_index(over_experts))
+                with _scope(config.experts, len(x_RD), part[0], len(x_RD)):
+                    y_RD = kernels.mix_experts(config, x_RD, routing_RE, stacked, jnp.int32(first))
+            else:
+                y_RD = mix_experts(config, self.inner_spec, x_RD, routing_RE, stacked)
             return jax.lax.psum(y_RD, over) if over else y_RD
 
-        in_specs = (PartitionSpec(), of_shares, specs)
-        return self.layout.per_device(mix_and_add, in_specs, PartitionSpec())(x_RD, shares_RE, stacked)
+        routing_RE = logits_RE if in_kernel else route(logits_RE, config.experts)
+        if layout is None:
+            return mix(x_RD, routing_RE, stacked)
+        of_routing = PartitionSpec() if in_kernel else PartitionSpec(None, over_experts)
+        of_stacked = jax.tree.map(lambda sharding: sharding.spec, layout.shardings(axes, stacked))
+        in_specs = (PartitionSpec(), of_routing, of_stacked)
+        return layout.per_device(mix, in_specs, PartitionSpec())(x_RD, routing_RE, stacked)
 
 
 def route(logits_RE: Array, experts: ExpertsConfig) -> Array:
@@ -93,42 +112,36 @@ def route(logits_RE: Array, experts: ExpertsConfig) -> Array:
     return jnp.sum(jnp.where(is_chosen_RkE, chosen_Rk[:, :, None], 0.0), axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def mix_experts(config: TransformerConfig, x_RD: Array, shares_RE: Array, stacked: dict[str, Any]) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def mix_experts(config: TransformerConfig, spec: str, x_RD: Array, shares_RE: Array, stacked: dict[str, Any]) -> Array:
     """Returns each token's sum over experts of share times result, ``[R, D]`` float32.
 
     JAX cannot differentiate a loop of data-dependent length. So for gradients every expert multiplies every token.
 
     Args:
+      spec: of the products with gate and up, see `Experts.inner_spec`.
       x_RD: the tokens of a call.
       shares_RE: of the experts of this device.
       stacked: their matrices, or a part of the width of each.
     """
     tokens, here = shares_RE.shape
     block = block_size(tokens, config.experts)
-    make = functools.partial(_one_expert, stacked, config.activation)
-    scope = SCOPE.format(
-        tokens=tokens,
-        chosen=config.experts.experts_per_token,
-        total=config.experts.num_experts,
-        here=here,
-        block=block,
-    )
-    with jax.named_scope(scope):
+    make = functools.partial(_one_expert, stacked, config.activation, spec)
+    with _scope(config.experts, tokens, here, block):
         if tokens <= block:
             return _all_tokens(make, x_RD, shares_RE)
         most = -(-tokens * min(config.experts.experts_per_token, here) // block) + here
         return _in_blocks(make, x_RD, shares_RE, block, most)
 
 
-def _forward(config, *operands):
-    return mix_experts(config, *operands), operands
+def _forward(config, spec, *operands):
+    return mix_experts(config, spec, *operands), operands
 
 
-def _backward(config, operands, cotangent_RD):
+def _backward(config, spec, operands, cotangent_RD):
     def mix_all(x_RD, shares_RE, stacked):
         def add(y_RD, expert):
-            made_RD = _one_expert(stacked, config.activation, x_RD, expert)
+            made_RD = _one_expert(stacked, config.activation, spec, x_RD, expert)
             return y_RD + shares_RE[:, expert][:, None] * made_RD, None
 
         experts_E = jnp.arange(shares_RE.shape[1])
@@ -152,6 +165,11 @@ def block_size(tokens: int, experts: ExpertsConfig) -> int:
     return min(max(1 << int(2 * mean).bit_length(), BLOCKS[0]), BLOCKS[1], tokens)
 
 
+def _scope(experts: ExpertsConfig, tokens: int, here: int, block: int) -> contextlib.AbstractContextManager:
+    chosen, total = experts.experts_per_token, experts.num_experts
+    return jax.named_scope(SCOPE.format(tokens=tokens, chosen=chosen, total=total, here=here, block=block))
+
+
 def expected_steps(scope: str) -> float | None:
     """Returns the expected number of steps of the loop with this scope; None for scopes of other loops.
 
@@ -165,11 +183,11 @@ def expected_steps(scope: str) -> float | None:
     return experts.expected_blocks(numbers["tokens"], numbers["block"], numbers["total"] // numbers["here"])
 
 
-def _one_expert(stacked: dict[str, Any], activation: str, x_RD: Array, expert: Array) -> Array:
+def _one_expert(stacked: dict[str, Any], activation: str, spec: str, x_RD: Array, expert: Array) -> Array:
     """Returns one expert's result for each token, float32."""
 
     def project(name):
-        return contract_slice("RD,DF->RF", x_RD, stacked[name], expert, dtype=jnp.float32)
+        return contract_slice(spec, x_RD, stacked[name], expert, dtype=jnp.float32)
 
     inner_RF = (ACTIVATIONS[activation](project("gate")) * project("up")).astype(x_RD.dtype)
     return contract_slice("RF,FD->RD", inner_RF, stacked["down"], expert, dtype=jnp.float32)

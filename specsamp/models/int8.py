@@ -36,8 +36,8 @@ SUMMED_AXES = {
     "up": (0,),
     "gate": (0,),  # [D, F]
     "down": (0,),  # [F, D]
-    "experts/up": (1,),
-    "experts/gate": (1,),  # [E, D, F]
+    "experts/up": (2,),
+    "experts/gate": (2,),  # [E, F, D]
     "experts/down": (1,),  # [E, F, D]
     "fc": (0,),
     "linear": (0,),  # [X, D], of a head

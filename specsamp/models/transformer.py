@@ -38,7 +38,7 @@ class TransformerLM(LayeredModel):
     Attributes:
       weight_order: the order of axes in decode-time weights and caches: "default", head-major like the parameters, for
         TPUs and meshes; or "cpu", see `specsamp.models.cpu_weights`. Results are the same.
-      kernels: of attention over the caches, for TPUs; None: XLA's operations, for all backends.
+      kernels: of attention over the caches and of experts, for TPUs; None: XLA's operations, for all backends.
       layout: of the weights over a mesh, for layers with experts; None: one device.
     """
 
@@ -235,6 +235,6 @@ class TransformerLM(LayeredModel):
         return self.kernels and self.kernels.for_heads(self.config.head_size)
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
-        decoder = (CPUDecoder if self.weight_order == "cpu" else Decoder)(self.config, self.layout)
+        decoder = (CPUDecoder if self.weight_order == "cpu" else Decoder)(self.config, self.layout, self.kernels)
         with full_precision(self.config.dtype):
             return decoder.apply({"params": weights["params"]}, *arguments, method=method)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from specsamp.models.kernels import append_rows, decode_attention
+from specsamp.models.experts import expected_steps
+from specsamp.models.kernels import append_rows, decode_attention, mix_experts
 from specsamp.tpu.hlo import Array, Instruction
 
-# Of the arrays given, those made, and the share of the slots that is alive: bytes read from HBM, those written there, and
-# the steps of the grid.
-Count = Callable[[Sequence[Array], Sequence[Array], float], tuple[float, float, float]]
+# Of a call, the arrays that it is given, and the share of the slots that is alive: bytes read from HBM, those written
+# there, and steps.
+Count = Callable[[Instruction, Sequence[Array], float], tuple[float, float, float]]
 
 
 def kernel_of(op: Instruction) -> Count | None:
@@ -20,7 +21,7 @@ def kernel_of(op: Instruction) -> Count | None:
     return next((count for name, count in COUNTS.items() if f"/{name}/" in op.scope), None)
 
 
-def count_attention(given: Sequence[Array], made: Sequence[Array], live: float) -> tuple[float, float, float]:
+def count_attention(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
     """Reads keys, values and scores of distances as far as they are alive, and all of the rest."""
     _, *arrays = (x for x in given if len(x.sizes) == 4)  # queries come first, then keys and values, apart or as pairs
     caches = [x for x in arrays if x.sizes == arrays[0].sizes]
@@ -31,13 +32,13 @@ def count_attention(given: Sequence[Array], made: Sequence[Array], live: float) 
     read, is_tree = sum(parts), sum(len(x.sizes) == 3 for x in given) > 1
     if len(others) % 2 and not is_tree and others[0].in_hbm:  # the windows of distances of two blocks overlap
         read += others[0].bytes * share * (decode_attention.window_width(block, slots) / block - 1)
-    return read, sum(x.bytes for x in made if x.in_hbm), kv_heads // heads * batch * share * slots / block
+    return read, op.hbm_bytes, kv_heads // heads * batch * share * slots / block
 
 
-def count_rows(given: Sequence[Array], made: Sequence[Array], live: float) -> tuple[float, float, float]:
+def count_rows(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
     """Reads and writes the tiles that hold new slots, of each cache, and reads the new slots."""
     starts, *rest = given
-    new, caches = rest[: len(made)], rest[len(made) :]
+    new, caches = rest[: len(op.arrays)], rest[len(op.arrays) :]
     moved, steps = 0.0, 0.0
     for x, cache in zip(new, caches, strict=True):
         tile = append_rows.tile_slots(itemsize(cache))
@@ -47,9 +48,22 @@ def count_rows(given: Sequence[Array], made: Sequence[Array], live: float) -> tu
     return moved + sum(x.bytes for x in (starts, *new) if x.in_hbm), moved, steps
 
 
+def count_experts(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
+    """Reads the experts that the tokens are expected to choose, and all of the rest."""
+    *others, gate, up, down = given
+    here, inner, width = gate.sizes
+    experts = expected_steps(op.scope)
+    read = sum(x.bytes for x in (gate, up, down)) * experts / here + sum(x.bytes for x in others if x.in_hbm)
+    return read, op.hbm_bytes, experts * inner / mix_experts.part_width(inner, width, itemsize(gate))
+
+
 def itemsize(x: Array) -> int:
     """Returns the bytes of an entry."""
     return int(x.bytes / math.prod(x.sizes))
 
 
-COUNTS: dict[str, Count] = {decode_attention.NAME: count_attention, append_rows.NAME: count_rows}
+COUNTS: dict[str, Count] = {
+    decode_attention.NAME: count_attention,
+    append_rows.NAME: count_rows,
+    mix_experts.NAME: count_experts,
+}

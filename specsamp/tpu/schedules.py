@@ -35,7 +35,7 @@ class Schedule:
         """Reads the final bundles of a kernel; those of a loop are marked."""
         marks = _BUNDLE.findall(text)
         in_loop = sum(map(bool, marks))
-        return cls(once=len(marks) - in_loop, in_loop=in_loop, cores=2 if "megacore" in text.lower() else 1)
+        return cls(once=len(marks) - in_loop, in_loop=in_loop, cores=2 if "barrier-megacore" in text else 1)
 
     def cycles(self, steps: float) -> float:
         """Returns the cycles of a core, at most, if the grid has so many steps."""

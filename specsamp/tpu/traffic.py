@@ -165,7 +165,7 @@ class Tally:
         elif op.opcode == "fusion":
             read, written = self.fusion(op, operands)
         elif op.opcode == "custom-call" and (count := kernel_of(op)):
-            read, written, steps = count([x.arrays[0] for x in operands], op.arrays, self.live)
+            read, written, steps = count(op, [x.arrays[0] for x in operands], self.live)
             if self.schedules is not None:
                 cycles = self.schedule_of[_signature(op, operands)].cycles(steps)
                 total.cycles += cycles

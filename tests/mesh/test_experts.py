@@ -1,5 +1,6 @@
 """Experts over a mesh, whole ones on each device or a part of the width of each: the answer of one device."""
 
+import dataclasses
 import re
 
 import jax
@@ -11,6 +12,7 @@ from specsamp import NgramDrafter, Pair, generate
 from specsamp.mesh.layout import Layout, make_mesh, put
 from specsamp.mesh.sharded import ShardedModel, shard, shard_model
 from specsamp.models.config import ExpertsConfig, tiny
+from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
 from support.enumeration import COMPILE_FAST
 from support.weights import drawn_params
@@ -20,23 +22,23 @@ on_mesh = jax.jit(ShardedModel.__call__, static_argnums=0, compiler_options=COMP
 on_one = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
 
 
-def model_of(count, width, weight_dtype=None):
-    experts = ExpertsConfig(num_experts=count, experts_per_token=2, width=width)
+def model_of(count, inner, weight_dtype=None, **changes):
+    experts = ExpertsConfig(num_experts=count, experts_per_token=2, width=inner)
     shape = dict(num_layers=1, num_heads=8, positions="rotary", gated=True, activation="silu")
-    return TransformerLM(tiny(**shape, experts=experts, weight_dtype=weight_dtype))
+    return TransformerLM(tiny(**shape, experts=experts, weight_dtype=weight_dtype, **changes))
 
 
 @pytest.mark.parametrize(
     "count, width, weight_dtype, part, length, inner",
     [
-        (8, 12, None, (1, 32, 12), 5, None),
-        (16, 12, "int8", (2, 32, 12), 40, None),
-        (6, 16, None, (6, 32, 2), 40, None),
-        (6, 16, "int8", (3, 32, 4), 5, 2),
+        (8, 12, None, (1, 12, 32), 5, None),
+        (16, 12, "int8", (2, 12, 32), 40, None),
+        (6, 16, None, (6, 2, 32), 40, None),
+        (4, 32, "int8", (1, 16, 32), 5, 2),
     ],
 )
 def test_logits_are_those_of_one_device(count, width, weight_dtype, part, length, inner):
-    """Splits by expert, by width where experts do not divide, or by both where experts divide over an inner axis.
+    """Splits by width into whole tiles, by expert where there are none, by both, or by width where neither divides.
 
     One all-reduce sums over devices, and no weight moves. Few tokens, and so many that they are sorted in blocks.
     """
@@ -55,6 +57,21 @@ def test_logits_are_those_of_one_device(count, width, weight_dtype, part, length
     assert sorted(collectives) == ["all-gather", "all-reduce", "all-reduce", "all-reduce"]  # embedding, layer, logits
 
 
+@pytest.mark.parametrize("count, inner, part", [(8, 24, (4, 24, 128)), (6, 32, (6, 16, 128))])
+def test_kernels_of_devices_add_up(count, inner, part):
+    """Whole experts, of which each device finds its own, and a part of the width of each."""
+    model = model_of(count, inner, width=128, head_size=16)
+    params, tokens_BT = drawn_params(model), np.arange(10, dtype=np.int32).reshape(2, 5)
+    mesh = make_mesh(1, 2, devices=jax.devices()[:2])
+    sharded = shard_model(dataclasses.replace(model, kernels=Kernels(interpret=True)), Layout.tensor_parallel(mesh))
+    weights, start_B = sharded.fit_slots(sharded.prepare(params), SLOTS), jnp.zeros(2, jnp.int32)
+    assert weights["params"]["layer_0"]["experts"]["up"].addressable_shards[0].data.shape == part
+    assert sharded.model.kernels.take_experts(10, part, jnp.dtype("float32"))
+    found = on_mesh(sharded, weights, tokens_BT, start_B, sharded.init_cache(2, SLOTS)).logits_BTV
+    expected = on_one(model, model.prepare(params), tokens_BT, start_B, model.init_cache(2, SLOTS)).logits_BTV
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_rows_of_data_shards_choose_for_themselves():
     """A mesh with both axes decodes the tokens of one device."""
     model = model_of(4, 12)
@@ -67,6 +84,6 @@ def test_rows_of_data_shards_choose_for_themselves():
 def test_experts_that_divide_neither_way_are_refused_with_the_way_out():
     model = model_of(6, 12)
     layout = Layout.tensor_parallel(make_mesh(1, 8))
-    with pytest.raises(ValueError, match="'expert_mlp' has 12 entries.* 8 devices") as error:
+    with pytest.raises(ValueError, match="'experts' has 6 entries.* 8 devices") as error:
         shard_model(model, layout).param_shardings(jax.eval_shape(model.init, jax.random.key(0)))
-    assert "--config.mesh.data=2 --config.mesh.model=4" in str(error.value) and "\n" not in str(error.value)
+    assert "--config.mesh.data=4 --config.mesh.model=2" in str(error.value) and "\n" not in str(error.value)

@@ -12,6 +12,7 @@ from specsamp.models import products
 from specsamp.models.compiling import FEWEST_COLLECTIVES
 from specsamp.models.config import ExpertsConfig, TransformerConfig
 from specsamp.models.int8 import dequantise, is_int8
+from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu.lowering import STEP_WINDOWS, Programs, step_windows
 from specsamp.tpu.topology import described_mesh
@@ -29,9 +30,9 @@ CONFIG = TransformerConfig(
 )
 
 
-def programs(config, batch=1, slots=256):
+def programs(config, batch=1, slots=256, kernels=None):
     mesh = described_mesh("v5e:2x2")
-    model = shard_model(TransformerLM(config), Layout.tensor_parallel(mesh))
+    model = shard_model(TransformerLM(config, kernels=kernels), Layout.tensor_parallel(mesh))
     return Programs(target=model, draft=model, mesh=mesh, sampling=None, batch=batch, slots=slots)
 
 
@@ -42,21 +43,24 @@ def call(made):
     return traffic_of(compiled.as_text()), made.floor(made.target), compiled.memory_analysis()
 
 
-def with_experts(**changes):
-    return programs(dataclasses.replace(CONFIG, **changes))
+def with_experts(kernels=None, **changes):
+    return programs(dataclasses.replace(CONFIG, **changes), kernels=kernels)
+
+
+BY_EXPERT = dataclasses.replace(EXPERTS, width=784)  # 49 tiles of memory: a width that no devices share
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"weight_dtype": "int8"}, {"experts": dataclasses.replace(EXPERTS, num_experts=30)}],
-    ids=["by expert", "int8", "by width"],
+    [{}, {"weight_dtype": "int8"}, {"experts": BY_EXPERT}, {"experts": BY_EXPERT, "kernels": Kernels()}],
+    ids=["by width", "int8", "by expert", "by expert, in a kernel"],
 )
 def test_a_call_reads_the_experts_that_it_is_expected_to(changes):
     made = with_experts(**changes)
     traffic, _, memory = call(made)
     floor = made.floor(made.target, tokens=5)
     experts = made.target.config.experts
-    devices = 4 if experts.num_experts == 32 else 1  # that have whole experts, and wait for each other
+    devices = 4 if experts == BY_EXPERT else 1  # that have whole experts, and wait for each other
     uneven = devices * experts.expected_blocks(5, 5, devices) / experts.expected_touched(5)
     chosen = made.floor(made.target, tokens=5) - made.floor(made.target, tokens=0)
     assert (uneven > 1.2) == (devices > 1)

@@ -1,20 +1,25 @@
-"""The kernels that a `LayerCache` calls for attention and for its writes, on one device or on the shards of a mesh."""
+"""The kernels that a `LayerCache` calls for attention and for its writes, and `Experts` for few tokens; also on a mesh."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specsamp import validate
 from specsamp.models.cache import PAIRED_SIZE, LayerCache
+from specsamp.models.config import TransformerConfig
+from specsamp.models.experts import FEW
 from specsamp.models.interface import DeviceLayout
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import LANES
 from specsamp.models.kernels.decode_attention import MAX_ROWS, SeenSlots, decode_attention
+from specsamp.models.kernels.mix_experts import mix_experts, part_width
 from specsamp.models.positions import align_distances
 from specsamp.models.visibility import Visibility
 
@@ -84,6 +89,22 @@ class Kernels:
             split = self.layout.spec(PartitionSpec(None, "kv_heads"), (1, new[0].shape[1]))
             append = self.layout.per_device(append, (split, split, PartitionSpec()), split)
         return append(caches, new, start_B)
+
+    def take_experts(self, tokens: int, part: tuple[int, int, int], dtype: jnp.dtype) -> bool:
+        """Returns whether a kernel mixes experts with matrices ``[E', F, D]`` on a device for so many tokens."""
+        _, inner, width = part
+        fits = width % LANES == 0 and part_width(inner, width, dtype.itemsize) is not None
+        if not fits:
+            _say_once(f"experts are not a kernel: a device has matrices of {inner} x {width} in {dtype}")
+        return fits and tokens <= FEW
+
+    def mix_experts(
+        self, config: TransformerConfig, x_RD: Array, logits_RE: Array, stacked: dict[str, Any], first: Array
+    ) -> Array:
+        """Routes tokens, and returns the sum of the results of the experts ``first ..`` of this device, ``[R, D]`` float32."""
+        chosen, normalised = config.experts.experts_per_token, config.experts.normalised
+        mix = functools.partial(mix_experts, chosen=chosen, normalised=normalised, activation=config.activation)
+        return mix(x_RD, logits_RE, stacked, first, interpret=self.interpret)
 
 
 def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None:

@@ -1,0 +1,161 @@
+"""Routes a few tokens and mixes the results of their experts; of the experts only those that are chosen are fetched.
+
+A step of a loop multiplies all tokens by a part of the width of a chosen expert, while the next two parts are on their
+way: with one, a step would wait for the latency of memory.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from specsamp.models.int8 import Int8Weight, is_int8
+from specsamp.models.kernels.common import einsum_in_float32, in_hbm
+from specsamp.models.modules import ACTIVATIONS
+
+Array = jax.Array
+
+NAME = "mix_experts"  # of the kernel in compiled programs
+STEP_BYTES = 3 * 2**20  # of matrices, at most
+SLOTS = 3  # steps whose matrices are on chip
+TILES = {1: 32, 2: 16, 4: 8}  # rows that memory keeps together, by the bytes of an entry
+MATRICES = ("gate", "up", "down")
+
+
+def mix_experts(
+    x_RD: Array,
+    logits_RE: Array,
+    stacked: dict[str, Array | Int8Weight],
+    first: Array,
+    *,
+    chosen: int,
+    normalised: bool,
+    activation: str,
+    interpret: bool = False,
+) -> Array:
+    """Returns each token's sum over the experts of this device of share times result, ``[R, D]`` float32.
+
+    Args:
+      x_RD: tokens.
+      logits_RE: float32, of the router, for the experts of all devices.
+      stacked: matrices ``[E', F, D]`` of the experts ``first ..`` of all, or a part of their width; in HBM.
+      chosen, normalised: see `specsamp.models.experts.route`.
+      interpret: runs on the CPU.
+    """
+    matrices = [stacked[name].values if is_int8(stacked[name]) else stacked[name] for name in MATRICES]
+    _, inner, width = matrices[0].shape
+    part = part_width(inner, width, matrices[0].dtype.itemsize)
+    padded = ((0, -len(x_RD) % TILES[x_RD.dtype.itemsize]), (0, 0))
+    scales = []
+    if is_int8(stacked["gate"]):
+        scales = [stacked[name].scale.reshape(-1, part) for name in ("gate", "up")]
+        scales += [stacked["down"].scale.reshape(-1, width)]
+    vmem, smem, anywhere = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pltpu.SMEM, pl.ANY))
+    y_RD = pl.pallas_call(
+        functools.partial(
+            _kernel, tokens=len(x_RD), chosen=chosen, normalised=normalised, activation=activation, part=part
+        ),
+        out_shape=jax.ShapeDtypeStruct((len(x_RD) + padded[0][1], width), jnp.float32),
+        in_specs=[smem, vmem, vmem, *[vmem] * len(scales), *[anywhere] * 3],
+        out_specs=vmem,
+        scratch_shapes=[
+            pltpu.VMEM((SLOTS, 3, part, width), matrices[0].dtype),
+            pltpu.SemaphoreType.DMA((SLOTS, 3)),
+        ],
+        interpret=interpret,
+        name=NAME,
+    )(
+        first.reshape(1),
+        jnp.pad(x_RD, padded),
+        jnp.pad(logits_RE, padded),
+        *scales,
+        *[in_hbm(matrix, interpret=interpret) for matrix in matrices],
+    )
+    return y_RD[: len(x_RD)]
+
+
+def part_width(inner: int, width: int, itemsize: int) -> int | None:
+    """Returns the width of an expert that a step takes, or None if experts cannot be cut into parts."""
+    tile = TILES[itemsize]
+    fitting = (each for each in range(tile, inner + 1, tile) if inner % each == 0)
+    return max((each for each in fitting if 3 * each * width * itemsize <= STEP_BYTES), default=None)
+
+
+def _kernel(first, x, logits, *refs, tokens, chosen, normalised, activation, part):
+    *scales, gate, up, down, out, buffer, arrived = refs
+    first, (here, inner, _) = first[0], gate.shape
+    parts = inner // part
+    shares_RE = _shares(logits[...], tokens, chosen, normalised)
+    lane_1E = jax.lax.broadcasted_iota(jnp.int32, (1, shares_RE.shape[1]), 1)
+    is_here_1E = (lane_1E >= first) & (lane_1E < first + here) & (shares_RE.max(axis=0, keepdims=True) > 0)
+    end = first + here
+
+    def behind(expert):
+        """Returns the next expert of this device that a token chose."""
+        return jnp.min(jnp.where(is_here_1E & (lane_1E > expert), lane_1E, end))
+
+    def after(expert, number):
+        is_last = number == parts - 1
+        return jnp.where(is_last, behind(expert), expert), jnp.where(is_last, 0, number + 1)
+
+    def copies(slot, expert, number):
+        place = expert - first, pl.ds(pl.multiple_of(number * part, part), part)
+        return [
+            pltpu.make_async_copy(matrix.at[place], buffer.at[slot, i], arrived.at[slot, i])
+            for i, matrix in enumerate((gate, up, down))
+        ]
+
+    def fetch(slot, expert, number):
+        @pl.when(expert < end)
+        def _():
+            for copy in copies(slot, expert, number):
+                copy.start()
+
+    def step(state):
+        slot, expert, number, *following = state
+        last = after(*following)
+        fetch((slot + 2) % SLOTS, *last)
+        for copy in copies(slot, expert, number):
+            copy.wait()
+        gate_fD, up_fD, down_fD = (buffer[slot, i].astype(x.dtype) for i in range(3))
+        gate_Rf, up_Rf = (einsum_in_float32("rd,fd->rf", x[...], matrix) for matrix in (gate_fD, up_fD))
+        row = (expert - first) * parts + number
+        if scales:
+            gate_Rf, up_Rf = gate_Rf * scales[0][pl.ds(row, 1)], up_Rf * scales[1][pl.ds(row, 1)]
+        inner_Rf = (ACTIVATIONS[activation](gate_Rf) * up_Rf).astype(x.dtype)
+        made_RD = einsum_in_float32("rf,fd->rd", inner_Rf, down_fD)
+        if scales:
+            made_RD = made_RD * scales[2][pl.ds(expert - first, 1)]
+        share_R1 = jnp.sum(jnp.where(lane_1E == expert, shares_RE, 0.0), axis=1, keepdims=True)
+        out[...] += jnp.where(share_R1 != 0, share_R1 * made_RD, 0.0)
+        return (slot + 1) % SLOTS, *following, *last
+
+    out[...] = jnp.zeros(out.shape, jnp.float32)
+    now = behind(first - 1), jnp.int32(0)
+    following = after(*now)
+    fetch(0, *now)
+    fetch(1, *following)
+    jax.lax.while_loop(lambda state: state[1] < end, step, (jnp.int32(0), *now, *following))
+
+
+def _shares(logits_RE, tokens, chosen, normalised):
+    """Computes `specsamp.models.experts.route`; rows behind the tokens choose no experts."""
+    weights_RE = jnp.exp(logits_RE - logits_RE.max(axis=1, keepdims=True))
+    lane_RE = jax.lax.broadcasted_iota(jnp.int32, weights_RE.shape, 1)
+    left_RE, shares_RE = weights_RE, jnp.zeros_like(weights_RE)
+    for _ in range(chosen):
+        most_R1 = left_RE.max(axis=1, keepdims=True)
+        is_chosen_RE = lane_RE == jnp.min(
+            jnp.where(left_RE == most_R1, lane_RE, weights_RE.shape[1]), axis=1, keepdims=True
+        )
+        left_RE, shares_RE = (
+            jnp.where(is_chosen_RE, -1.0, left_RE),
+            jnp.where(is_chosen_RE, weights_RE, shares_RE),
+        )
+    total_R1 = (shares_RE if normalised else weights_RE).sum(axis=1, keepdims=True)
+    is_token_RE = jax.lax.broadcasted_iota(jnp.int32, weights_RE.shape, 0) < tokens
+    return jnp.where(is_token_RE, shares_RE / total_R1, 0.0)
