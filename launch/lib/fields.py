@@ -155,7 +155,7 @@ class ExperimentConfig(Config):
     mask_id: int | None = None
     tree: Sequence[int] = ()
     adaptive: AdaptiveFields = AdaptiveFields()
-    attention: str = "plain"
+    attention: str = "auto"
     int8: Int8Fields = Int8Fields()
     draft_temperature: Annotated[float | None, (validate.number, 0)] = None
     synthetic_acceptance: Annotated[float | None, (validate.number, 0, 1)] = None

@@ -19,11 +19,13 @@ from jax.sharding import Mesh
 from specsamp import validate
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.pair import Pair
+from specsamp.mesh.distributed import from_first
 from specsamp.mesh.layout import MODEL, REPLICA, Layout, put
 from specsamp.models.compiling import FEWEST_COLLECTIVES, options_on
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
-from specsamp.models.kernels.dispatch import choose_kernels
+from specsamp.models.kernels.dispatch import choose_kernels, say_once
+from specsamp.models.kernels.first_call import why_not
 from specsamp.models.transformer import TransformerLM
 
 Array = jax.Array
@@ -88,21 +90,28 @@ def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
 
 
 def with_attention(pair: Pair, attention: str) -> Pair:
-    """Returns the pair with another implementation of attention over caches, on the same mesh.
+    """Returns the pair with another implementation of attention over caches, and of experts, on the same mesh.
 
     Args:
-      attention: "kernel", for TPUs; or "plain", the same in XLA's operations. It is set for each `TransformerLM`;
-        heads and other models keep their attention.
+      attention: "kernel", for TPUs; "plain", the same in XLA's operations; or "auto", the kernels on a TPU, where a call
+        with them equals one without: else it says why and is plain. It is set for each `TransformerLM`; heads and other
+        models keep their attention.
 
     Raises:
       ValueError: another word, or "kernel" without a TPU.
     """
-    kernels = choose_kernels(attention)
+    chosen = choose_kernels(attention)
 
     def change(model: LanguageModel | None) -> LanguageModel | None:
         if isinstance(model, ShardedModel):
             return shard_model(change(model.model), model.layout)
-        return dataclasses.replace(model, kernels=kernels) if isinstance(model, TransformerLM) else model
+        if not isinstance(model, TransformerLM):
+            return model
+        is_checked = chosen is not None and attention == "auto"
+        reason = from_first(lambda: why_not(model.config, chosen)) if is_checked else ""
+        if reason:
+            say_once(f"attention and experts are not kernels: {reason}")
+        return dataclasses.replace(model, kernels=None if reason else chosen)
 
     return dataclasses.replace(pair, target=change(pair.target), draft=change(pair.draft))
 

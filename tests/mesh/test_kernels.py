@@ -10,6 +10,7 @@ import pytest
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.pair import Pair
+from specsamp.mesh import sharded as mesh_sharded
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard, shard_model, with_attention
 from specsamp.models.cache import PairedKVCache
@@ -79,3 +80,9 @@ def test_attention_is_chosen_for_a_pair_on_its_mesh(monkeypatch):
         assert again.draft.model.kernels.layout.mesh == meshes[1]
         assert with_attention(made, "plain").target.model.kernels is None
     assert with_attention(pair, "kernel").draft.kernels == Kernels()
+    asked = []
+    monkeypatch.setattr(
+        mesh_sharded, "why_not", lambda *shape: asked.append(shape) or "one differs" * (len(asked) == 1)
+    )
+    found = with_attention(pair, "auto")
+    assert (found.target.kernels, found.draft.kernels, asked) == (None, Kernels(), [(model.config, Kernels())] * 2)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,13 @@ from models.test_blocks import block_of
 from specsamp import generate, temperature
 from specsamp.decoding.pair import Pair
 from specsamp.models.cache import Int8KVCache, KVCache, PairedInt8KVCache, PairedKVCache
-from specsamp.models.config import tiny
+from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.interface import Block
 from specsamp.models.kernels import dispatch as kernel_cache
 from specsamp.models.kernels.append_rows import append_rows
 from specsamp.models.kernels.decode_attention import block_shape, fetched_share
 from specsamp.models.kernels.dispatch import Kernels, choose_kernels
+from specsamp.models.kernels.first_call import why_not
 from specsamp.models.slots import write_slots
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
@@ -28,6 +30,7 @@ from support.weights import drawn_params
 
 SIZE = 128
 INTERPRETED = Kernels(interpret=True)
+TWO_OF_FOUR = ExpertsConfig(num_experts=4, experts_per_token=2, width=24)
 
 
 def drawn(*shape, dtype="float32", seed=0):
@@ -214,7 +217,7 @@ def test_texts_of_a_pair_with_heads_of_64_are_those_without_kernels():
 def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
     said = []
     monkeypatch.setattr(logging, "warning", said.append)
-    kernel_cache._say_once.cache_clear()
+    kernel_cache.say_once.cache_clear()
     small = TransformerLM(tiny(), kernels=INTERPRETED)
     assert {layer.kernels for layer in small.init_cache(2, 256).layers + small.cache_axes().layers} == {None}
     uneven = TransformerLM(tiny(head_size=SIZE), kernels=INTERPRETED).init_cache(2, 100).layers[0]
@@ -228,8 +231,28 @@ def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
     ]
 
 
+def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
+    """An odd one sees one slot more than it should; others raise what nobody foresees."""
+    config = tiny(width=256, num_heads=2, positions="rotary", dtype="bfloat16", gated=True, experts=TWO_OF_FOUR)
+    assert why_not(config, INTERPRETED) == ""
+    right = kernel_cache.decode_attention
+
+    def odd(q_BNTH, entries, seen, *rest, **options):
+        return right(q_BNTH, entries, dataclasses.replace(seen, bounds_BT2=seen.bounds_BT2 + 1), *rest, **options)
+
+    for wrong, expected in (
+        (odd, r"differs from one without by \d+\.\d%"),
+        (None, "failed: .*callable"),
+    ):
+        monkeypatch.setattr(kernel_cache, "decode_attention", wrong)
+        why_not.cache_clear()
+        jax.clear_caches()
+        assert re.fullmatch(f"a call with kernels {expected}", why_not(config, INTERPRETED))
+    why_not.cache_clear()
+
+
 def test_words_for_attention():
-    assert choose_kernels("plain") is None and choose_kernels("plain", "tpu") is None
-    assert choose_kernels("kernel", "tpu") == Kernels()
+    assert {choose_kernels(*words) for words in (("plain",), ("plain", "tpu"), ("auto",))} == {None}
+    assert choose_kernels("kernel", "tpu") == choose_kernels("auto", "tpu") == Kernels()
     with pytest.raises(ValueError, match="weight_order 'cpu' has no kernels"):
         TransformerLM(tiny(), "cpu", INTERPRETED)

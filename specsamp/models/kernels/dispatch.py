@@ -25,7 +25,7 @@ from specsamp.models.visibility import Visibility
 
 Array = jax.Array
 
-ATTENTION = ("plain", "kernel")
+ATTENTION = ("auto", "plain", "kernel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Kernels:
     def for_heads(self, head_size: int) -> Kernels | None:
         """Returns the kernels, or None if they do not take heads of this size."""
         if head_size % LANES and head_size != PAIRED_SIZE:
-            _say_once(
+            say_once(
                 f"attention is not a kernel: heads of {head_size} entries are neither {PAIRED_SIZE} nor a multiple of {LANES}"
             )
             return None
@@ -55,7 +55,7 @@ class Kernels:
     def take(self, num_slots: int, length: int, group: int = 1) -> bool:
         """Returns whether kernels do a call of ``length`` tokens, with ``group`` queries for each kv head."""
         if num_slots % LANES:
-            _say_once(f"attention is not a kernel: {num_slots} slots are no multiple of {LANES}")
+            say_once(f"attention is not a kernel: {num_slots} slots are no multiple of {LANES}")
         return num_slots % LANES == 0 and length <= MAX_TOKENS and group * length <= MAX_ROWS
 
     def attend(
@@ -95,7 +95,7 @@ class Kernels:
         _, inner, width = part
         fits = width % LANES == 0 and part_width(inner, width, dtype.itemsize) is not None
         if not fits:
-            _say_once(f"experts are not a kernel: a device has matrices of {inner} x {width} in {dtype}")
+            say_once(f"experts are not a kernel: a device has matrices of {inner} x {width} in {dtype}")
         return fits and tokens <= FEW
 
     def mix_experts(
@@ -108,7 +108,7 @@ class Kernels:
 
 
 def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None:
-    """Returns the kernels for a value of `ATTENTION`; "plain" is the default until a TPU has run the kernels.
+    """Returns the kernels for a value of `ATTENTION`; "auto" has kernels on a TPU, see `specsamp.mesh.sharded.with_attention`.
 
     Args:
       backend: the backend that programs are compiled for; None: the default backend.
@@ -120,9 +120,9 @@ def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None
     validate.choice("attention", attention, ATTENTION)
     if attention == "kernel" and backend != "tpu":
         raise ValueError(f"attention 'kernel' is for TPUs, and this is a {backend}: choose plain")
-    return Kernels() if attention == "kernel" else None
+    return Kernels() if attention != "plain" and backend == "tpu" else None
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
     logging.warning(text)

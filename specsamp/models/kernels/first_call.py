@@ -1,0 +1,55 @@
+"""Compares a call with kernels and one without, before a model uses kernels on a chip."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp.models.config import TransformerConfig
+from specsamp.models.kernels.common import LANES
+from specsamp.models.kernels.dispatch import Kernels
+from specsamp.models.transformer import TransformerLM
+
+Array = jax.Array
+
+SLOTS, PROMPT, TOKENS = 1024, 600, 5
+# Difference of logits over their standard deviation. Rounding to bfloat16 makes 0.03, a query that misses one slot 0.15.
+NEAR = {"float32": 1e-3, "bfloat16": 0.07}
+
+
+@functools.cache
+def why_not(config: TransformerConfig, kernels: Kernels) -> str:
+    """Returns why a model of this shape does without kernels here; an empty text if it can have them.
+
+    Two models of one layer with the same heads and caches, random parameters and a few experts read two texts and score
+    tokens, on one device: one with kernels, one without.
+    """
+    group = config.num_heads // config.num_kv_heads
+    few = config.experts and dataclasses.replace(
+        config.experts, num_experts=8, experts_per_token=2, width=LANES, dense_layers=()
+    )
+    sizes = {"width": 2 * LANES, "num_layers": 1, "num_heads": 2 * group, "num_kv_heads": 2, "feedforward_width": LANES}
+    ends = {"vocab_size": 2 * LANES, "num_real_tokens": None, "ngram_rows": 0, "max_positions": SLOTS}
+    shape = dataclasses.replace(config, **sizes, **ends, experts=few, global_layers=())
+    plain = TransformerLM(shape)
+    try:
+        expected_BTV, found_BTV = (_logits(dataclasses.replace(plain, kernels=each)) for each in (None, kernels))
+    except Exception as error:  # whatever a compiler raises, decoding goes on without kernels
+        return f"a call with kernels failed: {' '.join(str(error).split())[:200]}"
+    difference = np.abs(found_BTV - expected_BTV).max() / expected_BTV.std()
+    if difference <= NEAR[config.dtype]:
+        return ""
+    return f"a call with kernels differs from one without by {difference:.1%}"
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(model: TransformerLM) -> Array:
+    weights = model.fit_slots(model.prepare(model.init(jax.random.key(0))), SLOTS)
+    tokens_BT = jax.random.randint(jax.random.key(1), (2, PROMPT + TOKENS), 0, model.vocab_size)
+    cache = model(weights, tokens_BT[:, :PROMPT], jnp.zeros(2, jnp.int32), model.init_cache(2, SLOTS)).cache
+    start_B = jnp.array([PROMPT, PROMPT // 2], jnp.int32)  # in two blocks of slots
+    return model(weights, tokens_BT[:, PROMPT:], start_B, cache).logits_BTV
