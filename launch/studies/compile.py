@@ -3,7 +3,7 @@
     python launch/study.py compile --grid=slices --output=runs/compile_slices.json
     python launch/study.py compile --grid=scoring --output=runs/compile_scoring.json
 
-    slices       the paper's pair on sixteen chips of each kind, by batch
+    slices       the paper's pair on sixteen chips of each kind, by batch; its caches are read by kernels
     scoring      a call of the target by its tokens, from one to the ridge of each chip
     heads        heads of EAGLE-3's and DFlash's shape, and an early exit, beside a draft model; rounds of several K
     kernels      calls and rounds whose caches are read by kernels, with all slots alive and with ``live`` of them
@@ -68,7 +68,8 @@ def programs_of_pair(stack: Stack, rounds: dict[str, int]) -> dict[str, Any]:
 
 
 def slices(topology: str, batch: int) -> dict[str, Any]:
-    return programs_of_pair(stack_of(chinchilla_70b(), topology, batch, drafter=draft_4b()), {"round, top-p, token": K})
+    stack = stack_of(chinchilla_70b(), topology, batch, drafter=draft_4b(), kernels=Kernels())
+    return programs_of_pair(stack, {"round, top-p, token": K})
 
 
 def scoring(topology: str, tokens: int) -> dict[str, Any]:
