@@ -8,7 +8,8 @@ order is different, see `specsamp.models.cpu_weights`.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -18,10 +19,13 @@ from specsamp.models.cache import KVCache, LayerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import Int8Weight
 from specsamp.models.interface import Block
-from specsamp.models.modules import Norm, weight, zero_bias
+from specsamp.models.modules import Norm, normalise, weight, zero_bias
 from specsamp.models.positions import apply_rope, relative_keys
 from specsamp.models.products import contract
 from specsamp.models.visibility import Visibility
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import Kernels
 
 Array = jax.Array
 
@@ -39,6 +43,7 @@ class Attention(nn.Module):
     config: TransformerConfig
     window: int | None = None
     input_width: int | None = None  # of the input of queries, keys and values; None: the stream's width
+    kernels: Kernels | None = None
 
     table_axes: ClassVar[str] = "MSH"  # of the table of relative keys
 
@@ -66,11 +71,10 @@ class Attention(nn.Module):
         q_BNTH, k_BMTH, v_BMTH = self.project_heads(x_BTD)
         fan_in = 2 * config.num_layers * heads * size
         output_NHD = weight(self, "output", (heads, size, width), ("heads", "head", "embed"), fan_in=fan_in)
+        vectors = ()
         if config.query_key_norm:
-            q_BNTH = Norm(config, "head", name="query_norm")(q_BNTH)
-            k_BMTH = Norm(config, "head", name="key_norm")(k_BMTH)
-        if rope is not None:
-            q_BNTH, k_BMTH = apply_rope(q_BNTH, *rope), apply_rope(k_BMTH, *rope)
+            vectors = [Norm(config, "head", name=name).vectors(size) for name in ("query_norm", "key_norm")]
+        q_BNTH, k_BMTH = self.turn_heads(q_BNTH, k_BMTH, vectors, rope)
         if cache is None:
             cache = KVCache.of(k_BMTH, v_BMTH)
         else:
@@ -108,6 +112,21 @@ class Attention(nn.Module):
             project_part("key", config.num_kv_heads, "kv_heads"),
             project_part("value", config.num_kv_heads, "kv_heads"),
         )
+
+    def turn_heads(
+        self, q_BNTH: Array, k_BMTH: Array, vectors: Sequence[tuple[Array, ...]], rope: tuple[Array, Array] | None
+    ) -> tuple[Array, Array]:
+        """Returns queries and keys after their norms and their rotation."""
+
+        def turn(q_BNTH, k_BMTH, vectors, rope):
+            heads = (q_BNTH, k_BMTH)
+            if vectors:
+                heads = [normalise(self.config, x, *each) for x, each in zip(heads, vectors, strict=True)]
+            return tuple(x if rope is None else apply_rope(x, *rope) for x in heads)
+
+        if self.kernels is None or not (vectors or rope) or not self.kernels.take_small(q_BNTH):
+            return turn(q_BNTH, k_BMTH, vectors, rope)
+        return self.kernels.in_one(turn, (q_BNTH, k_BMTH, vectors, rope), ("heads", "kv_heads"))
 
     def score_distances(self, q_BNTH: Array, table: Array | None, num_slots: int) -> tuple[Array, Array]:
         """Returns the queries for the keys, and their scores by reversed distance, ``[B, N, T, S]`` float32.

@@ -39,7 +39,7 @@ class Layer(nn.Module):
     attention: type[Attention]
     experts: type[Experts] | None = None  # None: a layer without
     layout: DeviceLayout | None = None  # see `Experts`
-    kernels: Kernels | None = None  # see `Experts`
+    kernels: Kernels | None = None
 
     @nn.compact
     def __call__(
@@ -54,15 +54,15 @@ class Layer(nn.Module):
         config = self.config
 
         def post_norm(name, y_BTD):
-            return Norm(config, name=f"{name}_post_norm")(y_BTD) if config.post_norms else y_BTD
+            return Norm(config, kernels=self.kernels, name=f"{name}_post_norm")(y_BTD) if config.post_norms else y_BTD
 
         with jax.named_scope("attention"):
-            y_BTD = Norm(config, name="attention_norm")(x_BTD)
-            attention = self.attention(config, self.window, name="attention")
+            y_BTD = Norm(config, kernels=self.kernels, name="attention_norm")(x_BTD)
+            attention = self.attention(config, self.window, kernels=self.kernels, name="attention")
             y_BTD, cache = attention(y_BTD, start_B, rope, cache, table, block)
             attended_BTD = x_BTD + post_norm("attention", y_BTD)
         with jax.named_scope("mlp"):
-            y_BTD = Norm(config, name="mlp_norm")(x_BTD if config.parallel else attended_BTD)
+            y_BTD = Norm(config, kernels=self.kernels, name="mlp_norm")(x_BTD if config.parallel else attended_BTD)
             if self.experts is not None:
                 feedforward = self.experts(config, self.layout, self.kernels, name="experts")
             else:
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
 
     config: TransformerConfig
     layout: DeviceLayout | None = None  # over a mesh, see `Experts`
-    kernels: Kernels | None = None  # see `Experts`
+    kernels: Kernels | None = None
 
     attention: ClassVar[type[Attention]] = Attention
     experts: ClassVar[type[Experts]] = Experts
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
             Layer(config, config.window_of(i), self.attention, self.experts_of(i), self.layout, self.kernels)
             for i in range(config.num_layers)
         ]
-        self.final_norm = Norm(config)
+        self.final_norm = Norm(config, kernels=self.kernels)
         self.output_embedding = self.declare_output()
 
     def experts_of(self, layer: int) -> type[Experts] | None:

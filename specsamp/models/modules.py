@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import flax.linen as nn
 import jax
@@ -12,6 +13,9 @@ import jax.numpy as jnp
 from specsamp.models.config import TransformerConfig
 from specsamp.models.int8 import Int8Weight
 from specsamp.models.products import contract
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import Kernels
 
 Array = jax.Array
 
@@ -47,24 +51,35 @@ class Norm(nn.Module):
 
     config: TransformerConfig
     axis: str = "embed"  # the logical name of the last axis
+    kernels: Kernels | None = None  # of the stream, which all devices have
+
+    def __call__(self, x):
+        function, vectors = functools.partial(normalise, self.config), self.vectors(x.shape[-1])
+        if self.kernels is not None and self.kernels.take_small(x):
+            return self.kernels.in_one(function, (x, *vectors), (None,))
+        return function(x, *vectors)
 
     @nn.compact
-    def __call__(self, x):
-        config = self.config
+    def vectors(self, size: int) -> tuple[Array, ...]:
+        """Declares the scale, and the bias of a layer norm."""
+        inits = {"scale": nn.initializers.zeros if self.config.norm_offset else nn.initializers.ones}
+        if self.config.norm == "layer":
+            inits["bias"] = nn.initializers.zeros
+        return tuple(
+            self.param(name, nn.with_logical_partitioning(init, (self.axis,)), (size,)) for name, init in inits.items()
+        )
 
-        def vector(name, init):
-            value = self.param(name, nn.with_logical_partitioning(init, (self.axis,)), x.shape[-1:])
-            return _with_rank(value.astype(jnp.float32), x.ndim)
 
-        scale = vector("scale", nn.initializers.zeros if config.norm_offset else nn.initializers.ones)
-        x32 = x.astype(jnp.float32)
-        if config.norm == "layer":
-            x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_epsilon)
-        normed = normed * (1 + scale if config.norm_offset else scale)
-        if config.norm == "layer":
-            normed = normed + vector("bias", nn.initializers.zeros)
-        return normed.astype(x.dtype)
+def normalise(config: TransformerConfig, x: Array, scale: Array, bias: Array | None = None) -> Array:
+    """Computes the norm of the last axis of ``x``, see `Norm`."""
+    x32, scale = x.astype(jnp.float32), _with_rank(scale.astype(jnp.float32), x.ndim)
+    if config.norm == "layer":
+        x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_epsilon)
+    normed = normed * (1 + scale if config.norm_offset else scale)
+    if bias is not None:
+        normed = normed + _with_rank(bias.astype(jnp.float32), x.ndim)
+    return normed.astype(x.dtype)
 
 
 class FeedForward(nn.Module):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from specsamp.models.experts import expected_steps
-from specsamp.models.kernels import append_rows, decode_attention, mix_experts
+from specsamp.models.kernels import append_rows, common, decode_attention, mix_experts
 from specsamp.tpu.hlo import Array, Instruction
 
 # Of a call, the arrays that it is given, and the share of the slots that is alive: bytes read from HBM, those written
@@ -48,6 +48,11 @@ def count_rows(op: Instruction, given: Sequence[Array], live: float) -> tuple[fl
     return moved + sum(x.bytes for x in (starts, *new) if x.in_hbm), moved, steps
 
 
+def count_small(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
+    """Reads and writes all, in one step."""
+    return sum(x.bytes for x in given if x.in_hbm), op.hbm_bytes, 1.0
+
+
 def count_experts(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
     """Reads the experts that the tokens are expected to choose, and all of the rest."""
     *others, gate, up, down = given
@@ -66,4 +71,5 @@ COUNTS: dict[str, Count] = {
     decode_attention.NAME: count_attention,
     append_rows.NAME: count_rows,
     mix_experts.NAME: count_experts,
+    common.SMALL: count_small,
 }

@@ -163,6 +163,7 @@ SCHEMES = {
     "relative": dict(positions="relative", num_kv_heads=2),
     "windowed": dict(positions="rotary", num_kv_heads=1, window=20, global_layers=(1,)),
     "in int8": dict(positions="rotary", num_kv_heads=2, cache_dtype="int8"),
+    "with norms of heads": dict(positions="rotary", num_kv_heads=2, norm="layer", query_key_norm=True, post_norms=True),
     "in pairs": dict(positions="relative", num_kv_heads=2, head_size=SIZE // 2),
     "in pairs, windowed, in int8": dict(
         positions="rotary", num_kv_heads=2, head_size=SIZE // 2, window=20, cache_dtype="int8"
@@ -174,10 +175,10 @@ call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPIL
 compact = jax.jit(TransformerLM.compact, static_argnums=(0, 4), compiler_options=COMPILE_FAST)
 
 
-@pytest.mark.parametrize("scheme", slow_but(SCHEMES, "relative", "in pairs"))
+@pytest.mark.parametrize("scheme", slow_but(SCHEMES, "relative", "in pairs", "with norms of heads"))
 def test_a_model_with_kernels_equals_one_without(scheme):
     """A prompt, a tree, its accepted path moved together, and a call behind it."""
-    plain = TransformerLM(tiny(**dict(head_size=SIZE) | SCHEMES[scheme]))
+    plain = TransformerLM(tiny(**dict(head_size=SIZE, width=SIZE) | SCHEMES[scheme]))
     kernels = dataclasses.replace(plain, kernels=INTERPRETED)
     weights = plain.fit_slots(plain.prepare(drawn_params(plain, 0, noise=0.1)), 256)
     rng, start = np.random.default_rng(0), jnp.asarray([26, 130], jnp.int32)
@@ -192,7 +193,7 @@ def test_a_model_with_kernels_equals_one_without(scheme):
     assert kept.layers[0].kernels == INTERPRETED
     assert jax.tree.structure(kept) == jax.tree.structure(kernels.cache_axes())
     # In int8 a key that lies between two numbers may be rounded to either, by programs that add in another order.
-    atol = 1e-3 if plain.config.cache_dtype == "int8" else 2e-5
+    atol = 5e-3 if plain.config.cache_dtype == "int8" else 2e-5
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=atol)
 

@@ -32,8 +32,6 @@ def append_rows(
     (batch, kv_heads, num_slots, size), length = caches[0].shape, new[0].shape[2]
     tile = tile_slots(caches[0].dtype.itemsize)
     num_tiles = min((length + tile - 2) // tile + 1, num_slots // tile)  # the most that the tokens can touch
-    # Padded to whole tiles of tokens; the padding is not written.
-    new = [jnp.pad(x, ((0, 0), (0, 0), (0, -length % tile), (0, 0))) for x in new]
     first = functools.partial(_first_slot, tile=tile, last=num_slots - num_tiles * tile)
     of_cache = pl.BlockSpec(
         tuple(map(pl.Element, (1, kv_heads, num_tiles * tile, size))),

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128  # entries of the last axis that a TPU keeps together
+SMALL = "small"  # the name in compiled programs of the kernels of `in_one_kernel`
+MAX_SMALL = 2**17  # entries of their first operand; with more, XLA's operations take as long
 
 
 def in_hbm(x: jax.Array, *, interpret: bool) -> jax.Array:
@@ -21,3 +27,17 @@ def einsum_in_float32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32, precision=precision)
+
+
+def in_one_kernel(function: Callable, *operands: Any, interpret: bool) -> Any:
+    """Computes a function of arrays, and of trees of arrays, in one kernel, with all arrays on chip."""
+    arrays, tree = jax.tree.flatten(operands)
+    shapes, of_results = jax.tree.flatten(jax.eval_shape(function, *operands))
+
+    def kernel(*refs):
+        given = jax.tree.unflatten(tree, [ref[...] for ref in refs[: len(arrays)]])
+        for ref, result in zip(refs[len(arrays) :], jax.tree.leaves(function(*given)), strict=True):
+            ref[...] = result
+
+    results = pl.pallas_call(kernel, out_shape=shapes, interpret=interpret, name=SMALL)(*arrays)
+    return jax.tree.unflatten(of_results, results)

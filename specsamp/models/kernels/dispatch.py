@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.experts import FEW
 from specsamp.models.interface import DeviceLayout
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
-from specsamp.models.kernels.common import LANES
+from specsamp.models.kernels.common import LANES, MAX_SMALL, in_one_kernel
 from specsamp.models.kernels.decode_attention import MAX_ROWS, SeenSlots, decode_attention
 from specsamp.models.kernels.mix_experts import mix_experts, part_width
 from specsamp.models.positions import align_distances
@@ -89,6 +90,19 @@ class Kernels:
             split = self.layout.spec(PartitionSpec(None, "kv_heads"), (1, new[0].shape[1]))
             append = self.layout.per_device(append, (split, split, PartitionSpec()), split)
         return append(caches, new, start_B)
+
+    def take_small(self, x: Array) -> bool:
+        """Returns whether operations on ``[..., T, X]`` are done by one kernel: each alone would cost what its start costs."""
+        return x.shape[-1] % LANES == 0 and x.size <= MAX_SMALL
+
+    def in_one(self, function: Callable, operands: tuple, axes: tuple[str | None, ...]) -> Any:
+        """Computes a function of arrays and trees of arrays; ``axes`` split axis 1 of the first operands, and of the results."""
+        compute = functools.partial(in_one_kernel, function, interpret=self.interpret)
+        if self.layout is None:
+            return compute(*operands)
+        specs = [self.layout.spec(PartitionSpec(None, axis), x.shape[:2]) for axis, x in zip(axes, operands)]
+        rest = [PartitionSpec()] * (len(operands) - len(specs))
+        return self.layout.per_device(compute, (*specs, *rest), tuple(specs) if len(specs) > 1 else specs[0])(*operands)
 
     def take_experts(self, tokens: int, part: tuple[int, int, int], dtype: jnp.dtype) -> bool:
         """Returns whether a kernel mixes experts with matrices ``[E', F, D]`` on a device for so many tokens."""
