@@ -2,8 +2,7 @@
 
 A study is a module ``launch/studies/NAME.py`` with a `Study` named ``STUDY``. The runner adds --output, which is
 written after each cell and from which the same command resumes; --again; --figures; --results, which shows the tables
-of existing results and measures nothing; progress, tables on the console, and the same tables as Markdown. For a study
-of a configuration it also adds --config and --prompts, and reads the pair.
+of existing results and measures nothing; progress, tables on the console, and the same tables as Markdown.
 """
 
 import dataclasses
@@ -19,11 +18,9 @@ from rich.console import Console
 
 import specsamp
 from launch.lib import entry
-from launch.lib.cells import machine_identity, measure_missing, pair_identity, read_prompts
-from launch.lib.config import CHECKOUT, ConfigFlag, meant
-from launch.lib.experiment import build, headline, use_few_rows
-from launch.lib.fields import ExperimentConfig
-from specsamp import storage, use_compilation_cache, validate
+from launch.lib.cells import machine_identity, measure_missing
+from launch.lib.config import CHECKOUT, meant
+from specsamp import storage, validate
 from specsamp.analysis import figures, grid, report
 from specsamp.analysis.report import Table
 
@@ -104,12 +101,10 @@ class Study:
     Attributes:
       question: the question of the study, in one sentence.
       options: its flags by name, in addition to the shared flags.
-      config: the default of --config, for a study of a configuration. ``options.config`` is then the configuration for
-        all functions below, and ``options.experiment`` the pair for all except ``prepare``.
-      prepare: checks the options, before a pair is read, and adds fields to them for the functions below.
+      prepare: checks the options, and adds fields to them for the functions below.
       cells: lists the keys of the cells; by default a single cell {}, whose fields are fields of the document.
       identity: returns the options that all cells of a file share, by default all options; a file of another identity
-        is refused. Study, machine, configuration and pair are always part of the identity.
+        is refused. Study and machine are always part of the identity.
       measure: returns the result of a cell as JSON (dataclasses allowed).
       tables: the tables of committed results, by their names in pages.
       figures: functions that draw documents, by the name of their PNG file.
@@ -120,7 +115,6 @@ class Study:
     measure: Callable[[Any, Key, Say], Any] | None = None
     tables: Mapping[str, Published] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Option] = dataclasses.field(default_factory=dict)
-    config: str | None = None
     prepare: Callable[[Any], None] = lambda options: None
     cells: Callable[[Any], Sequence[Key]] = lambda options: [{}]
     identity: Callable[[Any], Mapping[str, Any]] | None = None
@@ -144,19 +138,18 @@ def load_study(name: str) -> Study:
 
 def run_study(study: Study, arguments: Sequence[str]) -> int:
     """Runs a study with the flags of the arguments, and returns the exit status."""
-    config = None if study.config is None else ConfigFlag(study.config, ExperimentConfig)
     described = OF_ALL | study.options
     options = {name: option.define(name) for name, option in described.items()}
-    shared = {name: entry.define(name) for name in ("output", "again", *["prompts"] * (config is not None))}
+    shared = {name: entry.define(name) for name in ("output", "again")}
 
     def main() -> None:
         values = {name: flag.value for name, flag in shared.items()}
         values |= {name: described[name].read(name, flag.value) for name, flag in options.items()}
-        _run(study, types.SimpleNamespace(config=config and config.value, **values), entry.make_console())
+        _run(study, types.SimpleNamespace(**values), entry.make_console())
 
     text = "" if study.measure is None else sys.modules[study.measure.__module__].__doc__
     main.__doc__ = f"{study.question}\n\n{text}"
-    return entry.status_of(main, config, arguments)
+    return entry.status_of(main, None, arguments)
 
 
 def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None:
@@ -173,11 +166,6 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
         return
     entry.check_output(options.output)
     study.prepare(options)
-    if options.config is not None:
-        use_few_rows(options.config, console)
-        options.experiment = build(options.config, read_prompts(options.prompts))
-        console.print(headline(options.experiment, study.question))
-        use_compilation_cache()
     document = _measured(study, options, console)
     shown = study.shown(options) if study.shown else [name for name, each in every.items() if len(each.results) == 1]
     with entry.reading(options.output or "what was measured"):
@@ -213,8 +201,6 @@ def _identity(study: Study, options: types.SimpleNamespace) -> dict[str, Any]:
     """Returns the identity of a study's file."""
     given = {name: value for name, value in vars(options).items() if name in study.options}
     known = {"study": study.measure.__module__.rpartition(".")[2], **machine_identity()}
-    if options.config is not None:
-        known |= {"config": options.config.recorded} | pair_identity(options.experiment)
     return known | ({"options": given} if study.identity is None else study.identity(options))
 
 

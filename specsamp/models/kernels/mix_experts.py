@@ -49,17 +49,14 @@ def mix_experts(
     matrices = [stacked[name].values if is_int8(stacked[name]) else stacked[name] for name in MATRICES]
     _, inner, width = matrices[0].shape
     part = part_width(inner, width, matrices[0].dtype.itemsize)
-    padded = ((0, -len(x_RD) % TILES[x_RD.dtype.itemsize]), (0, 0))
     scales = []
     if is_int8(stacked["gate"]):
         scales = [stacked[name].scale.reshape(-1, part) for name in ("gate", "up")]
         scales += [stacked["down"].scale.reshape(-1, width)]
     vmem, smem, anywhere = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pltpu.SMEM, pl.ANY))
-    y_RD = pl.pallas_call(
-        functools.partial(
-            _kernel, tokens=len(x_RD), chosen=chosen, normalised=normalised, activation=activation, part=part
-        ),
-        out_shape=jax.ShapeDtypeStruct((len(x_RD) + padded[0][1], width), jnp.float32),
+    return pl.pallas_call(
+        functools.partial(_kernel, chosen=chosen, normalised=normalised, activation=activation, part=part),
+        out_shape=jax.ShapeDtypeStruct(x_RD.shape, jnp.float32),
         in_specs=[smem, vmem, vmem, *[vmem] * len(scales), *[anywhere] * 3],
         out_specs=vmem,
         scratch_shapes=[
@@ -68,14 +65,7 @@ def mix_experts(
         ],
         interpret=interpret,
         name=NAME,
-    )(
-        first.reshape(1),
-        jnp.pad(x_RD, padded),
-        jnp.pad(logits_RE, padded),
-        *scales,
-        *[in_hbm(matrix, interpret=interpret) for matrix in matrices],
-    )
-    return y_RD[: len(x_RD)]
+    )(first.reshape(1), x_RD, logits_RE, *scales, *[in_hbm(matrix, interpret=interpret) for matrix in matrices])
 
 
 def part_width(inner: int, width: int, itemsize: int) -> int | None:
@@ -85,11 +75,11 @@ def part_width(inner: int, width: int, itemsize: int) -> int | None:
     return max((each for each in fitting if 3 * each * width * itemsize <= STEP_BYTES), default=None)
 
 
-def _kernel(first, x, logits, *refs, tokens, chosen, normalised, activation, part):
+def _kernel(first, x, logits, *refs, chosen, normalised, activation, part):
     *scales, gate, up, down, out, buffer, arrived = refs
     first, (here, inner, _) = first[0], gate.shape
     parts = inner // part
-    shares_RE = _shares(logits[...], tokens, chosen, normalised)
+    shares_RE = _shares(logits[...], chosen, normalised)
     lane_1E = jax.lax.broadcasted_iota(jnp.int32, (1, shares_RE.shape[1]), 1)
     is_here_1E = (lane_1E >= first) & (lane_1E < first + here) & (shares_RE.max(axis=0, keepdims=True) > 0)
     end = first + here
@@ -142,8 +132,8 @@ def _kernel(first, x, logits, *refs, tokens, chosen, normalised, activation, par
     jax.lax.while_loop(lambda state: state[1] < end, step, (jnp.int32(0), *now, *following))
 
 
-def _shares(logits_RE, tokens, chosen, normalised):
-    """Computes `specsamp.models.experts.route`; rows behind the tokens choose no experts."""
+def _shares(logits_RE, chosen, normalised):
+    """Computes `specsamp.models.experts.route`."""
     weights_RE = jnp.exp(logits_RE - logits_RE.max(axis=1, keepdims=True))
     lane_RE = jax.lax.broadcasted_iota(jnp.int32, weights_RE.shape, 1)
     left_RE, shares_RE = weights_RE, jnp.zeros_like(weights_RE)
@@ -156,6 +146,4 @@ def _shares(logits_RE, tokens, chosen, normalised):
             jnp.where(is_chosen_RE, -1.0, left_RE),
             jnp.where(is_chosen_RE, weights_RE, shares_RE),
         )
-    total_R1 = (shares_RE if normalised else weights_RE).sum(axis=1, keepdims=True)
-    is_token_RE = jax.lax.broadcasted_iota(jnp.int32, weights_RE.shape, 0) < tokens
-    return jnp.where(is_token_RE, shares_RE / total_R1, 0.0)
+    return shares_RE / (shares_RE if normalised else weights_RE).sum(axis=1, keepdims=True)
