@@ -41,7 +41,6 @@ class Option:
     default: Any
     help: str
     choices: Sequence[str] = ()
-    least: float | None = None
 
     def define(self, name: str) -> flags.FlagHolder:
         """Defines the flag."""
@@ -53,7 +52,7 @@ class Option:
             return flags.DEFINE_bool(name, self.default, self.help)
         if isinstance(self.default, (int, float)):
             define = flags.DEFINE_integer if isinstance(self.default, int) else flags.DEFINE_float
-            return define(name, self.default, self.help, lower_bound=self.least)
+            return define(name, self.default, self.help)
         return flags.DEFINE_string(name, self.default, self.help)
 
     def read(self, name: str, value: Any) -> Any:
@@ -70,8 +69,6 @@ class Option:
         for element in elements:
             if self.choices:
                 validate.choice(f"--{name}", element, self.choices)
-            if self.least is not None:
-                validate.number(f"--{name}", element, self.least)
         return elements
 
 

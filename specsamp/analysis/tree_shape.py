@@ -35,12 +35,6 @@ class TreeForecast:
         return self.shape.width == 1
 
 
-def ranks_of_stars(accepted: Sequence[float]) -> tuple[float, ...]:
-    """Returns acceptance by rank, from the acceptance of stars of 1, 2, .. children; noise never makes a rank negative."""
-    reached = np.maximum.accumulate([0.0, *(validate.number("the acceptance of a star", x, 0, 1) for x in accepted)])
-    return tuple(np.diff(reached).tolist())
-
-
 def tokens_of(shape: TreeShape, ranks: Sequence[float]) -> float:
     """Returns F of a shape."""
     reached = [1.0]

@@ -82,7 +82,7 @@ class Decoder(nn.Module):
     experts: ClassVar[type[Experts]] = Experts
 
     def setup(self):
-        config = self.config
+        config, experts, layout, kernels = self.config, self.experts, self.layout, self.kernels
         self.embedding = weight(
             self, "embedding", (config.vocab_size, config.width), ("vocab", "embed"), fan_in=config.width
         )
@@ -96,14 +96,13 @@ class Decoder(nn.Module):
             shape = (config.max_positions, config.width)
             self.position_embedding = weight(self, POSITION_EMBEDDING, shape, ("slots", "embed"), fan_in=config.width)
         self.layer = [
-            Layer(config, config.window_of(i), self.attention, self.experts_of(i), self.layout, self.kernels)
+            Layer(
+                config, config.window_of(i), self.attention, experts if config.has_experts(i) else None, layout, kernels
+            )
             for i in range(config.num_layers)
         ]
-        self.final_norm = Norm(config, kernels=self.kernels)
+        self.final_norm = Norm(config, kernels=kernels)
         self.output_embedding = self.declare_output()
-
-    def experts_of(self, layer: int) -> type[Experts] | None:
-        return self.experts if self.config.has_experts(layer) else None
 
     def everything(self, tokens_BT: Array, start_B: Array) -> Array:
         """Runs all parts once, to declare all parameters."""

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from specsamp.analysis.tree_shape import best_shape, choose_shape, ranks_of_stars, tokens_of
+from specsamp.analysis.tree_shape import best_shape, choose_shape, tokens_of
 from specsamp.decoding.trees import TreeShape
 
 RANKS = (0.6, 0.2, 0.1)
@@ -30,9 +30,7 @@ def test_no_tree_of_seven_rows_is_better():
 
 def test_conditional_ranks_would_count_twice():
     """Two children that are each accepted with .6 once they are judged: .6 and .24 of the rounds."""
-    star = TreeShape((0, 0))
-    assert tokens_of(star, ranks_of_stars((0.6, 0.84))) == pytest.approx(1.84)
-    assert ranks_of_stars((0.5, 0.4)) == (0.5, 0)
+    assert tokens_of(TreeShape((0, 0)), (0.6, 0.24)) == pytest.approx(1.84)
 
 
 def test_the_tree_that_pays_depends_on_what_rows_and_levels_cost():

@@ -17,6 +17,7 @@ from specsamp.models.transformer import TransformerLM
 Array = jax.Array
 
 SLOTS, PROMPT, TOKENS = 1024, 600, 5
+FEW_EXPERTS = {"num_experts": 8, "experts_per_token": 2, "width": LANES, "dense_layers": ()}
 # Difference of logits over their standard deviation. Rounding to bfloat16 makes 0.03, a query that misses one slot 0.15.
 NEAR = {"float32": 1e-3, "bfloat16": 0.07}
 
@@ -29,9 +30,7 @@ def why_not(config: TransformerConfig, kernels: Kernels) -> str:
     tokens, on one device: one with kernels, one without.
     """
     group = config.num_heads // config.num_kv_heads
-    few = config.experts and dataclasses.replace(
-        config.experts, num_experts=8, experts_per_token=2, width=LANES, dense_layers=()
-    )
+    few = config.experts and dataclasses.replace(config.experts, **FEW_EXPERTS)
     sizes = {"width": 2 * LANES, "num_layers": 1, "num_heads": 2 * group, "num_kv_heads": 2, "feedforward_width": LANES}
     ends = {"vocab_size": 2 * LANES, "num_real_tokens": None, "ngram_rows": 0, "max_positions": SLOTS}
     shape = dataclasses.replace(config, **sizes, **ends, experts=few, global_layers=())

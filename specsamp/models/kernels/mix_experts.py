@@ -136,14 +136,10 @@ def _shares(logits_RE, chosen, normalised):
     """Computes `specsamp.models.experts.route`."""
     weights_RE = jnp.exp(logits_RE - logits_RE.max(axis=1, keepdims=True))
     lane_RE = jax.lax.broadcasted_iota(jnp.int32, weights_RE.shape, 1)
-    left_RE, shares_RE = weights_RE, jnp.zeros_like(weights_RE)
+    left_RE = weights_RE
     for _ in range(chosen):
-        most_R1 = left_RE.max(axis=1, keepdims=True)
-        is_chosen_RE = lane_RE == jnp.min(
-            jnp.where(left_RE == most_R1, lane_RE, weights_RE.shape[1]), axis=1, keepdims=True
-        )
-        left_RE, shares_RE = (
-            jnp.where(is_chosen_RE, -1.0, left_RE),
-            jnp.where(is_chosen_RE, weights_RE, shares_RE),
-        )
+        is_most_RE = left_RE == left_RE.max(axis=1, keepdims=True)
+        first_R1 = jnp.where(is_most_RE, lane_RE, lane_RE.shape[1]).min(axis=1, keepdims=True)
+        left_RE = jnp.where(lane_RE == first_R1, -1.0, left_RE)
+    shares_RE = jnp.where(left_RE < 0, weights_RE, 0.0)
     return shares_RE / (shares_RE if normalised else weights_RE).sum(axis=1, keepdims=True)
