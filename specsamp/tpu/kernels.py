@@ -42,8 +42,7 @@ def count_rows(op: Instruction, given: Sequence[Array], live: float) -> tuple[fl
     moved, steps = 0.0, 0.0
     for x, cache in zip(new, caches, strict=True):
         tile = append_rows.tile_slots(itemsize(cache))
-        tiles = x.sizes[2] // tile + 1  # at most
-        moved += cache.bytes * tiles * tile / cache.sizes[2]
+        moved += cache.bytes * append_rows.most_tiles(x.sizes[2], tile) * tile / cache.sizes[2]
         steps = cache.sizes[0]
     return moved + sum(x.bytes for x in (starts, *new) if x.in_hbm), moved, steps
 

@@ -16,7 +16,7 @@ from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import schedules
 from specsamp.tpu.hlo import Array, Instruction
-from specsamp.tpu.kernels import COUNTS, count_attention, count_rows, kernel_of
+from specsamp.tpu.kernels import COUNTS, count_attention, count_experts, count_rows, kernel_of
 from specsamp.tpu.lowering import Programs
 from specsamp.tpu.schedules import Schedule
 from specsamp.tpu.stack import Stack
@@ -24,6 +24,7 @@ from specsamp.tpu.topology import described_mesh
 from specsamp.tpu.traffic import traffic_of
 from support import extras
 
+TWO_OF_SIXTEEN = "experts_2_tokens_2_of_16_here_16_blocks_of_2"
 libtpu = extras.needs("libtpu")
 
 
@@ -34,6 +35,10 @@ def array(*sizes, itemsize=2, in_hbm=True):
     return Array(bytes=bytes_, in_hbm=in_hbm, sizes=sizes)
 
 
+def call(*made, scope=""):
+    return Instruction("x", "custom-call", made, (), f'metadata={{op_name="{scope}"}}', False)
+
+
 def test_what_kernels_move_by_their_shapes():
     """Two rows of eight kv heads and 2048 slots, in blocks of 256; of scores by distance two tiles more."""
     query, cache, distances = array(2, 8, 5, 128), array(2, 8, 2048, 128), array(2, 8, 5, 2048, itemsize=4)
@@ -41,20 +46,25 @@ def test_what_kernels_move_by_their_shapes():
     small = sum(x.bytes for x in (given[0], query, given[4]))
     for live, share in ((1.0, 1.0), (0.25, 0.25), (0.26, 0.375), (0.0, 0.125)):
         moved = small + share * (2 * cache.bytes + 2 * distances.bytes), query.bytes
-        assert count_attention(given, [query], live) == (*moved, 2 * 2 * 8 * share)  # steps of four heads
+        assert count_attention(call(query), given, live) == (*moved, 2 * 2 * 8 * share)  # steps of four heads
     tree, scales = array(2, 5, 128, itemsize=4), [array(2, 8, 1, 2048, itemsize=4)] * 2
-    read = count_attention([*given, tree, *scales], [query], 1.0)[0]
+    read = count_attention(call(query), [*given, tree, *scales], 1.0)[0]
     assert read == small + 2 * cache.bytes + distances.bytes + tree.bytes + 2 * scales[0].bytes
     pairs = array(2, 8, 4096, 128)  # of keys and values of 64 entries: as many bytes in half as many arrays
-    read, _, steps = count_attention([*given[:2], pairs], [query], 0.25)
+    read, _, steps = count_attention(call(query), [*given[:2], pairs], 0.25)
     assert (read, steps) == (given[0].bytes + query.bytes + 0.25 * pairs.bytes, 2 * 2 * 2)
     on_chip = dataclasses.replace(distances, in_hbm=False)
-    assert count_attention([*given[:-1], on_chip], [query], 1.0)[0] == small + 2 * cache.bytes
-    new = array(2, 8, 16, 128)
-    read, written, steps = count_rows([given[0], new, new, cache, cache], [cache, cache], 1.0)
+    assert count_attention(call(query), [*given[:-1], on_chip], 1.0)[0] == small + 2 * cache.bytes
+    new = array(2, 8, 5, 128)
+    read, written, steps = count_rows(call(cache, cache), [given[0], new, new, cache, cache], 1.0)
     assert steps == 2
     assert written == 2 * 2 * 8 * 32 * 128 * 2, "two tiles of 16 slots of each row"
     assert read == written + given[0].bytes + 2 * new.bytes
+    matrices, x = [array(16, 512, 2048)] * 3, array(2, 2048)
+    read, written, steps = count_experts(call(x, scope=TWO_OF_SIXTEEN), [x, array(2, 16, in_hbm=False), *matrices], 1.0)
+    chosen = 16 * (1 - (14 / 16) ** 2)
+    assert steps == pytest.approx(2 * chosen) and written == x.bytes, "halves of 3 MB"
+    assert read == pytest.approx(x.bytes + chosen / 16 * 3 * matrices[0].bytes)
 
 
 def test_only_our_kernels_are_counted_as_kernels():
@@ -140,7 +150,7 @@ def test_a_tree_compiles_within_data_shards(shape):
     arguments = programs.weights(model), tokens_BT, start_B, programs.cache(model), visible_BTR
     compiled = jax.jit(split, donate_argnums=3).lower(*arguments).compile(compiler_options=dict(FEWEST_COLLECTIVES))
     text = compiled.as_text()
-    assert text.count('custom_call_target="tpu_custom_call"') == 3, "rows, attention, rows that are moved"
+    assert text.count('custom_call_target="tpu_custom_call"') == 7, "rows, attention, rows that are moved, norms, heads"
     cache = 2 * batch * config.num_kv_heads * slots * config.head_size * (1 if config.cache_dtype else 4)
     devices = 4 if config.num_kv_heads == 2 else 2
     assert compiled.memory_analysis().alias_size_in_bytes >= cache / devices

@@ -31,7 +31,7 @@ def append_rows(
     """
     (batch, kv_heads, num_slots, size), length = caches[0].shape, new[0].shape[2]
     tile = tile_slots(caches[0].dtype.itemsize)
-    num_tiles = min((length + tile - 2) // tile + 1, num_slots // tile)  # the most that the tokens can touch
+    num_tiles = min(most_tiles(length, tile), num_slots // tile)
     first = functools.partial(_first_slot, tile=tile, last=num_slots - num_tiles * tile)
     of_cache = pl.BlockSpec(
         tuple(map(pl.Element, (1, kv_heads, num_tiles * tile, size))),
@@ -56,6 +56,11 @@ def append_rows(
 def tile_slots(itemsize: int) -> int:
     """Returns the number of slots that memory moves together."""
     return 32 // itemsize
+
+
+def most_tiles(length: int, tile: int) -> int:
+    """Returns the most tiles that so many tokens can touch."""
+    return (length + tile - 2) // tile + 1
 
 
 def _first_slot(start: Array, *, tile: int, last: int) -> Array:
