@@ -26,7 +26,6 @@ from specsamp.analysis.report import Table
 
 STUDIES = pathlib.Path(__file__).parents[1] / "studies"
 RESULTS = CHECKOUT / "notebooks/results"
-NUMBERS = {int: "whole numbers", float: "numbers"}
 PAIR = pathlib.Path(specsamp.__file__).parent / "checkpoints/assets/python/pair.json"
 
 Document = Mapping[str, Any]  # a result, as its JSON holds it
@@ -36,7 +35,7 @@ Say = Callable[[str], None]  # shows progress
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A flag of a study; its type is the type of the default, or of the first element of a tuple."""
+    """A flag of a study: a text, or several, with commas between them, if the default is a tuple."""
 
     default: Any
     help: str
@@ -45,31 +44,20 @@ class Option:
     def define(self, name: str) -> flags.FlagHolder:
         """Defines the flag."""
         if isinstance(self.default, tuple):
-            return flags.DEFINE_list(name, [str(each) for each in self.default], self.help)
+            return flags.DEFINE_list(name, [*self.default], self.help)
         if self.choices:
             return flags.DEFINE_enum(name, self.default, list(self.choices), self.help)
-        if isinstance(self.default, bool):
-            return flags.DEFINE_bool(name, self.default, self.help)
-        if isinstance(self.default, (int, float)):
-            define = flags.DEFINE_integer if isinstance(self.default, int) else flags.DEFINE_float
-            return define(name, self.default, self.help)
         return flags.DEFINE_string(name, self.default, self.help)
 
     def read(self, name: str, value: Any) -> Any:
         """Returns the value of the flag; raises ValueError for a wrong element of a list."""
         if not isinstance(self.default, tuple):
             return value
-        kind, given = type(next(iter(self.default), "")), f"--{name}={','.join(map(str, value))}"
-        try:
-            elements = tuple(map(kind, value))
-        except ValueError as error:
-            raise ValueError(f"{given} must be {NUMBERS[kind]} with commas between them") from error
-        if self.default and not elements:
-            raise ValueError(f"{given} is empty: leave it out for {','.join(map(str, self.default))}")
-        for element in elements:
-            if self.choices:
-                validate.choice(f"--{name}", element, self.choices)
-        return elements
+        if self.default and not value:
+            raise ValueError(f"--{name}= is empty: leave it out for {','.join(self.default)}")
+        for element in value if self.choices else ():
+            validate.choice(f"--{name}", element, self.choices)
+        return tuple(value)
 
 
 OF_ALL = {

@@ -158,9 +158,7 @@ class Layout(DeviceLayout):
             taken = {axis for over in placed for axis in over or ()}
             rest = tuple(axis for axis in self.over if axis not in taken)
             placed = [rest if over is None else over for over in placed]
-            unfit = [
-                (name, size, over) for name, size, over in zip(axes, shape, placed) if size % self._num_devices(over)
-            ]
+            unfit = [each for each in zip(axes, shape, placed) if each[1] % self._num_devices(each[2])]
             if not unfit:
                 break
         else:

@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from specsamp import storage
 from support.run_script import FIXED, ROOT
 from support.training import SMALL, metrics
 
@@ -88,21 +89,6 @@ def test_texts_of_an_evaluation_are_kept(tmp_path):
     assert resumed == alone, "log-probabilities round with the texts that are scored beside"
 
 
-def test_an_export_is_whole_file_by_file(tmp_path):
-    def exporting(folder):
-        return ["launch/export.py", "--pair=python", f"--output={tmp_path / folder}"]
-
-    killed_when(lambda: any((tmp_path / "killed").glob("*")), exporting("killed"))
-    for folder in ("alone", "killed"):
-        if folder == "killed":  # what has its name is whole
-            for path in (tmp_path / folder).glob("[!.]*"):
-                assert path.read_bytes() == (tmp_path / "alone" / path.name).read_bytes()
-        status, _, errors = done(exporting(folder))
-        assert status == 0, errors
-    whole = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}
-    assert whole == {path.name: path.read_bytes() for path in (tmp_path / "killed").glob("[!.]*")}
-
-
 def test_a_full_disk_is_one_line_and_keeps_the_cells(tmp_path):
     command = [*GRID, f"--output={tmp_path}/out.json"]
     killed_when(lambda: cells(tmp_path / "out.json"), command)
@@ -133,20 +119,9 @@ def test_a_training_on_a_full_disk_goes_on_from_its_last_checkpoint(tmp_path):
     assert not re.search(r'File ".*/(specsamp|launch)/', errors), (
         errors
     )  # writers of tensors may print theirs as they end
+    with storage.locked(tmp_path / "run"):
+        status, _, errors = done([*command, f"--workdir={tmp_path}/run"])
+    assert status == 2 and f"{tmp_path}/run is being written by another run" in errors, errors
     status, _, errors = done([*command, f"--workdir={tmp_path}/run"])
     assert status == 0, errors
     assert metrics(tmp_path / "run") == metrics(tmp_path / "alone")
-
-
-def test_two_trainings_do_not_share_a_folder(tmp_path):
-    command = ["launch/train.py", "--config=configs/python_pair.py:tiny_target", f"--workdir={tmp_path}/run"]
-    command += [f"--config.{name}={value}" for name, value in (SMALL | {"train.steps": 100000}).items()]
-    first = start(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while first.poll() is None and not metrics(tmp_path / "run"):
-            time.sleep(0.05)
-        status, _, errors = done(command)
-        assert status == 2 and f"{tmp_path}/run is being written by another run" in errors, errors
-    finally:
-        first.kill()
-        first.wait()

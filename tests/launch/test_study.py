@@ -22,20 +22,20 @@ def run(capsys):
     measured = []
 
     def measure(options, key, say):
-        if key["K"] == options.fail_at:
+        if key["K"] == int(options.fail_at):
             raise KeyboardInterrupt
         measured.append(key["K"])
-        return {"ms": options.scale * key["K"]}
+        return {"ms": float(options.scale) * key["K"]}
 
     STUDY = Study(
         question="How long?",
         options={
-            "scale": Option(1.0, "Multiplies."),
-            "fail_at": Option(-1, "Ends there."),
-            "lengths": Option((1, 2, 4), "K."),
+            "scale": Option("1.0", "Multiplies."),
+            "fail_at": Option("-1", "Ends there."),
+            "lengths": Option(("1", "2", "4"), "K."),
             "ways": Option(("a", "b"), "Ways.", choices=("a", "b")),
         },
-        cells=lambda options: [{"K": K} for K in options.lengths],
+        cells=lambda options: [{"K": int(K)} for K in options.lengths],
         identity=lambda options: {"scale": options.scale},
         measure=measure,
         tables={"times": Published(["times"], table), "again": Published(["times"], table)},
@@ -43,10 +43,10 @@ def run(capsys):
     )
 
     def alone(options, key, say):
-        measured.append(options.scale)
-        return {"ms": options.scale}
+        measured.append(float(options.scale))
+        return {"ms": float(options.scale)}
 
-    one = Study(question="How long alone?", options={"scale": Option(1.0, "Multiplies.")}, measure=alone)
+    one = Study(question="How long alone?", options={"scale": Option("1.0", "Multiplies.")}, measure=alone)
 
     def run(*arguments, of=STUDY):
         measured.clear()
@@ -73,7 +73,7 @@ def test_cells_that_were_measured_are_kept_and_the_same_command_goes_on(run, tmp
     assert run("--again", f"--output={output}")[1] == [1, 2, 4]
     assert run("--lengths=2", f"--output={output}")[1] == []
     document = json.loads(output.read_text())
-    assert len(document["cells"]) == 3 and document["identity"]["scale"] == 1.0 and "jax" in document["environment"]
+    assert len(document["cells"]) == 3 and document["identity"]["scale"] == "1.0" and "jax" in document["environment"]
 
 
 def test_a_file_of_another_identity_is_refused_and_left_alone(run, tmp_path):
@@ -81,7 +81,7 @@ def test_a_file_of_another_identity_is_refused_and_left_alone(run, tmp_path):
     run(f"--output={output}")
     before = output.read_bytes()
     status, measured, _, err = run("--scale=2", f"--output={output}")
-    assert (status, measured) == (2, []) and "scale was 1.0, is 2.0" in err and output.read_bytes() == before
+    assert (status, measured) == (2, []) and "scale was '1.0', is '2'" in err and output.read_bytes() == before
 
 
 def test_a_single_result_is_measured_once_and_replaces_nothing_else(run, tmp_path):
@@ -98,7 +98,7 @@ def test_a_single_result_is_measured_once_and_replaces_nothing_else(run, tmp_pat
     output.unlink()
     run(f"--output={output}", of="one")
     status, measured, _, err = run(f"--output={output}", "--scale=2", of="one")
-    assert (status, measured) == (2, []) and "options.scale was 1.0, is 2.0" in err
+    assert (status, measured) == (2, []) and "options.scale was '1.0', is '2'" in err
     document = study.read_result("alone", tmp_path)
     assert document["ms"] == 1.0 and "jax" in document["environment"], "tables read the fields of a single cell"
 
@@ -114,7 +114,6 @@ def test_results_are_shown_without_measuring(run, tmp_path):
 @pytest.mark.parametrize(
     "argument, told",
     [
-        ("--lengths=1,x", "--lengths=1,x must be whole numbers"),
         ("--lengths=", "--lengths= is empty"),
         ("--ways=a,c", "--ways must be one of a, b; got 'c'"),
     ],
