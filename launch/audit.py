@@ -79,9 +79,9 @@ def main() -> int:
         distribution_prompts=_DISTRIBUTION_PROMPTS.value,
         rows=_ROWS.value,
     )
+    use_compilation_cache()
     experiment = build(config, read_prompts(_PROMPTS.value), all_fields=True)
     subject = make_subject(config, experiment, _COUNT.value)
-    use_compilation_cache()
     console.print(headline(experiment))
     with entry.progress(console, "starting") as say:
         found = audit(subject, settings, progress=say)

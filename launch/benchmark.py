@@ -85,9 +85,9 @@ def main() -> None:
         raise ValueError("--trace is of compiled programs, and JAX_DISABLE_JIT is set: leave out one of the two")
     if _TRACE.value:
         entry.check_output(f"{_TRACE.value.rstrip('/')}/profile", "trace")
+    console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
     experiment = build(config, read_prompts(_PROMPTS.value), all_fields=True)
     console.print(headline(experiment))
-    console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
     measure_all(make_cells(configs, experiment), identity | pair_identity(experiment), experiment.pair, console)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and calls are not timed.")

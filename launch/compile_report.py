@@ -35,7 +35,7 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.tpu import pair_report
 from specsamp.tpu.calibration import fit_published
 from specsamp.tpu.lowering import Programs, sharded_head_model
-from specsamp.tpu.topology import described_mesh, parse
+from specsamp.tpu.topology import CHIPS, described_mesh, parse
 
 _CONFIG = ConfigFlag("configs/chinchilla.py", ExperimentConfig)
 _TOPOLOGY = flags.DEFINE_string(
@@ -116,7 +116,8 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
 
 def with_kernels(model: TransformerLM, config: ExperimentConfig) -> TransformerLM:
     """Returns the model with the attention of ``config.attention`` on a TPU."""
-    kernels = choose_kernels(config.attention, backend="tpu")
+    is_old = config.attention == "auto" and parse(_TOPOLOGY.value)[0] == CHIPS["v3"]  # whose compiler refuses them
+    kernels = None if is_old else choose_kernels(config.attention, backend="tpu")
     return dataclasses.replace(model, weight_order="default", kernels=kernels)
 
 

@@ -89,10 +89,10 @@ def wanted() -> Wanted:
 def look_at_head(console: Console) -> int:
     """Prints the acceptance of the head of --config; returns 1 if it does not fit."""
     config = _CONFIG.value
+    use_compilation_cache()
     experiment = build(config, read_prompts(_PROMPTS.value), check_heads=False)
     if experiment.pair.head is None:
         raise ValueError(f"drafter = {config.drafter!r}, and the pair has no head: name one, see --help")
-    use_compilation_cache()
     console.print(headline(experiment, task="a check of the head"))
     asked, sampling = experiment.workload.prompts, experiment.method.sampling
     with entry.progress(console, "decoding with the head"):

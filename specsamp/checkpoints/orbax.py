@@ -65,7 +65,7 @@ class Checkpoints:
 
         Args:
           step: default the latest.
-          padded: shapes may have more rows than were saved; the added rows are zero.
+          padded: matrices may have more rows than were saved; the added rows are zero.
 
         Raises:
           FileNotFoundError: there is no checkpoint.
@@ -81,8 +81,8 @@ class Checkpoints:
             for name, tree in shapes.items():
                 if saved[name] is None:
                     raise ValueError(f"{name!r} has no metadata")
-                if not padded:
-                    check_shapes(f"the checkpoint {place}/{name}", getattr(saved[name], "tree", saved[name]), tree)
+                have = getattr(saved[name], "tree", saved[name])
+                check_shapes(f"the checkpoint {place}/{name}", have, tree, padded=padded)
             items = {name: ocp.args.StandardRestore(tree, strict=not padded) for name, tree in shapes.items()}
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except WrongShapes:

@@ -20,18 +20,26 @@ class WrongShapes(ValueError):
     """Raised for trees of different shapes; the message has the first leaves that differ."""
 
 
-def check_shapes(what: str, have: Any, want: Any) -> None:
+def check_shapes(what: str, have: Any, want: Any, *, padded: bool = False) -> None:
     """Raises `WrongShapes` unless two trees have leaves of the same names and shapes.
 
     Args:
       what: names ``have`` in the message, such as by its path.
       have, want: trees of leaves with a shape.
+      padded: ``want`` may have more rows of a matrix; what only one of them has is not compared.
     """
     have, want = _shapes(have), _shapes(want)
+
+    def fits(name: str) -> bool:
+        there, here = have.get(name), want.get(name)
+        if padded and there and here:
+            return there[0] <= here[0] and there[1:] == here[1:]
+        return padded or there == here
+
     different = [
         f"{name}: {have.get(name, 'absent')} there, {want.get(name, 'absent')} wanted"
         for name in sorted(have.keys() | want.keys())
-        if have.get(name) != want.get(name)
+        if not fits(name)
     ]
     if different:
         more = f" and {len(different) - MOST_SHOWN} more" if len(different) > MOST_SHOWN else ""

@@ -2,7 +2,7 @@
 
 Q, K and V are one matrix ``[D, (N+2M) H]``, the output matrix is ``[D, V]`` (a copy, if it is tied), tables of relative
 keys are ``[M, H, S]``, and keys are cached as ``[B, M, H, S]`` (`TransposedKVCache`). XLA's CPU backend would transpose
-``[D, N, H]`` in every call. Experts have ``[E, D, F]``. Such weights cannot be split over a mesh, because one axis joins several logical axes.
+``[D, N, H]`` in every call. Gate and up of experts are ``[E, D, F]``. Such weights cannot be split over a mesh, because one axis joins several logical axes.
 
 For a product with an int8 matrix, this backend first writes the whole matrix in float32. Converted in blocks
 (`Int8Blocks`), the float32 values stay in the CPU's cache, and a quarter of the bytes is read from memory.

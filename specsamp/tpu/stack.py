@@ -43,7 +43,7 @@ class Stack:
     topology: str
     batch: int = 1
     slots: int = 2048
-    kernels: Kernels | None = None  # of attention over the caches
+    kernels: Kernels | None = None  # None: XLA's operations
     live: float = 0.5  # see `specsamp.tpu.program.measure_program`
     drafter: TransformerConfig | HeadConfig | int | None = None  # a model, a head, or the last layer of an early exit
 

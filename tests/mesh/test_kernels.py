@@ -22,21 +22,22 @@ from support.extras import slow_but
 from support.weights import drawn_params
 
 SLOTS = 128
-# Mesh, heads, kv heads, size of a head.
+NORMED = dict(width=128, positions="rotary", query_key_norm=True)  # norms and rotations by kernels, too
+# Mesh, heads, kv heads, size of a head, and what else differs.
 MESHES = {
-    "a kv head for two": (dict(data=2, model=4, num_kv_heads=2), 8, 2, 128),
-    "three for two": (dict(data=1, model=4, num_kv_heads=6), 12, 6, 128),
-    "copies": (dict(data=4, model=1), 2, 2, 128),
-    "in pairs": (dict(data=2, model=4, num_kv_heads=2), 8, 2, 64),
+    "a kv head for two": (dict(data=2, model=4, num_kv_heads=2), 8, 2, 128, NORMED),
+    "three for two": (dict(data=1, model=4, num_kv_heads=6), 12, 6, 128, {}),
+    "copies": (dict(data=4, model=1), 2, 2, 128, {}),
+    "in pairs": (dict(data=2, model=4, num_kv_heads=2), 8, 2, 64, {}),
 }
 
 
 @pytest.mark.parametrize("name", slow_but(MESHES, "a kv head for two", "in pairs"))
 def test_a_call_over_a_mesh_equals_one_device(name):
-    sizes, heads, kv_heads, size = MESHES[name]
+    sizes, heads, kv_heads, size, more = MESHES[name]
     devices = jax.devices()[: sizes["data"] * sizes["model"]]
     mesh = make_mesh(**sizes, devices=devices)
-    model = TransformerLM(tiny(num_heads=heads, num_kv_heads=kv_heads, head_size=size, num_layers=1))
+    model = TransformerLM(tiny(num_heads=heads, num_kv_heads=kv_heads, head_size=size, num_layers=1, **more))
     weights = model.fit_slots(model.prepare(drawn_params(model, noise=0.1)), SLOTS)
     layout = Layout.tensor_parallel(mesh) if sizes["model"] > 1 else Layout.replicated(mesh)
     sharded = shard_model(dataclasses.replace(model, kernels=Kernels(interpret=True)), layout)

@@ -241,14 +241,11 @@ def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
     def odd(q_BNTH, entries, seen, *rest, **options):
         return right(q_BNTH, entries, dataclasses.replace(seen, bounds_BT2=seen.bounds_BT2 + 1), *rest, **options)
 
-    for wrong, expected in (
-        (odd, r"differs from one without by \d+\.\d%"),
-        (None, "failed: .*callable"),
-    ):
+    for wrong, told in ((odd, r"differs from one without by \d+\.\d%"), (None, "failed: .*callable")):
         monkeypatch.setattr(kernel_cache, "decode_attention", wrong)
         why_not.cache_clear()
         jax.clear_caches()
-        assert re.fullmatch(f"a call with kernels {expected}", why_not(config, INTERPRETED))
+        assert re.fullmatch(f"a call with kernels {told}", why_not(config, INTERPRETED))
     why_not.cache_clear()
 
 

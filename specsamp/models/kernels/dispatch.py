@@ -1,4 +1,4 @@
-"""The kernels that a `LayerCache` calls for attention and for its writes, and `Experts` for few tokens; also on a mesh."""
+"""The kernels of a model: attention over caches and writes to them, experts, norms and rotations; also on a mesh."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ ATTENTION = ("auto", "plain", "kernel")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Says how the caches of a model call kernels; static.
+    """Says how a model calls kernels; static.
 
-    Calls of many tokens, which read prompts, do without kernels; so do all calls of a cache whose slots are no multiple
-    of 128. Heads of 64 entries have a `specsamp.models.cache.PairedKVCache`.
+    Calls of many tokens, which read prompts, do without kernels; so do all caches whose slots are no multiple of 128.
+    Heads of 64 entries have a `specsamp.models.cache.PairedKVCache`.
 
     Attributes:
       layout: of the model over a mesh, each of whose devices calls the kernels for its own heads; None: one device.
@@ -93,7 +93,8 @@ class Kernels:
 
     def take_small(self, x: Array) -> bool:
         """Returns whether operations on ``[..., T, X]`` are done by one kernel: each alone would cost what its start costs."""
-        return x.shape[-1] % LANES == 0 and x.size <= MAX_SMALL
+        padded = x.size // x.shape[-2] * -(-x.shape[-2] // 8) * 8  # to whole registers
+        return x.shape[-1] % LANES == 0 and x.size <= MAX_SMALL and padded <= 4 * MAX_SMALL
 
     def in_one(self, function: Callable, operands: tuple, axes: tuple[str | None, ...]) -> Any:
         """Computes a function of arrays and trees of arrays; ``axes`` split axis 1 of the first operands, and of the results."""
@@ -139,4 +140,5 @@ def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None
 
 @functools.cache
 def say_once(text: str) -> None:
+    """Warns, once in a process."""
     logging.warning(text)

@@ -72,6 +72,7 @@ def part_width(inner: int, width: int, itemsize: int) -> int | None:
     """Returns the width of an expert that a step takes, or None if experts cannot be cut into parts."""
     tile = TILES[itemsize]
     fitting = (each for each in range(tile, inner + 1, tile) if inner % each == 0)
+    itemsize = max(itemsize, 2)  # int8 is widened on chip
     return max((each for each in fitting if 3 * each * width * itemsize <= STEP_BYTES), default=None)
 
 
@@ -81,7 +82,8 @@ def _kernel(first, x, logits, *refs, chosen, normalised, activation, part):
     parts = inner // part
     shares_RE = _shares(logits[...], chosen, normalised)
     lane_1E = jax.lax.broadcasted_iota(jnp.int32, (1, shares_RE.shape[1]), 1)
-    is_here_1E = (lane_1E >= first) & (lane_1E < first + here) & (shares_RE.max(axis=0, keepdims=True) > 0)
+    is_chosen_1E = jnp.where(shares_RE != 0, 1, 0).max(axis=0, keepdims=True) > 0  # also by what is no number
+    is_here_1E = (lane_1E >= first) & (lane_1E < first + here) & is_chosen_1E
     end = first + here
 
     def behind(expert):
