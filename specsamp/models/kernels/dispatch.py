@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from specsamp import validate
 from specsamp.models.cache import PAIRED_SIZE, LayerCache
 from specsamp.models.config import TransformerConfig
-from specsamp.models.experts import FEW
 from specsamp.models.interface import DeviceLayout
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
 from specsamp.models.kernels.common import LANES, MAX_SMALL, in_one_kernel
@@ -111,7 +110,7 @@ class Kernels:
         fits = width % LANES == 0 and part_width(inner, width, dtype.itemsize) is not None
         if not fits:
             say_once(f"experts are not a kernel: a device has matrices of {inner} x {width} in {dtype}")
-        return fits and tokens <= FEW
+        return fits and tokens <= MAX_TOKENS
 
     def mix_experts(
         self, config: TransformerConfig, x_RD: Array, logits_RE: Array, stacked: dict[str, Any], first: Array

@@ -1,4 +1,4 @@
-"""Routes a few tokens and mixes the results of their experts; of the experts only those that are chosen are fetched.
+"""Routes up to 128 tokens and mixes the results of their experts; of the experts only those that are chosen are fetched.
 
 A step of a loop multiplies all tokens by a part of the width of a chosen expert, while the next two parts are on their
 way: with one, a step would wait for the latency of memory.
