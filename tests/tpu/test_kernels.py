@@ -150,7 +150,8 @@ def test_a_tree_compiles_within_data_shards(shape):
     arguments = programs.weights(model), tokens_BT, start_B, programs.cache(model), visible_BTR
     compiled = jax.jit(split, donate_argnums=3).lower(*arguments).compile(compiler_options=dict(FEWEST_COLLECTIVES))
     text = compiled.as_text()
-    assert text.count('custom_call_target="tpu_custom_call"') == 7, "rows, attention, rows that are moved, norms, heads"
+    called = 6 + (config.head_size == 128)  # rows, attention, rows that are moved, norms; rotations of whole lanes
+    assert text.count('custom_call_target="tpu_custom_call"') == called
     cache = 2 * batch * config.num_kv_heads * slots * config.head_size * (1 if config.cache_dtype else 4)
     devices = 4 if config.num_kv_heads == 2 else 2
     assert compiled.memory_analysis().alias_size_in_bytes >= cache / devices
