@@ -232,6 +232,7 @@ def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
     """An odd one sees one slot more than it should; others raise what nobody foresees."""
     config = tiny(width=256, num_heads=2, positions="rotary", dtype="bfloat16", gated=True, experts=TWO_OF_FOUR)
