@@ -25,7 +25,7 @@ from specsamp.models.compiling import FEWEST_COLLECTIVES, options_on
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.models.kernels.dispatch import choose_kernels, say_once
-from specsamp.models.kernels.first_call import why_not
+from specsamp.models.kernels.first_call import reason_for_plain
 from specsamp.models.transformer import TransformerLM
 
 Array = jax.Array
@@ -108,7 +108,7 @@ def with_attention(pair: Pair, attention: str) -> Pair:
         if not isinstance(model, TransformerLM):
             return model
         is_checked = chosen is not None and attention == "auto"
-        reason = from_first(lambda: why_not(model.config, chosen)) if is_checked else ""
+        reason = from_first(lambda: reason_for_plain(model.config, chosen)) if is_checked else ""
         if reason:
             say_once(f"attention and experts are not kernels: {reason}")
         return dataclasses.replace(model, kernels=None if reason else chosen)

@@ -126,7 +126,7 @@ class Attention(nn.Module):
 
         if self.kernels is None or not (vectors or rope) or not self.kernels.take_small(q_BNTH):
             return turn(q_BNTH, k_BMTH, vectors, rope)
-        return self.kernels.in_one(turn, (q_BNTH, k_BMTH, vectors, rope), ("heads", "kv_heads"))
+        return self.kernels.fuse(turn, (q_BNTH, k_BMTH, vectors, rope), ("heads", "kv_heads"))
 
     def score_distances(self, q_BNTH: Array, table: Array | None, num_slots: int) -> tuple[Array, Array]:
         """Returns the queries for the keys, and their scores by reversed distance, ``[B, N, T, S]`` float32.

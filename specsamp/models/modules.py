@@ -56,7 +56,7 @@ class Norm(nn.Module):
     def __call__(self, x):
         function, vectors = functools.partial(normalise, self.config), self.vectors(x.shape[-1])
         if self.kernels is not None and self.kernels.take_small(x):
-            return self.kernels.in_one(function, (x, *vectors), (None,))
+            return self.kernels.fuse(function, (x, *vectors), (None,))
         return function(x, *vectors)
 
     @nn.compact

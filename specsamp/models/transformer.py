@@ -38,7 +38,7 @@ class TransformerLM(LayeredModel):
     Attributes:
       weight_order: the order of axes in decode-time weights and caches: "default", head-major like the parameters, for
         TPUs and meshes; or "cpu", see `specsamp.models.cpu_weights`. Results are the same.
-      kernels: of attention over the caches and of experts, for TPUs; None: XLA's operations, for all backends.
+      kernels: of attention over the caches, experts, norms and rotations, for TPUs; None: XLA's operations.
       layout: of the weights over a mesh, for layers with experts; None: one device.
     """
 

@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict
 from specsamp.checkpoints import trained_pair as pairs
 from specsamp.checkpoints.hub import find_folder
 from specsamp.checkpoints.int8_tensors import PAIR_SCALES, read_pair_tensors, write_pair_tensors
-from specsamp.checkpoints.params import digest, digest_of_pair
+from specsamp.checkpoints.params import check_shapes, digest, digest_of_pair
 from specsamp.checkpoints.trained_pair import load_pair, load_prompts, save_pair
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
@@ -228,3 +228,6 @@ def test_a_mesh_and_padding_do_not_change_it():
     placed = jax.device_put(PARAMS, split.param_shardings(PARAMS))
     padded = PARAMS | {"embedding": jnp.pad(PARAMS["embedding"], ((0, 8), (0, 0)))}
     assert digest(placed) == digest(padded) == digest(PARAMS)
+    check_shapes("a checkpoint", PARAMS, padded, padded=True)
+    with pytest.raises(ValueError, match="a checkpoint is of another model: gate: .4, 6, 3. there, .4, 3, 6. wanted"):
+        check_shapes("a checkpoint", {"gate": np.zeros((4, 6, 3))}, {"gate": np.zeros((4, 3, 6))}, padded=True)

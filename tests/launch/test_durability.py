@@ -116,9 +116,8 @@ def test_a_training_on_a_full_disk_goes_on_from_its_last_checkpoint(tmp_path):
     largest = max(path.stat().st_size for path in (tmp_path / "alone" / "checkpoints").rglob("*") if path.is_file())
     status, _, errors = done([*command, f"--workdir={tmp_path}/run"], largest_file=largest // 2)
     assert status == 2 and "File too large" in errors, errors
-    assert not re.search(r'File ".*/(specsamp|launch)/', errors), (
-        errors
-    )  # writers of tensors may print theirs as they end
+    # Writers of tensors may print their own files as they end.
+    assert not re.search(r'File ".*/(specsamp|launch)/', errors), errors
     with storage.locked(tmp_path / "run"):
         status, _, errors = done([*command, f"--workdir={tmp_path}/run"])
     assert status == 2 and f"{tmp_path}/run is being written by another run" in errors, errors

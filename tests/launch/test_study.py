@@ -111,13 +111,10 @@ def test_results_are_shown_without_measuring(run, tmp_path):
     assert run(f"--results={tmp_path}/none")[0] == 2
 
 
-@pytest.mark.parametrize(
-    "argument, told",
-    [
-        ("--lengths=", "--lengths= is empty"),
-        ("--ways=a,c", "--ways must be one of a, b; got 'c'"),
-    ],
-)
+WRONG = [("--lengths=", "--lengths= is empty"), ("--ways=a,c", "--ways must be one of a, b; got 'c'")]
+
+
+@pytest.mark.parametrize("argument, told", WRONG)
 def test_elements_of_lists_are_checked(run, argument, told):
     status, measured, _, err = run(argument)
     assert (status, measured) == (2, []) and told in err

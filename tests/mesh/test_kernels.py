@@ -83,7 +83,7 @@ def test_attention_is_chosen_for_a_pair_on_its_mesh(monkeypatch):
     assert with_attention(pair, "kernel").draft.kernels == Kernels()
     asked = []
     monkeypatch.setattr(
-        mesh_sharded, "why_not", lambda *shape: asked.append(shape) or "one differs" * (len(asked) == 1)
+        mesh_sharded, "reason_for_plain", lambda *shape: asked.append(shape) or "one differs" * (len(asked) == 1)
     )
     found = with_attention(pair, "auto")
     assert (found.target.kernels, found.draft.kernels, asked) == (None, Kernels(), [(model.config, Kernels())] * 2)

@@ -123,7 +123,7 @@ def test_int8_experts_are_the_matrices_they_stand_for(params, stacked):
 
 @pytest.mark.parametrize("dtype, in_int8, tokens, part", [("float32", False, 5, 16), ("bfloat16", True, 40, 32)])
 def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, part, monkeypatch):
-    """On two devices with half of the experts each, in parts; of experts that nobody chose nothing is read."""
+    """Mixes half of the experts on each of two devices, in parts; of experts that nobody chose nothing is read."""
     config = tiny(width=128, gated=True, activation="silu", experts=dataclasses.replace(EXPERTS, width=64))
     monkeypatch.setattr(mix_kernel, "STEP_BYTES", 3 * part * 128 * (2 if in_int8 else 4))
     random, axes = np.random.default_rng(0), {"gate": (2,), "up": (2,), "down": (1,)}

@@ -20,7 +20,7 @@ from specsamp.models.kernels import dispatch as kernel_cache
 from specsamp.models.kernels.append_rows import append_rows
 from specsamp.models.kernels.decode_attention import block_shape, fetched_share
 from specsamp.models.kernels.dispatch import Kernels, choose_kernels
-from specsamp.models.kernels.first_call import why_not
+from specsamp.models.kernels.first_call import reason_for_plain
 from specsamp.models.slots import write_slots
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
@@ -236,7 +236,7 @@ def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
 def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
     """An odd one sees one slot more than it should; others raise what nobody foresees."""
     config = tiny(width=256, num_heads=2, positions="rotary", dtype="bfloat16", gated=True, experts=TWO_OF_FOUR)
-    assert why_not(config, INTERPRETED) == ""
+    assert reason_for_plain(config, INTERPRETED) == ""
     right = kernel_cache.decode_attention
 
     def odd(q_BNTH, entries, seen, *rest, **options):
@@ -244,10 +244,10 @@ def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
 
     for wrong, told in ((odd, r"differs from one without by \d+\.\d%"), (None, "failed: .*callable")):
         monkeypatch.setattr(kernel_cache, "decode_attention", wrong)
-        why_not.cache_clear()
+        reason_for_plain.cache_clear()
         jax.clear_caches()
-        assert re.fullmatch(f"a call with kernels {told}", why_not(config, INTERPRETED))
-    why_not.cache_clear()
+        assert re.fullmatch(f"a call with kernels {told}", reason_for_plain(config, INTERPRETED))
+    reason_for_plain.cache_clear()
 
 
 def test_words_for_attention():

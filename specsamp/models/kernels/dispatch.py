@@ -95,7 +95,7 @@ class Kernels:
         padded = x.size // x.shape[-2] * -(-x.shape[-2] // 8) * 8  # to whole registers
         return x.shape[-1] % LANES == 0 and x.size <= MAX_SMALL and padded <= 4 * MAX_SMALL
 
-    def in_one(self, function: Callable, operands: tuple, axes: tuple[str | None, ...]) -> Any:
+    def fuse(self, function: Callable, operands: tuple, axes: tuple[str | None, ...]) -> Any:
         """Computes a function of arrays and trees of arrays; ``axes`` split axis 1 of the first operands, and of the results."""
         compute = functools.partial(in_one_kernel, function, interpret=self.interpret)
         if self.layout is None:

@@ -21,7 +21,7 @@ NEAR = {"float32": 1e-3, "bfloat16": 0.07}
 
 
 @functools.cache
-def why_not(config: TransformerConfig, kernels: Kernels) -> str:
+def reason_for_plain(config: TransformerConfig, kernels: Kernels) -> str:
     """Returns why a model of this shape does without kernels here; an empty text if it can have them.
 
     Two models of two layers with the same heads and caches, random parameters and a few experts read two texts and score

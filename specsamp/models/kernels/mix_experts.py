@@ -59,10 +59,7 @@ def mix_experts(
         out_shape=jax.ShapeDtypeStruct(x_RD.shape, jnp.float32),
         in_specs=[smem, vmem, vmem, *[vmem] * len(scales), *[anywhere] * 3],
         out_specs=vmem,
-        scratch_shapes=[
-            pltpu.VMEM((SLOTS, 3, part, width), matrices[0].dtype),
-            pltpu.SemaphoreType.DMA((SLOTS, 3)),
-        ],
+        scratch_shapes=[pltpu.VMEM((SLOTS, 3, part, width), matrices[0].dtype), pltpu.SemaphoreType.DMA((SLOTS, 3))],
         interpret=interpret,
         name=NAME,
     )(first.reshape(1), x_RD, logits_RE, *scales, *[in_hbm(matrix, interpret=interpret) for matrix in matrices])
@@ -77,6 +74,7 @@ def part_width(inner: int, width: int, itemsize: int) -> int | None:
 
 
 def _kernel(first, x, logits, *refs, chosen, normalised, activation, part):
+    """Adds up the results of the chosen experts of this device, a part of an expert's width in each step."""
     *scales, gate, up, down, out, buffer, arrived = refs
     first, (here, inner, _) = first[0], gate.shape
     parts = inner // part
