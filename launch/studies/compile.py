@@ -73,7 +73,7 @@ def slices(topology: str, batch: int) -> dict[str, Any]:
 
 
 def scoring(topology: str, tokens: int) -> dict[str, Any]:
-    return stack_of(chinchilla_70b(), topology).call(tokens).facts(topology)
+    return stack_of(chinchilla_70b(), topology, kernels=Kernels()).call(tokens).facts(topology)
 
 
 def heads(target: str, topology: str, drafter: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def heads(target: str, topology: str, drafter: str) -> dict[str, Any]:
 def drafting_stack(target: str, topology: str, drafter: str) -> Stack:
     config = MODELS[target]()
     drafting = EXIT_LAYER if drafter == EXIT else HEADS[drafter](config) if drafter in HEADS else MODELS[drafter]()
-    return stack_of(config, topology, drafter=drafting)
+    return stack_of(config, topology, drafter=drafting, kernels=Kernels())
 
 
 def kernels(model: str, topology: str, program: str, batch: int, slots: int, live: int) -> dict[str, Any]:

@@ -52,6 +52,7 @@ from specsamp.models.compiling import Options
 from specsamp.models.interface import LanguageModel, Output, check_logits
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, Meter, Rule, TargetDistributions, Verdict
+from specsamp.sampling.warp import with_kernels
 
 Array = jax.Array
 _Carry = tuple[Array, DecodeState]  # rounds so far, state
@@ -124,6 +125,9 @@ class Loop:
         min_running: Array | int = 1,
     ) -> DecodeState:
         """Runs the rows of one shard."""
+        kernels = self.target.kernels
+        sampling, drafting = with_kernels(request.sampling, kernels), with_kernels(request.draft_sampling, kernels)
+        request = dataclasses.replace(request, sampling=sampling, draft_sampling=drafting)
 
         def goes_on(carry: _Carry) -> Array:
             rounds, state = carry

@@ -132,8 +132,8 @@ class ShardedModel(LayeredModel):
     whole: LanguageModel | None = None
 
     def __post_init__(self):
-        for size in ("vocab_size", "max_positions", "num_layers", "width", "config"):  # those of the model inside
-            object.__setattr__(self, size, getattr(self.model, size, None))
+        for name in ("vocab_size", "max_positions", "num_layers", "width", "config", "kernels"):  # of the model inside
+            object.__setattr__(self, name, getattr(self.model, name, None))
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:

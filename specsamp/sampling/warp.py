@@ -20,18 +20,24 @@ Each keeps the most probable token. Greedy breaks ties towards the lowest index,
 The thresholds of ``top_k`` and ``top_p`` are found by a binary search over the *bit pattern* of the threshold (floats
 of one sign are ordered like their bits). It is exact after all bits, and avoids sorting the vocabulary, which is slow,
 above all on a TPU. The vocabulary is folded into eight rows, so that a single sequence fills a TPU's registers; all
-sums use this order. The search is skipped if the numbers of the warps show that no row of a call needs it.
+sums use this order. The search is skipped if the numbers of the warps show that no row of a call needs it. Warps that
+have no state follow each other on the folded vocabulary, on a TPU in one kernel.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+if TYPE_CHECKING:
+    from specsamp.models.kernels.dispatch import Kernels
 
 Array = jax.Array
 
@@ -66,6 +72,17 @@ class Warp:
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         """Returns warped logits, ``-inf`` where a token is excluded."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__(): define how it warps logits")
+
+
+class FoldedWarp(Warp):
+    """A warp without a state, of a folded vocabulary; its operations are those that a kernel has."""
+
+    def __call__(self, logits: Array, state: Any = ()) -> Array:
+        return chain(self)(logits)
+
+    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+        """Returns warped logits ``[..., 8, V / 8]``; with ``all_greedy`` every row has a single token already."""
+        raise NotImplementedError
 
 
 def is_stateless(state: Any) -> bool:
@@ -147,8 +164,21 @@ def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
       ``[B, ..., V]``; excluded tokens are ``-inf``.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    warped = warp(logits, state)
-    return unfold(jax.nn.log_softmax(fold(warped, -jnp.inf), axis=FOLDED), warped.shape[-1])
+    warp, state = append(warp, state, Normalised())
+    return warp(logits, state)
+
+
+def with_kernels(warp: Warp, kernels: Kernels | None) -> Warp:
+    """Returns a chain whose warps without a state are kernels; other warps, and all if it is None, are XLA's operations."""
+    return dataclasses.replace(warp, kernels=kernels) if isinstance(warp, Chain) else warp
+
+
+def append(warp: Warp, state: Any, last: Warp) -> tuple[Chain, Any]:
+    """Returns a warp followed by ``last``, which has no state, and the state of both."""
+    if not is_stateless(state):
+        state = (*state, ()) if isinstance(warp, Chain) else (state, ())
+    both = chain(warp, last)
+    return with_kernels(both, getattr(warp, "kernels", None)), state
 
 
 def for_rows(warp: Warp, rows: int) -> Warp:
@@ -176,9 +206,10 @@ def for_rows(warp: Warp, rows: int) -> Warp:
     return jax.tree.map(expand, warp)
 
 
-@register_warp
+@dataclasses.dataclass(frozen=True)
 class Chain(Warp):
     warps: tuple[Warp, ...]
+    kernels: Kernels | None = None  # for the warps that have no state; static
 
     @property
     def may_exclude_all(self) -> bool:
@@ -208,44 +239,64 @@ class Chain(Warp):
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         states = ((),) * len(self.warps) if is_stateless(state) else state
-        all_greedy = jnp.bool(False)
-        for warp, each in zip(self.warps, states, strict=True):
-            if isinstance(warp, (TopK, TopP)):
-                logits = warp(logits, each, all_greedy)
+        pairs = zip(self.warps, states, strict=True)
+        for is_folded, group in itertools.groupby(pairs, lambda pair: isinstance(pair[0], FoldedWarp)):
+            if is_folded:
+                logits = self._on_folded(tuple(warp for warp, _ in group), logits)
                 continue
-            logits = warp(logits, each)
-            if isinstance(warp, Temperature):
-                all_greedy = jnp.all(jnp.asarray(warp.value) < GREEDY_BELOW)
-            elif not isinstance(warp, (MinP, FirstTokens)):  # it may give a greedy row more tokens
-                all_greedy = jnp.bool(False)
+            for warp, each in group:
+                logits = warp(logits, each)
         return logits
 
+    def _on_folded(self, warps: tuple[FoldedWarp, ...], logits: Array) -> Array:
+        folded, in_order = fold(logits, -jnp.inf), functools.partial(_in_order, vocab_size=logits.shape[-1])
+        if self.kernels is None:
+            return unfold(in_order(folded, warps), logits.shape[-1])
+        of_rows = (*folded.shape[:-2], 1, 1)
+        numbers = jax.tree.map(lambda value: jnp.broadcast_to(per_row(value, folded), of_rows), warps)
+        return unfold(self.kernels.by_row(in_order, folded, numbers), logits.shape[-1])
+
+
+def _chain_of(kernels: Kernels | None, warps: Sequence[Any]) -> Chain:
+    return Chain(*warps, kernels)
+
+
+jax.tree_util.register_pytree_node(Chain, lambda chain: ((chain.warps,), chain.kernels), _chain_of)
+
+
+def _in_order(folded: Array, warps: tuple[FoldedWarp, ...], vocab_size: int) -> Array:
+    """Applies warps to a folded vocabulary."""
+    all_greedy: bool | Array = False
+    for warp in warps:
+        folded = warp.on_folded(folded, vocab_size, all_greedy)
+        if isinstance(warp, Temperature):
+            all_greedy = jnp.all(jnp.asarray(warp.value) < GREEDY_BELOW)
+    return folded
+
 
 @register_warp
-class Greedy(Warp):
-    def __call__(self, logits: Array, state: Any = ()) -> Array:
-        return _only_argmax(logits)
+class Greedy(FoldedWarp):
+    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+        return _only_argmax(folded)
 
 
 @register_warp
-class Temperature(Warp):
+class Temperature(FoldedWarp):
     value: Array  # [] or [B]
 
-    def __call__(self, logits: Array, state: Any = ()) -> Array:
-        value = per_row(self.value, logits)
+    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+        value = per_row(self.value, folded)
         is_greedy = value < GREEDY_BELOW
         # On the values before broadcasting, since a reduction over rows that are split over devices would communicate.
-        only = _only_argmax(logits, jnp.any(jnp.asarray(self.value) < GREEDY_BELOW))
-        return jnp.where(is_greedy, only, logits / jnp.where(is_greedy, 1, value))
+        only = _only_argmax(folded, jnp.any(jnp.asarray(self.value) < GREEDY_BELOW))
+        return jnp.where(is_greedy, only, folded / jnp.where(is_greedy, 1, value))
 
 
 @register_warp
-class TopK(Warp):
+class TopK(FoldedWarp):
     value: Array  # [] or [B] int32
 
-    def __call__(self, logits: Array, state: Any = (), skipped: bool | Array = False) -> Array:
-        """Filters tokens; ``skipped``: no search, since every row has a single token already."""
-        folded = fold(logits, -jnp.inf)
+    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
         k, bits = per_row(self.value, folded), _ordered_bits(folded)
 
         def too_low(t):
@@ -253,18 +304,16 @@ class TopK(Warp):
             return jnp.sum(jnp.where(bits >= t, 1.0, 0.0).astype(folded.dtype), axis=FOLDED, keepdims=True) >= k
 
         low = jnp.full_like(bits[..., :1, :1], jnp.iinfo(bits.dtype).min)
-        skipped |= jnp.all(jnp.asarray(self.value) >= logits.shape[-1])
+        skipped = all_greedy | jnp.all(jnp.asarray(self.value) >= vocab_size)
         threshold = _largest(too_low, low, 8 * bits.dtype.itemsize, skipped)
-        return unfold(jnp.where(bits >= threshold, folded, -jnp.inf), logits.shape[-1])
+        return jnp.where(bits >= threshold, folded, -jnp.inf)
 
 
 @register_warp
-class TopP(Warp):
+class TopP(FoldedWarp):
     value: Array  # [] or [B]
 
-    def __call__(self, logits: Array, state: Any = (), skipped: bool | Array = False) -> Array:
-        """Filters tokens; ``skipped``: no search, since every row has a single token already."""
-        folded = fold(logits, -jnp.inf)
+    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
         p, probs = per_row(self.value, folded), jax.nn.softmax(folded, axis=FOLDED)
 
         def as_float(t):
@@ -277,28 +326,35 @@ class TopP(Warp):
 
         # Probabilities are at most one, whose two highest bits are zero.
         low = jnp.zeros_like(probs[..., :1, :1], _integer_of(probs))
-        skipped |= jnp.all(jnp.asarray(self.value) >= 1)
+        skipped = all_greedy | jnp.all(jnp.asarray(self.value) >= 1)
         threshold = _largest(too_low, low, 8 * probs.dtype.itemsize - 2, skipped)
         # A sum that rounds to just above one must not cost p = 1 its last tokens.
-        return unfold(jnp.where((probs >= as_float(threshold)) | (p >= 1), folded, -jnp.inf), logits.shape[-1])
+        return jnp.where((probs >= as_float(threshold)) | (p >= 1), folded, -jnp.inf)
 
 
 @register_warp
-class MinP(Warp):
+class MinP(FoldedWarp):
     value: Array  # [] or [B]
 
-    def __call__(self, logits: Array, state: Any = ()) -> Array:
-        floor = logits.max(-1, keepdims=True) + jnp.log(per_row(self.value, logits))
-        return jnp.where(logits >= floor, logits, -jnp.inf)
+    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+        floor = folded.max(FOLDED, keepdims=True) + jnp.log(per_row(self.value, folded))
+        return jnp.where(folded >= floor, folded, -jnp.inf)
 
 
 @register_warp
-class FirstTokens(Warp):
+class FirstTokens(FoldedWarp):
     value: Array  # [] or [B] int32
 
-    def __call__(self, logits: Array, state: Any = ()) -> Array:
-        tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        return jnp.where(tokens < per_row(self.value, logits), logits, -jnp.inf)
+    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+        return jnp.where(_token_ids(folded) < per_row(self.value, folded), folded, -jnp.inf)
+
+
+@register_warp
+class Normalised(FoldedWarp):
+    """Turns logits into log-probabilities."""
+
+    def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
+        return jax.nn.log_softmax(folded, axis=FOLDED)
 
 
 def checked(name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], Any], requirement: str) -> Any:
@@ -325,15 +381,22 @@ def per_row(value: Array, logits: Array) -> Array:
     return value.reshape(value.shape + (1,) * (logits.ndim - value.ndim))
 
 
-def _only_argmax(logits: Array, wanted: bool | Array = True) -> Array:
+def _only_argmax(folded: Array, wanted: bool | Array = True) -> Array:
     """Puts all mass on the most probable token; where ``wanted`` is false, on token 0, which saves the argmax."""
+    tokens = _token_ids(folded)
 
     def argmax():
-        return jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32)
+        is_most = folded == folded.max(FOLDED, keepdims=True)
+        return jnp.where(is_most, tokens, jnp.iinfo(jnp.int32).max).min(FOLDED, keepdims=True)
 
-    best = jax.lax.cond(wanted, argmax, lambda: jnp.zeros((*logits.shape[:-1], 1), jnp.int32))
-    tokens = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    return jnp.where(tokens == best, jnp.zeros_like(logits), -jnp.inf)
+    best = jax.lax.cond(wanted, argmax, lambda: jnp.zeros((*folded.shape[:-2], 1, 1), jnp.int32))
+    return jnp.where(tokens == best, jnp.zeros_like(folded), -jnp.inf)
+
+
+def _token_ids(folded: Array) -> Array:
+    """Returns the tokens of a folded vocabulary."""
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, folded.shape, folded.ndim + axis) for axis in FOLDED)
+    return row * folded.shape[-1] + column
 
 
 ROWS, FOLDED = 8, (-2, -1)  # of the registers of a TPU; the axes of a folded vocabulary

@@ -52,6 +52,12 @@ def count_small(op: Instruction, given: Sequence[Array], live: float) -> tuple[f
     return sum(x.bytes for x in given if x.in_hbm), op.hbm_bytes, 1.0
 
 
+def count_warps(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
+    """Reads and writes all, a row in each step."""
+    read, written, _ = count_small(op, given, live)
+    return read, written, op.arrays[0].sizes[0]
+
+
 def count_experts(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
     """Reads the experts that the tokens are expected to choose, and all of the rest."""
     *others, gate, up, down = given
@@ -71,4 +77,5 @@ COUNTS: dict[str, Count] = {
     append_rows.NAME: count_rows,
     mix_experts.NAME: count_experts,
     common.SMALL: count_small,
+    common.WARPS: count_warps,
 }

@@ -42,7 +42,7 @@ from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, Rule, TargetDistributions
-from specsamp.sampling.warp import Warp
+from specsamp.sampling.warp import Warp, with_kernels
 
 WINDOW = 2  # tokens of a one-token call on a TPU: a product of one row does not use the matrix unit
 STEP_WINDOWS = (WINDOW, 4)  # tried for a step, so that the baseline is measured at its best
@@ -151,6 +151,7 @@ class Programs:
                 laws = {row: at for at, row in enumerate(dict.fromkeys(size.parents))}
                 rows = [laws.get(row, 0) for row in range(K + 1)]
                 draft = tree_draft(size, tokens_BK, np.array([size.parents]), log_probs_BRV, np.array([rows]))
+            warp = with_kernels(warp, self.target.kernels)
             target = TargetDistributions(logits_BTV=logits_BTV, warp=warp, draft=draft)
             return rule.verify(draft, target, RoundKeys(rows_B=keys_B, starts_B=starts_B))
 

@@ -1,12 +1,14 @@
 """Reads the cycles of our kernels from their final schedules, which the TPU compiler writes as text; it estimates none.
 
 A core issues one bundle of instructions a cycle. The bundles of a kernel's loop count for each step of its grid, and for
-two more in which the pipeline fills and empties, with all branches taken; waiting for memory does not count.
+two more in which the pipeline fills and empties, with all branches taken, and all passes of a loop within the step;
+waiting for memory does not count.
 """
 
 from __future__ import annotations
 
 import atexit
+import collections
 import dataclasses
 import functools
 import os
@@ -16,9 +18,12 @@ import shutil
 import tempfile
 from typing import Self
 
+from specsamp.models.kernels.common import WARPS
+
 FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=false"
 FLAGS += " --xla_jf_dump_llo_pass_label_regex=^final_bundles"
 FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
+PASSES = 16  # of the loop within a step of the kernel of warps, at most: each finds two of 32 bits
 _BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|0) +(?:[A-Z]{2})? *: *(>*)", re.M)
 
 
@@ -31,11 +36,13 @@ class Schedule:
     cores: int  # that share the steps
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Reads the final bundles of a kernel; those of a loop are marked."""
-        marks = _BUNDLE.findall(text)
-        in_loop = sum(map(bool, marks))
-        return cls(once=len(marks) - in_loop, in_loop=in_loop, cores=2 if "barrier-megacore" in text else 1)
+    def parse(cls, text: str, passes: int = 1) -> Self:
+        """Reads the final bundles of a kernel; those of a loop are marked, and twice if a step takes them ``passes`` times."""
+        count = collections.Counter(map(len, _BUNDLE.findall(text)))
+        once, in_loop, inner = count[0], count[1], count.total() - count[0] - count[1]
+        if passes > 1 and not inner:  # a single step is no loop
+            once, in_loop, inner = once + passes * in_loop, 0, 0
+        return cls(once=once, in_loop=in_loop + passes * inner, cores=2 if "barrier-megacore" in text else 1)
 
     def cycles(self, steps: float) -> float:
         """Returns the cycles of a core, at most, if the grid has so many steps."""
@@ -57,6 +64,6 @@ def take(*kernels: str) -> dict[str, Schedule]:
     for path in schedule_folder().iterdir():
         match = FILE.fullmatch(path.name)
         if match and match[1].startswith(kernels):
-            found[match[1]] = Schedule.parse(path.read_text())
+            found[match[1]] = Schedule.parse(path.read_text(), PASSES if match[1].startswith(WARPS) else 1)
         path.unlink()
     return found

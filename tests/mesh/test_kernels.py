@@ -17,6 +17,7 @@ from specsamp.models.cache import PairedKVCache
 from specsamp.models.config import tiny
 from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.warp import chain, for_rows, log_probs, temperature, top_k, top_p, with_kernels
 from support.enumeration import COMPILE_FAST
 from support.extras import slow_but
 from support.weights import drawn_params
@@ -45,22 +46,24 @@ def test_a_call_over_a_mesh_equals_one_device(name):
     cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), model.init_cache(batch, SLOTS))
     tokens_BT, start_B = rng.integers(0, 64, (batch, 3), dtype=np.int32), jnp.asarray([0, 30, 63, 125], jnp.int32)
     expected = model(weights, tokens_BT, start_B, cache)
+    warps = for_rows(chain(temperature([0.0, 0.5, 0.8, 1.0]), top_k(40), top_p([0.9, 0.5, 0.99, 1.0])), batch)
 
-    def call(weights, tokens_BT, start_B, cache):
+    def call(weights, warps, tokens_BT, start_B, cache):
         output = sharded(weights, tokens_BT, start_B, cache)
-        return output.logits_BTV, output.cache
+        return output.logits_BTV, output.cache, log_probs(with_kernels(warps, sharded.kernels), output.logits_BTV)
 
     def for_kernels(layer):
         if size == 64:
             layer = PairedKVCache.of(layer.keys_BMSH, layer.values_BMSH)
         return dataclasses.replace(layer, kernels=sharded.model.kernels)
 
-    split = DataShards(mesh).map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS))
+    split = DataShards(mesh).map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS))
     placed = jax.device_put(weights, sharded.weight_shardings(weights))
     made = jax.jit(split, compiler_options=COMPILE_FAST)(
-        placed, tokens_BT, start_B, dataclasses.replace(cache, layers=(for_kernels(cache.layers[0]),))
+        placed, warps, tokens_BT, start_B, dataclasses.replace(cache, layers=(for_kernels(cache.layers[0]),))
     )
     np.testing.assert_allclose(made[0], expected.logits_BTV, atol=2e-5)
+    np.testing.assert_allclose(made[2], log_probs(warps, expected.logits_BTV), atol=5e-5)
     for ours, theirs in zip(
         *map(jax.tree.leaves, (made[1].layers[0], for_kernels(expected.cache.layers[0]))), strict=True
     ):

@@ -11,7 +11,7 @@ import pytest
 from absl import logging
 
 from models.test_blocks import block_of
-from specsamp import generate, temperature
+from specsamp import chain, generate, greedy, min_p, penalties, temperature, top_k, top_p
 from specsamp.decoding.pair import Pair
 from specsamp.models.cache import Int8KVCache, KVCache, PairedInt8KVCache, PairedKVCache
 from specsamp.models.config import ExpertsConfig, tiny
@@ -24,6 +24,8 @@ from specsamp.models.kernels.first_call import reason_for_plain
 from specsamp.models.slots import write_slots
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
+from specsamp.sampling.rules import Draft, TargetDistributions
+from specsamp.sampling.warp import first_tokens, with_kernels
 from support.enumeration import COMPILE_FAST
 from support.extras import slow_but
 from support.weights import drawn_params
@@ -232,6 +234,31 @@ def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
     ]
 
 
+FIRST = chain(first_tokens(4000), temperature([0.0, 0.7, 1.0]))
+WARPS = {
+    "the model's own": chain(),
+    "greedy": chain(greedy()),
+    "filters": chain(top_p([0.3, 1.0, 0.9]), top_k([5, 9000, 1]), min_p(0.1)),
+    "behind a state": chain(FIRST, penalties(repetition=[1.5, 1.0, 2.0]), temperature(0.8), top_p(0.9)),
+}
+
+
+@pytest.mark.parametrize("name", WARPS)
+def test_warps_equal_the_plain_form(name):
+    """Of one row a text and of several, a vocabulary that folds with padding, and states of each row."""
+    warp, logits_BTV = WARPS[name], 3 * drawn(3, 2, 5003)
+    draft = Draft(tokens_BK=jnp.int32([[7], [8], [9]]), num_drafted_B=jnp.ones(3, jnp.int32))
+
+    def both(warp):
+        state = warp.init(jnp.int32([[1, 2], [3, 4], [7, 9]]), jnp.int32([2, 2, 1]), 5003)
+        target = TargetDistributions(logits_BTV=logits_BTV, warp=warp, draft=draft, warp_state=state)
+        return jax.jit(lambda: (target.all(), target.at(jnp.zeros(3, jnp.int32), state)))()
+
+    found, expected = both(with_kernels(warp, INTERPRETED)), both(warp)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), found, expected)
+    assert not np.array_equal(found[0], both(chain(first_tokens(4999)))[0])
+
+
 @pytest.mark.slow
 def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
     """An odd one sees one slot more than it should; others raise what nobody foresees."""
@@ -247,6 +274,11 @@ def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
         reason_for_plain.cache_clear()
         jax.clear_caches()
         assert re.fullmatch(f"a call with kernels {told}", reason_for_plain(config, INTERPRETED))
+    monkeypatch.setattr(kernel_cache, "decode_attention", right)
+    monkeypatch.setattr(Kernels, "by_row", lambda self, function, x, numbers: x)
+    reason_for_plain.cache_clear()
+    jax.clear_caches()
+    assert re.fullmatch(r"warps with kernels move a probability by .*%", reason_for_plain(config, INTERPRETED))
     reason_for_plain.cache_clear()
 
 

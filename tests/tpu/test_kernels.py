@@ -94,6 +94,9 @@ hlo: x
 def test_a_loop_counts_for_each_step_and_its_pipeline():
     schedule = Schedule.parse(BUNDLES)
     assert schedule == Schedule(once=3, in_loop=3, cores=1) and schedule.cycles(steps=10) == 3 + 3 * 12
+    assert Schedule.parse(BUNDLES, passes=16) == Schedule(once=3, in_loop=2 + 16, cores=1)
+    alone = Schedule.parse(BUNDLES.replace(">>", ">"), passes=16)
+    assert alone == Schedule(once=3 + 16 * 3, in_loop=0, cores=1), "of one step the passes alone are a loop"
     assert Schedule.parse(BUNDLES + "/* barrier-megacore-wait */").cycles(steps=10) == 3 + 3 * 7
 
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128  # entries of the last axis that a TPU keeps together
 SMALL = "small"  # the name in compiled programs of the kernels of `in_one_kernel`
+WARPS = "warps"  # and of the warps of a row
 MAX_SMALL = 2**17  # entries of their first operand; with more, XLA's operations take as long
 
 
@@ -29,8 +30,13 @@ def einsum_in_float32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32, precision=precision)
 
 
-def in_one_kernel(function: Callable, *operands: Any, interpret: bool) -> Any:
-    """Computes a function of arrays, and of trees of arrays, in one kernel, with all arrays on chip."""
+def in_one_kernel(
+    function: Callable, *operands: Any, interpret: bool, name: str = SMALL, steps: int | None = None
+) -> Any:
+    """Computes a function of arrays, and of trees of arrays, in one kernel, with all arrays on chip.
+
+    Of several steps each takes an equal part of the leading axis of all arrays.
+    """
     arrays, tree = jax.tree.flatten(operands)
     shapes, of_results = jax.tree.flatten(jax.eval_shape(function, *operands))
 
@@ -39,5 +45,12 @@ def in_one_kernel(function: Callable, *operands: Any, interpret: bool) -> Any:
         for ref, result in zip(refs[len(arrays) :], jax.tree.leaves(function(*given)), strict=True):
             ref[...] = result
 
-    results = pl.pallas_call(kernel, out_shape=shapes, interpret=interpret, name=SMALL)(*arrays)
+    def part(x):
+        return pl.BlockSpec((x.shape[0] // steps, *x.shape[1:]), lambda i: (i, *(0,) * (x.ndim - 1)))
+
+    options = {}
+    if steps is not None:
+        options = {"grid": (steps,), "in_specs": [*map(part, arrays)], "out_specs": [*map(part, shapes)]}
+        options["compiler_params"] = pltpu.CompilerParams(dimension_semantics=("parallel",))  # on both cores of a chip
+    results = pl.pallas_call(kernel, out_shape=shapes, interpret=interpret, name=name, **options)(*arrays)
     return jax.tree.unflatten(of_results, results)

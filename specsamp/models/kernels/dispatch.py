@@ -17,7 +17,7 @@ from specsamp.models.cache import PAIRED_SIZE, LayerCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.interface import DeviceLayout
 from specsamp.models.kernels.append_rows import MAX_TOKENS, append_rows
-from specsamp.models.kernels.common import LANES, MAX_SMALL, in_one_kernel
+from specsamp.models.kernels.common import LANES, MAX_SMALL, WARPS, in_one_kernel
 from specsamp.models.kernels.decode_attention import MAX_ROWS, SeenSlots, decode_attention
 from specsamp.models.kernels.mix_experts import mix_experts, part_width
 from specsamp.models.positions import align_distances
@@ -103,6 +103,22 @@ class Kernels:
         specs = [self.layout.spec(PartitionSpec(None, axis), x.shape[:2]) for axis, x in zip(axes, operands)]
         rest = [PartitionSpec()] * (len(operands) - len(specs))
         return self.layout.per_device(compute, (*specs, *rest), tuple(specs) if len(specs) > 1 else specs[0])(*operands)
+
+    def by_row(self, function: Callable, x: Array, numbers: Any) -> Array:
+        """Computes a function of ``[R, X, Y]`` and of a tree of ``[R, 1, 1]``, each row of R in a step of one kernel.
+
+        All may have more leading axes, of which a layout splits the first.
+        """
+
+        def compute(*operands):
+            flat = jax.tree.map(lambda each: each.reshape(-1, *each.shape[-2:]), operands)
+            made = in_one_kernel(function, *flat, interpret=self.interpret, name=WARPS, steps=len(flat[0]))
+            return made.reshape(operands[0].shape)
+
+        if self.layout is None:
+            return compute(x, numbers)
+        rows = self.layout.spec(PartitionSpec("rows"), x.shape[:1])
+        return self.layout.per_device(compute, (rows, rows), rows)(x, numbers)
 
     def take_experts(self, tokens: int, part: tuple[int, int, int], dtype: jnp.dtype) -> bool:
         """Returns whether a kernel mixes experts with matrices ``[E', F, D]`` on a device for so many tokens."""
