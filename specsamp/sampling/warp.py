@@ -30,14 +30,11 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import Kernels
 
 Array = jax.Array
 
@@ -168,7 +165,7 @@ def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
     return warp(logits, state)
 
 
-def with_kernels(warp: Warp, kernels: Kernels | None) -> Warp:
+def with_kernels(warp: Warp, kernels: Any) -> Warp:
     """Returns a chain whose warps without a state are kernels; other warps, and all if it is None, are XLA's operations."""
     return dataclasses.replace(warp, kernels=kernels) if isinstance(warp, Chain) else warp
 
@@ -209,7 +206,7 @@ def for_rows(warp: Warp, rows: int) -> Warp:
 @dataclasses.dataclass(frozen=True)
 class Chain(Warp):
     warps: tuple[Warp, ...]
-    kernels: Kernels | None = None  # for the warps that have no state; static
+    kernels: Any = None  # of a `LanguageModel`, for the warps that have no state; static
 
     @property
     def may_exclude_all(self) -> bool:
@@ -257,7 +254,7 @@ class Chain(Warp):
         return unfold(self.kernels.by_row(in_order, folded, numbers), logits.shape[-1])
 
 
-def _chain_of(kernels: Kernels | None, warps: Sequence[Any]) -> Chain:
+def _chain_of(kernels: Any, warps: Sequence[Any]) -> Chain:
     return Chain(*warps, kernels)
 
 
