@@ -5,6 +5,7 @@
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1
     python launch/compile_report.py --config=configs/chinchilla.py --config.drafter=early_exit --config.exit_layer=10
     python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2
+    python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2 --config.tree=4,2,1 --config.rule=recursive
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
 The shape of a head comes from its folder, or from the published checkpoint of its target; any other head has the shape
@@ -27,6 +28,7 @@ from launch.lib.config import ConfigFlag
 from launch.lib.fields import ExperimentConfig
 from launch.lib.rules import make_rule
 from launch.lib.shapes import head_of, target_and_draft
+from specsamp.decoding.trees import TreeShape
 from specsamp.machine import version
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
@@ -58,7 +60,7 @@ def main() -> None:
         report = pair_report.compile_report(
             programs,
             topology=_TOPOLOGY.value,
-            draft_length=config.draft_length,
+            size=TreeShape.of_widths(*config.tree) if config.tree else config.draft_length,
             rule=make_rule(config.rule),
             names=[name for name in pair_report.NAMES if name != "draft prefill" or config.word.draft == "model"],
             progress=lambda text: say(f"compiling: {text}"),

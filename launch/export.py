@@ -40,7 +40,6 @@ from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.mesh.sharded import shard_model
 from specsamp.models.config import DTYPES
 from specsamp.models.transformer import TransformerLM
-from specsamp.text_format import human_count
 from specsamp.training import run_folder
 from specsamp.training.data import Corpus, held_out_windows, read_corpus, standard_library
 from specsamp.training.held_out import evaluate
@@ -201,7 +200,7 @@ def convert(console: Console) -> None:
     model = TransformerLM(checkpoint.config)
     if _MODEL.value > 1:
         model = shard_model(model, Layout.tensor_parallel(mesh))
-    console.print(f"{human_count(checkpoint.config.num_parameters)} parameters, {weight_dtype or _DTYPE.value}")
+    console.print(f"{checkpoint.config.num_parameters:,} parameters, {weight_dtype or _DTYPE.value}")
     start = time.perf_counter()
     with entry.keeps(f"delete {_OUTPUT.value} before you start again, it may hold a part"):
         params = read_params(checkpoint, model, entry.weights_progress(console))

@@ -38,7 +38,6 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.dflash import BlockHead
 from specsamp.models.heads import DRAFT_IDS
 from specsamp.models.transformer import TransformerLM
-from specsamp.text_format import human_count
 from specsamp.training import run_folder, source
 from specsamp.training.block_heads import TrainBlock
 from specsamp.training.data import (
@@ -173,7 +172,7 @@ def say_sizes(config: TrainingConfig, task: Task, corpus: Corpus, windows: Windo
     epochs = config.train.steps * config.train.batch * config.data.length / len(windows.stream)
     count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
     console.print(
-        f"{human_count(count)} parameters, {len(corpus.train)} files, "
+        f"{count:,} parameters, {len(corpus.train)} files, "
         f"{len(windows.stream):,} tokens ({len(corpus.skipped)} files skipped), {epochs:.2f} epochs"
     )
 

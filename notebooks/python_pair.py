@@ -70,7 +70,6 @@ from specsamp.checkpoints.trained_pair import load_prompts, pair_folder
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.text import TextStream
 from specsamp.sampling.warp import log_probs
-from specsamp.text_format import human_count
 
 device, console = jax.devices()[0], Console(width=110)
 print(f"{jax.device_count()} x {device.device_kind} ({device.platform}), JAX {jax.__version__}")
@@ -88,7 +87,7 @@ def at_temperature(t):
 
 
 for side, model in (("target", pair.target), ("draft", pair.draft)):
-    print(f"{side}: {human_count(model.config.num_parameters)} parameters, {model.config.num_layers} layers")
+    print(f"{side}: {model.config.num_parameters:,} parameters, {model.config.num_layers} layers")
 print(f"{pair.tokenizer.vocab_size} tokens in the vocabulary, {len(prompts)} held-out prompts")
 
 # %% [markdown]

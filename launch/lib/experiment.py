@@ -30,7 +30,6 @@ from specsamp.models.kernels.dispatch import choose_kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
-from specsamp.text_format import human_count
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32  # of a head, on loading
 
@@ -173,7 +172,7 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
 
 
 def _size(params: Any) -> str:
-    return f"{human_count(sum(leaf.size for leaf in jax.tree.leaves(params)))} parameters"
+    return f"{sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters"
 
 
 def rule_name(rule: Rule) -> str:

@@ -1,16 +1,13 @@
 """Compiles pairs for TPU slices that are described: what calls and rounds move, hold and wait for. Nothing runs on a TPU.
 
     python launch/study.py compile --grid=slices --output=runs/compile_slices.json
-    python launch/study.py compile --grid=scoring --output=runs/compile_scoring.json
 
     slices       the paper's pair on sixteen chips of each kind, by batch; its caches are read by kernels
-    scoring      a call of the target by its tokens, from one to the ridge of each chip
     heads        heads of EAGLE-3's and DFlash's shape, and an early exit, beside a draft model; rounds of several K
     kernels      calls and rounds whose caches are read by kernels, with all slots alive and with ``live`` of them
-    trees        rounds of a token tree of so many rows, and their parts, beside the chain of its depth
 
 Models are compiled at two and four layers and continued to all of them, see `specsamp.tpu.stack`. Rounds are of top-p, the
-token rule and K = 4 unless they say another. Minutes to an hour on two cores. Shapes and complements are dated records.
+token rule and K = 4 unless they say another. Minutes to an hour on two cores. Other tables are dated records.
 """
 
 import functools
@@ -25,17 +22,14 @@ from launch.lib.study import Option, Published, Study
 from launch.studies import compile_tables as tables
 from launch.studies.compile_tables import K
 from specsamp import chain, storage, temperature, top_p
-from specsamp.analysis.tree_shape import best_shape
 from specsamp.checkpoints.published import published_config
 from specsamp.machine import version
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
 from specsamp.models.kernels.dispatch import Kernels
 from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.tree_rules import RecursiveRule, TraversalRule
 from specsamp.tpu.stack import Stack
 from specsamp.tpu.topology import described_mesh
 
-RANKS, TREE_DEPTH = (0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.015, 0.01), 6  # of the shapes of trees
 EXIT_LAYER, LENGTHS = 10, {"DFlash": (4, 8, 15)}  # of rounds; a block of 16 rows drafts 15 tokens
 METHOD = chain(temperature(1.0), top_p(0.8)), TokenRule()
 MODELS = {
@@ -72,19 +66,10 @@ def slices(topology: str, batch: int) -> dict[str, Any]:
     return programs_of_pair(stack, {"round, top-p, token": K})
 
 
-def scoring(topology: str, tokens: int) -> dict[str, Any]:
-    return stack_of(chinchilla_70b(), topology, kernels=Kernels()).call(tokens).facts(topology)
-
-
 def heads(target: str, topology: str, drafter: str) -> dict[str, Any]:
-    lengths = {f"round, K = {each}": each for each in LENGTHS.get(drafter, (4, 8))}
-    return programs_of_pair(drafting_stack(target, topology, drafter), lengths)
-
-
-def drafting_stack(target: str, topology: str, drafter: str) -> Stack:
-    config = MODELS[target]()
+    lengths, config = {f"round, K = {each}": each for each in LENGTHS.get(drafter, (4, 8))}, MODELS[target]()
     drafting = EXIT_LAYER if drafter == EXIT else HEADS[drafter](config) if drafter in HEADS else MODELS[drafter]()
-    return stack_of(config, topology, drafter=drafting, kernels=Kernels())
+    return programs_of_pair(stack_of(config, topology, drafter=drafting, kernels=Kernels()), lengths)
 
 
 def kernels(model: str, topology: str, program: str, batch: int, slots: int, live: int) -> dict[str, Any]:
@@ -94,23 +79,6 @@ def kernels(model: str, topology: str, program: str, batch: int, slots: int, liv
     stack = stack_of(MODELS[target](), topology, batch, **fields)
     made = stack.round(K, *METHOD) if draft else stack.call(int(program.split()[0]))
     return made.facts(topology, sequences=batch)
-
-
-def trees(model: str, topology: str, drafter: str, rows: int) -> dict[str, Any]:
-    """Returns the facts of scoring, verifying and moving a tree, and of its round, beside those of the chain of its depth."""
-    tree, stack = best_shape(RANKS, rows, TREE_DEPTH), drafting_stack(model, topology, drafter)
-    programs = {
-        "score": stack.call(tree.K + 1, tree),
-        "moved slots": stack.moved_slots(tree),
-        "score, chain": stack.call(tree.depth + 1),
-        "verify, chain": stack.verify(tree.depth, *METHOD),
-        "verify, recursive": stack.verify(tree, METHOD[0], RecursiveRule()),
-        "verify, traversal": stack.verify(tree, METHOD[0], TraversalRule()),
-        "round, chain": stack.round(tree.depth, *METHOD),
-        "round, recursive": stack.round(tree, METHOD[0], RecursiveRule()),
-    }
-    told = {name: each.facts(topology) for name, each in programs.items()}
-    return {"parents": tree.parents, "depth": tree.depth, "programs": told}
 
 
 def prepare(options: Any) -> None:
@@ -134,8 +102,8 @@ def cells(options: Any) -> list[dict[str, Any]]:
     return [dict(each) for each in dict.fromkeys(tuple((key | changes).items()) for key in keys)]
 
 
-ANSWERS = {answer.__name__: answer for answer in (slices, scoring, heads, kernels, trees)}
-TABLES = {name: f"compile_{name}" for name in (*GRIDS, "shapes", "complements")}
+ANSWERS = {answer.__name__: answer for answer in (slices, heads, kernels)}
+TABLES = {name: f"compile_{name}" for name in (*GRIDS, "scoring", "trees", "shapes", "complements")}
 
 STUDY = Study(
     question="What do pairs move, hold and wait for on a TPU slice, by its compiler's estimate?",

@@ -254,11 +254,9 @@ class Chain(Warp):
         return unfold(self.kernels.by_row(in_order, folded, numbers), logits.shape[-1])
 
 
-def _chain_of(kernels: Any, warps: Sequence[Any]) -> Chain:
-    return Chain(*warps, kernels)
-
-
-jax.tree_util.register_pytree_node(Chain, lambda chain: ((chain.warps,), chain.kernels), _chain_of)
+jax.tree_util.register_pytree_node(
+    Chain, lambda chain: ((chain.warps,), chain.kernels), lambda kernels, fields: Chain(*fields, kernels)
+)
 
 
 def _in_order(folded: Array, warps: tuple[FoldedWarp, ...], vocab_size: int) -> Array:

@@ -48,14 +48,8 @@ def count_rows(op: Instruction, given: Sequence[Array], live: float) -> tuple[fl
 
 
 def count_small(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
-    """Reads and writes all, in one step."""
-    return sum(x.bytes for x in given if x.in_hbm), op.hbm_bytes, 1.0
-
-
-def count_warps(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
-    """Reads and writes all, a row in each step."""
-    read, written, _ = count_small(op, given, live)
-    return read, written, op.arrays[0].sizes[0]
+    """Reads and writes all; if it has steps, each does an entry of the leading axis."""
+    return sum(x.bytes for x in given if x.in_hbm), op.hbm_bytes, op.arrays[0].sizes[0]
 
 
 def count_experts(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
@@ -77,5 +71,5 @@ COUNTS: dict[str, Count] = {
     append_rows.NAME: count_rows,
     mix_experts.NAME: count_experts,
     common.SMALL: count_small,
-    common.WARPS: count_warps,
+    common.WARPS: count_small,
 }

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
@@ -33,16 +32,15 @@ from specsamp.decoding.drafters import (
 from specsamp.decoding.drafters.tree import sized
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import RequestBatch, Weights
-from specsamp.decoding.trees import TreeShape, tree_draft
+from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import ShardedModel, shard_head, shard_model
 from specsamp.models.config import TransformerConfig
 from specsamp.models.decoder import OUTPUT_EMBEDDING
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
-from specsamp.sampling.rng import RoundKeys
-from specsamp.sampling.rules import Draft, Rule, TargetDistributions
-from specsamp.sampling.warp import Warp, with_kernels
+from specsamp.sampling.rules import Rule
+from specsamp.sampling.warp import Warp
 
 WINDOW = 2  # tokens of a one-token call on a TPU: a product of one row does not use the matrix unit
 STEP_WINDOWS = (WINDOW, 4)  # tried for a step, so that the baseline is measured at its best
@@ -127,46 +125,6 @@ class Programs:
         sizes = (self.batch, tokens), (self.batch,)
         tokens_BT, start_B = self._by_rows([jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes])
         return jax.jit(split, donate_argnums=3).lower(self.weights(model), tokens_BT, start_B, self.cache(model))
-
-    def compact(self, model: ShardedModel, tree: TreeShape) -> jax.stages.Lowered:
-        """Lowers the move of a tree's accepted path in a model's cache."""
-
-        def compact(cache, start_B, rows_BT):
-            return model.compact(cache, start_B, rows_BT, tree.K + 1)
-
-        split = DataShards(self.mesh).map(compact, (BY_ROWS, BY_ROWS, BY_ROWS))
-        sizes = (self.batch,), (self.batch, tree.depth + 1)
-        start_B, rows_BT = self._by_rows([jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes])
-        return jax.jit(split, donate_argnums=0).lower(self.cache(model), start_B, rows_BT)
-
-    def verify(self, size: int | TreeShape, rule: Rule) -> jax.stages.Lowered:
-        """Lowers warping and verifying a drawn chain of K tokens, or a drawn tree; logits are replicated."""
-        is_tree, V, K = isinstance(size, TreeShape), self.target.vocab_size, scored_rows(size) - 1
-        inner = len({*size.parents}) if is_tree else K
-
-        def verify(warp, logits_BTV, log_probs_BRV, tokens_BK, starts_B, keys_B):
-            count = jnp.full_like(starts_B, K)
-            draft = Draft(tokens_BK=tokens_BK, num_drafted_B=count, log_probs_BRV=log_probs_BRV)
-            if is_tree:
-                laws = {row: at for at, row in enumerate(dict.fromkeys(size.parents))}
-                rows = [laws.get(row, 0) for row in range(K + 1)]
-                draft = tree_draft(size, tokens_BK, np.array([size.parents]), log_probs_BRV, np.array([rows]))
-            warp = with_kernels(warp, self.target.kernels)
-            target = TargetDistributions(logits_BTV=logits_BTV, warp=warp, draft=draft)
-            return rule.verify(draft, target, RoundKeys(rows_B=keys_B, starts_B=starts_B))
-
-        shapes = jax.eval_shape(
-            lambda: (
-                RequestBatch.create(sampling=self.sampling, limits=[1] * self.batch).sampling,
-                jnp.zeros((self.batch, K + 1, V)),
-                jnp.zeros((self.batch, inner, V)),
-                jnp.zeros((self.batch, K), jnp.int32),
-                jnp.zeros((self.batch,), jnp.int32),
-                RequestBatch.create(sampling=self.sampling, limits=[1] * self.batch).row_keys_B,
-            )
-        )
-        split = DataShards(self.mesh).map(verify, (BY_ROWS,) * 6)
-        return jax.jit(split).lower(*self._by_rows(shapes))
 
     def round(self, size: int | TreeShape, rule: Rule) -> jax.stages.Lowered:
         """Lowers the loop of generation, all rounds of it, with the draft proposing K tokens or a tree a round."""

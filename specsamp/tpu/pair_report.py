@@ -1,6 +1,6 @@
 """Compiles a pair for a described slice, ahead of time: memory, traffic, collectives and cycles of each program.
 
-    report = compile_report(Programs(...), topology="v4:2x2x4", draft_length=4, rule=TokenRule())
+    report = compile_report(Programs(...), topology="v4:2x2x4", size=4, rule=TokenRule())
 
 A step is compiled for several numbers of tokens (`specsamp.tpu.lowering.step_windows`), and the fastest counts.
 
@@ -26,9 +26,10 @@ from specsamp import validate
 from specsamp.analysis.costs import CostTable
 from specsamp.analysis.report import Table
 from specsamp.decoding.data_shards import DataShards
+from specsamp.decoding.trees import TreeShape
 from specsamp.sampling.rules import Rule
 from specsamp.tpu.calibration import Band, estimate, fit_published, two_digits
-from specsamp.tpu.lowering import Programs, step_windows
+from specsamp.tpu.lowering import Programs, scored_rows, step_windows
 from specsamp.tpu.program import USABLE, Memory, Program, fastest, measure_program
 from specsamp.tpu.topology import Chip, parse
 from specsamp.tpu.work import Work, calls_of_round, hops, replica_axes
@@ -45,10 +46,11 @@ class Report:
     mesh: dict[str, int]
     batch: int
     slots: int
-    draft_length: int
+    draft_length: int  # of a tree, its depth
     rule: str
     programs: tuple[Program, ...]
     draft_model_parallelism: int | None = None  # devices that hold a replica of the draft; None: as the target's
+    tree: Sequence[int] = ()  # the parents of its nodes; (): chains
 
     @classmethod
     def from_json(cls, report: Mapping[str, Any]) -> Report:
@@ -105,7 +107,7 @@ def compile_report(
     programs: Programs,
     *,
     topology: str,
-    draft_length: int,
+    size: int | TreeShape,
     rule: Rule,
     names: Sequence[str] = NAMES,
     progress: Callable[[str], None] = lambda text: None,
@@ -114,33 +116,35 @@ def compile_report(
 
     Args:
       programs: of a pair on a mesh from `described_mesh(topology)`.
+      size: of a round's draft: K, or the shape of a tree.
       names: the programs of `NAMES` to compile.
 
     Raises:
       ValueError: a model does not divide over the mesh, or the batch over its data shards; K below 1, or slots for
         fewer tokens than a round has, or for more than a model can read.
     """
-    _check(programs, draft_length)
-    found = [_compiled(programs, name, topology, draft_length, rule, progress) for name in names]
+    _check(programs, size)
+    found = [_compiled(programs, name, topology, size, rule, progress) for name in names]
     layout = programs.draft.layout
     return Report(
         topology=topology,
         mesh=dict(programs.mesh.shape),
         batch=programs.batch,
         slots=programs.slots,
-        draft_length=draft_length,
+        draft_length=size.depth if isinstance(size, TreeShape) else size,
+        tree=size.parents if isinstance(size, TreeShape) else (),
         rule=type(rule).__name__,
         draft_model_parallelism=math.prod(layout.mesh.shape[axis] for axis in layout.over),
         programs=tuple(found),
     )
 
 
-def _check(programs: Programs, draft_length: int) -> None:
+def _check(programs: Programs, size: int | TreeShape) -> None:
     """Refuses what does not divide over the mesh, or has no room, before anything is compiled."""
     models = programs.target, programs.draft
-    validate.integer("draft_length", draft_length, 1)
+    validate.integer("draft_length", scored_rows(size) - 1, 1)
     most = min((model.max_positions for model in models if model.max_positions), default=2**31)
-    validate.integer("slots", programs.slots, max(draft_length + 1, 16), most + 1)
+    validate.integer("slots", programs.slots, max(scored_rows(size), 16), most + 1)
     shards = DataShards(programs.mesh)
     if programs.batch % shards.count:
         raise ValueError(f"batch {programs.batch} does not divide over {shards.count} shards of the data axis")
@@ -149,15 +153,14 @@ def _check(programs: Programs, draft_length: int) -> None:
 
 
 def _compiled(
-    programs: Programs, name: str, topology: str, draft_length: int, rule: Rule, progress: Callable[[str], None]
+    programs: Programs, name: str, topology: str, size: int | TreeShape, rule: Rule, progress: Callable[[str], None]
 ) -> Program:
     """Compiles and measures the program of a name; of several windows for one token, the fastest counts."""
-    scored = draft_length + 1
+    scored, tree = scored_rows(size), size if isinstance(size, TreeShape) and name == "score" else None
     if name == "round":
         progress(f"round, {scored} tokens")
-        floor = functools.partial(programs.floor_of_round, draft_length)
-        lowered = functools.partial(programs.round, draft_length, rule)
-        drafts = programs.draft_calls(draft_length)
+        floor, lowered = functools.partial(programs.floor_of_round, size), functools.partial(programs.round, size, rule)
+        drafts = programs.draft_calls(size)
         layers = programs.target.config.num_layers + drafts * programs.draft.config.num_layers
         return measure_program(name, scored, floor, lowered, topology, layers=layers, calls=drafts + 1)
     model = programs.draft if name.startswith("draft") else programs.target
@@ -165,7 +168,7 @@ def _compiled(
     floor, found = functools.partial(programs.floor, model, tokens=new), []
     for tokens in step_windows(programs, model) if name.endswith("step") else (new,):
         progress(f"{name}, {tokens} tokens")
-        lowered = functools.partial(programs.call, model, tokens)
+        lowered = functools.partial(programs.call, model, tokens, tree)
         found.append(measure_program(name, tokens, floor, lowered, topology, layers=model.config.num_layers))
     return fastest(found, parse(topology)[0])
 
@@ -186,6 +189,10 @@ def compiled_costs(report: dict[str, Any]) -> CostTable:
         return CostTable({compiled.batch: dict(zip((0, compiled.draft_length), times))}, context=compiled.slots)
 
     compiled = Report.from_json(report)
+    if compiled.tree:
+        raise ValueError(
+            "this compile report is of a token tree, whose acceptance is no chain's: compile one of a chain"
+        )
     programs = [compiled["target step"], compiled["round"]]
     if any(program.hbm_bytes is None for program in programs):
         raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")

@@ -16,7 +16,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models.config import TransformerConfig
@@ -25,7 +24,7 @@ from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
-from specsamp.tpu.lowering import WINDOW, Programs, scored_rows, sharded_head_model, step_windows
+from specsamp.tpu.lowering import WINDOW, Programs, sharded_head_model, step_windows
 from specsamp.tpu.program import Program, fastest, measure_program
 from specsamp.tpu.topology import parse
 
@@ -78,25 +77,25 @@ class Stack:
             inside=self.drafter is None or isinstance(self.drafter, int),
         )
 
-    def call(self, tokens: int, tree: TreeShape | None = None) -> Program:
-        """Measures a call of the whole target with so many tokens a row, those of a tree if given."""
-        return linear((1.0, self.at(FEW, tokens, tree)), *self.more(tokens, self.config.num_layers - FEW, tree))
+    def call(self, tokens: int) -> Program:
+        """Measures a call of the whole target with so many tokens a row."""
+        return linear((1.0, self.at(FEW, tokens)), *self.more(tokens, self.config.num_layers - FEW))
 
     @functools.cache  # once for all steps and rounds
-    def at(self, layers: int, tokens: int, tree: TreeShape | None = None) -> Program:
+    def at(self, layers: int, tokens: int) -> Program:
         """Compiles and measures a call of the target with so many layers."""
         if self.drafter is not None:
-            return dataclasses.replace(self, drafter=None).at(layers, tokens, tree)
+            return dataclasses.replace(self, drafter=None).at(layers, tokens)
         programs = self.programs(layers)
         floor = functools.partial(programs.floor, programs.target, tokens=tokens)
-        lowered = functools.partial(programs.call, programs.target, tokens, tree)
+        lowered = functools.partial(programs.call, programs.target, tokens)
         name = f"{tokens} tokens, {layers} layers"
         return measure_program(name, tokens, floor, lowered, self.topology, layers=layers, live=self.live)
 
-    def more(self, tokens: int, layers: float, tree: TreeShape | None = None) -> list[tuple[float, Program]]:
+    def more(self, tokens: int, layers: float) -> list[tuple[float, Program]]:
         """Returns the terms of `linear` that add so many layers to a program with such a call."""
         each = layers / (MANY - FEW)
-        return [(each, self.at(MANY, tokens, tree)), (-each, self.at(FEW, tokens, tree))]
+        return [(each, self.at(MANY, tokens)), (-each, self.at(FEW, tokens))]
 
     def step(self) -> Program:
         """Measures a call of one new token per sequence, at the fastest window."""
@@ -115,19 +114,15 @@ class Stack:
         layers = programs.draft.config.num_layers
         return measure_program("step", tokens, floor, lowered, self.topology, layers=layers, live=self.live)
 
-    def round(self, size: int | TreeShape, sampling: Warp, rule: Rule) -> Program:
-        """Measures a round of all layers: K steps of the draft, levels of a tree or a block, and one call of the target.
-
-        Levels of a tree count as steps in the layers of a draft model that are not compiled.
-        """
-        few, programs = self._few, self.programs(self._few, sampling)
-        drafts, tree = programs.draft_calls(size), size if isinstance(size, TreeShape) else None
+    def round(self, K: int, sampling: Warp, rule: Rule) -> Program:
+        """Measures a round of all layers: K steps of the draft, or a block, and one call of the target."""
+        few, programs, rows = self._few, self.programs(self._few, sampling), K + 1
+        drafts = programs.draft_calls(K)
         drafting = drafts * programs.draft.config.num_layers
-        floor, rows = functools.partial(programs.floor_of_round, size), scored_rows(size)
-        lowered = functools.partial(programs.round, size, rule)
+        floor, lowered = functools.partial(programs.floor_of_round, K), functools.partial(programs.round, K, rule)
         shared = dict(layers=few + drafting, calls=drafts + 1, live=self.live)
         small = measure_program("round", rows, floor, lowered, self.topology, **shared)
-        of_target = [(1.0, small), *self.more(rows, self.config.num_layers - few, tree)]
+        of_target = [(1.0, small), *self.more(rows, self.config.num_layers - few)]
         if isinstance(self.drafter, HeadConfig):
             return linear(*of_target)
         more_layers = drafts * self.draft.config.num_layers - drafting
@@ -138,26 +133,6 @@ class Stack:
         if isinstance(self.drafter, TransformerConfig):
             memory = dataclasses.replace(memory, arguments=self.bytes_of_state())
         return dataclasses.replace(program, memory=memory)
-
-    def moved_slots(self, tree: TreeShape) -> Program:
-        """Measures the move of a tree's accepted path in the target's cache."""
-
-        def at(layers: int) -> Program:
-            programs = self.programs(layers)
-            floor = functools.partial(programs.floor, programs.target, tokens=tree.K + 1)
-            lowered = functools.partial(programs.compact, programs.target, tree)
-            return measure_program(
-                "moved slots", tree.K + 1, floor, lowered, self.topology, layers=layers, live=self.live
-            )
-
-        each = (self.config.num_layers - FEW) / (MANY - FEW)
-        return linear((1 - each, at(FEW)), (each, at(MANY)))
-
-    def verify(self, size: int | TreeShape, sampling: Warp, rule: Rule) -> Program:
-        """Measures warping and verifying a chain or a tree."""
-        programs, rows = self.programs(self._few, sampling), scored_rows(size)
-        lowered = functools.partial(programs.verify, size, rule)
-        return measure_program("verify", rows, lambda live: 1.0, lowered, self.topology, layers=0)
 
     def bytes_of_state(self) -> int:
         """Returns the bytes per device of weights and caches, all layers of the target and of a draft model."""

@@ -56,14 +56,13 @@ CALLS = "target step", "score"
 @functools.cache
 def report(target_layers, names=(*CALLS, "round")):
     made = programs(described_mesh(TOPOLOGY), target_layers)
-    return compile_report(made, topology=TOPOLOGY, draft_length=K, rule=TokenRule(), names=names)
+    return compile_report(made, topology=TOPOLOGY, size=K, rule=TokenRule(), names=names)
 
 
 def layers_add_their_floor(few, many, all_reduces):
     """The guard: what more layers add is their weights and caches, read once, and so many all-reduces.
 
-    What they compute hides behind what they read. Weights stacked under a scan may be read in place, too, and are then
-    multiplied more slowly than they are read.
+    What they compute hides behind what they read.
     """
     for program in (few, many):
         assert program.num_copies == 0 and program.host_transfers == 0
@@ -105,7 +104,7 @@ def test_a_round_of_an_early_exit_has_the_weights_of_its_target_alone():
     made = programs(described_mesh(TOPOLOGY, 2), 2, draft_layers=1, batch=2)
     cut = shard_model(made.target.model.first(1), made.target.layout)
     inside = dataclasses.replace(made, draft=cut, inside=True)
-    found = compile_report(inside, topology=TOPOLOGY, draft_length=1, rule=TokenRule(), names=("round",))
+    found = compile_report(inside, topology=TOPOLOGY, size=1, rule=TokenRule(), names=("round",))
     assert found["round"].num_copies == 0 and found["round"].host_transfers == 0
     assert found["round"].collectives == {"all-reduce": 3 + 2 * 2 + 1 + 1, "all-gather": 1 + 1}
     alone = dataclasses.replace(made, draft=made.target, inside=True)
@@ -144,7 +143,7 @@ def test_a_round_with_a_head_has_its_weights_beside_the_target_s():
     """One call of its layer, which reads the target's hidden states; nothing else passes between chips."""
     head = FeatureHead(Eagle3Config(**OF_HEAD, hidden_layers=(0, 1, 2), draft_vocab_size=4096))
     made = programs_with(head)
-    found = compile_report(made, topology="v5e:2x2", draft_length=1, rule=TokenRule(), names=("round",))
+    found = compile_report(made, topology="v5e:2x2", size=1, rule=TokenRule(), names=("round",))
     of_calls = (3 + 1) + 2 * 2 + 1 + 1  # a call has one for embedding, attention, mlp and logits each
     assert set(found["round"].collectives) == {"all-reduce", "all-gather"}
     assert sum(found["round"].collectives.values()) in (of_calls, of_calls + 1)  # by the compiler's release
@@ -160,7 +159,7 @@ def test_a_round_with_a_head_has_its_weights_beside_the_target_s():
 def test_rows_are_sampled_apart():
     """Eight rows on sixteen chips, each whole on two; all rows on every chip had twice the cycles in a round."""
     made = programs(described_mesh(TOPOLOGY, rows=8), 1, 1, batch=8)
-    made = compile_report(made, topology=TOPOLOGY, draft_length=K, rule=TokenRule(), names=("round",))["round"]
+    made = compile_report(made, topology=TOPOLOGY, size=K, rule=TokenRule(), names=("round",))["round"]
     assert made.num_copies == 0 and made.host_transfers == 0
     assert made.collectives["all-to-all"] == K + 1  # the distributions of each call, to their rows
     # Those of the calls, and a few small ones, of tokens and of what was accepted: warping a distribution would pass 36 a time.
@@ -178,64 +177,40 @@ def test_rows_are_not_looped_over(monkeypatch, unrolled, loops):
     assert text.count(" while(") == loops
 
 
-MISTAKES = ("stacked under scan", "cache not donated")
-
-
-def feed_forward(layers, mistake=None):
-    """So many layers with a cache each, as they should be or with one mistake, compiled and measured."""
+def feed_forward(layers, donated):
+    """So many layers with a cache each, compiled and measured."""
     mesh = described_mesh(TOPOLOGY)
     width, inner, slots = 8192, 32768, 8192
 
     def shape(*sizes, spec=(), dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
-    def layer(x, weights, cache, start):
-        cache = jax.lax.dynamic_update_slice(cache, x[:, :128], (start, 0))
-        hidden = jax.nn.gelu(jnp.dot(x, weights[0]))
-        read = jnp.dot(jnp.dot(x[:, :128], cache.T), cache)
-        return x + jnp.dot(hidden, weights[1]) + jnp.pad(read, ((0, 0), (0, width - 128))), cache
-
     def run(x, weights, caches, start):
-        if mistake == "stacked under scan":
-            return jax.lax.scan(lambda x, each: layer(x, *each, start), x, (weights, caches))
         new = []
-        for each, cache in zip(weights, caches):
-            x, cache = layer(x, each, cache, start)
-            new.append(cache)
+        for (first, second), cache in zip(weights, caches):
+            new.append(jax.lax.dynamic_update_slice(cache, x[:, :128], (start, 0)))
+            read = jnp.dot(jnp.dot(x[:, :128], new[-1].T), new[-1])
+            x += jnp.dot(jax.nn.gelu(jnp.dot(x, first)), second) + jnp.pad(read, ((0, 0), (0, width - 128)))
         return x, new
 
-    if mistake == "stacked under scan":
-        weights = (
-            shape(layers, width, inner, spec=(None, None, "model")),
-            shape(layers, inner, width, spec=(None, "model")),
-        )
-        caches = shape(layers, slots, 128)
-    else:
-        pair = shape(width, inner, spec=(None, "model")), shape(inner, width, spec=("model",))
-        weights, caches = [pair] * layers, [shape(slots, 128)] * layers
-    donated = () if mistake == "cache not donated" else (2,)
-    lowered = jax.jit(run, donate_argnums=donated).lower(shape(5, width), weights, caches, shape(dtype=jnp.int32))
+    pair = shape(width, inner, spec=(None, "model")), shape(inner, width, spec=("model",))
+    given = shape(5, width), [pair] * layers, [shape(slots, 128)] * layers, shape(dtype=jnp.int32)
+    lowered = jax.jit(run, donate_argnums=(2,) if donated else ()).lower(*given)
     floor = layers * (2 * 2 * width * inner / 16 + 2 * slots * 128)
-    return measure_program(
-        mistake or "as it should be", 5, lambda live: floor, lambda: lowered, TOPOLOGY, layers=layers
-    )
+    return measure_program("layers", 5, lambda live: floor, lambda: lowered, TOPOLOGY, layers=layers)
 
 
-def test_layers_as_they_should_be_pass_the_guard():
-    layers_add_their_floor(feed_forward(2), feed_forward(3), all_reduces=1)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_guard_bites(mistake):
+def test_the_guard_bites_where_a_cache_is_copied():
+    layers_add_their_floor(feed_forward(2, True), feed_forward(3, True), all_reduces=1)
     with pytest.raises(AssertionError):
-        layers_add_their_floor(feed_forward(2, mistake), feed_forward(3, mistake), all_reduces=1)
+        layers_add_their_floor(feed_forward(2, False), feed_forward(3, False), all_reduces=1)
 
 
 def test_out_of_memory_is_a_result():
     """The caches of 64 long texts on four chips: what is missing, and to whom it went."""
     mesh = described_mesh("v5e:2x2")
     large = programs(mesh, 1, batch=64, slots=65536, max_positions=65536)
-    made = compile_report(large, topology="v5e:2x2", draft_length=4, rule=TokenRule(), names=("target step",))
+    made = compile_report(large, topology="v5e:2x2", size=4, rule=TokenRule(), names=("target step",))
     made = made["target step"]
     assert made.memory is None and "hbm" in made.out_of_memory.lower()
 
@@ -266,7 +241,7 @@ def test_what_fits():
 def test_what_cannot_be_compiled(changes, draft_length, message):
     made = dataclasses.replace(programs(described_mesh(TOPOLOGY), 1), **changes)
     with pytest.raises(ValueError, match=message):
-        compile_report(made, topology=TOPOLOGY, draft_length=draft_length, rule=TokenRule())
+        compile_report(made, topology=TOPOLOGY, size=draft_length, rule=TokenRule())
 
 
 def test_chips():
@@ -275,15 +250,6 @@ def test_chips():
     assert dict(described_mesh("v5e:4x4", 4).shape) == {"data": 4, "model": 4}
     assert dict(described_mesh("tpu7x:2x2x1").shape) == {"data": 1, "model": 8}  # two devices a chip
     assert dict(described_mesh("v4:2x2x4", draft_model_parallelism=4).shape) == {"data": 1, "replica": 4, "model": 4}
-
-
-@pytest.mark.parametrize("topology", ["v9:2x2", "v4", "v4:2x", "v4:axb", "v4:0x2", "v4:2x2x4x2", "v5e:3x5"])
-def test_unknown_topologies(topology):
-    with pytest.raises(ValueError, match="topology.*v4:2x2x4"):
-        described_mesh(topology)
-
-
-def test_devices_that_do_not_divide():
     with pytest.raises(ValueError, match="data 3 does not divide the 16 devices"):
         described_mesh(TOPOLOGY, 3)
 
