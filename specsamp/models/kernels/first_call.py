@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp.compilation_cache import use_compilation_cache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.kernels.common import LANES
 from specsamp.models.kernels.dispatch import Kernels
@@ -29,6 +30,7 @@ def reason_for_plain(config: TransformerConfig, kernels: Kernels) -> str:
     Two models of two layers with the same heads and caches, random parameters and a few experts read two texts and score
     tokens, on one device: one with kernels, one without. Warps of the same logits are compared as well.
     """
+    use_compilation_cache()  # as `generate` does, which comes later
     group = config.num_heads // config.num_kv_heads
     few = config.experts and dataclasses.replace(config.experts, **FEW_EXPERTS)
     sizes = {"width": 2 * LANES, "num_layers": 2, "num_heads": 2 * group, "num_kv_heads": 2, "feedforward_width": LANES}
