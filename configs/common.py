@@ -34,7 +34,7 @@ def add_decoding(
     config.adaptive.acceptance = 0.7  # of a drafted token, as a row expects it before it has seen any
     config.adaptive.stop = "none"  # or "entropy", or "confidence": ends a draft early
     config.adaptive.least = 0.3  # of what the stop looks at, for a draft to go on
-    config.attention = "auto"  # over caches, and experts: kernels on a TPU if they do what "plain" does; or "kernel"
+    config.attention = "auto"  # and experts, and warps: kernels on a TPU if they do what "plain" does; or "kernel"
     config.int8 = ConfigDict()
     config.int8.weights = "none"  # or "target", "draft" or "both": decode with weights in int8
     config.int8.caches = "none"  # or one of the same words: keys and values in int8

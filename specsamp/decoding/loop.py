@@ -125,8 +125,9 @@ class Loop:
         min_running: Array | int = 1,
     ) -> DecodeState:
         """Runs the rows of one shard."""
-        kernels = self.target.kernels
-        sampling, drafting = with_kernels(request.sampling, kernels), with_kernels(request.draft_sampling, kernels)
+        # Each for the layout of its logits: a draft without collectives must not get one from a warp.
+        drafting = with_kernels(request.draft_sampling, getattr(self.drafter, "model", self.target).kernels)
+        sampling = with_kernels(request.sampling, self.target.kernels)
         request = dataclasses.replace(request, sampling=sampling, draft_sampling=drafting)
 
         def goes_on(carry: _Carry) -> Array:

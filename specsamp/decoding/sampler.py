@@ -19,7 +19,7 @@ import numpy as np
 from specsamp.decoding.adaptive import Stop
 from specsamp.sampling.rng import RoundKeys
 from specsamp.sampling.rules import Draft, Rule
-from specsamp.sampling.warp import Chain, Greedy, Warp, append, is_stateless, log_probs
+from specsamp.sampling.warp import Chain, Greedy, Warp, followed_by, is_stateless, log_probs
 
 Array = jax.Array
 
@@ -52,7 +52,7 @@ class Sampler:
 
     def with_warp(self, warp: Warp) -> Sampler:
         """Returns a sampler that also applies ``warp``, which has no state, after the warp of this sampler."""
-        both, state = append(self.warp, self.warp_state, warp)
+        both, state = followed_by(self.warp, self.warp_state, warp)
         return dataclasses.replace(self, warp=both, warp_state=state)
 
     @property

@@ -72,7 +72,10 @@ class Warp:
 
 
 class FoldedWarp(Warp):
-    """A warp without a state, of a folded vocabulary; its operations are those that a kernel has."""
+    """A warp without a state, of a folded vocabulary; its operations are those that a kernel has.
+
+    It adds no tokens to a row, and its numbers are scalars or one per row.
+    """
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         return chain(self)(logits)
@@ -161,16 +164,17 @@ def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
       ``[B, ..., V]``; excluded tokens are ``-inf``.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    warp, state = append(warp, state, Normalised())
+    warp, state = followed_by(warp, state, Normalised())
     return warp(logits, state)
 
 
 def with_kernels(warp: Warp, kernels: Any) -> Warp:
-    """Returns a chain whose warps without a state are kernels; other warps, and all if it is None, are XLA's operations."""
+    """Returns a warp whose parts without a state are kernels, or XLA's operations if ``kernels`` is None."""
+    warp = chain(warp) if isinstance(warp, FoldedWarp) else warp
     return dataclasses.replace(warp, kernels=kernels) if isinstance(warp, Chain) else warp
 
 
-def append(warp: Warp, state: Any, last: Warp) -> tuple[Chain, Any]:
+def followed_by(warp: Warp, state: Any, last: Warp) -> tuple[Chain, Any]:
     """Returns a warp followed by ``last``, which has no state, and the state of both."""
     if not is_stateless(state):
         state = (*state, ()) if isinstance(warp, Chain) else (state, ())
@@ -219,7 +223,7 @@ class Chain(Warp):
     def excluding(self, state: Any) -> tuple[Chain, Any]:
         """Returns the warps up to the last that may leave a row without any token, and their part of a state."""
         count = max((n for n, warp in enumerate(self.warps, 1) if warp.may_exclude_all), default=0)
-        return Chain(self.warps[:count]), state[:count]
+        return dataclasses.replace(self, warps=self.warps[:count]), state[:count]
 
     def check(self, vocab_size: int) -> None:
         for warp in self.warps:
@@ -246,12 +250,11 @@ class Chain(Warp):
         return logits
 
     def _on_folded(self, warps: tuple[FoldedWarp, ...], logits: Array) -> Array:
-        folded, in_order = fold(logits, -jnp.inf), functools.partial(_in_order, vocab_size=logits.shape[-1])
+        folded, vocab_size = fold(logits, -jnp.inf), logits.shape[-1]
         if self.kernels is None:
-            return unfold(in_order(folded, warps), logits.shape[-1])
-        of_rows = (*folded.shape[:-2], 1, 1)
-        numbers = jax.tree.map(lambda value: jnp.broadcast_to(per_row(value, folded), of_rows), warps)
-        return unfold(self.kernels.by_row(in_order, folded, numbers), logits.shape[-1])
+            return unfold(_in_order(vocab_size, folded, warps), vocab_size)
+        numbers = jax.tree.map(lambda x: jnp.broadcast_to(per_row(x, folded), (*folded.shape[:-2], 1, 1)), warps)
+        return unfold(self.kernels.row_by_row(functools.partial(_in_order, vocab_size), folded, numbers), vocab_size)
 
 
 jax.tree_util.register_pytree_node(
@@ -259,7 +262,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _in_order(folded: Array, warps: tuple[FoldedWarp, ...], vocab_size: int) -> Array:
+def _in_order(vocab_size: int, folded: Array, warps: tuple[FoldedWarp, ...]) -> Array:
     """Applies warps to a folded vocabulary."""
     all_greedy: bool | Array = False
     for warp in warps:

@@ -34,19 +34,19 @@ class Schedule:
     once: int
     in_loop: int
     cores: int  # that share the steps
+    passes: int = 1  # of the loop, if there is a single step: it is then the loop within a step
 
     @classmethod
     def parse(cls, text: str, passes: int = 1) -> Self:
         """Reads the final bundles of a kernel; those of a loop are marked, and twice if a step takes them ``passes`` times."""
         count = collections.Counter(map(len, _BUNDLE.findall(text)))
         once, in_loop, inner = count[0], count[1], count.total() - count[0] - count[1]
-        if passes > 1 and not inner:  # a single step is no loop
-            once, in_loop, inner = once + passes * in_loop, 0, 0
-        return cls(once=once, in_loop=in_loop + passes * inner, cores=2 if "barrier-megacore" in text else 1)
+        cores = 2 if "barrier-megacore" in text else 1
+        return cls(once=once, in_loop=in_loop + passes * inner, cores=cores, passes=1 if inner else passes)
 
     def cycles(self, steps: float) -> float:
         """Returns the cycles of a core, at most, if the grid has so many steps."""
-        return self.once + self.in_loop * (steps / self.cores + 2)
+        return self.once + self.in_loop * (self.passes if steps == 1 < self.passes else steps / self.cores + 2)
 
 
 @functools.cache

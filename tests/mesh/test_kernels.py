@@ -62,6 +62,7 @@ def test_a_call_over_a_mesh_equals_one_device(name):
     made = jax.jit(split, compiler_options=COMPILE_FAST)(
         placed, warps, tokens_BT, start_B, dataclasses.replace(cache, layers=(for_kernels(cache.layers[0]),))
     )
+    assert sharded.kernels.layout == layout
     np.testing.assert_allclose(made[0], expected.logits_BTV, atol=2e-5)
     np.testing.assert_allclose(made[2], log_probs(warps, expected.logits_BTV), atol=5e-5)
     for ours, theirs in zip(

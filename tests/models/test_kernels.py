@@ -201,7 +201,7 @@ def test_a_model_with_kernels_equals_one_without(scheme):
 
 
 @pytest.mark.slow
-def test_texts_of_a_pair_with_heads_of_64_are_those_without_kernels():
+def test_texts_of_a_pair_with_heads_of_64_are_those_without_kernels(monkeypatch):
     target = TransformerLM(tiny(head_size=SIZE // 2, positions="rotary", num_kv_heads=2))
     params = {
         "target_params": drawn_params(target, noise=0.3),
@@ -214,7 +214,10 @@ def test_texts_of_a_pair_with_heads_of_64_are_those_without_kernels():
         made = generate(pair, [[1, 2, 3], [4, 5]], 12, draft_length=2, sampling=temperature(1.0), seed=seed)
         return [list(each.tokens) for each in made]
 
+    warped, row_by_row = [], Kernels.row_by_row
+    monkeypatch.setattr(Kernels, "row_by_row", lambda *given: warped.append(given[0]) or row_by_row(*given))
     assert tokens(INTERPRETED) == tokens(None) != tokens(None, seed=1)
+    assert warped and {*warped} == {INTERPRETED}
 
 
 def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
@@ -271,7 +274,7 @@ def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
     for owner, name, wrong, told in (
         (kernel_cache, "decode_attention", odd, r"a call with kernels differs from one without by \d+\.\d%"),
         (kernel_cache, "decode_attention", None, "a call with kernels failed: .*callable"),
-        (Kernels, "by_row", lambda self, function, x, numbers: x, "warps with kernels move a probability by .*%"),
+        (Kernels, "row_by_row", lambda self, function, x, numbers: x, "warps with kernels move a probability by .*%"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, wrong)

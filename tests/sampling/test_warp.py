@@ -223,8 +223,7 @@ def test_trees_of_different_warps_differ():
 @pytest.mark.parametrize("vocab_size", [50_257, 128_256])
 def test_the_nucleus_of_a_public_vocabulary(vocab_size):
     """Of K + 1 rows or one, folded with padding and without: each token but those whose mass is within 1e-6 of p."""
-    logits = np.random.default_rng(0).normal(size=(5, vocab_size)).astype(np.float32) * [[0.01], [1], [2.5], [4], [8]]
-    logits = logits.astype(np.float32)
+    logits = np.float32(np.random.default_rng(0).normal(size=(5, vocab_size)) * [[0.01], [1], [2.5], [4], [8]])
     probs = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
     probs /= probs.sum(-1, keepdims=True)
     order = np.argsort(-probs, axis=-1)

@@ -208,10 +208,8 @@ def test_the_guard_bites_where_a_cache_is_copied():
 
 def test_out_of_memory_is_a_result():
     """The caches of 64 long texts on four chips: what is missing, and to whom it went."""
-    mesh = described_mesh("v5e:2x2")
-    large = programs(mesh, 1, batch=64, slots=65536, max_positions=65536)
-    made = compile_report(large, topology="v5e:2x2", size=4, rule=TokenRule(), names=("target step",))
-    made = made["target step"]
+    large = programs(described_mesh("v5e:2x2"), 1, batch=64, slots=65536, max_positions=65536)
+    made = compile_report(large, topology="v5e:2x2", size=4, rule=TokenRule(), names=("target step",))["target step"]
     assert made.memory is None and "hbm" in made.out_of_memory.lower()
 
 
@@ -245,8 +243,7 @@ def test_what_cannot_be_compiled(changes, draft_length, message):
 
 
 def test_chips():
-    chip, sizes = parse("v4:2x2x4")
-    assert sizes == (2, 2, 4)
+    assert parse("v4:2x2x4")[1] == (2, 2, 4)
     assert dict(described_mesh("v5e:4x4", 4).shape) == {"data": 4, "model": 4}
     assert dict(described_mesh("tpu7x:2x2x1").shape) == {"data": 1, "model": 8}  # two devices a chip
     assert dict(described_mesh("v4:2x2x4", draft_model_parallelism=4).shape) == {"data": 1, "replica": 4, "model": 4}

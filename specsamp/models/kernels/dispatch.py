@@ -1,4 +1,4 @@
-"""The kernels of a model: attention over caches and writes to them, experts, norms and rotations; also on a mesh."""
+"""The kernels of a model: attention over caches, writes to them, experts, norms, rotations and warps; also on a mesh."""
 
 from __future__ import annotations
 
@@ -104,11 +104,8 @@ class Kernels:
         rest = [PartitionSpec()] * (len(operands) - len(specs))
         return self.layout.per_device(compute, (*specs, *rest), tuple(specs) if len(specs) > 1 else specs[0])(*operands)
 
-    def by_row(self, function: Callable, x: Array, numbers: Any) -> Array:
-        """Computes a function of ``[R, X, Y]`` and of a tree of ``[R, 1, 1]``, each row of R in a step of one kernel.
-
-        All may have more leading axes, of which a layout splits the first.
-        """
+    def row_by_row(self, function: Callable, x: Array, numbers: Any) -> Array:
+        """Computes a function of ``[..., X, Y]`` and a tree of ``[..., 1, 1]``, row by row; a layout splits the first axis."""
 
         def compute(*operands):
             flat = jax.tree.map(lambda each: each.reshape(-1, *each.shape[-2:]), operands)
