@@ -61,12 +61,11 @@ def heads(document: Document) -> Table:
         ms = {each: max(facts["streaming_ms"], facts["cycles_ms"]) for each, facts in programs.items()}
         ms["target step"] = min(ms["target step"], ms["score"])  # more tokens can be faster
         row = dict(name) | {f"{each}, ms": f"{ms[each]:.2f}" for each in ("target step", "draft step")}
-        step = estimated(programs["target step"], topology)
-        drafted = estimated(programs["round, K = 4"], topology, programs["draft step"])
-        row["calibrated, K = 4, steps"] = faster(band_ratio(drafted, step)).replace("x", "")
         for each in (each for each in programs if each.startswith("round")):
             row[f"{each}, ms (steps)"] = f"{ms[each]:.2f} ({ms[each] / ms['target step']:.2f})"
-        rows.append(row)
+        step = estimated(programs["target step"], topology)
+        drafted = estimated(programs["round, K = 4"], topology, programs["draft step"])
+        rows.append(row | {"calibrated, K = 4, steps": faster(band_ratio(drafted, step)).replace("x", "")})
     return Table.of("Rounds of heads (compiler estimate; lower bounds)", rows, left=3)
 
 
