@@ -178,8 +178,7 @@ def followed_by(warp: Warp, state: Any, last: Warp) -> tuple[Chain, Any]:
     """Returns a warp followed by ``last``, which has no state, and the state of both."""
     if not is_stateless(state):
         state = (*state, ()) if isinstance(warp, Chain) else (state, ())
-    both = chain(warp, last)
-    return with_kernels(both, getattr(warp, "kernels", None)), state
+    return with_kernels(chain(warp, last), getattr(warp, "kernels", None)), state
 
 
 def for_rows(warp: Warp, rows: int) -> Warp:
@@ -392,8 +391,9 @@ def _only_argmax(folded: Array, wanted: bool | Array = True) -> Array:
 
 
 def _token_ids(folded: Array) -> Array:
-    """Returns the tokens of a folded vocabulary."""
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, folded.shape, folded.ndim + axis) for axis in FOLDED)
+    """Returns the tokens of a folded vocabulary, ``[1, ..., 8, V / 8]``: ids of every row would be stored."""
+    shape = (1,) * (folded.ndim - 2) + folded.shape[-2:]
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, folded.ndim + axis) for axis in FOLDED)
     return row * folded.shape[-1] + column
 
 
