@@ -129,7 +129,7 @@ def pair_identity(experiment: Experiment) -> dict[str, Any]:
         "random_weights": experiment.pair_name is None,
         "models": experiment.configs,
         "prompts": prompts,
-    } | ({} if experiment.pair.target.kernels is None else {"kernels": True})  # not where "auto" became plain
+    } | ({} if experiment.pair.target.kernels is None else {"kernels": True})  # absent where "auto" became plain
 
 
 def costs_of(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:

@@ -126,9 +126,9 @@ class Loop:
     ) -> DecodeState:
         """Runs the rows of one shard."""
         # Each for the layout of its logits: a draft without collectives must not get one from a warp.
-        drafting = with_kernels(request.draft_sampling, getattr(self.drafter, "model", self.target).kernels)
-        sampling = with_kernels(request.sampling, self.target.kernels)
-        request = dataclasses.replace(request, sampling=sampling, draft_sampling=drafting)
+        kernels = getattr(getattr(self.drafter, "model", self.target), "kernels", None)
+        request = dataclasses.replace(request, draft_sampling=with_kernels(request.draft_sampling, kernels))
+        request = dataclasses.replace(request, sampling=with_kernels(request.sampling, self.target.kernels))
 
         def goes_on(carry: _Carry) -> Array:
             rounds, state = carry

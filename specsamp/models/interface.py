@@ -74,7 +74,7 @@ class LanguageModel(abc.ABC):
 
     vocab_size: int
     max_positions: int | None = None  # the longest sequence the model supports; None: no limit
-    kernels: Any = None  # `specsamp.models.kernels.dispatch.Kernels`, by which a loop also warps; None: without
+    kernels: Any = None  # `specsamp.models.kernels.dispatch.Kernels`, also for the warps of a loop; None: no kernels
     compiler_options: tuple[tuple[str, str], ...] = ()  # for programs that call the model as their target
 
     def prepare(self, params: Any) -> Any:

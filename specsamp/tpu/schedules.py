@@ -34,11 +34,11 @@ class Schedule:
     once: int
     in_loop: int
     cores: int  # that share the steps
-    passes: int = 1  # of the loop, if there is a single step: it is then the loop within a step
+    passes: int = 1  # of the loop that is left where there is a single step: the one within it
 
     @classmethod
     def parse(cls, text: str, passes: int = 1) -> Self:
-        """Reads the final bundles of a kernel; those of a loop are marked, and twice if a step takes them ``passes`` times."""
+        """Reads the final bundles of a kernel; a loop over steps marks its own once, a loop within a step, of ``passes``, twice."""
         count = collections.Counter(map(len, _BUNDLE.findall(text)))
         once, in_loop, inner = count[0], count[1], count.total() - count[0] - count[1]
         cores = 2 if "barrier-megacore" in text else 1

@@ -247,7 +247,7 @@ WARPS = {
 
 @pytest.mark.parametrize("name", WARPS)
 def test_warps_equal_the_plain_form(name):
-    """Of one row a text and of several, a vocabulary that folds with padding, and states of each row."""
+    """Warps one row of a text and several, a vocabulary that folds with padding, and states of each row."""
     warp, logits_BTV = WARPS[name], 3 * drawn(3, 2, 5003)
     draft = Draft(tokens_BK=jnp.int32([[7], [8], [9]]), num_drafted_B=jnp.ones(3, jnp.int32))
 
