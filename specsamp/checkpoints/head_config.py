@@ -27,9 +27,10 @@ from specsamp.checkpoints.tensor_names import TABLES
 from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
 from specsamp.models.config import TransformerConfig
 from specsamp.models.dflash import BlockConfig
-from specsamp.models.eagle import Eagle1Config, Eagle3Config, MTPConfig
+from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.heads import HeadConfig
 from specsamp.models.medusa import MedusaConfig
+from specsamp.models.mtp import MTPConfig
 
 FAMILY_OF = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 SPECULATORS = "speculators_model_type"  # a key that only files of speculators have
@@ -121,8 +122,7 @@ def _medusa(fields: Fields, target: TransformerConfig, found: Collection[str]) -
 
 
 def _mtp(fields: Fields, target: TransformerConfig) -> MTPConfig:
-    """Reads the MTP module of MiMo: it reads the target's stream before the final norm and normalises its output."""
-    fields.require("num_nextn_predict_layers", 1)
+    """Reads the MTP modules of MiMo: they read the target's stream before the final norm and normalise their output."""
     layer = TransformerConfig(dtype=target.dtype, **FAMILIES[MIMO].read(fields))
     _require(fields, "hidden_size", layer.width, "width", target.width)
     _require(fields, "vocab_size", layer.vocab_size, "vocabulary", target.vocab_size)
@@ -131,6 +131,7 @@ def _mtp(fields: Fields, target: TransformerConfig) -> MTPConfig:
         layer=dataclasses.replace(layer, num_layers=1, tied=False),
         target_layers=target.num_layers,
         hidden_layers=(target.num_layers - 1,),
+        num_modules=fields("num_nextn_predict_layers", 1),
         hidden_first=True,
         norm_output=True,
     )

@@ -34,9 +34,10 @@ from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.public_heads import KEPT, OFFSETS, head_sources
 from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.dflash import BlockConfig
-from specsamp.models.eagle import Eagle3Config, MTPConfig
+from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
 from specsamp.models.medusa import MedusaConfig
+from specsamp.models.mtp import MTPConfig
 
 
 def write_head(folder: str | os.PathLike, head: Head, params: Any, *, target_name: str, K: int) -> None:
@@ -138,7 +139,7 @@ def _mtp(config: MTPConfig, target_name: str, K: int) -> dict[str, Any]:
         "architectures": [MIMO],
         "model_type": FAMILIES[MIMO].model_type,
         "base_model_name_or_path": target_name,
-        "num_nextn_predict_layers": 1,
+        "num_nextn_predict_layers": config.num_modules,
         **describe_layers(config.layer),
         "num_hidden_layers": config.target_layers,
     }

@@ -170,7 +170,7 @@ def read_head(checkpoint: HeadCheckpoint, head: Head, progress: OnProgress = lam
 def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSource]:
     """Returns the source of each parameter; raises KeyError for a parameter that the layout does not have."""
     shapes = flatten_dict(jax.eval_shape(config.head().init, jax.random.key(0)), sep="/")
-    read = {"X": ("attention/query", 1), "Y": ("fc", 0)}
+    read = {"X": ("attention/query", 1), "Y": ("module_0/fc" if "module_0/fc" in shapes else "fc", 0)}
     read |= {"R": ("correction/embedding", 1), "G": ("correction/gate", 0), "J": ("correction/gate", 1)}
     read |= {"B": ("correction/trust", 0), "T": (f"{AROUND}/base", 1), "A": (f"{AROUND}/coefficients", 1)}
     wide = {letter: shapes[name].shape[axis] for letter, (name, axis) in read.items() if name in shapes}

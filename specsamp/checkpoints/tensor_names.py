@@ -117,8 +117,8 @@ class TensorSource:
 
 def find_source(parameter: str, names: Mapping[str, str], sizes: Mapping[str, int]) -> TensorSource:
     """Returns the source of a parameter by a family's table; raises KeyError if the family does not have it."""
-    layer = re.match(r"(?:layer|head)_(\d+)/", parameter)
-    line = names[re.sub(r"^(layer|head)_\d+/", r"\1/", parameter)]
+    layer = re.match(r"(?:layer|head|module)_(\d+)/", parameter)
+    line = names[re.sub(r"^(layer|head|module)_\d+/", r"\1/", parameter)]
     match = re.fullmatch(r"(?P<tensor>\S+) +(?P<axes>[A-Z ]+) -> (?P<ours>[A-Z]+)(: C=(?P<part>\d))?", line)
     return TensorSource(
         tensor=match["tensor"].format(i=layer and layer[1], e="{e}"),

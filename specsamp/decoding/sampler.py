@@ -135,7 +135,7 @@ class Sampler:
             calls the draft model and then `draw` once.
           carry: the drafter's own part of the loop's carry.
         """
-        both = first(0, carry, self._nothing_drawn())
+        both = first(0, carry, self.begin())
         if self.draft_lengths_B is None:
             return jax.lax.fori_loop(1, K, lambda offset, both: step(offset, *both), both)
 
@@ -149,7 +149,8 @@ class Sampler:
 
         return jax.lax.while_loop(goes_on, another, (jnp.ones((), jnp.int32), both))[1]
 
-    def _nothing_drawn(self) -> Drawn:
+    def begin(self) -> Drawn:
+        """Returns a chain of no tokens."""
         if self.draft_lengths_B is None:
             return Drawn(warp_state=self.warp_state)
         nothing_B = jnp.zeros_like(self.draft_lengths_B)

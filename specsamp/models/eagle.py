@@ -1,7 +1,4 @@
-"""The heads of EAGLE (Li et al., arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840), with the switches of public heads; and MTP.
-
-Modules for multi-token prediction (DeepSeek-V3, arXiv 2412.19437) are used recursively, as heads.
-"""
+"""The heads of EAGLE (Li et al., arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840), with the switches of public heads."""
 
 from __future__ import annotations
 
@@ -130,53 +127,3 @@ class Eagle3Config(HeadConfig):
                 f"the usual layers of a target of {target_layers} layers would be {layers}: choose three different ones"
             )
         return layers
-
-
-class MTP(HeadModule):
-    """A module for multi-token prediction: projects the normalised token and hidden state, and runs a layer."""
-
-    config: MTPConfig
-
-    def setup(self):
-        self.declare_ends()
-        layer = self.config.layer
-        self.fc = weight(self, "fc", (2 * layer.width, layer.width), ("features", "embed"), fan_in=2 * layer.width)
-        self.token_norm, self.hidden_norm = Norm(layer), Norm(layer)
-        self.attention_norm, self.attention = Norm(layer), Attention(layer)
-        self.mlp_norm, self.mlp, self.final_norm = Norm(layer), FeedForward(layer), Norm(layer)
-
-    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
-        return features_BTD if self.config.norm_output else self.final_norm(features_BTD)
-
-    def __call__(self, embedded_BTD, features_BTD, start_B, cache, block=None) -> tuple[Array, KVCache]:
-        parts = [self.token_norm(embedded_BTD), self.hidden_norm(features_BTD)]
-        x_BTX = jnp.concatenate(parts[::-1] if self.config.hidden_first else parts, axis=-1)
-        x_BTD = contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
-        y_BTD, cache = finish_layer(self, self.attention_norm(x_BTD), x_BTD, start_B, cache, block)
-        return self.final_norm(y_BTD) if self.config.norm_output else y_BTD, cache
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPConfig(HeadConfig):
-    """The shape of a module with one dense layer.
-
-    Attributes:
-      hidden_first: in the projected input the hidden state comes before the token, as in MiMo-7B; False: after it.
-      norm_output: the returned features are normalised.
-    """
-
-    hidden_first: bool = False
-    norm_output: bool = False
-
-    module: ClassVar[type[HeadModule]] = MTP
-    kind: ClassVar[str] = "MTP"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if len(self.hidden_layers) != 1:
-            raise ValueError(f"an MTP module reads one hidden state; got hidden_layers {self.hidden_layers}")
-
-    @classmethod
-    def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
-        """Returns the layer before the final norm, as in MiMo: the module has a norm for it."""
-        return (target_layers - 1,)

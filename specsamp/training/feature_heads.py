@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec
 from specsamp import validate
 from specsamp.models.decoder import OUTPUT_EMBEDDING
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
+from specsamp.models.mtp import ModuleChain
 from specsamp.models.products import contract, soft_cap
 from specsamp.models.transformer import TransformerLM
 from specsamp.models.visibility import Visibility
@@ -227,6 +228,17 @@ class TrainHead(Task):
         layers = *head.hidden_layers, self.target.num_layers - 1
         *hidden, stream_BTD = self.target.forward_streams(target_params, inputs_BT, layers)
         embedded_BTD = self._embed(weights, target_params, tokens_BT)[:, 1:]
+        if isinstance(head, ModuleChain):
+            features_BTD, start_B, returned = (
+                head.fuse(weights, tuple(hidden)),
+                jnp.zeros(len(tokens_BT), jnp.int32),
+                [],
+            )
+            for number in range(self.test_steps):
+                token_BTD = jnp.roll(embedded_BTD, -number, axis=1)
+                features_BTD, _ = head(weights, token_BTD, features_BTD, start_B, None, number)
+                returned.append(jnp.roll(features_BTD, number + 1, axis=1))
+            return stream_BTD, jnp.stack(returned)
         before = head.fuse(weights, tuple(hidden)), StepCache(later=max(self.test_steps - 1, 1))
 
         def run(weights, embedded_BTD, before, step):

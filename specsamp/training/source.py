@@ -38,9 +38,10 @@ from specsamp.mesh.sharded import shard_model
 from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import TransformerConfig
 from specsamp.models.dflash import BlockConfig
-from specsamp.models.eagle import Eagle3Config, MTPConfig
+from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, Head, HeadConfig
 from specsamp.models.medusa import MedusaConfig
+from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.run_folder import FIX, IDS, read_array, read_config, read_description
 

@@ -15,9 +15,9 @@ from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.checkpoints.safetensors_io import INDEX
 from specsamp.checkpoints.trained_pair import load_pair
 from specsamp.models.config import tiny
-from specsamp.models.eagle import MTPConfig
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
+from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from support.checkpoint_shapes import CONFIG, random_params
 from support.heads import layer_config

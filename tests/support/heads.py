@@ -8,10 +8,11 @@ from specsamp.models.block_corrections import DFlash2Config, DSparkConfig
 from specsamp.models.cache import KVCache
 from specsamp.models.config import TransformerConfig
 from specsamp.models.dflash import BlockConfig, BlockHead
-from specsamp.models.eagle import Eagle1Config, Eagle3Config, MTPConfig
+from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.interface import LayeredModel
 from specsamp.models.medusa import MedusaConfig
+from specsamp.models.mtp import MTPConfig
 from specsamp.models.visibility import ancestor_slots
 from support.fakes import TableLM
 
@@ -66,7 +67,7 @@ def eagle3(vocab_size, **changes):
 
 def mtp(vocab_size, **changes):
     shape = dict(layer=layer_config(vocab_size), target_layers=LAYERS, hidden_layers=(LAYERS,))
-    return FeatureHead(MTPConfig(**(shape | changes)))
+    return MTPConfig(**(shape | changes)).head()
 
 
 def medusa(vocab_size, num_heads, **changes):

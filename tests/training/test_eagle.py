@@ -11,9 +11,10 @@ import pytest
 
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.models.config import tiny
-from specsamp.models.eagle import Eagle3Config, MTPConfig
+from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import DRAFT_IDS, FeatureHead
 from specsamp.models.medusa import MedusaConfig
+from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.feature_heads import TrainHead, most_frequent
 from specsamp.training.trainer import TrainConfig, init_state, initial_state, state_shardings, train_step

@@ -5,11 +5,12 @@ from specsamp.decoding.drafters.block_head import BlockDrafter
 from specsamp.decoding.drafters.early_exit import EarlyExitDrafter
 from specsamp.decoding.drafters.feature import FeatureDrafter
 from specsamp.decoding.drafters.model import ModelDrafter
+from specsamp.decoding.drafters.modules import ModuleDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter
 from specsamp.decoding.drafters.parallel import ParallelDrafter
 from specsamp.decoding.drafters.translating import TranslatingDrafter
 from specsamp.decoding.drafters.tree import BlockTree, EarlyExitTree, FeatureTree, ModelTree, NgramTree
 
 __all__ = ["BlockDrafter", "BlockTree", "EarlyExitDrafter", "EarlyExitTree", "FeatureDrafter", "FeatureTree"]
-__all__ += ["ModelDrafter", "ModelTree", "NgramDrafter", "NgramTree", "NoDrafter", "ParallelDrafter"]
+__all__ += ["ModelDrafter", "ModelTree", "ModuleDrafter", "NgramDrafter", "NgramTree", "NoDrafter", "ParallelDrafter"]
 __all__ += ["TranslatingDrafter"]

@@ -26,6 +26,7 @@ from specsamp.decoding.drafter import Drafter, Prefix, PromptChunk, Proposal, Sc
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.models.interface import Block, LanguageModel, LayeredModel
+from specsamp.models.mtp import ModuleChain
 from specsamp.sampling.rules import Draft
 
 if TYPE_CHECKING:
@@ -78,6 +79,14 @@ class HeadDrafter(Drafter):
     def fit_slots(self, weights: Any, slots: int) -> Any:
         return self.head.fit_slots(weights, slots)
 
+    def _embed(
+        self, weights: Weights, tokens_BT: Array, start_B: Array, cache: Any, block: Block | None = None
+    ) -> tuple[Array, Any]:
+        """Embeds tokens at slots ``start_B ..``; targets with n-gram embeddings also store them in the cache."""
+        if self.head.config.own_embedding:
+            return self.head.embed(weights.draft, tokens_BT), cache
+        return self.target.embed(weights.target, tokens_BT, start_B, cache, block=block)
+
 
 @dataclasses.dataclass(frozen=True)
 class FeatureDrafter(HeadDrafter):
@@ -96,6 +105,8 @@ class FeatureDrafter(HeadDrafter):
     def __post_init__(self):
         validate.integer("K", self.K, 1)
         validate.integer("window", self.window, 1, MAX_WINDOW + 1)
+        if isinstance(self.head, ModuleChain):
+            raise ValueError(f"{self.head.config.num_modules} modules draft chains, with a ModuleDrafter")
         most, longest = self.head.config.max_tokens, depth_of(self)
         if most is not None and longest > most:
             name = "K" if longest == self.K else "the depth of its tree"
@@ -177,14 +188,6 @@ class FeatureDrafter(HeadDrafter):
         ready_B, has_edge_B = jnp.ones_like(state.ready_B), jnp.zeros_like(state.has_edge_B)
         state = dataclasses.replace(state, cache=head_cache, feature_BD=feature_BD)
         return dataclasses.replace(state, ready_B=ready_B, has_edge_B=has_edge_B), cache
-
-    def _embed(
-        self, weights: Weights, tokens_BT: Array, start_B: Array, cache: Any, block: Block | None = None
-    ) -> tuple[Array, Any]:
-        """Embeds tokens at slots ``start_B ..``; targets with n-gram embeddings also store them in the cache."""
-        if self.head.config.own_embedding:
-            return self.head.embed(weights.draft, tokens_BT), cache
-        return self.target.embed(weights.target, tokens_BT, start_B, cache, block=block)
 
     def _widen(self, x: Array) -> Array:
         """Repeats a position ``window`` times, ``[B, T, ...]``; all except the first are stale in the head's cache."""

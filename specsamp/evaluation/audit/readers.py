@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter
+from specsamp.decoding.drafters import BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter, ModuleDrafter
 from specsamp.decoding.state import Weights
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
@@ -68,7 +68,7 @@ def _(drafter: EarlyExitDrafter) -> Reader:
 
 
 @reader.register
-def _(drafter: FeatureDrafter) -> Reader:
+def _(drafter: FeatureDrafter | ModuleDrafter) -> Reader:
     return Reader(model=FirstTokenReader(drafter.target, drafter.head), weights_of=lambda weights: weights, depth=1)
 
 

@@ -1,0 +1,142 @@
+"""Modules for multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+One module is used again and again, as a head of EAGLE is. Of several, each drafts one token: module k, counted from 0, reads
+the features of module k - 1 and the token k + 1 positions later (`ModuleChain`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from specsamp import validate
+from specsamp.models.attention import Attention
+from specsamp.models.cache import KVCache
+from specsamp.models.heads import FeatureHead, HeadConfig, HeadModule, finish_layer
+from specsamp.models.modules import FeedForward, Norm, weight
+from specsamp.models.products import contract
+
+Array = jax.Array
+
+
+class Module(nn.Module):
+    """Projects the normalised token and hidden state, and runs a layer."""
+
+    config: MTPConfig
+    split: Callable[[Array], Array]
+
+    def setup(self):
+        layer = self.config.layer
+        self.fc = weight(self, "fc", (2 * layer.width, layer.width), ("features", "embed"), fan_in=2 * layer.width)
+        self.token_norm, self.hidden_norm = Norm(layer), Norm(layer)
+        self.attention_norm, self.attention = Norm(layer), Attention(layer)
+        self.mlp_norm, self.mlp, self.final_norm = Norm(layer), FeedForward(layer), Norm(layer)
+
+    def __call__(self, embedded_BTD, features_BTD, start_B, cache, block) -> tuple[Array, KVCache]:
+        parts = [self.token_norm(embedded_BTD), self.hidden_norm(features_BTD)]
+        x_BTX = jnp.concatenate(parts[::-1] if self.config.hidden_first else parts, axis=-1)
+        x_BTD = contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
+        y_BTD, cache = finish_layer(self, self.attention_norm(x_BTD), x_BTD, start_B, cache, block)
+        return self.final_norm(y_BTD) if self.config.norm_output else y_BTD, cache
+
+    def normed(self, features_BTD: Array) -> Array:
+        return features_BTD if self.config.norm_output else self.final_norm(features_BTD)
+
+
+class MTP(HeadModule):
+    """All modules of a target."""
+
+    config: MTPConfig
+
+    def setup(self):
+        self.declare_ends()
+        self.module = [Module(self.config, self.split) for _ in range(self.config.num_modules)]
+
+    def __call__(self, embedded_BTD, features_BTD, start_B, cache, block=None, number=0) -> tuple[Array, KVCache]:
+        return self.module[number](embedded_BTD, features_BTD, start_B, cache, block)
+
+    def normed(self, features_BTD: Array, offset: Array | int) -> Array:
+        return self.module[0 if self.config.num_modules == 1 else offset].normed(features_BTD)
+
+    def everything(self, hidden: tuple[Array, ...], start_B: Array) -> list[Array]:
+        return [module.normed(module(*hidden, *hidden, start_B, None, None)[0]) for module in self.module]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleChain(FeatureHead):
+    """Several modules, each with a cache of its own; module 0 reads the target's features."""
+
+    def init_cache(self, batch: int, slots: int) -> tuple[KVCache, ...]:
+        return tuple(super(ModuleChain, self).init_cache(batch, slots) for _ in range(self.config.num_modules))
+
+    def cache_axes(self) -> tuple[KVCache, ...]:
+        return (super().cache_axes(),) * self.config.num_modules
+
+    def __call__(
+        self,
+        weights: Any,
+        embedded_BTD: Array,
+        features_BTD: Array,
+        start_B: Array,
+        cache: tuple[KVCache, ...] | None,
+        number: int = 0,
+    ) -> tuple[Array, tuple[KVCache, ...] | None]:
+        """Reads pairs with one module, see `FeatureHead`; returns its features and the caches of all modules.
+
+        Args:
+          embedded_BTD: the tokens x_{t+1+number}.
+          features_BTD: of positions t, from `fuse` or the module before.
+        """
+        embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
+        start_B, features_BTD = self.layout.on_all_devices((start_B, features_BTD))
+        own = None if cache is None else cache[number]
+        features_BTD, own = self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, own, None, number)
+        if cache is not None:
+            own = self.layout.place_cache(super().cache_axes(), own)
+            cache = (*cache[:number], own, *cache[number + 1 :])
+        return self.layout.on_all_devices(features_BTD), cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPConfig(HeadConfig):
+    """The shape of modules with one dense layer.
+
+    Attributes:
+      num_modules: 1 drafts any number of tokens; of several, each drafts one.
+      hidden_first: in the projected input the hidden state comes before the token, as in MiMo-7B; False: after it.
+      norm_output: the returned features are normalised.
+    """
+
+    num_modules: int = 1
+    hidden_first: bool = False
+    norm_output: bool = False
+
+    module: ClassVar[type[HeadModule]] = MTP
+    kind: ClassVar[str] = "MTP"
+
+    def __post_init__(self):
+        super().__post_init__()
+        validate.integer("num_modules", self.num_modules, 1)
+        if len(self.hidden_layers) != 1:
+            raise ValueError(f"an MTP module reads one hidden state; got hidden_layers {self.hidden_layers}")
+
+    @classmethod
+    def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
+        """Returns the layer before the final norm, as in MiMo: the module has a norm for it."""
+        return (target_layers - 1,)
+
+    def head(self) -> FeatureHead:
+        return FeatureHead(self) if self.num_modules == 1 else ModuleChain(self)
+
+    def is_read_by_a_step(self, name: str) -> bool:
+        """Returns whether the first module or all share the parameter; a step runs one module, and all have equal sizes."""
+        return name in ("module_0", "output")
+
+    @property
+    def max_tokens(self) -> int | None:
+        return None if self.num_modules == 1 else self.num_modules

@@ -1,0 +1,148 @@
+"""Several modules draft what they would draft if the whole text were read at once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.decoding.drafter import Paused
+from specsamp.decoding.drafters import ModuleDrafter
+from specsamp.decoding.drafters.tree import FeatureTree
+from specsamp.decoding.loop import Loop
+from specsamp.decoding.method import default_drafter
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.state import Weights
+from specsamp.decoding.tokens import write_tokens
+from specsamp.decoding.trees import TreeShape
+from specsamp.sampling.rejection import BlockRule, TokenRule
+from support.fakes import FALSE_ALARM, prefill
+from support.heads import LayeredTable, mtp
+from support.loop_distributions import FULL, NUCLEUS, RESTLESS, TARGET, V, distribution_test
+from support.weights import drawn_params
+
+D = 3
+HEAD, MODEL = mtp(V, num_modules=D), LayeredTable(V)
+WEIGHTS = Weights(target=TARGET, draft=HEAD.prepare(drawn_params(HEAD)))
+PROMPTS = [[0], [2, 1, 2, 1], [1, 2, 1, 2, 2, 0, 1]]
+
+
+def module_loop(K=D, drafter=ModuleDrafter, **options):
+    return Loop(target=MODEL, drafter=drafter(MODEL, HEAD, K), rule=TokenRule(), **options)
+
+
+def started(loop, samples=4):
+    return prefill(loop, TARGET, WEIGHTS.draft, PROMPTS, 20, FULL, samples=samples, slots=40, prompt_ids=range(3))
+
+
+@jax.jit
+def expected(tokens_BS, lengths_B, drafted_BK):
+    """Log-probabilities of drafted tokens, from modules that read each text and its draft at once, without a cache."""
+    start_B = jnp.zeros_like(lengths_B)
+    tokens_BS = write_tokens(tokens_BS, drafted_BK, lengths_B)
+    output = MODEL(TARGET, tokens_BS, start_B, MODEL.init_cache(*tokens_BS.shape), hidden_layers=HEAD.hidden_layers)
+    (features_BSD,), found = output.hidden, []
+    for k in range(drafted_BK.shape[1]):
+        embedded_BSD, _ = MODEL.embed(TARGET, jnp.roll(tokens_BS, -k - 1, axis=1), start_B, None)
+        features_BSD, _ = HEAD(WEIGHTS.draft, embedded_BSD, features_BSD, start_B, None, k)
+        last_B1D = HEAD.take(features_BSD, jnp.maximum(lengths_B - 2, 0))[:, None]
+        logits_B1V = HEAD.logits(WEIGHTS.draft, last_B1D, lambda x: MODEL.unembed_normed(TARGET, x), k)
+        found.append(jax.nn.log_softmax(logits_B1V[:, 0]))
+    return jnp.stack(found, axis=1)
+
+
+def error(loop, state):
+    """The largest difference from `expected`, over all rows that draft."""
+    draft, _, _ = jax.jit(loop.draft)(WEIGHTS, state.request, state)
+    wanted_BKV = expected(state.tokens_BS, state.lengths_B, draft.tokens_BK)
+    drafts_B11 = (draft.num_drafted_B > 0)[:, None, None]
+    return float(jnp.where(drafts_B11, abs(wanted_BKV - draft.log_probs_BRV), 0).max())
+
+
+@pytest.mark.parametrize("K", [D, 1])
+def test_every_round_drafts_as_if_the_text_were_read_at_once(K):
+    loop = module_loop(K)
+    state, sizes = started(loop), set()
+    for _ in range(6):
+        assert error(loop, state) < 1e-5
+        before_B = np.asarray(state.lengths_B)
+        state = loop.run(WEIGHTS, state, 1)
+        sizes |= set((np.asarray(state.lengths_B) - before_B).tolist())
+    assert sizes == set(range(1, K + 2)), "rounds of every size"
+
+
+def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
+    loop = module_loop()
+    assert loop.run(WEIGHTS, started(loop, 1), 1).stats.drafted_B.tolist() == [0, D, D]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7])
+def test_prompts_read_in_chunks(chunk):
+    loop = module_loop()
+    whole = started(loop)
+    starts_B = jnp.zeros_like(whole.lengths_B)
+    read = loop.extend(WEIGHTS, whole.request, None, whole.tokens_BS, starts_B, whole.lengths_B, chunk=chunk)
+    assert error(loop, read) < 1e-5
+    assert error(loop, loop.run(WEIGHTS, read, 3)) < 1e-5
+
+
+@pytest.mark.parametrize("back", [1, 2, 4])
+def test_a_text_that_goes_on_after_some_rounds(back):
+    """Reading again begins at the pending token or before it."""
+    loop = module_loop()
+    state = loop.run(WEIGHTS, started(loop), 4)
+    lengths_B = state.lengths_B
+    more_BS = jnp.where(jnp.arange(40)[None] < lengths_B[:, None], state.tokens_BS, 1)
+    bare = dataclasses.replace(state, request=None)
+    state = loop.extend(WEIGHTS, state.request, bare, more_BS, lengths_B - back, lengths_B + 5, chunk=4)
+    assert error(loop, state) < 1e-5
+
+
+def paused(*fields):
+    return Paused(ModuleDrafter(*fields))
+
+
+@pytest.mark.parametrize("other", [module_loop(drafter=paused), module_loop(1)], ids=["paused", "shorter"])
+def test_rounds_that_draft_less_leave_no_hole(other):
+    loop = module_loop()
+    state = dataclasses.replace(loop.run(WEIGHTS, started(loop), 2), stats=started(other).stats)
+    assert error(loop, other.run(WEIGHTS, state, 7)) < 1e-5
+
+
+class KeepsDrafts(ModuleDrafter):
+    """The mutant: only pairs of new positions are read again, with tokens that were drafted before."""
+
+    def commit(self, weights, state, scored, cache):
+        after, cache = super().commit(weights, state, scored, cache)
+        lost_B = jnp.minimum(state.end_B - after.first_B, after.end_B - 1 - after.first_B)
+        rows = self._rows(
+            after, (after.embedded_BWD[:, :0], after.features_BWD[:, :0]), after.end_B, after.first_B + lost_B, 2 * D
+        )
+        return dataclasses.replace(
+            after, embedded_BWD=rows[0], features_BWD=rows[1], first_B=after.first_B + lost_B
+        ), cache
+
+
+def test_pairs_that_keep_drafted_tokens_are_seen():
+    loop = module_loop(drafter=KeepsDrafts)
+    assert error(loop, loop.run(WEIGHTS, started(loop), 4)) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "rule, sampling, options",
+    [(TokenRule(), FULL, {}), (BlockRule(), NUCLEUS, {"K": 2}), (TokenRule(), FULL, {"K": 2, "adaptive": RESTLESS})],
+    ids=["token", "block", "adaptive"],
+)
+def test_the_text_has_the_distribution_of_the_target(rule, sampling, options):
+    loop = dataclasses.replace(module_loop(options.pop("K", D)), rule=rule)
+    found = distribution_test(loop, WEIGHTS.draft, sampling, length=3, samples=30_000, powered=False, **options)
+    assert found > FALSE_ALARM
+
+
+def test_more_tokens_than_modules_and_trees_are_refused():
+    pair = Pair(target=MODEL, target_params=TARGET, head=HEAD, draft_params=drawn_params(HEAD))
+    with pytest.raises(ValueError, match="K = 4, but the head drafts 3 tokens at most"):
+        default_drafter(pair, 4)
+    with pytest.raises(ValueError, match="3 modules draft chains"):
+        FeatureTree(MODEL, HEAD, tree=TreeShape.of_widths(2, 1))
