@@ -12,7 +12,6 @@ from specsamp.checkpoints.published import CONFIGS, published_config
 from specsamp.checkpoints.trained_pair import HEADS
 from specsamp.decoding.drafters import EarlyExitDrafter
 from specsamp.models import config as models
-from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import HeadConfig
 from specsamp.models.transformer import TransformerLM
@@ -31,15 +30,6 @@ def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
         hidden_layers=Eagle3Config.usual_layers(target.num_layers),
         draft_vocab_size=min(EAGLE3_VOCABULARY, target.vocab_size),
         own_output=True,
-    )
-
-
-def dflash_of(target: models.TransformerConfig) -> BlockConfig:
-    """Returns the shape of the published DFlash heads: five layers like the target's, blocks of 16 rows."""
-    layer = dataclasses.replace(target, num_layers=5, global_layers=(), experts=None)
-    hidden_layers = BlockConfig.usual_layers(target.num_layers)
-    return BlockConfig(
-        layer=layer, target_layers=target.num_layers, hidden_layers=hidden_layers, block_size=16, mask_id=0
     )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from launch.lib.evaluation_tables import quality
 from launch.lib.study import Document, Published, Study, answers, cpu_of, law
-from launch.studies.compile_tables import forecast
 from specsamp.analysis import grid
+from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.figures import COLOURS, STYLES
 from specsamp.analysis.grid import distribution_of
 from specsamp.analysis.report import Table
@@ -20,9 +20,12 @@ from specsamp.analysis.tables import grid_table, ratio
 from specsamp.evaluation.audit import audit_table
 from specsamp.models.config import TransformerConfig
 from specsamp.tpu import calibration
+from specsamp.tpu.calibration import Band
 from specsamp.tpu.pair_report import faster
+from specsamp.tpu.work import Work, calls_of_round
 
 TOKENS = 128  # whose time the paper shows
+EMITTED = expected_tokens(0.8, 4)  # tokens of a round of K = 4 at an acceptance rate of 0.8
 
 
 # Figure 1 of the paper, read off to about 2%: Chinchilla 70B and 4B, 16 TPU v4, batch 1, K = 0 to 7.
@@ -133,6 +136,17 @@ def headline(slices: Document, *chosen: Document) -> Table:
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
     rows.append((f"**{gain}**", f"forecast from a compiler estimate, nothing ran: {where}"))
     return Table(title="In short", header=("speedup over plain decoding", "conditions"), rows=rows)
+
+
+def forecast(slices: Document, topology: str, batch: int) -> tuple[Band, Band]:
+    """Returns milliseconds per token of the paper's pair, alone and drafting: acceptance 0.8, top-p, token rule, K = 4."""
+    programs = {tuple(key.values()): answer["programs"] for key, answer in answers(slices)}[topology, batch]
+    step, draft, drafted = (
+        Work(**programs[name]["work"]) for name in ("target step", "draft step", "round, top-p, token")
+    )
+    chip = topology.partition(":")[0]
+    together = calibration.estimate(chip, *calls_of_round(drafted, draft))
+    return calibration.estimate(chip, step) / batch, together / EMITTED / batch
 
 
 def summary(grid: Document, audit: Document, agreement: Document, slices: Document) -> Table:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
@@ -18,8 +17,6 @@ from specsamp.tpu.traffic import traffic_of
 from specsamp.tpu.work import Work, hops, wire_ms
 
 USABLE = 0.98  # share of the memory of a chip that programs can have
-FACTS = ("hbm_bytes", "floor_bytes", "over_floor", "live_hbm_bytes", "live_over_floor", "cycles")
-FACTS += ("kernel_cycles", "collectives", "collective_bytes", "host_transfers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +70,7 @@ class Program:
     name: str
     tokens: int  # fed per row and call
     floor_bytes: float
-    live_floor_bytes: float  # the same with caches of which only a part is alive: half, unless a study says otherwise
+    live_floor_bytes: float  # the same with caches of which only a part is alive: half
     memory: Memory | None
     out_of_memory: str | None  # from the compiler's message: how much is missing, and the largest contributors
     hbm_bytes: float | None = None
@@ -128,21 +125,6 @@ class Program:
             layer_sequences=self.layers * sequences,
             calls=self.calls or (self.tokens if self.name == "round" else 1),
         )
-
-    def facts(self, topology: str, *, sequences: int = 1) -> dict[str, Any]:
-        """Returns the numbers of a program on a whole slice, times in milliseconds; or why it does not fit."""
-        if self.memory is None or not self.memory.fits:
-            return {"fits": False, "why": self.out_of_memory or self.memory.parts}
-        work = self.work(*parse(topology), sequences=sequences)
-        return {name: getattr(self, name) for name in FACTS} | {
-            "fits": True,
-            "copies": self.num_copies,
-            "memory_bytes": self.memory.total,
-            "temporary_bytes": self.memory.temporaries,
-            "streaming_ms": work.streaming_ms,
-            "cycles_ms": work.cycles_ms,
-            "work": work,
-        }
 
 
 def fastest(programs: Sequence[Program], chip: Chip) -> Program:
