@@ -72,10 +72,15 @@ class ModuleChain(FeatureHead):
     """Several modules, each with a cache of its own; module 0 reads the target's features."""
 
     def init_cache(self, batch: int, slots: int) -> tuple[KVCache, ...]:
-        return tuple(super(ModuleChain, self).init_cache(batch, slots) for _ in range(self.config.num_modules))
+        return tuple(self._one.init_cache(batch, slots) for _ in range(self.config.num_modules))
 
     def cache_axes(self) -> tuple[KVCache, ...]:
-        return (super().cache_axes(),) * self.config.num_modules
+        return (self._one.cache_axes(),) * self.config.num_modules
+
+    @property
+    def _one(self) -> FeatureHead:
+        """Returns a head with the cache of one module."""
+        return FeatureHead(self.config, self.layout)
 
     def __call__(
         self,
@@ -97,7 +102,7 @@ class ModuleChain(FeatureHead):
         own = None if cache is None else cache[number]
         features_BTD, own = self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, own, None, number)
         if cache is not None:
-            own = self.layout.place_cache(super().cache_axes(), own)
+            own = self.layout.place_cache(self._one.cache_axes(), own)
             cache = (*cache[:number], own, *cache[number + 1 :])
         return self.layout.on_all_devices(features_BTD), cache
 

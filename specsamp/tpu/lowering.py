@@ -28,6 +28,7 @@ from specsamp.decoding.drafters import (
     FeatureTree,
     ModelDrafter,
     ModelTree,
+    ModuleDrafter,
 )
 from specsamp.decoding.drafters.tree import sized
 from specsamp.decoding.loop import Loop
@@ -39,6 +40,7 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.decoder import OUTPUT_EMBEDDING
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
+from specsamp.models.mtp import ModuleChain
 from specsamp.sampling.rules import Rule
 from specsamp.sampling.warp import Warp
 
@@ -169,6 +171,8 @@ class Programs:
             head = shard_head(self.head, self.draft.layout) if is_sharded else self.head
             if head.config.drafts_blocks:
                 return sized(BlockDrafter, BlockTree, size, target, head)
+            if isinstance(head, ModuleChain):
+                return ModuleDrafter(target, head, size)
             return sized(FeatureDrafter, FeatureTree, size, target, head, window=WINDOW)
         if self.inside:
             return sized(EarlyExitDrafter, EarlyExitTree, size, target, self.draft.num_layers, window=WINDOW)

@@ -13,18 +13,23 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specsamp import TokenRule, chain, top_p
+from specsamp.analysis.report import as_json
+from specsamp.decoding.trees import TreeShape
 from specsamp.mesh.layout import Layout
 from specsamp.mesh.sharded import draft_layout, shard_model
 from specsamp.models import positions
 from specsamp.models import slots as cache_slots
 from specsamp.models.compiling import FEWEST_COLLECTIVES, MAX_UNROLLED_ROWS, is_out_of_memory
 from specsamp.models.config import TransformerConfig, chinchilla_70b, draft_4b
+from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
+from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
+from specsamp.sampling.tree_rules import RecursiveRule
 from specsamp.tpu.lowering import Programs, sharded_head_model
-from specsamp.tpu.pair_report import compile_report
+from specsamp.tpu.pair_report import compile_report, compiled_costs
 from specsamp.tpu.program import largest_buffers, measure_program
 from specsamp.tpu.topology import described_mesh, parse
 from support import extras
@@ -153,6 +158,36 @@ def test_a_round_with_a_head_has_its_weights_beside_the_target_s():
     of_head = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(head.init, jax.random.key(0)))) / 2
     alone = dataclasses.replace(made, draft=made.target, inside=True)
     assert sum(made.bytes_of_state()) - sum(alone.bytes_of_state()) == pytest.approx(of_head / 4, rel=0.1)
+
+
+BLOCK = BlockConfig(layer=ROTARY, target_layers=2, hidden_layers=(0, 1), block_size=4, mask_id=0)
+MODULES = MTPConfig(**OF_HEAD, hidden_layers=(1,), num_modules=2)
+EAGLE = Eagle3Config(**OF_HEAD, hidden_layers=(0, 1), draft_vocab_size=4096)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config, size, rule, calls",
+    [
+        (BLOCK, 3, TokenRule(), 1),
+        (MODULES, 2, TokenRule(), 2),
+        (EAGLE, TreeShape((0, 0, 0, 1, 1, 2)), RecursiveRule(), 2),
+    ],
+    ids=["block", "modules", "tree"],
+)
+def test_a_round_is_that_of_its_drafter(config, size, rule, calls):
+    """A block is one call, each module one, a tree one for each level."""
+    made = programs_with(config.head())
+    found = compile_report(made, topology="v5e:2x2", size=size, rule=rule, names=(*CALLS, "round"))
+    assert (found["round"].calls, found["round"].layers) == (calls + 1, 2 + calls * config.layer.num_layers)
+    assert found["round"].tokens == found["score"].tokens == (size if isinstance(size, int) else size.K) + 1
+    floor = found["score"].floor_bytes + calls * made.floor(made.draft)
+    assert found["round"].floor_bytes == pytest.approx(floor, rel=0.1)
+    assert found["round"].hbm_bytes < 1.15 * floor and found["round"].num_copies == 0
+    assert found["round"].memory.arguments == pytest.approx(sum(made.bytes_of_state()), rel=0.02)
+    if rule.trees:
+        with pytest.raises(ValueError, match="is of a token tree"):
+            compiled_costs(as_json(found))
 
 
 @pytest.mark.slow

@@ -152,27 +152,3 @@ def default_law(head: BlockHead) -> str:
 
 def _row(x_BK: Array, offset: Array | int) -> Array:
     return jax.lax.dynamic_index_in_dim(x_BK, offset, axis=1, keepdims=False)
-
-
-def scheduled_lengths(confidence_BK: Array, costs_ms: Array) -> Array:
-    """Returns how many tokens of each draft to score, int32 ``[B]``, where scoring takes any lengths (DSpark's scheduler).
-
-    A token is worth the probability that it and all before it are accepted. Tokens of all rows are added in this order
-    while tokens per millisecond grow, up to the first fall: a search beyond it would look at confidences that know the
-    value of a token which it then drops. So the number of a row depends on its neighbours, but the distribution of its
-    text does not. The loop scores all rows to one width, and does not use this.
-
-    Args:
-      confidence_BK: float32, of each token, before it is drawn.
-      costs_ms: float32 ``[B K + 1]``, of a round that scores B, B + 1 ... tokens.
-    """
-    batch, K = confidence_BK.shape
-    reach_N = jnp.cumprod(confidence_BK, axis=1).reshape(-1)
-    order_N = jnp.argsort(
-        -reach_N, stable=True
-    )  # a later token of a row is never worth more, and ties keep their order
-    tokens = batch + jnp.concatenate([jnp.zeros(1), jnp.cumsum(reach_N[order_N])])
-    rate = tokens / costs_ms
-    added = jnp.sum(jnp.cumprod(rate[1:] > rate[:-1]))
-    rank_N = jnp.zeros_like(order_N).at[order_N].set(jnp.arange(batch * K))
-    return jnp.sum((rank_N < added).reshape(batch, K), axis=1).astype(jnp.int32)
