@@ -15,7 +15,6 @@ from specsamp.checkpoints.public_heads import open_head, read_head
 from specsamp.checkpoints.safetensors_io import INDEX
 from specsamp.checkpoints.trained_pair import load_pair
 from specsamp.models.config import tiny
-from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
@@ -89,7 +88,7 @@ MODULE = MTPConfig(layer=LAYER, target_layers=LAYERS, hidden_layers=(LAYERS - 1,
 
 def numbered(config):
     """Returns parameters that all differ, so that an exchange of two is detected."""
-    shapes = jax.eval_shape(FeatureHead(config).init, jax.random.key(0))
+    shapes = jax.eval_shape(config.head().init, jax.random.key(0))
     leaves, tree = jax.tree.flatten(shapes)
     return tree.unflatten([np.sin(np.arange(x.size) + i).reshape(x.shape).astype("f4") for i, x in enumerate(leaves)])
 
@@ -99,18 +98,19 @@ def numbered(config):
     [
         (MEDUSA, "medusa_lm_head.safetensors", "2.0.linear.bias"),
         (MODULE, "model.safetensors", "model.mtp_layers.0.input_proj.weight"),
+        (dataclasses.replace(MODULE, num_modules=2), "model.safetensors", "model.mtp_layers.1.input_proj.weight"),
     ],
-    ids=["medusa", "mtp"],
+    ids=["medusa", "mtp", "two modules"],
 )
 def test_what_is_written_is_read_again(config, file, tensor, tmp_path):
     """An export replaces any other head in the folder."""
     params = numbered(config)
     (tmp_path / "pytorch_model.bin").write_bytes(b"of another head")
-    write_head(tmp_path, FeatureHead(config), params, target_name="org/target", K=3)
+    write_head(tmp_path, config.head(), params, target_name="org/target", K=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", file]
     checkpoint = open_head(tmp_path, TARGET, dtype="float32")
     assert tensor in checkpoint.tensors and checkpoint.trained_for == "org/target"
-    head = FeatureHead(checkpoint.config)
+    head = checkpoint.config.head()
     assert head.config == dataclasses.replace(config, layer=head.config.layer)
     assert not config.has_layer or head.config.layer == config.layer
     jax.tree.map(np.testing.assert_array_equal, read_head(checkpoint, head), params)

@@ -177,7 +177,7 @@ def test_the_module_is_a_layer_of_the_target_between_its_own_ends(mimo, tmp_path
 def test_modules_that_do_not_fit(mimo, tmp_path):
     other, target = golden.read("mimo").write_checkpoint(tmp_path), open_checkpoint(mimo).config
     for change, message in (
-        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2; only 1 is supported"),
+        ({"num_nextn_predict_layers": 2}, "16 tensors are missing: model.mtp_layers.1"),
         ({"num_hidden_layers": 3, "layer_types": None}, "num_hidden_layers = 3.* 2"),
     ):
         (other / "config.json").write_text(json.dumps(golden.read("mimo").config | change))

@@ -136,6 +136,7 @@ def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monk
     states, original = [], train.train
     monkeypatch.setattr(train, "train", lambda *given, **named: states.append(original(*given, **named)) or states[-1])
     fields = {name: value for name, value in HEAD.items() if not name.startswith("generated")}
+    fields |= {"head.num_modules": 3} if kind == "mtp" else {}
     fields |= {f"together.model.{name}": value for name, value in (("vocab_size", 300), ("width", 32))}
     for _ in range(2):
         train.run_training(training_config(f"tiny_{kind}_target", texts, fields), tmp_path / "run", quiet())

@@ -46,7 +46,8 @@ def test_new_heads_that_share_the_targets_output_say_what_the_target_says():
 def test_switches_of_a_module():
     """``hidden_first`` exchanges halves of the projection, ``norm_output`` returns what the output would multiply by."""
     params = drawn_params(mtp(V), noise=0.3)
-    exchanged = params | {"fc": jnp.concatenate([params["fc"][D:], params["fc"][:D]])}
+    module = params["module_0"]
+    exchanged = {"module_0": module | {"fc": jnp.concatenate([module["fc"][D:], module["fc"][:D]])}}
     rows = jax.random.normal(jax.random.key(0), (2, 1, 5, D))
 
     def run(params, **switches):

@@ -92,6 +92,22 @@ def test_a_step_sees_what_decoding_would_see(head, row, target_params):
         np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
+def test_modules_see_what_decoding_would_see(target_params):
+    """Each a position further, with a cache of its own; rows behind are never seen."""
+    head, row = MTPConfig(**SHAPE, hidden_layers=(LAYERS,), num_modules=STEPS).head(), 6
+    params = head.init(KEY)
+    task = TrainHead(head=head, target=TARGET, test_steps=STEPS)
+    _, trained = jax.jit(task._steps)(head.training_weights(params, None), target_params, TOKENS)
+    weights, cache, start_B = head.prepare(params), head.init_cache(2, 16), jnp.zeros(2, jnp.int32)
+    embedded = TARGET.embed(TARGET.prepare(target_params), TOKENS, start_B, None)[0]
+    (features,) = TARGET.forward(target_params, TOKENS[:, :-1], hidden_layers=head.hidden_layers).hidden
+    features = features[:, : row + 1]
+    for number in range(STEPS):
+        after = embedded[:, number + 1 : number + 2 + row]
+        features, cache = head(weights, after, features, start_B, cache, number)
+        np.testing.assert_allclose(trained[number][:, row + 1 + number], features[:, -1], atol=1e-5)
+
+
 def loss_and_distributions(task, target_params, ids=None):
     """Returns a task's loss and numbers, the head's distributions after each step, and the target's."""
     params = {name: leaf for name, leaf in init(task.head, jax.random.key(1)).items() if name != DRAFT_IDS}
