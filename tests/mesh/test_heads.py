@@ -22,6 +22,7 @@ from specsamp.models.block_corrections import DSparkConfig
 from specsamp.models.config import tiny
 from specsamp.models.eagle import Eagle1Config, Eagle3Config
 from specsamp.models.medusa import MedusaConfig
+from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from support.weights import drawn_params
 
@@ -42,6 +43,7 @@ HEADS = {
         layer=dataclasses.replace(LAYER, num_layers=2, tied=False, query_key_norm=True),
         **dict(target_layers=2, hidden_layers=(0, 1), block_size=4, mask_id=95, markov="recurrent", markov_rank=8),
     ),
+    "modules": MTPConfig(layer=LAYER, target_layers=2, hidden_layers=(1,), num_modules=3),
     "medusa": MedusaConfig(layer=LAYER, target_layers=2, hidden_layers=(2,), num_heads=3, own_output=True),
 }
 PROMPTS, BUDGETS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]], [14, 5, 16, 9, 1]
@@ -78,6 +80,7 @@ def engine_of(pair):
         pytest.param("eagle1", 4, 2, None, marks=pytest.mark.slow),
         pytest.param("eagle3", 1, 8, None, marks=pytest.mark.slow),
         ("eagle3", 2, 4, 1),
+        ("modules", 2, 4, None),
         pytest.param("medusa", 2, 4, None, marks=pytest.mark.slow),
         pytest.param("dspark", 2, 4, None, marks=pytest.mark.slow),
     ],
@@ -102,7 +105,7 @@ def collectives(text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "pair, data, model", [pytest.param("eagle1", 1, 8, marks=pytest.mark.slow), ("eagle3", 1, 2)], indirect=["pair"]
+    "pair, data, model", [("eagle1", 1, 8), ("modules", 1, 8), ("eagle3", 1, 2)], indirect=["pair"]
 )
 def test_everything_stays_where_it_is(pair, data, model):
     """Weights are split, features are on all devices of a shard, and only logits are gathered."""
@@ -113,6 +116,7 @@ def test_everything_stays_where_it_is(pair, data, model):
         assert array.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), array.ndim), array.sharding.spec
 
     params = engine.weights.draft["params"]
+    params = params.get("module_0", params)
     check(params["fc"], "model")
     check(params["attention"]["query"], "model")
     check(params["mlp"]["up"], None, "model")
