@@ -9,13 +9,9 @@ import pytest
 
 from specsamp.decoding.drafter import Paused
 from specsamp.decoding.drafters import ModuleDrafter
-from specsamp.decoding.drafters.tree import FeatureTree
 from specsamp.decoding.loop import Loop
-from specsamp.decoding.method import default_drafter
-from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import write_tokens
-from specsamp.decoding.trees import TreeShape
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from support.fakes import FALSE_ALARM, prefill
 from support.heads import LayeredTable, mtp
@@ -138,11 +134,3 @@ def test_the_text_has_the_distribution_of_the_target(rule, sampling, options):
     loop = dataclasses.replace(module_loop(options.pop("K", D)), rule=rule)
     found = distribution_test(loop, WEIGHTS.draft, sampling, length=3, samples=30_000, powered=False, **options)
     assert found > FALSE_ALARM
-
-
-def test_more_tokens_than_modules_and_trees_are_refused():
-    pair = Pair(target=MODEL, target_params=TARGET, head=HEAD, draft_params=drawn_params(HEAD))
-    with pytest.raises(ValueError, match="K = 4, but the head drafts 3 tokens at most"):
-        default_drafter(pair, 4)
-    with pytest.raises(ValueError, match="3 modules draft chains"):
-        FeatureTree(MODEL, HEAD, tree=TreeShape.of_widths(2, 1))
