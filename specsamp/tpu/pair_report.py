@@ -211,14 +211,19 @@ def report_tables(report: Report, weights: int, caches: int) -> list[Table]:
     ``weights`` and ``caches`` of both models are in bytes per device.
     """
     device = report.chip.hbm_bytes // report.chip.devices
-    where = f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {report.slots} slots (compiler estimate)"
+    drafted = f"a tree of {len(report.tree)} nodes" if report.tree else f"K = {report.draft_length}"
+    where = f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {drafted}, {report.slots} slots"
     most = max(int((USABLE * device - weights) // (caches / report.batch)), 0)
     most -= most % report.mesh["data"]
     held = f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of {device / GIB:.0f} GiB"
     held += f"; before temporaries {most} sequences of {report.slots} slots fit on all devices together"
     rows = [_traffic(program) for program in report.programs]
     made = [
-        Table.of(f"One call on one device: {where}", rows, note=f"{held}; the round is draft, score, verify, commit")
+        Table.of(
+            f"One call on one device: {where} (compiler estimate)",
+            rows,
+            note=f"{held}; the round is draft, score, verify, commit",
+        )
     ]
     fitting = [program for program in report.programs if program.memory is not None]
     if fitting:
@@ -259,11 +264,6 @@ def _times(report: Report, p: Program) -> dict[str, str]:
         "collectives": str(sum(p.collectives.values())),
         "calibrated": str(report.calibrated_ms(p.name)),
     }
-
-
-def lower_bound(streaming_ms: float, cycles_ms: float) -> str:
-    """Formats the longer of two times, below which a call cannot take, and both."""
-    return f"{max(streaming_ms, cycles_ms):.2f} ({streaming_ms:.2f}, {cycles_ms:.2f})"
 
 
 def faster(found: Band) -> str:
