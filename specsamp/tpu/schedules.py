@@ -41,7 +41,8 @@ class Schedule:
         """Reads the final bundles of a kernel; a loop over steps marks its own once, a loop within a step, of ``passes``, twice."""
         count = collections.Counter(map(len, _BUNDLE.findall(text)))
         once, in_loop, inner = count[0], count[1], count.total() - count[0] - count[1]
-        cores = 2 if "barrier-megacore" in text else 1
+        # Every kernel reads its core's number once; one whose steps are shared by cores does in its loop, too.
+        cores = 2 if re.search(r"^.*: *>.*core id", text, re.M) else 1
         return cls(once=once, in_loop=in_loop + passes * inner, cores=cores, passes=1 if inner else passes)
 
     def cycles(self, steps: float) -> float:

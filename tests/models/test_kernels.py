@@ -44,15 +44,21 @@ def starts_of(batch, slots, length):
     return jnp.asarray([slots - length, 31, 0, 250][:batch], jnp.int32).clip(0, slots - length)
 
 
-@functools.partial(jax.jit, static_argnames=("window", "cap", "int8"), compiler_options=COMPILE_FAST)
-def both(q, keys, values, start, distances=None, block=None, *, window=None, cap=None, int8=False):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TwoCores(Kernels):
+    interpret: bool = True
+    cores = 2
+
+
+@functools.partial(jax.jit, static_argnames=("window", "cap", "int8", "kernels"), compiler_options=COMPILE_FAST)
+def both(q, keys, values, start, distances=None, block=None, *, window=None, cap=None, int8=False, kernels=INTERPRETED):
     """Attention by the kernel, of heads of 64 with pairs of keys and values, and the plain form that is its reference."""
     visible = Visibility(start_B=start, num_queries=q.shape[2], window=window, block=block)
     plain = of_kernel = Int8KVCache.of(keys, values) if int8 else KVCache.of(keys, values)
     if keys.shape[3] == SIZE // 2:
         of_kernel = PairedInt8KVCache.of(keys, values) if int8 else PairedKVCache.of(keys, values)
-    of_kernel = dataclasses.replace(of_kernel, kernels=INTERPRETED)
-    assert INTERPRETED.take(of_kernel.num_slots, q.shape[2], q.shape[1] // keys.shape[1])
+    of_kernel = dataclasses.replace(of_kernel, kernels=kernels)
+    assert kernels.take(of_kernel.num_slots, q.shape[2], q.shape[1] // keys.shape[1])
     fields = dict(scale=0.1, distances_BNTS=distances, cap=cap)
     return of_kernel.attend(q, visible, **fields), plain.attend(q, visible, **fields)
 
@@ -96,6 +102,18 @@ def test_attention_equals_the_plain_form(call, dtype, size):
     if int8:
         as_it_is = both(q, keys, values, start, distances, window=window, cap=cap)[0]
         assert jnp.abs(ours - as_it_is).max() > 1e-4, "the control: a cache in float"
+
+
+@pytest.mark.parametrize("kv_heads, batch", [(1, 2), (1, 3), (1, 1), (2, 3)])
+def test_cores_share_what_they_can(kv_heads, batch):
+    """Ragged sequences where there is one group of heads, else the groups; of a single sequence one core does all."""
+    length, slots = 5, 640
+    q, distances = (drawn(batch, 4, length, last, seed=1) for last in (SIZE, slots))
+    keys, values = (drawn(batch, kv_heads, slots, SIZE, seed=seed) for seed in (2, 3))
+    given = q, keys, values, starts_of(batch, slots, length), distances
+    two, plain = both(*given, window=300, kernels=TwoCores())
+    np.testing.assert_allclose(two, plain, atol=2e-6)
+    np.testing.assert_array_equal(two, both(*given, window=300)[0])
 
 
 @pytest.mark.parametrize("window, size", [(None, SIZE), (3, SIZE), (3, SIZE // 2)])

@@ -1,9 +1,10 @@
 """Attention of a few queries over a cache; only blocks of slots that some query sees are fetched.
 
 The grid has a step for each such block, sequence after sequence, so that its length is data; `_schedule` gives the
-sequence and the block of each step. The softmax is carried over the blocks of a sequence as a running maximum, sum and
-mean (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135), in float32. Scores of relative distances are
-aligned with the slots on chip; `specsamp.models.positions.align_distances` is the plain form.
+sequence and the block of each step. The cores of a device share the heads, or the sequences where there is one group of
+heads. The softmax is carried over the blocks of a sequence as a running maximum, sum and mean (Milakov and Gimelshein, arXiv
+1805.02867; Dao et al., arXiv 2205.14135), in float32. Scores of relative distances are aligned with the slots on chip;
+`specsamp.models.positions.align_distances` is the plain form.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def decode_attention(
     *,
     scale: float,
     cap: float | None = None,
+    cores: int = 1,
     interpret: bool = False,
 ) -> Array:
     """Computes `specsamp.models.cache.LayerCache.attend` on one device; returns ``[B, N, T, H]``.
@@ -92,6 +94,7 @@ def decode_attention(
       seen: every query sees a slot.
       scale, distances_BNTS, cap: see `LayerCache.attend`; in a tree the scores are aligned with the slots.
       scales_BM1S: float32, of keys and values in int8; None: for other dtypes.
+      cores: of the device.
       interpret: runs on the CPU.
     """
     (batch, heads, length, size), (_, kv_heads, num_slots, _) = q_BNTH.shape, entries_BMSH[0].shape
@@ -99,30 +102,33 @@ def decode_attention(
     size_of_key = size * len(entries_BMSH) // 2
     of_heads, block = block_shape(kv_heads, num_slots, size_of_key, entries_BMSH[0].dtype.itemsize)
     first_B, last_B = seen.blocks(block, num_slots)
-    num_steps, row_X, block_X = _schedule(first_B, last_B, num_slots // block)
+    parts = min(cores, batch) if of_heads == kv_heads else 1
+    counts_P, row_X, block_X = _schedule(first_B, last_B, num_slots // block, parts)
 
-    of_cache = _part(of_heads, block, size, heads_axis=True, slots_axis=2)
-    of_rows = _part(of_heads, rows, size, heads_axis=True)
+    part = functools.partial(_part_of_step, parts)
+    of_cache = part(of_heads, block, size, heads_axis=True, slots_axis=2)
+    of_rows = part(of_heads, rows, size, heads_axis=True)
     keep = functools.partial(in_hbm, interpret=interpret)
     operands = {
         "q": (q_BNTH.reshape(batch, kv_heads, rows, size), of_rows),
         **{name: (keep(entries), of_cache) for name, entries in zip(("keys", "values"), entries_BMSH)},
-        "bounds": (jnp.tile(seen.bounds_BT2, (1, group, 1)), _part(rows, 2)),
+        "bounds": (jnp.tile(seen.bounds_BT2, (1, group, 1)), part(rows, 2)),
     }
     if seen.tree_BTR is not None:
-        operands["tree"] = jnp.tile(seen.tree_BTR, (1, group, 1)), _part(rows, seen.tree_BTR.shape[-1])
+        operands["tree"] = jnp.tile(seen.tree_BTR, (1, group, 1)), part(rows, seen.tree_BTR.shape[-1])
     if distances_BNTS is not None:
         is_chain = seen.tree_BTR is None
-        of_distances = _part_of_distances(of_heads, rows, block, length, num_slots, is_chain)
+        of_distances = _part_of_distances(parts, of_heads, rows, block, length, num_slots, is_chain)
         operands["distances"] = distances_BNTS.reshape(batch, kv_heads, rows, num_slots), of_distances
     for name, scales in zip(("key_scales", "value_scales"), scales_BM1S or ()):
-        operands[name] = keep(scales), _part(of_heads, 1, block, heads_axis=True, slots_axis=3)
+        operands[name] = keep(scales), part(of_heads, 1, block, heads_axis=True, slots_axis=3)
+    options = dict(scale=scale, cap=cap, length=length, num_slots=num_slots)
     out_BMRH = pl.pallas_call(
-        functools.partial(_kernel, names=tuple(operands), scale=scale, cap=cap, length=length, num_slots=num_slots),
+        functools.partial(_kernel, parts=parts, names=tuple(operands), **options),
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, rows, size), q_BNTH.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(kv_heads // of_heads, num_steps),
+            num_scalar_prefetch=6,
+            grid=(max(kv_heads // of_heads, parts), counts_P.max()),
             in_specs=[of_operand for _, of_operand in operands.values()],
             out_specs=of_rows,
             scratch_shapes=[pltpu.VMEM((of_heads, rows, width), jnp.float32) for width in (1, 1, size)],
@@ -131,35 +137,42 @@ def decode_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
         interpret=interpret,
         name=NAME,
-    )(row_X, block_X, first_B, last_B, seen.start_B, *[operand for operand, _ in operands.values()])
+    )(row_X, block_X, first_B, last_B, seen.start_B, counts_P, *[operand for operand, _ in operands.values()])
     return out_BMRH.reshape(q_BNTH.shape)
 
 
-def _part(*sizes: int, heads_axis: bool = False, slots_axis: int | None = None) -> pl.BlockSpec:
+def _part_of_step(parts: int, *sizes: int, heads_axis: bool = False, slots_axis: int | None = None) -> pl.BlockSpec:
     """Returns the part of an operand that a step fetches: of its sequence, and of its heads and slots where it has them."""
 
-    def index(group, step, row_X, block_X, *_):
-        place = [row_X[step]] + [0] * len(sizes)
+    def index(lane, step, row_X, block_X, *_):
+        group, at = _place(lane, step, row_X, parts)
+        place = [row_X[at]] + [0] * len(sizes)
         if heads_axis:
             place[1] = group
         if slots_axis is not None:
-            place[slots_axis] = block_X[step]
+            place[slots_axis] = block_X[at]
         return tuple(place)
 
     return pl.BlockSpec((1, *sizes), index)
 
 
+def _place(lane: Array, step: Array, row_X: Array, parts: int) -> tuple[Array, Array]:
+    """Returns the group of heads of a lane of the grid, and the index of its step in the schedule of all parts."""
+    return (lane, step) if parts == 1 else (0, lane * (row_X.shape[0] // parts) + step)
+
+
 def _part_of_distances(
-    of_heads: int, rows: int, block: int, length: int, num_slots: int, is_chain: bool
+    parts: int, of_heads: int, rows: int, block: int, length: int, num_slots: int, is_chain: bool
 ) -> pl.BlockSpec:
     """Returns the part of scores by distance that a step fetches: of a tree by slot, of a chain as in `_window`."""
     if not is_chain:
-        return _part(of_heads, rows, block, heads_axis=True, slots_axis=3)
+        return _part_of_step(parts, of_heads, rows, block, heads_axis=True, slots_axis=3)
     width = window_width(block, num_slots)
 
-    def index(group, step, row_X, block_X, first_B, last_B, start_B):
-        row = row_X[step]
-        first, _ = _window(start_B[row] + length, block_X[step], block, width, num_slots)
+    def index(lane, step, row_X, block_X, first_B, last_B, start_B, *_):
+        group, at = _place(lane, step, row_X, parts)
+        row = row_X[at]
+        first, _ = _window(start_B[row] + length, block_X[at], block, width, num_slots)
         return row, group * of_heads, 0, first
 
     return pl.BlockSpec(tuple(map(pl.Element, (1, of_heads, rows, width))), index)
@@ -181,16 +194,22 @@ def fetched_share(live: float, num_slots: int, block: int) -> float:
     return max(math.ceil(live * num_slots / block), 1) * block / num_slots
 
 
-def _schedule(first_B: Array, last_B: Array, num_blocks: int) -> tuple[Array, Array, Array]:
-    """Returns the number of steps, and the sequence and the block of each step, int32 ``[B * num_blocks]``."""
-    batch = len(first_B)
-    ends_B = jnp.cumsum(last_B - first_B + 1, dtype=jnp.int32)
-    steps_X = jnp.arange(batch * num_blocks, dtype=jnp.int32)
-    row_X = jnp.minimum(jnp.sum(steps_X[:, None] >= ends_B[None, :], axis=1, dtype=jnp.int32), batch - 1)
+def _schedule(first_B: Array, last_B: Array, num_blocks: int, parts: int) -> tuple[Array, Array, Array]:
+    """Returns the steps of each part of the batch, and the sequence and block of each step, int32 ``[P * B * num_blocks]``.
+
+    Steps behind the last one of a part are that one again.
+    """
+    rows_B = jnp.arange(len(first_B), dtype=jnp.int32)
+    is_here_PB = (rows_B * parts // len(first_B))[None] == jnp.arange(parts)[:, None]
+    ends_PB = jnp.cumsum(jnp.where(is_here_PB, (last_B - first_B + 1)[None], 0), axis=1, dtype=jnp.int32)
+    counts_P = ends_PB[:, -1]
+    steps_X = jnp.arange(len(first_B) * num_blocks, dtype=jnp.int32)
+    steps_PX = jnp.minimum(steps_X[None], counts_P[:, None] - 1)
+    row_PX = jnp.sum(steps_PX[:, :, None] >= ends_PB[:, None], axis=2, dtype=jnp.int32)
     # The last step of a sequence is for its last block.
-    is_row_XB = row_X[:, None] == jnp.arange(batch, dtype=jnp.int32)[None, :]
-    offset_X = jnp.sum(jnp.where(is_row_XB, (last_B + 1 - ends_B)[None, :], 0), axis=1, dtype=jnp.int32)
-    return ends_B[-1], row_X, jnp.clip(steps_X + offset_X, 0, num_blocks - 1)
+    is_row_PXB = row_PX[:, :, None] == rows_B[None, None]
+    offset_PX = jnp.sum(jnp.where(is_row_PXB, (last_B[None] + 1 - ends_PB)[:, None], 0), axis=2, dtype=jnp.int32)
+    return counts_P, row_PX.reshape(-1), (steps_PX + offset_PX).reshape(-1)
 
 
 def window_width(block: int, num_slots: int) -> int:
@@ -228,11 +247,16 @@ def _align(distances_MRX: Array, column: Array, count: int, length: int) -> Arra
     return jnp.stack(aligned)
 
 
-def _kernel(row_X, block_X, first_B, last_B, start_B, *refs, names, scale, cap, length, num_slots):
-    """Adds the block of a step to the running softmax of its sequence."""
+def _kernel(row_X, block_X, first_B, last_B, start_B, counts_P, *refs, parts, **options):
+    """Adds the block of a step to the running softmax of its sequence, unless its part has no more steps."""
+    lane, step = pl.program_id(0), pl.program_id(1)
+    _, at = _place(lane, step, row_X, parts)
+    add = functools.partial(_add, row_X[at], block_X[at], first_B, last_B, start_B, refs, **options)
+    add() if parts == 1 else pl.when(step < counts_P[lane])(add)
+
+
+def _add(row, block, first_B, last_B, start_B, refs, *, names, scale, cap, length, num_slots):
     operands, (out, maximum, total, mean) = dict(zip(names, refs)), refs[len(names) :]
-    step = pl.program_id(1)
-    row, block = row_X[step], block_X[step]
 
     @pl.when(block == first_B[row])
     def _():

@@ -43,6 +43,12 @@ class Kernels:
     layout: DeviceLayout | None = None
     interpret: bool = False
 
+    @property
+    def cores(self) -> int:
+        """Returns how many cores a device has: on TPU v4 and v5p two."""
+        device = jax.devices()[0] if self.layout is None else self.layout.mesh.devices.flat[0]
+        return getattr(device, "num_cores", None) or 1
+
     def for_heads(self, head_size: int) -> Kernels | None:
         """Returns the kernels, or None if they do not take heads of this size."""
         if head_size % LANES and head_size != PAIRED_SIZE:
@@ -69,7 +75,7 @@ class Kernels:
         cap: float | None,
     ) -> Array:
         """Computes `LayerCache.attend`, and reads the cache as far as it is alive."""
-        attend = functools.partial(decode_attention, scale=scale, cap=cap, interpret=self.interpret)
+        attend = functools.partial(decode_attention, scale=scale, cap=cap, cores=self.cores, interpret=self.interpret)
         if self.layout is not None:
             heads, kv_heads = q_BNTH.shape[1], cache.entries_BMSH[0].shape[1]
             of_heads = of_cache = self.layout.spec(PartitionSpec(None, "kv_heads"), (1, kv_heads))
