@@ -201,7 +201,7 @@ def head_fields(kind: str, tiny: bool, steps: FieldReference) -> ConfigDict:
     if kind == "mtp":
         fields.kind = "mtp"
         fields.num_modules = (
-            1  # 1 drafts any number of tokens; of several, each drafts one: test_time.test_steps at most
+            1  # 1 drafts any number of tokens; of several, each drafts one: give test_time.test_steps this number
         )
         # As in MiMo's, whose names it is exported with; others are trained, but not exported.
         fields.hidden_first = True  # the hidden state stands before the token

@@ -93,7 +93,6 @@ class Study:
       measure: returns the result of a cell as JSON (dataclasses allowed).
       tables: the tables of committed results, by their names in pages.
       figures: functions that draw documents, by the name of their PNG file.
-      shown: the names of tables and figures that are made of a new document alone. None: all that need only one result.
     """
 
     question: str
@@ -104,7 +103,6 @@ class Study:
     cells: Callable[[Any], Sequence[Key]] = lambda options: [{}]
     identity: Callable[[Any], Mapping[str, Any]] | None = None
     figures: Mapping[str, Published] = dataclasses.field(default_factory=dict)
-    shown: Callable[[Any], Sequence[str]] | None = None
 
 
 def names() -> list[str]:
@@ -152,7 +150,7 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
     entry.check_output(options.output)
     study.prepare(options)
     document = _measured(study, options, console)
-    shown = study.shown(options) if study.shown else [name for name, each in every.items() if len(each.results) == 1]
+    shown = [name for name, each in every.items() if len(each.results) == 1]
     with entry.reading(options.output or "what was measured"):
         found = {name: every[name].make(document) for name in shown if name in study.tables or options.figures}
     _show(study, found, options, console)

@@ -115,4 +115,4 @@ class Conversation:
     def _known(self, state: DecodeState, tokens: Sequence[int]) -> int:
         """Returns the number of tokens that need not be read: the caches hold all tokens before the pending one."""
         before_BS, lengths_B = to_host((state.tokens_BS, state.lengths_B))
-        return count_known(before_BS[0, : int(lengths_B[0])].tolist(), tokens)
+        return count_known(before_BS[0, : int(lengths_B[0])].tolist(), tokens, self._method.drafter)

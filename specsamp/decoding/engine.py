@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from specsamp import validate
 from specsamp.decoding import batch_rows
-from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.drafter import Drafter, hooks_of
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
@@ -266,14 +266,15 @@ def bucket(size: int) -> int:
     return power * 3 // 4 if size <= power * 3 // 4 and power > SMALLEST_BUCKET else power
 
 
-def count_known(before: Sequence[int], tokens: Sequence[int]) -> int:
+def count_known(before: Sequence[int], tokens: Sequence[int], drafter: Drafter) -> int:
     """Returns the number of first tokens that caches of the tokens ``before`` already hold.
 
-    The caches lack the last token of a text; the token before it is read again, because a draft may not have read it.
+    The caches lack the last token of a text; the token before it is read again, because a draft may not have read it. Before
+    tokens that differ, as many are read again as the drafter looks ahead.
     """
     most = min(len(before), len(tokens))
     common = next((at for at in range(most) if before[at] != tokens[at]), most)
-    return max(min(common, len(tokens) - 1, len(before) - 1) - 1, 0)
+    return max(min(common, len(tokens) - 1, len(before) - 1) - 1 - hooks_of(drafter).looks_ahead, 0)
 
 
 def round_slots(slots: int) -> int:

@@ -1,4 +1,4 @@
-"""Heads that draft from a target's hidden states; the modules are in `eagle.py`, `medusa.py` and `dflash.py`.
+"""Heads that draft from a target's hidden states; the modules are in `eagle.py`, `mtp.py`, `medusa.py` and `dflash.py`.
 
 A `FeatureHead` reads pairs (h_t, x_{t+1}): the hidden states of a position, and the token after it. `fuse` turns the
 hidden states into *features*, a call turns pairs into the features of the next position, and `logits` scores the next

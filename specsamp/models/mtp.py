@@ -139,7 +139,7 @@ class MTPConfig(HeadConfig):
         return FeatureHead(self) if self.num_modules == 1 else ModuleChain(self)
 
     def is_read_by_a_step(self, name: str) -> bool:
-        """Returns whether the first module or all share the parameter; a step runs one module, and all have equal sizes."""
+        """Returns whether it belongs to the first module, or to all: a step runs one module, and all have equal sizes."""
         return name in ("module_0", "output")
 
     @property

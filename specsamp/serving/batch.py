@@ -370,7 +370,7 @@ class Batch:
         if request is None or len(request.prompt) + self._chunks[0] > self.size.slots:
             return best
         for place in self._places(shard):
-            start = count_known(self._held.get(place, ()), request.prompt)
+            start = count_known(self._held.get(place, ()), request.prompt, self._engine.loop.drafter)
             best = (place, start) if start > max(best[1], LEAST_COPIED - 1) else best
         return best
 

@@ -28,7 +28,6 @@ from specsamp.decoding.drafters import (
     FeatureTree,
     ModelDrafter,
     ModelTree,
-    ModuleDrafter,
 )
 from specsamp.decoding.drafters.tree import sized
 from specsamp.decoding.loop import Loop
@@ -172,7 +171,7 @@ class Programs:
             if head.config.drafts_blocks:
                 return sized(BlockDrafter, BlockTree, size, target, head)
             if isinstance(head, ModuleChain):
-                return ModuleDrafter(target, head, size)
+                raise ValueError(f"compile reports are of one MTP module; this head has {head.config.num_modules}")
             return sized(FeatureDrafter, FeatureTree, size, target, head, window=WINDOW)
         if self.inside:
             return sized(EarlyExitDrafter, EarlyExitTree, size, target, self.draft.num_layers, window=WINDOW)

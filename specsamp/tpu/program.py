@@ -46,19 +46,6 @@ class Memory:
         """Bytes of all parts."""
         return self.arguments + self.temporaries + self.outputs + self.code
 
-    @property
-    def fits(self) -> bool:
-        """Returns whether it fits a device."""
-        return self.total <= USABLE * self.capacity
-
-    @property
-    def parts(self) -> str:
-        """Returns the parts in words."""
-        return (
-            f"weights and caches {self.arguments / 2**30:.1f} GiB, temporaries {self.temporaries / 2**30:.1f} GiB, "
-            f"program {self.code / 2**30:.1f} GiB, of {self.capacity / 2**30:.0f} GiB"
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
@@ -70,7 +57,7 @@ class Program:
     name: str
     tokens: int  # fed per row and call
     floor_bytes: float
-    live_floor_bytes: float  # the same with caches of which only a part is alive: half
+    live_floor_bytes: float  # the same with caches of which half is alive
     memory: Memory | None
     out_of_memory: str | None  # from the compiler's message: how much is missing, and the largest contributors
     hbm_bytes: float | None = None
@@ -92,7 +79,7 @@ class Program:
 
     @property
     def live_over_floor(self) -> float | None:
-        """Traffic as a multiple of the floor, both with caches of which only a part is alive."""
+        """Traffic as a multiple of the floor, both with caches of which half is alive."""
         return None if self.live_hbm_bytes is None else self.live_hbm_bytes / self.live_floor_bytes
 
     def cycles_ms(self, chip: Chip) -> float:
@@ -142,17 +129,15 @@ def measure_program(
     *,
     layers: int,
     calls: int = 1,
-    live: float = 0.5,
 ) -> Program:
     """Compiles one program and counts its traffic; a program that does not fit is a result, too.
 
     Args:
       floor: returns the bytes per device that are read at least, by the share of the slots of caches that is alive.
-      live: this share in ``live_floor_bytes`` and ``live_hbm_bytes``.
     """
     chip, _ = parse(topology)
     known = dict(name=name, tokens=tokens, layers=layers, calls=calls)
-    known |= dict(floor_bytes=floor(1.0), live_floor_bytes=floor(live))
+    known |= dict(floor_bytes=floor(1.0), live_floor_bytes=floor(0.5))
     try:
         compiled = lowered().compile(compiler_options=dict(FEWEST_COLLECTIVES))
     except jax.errors.JaxRuntimeError as error:
@@ -166,7 +151,7 @@ def measure_program(
         memory=Memory.of(compiled, chip.hbm_bytes // chip.devices),
         out_of_memory=None,
         hbm_bytes=traffic.bytes,
-        live_hbm_bytes=traffic_of(text, live).bytes,
+        live_hbm_bytes=traffic_of(text, 0.5).bytes,
         cycles=traffic.cycles,
         kernel_cycles=traffic.kernel_cycles,
         collectives=dict(traffic.collectives),

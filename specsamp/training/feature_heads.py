@@ -8,7 +8,8 @@ decoding: the target's of rows up to t, then its own of each step. The loss comp
     loss = sum_i decay^i mean_t D(q_{t+1+i}, p_{t,i}),       D one of `DIVERGENCES`, or cross-entropy on the text
 
 Medusa heads go through the same test. They return the feature that they read, so step i is the head at offset i, which
-predicts x_{t+2+i} from the target's hidden state at t.
+predicts x_{t+2+i} from the target's hidden state at t. Of several modules for multi-token prediction, step i is module i: it
+reads the features of module i - 1, at position t, and attends to its own rows up to t.
 
 The target runs in the same step, so no hidden states are stored. With a reduced vocabulary ``q`` is
 renormalised over it, and positions whose likeliest token is outside are left out. The logged acceptance of each step is
@@ -111,7 +112,7 @@ class TrainHead(Task):
       head: its parameters are trained, except the ids of a reduced vocabulary.
       target: the model that it reads.
       objective: one of `DIVERGENCES`, or "cross_entropy" on the text, as modules for multi-token prediction have it.
-      test_steps: S of the training-time test; at most the number of Medusa heads.
+      test_steps: S of the training-time test; at most the number of Medusa heads, and the number of several modules.
       decay: weight of a step relative to the step before.
       chunk: positions whose logits are in memory at a time. Logits and steps are then computed again for the gradient.
         None: all positions, and nothing is computed again.
@@ -137,6 +138,8 @@ class TrainHead(Task):
         most = self.head.config.max_tokens
         if most is not None and self.test_steps > most:
             raise ValueError(f"test_time.test_steps is {self.test_steps}, but the head drafts {most} tokens at most")
+        if isinstance(self.head, ModuleChain) and self.test_steps != most:
+            raise ValueError(f"test_time.test_steps is {self.test_steps}, but each of the {most} modules is one step")
         validate.number("test_time.decay", self.decay, 0, 1, above=True)
         if self.chunk is not None:
             validate.integer("test_time.chunk", self.chunk, 1)
@@ -229,14 +232,12 @@ class TrainHead(Task):
         *hidden, stream_BTD = self.target.forward_streams(target_params, inputs_BT, layers)
         embedded_BTD = self._embed(weights, target_params, tokens_BT)[:, 1:]
         if isinstance(head, ModuleChain):
-            features_BTD, start_B, returned = (
-                head.fuse(weights, tuple(hidden)),
-                jnp.zeros(len(tokens_BT), jnp.int32),
-                [],
-            )
+            call = head if self.chunk is None else jax.checkpoint(head, static_argnums=(4, 5))
+            features_BTD, returned = head.fuse(weights, tuple(hidden)), []
+            start_B = jnp.zeros(len(tokens_BT), jnp.int32)
             for number in range(self.test_steps):
                 token_BTD = jnp.roll(embedded_BTD, -number, axis=1)
-                features_BTD, _ = head(weights, token_BTD, features_BTD, start_B, None, number)
+                features_BTD, _ = call(weights, token_BTD, features_BTD, start_B, None, number)
                 returned.append(jnp.roll(features_BTD, number + 1, axis=1))
             return stream_BTD, jnp.stack(returned)
         before = head.fuse(weights, tuple(hidden)), StepCache(later=max(self.test_steps - 1, 1))

@@ -9,10 +9,12 @@ import pytest
 
 from specsamp.decoding.drafter import Paused
 from specsamp.decoding.drafters import ModuleDrafter
+from specsamp.decoding.engine import count_known
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import write_tokens
 from specsamp.sampling.rejection import BlockRule, TokenRule
+from support.extras import slow_but
 from support.fakes import FALSE_ALARM, prefill
 from support.heads import LayeredTable, mtp
 from support.loop_distributions import FULL, NUCLEUS, RESTLESS, TARGET, V, distribution_test
@@ -56,7 +58,7 @@ def error(loop, state):
     return float(jnp.where(drafts_B11, abs(wanted_BKV - draft.log_probs_BRV), 0).max())
 
 
-@pytest.mark.parametrize("K", [D, 1])
+@pytest.mark.parametrize("K", slow_but([D, 1], D))
 def test_every_round_drafts_as_if_the_text_were_read_at_once(K):
     loop = module_loop(K)
     state, sizes = started(loop), set()
@@ -73,26 +75,49 @@ def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
     assert loop.run(WEIGHTS, started(loop, 1), 1).stats.drafted_B.tolist() == [0, D, D]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7])
-def test_prompts_read_in_chunks(chunk):
+@pytest.mark.parametrize(
+    "at_once, chunk", slow_but([(True, 1), (True, 3), (False, 1), (False, 3)], (True, 3), (False, 3))
+)
+def test_prompts_read_in_chunks(at_once, chunk):
+    """By one call, or by as many as there are chunks, as in a service: each then ends where the next begins."""
     loop = module_loop()
     whole = started(loop)
-    starts_B = jnp.zeros_like(whole.lengths_B)
-    read = loop.extend(WEIGHTS, whole.request, None, whole.tokens_BS, starts_B, whole.lengths_B, chunk=chunk)
-    assert error(loop, read) < 1e-5
-    assert error(loop, loop.run(WEIGHTS, read, 3)) < 1e-5
-
-
-@pytest.mark.parametrize("back", [1, 2, 4])
-def test_a_text_that_goes_on_after_some_rounds(back):
-    """Reading again begins at the pending token or before it."""
-    loop = module_loop()
-    state = loop.run(WEIGHTS, started(loop), 4)
-    lengths_B = state.lengths_B
-    more_BS = jnp.where(jnp.arange(40)[None] < lengths_B[:, None], state.tokens_BS, 1)
-    bare = dataclasses.replace(state, request=None)
-    state = loop.extend(WEIGHTS, state.request, bare, more_BS, lengths_B - back, lengths_B + 5, chunk=4)
+    state, starts_B = None, jnp.zeros_like(whole.lengths_B)
+    while (starts_B < whole.lengths_B).any():
+        ends_B = whole.lengths_B if at_once else jnp.minimum(starts_B + chunk, whole.lengths_B)
+        bare = None if state is None else dataclasses.replace(state, request=None)
+        state = loop.extend(WEIGHTS, whole.request, bare, whole.tokens_BS, starts_B, ends_B, chunk=chunk)
+        starts_B = ends_B
     assert error(loop, state) < 1e-5
+    assert error(loop, loop.run(WEIGHTS, state, 3)) < 1e-5
+
+
+def read_on(edited, drafter=ModuleDrafter):
+    """Goes on with texts after some rounds, whose last tokens are others now; returns the error."""
+    loop = module_loop(drafter=drafter)
+    state = loop.run(WEIGHTS, started(loop), 4)
+    lengths_B, tokens_BS = np.asarray(state.lengths_B), np.asarray(state.tokens_BS)
+    is_old_BS = np.arange(40)[None] < lengths_B[:, None] - edited
+    more_BS, rows = np.where(is_old_BS, tokens_BS, (tokens_BS + 1) % V), zip(tokens_BS, lengths_B)
+    starts_B = [
+        count_known(row[:n].tolist(), new[: n + 5], loop.drafter) for (row, n), new in zip(rows, more_BS.tolist())
+    ]
+    bare = dataclasses.replace(state, request=None)
+    state = loop.extend(WEIGHTS, state.request, bare, more_BS, jnp.asarray(starts_B), lengths_B + 5, chunk=4)
+    return error(loop, state)
+
+
+@pytest.mark.parametrize("edited", slow_but([0, 1, 4, 9], 4))
+def test_a_text_that_goes_on_after_some_rounds(edited):
+    assert read_on(edited) < 1e-5
+
+
+class LooksNowhere(ModuleDrafter):
+    looks_ahead = 0
+
+
+def test_slots_that_keep_tokens_of_an_older_text_are_seen():
+    assert read_on(4, LooksNowhere) > 1e-2
 
 
 def paused(*fields):
@@ -106,29 +131,21 @@ def test_rounds_that_draft_less_leave_no_hole(other):
     assert error(loop, other.run(WEIGHTS, state, 7)) < 1e-5
 
 
-class KeepsDrafts(ModuleDrafter):
-    """The mutant: only pairs of new positions are read again, with tokens that were drafted before."""
-
-    def commit(self, weights, state, scored, cache):
-        after, cache = super().commit(weights, state, scored, cache)
-        lost_B = jnp.minimum(state.end_B - after.first_B, after.end_B - 1 - after.first_B)
-        rows = self._rows(
-            after, (after.embedded_BWD[:, :0], after.features_BWD[:, :0]), after.end_B, after.first_B + lost_B, 2 * D
-        )
-        return dataclasses.replace(
-            after, embedded_BWD=rows[0], features_BWD=rows[1], first_B=after.first_B + lost_B
-        ), cache
+class KeepsTooLittle(ModuleDrafter):
+    kept = D
 
 
 def test_pairs_that_keep_drafted_tokens_are_seen():
-    loop = module_loop(drafter=KeepsDrafts)
+    loop = module_loop(drafter=KeepsTooLittle)
     assert error(loop, loop.run(WEIGHTS, started(loop), 4)) > 1e-2
 
 
 @pytest.mark.parametrize(
     "rule, sampling, options",
-    [(TokenRule(), FULL, {}), (BlockRule(), NUCLEUS, {"K": 2}), (TokenRule(), FULL, {"K": 2, "adaptive": RESTLESS})],
-    ids=["token", "block", "adaptive"],
+    slow_but(
+        [(BlockRule(), FULL, {}), (TokenRule(), NUCLEUS, {"K": 2}), (TokenRule(), FULL, {"K": 2, "adaptive": RESTLESS})]
+    ),
+    ids=["block", "nucleus", "adaptive"],
 )
 def test_the_text_has_the_distribution_of_the_target(rule, sampling, options):
     loop = dataclasses.replace(module_loop(options.pop("K", D)), rule=rule)

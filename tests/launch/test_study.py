@@ -39,7 +39,6 @@ def run(capsys):
         identity=lambda options: {"scale": options.scale},
         measure=measure,
         tables={"times": Published(["times"], table), "again": Published(["times"], table)},
-        shown=lambda options: ["times"],
     )
 
     def alone(options, key, say):

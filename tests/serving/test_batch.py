@@ -1,16 +1,17 @@
 """Rows and slots follow the requests, prompts are read in chunks, and what a row holds is not read again."""
 
 import dataclasses
+import functools
 import queue
 import threading
 
 import pytest
 
 from specsamp import Pair, chain, generate, temperature
-from specsamp.decoding.drafters import FeatureDrafter, ModelDrafter
+from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.drafters.translating import SharedVocabulary, TranslatingDrafter
 from specsamp.decoding.engine import Engine
-from specsamp.decoding.method import Method
+from specsamp.decoding.method import Method, head_drafter
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.config import tiny
@@ -20,7 +21,7 @@ from specsamp.serving.batch import Batch, Size
 from specsamp.serving.service import Service
 from support.extras import slow_but
 from support.fakes import random_table
-from support.heads import LayeredTable, eagle3
+from support.heads import LayeredTable, eagle3, mtp
 from support.services import compile_all
 from support.weights import drawn_params
 
@@ -36,10 +37,10 @@ def model_pair():
     return pair, ModelDrafter(draft, K)
 
 
-def head_pair():
-    target, head = LayeredTable(V), eagle3(V)
+def head_pair(head=eagle3(V)):
+    target = LayeredTable(V)
     pair = Pair(target=target, target_params=random_table(5, V), head=head, draft_params=drawn_params(head))
-    return pair, FeatureDrafter(target, head, K)
+    return pair, head_drafter(target, head, K)
 
 
 def tokenizer_pair():
@@ -54,6 +55,7 @@ def tokenizer_pair():
 
 
 PAIRS = {"model": model_pair, "head": head_pair, "tokenizer": tokenizer_pair}
+PAIRS["modules"] = functools.partial(head_pair, mtp(V, num_modules=K + 1))
 
 
 @pytest.fixture
@@ -141,7 +143,7 @@ def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeyp
         assert texts.batch.outgrown == 1
 
 
-@pytest.mark.parametrize("kind", slow_but(["model", "head", "tokenizer"], "model"))
+@pytest.mark.parametrize("kind", slow_but([*PAIRS], "model", "modules"))
 def test_what_a_row_holds_is_not_read_again(monkeypatch, kind):
     """Of texts that have ended or run, longer and shorter; without it the tokens are the same."""
     begun = [3, 1, 4, 1, 5, 9, 2, 6] * 5

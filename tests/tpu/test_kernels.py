@@ -113,7 +113,7 @@ def test_a_layer_moves_its_floor_and_caches_are_donated():
         model = shard_model(model, Layout.tensor_parallel(mesh))
         made = Programs(target=model, draft=model, mesh=mesh, sampling=None, batch=8, slots=2048)
         floor, lowered = functools.partial(made.floor, model, tokens=5), functools.partial(made.call, model, 5)
-        return measure_program("call", 5, floor, lowered, "v4:2x2x4", layers=layers, live=256 / 2048)
+        return measure_program("call", 5, floor, lowered, "v4:2x2x4", layers=layers)
 
     with jax.default_matmul_precision("default"):
         few, many = call(1), call(2)

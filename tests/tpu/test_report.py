@@ -25,7 +25,6 @@ from specsamp.models.dflash import BlockConfig
 from specsamp.models.eagle import Eagle3Config
 from specsamp.models.heads import FeatureHead
 from specsamp.models.medusa import MedusaConfig
-from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.tree_rules import RecursiveRule
 from specsamp.tpu.lowering import Programs, sharded_head_model
@@ -161,7 +160,6 @@ def test_a_round_with_a_head_has_its_weights_beside_the_target_s():
 
 
 BLOCK = BlockConfig(layer=ROTARY, target_layers=2, hidden_layers=(0, 1), block_size=4, mask_id=0)
-MODULES = MTPConfig(**OF_HEAD, hidden_layers=(1,), num_modules=2)
 EAGLE = Eagle3Config(**OF_HEAD, hidden_layers=(0, 1), draft_vocab_size=4096)
 
 
@@ -170,13 +168,12 @@ EAGLE = Eagle3Config(**OF_HEAD, hidden_layers=(0, 1), draft_vocab_size=4096)
     "config, size, rule, calls",
     [
         (BLOCK, 3, TokenRule(), 1),
-        (MODULES, 2, TokenRule(), 2),
         (EAGLE, TreeShape((0, 0, 0, 1, 1, 2)), RecursiveRule(), 2),
     ],
-    ids=["block", "modules", "tree"],
+    ids=["block", "tree"],
 )
 def test_a_round_is_that_of_its_drafter(config, size, rule, calls):
-    """A block is one call, each module one, a tree one for each level."""
+    """A block is one call, a tree one for each level."""
     made = programs_with(config.head())
     found = compile_report(made, topology="v5e:2x2", size=size, rule=rule, names=(*CALLS, "round"))
     assert (found["round"].calls, found["round"].layers) == (calls + 1, 2 + calls * config.layer.num_layers)

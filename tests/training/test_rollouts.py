@@ -230,6 +230,7 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whol
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_another_run_does_not_go_on(tmp_path):
     run(tmp_path)
     with pytest.raises(ValueError, match="temperature was 0.7, is 0.8"):

@@ -1,9 +1,10 @@
 """Drafts with several modules for multi-token prediction, one for each token (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
 Module k, counted from 0, reads pairs: the features of a position from module k - 1, which for module 0 are the target's,
-and the token k + 1 positions later. The last k pairs hold drafted tokens, and are stale unless these are accepted. So
-every round runs each of the D modules once over the last W = 2 D positions, D of which may be new, and draws a token after
-each. Fewer drafted tokens save no module: its cache would have holes.
+and the token k + 1 positions later. The last k pairs hold drafted tokens, and are stale unless these are accepted; up to
+D + 1 positions are new in a round, and one more if a pause follows. So every round runs each of the D modules once over the
+last D + 2 positions, and draws a token after each. Fewer drafted tokens save no module, and neither does a pause: its cache
+would have holes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Prefix, PromptChunk, Proposal, ScoredRound
+from specsamp.decoding.drafter import DrafterHooks, Prefix, PromptChunk, Proposal, ScoredRound
 from specsamp.decoding.drafters.feature import HeadDrafter
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
@@ -32,19 +33,20 @@ class ModuleState:
     """The state of the modules for each row, between rounds."""
 
     cache: Any  # of each module: slot t holds the pair of position t
-    embedded_BWD: Array  # the tokens of positions first_B .. end_B - 1; the rest is padding
+    embedded_BWD: Array  # the tokens of positions first_B .. end_B - 1, W = D + 2 at most; the rest is padding
     features_BWD: Array  # of the target, at the same positions
     first_B: Array
-    end_B: Array  # all positions before it have been read: after a round, the position of the pending token
+    end_B: Array  # all positions before it have been read
 
 
 @dataclasses.dataclass(frozen=True)
-class ModuleDrafter(HeadDrafter):
+class ModuleDrafter(DrafterHooks, HeadDrafter):
     """Drafts K tokens with the first K modules of ``head``, a head made for ``target``."""
 
     head: ModuleChain
 
     def __post_init__(self):
+        validate.instance("head", self.head, ModuleChain, "one with num_modules above 1")
         validate.integer("K", self.K, 1)
         if self.K > self.modules:
             raise ValueError(f"K = {self.K}, but the head drafts {self.modules} tokens at most: lower the draft length")
@@ -54,11 +56,21 @@ class ModuleDrafter(HeadDrafter):
         """Returns D."""
         return self.head.config.num_modules
 
+    @property
+    def kept(self) -> int:
+        """Returns W."""
+        return self.modules + 2
+
+    @property
+    def looks_ahead(self) -> int:
+        """Returns how many tokens after the next one the last module has in a slot."""
+        return self.modules - 1
+
     def init(self, batch: int, slots: int) -> ModuleState:
-        layer, width = self.head.config.layer, 2 * self.modules
-        nothing_BWD = jnp.zeros((batch, width, layer.width), layer.compute_dtype)
+        layer = self.head.config.layer
+        nothing_BWD = jnp.zeros((batch, self.kept, layer.width), layer.compute_dtype)
         return ModuleState(
-            cache=self.head.init_cache(batch, slots + width),  # a short text has W slots, too
+            cache=self.head.init_cache(batch, slots + self.kept),  # a short text has W slots, too
             embedded_BWD=nothing_BWD,
             features_BWD=nothing_BWD,
             first_B=jnp.zeros((batch,), jnp.int32),
@@ -72,13 +84,13 @@ class ModuleDrafter(HeadDrafter):
         width, first_B = chunk.tokens_BT.shape[1], jnp.minimum(state.first_B, chunk.start_B)
         rows = self._rows(state, new, chunk.start_B, first_B, width + self.modules)
         caches = self._fill(weights, rows[0], rows[1][:, :width], first_B, state.cache)
-        end_B = jnp.minimum(chunk.start_B + width, chunk.lengths_B - 1)
+        end_B = jnp.minimum(chunk.start_B + width, chunk.lengths_B)
         return self._keep(dataclasses.replace(state, cache=caches), new, chunk.start_B, first_B, end_B), cache
 
     def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         head, D = self.head, self.modules
         of_target = functools.partial(self.target.unembed_normed, weights.target)
-        last_B = state.end_B - 1 - state.first_B  # the row of the last pair; -1: there is none
+        last_B = prefix.lengths_B - 2 - state.first_B  # the row of the last pair; -1: there is none
         token_B1 = gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)
         embedded_BXD = jnp.pad(state.embedded_BWD, ((0, 0), (0, D), (0, 0)))
         features_BWD, caches, drawn, tokens = state.features_BWD, state.cache, sample.begin(), []
@@ -87,7 +99,7 @@ class ModuleDrafter(HeadDrafter):
                 token_B1D, cache = self._embed(weights, token_B1, prefix.lengths_B - 1 + k, cache)
                 is_here_BX = jnp.arange(embedded_BXD.shape[1])[None] == last_B[:, None] + 1 + k
                 embedded_BXD = jnp.where(is_here_BX[..., None], token_B1D.astype(embedded_BXD.dtype), embedded_BXD)
-            after_BWD = embedded_BXD[:, k + 1 : k + 1 + 2 * D]
+            after_BWD = embedded_BXD[:, k + 1 : k + 1 + self.kept]
             features_BWD, caches = head(weights.draft, after_BWD, features_BWD, state.first_B, caches, k)
             if k < self.K:
                 feature_B1D = head.take(features_BWD, jnp.maximum(last_B, 0))[:, None]
@@ -124,8 +136,8 @@ class ModuleDrafter(HeadDrafter):
 
     def _keep(self, state: ModuleState, new: Any, start_B: Array, known_B: Array, end_B: Array) -> ModuleState:
         """Returns the state with the W positions before ``end_B``, or those from ``known_B``."""
-        first_B = jnp.maximum(end_B - 2 * self.modules, known_B)
-        embedded_BWD, features_BWD = self._rows(state, new, start_B, first_B, 2 * self.modules)
+        first_B = jnp.maximum(end_B - self.kept, known_B)
+        embedded_BWD, features_BWD = self._rows(state, new, start_B, first_B, self.kept)
         return dataclasses.replace(
             state, embedded_BWD=embedded_BWD, features_BWD=features_BWD, first_B=first_B, end_B=end_B
         )
