@@ -38,7 +38,7 @@ def run(capsys):
         cells=lambda options: [{"K": int(K)} for K in options.lengths],
         identity=lambda options: {"scale": options.scale},
         measure=measure,
-        tables={"times": Published(["times"], table), "again": Published(["times"], table)},
+        tables={"times": Published(["times"], table), "both": Published(["times", "times"], lambda one, _: table(one))},
     )
 
     def alone(options, key, say):
