@@ -167,12 +167,6 @@ def test_a_target_that_has_no_distribution_is_not_a_quick_one(pair):
         benchmark(broken, Method(drafter=NoDrafter(), rule=TokenRule(), sampling=SAMPLING), WORK)
 
 
-@pytest.mark.parametrize("document", [{"x": object()}, {"x": float("nan")}])
-def test_what_has_no_json_form_is_refused(document):
-    with pytest.raises((TypeError, ValueError)):
-        report.json_text(document)
-
-
 WIDE = report.Table(
     title="Cells", header=("", *"abc"), rows=[("greedy", "1", "", "x" * 30), ("sampled", "2", "3", "4")], note="a note"
 )

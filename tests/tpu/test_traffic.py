@@ -151,16 +151,6 @@ def test_what_must_not_be_is_looked_for_in_every_branch():
     assert traffic.bytes == 16_000_000 and len(traffic.copies) == 1 and traffic.host_transfers == 1
 
 
-def test_what_is_no_program():
-    with pytest.raises(ValueError, match="no ENTRY computation"):
-        traffic_of("HloModule nothing")
-
-
-def test_an_unknown_type_is_named():
-    with pytest.raises(ValueError, match="an array of c64, whose size is not known"):
-        traffic_of(PROGRAM.replace("bf16[", "c64["))
-
-
 def test_what_is_fetched_for_the_next_run_is_counted_once():
     """A run begins with what the one before fetched at its end: one read of p2 a run, not two."""
     begin = "copy-start(%p2)"
