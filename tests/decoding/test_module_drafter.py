@@ -70,11 +70,6 @@ def test_every_round_drafts_as_if_the_text_were_read_at_once(K):
     assert sizes == set(range(1, K + 2)), "rounds of every size"
 
 
-def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
-    loop = module_loop()
-    assert loop.run(WEIGHTS, started(loop, 1), 1).stats.drafted_B.tolist() == [0, D, D]
-
-
 @pytest.mark.parametrize(
     "at_once, chunk", slow_but([(True, 1), (True, 3), (False, 1), (False, 3)], (True, 3), (False, 3))
 )
