@@ -32,8 +32,7 @@ def count_attention(op: Instruction, given: Sequence[Array], live: float) -> tup
     read, is_tree = sum(parts), sum(len(x.sizes) == 3 for x in given) > 1
     if len(others) % 2 and not is_tree and others[0].in_hbm:  # the windows of distances of two blocks overlap
         read += others[0].bytes * share * (decode_attention.window_width(block, slots) / block - 1)
-    scheduled = max(x.sizes[0] for x in given if len(x.sizes) == 1)
-    parts = scheduled // (batch * slots // block)  # of the batch, each with the steps of the longest
+    *_, parts = (x.sizes[0] for x in given if len(x.sizes) == 1)  # of the batch, each with the steps of the longest
     return read, op.hbm_bytes, kv_heads // heads * parts * math.ceil(batch / parts) * share * slots / block
 
 

@@ -195,15 +195,15 @@ def fetched_share(live: float, num_slots: int, block: int) -> float:
 
 
 def _schedule(first_B: Array, last_B: Array, num_blocks: int, parts: int) -> tuple[Array, Array, Array]:
-    """Returns the steps of each part of the batch, and the sequence and block of each step, int32 ``[P * B * num_blocks]``.
+    """Returns the number of steps of each part of the batch; and the sequence and the block of each step, of all parts.
 
-    Steps behind the last one of a part are that one again.
+    Parts have room for equally many steps. Those behind the last one of a part are that one again.
     """
     rows_B = jnp.arange(len(first_B), dtype=jnp.int32)
     is_here_PB = (rows_B * parts // len(first_B))[None] == jnp.arange(parts)[:, None]
     ends_PB = jnp.cumsum(jnp.where(is_here_PB, (last_B - first_B + 1)[None], 0), axis=1, dtype=jnp.int32)
     counts_P = ends_PB[:, -1]
-    steps_X = jnp.arange(len(first_B) * num_blocks, dtype=jnp.int32)
+    steps_X = jnp.arange(-(-len(first_B) // parts) * num_blocks, dtype=jnp.int32)
     steps_PX = jnp.minimum(steps_X[None], counts_P[:, None] - 1)
     row_PX = jnp.sum(steps_PX[:, :, None] >= ends_PB[:, None], axis=2, dtype=jnp.int32)
     # The last step of a sequence is for its last block.
