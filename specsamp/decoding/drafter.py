@@ -124,7 +124,7 @@ class DrafterHooks:
 
     depth: int | None = None  # the most tokens of a draft that can be accepted, if that is less than K, as in a tree
     row_independent: bool = True  # whether the draft of a sequence is independent of the other sequences of the batch
-    looks_ahead: int = 0  # tokens before an edited part of a text whose slots in its caches depend on that part
+    looks_ahead: int = 0  # how many tokens beyond the next one a slot of its caches depends on
     # Whether its state lacks the tokens that are emitted while it is paused. If so, `Drafter.read` is called with these
     # tokens before the next draft, and with None for the target's output and cache.
     falls_behind: bool = False

@@ -269,8 +269,8 @@ def bucket(size: int) -> int:
 def count_known(before: Sequence[int], tokens: Sequence[int], drafter: Drafter) -> int:
     """Returns the number of first tokens that caches of the tokens ``before`` already hold.
 
-    The caches lack the last token of a text; the token before it is read again, because a draft may not have read it. Before
-    tokens that differ, as many are read again as the drafter looks ahead.
+    The caches lack the last token of a text; the token before it is read again, because a draft may not have read it. As many
+    more are as the drafter looks ahead: slots may hold tokens that differ, or that a stop has cut from a draft.
     """
     most = min(len(before), len(tokens))
     common = next((at for at in range(most) if before[at] != tokens[at]), most)

@@ -371,7 +371,8 @@ class Loop:
           request: of the new sequences.
           state: without its request; donated. None: nothing was read yet.
           tokens_BS: the whole sequences, each beginning with ``start_B`` tokens that ``state`` has committed.
-          start_B: int32, at most ``state.lengths_B - 2``, or 0: the draft might not have read the last two tokens.
+          start_B: int32, at most ``state.lengths_B - 2 - looks_ahead`` of the drafter's hooks, since it might not have read the
+            last two tokens; or 0, or where the last call ended.
           lengths_B: lengths of the whole sequences.
           chunk: number of tokens that are read per call. The last call may read beyond a sequence, so ``chunk`` slots
             must be free behind the longest sequence.

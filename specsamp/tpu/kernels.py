@@ -28,11 +28,12 @@ def count_attention(op: Instruction, given: Sequence[Array], live: float) -> tup
     (batch, kv_heads, slots, size), others = caches[0].sizes, arrays[len(caches) :]
     heads, block = decode_attention.block_shape(kv_heads, slots, size * len(caches) // 2, itemsize(caches[0]))
     share = decode_attention.fetched_share(live, slots, block)
-    parts = (x.bytes * (share if len(x.sizes) == 4 and slots in x.sizes[2:] else 1.0) for x in given if x.in_hbm)
-    read, is_tree = sum(parts), sum(len(x.sizes) == 3 for x in given) > 1
+    moved = (x.bytes * (share if len(x.sizes) == 4 and slots in x.sizes[2:] else 1.0) for x in given if x.in_hbm)
+    read, is_tree = sum(moved), sum(len(x.sizes) == 3 for x in given) > 1
     if len(others) % 2 and not is_tree and others[0].in_hbm:  # the windows of distances of two blocks overlap
         read += others[0].bytes * share * (decode_attention.window_width(block, slots) / block - 1)
-    *_, parts = (x.sizes[0] for x in given if len(x.sizes) == 1)  # of the batch, each with the steps of the longest
+    # The last list of the schedule has an entry for each part of the batch; all have the steps of the longest.
+    *_, parts = (x.sizes[0] for x in given if len(x.sizes) == 1)
     return read, op.hbm_bytes, kv_heads // heads * parts * math.ceil(batch / parts) * share * slots / block
 
 

@@ -104,16 +104,16 @@ def test_attention_equals_the_plain_form(call, dtype, size):
         assert jnp.abs(ours - as_it_is).max() > 1e-4, "the control: a cache in float"
 
 
-@pytest.mark.parametrize("kv_heads, batch", [(1, 2), (1, 3), (1, 1), (2, 3)])
-def test_cores_share_what_they_can(kv_heads, batch):
+@pytest.mark.parametrize("kv_heads, batch, int8", [(1, 4, True), (1, 3, False), (1, 1, False), (2, 3, False)])
+def test_cores_share_what_they_can(kv_heads, batch, int8):
     """Ragged sequences where there is one group of heads, else the groups; of a single sequence one core does all."""
     length, slots = 5, 640
     q, distances = (drawn(batch, 4, length, last, seed=1) for last in (SIZE, slots))
     keys, values = (drawn(batch, kv_heads, slots, SIZE, seed=seed) for seed in (2, 3))
     given = q, keys, values, starts_of(batch, slots, length), distances
-    two, plain = both(*given, window=300, kernels=TwoCores())
+    two, plain = both(*given, window=300, int8=int8, kernels=TwoCores())
     np.testing.assert_allclose(two, plain, atol=2e-6)
-    np.testing.assert_array_equal(two, both(*given, window=300)[0])
+    np.testing.assert_array_equal(two, both(*given, window=300, int8=int8)[0])
 
 
 @pytest.mark.parametrize("window, size", [(None, SIZE), (3, SIZE), (3, SIZE // 2)])

@@ -33,10 +33,9 @@ class ModuleState:
     """The state of the modules for each row, between rounds."""
 
     cache: Any  # of each module: slot t holds the pair of position t
-    embedded_BWD: Array  # the tokens of positions first_B .. end_B - 1, W = D + 2 at most; the rest is padding
+    embedded_BWD: Array  # the last W = D + 2 tokens that were read; of fewer, the rest is padding
     features_BWD: Array  # of the target, at the same positions
-    first_B: Array
-    end_B: Array  # all positions before it have been read
+    first_B: Array  # the first of these positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
 
     @property
     def looks_ahead(self) -> int:
-        """Returns how many tokens after the next one the last module has in a slot."""
+        """Returns how many tokens beyond the next one a slot of the last module depends on."""
         return self.modules - 1
 
     def init(self, batch: int, slots: int) -> ModuleState:
@@ -74,7 +73,6 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
             embedded_BWD=nothing_BWD,
             features_BWD=nothing_BWD,
             first_B=jnp.zeros((batch,), jnp.int32),
-            end_B=jnp.zeros((batch,), jnp.int32),
         )
 
     def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
@@ -138,9 +136,7 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
         """Returns the state with the W positions before ``end_B``, or those from ``known_B``."""
         first_B = jnp.maximum(end_B - self.kept, known_B)
         embedded_BWD, features_BWD = self._rows(state, new, start_B, first_B, self.kept)
-        return dataclasses.replace(
-            state, embedded_BWD=embedded_BWD, features_BWD=features_BWD, first_B=first_B, end_B=end_B
-        )
+        return dataclasses.replace(state, embedded_BWD=embedded_BWD, features_BWD=features_BWD, first_B=first_B)
 
     def _rows(
         self, state: ModuleState, new: tuple[Array, Array], start_B: Array, first_B: Array, count: int

@@ -94,7 +94,7 @@ def decode_attention(
       seen: every query sees a slot.
       scale, distances_BNTS, cap: see `LayerCache.attend`; in a tree the scores are aligned with the slots.
       scales_BM1S: float32, of keys and values in int8; None: for other dtypes.
-      cores: of the device.
+      cores: of the device; they share the heads, or the sequences where there is one group of heads.
       interpret: runs on the CPU.
     """
     (batch, heads, length, size), (_, kv_heads, num_slots, _) = q_BNTH.shape, entries_BMSH[0].shape
