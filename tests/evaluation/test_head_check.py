@@ -42,15 +42,12 @@ def fitted(head, ids=range(V)):
         return 0 * x if "['attention']['output']" in name or "['down']" in name else x
 
     params = jax.tree.map_with_path(rough, params)
-    if "fc" in params:  # keeps the hidden state alone, which is last in EAGLE-1 and first elsewhere
-        fc = np.zeros(params["fc"].shape, np.float32)
-        place = (
-            slice(WIDTH, None)
-            if fc.shape[0] == 2 * WIDTH and not getattr(head.config, "hidden_first", False)
-            else slice(WIDTH)
-        )
-        fc[place] = np.eye(WIDTH)
-        params["fc"] = jnp.asarray(fc)
+    layer = params.get("module_0", params)
+    if "fc" in layer:  # keeps the hidden state alone, which is last in EAGLE-1 and first elsewhere
+        fc = np.zeros(layer["fc"].shape, np.float32)
+        is_last = fc.shape[0] == 2 * WIDTH and not getattr(head.config, "hidden_first", False)
+        fc[slice(WIDTH, None) if is_last else slice(WIDTH)] = np.eye(WIDTH)
+        layer["fc"] = jnp.asarray(fc)
     if head.config.draft_vocab_size is not None:
         params[DRAFT_IDS] = jnp.asarray(list(ids), jnp.int32)
     tokens = jnp.arange(V)[None]
