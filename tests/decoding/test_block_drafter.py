@@ -228,6 +228,7 @@ def test_a_shorter_draft_is_the_beginning_of_a_longer_one():
     assert jnp.allclose(drafted[4].log_probs_BRV[:, :2], drafted[2].log_probs_BRV, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adaptive_lengths_of_blocks_are_exact():
     """Rounds of several widths, pauses too: context is written in every round."""
     target, head = LayeredTable(V), dspark(V)

@@ -48,7 +48,7 @@ REDUCED = eagle3(V, draft_vocab_size=2)
         pytest.param(REDUCED, BlockRule(), chain(temperature(1.3)), {"window": 2}, marks=pytest.mark.slow),
         (eagle1(V), CoupledRule(), LIKELY, {}),
         pytest.param(eagle3(V, fc_norm=True, norm_output=True), BlockRule(), FULL, {"K": 1}, marks=pytest.mark.slow),
-        (mtp(V, hidden_first=True, norm_output=True), TokenRule(), FULL, {}),
+        pytest.param(mtp(V, hidden_first=True, norm_output=True), TokenRule(), FULL, {}, marks=pytest.mark.slow),
         (medusa(V, 3), BlockRule(), FULL, {"K": 3}),
         pytest.param(medusa(V, 2, own_output=False), CoupledRule(), LIKELY, {"window": 2}, marks=pytest.mark.slow),
     ],

@@ -70,9 +70,7 @@ def test_every_round_drafts_as_if_the_text_were_read_at_once(K):
     assert sizes == set(range(1, K + 2)), "rounds of every size"
 
 
-@pytest.mark.parametrize(
-    "at_once, chunk", slow_but([(True, 1), (True, 3), (False, 1), (False, 3)], (True, 3), (False, 3))
-)
+@pytest.mark.parametrize("at_once, chunk", slow_but([(True, 1), (True, 3), (False, 1), (False, 3)], (False, 3)))
 def test_prompts_read_in_chunks(at_once, chunk):
     """By one call, or by as many as there are chunks, as in a service: each then ends where the next begins."""
     loop = module_loop()
@@ -111,6 +109,7 @@ class LooksNowhere(ModuleDrafter):
     looks_ahead = 0
 
 
+@pytest.mark.slow
 def test_slots_that_keep_tokens_of_an_older_text_are_seen():
     assert read_on(4, LooksNowhere) > 1e-2
 
@@ -130,11 +129,13 @@ def after_rounds_of(other, drafter=ModuleDrafter):
     return error(loop, other.run(WEIGHTS, state, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [pausing(), module_loop(1)], ids=["paused", "shorter"])
 def test_rounds_that_draft_less_leave_no_hole(other):
     assert after_rounds_of(other) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_position_that_is_not_kept_is_seen_after_a_pause():
     assert after_rounds_of(pausing(KeepsTooLittle), KeepsTooLittle) > 1e-2
 
