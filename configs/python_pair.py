@@ -200,9 +200,8 @@ def head_fields(kind: str, tiny: bool, steps: FieldReference) -> ConfigDict:
         return fields
     if kind == "mtp":
         fields.kind = "mtp"
-        fields.num_modules = (
-            1  # 1 drafts any number of tokens; of several, each drafts one: give test_time.test_steps this number
-        )
+        # One drafts any number of tokens; of several, each drafts one: test_time.test_steps must then be their number.
+        fields.num_modules = 1
         # As in MiMo's, whose names it is exported with; others are trained, but not exported.
         fields.hidden_first = True  # the hidden state stands before the token
         fields.norm_output = True  # the features that it goes on with are normalised

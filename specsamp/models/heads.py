@@ -346,10 +346,21 @@ class FeatureHead(Head):
           cache: see `LanguageModel.__call__`; None: the pairs of the call attend to each other only.
           block: positions and visibility of the pairs of a token tree; None: a chain.
         """
+        return self._read(weights, embedded_BTD, features_BTD, start_B, cache, block)
+
+    def _read(
+        self,
+        weights: Any,
+        embedded_BTD: Array,
+        features_BTD: Array,
+        start_B: Array,
+        cache: KVCache | None,
+        *options: Any,
+    ) -> tuple[Array, KVCache]:
         embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
         # The input features too: otherwise the compiler keeps them split in the carry, for their product.
         start_B, features_BTD = self.layout.on_all_devices((start_B, features_BTD))
-        features_BTD, cache = self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, cache, block)
+        features_BTD, cache = self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, cache, *options)
         return self.layout.on_all_devices(features_BTD), self.layout.place_cache(self.cache_axes(), cache)
 
     def take(self, features_BTD: Array, row_B: Array) -> Array:

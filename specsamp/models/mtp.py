@@ -97,14 +97,9 @@ class ModuleChain(FeatureHead):
           embedded_BTD: the tokens x_{t+1+number}.
           features_BTD: of positions t, from `fuse` or the module before.
         """
-        embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
-        start_B, features_BTD = self.layout.on_all_devices((start_B, features_BTD))
         own = None if cache is None else cache[number]
-        features_BTD, own = self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, own, None, number)
-        if cache is not None:
-            own = self.layout.place_cache(self._one.cache_axes(), own)
-            cache = (*cache[:number], own, *cache[number + 1 :])
-        return self.layout.on_all_devices(features_BTD), cache
+        features_BTD, own = self._one._read(weights, embedded_BTD, features_BTD, start_B, own, None, number)
+        return features_BTD, None if cache is None else (*cache[:number], own, *cache[number + 1 :])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ def test_every_round_drafts_as_if_the_text_were_read_at_once(K):
 
 @pytest.mark.parametrize("at_once, chunk", slow_but([(True, 1), (True, 3), (False, 1), (False, 3)], (False, 3)))
 def test_prompts_read_in_chunks(at_once, chunk):
-    """By one call, or by as many as there are chunks, as in a service: each then ends where the next begins."""
+    """One call reads all, or each chunk has a call of its own, as in a service, and ends where the next begins."""
     loop = module_loop()
     whole = started(loop)
     state, starts_B = None, jnp.zeros_like(whole.lengths_B)

@@ -209,7 +209,7 @@ def test_rewards_rise_and_nothing_is_compiled_after_the_first_steps(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("learns", [False, True])
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whole, learns):
-    """Of a draft that learns, its parameters go on, too."""
+    """A draft that learns goes on, too."""
     config, options, (folder, state), calls = CONFIG, {}, whole, []
     if learns:
         config, options = dataclasses.replace(CONFIG, draft=optimizer()), {"draft_task": TrainModel(lm(8), PAIR.target)}

@@ -57,7 +57,7 @@ class ModuleDrafter(DrafterHooks, HeadDrafter):
 
     @property
     def kept(self) -> int:
-        """Returns W."""
+        """Returns W, the positions that every round reads."""
         return self.modules + 2
 
     @property

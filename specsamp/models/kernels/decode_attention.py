@@ -144,8 +144,8 @@ def decode_attention(
 def _part_of_step(parts: int, *sizes: int, heads_axis: bool = False, slots_axis: int | None = None) -> pl.BlockSpec:
     """Returns the part of an operand that a step fetches: of its sequence, and of its heads and slots where it has them."""
 
-    def index(lane, step, row_X, block_X, *_):
-        group, at = _place(lane, step, row_X, parts)
+    def index(outer, step, row_X, block_X, *_):
+        group, at = _place(outer, step, row_X, parts)
         place = [row_X[at]] + [0] * len(sizes)
         if heads_axis:
             place[1] = group
@@ -156,9 +156,9 @@ def _part_of_step(parts: int, *sizes: int, heads_axis: bool = False, slots_axis:
     return pl.BlockSpec((1, *sizes), index)
 
 
-def _place(lane: Array, step: Array, row_X: Array, parts: int) -> tuple[Array, Array]:
-    """Returns the group of heads of a lane of the grid, and the index of its step in the schedule of all parts."""
-    return (lane, step) if parts == 1 else (0, lane * (row_X.shape[0] // parts) + step)
+def _place(outer: Array, step: Array, row_X: Array, parts: int) -> tuple[Array, Array]:
+    """Returns the group of heads of an outer step of the grid, and the index of its step in the schedule of all parts."""
+    return (outer, step) if parts == 1 else (0, outer * (row_X.shape[0] // parts) + step)
 
 
 def _part_of_distances(
@@ -169,8 +169,8 @@ def _part_of_distances(
         return _part_of_step(parts, of_heads, rows, block, heads_axis=True, slots_axis=3)
     width = window_width(block, num_slots)
 
-    def index(lane, step, row_X, block_X, first_B, last_B, start_B, *_):
-        group, at = _place(lane, step, row_X, parts)
+    def index(outer, step, row_X, block_X, first_B, last_B, start_B, *_):
+        group, at = _place(outer, step, row_X, parts)
         row = row_X[at]
         first, _ = _window(start_B[row] + length, block_X[at], block, width, num_slots)
         return row, group * of_heads, 0, first
@@ -249,10 +249,10 @@ def _align(distances_MRX: Array, column: Array, count: int, length: int) -> Arra
 
 def _kernel(row_X, block_X, first_B, last_B, start_B, counts_P, *refs, parts, **options):
     """Adds the block of a step to the running softmax of its sequence, unless its part has no more steps."""
-    lane, step = pl.program_id(0), pl.program_id(1)
-    _, at = _place(lane, step, row_X, parts)
+    outer, step = pl.program_id(0), pl.program_id(1)
+    _, at = _place(outer, step, row_X, parts)
     add = functools.partial(_add, row_X[at], block_X[at], first_B, last_B, start_B, refs, **options)
-    add() if parts == 1 else pl.when(step < counts_P[lane])(add)
+    add() if parts == 1 else pl.when(step < counts_P[outer])(add)
 
 
 def _add(row, block, first_B, last_B, start_B, refs, *, names, scale, cap, length, num_slots):
