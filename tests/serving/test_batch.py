@@ -145,18 +145,19 @@ def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeyp
 
 @pytest.mark.parametrize("kind", slow_but([*PAIRS], "model", "modules"))
 def test_what_a_row_holds_is_not_read_again(monkeypatch, kind):
-    """Of texts that have ended or run, longer and shorter; without it the tokens are the same."""
+    """Copies rows of texts that have ended or run; how many depends on which requests meet, at least that of the first text."""
     begun = [3, 1, 4, 1, 5, 9, 2, 6] * 5
-    with Texts(kind, in_background=False) as texts:  # what is copied then depends on no clock
+    with Texts(kind, in_background=False) as texts:
         for reused in (True, False):
             if not reused:
                 monkeypatch.setattr(Batch, "_longest_prefix", lambda *_: (0, 0))
             copied, read = texts.batch.tokens_copied, texts.batch.tokens_read
-            for prompt in (begun, [*begun, 7, 8], [*begun[:30], 8], begun, begun[:9]):
-                texts.ask(prompt, 12)
-            texts.check()
+            for prompts in ([begun], ([*begun, 7, 8], [*begun[:30], 8], begun, begun[:9])):
+                for prompt in prompts:
+                    texts.ask(prompt, 12)
+                texts.check()
             copied, read = texts.batch.tokens_copied - copied, texts.batch.tokens_read - read
-            assert (copied > 60 and read < 100) if reused else (copied == 0 and read > 150)
+            assert (copied > 30 and read < 130) if reused else (copied == 0 and read > 150)
 
 
 def test_a_long_prompt_delays_a_running_text_by_one_chunk(monkeypatch):
