@@ -9,19 +9,20 @@ data, so they may change between calls without recompiling. Each is a scalar or 
 The same function serves the target, the draft and verification, so the distribution that was sampled is the
 distribution that is verified. Warps apply in the order in which they are chained.
 
-Ties. Every filter is a threshold on the value, so tokens of equal probability stay or go together:
+Ties. Of equally probable tokens the lower index comes first, as in ``argmax``:
 
-* ``top_k``: token x stays if fewer than k tokens are strictly more probable than x;
-* ``top_p``: token x stays if the tokens strictly more probable than x have mass below p;
-* ``min_p``: token x stays if its probability is at least ``min_p`` times the largest.
+* ``top_k``: token x stays if fewer than k tokens come before x, so exactly k tokens stay, and ``top_k(1)`` is greedy;
+* ``top_p``: token x stays if the tokens before x have mass below p, so the smallest nucleus stays;
+* ``min_p``: token x stays if its probability is at least ``min_p`` times the largest, so equal tokens stay together.
 
-Each keeps the most probable token. Greedy breaks ties towards the lowest index, as ``argmax`` does.
+Each keeps the most probable token.
 
 The thresholds of ``top_k`` and ``top_p`` are found by a binary search over the *bit pattern* of the threshold (floats
 of one sign are ordered like their bits). It is exact after all bits, and avoids sorting the vocabulary, which is slow,
 above all on a TPU. The vocabulary is folded into eight rows, so that a single sequence fills a TPU's registers; all
-sums use this order. The search is skipped if the numbers of the warps show that no row of a call needs it. Warps that
-have no state follow each other on the folded vocabulary, on a TPU in one kernel.
+sums use this order. The search is skipped if the numbers of the warps show that no row of a call needs it. A second
+search, over indices, follows only if some row has more tokens at its threshold than fit. Warps that have no state follow
+each other on the folded vocabulary, on a TPU in one kernel.
 """
 
 from __future__ import annotations
@@ -133,12 +134,12 @@ def temperature(value: float | Sequence[float]) -> Temperature:
 
 
 def top_k(value: int | Sequence[int]) -> TopK:
-    """Keeps the ``value`` (>= 1) most probable tokens, and all tokens that tie with the least probable of them."""
+    """Keeps the ``value`` (>= 1) most probable tokens (lowest indices on ties)."""
     return TopK(checked("top_k", value, np.int32, lambda v: v >= 1, "must be an integer >= 1"))
 
 
 def top_p(value: float | Sequence[float]) -> TopP:
-    """Keeps the nucleus of mass ``value`` in (0, 1] (Holtzman et al., arXiv 1904.09751)."""
+    """Keeps the smallest nucleus of mass ``value`` in (0, 1] (Holtzman et al., arXiv 1904.09751)."""
     return TopP(checked("top_p", value, np.float32, lambda v: (v > 0) & (v <= 1), "must lie in (0, 1]"))
 
 
@@ -297,13 +298,14 @@ class TopK(FoldedWarp):
         k, bits = per_row(self.value, folded), _ordered_bits(folded)
 
         def too_low(t):
-            # Sums of floats are several at a time on a CPU, and whole numbers up to 2**24 are exact.
-            return jnp.sum(jnp.where(bits >= t, 1.0, 0.0).astype(folded.dtype), axis=FOLDED, keepdims=True) >= k
+            return _count(bits >= t, folded.dtype) >= k
 
         low = jnp.full_like(bits[..., :1, :1], jnp.iinfo(bits.dtype).min)
         skipped = all_greedy | jnp.all(jnp.asarray(self.value) >= vocab_size)
         threshold = _largest(too_low, low, 8 * bits.dtype.itemsize, skipped)
-        return jnp.where(bits >= threshold, folded, -jnp.inf)
+        kept = (bits >= threshold) & (folded > -jnp.inf)
+        surplus = _count(kept, folded.dtype) - k
+        return jnp.where(_without_last(kept, kept & (bits == threshold), surplus), folded, -jnp.inf)
 
 
 @register_warp
@@ -312,21 +314,27 @@ class TopP(FoldedWarp):
 
     def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
         p, probs = per_row(self.value, folded), jax.nn.softmax(folded, axis=FOLDED)
+        least = jnp.maximum(p, jnp.finfo(probs.dtype).tiny)  # so the largest probability stays for any p
+
+        def mass(chosen):
+            return jnp.sum(jnp.where(chosen, probs, 0), axis=FOLDED, keepdims=True)
 
         def as_float(t):
             return jax.lax.bitcast_convert_type(t, probs.dtype)
 
         def too_low(t):
             """Returns whether the tokens with probability at least ``t`` have at least mass p."""
-            mass = jnp.sum(jnp.where(probs >= as_float(t), probs, 0), axis=FOLDED, keepdims=True)
-            return mass >= jnp.maximum(p, jnp.finfo(probs.dtype).tiny)  # so the largest probability stays for any p
+            return mass(probs >= as_float(t)) >= least
 
         # Probabilities are at most one, whose two highest bits are zero.
         low = jnp.zeros_like(probs[..., :1, :1], _integer_of(probs))
         skipped = all_greedy | jnp.all(jnp.asarray(self.value) >= 1)
-        threshold = _largest(too_low, low, 8 * probs.dtype.itemsize - 2, skipped)
+        threshold = as_float(_largest(too_low, low, 8 * probs.dtype.itemsize - 2, skipped))
         # A sum that rounds to just above one must not cost p = 1 its last tokens.
-        return jnp.where((probs >= as_float(threshold)) | (p >= 1), folded, -jnp.inf)
+        kept, tied = (probs >= threshold) | (p >= 1), probs == threshold
+        needed = jnp.ceil((least - mass(probs > threshold)) / jnp.maximum(threshold, jnp.finfo(probs.dtype).tiny))
+        surplus = jnp.where((p >= 1) | (threshold == 0), 0, _count(tied, probs.dtype) - needed)
+        return jnp.where(_without_last(kept, tied, surplus), folded, -jnp.inf)
 
 
 @register_warp
@@ -424,6 +432,25 @@ def _ordered_bits(x: Array) -> Array:
     return jnp.where(bits < 0, jnp.iinfo(integer).min - bits, bits)
 
 
+def _count(chosen: Array, dtype: Any) -> Array:
+    """Returns how many tokens of a folded vocabulary are chosen, ``[..., 1, 1]``."""
+    # Sums of floats are several at a time on a CPU, and whole numbers up to 2**24 are exact.
+    return jnp.sum(jnp.where(chosen, 1.0, 0.0).astype(dtype), axis=FOLDED, keepdims=True)
+
+
+def _without_last(kept: Array, tied: Array, surplus: Array) -> Array:
+    """Returns the kept tokens without the last ``surplus`` of those that tie; all where it is not positive."""
+    tied_ids = jnp.where(tied, _token_ids(tied), -1)
+
+    def too_low(t):
+        return _count(tied_ids >= t, surplus.dtype) >= surplus
+
+    low = jnp.zeros_like(surplus, jnp.int32)
+    num_bits = (ROWS * tied.shape[-1]).bit_length()
+    first = jax.lax.cond(jnp.any(surplus > 0), lambda: _search(too_low, low, num_bits, 1), lambda: low)
+    return kept & ((tied_ids < first) | (surplus <= 0))
+
+
 def _largest(holds: Callable[[Array], Array], low: Array, num_bits: int, skipped: Array) -> Array:
     """Returns the largest integer in ``[low, low + 2**num_bits)`` up to which a monotone ``holds`` is true; or ``low``.
 
@@ -431,15 +458,20 @@ def _largest(holds: Callable[[Array], Array], low: Array, num_bits: int, skipped
     On a TPU a pass finds two bits, because a pass costs more than a sum there; on a CPU one bit.
     """
 
-    def search(bits):
-        def one_pass(i, found):
-            place = num_bits - bits * (i + 1)
-            true = [holds(found + (jnp.asarray(digit, low.dtype) << place)) for digit in range(1, 2**bits)]
-            return found + (sum(each.astype(low.dtype) for each in true) << place)
-
-        return jax.lax.fori_loop(0, num_bits // bits, one_pass, low)
-
     def searched():
-        return jax.lax.platform_dependent(cpu=lambda: search(1), default=lambda: search(2))
+        return jax.lax.platform_dependent(
+            cpu=lambda: _search(holds, low, num_bits, 1), default=lambda: _search(holds, low, num_bits, 2)
+        )
 
     return jax.lax.cond(skipped, lambda: low, searched)
+
+
+def _search(holds: Callable[[Array], Array], low: Array, num_bits: int, bits: int) -> Array:
+    """Returns the integer of `_largest`; each pass finds so many ``bits``, which divide ``num_bits``."""
+
+    def one_pass(i, found):
+        place = num_bits - bits * (i + 1)
+        true = [holds(found + (jnp.asarray(digit, low.dtype) << place)) for digit in range(1, 2**bits)]
+        return found + (sum(each.astype(low.dtype) for each in true) << place)
+
+    return jax.lax.fori_loop(0, num_bits // bits, one_pass, low)

@@ -13,7 +13,7 @@ WARPS = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": mi
 TEMPERATURES = (0.0, 1e-38, 0.3, 1.0, 2.5)
 TOP_PS = (1e-30, 1e-3, 0.1, 0.3, 0.5, 0.7, 0.9, 0.95, 0.99, 1.0)
 MIN_PS = (0.0, 1e-30, 1e-3, 0.02, 0.1, 0.4, 0.9, 1.0)
-VOCAB_SIZES = (5, 130, 4096)
+VOCAB_SIZES = (5, 131, 4096)
 NEAR = 1e-6  # float32 may put a token this near to the threshold of top_p or min_p on either side
 
 warped = jax.jit(log_probs)  # a warp's numbers are data: one compilation per shape
@@ -41,18 +41,14 @@ def oracle(logits, *steps, dtype=np.float32):
     """The distribution of the chained ``steps``, float64, and the rows where rounding may decide."""
     x = logits.astype(np.float64)
 
-    def rows(array):
-        return array.reshape(-1, x.shape[-1])
-
     undecided = np.zeros(x.shape[:-1], bool)
     for name, value in steps:
         value = float(np.asarray(value, dtype)) if name != "top_k" else value
         probs = np.exp(x - x.max(-1, keepdims=True))
         probs /= probs.sum(-1, keepdims=True)
-        descending = -np.sort(-probs, axis=-1)
-        # How many tokens are strictly more probable.
-        more_probable = np.stack([np.searchsorted(-row, -p) for row, p in zip(rows(descending), rows(probs))])
-        more_probable = more_probable.reshape(x.shape)
+        order = np.argsort(-probs, axis=-1, kind="stable")
+        descending = np.take_along_axis(probs, order, axis=-1)
+        before = np.argsort(order, axis=-1)  # how many tokens come first
         if name == "temperature":
             if value < 1e-5:
                 best = np.argmax(x, axis=-1)[..., None]
@@ -62,12 +58,12 @@ def oracle(logits, *steps, dtype=np.float32):
             continue
         margin = np.full(x.shape, np.inf)
         if name == "top_k":
-            keep = more_probable < value
+            keep = before < value
         elif name == "top_p":
             mass_to = np.concatenate([np.zeros(x.shape[:-1] + (1,)), np.cumsum(descending, axis=-1)], axis=-1)
-            margin = value - np.take_along_axis(mass_to, more_probable, axis=-1)
+            margin = value - np.take_along_axis(mass_to, before, axis=-1)
             keep = (margin > 0) | (value == 1)  # the others' mass is below 1, however it rounds
-            margin = np.where((value == 1) | (more_probable == 0), np.inf, margin)
+            margin = np.where((value == 1) | (before == 0), np.inf, margin)
         else:
             margin = probs / probs.max(-1, keepdims=True) - value
             keep = margin >= 0
@@ -104,7 +100,7 @@ def test_each_warp_follows_its_rule(name, vocab_size):
     assert num_undecided <= 1, f"{num_undecided} rows too near a threshold to be compared"
 
 
-@pytest.mark.parametrize("order, vocab_size", [("tkpm", 5), ("ptmk", 130), ("tkpm", 4096), ("mkpt", 4096)])
+@pytest.mark.parametrize("order, vocab_size", [("tkpm", 5), ("ptmk", 131), ("tkpm", 4096), ("mkpt", 4096)])
 def test_chains_follow_the_rules_in_order(order, vocab_size):
     logits = some_logits(vocab_size)
     num_undecided = 0
@@ -127,10 +123,27 @@ def test_chains_follow_the_rules_in_order(order, vocab_size):
     assert num_undecided <= 1, f"{num_undecided} rows too near a threshold to be compared"
 
 
-@pytest.mark.parametrize("warp", [top_k(1), top_p(0.2), min_p(1.0)])
-def test_minus_zero_ties_with_zero(warp):
+@pytest.mark.parametrize("warp, kept", [(top_k(3), [0, 1, 3]), (top_p(0.4), [0, 1]), (min_p(1.0), [0, 1, 3, 4])])
+def test_minus_zero_ties_with_zero(warp, kept):
     logits = np.float32([[-0.0, 0.0, -1.0, 0.0, -0.0]])
-    np.testing.assert_array_equal(warped(chain(warp), logits)[0] > -np.inf, [True, True, False, True, True])
+    np.testing.assert_array_equal(np.flatnonzero(warped(chain(warp), logits)[0] > -np.inf), kept)
+
+
+@pytest.mark.parametrize("warp", [top_k(1), top_p(1e-9), top_k([1, 1, 1, 1])])
+def test_one_token_is_the_argmax_where_logits_of_bfloat16_tie(warp):
+    logits = (
+        jnp.asarray(np.random.default_rng(0).normal(size=(4, 5003)), jnp.bfloat16).at[:, 7].set(9).at[:, 4001].set(9)
+    )
+    np.testing.assert_array_equal(warped(chain(warp), logits), warped(greedy(), logits))
+
+
+@pytest.mark.parametrize("vocab_size", [16, 1 << 12, 50_257])  # a power of two leaves no id beyond the vocabulary
+def test_top_k_keeps_the_tokens_of_the_reference_where_logits_tie(vocab_size):
+    logits = np.float32(np.random.default_rng(0).integers(0, 9, (3, vocab_size)))
+    for k in ([1, 2, 3], [7, vocab_size - 1, vocab_size]):
+        kept = np.asarray(warped(chain(top_k(k)), logits)) > -np.inf
+        for row, count, expected in zip(kept, k, logits, strict=True):
+            np.testing.assert_array_equal(np.flatnonzero(row), np.sort(jax.lax.top_k(expected, count)[1]))
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3)])

@@ -56,6 +56,7 @@ def kinds_of_logits(rng, shape):
         "near": (target, target + 0.3 * other),
         "far": (target, other),
         "equal": (target, target),
+        "ties": (np.round(target), np.round(other)),
         "draft lacks tokens": (target, other + some()),
         "target lacks tokens": (target + some(), other),
         "both lack tokens": (target + some(), other + some()),
