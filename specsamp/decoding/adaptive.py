@@ -235,7 +235,7 @@ class Adaptive:
             rejected_B=nothing_B,
             idle_B=jnp.zeros_like(lengths_B),
             pause_B=jnp.full_like(lengths_B, self.pause),
-            seen_B=lengths_B - 1 if falls_behind and self.widths[0] == 0 else None,
+            seen_B=lengths_B if falls_behind and self.widths[0] == 0 else None,
         )
         return dataclasses.replace(state, draft_lengths_B=self._best(state))
 

@@ -31,7 +31,15 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
       rows: N rows of the same loop and the same kinds of warps; slots beyond those of ``state`` are left out.
       at: N different row indices within a data shard: the first N / shards indices for the first shard, and so on;
         `NOWHERE` for a row that is left out.
+
+    Raises:
+      ValueError: there is no such row, or two rows would be written over one.
     """
+    per_shard, width = (len(rows_B) // shards.count for rows_B in (state.lengths_B, at))
+    for shard in range(shards.count):
+        taken = [index for index in at[shard * width : (shard + 1) * width] if index != NOWHERE]
+        if len(set(taken)) < len(taken) or any(not 0 <= index < per_shard for index in taken):
+            raise ValueError(f"rows {taken} of a data shard must be different, from 0 to {per_shard - 1}")
     at_N = jnp.asarray(at, jnp.int32)
     request = _write(state.request, rows.request, at_N, shards)
     state, rows = (dataclasses.replace(each, request=None) for each in (state, rows))

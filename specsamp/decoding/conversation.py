@@ -106,7 +106,8 @@ class Conversation:
             try:
                 chunk = next(decoding)
             except StopIteration as end:
-                self._state = dataclasses.replace(end.value, request=None)
+                if chunk.finish != "invalid":  # the caches of invalid logits may hold NaN
+                    self._state = dataclasses.replace(end.value, request=None)
                 return
             self.tokens += chunk.tokens
             self.stats = chunk.stats
@@ -114,5 +115,6 @@ class Conversation:
 
     def _known(self, state: DecodeState, tokens: Sequence[int]) -> int:
         """Returns the number of tokens that need not be read: the caches hold all tokens before the pending one."""
-        before_BS, lengths_B = to_host((state.tokens_BS, state.lengths_B))
-        return count_known(before_BS[0, : int(lengths_B[0])].tolist(), tokens, self._method.drafter)
+        held = self._engine.num_held(state)[0]
+        before = to_host(state.tokens_BS)[0, :held].tolist()
+        return count_known(before, tokens, self._method.drafter)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -27,7 +27,6 @@ import jax.numpy as jnp
 
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Prefix, Weights
-from specsamp.decoding.tokens import gather_tokens
 from specsamp.models.interface import LanguageModel, Output
 from specsamp.sampling.rules import Draft, Verdict
 
@@ -182,50 +181,3 @@ def with_length(drafter: Drafter, K: int) -> Drafter:
     if K in (0, drafter.K):
         return drafter if K else Paused(drafter)
     return hooks_of(drafter).of_length(K) or dataclasses.replace(drafter, K=K)
-
-
-def catch_up(
-    drafter: Drafter, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
-) -> tuple[Any, Array]:
-    """Feeds a drafter the tokens emitted while it was paused, K + 1 per call; see `DrafterHooks.falls_behind`.
-
-    The last two tokens are left out, since the first call of a round feeds them anyway.
-
-    Args:
-      seen_B: int32, the tokens of each row that the drafter's state covers.
-      is_behind: maps ``seen_B`` to whether tokens are missing.
-
-    Returns:
-      The drafter's state, and the new ``seen_B``.
-    """
-    known_B = jnp.maximum(prefix.lengths_B - 2, 0)
-
-    def read(carry: tuple[Any, Array]) -> tuple[Any, Array]:
-        state, seen_B = carry
-        start_B = jnp.clip(seen_B, 0, known_B)  # tokens beyond the sequence are scratch, and within the headroom
-        tokens_BT = gather_tokens(prefix.tokens_BS, start_B, drafter.K + 1)
-        chunk = PromptChunk(tokens_BT=tokens_BT, start_B=start_B, lengths_B=prefix.lengths_B, output=None)
-        state, _ = drafter.read(weights, state, chunk, None)
-        return state, start_B + drafter.K + 1
-
-    state, seen_B = jax.lax.while_loop(lambda carry: is_behind(carry[1]), read, (state, seen_B))
-    return state, jnp.minimum(seen_B, prefix.lengths_B)
-
-
-def check_state(drafter: Drafter, state: Any, read_state: Any) -> None:
-    """Raises ValueError, while tracing, if `Drafter.read` changes the structure, shapes or dtypes of the state."""
-
-    def shapes(tree: Any) -> dict[str, str]:
-        leaves = jax.tree.leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
-
-    given, returned = shapes(state), shapes(read_state)
-    path = next((path for path in given | returned if given.get(path) != returned.get(path)), None)
-    structures = jax.tree.structure(state), jax.tree.structure(read_state)
-    if path is None and structures[0] == structures[1]:
-        return
-    ours, theirs = structures if path is None else (given.get(path, "nothing"), returned.get(path, "nothing"))
-    raise ValueError(
-        f"{type(drafter).__name__}.read must return a state like that of init: at state{path or ''} init has {ours}, "
-        f"read returns {theirs}"
-    )

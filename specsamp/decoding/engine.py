@@ -148,7 +148,17 @@ class Engine:
           state: without its request batch; None: nothing was read yet.
           starts, ends: the range of tokens of each prompt to read; earlier tokens were read already.
           chunk: number of tokens that are read per call.
+
+        Raises:
+          ValueError: the last call would end beyond the slots of a row.
         """
+        calls = max(-(-(end - start) // chunk) for start, end in zip(starts, ends))
+        needed = max(starts) + calls * chunk
+        if needed > self.slots:
+            raise ValueError(
+                f"{calls} calls of {chunk} tokens from slot {max(starts)} need {needed} slots, but rows have "
+                f"{self.slots}: read fewer tokens"
+            )
         tokens_BS = np.zeros((len(requests), self.slots), np.int32)
         for row, request, end in zip(tokens_BS, requests, ends):
             row[:end] = 0 if request is None else request.prompt[:end]
@@ -210,6 +220,15 @@ class Engine:
         is_ended_B[: len(is_ended)] = is_ended
         return dataclasses.replace(state, finish_B=batch_rows.end(state.finish_B, is_ended_B))
 
+    def num_held(self, state: DecodeState) -> np.ndarray:
+        """Returns how many tokens of each row the caches of target and drafter hold, int ``[B]``.
+
+        The count includes the pending token and the token before it, see `count_known`.
+        """
+        seen_B = None if state.adaptive_state is None else state.adaptive_state.seen_B
+        lengths_B, seen_B = to_host((state.lengths_B, seen_B))
+        return lengths_B if seen_B is None else np.minimum(lengths_B, seen_B + 2)  # a paused drafter has read less
+
     def rounds_per_look(self, requests: Sequence[Request]) -> int:
         """Returns the number of rounds between two searches for stop strings; tokens after a stop string are wasted."""
         has_strings = any(request.stops.texts for request in requests)
@@ -267,10 +286,14 @@ def bucket(size: int) -> int:
 
 
 def count_known(before: Sequence[int], tokens: Sequence[int], drafter: Drafter) -> int:
-    """Returns the number of first tokens that caches of the tokens ``before`` already hold.
+    """Returns the number of first tokens of a sequence that need not be read again.
 
-    The caches lack the last token of a text; the token before it is read again, because a draft may not have read it. As many
-    more are as the drafter looks ahead: slots may hold tokens that differ, or that a stop has cut from a draft.
+    The last token of ``before`` was not read by the target, and the token before it perhaps not by the draft. Slots of
+    a drafter that looks ahead may depend on later tokens that differ, or that a stop has cut from a draft.
+
+    Args:
+      before: the tokens of a row that its caches hold, see `Engine.num_held`.
+      tokens: the whole new sequence.
     """
     most = min(len(before), len(tokens))
     common = next((at for at in range(most) if before[at] != tokens[at]), most)

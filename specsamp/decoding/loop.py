@@ -34,16 +34,8 @@ import jax.numpy as jnp
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.commit import append
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafter import (
-    Drafter,
-    PromptChunk,
-    ScoredRound,
-    catch_up,
-    check_state,
-    depth_of,
-    hooks_of,
-    with_length,
-)
+from specsamp.decoding.drafter import Drafter, PromptChunk, ScoredRound, depth_of, hooks_of, with_length
+from specsamp.decoding.drafter_calls import catch_up, commit_round, propose_draft, read_prompt
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
@@ -85,10 +77,7 @@ class Loop:
 
     @property
     def headroom(self) -> int:
-        """Returns the number of scratch slots behind the longest sequence, where finished rows keep drafting.
-
-        JAX moves a write that would pass the end of a buffer to earlier slots, where it would destroy committed tokens.
-        """
+        """Returns the number of scratch slots behind the longest sequence, where finished rows keep drafting."""
         return self.drafter.K + 1
 
     @property
@@ -176,7 +165,7 @@ class Loop:
             if draft.parents_BK is not None:
                 output = keep_path(self.target, state.lengths_B - 1, verdict, output, draft.tokens_BK.shape[1])
             scored = ScoredRound(prefix=state.prefix, draft=draft, verdict=verdict, output=output)
-            drafter_state, cache = self.drafter.commit(weights, drafter_state, scored, output.cache)
+            drafter_state, cache = commit_round(self.drafter, weights, drafter_state, scored, output.cache)
             state = dataclasses.replace(state, cache=cache, drafter_state=drafter_state)
             if draft.parents_BK is not None:
                 draft, target = path_draft(draft, verdict, target), target.along(verdict)
@@ -193,8 +182,14 @@ class Loop:
             draft_lengths_B=None if self.adaptive is None else state.adaptive_state.draft_lengths_B,
             stop=None if self.adaptive is None else self.adaptive.stop,
         )
-        draft, drafter_state, cache = self.drafter.propose(
-            weights, state.drafter_state, state.prefix, state.cache, sampler
+        draft, drafter_state, cache = propose_draft(
+            self.drafter,
+            weights,
+            state.drafter_state,
+            state.prefix,
+            state.cache,
+            sampler,
+            self.target.vocab_size,
         )
         num_drafted_B = draft.num_drafted_B
         if request.draft_lengths_B is not None:
@@ -371,11 +366,11 @@ class Loop:
           request: of the new sequences.
           state: without its request; donated. None: nothing was read yet.
           tokens_BS: the whole sequences, each beginning with ``start_B`` tokens that ``state`` has committed.
-          start_B: int32, at most ``state.lengths_B - 2 - looks_ahead`` of the drafter's hooks, since it might not have read the
-            last two tokens; or 0, or where the last call ended.
+          start_B: int32, at most the number of tokens that `specsamp.decoding.engine.count_known` returns; or 0, or
+            where the last call ended.
           lengths_B: lengths of the whole sequences.
-          chunk: number of tokens that are read per call. The last call may read beyond a sequence, so ``chunk`` slots
-            must be free behind the longest sequence.
+          chunk: number of tokens that are read per call. All rows have as many calls as the row with most tokens, and
+            must have slots for them: a model of somebody else may write over earlier slots otherwise.
         """
 
         def extend(weights: Weights, request: RequestBatch, state: DecodeState | None, texts: _Texts) -> DecodeState:
@@ -384,9 +379,6 @@ class Loop:
                 caches = self.target.init_cache(*tokens_BS.shape), self.drafter.init(*tokens_BS.shape)
             else:
                 caches = state.cache, state.drafter_state
-                if state.adaptive_state is not None and state.adaptive_state.seen_B is not None:
-                    # A paused drafter has read less than the target.
-                    start_B = jnp.minimum(start_B, jnp.maximum(state.adaptive_state.seen_B, 0))
 
             def read_chunk(index: Array, caches: tuple[Any, Any]) -> tuple[Any, Any]:
                 at_B = start_B + index * chunk
@@ -410,9 +402,8 @@ class Loop:
         check_logits("target", self.target, output)
         with jax.named_scope("draft"):
             chunk = PromptChunk(tokens_BT=tokens_BT, start_B=start_B, lengths_B=lengths_B, output=output)
-            read_state, cache = self.drafter.read(weights, drafter_state, chunk, output.cache)
-        check_state(self.drafter, drafter_state, read_state)
-        return cache, read_state
+            drafter_state, cache = read_prompt(self.drafter, weights, drafter_state, chunk, output.cache)
+        return cache, drafter_state
 
     def _first_state(
         self, request: RequestBatch, tokens_BS: Array, lengths_B: Array, caches: tuple[Any, Any]

@@ -84,7 +84,7 @@ class LayerCache:
         return tuple(self._arrays("BM1S").values()) or None
 
     def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
-        """Writes T tokens of each sequence in slots ``start_B ..``; requires ``start_B + T <= S``."""
+        """Writes T tokens of each sequence in slots ``start_B ..``; see `specsamp.models.slots.write_slots`."""
         return self._write(self.of(k_BMTH, v_BMTH), start_B)
 
     def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:

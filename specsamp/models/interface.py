@@ -112,7 +112,7 @@ class LanguageModel(abc.ABC):
         Args:
           weights: from `prepare` and `fit_slots`.
           tokens_BT: ``[B, T]`` int32.
-          start_B: ``[B]`` int32, ``start_B + T <= slots``.
+          start_B: ``[B]`` int32. Tokens beyond the last slot are padding; their slots are dropped.
           cache: from `init_cache` or an earlier call.
           hidden_layers: the layers whose outputs the drafter reads; 0 is the first, ``num_layers`` stands for the
             residual stream after the final norm, -1 for the embedded tokens. () for drafters without ``hidden_layers``.
@@ -129,7 +129,7 @@ class LanguageModel(abc.ABC):
           cache: of this model.
           start_B: ``[B]`` int32, the slot of the tree's first row.
           rows_BT: ``[B, T]`` int32, increasing: the rows that stay, such as 0, 1, 3. Later entries are arbitrary.
-          num_rows: the number of rows of the tree, static; ``start_B + num_rows <= slots``.
+          num_rows: the number of rows of the tree, static.
         """
         raise NotImplementedError(f"{type(self).__name__} has no compact(): it cannot be the target of a token tree")
 

@@ -1,5 +1,8 @@
 """Reads, writes and moves slots of a cache at a different offset in each row.
 
+JAX moves a slice that does not fit into an array, so that it would overwrite committed tokens. Here positions outside
+of the array are dropped; all writes to caches and to arrays with an entry for each slot are made here.
+
 Up to `MAX_UNROLLED_ROWS` rows are handled one by one, more rows by ``vmap``: on a TPU a scatter or a gather is a loop
 over rows and heads.
 """
@@ -17,38 +20,40 @@ SLOTS_AXIS = 2
 
 
 def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = SLOTS_AXIS) -> Array:
-    """Writes T slots of each sequence from slot ``start_B``; requires ``start_B + T <= S``.
-
-    XLA shifts an update that would pass the end to earlier slots; so the loop's buffers have headroom.
+    """Writes T slots of each sequence from slot ``start_B``; slots outside of the cache are dropped.
 
     Args:
       axis: of the slots, 2, or 3 for transposed keys.
+
+    Raises:
+      ValueError: while tracing, if T exceeds the number of slots.
     """
-    batch, slots = cache_BMSH.shape[0], cache_BMSH.shape[axis]
-    zero = jnp.zeros((), start_B.dtype)
+    batch, slots, length = cache_BMSH.shape[0], cache_BMSH.shape[axis], new_BMTH.shape[axis]
+    if length > slots:
+        raise ValueError(f"{length} tokens were given to a cache of {slots} slots: read fewer tokens per call")
+    # A single slot of a single sequence is written together with a neighbour. Otherwise XLA's CPU backend fuses the
+    # update into its reader and into the carry, and copies the cache for each of them (eight copies per layer and
+    # step; tests/decoding/test_compiled.py).
+    width = 2 if (batch, length) == (1, 1) and slots > 1 else length
+    shape = tuple(width if at == axis else size for at, size in enumerate((1, *cache_BMSH.shape[1:])))
 
-    def place(row, start):
-        return (row, zero, start, zero) if axis == SLOTS_AXIS else (row, zero, zero, start)
+    def write(cache: Array, new: Array, row: int, start: Array) -> Array:
+        first = jnp.clip(start, 0, slots - width)
+        place = [jnp.full((), row, start.dtype)] + [jnp.zeros((), start.dtype)] * 3
+        place[axis] = first
+        old = jax.lax.dynamic_slice(cache, place, shape)
+        # Where not all slots fit, the written block lies elsewhere and its tokens move within it.
+        token_T = jnp.arange(width) + first - start
+        is_new = ((token_T >= 0) & (token_T < length)).reshape([-1 if at == axis else 1 for at in range(4)])
+        if length > 1:
+            new = jnp.roll(new, start - first, axis)
+        return jax.lax.dynamic_update_slice(cache, jnp.where(is_new, new, old), place)
 
-    if (batch, new_BMTH.shape[axis]) == (1, 1) and slots > 1:
-        # A single slot of a single sequence is written together with a neighbour. Otherwise XLA's CPU backend fuses the
-        # update into its reader and into the carry, and copies the cache for each of them (eight copies per layer and
-        # step; tests/decoding/test_compiled.py).
-        first = jnp.minimum(start_B[0], slots - 2)
-        two = tuple(2 if i == axis else n for i, n in enumerate(new_BMTH.shape))
-        old_BM2H = jax.lax.dynamic_slice(cache_BMSH, place(zero, first), two)
-        is_new = (jnp.arange(2) + first == start_B[0]).reshape([2 if i == axis else 1 for i in range(4)])
-        return jax.lax.dynamic_update_slice(cache_BMSH, jnp.where(is_new, new_BMTH, old_BM2H), place(zero, first))
     if batch <= MAX_UNROLLED_ROWS:
-        for b in range(batch):
-            at = place(jnp.full((), b, start_B.dtype), start_B[b])
-            cache_BMSH = jax.lax.dynamic_update_slice(cache_BMSH, new_BMTH[b : b + 1], at)
+        for row in range(batch):
+            cache_BMSH = write(cache_BMSH, new_BMTH[row : row + 1], row, start_B[row])
         return cache_BMSH
-
-    def write(cache, new, start):
-        return jax.lax.dynamic_update_slice(cache, new, place(zero, start)[1:])
-
-    return jax.vmap(write)(cache_BMSH, new_BMTH, start_B)
+    return jax.vmap(lambda cache, new, start: write(cache[None], new[None], 0, start)[0])(cache_BMSH, new_BMTH, start_B)
 
 
 def move_slots(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int, axis: int = SLOTS_AXIS) -> Array:
@@ -56,7 +61,7 @@ def move_slots(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int,
 
     Args:
       rows_BT: ``[B, T]`` int32, T of the block's slots in increasing order. Entries after the kept slots are arbitrary.
-      num_rows: slots of the block, ``start_B + num_rows <= S``.
+      num_rows: slots of the block.
       axis: of the slots, 2, or 3 for transposed keys.
     """
     return write_slots(cache_BMSH, read_moved(cache_BMSH, start_B, rows_BT, num_rows, axis), start_B, axis)
@@ -65,13 +70,16 @@ def move_slots(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int,
 def read_moved(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int, axis: int = SLOTS_AXIS) -> Array:
     """Reads slots ``start_B + rows_BT`` of each sequence; see `move_slots`."""
 
-    def read(row, start):
-        return jax.lax.dynamic_slice_in_dim(row, start, num_rows, axis)
+    # JAX would move a block that does not fit.
+    first_B = jnp.clip(start_B, 0, cache_BMSH.shape[axis] - num_rows)
+    rows_BT = jnp.clip(rows_BT + (start_B - first_B)[:, None], 0, num_rows - 1)
+
+    def read(row: Array, first: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(row, first, num_rows, axis)
 
     if len(start_B) <= MAX_UNROLLED_ROWS:
-        block_BMRH = jnp.concatenate([read(cache_BMSH[b : b + 1], start_B[b]) for b in range(len(start_B))])
+        block_BMRH = jnp.concatenate([read(cache_BMSH[b : b + 1], first_B[b]) for b in range(len(start_B))])
     else:
-        block_BMRH = jax.vmap(lambda row, start: read(row[None], start)[0])(cache_BMSH, start_B)
-    rows_BT = jnp.clip(rows_BT, 0, num_rows - 1)
+        block_BMRH = jax.vmap(lambda row, first: read(row[None], first)[0])(cache_BMSH, first_B)
     index = rows_BT[:, None, :, None] if axis == SLOTS_AXIS else rows_BT[:, None, None, :]
     return jnp.take_along_axis(block_BMRH, index, axis=axis)

@@ -167,20 +167,21 @@ class Batch:
         """
         stats = to_host((self._state.stats.rounds_B, self._state.finish_B, self._state.lengths_B))
         rounds_B, finish_B, lengths_B = (array.tolist() for array in stats)
+        held_B = self._engine.num_held(self._state).tolist()
         running = [(place, request) for place, request in enumerate(self.running) if request is not None]
         self._lengths = {request: self._lengths[request] for request in self._aside}
         rounds = [rounds_B[place] - request.rounds for place, request in running]
         for place, request in running:
             request.rounds, self._lengths[request] = rounds_B[place], lengths_B[place]
             if request.rounds:  # before its first round a row cannot be read on: heads keep a chunk's last feature
-                self._hold(place, request.prompt)
+                self._hold(place, request.prompt[: held_B[place]])
         found, lost, late = [], 0, np.zeros(len(self.running), bool)
         if always or any(finish_B[place] != Finish.RUNNING or request.stops.texts for place, request in running):
             state = to_host(without_caches(self._state))
             found = [(request, read(state, place, request)) for place, request in running]
         for (place, _), (request, text) in zip(running, found):
             if text is not None:
-                self._hold(place, (*request.prompt, *text.tokens))
+                self._hold(place, (*request.prompt, *text.tokens)[: held_B[place]])
                 if text.finish == Finish.RUNNING:
                     continue
                 self._ended, self._rounds_of_ended = self._ended + 1, self._rounds_of_ended + text.stats.rounds
@@ -348,8 +349,9 @@ class Batch:
                 if all(start + (size if self._rounds else -(-most // size) * size) <= slots for most, start in left)
             ]
             chunk = next((size for size in fitting if size >= max(left)[0]), fitting[-1])
-            most = chunk if self._rounds else slots
-            ends = [min(start + most, len(one.prompt)) if one else 1 for one, start in zip(requests, starts)]
+            # No row has more calls than it needs: they could end beyond its slots.
+            calls = 1 if self._rounds else min(-(-most // chunk) for most, _ in left)
+            ends = [min(start + calls * chunk, len(one.prompt)) if one else 1 for one, start in zip(requests, starts)]
             state = self._engine.extend(requests, dataclasses.replace(state, request=None), starts, ends, chunk)
             self.tokens_read += sum(end - start for one, start, end in zip(requests, starts, ends) if one)
             read = [one is not None and end == len(one.prompt) for one, end in zip(requests, ends)]

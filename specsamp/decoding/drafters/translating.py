@@ -218,7 +218,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
 
     def _length(self, state: TranslatingState, lengths_B: Array) -> Array:
         """Returns the length of the draft's text for the first ``lengths_B`` tokens of the target's."""
-        end_B = jnp.take_along_axis(state.ends_BS, jnp.maximum(lengths_B - 1, 0)[:, None], axis=1)[:, 0]
+        end_B = jnp.take_along_axis(state.ends_BS, jnp.maximum(lengths_B - 1, 0)[:, None], axis=1, mode="clip")[:, 0]
         return jnp.where(lengths_B > 0, end_B, len(self.vocabulary.begin))
 
     def _append(

@@ -23,7 +23,7 @@ def append_rows(
     """Returns the caches ``[B, M, S, H]`` with T slots of each sequence written from its own start, on one device.
 
     Donated caches are written in place. A new entry that is not finite spoils the same entry of all new tokens of its
-    row, unlike `KVCache.append`. Requires ``start_B + T <= S``, S a multiple of 32.
+    row, unlike `KVCache.append`. Slots outside of the cache are dropped. Requires S, a multiple of 32.
 
     Args:
       caches: in HBM; all of one shape and dtype.
@@ -65,7 +65,7 @@ def most_tiles(length: int, tile: int) -> int:
 
 def _first_slot(start: Array, *, tile: int, last: int) -> Array:
     """Returns the first slot of the tiles that hold the tokens of a row."""
-    return pl.multiple_of(jnp.minimum(start & -tile, last), tile)
+    return pl.multiple_of(jnp.clip(start & -tile, 0, last), tile)
 
 
 def _kernel(start_B, *refs, length, first):

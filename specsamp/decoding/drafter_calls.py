@@ -1,0 +1,157 @@
+"""Calls the methods of a drafter for the loop, and checks their results while tracing.
+
+The loop does not trust a drafter with exactness: a draft counts as many tokens as were returned, and it ends before an
+id that is no token of the vocabulary. Neither biases the output, since such an id cannot have been sampled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specsamp.decoding.drafter import Drafter, PromptChunk, Proposal, ScoredRound
+from specsamp.decoding.sampler import Sampler
+from specsamp.decoding.state import Prefix, Weights
+from specsamp.decoding.tokens import gather_tokens
+from specsamp.sampling.rules import Draft
+
+Array = jax.Array
+
+
+def read_prompt(drafter: Drafter, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
+    """Returns the results of `Drafter.read`: the drafter's state and the target's cache.
+
+    Raises:
+      ValueError: while tracing, if their structures, shapes or dtypes have changed.
+    """
+    returned = drafter.read(weights, state, chunk, cache)
+    return _unpack(drafter, "read", returned, state=state, cache=cache)
+
+
+def commit_round(drafter: Drafter, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
+    """Returns the results of `Drafter.commit`; see `read_prompt`."""
+    returned = drafter.commit(weights, state, scored, cache)
+    return _unpack(drafter, "commit", returned, state=state, cache=cache)
+
+
+def propose_draft(
+    drafter: Drafter,
+    weights: Weights,
+    state: Any,
+    prefix: Prefix,
+    cache: Any,
+    sample: Sampler,
+    vocab_size: int,
+) -> Proposal:
+    """Returns the results of `Drafter.propose`, with the draft of each row cut to its tokens of the vocabulary.
+
+    Raises:
+      ValueError: while tracing, naming the field that has another structure, shape or dtype than `Draft` or the state.
+    """
+    returned = drafter.propose(weights, state, prefix, cache, sample)
+    draft, state, cache = _unpack(drafter, "propose", returned, draft=None, state=state, cache=cache)
+    _check_draft(drafter, draft, len(prefix.lengths_B), vocab_size)
+    is_token_BK = (draft.tokens_BK >= 0) & (draft.tokens_BK < vocab_size)
+    num_tokens_B = jnp.sum(jnp.cumprod(is_token_BK, axis=1), axis=1)
+    draft = dataclasses.replace(
+        draft,
+        # The target reads the tokens after the end of a draft, too. An embedding that does not exist would be NaN.
+        tokens_BK=jnp.where(is_token_BK, draft.tokens_BK, 0).astype(jnp.int32),
+        num_drafted_B=jnp.clip(draft.num_drafted_B, 0, num_tokens_B).astype(jnp.int32),
+    )
+    return draft, state, cache
+
+
+def catch_up(
+    drafter: Drafter, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
+) -> tuple[Any, Array]:
+    """Feeds a drafter the tokens emitted while it was paused, K + 1 per call; see `DrafterHooks.falls_behind`.
+
+    The last two tokens are left out, since the first call of a round feeds them anyway.
+
+    Args:
+      seen_B: int32, the tokens of each row that the drafter's state covers.
+      is_behind: maps ``seen_B`` to whether tokens are missing.
+
+    Returns:
+      The drafter's state, and the new ``seen_B``.
+    """
+    known_B = jnp.maximum(prefix.lengths_B - 2, 0)
+
+    def read(carry: tuple[Any, Array]) -> tuple[Any, Array]:
+        state, seen_B = carry
+        start_B = jnp.clip(seen_B, 0, known_B)  # tokens beyond the sequence are scratch, and within the headroom
+        tokens_BT = gather_tokens(prefix.tokens_BS, start_B, drafter.K + 1)
+        chunk = PromptChunk(tokens_BT=tokens_BT, start_B=start_B, lengths_B=prefix.lengths_B, output=None)
+        state, _ = read_prompt(drafter, weights, state, chunk, None)
+        return state, start_B + drafter.K + 1
+
+    state, seen_B = jax.lax.while_loop(lambda carry: is_behind(carry[1]), read, (state, seen_B))
+    return state, jnp.minimum(seen_B, prefix.lengths_B)
+
+
+def _check_draft(drafter: Drafter, draft: Any, batch: int, vocab_size: int) -> None:
+    """Raises ValueError, while tracing, if a draft has other types, shapes or dtypes than `Draft`."""
+    name = f"{type(drafter).__name__}.propose"
+    if not isinstance(draft, Draft):
+        raise ValueError(f"{name} must return a Draft; got {type(draft).__name__}")
+    _check_array(f"{name}: tokens_BK", draft.tokens_BK, jnp.integer, (batch, None))
+    nodes = draft.tokens_BK.shape[1]
+    if nodes > drafter.K:
+        raise ValueError(f"{name}: tokens_BK has {nodes} tokens per row, more than K = {drafter.K}: return K at most")
+    _check_array(f"{name}: num_drafted_B", draft.num_drafted_B, jnp.integer, (batch,))
+    if draft.log_probs_BRV is not None:
+        laws = nodes if draft.parents_BK is None else None
+        _check_array(f"{name}: log_probs_BRV", draft.log_probs_BRV, jnp.floating, (batch, laws, vocab_size))
+    if draft.parents_BK is not None:
+        _check_array(f"{name}: parents_BK", draft.parents_BK, jnp.integer, (None, nodes))
+    if draft.law_rows_BT is not None:
+        _check_array(f"{name}: law_rows_BT", draft.law_rows_BT, jnp.integer, (None, nodes + 1))
+
+
+def _check_array(name: str, x: Any, kind: Any, shape: tuple[int | None, ...]) -> None:
+    """Raises ValueError if ``x`` is no array of this kind and shape; None stands for any size."""
+    is_array = isinstance(x, (jax.Array, np.ndarray))
+    if (
+        not is_array
+        or not jnp.issubdtype(x.dtype, kind)
+        or len(x.shape) != len(shape)
+        or any(size not in (None, given) for size, given in zip(shape, x.shape))
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        given = f"{x.dtype}{list(x.shape)}" if is_array else type(x).__name__
+        raise ValueError(f"{name} must be an array of {kind.__name__} [{wanted}]; got {given}")
+
+
+def _unpack(drafter: Drafter, method: str, returned: Any, **given: Any) -> tuple[Any, ...]:
+    """Returns the results of a method; state and cache must be like those given."""
+    name = f"{type(drafter).__name__}.{method}"
+    if not isinstance(returned, tuple) or len(returned) != len(given):
+        raise ValueError(f"{name} must return a tuple ({', '.join(given)}); got {type(returned).__name__}")
+    for (part, before), after in zip(given.items(), returned):
+        if part != "draft":
+            _check_alike(name, part, before, after)
+    return returned
+
+
+def _check_alike(name: str, part: str, given: Any, returned: Any) -> None:
+    """Raises ValueError, while tracing, if two trees differ in structure, shapes or dtypes."""
+
+    def shapes(tree: Any) -> dict[str, str]:
+        leaves = jax.tree.leaves_with_path(tree)
+        return {jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
+
+    before, after = shapes(given), shapes(returned)
+    path = next((path for path in before | after if before.get(path) != after.get(path)), None)
+    structures = jax.tree.structure(given), jax.tree.structure(returned)
+    if path is None and structures[0] == structures[1]:
+        return
+    ours, theirs = structures if path is None else (before.get(path, "nothing"), after.get(path, "nothing"))
+    raise ValueError(
+        f"{name} must return a {part} like the one it was given: {part}{path or ''} was {ours}, returned was {theirs}"
+    )

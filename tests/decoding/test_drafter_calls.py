@@ -1,0 +1,168 @@
+"""Drafters of somebody else that miscount, pad or return other things: texts stay exact, or one line says why."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp import Drafter, Pair, chain, generate, temperature
+from specsamp.decoding import drafter_calls
+from specsamp.sampling.rules import Draft
+from support.fakes import TableLM, p_value
+
+V, K, LENGTH = 3, 3, 3
+PROBS_V = np.array([0.2, 0.2, 0.6])
+PAIR = Pair(target=TableLM(V), target_params=jnp.broadcast_to(jnp.log(PROBS_V), (V + 1, V + 1, V + 1, V)))
+OUTSIDE = {
+    "fewer tokens than counted": ((2, 2), K),
+    "negative ids": ((-1, -1, -1), K),
+    "ids beyond the vocabulary": ((10**6, 2, 2), K),
+    "an id beyond it behind a token": ((2, V, 2), K),
+    "more counted than K": ((2, 2, 2), 99),
+    "a negative count": ((2, 2, 2), -5),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted(Drafter):
+    """Drafts the given tokens in every round, and says that it drafted ``counted``."""
+
+    tokens: tuple[int, ...]
+    counted: int
+    K: int = K
+
+    def propose(self, weights, state, prefix, cache, sample):
+        batch = len(prefix.lengths_B)
+        tokens_BK = jnp.broadcast_to(jnp.array(self.tokens, jnp.int32), (batch, len(self.tokens)))
+        return Draft(tokens_BK=tokens_BK, num_drafted_B=jnp.full(batch, self.counted)), state, cache
+
+
+def texts(drafter, num_samples=2048):
+    completions = generate(
+        PAIR, [[1]], LENGTH, drafter=drafter, sampling=chain(temperature(1.0)), num_samples=num_samples
+    )
+    assert all(one.exact and one.finish == "length" for one in completions)
+    return np.array([one.tokens for one in completions]), completions
+
+
+def joint():
+    return np.einsum("a,b,c->abc", PROBS_V, PROBS_V, PROBS_V)
+
+
+@pytest.mark.parametrize("tokens, counted", OUTSIDE.values(), ids=OUTSIDE)
+def test_draft_with_tokens_that_do_not_exist_keeps_the_distribution(tokens, counted):
+    tokens_NT, completions = texts(Scripted(tokens, counted))
+    assert tokens_NT.min() >= 0 and tokens_NT.max() < V
+    assert p_value([(tokens_NT, joint())], powered=False) > 1e-5
+    is_token = np.cumprod([0 <= token < V for token in tokens])
+    assert max(one.stats.drafted / one.stats.rounds for one in completions) <= max(0, min(counted, is_token.sum()))
+
+
+@pytest.mark.parametrize("name", ("fewer tokens than counted", "negative ids"))
+def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
+    """The control: without the check, the statistic above sees the mistake."""
+
+    def trust(drafter, weights, state, prefix, cache, sample, vocab_size):
+        return drafter.propose(weights, state, prefix, cache, sample)
+
+    monkeypatch.setattr("specsamp.decoding.loop.propose_draft", trust)
+    jax.clear_caches()
+    drafter = Scripted(*OUTSIDE[name], K=K + 1)  # another loop than above
+    completions = generate(PAIR, [[1]], LENGTH, drafter=drafter, sampling=chain(temperature(1.0)), num_samples=2048)
+    tokens_NT = np.array([(one.tokens + [-1] * LENGTH)[:LENGTH] for one in completions])
+    is_wrong = tokens_NT.min() < 0
+    assert is_wrong or p_value([(tokens_NT, joint())], powered=False) < 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Returning(Drafter):
+    """Returns something else than a proposal from one of its methods."""
+
+    method: str
+    change: str
+    K: int = K
+
+    def init(self, batch, slots):
+        return jnp.zeros((batch, 2))
+
+    def read(self, weights, state, chunk, cache):
+        return self._changed("read", (state, cache))
+
+    def propose(self, weights, state, prefix, cache, sample):
+        batch = len(prefix.lengths_B)
+        draft = Draft(tokens_BK=jnp.zeros((batch, K), jnp.int32), num_drafted_B=jnp.full(batch, K))
+        return self._changed("propose", (draft, state, cache))
+
+    def commit(self, weights, state, scored, cache):
+        return self._changed("commit", (state, cache))
+
+    def _changed(self, method, returned):
+        return CHANGES[self.change](*returned) if method == self.method else returned
+
+
+def field(**changes):
+    """Returns a change of fields of a draft."""
+    return lambda draft, state, cache: (dataclasses.replace(draft, **changes), state, cache)
+
+
+CHANGES = {
+    "None": lambda *returned: None,
+    "two values": lambda draft, state, cache: (draft, state),
+    "no draft": lambda draft, state, cache: (draft.tokens_BK, state, cache),
+    "float ids": field(tokens_BK=jnp.zeros((1, K))),
+    "a list": field(tokens_BK=[[1, 1, 1]]),
+    "a row too many": field(tokens_BK=jnp.zeros((2, K), jnp.int32)),
+    "ids of one axis": field(tokens_BK=jnp.zeros(K, jnp.int32)),
+    "more than K": field(tokens_BK=jnp.zeros((1, K + 1), jnp.int32)),
+    "a scalar count": field(num_drafted_B=jnp.array(2)),
+    "a count of floats": field(num_drafted_B=jnp.ones(1)),
+    "another vocabulary": field(log_probs_BRV=jnp.zeros((1, K, V + 1))),
+    "a distribution short": field(log_probs_BRV=jnp.zeros((1, K - 1, V))),
+    "parents of floats": field(parents_BK=jnp.zeros((1, K))),
+    "laws of another length": field(parents_BK=jnp.zeros((1, K), jnp.int32), law_rows_BT=jnp.zeros((1, K), jnp.int32)),
+    "a larger state": lambda *returned: (*returned[:-2], jnp.zeros((1, 3)), returned[-1]),
+    "no state": lambda *returned: (*returned[:-2], None, returned[-1]),
+    "another cache": lambda *returned: (*returned[:-1], returned[-1].astype(jnp.float32)),
+}
+REFUSED = [
+    ("propose", "None", r"propose must return a tuple \(draft, state, cache\); got NoneType"),
+    ("propose", "two values", r"propose must return a tuple \(draft, state, cache\); got"),
+    ("propose", "no draft", "propose must return a Draft; got .*Tracer"),
+    ("propose", "float ids", r"tokens_BK must be an array of integer \[1, any\]; got float32\[1, 3\]"),
+    ("propose", "a list", "tokens_BK must be an array of integer .*; got list"),
+    ("propose", "a row too many", r"tokens_BK .*\[1, any\]; got int32\[2, 3\]"),
+    ("propose", "ids of one axis", r"tokens_BK .*got int32\[3\]"),
+    ("propose", "more than K", "tokens_BK has 4 tokens per row, more than K = 3"),
+    ("propose", "a scalar count", r"num_drafted_B .*\[1\]; got int32\[\]"),
+    ("propose", "a count of floats", r"num_drafted_B .*got float32\[1\]"),
+    ("propose", "another vocabulary", r"log_probs_BRV .*\[1, 3, 3\]; got float32\[1, 3, 4\]"),
+    ("propose", "a distribution short", r"log_probs_BRV .*got float32\[1, 2, 3\]"),
+    ("propose", "parents of floats", r"parents_BK .*got float32\[1, 3\]"),
+    ("propose", "laws of another length", r"law_rows_BT .*\[any, 4\]; got int32\[1, 3\]"),
+    ("propose", "a larger state", r"propose must return a state like .*float32\[1, 2\], returned was float32\[1, 3\]"),
+    ("read", "None", r"read must return a tuple \(state, cache\); got NoneType"),
+    ("read", "a larger state", r"read must return a state like .*float32\[1, 2\], returned was float32\[1, 3\]"),
+    ("commit", "no state", r"commit must return a state like .*float32\[1, 2\], returned was nothing"),
+    ("commit", "another cache", r"commit must return a cache like .*int32\[.*returned was float32"),
+]
+
+
+@pytest.mark.parametrize("method, change, message", REFUSED, ids=[f"{one}: {two}" for one, two, _ in REFUSED])
+def test_method_that_returns_something_else_is_refused(method, change, message):
+    with pytest.raises(ValueError, match=f"Returning.{message}" if method in message else message) as error:
+        generate(PAIR, [[1]], LENGTH, drafter=Returning(method, change))
+    assert "\n" not in str(error.value)
+    assert f"Returning.{method}" in str(error.value)
+
+
+def test_only_checked_calls_are_made_of_a_drafter():
+    """The loop calls no method of a drafter past `drafter_calls`."""
+    import inspect
+
+    from specsamp.decoding import loop
+
+    for method in ("propose", "read", "commit"):
+        assert f"drafter.{method}(" not in inspect.getsource(loop)
+        assert f"drafter.{method}(" in inspect.getsource(drafter_calls)

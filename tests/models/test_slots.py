@@ -1,0 +1,76 @@
+"""Writes at the borders of a cache, against NumPy: what does not fit is dropped, and nothing moves."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.models.compiling import MAX_UNROLLED_ROWS
+from specsamp.models.kernels.append_rows import append_rows
+from specsamp.models.slots import move_slots, write_slots
+
+STARTS = (-40, -5, -2, -1, 0, 1, 3, 27, 28, 29, 30, 31, 32, 33, 40, 2**30)
+SLOTS = 32
+
+
+def written(cache, new, starts, axis):
+    """Returns the cache with the slots of ``new`` that exist, one by one."""
+    cache = np.moveaxis(cache.copy(), axis, 1)
+    new = np.moveaxis(new, axis, 1)
+    for row, start in enumerate(starts):
+        for t in range(new.shape[1]):
+            if 0 <= start + t < cache.shape[1]:
+                cache[row, start + t] = new[row, t]
+    return np.moveaxis(cache, 1, axis)
+
+
+def numbers(shape, first=0):
+    return np.arange(first, first + np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+@pytest.mark.parametrize("axis", (2, 3))
+@pytest.mark.parametrize("length", (1, 2, 5, 32))
+@pytest.mark.parametrize("batch", (1, 3, MAX_UNROLLED_ROWS + 1))
+def test_write_beyond_either_end_is_dropped(batch, length, axis):
+    shape = (batch, 2, SLOTS, 3) if axis == 2 else (batch, 2, 3, SLOTS)
+    new_shape = tuple(length if at == axis else size for at, size in enumerate(shape))
+    cache = numbers(shape)
+    new = numbers(new_shape, 10_000)
+    rounds = -(-len(STARTS) // batch)
+    write = jax.jit(write_slots, static_argnames="axis")
+    for turn in range(rounds):
+        starts = np.resize(STARTS[turn * batch :] or STARTS, batch).astype(np.int32)
+        result = write(cache, new, starts, axis)
+        np.testing.assert_array_equal(result, written(cache, new, starts, axis), str(starts))
+
+
+@pytest.mark.parametrize("length", (1, 5))
+def test_kernel_write_beyond_either_end_is_dropped(length):
+    cache = numbers((len(STARTS), 2, SLOTS, 128)) % 1000
+    new = numbers((len(STARTS), 2, length, 128), 7) % 1000
+    starts = np.array(STARTS, np.int32)
+    append = jax.jit(append_rows, static_argnames="interpret")
+    (result,) = append((cache,), (new,), starts, interpret=True)
+    np.testing.assert_array_equal(result, written(cache, new, starts, 2))
+
+
+def test_move_at_the_end_takes_the_slots_that_exist():
+    """A tree of four rows of which the last two are beyond the cache: rows 0 and 1 are moved, the rest is dropped."""
+    cache = numbers((2, 1, SLOTS, 1))
+    starts = np.array([30, 4], np.int32)
+    rows_BT = np.array([[1, 2], [0, 3]], np.int32)
+    moved = np.asarray(jax.jit(move_slots, static_argnums=3)(cache, starts, rows_BT, 4))[:, 0, :, 0]
+    expected = cache[:, 0, :, 0].copy()
+    expected[0, 30] = cache[0, 0, 31, 0]
+    expected[1, 5] = cache[1, 0, 7, 0]
+    np.testing.assert_array_equal(moved[0, :31], expected[0, :31])
+    np.testing.assert_array_equal(moved[1], expected[1])
+
+
+def test_more_tokens_than_slots_are_refused():
+    cache = jnp.zeros((1, 1, 4, 2))
+    message = re.escape("5 tokens were given to a cache of 4 slots")
+    with pytest.raises(ValueError, match=message):
+        write_slots(cache, jnp.zeros((1, 1, 5, 2)), jnp.zeros(1, jnp.int32))
