@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specsamp import validate
 from specsamp.decoding.data_shards import DATA, constrain
+from specsamp.mesh.torus import arrange
 from specsamp.models.int8 import Int8Weight, is_int8
 from specsamp.models.interface import DeviceLayout
 
@@ -71,15 +72,17 @@ def make_mesh(
         kv heads, not of all.
       rows: sequences of one data shard. With fewer sequences than ``model`` devices, sampling is split over as many
         devices as divide them.
-      devices: devices of the mesh; by default all devices of all processes, with neighbours in the network together.
+      devices: devices of the mesh; by default all devices of all processes. TPUs are arranged so that each part has
+        neighbours in the network (`specsamp.mesh.torus`), other devices keep their order.
 
     Raises:
       ValueError: ``data`` x ``model`` is not the number of devices, ``draft_model_parallelism`` does not divide
-        ``model``, or a size is no positive integer.
+        ``model``, a size is no positive integer, or TPUs are of several slices or leave holes between them.
     """
     if not (devices is None or (validate.is_list(devices) and all(hasattr(one, "device_kind") for one in devices))):
         raise ValueError(f"devices must be a list of devices, such as jax.devices(); got {devices!r}")
-    count = jax.device_count() if devices is None else len(devices)
+    devices = jax.devices() if devices is None else devices
+    count = len(devices)
     for name, size in (("data", data), ("model", model)):
         if size is not None:
             validate.integer(f"the mesh axis {name!r}", size, 1)
@@ -93,7 +96,7 @@ def make_mesh(
             f"choose factors of {count}"
         )
     shape, names = mesh_axes(data, model, draft_model_parallelism, num_kv_heads, rows)
-    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+    return Mesh(arrange(devices, shape), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def mesh_axes(

@@ -27,9 +27,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from specsamp.checkpoints.published import published_config
+from specsamp.mesh.torus import find_boxes
 from specsamp.models.config import TransformerConfig
 from specsamp.tpu.topology import CHIPS
-from specsamp.tpu.work import Shape, Work, replica_axes
+from specsamp.tpu.work import Shape, Work
 
 FILE = pathlib.Path(__file__).with_name("measurements.json")
 
@@ -57,7 +58,7 @@ class Measurement:
     sequences: int | None = None  # whose attention one chip computes; None: all of its replica
     live: float = 0.5  # share of the slots that hold something; where nobody says it, that of a text half way
     tokens: int = 1  # of each row in one call
-    axes: tuple[int, ...] | None = None  # chips of a replica along each axis, where not the first ones of the slice
+    axes: tuple[int, ...] | None = None  # chips of a replica along each axis, where not those of `find_boxes`
     notes: str = ""
 
     @property
@@ -74,7 +75,8 @@ class Measurement:
     @property
     def chips(self) -> tuple[int, ...]:
         """Chips of one replica along each axis."""
-        return self.axes or replica_axes(tuple(int(size) for size in self.slice.split("x")), self.tensor)
+        extent = 1, *map(int, self.slice.split("x"))
+        return self.axes or find_boxes(extent, self.tensor, self.tensor)[0][1:]
 
     def work(self) -> Work:
         """Returns the work of a step, or of one collective."""

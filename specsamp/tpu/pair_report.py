@@ -27,12 +27,13 @@ from specsamp.analysis.costs import CostTable
 from specsamp.analysis.report import Table
 from specsamp.decoding.data_shards import DataShards
 from specsamp.decoding.trees import TreeShape
+from specsamp.mesh.torus import find_boxes
 from specsamp.sampling.rules import Rule
 from specsamp.tpu.calibration import Band, estimate, fit_published, two_digits
 from specsamp.tpu.lowering import Programs, scored_rows, step_windows
 from specsamp.tpu.program import USABLE, Memory, Program, fastest, measure_program
 from specsamp.tpu.topology import Chip, parse
-from specsamp.tpu.work import Work, calls_of_round, hops, replica_axes
+from specsamp.tpu.work import Work, calls_of_round, hops
 
 PREFILL, GIB = 128, 2**30  # tokens; bytes
 NAMES = ("draft step", "target step", "score", "draft prefill", "prefill", "round")
@@ -88,10 +89,9 @@ class Report:
         """Returns the work of each call of a program; a round is split into its calls."""
         program, (chip, sizes) = self[name], parse(self.topology)
         target_devices = math.prod(self.mesh.values()) // self.mesh["data"]
-        far, near = (
-            replica_axes(sizes, max(devices // chip.devices, 1))
-            for devices in (target_devices, self.draft_model_parallelism or target_devices)
-        )
+        copy_box, model_box = find_boxes((chip.devices, *sizes), target_devices, self.mesh["model"])
+        far = copy_box[1:]  # chips along each axis
+        near = {1: (1,), self.mesh["model"]: model_box[1:]}.get(self.draft_model_parallelism, far)
         sequences = max(self.batch // self.mesh["data"], 1)
         work = program.work(chip, near if name.startswith("draft") else far, sequences=sequences)
         steps = [p for p in self.programs if p.name == "draft step"]  # without one, all calls count as the target's

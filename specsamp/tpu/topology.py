@@ -9,12 +9,12 @@ import dataclasses
 import math
 import os
 
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from specsamp.mesh import slices
-from specsamp.mesh.layout import mesh_axes
+from specsamp.mesh.layout import make_mesh
+from specsamp.mesh.torus import wraps
 from specsamp.tpu import schedules
 
 
@@ -90,7 +90,7 @@ def described_mesh(
     schedules.schedule_folder()
     options = dict(chip.options)
     if len(sizes) == 3:
-        options |= {"chips_per_host_bounds": (2, 2, 1), "num_slices": 1, "wrap": (False,) * 3}
+        options |= {"chips_per_host_bounds": (2, 2, 1), "num_slices": 1, "wrap": wraps(sizes)}
     if math.prod(sizes) == 1:  # a host with one chip is not the usual one
         options |= {"chips_per_host_bounds": (1, 1, 1)}
     try:
@@ -105,5 +105,11 @@ def described_mesh(
         raise ValueError(f"{topology!r} should have {count} devices, the compiler describes {len(described.devices)}")
     if data < 1 or count % data:
         raise ValueError(f"data {data} does not divide the {count} devices of {topology!r}")
-    shape, names = mesh_axes(data, count // data, draft_model_parallelism, num_kv_heads, rows)
-    return Mesh(np.array(described.devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+    return make_mesh(
+        data,
+        count // data,
+        draft_model_parallelism=draft_model_parallelism,
+        num_kv_heads=num_kv_heads,
+        rows=rows,
+        devices=described.devices,
+    )

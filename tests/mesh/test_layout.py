@@ -116,6 +116,11 @@ def test_a_mesh_that_is_not_from_make_mesh(name, kind, message):
         Layout.tensor_parallel(mesh)
 
 
+def test_devices_that_are_no_tpus_keep_their_order():
+    mixed = [jax.devices()[3 * i % 8] for i in range(8)]
+    assert make_mesh(2, devices=mixed).devices.ravel().tolist() == mixed
+
+
 def test_a_mesh_takes_all_devices_unless_told():
     assert dict(make_mesh().shape) == {"data": 1, "model": 8}
     assert dict(make_mesh(2).shape) == dict(make_mesh(model=4).shape) == {"data": 2, "model": 4}

@@ -48,6 +48,11 @@ def pair() -> Pair:
     return Pair(target=TARGET, target_params=params[0], draft=DRAFT, draft_params=params[1])
 
 
+def mesh(*sizes):
+    """Makes a mesh of all eight devices, in which those of a process lie apart."""
+    return make_mesh(*sizes, devices=[jax.devices()[3 * i % 8] for i in range(8)])
+
+
 def tokens(completions) -> list[list[int]]:
     return [completion.tokens for completion in completions]
 
@@ -57,8 +62,8 @@ def decode(folder: pathlib.Path) -> None:
     # Clocks differ; which K they choose, and how often a phase is repeated, must not.
     assert distributed.gather_objects(1.0 + jax.process_index())[0] == 1.0
     results = {}
-    results["one model over both"] = tokens(generate(shard(pair(), make_mesh(1, 8)), PROMPTS, **CALL))
-    over_both = shard(pair(), make_mesh(2, 4), draft_model_parallelism=1)
+    results["one model over both"] = tokens(generate(shard(pair(), mesh(1, 8)), PROMPTS, **CALL))
+    over_both = shard(pair(), mesh(2, 4), draft_model_parallelism=1)
     streamed = {}
     for chunk in stream(over_both, PROMPTS, rounds_per_chunk=2, **CALL):
         streamed.setdefault((chunk.prompt_index, chunk.sample_index), []).extend(chunk.tokens)
@@ -78,8 +83,7 @@ def decode(folder: pathlib.Path) -> None:
         raise AssertionError("a log had two writers")
     writer.close()
     results["service"] = serve(over_both)
-    if jax.process_index() == 0:
-        np.save(folder / "decoded.npy", results, allow_pickle=True)
+    np.save(folder / f"decoded{jax.process_index()}.npy", results, allow_pickle=True)
 
 
 def serve(over_both) -> list[list[int]]:
@@ -110,17 +114,17 @@ def serve(over_both) -> list[list[int]]:
     service.join()
     assert service.failed is None and not any(service.batch.running)
     rounds = distributed.gather_objects(service.batch.usage.rounds)
-    assert rounds[0] == rounds[1] < 200  # those who left had budgets of thousands of tokens
+    assert len({*rounds}) == 1 and rounds[0] < 200  # those who left had budgets of thousands of tokens
     return [texts[key][:-1] for key in sorted(texts)]
 
 
-def sharded_params(mesh):
-    model = shard_model(TARGET, Layout.tensor_parallel(mesh))
+def sharded_params(over):
+    model = shard_model(TARGET, Layout.tensor_parallel(over))
     return model, jax.jit(model.init)(jax.random.key(5))
 
 
 def save(folder: pathlib.Path) -> None:
-    _, params = sharded_params(make_mesh(1, 8))
+    _, params = sharded_params(mesh(1, 8))
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoints.save(3, params=params, rest={"step": np.int32(3)})
     checkpoints.close()
@@ -128,7 +132,7 @@ def save(folder: pathlib.Path) -> None:
 
 def restore(folder: pathlib.Path) -> None:
     """What `save` saved under another layout, straight into this one."""
-    model, expected = sharded_params(make_mesh(4, 2))
+    model, expected = sharded_params(mesh(4, 2))
     shapes = jax.eval_shape(TARGET.init, jax.random.key(5))
     shapes = jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, model.param_shardings(shapes)
@@ -151,14 +155,15 @@ def checkpoint(folder: pathlib.Path) -> None:
     asked, read = [], Tensor.read
     Tensor.read = lambda self, index: asked.append(read(self, index)) or asked[-1]
     opened = open_checkpoint(folder / "public", dtype="float32")
-    model = shard_model(TransformerLM(opened.config), Layout.tensor_parallel(make_mesh(1, 8)))
+    model = shard_model(TransformerLM(opened.config), Layout.tensor_parallel(mesh(1, 8)))
     params, expected = read_params(opened, model), random_params(PUBLIC)
 
     def same(ours, whole):
         return all(np.array_equal(part.data, whole[part.index]) for part in ours.addressable_shards)
 
     assert all(jax.tree.leaves(jax.tree.map(same, params, expected)))
-    assert sum(piece.size for piece in asked) < 0.52 * PUBLIC.num_parameters  # norms are in both
+    share = 1 / jax.process_count() + 0.02  # norms are in all
+    assert sum(piece.size for piece in asked) < share * PUBLIC.num_parameters
     write_converted(opened, params, folder / "converted")
     distributed.gather_objects("written")
     again = read_params(open_checkpoint(folder / "converted", dtype="float32"), model)

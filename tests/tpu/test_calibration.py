@@ -8,6 +8,7 @@ import pytest
 
 from launch.studies import backtest
 from launch.studies.figures import PAPER_ROUND_MS
+from specsamp.mesh.torus import find_boxes
 from specsamp.tpu.calibration import (
     Band,
     Calibration,
@@ -18,7 +19,7 @@ from specsamp.tpu.calibration import (
     two_digits,
 )
 from specsamp.tpu.measurements import published
-from specsamp.tpu.work import Work, calls_of_round, hops, replica_axes, wire_ms
+from specsamp.tpu.work import Work, calls_of_round, hops, wire_ms
 
 ADDED = Calibration(efficiency=0.8, hop_us=5.0, call_ms=0.3)
 HIDDEN = Calibration(efficiency=0.9, call_ms=0.2, sequence_us=2.0, collective_us=8.0, hop_us=1.0, overlap=1.0)
@@ -147,6 +148,7 @@ def test_published_speedups_of_a_pair_lie_within():
 
 def test_hops_and_wires():
     assert (hops((2, 2, 4)), hops((2, 2)), hops((1,)), hops((4, 4))) == (5, 2, 0, 6)
-    assert [hops(replica_axes((2, 2, 4), chips)) for chips in (1, 2, 4, 8, 16)] == [0, 1, 2, 3, 5]
+    boxes = [find_boxes((1, 2, 2, 4), chips, chips)[0] for chips in (1, 2, 4, 8, 16)]
+    assert [hops(chips) for _, *chips in boxes] == [0, 1, 2, 3, 5]
     assert wire_ms(1e6, (1, 1), 1e9) == 0 and wire_ms(1e6, (4,), 1e9) == pytest.approx(0.375)
     assert wire_ms(1e6, (4, 4), 1e9) == pytest.approx(15 / 16 / 4)
