@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from absl import flags
 from etils import epath
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -32,6 +31,7 @@ from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.public_heads import check_embedding
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.decoding.data_shards import DATA
+from specsamp.jax_names import multihost_utils
 from specsamp.mesh import distributed
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import TransformerConfig

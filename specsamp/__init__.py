@@ -7,11 +7,20 @@ needs.
 """
 
 import ast
+import glob
 import importlib
+import os
 import pathlib
 from typing import Any
 
 __version__ = "0.1.0"
+
+# JAX starts libtpu wherever it is installed, for example for compile reports. Without a TPU it complains that it finds
+# neither a name for the machine nor the cloud's metadata server, so it gets a name. It has to be there before JAX starts.
+if not glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v4-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 _stub = ast.parse(pathlib.Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _HOMES = {name.name: line.module for line in _stub.body if isinstance(line, ast.ImportFrom) for name in line.names}

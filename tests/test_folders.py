@@ -1,5 +1,7 @@
 """The layout of the package: a folder imports only from those above it in the table of the README."""
 
+import ast
+import os
 import pathlib
 import re
 import subprocess
@@ -8,6 +10,8 @@ import sys
 import pytest
 
 import specsamp
+from specsamp import jax_names
+from support import extras
 
 PACKAGE = pathlib.Path(specsamp.__file__).parent
 ORDER = tuple("sampling models decoding mesh checkpoints serving training analysis evaluation tpu".split())
@@ -65,9 +69,84 @@ assert {"orbax", "jax.experimental.pallas"} <= set(sys.modules), "the control"
     assert found.stdout == "[]\n" and found.returncode == 0, found.stdout + found.stderr
 
 
-@pytest.mark.parametrize("module, most", [("specsamp.decoding.loop", 20), ("specsamp.decoding.generate", 31)])
+@extras.needs("libtpu")
+def test_libtpu_says_nothing_without_a_tpu():
+    """Also if a program imports JAX first, as one in the README does."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_"))}
+    code = "import jax, specsamp; print(jax.devices()[0].platform)"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=PACKAGE.parent,
+        env=environment | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},  # else it says nothing while another process has it
+        capture_output=True,
+        text=True,
+    )
+    assert (found.stdout, found.stderr) == ("cpu\n", "")
+
+
+@pytest.mark.parametrize("device", ["/dev/accel0", "/dev/vfio/0"])
+def test_a_tpu_keeps_its_own_name(device):
+    code = f"""
+import fnmatch, glob, os
+glob.glob = lambda pattern: fnmatch.filter([{device!r}], pattern)
+import specsamp
+print([name for name in os.environ if name.startswith("TPU_")])
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, env=environment, capture_output=True, text=True
+    )
+    assert (found.stdout, found.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("module, most", [("specsamp.decoding.loop", 21), ("specsamp.decoding.generate", 32)])
 def test_the_heart_is_few_files(module, most):
     """So many modules of the package are read with one; a reader of the loop or of `generate` opens no others."""
     code = f"import sys, {module}; print(sum(name.startswith('specsamp') for name in sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert 0 < int(found.stdout or 0) <= most, found.stdout + found.stderr
+
+
+EXPERIMENTAL = re.compile(r"jax\.(_[a-z]\w*|core|experimental|extend|interpreters|lib)\b|jaxlib\b")
+CONTROLS = [
+    "from jax._src import config",
+    "import jax.experimental.pallas as pl",
+    "from jax import core",
+    "jax.core.Tracer",
+]
+
+
+def experimental_names(code):
+    """Returns the names of JAX in some code that any release may change."""
+    found = []
+    if not EXPERIMENTAL.search(code) and "from jax import" not in code:
+        return found
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{name.name}" for name in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.append(f"{node.value.id}.{node.attr}")
+    return [name for name in found if EXPERIMENTAL.match(name)]
+
+
+def test_experimental_names_of_jax_stand_in_one_file():
+    assert all(map(experimental_names, CONTROLS)) and not experimental_names("from jax import numpy; jax.devices()")
+    root = PACKAGE.parent
+    paths = [
+        path for name in ("specsamp", "launch", "configs", "tests", "notebooks") for path in (root / name).rglob("*.py")
+    ]
+    found = {str(path.relative_to(root)): experimental_names(path.read_text(encoding="utf-8")) for path in paths}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize("name", jax_names.PARTS)
+def test_experimental_parts_of_jax_are_there(name):
+    assert getattr(jax_names, name).__name__ == jax_names.PARTS[name]
+
+
+@pytest.mark.parametrize("name", [".ci/newest.txt", ".ci/oldest.txt"])
+def test_experimental_parts_were_seen_in_the_releases_of_the_tests(name):
+    fixed = re.findall(r"^jax==([\d.]+)", (PACKAGE.parent / name).read_text(encoding="utf-8"), re.MULTILINE)
+    assert fixed and set(fixed) <= set(jax_names.SEEN)

@@ -24,7 +24,6 @@ from typing import Any
 
 import jax
 from absl import flags, logging
-from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.text import Text
 
@@ -33,6 +32,7 @@ from specsamp import machine, storage
 from specsamp.analysis import report
 from specsamp.decoding.pair import Tokenizer
 from specsamp.decoding.text import Continuation, Stops, TextStream
+from specsamp.jax_names import multihost_utils
 from specsamp.machine import has_tpu
 from specsamp.mesh import distributed
 from specsamp.models.compiling import is_full_disk, is_out_of_memory

@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from specsamp import validate
 from specsamp.decoding import batch_rows
@@ -32,6 +31,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Request
 from specsamp.decoding.results import RowText
 from specsamp.decoding.state import STOPS_MULTIPLE, DecodeState, RequestBatch, Weights
+from specsamp.jax_names import multihost_utils
 from specsamp.models.interface import LanguageModel
 from specsamp.sampling.warp import Warp
 

@@ -20,11 +20,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
 
 from specsamp import machine, storage
 from specsamp.compilation_cache import find_compilation_cache
 from specsamp.decoding.loop import Loop
+from specsamp.jax_names import serialize_executable
 from specsamp.models import few_rows
 
 _DIGEST_BYTES = hashlib.sha256().digest_size

@@ -40,6 +40,7 @@ from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
 from specsamp.decoding.trees import block_of, keep_path, path_draft
+from specsamp.jax_names import core
 from specsamp.models.compiling import Options
 from specsamp.models.interface import LanguageModel, Output, check_logits
 from specsamp.sampling.rng import RoundKeys
@@ -96,7 +97,7 @@ class Loop:
         """
         request, state = state.request, dataclasses.replace(state, request=None)
         # Within another program, the options of that program hold. JAX has no public test for this case.
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((weights, request, state)))
+        is_traced = any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves((weights, request, state)))
         program = _program(self, ()) if is_traced else self.program
         return dataclasses.replace(program(weights, request, state, max_rounds, min_running), request=request)
 

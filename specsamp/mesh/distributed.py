@@ -20,9 +20,9 @@ from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from specsamp import machine, validate
+from specsamp.jax_names import multihost_utils
 
 # Seconds until the death of a process is noticed, and for which processes wait for each other at the start. Raise both
 # on a machine that is too busy to answer in time.

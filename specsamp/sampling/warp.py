@@ -37,6 +37,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specsamp.jax_names import core
+
 Array = jax.Array
 
 
@@ -364,7 +366,7 @@ class Normalised(FoldedWarp):
 
 def checked(name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], Any], requirement: str) -> Any:
     """Returns a number of a warp, or one per row, as an array; raises ValueError with the requirement."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, core.Tracer):
         return value
     given = np.asarray(value)
     if (

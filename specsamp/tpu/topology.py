@@ -9,9 +9,9 @@ import dataclasses
 import math
 import os
 
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from specsamp.jax_names import topologies
 from specsamp.mesh import slices
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.torus import wraps
@@ -82,11 +82,7 @@ def described_mesh(
       ValueError: an unknown topology, ``data`` does not divide its devices, or this machine has no libtpu.
     """
     chip, sizes = parse(topology)
-    # Before libtpu looks for a TPU and for the cloud's metadata server.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v4-8")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # before libtpu looks for a TPU
     schedules.schedule_folder()
     options = dict(chip.options)
     if len(sizes) == 3:

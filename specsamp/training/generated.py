@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 
 from specsamp import validate
 from specsamp.decoding.generate import generate
 from specsamp.decoding.pair import Pair
+from specsamp.jax_names import multihost_utils
 from specsamp.mesh import distributed
 from specsamp.sampling.warp import Warp
 from specsamp.training.run_folder import read_array, write_array

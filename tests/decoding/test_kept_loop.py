@@ -4,13 +4,13 @@ import dataclasses
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from specsamp import NgramDrafter
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding import kept_loop
 from specsamp.decoding.kept_loop import KeptLoop
 from specsamp.decoding.method import make_method
+from specsamp.jax_names import compilation_cache
 from support.fakes import counting_pair
 
 PAIR = counting_pair()

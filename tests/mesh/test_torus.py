@@ -7,11 +7,11 @@ import random
 import jax
 import numpy as np
 import pytest
-from jax.experimental import topologies
 
 from configs import chinchilla, hf
 from launch.lib.experiment import config_mesh
 from launch.lib.fields import ExperimentConfig
+from specsamp.jax_names import topologies
 from specsamp.mesh import slices, torus
 from specsamp.mesh.layout import make_mesh
 from specsamp.tpu.topology import described_mesh

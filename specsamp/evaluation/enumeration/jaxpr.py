@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from specsamp.evaluation.enumeration.noise import ALIASES, OPERATIONS, PATHS, Noise, Outside, elementwise, winners
+from specsamp.jax_names import jaxprs
 
 MOVES = {"reshape", "broadcast_in_dim", "squeeze", "slice", "dynamic_slice", "gather", "transpose", "rev"}
 GATHERS = {"concatenate", "select_n"}  # whose other operands are elements too
@@ -35,19 +35,19 @@ def interpret(function: Callable) -> Callable:
     return run
 
 
-def _evaluate(code: Jaxpr | ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
-    jaxpr, constants = (code.jaxpr, code.consts) if isinstance(code, ClosedJaxpr) else (code, ())
+def _evaluate(code: jaxprs.Jaxpr | jaxprs.ClosedJaxpr, values: Sequence[Any]) -> list[Any]:
+    jaxpr, constants = (code.jaxpr, code.consts) if isinstance(code, jaxprs.ClosedJaxpr) else (code, ())
     known = dict(zip(jaxpr.constvars, constants)) | dict(zip(jaxpr.invars, values))
 
     def read(variable: Any) -> Any:
-        return variable.val if isinstance(variable, Literal) else known[variable]
+        return variable.val if isinstance(variable, jaxprs.Literal) else known[variable]
 
     for equation in jaxpr.eqns:
         known.update(zip(equation.outvars, _result(equation, [read(variable) for variable in equation.invars])))
     return [read(variable) for variable in jaxpr.outvars]
 
 
-def _result(equation: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+def _result(equation: jaxprs.JaxprEqn, values: list[Any]) -> Sequence[Any]:
     name, params = equation.primitive.name, equation.params
     if name in CALLS:
         return _evaluate(params.get("jaxpr") or params["call_jaxpr"], values)
@@ -63,7 +63,7 @@ def _result(equation: JaxprEqn, values: list[Any]) -> Sequence[Any]:
     return found if equation.primitive.multiple_results else [found]
 
 
-def _noise(equation: JaxprEqn, values: list[Any]) -> Any:
+def _noise(equation: jaxprs.JaxprEqn, values: list[Any]) -> Any:
     name, params, dtype = equation.primitive.name, equation.params, equation.outvars[0].aval.dtype
     operation = ALIASES.get(name, name)
     if name in IDENTITIES:

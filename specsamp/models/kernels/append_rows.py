@@ -6,9 +6,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from specsamp.jax_names import pl, pltpu
 from specsamp.models.kernels.common import einsum_in_float32, in_hbm
 
 Array = jax.Array

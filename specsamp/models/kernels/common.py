@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
+
+from specsamp.jax_names import pl, pltpu
 
 LANES = 128  # entries of the last axis that a TPU keeps together
 SMALL = "small"  # the name in compiled programs of the kernels of `in_one_kernel`

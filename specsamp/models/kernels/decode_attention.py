@@ -16,9 +16,8 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from specsamp.jax_names import pl, pltpu
 from specsamp.models.kernels.common import LANES, einsum_in_float32, in_hbm
 from specsamp.models.products import soft_cap
 from specsamp.models.visibility import Visibility, seen_after

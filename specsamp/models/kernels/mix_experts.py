@@ -10,9 +10,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
+from specsamp.jax_names import pl, pltpu
 from specsamp.models.int8 import Int8Weight, is_int8
 from specsamp.models.kernels.common import einsum_in_float32, in_hbm
 from specsamp.models.modules import ACTIVATIONS
