@@ -32,6 +32,7 @@ MAX_SECONDS = 5.0  # of a processor, for one conversation; real templates take m
 MORE_SECONDS = 25.0  # by the clock, for a machine with other work and to start the process
 MAX_BYTES = 256 * 2**20  # of a process that runs templates
 PROCESSES = 4  # at a time
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the usual one first
 OUT_OF_MEMORY = 3  # the status that chat_sandbox.py ends with
 
 
@@ -50,31 +51,34 @@ class ChatTemplate:
     Attributes:
       path: of its file, for error messages.
       source: the Jinja program.
+      tool_source: the program for conversations with ``tools``, where it is another one.
       special_tokens: name and text of each, such as ``("bos_token", "<s>")``.
     """
 
     path: str
     source: str
+    tool_source: str | None = None
     special_tokens: tuple[tuple[str, str], ...] = ()
 
     def render(self, messages: Sequence[Mapping[str, str]], **options: Any) -> str:
         """Returns the text of a conversation, up to the beginning of the model's answer.
 
         Args:
-          messages: turns with a ``role``, such as user, and a ``content``.
-          options: variables of the template, such as ``enable_thinking``.
+          messages: turns with a ``role``, such as user, and a ``content``, which may be left out beside ``tool_calls``.
+          options: variables of the template, such as ``tools`` or ``enable_thinking``.
 
         Raises:
           ValueError: a message lacks role or content; or the template is not a Jinja program, refuses the messages,
             violates the sandbox, or exceeds its time or memory; names the file.
           CannotRender: jinja2 is not installed, or no process can run the template.
         """
-        _check(messages)
+        messages = _turns(messages)
         if importlib.util.find_spec("jinja2") is None:
             raise CannotRender("chat templates take a library: pip install jinja2")
-        messages = [dict(message) for message in messages]
-        variables = {"messages": messages, "add_generation_prompt": True, **dict(self.special_tokens), **options}
-        answer = _run(self.source, variables)
+        usual = {"add_generation_prompt": True, "tools": None, "documents": None}  # None is not undefined
+        variables = {"messages": messages, **usual, **dict(self.special_tokens), **options}
+        has_tools = variables["tools"] is not None and self.tool_source is not None
+        answer = _run(self.tool_source if has_tools else self.source, variables)
         if "error" in answer:
             raise ValueError(f"the chat template of {self.path} does not accept these messages: {answer['error']}")
         return answer["text"]
@@ -87,25 +91,33 @@ def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
       ValueError: tokenizer_config.json is damaged, or its template is not a string.
     """
     path = folder / "tokenizer_config.json"
-    content = storage.read_json(path) if path.exists() else {}
-    source = content.get("chat_template")
+    source = storage.read_json(path).get("chat_template") if path.exists() else None
     if (folder / "chat_template.jinja").exists():
         path = folder / "chat_template.jinja"
         source = path.read_text(encoding="utf-8")
+    named = {"default": source}
     if isinstance(source, list):  # several templates with names
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
+    source, for_tools = named.get("default"), named.get("tool_use")
     if source is None:
         return None
-    if not isinstance(source, str):
-        raise ValueError(f"{path} has a chat_template of type {type(source).__name__}; it must be a string")
-    tokens = {name: value for name, value in content.items() if name.endswith("_token") and value is not None}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
-    return ChatTemplate(
-        path=str(path),
-        source=source,
-        special_tokens=tuple(sorted((name, text) for name, text in texts.items() if isinstance(text, str))),
-    )
+    for each in (source, for_tools):
+        if each is not None and not isinstance(each, str):
+            raise ValueError(f"{path} has a chat_template of type {type(each).__name__}; it must be a string")
+    tokens = tuple(sorted(read_special_tokens(folder).items()))
+    return ChatTemplate(path=str(path), source=source, tool_source=for_tools, special_tokens=tokens)
+
+
+def read_special_tokens(folder: epath.Path) -> dict[str, str]:
+    """Returns the texts of a checkpoint's special tokens by their names, such as ``eos_token``."""
+    files = (folder / "special_tokens_map.json", folder / "tokenizer_config.json")  # the second is preferred
+    texts = {}
+    for path in files:
+        for name, value in (storage.read_json(path) if path.exists() else {}).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                texts[name] = text
+    return texts
 
 
 def knows_conversations(tokenizer: Any) -> bool:
@@ -123,14 +135,27 @@ def knows_conversations(tokenizer: Any) -> bool:
     return True
 
 
-def _check(messages: Sequence[Mapping[str, str]]) -> None:
-    """Raises ValueError unless ``messages`` is a list of messages."""
+def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages as templates expect them: without nulls, with a content, and with thoughts under each usual name.
+
+    Raises:
+      ValueError: there are none, or one lacks its role or content.
+    """
     if not messages:
         raise ValueError("the conversation has no messages: give at least one")
+    turns = []
     for number, message in enumerate(messages):
+        turn = message
+        if isinstance(message, Mapping):
+            turn = {key: value for key, value in message.items() if value is not None}
+            if turn.get("tool_calls"):
+                turn = {"content": ""} | turn
         for key in ("role", "content"):
-            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
+            if not isinstance(turn, Mapping) or not isinstance(turn.get(key), str):
                 raise ValueError(f"message {number} must have a text as its {key}; got {message!r:.200}")
+        thoughts = [turn[key] for key in THOUGHTS if key in turn]
+        turns.append({"thinking": thoughts[0], **turn, "reasoning_content": thoughts[0]} if thoughts else turn)
+    return turns
 
 
 _free = threading.Semaphore(PROCESSES)

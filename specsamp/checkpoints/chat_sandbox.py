@@ -32,12 +32,12 @@ class Generation(jinja2.ext.Extension):
 
     def parse(self, parser):
         next(parser.stream)
-        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return jinja2.nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True))
 
 
-def to_json(value, indent=None, **options):
+def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
     """Returns a value as JSON, without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def raise_exception(message):

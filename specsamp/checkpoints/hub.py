@@ -14,7 +14,7 @@ from specsamp.checkpoints.safetensors_io import INDEX, NO_WEIGHTS, SINGLE, Tenso
 
 # These files suffice to check whether a checkpoint can be read: weights are downloaded last.
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-SMALL_FILES += ("chat_template.jinja", INDEX)
+SMALL_FILES += ("special_tokens_map.json", "chat_template.jinja", INDEX)
 
 ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model, or of a data set, of the hub
 

@@ -31,7 +31,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from specsamp import storage, validate
 from specsamp.checkpoints import orbax
 from specsamp.checkpoints.architectures import Family, parse_config
-from specsamp.checkpoints.chat import read_chat_template
+from specsamp.checkpoints.chat import read_chat_template, read_special_tokens
 from specsamp.checkpoints.fields import differing_fields
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder, read_headers
 from specsamp.checkpoints.int8_tensors import read_int8
@@ -44,6 +44,8 @@ from specsamp.models.heads import Head
 from specsamp.models.int8 import Int8Weight, decode_weights, is_int8, summed_axes
 from specsamp.models.interface import DeviceLayout
 from specsamp.models.transformer import TransformerLM
+
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")  # tokens that end a turn, where a chat template writes them
 
 OnProgress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
 
@@ -167,6 +169,7 @@ def open_checkpoint(
     if (folder / "tokenizer.json").exists():
         eos, chat = stop_ids[0] if stop_ids else None, read_chat_template(folder)
         tokenizer = JsonTokenizer(folder / "tokenizer.json", eos=eos, rows=config.vocab_size, chat=chat)
+        stop_ids = tuple(dict.fromkeys((*stop_ids, *_named_stops(tokenizer, read_special_tokens(folder)))))
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the embedding of config.json only "
@@ -183,6 +186,15 @@ def open_checkpoint(
         tokenizer=tokenizer,
         stop_ids=stop_ids,
     )
+
+
+def _named_stops(tokenizer: JsonTokenizer, special_tokens: Mapping[str, str]) -> list[int]:
+    """Returns the tokenizer's own end of text, and the ends of turns that its chat template writes."""
+    names = [special_tokens.get("eos_token")]
+    if tokenizer.chat is not None:
+        names += [name for name in TURN_ENDS if name in tokenizer.chat.source]
+    ids = {text: index for index, text in tokenizer.pieces.items()}
+    return [ids[name] for name in names if name in ids]
 
 
 def check_readable(checkpoint: Any, model: TransformerLM | ShardedModel | Head) -> None:

@@ -69,11 +69,40 @@ def test_what_templates_find_besides():
     assert template("{{ messages | tojson }}").render([{"role": "user", "content": "<é>"}]) == (
         '[{"role": "user", "content": "<é>"}]'
     )
+    two = [{"content": "<é>", "role": "user"}]
+    assert template("{{ messages | tojson(ensure_ascii=True) }}").render(two) == (
+        r'[{"content": "<\u00e9>", "role": "user"}]'
+    )
+    assert template("{{ messages[0] | tojson(false, 1, (',', ':'), true) }}").render(two[:1]) == (
+        '{\n "content":"<é>",\n "role":"user"\n}'
+    )
     assert len(template("{{ strftime_now('%Y-%m-%d') }}").render([ASK])) == 10
     text = "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role[0] * 2 }}{% endfor %}"
     assert template(text).render(TALK) == "ssuu"
     text = "{% for m in messages %}{% generation %}{{ m.role }},{% endgeneration %}{% endfor %}"
     assert template(text).render([ASK, ANSWER]) == "user,assistant,"
+    text = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
+    assert template(text).render([ASK]) == "21"
+    assert template("  {% if true %}\n  a\n  {% endif %}\nb").render([ASK]) == "  a\nb"
+
+
+def test_tools_and_documents_are_none_where_a_conversation_has_none():
+    """Programs test them so; `tools is not none` is true of a variable that is undefined."""
+    text = "{{ tools is none }} {{ documents is none }} {{ add_generation_prompt }}"
+    assert template(text).render([ASK]) == "True True True"
+    assert template(text).render([ASK], tools=[], documents=[{}]) == "False False True"
+
+
+def test_messages_have_no_nulls_and_a_content_beside_calls():
+    """Templates test whether a key is there; transformers leaves out nulls, and thoughts have three names."""
+    keys = "{% for m in messages %}{{ m | dictsort }}{% endfor %}"
+    call = {"role": "assistant", "tool_calls": [{}]}
+    expected = "[('content', ''), ('role', 'assistant'), ('tool_calls', [{}])]"
+    assert template(keys).render([call]) == template(keys).render([call | {"content": None}]) == expected
+    nulls = dict.fromkeys(("tool_calls", "reasoning_content", "name", "audio"))
+    assert template(keys).render([ASK | nulls]) == template(keys).render([ASK])
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        assert template("{{ messages[0].reasoning_content }}").render([ANSWER | {name: "Hm"}]) == "Hm"
 
 
 @pytest.fixture
@@ -235,6 +264,7 @@ def test_where_no_process_is_free_a_conversation_is_refused(idle, monkeypatch):
     [
         ([], "the conversation has no messages"),
         ([{"role": "user"}], "message 0 must have a text as its content"),
+        ([ASK | {"content": None, "tool_calls": []}], "message 0 must have a text as its content"),
         ([ASK | {"time": {1}}], "JSON values: .*set"),
         ([ASK, "Why?"], "message 1 must have a text as its role; got 'Why[?]'"),
     ],
@@ -257,8 +287,10 @@ def test_where_templates_are_found(tmp_path):
         tmp_path, chat_template="a", bos_token={"content": "<s>"}, eos_token="</s>", pad_token=None, add_bos_token=True
     )
     assert (read_chat_template(place).source, read_chat_template(place).special_tokens) == ("a", TOKENS)
-    write(tmp_path, chat_template=[{"name": "tools", "template": "b"}, {"name": "default", "template": "c"}])
-    assert read_chat_template(place).source == "c"
+    write(tmp_path, chat_template=[{"name": "tool_use", "template": "b"}, {"name": "default", "template": "c"}])
+    found = read_chat_template(place)
+    assert found.source == "c" and found.render([ASK]) == "c"
+    assert found.render([ASK], tools=[{}]) == "b"
     (tmp_path / "chat_template.jinja").write_text("d", encoding="utf-8")
     assert read_chat_template(place).source == "d"
     (tmp_path / "chat_template.jinja").unlink()

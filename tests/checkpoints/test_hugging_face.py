@@ -1,6 +1,7 @@
 """Reading a checkpoint: what is right is read whole, wherever it lies and whatever it is read onto."""
 
 import dataclasses
+import json
 import sys
 import types
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import tokenizers
 from etils import epath
 
 from specsamp.checkpoints import safetensors_io
@@ -88,12 +90,36 @@ def test_rows_of_padding_are_zero(original, params):
         read_params(checkpoint, TransformerLM(dataclasses.replace(wide, num_layers=3)))
 
 
-def test_stop_tokens_of_the_generation_config_come_first(saved):
+def test_stop_tokens_of_the_generation_config_come_first(saved, tokenizer):
     (saved / "generation_config.json").write_text('{"eos_token_id": [5, 7]}', encoding="utf-8")
-    assert open_checkpoint(saved).stop_ids == (5, 7)
+    assert open_checkpoint(saved).stop_ids == (5, 7, tokenizer.eos_id)
     (saved / "generation_config.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match="generation_config.json is no JSON object"):
         open_checkpoint(saved)
+
+
+def test_texts_end_where_the_tokenizer_or_the_chat_template_ends_them(saved):
+    """generation_config.json of several instruction-tuned models has the end of a document alone."""
+    names = ("<|im_end|>", "<|eot_id|>", "</s>")
+    whole = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    whole.add_special_tokens(list(names))
+    whole.save(str(saved / "tokenizer.json"))
+    turn, eot, end = map(whole.token_to_id, names)
+    (saved / "generation_config.json").write_text('{"eos_token_id": [5, 7]}', encoding="utf-8")
+
+    def stops(**content):
+        (saved / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
+        return open_checkpoint(saved).stop_ids
+
+    assert stops() == (5, 7)
+    assert stops(eos_token="</s>") == stops(eos_token={"content": "</s>"}) == (5, 7, end)
+    assert stops(eos_token="<no such token>") == (5, 7)
+    assert stops(eos_token="</s>", chat_template="{{ messages[0].content }}<|im_end|>") == (5, 7, end, turn)
+    assert stops(eos_token="<|im_end|>", chat_template="<|im_end|>") == (5, 7, turn)
+    (saved / "special_tokens_map.json").write_text('{"eos_token": "<|eot_id|>"}', encoding="utf-8")
+    assert stops() == (5, 7, eot) and stops(eos_token="</s>") == (5, 7, end)
+    (saved / "generation_config.json").unlink()
+    assert stops()[1:] == (eot,), "after that of config.json"
 
 
 def test_names_that_are_no_checkpoint(monkeypatch):
