@@ -56,10 +56,9 @@ class TokenBytes:
         added = {token["id"]: token for token in content.get("added_tokens", ())}
         self.of_id: dict[int, bytes] = {}
         for index, piece in tokenizer.pieces.items():
-            if index in added:
-                written = None if added[index]["special"] else piece.encode()
-            else:
-                written = self._bytes_of(piece)
+            written = self._bytes_of(piece)
+            if index in added:  # a byte-level decoder writes letters without a byte as they are
+                written = None if added[index]["special"] else written or piece.encode()
             if written:
                 self.of_id[index] = written
         # Of several tokens with equal bytes, the token that the tokenizer itself uses; else the first.

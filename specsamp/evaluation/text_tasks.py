@@ -37,7 +37,7 @@ def load_turns(name: str, source: str) -> EvaluationTask:
 
 
 def load_gsm8k(source: str = GSM8K, shots: str | None = None) -> EvaluationTask:
-    """Reads questions and answers, whose last number is the result.
+    """Reads questions and answers, which end with the result behind ``####``.
 
     Args:
       shots: a file of example questions, which are shown with their answers before each question.
@@ -53,15 +53,21 @@ def load_gsm8k(source: str = GSM8K, shots: str | None = None) -> EvaluationTask:
 
 
 def score_numbers(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Returns the share of attempts whose last number equals the reference's last number."""
-    right = sum(last_number(cut(attempt.text, GSM8K_STOP)) == last_number(problem.reference) for attempt in attempts)
+    """Returns the share of attempts whose result equals the reference's, see `find_result`."""
+    expected = find_result(problem.reference)
+    right = sum(find_result(cut(attempt.text, GSM8K_STOP)) == expected for attempt in attempts)
     return {"correct": right / len(attempts)}
 
 
-def last_number(text: str) -> float | None:
-    """Returns the last number of a text, or None; commas may separate thousands."""
-    numbers = NUMBER.findall(text)
-    return float(numbers[-1].replace(",", "")) if numbers else None
+def find_result(text: str) -> float | None:
+    """Returns the number behind the first marker ``####``, else the last number of a text, or None.
+
+    Commas may separate thousands. After its result a model goes on, often with questions of its own.
+    """
+    marked = re.search("####.*", text)
+    numbers = NUMBER.findall(marked[0])[:1] if marked else []
+    numbers = numbers or NUMBER.findall(text)[-1:]
+    return float(numbers[0].replace(",", "")) if numbers else None
 
 
 def load_xsum(source: str = XSUM) -> EvaluationTask:

@@ -97,6 +97,22 @@ def test_ends_are_matched_and_other_special_tokens_are_not_read(target, draft):
     assert vocabulary.begin == ((theirs.token_id("<s>"),) if draft == "llama2" else ())
 
 
+@pytest.mark.parametrize("style", STYLES)
+def test_added_tokens_that_are_not_special_are_the_text_that_they_decode_to(style):
+    """Gemma has tokens for several spaces among its added tokens, GPT-NeoX has such tokens in another spelling."""
+    given = tokenizers.Tokenizer.from_str(tokenizer(style).to_json())
+    names = ["▁▁", "▁▁▁▁▁▁", "  ", "\n\n", "<table>", "<｜User｜>", "é"]
+    given.add_tokens([tokenizers.AddedToken(name, normalized=False, special=False) for name in names])
+    made = JsonTokenizer.from_tokenizer(given)
+    own, letter = TokenBytes(made, ""), given.encode("x=", add_special_tokens=False).ids
+    for name in names:
+        ids = [*letter, given.token_to_id(name), *letter]
+        written = b"".join(own.of_id[i] for i in ids)
+        assert written.decode(errors="replace").strip() == made.decode(ids).strip(), name
+    spaces = own.of_id[given.token_to_id("▁▁")]
+    assert spaces == (b"  " if style in ("llama2", "gemma") else "▁▁".encode())
+
+
 def test_bytes_with_two_tokens_are_the_one_that_is_written():
     """The letter A is an ordinary token, and a byte to fall back on."""
     gemma = tokenizer("gemma")

@@ -200,12 +200,16 @@ def test_spec_bench_has_six_tasks_of_which_mt_bench_is_one(write):
         assert task.score(first, [Attempt(text="a")]) == {}
 
 
-def test_gsm8k_is_scored_by_the_last_number(write):
+def test_gsm8k_is_scored_by_the_number_behind_the_first_marker_else_by_the_last(write):
     task = load_task("gsm8k", write(lines([{"question": "999 + 1?", "answer": "It is 1 + 9 * 111.\n#### 1,000"}])))
     (problem,) = task.problems
     assert (problem.prompt, problem.category) == ("Question: 999 + 1?\nAnswer:", "math")
     answers = (" It is 1000.", " #### 1,000.00", " 999, then 1000\nQuestion: 3", " 1", " none", " 1000 - 1 = 999")
     assert task.score(problem, [Attempt(text=text) for text in answers]) == {"correct": pytest.approx(1 / 2)}
+    goes_on = ("#### 1000\n\nQ: A robe takes 2 bolts and 3", "#### 1000\nI used 2 steps.", "#### $1,000 (2 bolts)")
+    goes_on += ("#### 1000\n#### 7", "1000 is the sum\n####", "####\nIt is 1000")
+    assert task.score(problem, [Attempt(text=text) for text in goes_on]) == {"correct": 1}
+    assert task.score(problem, [Attempt(text="#### 7, not 1000")]) == {"correct": 0}
 
 
 def test_shots_are_shown_before_each_question(write, tmp_path):
