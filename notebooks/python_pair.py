@@ -68,7 +68,7 @@ from specsamp.analysis.planner import make_plan
 from specsamp.analysis.workload import Quartiles, Workload, decoders, take_turns
 from specsamp.checkpoints.trained_pair import load_prompts, pair_folder
 from specsamp.decoding.loop import decode_window
-from specsamp.decoding.text import TextStream
+from specsamp.decoding.text import Continuation, TextStream
 from specsamp.sampling.warp import log_probs
 
 device, console = jax.devices()[0], Console(width=110)
@@ -113,7 +113,7 @@ class Pieces:
 
 
 def by_writer(prompt: str, completion) -> Pieces:
-    stream, pieces, accepted = TextStream(pair.tokenizer), [(prompt, f"color: {GREY}", False)], 0
+    stream, pieces, accepted = TextStream(Continuation(pair.tokenizer)), [(prompt, f"color: {GREY}", False)], 0
     for i, drafted in enumerate(completion.from_draft):
         if completion.tokens[i] == pair.tokenizer.eos_id:
             break

@@ -6,7 +6,6 @@ a byte-level tokenizer are both " the". Special tokens decode to nothing; the tw
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Sequence
@@ -15,24 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.checkpoints.tokenizer import BYTE_OF_LETTER, JsonTokenizer
 from specsamp.decoding.drafters.translating import SharedVocabulary
 from specsamp.models.interface import LanguageModel
 
 MOST_IDS = 8  # draft ids that are read of one target token; of a longer token the last ones
 LEAST_SHARE = 0.1  # of the smaller vocabulary
 SPACE = "▁"  # a space in pieces of SentencePiece
-
-
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """Returns the byte of each character in the pieces of byte-level tokenizers (GPT-2's).
-
-    Printable bytes of Latin-1 are their own characters; all other bytes have the characters from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class TokenBytes:
@@ -74,8 +62,8 @@ class TokenBytes:
 
     def _bytes_of(self, piece: str) -> bytes | None:
         if self.is_byte_level:
-            alphabet = _byte_alphabet()
-            return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else None
+            is_known = all(c in BYTE_OF_LETTER for c in piece)
+            return bytes(BYTE_OF_LETTER[c] for c in piece) if is_known else None
         if piece in self._bytes:
             return bytes([self._bytes[piece]])
         return piece.replace(SPACE, " ").encode()
@@ -83,7 +71,7 @@ class TokenBytes:
     def _split(self, written: bytes) -> list[int]:
         """Returns the ids of the tokenizer's model for some bytes; [] if it has none."""
         if self.is_byte_level:
-            letter = {byte: c for c, byte in _byte_alphabet().items()}
+            letter = {byte: c for c, byte in BYTE_OF_LETTER.items()}
             text = "".join(letter[byte] for byte in written)
         else:
             try:

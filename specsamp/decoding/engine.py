@@ -106,7 +106,7 @@ class Engine:
             loop=loop,
             weights=pair.weights(method.drafter, slots),
             slots=slots,
-            stop_ids=max(stop_ids, *(len(request.stops.ids) for request in requests)),
+            stop_ids=max(stop_ids, *(len(request.stops.loop_ids) for request in requests)),
             idle=requests[0],
         )
 
@@ -240,7 +240,7 @@ class Engine:
         columns = -(-max(self.stop_ids, 1) // STOPS_MULTIPLE) * STOPS_MULTIPLE
         stop_ids_BN = np.full((len(asked), columns), -1, np.int32)
         for row, request in zip(stop_ids_BN, asked):
-            row[: len(request.stops.ids)] = sorted(request.stops.ids)
+            row[: len(request.stops.loop_ids)] = request.stops.loop_ids
         most = self.loop.drafter.K
         lengths = [most if request.draft_length is None else request.draft_length for request in asked]
         has_own_draft = self.idle.draft_sampling is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from specsamp import validate
 from specsamp.decoding.data_shards import DataShards
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MAX_FITTED = 4  # sets of weights kept per drafter and number of slots; most models' sets share all their memory
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """Maps text to token ids and back."""
 
@@ -34,10 +35,18 @@ class Tokenizer(Protocol):
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Returns the ids of a conversation, up to the start of the answer; ValueError without a chat template."""
 
-    def decode(self, tokens: Sequence[int]) -> str: ...
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens: their `token_bytes` as UTF-8, with U+FFFD for what is no character."""
+
+    def token_bytes(self, token: int, before: int | None = None) -> bytes | None:
+        """Returns the bytes that a token adds to a text; None for a token without text, such as the end of text.
+
+        Args:
+          before: the last token before it that has bytes; None: the token begins the text.
+        """
 
     def token_id(self, text: str) -> int | None:
-        """Returns the id of a text that is a single token (special tokens included), else None."""
+        """Returns the id of the token with this name or text (special tokens included), else None."""
 
     def token(self, index: int) -> str:
         """Returns the text of a token id, or the vocabulary's escaped form of it."""
@@ -87,8 +96,11 @@ class Pair:
         if self.target_params is None:
             raise ValueError("target_params is None: give the target's parameters, () for a model that has none")
         validate.instance("shards", self.shards, DataShards, "DataShards(mesh)")
-        if not (self.tokenizer is None or hasattr(self.tokenizer, "vocab_size")):
-            raise ValueError(f"the tokenizer must be an object such as JsonTokenizer(text); got {self.tokenizer!r}")
+        if not (self.tokenizer is None or isinstance(self.tokenizer, Tokenizer)):
+            raise ValueError(
+                "the tokenizer must be an object such as JsonTokenizer(path), with all methods of "
+                f"specsamp.decoding.pair.Tokenizer; got {self.tokenizer!r}"
+            )
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.target.vocab_size:
             raise ValueError(
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens but the target's vocabulary only "

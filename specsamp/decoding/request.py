@@ -65,8 +65,8 @@ class Request:
         return None if self.tokenizer is None else Continuation(self.tokenizer, self.prompt)
 
     def text_stream(self) -> TextStream | None:
-        """Returns a new stream of the text; None without a tokenizer."""
-        return None if self.continuation is None else TextStream(self.continuation, self.stops)
+        """Returns a new stream of the text, for any thread; None without a tokenizer."""
+        return None if self.tokenizer is None else TextStream(Continuation(self.tokenizer, self.prompt), self.stops)
 
 
 def make_requests(
@@ -131,10 +131,7 @@ def _encode_one(pair: Pair, index: int, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         if pair.tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer in the pair; otherwise give lists of token ids")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt {index} is not valid Unicode: {error}") from error
+        _check_unicode(f"prompt {index}", prompt)
         tokens = pair.tokenizer.encode(prompt) if prompt else []
     elif isinstance(prompt, (bytes, bytearray)):
         raise ValueError(f"prompt {index} is bytes: give a text (bytes.decode()) or a list of token ids")
@@ -149,6 +146,13 @@ def _encode_one(pair: Pair, index: int, prompt: Prompt) -> list[int]:
     if len(tokens) == 0:
         raise ValueError(f"prompt {index} is empty: give at least one token, such as a beginning-of-text token")
     return validate.integers(f"prompt {index}", tokens, 0, pair.target.vocab_size)
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode: {error}") from error
 
 
 def check_budgets(
@@ -174,8 +178,8 @@ def check_budgets(
 def make_stops(pair: Pair, stop: Sequence[int | str] | None, least: int = 0) -> Stops:
     """Returns the stops of a call; by default the pair's stop tokens, or the tokenizer's end of text.
 
-    A string ends a text with any tokens that spell it, after ``least`` tokens. The name of a special token, which no text
-    contains, stands for the token.
+    A string ends a text with any tokens that spell it, after ``least`` tokens. Only the name of a token without text, such
+    as ``<|im_end|>``, stands for the token.
     """
     if stop is None and pair.stop is not None:
         return Stops(frozenset(validate.integers("the pair's stop", pair.stop, 0, pair.target.vocab_size)))
@@ -184,7 +188,7 @@ def make_stops(pair: Pair, stop: Sequence[int | str] | None, least: int = 0) -> 
         return Stops() if eos is None else Stops(frozenset([eos]))
     if not validate.is_list(stop):
         raise ValueError(f"stop must be a list; for one entry, write [stop]; got {stop!r}")
-    ids, texts = [], []
+    ids, texts, sure = [], [], []
     for entry in stop:
         if not isinstance(entry, str):
             ids.append(validate.integer("a stop id", entry, 0, pair.target.vocab_size))
@@ -193,14 +197,20 @@ def make_stops(pair: Pair, stop: Sequence[int | str] | None, least: int = 0) -> 
             raise ValueError(f"the stop text {entry!r} needs a tokenizer in the pair; give token ids")
         if not entry:
             raise ValueError("a stop text is empty: it would end every text before it began; leave it out")
+        _check_unicode(f"the stop text {entry!r}", entry)
         token = pair.tokenizer.token_id(entry)
-        written = "" if token is None else pair.tokenizer.decode([token])
-        if token is None or entry in written:
-            texts.append(entry)
-        # A token that is the string ends the row without a delay.
-        if token is not None and (entry not in written or entry == written and not least):
+        if token is not None and pair.tokenizer.token_bytes(token) is None:
             ids.append(validate.integer("a stop id", token, 0, pair.target.vocab_size))
-    return Stops(frozenset(ids), tuple(texts), least)
+            continue
+        texts.append(entry)
+        if token is not None and not least and _always_writes(pair.tokenizer, token, entry):
+            sure.append(token)
+    return Stops(frozenset(ids), tuple(texts), least, frozenset(sure))
+
+
+def _always_writes(tokenizer: Tokenizer, token: int, text: str) -> bool:
+    """Returns whether a token writes this text at the beginning of a text and in the middle."""
+    return tokenizer.token_bytes(token) == tokenizer.token_bytes(token, token) == text.encode()
 
 
 def _by_prompt(warp: Warp, count: int) -> list[Warp]:

@@ -1,17 +1,90 @@
-"""Stop tokens and stop strings, and the incremental decoding of tokens after a prompt."""
+"""The text of tokens as they come, stop tokens and stop strings.
+
+A text is the bytes of its tokens, decoded as UTF-8. A character is fixed once its last byte has come: the text of the
+first tokens is the beginning of every longer text. Bytes of an incomplete character are held back, and become U+FFFD
+if no token completes them.
+"""
 
 from __future__ import annotations
 
 import bisect
+import codecs
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specsamp.decoding.pair import Tokenizer
 
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-CONTEXT = 16  # tokens of a prompt that are decoded together with the continuation, whose first space depends on them
+LONGEST_CHARACTER = 4  # bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """What a token writes after others.
+
+    For example, after the tokens ``a E2 82`` (two bytes of "€") the token ``AC`` writes "€", and ``b`` writes "�b".
+
+    Attributes:
+      text: the characters that it completes.
+      size: the number of characters so far.
+      pending: the bytes of a character that is not complete.
+      last: the last token so far that has bytes; None: no token has.
+    """
+
+    text: str = ""
+    size: int = 0
+    pending: bytes = b""
+    last: int | None = None
+
+    def then(self, tokenizer: Tokenizer, token: int) -> Written:
+        """Returns what ``token`` writes next."""
+        added = tokenizer.token_bytes(token, self.last)
+        if added is None:
+            return dataclasses.replace(self, text="")
+        unread = self.pending + added
+        text, used = codecs.utf_8_decode(unread, "replace", False)
+        return Written(text, self.size + len(text), unread[used:], token)
+
+
+class Continuation:
+    """The text of the tokens after a prompt.
+
+    The prompt matters: its last bytes may begin a character, and many tokenizers drop the first space of a text, but
+    not of a continuation. Tokens that come again in the next call are decoded once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        have_bytes = (token for token in reversed(prompt) if tokenizer.token_bytes(token) is not None)
+        start = Written()
+        for token in reversed([*itertools.islice(have_bytes, LONGEST_CHARACTER)]):
+            start = start.then(tokenizer, token)
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._steps = [dataclasses.replace(start, text="", size=0)]
+        self._text = ""
+
+    def steps(self, tokens: Sequence[int]) -> list[Written]:
+        """Returns what is written before the first of ``tokens``, and by each of them."""
+        tokens = list(tokens)
+        if self._tokens[: len(tokens)] != tokens[: len(self._tokens)]:
+            self._tokens, self._steps, self._text = [], self._steps[:1], ""
+        new = tokens[len(self._tokens) :]
+        for token in new:
+            self._steps.append(self._steps[-1].then(self._tokenizer, token))
+        self._tokens += new
+        self._text += "".join(step.text for step in self._steps[len(self._steps) - len(new) :])
+        return self._steps[: len(tokens) + 1]
+
+    def complete(self, tokens: Sequence[int]) -> str:
+        """Returns the complete characters of ``tokens``: the beginning of the text of these and any further tokens."""
+        size = self.steps(tokens)[-1].size
+        return self._text[:size]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of ``tokens``, after which no more follow."""
+        return self.complete(tokens) + self.steps(tokens)[-1].pending.decode(errors="replace")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,36 +94,42 @@ class Stops:
     The end of a text depends on its tokens alone, not on the rounds after which the host searches for strings.
 
     Attributes:
-      ids: tokens, after which the loop emits nothing.
+      ids: tokens, which are not part of the text.
       texts: strings of any number of tokens, which may begin and end inside a token.
       least: how many tokens no string ends; one must end in the text of the tokens after them.
+      sure: tokens that write one of the strings wherever they stand, so that no search is needed to end there.
     """
 
     ids: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
     least: int = 0
+    sure: frozenset[int] = frozenset()
+
+    @property
+    def loop_ids(self) -> list[int]:
+        """Returns the tokens after which the loop emits nothing."""
+        return sorted(self.ids | self.sure)
 
     def first(self, text: str, before: int = 0) -> int | None:
         """Returns where the first of the strings begins in ``text`` that ends after ``before`` characters, or None."""
         found = [text.find(stop, max(before + 1 - len(stop), 0)) for stop in self.texts]
         return min((at for at in found if at >= 0), default=None)
 
-    def _begin(self, tokenizer, tokens: Sequence[int]) -> int | None:
-        before = len(tokenizer.decode(tokens[: self.least])) if self.least else 0
-        return self.first(tokenizer.decode(tokens), before)
+    def _begin(self, decoder: Continuation, tokens: Sequence[int]) -> int | None:
+        before = len(decoder.complete(tokens[: self.least])) if self.least else 0
+        return self.first(decoder.complete(tokens), before)
 
-    def count(self, tokenizer, tokens: Sequence[int]) -> int | None:
+    def count(self, decoder: Continuation | None, tokens: Sequence[int]) -> int | None:
         """Returns the fewest of ``tokens`` whose text holds a stop string; None if the text of all tokens holds none."""
-        if not self.texts or self._begin(tokenizer, tokens) is None:
+        if not self.texts or self._begin(decoder, tokens) is None:
             return None
-        ends = range(1, len(tokens) + 1)
-        return ends[bisect.bisect_left(ends, True, key=lambda n: self._begin(tokenizer, tokens[:n]) is not None)]
+        return bisect.bisect_left(range(len(tokens)), True, key=lambda n: self._begin(decoder, tokens[:n]) is not None)
 
-    def text(self, tokenizer, tokens: Sequence[int]) -> str:
+    def text(self, decoder: Continuation, tokens: Sequence[int]) -> str:
         """Returns the text of ``tokens`` before the stop token or the stop string."""
         if tokens and tokens[-1] in self.ids:
             tokens = tokens[:-1]
-        return tokenizer.decode(tokens)[: self._begin(tokenizer, tokens)]
+        return decoder.decode(tokens)[: self._begin(decoder, tokens)]
 
     def held_back(self, text: str) -> int:
         """Returns the number of characters at the end of ``text`` that may be the beginning of a stop string."""
@@ -59,43 +138,23 @@ class Stops:
         return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self.texts)), 0)
 
 
-class Continuation:
-    """Decodes the tokens after a prompt, so that prompt + continuation is the text of all tokens.
-
-    Tokenizers that begin every text with a space would drop the first space of a continuation that is decoded alone.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
-        self._tokenizer = tokenizer
-        self._context = list(prompt[-CONTEXT:])
-        # A prompt may end inside a character, which the continuation completes.
-        self._before = tokenizer.decode(self._context).rstrip(INCOMPLETE)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        whole = self._tokenizer.decode([*self._context, *tokens])
-        return whole[len(self._before) :] if whole.startswith(self._before) else self._tokenizer.decode(tokens)
-
-
 class TextStream:
     """Turns a growing list of tokens into pieces of text whose concatenation is the whole text.
 
-    The text of the first tokens need not be a prefix of the whole text: the last character may lack bytes, and some
-    tokenizers then decode a whole run of bytes as unknown. Characters that may still change are held back, and so is a
-    possible beginning of a stop string. If a text ends inside a character, the last piece has its replacement.
+    Incomplete characters are held back, and so is a possible beginning of a stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer | Continuation, stops: Stops = Stops()):
-        self._tokenizer = tokenizer
-        self._stops = stops
-        self._shown = ""
+    def __init__(self, decoder: Continuation, stops: Stops = Stops()):
+        self._decoder, self._stops = decoder, stops
+        self._shown = 0
 
     def push(self, tokens: Sequence[int], finished: bool) -> str:
         """Returns the new text for ``tokens``, all tokens so far; with ``finished``, also the text held back."""
-        text = self._stops.text(self._tokenizer, tokens)
-        if not finished:
-            text = text.rstrip(INCOMPLETE)
+        if finished:
+            text = self._stops.text(self._decoder, tokens)
+        else:
+            text = self._decoder.complete(tokens)
             text = text[: len(text) - self._stops.held_back(text)]
-            if not text.startswith(self._shown):
-                return ""
-        new, self._shown = text[len(self._shown) :], text
+        new = text[self._shown :]
+        self._shown += len(new)
         return new

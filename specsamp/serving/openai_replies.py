@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import uuid
@@ -11,7 +10,7 @@ from typing import Any
 
 from specsamp.decoding.request import Request
 from specsamp.decoding.results import Chunk, RowStats
-from specsamp.decoding.text import INCOMPLETE, Continuation
+from specsamp.decoding.text import Continuation, TextStream, Written
 from specsamp.serving.answer import Answer
 from specsamp.serving.openai_requests import GenerationRequest
 from specsamp.serving.scores import Scores
@@ -154,13 +153,15 @@ class _Choice:
     def __init__(self, asked: GenerationRequest, row: int, request: Request, scores: Mapping[Request, Scores]):
         self.row, self.text, self.finish, self.calls = row, "", None, []
         self._request, self._scores = request, scores
+        self._tokenizer = request.tokenizer
+        self._decoder = Continuation(request.tokenizer, request.prompt)
+        self._stream = TextStream(self._decoder, request.stops)
         if asked.echo:
-            self.text = request.tokenizer.decode(request.prompt)
+            self.text = Continuation(request.tokenizer).complete(request.prompt)
         self.stats: RowStats | None = None  # at the end
         self.log_probs: dict[str, Any] | None = None
         self.marks: dict[str, list[bool]] = {}
-        self._asked, self._tokenizer, self._context = asked, request.tokenizer, list(request.prompt)
-        self._stream, self._tokens, self._offset = request.text_stream(), [], 0
+        self._asked, self._tokens = asked, []
 
     def push(self, gained: Chunk) -> str:
         """Takes a chunk, and returns the new text."""
@@ -186,37 +187,42 @@ class _Choice:
         """Returns the tokens of the text, after those of the prompt if it is echoed, as they were scored."""
         scores, prompt = self._scores[self._request], self._request.prompt
         scored = list(zip([*prompt, *self._tokens], [None, *scores.log_probs], [None, *scores.tops]))
-        if not self._asked.echo:
-            return scored[len(prompt) :]
-        self._context = []
-        return scored
+        return scored if self._asked.echo else scored[len(prompt) :]
 
     def _in_form(self, scored: list[Scored]) -> dict[str, Any]:
-        """Returns log-probabilities as the protocol writes them."""
+        """Returns log-probabilities of the last tokens as the protocol writes them."""
+        steps = self._decoder.steps(self._tokens)
+        if self._asked.echo:
+            steps = Continuation(self._tokenizer).steps([*self._request.prompt, *self._tokens])
+        befores = steps[-1 - len(scored) : -1]
         entries = []
-        for token, value, likeliest in scored:
-            context = Continuation(self._tokenizer, self._context)
-            tops = likeliest and [
-                (self._name(context, each), _finite(of)) for each, of in likeliest[: self._asked.tops]
-            ]
-            entries.append((self._name(context, token), _finite(value), tops))
-            self._context = [*self._context[-16:], token]
+        for (token, value, likeliest), before in zip(scored, befores, strict=True):
+            tops = likeliest and [self._entry(before, *top) for top in likeliest[: self._asked.tops]]
+            entries.append((self._entry(before, token, value), tops))
         if self._asked.is_chat:
-            content = [
-                _entry(text, value) | {"top_logprobs": [_entry(*top) for top in tops or ()]}
-                for text, value, tops in entries
-            ]
-            return {"content": content, "refusal": None}
-        texts, values, tops = map(list, zip(*entries))
-        starts = list(itertools.accumulate((len(text.rstrip(INCOMPLETE)) for text in texts), initial=self._offset))
-        self._offset = starts.pop()
-        # Of two tokens with one text, the likelier.
-        likeliest = [at and dict(reversed(at)) for at in tops] if self._asked.tops else None
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": likeliest, "text_offset": starts}
+            return {"content": [entry | {"top_logprobs": tops or []} for entry, tops in entries], "refusal": None}
+        # Of two tokens with one name, the likelier.
+        named = [tops and {top["token"]: top["logprob"] for top in reversed(tops)} for _, tops in entries]
+        return {
+            "tokens": [entry["token"] for entry, _ in entries],
+            "token_logprobs": [entry["logprob"] for entry, _ in entries],
+            "top_logprobs": named if self._asked.tops else None,
+            "text_offset": [before.size for before in befores],
+        }
 
-    def _name(self, context: Continuation, token: int) -> str:
-        """Returns the text that a token adds; for a token without text, such as the end of text, its name."""
-        return context.decode([token]) or self._tokenizer.token(token)
+    def _entry(self, before: Written, token: int, log_prob: float | None) -> dict[str, Any]:
+        """Returns a token's name, its log-probability and its bytes.
+
+        The name is the text that the token completes after the text before, so names in a row are the text. A token
+        without bytes, such as the end of text, has its own name.
+        """
+        written = self._tokenizer.token_bytes(token, before.last)
+        is_text = written is not None
+        return {
+            "token": before.then(self._tokenizer, token).text if is_text else self._tokenizer.token(token),
+            "logprob": None if log_prob is None else max(log_prob, LEAST_LOG_PROB),  # JSON has no -inf
+            "bytes": list(written) if is_text else None,
+        }
 
 
 def _call(text: str) -> dict[str, Any] | None:
@@ -226,13 +232,3 @@ def _call(text: str) -> dict[str, Any] | None:
         return None
     function = {"name": name, "arguments": text.partition('"arguments":')[2][:-1].strip()}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
-
-
-def _finite(log_prob: float | None) -> float | None:
-    """Returns a log-probability for JSON, which has no -inf."""
-    return None if log_prob is None else max(log_prob, LEAST_LOG_PROB)
-
-
-def _entry(text: str, log_prob: float) -> dict[str, Any]:
-    encoded = None if INCOMPLETE in text else list(text.encode())
-    return {"token": text, "logprob": log_prob, "bytes": encoded}

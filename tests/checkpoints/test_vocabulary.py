@@ -3,14 +3,12 @@
 import dataclasses
 import functools
 import itertools
-import json
-import pathlib
 
 import jax
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
 from specsamp import CoupledRule, ModelDrafter, chain, generate, temperature
 from specsamp.checkpoints.export import export
@@ -22,47 +20,7 @@ from specsamp.mesh.layout import make_mesh
 from specsamp.training.data import train_tokenizer
 from support.checkpoint_shapes import CONFIG, random_params
 from support.fakes import TableLM
-
-TEXTS = [path.read_text(encoding="utf-8") for path in sorted(pathlib.Path(__file__).parents[1].glob("support/*.py"))]
-TEXTS += ["naïve café, 42 Übungen, 数学 – 1234567 \t\n  x"] * 4
-STYLES = ("gpt2", "llama2", "llama3", "qwen", "gemma")
-
-
-@functools.cache
-def tokenizer(style, size=900):
-    """A small tokenizer in the style of a public one, trained on the tests' support."""
-    text = tokenizers.Tokenizer(models.BPE(byte_fallback=style in ("llama2", "gemma"), ignore_merges=style == "llama3"))
-    begin, end = {
-        "gpt2": (None, "<|endoftext|>"),
-        "qwen": (None, "<|im_end|>"),
-        "llama3": ("<|begin_of_text|>", "<|eot_id|>"),
-    }.get(style, ("<s>", "</s>"))
-    special = [token for token in (begin, end) if token]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if style in ("llama2", "gemma"):
-        steps = [normalizers.Replace(" ", "▁")]
-        text.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *steps] if style == "llama2" else steps)
-        text.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-        special, alphabet = ["<unk>", *special, *(f"<0x{byte:02X}>" for byte in range(256))], []
-    else:
-        digits = {"llama3": r"\p{N}{1,3}", "qwen": r"\p{N}", "gpt2": r" ?\p{N}+"}[style]
-        pattern = tokenizers.Regex(rf" ?\p{{L}}+|{digits}|\s+(?!\S)|\s+|[^\s\p{{L}}\p{{N}}]+")
-        split = pre_tokenizers.Split(pattern, "isolated")
-        text.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-        text.decoder = decoders.ByteLevel()
-    size += STYLES.index(style) * 100
-    text.train_from_iterator(
-        TEXTS,
-        trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
-    )
-    content = json.loads(text.to_str())  # bytes are ordinary tokens
-    content["added_tokens"] = [token for token in content["added_tokens"] if not token["content"].startswith("<0x")]
-    text = tokenizers.Tokenizer.from_str(json.dumps(content))
-    if begin:
-        text.post_processor = processors.TemplateProcessing(
-            single=f"{begin} $A", special_tokens=[(begin, text.token_to_id(begin))]
-        )
-    return JsonTokenizer.from_tokenizer(text, end)
+from support.tokenizer_styles import STYLES, tokenizer
 
 
 @functools.cache

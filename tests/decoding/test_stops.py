@@ -8,7 +8,7 @@ import pytest
 
 from specsamp import BlockRule, ModelDrafter, NgramDrafter, NoDrafter, chain, generate, stream, temperature
 from specsamp.decoding.results import RowStats
-from specsamp.decoding.text import Stops
+from specsamp.decoding.text import Continuation, Stops
 from support.byte_tokenizer import ByteTokenizer
 from support.fakes import TableLM, counting_pair, decode, table_loop
 from support.loop_distributions import NEAR, TARGET, V
@@ -32,8 +32,8 @@ def test_the_first_string_ends_the_text_and_a_budget_comes_before_it():
 class Prefixed(ByteTokenizer):
     """Drops the space that a text begins with, as tokenizers do that give one to every beginning."""
 
-    def decode(self, tokens):
-        return super().decode(tokens).removeprefix(" ")
+    def token_bytes(self, token, before=None):
+        return b"" if before is None and token == ord(" ") else super().token_bytes(token)
 
 
 def test_a_text_keeps_the_space_between_it_and_its_prompt():
@@ -60,18 +60,18 @@ def test_what_only_looked_like_a_stop_is_shown():
 
 
 def test_where_a_string_ends_is_found_in_the_fewest_tokens():
-    stops, tokenizer = Stops(texts=("\u00e9t", "ab")), ByteTokenizer()
-    tokens = tokenizer.encode("x \u00e9t\u00e9 ab")
-    assert stops.count(tokenizer, tokens) == 5 and stops.text(tokenizer, tokens) == "x "
-    assert stops.count(tokenizer, tokens[:4]) is None and stops.held_back("x \u00e9") == 1
+    stops, decoder = Stops(texts=("\u00e9t", "ab")), Continuation(ByteTokenizer())
+    tokens = list("x \u00e9t\u00e9 ab".encode())
+    assert stops.count(decoder, tokens) == 5 and stops.text(decoder, tokens) == "x "
+    assert stops.count(decoder, tokens[:4]) is None and stops.held_back("x \u00e9") == 1
 
 
 def test_a_string_that_ends_in_the_least_tokens_ends_nothing():
-    stops, tokenizer = Stops(texts=("ab", "c"), least=4), ByteTokenizer()
+    stops, decoder = Stops(texts=("ab", "c"), least=4), Continuation(ByteTokenizer())
     for text, count, left in (("cabab..", 5, "cab"), ("abcc...", None, "abcc..."), ("aab.ac.", 6, "aab.a")):
-        tokens = tokenizer.encode(text)
-        assert (stops.count(tokenizer, tokens), stops.text(tokenizer, tokens)) == (count, left), text
-    assert Stops(texts=("ab", "c")).count(tokenizer, tokenizer.encode("cabab..")) == 1, "the control"
+        tokens = list(text.encode())
+        assert (stops.count(decoder, tokens), stops.text(decoder, tokens)) == (count, left), text
+    assert Stops(texts=("ab", "c")).count(decoder, list(b"cabab..")) == 1, "the control"
 
 
 @pytest.mark.parametrize("drafter", [ModelDrafter(TableLM(V), 3), NgramDrafter(K=2), NoDrafter()])

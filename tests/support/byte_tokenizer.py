@@ -3,6 +3,7 @@
 import dataclasses
 
 from specsamp.checkpoints.tokenizer import EOS
+from specsamp.decoding.text import Continuation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,10 @@ class ByteTokenizer:
         raise ValueError("bytes have no chat template: give texts")
 
     def decode(self, tokens):
-        return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
+        return Continuation(self).decode(tokens)
+
+    def token_bytes(self, token, before=None):
+        return bytes([token]) if token < 256 else None
 
     def token_id(self, text):
         encoded = [self.eos_id] if text == EOS else self.encode(text)

@@ -1,0 +1,100 @@
+"""Replies, whose tokens have names, bytes and offsets that fit the text, whatever the tokenizer."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from specsamp import NoDrafter
+from specsamp.decoding.method import Method
+from specsamp.decoding.request import Request
+from specsamp.decoding.results import Chunk, RowStats, RowText
+from specsamp.decoding.state import Finish
+from specsamp.decoding.text import Continuation
+from specsamp.serving.answer import Answer
+from specsamp.serving.openai_replies import Reply
+from specsamp.serving.openai_requests import read_request
+from specsamp.serving.scores import Scores
+from support.tokenizer_styles import tokenizer
+
+TEXT = "é» ሰላም ᏣᎳᎩ 𐌲 Human\ufffd  is 👩‍👧 e\u0301."
+STATS = RowStats(rounds=1, emitted=1, drafted=0, reached=(), accepted_counts=(1,))
+METHOD = Method(drafter=NoDrafter())
+
+
+def replied(style, prompt, tokens, ends, is_chat=False, **fields):
+    """The reply to a request whose tokens come in chunks with these ends, and the chunks of its stream."""
+    asked = {"messages": [{"role": "user", "content": "a"}]} if is_chat else {"prompt": list(prompt)}
+    asked = read_request(asked | fields, is_chat=is_chat, model="m")
+    request = Request(prompt=tuple(prompt), max_new_tokens=len(tokens), tokenizer=tokenizer(style))
+    answer = Answer([request], print, is_streamed=asked.stream, is_scored=asked.is_scored)
+    everything = [*prompt, *tokens]
+    others = [[(token, -1.0), (5, -2.0), (300, -3.0)] for token in everything[1:]]
+    answer.scores[request] = Scores([-1.0] * len(everything[1:]), others)
+    reply = Reply(asked, answer, "m", exact=True)
+    text = RowText(
+        tokens=tokens, from_draft=[False] * len(tokens), log_probs=[-1.0] * len(tokens), finish=0, stats=STATS
+    )
+    chunks = []
+    for end in ends:
+        finish = Finish.LENGTH if end == ends[-1] else Finish.RUNNING
+        row = dataclasses.replace(
+            text, tokens=tokens[:end], from_draft=[False] * end, log_probs=[-1.0] * end, finish=finish
+        )
+        chunks.append(reply.chunk(Chunk.of(request, row, METHOD)))
+    return reply.whole()["choices"][0], [chunk["choices"][0] for chunk in chunks if chunk]
+
+
+STYLES = ["gpt2", "llama2", "gemma", "chatglm", "t5"]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("start", [1, 4, 9])
+def test_names_of_a_stream_are_its_text_and_offsets_are_their_places(style, start):
+    text = tokenizer(style)
+    tokens = text.encode(TEXT)
+    prompt, rest = tokens[:start], tokens[start:]
+    whole, chunks = replied(style, prompt, rest, [*range(2, len(rest), 3), len(rest)], logprobs=0, stream=True)
+    names = sum((chunk["logprobs"]["tokens"] for chunk in chunks if chunk["logprobs"]), [])
+    offsets = sum((chunk["logprobs"]["text_offset"] for chunk in chunks if chunk["logprobs"]), [])
+    names = [name if text.token_bytes(token) is not None else "" for token, name in zip(rest, names, strict=True)]
+    assert "".join(names) == whole["text"] == "".join(chunk["text"] for chunk in chunks)
+    assert Continuation(text).complete(prompt) + whole["text"] == text.decode(tokens)
+    assert offsets == list(itertools.accumulate(map(len, names), initial=0))[:-1]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_bytes_in_a_row_are_those_of_the_text(style):
+    """Also of a text that ends inside a character; a token without text has a name and no bytes."""
+    text = tokenizer(style)
+    prompt, tokens = text.encode("a."), text.encode(TEXT)[:-4]
+    for rest in (tokens, [*tokens[:8], text.eos_id, *tokens[8:]]):
+        whole, _ = replied(style, prompt, rest, [len(rest)], is_chat=True, logprobs=True)
+        entries = whole["logprobs"]["content"]
+        joined = bytes(itertools.chain(*(entry["bytes"] or () for entry in entries)))
+        assert joined.decode(errors="replace") == whole["message"]["content"]
+        unnamed = [entry for entry in entries if entry["bytes"] is None]
+        ends = [text.token(token) for token in rest if text.token_bytes(token) is None]
+        assert [entry["token"] for entry in unnamed] == ends and len(ends) >= len(rest) - len(tokens)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_an_echo_has_the_names_and_offsets_of_the_whole_text(style):
+    """A prompt's special token has a name that is no part of the text, and moves no offset."""
+    text = tokenizer(style)
+    tokens = text.encode(TEXT)
+    whole, _ = replied(style, tokens[:6], tokens[6:], [len(tokens) - 6], logprobs=3, echo=True)
+    marks = whole["logprobs"]
+    assert whole["text"] == text.decode(tokens)
+    decoder = Continuation(text)
+
+    def name(at, token):
+        before = decoder.complete(tokens[:at])
+        if text.token_bytes(token) is None:
+            return text.token(token)
+        return Continuation(text).complete([*tokens[:at], token]).removeprefix(before)
+
+    assert marks["tokens"] == [name(at, token) for at, token in enumerate(tokens)]
+    assert marks["text_offset"] == [len(decoder.complete(tokens[:at])) for at in range(len(tokens))]
+    likeliest = [None if tops is None else set(tops) for tops in marks["top_logprobs"]]
+    assert likeliest[1:] == [{name(at, one) for one in (token, 5, 300)} for at, token in enumerate(tokens)][1:]
