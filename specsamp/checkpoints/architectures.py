@@ -89,6 +89,7 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
             f"{path} has a quantization_config ({method!r:.40}): give the checkpoint before it was quantised; it can be "
             "quantised to int8 while it is read"
         )
+    fields.require("is_causal", True)
     try:
         config = TransformerConfig(dtype=dtype, **family.read(fields))
     except (ArithmeticError, TypeError, ValueError) as error:
@@ -101,8 +102,8 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
     return family, config
 
 
-def _rotary(fields: Fields, shape: dict) -> dict:
-    return rotary_fields(fields, rope_parameters(fields), shape)
+def _rotary(fields: Fields, shape: dict, base: float = 10_000.0) -> dict:
+    return rotary_fields(fields, rope_parameters(fields), shape, base=base)
 
 
 def _gpt_neox_rotary(fields: Fields, shape: dict) -> dict:
@@ -129,7 +130,13 @@ def _gemma3_positions(fields: Fields, shape: dict) -> dict:
     windows = _windows(fields, fields.or_null("sliding_window", 4096), lambda i: bool((i + 1) % every))
     given = Fields(f"{fields.path}, in rope_parameters,", fields.object("rope_parameters"))
     everywhere = {"rope_theta": fields("rope_theta", 1e6), **given.object("full_attention")}
-    everywhere |= fields.object("rope_scaling")
+    scaling = fields.object("rope_scaling")
+    everywhere |= scaling
+    if ("type" in scaling and "rope_type" not in scaling) or everywhere.get("truncate", True) is not True:
+        raise ValueError(
+            f"{fields.path} says {dict(everywhere)}; of this family transformers ignores the keys type and truncate: "
+            "write rope_type for type, and remove truncate"
+        )
     near = {"rope_theta": fields("rope_local_base_freq", 1e4), **given.object("sliding_attention")}
     if near.get("rope_type", "default") != "default":
         raise ValueError(f"{fields.path} scales the rotary positions of layers with a window, which is not supported")
@@ -210,7 +217,11 @@ FAMILIES = {
         model_type="mixtral",
         names=TABLES["mixtral"],
         keys=(*LLAMA, "mistral", "mixtral"),
-        more=(_rotary, functools.partial(_mistral_windows, default=None), _mixtral_experts),
+        more=(
+            functools.partial(_rotary, base=1e6),
+            functools.partial(_mistral_windows, default=None),
+            _mixtral_experts,
+        ),
     ),
     "Qwen2ForCausalLM": Family(model_type="qwen2", **QWEN2),
     "MiMoForCausalLM": Family(model_type="mimo", head_prefix="model.mtp_layers.", **QWEN2),

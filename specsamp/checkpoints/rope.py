@@ -11,10 +11,11 @@ from specsamp.checkpoints.fields import Fields
 from specsamp.models.config import TransformerConfig
 from specsamp.models.positions import RotaryScaling
 
+ORIGINAL = "original_max_position_embeddings"  # a key
 # The fields of a `RotaryScaling` by kind, and their keys in config.json.
 LLAMA3 = {
     "factor": "factor",
-    "original_positions": "original_max_position_embeddings",
+    "original_positions": ORIGINAL,
     "low": "low_freq_factor",
     "high": "high_freq_factor",
 }
@@ -28,31 +29,49 @@ SCALINGS = {"linear": {"factor": "factor"}, "llama3": LLAMA3, "yarn": YARN}
 
 
 def rope_parameters(fields: Fields) -> Mapping[str, Any]:
-    """Returns the rotary parameters of a file; prefers rope_scaling, which users add to lengthen the context."""
-    return fields.object("rope_scaling") or fields.object("rope_parameters")
+    """Returns the rotary parameters of a file, with the preferences of transformers.
+
+    It prefers rope_scaling, which users add to lengthen the context, and an original length beside the parameters to
+    one within them.
+    """
+    given = fields.object("rope_scaling") or fields.object("rope_parameters")
+    original = fields(ORIGINAL, None)
+    return given if original is None else {**given, ORIGINAL: original}
 
 
 def rotary_fields(
-    fields: Fields, given: Mapping[str, Any], usual: Mapping[str, Any], *, partial: bool = False
+    fields: Fields,
+    given: Mapping[str, Any],
+    usual: Mapping[str, Any],
+    *,
+    partial: bool = False,
+    base: float = 10_000.0,
 ) -> dict[str, Any]:
     """Returns the fields of rotary positions.
 
     Args:
       given: the result of `rope_parameters`.
       usual: sizes of the model.
-      partial: whether the family rotates a part of each head; other families ignore partial_rotary_factor.
+      partial: whether the family rotates a part of each head. Other families ignore partial_rotary_factor, unless
+        positions are scaled: there transformers fails.
+      base: of a file without rope_theta.
     """
-    given = {key: value for key, value in given.items() if value is not None}
+    given = {key: value for key, value in given.items() if value is not None or key == "truncate"}
     if "full_attention" in given:
         raise ValueError(f"{fields.path} has rope_parameters for each kind of layer, which only Gemma 3 may have")
-    base = float(given.get("rope_theta", fields("rope_theta", 10_000.0)))
     share = given.get("partial_rotary_factor", fields("partial_rotary_factor", 1.0))
     head_size = usual["head_size"] or usual["width"] // usual["num_heads"]
+    scaling = _scaling(fields, given, usual["max_positions"])
+    if share != 1 and scaling is not None and not partial:
+        raise ValueError(
+            f"{fields.path} says partial_rotary_factor = {share!r} and scales its rotary positions; this family rotates "
+            "whole heads: remove one of the two"
+        )
     return dict(
         positions="rotary",
-        rotary_base=base,
+        rotary_base=float(given.get("rope_theta", fields("rope_theta", base))),
         rotary_size=int(head_size * share) if partial and share != 1 else None,
-        rotary_scaling=_scaling(fields, given, usual["max_positions"]),
+        rotary_scaling=scaling,
     )
 
 
@@ -76,14 +95,16 @@ def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> Ro
             f"{fields.path} scales its rotary positions by {dict(given)}; supported are {', '.join(SCALINGS)} (scaling that "
             "depends on the length of the sequence would change keys in the cache)"
         )
+    given = {ORIGINAL: max_positions} | given
     if kind == "yarn":
         factor = given.get("factor", 1)
         amplitude = 0.1 * math.log(factor) + 1 if factor > 1 else 1
         usual = dict(beta_slow=1, beta_fast=32, attention_factor=amplitude, truncate=True)
-        given = usual | {"original_max_position_embeddings": max_positions} | given
+        given = usual | given
     values = {field: given.get(key) for field, key in SCALINGS[kind].items()}
     for field, value in values.items():
         if field == "whole_dimensions":
+            values[field] = bool(value)  # null is false in transformers
             continue
         number = validate.number(f"{fields.path}: {SCALINGS[kind][field]} of {kind} scaling", value, 0, above=True)
         values[field] = value if field == "original_positions" else number

@@ -1,18 +1,77 @@
 """Values of config.json that transformers reads in a way of its own; each was found where logits differed from its."""
 
 import copy
+import json
+import pathlib
 
 import pytest
 
 from specsamp.checkpoints.architectures import FAMILIES, parse_config
+from specsamp.checkpoints.fields import Fields
 from support import golden
 
 LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
+SCALINGS = {"llama3": LLAMA3, "yarn": dict(rope_type="yarn", rope_theta=500.0, factor=4.0)}
+ORIGINAL = "original_max_position_embeddings"
+# Of the configuration classes of transformers, for the keys that are read here.
+DEFAULTS = json.loads(pathlib.Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
+RELEASE = DEFAULTS.pop("transformers")
 WHOLE_HEADS = ("llama2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "arcee")
 
 
 def read(name, **changes):
     return parse_config("config.json", copy.deepcopy(golden.read(name).config | changes), "float32")[1]
+
+
+@pytest.mark.parametrize("name, key", [(name, key) for name, keys in DEFAULTS.items() for key in keys])
+def test_an_absent_key_is_read_as_the_default_of_transformers(name, key):
+    """Mixtral without rope_theta had another base than Mixtral; a default that is read wrongly is a silent error."""
+    config = golden.read(name).config
+    given = {other: value for other, value in config.items() if other not in (key, "rope_parameters", "layer_types")}
+    if key in ("sliding_window", "max_window_layers") and "use_sliding_window" in DEFAULTS[name]:
+        given |= {"use_sliding_window": True}
+    if key == "num_experts":
+        given.pop("num_local_experts", None)
+    family = FAMILIES[config["architectures"][0]]
+    expected = family.read(Fields("config.json", given | {key: DEFAULTS[name][key]}))
+    assert family.read(Fields("config.json", given)) == expected
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen3", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_an_original_length_beside_the_scaling_counts_before_one_within(name, key, kind):
+    within = read(name, **{key: SCALINGS[kind] | {ORIGINAL: 16}})
+    assert within.rotary_scaling.original_positions == 16
+    assert read(name, **{key: SCALINGS[kind] | {ORIGINAL: 8}, ORIGINAL: 16}) == within
+    assert read(name, **{key: SCALINGS[kind], ORIGINAL: 16}) == within
+    assert read(name, **{key: SCALINGS[kind] | {ORIGINAL: 16}, ORIGINAL: None}) == within
+    neither = read(name, **{key: SCALINGS[kind]})
+    assert neither.rotary_scaling.original_positions == neither.max_positions
+
+
+def test_gemma_3_keeps_the_original_length_of_its_kind_of_layer():
+    rope = dict(golden.read("gemma3").config["rope_parameters"], full_attention=SCALINGS["yarn"] | {ORIGINAL: 8})
+    found = read("gemma3", rope_parameters=rope, **{ORIGINAL: 16})
+    assert found == read("gemma3", rope_parameters=rope) and found.rotary_scaling.original_positions == 8
+
+
+def test_keys_that_transformers_ignores_are_refused():
+    """Of Gemma 3 it looks for truncate outside of the kind of layer, and for rope_type alone beside a default."""
+    yarn = SCALINGS["yarn"]
+    assert not read("llama2", rope_scaling=yarn | dict(truncate=False)).rotary_scaling.whole_dimensions
+    assert not read("llama2", rope_scaling=yarn | dict(truncate=None)).rotary_scaling.whole_dimensions
+    assert read("gemma3", rope_scaling=yarn | dict(truncate=True)) == read("gemma3", rope_scaling=yarn)
+    for scaling in (yarn | dict(truncate=False), dict(type="linear", factor=2.0)):
+        with pytest.raises(ValueError, match="transformers ignores the keys type and truncate"):
+            read("gemma3", rope_scaling=scaling)
+
+
+@pytest.mark.parametrize("name", golden.NAMES)
+def test_models_that_see_what_follows_are_refused(name):
+    assert read(name, is_causal=True) == read(name)
+    with pytest.raises(ValueError, match="is_causal = False; only True is supported"):
+        read(name, is_causal=False)
 
 
 @pytest.mark.parametrize("name", WHOLE_HEADS)
@@ -21,6 +80,9 @@ def test_families_that_turn_whole_heads_ignore_a_part(name):
     if name != "gemma3":
         within = dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5)
         assert read(name, rope_parameters=within).rotary_size is None
+    linear = dict(rope_type="linear", factor=2.0, rope_theta=10_000.0, partial_rotary_factor=0.5)
+    with pytest.raises(ValueError, match="partial_rotary_factor = 0.5 and scales"):  # there transformers fails
+        read(name, rope_scaling=linear, rope_parameters=None)
 
 
 def test_old_and_new_config_files_say_the_same():
