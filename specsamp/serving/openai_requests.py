@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from reprlib import repr  # short
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Json,
+    ValidationError,
+    model_validator,
+)
 
 from specsamp.decoding.request import Prompt
 from specsamp.sampling.warp import Warp
@@ -26,7 +35,8 @@ MAX_MESSAGE = 500  # characters
 MAX_TOOLS = 64
 ANYTHING = "as the protocol has it"  # what a field must be that has no description
 
-IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier")
+IGNORED = ("user", "metadata", "store", "safety_identifier", "service_tier")
+IGNORED += ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 # Fields that are not served, with the values that change nothing.
 REFUSED = {
     "best_of": (1,),
@@ -115,9 +125,17 @@ class StreamOptions(_Fields):
     include_obfuscation: bool = _switch()
 
 
+def _ignored() -> Any:
+    """Returns a field that a client computed from others, or that changes no text."""
+    return Field(None, exclude=True)
+
+
 class Part(_Fields):
-    type: Literal["text"]
-    text: UnicodeText
+    """Holds a part of a message; the refusal of an answer is a text, too."""
+
+    type: Literal["text", "refusal"]
+    text: UnicodeText = Field(validation_alias=AliasChoices("text", "refusal"))
+    prompt_cache_breakpoint: Any = _ignored()
 
 
 class Function(_Fields):
@@ -135,36 +153,46 @@ class Tool(_Fields):
 class CalledFunction(_Fields):
     name: FunctionName
     arguments: Json[dict[str, Any]]
+    parsed_arguments: Any = _ignored()
 
 
 class Call(_Fields):
+    index: Any = _ignored()
     id: UnicodeText
     type: Literal["function"]
     function: CalledFunction
 
 
 class Message(_Fields):
+    """Holds a message; those of the assistant have the fields in which openai-python keeps an answer."""
+
     role: UnicodeText = Field(description="a text such as user")
     content: UnicodeText | Annotated[list[Part], Field(min_length=1)] = Field(
         description="a text of valid Unicode, or a list of parts of the type text"
     )
-    name: Any = None
+    name: UnicodeText | None = Field(None, description="a text of valid Unicode")
+    reasoning_content: UnicodeText | None = Field(None, description="a text of valid Unicode")
+    reasoning: UnicodeText | None = Field(None, description="a text of valid Unicode")
     tool_calls: list[Call] = Field([], description="calls as an answer has them")
     tool_call_id: UnicodeText | None = Field(None, description="the id of the call that this message answers")
+    refusal: UnicodeText | None = Field(None, exclude=True, description="a text of valid Unicode")
+    annotations: Any = _ignored()
+    parsed: Any = _ignored()
 
     @model_validator(mode="before")
     @classmethod
-    def _a_call_has_no_text(cls, document: Any) -> Any:
-        if isinstance(document, dict) and document.get("tool_calls") and document.get("content") is None:
-            return document | {"content": ""}
-        return document
+    def _an_answer_may_have_no_text(cls, document: Any) -> Any:
+        if not isinstance(document, dict) or document.get("content") is not None:
+            return document
+        is_answer = document.get("role") == "assistant" or document.get("tool_calls")
+        return document | {"content": document.get("refusal") or ""} if is_answer else document
 
     def turn(self) -> dict[str, Any]:
         """Returns the message for a template, with its parts joined."""
-        whole = isinstance(self.content, str)
-        text = self.content if whole else "".join(part.text for part in self.content)
-        calls = self.model_dump(include={"tool_calls", "tool_call_id"}, exclude_defaults=True)
-        return {"role": self.role, "content": text, **calls}
+        turn = self.model_dump(exclude_defaults=True)
+        if not isinstance(self.content, str):
+            turn["content"] = "".join(part.text for part in self.content)
+        return turn
 
 
 class ResponseFormat(_Fields):

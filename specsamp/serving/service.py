@@ -49,7 +49,7 @@ from specsamp.serving.learner import Learner, check_learner
 from specsamp.serving.request_warps import exclude_early
 from specsamp.serving.scores import Scores
 
-MAX_STOPS = 4  # strings that end the texts of a request
+MAX_STOPS = 32  # strings that end the texts of a request; tasks of lm-eval send up to 6
 MAX_STOP_IDS = 16  # tokens that do
 IDLE_SECONDS = 5  # between two words of the first process to others, so that none waits for one that has died
 
@@ -212,7 +212,7 @@ class Service:
           deliver: takes the chunks as they come, the last of each text with its finish, or a `Failed`. It is called by
             the service's thread and must return at once.
           sampling: of the same kinds as the service's method, which is the default.
-          stop, stop_ids: at most 4 strings and 16 tokens that end texts besides the pair's stop tokens.
+          stop, stop_ids: at most 32 strings and 16 tokens that end texts besides the pair's stop tokens.
           ignore_eos: whether the pair's stop tokens end nothing.
           min_tokens: that a text has: stop tokens are excluded from them, and no string ends in them.
           draft_length: tokens to draft in a round, at most the drafter's K; a text is that of `generate` with this length.

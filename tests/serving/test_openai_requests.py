@@ -58,7 +58,9 @@ def test_fields_that_are_served():
     document = {"messages": [{"role": "user", "content": parts, "name": "Ann"}], "logprobs": True, "top_logprobs": 0}
     document |= {"max_completion_tokens": 4, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
     asked = read(document, is_chat=True)
-    assert asked.prompts == [HI] and asked.max_tokens == 4 and asked.stream and asked.include_usage
+    assert (
+        asked.prompts == [[HI[0] | {"name": "Ann"}]] and asked.max_tokens == 4 and asked.stream and asked.include_usage
+    )
     assert read({"prompt": [5, 6]}).prompts == [[5, 6]] and read({"prompt": ["a", "b"]}).prompts == ["a", "b"]
 
 
@@ -81,6 +83,51 @@ def test_tools_reach_the_template_and_make_a_grammar():
     (prompt,) = read(document, is_chat=True).prompts
     call["function"]["arguments"] = {"x": 1}
     assert prompt == {"messages": [called | {"content": ""}, document["messages"][1]], "tools": tools}
+
+
+def answers():
+    """Returns the messages of answers as openai-python has them: read whole, and put together from a stream."""
+    from openai.lib.streaming.chat import ChatCompletionStreamState
+    from openai.types.chat import ChatCompletionChunk, ChatCompletionMessage, ParsedChatCompletionMessage
+
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
+    deltas = {
+        "a text": [{"role": "assistant", "content": ""}, {"content": "So"}, {"content": "."}],
+        "no text": [{"role": "assistant"}],
+        "a call": [{"role": "assistant", "content": ""}, {"tool_calls": [{"index": 0} | call]}],
+        "a refusal": [{"role": "assistant"}, {"refusal": "No."}],
+    }
+    for name, parts in deltas.items():
+        state = ChatCompletionStreamState(
+            input_tools=[{"type": "function", "function": {"name": "add", "strict": True}}]
+        )
+        head = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+        for delta in [*parts, {}]:
+            choice = {"index": 0, "delta": delta, "finish_reason": None if delta else "stop"}
+            state.handle_chunk(ChatCompletionChunk.model_validate(head | {"choices": [choice]}))
+        yield name, state.get_final_completion().choices[0].message
+    cited = {"type": "url_citation", "url_citation": {"end_index": 1, "start_index": 0, "title": "t", "url": "u"}}
+    whole = {"role": "assistant", "content": "So.", "annotations": [cited], "reasoning_content": "Hm"}
+    yield "a text", ChatCompletionMessage.model_validate(whole)
+    yield "a text", ParsedChatCompletionMessage[dict].model_validate(whole | {"parsed": {"a": 1}})
+    yield "a call", ChatCompletionMessage.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
+
+
+@extras.needs("openai")
+def test_answers_as_openai_python_keeps_them_are_history():
+    """Every streaming agent sends back the message that the client's helper puts together: indices, parsed arguments."""
+    contents = {"a text": "So.", "no text": "", "a call": "", "a refusal": "No."}
+    calls = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]
+    for name, message in answers():
+        expected = {"role": "assistant", "content": contents[name]}
+        if name == "a call":
+            expected["tool_calls"] = calls
+        if "reasoning_content" in message.model_dump():
+            expected["reasoning_content"] = "Hm"
+        dumps = [message.model_dump(**{option: True}) for option in ("exclude_none", "exclude_unset", "by_alias")]
+        for sent in (*dumps, message.model_dump(), message.to_dict()):
+            document = json.loads(json.dumps({"messages": [*HI, sent, *HI]}))
+            assert read(document, is_chat=True).prompts == [[*HI, expected, *HI]], (name, sent)
 
 
 TABLE = pathlib.Path(__file__).with_name("refused_requests.txt").read_text(encoding="utf-8")
