@@ -118,9 +118,22 @@ def main() -> None:
         except KeyboardInterrupt as interrupt:
             raise KeyboardInterrupt(f"{server.ended} texts were being written and were ended") from interrupt
         finally:
-            service.close()
-            service.join()
+            end(service, at_once=server.force_exit)
         check(service)
+
+
+def end(service: Service, at_once: bool) -> None:
+    """Waits for the slice that runs, and for the program that is being compiled, which may take minutes.
+
+    A second interrupt, before or while it waits, ends this process at once; a normal exit would wait as well.
+    """
+    service.close()
+    try:
+        if at_once:
+            raise KeyboardInterrupt
+        service.join()
+    except KeyboardInterrupt:
+        distributed.end_now("interrupted twice; what was being compiled is lost", entry.INTERRUPTED)
 
 
 def decode_for_first(config: ExperimentConfig, console: Console) -> NoReturn:

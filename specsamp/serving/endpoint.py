@@ -52,7 +52,7 @@ PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-CLOSE = {"connection": "close"}  # the rest of a body is not read
+CLOSE = {"connection": "close"}  # nothing that follows is read
 RETRY_AFTER_SECONDS = 1
 ERRORS = {  # of the service, and their form in the protocol
     TooLong: {"code": "context_length_exceeded"},  # clients look for it, to shorten a conversation
@@ -213,8 +213,6 @@ class Endpoint:
         if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise ApiError("compressed bodies are not taken: leave content-encoding out", status=415)
         length = request.headers.get("content-length")
-        if length is not None and "transfer-encoding" in request.headers:
-            raise ApiError("content-length and transfer-encoding contradict each other: send one", status=400)
         if length is not None and int(length) > self.max_body:  # the server has checked that it is a number
             raise ApiError(f"the body is larger than the {self.max_body} bytes that are taken", status=413)
         body = bytearray()
@@ -242,7 +240,11 @@ class Endpoint:
 
 
 class _Watch:
-    """Counts and logs each request of an application, and refuses what would be too many at a time."""
+    """Counts and logs each request of an application; refuses one too many at a time, and one of two lengths.
+
+    Where a proxy takes the length of a body from one header and this server from another, a part of the body is a request
+    that the proxy has not seen. So the connection is closed, and nothing behind such a request is read.
+    """
 
     def __init__(self, app: Starlette, endpoint: Endpoint):
         self._app, self._endpoint, self._open = app, endpoint, 0
@@ -259,12 +261,14 @@ class _Watch:
             await send(message)
 
         most, self._open = self._endpoint.most, self._open + 1
+        app = self._app
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            twice = ApiError("content-length and transfer-encoding contradict each other: send one")
+            app = _reply(twice.body, twice.status, CLOSE)
+        elif most is not None and self._open > most:
+            app = await _refuse(Request(scope), ApiError(f"{most} requests are open: try again later", status=503))
         try:
-            if most is not None and self._open > most:
-                busy = ApiError(f"{most} requests are open: try again later", status=503)
-                await (await _refuse(Request(scope), busy))(scope, receive, watched)
-            else:
-                await self._app(scope, receive, watched)
+            await app(scope, receive, watched)
         finally:
             self._open -= 1
             self._record(scope, statuses[0] if statuses else 499, begin)

@@ -67,7 +67,8 @@ class WebServer(uvicorn.Server):
         Args:
           service: that the application is of. As many connections of one address are taken as texts may run or wait, and
             some more; of all addresses twice as many.
-          timeout: seconds that a connection has to send the headers of a request; twice as many after an answer.
+          timeout: seconds that a connection has to send the headers of a request; after an answer twice as many, and up to
+            three times as many for headers that have begun.
         """
 
         by_address: collections.Counter[str] = collections.Counter()
@@ -83,7 +84,7 @@ class WebServer(uvicorn.Server):
                 if by_address[self._address] > most or by_address.total() > 2 * most:
                     transport.write(TOO_MANY)
                     transport.close()
-                self._answered = None  # the last request that had been answered at the last look
+                self._answered, self._looks = None, 0  # the request that was answered at so many looks before this one
                 self.loop.call_later(timeout, self._look)
 
             def connection_lost(self, exc):
@@ -93,9 +94,10 @@ class WebServer(uvicorn.Server):
                     del by_address[self._address]
 
             def _look(self):
-                if self.cycle is self._answered:
+                if self.cycle is None or (self.cycle is self._answered and self._looks == 2):
                     self.transport.close()
                 elif not self.transport.is_closing():
+                    self._looks = self._looks + 1 if self.cycle is self._answered else 1
                     self._answered = self.cycle if self.cycle.response_complete else None
                     self.loop.call_later(timeout, self._look)
 
@@ -108,6 +110,7 @@ class WebServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                timeout_keep_alive=2 * timeout,
                 timeout_graceful_shutdown=LAST_SECONDS,
             )
         )

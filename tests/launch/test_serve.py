@@ -85,6 +85,27 @@ def test_a_service_that_fails_ends_the_server(tmp_path, monkeypatch):
     assert status == 500 and "the service failed: ZeroDivisionError" in document["error"]["message"]
 
 
+class Compiling:
+    """A service whose compiler is interrupted while the server waits for it."""
+
+    def close(self):
+        self.is_closed = True
+
+    def join(self):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_second_interrupt_does_not_wait_for_what_is_being_compiled(monkeypatch, at_once):
+    """The first closes the service; a normal exit of the process would wait, too."""
+    from launch import serve
+
+    ended, service = [], Compiling()
+    monkeypatch.setattr(serve.distributed, "end_now", lambda *given: ended.append(given))
+    serve.end(service, at_once)
+    assert service.is_closed and ended == [("interrupted twice; what was being compiled is lost", 130)]
+
+
 @pytest.fixture
 def never(monkeypatch):
     """No weights are read and none are made."""

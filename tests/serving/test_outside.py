@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import html.parser
+import http.client
 import json
 import re
 import socket
@@ -183,6 +184,50 @@ def test_bodies_that_are_refused_at_once(server, headers, status, message):
     found, document = raw_request(server, head, b"{}")
     assert found in (status, 400) and message in document.decode()
     assert not message or set(json.loads(document)["error"]) == {"message", "type", "param", "code"}
+
+
+HIDDEN = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"  # what a proxy may have taken for a part of a body
+BOTH = "content-length: 4\ntransfer-encoding: chunked"
+
+
+@pytest.mark.parametrize(
+    "path, headers, body",
+    [
+        (COMPLETIONS, BOTH, "0\n\n"),
+        ("/health", BOTH, "0\n\n"),
+        ("/nothing", "Transfer-Encoding: Chunked\nContent-Length: 0", "0\n\n"),
+        (COMPLETIONS, "content-length: 2\ncontent-length: 3", "{}"),
+        (COMPLETIONS, "content-length: 2, 3", "{}"),
+        (COMPLETIONS, "content-length : 2", "{}"),
+        (COMPLETIONS, "transfer-encoding: chunked\ntransfer-encoding: chunked", "0\n\n"),
+        (COMPLETIONS, "transfer-encoding: chunked, identity", "0\n\n"),
+        (COMPLETIONS, "transfer-encoding: xchunked", "0\n\n"),
+        (COMPLETIONS, "transfer-encoding: chunked", "zz\n{}\n0\n\n"),
+        (COMPLETIONS, "transfer-encoding: chunked", "-1\n{}\n0\n\n"),
+        (COMPLETIONS, "transfer-encoding: chunked", "f" * 30 + "\n{}\n0\n\n"),
+        (COMPLETIONS, "transfer-encoding: chunked", "1\n{}\n0\n\n"),
+    ],
+)
+def test_nothing_is_answered_behind_a_request_whose_end_is_unclear(server, path, headers, body):
+    head = f"POST {path} HTTP/1.1\nhost: x\ncontent-type: application/json\n{headers}\n\n{body}"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw:
+        raw.sendall(head.replace("\n", "\r\n").encode() + HIDDEN)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):  # it is closed with bytes that nobody read
+            while part := raw.recv(1 << 16):
+                received += part
+    assert received[:9] == b"HTTP/1.1 " and received[9:12] in (b"400", b"501"), received
+    assert received.count(b"HTTP/1.1 ") == 1 and b"unfinished_texts" not in received
+
+
+def test_a_connection_is_kept_as_long_as_its_server_says(service, server):
+    """Five seconds, the default of uvicorn, closed connections under the clients that would use them again."""
+    with serving(service, timeout=45.0) as patient:
+        assert patient.config.timeout_keep_alive == 90
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as kept:
+        for _ in range(2):
+            kept.request("GET", "/health")
+            assert kept.getresponse().read() and kept.sock is not None
 
 
 def test_slow_headers_of_one_address_are_closed_and_said_in_json(service, server, monkeypatch):
