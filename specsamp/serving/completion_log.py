@@ -7,11 +7,12 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
 from specsamp import storage, validate
 from specsamp.checkpoints.params import digest_of_pair
@@ -19,29 +20,38 @@ from specsamp.decoding.engine import Engine
 from specsamp.decoding.request import Request
 from specsamp.decoding.results import Completion, RowStats
 from specsamp.mesh.distributed import from_first
+from specsamp.replica import Replica, files_of
 
 BUCKET_SECONDS = 30  # between writes to a bucket, where a file cannot be appended to
+OF_THE_PART = ("prompts", "requests")  # values of a call that differ between replicas
 
 
 class CompletionLog:
     """Completions in a file, local or in a bucket. Of several processes the first reads and writes it.
 
     The first line describes the call; a file of another call is refused. A line that was cut short when a process ended is
-    dropped, and its completion is decoded again. One run at a time writes a file.
+    dropped, and its completion is decoded again. One run at a time writes a file. A replica writes a file of its own,
+    and every run takes over what files of replicas beside its own hold of its requests.
 
     Attributes:
-      completions: of the file, by prompt and sample.
+      completions: of the files, by prompt and sample.
     """
 
-    def __init__(self, path: str | os.PathLike, identity: Mapping[str, Any] | None = None):
+    def __init__(
+        self, path: str | os.PathLike, identity: Mapping[str, Any] | None = None, replica: Replica = Replica()
+    ):
         """Names a file, which is read by `open`.
 
         Args:
+          path: the file of a run without replicas.
           identity: values that must be the same for a run to go on, besides the call; as JSON. Default: `digest_of_pair`,
             which reads all parameters.
+          replica: which of several runs this is.
         """
-        self.path, self.identity = storage.place(validate.path("log", path)), identity
+        self._family = storage.place(validate.path("log", path))
+        self.path, self.identity = storage.place(replica.file(self._family)), identity
         self.completions: dict[tuple[int, int], Completion] = {}
+        self._requests: dict[tuple[int, int], dict[str, Any]] = {}
         self._lines: storage.Lines | None = None
         self._lock = contextlib.ExitStack()
 
@@ -49,32 +59,60 @@ class CompletionLog:
         """Reads the completions of these requests, or begins a file, and keeps it from other runs until `close`.
 
         Raises:
-          ValueError: another call began the file (the message lists the differences), it is no file of completions, or
+          ValueError: another call began a file (the message lists the differences), it is no file of completions, or
             another run is writing it.
           OSError: it cannot be written.
         """
         identity = {"weights": digest_of_pair(engine.pair)} if self.identity is None else self.identity
+        digests = digest_requests(engine, requests)
+        self._requests = {
+            (one.prompt_index, one.sample_index): {"prompt_id": one.prompt_id, "request": digest}
+            for one, digest in zip(requests, digests, strict=True)
+        }
+        call = describe_requests(engine, requests, digests) | dict(identity)
         try:
-            asked = json.loads(json.dumps({"completions_of": describe_requests(engine, requests) | dict(identity)}))
+            asked = json.loads(json.dumps({"completions_of": call}))
         except TypeError as error:
             raise ValueError(f"the identity of a log must be JSON ({error}); got {identity!r}") from error
         with contextlib.ExitStack() as lock:
             from_first(lambda: lock.enter_context(storage.locked(self.path, wait=False)))
-            lines = from_first(self._read)
+            lines = from_first(lambda: _read(self.path))
             if lines:
-                self._check(lines[0], asked)
-            known = {(request.prompt_index, request.sample_index) for request in requests}
+                _check(self.path, lines[0], asked["completions_of"])
             for number, line in enumerate(lines[1:], start=2):
-                completion = self._parse(line, number, known)
-                self.completions[completion.prompt_index, completion.sample_index] = completion
-            from_first(lambda: self._begin([json.dumps(asked), *lines[1:]]))
+                _, completion = _parse(self.path, line, number)
+                key = completion.prompt_index, completion.sample_index
+                if key not in self._requests:
+                    fault = f"sample {key[1]} of prompt {key[0]}"
+                    raise ValueError(f"{self.path}, line {number} is no completion ({fault}): remove the line")
+                self.completions[key] = completion
+            others = self._read_others(asked["completions_of"])
+            self.completions |= others
+            lines = [json.dumps(asked), *lines[1:], *map(self._line, others.values())]
+            from_first(lambda: self._begin(lines))
             self._lock = lock.pop_all()
+
+    def _read_others(self, call: Mapping[str, Any]) -> dict[tuple[int, int], Completion]:
+        """Returns the completions of requests that only the files of other replicas hold."""
+        shared = {name: value for name, value in call.items() if name not in OF_THE_PART}
+        missing = {told["request"]: key for key, told in self._requests.items() if key not in self.completions}
+        found = {}
+        for path in from_first(lambda: [one for one in files_of(self._family) if one != self.path]):
+            lines = from_first(lambda path=path: _read(path))
+            if lines:
+                _check(path, lines[0], shared)
+            for number, line in enumerate(lines[1:], start=2):
+                digest, completion = _parse(path, line, number)
+                if digest in missing:
+                    key = missing[digest]
+                    found[key] = dataclasses.replace(completion, prompt_index=key[0])
+        return found
 
     def add(self, completion: Completion) -> None:
         """Writes a completion; on a disk it is there when this returns."""
         self.completions[completion.prompt_index, completion.sample_index] = completion
         if self._lines is not None:
-            self._lines.add(json.dumps(dataclasses.asdict(completion)) + "\n")
+            self._lines.add(self._line(completion) + "\n")
 
     def close(self) -> None:
         """Writes completions that a bucket lacks, and leaves the file to other runs."""
@@ -85,55 +123,76 @@ class CompletionLog:
     def _begin(self, lines: list[str]) -> None:
         self._lines = storage.Lines(self.path, [line + "\n" for line in lines], bucket_seconds=BUCKET_SECONDS)
 
-    def _read(self) -> list[str]:
-        """Returns the whole lines of the file; none if it is not there, or no line of it was finished."""
-        if not self.path.exists():
-            return []
-        *lines, _ = storage.read_text(self.path).split("\n")
-        return lines
-
-    def _parse(self, line: str, number: int, known: Set[tuple[int, int]]) -> Completion:
-        try:
-            fields = json.loads(line)
-            completion = Completion(**fields | {"stats": RowStats.from_json(fields["stats"])})
-            if (completion.prompt_index, completion.sample_index) not in known:
-                raise ValueError(f"sample {completion.sample_index} of prompt {completion.prompt_index}")
-            if not all(isinstance(token, int) for token in completion.tokens):
-                raise ValueError(f"tokens {completion.tokens!r:.40}")
-            return completion
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{self.path}, line {number} is no completion ({error}): remove the line") from error
-
-    def _check(self, line: str, asked: dict) -> None:
-        try:
-            before = dict(json.loads(line)["completions_of"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.path} is no file of completions: give another path") from error
-        if different := storage.differences(before, asked["completions_of"]):
-            raise ValueError(
-                f"{self.path} holds completions of another call: {'; '.join(different)}. Give the old values to go on, "
-                "or another path"
-            )
+    def _line(self, completion: Completion) -> str:
+        told = self._requests[completion.prompt_index, completion.sample_index]
+        return json.dumps(told | dataclasses.asdict(completion))
 
 
-def describe_requests(engine: Engine, requests: Sequence[Request]) -> dict[str, Any]:
-    """Describes everything besides the weights that the completions depend on; equal requests have equal descriptions."""
-    arrays, method, first = engine.arrays(requests), engine.method, requests[0]
+def _read(path: epath.Path) -> list[str]:
+    """Returns the whole lines of a file; none if it is not there, or no line of it was finished."""
+    if not path.exists():
+        return []
+    *lines, _ = storage.read_text(path).split("\n")
+    return lines
+
+
+def _parse(path: epath.Path, line: str, number: int) -> tuple[str, Completion]:
+    """Returns the digest of a request, and its completion."""
+    try:
+        fields = json.loads(line)
+        digest = fields.pop("request")
+        del fields["prompt_id"]
+        completion = Completion(**fields | {"stats": RowStats.from_json(fields["stats"])})
+        if not all(isinstance(token, int) for token in completion.tokens):
+            raise ValueError(f"tokens {completion.tokens!r:.40}")
+        return digest, completion
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}, line {number} is no completion ({error}): remove the line") from error
+
+
+def _check(path: epath.Path, line: str, call: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a file's first line describes a call with these values."""
+    try:
+        before = dict(json.loads(line)["completions_of"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no file of completions: give another path") from error
+    before = {name: value for name, value in before.items() if name in call or name not in OF_THE_PART}
+    if different := storage.differences(before, call):
+        raise ValueError(
+            f"{path} holds completions of another call: {'; '.join(different)}. Give the old values to go on, "
+            "or another path"
+        )
+
+
+def digest_requests(engine: Engine, requests: Sequence[Request]) -> list[str]:
+    """Returns a digest of each request: of its prompt, budget, sampling and random numbers."""
+    arrays = engine.arrays(requests)
     leaves, structure = jax.tree.flatten((arrays.sampling, arrays.draft_sampling))
-    prompts = tuple(request.prompt for request in requests if request.sample_index == 0)
-    asked = hashlib.sha256(repr((prompts, arrays.limits_B.tolist(), str(structure))).encode())
-    for leaf in leaves:
-        asked.update(np.asarray(leaf).tobytes())
-    asked.update(np.asarray(jax.random.key_data(arrays.row_keys_B)).tobytes())
+    leaves = [np.asarray(leaf) for leaf in (*leaves, arrays.limits_B, jax.random.key_data(arrays.row_keys_B))]
+    prompts = {one.prompt_index: repr(one.prompt) for one in requests if one.sample_index == 0}
+
+    def digest(row: int, request: Request) -> str:
+        told = hashlib.sha256(f"{structure}{prompts[request.prompt_index]}".encode())
+        for leaf in leaves:
+            told.update(leaf[row].tobytes())
+        return told.hexdigest()[:16]
+
+    return [digest(row, request) for row, request in enumerate(requests)]
+
+
+def describe_requests(engine: Engine, requests: Sequence[Request], digests: Sequence[str]) -> dict[str, Any]:
+    """Describes everything besides the weights that the completions depend on; equal requests have equal descriptions."""
+    method, first = engine.method, requests[0]
+    count = len({request.prompt_index for request in requests})
     adaptive = {} if method.adaptive is None else {"adaptive": repr(method.adaptive)}
     return adaptive | {
-        "prompts": len(prompts),
-        "num_samples": len(requests) // len(prompts),
+        "prompts": count,
+        "num_samples": len(requests) // count,
         "seed": first.seed,
         "stops": [*sorted(first.stops.ids), *first.stops.texts],
         "drafter": repr(method.drafter),
         "rule": repr(method.rule),
         "target": repr(engine.pair.target),
         "log_probs": engine.loop.keep_log_probs,
-        "requests": asked.hexdigest()[:16],
+        "requests": hashlib.sha256("".join(digests).encode()).hexdigest()[:16],
     }
