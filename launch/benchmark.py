@@ -12,12 +12,12 @@ Each setting (a cell) is measured in turn with plain decoding. K = 0 compares pl
 which shows the error of a speedup. The file is written after each cell: the same command resumes, and another grid of
 the same configuration adds its cells. A file belongs to one machine. --trace=runs/trace also profiles some rounds.
 
---sweep measures the ``GRIDS`` of the configuration's file, each a list of values of --grid.
+--sweep measures the ``GRIDS`` of the configuration's file, each a list of values of --grid. --replica=i/N measures every
+N-th cell into a file of its own; the command without it takes over the cells of all parts and measures the others.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 from absl import flags
@@ -44,6 +44,7 @@ from specsamp.analysis.benchmark import Result, benchmark, write_profile
 from specsamp.analysis.grid import Cell
 from specsamp.analysis.workload import check_fits, decoders
 from specsamp.decoding.pair import Pair
+from specsamp.replica import files_of
 from specsamp.sampling.synthetic import LABEL
 
 _CONFIG = ConfigFlag("configs/random_pair.py", ExperimentConfig)
@@ -56,6 +57,7 @@ _GATHER = flags.DEFINE_multi_string(
 )
 _PROMPTS = entry.define("prompts")
 _OUTPUT = entry.define("output")
+_REPLICA = entry.define("replica")
 _CHIP_HOUR = costs.define_chip_hour()
 _TRACE = flags.DEFINE_string(
     "trace", None, "Then profile one prefill and some rounds into this folder, for xprof or Perfetto."
@@ -68,6 +70,8 @@ def main() -> None:
     if _GATHER.value:
         gather(console)
         return
+    replica = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
+    output = _OUTPUT.value and replica.file(_OUTPUT.value)
     config = _CONFIG.value
     grids = getattr(_CONFIG.module, "GRIDS", []) if _SWEEP.value else [()]
     if not grids:
@@ -78,9 +82,9 @@ def main() -> None:
     use_few_rows(config, console)
     config = for_machine(config, console)
     configs = turned(config, points)  # all are checked before weights are read
-    entry.check_output(_OUTPUT.value)
+    entry.check_output(output)
     identity = known_identity(config)
-    grid.Results.open(_OUTPUT.value, identity)  # another run's file is refused before weights are read
+    grid.Results.open(output, identity)  # another run's file is refused before weights are read
     if _TRACE.value and jax.config.jax_disable_jit:
         raise ValueError("--trace is of compiled programs, and JAX_DISABLE_JIT is set: leave out one of the two")
     if _TRACE.value:
@@ -88,17 +92,20 @@ def main() -> None:
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
     experiment = build(config, read_prompts(_PROMPTS.value), all_fields=True)
     console.print(headline(experiment))
-    measure_all(make_cells(configs, experiment), identity | pair_identity(experiment), experiment.pair, console)
+    cells = replica.part(dict(enumerate(make_cells(configs, experiment))), "cells")
+    results = grid.Results.open(output, identity | pair_identity(experiment))
+    if output and replica.is_whole:
+        for path in files_of(output):
+            results.take_over(path)
+    measure_all(list(cells.values()), results, experiment.pair, console)
     if jax.config.jax_disable_jit:
         console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and calls are not timed.")
 
 
-def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, console: Console) -> None:
-    """Measures the cells that --output lacks, and shows a table of all cells; for a single cell, with all details."""
+def measure_all(cells: Sequence[Cell], results: grid.Results, pair: Pair, console: Console) -> None:
+    """Measures the cells that a file lacks, and shows a table of all cells; for a single cell, with all details."""
     for cell in cells:
         check_fits(pair, [cell.method.drafter], cell.workload)
-    output = _OUTPUT.value
-    results = grid.Results.open(output, identity)
     made_up = any("synthetic_acceptance" in cell.key for cell in cells)
     if made_up:
         told = "SYNTHETIC ACCEPTANCE: speedups and ms per token below are made up; rounds are not."
@@ -128,12 +135,12 @@ def measure_all(cells: Sequence[Cell], identity: Mapping[str, Any], pair: Pair, 
     if len(cells) == len(measured) == 1:
         label = LABEL.format(rate=cells[0].key["synthetic_acceptance"]) if made_up else ""
         entry.show(tables.result_tables(measured[0], label), console)
-    entry.say_written(output, console)
+    entry.say_written(results.path, console)
 
 
 def gather(console: Console) -> None:
     """Shows a table for each file of --gather, since files may be of different pairs or machines."""
-    others = ("output", "again", "chip_hour", "sweep", "grid", "trace", "prompts")
+    others = ("output", "again", "chip_hour", "sweep", "grid", "trace", "prompts", "replica")
     entry.refuse_flags(others, "--gather measures and writes nothing")
     for path in _GATHER.value:
         document = grid.read_document(path)

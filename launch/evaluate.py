@@ -8,7 +8,8 @@ A method is "plain"; RULE, RULE/DRAFTER or RULE/DRAFTER/K; or "always", a contro
 whose scores must differ. A lossy rule, such as "ears:0.3" or "bounded:0.01:typical", is shown with its cost;
 --require_exact refuses it. Problems are decoded in blocks (the categories of the task, if it has any), each with every
 method before the next block begins. With --output, finished blocks and completions are written at once: the same
-command resumes, and a command with more methods for the same pair, task and requests adds them.
+command resumes, and a command with more methods for the same pair, task and requests adds them. --replica=i/N decodes
+a part of the problems; the command without it takes over all parts, decodes what is missing, and scores all.
 
 Generated programs (humaneval, mbpp) run in isolation, see specsamp/evaluation/isolation.py; if the machine cannot
 isolate them, none runs without --run_unisolated.
@@ -42,6 +43,7 @@ from specsamp.evaluation.harness import Requests, conversation, decode_and_score
 from specsamp.evaluation.task import EvaluationTask, Problem
 from specsamp.evaluation.tasks import TASKS, load_task
 from specsamp.mesh.distributed import from_first
+from specsamp.replica import Replica
 from specsamp.serving.completion_log import CompletionLog
 
 PLAIN, ALWAYS = "plain", "always"
@@ -66,6 +68,7 @@ _RUN_UNISOLATED = flags.DEFINE_bool(
 _REQUIRE_EXACT = entry.define("require_exact")
 _CHIP_HOUR = costs.define_chip_hour()
 _OUTPUT = entry.define("output")
+_REPLICA = entry.define("replica")
 
 
 def main() -> None:
@@ -73,15 +76,17 @@ def main() -> None:
     _CONFIG.refuse_fields(["rule"], "name it in --methods")
     _CONFIG.refuse_fields(["batch", "prompt_length", "repeats"], "give --rows, --problems and --samples")
     config = _CONFIG.value
-    entry.check_output(_OUTPUT.value)
+    replica = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
+    output = _OUTPUT.value and replica.file(_OUTPUT.value)
+    entry.check_output(output)
     task = load_task(_TASK.value, _SOURCE.value, shots=_SHOTS.value, insist=_RUN_UNISOLATED.value)
     problems = dict(enumerate(task.problems[: _PROBLEMS.value]))
     own = {} if "max_new_tokens" in _CONFIG.fields_set else {"max_new_tokens": task.max_new_tokens}
     config = config.turned({"batch": _ROWS.value} | own)
     if config.chat and task.continues:
         raise ValueError(f"{task.name} needs completions instead of answers: set --config.chat=false")
-    identity = task_identity(config, problems)
-    Results.open(_OUTPUT.value, identity)
+    identity = task_identity(config, problems) | {"replica": None if replica.is_whole else str(replica)}
+    Results.open(output, identity)
     ways = ways_of(config)
     experiments = build_each(config, ways, [one.prompt for one in problems.values()][: config.batch])
     experiment = next(iter(experiments.values()))
@@ -96,28 +101,30 @@ def main() -> None:
     pairs = {name: experiments.get(own.word.draft, experiment).pair for name, own in ways.items()}
     methods = {name: own.make_method(pairs[name]) for name, own in ways.items()}
     problems = fitting(problems, experiment, list(methods.values()), requests, console)
+    blocks = blocks_of(problems, replica)
     weights = ", ".join(filter(None, (one.weights for one in experiments.values())))
     identity |= {"weights": weights, "environment": machine_identity()}
-    results = Results.open(_OUTPUT.value, identity)
+    results = Results.open(output, identity)
     sampling = ", ".join(f"{name} = {value}" for name, value in dataclasses.asdict(config.sampling).items())
-    asked = f"{task.name}: {len(problems)} problems, {requests.samples} x {requests.max_new_tokens} tokens of each"
+    count = sum(map(len, blocks.values()))
+    asked = f"{task.name}: {count} problems, {requests.samples} x {requests.max_new_tokens} tokens of each"
     template = "with" if requests.chat else "without"
     console.print(headline(experiment, task=f"{asked}; {sampling}; {template} a chat template"))
-    with entry.keeps("the same command goes on" if _OUTPUT.value else "nothing is kept without --output"):
+    with entry.keeps("the same command goes on" if output else "nothing is kept without --output"):
         with entry.progress(console, "decoding") as say:
-            decode_blocks(task, blocks_of(problems), methods, pairs, requests, results, say)
+            decode_blocks(task, blocks, methods, pairs, requests, results, say)
     if not entry.is_first():
         return
     if turns := sum(cell["result"]["turns_left_out"] for cell in results.cells):
         told = "without a chat template, with several completions of each problem, or too long for the models"
         console.print(f"{turns} further turns of conversations were left out: {told}", style="yellow")
-    if len(problems) < FEW:
+    if count < FEW:
         console.print(f"fewer than {FEW} problems: intervals and differences mean little", style="yellow")
     rows = report.as_json(tabulate(results.cells, PLAIN))
     times = [(row["name"], row["ms_per_token"]) for row in rows if row["ms_per_token"] is not None]
     shown = evaluation_tables(task.name, rows)
     entry.show([*shown, *costs.cost_tables(times, costs.chips_of(experiment.pair), _CHIP_HOUR.value)], console)
-    entry.say_written(_OUTPUT.value, console)
+    entry.say_written(output, console)
 
 
 def decode_blocks(
@@ -158,7 +165,8 @@ def open_log(method: str, block: str, weights: str, turn: int) -> CompletionLog 
     name = f"{method}.{block}" + (f".turn {turn + 1}" if turn else "")
     # A valid and unique name of a file.
     file = f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name)[:80]}.{hashlib.sha256(name.encode()).hexdigest()[:6]}"
-    return CompletionLog(f"{_OUTPUT.value}.texts/{file}.jsonl", {"weights": weights})
+    replica = Replica.parse(_REPLICA.value)
+    return CompletionLog(f"{_OUTPUT.value}.texts/{file}.jsonl", {"weights": weights}, replica)
 
 
 def build_each(
@@ -219,7 +227,14 @@ def fitting(
     return fit
 
 
-def blocks_of(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
+def blocks_of(problems: Mapping[int, Problem], replica: Replica) -> dict[str, dict[int, Problem]]:
+    """Returns the problems of a replica in the blocks that all replicas share, as far as it has any of a block."""
+    part = replica.part(problems, "problems")
+    blocks = {name: {key: one for key, one in block.items() if key in part} for name, block in split(problems).items()}
+    return {name: block for name, block in blocks.items() if block}
+
+
+def split(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
     """Returns the problems by category; for a task without categories, in blocks of every n-th problem."""
     categories = dict.fromkeys(problem.category for problem in problems.values())
     if len(categories) > 1:

@@ -36,6 +36,7 @@ from specsamp.jax_names import multihost_utils
 from specsamp.machine import has_tpu
 from specsamp.mesh import distributed
 from specsamp.models.compiling import is_full_disk, is_out_of_memory
+from specsamp.replica import Replica
 
 # The tests bring a TPU's compiler along. Where no TPU is, JAX would look for one at length and complain.
 if importlib.util.find_spec("libtpu") and not has_tpu():
@@ -75,6 +76,7 @@ OF_SEVERAL = {
     "prompts": (None, "Take the prompts of this file, JSON or one per line; by default the pair's prompts."),
     "again": (False, "Measure cells that --output already has again, and replace them."),
     "require_exact": (False, "Refuse rules that are lossy."),
+    "replica": (None, "Take part i of N, as i/N; a run without it puts the parts in --output together."),
 }
 
 
@@ -82,6 +84,14 @@ def define(name: str) -> flags.FlagHolder:
     """Defines a flag of `OF_SEVERAL`."""
     default, help = OF_SEVERAL[name]
     return (flags.DEFINE_string if default is None else flags.DEFINE_bool)(name, default, help)
+
+
+def parse_replica(text: str | None, output: str | None) -> Replica:
+    """Returns the replica of --replica; raises ValueError if --output is no file, beside which its part is written."""
+    replica = Replica.parse(text)
+    if text is not None and (not output or storage.is_stream(output)):
+        raise ValueError(f"--replica={text} writes a part beside a file: name the file in --output")
+    return replica
 
 
 def refuse_flags(names: Iterable[str], why: str) -> None:

@@ -10,7 +10,7 @@ POLL_SECONDS="${SPECSAMP_TPU_POLL_SECONDS:-20}"
 readonly GONE=75 # exit status: the slice was taken away or restarted, so trying the same command again can help
 
 # The flags of all scripts and their defaults. Each script names the flags that it takes, see parse_flags.
-name="" accelerator="" job="" from="" to="" image="python:3.12" ref=HEAD reservation="" max_restarts=100
+name="" accelerator="" job="" from="" to="" image="python:3.12" ref=HEAD reservation="" max_restarts=100 replicas=1
 zone="${CLOUDSDK_COMPUTE_ZONE:-}" project="${CLOUDSDK_CORE_PROJECT:-}"
 network="" subnetwork="" service_account="" secret_env=""
 dry_run=false spot=false reserved=false attach=false stop=false delete_when_done=false
@@ -88,6 +88,10 @@ require() {
 
 require_max_restarts() {
   [[ $max_restarts =~ ^[0-9]+$ ]] || die "--max_restarts must be a whole number; got '$max_restarts'"
+}
+
+require_replicas() {
+  [[ $replicas =~ ^[1-9][0-9]{0,3}$ ]] || die "--replicas must be a whole number from 1 to 9999; got '$replicas'"
 }
 
 require_command() { ((${#command[@]})) || die "the command is missing: add it after --, as in -- python launch/benchmark.py --distributed"; }

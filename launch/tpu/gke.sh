@@ -12,6 +12,9 @@
 #   --project          project that pays for it; default $CLOUDSDK_CORE_PROJECT
 #   --dry_run          print the commands and run nothing
 #
+#  of create and run:
+#   --replicas         slices of the cluster, each for a workload of its own; default 1
+#
 #  of create:
 #   --spot, --reservation=NAME   order at the lower price, or take the slice from a reservation; default on demand
 #   --internal_ips     make the cluster private: its nodes get no external addresses
@@ -25,6 +28,9 @@
 #   --secret_env       exported variables that the command gets without being printed, separated by commas, such as
 #                      --secret_env=HF_TOKEN; whoever may read JobSets in the cluster can read them
 #
+# With --replicas=N, "run" starts N workloads, whose commands end with --replica=0/N to N-1/N: processes of different
+# slices do not join, and a slice that is taken away delays no other.
+#
 # "run" waits for the end and has the exit status of xpk: 0 if the command succeeded. Nodes cost money until "delete".
 # xpk gives v6e-8 two hosts of four chips each, and does not offer v5litepod-1 and v5litepod-4.
 set -euo pipefail
@@ -32,8 +38,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 action="${1:-}"
 case "$action" in
-  create) flags="accelerator= spot reservation= internal_ips network= subnetwork= service_account=" ;;
-  run) flags="accelerator= ref= job= image= max_restarts= secret_env= --" ;;
+  create) flags="accelerator= replicas= spot reservation= internal_ips network= subnetwork= service_account=" ;;
+  run) flags="accelerator= replicas= ref= job= image= max_restarts= secret_env= --" ;;
   delete) flags="" ;;
   --help | -h) usage && exit 0 ;;
   *) die "the first argument must be create, run or delete; got '$action'" ;;
@@ -42,6 +48,7 @@ shift
 parse_flags "name= zone= project=${flags:+ $flags}" "$@"
 require name zone project
 require_max_restarts
+require_replicas
 read_secrets
 need xpk "pip install xpk"
 cluster=("--cluster=$name" "${at[@]}")
@@ -53,7 +60,7 @@ fi
 require accelerator
 read_slice
 note "$accelerator: $chips chips as $topology, $hosts host(s)"
-slice=("--tpu-type=$accelerator" --num-slices=1)
+slice=("--tpu-type=$accelerator")
 
 if [[ $action == create ]]; then
   capacity=--on-demand
@@ -67,7 +74,7 @@ if [[ $action == create ]]; then
   [[ -z $service_account ]] || for_cluster+=" --service-account=$service_account" for_nodes=" --service-account=$service_account"
   [[ -z $for_cluster ]] || options+=("--custom-cluster-arguments=${for_cluster# }")
   [[ -z $for_nodes ]] || options+=("--custom-nodepool-arguments=${for_nodes# }")
-  run xpk cluster create "${cluster[@]}" "${slice[@]}" "$capacity" ${options[@]+"${options[@]}"}
+  run xpk cluster create "${cluster[@]}" "${slice[@]}" "--num-slices=$replicas" "$capacity" ${options[@]+"${options[@]}"}
   note "the cluster costs money until launch/tpu/gke.sh delete --name=$name"
   exit
 fi
@@ -89,10 +96,20 @@ if ((${#secret_names[@]})); then
 fi
 hide "${command[@]}"
 prepare="pip install --quiet '.[tpu]' &&"
-shown="$prepare $(quoted "${hidden[@]}")"
-run xpk workload create "--workload=$job" "${cluster[@]}" "${slice[@]}" "--base-docker-image=$image" "--script-dir=$code" \
-  "${environment[@]}" "--max-restarts=$max_restarts" "--command=$prepare $(quoted "${command[@]}")"
+jobs=()
+for ((replica = 0; replica < replicas; replica++)); do
+  jobs+=("$job") own=()
+  ((replicas == 1)) || jobs[replica]="$job-$replica" own=("--replica=$replica/$replicas")
+  shown="$prepare $(quoted "${hidden[@]}" ${own[@]+"${own[@]}"})"
+  run xpk workload create "--workload=${jobs[replica]}" "${cluster[@]}" "${slice[@]}" --num-slices=1 \
+    "--base-docker-image=$image" "--script-dir=$code" "${environment[@]}" "--max-restarts=$max_restarts" \
+    "--command=$prepare $(quoted "${command[@]}" ${own[@]+"${own[@]}"})"
+done
 shown=""
 run rm -r "${leftovers[@]}"
-note "output: kubectl logs --follow --prefix --all-containers --selector=jobset.sigs.k8s.io/jobset-name=$job"
-run xpk workload list "${cluster[@]}" "--wait-for-job-completion=$job"
+status=0
+for job in "${jobs[@]}"; do
+  note "output: kubectl logs --follow --prefix --all-containers --selector=jobset.sigs.k8s.io/jobset-name=$job"
+  run xpk workload list "${cluster[@]}" "--wait-for-job-completion=$job" || status=$?
+done
+exit "$status"

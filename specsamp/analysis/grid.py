@@ -98,6 +98,16 @@ class Results:
     def find(self, key: Key) -> dict[str, Any] | None:
         return next((cell for cell in self.cells if cell["key"] == dict(key)), None)
 
+    def take_over(self, path: str | os.PathLike) -> None:
+        """Adds the cells of another file that this one lacks, each with the header that it was written with.
+
+        Raises:
+          ValueError: the file holds something else, or cells of another identity.
+        """
+        for cell in Results.open(os.fspath(path), self.document["identity"]).cells:
+            if self.find(cell["key"]) is None:
+                self.add(cell, {name: cell[name] for name in ("command", "environment") if name in cell})
+
     def add(self, cell: Mapping[str, Any], header: Mapping[str, Any]) -> None:
         """Adds a cell, or replaces the one with its key, and writes all of them; ``header`` goes before.
 

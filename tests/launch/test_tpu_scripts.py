@@ -115,6 +115,42 @@ def test_gke_hands_secrets_over_by_name(cloud):
     assert not list((cloud.checkout / "runs").iterdir())
 
 
+def test_gke_starts_a_workload_for_each_replica(cloud):
+    """In a cluster of as many slices; what their commands end with is all that differs."""
+    of_slice = ("--name=big", "--accelerator=v5p-32", "--replicas=2")
+    (create,), _ = cloud.dry_run("gke", "create", *of_slice)
+    assert "--num-slices=2" in create
+    commands, _ = cloud.dry_run("gke", "run", *of_slice, "--job=texts", "--", *HARD)
+    one, _ = cloud.dry_run("gke", "run", *of_slice[:2], "--job=texts", "--", *HARD)
+    created = [command for command in commands if command[:4] == ["xpk", "workload", "create", "--workload=texts-0"]]
+    created += [command for command in commands if command[:4] == ["xpk", "workload", "create", "--workload=texts-1"]]
+    for replica, command in enumerate(created):
+        assert command[-1] == f"{one[3][-1]} --replica={replica}/2"
+        assert command[4:-1] == one[3][4:-1] and "--num-slices=1" in command
+    assert [command[-1] for command in commands[-2:]] == [f"--wait-for-job-completion=texts-{i}" for i in (0, 1)]
+    assert len(created) == 2 and len(commands) == len(one) + 2
+
+
+def test_gke_ends_with_the_status_of_a_replica_that_failed(cloud):
+    cloud.states("ACTIVE")
+    (cloud.fake / "bin" / "xpk").write_text("#!/bin/bash\n[[ $* != *wait-for-job-completion=texts-0 ]] || exit 3\n")
+    done = cloud.run("gke", "run", "--name=big", "--accelerator=v5p-32", "--replicas=2", "--job=texts", "--", "true")
+    assert done.returncode == 3 and "--wait-for-job-completion=texts-1" in done.stderr
+
+
+def test_the_readme_orders_a_slice_for_each_replica(cloud):
+    text = (ROOT / "launch" / "tpu" / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^(replica\(\) .*?)^```", text, re.MULTILINE | re.DOTALL)
+    code = code.replace("keep_running.sh", "keep_running.sh --dry_run " + " ".join(AT))
+    done = subprocess.run(
+        ["bash", "-c", code], cwd=cloud.checkout, env=cloud.environment, capture_output=True, text=True, timeout=600
+    )
+    for i in range(4):
+        assert f"queued-resources create pod-{i} --node-id=pod-{i} " in done.stdout, done.stderr
+        started = [line for line in done.stdout.splitlines() if f" ssh pod-{i} " in line and "worker.sh start" in line]
+        assert len(started) == 1 and f"--replica={i}/4" in started[0]
+
+
 # What is refused.
 
 
@@ -132,6 +168,7 @@ def test_gke_hands_secrets_over_by_name(cloud):
         ("run --name=pod --secret_env=NOT_SET -- true", "--secret_env=NOT_SET: this variable is not exported"),
         ("run --name=pod --secret_env=HF_TOKEN=x -- true", "--secret_env takes names of exported variables"),
         ("gke --name=big", "the first argument must be create, run or delete; got '--name=big'"),
+        ("gke run --name=big --accelerator=v5p-32 --replicas=0 -- true", "whole number from 1 to 9999; got '0'"),
         ("setup --name=pod --ref=nowhere", "there is no commit 'nowhere'"),
     ],
 )

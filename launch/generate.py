@@ -1,0 +1,101 @@
+"""Writes completions for a file of prompts, over a queue that keeps its rows busy; a killed run goes on where it was.
+
+    python launch/generate.py --prompts=prompts.jsonl --output=runs/texts.jsonl --rows=16
+    python launch/generate.py --prompts=prompts.jsonl --output=gs://BUCKET/texts.jsonl --replica=3/8
+
+A line of --prompts is {"prompt": TEXT} or {"messages": [...]}, and may have an "id", an integer; by default its place,
+counted from 0. A line of --output is a completion; its "prompt_id" names the prompt. The same command resumes.
+
+A text depends on its prompt, its id and the seed alone, unless the drafter looks at several rows. So --replica=i/N, which
+takes the ids that leave the remainder i, writes what a run without it would write for them. Each replica has its own
+file beside --output. The command without --replica takes over the files of all replicas, and decodes what is missing.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from absl import flags
+
+from launch.lib import entry
+from launch.lib.config import ConfigFlag
+from launch.lib.experiment import build, headline
+from launch.lib.fields import ExperimentConfig
+from specsamp import storage, validate
+from specsamp.decoding.request import Prompt
+from specsamp.evaluation.records import read_records
+from specsamp.serving.completion_log import CompletionLog
+from specsamp.serving.generate_many import generate_many
+
+_CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
+_PROMPTS = flags.DEFINE_string("prompts", None, "The file of prompts, JSON lines, local or gs://.", required=True)
+_OUTPUT = flags.DEFINE_string("output", None, "The file of completions, local or gs://.", required=True)
+_REPLICA = entry.define("replica")
+_ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
+_SAMPLES = flags.DEFINE_integer("samples", 1, "Completions of each prompt.", lower_bound=1)
+_REQUIRE_EXACT = entry.define("require_exact")
+
+
+def main() -> None:
+    console = entry.make_console()
+    _CONFIG.refuse_fields(["batch", "prompt_length", "repeats"], "give --rows and --samples")
+    config = _CONFIG.value.turned({"batch": _ROWS.value})
+    replica = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
+    if storage.is_stream(_OUTPUT.value):
+        raise ValueError(f"--output={_OUTPUT.value} is a stream, from which no run can go on: name a file")
+    entry.check_output(replica.file(_OUTPUT.value))
+    prompts = replica.part(read_prompts(_PROMPTS.value, bool(config.chat)), "prompts")
+    experiment = build(config, list(prompts.values())[: config.batch])
+    log = CompletionLog(_OUTPUT.value, {"weights": experiment.weights}, replica)
+    queue = generate_many(
+        experiment.pair,
+        list(prompts.values()),
+        config.max_new_tokens,
+        rows=config.batch,
+        log=log,
+        seed=config.seed,
+        num_samples=_SAMPLES.value,
+        prompt_ids=list(prompts),
+        method=experiment.method,
+        require_exact=_REQUIRE_EXACT.value,
+    )
+    total = len(prompts) * _SAMPLES.value
+    console.print(headline(experiment, task=f"{len(prompts)} prompts, {total} texts of {config.max_new_tokens} tokens"))
+    start, tokens = time.perf_counter(), 0
+    with entry.keeps("the same command goes on"), entry.progress(console, "decoding") as say:
+        for done, completion in enumerate(queue, 1):
+            tokens += len(completion.tokens)
+            say(f"{done} of {total} texts")
+    seconds = time.perf_counter() - start
+    console.print(f"{total} texts of {tokens} tokens, {queue.known} of them known before, in {seconds:.0f} s")
+    entry.say_written(replica.file(_OUTPUT.value), console)
+
+
+def read_prompts(path: str, chat: bool) -> dict[int, Prompt]:
+    """Returns the prompts of a file by their ids; with ``chat``, a text is the message of a user.
+
+    Raises:
+      ValueError: a line is wrong; the message has its number.
+    """
+    found: dict[int, Prompt] = {}
+    for place, record in enumerate(read_records(path, {})):
+        where = f"{path}, prompt {place + 1}"
+        id = validate.integer(f"{where}: id", record.get("id", place))
+        if id in found:
+            raise ValueError(f"{where}: id {id} is that of an earlier prompt")
+        found[id] = parse_prompt(where, record, chat)
+    return found
+
+
+def parse_prompt(where: str, record: Mapping[str, Any], chat: bool) -> Prompt:
+    """Returns the prompt of a line."""
+    prompt = record.get("messages") or record.get("prompt")
+    if not prompt or not isinstance(prompt, list if "messages" in record else str):
+        raise ValueError(f'{where}: write {{"prompt": TEXT}} or {{"messages": [...]}}; got {record!r:.60}')
+    if chat and isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
+if __name__ == "__main__":
+    entry.run(main, _CONFIG)
