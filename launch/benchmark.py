@@ -12,8 +12,10 @@ Each setting (a cell) is measured in turn with plain decoding. K = 0 compares pl
 which shows the error of a speedup. The file is written after each cell: the same command resumes, and another grid of
 the same configuration adds its cells. A file belongs to one machine. --trace=runs/trace also profiles some rounds.
 
---sweep measures the ``GRIDS`` of the configuration's file, each a list of values of --grid. --replica=i/N measures every
-N-th cell into a file of its own; the command without it takes over the cells of all parts and measures the others.
+--sweep measures the ``GRIDS`` of the configuration's file, each a list of values of --grid.
+
+--replica=i/N measures every N-th cell into a file of its own; the command without it takes over the
+cells of all replicas and measures the others.
 """
 
 import time
@@ -103,7 +105,7 @@ def main() -> None:
 
 
 def measure_all(cells: Sequence[Cell], results: grid.Results, pair: Pair, console: Console) -> None:
-    """Measures the cells that a file lacks, and shows a table of all cells; for a single cell, with all details."""
+    """Measures the cells that a file lacks, and shows a table of all; of a single cell, all details."""
     for cell in cells:
         check_fits(pair, [cell.method.drafter], cell.workload)
     made_up = any("synthetic_acceptance" in cell.key for cell in cells)

@@ -8,8 +8,9 @@ A method is "plain"; RULE, RULE/DRAFTER or RULE/DRAFTER/K; or "always", a contro
 whose scores must differ. A lossy rule, such as "ears:0.3" or "bounded:0.01:typical", is shown with its cost;
 --require_exact refuses it. Problems are decoded in blocks (the categories of the task, if it has any), each with every
 method before the next block begins. With --output, finished blocks and completions are written at once: the same
-command resumes, and a command with more methods for the same pair, task and requests adds them. --replica=i/N decodes
-a part of the problems; the command without it takes over all parts, decodes what is missing, and scores all.
+command resumes, and a command with more methods for the same pair, task and requests adds them.
+--replica=i/N takes a part of the problems; the command without it takes over all parts, decodes what is
+missing, and scores all.
 
 Generated programs (humaneval, mbpp) run in isolation, see specsamp/evaluation/isolation.py; if the machine cannot
 isolate them, none runs without --run_unisolated.
@@ -85,7 +86,8 @@ def main() -> None:
     config = config.turned({"batch": _ROWS.value} | own)
     if config.chat and task.continues:
         raise ValueError(f"{task.name} needs completions instead of answers: set --config.chat=false")
-    identity = task_identity(config, problems) | {"replica": None if replica.is_whole else str(replica)}
+    identity = task_identity(config, problems)
+    identity["replica"] = None if replica.is_whole else str(replica)
     Results.open(output, identity)
     ways = ways_of(config)
     experiments = build_each(config, ways, [one.prompt for one in problems.values()][: config.batch])
@@ -228,10 +230,13 @@ def fitting(
 
 
 def blocks_of(problems: Mapping[int, Problem], replica: Replica) -> dict[str, dict[int, Problem]]:
-    """Returns the problems of a replica in the blocks that all replicas share, as far as it has any of a block."""
+    """Returns a replica's problems in the blocks of all problems, without blocks that it has none of."""
     part = replica.part(problems, "problems")
-    blocks = {name: {key: one for key, one in block.items() if key in part} for name, block in split(problems).items()}
-    return {name: block for name, block in blocks.items() if block}
+    found: dict[str, dict[int, Problem]] = {}
+    for name, block in split(problems).items():
+        if own := {key: one for key, one in block.items() if key in part}:
+            found[name] = own
+    return found
 
 
 def split(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:

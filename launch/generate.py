@@ -1,14 +1,16 @@
-"""Writes completions for a file of prompts, over a queue that keeps its rows busy; a killed run goes on where it was.
+"""Writes completions for a file of prompts; a killed run goes on where it was.
 
     python launch/generate.py --prompts=prompts.jsonl --output=runs/texts.jsonl --rows=16
     python launch/generate.py --prompts=prompts.jsonl --output=gs://BUCKET/texts.jsonl --replica=3/8
 
-A line of --prompts is {"prompt": TEXT} or {"messages": [...]}, and may have an "id", an integer; by default its place,
-counted from 0. A line of --output is a completion; its "prompt_id" names the prompt. The same command resumes.
+A line of --prompts is {"prompt": TEXT} or {"messages": [...]}, and may have an "id", an integer;
+by default its place, counted from 0. A line of --output is a completion, whose "prompt_id" names the
+prompt. The same command resumes.
 
-A text depends on its prompt, its id and the seed alone, unless the drafter looks at several rows. So --replica=i/N, which
-takes the ids that leave the remainder i, writes what a run without it would write for them. Each replica has its own
-file beside --output. The command without --replica takes over the files of all replicas, and decodes what is missing.
+--replica=i/N takes the ids that leave i when divided by N, and writes a file of its own beside
+--output. A text depends on its prompt, its id and the seed alone, unless the drafter looks at several
+rows, so replicas write the texts of one run. The command without --replica takes over the files of all
+replicas, and decodes what is missing.
 """
 
 import time
@@ -28,7 +30,7 @@ from specsamp.serving.completion_log import CompletionLog
 from specsamp.serving.generate_many import generate_many
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
-_PROMPTS = flags.DEFINE_string("prompts", None, "The file of prompts, JSON lines, local or gs://.", required=True)
+_PROMPTS = flags.DEFINE_string("prompts", None, "The prompts, JSON lines, local or gs://.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "The file of completions, local or gs://.", required=True)
 _REPLICA = entry.define("replica")
 _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
@@ -60,14 +62,16 @@ def main() -> None:
         require_exact=_REQUIRE_EXACT.value,
     )
     total = len(prompts) * _SAMPLES.value
-    console.print(headline(experiment, task=f"{len(prompts)} prompts, {total} texts of {config.max_new_tokens} tokens"))
+    task = f"{len(prompts)} prompts, {total} texts of up to {config.max_new_tokens} tokens"
+    console.print(headline(experiment, task=task))
     start, tokens = time.perf_counter(), 0
     with entry.keeps("the same command goes on"), entry.progress(console, "decoding") as say:
         for done, completion in enumerate(queue, 1):
             tokens += len(completion.tokens)
             say(f"{done} of {total} texts")
     seconds = time.perf_counter() - start
-    console.print(f"{total} texts of {tokens} tokens, {queue.known} of them known before, in {seconds:.0f} s")
+    told = f"{total} texts, {queue.known} of them known before; {tokens} tokens"
+    console.print(f"{told}, in {seconds:.0f} s")
     entry.say_written(replica.file(_OUTPUT.value), console)
 
 

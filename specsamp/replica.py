@@ -1,4 +1,4 @@
-"""Splits work over replicas: runs that share a folder and nothing else, each with a queue and files of its own."""
+"""Splits work over replicas: runs with queues and files of their own, in a folder that they share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Replica:
         return self.count == 1
 
     def part(self, items: Mapping[int, T], name: str) -> dict[int, T]:
-        """Returns the items whose id leaves the remainder ``index`` when it is divided by ``count``.
+        """Returns the items whose id leaves ``index`` when it is divided by ``count``.
 
         Args:
           items: by their ids.
@@ -56,20 +56,23 @@ class Replica:
         """
         found = {id: item for id, item in items.items() if id % self.count == self.index}
         if not found:
-            rest = f"no id leaves {self.index} when divided by {self.count}"
-            raise ValueError(f"--replica={self} has none of the {len(items)} {name}, {rest}: lower N")
+            raise ValueError(
+                f"--replica={self} has none of the {len(items)} {name}: no id leaves {self.index} "
+                f"when it is divided by {self.count}; lower N"
+            )
         return found
 
     def file(self, path: str | os.PathLike) -> str:
         """Returns the replica's own file beside ``path``: "a.replica-0-of-2.json" for "a.json"."""
         if self.is_whole:
             return os.fspath(path)
-        stem, suffix = os.path.splitext(os.fspath(path))
-        return f"{stem}.replica-{self.index}-of-{self.count}{suffix}"
+        place = storage.place(path)
+        part = f"replica-{self.index}-of-{self.count}"
+        return os.fspath(place.with_name(f"{place.stem}.{part}{place.suffix}"))
 
 
 def files_of(path: str | os.PathLike) -> list[epath.Path]:
-    """Returns ``path`` and the files of replicas beside it, as far as they are there; in order of their names."""
+    """Returns ``path`` and the files of replicas beside it that exist, in order of their names."""
     path = storage.place(path)
     if not path.parent.is_dir():
         return []

@@ -50,7 +50,7 @@ def test_pods_of_the_readme_write_the_texts_of_one_run(tmp_path, asked):
     assert [list(part) for part in parts] == [[(0, 0), (8, 0)], [(2, 0)]] and not output.exists()
 
     whole = call("generate", *asked, f"--output={output}")
-    assert whole.returncode == 0 and "4 texts of 32 tokens, 3 of them known before" in whole.stdout, whole.stderr
+    assert whole.returncode == 0 and "4 texts, 3 of them known before; 32 tokens" in whole.stdout, whole.stderr
     one = tmp_path / "one" / "texts.jsonl"
     assert call("generate", *asked, f"--output={one}", "--rows=1").returncode == 0
     assert texts(output) == texts(one) and len(texts(one)) == 4
