@@ -9,7 +9,8 @@
 
 Sizes after the colon: "38m", a target for one laptop with a draft of one layer; "small", the same with
 four of its twelve layers, for the demo; "tiny", which also runs without compiling anything; "7b", a target of
-7B and a draft of 0.5B parameters in bfloat16, for one GPU. The time of a round is that of a trained pair
+7B and a draft of 0.5B parameters in bfloat16, for one GPU; "3b", a target of 3B and a draft of 0.2B
+parameters in bfloat16, for one TPU of 16 GiB. The time of a round is that of a trained pair
 of the same shape, because no shape depends on what is accepted. Acceptance is not: both distributions are flat
 (logits of standard deviation one), so one sampled draft in three is accepted and hardly any greedy one,
 which says nothing about a pair that was trained.
@@ -19,7 +20,7 @@ from ml_collections import ConfigDict, config_dict
 
 from configs import common
 
-SIZES = ("38m", "small", "tiny", "7b")
+SIZES = ("38m", "small", "tiny", "7b", "3b")
 
 
 def get_config(size: str = "38m") -> ConfigDict:
@@ -37,12 +38,16 @@ def get_config(size: str = "38m") -> ConfigDict:
         shared = {"vocab_size": 32_000, "max_positions": 2048, "dtype": "bfloat16"}
         config.target.update(shared | {"width": 4096, "num_layers": 32, "num_heads": 32})
         config.draft.update(shared | {"width": 1536, "num_layers": 16, "num_heads": 12})
+    if size == "3b":
+        shared = {"vocab_size": 32_000, "max_positions": 2048, "dtype": "bfloat16"}
+        config.target.update(shared | {"width": 3072, "num_layers": 26, "num_heads": 24, "num_kv_heads": 8})
+        config.draft.update(shared | {"width": 1024, "num_layers": 12, "num_heads": 8})
     common.add_decoding(
         config,
         draft_length=4,
-        prompt_length={"tiny": 8, "7b": 512}.get(size, 64),
+        prompt_length={"tiny": 8, "7b": 512, "3b": 512}.get(size, 64),
         max_new_tokens=8 if tiny else 128,
-        repeats={"38m": 15, "small": 5, "tiny": 3, "7b": 9}[size],
+        repeats={"38m": 15, "small": 5, "tiny": 3, "7b": 9, "3b": 5}[size],
     )
     return config
 

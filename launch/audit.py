@@ -27,11 +27,12 @@ from rich.console import Console
 from launch.lib import entry
 from launch.lib.cells import read_prompts
 from launch.lib.config import ConfigFlag
-from launch.lib.experiment import Experiment, build, headline
+from launch.lib.experiment import build, headline
 from launch.lib.fields import ExperimentConfig
+from launch.lib.subject import make_subject
 from specsamp import use_compilation_cache
 from specsamp.analysis import report
-from specsamp.evaluation.audit import CHECKS, Settings, Status, Subject, audit, audit_table
+from specsamp.evaluation.audit import CHECKS, Settings, Status, audit, audit_table
 from specsamp.evaluation.audit.endpoints import RemoteEngine, compare_endpoints
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
@@ -126,24 +127,6 @@ def audit_engine(console: Console) -> int:
     document = {**asked, "prompts": prompts, "request": fields, "passed": passed, "check": found}
     entry.write_result(_OUTPUT.value, document, console)
     return 0 if passed else FAILED
-
-
-def make_subject(config: ExperimentConfig, experiment: Experiment, count: int) -> Subject:
-    """Returns the pair with the settings of the configuration, and up to ``count`` prompts, its own or random ones."""
-    work = experiment.workload
-    prompts = work.prompts
-    if not prompts:  # several lengths, as texts would have
-        rows, _ = dataclasses.replace(work, batch=count).rows(0, experiment.pair.target.vocab_size)
-        lengths = [work.prompt_length - i % (work.prompt_length // 2 + 1) for i in range(count)]
-        prompts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    chosen = [prompts[i * len(prompts) // count] for i in range(count)] if len(prompts) > count else prompts
-    return Subject(
-        pair=experiment.pair,
-        prompts=chosen,
-        method=config.make_method(experiment.pair),
-        max_new_tokens=work.max_new_tokens,
-        seed=work.seed,
-    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 # Runs a command on all workers of a slice, shows the output of worker 0 and ends with the exit status of the command.
 #
 #   launch/tpu/run.sh --name=pod -- python launch/benchmark.py --config=configs/chinchilla.py --distributed --output=gs://bucket/results/v4-32.json
+#   launch/tpu/run.sh --name=pod -- python launch/first_tpu.py --distributed --config.batch=2 --config.mesh.data=2 --config.mesh.model=8 --output=gs://bucket/results/first_tpu.json
 #   launch/tpu/run.sh --name=pod --attach    show the running command again, after a lost connection or ctrl-C
 #   launch/tpu/run.sh --name=pod --stop      end the running command
 #

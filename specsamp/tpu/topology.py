@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -51,6 +53,18 @@ CHIPS = {
     "v6e": _cloud_chip("v6e", 918e12, 9e10, 1.75e9),
     "tpu7x": _cloud_chip("tpu7x", 2307e12, 9e10, math.inf, devices=2),  # no source for its clock: cycles have no time
 }
+KINDS = {  # of chips, by the name that JAX gives their devices
+    "TPU v3": "v3",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
+FLAT = ("v3", "v5e", "v6e")  # chips whose slices have two axes
 EXAMPLES = "v3:4x4, v4:2x2x4, v5e:4x4, v5p:2x2x4, v6e:4x4, tpu7x:2x2x1"
 
 
@@ -62,6 +76,16 @@ def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
         chips = ", ".join(CHIPS)
         raise ValueError(f"no TPU topology {topology!r}: give a chip ({chips}) and a shape, such as {EXAMPLES}")
     return CHIPS[name], sizes
+
+
+def topology_of(devices: Sequence[Any]) -> str:
+    """Returns the topology that TPU devices fill, such as "v5e:2x4"; ValueError for unknown chips."""
+    kind = devices[0].device_kind
+    if kind not in KINDS:
+        raise ValueError(f"no TPU that is known here: {kind!r}; known are {', '.join(KINDS)}")
+    chip = KINDS[kind]
+    sizes = [max(places) - min(places) + 1 for places in zip(*(device.coords for device in devices))]
+    return f"{chip}:{'x'.join(map(str, sizes[:2] if chip in FLAT else sizes))}"
 
 
 def described_mesh(

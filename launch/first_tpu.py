@@ -1,0 +1,288 @@
+"""Learns in twenty minutes what a TPU makes of this package; the file and the table are what to send back.
+
+    python launch/first_tpu.py                                          # one chip, such as Colab's v5e-1
+    python launch/first_tpu.py --config.mesh.model=4                    # the four chips of a host
+    launch/tpu/run.sh --name=pod -- python launch/first_tpu.py --distributed --config.batch=2 \\
+        --config.mesh.data=2 --config.mesh.model=8 --output=gs://BUCKET/first_tpu.json
+    JAX_PLATFORMS=cpu python launch/first_tpu.py --interpret            # a rehearsal without a TPU
+
+The parts, in this order: "doctor", the findings about the machine; "kernel", every Pallas kernel against its plain form;
+"audit", the checks of launch/audit.py with kernels, on the pair that comes with the package; "times", milliseconds of a
+plain step, a draft step, scoring and a round of --config; "estimate", what the compiler estimates for the same programs.
+The times of single calls hold the launch of a program. Estimates are of caches that are full.
+
+The file is written after each part, so the same command goes on after an interruption: parts that passed are kept,
+those that failed are tried again. A part in which the process died is tried last. A part that fails is named with its
+error, and the others still run.
+
+Exit status: 0, all parts passed; 1, a part failed; 2, there is no TPU, or the file is of another run.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from absl import flags
+from rich.console import Console
+
+from launch.lib import entry
+from launch.lib.config import ConfigFlag, known_fields, load_config
+from launch.lib.experiment import Experiment, build
+from launch.lib.fields import ExperimentConfig
+from launch.lib.subject import make_subject
+from specsamp import doctor, machine, storage, use_compilation_cache
+from specsamp.analysis import report
+from specsamp.analysis.benchmark import benchmark
+from specsamp.decoding.engine import round_slots
+from specsamp.evaluation.audit import Settings, audit
+from specsamp.mesh.distributed import from_first
+from specsamp.models.kernels.dispatch import Kernels
+from specsamp.models.kernels.first_call import reason_for_plain
+from specsamp.tpu.calibration import Band
+from specsamp.tpu.kernel_check import CHECKS, KernelCheck
+from specsamp.tpu.topology import topology_of
+
+GROUPS = ("doctor", "kernel", "audit", "times", "estimate")
+_CONFIG = ConfigFlag("configs/random_pair.py:3b", ExperimentConfig)
+_PARTS = flags.DEFINE_list("parts", list(GROUPS), f"Parts to run, separated by commas: any of {', '.join(GROUPS)}.")
+_INTERPRET = flags.DEFINE_bool("interpret", False, "Interpret the kernels on a CPU, with a tiny pair: a rehearsal.")
+_OUTPUT = flags.DEFINE_string(
+    "output", "runs/first_tpu.json", "The file of results, local or gs://; it is gone on with."
+)
+
+AUDITED, AUDITED_HEADS = "configs/trained_pair.py", 4
+REHEARSED = "configs/random_pair.py:tiny"  # with heads that kernels take
+_SHAPE = {"width": 128, "num_heads": 1, "num_layers": 1, "positions": "rotary"}
+SMALL = {f"{side}.{name}": value for side in ("target", "draft") for name, value in _SHAPE.items()}
+SMALL |= {"draft_length": 2, "repeats": 1, "max_new_tokens": 4}
+REHEARSED_ON = "v5e:1x1"  # the chip of a rehearsal's estimate
+AUDIT = {False: Settings(detect=0.1), True: Settings(checks=("acceptance",), detect=0.5, rows=8)}  # by --interpret
+ESTIMATE_SECONDS = 1800
+NOT_COMPILED = ("repeats", "max_new_tokens", "prompt_length", "seed")  # fields that a report refuses
+# Measured times, and the programs of a compile report that they are of.
+PROGRAMS = {"plain step": "target step", "draft step": "draft step", "scoring": "score", "round": "round"}
+SAME_RUN = ("python", "jax", "jaxlib", "flax", "specsamp", "source", "platform", "device_kind", "devices")
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a part found: a line on it, and the rest as JSON."""
+
+    passed: bool
+    said: str
+    more: Any = None
+
+
+def main() -> int:
+    console = entry.make_console()
+    interpret = _INTERPRET.value
+    if unknown := {*_PARTS.value} - {*GROUPS}:
+        raise ValueError(f"--parts={','.join(sorted(unknown))}: choose from {', '.join(GROUPS)}")
+    machine.require_devices()
+    if interpret and (_CONFIG.fields_set or _CONFIG.text != _CONFIG.default):
+        raise ValueError("--config has no effect: --interpret has a tiny pair of its own")
+    if not interpret and jax.default_backend() != "tpu":
+        seen = f"{jax.device_count()} x {jax.default_backend()}"
+        raise ValueError(f"this needs a TPU, and JAX sees {seen}: run it on one, see doctor.py, or give --interpret")
+    config = load_config(REHEARSED) if interpret else _CONFIG.fields
+    config = ExperimentConfig.from_config_dict(config)
+    config = config.turned(SMALL) if interpret else config
+    entry.check_output(_OUTPUT.value)
+    use_compilation_cache()
+    identity = report.as_json(identity_of(config))
+    done = from_first(lambda: read_parts(_OUTPUT.value, identity))
+    asked = {name: part for name, part in make_parts(config).items() if name.partition(" ")[0] in _PARTS.value}
+    missing = [name for name in asked if not done.get(name, {}).get("passed")]
+    for name in sorted(missing, key=lambda name: "began" in done.get(name, {})):  # those that killed the process last
+        write(done | {name: {"began": True}}, identity)
+        done[name] = run_part(name, asked[name], console)
+        write(done, identity)
+        console.print(line_of(name, done[name]), style=None if done[name]["passed"] else "bold red")
+    shown = {name: done[name] for name in asked}
+    entry.show([table_of(shown)], console)
+    console.print(f"\nPlease send {_OUTPUT.value} and this table to the repository, as an issue.")
+    return int(not all(part["passed"] for part in shown.values()))
+
+
+def identity_of(config: ExperimentConfig) -> dict[str, Any]:
+    """Returns what all parts of a file share: versions, devices and the pair that is timed."""
+    here = machine.environment()
+    known = {name: here[name] for name in SAME_RUN} | {"libtpu": machine.version("libtpu")}
+    return known | {"interpret": _INTERPRET.value, "config": config.recorded}
+
+
+def read_parts(path: str, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parts that a file has; raises ValueError for one of other versions or devices."""
+    if storage.is_stream(path) or not storage.place(path).exists():
+        return {}
+    document = storage.read_json(path)
+    with entry.reading(path):
+        there, parts = dict(document["identity"]), dict(document["parts"])
+    if changed := storage.differences(there, identity):
+        raise ValueError(f"{path} is of another run: {'; '.join(changed[:3])}. Give another --output")
+    return parts
+
+
+def write(parts: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Writes the file as it is now, once, whatever the number of processes."""
+    if entry.is_first() and not storage.is_stream(_OUTPUT.value):
+        storage.write(_OUTPUT.value, report.json_text(entry.header() | {"identity": identity, "parts": parts}))
+
+
+def make_parts(config: ExperimentConfig) -> dict[str, Callable[[], Found]]:
+    """Returns the parts by name; the first word of a name is its group."""
+    parts = {f"kernel {check.name}": functools.partial(check_kernel, check) for check in CHECKS}
+    of_pair = (("audit", audit_pair), ("times", time_pair), ("estimate", estimate))
+    return {"doctor": examine} | parts | {name: functools.partial(part, config) for name, part in of_pair}
+
+
+def run_part(name: str, part: Callable[[], Found], console: Console) -> dict[str, Any]:
+    """Runs a part; returns what it found or which error ended it, as JSON."""
+    start, error = time.monotonic(), None
+    with entry.progress(console, name):
+        try:
+            found = part()
+        except Exception as met:  # of any kind: the other parts still run
+            found = Found(False, f"{type(met).__name__}: {' '.join(str(met).split())[:300]}")
+            error = traceback.format_exc()
+    seconds = round(time.monotonic() - start, 1)
+    more = found.more if error is None else {"traceback": error}
+    return report.as_json({"passed": found.passed, "said": found.said, "seconds": seconds, "found": more})
+
+
+def examine() -> Found:
+    """Lists the findings of the doctor."""
+    findings = doctor.examine(doctor.read_facts())
+    worst = max(findings, key=lambda finding: finding.level)
+    said = f"{worst.what}: {worst.fix}" if worst.fix else "; ".join(finding.what for finding in findings[:2])
+    return Found(worst.level < doctor.Level.ERROR, said, findings)
+
+
+def check_kernel(check: KernelCheck) -> Found:
+    """Compares a kernel with its plain form."""
+    difference = check.difference(Kernels(interpret=_INTERPRET.value))
+    passed = difference <= check.near  # NaN is not
+    more = "" if passed else f", which is more than {check.near:g}"
+    return Found(passed, f"differs by {difference:.2g} of the largest entry{more}", {"difference": repr(difference)})
+
+
+def build_with_kernels(config: ExperimentConfig) -> tuple[Experiment, str]:
+    """Returns the pair of a configuration, and why its target does without kernels; an empty text: it has them."""
+    experiment = build(config, check_heads=False)
+    pair = experiment.pair
+    if _INTERPRET.value:
+        models = {
+            side: dataclasses.replace(getattr(pair, side), weight_order="default", kernels=Kernels(interpret=True))
+            for side in ("target", "draft")
+        }
+        pair = dataclasses.replace(pair, **models)
+        method = config.make_method(pair)
+        return dataclasses.replace(experiment, pair=pair, method=method), ""
+    if pair.target.kernels is not None:
+        return experiment, ""
+    reason = reason_for_plain(pair.target.config, Kernels())
+    return experiment, reason or f"config.attention is {config.attention}"
+
+
+def audit_pair(config: ExperimentConfig) -> Found:
+    """Audits a small pair, since an audit keeps its weights in float32, too."""
+    if not _INTERPRET.value:
+        trained = ExperimentConfig.from_config_dict(load_config(AUDITED))
+        devices = config.mesh.data * config.mesh.model
+        model = math.gcd(devices, AUDITED_HEADS)
+        config = trained.turned({"mesh.data": devices // model, "mesh.model": model})
+    experiment, reason = build_with_kernels(config)
+    subject = make_subject(config, experiment, 4 if _INTERPRET.value else 16)
+    found = audit(subject, AUDIT[_INTERPRET.value])
+    said = f"WITHOUT KERNELS, {reason}; {found.summary}" if reason else found.summary
+    return Found(found.passed and not reason, said, found)
+
+
+def time_pair(config: ExperimentConfig) -> Found:
+    """Times the calls of a round, and rounds, in turn with plain decoding."""
+    experiment, reason = build_with_kernels(config)
+    result = benchmark(experiment.pair, experiment.method, experiment.workload)
+    if result.split is None:
+        raise ValueError("the calls of a round do not fit into memory beside the decoders: take a smaller pair")
+    split, drafted = result.split, max(result.speculative.draft_length, 1)
+    ms = {
+        "plain step": split.step.median,
+        "plain step in the loop": result.autoregressive.ms_per_round.median,
+        "draft step": split.draft.median / drafted,
+        "scoring": split.score.median,
+        "round": result.speculative.ms_per_round.median,
+    }
+    said = ", ".join(f"{name} {value:.3g} ms" for name, value in ms.items())
+    said = f"WITHOUT KERNELS, {reason}; {said}" if reason else said
+    return Found(not reason, said, {"ms": ms, "slots": result.slots, "result": result})
+
+
+def estimate(config: ExperimentConfig) -> Found:
+    """Compiles the same programs for these chips as launch/compile_report.py does, in a process of its own."""
+    return Found(**from_first(lambda: compile_report(config)))
+
+
+def compile_report(config: ExperimentConfig) -> dict[str, Any]:
+    """Returns the fields of `Found`: the compiler's estimates by program."""
+    devices = jax.devices()[: config.mesh.data * config.mesh.model]
+    topology = REHEARSED_ON if _INTERPRET.value else topology_of(devices)
+    text, changes = REHEARSED, SMALL
+    if not _INTERPRET.value:
+        text, known = _CONFIG.text, known_fields(_CONFIG.fields)
+        changes = {name: known[name] for name in _CONFIG.fields_set}
+    changes = {name: value for name, value in changes.items() if name not in NOT_COMPILED}
+    work = config.workload()
+    slots = round_slots(work.longest + config.draft_length + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "report.json")
+        command = [sys.executable, "-m", "specsamp", "compile-report", f"--config={text}", f"--topology={topology}"]
+        command += [f"--slots={slots}", f"--output={path}"]
+        command += [f"--config.{name}={value}" for name, value in changes.items()]
+        paths = os.pathsep.join(filter(None, (os.fspath(machine.PACKAGE.parent), os.environ.get("PYTHONPATH"))))
+        how = {"env": os.environ | {"PYTHONPATH": paths}, "capture_output": True, "text": True}
+        done = subprocess.run(command, timeout=ESTIMATE_SECONDS, **how)
+        if done.returncode:
+            raise ValueError(f"compile_report.py ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+        document = storage.read_json(path)
+    bands = document["calibrated_ms"]
+    said = ", ".join(f"{name} {shown_band(band)} ms" for name, band in bands.items())
+    more = {"topology": topology, "ms": bands, "programs": document["report"]["programs"]}
+    return {"passed": bool(bands), "said": f"compiler estimate for {topology}: {said}", "more": more}
+
+
+def shown_band(band: Mapping[str, Any]) -> str:
+    """Returns an estimate from a compile report in two digits."""
+    return str(Band(**{name: band[name] for name in ("least", "likely", "most", "open")}))
+
+
+def line_of(name: str, part: Mapping[str, Any]) -> str:
+    """Returns a line on a part that has ended."""
+    return entry.visible(f"{'passed' if part['passed'] else 'FAILED'}  {name}: {part['said']} ({part['seconds']:g} s)")
+
+
+def table_of(parts: Mapping[str, Any]) -> report.Table:
+    """Tabulates the parts, and the measured times beside the compiler's estimates."""
+    rows = [
+        (name, "passed" if part["passed"] else "FAILED", entry.visible(part["said"])) for name, part in parts.items()
+    ]
+    measured, estimated = ((parts.get(name, {}).get("found") or {}).get("ms", {}) for name in ("times", "estimate"))
+    for name, ms in measured.items():
+        band = estimated.get(PROGRAMS.get(name))
+        beside = f"; compiler estimate {shown_band(band)} ms" if band else ""
+        rows.append((f"time of a {name}", "", f"{ms:.3g} ms{beside}"))
+    failed = sum(not part["passed"] for part in parts.values())
+    return report.Table(title=f"{failed} of {len(parts)} parts failed", header=("part", "", "found"), rows=rows, left=3)
+
+
+if __name__ == "__main__":
+    entry.run(main, _CONFIG)
