@@ -38,6 +38,22 @@ if importlib.util.find_spec("specsamp") is None:  # a fresh machine, such as Col
         wanted.append("jax[cuda12]" if re.search(r"CUDA Version: *12", seen) else "jax[cuda13]")
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *wanted], check=True)
 
+# %% [markdown]
+# ## On a TPU: what works there?
+#
+# No TPU has run this code yet. With `REPORT = True`, the next cell finds out in about twenty minutes: it compares every kernel
+# with its plain form, audits a pair, and puts measured times beside the compiler's estimates. Run again, it continues. Please
+# send `first_tpu.json` and the table as an issue. It comes first, since only one process can hold the chip.
+
+# %%
+REPORT = False
+
+if REPORT:
+    command = [sys.executable, "-m", "specsamp", "first-tpu", "--plain", "--output=first_tpu.json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as report:
+        for line in report.stdout:
+            print(line, end="")
+
 # %%
 from specsamp import doctor
 
