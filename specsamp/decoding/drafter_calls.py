@@ -33,10 +33,17 @@ def read_prompt(drafter: Drafter, weights: Weights, state: Any, chunk: PromptChu
     return _unpack(drafter, "read", returned, state=state, cache=cache)
 
 
-def commit_round(drafter: Drafter, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
-    """Returns the results of `Drafter.commit`; see `read_prompt`."""
+def commit_round(
+    drafter: Drafter, weights: Weights, state: Any, scored: ScoredRound, cache: Any, before: Any
+) -> tuple[Any, Any]:
+    """Returns the results of `Drafter.commit`; see `read_prompt`.
+
+    Args:
+      state: from `propose_draft`.
+      before: the state that it was given, which the new state must be like.
+    """
     returned = drafter.commit(weights, state, scored, cache)
-    return _unpack(drafter, "commit", returned, state=state, cache=cache)
+    return _unpack(drafter, "commit", returned, state=before, cache=cache)
 
 
 def propose_draft(
@@ -51,7 +58,8 @@ def propose_draft(
     """Returns the results of `Drafter.propose`, with the draft of each row cut to its tokens of the vocabulary.
 
     Raises:
-      ValueError: while tracing, naming the field that has another structure, shape or dtype than `Draft` or the state.
+      ValueError: while tracing, naming the field that has another structure, shape or dtype than
+        `Draft` or the cache.
     """
     returned = drafter.propose(weights, state, prefix, cache, sample)
     draft, state, cache = _unpack(drafter, "propose", returned, draft=None, state=state, cache=cache)
@@ -129,12 +137,15 @@ def _check_array(name: str, x: Any, kind: Any, shape: tuple[int | None, ...]) ->
 
 
 def _unpack(drafter: Drafter, method: str, returned: Any, **given: Any) -> tuple[Any, ...]:
-    """Returns the results of a method; state and cache must be like those given."""
+    """Returns the results of a method; state and cache must be like those given.
+
+    Only the state that `Drafter.propose` returns may be anything, since `Drafter.commit` gets it.
+    """
     name = f"{type(drafter).__name__}.{method}"
     if not isinstance(returned, tuple) or len(returned) != len(given):
         raise ValueError(f"{name} must return a tuple ({', '.join(given)}); got {type(returned).__name__}")
     for (part, before), after in zip(given.items(), returned):
-        if part != "draft":
+        if method != "propose" or part == "cache":
             _check_alike(name, part, before, after)
     return returned
 
@@ -153,5 +164,5 @@ def _check_alike(name: str, part: str, given: Any, returned: Any) -> None:
         return
     ours, theirs = structures if path is None else (before.get(path, "nothing"), after.get(path, "nothing"))
     raise ValueError(
-        f"{name} must return a {part} like the one it was given: {part}{path or ''} was {ours}, returned was {theirs}"
+        f"{name} must return a {part} like the one before: {part}{path or ''} was {ours}, returned was {theirs}"
     )

@@ -166,7 +166,9 @@ class Loop:
             if draft.parents_BK is not None:
                 output = keep_path(self.target, state.lengths_B - 1, verdict, output, draft.tokens_BK.shape[1])
             scored = ScoredRound(prefix=state.prefix, draft=draft, verdict=verdict, output=output)
-            drafter_state, cache = commit_round(self.drafter, weights, drafter_state, scored, output.cache)
+            drafter_state, cache = commit_round(
+                self.drafter, weights, drafter_state, scored, output.cache, state.drafter_state
+            )
             state = dataclasses.replace(state, cache=cache, drafter_state=drafter_state)
             if draft.parents_BK is not None:
                 draft, target = path_draft(draft, verdict, target), target.along(verdict)

@@ -141,7 +141,7 @@ REFUSED = [
     ("propose", "a distribution short", r"log_probs_BRV .*got float32\[1, 2, 3\]"),
     ("propose", "parents of floats", r"parents_BK .*got float32\[1, 3\]"),
     ("propose", "laws of another length", r"law_rows_BT .*\[any, 4\]; got int32\[1, 3\]"),
-    ("propose", "a larger state", r"propose must return a state like .*float32\[1, 2\], returned was float32\[1, 3\]"),
+    ("commit", "a larger state", r"commit must return a state like .*float32\[1, 2\], returned was float32\[1, 3\]"),
     ("read", "None", r"read must return a tuple \(state, cache\); got NoneType"),
     ("read", "a larger state", r"read must return a state like .*float32\[1, 2\], returned was float32\[1, 3\]"),
     ("commit", "no state", r"commit must return a state like .*float32\[1, 2\], returned was nothing"),
