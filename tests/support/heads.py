@@ -55,9 +55,8 @@ def layer_config(vocab_size, **changes):
 
 
 def eagle1(vocab_size, **changes):
-    return FeatureHead(
-        Eagle1Config(layer=layer_config(vocab_size), target_layers=LAYERS, hidden_layers=(LAYERS,), **changes)
-    )
+    shape = dict(layer=layer_config(vocab_size), target_layers=LAYERS, hidden_layers=(LAYERS,))
+    return FeatureHead(Eagle1Config(**(shape | changes)))
 
 
 def eagle3(vocab_size, **changes):

@@ -1,0 +1,84 @@
+"""Prompts that begin like others, on a small transformer: it looks at every slot, so a wrong one changes the text."""
+
+import jax
+import numpy as np
+import pytest
+
+from specsamp import Adaptive, ModelDrafter, Pair, TransformerConfig, TransformerLM, generate, generate_many
+from specsamp.decoding.method import make_method
+from specsamp.serving import batch
+from specsamp.serving.service import Service
+
+V, K = 64, 3
+MODEL = TransformerLM(
+    TransformerConfig(vocab_size=V, width=16, num_layers=1, num_heads=2, feedforward_width=32, positions="rotary")
+)
+SHARP = jax.tree.map(lambda x: 4 * x, MODEL.init(jax.random.key(1)))
+WRONG = jax.tree.map(lambda x: 4 * x, MODEL.init(jax.random.key(2)))
+PAIR = Pair(target=MODEL, target_params=SHARP, draft=MODEL, draft_params=WRONG)
+
+
+def text(random, length):
+    return random.integers(0, V, length).tolist()
+
+
+@pytest.mark.parametrize("draft_length", (0, K))
+def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_length):
+    """Four prompts are read in one call, two of them behind prefixes of 40 tokens that ended texts have left."""
+    random = np.random.default_rng(0)
+    prompts = [text(random, 90) for _ in range(4)]
+    prompts += [
+        prompts[0][:40] + text(random, 50),
+        text(random, 90),
+        prompts[1][:40] + text(random, 50),
+        text(random, 90),
+    ]
+    plain = generate(PAIR, prompts, 8, draft_length=0)
+    queue = generate_many(PAIR, prompts, 8, rows=4, draft_length=draft_length)
+    assert {one.prompt_index: one.tokens for one in queue} == {one.prompt_index: one.tokens for one in plain}
+    assert queue.batch.tokens_copied >= 70, "the control: prefixes were copied"
+
+
+def test_prefix_of_a_paused_drafter_is_copied_as_far_as_it_was_read():
+    """The draft is paused, so it has read less than the target; the room for chunks is that of the whole prompt."""
+    random = np.random.default_rng(0)
+    first = text(random, 120)
+    second = first[:100] + text(random, 132)
+    third = second[:90] + text(random, 140)
+    prompts = [first, second, third]
+    adaptive = Adaptive(lengths=(0, 1, K), costs_ms=(1.0, 1.1, 1.3), trust=1.0)
+    method = make_method(PAIR, drafter=ModelDrafter(MODEL, K), draft_length=adaptive)
+    service = Service(PAIR, method, rows=1, context=240, in_background=False)
+    chunks = []
+    for prompt in prompts:
+        service.ask([prompt], 8, deliver=chunks.append)
+        while service.unfinished:
+            service._wait()
+            service._slice()
+    assert [chunk.tokens for chunk in chunks] == [one.tokens for one in generate(PAIR, prompts, 8, draft_length=0)]
+    assert service.batch.tokens_copied > 80, "the control: prefixes were copied"
+    assert any(chunk.stats.lengths[0] for chunk in chunks), "the control: there were pauses"
+
+
+def test_read_that_does_not_fit_the_slots_is_refused():
+    random = np.random.default_rng(0)
+    queue = generate_many(PAIR, [text(random, 90)], 8, rows=1, draft_length=0)
+    engine = queue._engine
+    (request,) = queue.batch.waiting
+    with pytest.raises(ValueError, match="3 calls of 32 tokens from slot 40 need 136 slots, but rows have 128"):
+        engine.extend([request], None, [40], [128], 32)
+    queue.close()
+
+
+def test_insert_over_a_row_that_does_not_exist_is_refused():
+    queue = generate_many(PAIR, [[1]], 8, rows=1, draft_length=0)
+    state = queue._engine.blank(2)
+    for at in ([2, 0], [1, 1], [-2, 0]):
+        with pytest.raises(ValueError, match="must be different, from 0 to 1"):
+            queue._engine.insert(state, queue._engine.blank(2), at)
+    queue.close()
+
+
+def test_chunks_of_the_test_are_those_of_a_cpu():
+    """The lengths above meet the borders of these chunks."""
+    assert batch.chunk_sizes() == (16, 64)

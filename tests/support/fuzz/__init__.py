@@ -1,0 +1,1 @@
+"""A differential fuzzer of the entry points; `tests/fuzz.py` is its command."""

@@ -1,0 +1,156 @@
+"""The settings that streams of requests are drawn from: an entry point with a drafter and a rule."""
+
+import dataclasses
+import functools
+
+import jax
+
+from specsamp import (
+    Adaptive,
+    CoupledRule,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    RecursiveRule,
+    TokenRule,
+    TransformerConfig,
+    TransformerLM,
+)
+from specsamp.decoding.pair import Pair
+from specsamp.mesh.layout import make_mesh
+from specsamp.mesh.sharded import shard
+from support.byte_tokenizer import ByteTokenizer
+from support.drafters import DRAFTERS, K, of_target, sharp
+from support.weights import drawn_params
+
+ERROR = 0.6  # of the draft's parameters: some of its tokens are rejected
+BYTES = TransformerLM(
+    TransformerConfig(vocab_size=257, width=8, num_layers=1, num_heads=2, feedforward_width=16, positions="rotary")
+)
+
+
+class Latin1(ByteTokenizer):
+    """A character for each byte, so that the text of any tokens is clear."""
+
+    def encode(self, text):
+        return list(text.encode("latin-1"))
+
+    def decode(self, tokens):
+        return bytes(token for token in tokens if token < 256).decode("latin-1")
+
+    def token_bytes(self, token, before=None):
+        return None if token == self.eos_id else chr(token).encode()
+
+
+def of_bytes():
+    """Returns a pair that writes texts."""
+    pair = Pair(
+        target=BYTES,
+        target_params=sharp(BYTES),
+        draft=BYTES,
+        draft_params=sharp(BYTES),
+        tokenizer=Latin1(),
+    )
+    return pair, ModelDrafter(BYTES, K), (0, 1, K), K
+
+
+KINDS = DRAFTERS | {
+    "none": lambda: of_target(NoDrafter()),
+    "prompt lookup": lambda: of_target(NgramDrafter(K)),
+    "bytes": of_bytes,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """An entry point, and a method that it decodes with.
+
+    Attributes:
+      entry: a function of `support.fuzz.entries`.
+      kind: of the drafter, of `KINDS`.
+      rule: greedy texts are those of plain decoding under every rule, sampled texts under the coupled rule.
+      adapts: whether draft lengths adapt, with pauses.
+      shards: data shards.
+      slots: most prompts and budgets fit into so many slots.
+    """
+
+    entry: str
+    kind: str
+    rule: object = TokenRule()
+    adapts: bool = False
+    shards: int = 1
+    slots: int = 128
+
+    @property
+    def name(self):
+        words = [self.entry, self.kind, type(self.rule).__name__]
+        words += ["adaptive"] if self.adapts else []
+        words += [f"{self.shards} shards"] if self.shards > 1 else []
+        return ", ".join([*words, f"{self.slots} slots"])
+
+    @property
+    def most_prompt(self):
+        return self.slots * 3 // 4
+
+    @property
+    def most_budget(self):
+        return self.slots // 8
+
+    @functools.cached_property
+    def pair(self):
+        """Returns the pair on one device, whose draft errs."""
+        pair, *_ = KINDS[self.kind]()
+        if pair.draft_params is None:
+            return pair
+        model = pair.head if pair.draft is None else pair.draft
+        noise = drawn_params(model, 1)
+        params = jax.tree.map(lambda x, y: x + ERROR * y if x.dtype.kind == "f" else x, pair.draft_params, noise)
+        return dataclasses.replace(pair, draft_params=params)
+
+    @property
+    def drafter(self):
+        """Returns the drafter on one device."""
+        return KINDS[self.kind]()[1]
+
+    @functools.cached_property
+    def decoding(self):
+        """Returns the pair of the entry point, and the keywords of its method."""
+        _, _, lengths, _ = KINDS[self.kind]()
+        pair, drafter = self.pair, self.drafter
+        if self.shards > 1:
+            pair = shard(pair, make_mesh(data=self.shards, model=1))
+            drafter = dataclasses.replace(drafter, model=pair.draft)
+        options = dict(drafter=drafter, rule=self.rule)
+        if self.adapts:
+            costs = tuple(1 + 0.1 * length for length in lengths)
+            options["draft_length"] = Adaptive(lengths=lengths, costs_ms=costs, pause=2, trust=1.0)
+        return pair, options
+
+
+COUPLED = CoupledRule()
+TREES = RecursiveRule()
+SETTINGS = [
+    Setting("queue", "none"),
+    Setting("queue", "model"),
+    Setting("queue", "prompt lookup", slots=256),
+    Setting("queue", "model", COUPLED, adapts=True),
+    Setting("queue", "early exit"),
+    Setting("queue", "EAGLE-3"),
+    Setting("queue", "modules", slots=256),
+    Setting("queue", "parallel", adapts=True),
+    Setting("queue", "DFlash"),
+    Setting("queue", "model tree", TREES),
+    Setting("queue", "model", shards=2),
+    Setting("log", "model"),
+    Setting("service", "model", slots=256),
+    Setting("service", "model", COUPLED, adapts=True, slots=256),
+    Setting("service", "early exit"),
+    Setting("service", "modules"),
+    Setting("service", "tokenizer", adapts=True),
+    Setting("service", "bytes"),
+    Setting("endpoint", "bytes"),
+    Setting("conversation", "model", adapts=True),
+    Setting("conversation", "EAGLE-3 tree", TREES),
+    Setting("batch", "DSpark"),
+    Setting("stream", "bytes"),
+]
