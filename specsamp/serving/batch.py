@@ -349,8 +349,10 @@ class Batch:
                 if all(start + (size if self._rounds else -(-most // size) * size) <= slots for most, start in left)
             ]
             chunk = next((size for size in fitting if size >= max(left)[0]), fitting[-1])
-            # No row has more calls than it needs: they could end beyond its slots.
-            calls = 1 if self._rounds else min(-(-most // chunk) for most, _ in left)
+            counts = [1] if self._rounds else [-(-most // chunk) for most, _ in left]
+            # All rows have as many calls, of which the last must not end beyond the slots of any row.
+            fits = max(starts) + max(counts) * chunk <= slots
+            calls = max(counts) if fits else min(counts)
             ends = [min(start + calls * chunk, len(one.prompt)) if one else 1 for one, start in zip(requests, starts)]
             state = self._engine.extend(requests, dataclasses.replace(state, request=None), starts, ends, chunk)
             self.tokens_read += sum(end - start for one, start, end in zip(requests, starts, ends) if one)

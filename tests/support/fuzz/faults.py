@@ -51,7 +51,7 @@ NOT_CHECKED = Change(engine.Engine, "extend", "if needed > self.slots", "if Fals
 MOVED = Change(cache, "write_slots", "", "")
 FAULTS = {
     "a row is read in as many calls as others": Fault(
-        (MOVED, NOT_CHECKED, Change(batch.Batch, "_read", "min(-(-most // chunk)", "max(-(-most // chunk)")),
+        (MOVED, NOT_CHECKED, Change(batch.Batch, "_read", "if fits else min(counts)", "if True else min(counts)")),
         ("queue",),
         ("none",),
     ),
