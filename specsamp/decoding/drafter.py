@@ -123,7 +123,9 @@ class DrafterHooks:
 
     depth: int | None = None  # the most tokens of a draft that can be accepted, if that is less than K, as in a tree
     row_independent: bool = True  # whether the draft of a sequence is independent of the other sequences of the batch
-    looks_ahead: int = 0  # how many tokens beyond the next one a slot of its caches depends on
+    # How many slots of its caches before the last two may be wrong, since they depend on later
+    # tokens or hold masks. The first call of a round reads these tokens again.
+    looks_ahead: int = 0
     # Whether its state lacks the tokens that are emitted while it is paused. If so, `Drafter.read` is called with these
     # tokens before the next draft, and with None for the target's output and cache.
     falls_behind: bool = False

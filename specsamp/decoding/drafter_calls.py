@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specsamp.decoding.drafter import Drafter, PromptChunk, Proposal, ScoredRound
+from specsamp.decoding.drafter import Drafter, PromptChunk, Proposal, ScoredRound, hooks_of
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Prefix, Weights
 from specsamp.decoding.tokens import gather_tokens
@@ -75,12 +75,20 @@ def propose_draft(
     return draft, state, cache
 
 
+def num_covered(drafter: Drafter, lengths_B: Array) -> Array:
+    """Returns how many tokens of each text a drafter's state covers after a draft, int32 ``[B]``.
+
+    The first call of the next round reads the others.
+    """
+    return jnp.maximum(lengths_B - 2 - hooks_of(drafter).looks_ahead, 0)
+
+
 def catch_up(
     drafter: Drafter, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
 ) -> tuple[Any, Array]:
     """Feeds a drafter the tokens emitted while it was paused, K + 1 per call; see `DrafterHooks.falls_behind`.
 
-    The last two tokens are left out, since the first call of a round feeds them anyway.
+    The tokens that the first call of a round reads anyway are left out, see `num_covered`.
 
     Args:
       seen_B: int32, the tokens of each row that the drafter's state covers.
@@ -89,7 +97,7 @@ def catch_up(
     Returns:
       The drafter's state, and the new ``seen_B``.
     """
-    known_B = jnp.maximum(prefix.lengths_B - 2, 0)
+    known_B = num_covered(drafter, prefix.lengths_B)
 
     def read(carry: tuple[Any, Array]) -> tuple[Any, Array]:
         state, seen_B = carry

@@ -227,7 +227,10 @@ class Engine:
         """
         seen_B = None if state.adaptive_state is None else state.adaptive_state.seen_B
         lengths_B, seen_B = to_host((state.lengths_B, seen_B))
-        return lengths_B if seen_B is None else np.minimum(lengths_B, seen_B + 2)  # a paused drafter has read less
+        if seen_B is None:
+            return lengths_B
+        # A paused drafter has read less.
+        return np.minimum(lengths_B, seen_B + 2 + hooks_of(self.loop.drafter).looks_ahead)
 
     def rounds_per_look(self, requests: Sequence[Request]) -> int:
         """Returns the number of rounds between two searches for stop strings; tokens after a stop string are wasted."""

@@ -35,7 +35,7 @@ from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.commit import append
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.drafter import Drafter, PromptChunk, ScoredRound, depth_of, hooks_of, with_length
-from specsamp.decoding.drafter_calls import catch_up, commit_round, propose_draft, read_prompt
+from specsamp.decoding.drafter_calls import catch_up, commit_round, num_covered, propose_draft, read_prompt
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
@@ -276,8 +276,9 @@ class Loop:
         """Runs one round in which no row drafts more than ``width`` tokens."""
         narrow = dataclasses.replace(self, drafter=with_length(self.drafter, width))
         after = narrow.round(weights, request, state)
-        if width and after.adaptive_state.seen_B is not None:  # a draft covers all but the last two tokens
-            seen_B = jnp.where(state.running_B, after.lengths_B - 2, after.adaptive_state.seen_B)
+        if width and after.adaptive_state.seen_B is not None:
+            seen_B = num_covered(self.drafter, after.lengths_B)
+            seen_B = jnp.where(state.running_B, seen_B, after.adaptive_state.seen_B)
             after = after.with_adaptive(seen_B=seen_B)
         return self._limit_lengths(after)
 
@@ -295,7 +296,8 @@ class Loop:
             return state
 
         def is_behind(seen_B: Array) -> Array:
-            return drafts_next & self.shards.any(jnp.any(state.running_B & (seen_B < state.lengths_B - 2)))
+            is_behind_B = seen_B < num_covered(self.drafter, state.lengths_B)
+            return drafts_next & self.shards.any(jnp.any(state.running_B & is_behind_B))
 
         with jax.named_scope("catch_up"):
             drafter_state, seen_B = catch_up(

@@ -2,7 +2,7 @@
 
 Mask tokens are written behind the text. One causal call reads the last K + 1 known tokens, some of them again, and K - 1
 masks. Its last K positions give the distributions of K tokens, each independent of the other drafted tokens. The next
-call overwrites the masks' entries in the cache.
+call overwrites the masks' entries in the cache. Where a text is read on, masks are read over (``looks_ahead``).
 """
 
 from __future__ import annotations
@@ -48,13 +48,27 @@ class ParallelDrafter(ModelDrafter):
     @property
     def first_window(self) -> int:
         """Returns K + 1, the most tokens of a round: in their slots the cache may hold masks."""
-        return self.K + 1
+        return max(self.window, self.K + 1)
+
+    @property
+    def looks_ahead(self) -> int:
+        """Returns how many slots before the last two may hold masks."""
+        return self.first_window - 2
+
+    def of_length(self, K: int) -> ParallelDrafter:
+        """Returns the drafter of shorter drafts, which reads over the masks of longer ones."""
+        return dataclasses.replace(self, K=K, window=self.first_window)
 
     def init(self, batch: int, slots: int) -> Any:
-        return self.model.init_cache(batch, max(slots, 2 * self.K))
+        return self.model.init_cache(batch, max(slots, self._width))
+
+    @property
+    def _width(self) -> int:
+        """Returns the number of tokens of a call."""
+        return self.first_window + self.K - 1
 
     def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
-        lengths_B, width = prefix.lengths_B, 2 * self.K
+        lengths_B, width = prefix.lengths_B, self._width
         batch, slots = prefix.tokens_BS.shape
         tokens_BS = jnp.pad(prefix.tokens_BS, ((0, 0), (0, max(width - slots, 0))))
         masks_BK = jnp.full((batch, self.K), self.mask_id, tokens_BS.dtype)

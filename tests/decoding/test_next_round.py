@@ -1,0 +1,226 @@
+"""The next round is that of a text which is read anew, however the text came into the caches.
+
+Where a draft's caches are wrong, texts stay exact and acceptance falls: no distribution shows it.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specsamp.decoding.adaptive import Adaptive
+from specsamp.decoding.conversation import Conversation
+from specsamp.decoding.drafters import ParallelDrafter
+from specsamp.decoding.engine import Engine
+from specsamp.decoding.method import Method
+from specsamp.decoding.request import make_requests
+from specsamp.decoding.trees import block_of
+from specsamp.sampling.rules import Rule, make_verdict, take_row
+from specsamp.sampling.warp import chain, temperature
+from specsamp.serving import batch
+from support import mutants, tree_mutants
+from support.drafters import DRAFTERS, V
+from support.extras import slow_but
+
+SLOTS, CHUNK = 256, 16
+SAMPLING = chain(temperature(1.0))
+TOLERANCE = 1e-3  # of a probability; rounding makes 1e-4, the mistakes below .01 and more
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptsByLength(Rule):
+    """Accepts any number of tokens, whatever they are, so that caches of weak drafts have some, too."""
+
+    trees = True
+
+    def sample(self, log_probs_BV, keys, *, node, depth):
+        return jnp.argmax(log_probs_BV, axis=-1).astype(jnp.int32)
+
+    def siblings(self, log_probs_BPV, keys, *, nodes_PC, depth):
+        return jax.lax.top_k(log_probs_BPV, nodes_PC.shape[1])[1].astype(jnp.int32)
+
+    def verify(self, draft, target, keys):
+        row_B = 7 * keys.starts_B // 3 % (draft.num_drafted_B + 1)
+        last_B = 5 * keys.starts_B % V
+        if draft.parents_BK is None:
+            return make_verdict(draft, row_B, last_B)
+        on_path_BT = take_row(block_of(draft, keys.starts_B).visible_BTR, row_B[:, None])
+        rows_BT = jnp.argsort(~on_path_BT, axis=1)[:, : draft.depth + 1].astype(jnp.int32)
+        return make_verdict(draft, on_path_BT.sum(axis=1) - 1, last_B, rows_BT)
+
+
+class InTurn(Adaptive):
+    """Has drafts of all lengths, and pauses, in a fixed order."""
+
+    def learn(self, state, running_B, num_drafted_B, num_accepted_B):
+        most, few = self.K, self.shortest
+        turns = jnp.asarray([most, 0, 0, most, few, most, most, 0, 0, 0, few])
+        idle_B = state.idle_B + running_B
+        return dataclasses.replace(state, idle_B=idle_B, draft_lengths_B=turns[idle_B % len(turns)])
+
+
+@functools.partial(jax.jit, static_argnames="loop")
+def next_round(loop, weights, state):
+    """Returns the next draft, its probabilities, and the target's after each of its rows."""
+    request, state = state.request, dataclasses.replace(state, request=None)
+    state = loop._catch_up(weights, state, jnp.ones((), bool))  # as after a pause
+    loop = dataclasses.replace(loop, adaptive=None)
+    draft, _, cache = loop.draft(weights, request, state)
+    logits_BTV = loop.score(weights, state, draft, cache).logits_BTV
+    return draft, jnp.exp(draft.log_probs_BRV), jax.nn.softmax(logits_BTV)
+
+
+class Batch(batch.Batch):
+    """Compares the texts of two rows before every slice with texts that are read anew.
+
+    The first ``perfect`` tokens of a draft have the target's distribution.
+    """
+
+    def __init__(self, pair, drafter, lengths, perfect):
+        fixed = dict(usual=drafter.K, margin=0, pause=1)
+        adaptive = InTurn(lengths=lengths, costs_ms=(1,) * len(lengths), **fixed)
+        rule = AcceptsByLength()
+        self.method = Method(drafter=drafter, rule=rule, sampling=SAMPLING, adaptive=adaptive)
+        self.pair, self.perfect, self.texts = pair, perfect, {}
+        example = make_requests(pair, self.method, [[0]], 1)
+        engine = Engine.create(pair, self.method, example, batch=2, slots=SLOTS)
+        super().__init__(engine, rows=2, rounds=2)
+
+    def begin(self, prompt, budget):
+        (request,) = make_requests(self.pair, self.method, [prompt], budget)
+        self.waiting.append(request)
+        return request
+
+    def end(self, prompt, budget):
+        """Decodes until a text ends; returns it, the prompt included."""
+        request = self.begin(prompt, budget)
+        while request in (*self.waiting, *self.reading, *self.running):
+            self.fill()
+            self.compare()
+            self.run()
+            for one, text in self.collect(self._engine.text, always=True):
+                self.texts[one] = [*one.prompt, *text.tokens]
+        return self.texts[request]
+
+    def swap(self):
+        """Gives the rows more slots, and back, in the opposite order each time."""
+        for slots in (2 * SLOTS, SLOTS):
+            self._state = self._engine.resize(self._state, [1, 0], slots)
+        self.compare()
+
+    def compare(self):
+        for place, request in enumerate(self.running):
+            if request is not None:
+                row = self._engine.extract(self._state, [place])
+                text = row.tokens_BS[0, : row.lengths_B[0]].tolist()
+                request = dataclasses.replace(request, prompt=tuple(text))
+                blank = dataclasses.replace(self._engine.blank(1), request=None)
+                anew = self._engine.extend([request], blank, [0], [len(text)], CHUNK)
+                row = dataclasses.replace(row, request=self._engine.arrays([request]))
+                self.assert_equal(self.next_round(row), self.next_round(anew))
+
+    def next_round(self, state):
+        return jax.device_get(next_round(self._engine.loop, self._engine.weights, state))
+
+    def assert_equal(self, found, expected):
+        draft, drafted_BRV, target_BTV = found
+        wanted, wanted_BRV, wanted_BTV = expected
+        count = int(wanted.num_drafted_B[0])
+        assert draft.num_drafted_B[0] == count
+        assert draft.tokens_BK[0, :count].tolist() == wanted.tokens_BK[0, :count].tolist()
+        assert_close(target_BTV[0, : count + 1], wanted_BTV[0, : count + 1])
+        if not count:
+            return
+        assert_close(drafted_BRV, wanted_BRV)
+        rows = np.arange(self.perfect)
+        if self.perfect and draft.parents_BK is not None:
+            rows = np.unique(draft.parents_BK[0])
+        laws = rows if draft.law_rows_BT is None else draft.law_rows_BT[0, rows]
+        assert_close(drafted_BRV[0, laws], target_BTV[0, rows])
+
+
+def assert_close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.fixture(autouse=True)
+def one_size(monkeypatch):
+    """A batch does not grow, and calls that read prompts are short."""
+    monkeypatch.setattr(batch, "powers", lambda least, most: (most,))
+    monkeypatch.setattr(batch, "chunk_sizes", lambda: (CHUNK, CHUNK))
+
+
+def decode_session(rows):
+    """A long text beside turns of a conversation, one of them edited, and shared beginnings."""
+    random = np.random.default_rng(0)
+
+    def text(least, most):
+        return random.integers(0, V, random.integers(least, most + 1)).tolist()
+
+    def beginning(text, least):
+        return text[: int(random.integers(least, len(text)))]
+
+    long = rows.begin(text(1, 40), 120)
+    first = rows.end(text(1, 40), 20)
+    second = rows.end(first + text(1, 9), 15)
+    third = rows.end(beginning(second, len(second) - 14) + text(1, 20), 12)
+    rows.swap()
+    rows.end(beginning(rows.texts[long], 8) + text(1, 9), 9)
+    rows.end(beginning(third, 8) + text(1, 60), 9)
+    assert rows.tokens_copied > 60
+
+
+QUICK = ("model", "parallel", "early exit", "tokenizer", "EAGLE-3", "modules", "DSpark")
+QUICK += ("model tree", "EAGLE-3 tree")
+
+
+@pytest.mark.parametrize("kind", slow_but(DRAFTERS, *QUICK))
+def test_the_next_round_is_that_of_a_text_that_is_read_anew(kind):
+    """After pauses, turns, copies of rows that run or have ended, shorter drafts, and other sizes."""
+    decode_session(Batch(*DRAFTERS[kind]()))
+
+
+@pytest.mark.parametrize("kind", slow_but(DRAFTERS, "parallel"))
+def test_turns_of_a_conversation_are_those_of_whole_texts(kind):
+    """What is accepted does not depend on the noise: other drafts are another text."""
+    pair, drafter, *_ = DRAFTERS[kind]()
+    options = dict(drafter=drafter, rule=AcceptsByLength(), sampling=SAMPLING, max_tokens=SLOTS // 2)
+    chat, text = Conversation(pair, **options), [3, 1, 4]
+    for removed, added in ((0, [1, 5, 9]), (0, [2]), (6, [6, 5]), (2, [3, 5])):
+        for each in (chat, whole := Conversation(pair, **options)):
+            list(each.stream(text, 17))
+        assert chat.tokens == whole.tokens and chat.stats == whole.stats
+        text = chat.tokens[: len(chat.tokens) - removed] + added
+    assert chat.tokens_read < 12
+
+
+class SeesMasks(ParallelDrafter):
+    looks_ahead = 0
+
+
+class LeavesMasks(ParallelDrafter):
+    def of_length(self, K):
+        return None
+
+
+MUTANTS = [
+    ("model", mutants.HoleInTheCache),
+    ("model", mutants.NeverCatchesUp),
+    ("parallel", SeesMasks),
+    ("parallel", LeavesMasks),
+    ("EAGLE-3", mutants.OfTheWrongRow),
+    ("model tree", tree_mutants.DraftNotMoved),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, mutant", MUTANTS, ids=[mutant.__name__ for _, mutant in MUTANTS])
+def test_a_wrong_slot_is_seen(kind, mutant):
+    pair, drafter, *rest = DRAFTERS[kind]()
+    names = [field.name for field in dataclasses.fields(drafter) if field.init]
+    wrong = mutant(**{name: getattr(drafter, name) for name in names})
+    with pytest.raises(AssertionError):
+        decode_session(Batch(pair, wrong, *rest))
