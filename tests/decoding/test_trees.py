@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,15 +16,22 @@ from specsamp.decoding.drafters import (
     NgramTree,
     NoDrafter,
 )
+from specsamp.decoding.engine import Engine
+from specsamp.decoding.method import Method
+from specsamp.decoding.request import make_requests
 from specsamp.decoding.results import RowStats
+from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Finish
 from specsamp.decoding.trees import Growth, TreeShape
 from specsamp.sampling.coupled import CoupledRule
+from specsamp.sampling.penalties import penalties
 from specsamp.sampling.rejection import TokenRule
-from specsamp.sampling.rules import TargetDistributions
+from specsamp.sampling.rules import Rule, TargetDistributions
 from specsamp.sampling.tree_rules import KSeqRule, RecursiveRule, TraversalRule
 from specsamp.sampling.warp import chain, greedy, temperature, top_k, top_p
 from support import tree_mutants as mutants
+from support.drafters import DRAFTERS
+from support.extras import slow_but
 from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, near, random_table, table_loop
 from support.heads import LayeredTable, block, dspark, eagle3, medusa, mtp
 from support.loop_distributions import FAR, FULL, LIKELY, NEAR, NUCLEUS, TARGET, V, distribution_test
@@ -244,6 +252,84 @@ def test_the_draft_accepts_all_where_it_is_the_target():
     whole = acceptance(ModelTree(TableLM(V8), tree=shape))
     assert whole > 0.9  # but for the last rounds, which budgets cut
     assert acceptance(mutants.DraftNotMoved(TableLM(V8), tree=shape)) < 0.9 * whole
+
+
+# The nodes of a path are drawn from what a chain of the same tokens is drawn from.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Given(Rule):
+    """Draws the tokens that are given."""
+
+    tokens_BK: jax.Array
+
+    def sample(self, log_probs_BV, keys, *, node, depth):
+        return jax.lax.dynamic_index_in_dim(self.tokens_BK, depth, axis=1, keepdims=False)
+
+    def verify(self, draft, target, keys):
+        raise NotImplementedError
+
+
+def paths_of(parents):
+    """Returns the scored rows from the pending token to each leaf."""
+    paths = [(0,)]
+    for parent in parents:
+        paths.append((*paths[parent], len(paths)))
+    return [path for path in paths if path[-1] not in parents]
+
+
+def largest_error(kind, of_chains, mutant=None):
+    """Returns by how much the probabilities of a node's children differ from those in a chain."""
+    (pair, drafter, *_), (_, chains, *_) = DRAFTERS[kind](), DRAFTERS[of_chains]()
+    if mutant is not None:
+        drafter = mutant(drafter.target, drafter.head, tree=drafter.tree)
+    sampling = chain(penalties(frequency=0.5), temperature(1.0))
+    method = Method(drafter=drafter, rule=RecursiveRule(), sampling=sampling)
+    requests = make_requests(pair, method, [[3, 1, 4, 1, 5, 9, 2, 6]], 8)
+    engine = Engine.create(pair, method, requests, slots=128)
+    weights, state = engine.weights, engine.prefill(requests)
+    draft, _, _ = jax.jit(engine.loop.draft)(weights, state.request, state)
+
+    @jax.jit
+    def chain_of(tokens_BK):
+        sample = Sampler(
+            warp=state.request.draft_sampling,
+            rule=Given(tokens_BK),
+            keys=engine.loop._keys(state.request, state),
+            warp_state=state.draft_warp_state,
+        )
+        return chains.propose(weights, state.drafter_state, state.prefix, state.cache, sample)[0]
+
+    worst = 0.0
+    for path in paths_of(draft.parents_BK[0].tolist()):
+        tokens_D = draft.tokens_BK[0, jnp.asarray(path[1:]) - 1]
+        tokens_BK = jnp.pad(tokens_D, (0, chains.K - len(tokens_D)))[None]
+        expected_KV = np.exp(chain_of(tokens_BK).log_probs_BRV[0])
+        laws = draft.law_rows_BT[0, jnp.asarray(path[:-1])]
+        found_DV = np.exp(draft.log_probs_BRV[0, laws])
+        worst = max(worst, np.abs(found_DV - expected_KV[: len(found_DV)]).max())
+    return worst
+
+
+OF_CHAINS = {
+    "model tree": "model",
+    "grown tree": "model",
+    "early exit tree": "early exit",
+    "EAGLE-3 tree": "EAGLE-3",
+    "Medusa tree": "Medusa",
+    "block tree": "DSpark",
+}
+
+
+@pytest.mark.parametrize("kind", slow_but(OF_CHAINS, "EAGLE-3 tree", "block tree"))
+def test_each_path_of_a_tree_is_drafted_as_a_chain(kind):
+    """Also with penalties, which count the tokens of the path."""
+    assert largest_error(kind, OF_CHAINS[kind]) < 1e-4
+
+
+def test_nodes_that_are_read_with_the_feature_of_the_root_are_seen():
+    """It costs acceptance alone."""
+    assert largest_error("EAGLE-3 tree", "EAGLE-3", mutants.RootsFeature) > 0.01
 
 
 def test_statistics_count_by_depth():

@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 
 from specsamp import BlockRule, CoupledRule, ModelDrafter, NoDrafter, TokenRule, chain, generate, greedy, temperature
+from specsamp.decoding.drafters import ModelTree
+from specsamp.decoding.trees import TreeShape
 from specsamp.sampling.penalties import Bias, Penalties, ban, bias, penalties
+from specsamp.sampling.rules import Draft, TargetDistributions
+from specsamp.sampling.tree_rules import TraversalRule
 from specsamp.sampling.warp import log_probs, register_warp
 from support.fakes import FALSE_ALARM, TableLM, decode, joint_distribution, table_loop, table_pair
 from support.loop_distributions import NEAR, PROMPTS, TARGET, V, distribution_test
+from support.tree_mutants import StatesInOrder
 
 REPETITION, PRESENCE, FREQUENCY = 1.4, 0.3, 0.4
 SAMPLING = chain(penalties(REPETITION, PRESENCE, FREQUENCY), bias({1: 0.8}), temperature(1.2))
@@ -49,6 +54,34 @@ def test_coupled_texts_are_those_of_no_draft():
     plain = texts(NoDrafter())
     assert np.array_equal(texts(ModelDrafter(TableLM(V), 2)), plain)
     assert not np.array_equal(texts(NoDrafter(), chain(bias({1: 0.8}), temperature(1.2))), plain)
+
+
+@pytest.mark.parametrize("kind, is_right", [(TargetDistributions, True), (StatesInOrder, False)])
+def test_a_node_of_a_tree_is_penalised_for_the_tokens_of_its_own_path(kind, is_right):
+    parents, tokens = [0, 0, 1, 2, 3], [1, 0, 2, 2, 1]
+    draft = Draft(
+        tokens_BK=jnp.asarray([tokens]),
+        num_drafted_B=jnp.asarray([5]),
+        parents_BK=jnp.asarray([parents]),
+    )
+    logits_BTV = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, V)), jnp.float32)
+    begun = SAMPLING.init(jnp.asarray([[0, 2]]), jnp.asarray([2]), V)
+    states, worst = [begun], 0.0
+    for token, parent in zip(tokens, parents):
+        states.append(SAMPLING.advance(states[parent], jnp.asarray([token])))
+    found_BTV = kind(logits_BTV=logits_BTV, warp=SAMPLING, draft=draft, warp_state=begun).all()
+    for row, state in enumerate(states):
+        expected_BV = log_probs(SAMPLING, logits_BTV[:, row], state)
+        worst = max(worst, float(jnp.abs(found_BTV[:, row] - expected_BV).max()))
+    assert worst < 1e-5 if is_right else worst > 0.1
+
+
+@pytest.mark.slow
+def test_texts_of_trees_follow_the_penalised_distribution():
+    """Traversal warps all nodes, each in the state of its own path."""
+    loop = table_loop(TraversalRule(), ModelTree(TableLM(V), tree=TreeShape((0, 0, 1, 1, 2))))
+    few = dict(length=3, samples=20_000, powered=False)
+    assert distribution_test(loop, NEAR, SAMPLING, expected=expected(), **few) > FALSE_ALARM
 
 
 @register_warp

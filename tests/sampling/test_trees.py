@@ -17,7 +17,7 @@ from specsamp.sampling.warp import chain
 from support.distributions import constant, log, random_distributions
 from support.enumeration import COMPILE_FAST, Given, autoregressive, enumerate_round
 from support.tree_enumeration import enumerate_tree, optimum
-from support.tree_mutants import MergesEqual, WrongOrder
+from support.tree_mutants import KeepsTheSecond, MergesEqual, WrongOrder
 
 EXACT, BIASED = 1e-12, 1e-3
 RULES = [*map(RecursiveRule, CHILDREN), KSeqRule(), *map(TraversalRule, CHILDREN)]
@@ -47,6 +47,18 @@ def test_trees_emit_the_targets_joint_distribution(rule, parents):
     target, draft = scenarios()
     joint, _ = enumerate_tree(rule, parents, target, draft, 3, one_hot=rule.chooses)
     assert np.abs(joint - autoregressive(target, 3)).max() < EXACT
+
+
+DISTINCT = [RecursiveRule(), RecursiveRule("top_and_drawn"), TraversalRule()]
+
+
+@pytest.mark.parametrize("rule", [*DISTINCT, KeepsTheSecond()], ids=name_of)
+def test_three_siblings_of_four_tokens_emit_the_targets_distribution(rule):
+    """Of three tokens alone, the third sibling has all that is left, whatever was kept."""
+    target, draft = random_distributions(22, 8, 4, 2), random_distributions(23, 8, 4, 2)
+    joint, _ = enumerate_tree(rule, (0, 0, 0), target, draft, 2)
+    error = np.abs(joint - autoregressive(target, 2)).max()
+    assert error > BIASED if isinstance(rule, KeepsTheSecond) else error < EXACT
 
 
 @pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule()], ids=name_of)

@@ -181,6 +181,10 @@ def test_the_least_tokens_of_a_text(client):
         assert answer.choices[0].text == one.text and answer.usage.completion_tokens == len(one.tokens) >= least
         assert not set(one.tokens[:least]) & set(ends)
         assert least or len(one.tokens) < 6, "the control"
+    for stop, least, written in (("e", 2, "cd"), ("e", 3, "cd\0")):  # greedy: "cdefg"
+        body = {"stop_token_ids": [ord(stop)], "min_tokens": least}
+        answer = client.completions.create(extra_body=body, temperature=0, **settings).choices[0]
+        assert answer.text[:3] == written and (answer.finish_reason == "stop") == (least == 2)
     for least, text in ((0, "cd"), (5, "cd"), (6, "cdefghij")):
         (choice,) = client.completions.create(
             temperature=0, stop=["efgh", "klm"], extra_body={"min_tokens": least}, **settings

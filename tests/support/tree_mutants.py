@@ -1,12 +1,17 @@
 """Plausible mistakes of token trees, which the tests of the loop's distribution must catch."""
 
 import dataclasses
+import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
-from specsamp.decoding.drafters import ModelTree
+from specsamp.decoding.drafters import FeatureTree, ModelTree, tree
 from specsamp.decoding.loop import Loop
+from specsamp.decoding.trees import pick
+from specsamp.sampling import tree_rules
+from specsamp.sampling.rules import TargetDistributions
 from specsamp.sampling.tree_rules import RecursiveRule
 from support.fakes import TableLM
 
@@ -24,6 +29,28 @@ class NotNormalisedAgain(RecursiveRule):
 
     def judge(self, target_BV, draft_BV, family):
         return RecursiveRule("independent").judge(target_BV, draft_BV, family)
+
+
+class KeepsTheSecond(RecursiveRule):
+    """After two rejections the draft's distribution still has the second rejected token."""
+
+    def judge(self, target_BV, draft_BV, family):
+        calls, without = itertools.count(), tree_rules.without
+
+        def forgetful(draft, *rest):
+            return draft if next(calls) == 1 else without(draft, *rest)
+
+        with mock.patch.object(tree_rules, "without", forgetful):
+            return super().judge(target_BV, draft_BV, family)
+
+
+class StatesInOrder(TargetDistributions):
+    """The warp's state of a node follows that of the node before it, as in a chain."""
+
+    def _states(self):
+        return TargetDistributions._states(
+            dataclasses.replace(self, draft=dataclasses.replace(self.draft, parents_BK=None))
+        )
 
 
 class PrunedByValue(ModelTree):
@@ -61,7 +88,15 @@ class NotMoved(TableLM):
 
 class DraftNotMoved(ModelTree):
     def commit(self, weights, state, scored, cache):
-        return state[0], cache
+        return state if scored.verdict.rows_BT is None else state[0], cache
+
+
+class RootsFeature(FeatureTree):
+    """Reads every node with the feature of the root, not of its parent."""
+
+    def propose(self, *arguments):
+        with mock.patch.object(tree, "pick", lambda x_BRD, rows_BT: pick(x_BRD, 0 * rows_BT)):
+            return super().propose(*arguments)
 
 
 class PositionsByRow(Loop):
