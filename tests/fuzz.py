@@ -14,6 +14,7 @@ import json
 import pathlib
 import sys
 import time
+import traceback
 
 FOLDER = pathlib.Path(__file__).parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
@@ -28,14 +29,13 @@ from specsamp.compilation_cache import use_compilation_cache
 from support.fuzz.entries import ENTRIES
 from support.fuzz.faults import FAULTS, planted
 from support.fuzz.settings import SETTINGS
-from support.fuzz.streams import streams
+from support.fuzz.streams import Different, streams
 
 STREAMS_PER_SEED = 40
 
 
-def run(settings, seed, count, shrink=False):
-    """Decodes ``count`` streams; returns how many there were of each setting. Raises the first difference."""
-    counts = collections.Counter()
+def run(settings, seed, count, counts, shrink=False):
+    """Decodes ``count`` streams, and counts them in ``counts`` by setting. Raises the first difference."""
     phases = [hypothesis.Phase.generate] + ([hypothesis.Phase.shrink] if shrink else [])
 
     @hypothesis.seed(seed)
@@ -53,7 +53,6 @@ def run(settings, seed, count, shrink=False):
         ENTRIES[stream.setting.entry](stream)
 
     decode()
-    return counts
 
 
 def recorded(path):
@@ -85,10 +84,17 @@ def main():
         with planted(fault):
             run_faulty(settings, seed, arguments)
         return
+    is_different = False
     while True:
-        begin = time.monotonic()
-        counts = run(settings, seed, arguments.streams, arguments.shrink)
-        line = dict(seed=seed, streams=sum(counts.values()), seconds=round(time.monotonic() - begin), counts=counts)
+        begin, counts, failed = time.monotonic(), collections.Counter(), {}
+        try:
+            run(settings, seed, arguments.streams, counts, arguments.shrink)
+        except Exception as error:
+            traceback.print_exc()
+            failed = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+        seconds = round(time.monotonic() - begin)
+        line = dict(seed=seed, streams=sum(counts.values()), seconds=seconds, counts=counts) | failed
+        is_different |= bool(failed)
         print(json.dumps(line), flush=True)
         if arguments.record is not None:
             arguments.record.parent.mkdir(parents=True, exist_ok=True)
@@ -96,15 +102,15 @@ def main():
                 record.write(json.dumps(line) + "\n")
         seed += 1
         if time.monotonic() >= end:
-            return
+            sys.exit(int(is_different))
 
 
 def run_faulty(settings, seed, arguments):
     """Ends with status 1 if a planted fault is not found."""
     try:
-        run(settings, seed, arguments.streams)
-    except Exception as error:
-        print(f"found: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        run(settings, seed, arguments.streams, collections.Counter())
+    except Different as error:
+        print(f"found: {str(error).splitlines()[0][:200]}")
         return
     sys.exit(f"the fault {arguments.fault!r} was not found in {arguments.streams} streams")
 

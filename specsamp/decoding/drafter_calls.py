@@ -55,7 +55,9 @@ def propose_draft(
     sample: Sampler,
     vocab_size: int,
 ) -> Proposal:
-    """Returns the results of `Drafter.propose`, with the draft of each row cut to its tokens of the vocabulary.
+    """Returns the results of `Drafter.propose`, with each draft cut before its first node that cannot be one.
+
+    Such a node is no token of the vocabulary, or its parent does not come before it or has no distribution.
 
     Raises:
       ValueError: while tracing, naming the field that has another structure, shape or dtype than
@@ -65,12 +67,13 @@ def propose_draft(
     draft, state, cache = _unpack(drafter, "propose", returned, draft=None, state=state, cache=cache)
     _check_draft(drafter, draft, len(prefix.lengths_B), vocab_size)
     is_token_BK = (draft.tokens_BK >= 0) & (draft.tokens_BK < vocab_size)
-    num_tokens_B = jnp.sum(jnp.cumprod(is_token_BK, axis=1), axis=1)
+    is_node_BK = is_token_BK if draft.parents_BK is None else is_token_BK & _has_parent(draft)
+    num_nodes_B = jnp.sum(jnp.cumprod(is_node_BK, axis=1), axis=1)
     draft = dataclasses.replace(
         draft,
         # The target reads the tokens after the end of a draft, too. An embedding that does not exist would be NaN.
         tokens_BK=jnp.where(is_token_BK, draft.tokens_BK, 0).astype(jnp.int32),
-        num_drafted_B=jnp.clip(draft.num_drafted_B, 0, num_tokens_B).astype(jnp.int32),
+        num_drafted_B=jnp.clip(draft.num_drafted_B, 0, num_nodes_B).astype(jnp.int32),
     )
     return draft, state, cache
 
@@ -125,9 +128,22 @@ def _check_draft(drafter: Drafter, draft: Any, batch: int, vocab_size: int) -> N
         laws = nodes if draft.parents_BK is None else None
         _check_array(f"{name}: log_probs_BRV", draft.log_probs_BRV, jnp.floating, (batch, laws, vocab_size))
     if draft.parents_BK is not None:
-        _check_array(f"{name}: parents_BK", draft.parents_BK, jnp.integer, (None, nodes))
+        _check_array(f"{name}: parents_BK", draft.parents_BK, jnp.integer, (batch, nodes))
     if draft.law_rows_BT is not None:
-        _check_array(f"{name}: law_rows_BT", draft.law_rows_BT, jnp.integer, (None, nodes + 1))
+        _check_array(f"{name}: law_rows_BT", draft.law_rows_BT, jnp.integer, (batch, nodes + 1))
+
+
+def _has_parent(draft: Draft) -> Array:
+    """Returns whether the parent of each node of a tree comes before it and has a distribution, bool ``[B, K]``."""
+    parents_BK = draft.parents_BK
+    nodes = parents_BK.shape[1]
+    comes_before_BK = (parents_BK >= 0) & (parents_BK <= jnp.arange(nodes)[None])
+    if draft.log_probs_BRV is None:
+        return comes_before_BK
+    laws_BK = parents_BK
+    if draft.law_rows_BT is not None:
+        laws_BK = jnp.take_along_axis(draft.law_rows_BT, jnp.clip(parents_BK, 0, nodes), axis=1)
+    return comes_before_BK & (laws_BK >= 0) & (laws_BK < draft.log_probs_BRV.shape[1])
 
 
 def _check_array(name: str, x: Any, kind: Any, shape: tuple[int | None, ...]) -> None:

@@ -16,6 +16,7 @@ from specsamp.decoding.pair import Pair, Tokenizer
 from specsamp.decoding.text import Continuation, Stops, TextStream
 from specsamp.sampling.warp import Warp, for_rows, greedy
 
+LONGEST_STOP = 1000  # characters: each piece of a stream is compared with the beginnings of all stop texts
 # A text; token ids; the messages of a conversation, or a mapping of them and variables of the template, such as tools.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
@@ -197,6 +198,8 @@ def make_stops(pair: Pair, stop: Sequence[int | str] | None, least: int = 0) -> 
             raise ValueError(f"the stop text {entry!r} needs a tokenizer in the pair; give token ids")
         if not entry:
             raise ValueError("a stop text is empty: it would end every text before it began; leave it out")
+        if len(entry) > LONGEST_STOP:
+            raise ValueError(f"a stop text has {len(entry)} characters: at most {LONGEST_STOP} are looked for")
         _check_unicode(f"the stop text {entry!r}", entry)
         token = pair.tokenizer.token_id(entry)
         if token is not None and pair.tokenizer.token_bytes(token) is None:

@@ -9,6 +9,7 @@ import pytest
 
 from specsamp import Drafter, Pair, chain, generate, temperature
 from specsamp.decoding import drafter_calls
+from specsamp.decoding.state import Prefix
 from specsamp.sampling.rules import Draft
 from support.fakes import TableLM, p_value
 
@@ -121,6 +122,7 @@ CHANGES = {
     "another vocabulary": field(log_probs_BRV=jnp.zeros((1, K, V + 1))),
     "a distribution short": field(log_probs_BRV=jnp.zeros((1, K - 1, V))),
     "parents of floats": field(parents_BK=jnp.zeros((1, K))),
+    "parents of more rows": field(parents_BK=jnp.zeros((2, K), jnp.int32)),
     "laws of another length": field(parents_BK=jnp.zeros((1, K), jnp.int32), law_rows_BT=jnp.zeros((1, K), jnp.int32)),
     "a larger state": lambda *returned: (*returned[:-2], jnp.zeros((1, 3)), returned[-1]),
     "no state": lambda *returned: (*returned[:-2], None, returned[-1]),
@@ -140,7 +142,8 @@ REFUSED = [
     ("propose", "another vocabulary", r"log_probs_BRV .*\[1, 3, 3\]; got float32\[1, 3, 4\]"),
     ("propose", "a distribution short", r"log_probs_BRV .*got float32\[1, 2, 3\]"),
     ("propose", "parents of floats", r"parents_BK .*got float32\[1, 3\]"),
-    ("propose", "laws of another length", r"law_rows_BT .*\[any, 4\]; got int32\[1, 3\]"),
+    ("propose", "laws of another length", r"law_rows_BT .*\[1, 4\]; got int32\[1, 3\]"),
+    ("propose", "parents of more rows", r"parents_BK .*\[1, 3\]; got int32\[2, 3\]"),
     ("commit", "a larger state", r"commit must return a state like .*float32\[1, 2\], returned was float32\[1, 3\]"),
     ("read", "None", r"read must return a tuple \(state, cache\); got NoneType"),
     ("read", "a larger state", r"read must return a state like .*float32\[1, 2\], returned was float32\[1, 3\]"),
@@ -166,3 +169,39 @@ def test_only_checked_calls_are_made_of_a_drafter():
     for method in ("propose", "read", "commit"):
         assert f"drafter.{method}(" not in inspect.getsource(loop)
         assert f"drafter.{method}(" in inspect.getsource(drafter_calls)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree(Drafter):
+    """Drafts nodes with these parents, drawn from the distributions of these rows."""
+
+    parents: tuple[int, ...]
+    laws: tuple[int, ...]
+    K: int = K
+
+    def propose(self, weights, state, prefix, cache, sample):
+        batch = len(prefix.lengths_B)
+        draft = Draft(
+            tokens_BK=jnp.full((batch, K), 2),
+            num_drafted_B=jnp.full(batch, K),
+            log_probs_BRV=jnp.broadcast_to(jnp.log(PROBS_V), (batch, 2, V)),
+            parents_BK=jnp.broadcast_to(jnp.array(self.parents), (batch, K)),
+            law_rows_BT=jnp.broadcast_to(jnp.array(self.laws), (batch, K + 1)),
+        )
+        return draft, state, cache
+
+
+@pytest.mark.parametrize(
+    "parents, laws, kept",
+    [
+        ((0, 1, 2), (0, 1, 1, 0), 3),
+        ((0, 2, 2), (0, 1, 1, 0), 1),  # the second node is its own parent
+        ((0, 1, -1), (0, 1, 1, 0), 2),
+        ((0, 1, 2), (0, 1, 2, 0), 2),  # the third node has no distribution
+        ((0, 1, 2), (-1, 1, 1, 0), 0),
+    ],
+)
+def test_tree_ends_before_a_node_without_parent_or_distribution(parents, laws, kept):
+    prefix = Prefix(tokens_BS=jnp.zeros((2, 8), jnp.int32), lengths_B=jnp.full(2, 3))
+    draft, _, _ = drafter_calls.propose_draft(Tree(parents, laws), None, (), prefix, (), None, V)
+    assert draft.num_drafted_B.tolist() == [kept, kept]

@@ -22,17 +22,15 @@ def text(random, length):
     return random.integers(0, V, length).tolist()
 
 
-@pytest.mark.parametrize("draft_length", (0, K))
-def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_length):
-    """Four prompts are read in one call, two of them behind prefixes of 40 tokens that ended texts have left."""
-    random = np.random.default_rng(0)
+@pytest.mark.parametrize("draft_length, seed", [(0, 0), (0, 1), (0, 2), (0, 3), (K, 0)])
+def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_length, seed):
+    """Four prompts are read in one call, two of them behind prefixes that ended texts have left."""
+    random = np.random.default_rng(seed)
     prompts = [text(random, 90) for _ in range(4)]
-    prompts += [
-        prompts[0][:40] + text(random, 50),
-        text(random, 90),
-        prompts[1][:40] + text(random, 50),
-        text(random, 90),
-    ]
+    for parent in (0, 1):
+        shared = random.integers(38, 60)
+        prompts.append(prompts[parent][:shared] + text(random, 90 - shared))
+        prompts.append(text(random, random.integers(66, 96)))
     plain = generate(PAIR, prompts, 8, draft_length=0)
     queue = generate_many(PAIR, prompts, 8, rows=4, draft_length=draft_length)
     assert {one.prompt_index: one.tokens for one in queue} == {one.prompt_index: one.tokens for one in plain}

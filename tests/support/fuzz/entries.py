@@ -18,14 +18,10 @@ from specsamp.serving import batch as batch_module
 from specsamp.serving.answer import Failed
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
-from support.fuzz.streams import asks, replay
+from support.fuzz.streams import Different, asks, replay
 from support.services import serving
 
 SLICES = 2000  # more than any stream takes
-
-
-class Different(AssertionError):
-    """A text is another than that of its request alone."""
 
 
 def check(stream, ask, tokens, finish=None, rounds=None, begins=None):
@@ -152,21 +148,17 @@ def streamed(stream_):
 def conversation(stream):
     """Decodes with `Conversation`: each request is a turn, and some callers leave in the middle of one."""
     pair, options = stream.setting.decoding
-    found = asks(stream, lambda number: (stream.seed, number, 0))
-    heat = found[0].heat
-    found = asks(
-        dataclasses.replace(
-            stream, drawn=tuple(dataclasses.replace(one, is_sampled=heat > 0, stop=None) for one in stream.drawn)
-        ),
-        lambda number: (stream.seed, number, 0),
-    )
+    is_sampled = stream.drawn[0].is_sampled
+    alike = tuple(dataclasses.replace(one, is_sampled=is_sampled) for one in stream.drawn)
+    stream = dataclasses.replace(stream, drawn=alike)
+    found = asks(stream, lambda number: (stream.seed, number, 0), one_stop=True)
     with recorded_rounds() as begins:
         talk = Conversation(
             pair,
             max_tokens=stream.setting.slots,
             seed=stream.seed,
-            stop=[],
-            sampling=chain(temperature(heat)),
+            stop=list(found[0].stop_ids),
+            sampling=chain(temperature(found[0].heat)),
             **options,
         )
         for ask in found:
@@ -282,7 +274,7 @@ def endpoint(stream):
     with small_sizes():
         service = make_service(stream.setting, stream.rows)
         service.start()
-    found = asks(stream, lambda number: (stream.seed + number, 0, 0))
+    found = asks(stream, lambda number: (stream.seed + number, 0, 0), own_lengths=True)
     try:
         with serving(service) as server, ThreadPoolExecutor(len(found)) as threads:
             replies = list(threads.map(lambda ask: post_completion(server, ask), found))
@@ -306,6 +298,8 @@ def post_completion(server, ask):
         stop_token_ids=list(ask.stop_ids),
         stream=ask.drawn.tokens % 2 == 0,
     )
+    if ask.draft_length is not None:
+        body["draft_length"] = ask.draft_length
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     with contextlib.closing(connection):
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})

@@ -13,6 +13,11 @@ from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import make_method
 from specsamp.decoding.request import make_requests
 
+
+class Different(AssertionError):
+    """A text is another than that of its request alone."""
+
+
 BORDERS = (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
 STOP_IDS = 8
 
@@ -222,7 +227,8 @@ def alone(setting, prompt, heat, address, draft_length):
     tokens, begins = _decode(setting, setting.drafter, prompt, heat, address, draft_length)
     if heat == 0 or isinstance(setting.rule, CoupledRule):
         plain, _ = _decode(setting, NoDrafter(), prompt, heat, address, None)
-        assert tokens == plain, f"alone, {setting.name}: {tokens} instead of {plain} after {prompt}"
+        if tokens != plain:
+            raise Different(f"alone, {setting.name}: {tokens} instead of {plain} after {prompt}")
     return tokens, begins
 
 
