@@ -38,7 +38,7 @@ ALLOWED = {
     "models/products.py: _by_columns.put_block": (1, "columns of a product"),
     "models/experts.py: _in_blocks": (1, "tokens of a call"),
     "models/experts.py: _in_blocks.add": (1, "tokens of a call"),
-    "models/block_corrections.py: Selector.__call__": (1, "tokens of a call"),
+    "models/block_corrections.py: Selector.__call__": (1, "tokens of the vocabulary"),
     "models/block_corrections.py: GroupedConvolution.__call__.first_tap": (1, "a constant"),
     "checkpoints/vocabulary.py: shared_mass": (1, "a constant"),
 }

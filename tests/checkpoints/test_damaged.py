@@ -118,7 +118,7 @@ DAMAGES = [
     (
         "llama 3",
         config_says(rope_parameters={"rope_type": "llama3", "factor": 2.0}),
-        "config.json: original_max_position_embeddings of llama3 .*; got None",
+        "config.json: low_freq_factor of llama3 .*; got None",
     ),
     ("scaling", config_says(rope_scaling="linear"), "config.json says rope_scaling = 'linear'; it must be an object"),
     (

@@ -73,9 +73,8 @@ def test_stop_tokens_are_the_targets_and_a_difference_is_said(original, draft, t
     (target / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', encoding="utf-8")
     said = []
     pair = read_pair(target, draft, dtype="float32", say=said.append)
-    assert pair.stop == (7, 9) and any(
-        "[7, 9] in the target, which end a text, and [278] in the draft" in line for line in said
-    )
+    assert pair.stop == (7, 9, 278), "the tokenizer's own end of text ends one, too"
+    assert any("[7, 9, 278] in the target, which end a text, and [278] in the draft" in line for line in said)
     free = generate(pair, ["def"], 40, stop=[], sampling=temperature(5.0), draft_length=3)[0].tokens
     stop = free[5]
     ended = dataclasses.replace(pair, stop=(303, stop))
