@@ -75,12 +75,21 @@ def grammar(tokenizer: Any, kind: str, source: Any, *, ends: Sequence[int]) -> F
         problem = str(error)
     if problem:
         raise ValueError(f"{kind} is not understood: {' '.join(problem.split())[:300]}")
-    return Follow(np.int32(_TEXTS.begin(llguidance.LLMatcher(known, text, log_level=0), tuple(ends))))
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    matcher = llguidance.LLMatcher(known, text, log_level=0, limits=limits)
+    if not np.any(_allowed(matcher, tokenizer.vocab_size)) and not matcher.is_accepting():
+        raise ValueError(f"{kind} allows no text, or is too large: {_reason(matcher)}")
+    return Follow(np.int32(_TEXTS.begin(matcher, tuple(ends))))
 
 
 def no_grammar() -> Follow:
     """Excludes nothing: for a batch in which other rows follow a grammar."""
     return Follow(np.int32(FREE))
+
+
+def fault(warp: Follow) -> str | None:
+    """Returns why a grammar left one of its texts without any token; None: it has not."""
+    return _TEXTS.faults.get(int(warp.value))
 
 
 def release(warp: Follow) -> None:
@@ -139,10 +148,12 @@ class _Texts:
 
     Attributes:
       released: numbers of grammars that nobody needs. Whoever appends may hold the lock: it may be the garbage collector.
+      faults: why grammars left a text without any token, by their numbers.
     """
 
     def __init__(self):
         self.released: collections.deque[int] = collections.deque()
+        self.faults: dict[int, str] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._texts: dict[int, _Text] = {}
@@ -173,19 +184,28 @@ class _Texts:
                 matcher = None if text is None else self._matcher(text)
                 if matcher is None:
                     row[:] = np.iinfo(np.uint8).max
-                elif matcher.is_error():
-                    logging.error("a grammar failed: %s", matcher.get_error())
-                else:
-                    allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)[:size]
-                    row[: len(allowed)] = allowed
-                    for token in text.ends if matcher.is_accepting() else ():
-                        row[token // 8] |= 1 << token % 8
+                    continue
+                allowed = _allowed(matcher, 8 * size)
+                row[: len(allowed)] = allowed
+                for token in text.ends if matcher.is_accepting() else ():
+                    row[token // 8] |= 1 << token % 8
+                if not np.any(row):
+                    self._blame(text, matcher)
         return bits[where].reshape(*numbers.shape, size)
+
+    def _blame(self, text: _Text, matcher: Any) -> None:
+        """Keeps why a text cannot go on."""
+        while text.before is not None:
+            text = text.before
+        self.faults[text.number] = _reason(matcher)
+        logging.error("a grammar failed: %s", self.faults[text.number])
 
     def _forget(self) -> None:
         """Forgets all texts of released grammars."""
         while self.released:
-            left = [self._texts.get(self.released.popleft())]
+            number = self.released.popleft()
+            self.faults.pop(number, None)
+            left = [self._texts.get(number)]
             while left:
                 if (text := left.pop()) is not None:
                     left += text.after.values()
@@ -231,6 +251,24 @@ class _Texts:
 
 
 _TEXTS = _Texts()
+
+
+def _allowed(matcher: Any, count: int) -> np.ndarray:
+    """Returns the bits of the allowed ones of the first ``count`` tokens, uint8; [] where a matcher has failed."""
+    if matcher.is_error():
+        return np.zeros(0, np.uint8)
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)[: -(-count // 8)].copy()
+    if matcher.is_error():  # only now
+        return np.zeros(0, np.uint8)
+    if len(bits) * 8 > count:  # the last byte has tokens beyond, such as the end of the grammar
+        bits[-1] &= (1 << count % 8) - 1
+    return bits
+
+
+def _reason(matcher: Any) -> str:
+    """Returns why a matcher allows no token, in one line."""
+    told = matcher.get_error().partition("<")[0] if matcher.is_error() else ""
+    return " ".join(told.split())[:200] if "error" in told else "no token goes on"
 
 
 @functools.lru_cache(maxsize=8)

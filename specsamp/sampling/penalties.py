@@ -154,5 +154,29 @@ class Bias(Warp):
         return jax.lax.cond(jnp.any(self.tokens != NO_TOKEN), biased, lambda: logits)
 
 
+@register_warp
+class Yielding(Warp):
+    """Applies a warp, except in rows where it would exclude the last tokens that there are."""
+
+    warp: Warp
+
+    @property
+    def may_exclude_all(self) -> bool:
+        return False
+
+    def check(self, vocab_size: int) -> None:
+        self.warp.check(vocab_size)
+
+    def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
+        return self.warp.init(tokens_BP, lengths_B, vocab_size)
+
+    def advance(self, state: Any, tokens_B: Array) -> Any:
+        return self.warp.advance(state, tokens_B)
+
+    def __call__(self, logits: Array, state: Any = ()) -> Array:
+        warped = self.warp(logits, state)
+        return jnp.where(jnp.any(warped > -jnp.inf, axis=-1, keepdims=True), warped, logits)
+
+
 def _rows(tokens: Array) -> Array:
     return jnp.arange(len(tokens)).reshape((-1,) + (1,) * (tokens.ndim - 1))

@@ -25,6 +25,10 @@ class Failed(Exception):
     """A call ends without its texts: the service failed, or was closed."""
 
 
+class Unmet(Failed):
+    """A text cannot follow the grammar of its own request."""
+
+
 @dataclasses.dataclass(eq=False)
 class Answer:
     """A call that is being answered, as its caller sees it.

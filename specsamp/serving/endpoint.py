@@ -30,7 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specsamp.checkpoints.chat import CannotRender
 from specsamp.decoding.request import encode
-from specsamp.serving.answer import Answer, Busy, Failed, TooLong
+from specsamp.serving.answer import Answer, Busy, Failed, TooLong, Unmet
 from specsamp.serving.openai_replies import LAST_EVENT, Reply, json_bytes, to_event
 from specsamp.serving.openai_requests import (
     MAX_SEED,
@@ -338,7 +338,7 @@ class _Answering(Response):
             async for _ in self._documents():
                 pass
         except Failed as failed:
-            return _reply(ApiError(str(failed), status=500).body, 500)
+            return _reply(*_failure(failed))
         return _reply(self._reply.whole())
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -351,7 +351,13 @@ class _Answering(Response):
                 yield to_event(document)
             yield LAST_EVENT
         except Failed as failed:
-            yield to_event(ApiError(str(failed), status=500).body)
+            yield to_event(_failure(failed)[0])
+
+
+def _failure(failed: Failed) -> tuple[dict, int]:
+    """Returns the document and the status of an answer that has failed."""
+    status = 400 if isinstance(failed, Unmet) else 500
+    return ApiError(str(failed), status=status).body, status
 
 
 async def _wait_for_the_end(receive: Receive) -> None:

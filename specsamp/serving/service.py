@@ -40,10 +40,11 @@ from specsamp.decoding.results import Chunk, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.decoding.text import Stops
 from specsamp.mesh import distributed
-from specsamp.sampling.grammar import Follow, no_grammar, release
+from specsamp.sampling.grammar import Follow, fault, no_grammar, release
 from specsamp.sampling.grammar import grammar as make_grammar
+from specsamp.sampling.penalties import Yielding
 from specsamp.sampling.warp import Warp, chain
-from specsamp.serving.answer import Answer, Busy, Failed, News, TooLong
+from specsamp.serving.answer import Answer, Busy, Failed, News, TooLong, Unmet
 from specsamp.serving.batch import Batch, chunk_sizes
 from specsamp.serving.learner import Learner, check_learner
 from specsamp.serving.request_warps import exclude_early
@@ -151,7 +152,8 @@ class Service:
     def _method(self, sampling: Warp, stops: Stops, follow: Follow | None = None) -> Method:
         """Returns the method with this sampling, after warps that follow a grammar, and exclude stop tokens from the start."""
         first = [follow or no_grammar()] if self.has_grammars else []
-        warp = chain(*first, exclude_early(stops, self._most_stop_ids), sampling)
+        early = exclude_early(stops, self._most_stop_ids)
+        warp = chain(*first, Yielding(early) if self.has_grammars else early, sampling)
         return dataclasses.replace(self.method, sampling=warp)
 
     def compile(self) -> None:
@@ -214,7 +216,8 @@ class Service:
           sampling: of the same kinds as the service's method, which is the default.
           stop, stop_ids: at most 32 strings and 16 tokens that end texts besides the pair's stop tokens.
           ignore_eos: whether the pair's stop tokens end nothing.
-          min_tokens: that a text has: stop tokens are excluded from them, and no string ends in them.
+          min_tokens: that a text has: stop tokens are excluded from them, and no string ends in them. A text whose
+            grammar has ended is over all the same.
           draft_length: tokens to draft in a round, at most the drafter's K; a text is that of `generate` with this length.
           is_streamed: whether chunks are delivered while a text grows.
           client: whose request it is; clients take free rows in turn.
@@ -438,6 +441,10 @@ class Service:
         try:
             text = self._engine.text(state, place, request)
             if text.finish == Finish.INVALID:
+                reason = fault(request.sampling.warps[0]) if self.has_grammars else None
+                if reason is not None:
+                    request.answer.send(Unmet(f"a text cannot follow its grammar: {reason}"))
+                    return None
                 raise FloatingPointError("the target's logits are NaN or infinite, or a warp has excluded every token")
             return text
         except Exception as error:

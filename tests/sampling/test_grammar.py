@@ -34,6 +34,7 @@ from specsamp.sampling import grammar as module
 from specsamp.sampling.grammar import FREE, Follow, grammar, no_grammar, release
 from specsamp.sampling.tree_rules import RecursiveRule
 from specsamp.sampling.warp import register_warp
+from specsamp.serving.answer import Failed, Unmet
 from specsamp.serving.openai_replies import Reply
 from specsamp.serving.openai_requests import read_request
 from specsamp.serving.request_warps import make_warp
@@ -219,6 +220,9 @@ def test_any_token_may_end_a_text():
         ("json_schema", "true", [3], "json_schema is not understood: "),
         ("json_schema", {"type": "strin"}, [3], "json_schema is not understood: .*strin"),
         ("lark", "start: x", [3], "lark is not understood: "),
+        ("lark", "start: start", [3], "lark allows no text, or is too large: no token goes on"),
+        ("regex", r"[^\s\S]", [3], "regex allows no text, or is too large: no token goes on"),
+        ("json_schema", {"$ref": "#"}, [3], "json_schema allows no text, or is too large"),
     ],
 )
 def test_a_bad_grammar_is_one_line(kind, source, ends, message):
@@ -236,6 +240,8 @@ def ask(service, text, **options):
     pieces = queue.SimpleQueue()
     service.ask([text], 12, deliver=pieces.put, **options)
     chunk = pieces.get(timeout=300)
+    if isinstance(chunk, Failed):
+        raise chunk
     return BYTES.decode([token for token in chunk.tokens if token < 256]), chunk.finish
 
 
@@ -253,6 +259,10 @@ def test_requests_bring_grammars_and_give_them_back():
         assert ask(service, "a", grammar=("regex", "bcd[egx]{3}!"), **cold) == ("bcdeee!", "stop")
         schema = {"enum": ["bc", "bd"]}
         assert ask(service, "a", grammar=("json_schema", schema), **cold) == ('"bc"', "stop")
+        long = dict(grammar=("regex", "bc"), min_tokens=6)
+        assert ask(service, "a", **long, **cold) == ("bc", "stop"), "nothing else is allowed"
+        with pytest.raises(Unmet, match="a text cannot follow its grammar: parser error: Too many items"):
+            ask(service, "a", grammar=("lark", 'start: "b" start'), **cold)
         with pytest.raises(ValueError, match="regex is not understood"):
             service.ask(["a"], 4, deliver=print, grammar=("regex", "["))
         with pytest.raises(ValueError, match="needs a token that ends its texts"):

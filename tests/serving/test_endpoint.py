@@ -23,7 +23,7 @@ from specsamp.decoding.results import Chunk, RowStats, RowText
 from specsamp.decoding.state import Finish
 from specsamp.sampling.penalties import bias
 from specsamp.sampling.warp import chain
-from specsamp.serving.answer import Answer
+from specsamp.serving.answer import Answer, Unmet
 from specsamp.serving.openai_replies import Reply
 from specsamp.serving.openai_requests import read_request
 from specsamp.serving.request_warps import make_warp
@@ -434,6 +434,17 @@ def test_an_error_within_a_stream_is_its_last_event(client, server, service, mon
         list(client.completions.create(model="bytes", prompt="a", stream=True))
     status, _, document = post(server, COMPLETIONS, {"prompt": "a"})
     assert status == 500 and document["error"]["type"] == "server_error"
+    monkeypatch.undo()
+    check_that_it_answers(server, service)
+
+
+def test_a_grammar_that_cannot_go_on_is_the_fault_of_the_request(client, server, service, monkeypatch):
+    unmet = Unmet("a text cannot follow its grammar: too large")
+    monkeypatch.setattr(type(service), "_text", lambda _, state, place, request: request.answer.send(unmet))
+    status, _, document = post(server, COMPLETIONS, {"prompt": "a"})
+    assert status == 400 and document["error"]["type"] == "invalid_request_error"
+    with pytest.raises(openai.APIError, match="a text cannot follow its grammar: too large"):
+        list(client.completions.create(model="bytes", prompt="a", stream=True))
     monkeypatch.undo()
     check_that_it_answers(server, service)
 
