@@ -40,7 +40,7 @@ def get_config(size: str = "38m") -> ConfigDict:
         config.draft.update(shared | {"width": 1536, "num_layers": 16, "num_heads": 12})
     if size == "3b":
         shared = {"vocab_size": 32_000, "max_positions": 2048, "dtype": "bfloat16"}
-        config.target.update(shared | {"width": 3072, "num_layers": 26, "num_heads": 24, "num_kv_heads": 8})
+        config.target.update(shared | {"width": 3072, "num_layers": 29, "num_heads": 24, "num_kv_heads": 8})
         config.draft.update(shared | {"width": 1024, "num_layers": 12, "num_heads": 8})
     common.add_decoding(
         config,

@@ -57,7 +57,7 @@ _CONFIG = ConfigFlag("configs/random_pair.py:3b", ExperimentConfig)
 _PARTS = flags.DEFINE_list("parts", list(GROUPS), f"Parts to run, separated by commas: any of {', '.join(GROUPS)}.")
 _INTERPRET = flags.DEFINE_bool("interpret", False, "Interpret the kernels on a CPU, with a tiny pair: a rehearsal.")
 _OUTPUT = flags.DEFINE_string(
-    "output", "runs/first_tpu.json", "The file of results, local or gs://; it is gone on with."
+    "output", "runs/first_tpu.json", "The file of results, local or gs://, which the same command continues."
 )
 
 AUDITED, AUDITED_HEADS = "configs/trained_pair.py", 4
@@ -86,8 +86,8 @@ class Found:
 def main() -> int:
     console = entry.make_console()
     interpret = _INTERPRET.value
-    if unknown := {*_PARTS.value} - {*GROUPS}:
-        raise ValueError(f"--parts={','.join(sorted(unknown))}: choose from {', '.join(GROUPS)}")
+    if not _PARTS.value or {*_PARTS.value} - {*GROUPS}:
+        raise ValueError(f"--parts={','.join(_PARTS.value)}: choose from {', '.join(GROUPS)}")
     machine.require_devices()
     if interpret and (_CONFIG.fields_set or _CONFIG.text != _CONFIG.default):
         raise ValueError("--config has no effect: --interpret has a tiny pair of its own")
@@ -103,11 +103,13 @@ def main() -> int:
     done = from_first(lambda: read_parts(_OUTPUT.value, identity))
     asked = {name: part for name, part in make_parts(config).items() if name.partition(" ")[0] in _PARTS.value}
     missing = [name for name in asked if not done.get(name, {}).get("passed")]
-    for name in sorted(missing, key=lambda name: "began" in done.get(name, {})):  # those that killed the process last
-        write(done | {name: {"began": True}}, identity)
-        done[name] = run_part(name, asked[name], console)
-        write(done, identity)
-        console.print(line_of(name, done[name]), style=None if done[name]["passed"] else "bold red")
+    missing.sort(key=lambda name: "began" in done.get(name, {}))  # those that killed the process last
+    with entry.keeps(f"{_OUTPUT.value} has the parts so far, and the same command continues"):
+        for name in missing:
+            write(done | {name: {"began": True}}, identity)
+            done[name] = run_part(name, asked[name], console)
+            write(done, identity)
+            console.print(line_of(name, done[name]), style=None if done[name]["passed"] else "bold red")
     shown = {name: done[name] for name in asked}
     entry.show([table_of(shown)], console)
     console.print(f"\nPlease send {_OUTPUT.value} and this table to the repository, as an issue.")

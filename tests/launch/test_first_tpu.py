@@ -102,7 +102,8 @@ def test_a_part_that_killed_the_process_is_tried_last_and_no_number_is_a_failure
 
     right = fake("c", lambda kernels, x: x)
     monkeypatch.setattr(kernel_check, "CHECKS", (fake("a", spoils), fake("b", kills), right))
-    assert rehearse(output, "--parts=kernel").returncode == 130
+    killed = rehearse(output, "--parts=kernel")
+    assert killed.returncode == 130 and f"interrupted; {output} has the parts so far" in killed.stderr
     assert set(parts_of(output)) == {"kernel a, x", "kernel b, x"}
     assert not parts_of(output)["kernel a, x"]["passed"]
     monkeypatch.setattr(kernel_check, "CHECKS", (fake("a", spoils), fake("b", right.compute), right))
