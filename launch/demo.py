@@ -30,6 +30,7 @@ from specsamp.analysis.report import Table
 from specsamp.analysis.workload import TimedDecoder, Timing, decoders, take_turns
 from specsamp.decoding.kept_loop import KeptLoop
 from specsamp.decoding.method import Method
+from specsamp.decoding.text import Continuation
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _PROMPT = flags.DEFINE_multi_string(
@@ -128,7 +129,7 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
     count = tokens.index(tokenizer.eos_id) + 1 if is_whole else len(tokens)
     written = entry.Pieces(tokenizer, before, console).add(tokens[:count], drafted[:count], True)
     end = Text(" ■ end of file" if is_whole else "", style="bold")
-    shown = Text(entry.visible(tokenizer.decode(before)), style=entry.PROMPT)
+    shown = Text(entry.visible(Continuation(tokenizer).complete(before)), style=entry.PROMPT)
     console.print(Text.assemble(shown, written, end))
 
 

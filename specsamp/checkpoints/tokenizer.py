@@ -19,11 +19,12 @@ EOS = "<eos>"  # the end-of-text token of tokenizers that are trained here
 def _byte_of_letter() -> dict[str, int]:
     """Returns the byte of each letter in the pieces of byte-level tokenizers (GPT-2's).
 
-    Printable bytes of Latin-1 are their own letters; all other bytes have the letters from U+0100 on.
+    Printable bytes of Latin-1 are their own letters, the others have the letters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    own = {chr(byte): byte for byte in printable}
+    return own | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 BYTE_OF_LETTER = _byte_of_letter()
@@ -77,12 +78,14 @@ class JsonTokenizer:
         tokenizer.no_truncation()  # files may hold the lengths to which a training run cut and padded its texts
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {index for index, token in added.items() if token.special}
         decoder = tokenizer.decoder
         self._is_byte_level = decoder is not None and decoder.decode(["Ã©"]) == "é"
         self._byte_of: dict[int | None, int] = {}  # of tokens such as <0x0A>
         if decoder is not None and decoder.decode(["<0x41>"]) == "A":
-            self._byte_of = {tokenizer.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+            names = (f"<0x{byte:02X}>" for byte in range(256))
+            self._byte_of = {tokenizer.token_to_id(name): byte for byte, name in enumerate(names)}
         self.vocab_size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
         self.eos_id = tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         if eos is not None and self.eos_id is None:
@@ -131,19 +134,22 @@ class JsonTokenizer:
     def token_bytes(self, token: int, before: int | None = None) -> bytes | None:
         """Returns the bytes that a token adds to a text; see `specsamp.decoding.pair.Tokenizer`.
 
-        The library makes a whole run of bytes unknown if one character in it is incomplete, so bytes do not come from it.
+        The library makes a whole run of bytes unknown if one character in it is incomplete, so
+        bytes do not come from it.
         """
         piece = self._tokenizer.id_to_token(token)
         if piece is None or token in self._special:
             return None
         if self._is_byte_level:
-            bytes_ = [BYTE_OF_LETTER.get(letter) for letter in piece]
-            return piece.encode() if None in bytes_ else bytes(bytes_)
+            if not BYTE_OF_LETTER.keys() >= set(piece):  # an added token, which is its own text
+                return piece.encode()
+            return bytes(BYTE_OF_LETTER[letter] for letter in piece)
         byte = self._byte_of.get(token)
         if byte is not None and (before is not None or byte > 0x7F):
             return bytes([byte])
         context = [] if before is None else [before]
-        return self._tokenizer.decode([*context, token])[len(self._tokenizer.decode(context)) :].encode()
+        start = self._tokenizer.decode(context)
+        return self._tokenizer.decode([*context, token])[len(start) :].encode()
 
     def token_id(self, text: str) -> int | None:
         known = self._tokenizer.token_to_id(text)

@@ -36,17 +36,19 @@ class Tokenizer(Protocol):
         """Returns the ids of a conversation, up to the start of the answer; ValueError without a chat template."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens: their `token_bytes` as UTF-8, with U+FFFD for what is no character."""
+        """Returns the text of tokens: their `token_bytes`, with U+FFFD for what is not UTF-8."""
 
     def token_bytes(self, token: int, before: int | None = None) -> bytes | None:
-        """Returns the bytes that a token adds to a text; None for a token without text, such as the end of text.
+        """Returns the bytes that a token adds to a text.
+
+        None is for a token without text, such as the end of text.
 
         Args:
           before: the last token before it that has bytes; None: the token begins the text.
         """
 
     def token_id(self, text: str) -> int | None:
-        """Returns the id of the token with this name or text (special tokens included), else None."""
+        """Returns the id of the token with this name or text, special or not, else None."""
 
     def token(self, index: int) -> str:
         """Returns the text of a token id, or the vocabulary's escaped form of it."""

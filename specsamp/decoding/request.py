@@ -67,7 +67,9 @@ class Request:
 
     def text_stream(self) -> TextStream | None:
         """Returns a new stream of the text, for any thread; None without a tokenizer."""
-        return None if self.tokenizer is None else TextStream(Continuation(self.tokenizer, self.prompt), self.stops)
+        if self.tokenizer is None:
+            return None
+        return TextStream(Continuation(self.tokenizer, self.prompt), self.stops)
 
 
 def make_requests(
@@ -179,8 +181,8 @@ def check_budgets(
 def make_stops(pair: Pair, stop: Sequence[int | str] | None, least: int = 0) -> Stops:
     """Returns the stops of a call; by default the pair's stop tokens, or the tokenizer's end of text.
 
-    A string ends a text with any tokens that spell it, after ``least`` tokens. Only the name of a token without text, such
-    as ``<|im_end|>``, stands for the token.
+    A string ends a text with any tokens that spell it, after ``least`` tokens. Only the name of a
+    token without text, such as ``<|im_end|>``, stands for the token.
     """
     if stop is None and pair.stop is not None:
         return Stops(frozenset(validate.integers("the pair's stop", pair.stop, 0, pair.target.vocab_size)))

@@ -1,8 +1,8 @@
 """The text of tokens as they come, stop tokens and stop strings.
 
-A text is the bytes of its tokens, decoded as UTF-8. A character is fixed once its last byte has come: the text of the
-first tokens is the beginning of every longer text. Bytes of an incomplete character are held back, and become U+FFFD
-if no token completes them.
+A text is the bytes of its tokens, decoded as UTF-8. A character is fixed once its last byte has
+come: the text of the first tokens is the beginning of every longer text. Bytes of an incomplete
+character are held back, and become U+FFFD if no token completes them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ LONGEST_CHARACTER = 4  # bytes
 class Written:
     """What a token writes after others.
 
-    For example, after the tokens ``a E2 82`` (two bytes of "€") the token ``AC`` writes "€", and ``b`` writes "�b".
+    For example, after the tokens ``a E2 82``, of which two are bytes of "€", the token ``AC``
+    writes "€", and ``b`` writes U+FFFD and "b".
 
     Attributes:
       text: the characters that it completes.
@@ -51,14 +52,15 @@ class Written:
 class Continuation:
     """The text of the tokens after a prompt.
 
-    The prompt matters: its last bytes may begin a character, and many tokenizers drop the first space of a text, but
-    not of a continuation. Tokens that come again in the next call are decoded once.
+    The prompt matters: its last bytes may begin a character, and many tokenizers drop the first
+    space of a text, but not of a continuation. Tokens that come again in the next call are decoded
+    once.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        have_bytes = (token for token in reversed(prompt) if tokenizer.token_bytes(token) is not None)
+        backwards = (token for token in reversed(prompt) if tokenizer.token_bytes(token) is not None)
         start = Written()
-        for token in reversed([*itertools.islice(have_bytes, LONGEST_CHARACTER)]):
+        for token in reversed([*itertools.islice(backwards, LONGEST_CHARACTER)]):
             start = start.then(tokenizer, token)
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
@@ -78,7 +80,7 @@ class Continuation:
         return self._steps[: len(tokens) + 1]
 
     def complete(self, tokens: Sequence[int]) -> str:
-        """Returns the complete characters of ``tokens``: the beginning of the text of these and any further tokens."""
+        """Returns the complete characters of ``tokens``, which no further tokens change."""
         size = self.steps(tokens)[-1].size
         return self._text[:size]
 
@@ -97,7 +99,7 @@ class Stops:
       ids: tokens, which are not part of the text.
       texts: strings of any number of tokens, which may begin and end inside a token.
       least: how many tokens no string ends; one must end in the text of the tokens after them.
-      sure: tokens that write one of the strings wherever they stand, so that no search is needed to end there.
+      sure: tokens that write one of the strings wherever they stand, so that the loop ends there.
     """
 
     ids: frozenset[int] = frozenset()

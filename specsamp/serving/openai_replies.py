@@ -197,10 +197,12 @@ class _Choice:
         befores = steps[-1 - len(scored) : -1]
         entries = []
         for (token, value, likeliest), before in zip(scored, befores, strict=True):
-            tops = likeliest and [self._entry(before, *top) for top in likeliest[: self._asked.tops]]
+            likeliest = likeliest and likeliest[: self._asked.tops]
+            tops = likeliest and [self._entry(before, *top) for top in likeliest]
             entries.append((self._entry(before, token, value), tops))
         if self._asked.is_chat:
-            return {"content": [entry | {"top_logprobs": tops or []} for entry, tops in entries], "refusal": None}
+            content = [entry | {"top_logprobs": tops or []} for entry, tops in entries]
+            return {"content": content, "refusal": None}
         # Of two tokens with one name, the likelier.
         named = [tops and {top["token"]: top["logprob"] for top in reversed(tops)} for _, tops in entries]
         return {
@@ -213,15 +215,18 @@ class _Choice:
     def _entry(self, before: Written, token: int, log_prob: float | None) -> dict[str, Any]:
         """Returns a token's name, its log-probability and its bytes.
 
-        The name is the text that the token completes after the text before, so names in a row are the text. A token
-        without bytes, such as the end of text, has its own name.
+        The name is the text that the token completes after the text before, so names in a row are
+        the text. A token without bytes, such as the end of text, has its own name.
         """
         written = self._tokenizer.token_bytes(token, before.last)
-        is_text = written is not None
+        if written is None:
+            name = self._tokenizer.token(token)
+        else:
+            name = before.then(self._tokenizer, token).text
         return {
-            "token": before.then(self._tokenizer, token).text if is_text else self._tokenizer.token(token),
-            "logprob": None if log_prob is None else max(log_prob, LEAST_LOG_PROB),  # JSON has no -inf
-            "bytes": list(written) if is_text else None,
+            "token": name,
+            "logprob": log_prob and max(log_prob, LEAST_LOG_PROB),  # JSON has no -inf
+            "bytes": None if written is None else list(written),
         }
 
 

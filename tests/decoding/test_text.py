@@ -200,6 +200,15 @@ def test_a_word_ends_a_text_alike_with_and_without_a_word_after_it():
         assert stops.text(Continuation(text), kept) == "a " and not stops.sure, entry
 
 
+def test_a_token_that_is_a_stop_text_hides_none_that_begins_before_it():
+    text = tokenizer("gpt2")
+    tokens = [text.token_id(piece) for piece in ("x", " ", "  ")]
+    stops = make_stops(pair_of(text), ["  "])
+    assert stops.sure == {tokens[2]} and text.decode(tokens) == "x   "
+    assert stops.count(Continuation(text), tokens) == 3
+    assert stops.text(Continuation(text), tokens) == "x"
+
+
 @pytest.mark.parametrize("style", ["llama2", "gemma", "qwen"])
 def test_a_prompt_that_ends_inside_a_long_run_of_bytes_is_continued(style):
     text = tokenizer(style)

@@ -176,9 +176,7 @@ def test_colours_are_left_out_where_nobody_wants_them(entry, monkeypatch):
 
 def test_what_is_generated_does_not_look_like_the_prompt():
     """The style of a text as a whole would be that of all that is appended to it."""
-    tokenizer = types.SimpleNamespace(
-        decode=lambda tokens: bytes(tokens).decode(), token_bytes=lambda token, before=None: bytes([token]), eos_id=0
-    )
+    tokenizer = types.SimpleNamespace(token_bytes=lambda token, before=None: bytes([token]), eos_id=0)
     pair = types.SimpleNamespace(tokenizer=tokenizer)
     work = types.SimpleNamespace(prompts=[tuple(b"the prompt")], batch=1)
     stats = types.SimpleNamespace(emitted=3, rounds=1)
