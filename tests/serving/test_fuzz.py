@@ -27,12 +27,6 @@ def test_streams_of_requests_have_the_texts_that_they_have_alone(setting):
     assert status == 0, output[-2000:]
 
 
-@pytest.mark.slow
-def test_streams_of_every_setting_have_the_texts_that_they_have_alone():
-    status, output = fuzz("--seed=1", "--streams=120")
-    assert status == 0, output[-2000:]
-
-
 SLOW = [pytest.param(name, marks=() if name == QUICK_FAULT else pytest.mark.slow) for name in FAULTS]
 
 
