@@ -175,18 +175,18 @@ def test_newest_releases_are_installed_each_time_and_then_replaced(checkout):
     assert ": .ci/newest.txt, " in checkout.called("bash launch/test.sh")[0]
 
 
-def test_ci_runs_the_core_on_the_oldest_versions_and_everything_on_the_newest(checkout):
+def test_ci_runs_everything_on_python_311_and_the_core_on_the_newest(checkout):
     checkout.add("python3.11")
     checkout.add(".pyenv/versions/3.13.0/bin/python")
     made, installed, then_made, then_installed, *ran = checkout.called("bash .ci/run")
-    assert "/python3.11: " in made and made.endswith("-m venv --clear .ci/oldest")
-    assert "/3.13.0/bin/python: " in then_made and then_made.endswith("-m venv --clear .ci/newest")
-    assert installed.startswith(".ci/oldest/bin/python: .ci/oldest.txt, -m pip")
-    assert then_installed.startswith(".ci/newest/bin/python: .ci/newest.txt, -m pip")
+    assert "/python3.11: " in made and made.endswith("-m venv --clear .ci/python3.11")
+    assert "/3.13.0/bin/python: " in then_made and then_made.endswith("-m venv --clear .ci/python3.13")
+    assert installed.startswith(".ci/python3.11/bin/python: .ci/newest.txt, -m pip")
+    assert then_installed.startswith(".ci/python3.13/bin/python: .ci/newest.txt, -m pip")
     core = "tests/sampling tests/decoding tests/models tests/mesh"
     assert ran == [
-        f".ci/oldest/bin/python: none, -m pytest --complete {core}",
-        ".ci/newest/bin/python: none, -m pytest --complete --slow",
+        ".ci/python3.11/bin/python: none, -m pytest --complete --slow",
+        f".ci/python3.13/bin/python: none, -m pytest --complete {core}",
     ]
 
 
