@@ -102,7 +102,7 @@ setup(
             "starlette>=0.40",
             "uvicorn>=0.30",
             "pydantic>=2.1",
-            "openai>=1.55",  # the client of the endpoint
+            "openai>=1.55.3",  # the client of the endpoint
             "prometheus-client>=0.23.1",
             "llguidance>=1.9",
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
