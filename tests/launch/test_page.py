@@ -29,7 +29,7 @@ def test_every_result_is_in_a_mark():
 
 
 def test_the_main_readme_takes_the_time_of_a_coffee_and_its_links_lead_somewhere():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 220
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 240
     for file in PAGES:
         links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", file.read_text(encoding="utf-8"))
         assert links

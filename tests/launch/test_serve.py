@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from support import extras
-from support.run_script import call, save_tiny_pair
+from support.run_script import call, only_shared_flags, save_tiny_pair
 
 pytestmark = extras.needs("starlette", "uvicorn", "pydantic")
 KEY = "SPECSAMP_SERVE_KEY"
@@ -98,8 +98,8 @@ class Compiling:
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_second_interrupt_does_not_wait_for_what_is_being_compiled(monkeypatch, at_once):
     """The first closes the service; a normal exit of the process would wait, too."""
-    from launch import serve
-
+    with only_shared_flags():  # another script may have defined flags of these names
+        serve = importlib.import_module("launch.serve")
     ended, service = [], Compiling()
     monkeypatch.setattr(serve.distributed, "end_now", lambda *given: ended.append(given))
     serve.end(service, at_once)
