@@ -20,13 +20,16 @@ import tokenizers
 from specsamp import validate
 from specsamp.checkpoints.tokenizer import EOS
 
+LISTS = ("messages", "tools", "documents")  # of a conversation, for its template; other keys of a line are not read
+
 
 class ChatText(str):
     """A line such as ``{"messages": [{"role": "user", "content": "Hi"}]}``, which a chat template writes out."""
 
     @property
-    def messages(self) -> list[dict[str, str]]:
-        return json.loads(self)["messages"]
+    def conversation(self) -> dict[str, list[dict]]:
+        """Returns the messages, and the tools and documents of the line if it has any."""
+        return {key: value for key, value in json.loads(self).items() if key in LISTS and value is not None}
 
 
 TrainingText = str | np.ndarray  # or integers that are tokens but no text, such as the grey levels of an image, int32
@@ -133,11 +136,19 @@ def _parts(name: str, text: str) -> Iterable[tuple[str, TrainingText]]:
         if not line.strip():
             continue
         try:
-            is_conversation = isinstance(json.loads(line)["messages"], list)
+            content = json.loads(line)
+            is_conversation = isinstance(content["messages"], list)
         except (ValueError, KeyError, TypeError, RecursionError):
             is_conversation = False
         if not is_conversation:
             raise ValueError(f'{name}, line {number}: {line[:60]!r} is no conversation: write {{"messages": [...]}}')
+        for key in LISTS:
+            value = content.get(key) or []
+            if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+                raise ValueError(f"{name}, line {number}: {key} must be a list of objects; got {value!r:.100}")
+        for key, cure in (("functions", "write them as tools"), ("chat_template_kwargs", "leave it out")):
+            if content.get(key):
+                raise ValueError(f"{name}, line {number}: {key} would change the text, but is not read: {cure}")
         yield f"{name}:{number}", ChatText(line)
 
 
@@ -210,7 +221,7 @@ def token_stream(texts: Iterable[TrainingText], tokenizer) -> np.ndarray:
             validate.integer("a token of the arrays", int(text.max()), 0, tokenizer.eos_id)
             return text
         if isinstance(text, ChatText):
-            return tokenizer.encode_chat(text.messages, complete=True)
+            return tokenizer.encode_chat(**text.conversation, complete=True)
         return tokenizer.encode(text)
 
     pieces = [np.array([tokenizer.eos_id, *encode(text)], np.int32) for text in texts]

@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 
+from specsamp.checkpoints.chat import ChatTemplate
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
 from specsamp.training.data import (
     Mixture,
@@ -17,6 +18,7 @@ from specsamp.training.data import (
     token_stream,
     train_tokenizer,
 )
+from support import extras
 
 LETTERS = types.SimpleNamespace(encode=lambda text: [ord(c) for c in text], eos_id=0)
 
@@ -154,9 +156,39 @@ def test_conversations_of_a_jsonl_file(tmp_path):
     speaks = types.SimpleNamespace(encode=LETTERS.encode, encode_chat=encode_chat, eos_id=0)
     texts = [corpus.train.get("talk.jsonl:1") or corpus.held_out["talk.jsonl:1"], "b"]
     assert token_stream([*texts, ""], speaks).tolist() == [0, 97, 1, 0, 98, 0, 0]
-    for line in ("{", '{"messages": "a"}'):
-        with pytest.raises(ValueError, match="wrong.jsonl, line 1: .* is no conversation"):
+    for line, message in (
+        ("{", "is no conversation"),
+        ('{"messages": "a"}', "is no conversation"),
+        ('{"messages": ["a"]}', "messages must be a list of objects"),
+        ('{"messages": [{}], "tools": "[]"}', r"tools must be a list of objects; got '\[\]'"),
+        (
+            '{"messages": [{}], "functions": [{}]}',
+            "functions would change the text, but is not read: write them as tools",
+        ),
+        ('{"messages": [{}], "chat_template_kwargs": {"a": 1}}', "is not read: leave it out"),
+    ):
+        with pytest.raises(ValueError, match=f"wrong.jsonl, line 1: .*{message}"):
             read_corpus(write(tmp_path, {"wrong.jsonl": line}), pattern="wrong.jsonl")
+
+
+@extras.needs("jinja2")
+def test_tools_of_a_conversation_reach_its_template(tmp_path):
+    """An answer that calls one may have no content."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    lines = [{"messages": [answer], "tools": tools, "id": 7}, {"messages": [answer], "tools": None}]
+    source = "{{ tools | length if tools else 'none' }}{{ messages[0].content }}{{ messages[0].tool_calls[0].function.name }}"
+    template = ChatTemplate(path="here", source=source)
+
+    def encode_chat(messages, *, complete, **variables):
+        return [ord(c) for c in template.render(messages, **variables)]
+
+    content = "\n".join(map(json.dumps, lines))
+    corpus = read_corpus(write(tmp_path, {"talk.jsonl": content}), pattern="*.jsonl", held_out=0.0)
+    speaks = types.SimpleNamespace(encode_chat=encode_chat, eos_id=0)
+    written = "".join(map(chr, token_stream(corpus.train.values(), speaks).tolist()))
+    assert written == "\x001f\x00nonef\x00"
 
 
 def test_arrays_of_integers_are_sequences(tmp_path):
