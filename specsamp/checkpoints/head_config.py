@@ -15,6 +15,7 @@ which parts a head has in addition to DFlash. Queries and keys always have norms
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -170,7 +171,11 @@ def _block(
 ) -> tuple[HeadLayout, BlockConfig]:
     """Reads a head that drafts blocks."""
     given = {key: value for key, value in content.items() if value is not None}
-    merged = {**Fields(path, given).object("dspark_config"), **Fields(path, given).object("dflash_config"), **given}
+    places = [Fields(path, given).object("dspark_config"), Fields(path, given).object("dflash_config"), given]
+    merged = functools.reduce(dict.__or__, map(dict, places))
+    for key in ("block_size", "mask_token_id", "target_layer_ids"):
+        if any(place.get(key, merged.get(key)) != merged.get(key) for place in places):
+            raise ValueError(f"{path} says {key} twice, with different values: {merged[key]!r} at the top level")
     fields, by_input = Fields(path, merged), SPECULATORS in content
     of_layer = dict(fields.object("transformer_layer_config")) if by_input else merged
     if fields("use_swa", False):
@@ -194,7 +199,22 @@ def _block(
         windows_both_ways=layer.window is not None and fields("sliding_window_non_causal", kind == "dflash2"),
         **shape,
     )
+    _check_block_size(fields, config)
     return block_layout(config), config
+
+
+def _check_block_size(fields: Fields, config: BlockConfig) -> None:
+    """Raises ValueError if a file of speculators drafts another number of tokens than a block has.
+
+    No tensor shows the size of a block, and with another size than in training a head drafts noise.
+    """
+    methods = fields.object("speculators_config").get("proposal_methods") or [{}]
+    drafted = methods[0].get("speculative_tokens")
+    if drafted not in (None, config.max_tokens):
+        raise ValueError(
+            f"{fields.path} says block_size = {config.block_size}, a block of {config.max_tokens} drafted tokens, and "
+            f"speculative_tokens = {drafted!r}: correct the wrong key"
+        )
 
 
 def _of_target(

@@ -156,7 +156,7 @@ def _block(config: BlockConfig, target_name: str, K: int) -> dict[str, Any]:
         "sliding_window": layer.window,
     }
     architecture = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}.get(kind, "DFlash2DraftModel")
-    content = _speculators(kind, architecture, config, target_name, K, of_layer) | {
+    content = _speculators(kind, architecture, config, target_name, config.max_tokens, of_layer) | {
         **written_keys(config, *dict.fromkeys(("dflash", kind))),
         "aux_hidden_state_layer_ids": [i + 1 for i in config.hidden_layers],
         "sample_from_anchor": config.from_anchor,

@@ -35,6 +35,7 @@ from specsamp.checkpoints.chat import read_chat_template, read_special_tokens
 from specsamp.checkpoints.fields import differing_fields
 from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder, read_headers
 from specsamp.checkpoints.int8_tensors import read_int8
+from specsamp.checkpoints.params import check_finite
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, find_tensors
 from specsamp.checkpoints.tensor_names import BUFFERS, TensorSource, check_tensors, find_source, sizes
 from specsamp.checkpoints.tokenizer import JsonTokenizer
@@ -216,7 +217,7 @@ def read_params(
 
     Raises:
       FileNotFoundError, ValueError: the model is not the checkpoint's, with the differing fields; the converted
-        checkpoint is damaged; or see `Checkpoint.tensors`.
+        checkpoint is damaged; a number is infinite or NaN, with file and tensor; or see `Checkpoint.tensors`.
     """
     different = differing_fields(checkpoint.config, model.config, but=(*DECODING, "num_real_tokens", "vocab_size"))
     if model.config.vocab_size < checkpoint.config.vocab_size:
@@ -227,7 +228,10 @@ def read_params(
         )
         raise ValueError(f"{checkpoint.name} is another model: {fields}")
     if checkpoint.is_converted:
-        return orbax.restore_params(checkpoint.folder, _placed_params(model))
+        params = orbax.restore_params(checkpoint.folder, _placed_params(model))
+        for name, leaf in flatten_dict(params, sep="/").items():
+            check_finite(f"{checkpoint.folder}: {name}", leaf)
+        return params
     places = flatten_dict(_placed_params(model), sep="/")
     return unflatten_dict(read_leaves(places, checkpoint.sources(), checkpoint.tensors, progress), sep="/")
 
@@ -262,6 +266,9 @@ def read_leaves(
 
     Args:
       places: shapes, dtypes and shardings, by the parameter's name.
+
+    Raises:
+      ValueError: a number is infinite or NaN; names file and tensor.
     """
     done, arrays = 0, {}
 
@@ -273,6 +280,8 @@ def read_leaves(
         dtype = np.float32 if is_int8(place) else place.dtype
         read = functools.partial(sources[name].read, tensors, shape=place.shape, dtype=dtype)
         arrays[name] = read_int8(place, summed_axes(name), read) if is_int8(place) else _read_array(place, read)
+        first = sources[name].members()[0].tensor
+        check_finite(f"{tensors[first].file}: {sources[name].tensor}", arrays[name])
         done += size(place)
         progress(name, done, total)
     return arrays

@@ -46,6 +46,24 @@ def check_shapes(what: str, have: Any, want: Any, *, padded: bool = False) -> No
         raise WrongShapes(f"{what} is of another model: {'; '.join(different[:MOST_SHOWN])}{more}")
 
 
+def check_finite(what: str, leaf: Any) -> None:
+    """Raises ValueError, with ``what`` it is, if a parameter on devices holds NaN or infinite numbers.
+
+    Every process must call it. A weight in int8 is checked by its scales, which such numbers reach.
+    """
+    numbers = leaf.scale if is_int8(leaf) else leaf
+    if jnp.issubdtype(numbers.dtype, jnp.floating) and not _is_finite(numbers):
+        raise ValueError(
+            f"{what} holds numbers that are infinite or NaN: the file was damaged in training or conversion, or "
+            f"{numbers.dtype} is too narrow for them"
+        )
+
+
+@jax.jit
+def _is_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(x).all()
+
+
 def digest(params: Any) -> str:
     """Returns 16 hexadecimal digits of a digest over names, dtypes, values and their places.
 

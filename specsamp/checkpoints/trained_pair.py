@@ -21,6 +21,7 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 import safetensors
 from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save
@@ -155,8 +156,12 @@ def _load_params(path: pathlib.Path, model: TransformerLM) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
-        tensors = read_pair_tensors(load_file(path), in_int8=model.config.weight_dtype == "int8")
+        stored = load_file(path)
+        tensors = read_pair_tensors(stored, in_int8=model.config.weight_dtype == "int8")
     except (safetensors.SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}): download or copy it again") from error
+    for name, array in stored.items():
+        if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+            raise ValueError(f"{path}: {name} holds numbers that are infinite or NaN: export the pair again")
     check_shapes(str(path), tensors, jax.eval_shape(model.init, jax.random.key(0)))
     return jax.tree.map(jax.numpy.asarray, unflatten_dict(tensors, sep="/"))

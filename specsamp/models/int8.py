@@ -135,7 +135,7 @@ def _quantise(xp: Any, weight: Any, axes: tuple[int, ...]) -> Int8Weight:
     # Products instead of quotients: compilers turn some quotients into products, which round differently than NumPy.
     weight = weight.astype(xp.float32)
     scale = xp.abs(weight).max(axis=axes, keepdims=True) * np.float32(1 / 127)
-    scale = xp.where(scale > 0, scale, np.float32(1))
+    scale = xp.where(scale == 0, np.float32(1), scale)  # NaN and infinity stay, for who checks them
     return Int8Weight(xp.clip(xp.rint(weight * (1 / scale)), -127, 127).astype(xp.int8), scale)
 
 

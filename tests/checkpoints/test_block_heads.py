@@ -1,6 +1,7 @@
 """Public heads that draft blocks: golden forward passes, the layouts of three packages, and files that do not fit."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ from safetensors.numpy import load_file, save_file
 
 from specsamp.checkpoints.head_export import write_head
 from specsamp.checkpoints.public_heads import open_head, read_head
+from specsamp.checkpoints.trained_pair import ASSETS, load_pair
 from specsamp.models.config import TransformerConfig
 from support import golden, golden_heads
+from support.checkpoint_shapes import edit
 
 TARGET = TransformerConfig(vocab_size=64, width=32, num_layers=12, num_heads=4, positions="rotary")
 TOY_TARGET = TransformerConfig(vocab_size=16, width=8, num_layers=9, num_heads=2, positions="rotary")
@@ -134,6 +137,25 @@ def test_configs_of_z_lab(tmp_path, change, fields):
     config = open_head(toy(tmp_path, ZLAB | change), TOY_TARGET).config
     assert config.block_size == 4 and config.mask_id == 15 and not config.from_anchor
     assert {name: getattr(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize("change", [dict(block_size=5), dict(target_layer_ids=[1, 4]), dict(mask_token_id=14)])
+def test_a_key_with_two_values_is_refused(tmp_path, change):
+    content = ZLAB | dict(dflash_config=DFLASH | dict(block_size=4) | change) | DFLASH
+    (key,) = change
+    with pytest.raises(ValueError, match=f"config.json says {key} twice, with different values"):
+        open_head(toy(tmp_path, content), TOY_TARGET)
+
+
+@pytest.mark.parametrize("size", [4, 7, 9, 16])
+def test_a_block_of_another_size_than_its_file_drafts_is_refused(tmp_path, size):
+    """No tensor shows the size, and with another one a head drafts noise."""
+    folder = shutil.copytree(ASSETS / "python" / "block", tmp_path / "head")
+    target = load_pair("python").target.config
+    assert open_head(folder, target).config.block_size == 8
+    edit(folder / "config.json", lambda content: content.update(block_size=size))
+    with pytest.raises(ValueError, match=f"block_size = {size}, .* speculative_tokens = 8: correct the wrong key"):
+        open_head(folder, target)
 
 
 def test_windows_of_z_lab(tmp_path):

@@ -183,6 +183,29 @@ def test_unsupported_dtypes_matter_only_where_they_are_read(saved):
         open_all(saved)
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("tensor", [UP, "lm_head.weight", "model.norm.weight"])
+def test_weights_that_are_no_numbers_are_named_while_they_are_read(saved, tensor, number):
+    """In float, and in int8, whose scales they reach; a head was refused, a target was read without a word."""
+
+    def damage(tensors):
+        tensors[tensor] = tensors[tensor].copy()
+        tensors[tensor].flat[-1] = number
+
+    tensor_change(saved, tensor, damage)
+    for int8 in ({}, {"weight_dtype": "int8"}):
+        checkpoint = open_checkpoint(saved, **int8)
+        with pytest.raises(ValueError, match=rf"model-.*safetensors: {tensor} holds numbers that are infinite or NaN"):
+            read_params(checkpoint, TransformerLM(checkpoint.config))
+
+
+def test_numbers_too_large_for_the_dtype_are_named(saved):
+    largest = np.full((128, 32), np.finfo(np.float32).max)
+    tensor_change(saved, UP, lambda tensors: tensors.update({UP: largest}))
+    with pytest.raises(ValueError, match=f"{UP} holds numbers .* or bfloat16 is too narrow for them"):
+        read_params((checkpoint := open_checkpoint(saved)), TransformerLM(checkpoint.config))
+
+
 def test_names_without_their_prefix(tmp_path):
     """Names are those of the first GPT-2 files, which include masks."""
     gpt2 = golden.read("gpt2")

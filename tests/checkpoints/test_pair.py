@@ -115,6 +115,15 @@ def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):
         load_pair(folder)
 
 
+@pytest.mark.parametrize("name", ["final_norm/scale", "layer_0/mlp/up.scale_of_int8"])
+def test_weights_that_are_no_numbers_are_named(saved, name):
+    tensors = safetensors.numpy.load_file(saved / "target.safetensors")
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    safetensors.numpy.save_file(tensors, saved / "target.safetensors")
+    with pytest.raises(ValueError, match=f"target.safetensors: {name} holds numbers that are infinite or NaN"):
+        load_pair(saved)
+
+
 @pytest.mark.parametrize("name", ["target.safetensors", "draft.safetensors", "tokenizer.json"])
 def test_missing_and_truncated_files_are_named(saved, name):
     content = (saved / name).read_bytes()
