@@ -1,14 +1,14 @@
-"""The quick tests together take at most twelve minutes on two cores, by the record of their durations."""
+"""The quick tests together take at most twenty minutes on two cores, by the record of their durations."""
 
 import pytest
 
 from support import durations
 
 UNRECORDED_SECONDS = 10  # a new test waits for the next record: it counts more than most tests take
-MOST_UNRECORDED = 40
+MOST_UNRECORDED = 80
 
 
-def test_quick_tests_keep_to_twelve_minutes(request):
+def test_quick_tests_keep_to_twenty_minutes(request):
     """Looks at the quick tests that this run collected."""
     if request.config.getoption("record_durations"):
         pytest.skip("durations are being recorded")
