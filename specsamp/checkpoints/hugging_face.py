@@ -192,8 +192,8 @@ def open_checkpoint(
 def _named_stops(tokenizer: JsonTokenizer, special_tokens: Mapping[str, str]) -> list[int]:
     """Returns the tokenizer's own end of text, and the ends of turns that its chat template writes."""
     names = [special_tokens.get("eos_token")]
-    if tokenizer.chat is not None:
-        names += [name for name in TURN_ENDS if name in tokenizer.chat.source]
+    if (chat := tokenizer.chat) is not None:
+        names += [name for name in TURN_ENDS if name in chat.source + (chat.tool_source or "")]
     ids = {text: index for index, text in tokenizer.pieces.items()}
     return [ids[name] for name in names if name in ids]
 

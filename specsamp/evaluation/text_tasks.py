@@ -62,8 +62,9 @@ def score_numbers(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, fl
 def find_result(text: str) -> float | None:
     """Returns the number behind the first marker ``####``, else the last number of a text, or None.
 
-    Commas may separate thousands. After its result a model goes on, often with questions of its own.
+    Commas may separate thousands, and a sign may stand before a dollar. After its result a model goes on, often with questions of its own.
     """
+    text = text.replace("$", "")
     marked = re.search("####.*", text)
     numbers = NUMBER.findall(marked[0])[:1] if marked else []
     numbers = numbers or NUMBER.findall(text)[-1:]

@@ -15,6 +15,7 @@ from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     Json,
@@ -152,7 +153,7 @@ class Tool(_Fields):
 
 class CalledFunction(_Fields):
     name: FunctionName
-    arguments: Json[dict[str, Any]]
+    arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")]  # some engines write nothing
     parsed_arguments: Any = _ignored()
 
 

@@ -116,6 +116,8 @@ def test_texts_end_where_the_tokenizer_or_the_chat_template_ends_them(saved):
     assert stops(eos_token="<no such token>") == (5, 7)
     assert stops(eos_token="</s>", chat_template="{{ messages[0].content }}<|im_end|>") == (5, 7, end, turn)
     assert stops(eos_token="<|im_end|>", chat_template="<|im_end|>") == (5, 7, turn)
+    both = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "a<|im_end|>"}]
+    assert stops(chat_template=both) == (5, 7, turn)
     (saved / "special_tokens_map.json").write_text('{"eos_token": "<|eot_id|>"}', encoding="utf-8")
     assert stops() == (5, 7, eot) and stops(eos_token="</s>") == (5, 7, end)
     (saved / "generation_config.json").unlink()

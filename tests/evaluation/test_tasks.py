@@ -209,7 +209,8 @@ def test_gsm8k_is_scored_by_the_number_behind_the_first_marker_else_by_the_last(
     goes_on = ("#### 1000\n\nQ: A robe takes 2 bolts and 3", "#### 1000\nI used 2 steps.", "#### $1,000 (2 bolts)")
     goes_on += ("#### 1000\n#### 7", "1000 is the sum\n####", "####\nIt is 1000")
     assert task.score(problem, [Attempt(text=text) for text in goes_on]) == {"correct": 1}
-    assert task.score(problem, [Attempt(text="#### 7, not 1000")]) == {"correct": 0}
+    for wrong in ("#### 7, not 1000", "#### -$1,000"):
+        assert task.score(problem, [Attempt(text=wrong)]) == {"correct": 0}
 
 
 def test_shots_are_shown_before_each_question(write, tmp_path):

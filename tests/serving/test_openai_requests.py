@@ -83,6 +83,9 @@ def test_tools_reach_the_template_and_make_a_grammar():
     (prompt,) = read(document, is_chat=True).prompts
     call["function"]["arguments"] = {"x": 1}
     assert prompt == {"messages": [called | {"content": ""}, document["messages"][1]], "tools": tools}
+    call["function"]["arguments"] = ""
+    (prompt,) = read(document, is_chat=True).prompts
+    assert prompt["messages"][0]["tool_calls"][0]["function"]["arguments"] == {}, "of a function without any"
 
 
 def answers():
