@@ -150,16 +150,21 @@ def _gemma2_windows(fields: Fields, shape: dict) -> dict:
     return _windows(fields, fields.or_null("sliding_window", 4096), lambda i: i % 2 == 0)
 
 
-def _mistral_windows(fields: Fields, shape: dict, default: int | None = 4096) -> dict:
-    window = fields.or_null("sliding_window", default)
+def _mistral_windows(fields: Fields, shape: dict) -> dict:
+    window = fields.or_null("sliding_window", 4096)
     return _windows(fields, window, lambda _: window is not None)
 
 
-def _qwen_windows(fields: Fields, shape: dict, first: int | None = None) -> dict:
-    """Returns windows of the layers from ``first`` on; None reads ``first`` from the file."""
+def _mixtral_windows(fields: Fields, shape: dict) -> dict:
+    window = fields.or_null("sliding_window", None)
+    return _windows(fields, window, lambda _: window is not None, alike=True)
+
+
+def _qwen_windows(fields: Fields, shape: dict, alike: bool = False) -> dict:
+    """Returns windows of the layers from max_window_layers on; or of all layers, if they are ``alike``."""
     window = fields.or_null("sliding_window", 4096) if fields.switch("use_sliding_window", False) else None
-    first = fields("max_window_layers", 28) if first is None else first
-    return _windows(fields, window, lambda i: window is not None and i >= first)
+    first = 0 if alike else fields("max_window_layers", 28)
+    return _windows(fields, window, lambda i: window is not None and i >= first, alike=alike)
 
 
 def _qwen3_experts(fields: Fields, shape: dict) -> dict:
@@ -179,15 +184,22 @@ def _mixtral_experts(fields: Fields, shape: dict) -> dict:
     return dict(experts=ExpertsConfig(**read_keys(fields, "mixtral_experts")))
 
 
-def _windows(fields: Fields, window: int | None, has_window: Callable[[int], bool]) -> dict:
+def _windows(fields: Fields, window: int | None, has_window: Callable[[int], bool], *, alike: bool = False) -> dict:
     """Returns the window and the layers without a window.
 
     Args:
       window: the size; None if the file does not have it.
       has_window: returns whether a layer has a window; used if the file does not list the kinds of its layers.
+      alike: whether all layers of the family are alike, so that transformers does not read the list.
     """
     known, num_layers = ("full_attention", "sliding_attention"), fields.count("num_hidden_layers")
-    kinds = fields("layer_types", [known[has_window(i)] for i in range(num_layers)])
+    usual = [known[has_window(i)] for i in range(num_layers)]
+    kinds = fields("layer_types", usual)
+    if alike and kinds != usual:
+        raise ValueError(
+            f"{fields.path} says layer_types = {kinds!r}, which transformers does not read of this family: remove it, or "
+            f"write {usual!r}"
+        )
     if not isinstance(kinds, list) or not all(kind in known for kind in kinds) or len(kinds) != num_layers:
         raise ValueError(
             f"{fields.path} says layer_types = {kinds!r}; it must list {' or '.join(known)} for each of {num_layers} layers"
@@ -219,7 +231,7 @@ FAMILIES = {
         keys=(*LLAMA, "mistral", "mixtral"),
         more=(
             functools.partial(_rotary, base=1e6),
-            functools.partial(_mistral_windows, default=None),
+            _mixtral_windows,
             _mixtral_experts,
         ),
     ),
@@ -230,7 +242,7 @@ FAMILIES = {
         model_type="qwen3_moe",
         names=TABLES["qwen_experts"],
         keys=(*LLAMA, "qwen2", "qwen3", "qwen3_moe"),
-        more=(_rotary, functools.partial(_qwen_windows, first=0), _qwen3_experts),
+        more=(_rotary, functools.partial(_qwen_windows, alike=True), _qwen3_experts),
     ),
     "GPT2LMHeadModel": Family(
         model_type="gpt2", names=TABLES["gpt2"], keys=("gpt2",), more=(_gpt2_variants,), prefix="transformer."

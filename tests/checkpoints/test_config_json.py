@@ -128,6 +128,17 @@ def test_a_mistral_may_have_layers_without_a_window():
     assert read("mistral", attention_bias=True) == read("mistral")
 
 
+@pytest.mark.parametrize("name, others", [("mixtral", "full_attention"), ("qwen3_moe", "sliding_attention")])
+def test_a_list_of_layers_that_transformers_does_not_read_is_refused(name, others):
+    """All layers of a Mixtral have the window, or none has; all were read as the list said."""
+    usual = {"mixtral": "sliding_attention", "qwen3_moe": "full_attention"}[name]
+    count = golden.read(name).config["num_hidden_layers"]
+    assert read(name, layer_types=count * [usual]) == read(name)
+    for kinds in (count * [others], [usual, *(count - 1) * [others]]):
+        with pytest.raises(ValueError, match="layer_types = .* does not read of this family: remove it"):
+            read(name, layer_types=kinds, sliding_window=4)
+
+
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_families_without_biases_of_the_feedforward_ignore_them(name):
     assert read(name, mlp_bias=True) == read(name) and read("llama2", mlp_bias=True).feedforward_bias
