@@ -97,9 +97,10 @@ class CompletionLog:
         shared = {name: value for name, value in call.items() if name not in OF_THE_PART}
         missing = {told["request"]: key for key, told in self._requests.items() if key not in self.completions}
         found = {}
-        names = from_first(lambda: [os.fspath(one) for one in files_of(self._family)])
+        # Where each machine has a disk of its own, only the first process sees the files.
+        names = from_first(lambda: [os.fspath(one) for one in files_of(self._family) if one != self.path])
         for path in map(storage.place, names):
-            lines = [] if path == self.path else from_first(lambda path=path: _read(path))
+            lines = from_first(lambda path=path: _read(path))
             if lines:
                 _check(path, lines[0], shared)
             for number, line in enumerate(lines[1:], start=2):
