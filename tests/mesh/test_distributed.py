@@ -59,42 +59,29 @@ def finish(jobs, timeout=1800):
     return [job.returncode for job in jobs], outputs
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def worked(request, tmp_path_factory):
-    """The folder of a job that decoded, saved, and read what this process had saved; its processes."""
-    folder, count = tmp_path_factory.mktemp("worked"), request.param
-    worker.save(folder / "one")
-    export(folder / "public", worker.PUBLIC, random_params(worker.PUBLIC))
-    codes, outputs = finish(start("work", folder, count))
-    assert codes == [0] * count, "\n".join(outputs)
-    return folder, count
-
-
 @pytest.mark.slow
-def test_processes_each_have_the_tokens_of_one(worked):
-    folder, count = worked
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_decode_save_and_read_like_one(count, tmp_path):
+    worker.save(tmp_path / "one")
+    export(tmp_path / "public", worker.PUBLIC, random_params(worker.PUBLIC))
+    codes, outputs = finish(start("work", tmp_path, count))
+    assert codes == [0] * count, "\n".join(outputs)
     expected = worker.tokens(generate(worker.pair(), worker.PROMPTS, **worker.CALL))
     assert len({tuple(row) for row in expected}) == len(expected)
     for process in range(count):
-        results = np.load(folder / f"decoded{process}.npy", allow_pickle=True).item()
+        results = np.load(tmp_path / f"decoded{process}.npy", allow_pickle=True).item()
         assert [*results] == ["one model over both", "rows over both, streamed", "queue", "service"]
         for how, tokens in results.items():
             # The first process alone has what it was asked.
             assert tokens == (expected if process == 0 or how != "service" else []), (process, how)
 
+    # A checkpoint crosses layouts and processes, in both directions.
+    assert len(list(tmp_path.glob("one/restored*"))) == count
+    worker.restore(tmp_path / "two")
+    assert len(list(tmp_path.glob("two/restored*"))) == 1
 
-@pytest.mark.slow
-def test_a_checkpoint_crosses_layouts_and_processes(worked):
-    folder, count = worked
-    assert len(list(folder.glob("one/restored*"))) == count
-    worker.restore(folder / "two")
-    assert len(list(folder.glob("two/restored*"))) == 1
-
-
-@pytest.mark.slow
-def test_each_process_reads_its_part_of_a_public_checkpoint(worked):
-    folder, count = worked
-    assert len(list(folder.glob("read*"))) == count
+    # Each process reads its part of a public checkpoint.
+    assert len(list(tmp_path.glob("read*"))) == count
 
 
 @pytest.mark.parametrize(

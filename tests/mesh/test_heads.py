@@ -171,6 +171,8 @@ class Forgetful(FeatureDrafter):
 @pytest.mark.parametrize("pair", ["eagle3"], indirect=True)
 def test_a_state_that_reading_changes_is_refused_in_one_line(pair, on_mesh):
     pair = shard(pair, make_mesh(2, 4)) if on_mesh else pair
-    with pytest.raises(ValueError, match=r"Forgetful.read must return a state like .*state.ready_B was bool\[") as error:
+    with pytest.raises(
+        ValueError, match=r"Forgetful.read must return a state like .*state.ready_B was bool\["
+    ) as error:
         generate(pair, [[1, 2, 3]], 4, drafter=Forgetful(pair.target, pair.head, 2))
     assert "\n" not in str(error.value)
