@@ -46,7 +46,17 @@ from specsamp.models.int8 import Int8Weight, decode_weights, is_int8, summed_axe
 from specsamp.models.interface import DeviceLayout
 from specsamp.models.transformer import TransformerLM
 
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")  # tokens that end a turn, where a chat template writes them
+# Tokens that end a turn, where a chat template writes them. (In gpt-oss <|end|> ends a message, and <|return|> a turn.)
+TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eot|>",
+    "<|end|>",
+    "<|return|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<end_of_turn>",
+    "<turn|>",
+)
 
 OnProgress = Callable[[str, int, int], None]  # parameter, bytes so far, bytes in all
 
@@ -192,8 +202,10 @@ def open_checkpoint(
 def _named_stops(tokenizer: JsonTokenizer, special_tokens: Mapping[str, str]) -> list[int]:
     """Returns the tokenizer's own end of text, and the ends of turns that its chat template writes."""
     names = [special_tokens.get("eos_token")]
-    if (chat := tokenizer.chat) is not None:
-        names += [name for name in TURN_ENDS if name in chat.source + (chat.tool_source or "")]
+    if tokenizer.chat is not None:
+        source = tokenizer.chat.source + (tokenizer.chat.tool_source or "")
+        ends = [name for name in TURN_ENDS if name in source]
+        names += [name for name in ends if name != "<|end|>" or "<|return|>" not in ends]
     ids = {text: index for index, text in tokenizer.pieces.items()}
     return [ids[name] for name in names if name in ids]
 

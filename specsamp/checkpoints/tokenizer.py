@@ -81,7 +81,7 @@ class JsonTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._special = {index for index, token in added.items() if token.special}
         decoder = tokenizer.decoder
-        self._is_byte_level = decoder is not None and decoder.decode(["Ã©"]) == "é"
+        self._is_byte_level = decoder is not None and decoder.decode(["ĠÃ©"]) == " é"
         self._byte_of: dict[int | None, int] = {}  # of tokens such as <0x0A>
         if decoder is not None and decoder.decode(["<0x41>"]) == "A":
             names = (f"<0x{byte:02X}>" for byte in range(256))

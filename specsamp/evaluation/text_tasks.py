@@ -15,7 +15,9 @@ from specsamp.evaluation.task import Attempt, EvaluationTask, Problem, cut
 GSM8K = "openai/gsm8k"
 GSM8K_STOP = ("\nQuestion:",)
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+MARKED_NUMBER = re.compile(rf"####\s*({NUMBER.pattern})")
+MARKED_LINE = re.compile("####.*")
 XSUM = "EdinburghNLP/xsum"
 ROUGE = ("rouge1", "rouge2", "rougeL")
 XSUM_STOP = ("\n\n", "\nArticle:")
@@ -60,15 +62,20 @@ def score_numbers(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, fl
 
 
 def find_result(text: str) -> float | None:
-    """Returns the number behind the first marker ``####``, else the last number of a text, or None.
+    """Returns the result of a text, or None.
 
-    Commas may separate thousands, and a sign may stand before a dollar. After its result a model goes on, often with questions of its own.
+    It is the number directly behind a marker ``####``, the first such number; else the first number in the line of a
+    marker; else the last number of the text. Commas may separate thousands, and a sign may stand before a dollar. After
+    its result a model goes on, often with questions of its own.
     """
     text = text.replace("$", "")
-    marked = re.search("####.*", text)
-    numbers = NUMBER.findall(marked[0])[:1] if marked else []
-    numbers = numbers or NUMBER.findall(text)[-1:]
-    return float(numbers[0].replace(",", "")) if numbers else None
+    marked = MARKED_NUMBER.search(text)
+    if marked:
+        number = marked[1]
+    else:
+        of_line = [number for line in MARKED_LINE.findall(text) for number in NUMBER.findall(line)]
+        number = next(iter([*of_line[:1], *NUMBER.findall(text)[-1:]]), None)
+    return None if number is None else float(number.replace(",", ""))
 
 
 def load_xsum(source: str = XSUM) -> EvaluationTask:

@@ -100,11 +100,11 @@ def test_stop_tokens_of_the_generation_config_come_first(saved, tokenizer):
 
 def test_texts_end_where_the_tokenizer_or_the_chat_template_ends_them(saved):
     """generation_config.json of several instruction-tuned models has the end of a document alone."""
-    names = ("<|im_end|>", "<|eot_id|>", "</s>")
+    names = ("<|im_end|>", "<|eot_id|>", "</s>", "<|end|>", "<|return|>")
     whole = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
     whole.add_special_tokens(list(names))
     whole.save(str(saved / "tokenizer.json"))
-    turn, eot, end = map(whole.token_to_id, names)
+    turn, eot, end, of_message, returned = map(whole.token_to_id, names)
     (saved / "generation_config.json").write_text('{"eos_token_id": [5, 7]}', encoding="utf-8")
 
     def stops(**content):
@@ -118,6 +118,8 @@ def test_texts_end_where_the_tokenizer_or_the_chat_template_ends_them(saved):
     assert stops(eos_token="<|im_end|>", chat_template="<|im_end|>") == (5, 7, turn)
     both = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "a<|im_end|>"}]
     assert stops(chat_template=both) == (5, 7, turn)
+    assert stops(chat_template="{{ x }}<|end|>") == (5, 7, of_message)
+    assert stops(chat_template="<|end|> <|return|>") == (5, 7, returned), "there <|end|> ends a message of a turn"
     (saved / "special_tokens_map.json").write_text('{"eos_token": "<|eot_id|>"}', encoding="utf-8")
     assert stops() == (5, 7, eot) and stops(eos_token="</s>") == (5, 7, end)
     (saved / "generation_config.json").unlink()

@@ -207,7 +207,8 @@ def test_gsm8k_is_scored_by_the_number_behind_the_first_marker_else_by_the_last(
     answers = (" It is 1000.", " #### 1,000.00", " 999, then 1000\nQuestion: 3", " 1", " none", " 1000 - 1 = 999")
     assert task.score(problem, [Attempt(text=text) for text in answers]) == {"correct": pytest.approx(1 / 2)}
     goes_on = ("#### 1000\n\nQ: A robe takes 2 bolts and 3", "#### 1000\nI used 2 steps.", "#### $1,000 (2 bolts)")
-    goes_on += ("#### 1000\n#### 7", "1000 is the sum\n####", "####\nIt is 1000")
+    goes_on += ("#### 1000\n#### 7", "1000 is the sum\n####", "####\nIt is 1000", "#### answer\n#### 1000\nQ 3")
+    goes_on += ("Step ####: 3\n#### 1000", "#### \n1000 apples\nthen 5", "#### The sum is 1000\nQ: 3")
     assert task.score(problem, [Attempt(text=text) for text in goes_on]) == {"correct": 1}
     for wrong in ("#### 7, not 1000", "#### -$1,000"):
         assert task.score(problem, [Attempt(text=wrong)]) == {"correct": 0}
