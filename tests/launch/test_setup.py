@@ -28,7 +28,8 @@ fi
 """
 RELEASE = """
 import sys, sysconfig
-sysconfig.get_config_var = lambda name: {}
+real = sysconfig.get_config_var
+sysconfig.get_config_var = lambda name: {} if name == 'Py_GIL_DISABLED' else real(name)
 Release = type('Release', (tuple,), dict(releaselevel=property(lambda self: self[3])))
 sys.version_info = Release(({}))"""
 TOOLS = (

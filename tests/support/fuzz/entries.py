@@ -187,7 +187,7 @@ def make_service(setting, rows):
         pair,
         method,
         rows=rows,
-        context=setting.slots - 16,
+        context=setting.context,
         max_waiting=64,
         rounds_per_slice=2,
         in_background=False,

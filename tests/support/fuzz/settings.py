@@ -89,8 +89,13 @@ class Setting:
         return ", ".join([*words, f"{self.slots} slots"])
 
     @property
+    def context(self):
+        """Returns the context of a service; its rows have a few slots more."""
+        return self.slots - 16
+
+    @property
     def most_prompt(self):
-        return self.slots * 3 // 4
+        return self.context - self.most_budget
 
     @property
     def most_budget(self):
