@@ -71,7 +71,7 @@ class Setting:
       rule: greedy texts are those of plain decoding under every rule, sampled texts under the coupled rule.
       adapts: whether draft lengths adapt, with pauses.
       shards: data shards.
-      slots: most prompts and budgets fit into so many slots.
+      slots: all prompts and budgets fit into so many slots.
     """
 
     entry: str
@@ -99,7 +99,7 @@ class Setting:
 
     @property
     def most_budget(self):
-        return self.slots // 8
+        return 16
 
     @functools.cached_property
     def pair(self):
