@@ -32,10 +32,15 @@ class Fault:
     changes: tuple[Change, ...]
     entries: tuple[str, ...]
     kinds: tuple[str, ...] = ("none", "model")
+    adapts: tuple[bool, ...] = (False, True)
 
     @property
     def settings(self):
-        return [one for one in SETTINGS if one.entry in self.entries and one.kind in self.kinds and one.shards == 1]
+        return [
+            one
+            for one in SETTINGS
+            if one.entry in self.entries and one.kind in self.kinds and one.adapts in self.adapts and one.shards == 1
+        ]
 
 
 def moved_write(cache_BMSH, new_BMTH, start_B, axis=slots.SLOTS_AXIS):
@@ -71,6 +76,7 @@ FAULTS = {
             NOT_CHECKED,
         ),
         ("service",),
+        adapts=(True,),
     ),
     "a prefix is copied two tokens too long": Fault(
         (Change(batch.Batch, "_longest_prefix", "best = (place, start)", "best = (place, start + 2)"),),

@@ -50,9 +50,9 @@ class Drawn:
 
 
 def lengths(most):
-    """Returns lengths from 1, often beside a border."""
-    borders = [length for length in (*BORDERS, most - 1, most) if 1 <= length <= most]
-    return st.one_of(st.integers(1, most), st.sampled_from(borders))
+    """Returns lengths from 1, often beside a border, and often nearly the largest."""
+    borders = [length for length in BORDERS if length <= most]
+    return st.one_of(st.integers(1, most), st.sampled_from(borders), st.integers(max(1, most - 4), most))
 
 
 def requests(setting):
