@@ -1,14 +1,11 @@
 """Eight CPU devices, full-precision products, strict rank promotion: before any backend starts."""
 
 import atexit
-import ctypes
 import gc
 import importlib.metadata
 import itertools
 import os
-import pathlib
 import shutil
-import sys
 import tempfile
 
 # Compiled programs are kept for one session, for its workers and for the scripts that tests start, and nowhere else.
@@ -37,7 +34,7 @@ gc.set_threshold(100_000, 20, 50)  # tracing makes millions of small objects, an
 import jax
 import pytest
 
-from support import durations, extras
+from support import durations, extras, programs
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "float32")
@@ -113,35 +110,13 @@ def compilation(request):
     jax.config.update("jax_disable_most_optimizations", not getattr(request.module, "OPTIMISED", False))
 
 
-# Every compiled program is mapped into memory, and Linux allows a process 65,530 mappings: beyond, XLA aborts. A test
-# adds sixty on average, thousands at most. To count them takes up to 50 ms, as much as many a test.
-MOST_MAPPINGS = 45_000
-MOST_BYTES = 2.5 * 2**30  # of a worker, so that two of them and a script fit into a small machine
-TESTS_PER_COUNT = 10
+TESTS_PER_COUNT = 10  # to count programs takes up to 50 ms, as much as many a test
 finished = itertools.count(1)
-kept_bytes = [0.0]  # after programs were forgotten
-
-
-def resident_bytes():
-    """Returns the memory of this process, 0 where the system does not say."""
-    statm = pathlib.Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
-
-
-def num_mappings():
-    maps = pathlib.Path("/proc/self/maps")
-    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 @pytest.fixture(autouse=True)
 def few_programs():
     """Forgets compiled programs before there are too many; only time is lost."""
     yield
-    if next(finished) % TESTS_PER_COUNT:
-        return
-    if num_mappings() > MOST_MAPPINGS or resident_bytes() > max(MOST_BYTES, 1.25 * kept_bytes[0]):
-        jax.clear_caches()
-        gc.collect()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).malloc_trim(0)
-        kept_bytes[0] = resident_bytes()
+    if next(finished) % TESTS_PER_COUNT == 0:
+        programs.forget_if_many()

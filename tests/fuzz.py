@@ -30,6 +30,7 @@ from support.fuzz.entries import ENTRIES
 from support.fuzz.faults import FAULTS, planted
 from support.fuzz.settings import SETTINGS
 from support.fuzz.streams import Different, streams
+from support.programs import forget_if_many
 
 STREAMS_PER_SEED = 40
 
@@ -50,6 +51,8 @@ def run(settings, seed, count, counts, shrink=False):
     @hypothesis.given(streams(settings))
     def decode(stream):
         counts[stream.setting.name] += 1
+        if counts.total() % 10 == 0:
+            forget_if_many()
         ENTRIES[stream.setting.entry](stream)
 
     decode()
