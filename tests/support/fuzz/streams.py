@@ -59,7 +59,7 @@ def requests(setting):
     return st.builds(
         Drawn,
         parent=st.integers(0, 4),
-        shared=lengths(setting.most_prompt),
+        shared=st.one_of(lengths(setting.most_prompt), st.integers(setting.most_prompt // 4, setting.most_prompt // 2)),
         fresh=lengths(setting.most_prompt),
         tokens=st.integers(0, 2**16),
         budget=lengths(setting.most_budget),
