@@ -33,6 +33,7 @@ MORE_SECONDS = 25.0  # by the clock, for a machine with other work and to start 
 MAX_BYTES = 256 * 2**20  # of a process that runs templates
 PROCESSES = 4  # at a time
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the usual one first
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # beside chat_template.jinja
 OUT_OF_MEMORY = 3  # the status that chat_sandbox.py ends with
 
 
@@ -98,7 +99,10 @@ def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
     named = {"default": source}
     if isinstance(source, list):  # several templates with names
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-    source, for_tools = named.get("default"), named.get("tool_use")
+    if (folder / TOOL_TEMPLATE).exists():
+        named["tool_use"] = (folder / TOOL_TEMPLATE).read_text(encoding="utf-8")
+    for_tools = named.get("tool_use")
+    source = named.get("default") or for_tools
     if source is None:
         return None
     for each in (source, for_tools):
@@ -136,7 +140,9 @@ def knows_conversations(tokenizer: Any) -> bool:
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages as templates expect them: without nulls, with a content, and with thoughts under each usual name.
+    """Returns messages as templates expect them: without nulls, and with thoughts under each usual name.
+
+    A message with calls may have no content: it is left out, as transformers does, and not an empty text.
 
     Raises:
       ValueError: there are none, or one lacks its role or content.
@@ -145,12 +151,12 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         raise ValueError("the conversation has no messages: give at least one")
     turns = []
     for number, message in enumerate(messages):
-        turn = message
+        turn, needed = message, ("role", "content")
         if isinstance(message, Mapping):
             turn = {key: value for key, value in message.items() if value is not None}
-            if turn.get("tool_calls"):
-                turn = {"content": ""} | turn
-        for key in ("role", "content"):
+            if turn.get("tool_calls") and "content" not in turn:
+                needed = ("role",)
+        for key in needed:
             if not isinstance(turn, Mapping) or not isinstance(turn.get(key), str):
                 raise ValueError(f"message {number} must have a text as its {key}; got {message!r:.200}")
         thoughts = [turn[key] for key in THOUGHTS if key in turn]

@@ -10,11 +10,12 @@ from typing import Any
 from etils import epath
 
 from specsamp import storage, validate
+from specsamp.checkpoints.chat import TOOL_TEMPLATE
 from specsamp.checkpoints.safetensors_io import INDEX, NO_WEIGHTS, SINGLE, Tensor, read_index
 
 # These files suffice to check whether a checkpoint can be read: weights are downloaded last.
 SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-SMALL_FILES += ("special_tokens_map.json", "chat_template.jinja", INDEX)
+SMALL_FILES += ("special_tokens_map.json", "chat_template.jinja", TOOL_TEMPLATE, INDEX)
 
 ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model, or of a data set, of the hub
 

@@ -1,7 +1,9 @@
 """Calls the methods of a drafter for the loop, and checks their results while tracing.
 
-The loop does not trust a drafter with exactness: a draft counts as many tokens as were returned, and it ends before an
-id that is no token of the vocabulary. Neither biases the output, since such an id cannot have been sampled.
+A draft counts as many tokens as were returned, and it ends before an id that is no token of the vocabulary, before a
+distribution without mass 1, and before a token that has no probability in its distribution. A drafter that keeps to the
+protocol has no such token but after a distribution of NaN, and earlier tokens alone decide about that; so no bias. That
+tokens were drawn from the distributions that are returned cannot be seen here: `audit.py` measures it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from specsamp.decoding.tokens import gather_tokens
 from specsamp.sampling.rules import Draft
 
 Array = jax.Array
+
+MASS_ERROR = 0.01  # of a distribution; rounding makes 1e-3 at most
 
 
 def read_prompt(drafter: Drafter, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
@@ -57,7 +61,8 @@ def propose_draft(
 ) -> Proposal:
     """Returns the results of `Drafter.propose`, with each draft cut before its first node that cannot be one.
 
-    Such a node is no token of the vocabulary, or its parent does not come before it or has no distribution.
+    Such a node is no token of the vocabulary, it was not drawn from a distribution, or its parent does not come before it
+    or has no distribution.
 
     Raises:
       ValueError: while tracing, naming the field that has another structure, shape or dtype than
@@ -67,7 +72,7 @@ def propose_draft(
     draft, state, cache = _unpack(drafter, "propose", returned, draft=None, state=state, cache=cache)
     _check_draft(drafter, draft, len(prefix.lengths_B), vocab_size)
     is_token_BK = (draft.tokens_BK >= 0) & (draft.tokens_BK < vocab_size)
-    is_node_BK = is_token_BK if draft.parents_BK is None else is_token_BK & _has_parent(draft)
+    is_node_BK = is_token_BK & (_is_drawn(draft) if draft.parents_BK is None else _has_parent(draft))
     num_nodes_B = jnp.sum(jnp.cumprod(is_node_BK, axis=1), axis=1)
     draft = dataclasses.replace(
         draft,
@@ -133,8 +138,25 @@ def _check_draft(drafter: Drafter, draft: Any, batch: int, vocab_size: int) -> N
         _check_array(f"{name}: law_rows_BT", draft.law_rows_BT, jnp.integer, (batch, nodes + 1))
 
 
+def _mass(draft: Draft) -> Array:
+    """Returns the mass of each distribution, float32 ``[B, R]``; NaN where one is."""
+    return jnp.sum(jnp.exp(draft.log_probs_BRV), axis=-1, dtype=jnp.float32)
+
+
+def _is_drawn(draft: Draft) -> Array:
+    """Returns whether each token of a chain has probability in a distribution of mass 1, bool ``[B, K]``."""
+    if draft.log_probs_BRV is None:
+        return jnp.ones(draft.tokens_BK.shape, bool)
+    tokens_BK1 = jnp.clip(draft.tokens_BK, 0, draft.log_probs_BRV.shape[-1] - 1)[..., None]
+    log_probs_BK = jnp.take_along_axis(draft.log_probs_BRV, tokens_BK1, axis=-1)[..., 0]
+    return (jnp.abs(_mass(draft) - 1) < MASS_ERROR) & (log_probs_BK > -jnp.inf)
+
+
 def _has_parent(draft: Draft) -> Array:
-    """Returns whether the parent of each node of a tree comes before it and has a distribution, bool ``[B, K]``."""
+    """Returns whether the parent of each node of a tree comes before it and has a distribution, bool ``[B, K]``.
+
+    Rules for trees skip the nodes below a distribution of NaN.
+    """
     parents_BK = draft.parents_BK
     nodes = parents_BK.shape[1]
     comes_before_BK = (parents_BK >= 0) & (parents_BK <= jnp.arange(nodes)[None])
@@ -143,7 +165,11 @@ def _has_parent(draft: Draft) -> Array:
     laws_BK = parents_BK
     if draft.law_rows_BT is not None:
         laws_BK = jnp.take_along_axis(draft.law_rows_BT, jnp.clip(parents_BK, 0, nodes), axis=1)
-    return comes_before_BK & (laws_BK >= 0) & (laws_BK < draft.log_probs_BRV.shape[1])
+    rows = draft.log_probs_BRV.shape[1]
+    has_law_BK = (laws_BK >= 0) & (laws_BK < rows)
+    is_wrong_BR = jnp.abs(_mass(draft) - 1) >= MASS_ERROR
+    is_wrong_BK = jnp.take_along_axis(is_wrong_BR, jnp.clip(laws_BK, 0, rows - 1), axis=1)
+    return comes_before_BK & has_law_BK & ~is_wrong_BK
 
 
 def _check_array(name: str, x: Any, kind: Any, shape: tuple[int | None, ...]) -> None:

@@ -199,11 +199,6 @@ class Loop:
             num_drafted_B = jnp.minimum(num_drafted_B, request.draft_lengths_B)
         if self.adaptive is not None:  # drafters without `Sampler.chain` draft K tokens
             num_drafted_B = jnp.minimum(num_drafted_B, state.adaptive_state.draft_lengths_B)
-        if draft.log_probs_BRV is not None and draft.parents_BK is None:  # rules for trees skip the nodes below a NaN
-            # A chain ends before the first distribution that is NaN; earlier tokens alone decide this, so no bias.
-            sound_BR = ~jnp.isnan(draft.log_probs_BRV).any(-1)
-            sound_B = jnp.sum(jnp.cumprod(sound_BR, axis=1), axis=1).astype(num_drafted_B.dtype)
-            num_drafted_B = jnp.minimum(num_drafted_B, sound_B)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), drafter_state, cache
 
     def score(self, weights: Weights, state: DecodeState, draft: Draft, cache: Any) -> Output:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,8 @@ GSM8K = "openai/gsm8k"
 GSM8K_STOP = ("\nQuestion:",)
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-MARKED_NUMBER = re.compile(rf"####\s*({NUMBER.pattern})")
-MARKED_LINE = re.compile("####.*")
+MARKED_NUMBER = re.compile(rf" *####\s*(?:- )?{NUMBER.pattern}")
+MARKED_LINES = re.compile("^ *####.*", re.MULTILINE), re.compile("####.*")  # those that begin with a marker count first
 XSUM = "EdinburghNLP/xsum"
 ROUGE = ("rouge1", "rouge2", "rougeL")
 XSUM_STOP = ("\n\n", "\nArticle:")
@@ -64,18 +65,18 @@ def score_numbers(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, fl
 def find_result(text: str) -> float | None:
     """Returns the result of a text, or None.
 
-    It is the number directly behind a marker ``####``, the first such number; else the first number in the line of a
-    marker; else the last number of the text. Commas may separate thousands, and a sign may stand before a dollar. After
-    its result a model goes on, often with questions of its own.
+    It is in the first line that begins with a marker ``####``, or has one, and has a number: the number directly behind
+    the marker, which may stand in the next line, else the first of the line. Without such a line it is the last number of
+    the text. Commas may separate thousands, and a sign may stand before a dollar. After its result a model goes on, often
+    with questions of its own.
     """
-    text = text.replace("$", "")
-    marked = MARKED_NUMBER.search(text)
-    if marked:
-        number = marked[1]
-    else:
-        of_line = [number for line in MARKED_LINE.findall(text) for number in NUMBER.findall(line)]
-        number = next(iter([*of_line[:1], *NUMBER.findall(text)[-1:]]), None)
-    return None if number is None else float(number.replace(",", ""))
+    text = text.replace("$", "").replace("\N{MINUS SIGN}", "-")
+    for line in itertools.chain.from_iterable(pattern.finditer(text) for pattern in MARKED_LINES):
+        number = MARKED_NUMBER.match(text, line.start()) or NUMBER.search(line[0])
+        if number:
+            return float(re.sub(r"[#,\s]", "", number[0]))
+    numbers = NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def load_xsum(source: str = XSUM) -> EvaluationTask:

@@ -19,6 +19,8 @@ from pydantic import (
     ConfigDict,
     Field,
     Json,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -149,6 +151,14 @@ class Function(_Fields):
 class Tool(_Fields):
     type: Literal["function"]
     function: Function
+    _document: dict[str, Any] = PrivateAttr()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_the_document(cls, document: Any, make: ModelWrapValidatorHandler) -> Any:
+        tool = make(document)
+        tool._document = document  # templates write a tool's fields in its order
+        return tool
 
 
 class CalledFunction(_Fields):
@@ -189,9 +199,14 @@ class Message(_Fields):
         return document | {"content": document.get("refusal") or ""} if is_answer else document
 
     def turn(self) -> dict[str, Any]:
-        """Returns the message for a template, with its parts joined."""
+        """Returns the message for a template, with its parts joined.
+
+        Beside calls an empty content is left out: clients have a null there, or an empty text if the answer was streamed.
+        """
         turn = self.model_dump(exclude_defaults=True)
-        if not isinstance(self.content, str):
+        if self.tool_calls and not self.content:
+            del turn["content"]
+        elif not isinstance(self.content, str):
             turn["content"] = "".join(part.text for part in self.content)
         return turn
 
@@ -310,7 +325,7 @@ class ChatRequest(GenerationRequest):
     @property
     def prompts(self) -> list[Prompt]:
         turns = [message.turn() for message in self.messages]
-        told = [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        told = [tool._document for tool in self.tools]
         return [{"messages": turns, "tools": told} if told else turns]
 
     @property

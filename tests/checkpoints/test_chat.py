@@ -93,11 +93,11 @@ def test_tools_and_documents_are_none_where_a_conversation_has_none():
     assert template(text).render([ASK], tools=[], documents=[{}]) == "False False True"
 
 
-def test_messages_have_no_nulls_and_a_content_beside_calls():
+def test_messages_have_no_nulls_and_nothing_is_added():
     """Templates test whether a key is there; transformers leaves out nulls, and thoughts have three names."""
     keys = "{% for m in messages %}{{ m | dictsort }}{% endfor %}"
     call = {"role": "assistant", "tool_calls": [{}]}
-    expected = "[('content', ''), ('role', 'assistant'), ('tool_calls', [{}])]"
+    expected = "[('role', 'assistant'), ('tool_calls', [{}])]"
     assert template(keys).render([call]) == template(keys).render([call | {"content": None}]) == expected
     nulls = dict.fromkeys(("tool_calls", "reasoning_content", "name", "audio"))
     assert template(keys).render([ASK | nulls]) == template(keys).render([ASK])
@@ -294,7 +294,14 @@ def test_where_templates_are_found(tmp_path):
     assert found.render([ASK], tools=[{}]) == "b"
     (tmp_path / "chat_template.jinja").write_text("d", encoding="utf-8")
     assert read_chat_template(place).source == "d"
+    (tmp_path / "additional_chat_templates").mkdir()  # as transformers saves them
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("e", encoding="utf-8")
+    found = read_chat_template(place)
+    assert (found.render([ASK]), found.render([ASK], tools=[{}])) == ("d", "e")
+    shutil.rmtree(tmp_path / "additional_chat_templates")
     (tmp_path / "chat_template.jinja").unlink()
+    write(tmp_path, chat_template=[{"name": "tool_use", "template": "b"}])
+    assert read_chat_template(place).source == "b"
     write(tmp_path, chat_template=7)
     with pytest.raises(ValueError, match="tokenizer_config.json has a chat_template of type int"):
         read_chat_template(place)

@@ -1,6 +1,7 @@
 """Drafters of somebody else that miscount, pad or return other things: texts stay exact, or one line says why."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,40 @@ def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
     tokens_NT = np.array([(one.tokens + [-1] * LENGTH)[:LENGTH] for one in completions])
     is_wrong = tokens_NT.min() < 0
     assert is_wrong or p_value([(tokens_NT, joint())], powered=False) < 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing(Drafter):
+    """Draws tokens of a larger vocabulary, and returns other distributions than those that they were drawn from."""
+
+    kind: str
+    K: int = 2
+
+    def propose(self, weights, state, prefix, cache, sample):
+        probs_U, law_V = LAWS[self.kind]
+        batch = len(prefix.lengths_B)
+        keys_B = jax.vmap(jax.random.fold_in)(jax.random.split(jax.random.key(3), batch), prefix.lengths_B)
+        drawn = functools.partial(jax.random.categorical, logits=jnp.log(jnp.array(probs_U)), shape=(self.K,))
+        draft = Draft(
+            tokens_BK=jax.vmap(drawn)(keys_B),
+            num_drafted_B=jnp.full(batch, self.K),
+            log_probs_BRV=jnp.broadcast_to(jnp.array(law_V), (batch, self.K, V)),
+        )
+        return draft, state, cache
+
+
+LAWS = {
+    "a vocabulary with padding": ((0.2, 0.2, 0.2, 0.4), np.log([0.2, 0.2, 0.2])),
+    "logits": ((1 / 3, 1 / 3, 1 / 3), np.array([-4.0, -4.0, -4.0])),
+    "the distribution of another token": ((0.0, 1.0, 0.0), np.array([np.log(0.5), -np.inf, np.log(0.5)])),
+}
+
+
+@pytest.mark.parametrize("kind", LAWS)
+def test_draft_without_its_distribution_keeps_that_of_the_target(kind):
+    tokens_NT, completions = texts(Drawing(kind))
+    assert p_value([(tokens_NT, joint())], powered=False) > 1e-5
+    assert not any(one.stats.drafted for one in completions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,13 +213,14 @@ class Tree(Drafter):
     parents: tuple[int, ...]
     laws: tuple[int, ...]
     K: int = K
+    masses: tuple[float, float] = (1.0, 1.0)
 
     def propose(self, weights, state, prefix, cache, sample):
         batch = len(prefix.lengths_B)
         draft = Draft(
             tokens_BK=jnp.full((batch, K), 2),
             num_drafted_B=jnp.full(batch, K),
-            log_probs_BRV=jnp.broadcast_to(jnp.log(PROBS_V), (batch, 2, V)),
+            log_probs_BRV=jnp.broadcast_to(jnp.log(jnp.outer(jnp.array(self.masses), PROBS_V)), (batch, 2, V)),
             parents_BK=jnp.broadcast_to(jnp.array(self.parents), (batch, K)),
             law_rows_BT=jnp.broadcast_to(jnp.array(self.laws), (batch, K + 1)),
         )
@@ -204,4 +240,13 @@ class Tree(Drafter):
 def test_tree_ends_before_a_node_without_parent_or_distribution(parents, laws, kept):
     prefix = Prefix(tokens_BS=jnp.zeros((2, 8), jnp.int32), lengths_B=jnp.full(2, 3))
     draft, _, _ = drafter_calls.propose_draft(Tree(parents, laws), None, (), prefix, (), None, V)
+    assert draft.num_drafted_B.tolist() == [kept, kept]
+
+
+@pytest.mark.parametrize("masses, kept", [((1.0, 0.9), 1), ((0.9, 1.0), 0), ((1.0, float("nan")), 3)])
+def test_tree_ends_before_a_node_whose_distribution_has_another_mass(masses, kept):
+    """Of a distribution that is NaN the rules see to it: other branches stay."""
+    prefix = Prefix(tokens_BS=jnp.zeros((2, 8), jnp.int32), lengths_B=jnp.full(2, 3))
+    tree = Tree((0, 1, 2), (0, 1, 1, 0), masses=masses)
+    draft, _, _ = drafter_calls.propose_draft(tree, None, (), prefix, (), None, V)
     assert draft.num_drafted_B.tolist() == [kept, kept]

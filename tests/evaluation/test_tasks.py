@@ -209,8 +209,9 @@ def test_gsm8k_is_scored_by_the_number_behind_the_first_marker_else_by_the_last(
     goes_on = ("#### 1000\n\nQ: A robe takes 2 bolts and 3", "#### 1000\nI used 2 steps.", "#### $1,000 (2 bolts)")
     goes_on += ("#### 1000\n#### 7", "1000 is the sum\n####", "####\nIt is 1000", "#### answer\n#### 1000\nQ 3")
     goes_on += ("Step ####: 3\n#### 1000", "#### \n1000 apples\nthen 5", "#### The sum is 1000\nQ: 3")
+    goes_on += ("#### The answer is 1000\n\nQ: Next?\nA: 2 + 3 = 5\n#### 5",)
     assert task.score(problem, [Attempt(text=text) for text in goes_on]) == {"correct": 1}
-    for wrong in ("#### 7, not 1000", "#### -$1,000"):
+    for wrong in ("#### 7, not 1000", "#### -$1,000", "#### - 1000", "#### \N{MINUS SIGN}1000"):
         assert task.score(problem, [Attempt(text=wrong)]) == {"correct": 0}
 
 

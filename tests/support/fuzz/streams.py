@@ -68,8 +68,8 @@ def requests(setting):
         stops_at_text=st.booleans(),
         sample=st.integers(0, 1),
         draft_length=st.one_of(st.none(), st.integers(0, 3)),
-        arrives=st.integers(0, 24),
-        leaves=st.one_of(st.none(), st.none(), st.none(), st.integers(0, 4)),
+        arrives=st.one_of(st.integers(0, 2), st.integers(0, 24)),
+        leaves=st.one_of(st.none(), st.none(), st.integers(0, 4)),
     )
 
 
