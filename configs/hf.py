@@ -1,18 +1,21 @@
-"""A pair of public checkpoints, by name.
+"""A public checkpoint, or a pair of them, by name.
 
     python launch/demo.py --config=configs/hf.py:gpt2 --prompt='The meaning of life is'
     python launch/benchmark.py --config=configs/hf.py:llama-8b --distributed --output=gs://BUCKET/llama-8b.json
     python launch/benchmark.py --config=configs/hf.py:gs://BUCKET/target,gs://BUCKET/draft
     python launch/benchmark.py --config=configs/hf.py:exported/target,exported/draft --config.hugging_face.dtype=float32
+    python launch/chat.py --config=configs/hf.py:HuggingFaceTB/SmolLM2-1.7B-Instruct --config.chat=True
 
 After the colon comes the name of a pair below, or a target and a draft, each a folder, a gs:// folder or the id of a
-model of the hub (pip install huggingface_hub jinja2). With --config.drafter=head the draft is a head, such as EAGLE-3's,
+model of the hub (pip install huggingface_hub jinja2). A target alone drafts by prompt lookup (ngram), by its first layers
+(early_exit), or decodes without drafts (none): see --config.drafter. With --config.drafter=head the draft is a head, such as EAGLE-3's,
 or once more the target, where a module for multi-token prediction lies in its checkpoint. Some models can be read only
 after their licence was accepted on their page, and with a token.
 launch/export.py writes a model that was trained here as such a folder.
 """
 
 import dataclasses
+import pathlib
 
 from ml_collections import ConfigDict
 
@@ -27,7 +30,7 @@ class PublicPair:
     """
 
     target: str
-    draft: str
+    draft: str = ""  # none
     model_parallelism: int = 1  # devices that one copy of the target is split over; they divide its heads
     draft_model_parallelism: int = 0  # devices that one copy of the draft is split over; 0: as many as the target's
     num_kv_heads: int = 0  # of the target, where they are fewer than its devices; 0: they are not
@@ -135,18 +138,20 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
 
 
 def find(argument: str) -> PublicPair:
-    """Returns one of `PAIRS` or `HEADS` by its name, or the pair of two models, ``TARGET,DRAFT``.
+    """Returns one of `PAIRS` or `HEADS` by its name, the pair of two models, ``TARGET,DRAFT``, or a target alone.
 
     Raises:
-      ValueError: neither.
+      ValueError: nothing of these.
     """
     known = PAIRS | HEADS
     if argument in known:
         return known[argument]
     names = argument.split(",")
+    if len(names) == 1 and ("/" in argument or pathlib.Path(argument).expanduser().is_dir()):
+        return PublicPair(target=argument, drafter="ngram")
     if len(names) != 2 or not all(names):
         raise ValueError(
-            f"no pair {argument!r} in configs/hf.py: choose one of {', '.join(known)}, or give a target and a draft "
-            "such as Qwen/Qwen2.5-7B,Qwen/Qwen2.5-0.5B"
+            f"no pair {argument!r} in configs/hf.py: choose one of {', '.join(known)}, or give a target, alone "
+            "or with a draft, such as Qwen/Qwen2.5-7B,Qwen/Qwen2.5-0.5B"
         )
     return PublicPair(target=names[0], draft=names[1])

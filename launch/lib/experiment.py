@@ -15,7 +15,7 @@ from launch.lib.shapes import known_models
 from specsamp import validate
 from specsamp.analysis.workload import Workload, check_positions
 from specsamp.checkpoints.params import digest_of_pair
-from specsamp.checkpoints.public_pair import read_pair
+from specsamp.checkpoints.public_pair import read_pair, read_target
 from specsamp.checkpoints.trained_pair import HEADS, load_pair, load_prompts
 from specsamp.checkpoints.vocabulary import shared_mass
 from specsamp.decoding.data_shards import DataShards
@@ -50,8 +50,9 @@ class Experiment:
 
     @property
     def configs(self) -> dict[str, Any]:
-        """Returns the shapes of the target and of its draft model or head."""
-        return {"target": self.pair.target.config, "draft": self.pair.draft_or_head.config}
+        """Returns the shapes of the target and of its draft model or head, if it has one."""
+        models = {"target": self.pair.target, "draft": self.pair.draft_or_head}
+        return {side: model.config for side, model in models.items() if model is not None}
 
 
 def use_few_rows(config: ExperimentConfig, console: Console) -> None:
@@ -93,7 +94,7 @@ def build(
         raise ValueError("--config names a pair without a tokenizer, which reads and writes no text: give another pair")
     if config.hugging_face is not None:
         pair = read_public_pair(config, mesh)
-        name = f"{config.hugging_face.target}, {config.hugging_face.draft}"
+        name = ", ".join(filter(None, (config.hugging_face.target, config.hugging_face.draft)))
         workload = with_prompts(workload, pair, prompts or config.prompts, chat=bool(config.chat))
     elif name is not None:
         pair = load_pair(name, draft=word.draft or "model", int8=config.int8.sides)
@@ -125,20 +126,25 @@ def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
 
 
 def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
-    """Reads the pair of configs/hf.py; prints a line for every gigabyte and every difference of the two models."""
-    console = entry.make_console(stderr=True)
-    return read_pair(
-        config.hugging_face.target,
-        config.hugging_face.draft,
-        is_head=config.word.draft in HEADS,
-        other_vocabulary=config.hugging_face.other_vocabulary,
-        dtype=config.hugging_face.dtype,
+    """Reads the models of configs/hf.py; prints a line for every gigabyte and every difference of the two."""
+    console, names = entry.make_console(stderr=True), config.hugging_face
+    options = dict(
+        dtype=names.dtype,
         int8=config.int8.sides,
         mesh=mesh,
-        draft_model_parallelism=config.mesh.draft_model_parallelism or None,
         progress=entry.weights_progress(console),
-        say=lambda text: console.print(entry.visible(text)),
         check=config.make_drafter,
+    )
+    if not names.draft:
+        return read_target(names.target, **options)
+    return read_pair(
+        names.target,
+        names.draft,
+        is_head=config.word.draft in HEADS,
+        other_vocabulary=names.other_vocabulary,
+        draft_model_parallelism=config.mesh.draft_model_parallelism or None,
+        say=lambda text: console.print(entry.visible(text)),
+        **options,
     )
 
 
@@ -164,8 +170,11 @@ def headline(experiment: Experiment, task: str | None = None) -> str:
     )
     if experiment.pair_name:
         weights = f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompt{'s' * (len(work.prompts) != 1)}"
+    drafting = "no draft"
+    if pair.draft_or_head is not None:
+        drafting = f"{'draft' if pair.head is None else 'head'} {_size(pair.draft_params)}"
     return (
-        f"target {_size(pair.target_params)}, {'draft' if pair.head is None else 'head'} {_size(pair.draft_params)}, "
+        f"target {_size(pair.target_params)}, {drafting}, "
         f"V = {pair.target.vocab_size}, {pair.target.config.dtype}, {devices} x {device.platform} ({device.device_kind})\n"
         f"{task or cell}\n{weights}"
     )

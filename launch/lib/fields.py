@@ -104,10 +104,10 @@ class MeshFields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublicNames:
-    """A pair of public checkpoints."""
+    """A pair of public checkpoints, or a target alone."""
 
     target: str
-    draft: str
+    draft: str = ""  # none
     dtype: str = "bfloat16"
     other_vocabulary: bool = False  # the draft may have another tokenizer
 
@@ -176,6 +176,11 @@ class ExperimentConfig(Config):
         elif not self.adaptive.is_off:
             raise ValueError(
                 f"draft_length={MACHINE} is one length, and adaptive drafts have several: choose one of the two"
+            )
+        if self.hugging_face is not None and self.word.draft and not self.hugging_face.draft:
+            raise ValueError(
+                f"drafter={self.drafter} reads a draft, and {self.hugging_face.target} is a target alone: name both, "
+                "as configs/hf.py:TARGET,DRAFT, or choose the drafter ngram, early_exit or none"
             )
         self.workload()  # refuses numbers out of range
         self._check_tree(make_rule(self.rule))

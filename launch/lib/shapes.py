@@ -37,7 +37,7 @@ def head_of(config: ExperimentConfig, target: models.TransformerConfig) -> HeadC
     """Returns the shape of a head in a folder, of a module in the target's checkpoint, or of an EAGLE-3 head."""
     target = dataclasses.replace(target, **config.int8.sides.of("draft"))
     name = config.hugging_face.draft if config.hugging_face else ""
-    if name and pathlib.Path(name, "config.json").is_file():
+    if name and pathlib.Path(name, "config.json").expanduser().is_file():
         return open_head(name, target, dtype=target.dtype).config
     if name in CONFIGS:
         return parse_head(name, CONFIGS[name], target, target.dtype, ())[1]
@@ -53,7 +53,7 @@ def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
     models = {}
     for side in ("target",) if config.word.draft in HEADS else ("target", "draft"):
         name = getattr(config.hugging_face, side)
-        if (path := pathlib.Path(name, "config.json")).is_file():
+        if name and (path := pathlib.Path(name, "config.json").expanduser()).is_file():
             shape = parse_config(name, storage.read_json(path), config.hugging_face.dtype)[1]
         elif name in CONFIGS:
             shape = published_config(name, config.hugging_face.dtype)

@@ -1,4 +1,4 @@
-"""Reads two public checkpoints, or a checkpoint and a head, as a pair, after a check that they fit together.
+"""Reads two public checkpoints, or a checkpoint and a head, as a pair, after a check that they fit together; or one alone.
 
 for check in check_pair("qwen-3b", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-0.5B"):      # without downloading weights
     print(check.model, check.problem or "loads")
@@ -94,6 +94,33 @@ def read_pair(
         shards=DataShards(mesh),
         vocabulary=vocabulary,
         **{"head" if is_head else "draft": drafting},
+    )
+
+
+def read_target(
+    target: str,
+    *,
+    dtype: str = "bfloat16",
+    int8: Int8 = FLOAT,
+    mesh: Mesh | None = None,
+    progress: OnProgress = lambda *_: None,
+    check: Callable[[LanguageModel, None], Any] = lambda *_: None,
+) -> Pair:
+    """Reads a target alone, for drafters that need no other model; arguments and errors are those of `read_pair`."""
+    machine.require_devices()
+    checkpoint = open_checkpoint(target, dtype=dtype, **int8.of("target"))
+    checkpoint.require_tokenizer()
+    model = _model_of(checkpoint, checkpoint, [checkpoint], mesh)
+    if mesh is not None:
+        model = shard_model(model, Layout.tensor_parallel(mesh))
+    check(model, None)
+    check_readable(checkpoint, model)
+    return Pair(
+        target=model,
+        target_params=read_params(checkpoint, model, progress),
+        tokenizer=checkpoint.tokenizer,
+        stop=checkpoint.stop_ids or None,
+        shards=DataShards(mesh),
     )
 
 
@@ -228,7 +255,7 @@ def check_pair(name: str, target: str, draft: str, *, is_head: bool = False, cha
 
     Args:
       name: of the pair.
-      target, draft: the names to check.
+      target, draft: the names to check; without a draft, "", the target's alone.
       is_head: the draft is a head.
       chat: prompts are messages, so that the target needs a chat template.
 
@@ -236,7 +263,7 @@ def check_pair(name: str, target: str, draft: str, *, is_head: bool = False, cha
       ConnectionError: the hub does not answer. ValueError: its library is not installed.
     """
     opened = None
-    for role, model in (("target", target), ("head" if is_head else "draft", draft)):
+    for role, model in (("target", target), ("head" if is_head else "draft", draft))[: 2 if draft else 1]:
         problem, notes = why_not(model), []
         try:
             if problem is not None:

@@ -160,6 +160,28 @@ def test_two_names_become_an_experiment(folder, capsys):
         experiment.build(config.turned({"hugging_face.draft": str(folder.parent)}))
 
 
+@pytest.mark.parametrize("drafter, flags", [("ngram", ()), ("early_exit", ("--config.exit_layer=1",)), ("none", ())])
+def test_a_target_alone_is_read_once_and_decodes(folder, drafter, flags, tmp_path):
+    output = tmp_path / "result.json"
+    flags += (f"--config.drafter={drafter}", "--config.repeats=1", "--config.max_new_tokens=4", f"--output={output}")
+    flags += ("--config.hugging_face.dtype=float32", "--plain")
+    done = call("benchmark", f"--config=configs/hf.py:{folder}", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "no draft" in done.stdout + done.stderr and done.stderr.count("read 0.0 of 0.0 GB") <= 1
+    (cell,) = json.loads(output.read_text(encoding="utf-8"))["cells"]
+    assert cell["result"]
+
+
+def test_a_target_alone_has_no_draft_that_a_drafter_could_read(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    config = load_config(f"configs/hf.py:~/{folder.name}")
+    built = experiment.build(ExperimentConfig.from_config_dict(config))
+    assert built.pair.draft is None and built.pair_name == f"~/{folder.name}"
+    config.drafter = "model"
+    with pytest.raises(ValueError, match="--config.drafter=model reads a draft, and .* is a target alone: name both"):
+        ExperimentConfig.from_config_dict(config)
+
+
 @pytest.fixture(scope="module")
 def head(tmp_path_factory):
     """A head with random weights fits no target."""
