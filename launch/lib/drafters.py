@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Annotated, Any
 
+from launch.lib.own_code import evaluate, is_own
 from specsamp import validate
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
 from specsamp.decoding.drafter import Drafter
@@ -94,6 +95,30 @@ DRAFTERS = {
     "ngram": Word(make=lambda target, draft, size, config: sized(NgramDrafter, NgramTree, size)),
     "none": Word(make=lambda target, draft, size, config: NoDrafter(), trees=False, drafts=False),
 }
+
+
+def check_word(name: str, value: Any) -> str:
+    """Returns ``value``, a word of `DRAFTERS` or ``FILE.py:EXPRESSION``; raises ValueError for anything else."""
+    return value if isinstance(value, str) and is_own(value) else validate.choice(name, value, DRAFTERS)
+
+
+def meaning(word: str) -> Word:
+    """Returns the meaning of a word of `DRAFTERS`, or of ``FILE.py:EXPRESSION``."""
+    return Word(make=functools.partial(_own, word)) if is_own(word) else DRAFTERS[word]
+
+
+def _own(word: str, target: LanguageModel, draft: Any, size: int | TreeShape, config: Any) -> Drafter:
+    """Returns the drafter of a file; its expression may use ``target``, ``draft``, ``K`` and ``tree``."""
+    tree = size if isinstance(size, TreeShape) else None
+    K = size if tree is None else tree.K
+    drafter = evaluate("--config.drafter", word, Drafter, target=target, draft=draft, K=K, tree=tree)
+    if drafter.K != K:
+        raise ValueError(
+            f"--config.drafter={word} drafts K = {drafter.K} tokens, and --config.draft_length is {K}: set it to "
+            f"{drafter.K}, or write K in the expression"
+        )
+    return drafter
+
 
 STOPS = {"none": lambda least: None, "entropy": Entropy, "confidence": Confidence}
 

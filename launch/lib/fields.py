@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self
 
 from ml_collections import ConfigDict
 
-from launch.lib.drafters import DRAFTERS, AdaptiveFields, Word
+from launch.lib.drafters import DRAFTERS, AdaptiveFields, Word, check_word, meaning
 from launch.lib.rules import make_rule
 from specsamp import validate
 from specsamp.analysis.workload import Workload
@@ -142,7 +142,7 @@ class ExperimentConfig(Config):
     """
 
     rule: str
-    drafter: Annotated[str, (validate.choice, DRAFTERS)]
+    drafter: Annotated[str, (check_word,)]
     draft_length: int | str  # or MACHINE
     sampling: SamplingFields
     mesh: MeshFields
@@ -217,7 +217,7 @@ class ExperimentConfig(Config):
     @property
     def word(self) -> Word:
         """Returns the meaning of the drafter's word."""
-        return DRAFTERS[self.drafter]
+        return meaning(self.drafter)
 
     @property
     def drafter_name(self) -> str:

@@ -4,6 +4,7 @@ A lossy rule's constants follow its name, in the order of its fields; missing co
 siblings follows the name of a rule for token trees: "recursive", or "traversal:top".
 """
 
+from launch.lib.own_code import evaluate, is_own
 from specsamp import validate
 from specsamp.sampling.coupled import CoupledRule
 from specsamp.sampling.lossy import EARS, Bounded, Lenience, Typical
@@ -19,7 +20,9 @@ CONSTANTS = {"ears": 1, "lenience": 1, "typical": 2}  # the most that may follow
 
 
 def make_rule(word: str) -> Rule:
-    """Returns the rule of a word."""
+    """Returns the rule of a word, or of ``FILE.py:EXPRESSION``."""
+    if is_own(str(word)):
+        return evaluate("--config.rule", word, Rule)
     name, *constants = str(word).split(":")
     rule = (RULES | TREES | LOSSY)[validate.choice("rule", name, RULES | TREES | LOSSY)]
     if name in TREES and len(constants) <= 1:

@@ -1,0 +1,46 @@
+"""Drafters and rules from files of the user's own, which configurations name as FILE.py:EXPRESSION."""
+
+import functools
+import importlib.util
+import pathlib
+import types
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def is_own(word: str) -> bool:
+    """Returns whether a word names code in a file."""
+    return ".py:" in word
+
+
+def evaluate(field: str, word: str, kind: type[T], **names: Any) -> T:
+    """Returns the value of an expression in the file of ``FILE.py:EXPRESSION``, such as ``MyDrafter(K)``.
+
+    Args:
+      field: of the configuration, for messages.
+      kind: of the value.
+      names: values that the expression may use, besides all names of the file.
+
+    Raises:
+      ValueError: there is no such file, its code or the expression fails, or the value is of another kind.
+    """
+    path, expression = word.split(".py:", 1)
+    path = pathlib.Path(f"{path}.py").expanduser()
+    if not path.is_file():
+        raise ValueError(f"{field}={word}: no file {str(path)!r}")
+    try:
+        value = eval(expression, vars(_module(path.resolve())) | names)
+    except Exception as error:
+        raise ValueError(f"{field}={word}: {type(error).__name__}: {error}") from error
+    if not isinstance(value, kind):
+        raise ValueError(f"{field}={word} is of type {type(value).__name__}: it must be a {kind.__name__}")
+    return value
+
+
+@functools.cache  # equal words make equal drafters, whose programs are compiled once
+def _module(path: pathlib.Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

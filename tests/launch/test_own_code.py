@@ -1,0 +1,83 @@
+"""Drafters and rules of the user's own files, named by --config.drafter and --config.rule."""
+
+import pytest
+
+from launch.lib import experiment
+from launch.lib.config import load_config
+from launch.lib.fields import ExperimentConfig
+from support.run_script import call
+
+CODE = """
+import dataclasses
+
+import jax.numpy as jnp
+
+from specsamp import Draft, Drafter, TokenRule
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeats(Drafter):
+    K: int = 3
+    target: object = None
+
+    def propose(self, weights, state, prefix, cache, sample):
+        last_B1 = jnp.take_along_axis(prefix.tokens_BS, prefix.lengths_B[:, None] - 1, axis=1)
+        draft = Draft(
+            tokens_BK=jnp.repeat(last_B1, self.K, axis=1),
+            num_drafted_B=jnp.full_like(prefix.lengths_B, self.K),
+        )
+        return draft, state, cache
+
+
+class Mine(TokenRule):
+    pass
+"""
+CONFIG = "configs/random_pair.py:tiny"
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "mine.py").write_text(CODE, encoding="utf-8")
+    return tmp_path / "mine.py"
+
+
+def config(**fields):
+    made = load_config(CONFIG)
+    made.update(fields)
+    return ExperimentConfig.from_config_dict(made)
+
+
+def test_a_drafter_and_a_rule_of_a_file_are_measured_by_a_command(own, tmp_path):
+    output = tmp_path / "result.json"
+    flags = (f"--config.drafter={own}:Repeats(K)", f"--config.rule={own}:Mine()", f"--output={output}", "--plain")
+    flags += ("--config.draft_length=2", "--config.repeats=1", "--config.max_new_tokens=8")
+    done = call("benchmark", f"--config={CONFIG}", *flags)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout + done.stderr
+    assert "Repeats K = 2, Mine" in text
+    assert f"{own}:Repeats(K)" in output.read_text(encoding="utf-8")
+
+
+def test_an_expression_may_use_the_models_and_equal_words_make_equal_drafters(own):
+    made = config(drafter=f"{own}:Repeats(K, target)")
+    built = experiment.build(made)
+    assert built.method.drafter.target == built.pair.target
+    assert built.method.drafter == experiment.build(made).method.drafter
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"drafter": "none.py:X()"}, "drafter=none.py:X(): no file 'none.py'"),
+        ({"drafter": "{own}:Repeat(K)"}, "NameError: name 'Repeat' is not defined"),
+        ({"drafter": "{own}:K"}, "is of type int: it must be a Drafter"),
+        ({"drafter": "{own}:Repeats(7)"}, "drafts K = 7 tokens, and --config.draft_length is 5: set it to 7"),
+        ({"rule": "{own}:Repeats()"}, "is of type Repeats: it must be a Rule"),
+        ({"drafter": "mine"}, "drafter must be one of"),
+    ],
+)
+def test_code_that_does_not_fit_is_refused_in_one_line(own, fields, message):
+    fields = {name: value.format(own=own) for name, value in fields.items()}
+    with pytest.raises(ValueError) as error:
+        experiment.build(config(draft_length=5, **fields))
+    assert message in str(error.value) and "\n" not in str(error.value)
