@@ -102,8 +102,13 @@ def main() -> int:
 
 def audit_engine(console: Console) -> int:
     """Audits an engine by its endpoint."""
-    entry.refuse_flags(["config", "checks", "rows", "prompt_count"], "--engine audits samples of an endpoint")
+    why = "--engine audits samples of an endpoint"
+    entry.refuse_flags(["config", "checks", "rows", "prompt_count"], why)
+    _CONFIG.refuse_fields([name.partition(".")[0] for name in _CONFIG.fields_set], why)
     entry.check_output(_OUTPUT.value)
+    for flag in (_ENGINE, _REFERENCE):
+        if flag.value is not None and not flag.value.startswith(("http://", "https://")):
+            raise ValueError(f"--{flag.name}={flag.value} is no address such as http://HOST:8000/v1")
     try:
         fields = dict(json.loads(_REQUEST.value))
     except (ValueError, TypeError) as error:

@@ -68,12 +68,19 @@ def look_at_machine(console: Console) -> int:
     known = doctor.read_facts()
     findings = doctor.examine(known, wanted())
     for finding in findings:
-        sign, colour = SIGNS[finding.level]
-        fix = f"\n{'':<9}{finding.fix}" if finding.fix else ""
-        console.print(Text(f"{sign:<9}", style=colour), finding.what + fix, sep="")
+        show(finding, console)
     if known.platform == "cpu" and not known.failed:
-        console.print(Text(f"{SIGNS[Level.FINE][0]:<9}", style="green"), few_rows.build(), sep="")
+        said = few_rows.build()
+        findings.append(doctor.Finding(Level.WARNING if few_rows.FAILED in said else Level.FINE, said))
+        show(findings[-1], console)
     return max(finding.level for finding in findings)
+
+
+def show(finding: doctor.Finding, console: Console) -> None:
+    """Prints a finding and its cure."""
+    sign, colour = SIGNS[finding.level]
+    fix = f"\n{'':<9}{finding.fix}" if finding.fix else ""
+    console.print(Text(f"{sign:<9}", style=colour), finding.what + fix, sep="")
 
 
 def wanted() -> Wanted:

@@ -192,6 +192,8 @@ def convert(console: Console) -> None:
         raise ValueError(
             f"--output={_OUTPUT.value} holds a model, or part of an interrupted conversion: choose another folder"
         )
+    if (output / "config.json").exists():
+        raise ValueError(f"--output={_OUTPUT.value} holds a checkpoint, which would be mixed up: choose another folder")
     entry.check_output(f"{_OUTPUT.value}/config.json")
     weight_dtype = "int8" if _INT8.value else None
     checkpoint = open_checkpoint(_CHECKPOINT.value, dtype=_DTYPE.value, weight_dtype=weight_dtype)

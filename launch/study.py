@@ -23,6 +23,8 @@ _PAGE = flags.DEFINE_bool(
 
 def main() -> None:
     console = entry.make_console()
+    if _PAGE.value and _LIST.value:
+        raise ValueError("--page fills pages and --list shows studies: choose one")
     if _PAGE.value:
         for path in page.fill_pages():
             console.print(f"filled {path}")

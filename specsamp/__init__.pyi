@@ -5,6 +5,8 @@ from specsamp.compilation_cache import use_compilation_cache as use_compilation_
 from specsamp.decoding.adaptive import Adaptive as Adaptive, Confidence as Confidence, Entropy as Entropy, Stop as Stop
 from specsamp.decoding.drafter import Drafter as Drafter
 from specsamp.decoding.drafters import (
+    BlockDrafter as BlockDrafter,
+    BlockTree as BlockTree,
     EarlyExitDrafter as EarlyExitDrafter,
     EarlyExitTree as EarlyExitTree,
     FeatureDrafter as FeatureDrafter,
@@ -13,7 +15,9 @@ from specsamp.decoding.drafters import (
     ModelTree as ModelTree,
     NgramDrafter as NgramDrafter,
     NgramTree as NgramTree,
+    ModuleDrafter as ModuleDrafter,
     NoDrafter as NoDrafter,
+    ParallelDrafter as ParallelDrafter,
     TranslatingDrafter as TranslatingDrafter,
 )
 from specsamp.decoding.generate import generate as generate, stream as stream

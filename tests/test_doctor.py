@@ -115,6 +115,12 @@ def test_the_command_says_how_bad_it_is(tmp_path, monkeypatch):
     assert "the pair's mesh takes 16 devices, JAX sees 8" in found.stdout
 
 
+def test_a_compiler_that_fails_is_a_finding(monkeypatch):
+    monkeypatch.setattr("specsamp.models.few_rows.build", lambda: "XLA's products of few rows: g++ failed: no space")
+    done = call("doctor")
+    assert done.returncode == 1 and "warning  XLA's products of few rows: g++ failed" in done.stdout
+
+
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
 def test_devices_that_do_not_start_are_a_finding_and_no_traceback(monkeypatch, error):
     """As with JAX_PLATFORMS=cuda and no plugin, or a TPU that another process holds."""

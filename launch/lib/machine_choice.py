@@ -96,9 +96,9 @@ class Calls:
 
 
 def is_possible(config: ExperimentConfig) -> bool:
-    """Returns whether calls can be timed: there is a drafter, one device, and compilation is on."""
+    """Returns whether calls can be timed: a drafter of chains, one device, and compilation is on."""
     devices = config.mesh.data * config.mesh.model * jax.process_count()
-    return config.word.drafts and devices == 1 and not jax.config.jax_disable_jit
+    return config.word.drafts and not config.tree and devices == 1 and not jax.config.jax_disable_jit
 
 
 def candidates(config: ExperimentConfig, pair: Pair) -> dict[str, Method]:

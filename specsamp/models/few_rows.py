@@ -31,6 +31,7 @@ Array = jax.Array
 SOURCE = pathlib.Path(__file__).with_suffix(".cc")
 WEIGHTS = {"float32": "float", "int8": "int8_t"}  # a library for each: two compilers at once take half the time
 SWITCH = "SPECSAMP_CPU_KERNEL"  # 0: the kernel stays off
+FAILED = " failed: "  # in the sentence of `build` if compiler or check ended with an error
 MOST_ROWS = 16  # of a product; with more rows XLA is as fast, and with a single float32 row faster
 FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-shared", "-fPIC", "-w")
 SECONDS = 60  # limit for the compiler, and for the check
@@ -96,7 +97,7 @@ def _output(command: Sequence[str | os.PathLike]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or "").strip().splitlines()
-        raise _Off(f"{os.path.basename(command[0])} failed: {said[-1] if said else error}") from error
+        raise _Off(f"{os.path.basename(command[0])}{FAILED}{said[-1] if said else error}") from error
     return done.stdout
 
 

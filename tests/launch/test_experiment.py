@@ -172,6 +172,13 @@ def test_a_target_alone_is_read_once_and_decodes(folder, drafter, flags, tmp_pat
     assert cell["result"]
 
 
+def test_a_checkpoint_is_not_converted_into_its_own_folder(folder):
+    before = sorted(folder.rglob("*"))
+    done = call("export", f"--checkpoint={folder}", f"--output={folder}")
+    assert done.returncode == 2 and "holds a checkpoint, which would be mixed up" in done.stderr
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_a_target_alone_has_no_draft_that_a_drafter_could_read(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     config = load_config(f"configs/hf.py:~/{folder.name}")

@@ -76,3 +76,8 @@ def test_without_a_file_for_this_sampling_acceptance_is_counted(config, monkeypa
     found, _, said = choose(config, monkeypatch, model=(FREE, 0.0), ngram=(FREE, 0.0))
     assert (found.drafter, found.draft_length) == ("model", 7), "the draft is the target: everything is accepted"
     assert "model K = 7: 8.00x" in said
+
+
+def test_nothing_is_chosen_for_a_tree_whose_shape_is_given(config):
+    tree = config.turned({"draft_length": 3, "tree": (3, 2, 1), "rule": "recursive"})
+    assert machine_choice.is_possible(config) and not machine_choice.is_possible(tree)

@@ -69,7 +69,8 @@ class RemoteEngine:
                 f"{self.url} refused {sorted(body)}: {error.read()[:300].decode(errors='replace')}"
             ) from error
         except (OSError, KeyError, ValueError) as error:
-            raise ValueError(f"{self.url} gave no completion: {error!r}") from error
+            reason = f"{type(error).__name__}: {getattr(error, 'reason', error)}"
+            raise ValueError(f"{self.url} gave no completion ({reason})") from error
         if "logprobs" not in self.fields:
             return [(choice["text"], math.nan) for choice in choices]
         if not choices or not all(choice.get("logprobs") for choice in choices):
