@@ -199,7 +199,7 @@ def test_rows_are_sampled_apart():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unrolled, loops", [(MAX_UNROLLED_ROWS, 0), (1, 3)])
+@pytest.mark.parametrize("unrolled, loops", [(MAX_UNROLLED_ROWS, 0), (1, 5)])
 def test_rows_are_not_looped_over(monkeypatch, unrolled, loops):
     """Keys, values and relative scores at every row's own offset: as a scatter or a gather each is a loop on a TPU."""
     for module in (positions, cache_slots):
