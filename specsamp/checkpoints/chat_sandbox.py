@@ -68,6 +68,9 @@ def render(source, variables):
 
 
 def answer_requests(seconds, size):
+    # Programs that have started libtpu ignore this signal, and their children inherit that.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     with contextlib.suppress(ValueError, OSError):  # macOS does not limit memory; there the time is the only limit
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
     try:

@@ -127,6 +127,21 @@ def test_what_a_template_may_not_do(short, source):
         pytest.fail(repr(template(source).render([ASK])[:80]))
 
 
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_the_limit_holds_where_the_program_ignores_or_blocks_the_signal(short, is_blocked):
+    """As one that has started libtpu."""
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    before = signal.signal(signal.SIGPROF, signal.SIG_DFL if is_blocked else signal.SIG_IGN)
+    if is_blocked:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    try:
+        with pytest.raises(ValueError, match="it takes more than 0.2 seconds"):
+            template(endless).render([ASK])
+    finally:
+        signal.signal(signal.SIGPROF, before)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+
+
 def test_limits_are_those_of_one_conversation(short):
     """A conversation does not pay for those before it; after one that was ended, the next is written."""
     source = "{% for i in range(2000) %}{% for m in messages %}{{ m.role[:0] }}{% endfor %}{% endfor %}."
