@@ -33,7 +33,7 @@ SLOW_FAULT = pytest.param("a row is read in as many calls as others", marks=pyte
 
 @pytest.mark.parametrize("fault", [QUICK_FAULT, SLOW_FAULT])
 def test_planted_fault_is_found(fault):
-    status, output = fuzz(f"--fault={fault}", "--seed=1", "--streams=60")
+    status, output = fuzz(f"--fault={fault}", "--seed=1", "--streams=240")
     assert status == 0 and "found: " in output, output[-2000:]
 
 
