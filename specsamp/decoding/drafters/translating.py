@@ -234,8 +234,7 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         # Ids without a place, and places beyond the end, are dropped.
         draft_slots, slots = state.ids_BD.shape[1], state.ends_BS.shape[1]
         at_BTM = jnp.where(ids_BTM >= 0, begins_BT[..., None] + jnp.arange(ids_BTM.shape[-1])[None, None], draft_slots)
-        slot_BT = start_B[:, None] + jnp.arange(width)[None]
-        slot_BT = jnp.where(counts_BT & (slot_BT >= 0), slot_BT, slots)  # negative indices would count from the end
+        slot_BT = jnp.where(counts_BT, start_B[:, None] + jnp.arange(width)[None], slots)
         row_B1 = jnp.arange(batch)[:, None]
         return dataclasses.replace(
             state,
