@@ -39,11 +39,11 @@ def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = 
     width = 2 if (batch, length) == (1, 1) and slots > 1 else length
     shape = tuple(width if at == axis else size for at, size in enumerate((1, *cache_BMSH.shape[1:])))
 
-    def write(cache: Array, new: Array, row: int, start: Array, fits: bool) -> Array:
+    def write(cache: Array, new: Array, row: int, start: Array, all_fit: bool) -> Array:
         first = jnp.clip(start, 0, slots - width)
         place = [jnp.full((), row, start.dtype)] + [jnp.zeros((), start.dtype)] * 3
         place[axis] = first
-        if not fits:
+        if not all_fit:
             old = jax.lax.dynamic_slice(cache, place, shape)
             # Where not all slots fit, the written block lies elsewhere and its tokens move within it.
             token_T = jnp.arange(width) + first - start
@@ -53,26 +53,26 @@ def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = 
             new = jnp.where(is_new, new, old)
         return jax.lax.dynamic_update_slice(cache, new, place)
 
-    def write_rows(cache_BMSH: Array, *, fits: bool) -> Array:
+    def write_rows(cache_BMSH: Array, *, all_fit: bool) -> Array:
         if batch <= MAX_UNROLLED_ROWS:
             for row in range(batch):
-                cache_BMSH = write(cache_BMSH, new_BMTH[row : row + 1], row, start_B[row], fits)
+                cache_BMSH = write(cache_BMSH, new_BMTH[row : row + 1], row, start_B[row], all_fit)
             return cache_BMSH
-        each = jax.vmap(lambda cache, new, start: write(cache[None], new[None], 0, start, fits)[0])
+        each = jax.vmap(lambda cache, new, start: write(cache[None], new[None], 0, start, all_fit)[0])
         return each(cache_BMSH, new_BMTH, start_B)
 
-    def write_if_needed(cache_BMSH: Array) -> Array:
-        all_fit = jnp.all((start_B >= 0) & (start_B <= slots - length))
-        some = functools.partial(write_rows, fits=False)
-        return jax.lax.cond(all_fit, functools.partial(write_rows, fits=True), some, cache_BMSH)
+    write_some = functools.partial(write_rows, all_fit=False)
+    write_all = functools.partial(write_rows, all_fit=True)
 
-    if width > length or batch == 1:
-        return write_rows(cache_BMSH, fits=False)
-    # To read the old slots costs a TPU twice the cycles of a layer's writes and a copy of the cache, in another layout.
-    # A GPU's conditionals wait for the host.
-    return jax.lax.platform_dependent(
-        cache_BMSH, tpu=write_if_needed, default=functools.partial(write_rows, fits=False)
-    )
+    def choose(cache_BMSH: Array) -> Array:
+        all_fit = jnp.all((start_B >= 0) & (start_B <= slots - length))
+        return jax.lax.cond(all_fit, write_all, write_some, cache_BMSH)
+
+    if batch == 1:
+        return write_some(cache_BMSH)
+    # On a TPU XLA lays out a cache anew, in a copy, if several rows read their old slots. On a GPU a conditional would
+    # wait for the host.
+    return jax.lax.platform_dependent(cache_BMSH, tpu=choose, default=write_some)
 
 
 def move_slots(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int, axis: int = SLOTS_AXIS) -> Array:

@@ -46,6 +46,20 @@ def test_write_beyond_either_end_is_dropped(batch, length, axis):
         np.testing.assert_array_equal(result, written(cache, new, starts, axis), str(starts))
 
 
+@pytest.mark.parametrize("axis", (2, 3))
+@pytest.mark.parametrize("batch", (2, MAX_UNROLLED_ROWS + 1))
+@pytest.mark.parametrize("starts", [(0, 27), (5, 3), (-1, 27), (0, 28), (2**30, 0)])
+def test_a_tpu_writes_as_other_machines_whether_all_slots_fit_or_not(monkeypatch, starts, batch, axis):
+    """Its branch reads no old slots if all fit."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda cache, *, tpu, default: tpu(cache))
+    shape = (batch, 2, SLOTS, 3) if axis == 2 else (batch, 2, 3, SLOTS)
+    cache = numbers(shape)
+    new = numbers(tuple(5 if at == axis else size for at, size in enumerate(shape)), 10_000)
+    starts = np.resize(starts, batch).astype(np.int32)
+    result = write_slots(jnp.asarray(cache), jnp.asarray(new), jnp.asarray(starts), axis)
+    np.testing.assert_array_equal(result, written(cache, new, starts, axis))
+
+
 @pytest.mark.parametrize("length", (1, 5))
 def test_kernel_write_beyond_either_end_is_dropped(length):
     cache = numbers((len(STARTS), 2, SLOTS, 128)) % 1000
