@@ -7,10 +7,10 @@
     python launch/chat.py --config=configs/hf.py:HuggingFaceTB/SmolLM2-1.7B-Instruct --config.chat=True
 
 After the colon comes the name of a pair below, or a target and a draft, each a folder, a gs:// folder or the id of a
-model of the hub (pip install huggingface_hub jinja2). A target alone drafts by prompt lookup (ngram), by its first layers
-(early_exit), or decodes without drafts (none): see --config.drafter. With --config.drafter=head the draft is a head, such as EAGLE-3's,
-or once more the target, where a module for multi-token prediction lies in its checkpoint. Some models can be read only
-after their licence was accepted on their page, and with a token.
+model of the hub (pip install huggingface_hub jinja2). A target alone takes --config.drafter=ngram (prompt lookup, the
+default), early_exit (its first layers) or none. With --config.drafter=head the draft is a head, such as EAGLE-3's, or
+once more the target, where a module for multi-token prediction lies in its checkpoint. Some models can be read only after
+their licence was accepted on their page, and with a token.
 launch/export.py writes a model that was trained here as such a folder.
 """
 
@@ -138,10 +138,10 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
 
 
 def find(argument: str) -> PublicPair:
-    """Returns one of `PAIRS` or `HEADS` by its name, the pair of two models, ``TARGET,DRAFT``, or a target alone.
+    """Returns the pair of a name of `PAIRS` or `HEADS`, of two models, ``TARGET,DRAFT``, or of a target alone.
 
     Raises:
-      ValueError: nothing of these.
+      ValueError: it is none of these.
     """
     known = PAIRS | HEADS
     if argument in known:

@@ -15,7 +15,7 @@ def is_own(word: str) -> bool:
 
 
 def evaluate(field: str, word: str, kind: type[T], **names: Any) -> T:
-    """Returns the value of an expression in the file of ``FILE.py:EXPRESSION``, such as ``MyDrafter(K)``.
+    """Runs the file of ``FILE.py:EXPRESSION`` and returns the value of the expression, such as ``MyDrafter(K)``.
 
     Args:
       field: of the configuration, for messages.

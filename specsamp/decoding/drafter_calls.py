@@ -1,9 +1,10 @@
 """Calls the methods of a drafter for the loop, and checks their results while tracing.
 
-A draft counts as many tokens as were returned, and it ends before an id that is no token of the vocabulary, before a
-distribution without mass 1, and before a token that has no probability in its distribution. A drafter that keeps to the
-protocol has no such token but after a distribution of NaN, and earlier tokens alone decide about that; so no bias. That
-tokens were drawn from the distributions that are returned cannot be seen here: `audit.py` measures it.
+A draft counts as many tokens as were returned. It ends before an id that is no token of the vocabulary, before a
+distribution without mass 1, and before a token that has no probability in its distribution. This biases no drafter that
+keeps to the protocol: it never draws such a token, and its distributions have mass 1 or, where a context has no next
+token, are NaN, which earlier tokens alone decide. Whether tokens were drawn from the distributions that are returned
+cannot be seen here: `audit.py` measures it.
 """
 
 from __future__ import annotations

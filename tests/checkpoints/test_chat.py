@@ -129,7 +129,7 @@ def test_what_a_template_may_not_do(short, source):
 
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_the_limit_holds_where_the_program_ignores_or_blocks_the_signal(short, is_blocked):
-    """As one that has started libtpu."""
+    """A program that has started libtpu ignores it."""
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     before = signal.signal(signal.SIGPROF, signal.SIG_DFL if is_blocked else signal.SIG_IGN)
     if is_blocked:

@@ -62,7 +62,9 @@ def test_draft_with_tokens_that_do_not_exist_keeps_the_distribution(tokens, coun
     assert max(one.stats.drafted / one.stats.rounds for one in completions) <= max(0, min(counted, is_token.sum()))
 
 
-@pytest.mark.parametrize("name", ("fewer tokens than counted", "negative ids"))
+@pytest.mark.parametrize(
+    "name", ("fewer tokens than counted", "negative ids", "logits", "the distribution of another token")
+)
 def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
     """The control: without the check, the statistic above sees the mistake."""
 
@@ -71,7 +73,9 @@ def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
 
     monkeypatch.setattr("specsamp.decoding.loop.propose_draft", trust)
     jax.clear_caches()
-    drafter = Scripted(*OUTSIDE[name], K=K + 1)  # another loop than above
+    drafter = (
+        Scripted(*OUTSIDE[name], K=K + 1) if name in OUTSIDE else Drawing(name, K=K + 1)
+    )  # another loop than above
     completions = generate(PAIR, [[1]], LENGTH, drafter=drafter, sampling=chain(temperature(1.0)), num_samples=2048)
     tokens_NT = np.array([(one.tokens + [-1] * LENGTH)[:LENGTH] for one in completions])
     is_wrong = tokens_NT.min() < 0
@@ -245,7 +249,7 @@ def test_tree_ends_before_a_node_without_parent_or_distribution(parents, laws, k
 
 @pytest.mark.parametrize("masses, kept", [((1.0, 0.9), 1), ((0.9, 1.0), 0), ((1.0, float("nan")), 3)])
 def test_tree_ends_before_a_node_whose_distribution_has_another_mass(masses, kept):
-    """Of a distribution that is NaN the rules see to it: other branches stay."""
+    """A distribution of NaN is left to the rules, which keep other branches."""
     prefix = Prefix(tokens_BS=jnp.zeros((2, 8), jnp.int32), lengths_B=jnp.full(2, 3))
     tree = Tree((0, 1, 2), (0, 1, 1, 0), masses=masses)
     draft, _, _ = drafter_calls.propose_draft(tree, None, (), prefix, (), None, V)

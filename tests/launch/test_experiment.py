@@ -160,7 +160,15 @@ def test_two_names_become_an_experiment(folder, capsys):
         experiment.build(config.turned({"hugging_face.draft": str(folder.parent)}))
 
 
-@pytest.mark.parametrize("drafter, flags", [("ngram", ()), ("early_exit", ("--config.exit_layer=1",)), ("none", ())])
+@pytest.mark.parametrize(
+    "drafter, flags",
+    [
+        ("ngram", ()),
+        ("ngram", ("--config.mesh.model=2", "--config.mesh.data=4", "--config.batch=4")),
+        ("early_exit", ("--config.exit_layer=1",)),
+        ("none", ()),
+    ],
+)
 def test_a_target_alone_is_read_once_and_decodes(folder, drafter, flags, tmp_path):
     output = tmp_path / "result.json"
     flags += (f"--config.drafter={drafter}", "--config.repeats=1", "--config.max_new_tokens=4", f"--output={output}")
