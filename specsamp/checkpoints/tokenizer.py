@@ -81,7 +81,9 @@ class JsonTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self._special = {index for index, token in added.items() if token.special}
         decoder = tokenizer.decoder
-        self._is_byte_level = decoder is not None and decoder.decode(["ĠÃ©"]) == " é"
+        shown = "" if decoder is None else decoder.decode(["ĠĠÃ©"])
+        self._is_byte_level = shown.endswith("é")
+        self._stripped = len("  é") - len(shown)  # spaces that a decoder takes from the beginning of a text
         self._byte_of: dict[int | None, int] = {}  # of tokens such as <0x0A>
         if decoder is not None and decoder.decode(["<0x41>"]) == "A":
             names = (f"<0x{byte:02X}>" for byte in range(256))
@@ -143,7 +145,9 @@ class JsonTokenizer:
         if self._is_byte_level:
             if not BYTE_OF_LETTER.keys() >= set(piece):  # an added token, which is its own text
                 return piece.encode()
-            return bytes(BYTE_OF_LETTER[letter] for letter in piece)
+            content = bytes(BYTE_OF_LETTER[letter] for letter in piece)
+            spaces = len(content) - len(content.lstrip(b" "))
+            return content if before is not None else content[min(spaces, self._stripped) :]
         byte = self._byte_of.get(token)
         if byte is not None and (before is not None or byte > 0x7F):
             return bytes([byte])

@@ -12,8 +12,8 @@ from specsamp.checkpoints.tokenizer import JsonTokenizer
 TEXTS = [path.read_text(encoding="utf-8") for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
 TEXTS += ["naïve café, 42 Übungen, 数学 – 1234567 \t\n  x"] * 4
 STYLES = ("gpt2", "llama2", "llama3", "qwen", "gemma")
-# Added tokens of spaces; SentencePiece's Unigram without and with bytes; tokenizers that are not of language models.
-OTHER_STYLES = ("gemma3", "t5", "chatglm", "bert", "gpt1", "words")
+# Bytes without a first space; added tokens of spaces; SentencePiece's Unigram without and with bytes; tokenizers that are not of language models.
+OTHER_STYLES = ("stripped", "gemma3", "t5", "chatglm", "bert", "gpt1", "words")
 SPACE = "▁"
 
 
@@ -55,6 +55,10 @@ def tokenizer(style, size=900):
 
 
 def other_tokenizer(style):
+    if style == "stripped":  # of bytes, without the first space
+        text = tokenizers.Tokenizer.from_str(tokenizer("gpt2").to_json())
+        text.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+        return JsonTokenizer.from_tokenizer(text, "<|endoftext|>")
     if style == "gemma3":  # its added tokens are not special: a decoder turns them into spaces and lines
         text = tokenizers.Tokenizer.from_str(tokenizer("gemma").to_json())
         text.add_tokens([tokenizers.AddedToken(piece, normalized=False) for piece in ("▁▁", "▁▁▁", "\n\n", "<tool>")])
