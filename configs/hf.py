@@ -147,7 +147,8 @@ def find(argument: str) -> PublicPair:
     if argument in known:
         return known[argument]
     names = argument.split(",")
-    if len(names) == 1 and ("/" in argument or pathlib.Path(argument).expanduser().is_dir()):
+    is_folder = argument != "" and pathlib.Path(argument).expanduser().is_dir()
+    if is_folder or (len(names) == 1 and "/" in argument):
         return PublicPair(target=argument, drafter="ngram")
     if len(names) != 2 or not all(names):
         raise ValueError(

@@ -113,7 +113,9 @@ def test_two_names_are_a_pair_and_anything_else_is_refused():
     config = hf.get_config("runs/target,gs://bucket/draft")
     assert (config.hugging_face.target, config.hugging_face.draft) == ("runs/target", "gs://bucket/draft")
     for wrong in ("llama", "a,b,c", "a,", ""):
-        with pytest.raises(ValueError, match="choose one of gpt2, llama-8b, .* or give a target and a draft"):
+        with pytest.raises(
+            ValueError, match="choose one of gpt2, llama-8b, .* or give a target, alone or with a draft"
+        ):
             hf.get_config(wrong)
 
 

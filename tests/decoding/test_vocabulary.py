@@ -71,11 +71,13 @@ class OneToken(TranslatingDrafter):
         return draft, dataclasses.replace(state, cache=draft_cache), cache
 
 
-class NotRenormalised(OneToken):
-    """Verifies with the draft's probabilities among all its ids."""
+class OtherIdsAreTokenZero(OneToken):
+    """Verifies token 0 with the probability of the ids that no target token has."""
 
     def distributions(self, logits_BU, logits_BV):
-        return logits_BV, restrict(jax.nn.log_softmax(logits_BU), jnp.asarray(self.vocabulary.draft_ids_V))
+        log_probs_BV = restrict(jax.nn.log_softmax(logits_BU), jnp.asarray(self.vocabulary.draft_ids_V))
+        missing_B = 1 - jnp.exp(log_probs_BV).sum(axis=1)
+        return logits_BV, log_probs_BV.at[:, 0].set(jnp.log(jnp.exp(log_probs_BV[:, 0]) + missing_B))
 
 
 class TwoIdsForOneToken(OneToken):
@@ -94,7 +96,7 @@ class Right(OneToken):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", [NotRenormalised, TwoIdsForOneToken, Right])
+@pytest.mark.parametrize("mutant", [OtherIdsAreTokenZero, TwoIdsForOneToken, Right])
 def test_another_distribution_than_the_drawn_one_is_caught(mutant):
     p_value = distribution_test(loop_of(drafter=mutant, K=1), weights_of(SHARED), FULL, **SAMPLED)
     assert p_value > FALSE_ALARM if mutant is Right else p_value < FALSE_ALARM**2

@@ -142,7 +142,7 @@ def test_the_readme_orders_a_slice_for_each_replica(cloud):
     text = (ROOT / "launch" / "tpu" / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^(replica\(\) .*?)^```", text, re.MULTILINE | re.DOTALL)
     code = code.replace("keep_running.sh", "keep_running.sh --dry_run " + " ".join(AT))
-    code = code.replace(" &; done", "; done")  # one after the other, so that no line stands within another
+    code = code.replace(" & done", "; done")  # one after the other, so that no line stands within another
     done = subprocess.run(
         ["bash", "-c", code], cwd=cloud.checkout, env=cloud.environment, capture_output=True, text=True, timeout=600
     )

@@ -145,7 +145,7 @@ def test_a_cache_in_int8_is_read_as_it_is():
     batch, slots = 8, 8192
     traffic, floor, memory = call(programs(config, batch, slots))
     assert traffic.read < 1.02 * floor and traffic.written < 0.05 * floor and traffic.copies == []
-    assert memory.temp_size_in_bytes < 0.05 * floor
+    assert memory.temp_size_in_bytes < 0.06 * floor
     of_token = 2 * config.num_layers * config.num_kv_heads * (config.head_size + 4)  # and the scale
     of_cache = batch * slots * of_token / 4
     assert 0.7 < of_cache / floor < 0.8 and memory.alias_size_in_bytes < 1.01 * of_cache
