@@ -11,6 +11,11 @@ prompt. The same command resumes.
 --output. A text depends on its prompt, its id and the seed alone, unless the drafter looks at several
 rows, so replicas write the texts of one run. The command without --replica takes over the files of all
 replicas, and decodes what is missing.
+
+    python launch/generate.py --config=configs/hf.py:TARGET --conversations=2000000 --output=runs/chats --rows=32
+
+lets a tuned target write so many tokens of conversations, questions as well as answers, to train a draft or
+a head on: --output is a folder of token ids. More tokens later begin with the same conversations.
 """
 
 import time
@@ -18,6 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from absl import flags
+from rich.console import Console
 
 from launch.lib import entry
 from launch.lib.config import ConfigFlag
@@ -28,9 +34,13 @@ from specsamp.decoding.request import Prompt
 from specsamp.evaluation.records import read_records
 from specsamp.serving.completion_log import CompletionLog
 from specsamp.serving.generate_many import generate_many
+from specsamp.training.conversations import write_conversations
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
-_PROMPTS = flags.DEFINE_string("prompts", None, "The prompts, JSON lines, local or gs://.", required=True)
+_PROMPTS = flags.DEFINE_string("prompts", None, "The prompts, JSON lines, local or gs://.")
+_CONVERSATIONS = flags.DEFINE_integer(
+    "conversations", None, "Without --prompts: write so many tokens of conversations.", lower_bound=1
+)
 _OUTPUT = flags.DEFINE_string("output", None, "The file of completions, local or gs://.", required=True)
 _REPLICA = entry.define("replica")
 _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
@@ -42,6 +52,11 @@ def main() -> None:
     console = entry.make_console()
     _CONFIG.refuse_fields(["batch", "prompt_length", "repeats"], "give --rows and --samples")
     config = _CONFIG.value.turned({"batch": _ROWS.value})
+    if (_PROMPTS.value is None) == (_CONVERSATIONS.value is None):
+        raise ValueError("give --prompts=FILE, or --conversations=TOKENS, and not both")
+    if _CONVERSATIONS.value is not None:
+        write_chats(config, console)
+        return
     replica = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
     if storage.is_stream(_OUTPUT.value):
         raise ValueError(f"--output={_OUTPUT.value} is a stream, from which no run can go on: name a file")
@@ -73,6 +88,26 @@ def main() -> None:
     told = f"{total} texts, {queue.known} of them known before; {tokens} tokens"
     console.print(f"{told}, in {seconds:.0f} s")
     entry.say_written(replica.file(_OUTPUT.value), console)
+
+
+def write_chats(config: ExperimentConfig, console: Console) -> None:
+    """Writes conversations of the target to the folder of --output."""
+    for name, flag in (("replica", _REPLICA), ("samples", _SAMPLES)):
+        if flag.value != flag.default:
+            raise ValueError(f"--{name} has no effect on --conversations: leave it out")
+    folder = storage.place(_OUTPUT.value)
+    experiment = build(config)
+    console.print(headline(experiment, task=f"conversations of {_CONVERSATIONS.value} tokens"))
+    with entry.keeps("the same command goes on"), entry.progress(console, "writing") as say:
+        write_conversations(
+            folder,
+            experiment.pair,
+            tokens=_CONVERSATIONS.value,
+            rows=_ROWS.value,
+            seed=config.seed,
+            report=lambda tokens: say(f"{tokens} of {_CONVERSATIONS.value} tokens"),
+        )
+    entry.say_written(folder, console)
 
 
 def read_prompts(path: str, chat: bool) -> dict[int, Prompt]:

@@ -207,7 +207,7 @@ def token_stream(texts: Iterable[TrainingText], tokenizer) -> np.ndarray:
 
     Args:
       tokenizer: anything with ``encode(text) -> ids`` and ``eos_id``; for conversations, with a chat template. Sequences of
-        integers are tokens already, below ``eos_id``.
+        integers are tokens already.
 
     Returns:
       ``[tokens]`` int32.
@@ -218,7 +218,7 @@ def token_stream(texts: Iterable[TrainingText], tokenizer) -> np.ndarray:
 
     def encode(text: TrainingText) -> Sequence[int]:
         if isinstance(text, np.ndarray):
-            validate.integer("a token of the arrays", int(text.max()), 0, tokenizer.eos_id)
+            validate.integer("a token of the arrays", int(text.max()), 0, tokenizer.vocab_size)
             return text
         if isinstance(text, ChatText):
             return tokenizer.encode_chat(**text.conversation, complete=True)

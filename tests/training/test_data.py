@@ -212,8 +212,8 @@ def test_arrays_of_integers_are_sequences(tmp_path):
     assert tokenizer.vocab_size == 13 and tokenizer.encode("5 11 0") == [5, 11, 0] == tokenizer.encode(
         tokenizer.decode([5, 11, 0])
     )
-    with pytest.raises(ValueError, match="a token of the arrays must be an integer >= 0 and below 12; got 12"):
-        token_stream([np.array([3, 12])], tokenizer)
+    with pytest.raises(ValueError, match="a token of the arrays must be an integer >= 0 and below 13; got 13"):
+        token_stream([np.array([3, 13])], tokenizer)
     assert read_corpus(tmp_path, pattern="*.npy", held_out=0.5).digest == corpus.digest
     np.save(tmp_path / "one.npy", np.array([9, 9, 9, 8], np.int16))
     assert read_corpus(tmp_path, pattern="*.npy").digest != corpus.digest

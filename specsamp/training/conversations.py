@@ -1,0 +1,97 @@
+"""Conversations that a tuned target writes itself, to distil a draft or a head where it will be used."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from specsamp import storage, validate
+from specsamp.decoding.pair import Pair
+from specsamp.sampling.warp import temperature
+from specsamp.serving.generate_many import generate_many
+from specsamp.training.run_folder import read_array, write_array
+
+
+def write_conversations(
+    folder: epath.Path,
+    pair: Pair,
+    *,
+    tokens: int,
+    shard: int = 384,
+    rows: int = 32,
+    longest_question: int = 128,
+    longest_answer: int = 384,
+    coolest: float = 0.7,
+    seed: int = 0,
+    report: Callable[[int], Any] = lambda tokens: None,
+) -> None:
+    """Lets the target write questions at temperature 1, by continuing the beginning of a chat, and answers to them.
+
+    A question is dropped if it does not end by itself, is empty, or stands in an earlier conversation (Magpie, arXiv
+    2406.08464). The temperatures of the answers are spread evenly over [``coolest``, 1]. Each shard is kept in a file, so
+    that a killed run goes on where it was; a longer run begins with the shards of a shorter one.
+
+    Args:
+      folder: of the shards: ``0000.npy`` holds tokens, ``[T]`` uint16, or uint32 for vocabularies of more than 65,536
+        tokens; `specsamp.training.data.read_corpus` reads it. ``0000.json`` counts the questions that were written and
+        the answers that ended, and has the place of each conversation: its first token, and the tokens before its answer.
+      pair: its target writes; its tokenizer has a chat template.
+      tokens: of all shards together; the last shard is whole.
+      shard: questions of a shard, before some are dropped.
+      rows: texts that are written at a time.
+      longest_question, longest_answer: in tokens; a longer answer is cut.
+      coolest: the lowest temperature of an answer, in [0, 1].
+      seed: of the noise.
+      report: gets the number of tokens so far.
+
+    Raises:
+      ValueError: a number out of range, no chat template, or a shard whose questions were all dropped.
+    """
+    for name, value in (("tokens", tokens), ("shard", shard), ("longest_question", longest_question)):
+        validate.integer(name, value, 1)
+    validate.number("coolest", coolest, 0, 1)
+    write = functools.partial(generate_many, pair, rows=rows, draft_length=0, seed=seed)
+    begin = beginning(pair)
+    number, written, seen = 0, 0, set()
+    while written < tokens:
+        path = folder / f"{number:04d}.npy"
+        if not path.exists():
+            ids = range(number * shard, (number + 1) * shard)
+            questions = list(write([begin] * shard, longest_question, sampling=temperature(1.0), prompt_ids=ids))
+            questions.sort(key=lambda question: question.prompt_index)
+            prompts: dict[tuple[int, ...], int] = {}
+            for id, question in zip(ids, questions):
+                prompt = asked(pair, question.text) if question.finish == "stop" and question.text.strip() else ()
+                if prompt and prompt not in seen:
+                    prompts.setdefault(prompt, id)
+            if not prompts:
+                raise ValueError(f"none of {shard} questions ended and was new: raise longest_question or shard")
+            spread = temperature(np.linspace(coolest, 1, len(prompts)))
+            answers = list(write(list(prompts), longest_answer, sampling=spread, prompt_ids=list(prompts.values())))
+            answers.sort(key=lambda answer: answer.prompt_index)
+            texts = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers)]
+            starts = np.cumsum([0, *map(len, texts)])
+            counts = {"questions": shard, "ended": sum(answer.finish == "stop" for answer in answers)}
+            places = [[int(start), len(prompt)] for start, prompt in zip(starts, prompts)]
+            storage.write_json(path.with_suffix(".json"), counts | {"conversations": places})
+            write_array(path, np.concatenate(texts).astype(np.min_scalar_type(pair.target.vocab_size - 1)))
+        shard_T = read_array(path)
+        for start, length in storage.read_json(path.with_suffix(".json"))["conversations"]:
+            seen.add(tuple(shard_T[start : start + length].tolist()))
+        number, written = number + 1, written + len(shard_T)
+        report(written)
+
+
+def beginning(pair: Pair) -> list[int]:
+    """Returns the tokens of a chat before the words of its user."""
+    return list(os.path.commonprefix([asked(pair, "A"), asked(pair, "7")]))
+
+
+def asked(pair: Pair, text: str) -> tuple[int, ...]:
+    """Returns the tokens of a chat in which a user says ``text``, up to the answer."""
+    return tuple(pair.tokenizer.encode_chat([{"role": "user", "content": text.strip()}]))

@@ -1,0 +1,106 @@
+"""Conversations that a target writes itself: shards, resumption, and the questions that are dropped."""
+
+import json
+
+import numpy as np
+import pytest
+from etils import epath
+
+from specsamp.decoding.pair import Pair
+from specsamp.decoding.text import Continuation
+from specsamp.training.conversations import beginning, write_conversations
+from specsamp.training.data import read_corpus
+from support.fakes import TableLM, random_table
+
+END, BEGIN, USER, ANSWER, LETTERS = 0, 1, 2, 3, 4
+VOCABULARY = 20
+
+
+class Letters:
+    """A tokenizer of sixteen letters with a chat template of four special tokens."""
+
+    vocab_size, eos_id = VOCABULARY, END
+
+    def encode(self, text):
+        return [LETTERS + ord(letter) % 16 for letter in text]
+
+    def encode_chat(self, messages, **_):
+        (message,) = messages
+        return [BEGIN, USER, *self.encode(message["content"]), END, ANSWER]
+
+    def decode(self, tokens):
+        return Continuation(self).decode(tokens)
+
+    def token_bytes(self, token, before=None):
+        return bytes([ord("p") + token - LETTERS]) if token >= LETTERS else None
+
+    def token_id(self, text):
+        return None
+
+    def token(self, index):
+        return str(index)
+
+
+def pair_of(table):
+    return Pair(target=TableLM(VOCABULARY), target_params=table, tokenizer=Letters())
+
+
+def write(folder, tokens, table, **options):
+    sizes = dict(shard=8, rows=4, longest_question=12, longest_answer=12)
+    write_conversations(epath.Path(folder), pair_of(table), tokens=tokens, **sizes | options)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def table():
+    return random_table(7, VOCABULARY, scale=0.3)
+
+
+def test_a_longer_run_begins_with_the_shards_of_a_shorter_one_and_goes_on_where_it_was(tmp_path, table):
+    first = write(tmp_path / "a", 100, table)
+    more = write(tmp_path / "a", 400, table)
+    assert more.items() > first.items()
+    assert write(tmp_path / "b", 400, table) == more
+    (tmp_path / "b" / "0001.json").unlink()  # killed between the two files of a shard
+    (tmp_path / "b" / "0001.npy").unlink()
+    assert write(tmp_path / "b", 400, table) == more
+    assert write(tmp_path / "c", 400, table, seed=1) != more
+
+
+def test_conversations_are_whole_and_no_question_comes_twice(tmp_path, table):
+    write(tmp_path, 400, table)
+    questions = []
+    for path in sorted(tmp_path.glob("*.npy")):
+        tokens, told = np.load(path), json.loads(path.with_suffix(".json").read_text())
+        assert tokens.dtype == np.uint8 and told["questions"] == 8
+        starts = [start for start, _ in told["conversations"]] + [len(tokens)]
+        ended = 0
+        for (start, length), end in zip(told["conversations"], starts[1:]):
+            prompt, answer = tokens[start : start + length].tolist(), tokens[start + length : end].tolist()
+            assert prompt[:2] == [BEGIN, USER] and prompt[-2:] == [END, ANSWER] and 0 < len(prompt) - 4 < 12
+            assert END not in answer[:-1] and len(answer) <= 12
+            questions.append(tuple(prompt))
+            ended += answer[-1] == END
+        assert told["ended"] == ended
+    assert len(set(questions)) == len(questions) > 8
+    assert beginning(pair_of(table)) == [BEGIN, USER]
+    texts = read_corpus(tmp_path, pattern="*.npy", held_out=0).train
+    assert sum(map(len, texts.values())) >= 400
+
+
+def test_questions_that_were_all_seen_before_end_the_run_in_one_line(tmp_path):
+    """The target always asks "q" and ends."""
+    table = np.full((VOCABULARY + 1,) * 3 + (VOCABULARY,), -1e9, np.float32)
+    table[:, :, USER, LETTERS + 1] = 0
+    table[:, :, LETTERS + 1, END] = 0
+    table[:, :, ANSWER, LETTERS + 2] = 0
+    table[:, :, LETTERS + 2, END] = 0
+    with pytest.raises(ValueError, match="none of 8 questions ended and was new: raise longest_question or shard"):
+        write(tmp_path, 1000, table)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0000.json", "0000.npy"]
+
+
+@pytest.mark.parametrize("options, message", [({"coolest": 1.5}, "coolest"), ({"shard": 0}, "shard")])
+def test_numbers_out_of_range_are_refused(tmp_path, table, options, message):
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path, 10, table, **options)
