@@ -20,9 +20,12 @@ def add_decoding(
     """Adds to ``config`` what configurations of pairs share, and returns it."""
     # K; 0 decodes autoregressively; "machine": what a forecast for this machine finds best, prompt lookup included
     config.draft_length = config_dict.FieldReference(draft_length, field_type=object)
-    # or "pard", "head", "block", "early_exit", "ngram", or "none": both sides autoregressive, a test of the benchmark
+    # or "pard", "head", "block", "early_exit", "window", "ngram", or "none": both sides autoregressive, a test of the benchmark
     config.drafter = "model"
     config.exit_layer = config_dict.placeholder(int)  # layers of the target that draft, for "early_exit"
+    # Last and first tokens of the text that the target attends to while it drafts, for "window".
+    config.window = config_dict.placeholder(int)
+    config.sinks = config_dict.placeholder(int)
     config.mask_id = config_dict.placeholder(int)  # the token that stands for one to be drafted, for "pard"
     # Children per level of a token tree, such as (3, 2, 1), under a rule of trees; (): chains of draft_length.
     config.tree = ()

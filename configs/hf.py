@@ -8,7 +8,7 @@
 
 After the colon comes the name of a pair below, or a target and a draft, each a folder, a gs:// folder or the id of a
 model of the hub (pip install huggingface_hub jinja2). A target alone takes --config.drafter=ngram (prompt lookup, the
-default), early_exit (its first layers) or none. With --config.drafter=head the draft is a head, such as EAGLE-3's, or
+default), early_exit (its first layers), window or none. With --config.drafter=head the draft is a head, such as EAGLE-3's, or
 once more the target, where a module for multi-token prediction lies in its checkpoint. Some models can be read only after
 their licence was accepted on their page, and with a token.
 launch/export.py writes a model that was trained here as such a folder.

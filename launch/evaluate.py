@@ -252,7 +252,7 @@ def split(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
 
 def task_identity(config: ExperimentConfig, problems: Mapping[int, Problem]) -> dict[str, Any]:
     """Returns the identity of a file of blocks, as far as it is known before a pair is read."""
-    left_out = ("rule", "drafter", "draft_length", "exit_layer", "mesh", "repeats", "prompt_length")
+    left_out = ("rule", "drafter", "draft_length", "exit_layer", "window", "sinks", "mesh", "repeats", "prompt_length")
     told = hashlib.sha256(repr(sorted(problems.items())).encode()).hexdigest()[:16]
     return {
         "task": {"name": _TASK.value, "problems": len(problems), "sha256": told, "samples": _SAMPLES.value},

@@ -19,6 +19,7 @@ from specsamp.decoding.drafters import (
     NoDrafter as NoDrafter,
     ParallelDrafter as ParallelDrafter,
     TranslatingDrafter as TranslatingDrafter,
+    WindowDrafter as WindowDrafter,
 )
 from specsamp.decoding.generate import generate as generate, stream as stream
 from specsamp.decoding.loop import Loop as Loop

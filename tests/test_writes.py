@@ -24,6 +24,7 @@ ALLOWED = {
     "decoding/drafters/feature.py: FeatureDrafter.propose.draw": (1, "an offset below K"),
     "decoding/drafters/parallel.py: ParallelDrafter.propose.step": (1, "an offset below K"),
     "decoding/drafters/translating.py: TranslatingDrafter.propose.step": (1, "an offset below K"),
+    "decoding/drafters/window.py: WindowDrafter.propose.step": (1, "an offset below K"),
     "decoding/sampler.py: Sampler.draw": (1, "an offset below K"),
     "decoding/drafters/translating.py: TranslatingDrafter.init": (1, "the first slots of an empty text"),
     "decoding/drafters/translating.py: TranslatingDrafter._append": (2, "drops ids that do not fit"),

@@ -23,7 +23,7 @@ Point = dict[str, Any]  # values of fields of the configuration
 
 # The fields that a grid may change. Any other field changes the pair or the texts, and so needs another file.
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingFields))
-TURNED = {"draft_length", "drafter", "exit_layer", "mask_id", "rule", "batch", "draft_temperature"}
+TURNED = {"draft_length", "drafter", "exit_layer", "window", "sinks", "mask_id", "rule", "batch", "draft_temperature"}
 TURNED |= {"synthetic_acceptance", *(f"sampling.{name}" for name in SAMPLING_FIELDS)}
 
 

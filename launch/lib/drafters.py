@@ -21,6 +21,7 @@ from specsamp.decoding.drafters import (
     NgramTree,
     NoDrafter,
     ParallelDrafter,
+    WindowDrafter,
 )
 from specsamp.decoding.drafters.block_head import LAWS
 from specsamp.decoding.drafters.tree import sized
@@ -91,6 +92,12 @@ DRAFTERS = {
         ),
         inside=True,
         compiled=True,
+    ),
+    "window": Word(
+        make=lambda target, draft, size, config: WindowDrafter(
+            target, size, config.window, config.sinks or 0, decode_window()
+        ),
+        trees=False,
     ),
     "ngram": Word(make=lambda target, draft, size, config: sized(NgramDrafter, NgramTree, size)),
     "none": Word(make=lambda target, draft, size, config: NoDrafter(), trees=False, drafts=False),

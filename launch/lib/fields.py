@@ -152,6 +152,8 @@ class ExperimentConfig(Config):
     repeats: int
     seed: Annotated[int, (validate.integer, 0, 2**32)]
     exit_layer: int | None = None
+    window: int | None = None
+    sinks: int | None = None
     mask_id: int | None = None
     tree: Sequence[int] = ()
     adaptive: AdaptiveFields = AdaptiveFields()
@@ -169,6 +171,10 @@ class ExperimentConfig(Config):
     def __post_init__(self):
         if self.exit_layer is not None or self.word.inside:
             validate.integer("exit_layer", self.exit_layer, 1)
+        if self.window is not None or self.drafter == "window":
+            validate.integer("window", self.window, 1)
+        elif self.sinks is not None:
+            raise ValueError(f"sinks={self.sinks} belong to a window: set window, and drafter=window")
         if self.mask_id is not None or self.drafter == "pard":
             validate.integer("mask_id", self.mask_id, 0)
         if self.draft_length != MACHINE:
@@ -180,7 +186,7 @@ class ExperimentConfig(Config):
         if self.hugging_face is not None and self.word.draft and not self.hugging_face.draft:
             raise ValueError(
                 f"drafter={self.drafter} reads a draft, and {self.hugging_face.target} is a target alone: name both, "
-                "as configs/hf.py:TARGET,DRAFT, or choose the drafter ngram, early_exit or none"
+                "as configs/hf.py:TARGET,DRAFT, or choose the drafter ngram, early_exit, window or none"
             )
         self.workload()  # refuses numbers out of range
         self._check_tree(make_rule(self.rule))
@@ -221,8 +227,10 @@ class ExperimentConfig(Config):
 
     @property
     def drafter_name(self) -> str:
-        """Returns the drafter's name in results: its word, its exit layer and its tree."""
+        """Returns the drafter's name in results: its word, its exit layer or window, and its tree."""
         name = f"{self.drafter} {self.exit_layer}" if self.word.inside else self.drafter
+        if self.drafter == "window":
+            name = f"window {self.window} + {self.sinks or 0}"
         return f"{name} tree {'x'.join(map(str, self.tree))}" if self.tree else name
 
     @property

@@ -180,6 +180,11 @@ class ShardedModel(LayeredModel):
         rows_BT, start_B = self.layout.on_all_devices((rows_BT, start_B))
         return self._place_cache(self.model.compact(cache, start_B, rows_BT, num_rows))
 
+    def cut_cache(self, cache: Any, num_kept: int, first_B: Array, count: int, room: int) -> Any:
+        return self._place_cache(
+            self.model.cut_cache(cache, num_kept, self.layout.on_all_devices(first_B), count, room)
+        )
+
     def embed(self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, **options: Any) -> tuple[Array, Any]:
         tokens_BT, start_B = self.layout.on_all_devices((tokens_BT, start_B))
         x_BTD, written = self.model.embed(weights, tokens_BT, start_B, cache, **options)

@@ -147,6 +147,8 @@ class Attention(nn.Module):
             table, axes = relative_keys(weight_MDH, num_slots).astype(q_BNTH.dtype), "MSH"
         else:
             axes = self.table_axes
+            # Of a smaller cache the largest distance stands for all beyond.
+            table = jax.lax.slice_in_dim(table, table.shape[axes.index("S")] - num_slots, None, axis=axes.index("S"))
         distance_BMRH = distance_BNTH.reshape(batch, config.num_kv_heads, -1, size)
         scores = contract(f"BMRH,{axes}->BMRS", distance_BMRH, table, dtype=jnp.float32)
         return content_BNTH, scores.reshape(batch, heads, length, num_slots)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from specsamp.models.int8 import quantise
 from specsamp.models.positions import align_distances
 from specsamp.models.products import contract, soft_cap
-from specsamp.models.slots import SLOTS_AXIS, move_slots, read_moved, write_slots
+from specsamp.models.slots import SLOTS_AXIS, cut_slots, move_slots, read_moved, write_slots
 from specsamp.models.visibility import Visibility
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Array = jax.Array
 
 LOGICAL_AXES = {"B": "batch", "M": "kv_heads", "S": "slots", "H": "head", "1": None}  # by letters of names
+KERNEL_SLOTS = 128  # of which the slots of a cache for kernels are a multiple
 PAIRED_SIZE = 64  # of heads whose keys and values share the rows of `PairedKVCache`
 
 
@@ -95,6 +96,15 @@ class LayerCache:
         }
         return self._write(dataclasses.replace(self, **moved), start_B)
 
+    def cut(self, num_kept: int, first_B: Array, count: int, room: int) -> Self:
+        """Returns a smaller cache, see `specsamp.models.slots.cut_slots`; with kernels, of whole blocks of slots."""
+        room += 0 if self.kernels is None else -(num_kept + count + room) % KERNEL_SLOTS
+        arrays = {
+            name: cut_slots(getattr(self, name), num_kept, first_B, count, room, axes.index("S"))
+            for name, axes in self._axes().items()
+        }
+        return dataclasses.replace(self, **arrays)
+
     def _write(self, new: LayerCache, start_B: Array) -> Self:
         """Writes the slots of a smaller cache in slots ``start_B ..``."""
         written = {}
@@ -125,7 +135,7 @@ class LayerCache:
         """
         (batch, heads, length, size), (_, kv_heads, slots, _) = q_BNTH.shape, self.entries_BMSH[-1].shape
         group = heads // kv_heads
-        if self.kernels is not None and self.kernels.take(slots, length, group):
+        if self.kernels is not None and self.kernels.take(slots, length, group) and not visible.needs_mask:
             return self.kernels.attend(q_BNTH, self, visible, scale=scale, distances_BNTS=distances_BNTS, cap=cap)
         # Queries that share a kv head are extra rows of one product.
         rows_shape, scales_BM1S = (batch, kv_heads, group * length), self.scales_BM1S
@@ -258,4 +268,12 @@ class TransformerCache:
         if tokens_BS is not None:
             tokens_BS = move_slots(tokens_BS[:, None, :, None], start_B, rows_BT, num_rows)[:, 0, :, 0]
         layers = tuple(layer.compact(start_B, rows_BT, num_rows) for layer in self.layers)
+        return type(self)(layers=layers, tokens_BS=tokens_BS)
+
+    def cut(self, num_kept: int, first_B: Array, count: int, room: int) -> Self:
+        """Returns a smaller cache, see `specsamp.models.slots.cut_slots`."""
+        tokens_BS = self.tokens_BS
+        if tokens_BS is not None:
+            tokens_BS = cut_slots(tokens_BS[:, None, :, None], num_kept, first_B, count, room)[:, 0, :, 0]
+        layers = tuple(layer.cut(num_kept, first_B, count, room) for layer in self.layers)
         return type(self)(layers=layers, tokens_BS=tokens_BS)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 Array = jax.Array
@@ -25,7 +27,11 @@ class Output:
     hidden: tuple[Array, ...] = ()  # [B, T, D], one per entry of ``hidden_layers``
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["start_B", "positions_BT", "visible_BTR", "skipped_B"],
+    meta_fields=["num_kept"],
+)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
     """The attention mask of a token tree. All tokens of the tree attend to the text before it.
@@ -44,6 +50,16 @@ class Block:
     start_B: Array  # int32, the slot of the tree's first row
     positions_BT: Array  # int32, of the call's tokens: ``start_B`` plus their depth in the tree
     visible_BTR: Array  # bool, whether token t of the call attends to row r of the tree, in slot ``start_B + r``
+    # int32, how many tokens of the text have no slot, behind the ``num_kept`` first ones; None: all have one
+    skipped_B: Array | None = None
+    num_kept: int = 0
+
+    def slot_positions(self, num_slots: int) -> Array:
+        """Returns the positions of the tokens of the text in all slots, int32 ``[B or 1, S]``."""
+        slots_1S = jnp.arange(num_slots)[None]
+        if self.skipped_B is None:
+            return slots_1S
+        return slots_1S + jnp.where(slots_1S >= self.num_kept, self.skipped_B[:, None], 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +84,8 @@ class DeviceLayout:
 class LanguageModel(abc.ABC):
     """A static, hashable description of a model, such as a frozen dataclass; its arrays are separate arguments.
 
-    Derived classes define ``vocab_size``, `init_cache` and `__call__`; all other methods have defaults. The default of
-    `compact` raises NotImplementedError, and so do those of `LayeredModel.first` and `LayeredModel.unembed_normed`.
+    Derived classes define ``vocab_size``, `init_cache` and `__call__`; all other methods have defaults. The defaults of
+    `compact` and `cut_cache` raise NotImplementedError, and so do those of `LayeredModel.first` and `LayeredModel.unembed_normed`.
     """
 
     vocab_size: int
@@ -132,6 +148,13 @@ class LanguageModel(abc.ABC):
           num_rows: the number of rows of the tree, static.
         """
         raise NotImplementedError(f"{type(self).__name__} has no compact(): it cannot be the target of a token tree")
+
+    def cut_cache(self, cache: Any, num_kept: int, first_B: Array, count: int, room: int) -> Any:
+        """Returns a smaller cache: the first ``num_kept`` slots, ``count`` slots from ``first_B``, and ``room`` empty slots.
+
+        A call with this cache has a `Block` that says which tokens of the text have no slot.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no cut_cache(): it cannot draft with a window")
 
     def for_mesh(self, layout: DeviceLayout) -> LanguageModel:
         """Returns the model for a mesh: itself, unless it is made for a single device."""

@@ -93,12 +93,25 @@ def read_moved(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int,
     first_B = jnp.clip(start_B, 0, cache_BMSH.shape[axis] - num_rows)
     rows_BT = jnp.clip(rows_BT + (start_B - first_B)[:, None], 0, num_rows - 1)
 
-    def read(row: Array, first: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(row, first, num_rows, axis)
-
-    if len(start_B) <= MAX_UNROLLED_ROWS:
-        block_BMRH = jnp.concatenate([read(cache_BMSH[b : b + 1], first_B[b]) for b in range(len(start_B))])
-    else:
-        block_BMRH = jax.vmap(lambda row, first: read(row[None], first)[0])(cache_BMSH, first_B)
+    block_BMRH = read_slots(cache_BMSH, first_B, num_rows, axis)
     index = rows_BT[:, None, :, None] if axis == SLOTS_AXIS else rows_BT[:, None, None, :]
     return jnp.take_along_axis(block_BMRH, index, axis=axis)
+
+
+def read_slots(cache_BMSH: Array, first_B: Array, count: int, axis: int = SLOTS_AXIS) -> Array:
+    """Reads ``count`` slots of each sequence from slot ``first_B``, which must lie within the cache."""
+
+    def read(row: Array, first: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(row, first, count, axis)
+
+    if len(first_B) <= MAX_UNROLLED_ROWS:
+        return jnp.concatenate([read(cache_BMSH[b : b + 1], first_B[b]) for b in range(len(first_B))])
+    return jax.vmap(lambda row, first: read(row[None], first)[0])(cache_BMSH, first_B)
+
+
+def cut_slots(cache_BMSH: Array, num_kept: int, first_B: Array, count: int, room: int, axis: int = SLOTS_AXIS) -> Array:
+    """Returns the first ``num_kept`` slots, ``count`` slots from ``first_B``, and ``room`` slots of zeros."""
+    kept = jax.lax.slice_in_dim(cache_BMSH, 0, num_kept, axis=axis)
+    window = read_slots(cache_BMSH, first_B, count, axis)
+    empty = jnp.zeros((*window.shape[:axis], room, *window.shape[axis + 1 :]), window.dtype)
+    return jnp.concatenate([kept, window, empty], axis)

@@ -190,6 +190,11 @@ class TransformerLM(LayeredModel):
         """Moves slots ``start_B + rows_BT`` to ``start_B ..``; see `specsamp.models.slots.move_slots`."""
         return cache.compact(start_B, rows_BT, num_rows)
 
+    def cut_cache(
+        self, cache: TransformerCache, num_kept: int, first_B: Array, count: int, room: int
+    ) -> TransformerCache:
+        return cache.cut(num_kept, first_B, count, room)
+
     # Calls.
 
     def embed(

@@ -31,6 +31,11 @@ class Visibility:
     window: int | None = None
     block: Block | None = None
 
+    @property
+    def needs_mask(self) -> bool:
+        """Returns whether a window ends among tokens without a slot, which kernels do not count."""
+        return self.window is not None and self.block is not None and self.block.skipped_B is not None
+
     def mask(self, num_slots: int) -> Array:
         """Returns the attention mask, bool ``[B, T, S]``."""
         slots_S = jnp.arange(num_slots)
@@ -53,7 +58,7 @@ class Visibility:
         if self.block is None:
             queries_BT = self.start_B[:, None] + jnp.arange(self.num_queries)[None, :]
             return queries_BT[:, :, None] - jnp.arange(num_slots)[None, None, :]
-        before_BTS = self.block.positions_BT[:, :, None] - jnp.arange(num_slots)[None, None, :]
+        before_BTS = self.block.positions_BT[:, :, None] - self.block.slot_positions(num_slots)[:, None, :]
         return _place(before_BTS, seen_after(self.block), self.block.start_B)
 
 
@@ -69,15 +74,16 @@ def seen_after(block: Block) -> Array:
 def ancestor_slots(block: Block, count: int) -> Array:
     """Returns the slots of each query's last ``count`` tokens, ending with the query, ``[B, T, count]`` int32.
 
-    A slot is negative if the sequence is shorter.
+    A slot is negative if the sequence is shorter. Tokens without a slot must lie before the last ``count``.
     """
     after_BTR, num_slots = seen_after(block), block.visible_BTR.shape[-1]
+    skipped_B1 = 0 if block.skipped_B is None else block.skipped_B[:, None]
     slots = []
     for distance in range(count - 1, -1, -1):
         here_BTR = block.visible_BTR & (after_BTR == distance)
         offset_BT = jnp.sum(jnp.where(here_BTR, jnp.arange(num_slots), 0), axis=-1)
         inside_BT = block.start_B[:, None] + offset_BT
-        slots.append(jnp.where(here_BTR.any(-1), inside_BT, block.positions_BT - distance))
+        slots.append(jnp.where(here_BTR.any(-1), inside_BT, block.positions_BT - distance - skipped_B1))
     return jnp.stack(slots, axis=-1)
 
 

@@ -27,6 +27,7 @@ from specsamp.decoding.drafters import (
     NgramTree,
     NoDrafter,
     ParallelDrafter,
+    WindowDrafter,
 )
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.trees import TreeShape
@@ -61,9 +62,10 @@ def test_a_configuration_becomes_objects(monkeypatch):
     assert [type(warp) for warp in made.method.sampling.warps] == [Temperature, TopP]
     hash((made.method.drafter, made.method.rule, made.pair.target))
     known = {"ngram": NgramDrafter(K=2), "none": NoDrafter(), "early_exit": EarlyExitDrafter(made.pair.target, 1, 2)}
+    known |= {"window": WindowDrafter(made.pair.target, 2, window=9, sinks=3)}
     known |= {"pard": ParallelDrafter(made.pair.draft, 2, mask_id=7)}
     for word, drafter in known.items():
-        own = config.turned({"drafter": word, "exit_layer": 1, "mask_id": 7})
+        own = config.turned({"drafter": word, "exit_layer": 1, "mask_id": 7, "window": 9, "sinks": 3})
         assert own.make_drafter(made.pair.target, made.pair.draft) == drafter
         assert own.make_drafter(made.pair.target, made.pair.draft, 0) == NoDrafter()
     assert made.method.adaptive is None and config.adaptive.make(NoDrafter()) is None
@@ -166,6 +168,7 @@ def test_two_names_become_an_experiment(folder, capsys):
         ("ngram", ()),
         ("ngram", ("--config.mesh.model=2", "--config.mesh.data=4", "--config.batch=4")),
         ("early_exit", ("--config.exit_layer=1",)),
+        ("window", ("--config.window=4", "--config.sinks=1")),
         ("none", ()),
     ],
 )

@@ -18,6 +18,7 @@ from specsamp.decoding.drafters import (
     ModuleDrafter,
     ParallelDrafter,
     TranslatingDrafter,
+    WindowDrafter,
 )
 from specsamp.decoding.drafters.translating import SharedVocabulary
 from specsamp.decoding.pair import Pair
@@ -80,6 +81,8 @@ DRAFTERS = {
     "parallel": lambda: of_model(PARALLEL, lengths=(0, 1, K), perfect=1),
     "tokenizer": of_tokenizer,
     "early exit": lambda: of_target(EarlyExitDrafter(TARGET, 1, K)),
+    "window": lambda: of_target(WindowDrafter(TARGET, K, window=5, sinks=2)),
+    "whole window": lambda: (*of_target(WindowDrafter(TARGET, K, window=200), (0, 1, K))[:3], K),
     "EAGLE-1": lambda: of_head(FeatureDrafter, eagle1(V, **LAST), K=K),
     "EAGLE-3": lambda: of_head(FeatureDrafter, EAGLE, K=K),
     "MTP": lambda: of_head(FeatureDrafter, mtp(V, **LAST), K=K),

@@ -15,7 +15,7 @@ from specsamp.decoding.loop import Loop
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.state import RequestBatch, Weights
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
-from specsamp.models.slots import move_slots
+from specsamp.models.slots import cut_slots, move_slots
 from specsamp.models.visibility import ancestor_slots
 from specsamp.sampling.warp import for_rows, log_probs
 from support.byte_tokenizer import ByteTokenizer
@@ -67,6 +67,9 @@ class TableLM(LanguageModel):
 
     def compact(self, cache, start_B, rows_BT, num_rows):
         return move_slots(cache[:, None, :, None], start_B, rows_BT, num_rows)[:, 0, :, 0]
+
+    def cut_cache(self, cache, num_kept, first_B, count, room):
+        return cut_slots(cache[:, None, :, None], num_kept, first_B, count, room)[:, 0, :, 0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,8 @@ from specsamp.decoding.drafters.ngram import NgramDrafter
 from specsamp.decoding.drafters.parallel import ParallelDrafter
 from specsamp.decoding.drafters.translating import TranslatingDrafter
 from specsamp.decoding.drafters.tree import BlockTree, EarlyExitTree, FeatureTree, ModelTree, NgramTree
+from specsamp.decoding.drafters.window import WindowDrafter
 
 __all__ = ["BlockDrafter", "BlockTree", "EarlyExitDrafter", "EarlyExitTree", "FeatureDrafter", "FeatureTree"]
 __all__ += ["ModelDrafter", "ModelTree", "ModuleDrafter", "NgramDrafter", "NgramTree", "NoDrafter", "ParallelDrafter"]
-__all__ += ["TranslatingDrafter"]
+__all__ += ["TranslatingDrafter", "WindowDrafter"]

@@ -1,0 +1,100 @@
+"""Self-drafting with a window: the target drafts, and attends to a few first and the last tokens alone.
+
+On long contexts a step's time is that of reading caches, not weights (MagicDec, arXiv 2408.11049). Attention to the first
+tokens, the sinks, keeps the model stable (StreamingLLM, arXiv 2309.17453). Weights and cache are the target's: there is no
+second model and nothing to prefill.
+
+A round begins with a copy of these slots, to which its draft steps add their own. The target's cache is not written, so
+it holds the keys and values of scoring calls alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specsamp import validate
+from specsamp.decoding.drafter import Drafter, Prefix, Proposal
+from specsamp.decoding.sampler import Drawn, Sampler
+from specsamp.decoding.state import Weights
+from specsamp.models.interface import Block, LanguageModel
+
+Array = jax.Array
+_Carry = tuple[Any, Array, Array]  # the copy, last tokens, all tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowDrafter(Drafter):
+    """Drafts with the target, which attends to ``sinks + window`` tokens of the text and to the draft.
+
+    Attributes:
+      model: the pair's target, ``pair.target``; a model with `LanguageModel.cut_cache`.
+      K: tokens per round.
+      window: the last tokens of the text before the pending token that are attended to.
+      sinks: the first tokens of the text that are attended to.
+      positions: of a step, 1 or 2, see `Loop.window`. With 2 the token is fed twice, as in `EarlyExitDrafter`.
+    """
+
+    model: LanguageModel
+    K: int
+    window: int = 512
+    sinks: int = 4
+    positions: int = 1
+
+    def __post_init__(self):
+        validate.integer("K", self.K, 1)
+        validate.integer("window", self.window, 1)
+        validate.integer("sinks", self.sinks, 0)
+        validate.integer("positions", self.positions, 1, 3)
+        longest = self.model.max_positions
+        if longest is not None and self.sinks + self.window >= longest:
+            raise ValueError(
+                f"{self.sinks} sinks and a window of {self.window} are the whole context of {longest} tokens: shorten "
+                "the window"
+            )
+
+    @property
+    def weights_key(self) -> None:
+        return None
+
+    def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
+        if target != self.model:
+            raise ValueError(
+                f"the drafter's model is not the pair's target, whose weights it would use: {self.model!r} and "
+                f"{target!r}; make it with pair.target, after the pair was sharded"
+            )
+
+    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+        lengths_B = prefix.lengths_B
+        batch, longest = prefix.tokens_BS.shape
+        sinks = min(self.sinks, longest - 1)
+        window = min(self.window, longest - sinks)
+        before_B = lengths_B - 1  # the pending token is not in the cache
+        held_B = jnp.minimum(before_B, sinks + window)
+        first_B = jnp.maximum(before_B - window, sinks)
+        copy = self.model.cut_cache(cache, sinks, first_B, window, self.K + self.positions - 1)
+        causal_BTR = jnp.broadcast_to(jnp.tri(self.positions, dtype=bool), (batch, self.positions, self.positions))
+
+        def step(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
+            copy, last_B, tokens_BK = carry
+            fed_BT = jnp.broadcast_to(last_B[:, None], (batch, self.positions))
+            start_B = held_B + offset
+            block = Block(
+                start_B=start_B,
+                positions_BT=(before_B + offset)[:, None] + jnp.arange(self.positions)[None],
+                visible_BTR=causal_BTR,
+                skipped_B=before_B - held_B,
+                num_kept=sinks,
+            )
+            output = self.model(weights.target, fed_BT, start_B, copy, block=block)
+            tokens_B, drawn = sample.draw(output.logits_BTV[:, 0], offset, drawn, self.K)
+            tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
+            return (output.cache, tokens_B, tokens_BK), drawn
+
+        pending_B = jnp.take_along_axis(prefix.tokens_BS, before_B[:, None], axis=1)[:, 0]
+        carry = copy, pending_B, jnp.zeros((batch, self.K), jnp.int32)
+        (_, _, tokens_BK), drawn = sample.chain(self.K, step, step, carry)
+        return sample.draft(tokens_BK, drawn), state, cache

@@ -1,0 +1,185 @@
+"""The target drafts for itself with a window: its drafts are those of a masked cache, and leave no trace in the text."""
+
+import dataclasses
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import pytest
+
+from decoding.test_early_exit import MODELS, SAMPLING, TEXTS, TOKENS, pair_of, plain, tokens
+from specsamp import BlockRule, CoupledRule, TokenRule, WindowDrafter, generate
+from specsamp.decoding.loop import Loop
+from specsamp.mesh.layout import make_mesh
+from specsamp.mesh.sharded import shard
+from specsamp.models.visibility import Visibility
+from specsamp.sampling.warp import chain, temperature
+from support.extras import slow_but
+from support.fakes import FALSE_ALARM, TableLM, prefill, table_loop
+from support.loop_distributions import V, distribution_test
+
+WINDOW, SINKS, K = 6, 2, 3
+
+
+def drafted(name, drafter, pair=None):
+    pair = pair or pair_of(name)
+    return generate(pair, TEXTS, TOKENS, drafter=drafter(pair.target), sampling=SAMPLING, rule=CoupledRule(), seed=3)
+
+
+@pytest.mark.parametrize("name", slow_but(MODELS, "relative"))
+def test_text_is_that_of_plain_decoding(name):
+    positions = 1 + list(MODELS).index(name) % 2
+    made = drafted(name, lambda target: WindowDrafter(target, K, WINDOW, SINKS, positions))
+    assert tokens(made) == plain(name)
+    assert 0 < sum(row.stats.accepted for row in made) < sum(row.stats.drafted for row in made)
+
+
+@pytest.mark.parametrize("name", slow_but(MODELS, "n-grams"))
+def test_a_window_over_the_whole_text_drafts_what_the_target_writes(name):
+    made = drafted(name, lambda target: WindowDrafter(target, K, 35, 4))
+    assert tokens(made) == plain(name)
+    for row in made:  # the budget cuts the last round
+        assert row.stats.accepted >= TOKENS - row.stats.rounds and row.stats.rounds == TOKENS // (K + 1)
+
+
+@pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), pytest.param(CoupledRule(), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_texts_have_the_distribution_of_the_target(rule, sinks):
+    """A table model looks at three tokens, of which the window has two."""
+    loop = table_loop(rule, WindowDrafter(TableLM(V), 2, 1, sinks))
+    p_value = distribution_test(loop, None, chain(temperature(1.3)), length=3, samples=30_000, powered=False)
+    assert p_value > FALSE_ALARM
+
+
+# Its distributions: those of the target with all slots, whose mask has the sinks and the window alone.
+
+
+class ReadsASlotTooFar(WindowDrafter):
+    """A mutant: its window ends with the slot of the pending token, which holds a rejected token."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        shifted = dataclasses.replace(self)
+        cut = self.model.cut_cache
+        object.__setattr__(
+            shifted,
+            "model",
+            _Changed(self.model, cut=lambda cache, kept, first_B, *rest: cut(cache, kept, first_B + 1, *rest)),
+        )
+        return WindowDrafter.propose(shifted, weights, state, prefix, cache, sample)
+
+
+class CountsSlots(WindowDrafter):
+    """A mutant: its positions are those of the slots in the copy."""
+
+    def propose(self, weights, state, prefix, cache, sample):
+        changed = dataclasses.replace(self)
+        object.__setattr__(
+            changed,
+            "model",
+            _Changed(self.model, positions=lambda block: block.positions_BT - block.skipped_B[:, None]),
+        )
+        return WindowDrafter.propose(changed, weights, state, prefix, cache, sample)
+
+
+class _Changed:
+    """A target with another way to cut its cache, or to count positions."""
+
+    def __init__(self, model, cut=None, positions=None):
+        self.model, self.positions, self.cut_cache = model, positions, cut or model.cut_cache
+
+    def __call__(self, weights, tokens_BT, start_B, cache, *, block):
+        if self.positions is not None:
+            block = dataclasses.replace(block, positions_BT=self.positions(block))
+        return self.model(weights, tokens_BT, start_B, cache, block=block)
+
+
+def worst_difference(name, drafter, monkeypatch, rounds=6):
+    """Returns the largest difference of a drafted token's distribution from the masked target's, over some rounds."""
+    model, slots = MODELS[name], 40
+    loop = Loop(target=model, drafter=drafter, rule=TokenRule())
+    weights = pair_of(name).weights(drafter, slots)
+    state = prefill(loop, weights.target, None, TEXTS, 28, chain(temperature(1.0)), samples=4, slots=slots)
+    draft_of = jax.jit(lambda request, state: loop.draft(weights, request, state)[0])
+    mask_of, worst = Visibility.mask, 0.0
+
+    @jax.jit
+    def masked(fed_B, offset, before_B, cache):
+        def mask(visible, num_slots):
+            slots_1S = jnp.arange(num_slots)[None]
+            is_near_BS = (slots_1S < drafter.sinks) | (slots_1S >= (before_B - WINDOW)[:, None])
+            return mask_of(visible, num_slots) & is_near_BS[:, None]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Visibility, "mask", mask)
+            output = model(weights.target, fed_B[:, None], before_B + offset, cache)
+        return jax.nn.softmax(output.logits_BTV[:, 0]), output.cache
+
+    for _ in range(rounds):
+        draft = draft_of(state.request, state)
+        before_B, cache = state.lengths_B - 1, state.cache
+        fed_B = jnp.take_along_axis(state.tokens_BS, before_B[:, None], axis=1)[:, 0]
+        for k in range(K):
+            expected_BV, cache = masked(fed_B, k, before_B, cache)
+            worst = max(worst, float(jnp.abs(jnp.exp(draft.log_probs_BRV[:, k]) - expected_BV).max()))
+            fed_B = draft.tokens_BK[:, k]
+        state = loop.run(weights, state, 1)
+    assert int(state.lengths_B.min()) > SINKS + WINDOW
+    return worst
+
+
+@pytest.mark.parametrize("name", slow_but(MODELS, "rotary"))
+def test_drafts_have_the_distributions_of_a_masked_target(name, monkeypatch):
+    """Of relative positions a copy knows the nearest distances alone, so that sinks differ."""
+    sinks = 0 if name.startswith("relative") else SINKS
+    assert worst_difference(name, WindowDrafter(MODELS[name], K, WINDOW, sinks), monkeypatch) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", [ReadsASlotTooFar, CountsSlots])
+def test_a_window_of_other_slots_or_positions_is_seen(mutant, monkeypatch):
+    assert worst_difference("rotary", mutant(MODELS["rotary"], K, WINDOW, SINKS), monkeypatch) > 1e-3
+
+
+def readers(jaxpr, slots):
+    """Returns the names of the operations that read an array of a cache with so many slots."""
+    names = set()
+    for equation in jaxpr.eqns:
+        inner = list(jax.extend.core.jaxprs_in_params(equation.params))
+        for each in inner:
+            names |= readers(each, slots)
+        shapes = [getattr(operand.aval, "shape", ()) for operand in equation.invars]
+        if not inner and any(len(shape) == 4 and slots in shape for shape in shapes):
+            names.add(equation.primitive.name)
+    return names
+
+
+@pytest.mark.parametrize("name", ["rotary", "relative, cpu"])
+def test_a_draft_reads_slices_of_the_cache_alone(name):
+    """The control is a window over the whole context, whose copy has as many slots."""
+    model, slots = MODELS[name], 46
+
+    def read(window):
+        drafter = WindowDrafter(model, K, window, SINKS)
+        loop, weights = Loop(target=model, drafter=drafter, rule=TokenRule()), pair_of(name).weights(drafter, slots)
+        state = prefill(loop, weights.target, None, TEXTS, 4, chain(temperature(1.0)), slots=slots)
+        draft = jax.make_jaxpr(
+            lambda cache: loop.draft(weights, state.request, dataclasses.replace(state, cache=cache))
+        )
+        return readers(draft(state.cache).jaxpr, slots)
+
+    assert read(WINDOW) == {"slice", "dynamic_slice"}
+    assert "dot_general" in read(slots - SINKS - K)
+
+
+@pytest.mark.slow
+def test_on_a_mesh():
+    pair = shard(pair_of("n-grams"), make_mesh(2, 2, devices=jax.devices()[:4]))
+    made = drafted("n-grams", lambda target: WindowDrafter(target, K, WINDOW, SINKS), pair)
+    assert tokens(made) == plain("n-grams")
+    alone = drafted("n-grams", lambda target: WindowDrafter(target, K, WINDOW, SINKS))
+    assert [row.stats for row in made] == [row.stats for row in alone]
+
+
+def test_the_drafter_of_another_target_is_refused():
+    with pytest.raises(ValueError, match="not the pair's target"):
+        generate(pair_of("rotary"), TEXTS, 4, drafter=WindowDrafter(MODELS["relative"], K, WINDOW))
