@@ -14,8 +14,9 @@ replicas, and decodes what is missing.
 
     python launch/generate.py --config=configs/hf.py:TARGET --conversations=2000000 --output=runs/chats --rows=32
 
-lets a tuned target write so many tokens of conversations, questions as well as answers, to train a draft or
-a head on: --output is a folder of token ids. More tokens later begin with the same conversations.
+lets a tuned target write so many tokens of conversations, questions as well as answers of up to
+--config.max_new_tokens, to train a draft or a head on: --output is a folder of token ids. More tokens later
+begin with the same conversations.
 """
 
 import time
@@ -104,6 +105,7 @@ def write_chats(config: ExperimentConfig, console: Console) -> None:
             experiment.pair,
             tokens=_CONVERSATIONS.value,
             rows=_ROWS.value,
+            longest_answer=config.max_new_tokens,
             seed=config.seed,
             report=lambda tokens: say(f"{tokens} of {_CONVERSATIONS.value} tokens"),
         )

@@ -3,13 +3,13 @@
 import dataclasses
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import pytest
 
 from decoding.test_early_exit import MODELS, SAMPLING, TEXTS, TOKENS, pair_of, plain, tokens
 from specsamp import BlockRule, CoupledRule, TokenRule, WindowDrafter, generate
 from specsamp.decoding.loop import Loop
+from specsamp.jax_names import jaxprs
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
 from specsamp.models.visibility import Visibility
@@ -144,7 +144,7 @@ def readers(jaxpr, slots):
     """Returns the names of the operations that read an array of a cache with so many slots."""
     names = set()
     for equation in jaxpr.eqns:
-        inner = list(jax.extend.core.jaxprs_in_params(equation.params))
+        inner = list(jaxprs.jaxprs_in_params(equation.params))
         for each in inner:
             names |= readers(each, slots)
         shapes = [getattr(operand.aval, "shape", ()) for operand in equation.invars]

@@ -1,0 +1,85 @@
+"""launch/generate.py --conversations writes texts of a target to train on, and the study looks for tests among them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from launch.studies import conversations as study
+from specsamp.checkpoints.export import export
+from specsamp.checkpoints.hugging_face import open_checkpoint
+from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
+from specsamp.training.data import read_corpus, token_stream, train_tokenizer
+from support.checkpoint_shapes import CONFIG, random_params
+from support.run_script import call
+
+TEMPLATE = """{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}
+{%- if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A target with random weights that often ends a text."""
+    folder = tmp_path_factory.mktemp("public") / "target"
+    tokenizer = JsonTokenizer.from_tokenizer(train_tokenizer(["add 3 to x: x + 3"] * 3, 300), eos=EOS)
+    export(folder, CONFIG, random_params(CONFIG), tokenizer)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written") / "chats"
+    flags = (f"--config=configs/hf.py:{target}", "--config.drafter=none", "--config.hugging_face.dtype=float32")
+    done = call(
+        "generate", *flags, "--conversations=500", f"--output={folder}", "--rows=8", "--config.max_new_tokens=9"
+    )
+    assert (done.returncode or 0) == 0, done.stderr
+    return folder
+
+
+def measured(target, chats, tmp_path, test, name="result"):
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text(json.dumps({"question_id": 1, "category": "writing", "turns": [test]}), encoding="utf-8")
+    output = tmp_path / f"{name}.json"
+    flags = (f"--target={target}", f"--folder={chats}", f"--tests=mt_bench={path}", f"--output={output}")
+    return call("study", "conversations", *flags), output
+
+
+def test_conversations_are_written_counted_and_read_for_training(target, chats, tmp_path):
+    done, output = measured(target, chats, tmp_path, "one two three four five six")
+    assert (done.returncode or 0) == 0, done.stderr
+    (cell,) = json.loads(output.read_text())["cells"]
+    found, tokens = cell["result"], np.load(chats / "0000.npy")
+    assert tokens.dtype == np.uint16 and found["tokens"] == len(tokens) >= 500
+    assert (
+        0 < found["answers_that_end"] < 1 and 0 < found["distinct_4_grams"] <= 1 and found["tests"] == {"mt_bench": 1}
+    )
+    texts = read_corpus(chats, pattern="*.npy", held_out=0).train.values()
+    assert token_stream(texts, open_checkpoint(target).tokenizer)[1:-1].tolist() == tokens.tolist()
+
+
+def test_a_prompt_of_a_test_among_them_is_refused(target, chats, tmp_path):
+    places = json.loads((chats / "0000.json").read_text())["conversations"]
+    decode = open_checkpoint(target).tokenizer.decode
+    starts = [start for start, _ in places] + [None]
+    texts = [decode(np.load(chats / "0000.npy")[one:two].tolist()) for one, two in zip(starts, starts[1:])]
+    text = max(texts, key=lambda text: len(study.words_of(text)))
+    assert len(study.words_of(text)) >= study.SHORTEST
+    done, output = measured(target, chats, tmp_path, text)
+    assert done.returncode == 2 and "holds 1 prompts of tests, such as mt_bench 1" in done.stderr
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ((), "give --prompts=FILE, or --conversations=TOKENS, and not both"),
+        (("--conversations=9", "--prompts=README.md"), "and not both"),
+        (("--conversations=9", "--samples=2"), "--samples has no effect on --conversations"),
+        (("--conversations=9", "--replica=0/2"), "--replica has no effect on --conversations"),
+    ],
+)
+def test_flags_that_do_not_fit_together_are_refused(flags, message, tmp_path):
+    done = call("generate", *flags, f"--output={tmp_path / 'chats'}")
+    assert done.returncode == 2 and message in done.stderr
