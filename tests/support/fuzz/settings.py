@@ -140,6 +140,7 @@ SETTINGS = [
     Setting("queue", "prompt lookup", slots=256),
     Setting("queue", "model", COUPLED, adapts=True),
     Setting("queue", "early exit"),
+    Setting("queue", "window", COUPLED, adapts=True),
     Setting("queue", "EAGLE-3"),
     Setting("queue", "modules", slots=256),
     Setting("queue", "parallel", adapts=True),
