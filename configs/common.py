@@ -23,7 +23,7 @@ def add_decoding(
     # or "pard", "head", "block", "early_exit", "window", "ngram", or "none": both sides autoregressive, a test of the benchmark
     config.drafter = "model"
     config.exit_layer = config_dict.placeholder(int)  # layers of the target that draft, for "early_exit"
-    # Last and first tokens of the text that the target attends to while it drafts, for "window".
+    # Last tokens of the text that the target attends to while it drafts, for "window"; and first ones, by default 4.
     config.window = config_dict.placeholder(int)
     config.sinks = config_dict.placeholder(int)
     config.mask_id = config_dict.placeholder(int)  # the token that stands for one to be drafted, for "pard"

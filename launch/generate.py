@@ -42,7 +42,9 @@ _PROMPTS = flags.DEFINE_string("prompts", None, "The prompts, JSON lines, local 
 _CONVERSATIONS = flags.DEFINE_integer(
     "conversations", None, "Without --prompts: write so many tokens of conversations.", lower_bound=1
 )
-_OUTPUT = flags.DEFINE_string("output", None, "The file of completions, local or gs://.", required=True)
+_OUTPUT = flags.DEFINE_string(
+    "output", None, "The file of completions, or the folder of conversations, local or gs://.", required=True
+)
 _REPLICA = entry.define("replica")
 _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Completions of each prompt.", lower_bound=1)
@@ -96,7 +98,10 @@ def write_chats(config: ExperimentConfig, console: Console) -> None:
     for name, flag in (("replica", _REPLICA), ("samples", _SAMPLES)):
         if flag.value != flag.default:
             raise ValueError(f"--{name} has no effect on --conversations: leave it out")
+    if storage.is_stream(_OUTPUT.value):
+        raise ValueError(f"--output={_OUTPUT.value} is a stream: name a folder")
     folder = storage.place(_OUTPUT.value)
+    entry.check_output(str(folder / "written_by.json"))
     experiment = build(config)
     console.print(headline(experiment, task=f"conversations of {_CONVERSATIONS.value} tokens"))
     with entry.keeps("the same command goes on"), entry.progress(console, "writing") as say:

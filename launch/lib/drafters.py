@@ -72,6 +72,11 @@ def _head(target: LanguageModel, draft: Any, size: int | TreeShape, config: Any,
     return dataclasses.replace(drafter, law=law)
 
 
+def sinks_of(config: Any) -> int:
+    """Returns the number of sinks of a window."""
+    return WindowDrafter.sinks if config.sinks is None else config.sinks
+
+
 DRAFTERS = {
     "model": Word(
         make=lambda target, draft, size, config: sized(ModelDrafter, ModelTree, size, draft, window=decode_window()),
@@ -95,7 +100,7 @@ DRAFTERS = {
     ),
     "window": Word(
         make=lambda target, draft, size, config: WindowDrafter(
-            target, size, config.window, config.sinks or 0, decode_window()
+            target, size, config.window, sinks_of(config), decode_window()
         ),
         trees=False,
     ),

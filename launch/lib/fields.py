@@ -13,7 +13,7 @@ from typing import Annotated, Any, Self
 
 from ml_collections import ConfigDict
 
-from launch.lib.drafters import DRAFTERS, AdaptiveFields, Word, check_word, meaning
+from launch.lib.drafters import DRAFTERS, AdaptiveFields, Word, check_word, meaning, sinks_of
 from launch.lib.rules import make_rule
 from specsamp import validate
 from specsamp.analysis.workload import Workload
@@ -173,6 +173,7 @@ class ExperimentConfig(Config):
             validate.integer("exit_layer", self.exit_layer, 1)
         if self.window is not None or self.drafter == "window":
             validate.integer("window", self.window, 1)
+            validate.integer("sinks", sinks_of(self), 0)
         elif self.sinks is not None:
             raise ValueError(f"sinks={self.sinks} belong to a window: set window, and drafter=window")
         if self.mask_id is not None or self.drafter == "pard":
@@ -230,7 +231,7 @@ class ExperimentConfig(Config):
         """Returns the drafter's name in results: its word, its exit layer or window, and its tree."""
         name = f"{self.drafter} {self.exit_layer}" if self.word.inside else self.drafter
         if self.drafter == "window":
-            name = f"window {self.window} + {self.sinks or 0}"
+            name = f"window {sinks_of(self)} + {self.window}"
         return f"{name} tree {'x'.join(map(str, self.tree))}" if self.tree else name
 
     @property

@@ -2,41 +2,62 @@
 
     python launch/study.py conversations --target=TARGET --folder=runs/chats --tests=spec_bench=spec_bench.jsonl,gsm8k=test.jsonl --output=runs/chats.json
 
-A prompt is found where thirteen of its words stand in a conversation one after another, or all of a shorter one. A folder
-that holds one is refused: drafts that learn from it would look better on this test than on other texts.
+A prompt is found where thirteen of its words stand in a conversation one after another, or all words of a shorter turn.
+Turns of fewer than five words are left out, since many texts hold them. A folder that holds a prompt is refused: drafts
+that learn from it would look better on this test than on other texts.
 """
 
 import collections
+import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from launch.lib.study import Option, Study
 from specsamp import storage
 from specsamp.checkpoints.hugging_face import open_checkpoint
+from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.evaluation.tasks import load_task
+from specsamp.training.run_folder import read_array
 
 WORDS = 13  # as of GPT-3 (arXiv 2005.14165, appendix C)
-SHORTEST = 5  # prompts of fewer words stand in many texts
+SHORTEST = 5
 GRAM = 4  # tokens
+NO_SPACES = "\u3040-\u30ff\u3400-\u9fff"  # Japanese and Chinese
+
+
+def prepare(options: Any) -> None:
+    """Lists the shards and reads the tests.
+
+    Raises:
+      ValueError: the target, the folder or its shards are missing, or a test is not TASK=FILE.
+    """
+    for name in ("target", "folder"):
+        if not getattr(options, name):
+            raise ValueError(f"give --{name}: see --help")
+    options.paths = sorted(storage.place(options.folder).glob("*.npy"))
+    if not options.paths:
+        raise ValueError(f"--folder={options.folder} has no conversations: write them by launch/generate.py")
+    options.prompts = dict(read_test(each) for each in options.tests)
+
+
+def identity(options: Any) -> dict[str, Any]:
+    """Returns the target, and the contents of all shards and tests."""
+    contents = b"".join(path.read_bytes() for path in options.paths)
+    told = [hashlib.sha256(each).hexdigest()[:16] for each in (contents, repr(options.prompts).encode())]
+    return {"target": options.target, "conversations": told[0], "tests": told[1]}
 
 
 def measure(options, key, say) -> dict[str, Any]:
-    """Reads all shards and all tests."""
+    """Reads all shards."""
     tokenizer = open_checkpoint(options.target).tokenizer
-    paths = sorted(storage.place(options.folder).glob("*.npy"))
-    if not paths:
-        raise ValueError(f"--folder={options.folder} has no conversations: write them by launch/generate.py")
-    tests = dict(read_test(each) for each in options.tests)
-    held: dict[str, set[str]] = {name: set() for name in tests}
-    owners = {words: (name, id) for name, prompts in tests.items() for id, words in parts_of(prompts)}
-    lengths = sorted({len(words) for words in owners})
-    counts, grams, num_grams = collections.Counter(), set(), 0
-    for path in paths:
+    owners = {part: (name, id) for name, turns in options.prompts.items() for id, part in parts_of(turns)}
+    lengths = sorted({len(part) for part in owners})
+    counts, grams, held, num_grams = collections.Counter(), set(), set(), 0
+    for path in options.paths:
         say(path.name)
-        tokens, described = np.load(path), storage.read_json(path.with_suffix(".json"))
+        tokens, described = read_array(path), storage.read_json(path.with_suffix(".json"))
         starts = [start for start, _ in described["conversations"]] + [len(tokens)]
         counts += {"tokens": len(tokens), "questions": described["questions"], "ended": described["ended"]}
         for (start, length), end in zip(described["conversations"], starts[1:]):
@@ -45,51 +66,60 @@ def measure(options, key, say) -> dict[str, Any]:
             windows = [answer[at : at + GRAM] for at in range(len(answer) - GRAM + 1)]
             grams.update(windows)
             num_grams += len(windows)
-            words = words_of(tokenizer.decode(tokens[start:end].tolist()))
+            words = words_of(text_of(tokenizer, tokens[start:end].tolist()))
             for n in lengths:
-                for part in zip(*(words[at:] for at in range(n))):
-                    if part in owners:
-                        name, id = owners[part]
-                        held[name].add(id)
-    found = [f"{name} {min(ids)}" for name, ids in held.items() if ids]
-    if found:
+                held |= {owners[part] for part in zip(*(words[at:] for at in range(n))) if part in owners}
+    if held:
+        first = " ".join(min(held))
         raise ValueError(
-            f"--folder={options.folder} holds {sum(map(len, held.values()))} prompts of tests, such as "
-            f"{found[0]}: leave out these conversations"
+            f"--folder={options.folder} holds {len(held)} prompts of tests, such as {first}: leave out these conversations"
         )
+    looked_for = collections.Counter(name for name, _ in {*owners.values()})
     return {
         "kind": "conversations",
-        "shards": len(paths),
+        "shards": len(options.paths),
         **counts,
         "answers_that_end": counts["ended"] / counts["conversations"],
-        f"distinct_{GRAM}_grams": len(grams) / num_grams,
-        "tests": {name: len(prompts) for name, prompts in tests.items()},
+        f"distinct_{GRAM}_grams": len(grams) / max(num_grams, 1),
+        "tests": {
+            name: {"prompts": len({id for id, _ in turns}), "looked_for": looked_for[name]}
+            for name, turns in options.prompts.items()
+        },
     }
 
 
-def read_test(named: str) -> tuple[str, dict[str, str]]:
-    """Returns the name of a task, and its prompts by their names, of ``TASK=FILE``."""
+def read_test(named: str) -> tuple[str, list[tuple[str, str]]]:
+    """Returns the name of a task, and the name and text of every turn of its prompts, of ``TASK=FILE``."""
     name, _, source = named.partition("=")
     problems = load_task(name, source or None, insist=True).problems
-    return name, {problem.id: " ".join([problem.prompt, *problem.further_turns]) for problem in problems}
+    return name, [(problem.id, turn) for problem in problems for turn in (problem.prompt, *problem.further_turns)]
 
 
-def parts_of(prompts: dict[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields each run of `WORDS` words of each prompt, or all words of a shorter prompt."""
-    for id, prompt in prompts.items():
-        words = words_of(prompt)
+def parts_of(turns: Sequence[tuple[str, str]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields each run of `WORDS` words of each turn, or all words of a shorter turn."""
+    for id, turn in turns:
+        words = words_of(turn)
         if len(words) >= SHORTEST:
             n = min(WORDS, len(words))
             yield from ((id, tuple(words[at : at + n])) for at in range(len(words) - n + 1))
 
 
-def words_of(text: str) -> Sequence[str]:
-    return re.findall(r"\w+", text.lower())
+def text_of(tokenizer: JsonTokenizer, tokens: Sequence[int]) -> str:
+    """Returns the text of tokens, with a line break for special tokens, which have no text."""
+    parts = itertools.groupby(tokens, key=lambda token: tokenizer.token_bytes(token) is None)
+    return "".join("\n" if is_special else tokenizer.decode([*part]) for is_special, part in parts)
+
+
+def words_of(text: str) -> list[str]:
+    """Returns the words of a text; in scripts without spaces, its characters."""
+    return re.findall(rf"[{NO_SPACES}]|[^\W{NO_SPACES}]+", text.lower())
 
 
 STUDY = Study(
     question="How varied are conversations that a target wrote, and do they hold prompts of tests?",
     measure=measure,
+    prepare=prepare,
+    identity=identity,
     options={
         "target": Option("", "The target, a folder or the id of a model of the hub, for its tokenizer."),
         "folder": Option("", "The conversations, of launch/generate.py --conversations."),

@@ -147,8 +147,7 @@ class Attention(nn.Module):
             table, axes = relative_keys(weight_MDH, num_slots).astype(q_BNTH.dtype), "MSH"
         else:
             axes = self.table_axes
-            # Of a smaller cache the largest distance stands for all beyond.
-            table = jax.lax.slice_in_dim(table, table.shape[axes.index("S")] - num_slots, None, axis=axes.index("S"))
+            table = _of_nearest(table, num_slots, axes.index("S"))
         distance_BMRH = distance_BNTH.reshape(batch, config.num_kv_heads, -1, size)
         scores = contract(f"BMRH,{axes}->BMRS", distance_BMRH, table, dtype=jnp.float32)
         return content_BNTH, scores.reshape(batch, heads, length, num_slots)
@@ -167,3 +166,11 @@ def project(x_BTD: Array, weight_NDH: Array | Int8Weight) -> Array:
     rows_NRD = jnp.broadcast_to(x_BTD.reshape(1, batch * length, width), (heads, batch * length, width))
     rows_NRH = contract("NRD,NDH->NRH", rows_NRD, weight_NDH)
     return rows_NRH.reshape(heads, batch, length, size).swapaxes(0, 1)
+
+
+def _of_nearest(table: Array, count: int, axis: int) -> Array:
+    """Returns the entries of the ``count`` smallest distances, for a cache that was cut; the farthest is repeated."""
+    missing = count - table.shape[axis]
+    if missing > 0:
+        return jnp.pad(table, [(missing if at == axis else 0, 0) for at in range(table.ndim)], mode="edge")
+    return jax.lax.slice_in_dim(table, -missing, table.shape[axis], axis=axis)

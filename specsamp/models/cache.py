@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Array = jax.Array
 
 LOGICAL_AXES = {"B": "batch", "M": "kv_heads", "S": "slots", "H": "head", "1": None}  # by letters of names
-KERNEL_SLOTS = 128  # of which the slots of a cache for kernels are a multiple
+KERNEL_SLOTS = 128  # kernels read caches of a multiple of so many slots
 PAIRED_SIZE = 64  # of heads whose keys and values share the rows of `PairedKVCache`
 
 

@@ -48,7 +48,9 @@ class Block:
     """
 
     start_B: Array  # int32, the slot of the tree's first row
-    positions_BT: Array  # int32, of the call's tokens: ``start_B`` plus their depth in the tree
+    # int32, of the call's tokens: the position of the tree's first row, ``start_B`` unless tokens were skipped, plus
+    # their depth in the tree
+    positions_BT: Array
     visible_BTR: Array  # bool, whether token t of the call attends to row r of the tree, in slot ``start_B + r``
     # int32, how many tokens of the text have no slot, behind the ``num_kept`` first ones; None: all have one
     skipped_B: Array | None = None
@@ -150,7 +152,7 @@ class LanguageModel(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no compact(): it cannot be the target of a token tree")
 
     def cut_cache(self, cache: Any, num_kept: int, first_B: Array, count: int, room: int) -> Any:
-        """Returns a smaller cache: the first ``num_kept`` slots, ``count`` slots from ``first_B``, and ``room`` empty slots.
+        """Returns the first ``num_kept`` slots, ``count`` slots from ``first_B`` and at least ``room`` empty ones.
 
         A call with this cache has a `Block` that says which tokens of the text have no slot.
         """

@@ -33,7 +33,7 @@ class Visibility:
 
     @property
     def needs_mask(self) -> bool:
-        """Returns whether a window ends among tokens without a slot, which kernels do not count."""
+        """Returns whether distances in a window differ from those of slots, which kernels measure."""
         return self.window is not None and self.block is not None and self.block.skipped_B is not None
 
     def mask(self, num_slots: int) -> Array:
@@ -74,16 +74,20 @@ def seen_after(block: Block) -> Array:
 def ancestor_slots(block: Block, count: int) -> Array:
     """Returns the slots of each query's last ``count`` tokens, ending with the query, ``[B, T, count]`` int32.
 
-    A slot is negative if the sequence is shorter. Tokens without a slot must lie before the last ``count``.
+    A slot is negative if the sequence is shorter, or if the token has no slot.
     """
     after_BTR, num_slots = seen_after(block), block.visible_BTR.shape[-1]
-    skipped_B1 = 0 if block.skipped_B is None else block.skipped_B[:, None]
     slots = []
     for distance in range(count - 1, -1, -1):
         here_BTR = block.visible_BTR & (after_BTR == distance)
         offset_BT = jnp.sum(jnp.where(here_BTR, jnp.arange(num_slots), 0), axis=-1)
         inside_BT = block.start_B[:, None] + offset_BT
-        slots.append(jnp.where(here_BTR.any(-1), inside_BT, block.positions_BT - distance - skipped_B1))
+        before_BT = block.positions_BT - distance
+        if block.skipped_B is not None:
+            slot_BT = before_BT - block.skipped_B[:, None]
+            has_slot_BT = (block.skipped_B[:, None] == 0) | (slot_BT >= block.num_kept)
+            before_BT = jnp.where(has_slot_BT, slot_BT, -1)
+        slots.append(jnp.where(here_BTR.any(-1), inside_BT, before_BT))
     return jnp.stack(slots, axis=-1)
 
 

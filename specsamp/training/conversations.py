@@ -7,11 +7,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from etils import epath
 
 from specsamp import storage, validate
+from specsamp.checkpoints.params import digest
 from specsamp.decoding.pair import Pair
+from specsamp.decoding.request import make_stops
 from specsamp.sampling.warp import temperature
 from specsamp.serving.generate_many import generate_many
 from specsamp.training.run_folder import read_array, write_array
@@ -37,9 +40,10 @@ def write_conversations(
     that a killed run goes on where it was; a longer run begins with the shards of a shorter one.
 
     Args:
-      folder: of the shards: ``0000.npy`` holds tokens, ``[T]`` uint16, or uint32 for vocabularies of more than 65,536
-        tokens; `specsamp.training.data.read_corpus` reads it. ``0000.json`` counts the questions that were written and
-        the answers that ended, and has the place of each conversation: its first token, and the tokens before its answer.
+      folder: of the shards: ``0000.npy`` holds tokens, ``[T]``, in the narrowest unsigned type for the vocabulary;
+        `specsamp.training.data.read_corpus` reads it. ``0000.json`` counts the questions that were written and the
+        answers that ended, and has the place of each conversation: its first token, and the tokens before its answer.
+        ``written_by.json`` has the digest of the target and the options, which stay the same.
       pair: its target writes; its tokenizer has a chat template.
       tokens: of all shards together; the last shard is whole.
       shard: questions of a shard, before some are dropped.
@@ -50,19 +54,28 @@ def write_conversations(
       report: gets the number of tokens so far.
 
     Raises:
-      ValueError: a number out of range, no chat template, or a shard whose questions were all dropped.
+      ValueError: a number out of range, no chat template, a folder of another target or of other options, several
+        processes, or a shard whose questions were all dropped.
     """
-    for name, value in (("tokens", tokens), ("shard", shard), ("longest_question", longest_question)):
+    lengths = {"shard": shard, "longest_question": longest_question, "longest_answer": longest_answer}
+    for name, value in (lengths | {"tokens": tokens, "rows": rows}).items():
         validate.integer(name, value, 1)
     validate.number("coolest", coolest, 0, 1)
+    if jax.process_count() > 1:
+        raise ValueError("one process writes conversations: leave out --distributed and --coordinator")
+    if pair.tokenizer is None:
+        raise ValueError("conversations need a target with a tokenizer and a chat template")
+    begin, end = borders(pair)
+    check_same_writer(folder, {"target": digest(pair.target_params), "seed": seed, "coolest": coolest, **lengths})
     write = functools.partial(generate_many, pair, rows=rows, draft_length=0, seed=seed)
-    begin = beginning(pair)
+    stop = sorted(make_stops(pair, None).ids.union(end[:1]))
     number, written, seen = 0, 0, set()
     while written < tokens:
         path = folder / f"{number:04d}.npy"
         if not path.exists():
             ids = range(number * shard, (number + 1) * shard)
-            questions = list(write([begin] * shard, longest_question, sampling=temperature(1.0), prompt_ids=ids))
+            hot = temperature(1.0)
+            questions = list(write([begin] * shard, longest_question, sampling=hot, prompt_ids=ids, stop=stop))
             questions.sort(key=lambda question: question.prompt_index)
             prompts: dict[tuple[int, ...], int] = {}
             for id, question in zip(ids, questions):
@@ -87,9 +100,24 @@ def write_conversations(
         report(written)
 
 
-def beginning(pair: Pair) -> list[int]:
-    """Returns the tokens of a chat before the words of its user."""
-    return list(os.path.commonprefix([asked(pair, "A"), asked(pair, "7")]))
+def check_same_writer(folder: epath.Path, identity: dict[str, Any]) -> None:
+    """Writes the target and the options of a folder of conversations, or compares them with those it has.
+
+    Raises:
+      ValueError: they differ.
+    """
+    path = folder / "written_by.json"
+    if not path.exists():
+        storage.write_json(path, identity)
+    elif different := storage.differences(storage.read_json(path), identity):
+        raise ValueError(f"{folder} holds other conversations: {'; '.join(different)}. Name another folder")
+
+
+def borders(pair: Pair) -> tuple[list[int], list[int]]:
+    """Returns the tokens of a chat before the words of its user, and those between them and the answer."""
+    one, other = asked(pair, "A"), asked(pair, "7")
+    end = os.path.commonprefix([one[::-1], other[::-1]])[::-1]
+    return list(os.path.commonprefix([one, other])), list(end)
 
 
 def asked(pair: Pair, text: str) -> tuple[int, ...]:

@@ -42,6 +42,14 @@ def test_a_window_over_the_whole_text_drafts_what_the_target_writes(name):
         assert row.stats.accepted >= TOKENS - row.stats.rounds and row.stats.rounds == TOKENS // (K + 1)
 
 
+@pytest.mark.parametrize("name", slow_but(["relative", "relative, cpu"], "relative, cpu"))
+def test_a_copy_of_more_slots_than_the_cache_drafts_what_the_target_writes(name):
+    model = dataclasses.replace(MODELS[name], config=dataclasses.replace(MODELS[name].config, max_positions=1024))
+    pair = dataclasses.replace(pair_of(name), target=model)
+    made = drafted(name, lambda target: WindowDrafter(target, K, 700), pair)
+    assert tokens(made) == plain(name) and all(row.stats.rounds == TOKENS // (K + 1) for row in made)
+
+
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), pytest.param(CoupledRule(), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sinks", [0, 1])
 def test_texts_have_the_distribution_of_the_target(rule, sinks):
@@ -51,7 +59,7 @@ def test_texts_have_the_distribution_of_the_target(rule, sinks):
     assert p_value > FALSE_ALARM
 
 
-# Its distributions: those of the target with all slots, whose mask has the sinks and the window alone.
+# Drafts have the distributions of a target with all slots, whose mask shows the sinks and the window alone.
 
 
 class ReadsASlotTooFar(WindowDrafter):

@@ -1,6 +1,7 @@
 """launch/generate.py --conversations writes texts of a target to train on, and the study looks for tests among them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -53,7 +54,9 @@ def test_conversations_are_written_counted_and_read_for_training(target, chats, 
     found, tokens = cell["result"], np.load(chats / "0000.npy")
     assert tokens.dtype == np.uint16 and found["tokens"] == len(tokens) >= 500
     assert (
-        0 < found["answers_that_end"] < 1 and 0 < found["distinct_4_grams"] <= 1 and found["tests"] == {"mt_bench": 1}
+        0 < found["answers_that_end"] < 1
+        and 0 < found["distinct_4_grams"] <= 1
+        and found["tests"]["mt_bench"]["looked_for"] == 1
     )
     texts = read_corpus(chats, pattern="*.npy", held_out=0).train.values()
     assert token_stream(texts, open_checkpoint(target).tokenizer)[1:-1].tolist() == tokens.tolist()
@@ -71,9 +74,52 @@ def test_a_prompt_of_a_test_among_them_is_refused(target, chats, tmp_path):
     assert not output.exists()
 
 
+def test_words_before_and_after_special_tokens_are_apart(target):
+    """A template such as Llama 3's ends a question without a line break."""
+    tokenizer = open_checkpoint(target).tokenizer
+    tokens = [*tokenizer.encode("add 3 to x"), tokenizer.eos_id, *tokenizer.encode("x + 3")]
+    assert study.words_of(study.text_of(tokenizer, tokens)) == ["add", "3", "to", "x", "x", "3"]
+
+
+def test_each_turn_is_looked_for_alone_and_scripts_without_spaces_by_characters():
+    turns = [("1", "one two three four five"), ("1", "too short"), ("2", "请解释量子力学"), ("3", "a b " * 7)]
+    parts = list(study.parts_of(turns))
+    assert parts[0] == ("1", ("one", "two", "three", "four", "five"))
+    assert parts[1] == ("2", tuple("请解释量子力学"))
+    assert parts[2:] == [("3", ("a", "b") * 6 + ("a",)), ("3", ("b", "a") * 6 + ("b",))]
+
+
+def test_a_folder_that_has_grown_is_counted_anew(target, chats, tmp_path):
+    folder = tmp_path / "chats"
+    shutil.copytree(chats, folder)
+    done, output = measured(target, folder, tmp_path, "one two three four five six")
+    assert (done.returncode or 0) == 0
+    for kind in ("json", "npy"):
+        shutil.copy(folder / f"0000.{kind}", folder / f"0001.{kind}")
+    done, _ = measured(target, folder, tmp_path, "one two three four five six")
+    assert done.returncode == 2 and "conversations was" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
+        ((), "give --target: see --help"),
+        (("--target=T",), "give --folder: see --help"),
+        (("--target=T", "--folder=/nowhere"), "has no conversations"),
+    ],
+)
+def test_a_study_without_its_texts_is_refused(flags, message):
+    done = call("study", "conversations", *flags)
+    assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (
+            ("--config=configs/random_pair.py:tiny", "--conversations=9"),
+            "conversations need a target with a tokenizer and a chat template",
+        ),
         ((), "give --prompts=FILE, or --conversations=TOKENS, and not both"),
         (("--conversations=9", "--prompts=README.md"), "and not both"),
         (("--conversations=9", "--samples=2"), "--samples has no effect on --conversations"),

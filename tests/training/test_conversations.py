@@ -8,7 +8,7 @@ from etils import epath
 
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.text import Continuation
-from specsamp.training.conversations import beginning, write_conversations
+from specsamp.training.conversations import borders, write_conversations
 from specsamp.training.data import read_corpus
 from support.fakes import TableLM, random_table
 
@@ -83,7 +83,7 @@ def test_conversations_are_whole_and_no_question_comes_twice(tmp_path, table):
             ended += answer[-1] == END
         assert told["ended"] == ended
     assert len(set(questions)) == len(questions) > 8
-    assert beginning(pair_of(table)) == [BEGIN, USER]
+    assert borders(pair_of(table)) == ([BEGIN, USER], [END, ANSWER])
     texts = read_corpus(tmp_path, pattern="*.npy", held_out=0).train
     assert sum(map(len, texts.values())) >= 400
 
@@ -97,7 +97,36 @@ def test_questions_that_were_all_seen_before_end_the_run_in_one_line(tmp_path):
     table[:, :, LETTERS + 2, END] = 0
     with pytest.raises(ValueError, match="none of 8 questions ended and was new: raise longest_question or shard"):
         write(tmp_path, 1000, table)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0000.json", "0000.npy"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0000.json", "0000.npy", "written_by.json"]
+
+
+class Instructions(Letters):
+    """A tokenizer whose template ends a question with a token that ends no text, as Mistral's does."""
+
+    def encode_chat(self, messages, **_):
+        (message,) = messages
+        return [BEGIN, USER, *self.encode(message["content"]), ANSWER]
+
+
+def test_a_question_ends_where_the_template_begins_the_answer(tmp_path):
+    """The target asks "q", answers "r" and ends."""
+    table = np.full((VOCABULARY + 1,) * 3 + (VOCABULARY,), -1e9, np.float32)
+    table[:, :, USER, LETTERS + 1] = 0
+    table[:, :, LETTERS + 1, ANSWER] = 0
+    table[:, :, ANSWER, LETTERS + 2] = 0
+    table[:, :, LETTERS + 2, END] = 0
+    pair = Pair(target=TableLM(VOCABULARY), target_params=table, tokenizer=Instructions())
+    write_conversations(epath.Path(tmp_path), pair, tokens=1, shard=8, rows=4, longest_question=12, longest_answer=12)
+    assert np.load(tmp_path / "0000.npy").tolist() == [BEGIN, USER, LETTERS + 1, ANSWER, LETTERS + 2, END]
+
+
+@pytest.mark.parametrize("changed", [{"seed": 1}, {"coolest": 0.5}, {"shard": 9}, {"table": 8}])
+def test_a_folder_of_another_target_or_of_other_options_is_refused(tmp_path, table, changed):
+    write(tmp_path, 10, table)
+    other = random_table(changed.pop("table", 7), VOCABULARY, scale=0.3)
+    with pytest.raises(ValueError, match="holds other conversations: .*Name another folder"):
+        write(tmp_path, 400, other, **changed)
+    assert not (tmp_path / "0001.npy").exists()
 
 
 @pytest.mark.parametrize("options, message", [({"coolest": 1.5}, "coolest"), ({"shard": 0}, "shard")])

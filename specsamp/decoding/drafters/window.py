@@ -1,11 +1,11 @@
 """Self-drafting with a window: the target drafts, and attends to a few first and the last tokens alone.
 
-On long contexts a step's time is that of reading caches, not weights (MagicDec, arXiv 2408.11049). Attention to the first
-tokens, the sinks, keeps the model stable (StreamingLLM, arXiv 2309.17453). Weights and cache are the target's: there is no
-second model and nothing to prefill.
+With long contexts or large batches a step takes longer to read caches than weights (MagicDec, arXiv 2408.11049). Attention
+to the first tokens, the sinks, keeps the model stable (StreamingLLM, arXiv 2309.17453). Weights and cache are the target's:
+there is no second model and nothing to prefill.
 
-A round begins with a copy of these slots, to which its draft steps add their own. The target's cache is not written, so
-it holds the keys and values of scoring calls alone.
+A round begins with a copy of the slots of these tokens, to which its draft steps add their own. The target's cache is not
+written, so it holds the keys and values of scoring calls alone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ _Carry = tuple[Any, Array, Array]  # the copy, last tokens, all tokens
 @dataclasses.dataclass(frozen=True)
 class WindowDrafter(Drafter):
     """Drafts with the target, which attends to ``sinks + window`` tokens of the text and to the draft.
+
+    In a target with relative positions the sinks get the score of the largest distance in the copy; ``sinks=0`` leaves
+    them out.
 
     Attributes:
       model: the pair's target, ``pair.target``; a model with `LanguageModel.cut_cache`.
