@@ -14,8 +14,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from launch.lib.study import Option, Study
+from launch.lib.study import Document, Option, Published, Study
 from specsamp import storage
+from specsamp.analysis.report import Table
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.evaluation.tasks import load_task
@@ -115,11 +116,21 @@ def words_of(text: str) -> list[str]:
     return re.findall(rf"[{NO_SPACES}]|[^\W{NO_SPACES}]+", text.lower())
 
 
+def conversations_table(document: Document) -> Table:
+    """Returns the counts."""
+    looked_for = sum(test["looked_for"] for test in document["tests"].values())
+    row = [document[name] for name in ("conversations", "tokens", "answers_that_end", f"distinct_{GRAM}_grams")]
+    cells = (f"{row[0]:,}", f"{row[1]:,}", f"{row[2]:.0%}", f"{row[3]:.0%}", f"{looked_for:,}, none found")
+    header = ("conversations", "tokens", "answers that end", f"distinct {GRAM}-grams", "prompts of tests")
+    return Table(title="Conversations that a target wrote", header=header, rows=[cells], left=0)
+
+
 STUDY = Study(
     question="How varied are conversations that a target wrote, and do they hold prompts of tests?",
     measure=measure,
     prepare=prepare,
     identity=identity,
+    tables={"conversations": Published(["smollm2_conversations"], conversations_table)},
     options={
         "target": Option("", "The target, a folder or the id of a model of the hub, for its tokenizer."),
         "folder": Option("", "The conversations, of launch/generate.py --conversations."),
