@@ -75,7 +75,6 @@ def measure(options, key, say) -> dict[str, Any]:
         raise ValueError(
             f"--folder={options.folder} holds {len(held)} prompts of tests, such as {first}: leave out these conversations"
         )
-    looked_for = collections.Counter(name for name, _ in {*owners.values()})
     return {
         "kind": "conversations",
         "shards": len(options.paths),
@@ -83,7 +82,7 @@ def measure(options, key, say) -> dict[str, Any]:
         "answers_that_end": counts["ended"] / counts["conversations"],
         f"distinct_{GRAM}_grams": len(grams) / max(num_grams, 1),
         "tests": {
-            name: {"prompts": len({id for id, _ in turns}), "looked_for": looked_for[name]}
+            name: {"prompts": len({id for id, _ in turns}), "looked_for": len({id for id, _ in parts_of(turns)})}
             for name, turns in options.prompts.items()
         },
     }
