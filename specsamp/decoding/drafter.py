@@ -153,6 +153,15 @@ def depth_of(drafter: Drafter) -> int:
     return drafter.K if depth is None else depth
 
 
+def check_is_target(model: LanguageModel, target: LanguageModel) -> None:
+    """Raises ValueError if ``model``, which would draft with the target's weights, is another model."""
+    if model != target:
+        raise ValueError(
+            f"the drafter's model is not the pair's target, whose weights it would use: {model!r} and {target!r}; "
+            "make it with pair.target, after the pair was sharded"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class NoDrafter(Drafter):
     """Drafts nothing: every round emits one token of the target."""

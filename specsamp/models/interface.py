@@ -87,7 +87,8 @@ class LanguageModel(abc.ABC):
     """A static, hashable description of a model, such as a frozen dataclass; its arrays are separate arguments.
 
     Derived classes define ``vocab_size``, `init_cache` and `__call__`; all other methods have defaults. The defaults of
-    `compact` and `cut_cache` raise NotImplementedError, and so do those of `LayeredModel.first` and `LayeredModel.unembed_normed`.
+    `compact` and `cut_cache` raise NotImplementedError, and so do those of `LayeredModel.first` and
+    `LayeredModel.unembed_normed`.
     """
 
     vocab_size: int

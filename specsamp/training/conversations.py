@@ -17,6 +17,7 @@ from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import make_stops
 from specsamp.sampling.warp import temperature
 from specsamp.serving.generate_many import generate_many
+from specsamp.training.data import WRITTEN_BY
 from specsamp.training.run_folder import read_array, write_array
 
 
@@ -41,7 +42,7 @@ def write_conversations(
 
     Args:
       folder: of the shards: ``0000.npy`` holds tokens, ``[T]``, in the narrowest unsigned type for the vocabulary;
-        `specsamp.training.data.read_corpus` reads it. ``0000.json`` counts the questions that were written and the
+        `specsamp.training.data.read_corpus` reads both. ``0000.json`` counts the questions that were written and the
         answers that ended, and has the place of each conversation: its first token, and the tokens before its answer.
         ``written_by.json`` has the digest of the target and the options, which stay the same.
       pair: its target writes; its tokenizer has a chat template.
@@ -69,7 +70,9 @@ def write_conversations(
     check_same_writer(folder, {"target": digest(pair.target_params), "seed": seed, "coolest": coolest, **lengths})
     write = functools.partial(generate_many, pair, rows=rows, draft_length=0, seed=seed)
     stop = sorted(make_stops(pair, None).ids.union(end[:1]))
-    number, written, seen = 0, 0, set()
+    seen: set[tuple[int, ...]] = set()
+    number = 0
+    written = 0
     while written < tokens:
         path = folder / f"{number:04d}.npy"
         if not path.exists():
@@ -96,7 +99,8 @@ def write_conversations(
         shard_T = read_array(path)
         for start, length in storage.read_json(path.with_suffix(".json"))["conversations"]:
             seen.add(tuple(shard_T[start : start + length].tolist()))
-        number, written = number + 1, written + len(shard_T)
+        number += 1
+        written += len(shard_T)
         report(written)
 
 
@@ -106,7 +110,7 @@ def check_same_writer(folder: epath.Path, identity: dict[str, Any]) -> None:
     Raises:
       ValueError: they differ.
     """
-    path = folder / "written_by.json"
+    path = folder / WRITTEN_BY
     if not path.exists():
         storage.write_json(path, identity)
     elif different := storage.differences(storage.read_json(path), identity):

@@ -19,7 +19,9 @@ import tokenizers
 
 from specsamp import validate
 from specsamp.checkpoints.tokenizer import EOS
+from specsamp.storage import read_json
 
+WRITTEN_BY = "written_by.json"  # in a folder of conversations that a target wrote
 LISTS = ("messages", "tools", "documents")  # of a conversation, for its template; other keys of a line are not read
 
 
@@ -74,7 +76,8 @@ def read_corpus(
 ) -> Corpus:
     """Reads every UTF-8 or ``.npy`` file of ``folder`` that matches ``pattern``; files without text are left out.
 
-    A ``.npy`` file holds integers: one sequence ``[T]``, or one in each row ``[N, T]``, shorter ones padded with -1.
+    A ``.npy`` file holds integers: one sequence ``[T]``, or one in each row ``[N, T]``, shorter ones padded with -1; or
+    the conversations of `specsamp.training.conversations`, one after another.
 
     Args:
       pattern: of file names, as in `fnmatch`.
@@ -101,6 +104,9 @@ def read_corpus(
         name, content = relative.as_posix(), path.read_bytes()
         if path.suffix == ".npy":
             rows, dtypes[name] = _integers(name, content)
+            if path.with_name(WRITTEN_BY).is_file():
+                starts = [start for start, _ in read_json(path.with_suffix(".json"))["conversations"]]
+                rows = np.split(rows[0], starts[1:])
             if len(set(dtypes.values())) > 1:
                 first = next(iter(dtypes))
                 told = f"{name} holds {dtypes[name]}, {first} {dtypes[first]}"

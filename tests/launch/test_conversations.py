@@ -10,7 +10,7 @@ from launch.studies import conversations as study
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
-from specsamp.training.data import read_corpus, token_stream, train_tokenizer
+from specsamp.training.data import read_corpus, train_tokenizer
 from support.checkpoint_shapes import CONFIG, random_params
 from support.run_script import call
 
@@ -53,13 +53,14 @@ def test_conversations_are_written_counted_and_read_for_training(target, chats, 
     (cell,) = json.loads(output.read_text())["cells"]
     found, tokens = cell["result"], np.load(chats / "0000.npy")
     assert tokens.dtype == np.uint16 and found["tokens"] == len(tokens) >= 500
-    assert (
-        0 < found["answers_that_end"] < 1
-        and 0 < found["distinct_4_grams"] <= 1
-        and found["tests"]["mt_bench"]["looked_for"] == 1
-    )
-    texts = read_corpus(chats, pattern="*.npy", held_out=0).train.values()
-    assert token_stream(texts, open_checkpoint(target).tokenizer)[1:-1].tolist() == tokens.tolist()
+    assert 0 < found["answers_that_end"] < 1
+    assert 0 < found["distinct_4_grams"] <= 1
+    assert found["tests"]["mt_bench"]["looked_for"] == 1
+    corpus = read_corpus(chats, pattern="*.npy", held_out=0.3)
+    assert len(corpus.train) + len(corpus.held_out) == found["conversations"]
+    assert corpus.held_out, "of a single shard, too"
+    whole = read_corpus(chats, pattern="*.npy", held_out=0).train.values()
+    assert np.concatenate(list(whole)).tolist() == tokens.tolist()
 
 
 def test_a_prompt_of_a_test_among_them_is_refused(target, chats, tmp_path):

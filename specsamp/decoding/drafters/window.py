@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, Prefix, Proposal
+from specsamp.decoding.drafter import Drafter, Prefix, Proposal, check_is_target
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
 from specsamp.models.interface import Block, LanguageModel
@@ -64,11 +64,7 @@ class WindowDrafter(Drafter):
         return None
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
-        if target != self.model:
-            raise ValueError(
-                f"the drafter's model is not the pair's target, whose weights it would use: {self.model!r} and "
-                f"{target!r}; make it with pair.target, after the pair was sharded"
-            )
+        check_is_target(self.model, target)
 
     def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
         lengths_B = prefix.lengths_B
