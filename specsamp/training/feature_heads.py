@@ -296,7 +296,8 @@ class TrainHead(Task):
         target_BTV = target_BTU = self.target.read_out(teacher["target"], stream_BTD)
         ids_U, is_counted_BT = teacher[DRAFT_IDS], jnp.ones(target_BTV.shape[:2], bool)
         if ids_U is not None:
-            is_counted_BT = weights["ranks_V"][target_BTV.argmax(axis=-1)] < len(ids_U)
+            of_draft_BTV = jnp.where(weights["ranks_V"] < len(ids_U), target_BTV, -jnp.inf)
+            is_counted_BT = of_draft_BTV.max(axis=-1) == target_BTV.max(axis=-1)  # slow on a CPU: argmax
             target_BTU = self._reduced_logits(teacher["target"], ids_U, stream_BTD)
         kept_BTU = target_BTU - jax.nn.logsumexp(target_BTV, axis=-1, keepdims=True)
         warped_BTV = None if warp is None else log_probs(warp, target_BTV)
