@@ -1,16 +1,18 @@
 """A public checkpoint, or a pair of them, by name.
 
+    python launch/chat.py --config=configs/hf.py:smollm2 --config.hugging_face.dtype=float32
     python launch/demo.py --config=configs/hf.py:gpt2 --prompt='The meaning of life is'
     python launch/benchmark.py --config=configs/hf.py:llama-8b --distributed --output=gs://BUCKET/llama-8b.json
     python launch/benchmark.py --config=configs/hf.py:gs://BUCKET/target,gs://BUCKET/draft
     python launch/benchmark.py --config=configs/hf.py:exported/target,exported/draft --config.hugging_face.dtype=float32
     python launch/chat.py --config=configs/hf.py:HuggingFaceTB/SmolLM2-1.7B-Instruct --config.chat=True
 
-After the colon comes the name of a pair below, or a target and a draft, each a folder, a gs:// folder or the id of a
-model of the hub (pip install huggingface_hub jinja2). A target alone takes --config.drafter=ngram (prompt lookup, the
-default), early_exit (its first layers), window or none. With --config.drafter=head the draft is a head, such as EAGLE-3's, or
-once more the target, where a module for multi-token prediction lies in its checkpoint. Some models can be read only after
-their licence was accepted on their page, and with a token.
+"smollm2" is a small tuned model, with a head that comes with this package. After the colon comes the name of a pair below,
+or a target and a draft, each a folder, a gs:// folder or the id of a model of the hub (pip install huggingface_hub jinja2).
+--config.hugging_face.target=FOLDER takes the place of the target of a pair. A target alone takes --config.drafter=ngram
+(prompt lookup, the default), early_exit (its first layers), window or none. With --config.drafter=head the draft is a head,
+such as EAGLE-3's, or once more the target, where a module for multi-token prediction lies in its checkpoint. Some models can
+be read only after their licence was accepted on their page, and with a token.
 launch/export.py writes a model that was trained here as such a folder.
 """
 
@@ -45,6 +47,9 @@ PAIRS = {
     "llama-70b": PublicPair(
         target="meta-llama/Llama-3.1-70B", draft="meta-llama/Llama-3.2-1B", model_parallelism=16, num_kv_heads=8
     ),
+    "smollm2-1.7b": PublicPair(
+        target="HuggingFaceTB/SmolLM2-1.7B-Instruct", draft="HuggingFaceTB/SmolLM2-135M-Instruct", chat=True
+    ),
     "qwen-3b": PublicPair(target="Qwen/Qwen2.5-3B", draft="Qwen/Qwen2.5-0.5B"),  # for one chip
     # 28 and 14 heads: the draft does not go over four devices.
     "qwen-7b": PublicPair(
@@ -64,6 +69,9 @@ PAIRS = {
 }
 # Heads draft for the tuned models that they were trained on; beside the base models they are accepted less.
 HEADS = {
+    "smollm2": PublicPair(
+        target="HuggingFaceTB/SmolLM2-135M-Instruct", draft="smollm2-head", drafter="head", chat=True
+    ),
     "llama-8b-eagle3": PublicPair(
         target="meta-llama/Llama-3.1-8B-Instruct",
         draft="RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",

@@ -49,6 +49,9 @@ from specsamp.training.training_task import TrainModel
 _TARGET = flags.DEFINE_string("target", None, "Make a pair: the folder of the target's training run.")
 _DRAFT = flags.DEFINE_string("draft", None, "The folder of the draft's training run, distilled from --target.")
 _RUN = flags.DEFINE_string("run", None, "Write the model or the head of a training run: its folder.")
+_VERIFIER = flags.DEFINE_string(
+    "verifier", None, "Name the target of a head in its files, for other programs: its id of the hub."
+)
 _PAIR = flags.DEFINE_string("pair", None, "Write the target of a pair: the pair's name or folder.")
 _CHECKPOINT = flags.DEFINE_string(
     "checkpoint", None, "Convert a public checkpoint: a folder, a gs:// folder or the id of a model of the hub."
@@ -61,7 +64,7 @@ _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "The dtype of the parame
 _MODEL = flags.DEFINE_integer("model", 1, "The number of devices that one copy of --checkpoint is split over.", 1)
 
 FORMS = ("target", "run", "pair", "checkpoint")
-GOES_WITH = {"draft": ("target",), **dict.fromkeys(("int8", "dtype", "model"), ("checkpoint",))}
+GOES_WITH = {"draft": ("target",), "verifier": ("run",), **dict.fromkeys(("int8", "dtype", "model"), ("checkpoint",))}
 MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 
 
@@ -80,6 +83,8 @@ def main() -> None:
         convert(console)
     elif _RUN.value and "head" in run_folder.read_config(_RUN.value):
         export_head(console)
+    elif _VERIFIER.value:
+        raise ValueError(f"--verifier={_VERIFIER.value} names the target of a head; {_RUN.value} is no run of a head")
     else:
         export_model()
     console.print(f"written to {_OUTPUT.value}")
@@ -163,7 +168,7 @@ def export_head(console: Console) -> None:
     trained = open_trained(_RUN.value, is_head=True)
     with entry.reading(f"{_RUN.value}/run.json"):
         config, target = trained.provenance["config"], trained.made_from("target")
-        name = target.get("name") or config["target"].rstrip("/").split("/")[-1]
+        name = _VERIFIER.value or target.get("name") or config["target"].rstrip("/").split("/")[-1]
         params = jax.tree.map(lambda x: x if x.dtype == np.int32 else x.astype(jnp.bfloat16), trained.params)
         head, K = trained.config.head(), config["test_time"]["test_steps"]
         write_head(_OUTPUT.value, head, params, target_name=name, K=K)

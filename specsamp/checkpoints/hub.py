@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +19,15 @@ SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "token
 SMALL_FILES += ("special_tokens_map.json", "chat_template.jinja", TOOL_TEMPLATE, INDEX)
 
 ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model, or of a data set, of the hub
+ASSETS = pathlib.Path(__file__).parent / "assets"  # of models and heads that come with the package
 
 
 def find_folder(name: str | os.PathLike) -> tuple[epath.Path, bool]:
     """Returns the folder of a checkpoint's small files, and whether they come from the hub.
+
+    Args:
+      name: a folder, on a disk or in a bucket; a head that comes with the package, such as ``smollm2-head``; or the id of
+        a model of the hub.
 
     Raises:
       FileNotFoundError: no such folder or model, or no config.json in it.
@@ -33,6 +39,8 @@ def find_folder(name: str | os.PathLike) -> tuple[epath.Path, bool]:
         return folder, False
     if folder.exists() or name.startswith(storage.BUCKETS):
         raise FileNotFoundError(f"{folder} has no config.json: it is not a checkpoint in the format of Hugging Face")
+    if (ASSETS / name / "config.json").exists():
+        return storage.place(str(ASSETS / name)), False
     if not ID.fullmatch(name):
         raise FileNotFoundError(
             f"no folder {name!r}; give one, or the id of a model of the hub such as Qwen/Qwen2.5-0.5B"

@@ -27,6 +27,7 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file, save
 
 from specsamp import machine, storage, validate
+from specsamp.checkpoints.hub import ASSETS
 from specsamp.checkpoints.int8_tensors import read_pair_tensors, write_pair_tensors
 from specsamp.checkpoints.params import check_shapes
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
@@ -36,7 +37,6 @@ from specsamp.models.int8 import FLOAT, SIDES, Int8
 from specsamp.models.transformer import TransformerLM
 
 HEADS = ("head", "block")  # folders of heads; the second drafts blocks
-ASSETS = pathlib.Path(__file__).parent / "assets"
 
 
 def load_pair(
