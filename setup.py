@@ -15,7 +15,9 @@ COMMANDS = ("launch", "configs")
 
 
 class BuildWithCommands(build_py):
-    """Puts what the installed command runs beside the package; in a checkout (``pip install -e``) it is there."""
+    """Puts what the installed command runs beside the package; in a checkout (``pip install -e``)
+    it is there.
+    """
 
     def run(self):
         super().run()
@@ -34,11 +36,17 @@ class SourceWithCommands(sdist):
 
 def commands():
     """Returns the files of launch and configs, from here."""
-    paths = [path for name in COMMANDS for path in sorted((ROOT / name).rglob("*")) if path.suffix in (".py", ".json")]
+    paths = [
+        path
+        for name in COMMANDS
+        for path in sorted((ROOT / name).rglob("*"))
+        if path.suffix in (".py", ".json")
+    ]
     found = [path.relative_to(ROOT) for path in paths]
     if {path.parts[0] for path in found} != set(COMMANDS):
         raise FileNotFoundError(
-            f"{ROOT} lacks the files of {' or '.join(COMMANDS)}: install from a whole copy of the source"
+            f"{ROOT} lacks the files of {' or '.join(COMMANDS)}: install from a whole copy of the "
+            "source"
         )
     return found
 
@@ -46,13 +54,18 @@ def commands():
 if {"dist_info", "bdist_wheel"} & set(sys.argv) and not any(
     map(importlib.util.find_spec, ("wheel", "setuptools.command.bdist_wheel"))
 ):
-    sys.exit("this setuptools makes no wheels: pip install 'setuptools>=70.1', or leave out --no-build-isolation")
+    sys.exit(
+        "this setuptools makes no wheels: pip install 'setuptools>=70.1', or leave out "
+        "--no-build-isolation"
+    )
 
 ON_LINUX_X86 = "sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 setup(
     name="specsamp",
-    version=re.search(r'__version__ = "(.+)"', (ROOT / "specsamp/__init__.py").read_text(encoding="utf-8"))[1],
+    version=re.search(
+        r'__version__ = "(.+)"', (ROOT / "specsamp/__init__.py").read_text(encoding="utf-8")
+    )[1],
     description="Exact speculative sampling for large language models in JAX on TPU meshes",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -107,11 +120,13 @@ setup(
             "llguidance>=1.9",
             f"jax[tpu]>=0.10; {ON_LINUX_X86}",
         ],
-        "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],  # gcsfs: runs that live in a bucket
+        # Gcsfs: runs that live in a bucket.
+        "tpu": [f"jax[tpu]>=0.10; {ON_LINUX_X86}", "gcsfs>=2024.2"],
         "cuda": [f"jax[cuda13]>=0.10; {ON_LINUX_X86}"],
         "figures": ["matplotlib>=3.8.4"],
         "notebooks": ["jupytext>=1.16", "nbconvert>=7.16", "ipykernel>=6", "matplotlib>=3.8.4"],
-        "eval": ["rouge-score>=0.1.2", "pyarrow>=16", "huggingface-hub>=0.25"],  # scores of summaries, data of the hub
+        # Scores of summaries, data of the hub.
+        "eval": ["rouge-score>=0.1.2", "pyarrow>=16", "huggingface-hub>=0.25"],
         "serve": [
             "starlette>=0.40",
             "uvicorn>=0.30",

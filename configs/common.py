@@ -1,4 +1,6 @@
-"""Fields that every pair's configuration has: how it drafts, samples, and what is decoded on which devices."""
+"""Fields that every pair's configuration has: how it drafts, samples, and what is decoded on which
+devices.
+"""
 
 from ml_collections import ConfigDict, config_dict
 
@@ -18,30 +20,43 @@ def add_decoding(
     draft_model_parallelism: int = 0,
 ) -> ConfigDict:
     """Adds to ``config`` what configurations of pairs share, and returns it."""
-    # K; 0 decodes autoregressively; "machine": what a forecast for this machine finds best, prompt lookup included
+    # K; 0 decodes autoregressively; "machine": what a forecast for this machine finds best, prompt
+    # lookup included
     config.draft_length = config_dict.FieldReference(draft_length, field_type=object)
-    # or "pard", "head", "block", "early_exit", "window", "ngram", or "none": both sides autoregressive, a test of the benchmark
+    # or "pard", "head", "block", "early_exit", "window", "ngram", or "none": both sides
+    # autoregressive, a test of the benchmark
     config.drafter = "model"
-    config.exit_layer = config_dict.placeholder(int)  # layers of the target that draft, for "early_exit"
-    # Last tokens of the text that the target attends to while it drafts, for "window"; and first ones, by default 4.
+    # Layers of the target that draft, for "early_exit".
+    config.exit_layer = config_dict.placeholder(int)
+    # Last tokens of the text that the target attends to while it drafts, for "window"; and first
+    # ones, by default 4.
     config.window = config_dict.placeholder(int)
     config.sinks = config_dict.placeholder(int)
-    config.mask_id = config_dict.placeholder(int)  # the token that stands for one to be drafted, for "pard"
-    # Children per level of a token tree, such as (3, 2, 1), under a rule of trees; (): chains of draft_length.
+    # The token that stands for one to be drafted, for "pard".
+    config.mask_id = config_dict.placeholder(int)
+    # Children per level of a token tree, such as (3, 2, 1), under a rule of trees; (): chains of
+    # draft_length.
     config.tree = ()
-    # Draft lengths that rows choose from, such as (0, 1, 2, 4), the last draft_length; (): always draft_length.
+    # Draft lengths that rows choose from, such as (0, 1, 2, 4), the last draft_length; (): always
+    # draft_length.
     config.adaptive = ConfigDict()
     config.adaptive.lengths = ()
-    config.adaptive.costs_ms = ()  # milliseconds of a round with each of them; only their ratios matter
-    config.adaptive.usual = config_dict.placeholder(int)  # the length that suits the batch; None: by ``acceptance``
-    config.adaptive.acceptance = 0.7  # of a drafted token, as a row expects it before it has seen any
+    # Milliseconds of a round with each of them; only their ratios matter.
+    config.adaptive.costs_ms = ()
+    # The length that suits the batch; None: by ``acceptance``.
+    config.adaptive.usual = config_dict.placeholder(int)
+    # Of a drafted token, as a row expects it before it has seen any.
+    config.adaptive.acceptance = 0.7
     config.adaptive.stop = "none"  # or "entropy", or "confidence": ends a draft early
     config.adaptive.least = 0.3  # of what the stop looks at, for a draft to go on
-    config.attention = "auto"  # and experts, and warps: kernels on a TPU if they do what "plain" does; or "kernel"
+    # And experts, and warps: kernels on a TPU if they do what "plain" does; or "kernel".
+    config.attention = "auto"
     config.int8 = ConfigDict()
     config.int8.weights = "none"  # or "target", "draft" or "both": decode with weights in int8
     config.int8.caches = "none"  # or one of the same words: keys and values in int8
-    config.rule = "token"  # or "block", or "coupled"; of trees "recursive", "traversal" or "kseq"; or a lossy one such as "ears:0.3", see launch/lib/rules.py
+    # Or "block", or "coupled"; of trees "recursive", "traversal" or "kseq"; or a lossy one such as
+    # "ears:0.3", see launch/lib/rules.py.
+    config.rule = "token"
     config.sampling = ConfigDict()
     config.sampling.temperature = temperature  # 0.0 is greedy
     config.sampling.top_k = 0  # 0 is off
@@ -52,11 +67,14 @@ def add_decoding(
     config.max_new_tokens = max_new_tokens
     config.repeats = repeats
     config.seed = 0  # from 0 to 2**32 - 1
-    config.draft_temperature = config_dict.placeholder(float)  # of the draft alone; by default the target's
-    config.synthetic_acceptance = config_dict.placeholder(float)  # made-up acceptance, for the benchmark alone
+    # Of the draft alone; by default the target's.
+    config.draft_temperature = config_dict.placeholder(float)
+    # made-up acceptance, for the benchmark alone.
+    config.synthetic_acceptance = config_dict.placeholder(float)
     config.mesh = ConfigDict()
     config.mesh.data = data  # shards of the batch
-    config.mesh.model = model  # devices that hold one copy of the target together; 1 x 1 is one device
+    # Devices that hold one copy of the target together; 1 x 1 is one device.
+    config.mesh.model = model
     # Devices that hold one copy of the draft together; 0: as many as the target's.
     config.mesh.draft_model_parallelism = draft_model_parallelism
     return config

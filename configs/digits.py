@@ -1,11 +1,13 @@
-"""Trains a pair that draws handwritten digits pixel by pixel: sequences of integers, no text and no tokenizer.
+"""Trains a pair that draws handwritten digits pixel by pixel: sequences of integers, no text and no
+tokenizer.
 
     python -m specsamp.training.digits runs/digits      # the images, with scikit-learn
     python launch/train.py --config=configs/digits.py:target --workdir=runs/digits_target
     python launch/train.py --config=configs/digits.py:draft --workdir=runs/digits_draft --config.target=runs/digits_target
     python launch/export.py --target=runs/digits_target --draft=runs/digits_draft --output=runs/digits_pair
 
-Any folder of ``.npy`` files with integers is trained on like this one: `specsamp.training.data.read_corpus`.
+Any folder of ``.npy`` files with integers is trained on like this one:
+`specsamp.training.data.read_corpus`.
 """
 
 from ml_collections import ConfigDict

@@ -7,13 +7,14 @@
     python launch/benchmark.py --config=configs/hf.py:exported/target,exported/draft --config.hugging_face.dtype=float32
     python launch/chat.py --config=configs/hf.py:HuggingFaceTB/SmolLM2-1.7B-Instruct --config.chat=True
 
-"smollm2" is a small tuned model, with a head that comes with this package. After the colon comes the name of a pair below,
-or a target and a draft, each a folder, a gs:// folder or the id of a model of the hub (pip install huggingface_hub jinja2).
---config.hugging_face.target=FOLDER takes the place of the target of a pair. A target alone takes --config.drafter=ngram
-(prompt lookup, the default), early_exit (its first layers), window or none. With --config.drafter=head the draft is a head,
-such as EAGLE-3's, or once more the target, where a module for multi-token prediction lies in its checkpoint. Some models can
-be read only after their licence was accepted on their page, and with a token.
-launch/export.py writes a model that was trained here as such a folder.
+"smollm2" is a small tuned model, with a head that comes with this package. After the colon comes
+the name of a pair below, or a target and a draft, each a folder, a gs:// folder or the id of a
+model of the hub (pip install huggingface_hub jinja2). --config.hugging_face.target=FOLDER takes the
+place of the target of a pair. A target alone takes --config.drafter=ngram (prompt lookup, the
+default), early_exit (its first layers), window or none. With --config.drafter=head the draft is a
+head, such as EAGLE-3's, or once more the target, where a module for multi-token prediction lies in
+its checkpoint. Some models can be read only after their licence was accepted on their page, and
+with a token. launch/export.py writes a model that was trained here as such a folder.
 """
 
 import dataclasses
@@ -33,8 +34,10 @@ class PublicPair:
 
     target: str
     draft: str = ""  # none
-    model_parallelism: int = 1  # devices that one copy of the target is split over; they divide its heads
-    draft_model_parallelism: int = 0  # devices that one copy of the draft is split over; 0: as many as the target's
+    # Devices that one copy of the target is split over; they divide its heads.
+    model_parallelism: int = 1
+    # Devices that one copy of the draft is split over; 0: as many as the target's.
+    draft_model_parallelism: int = 0
     num_kv_heads: int = 0  # of the target, where they are fewer than its devices; 0: they are not
     drafter: str = "model"  # or "head": ``draft`` reads the target's hidden states
     chat: bool = False  # a tuned model: prompts are messages to it
@@ -42,18 +45,29 @@ class PublicPair:
 
 
 PAIRS = {
-    "gpt2": PublicPair(target="openai-community/gpt2-large", draft="distilbert/distilgpt2"),  # for one laptop
-    "llama-8b": PublicPair(target="meta-llama/Llama-3.1-8B", draft="meta-llama/Llama-3.2-1B", model_parallelism=4),
+    # For one laptop.
+    "gpt2": PublicPair(target="openai-community/gpt2-large", draft="distilbert/distilgpt2"),
+    "llama-8b": PublicPair(
+        target="meta-llama/Llama-3.1-8B", draft="meta-llama/Llama-3.2-1B", model_parallelism=4
+    ),
     "llama-70b": PublicPair(
-        target="meta-llama/Llama-3.1-70B", draft="meta-llama/Llama-3.2-1B", model_parallelism=16, num_kv_heads=8
+        target="meta-llama/Llama-3.1-70B",
+        draft="meta-llama/Llama-3.2-1B",
+        model_parallelism=16,
+        num_kv_heads=8,
     ),
     "smollm2-1.7b": PublicPair(
-        target="HuggingFaceTB/SmolLM2-1.7B-Instruct", draft="HuggingFaceTB/SmolLM2-135M-Instruct", chat=True
+        target="HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        draft="HuggingFaceTB/SmolLM2-135M-Instruct",
+        chat=True,
     ),
     "qwen-3b": PublicPair(target="Qwen/Qwen2.5-3B", draft="Qwen/Qwen2.5-0.5B"),  # for one chip
     # 28 and 14 heads: the draft does not go over four devices.
     "qwen-7b": PublicPair(
-        target="Qwen/Qwen2.5-7B", draft="Qwen/Qwen2.5-0.5B", model_parallelism=4, draft_model_parallelism=1
+        target="Qwen/Qwen2.5-7B",
+        draft="Qwen/Qwen2.5-0.5B",
+        model_parallelism=4,
+        draft_model_parallelism=1,
     ),
     "qwen-32b": PublicPair(target="Qwen/Qwen3-32B", draft="Qwen/Qwen3-0.6B", model_parallelism=8),
     # 4 kv heads; 128 experts of a layer, of which a token reads 8.
@@ -64,13 +78,21 @@ PAIRS = {
         num_kv_heads=4,
         draft_length=2,  # longer ones read more experts
     ),
-    "gemma-9b": PublicPair(target="google/gemma-2-9b", draft="google/gemma-2-2b", model_parallelism=4),
-    "pythia-12b": PublicPair(target="EleutherAI/pythia-12b", draft="EleutherAI/pythia-160m", model_parallelism=4),
+    "gemma-9b": PublicPair(
+        target="google/gemma-2-9b", draft="google/gemma-2-2b", model_parallelism=4
+    ),
+    "pythia-12b": PublicPair(
+        target="EleutherAI/pythia-12b", draft="EleutherAI/pythia-160m", model_parallelism=4
+    ),
 }
-# Heads draft for the tuned models that they were trained on; beside the base models they are accepted less.
+# Heads draft for the tuned models that they were trained on; beside the base models they are
+# accepted less.
 HEADS = {
     "smollm2": PublicPair(
-        target="HuggingFaceTB/SmolLM2-135M-Instruct", draft="smollm2-head", drafter="head", chat=True
+        target="HuggingFaceTB/SmolLM2-135M-Instruct",
+        draft="smollm2-head",
+        drafter="head",
+        chat=True,
     ),
     "llama-8b-eagle3": PublicPair(
         target="meta-llama/Llama-3.1-8B-Instruct",
@@ -125,12 +147,14 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
     config.hugging_face = ConfigDict()
     config.hugging_face.target = pair.target
     config.hugging_face.draft = pair.draft
-    config.hugging_face.dtype = "bfloat16"  # of weights, activations and caches; float32 is faster on a CPU
+    # Of weights, activations and caches; float32 is faster on a CPU.
+    config.hugging_face.dtype = "bfloat16"
     config.hugging_face.other_vocabulary = (
         False  # the draft may have another tokenizer: it drafts the tokens that both have
     )
     config.prompts = PROMPTS
-    config.chat = pair.chat  # prompts that are texts are messages of a user, written out by the target's chat template
+    # Prompts that are texts are messages of a user, written out by the target's chat template.
+    config.chat = pair.chat
     common.add_decoding(
         config,
         draft_length=pair.draft_length,
@@ -141,12 +165,14 @@ def get_config(argument: str = "gpt2") -> ConfigDict:
         draft_model_parallelism=pair.draft_model_parallelism,
     )
     config.drafter = pair.drafter
-    config.mesh.num_kv_heads = pair.num_kv_heads  # of the target, where they are fewer than its devices; 0: enough
+    # Of the target, where they are fewer than its devices; 0: enough.
+    config.mesh.num_kv_heads = pair.num_kv_heads
     return config
 
 
 def find(argument: str) -> PublicPair:
-    """Returns the pair of a name of `PAIRS` or `HEADS`, of two models, ``TARGET,DRAFT``, or of a target alone.
+    """Returns the pair of a name of `PAIRS` or `HEADS`, of two models, ``TARGET,DRAFT``, or of a
+    target alone.
 
     Raises:
       ValueError: it is none of these.
@@ -160,7 +186,7 @@ def find(argument: str) -> PublicPair:
         return PublicPair(target=argument, drafter="ngram")
     if len(names) != 2 or not all(names):
         raise ValueError(
-            f"no pair {argument!r} in configs/hf.py: choose one of {', '.join(known)}, or give a target, alone "
-            "or with a draft, such as Qwen/Qwen2.5-7B,Qwen/Qwen2.5-0.5B"
+            f"no pair {argument!r} in configs/hf.py: choose one of {', '.join(known)}, or give a "
+            "target, alone or with a draft, such as Qwen/Qwen2.5-7B,Qwen/Qwen2.5-0.5B"
         )
     return PublicPair(target=names[0], draft=names[1])

@@ -5,11 +5,13 @@
     python launch/export.py --run=runs/head --output=exported/head
     python launch/doctor.py --look_at=head --config=configs/hf.py:meta-llama/Llama-3.1-8B-Instruct,exported/head --config.drafter=head --config.chat=True
 
-After the colon comes the target, a folder, a gs:// folder or the id of a model of the hub; then, if it is not to be
-EAGLE-3's ("head"), the kind of the head: "medusa" or "mtp". Tokenizer and chat template are the target's. Each line of a
-.jsonl file in the folder of texts is a conversation, {"messages": [{"role": "user", "content": "Hi"}, ...]}; other texts
-are read with --config.data.pattern='*.txt'. The target completes a share of them itself, which is how it will be used.
-The target's weights lie over ``mesh.model`` devices, in bfloat16; the other devices read other rows.
+After the colon comes the target, a folder, a gs:// folder or the id of a model of the hub; then, if
+it is not to be EAGLE-3's ("head"), the kind of the head: "medusa" or "mtp". Tokenizer and chat
+template are the target's. Each line of a .jsonl file in the folder of texts is a conversation,
+{"messages": [{"role": "user", "content": "Hi"}, ...]}; other texts are read with
+--config.data.pattern='*.txt'. The target completes a share of them itself, which is how it will be
+used. The target's weights lie over ``mesh.model`` devices, in bfloat16; the other devices read
+other rows.
 """
 
 from ml_collections import ConfigDict, config_dict
@@ -18,12 +20,15 @@ from configs import python_pair
 
 
 def get_config(argument: str = "") -> ConfigDict:
-    """Returns the configuration of a head for a target; fields of its layer that are None are those of the target's."""
+    """Returns the configuration of a head for a target; fields of its layer that are None are those
+    of the target's.
+    """
     target, _, kind = argument.partition(",")
     kind = kind or "head"
     if kind not in python_pair.HEADS:
         raise ValueError(
-            f"no kind of head {kind!r} in configs/hf_head.py: choose one of {', '.join(python_pair.HEADS)}"
+            f"no kind of head {kind!r} in configs/hf_head.py: choose one of "
+            f"{', '.join(python_pair.HEADS)}"
         )
     config = python_pair.get_config(kind)
     config.target = target
@@ -39,7 +44,14 @@ def get_config(argument: str = "") -> ConfigDict:
     config.model.gated = True
     config.model.activation = "silu"
     config.model.attention_bias = kind == "mtp"
-    for name in ("num_heads", "num_kv_heads", "head_size", "feedforward_width", "vocab_size", "width"):
+    for name in (
+        "num_heads",
+        "num_kv_heads",
+        "head_size",
+        "feedforward_width",
+        "vocab_size",
+        "width",
+    ):
         config.model[name] = config_dict.placeholder(int)
     config.model.max_positions = config_dict.placeholder(int)
     config.model.norm_epsilon = config_dict.placeholder(float)
@@ -57,11 +69,13 @@ def get_config(argument: str = "") -> ConfigDict:
     config.generated.batch = 16
     if kind in python_pair.BLOCKS:
         config.model.num_layers, config.objective = 5, "dspark"
-        config.test_time.anchors, config.test_time.chunk = 128, 8  # of each text, and whose logits are in memory
+        # Of each text, and whose logits are in memory.
+        config.test_time.anchors, config.test_time.chunk = 128, 8
         config.head.hidden_layers = ()
         config.head.windows_both_ways = False
         config.head.block_size = 16
-        config.head.mask_id = config_dict.placeholder(int)  # an unused id of the target, such as 151669 of Qwen3
+        # An unused id of the target, such as 151669 of Qwen3.
+        config.head.mask_id = config_dict.placeholder(int)
     if kind == "head":
         config.test_time.test_steps = 7
         config.head.hidden_layers = ()  # the usual ones of a target of so many layers

@@ -12,13 +12,14 @@
     python launch/train.py --config=configs/python_pair.py:draft_target --workdir=runs/draft_target
     python launch/train.py --config=configs/python_pair.py:tiny_target --workdir=/tmp/tiny
 
-The draft is distilled from the target, on the same text and on text that the target wrote. "layer_skip" is a target
-that drafts with its own first layers: from scratch, or tuned from a target. Heads draft from the target's
-hidden states: "head" is EAGLE-3's, "medusa" are Medusa's, "mtp" is a module for multi-token prediction like MiMo's;
-"dflash" and "dspark" draft a block in one call. "mtp_target" and "draft_target" train a target and its draft together, from
-the first step. With "tiny_" before the word ("tiny_target", "tiny_draft" and so on) each goes through all steps in a minute.
-"llama_target" and "llama_draft" have an architecture that other engines can read: gated, without n-gram embeddings
-(launch/export.py).
+The draft is distilled from the target, on the same text and on text that the target wrote.
+"layer_skip" is a target that drafts with its own first layers: from scratch, or tuned from a
+target. Heads draft from the target's hidden states: "head" is EAGLE-3's, "medusa" are Medusa's,
+"mtp" is a module for multi-token prediction like MiMo's; "dflash" and "dspark" draft a block in one
+call. "mtp_target" and "draft_target" train a target and its draft together, from the first step.
+With "tiny_" before the word ("tiny_target", "tiny_draft" and so on) each goes through all steps in
+a minute. "llama_target" and "llama_draft" have an architecture that other engines can read: gated,
+without n-gram embeddings (launch/export.py).
 """
 
 from ml_collections import ConfigDict, FieldReference, config_dict
@@ -103,15 +104,20 @@ def get_config(kind: str = "target") -> ConfigDict:
     if kind.endswith("layer_skip"):
         config.init = ""  # the folder of a target's run to tune; "" trains from scratch
         config.layer_skip = ConfigDict()
-        config.layer_skip.dropout = 0.1  # probability that the last layer is dropped for a row; of others it is lower
-        config.layer_skip.exit_scale = 0.2  # how much inner layers count in the loss; 0.0: not at all
+        # Probability that the last layer is dropped for a row; of others it is lower.
+        config.layer_skip.dropout = 0.1
+        # How much inner layers count in the loss; 0.0: not at all.
+        config.layer_skip.exit_scale = 0.2
         config.layer_skip.curriculum = "rotational"  # or "gradual"
-        config.layer_skip.rotation = 3  # a step of the rotational curriculum reads one inner layer in so many
+        # A step of the rotational curriculum reads one inner layer in so many.
+        config.layer_skip.rotation = 3
         config.model.num_layers = 4 if tiny else 6
     if draft or head:
         config.target = ""  # the folder of the target's run; or a pair, by name or folder
-        config.init = ""  # the folder of a run of the same kind whose parameters to start from; "": random ones
-        # or "reverse_kl", "total_variation", "lk_hybrid", "dspark"; also "cross_entropy" on the text, except for blocks
+        # The folder of a run of the same kind whose parameters to start from; "": random ones.
+        config.init = ""
+        # or "reverse_kl", "total_variation", "lk_hybrid", "dspark"; also "cross_entropy" on the
+        # text, except for blocks
         config.objective = "forward_kl"
         config.generated = ConfigDict()
         config.generated.rows = 32 if tiny else 4096  # windows that the target completes
@@ -125,28 +131,36 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.test_time = ConfigDict()
         config.test_time.test_steps = 3 if tiny else 4  # of the training-time test
         config.test_time.decay = 0.8  # the weight of a step, of that of the step before it
-        config.test_time.chunk = config_dict.placeholder(int)  # positions whose logits are in memory at a time; all
-        config.head = head_fields(kind.removeprefix("tiny_"), tiny, config.test_time.get_ref("test_steps"))
+        # Positions whose logits are in memory at a time; all.
+        config.test_time.chunk = config_dict.placeholder(int)
+        config.head = head_fields(
+            kind.removeprefix("tiny_"), tiny, config.test_time.get_ref("test_steps")
+        )
         config.model.num_layers = 1
-        config.model.num_kv_heads = config.model.num_heads  # through the values comes what token was drafted
+        # Through the values comes what token was drafted.
+        config.model.num_kv_heads = config.model.num_heads
         config.model.feedforward_width = 128 if tiny else 512
         config.model.gated = True
         config.model.activation = "silu"
         if kind.endswith("mtp"):
             config.model.attention_bias = True  # as MiMo's has
         if kind.endswith(BLOCKS):
-            config.test_time.test_steps = config.head.get_ref("block_size") - (1 if kind.endswith("dflash") else 0)
+            config.test_time.test_steps = config.head.get_ref("block_size") - (
+                1 if kind.endswith("dflash") else 0
+            )
             config.test_time.decay = 0.7788  # exp(-1/4)
             config.test_time.anchors = 8 if tiny else 48  # blocks of each window
             config.test_time.marginals = (
                 0.0 if kind.endswith("dflash") else 0.3
             )  # weight of the loss without correction
-            config.test_time.pace = config_dict.placeholder(float)  # D-PACE's weights instead of decay; such as 0.5
+            # D-PACE's weights instead of decay; such as 0.5.
+            config.test_time.pace = config_dict.placeholder(float)
             config.model.num_layers = 2
             config.model.num_kv_heads = 1 if tiny else 2
             config.model.feedforward_width = 128 if tiny else 256
             config.model.query_key_norm = True  # as in Qwen3, whose layers files describe
-            # The first layer sees the last tokens alone: with all of them a new head learns nothing for a long time.
+            # The first layer sees the last tokens alone: with all of them a new head learns nothing
+            # for a long time.
             config.model.window, config.model.global_layers = 2, (1,)
         config.generated.rows = 32 if tiny else 1024
         config.generated.share = 0.5
@@ -159,7 +173,8 @@ def get_config(kind: str = "target") -> ConfigDict:
         config.model.num_layers = 1 if tiny else 2
         config.model.num_heads = 2
         config.model.feedforward_width = 128 if tiny else 512
-        config.model.ngram_rows = 256 if tiny else 32768  # rows of each table of n-gram embeddings; 0: no such table
+        # Rows of each table of n-gram embeddings; 0: no such table.
+        config.model.ngram_rows = 256 if tiny else 32768
         config.model.ngram_order = 3
         if not tiny:
             config.train.steps = 8000
@@ -182,9 +197,11 @@ def with_target(config: ConfigDict, kind: str) -> ConfigDict:
     config.together = ConfigDict()
     config.together.model = target.model
     mtp = kind.endswith("mtp_target")
-    # DeepSeek-V3 weighs the mean over its modules with 0.3. The loss here is a sum over four steps: a third of that weight.
+    # DeepSeek-V3 weighs the mean over its modules with 0.3. The loss here is a sum over four steps:
+    # a third of that weight.
     config.together.weight = 0.1 if mtp else 1.0
-    config.together.pull = 1.0 if mtp else 0.0  # how much of the draft's gradient reaches the target
+    # How much of the draft's gradient reaches the target.
+    config.together.pull = 1.0 if mtp else 0.0
     config.objective = "cross_entropy" if mtp else "forward_kl"
     return config
 
@@ -200,7 +217,8 @@ def head_fields(kind: str, tiny: bool, steps: FieldReference) -> ConfigDict:
         return fields
     if kind == "mtp":
         fields.kind = "mtp"
-        # One drafts any number of tokens; of several, each drafts one: test_time.test_steps must then be their number.
+        # One drafts any number of tokens; of several, each drafts one: test_time.test_steps must
+        # then be their number.
         fields.num_modules = 1
         # As in MiMo's, whose names it is exported with; others are trained, but not exported.
         fields.hidden_first = True  # the hidden state stands before the token
@@ -208,9 +226,11 @@ def head_fields(kind: str, tiny: bool, steps: FieldReference) -> ConfigDict:
         return fields
     if kind in BLOCKS:
         fields.kind = kind
-        fields.hidden_layers = (0, 1) if tiny else (1, 3, 5)  # the usual ones of six layers would repeat
+        # The usual ones of six layers would repeat.
+        fields.hidden_layers = (0, 1) if tiny else (1, 3, 5)
         fields.block_size = 4 if tiny else 8
-        fields.mask_id = 511 if tiny else 2047  # of the rows that draft: the end of text, which is never pending
+        # Of the rows that draft: the end of text, which is never pending.
+        fields.mask_id = 511 if tiny else 2047
         fields.windows_both_ways = False
         if kind == "dspark":
             fields.markov = "vanilla"  # or "gated", "recurrent"
@@ -218,11 +238,14 @@ def head_fields(kind: str, tiny: bool, steps: FieldReference) -> ConfigDict:
             fields.confidence = "markov"
         return fields
     fields.kind = "eagle3"
-    # The layers of the target whose outputs it reads, counted from 0. The usual ones of six layers would repeat.
+    # The layers of the target whose outputs it reads, counted from 0. The usual ones of six layers
+    # would repeat.
     fields.hidden_layers = (0, 1) if tiny else (1, 3, 5)
     fields.draft_vocab_size = 0  # the most frequent tokens are drafted; 0: all
-    fields.own_embedding = False  # embeds tokens itself; False: as the target does, whose width it then has
+    # Embeds tokens itself; False: as the target does, whose width it then has.
+    fields.own_embedding = False
     fields.own_output = False  # the same for the output
-    fields.fc_norm = True  # the target's streams grow from layer to layer: each has a norm of its own
+    # The target's streams grow from layer to layer: each has a norm of its own.
+    fields.fc_norm = True
     fields.norm_before_residual = True
     return fields

@@ -1,4 +1,5 @@
-"""Describes a target and a draft with random weights: what speculative decoding costs before anything is trained.
+"""Describes a target and a draft with random weights: what speculative decoding costs before
+anything is trained.
 
     python launch/benchmark.py --config=configs/random_pair.py:38m
     python launch/benchmark.py --config=configs/random_pair.py:38m --config.sampling.temperature=0.0
@@ -7,13 +8,13 @@
         --config.synthetic_acceptance=0.8 --grid=draft_length=0,1,4,8
     JAX_DISABLE_JIT=1 python launch/demo.py --config=configs/random_pair.py:tiny
 
-Sizes after the colon: "38m", a target for one laptop with a draft of one layer; "small", the same with
-four of its twelve layers, for the demo; "tiny", which also runs without compiling anything; "7b", a target of
-7B and a draft of 0.5B parameters in bfloat16, for one GPU; "3b", a target of 3B and a draft of 0.2B
-parameters in bfloat16, for one TPU of 16 GiB. The time of a round is that of a trained pair
-of the same shape, because no shape depends on what is accepted. Acceptance is not: both distributions are flat
-(logits of standard deviation one), so one sampled draft in three is accepted and hardly any greedy one,
-which says nothing about a pair that was trained.
+Sizes after the colon: "38m", a target for one laptop with a draft of one layer; "small", the same
+with four of its twelve layers, for the demo; "tiny", which also runs without compiling anything;
+"7b", a target of 7B and a draft of 0.5B parameters in bfloat16, for one GPU; "3b", a target of 3B
+and a draft of 0.2B parameters in bfloat16, for one TPU of 16 GiB. The time of a round is that of a
+trained pair of the same shape, because no shape depends on what is accepted. Acceptance is not:
+both distributions are flat (logits of standard deviation one), so one sampled draft in three is
+accepted and hardly any greedy one, which says nothing about a pair that was trained.
 """
 
 from ml_collections import ConfigDict, config_dict
@@ -25,7 +26,9 @@ SIZES = ("38m", "small", "tiny", "7b", "3b")
 
 def get_config(size: str = "38m") -> ConfigDict:
     if size not in SIZES:
-        raise ValueError(f"no size {size!r} in configs/random_pair.py: choose one of {', '.join(SIZES)}")
+        raise ValueError(
+            f"no size {size!r} in configs/random_pair.py: choose one of {', '.join(SIZES)}"
+        )
     tiny = size == "tiny"
     config = ConfigDict()
     config.target = model("tiny" if tiny else "target_38m")
@@ -40,7 +43,9 @@ def get_config(size: str = "38m") -> ConfigDict:
         config.draft.update(shared | {"width": 1536, "num_layers": 16, "num_heads": 12})
     if size == "3b":
         shared = {"vocab_size": 32_000, "max_positions": 2048, "dtype": "bfloat16"}
-        config.target.update(shared | {"width": 3072, "num_layers": 29, "num_heads": 24, "num_kv_heads": 8})
+        config.target.update(
+            shared | {"width": 3072, "num_layers": 29, "num_heads": 24, "num_kv_heads": 8}
+        )
         config.draft.update(shared | {"width": 1024, "num_layers": 12, "num_heads": 8})
     common.add_decoding(
         config,
@@ -53,8 +58,18 @@ def get_config(size: str = "38m") -> ConfigDict:
 
 
 def model(preset: str) -> ConfigDict:
-    """Returns the fields of a preset of specsamp/models/config.py; what is None here is as the preset has it."""
-    integers = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "feedforward_width", "max_positions")
+    """Returns the fields of a preset of specsamp/models/config.py; what is None here is as the
+    preset has it.
+    """
+    integers = (
+        "vocab_size",
+        "width",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "feedforward_width",
+        "max_positions",
+    )
     return ConfigDict(
         {"preset": preset}
         | {name: config_dict.placeholder(int) for name in integers}

@@ -22,6 +22,12 @@ def get_config(pair: str = "python") -> ConfigDict:
 
 
 GRIDS = [  # for launch/benchmark.py --sweep
-    ("sampling.temperature=0.0,0.8,1.0", "draft_length=0,1,2,4,8", "rule=token,block", "drafter=model,ngram"),
-    ("draft_temperature=0.0,0.4,0.6,0.8,1.0,1.2", "draft_length=4"),  # a draft that is hotter or colder than its target
+    (
+        "sampling.temperature=0.0,0.8,1.0",
+        "draft_length=0,1,2,4,8",
+        "rule=token,block",
+        "drafter=model,ngram",
+    ),
+    # A draft that is hotter or colder than its target.
+    ("draft_temperature=0.0,0.4,0.6,0.8,1.0,1.2", "draft_length=4"),
 ]

@@ -1,21 +1,25 @@
-"""Checks that a pair writes the texts of its target alone, and prints which errors the checks would have detected.
+"""Checks that a pair writes the texts of its target alone, and prints which errors the checks would
+have detected.
 
     python launch/audit.py --config=configs/trained_pair.py
     python launch/audit.py --config=configs/hf.py:qwen-3b --config.rule=block --prompts=mine.txt --output=audit.json
     python launch/audit.py --config=configs/random_pair.py:tiny --detect=0.1 --checks=greedy,distribution
     python launch/audit.py --engine=http://127.0.0.1:8000/v1 --reference=http://127.0.0.1:8001/v1 --prompts=mine.txt
 
-The last form audits any engine with OpenAI's completions. It compares samples with samples of the same engine without
-speculation, or, without --reference, with the log-probabilities that the engine returns. These must be of the sampled
-distribution: if the engine returns them unwarped, set temperature 1. --request has fields of the request.
+The last form audits any engine with OpenAI's completions. It compares samples with samples of the
+same engine without speculation, or, without --reference, with the log-probabilities that the engine
+returns. These must be of the sampled distribution: if the engine returns them unwarped, set
+temperature 1. --request has fields of the request.
 
 The checks compute in float32: weights of another dtype are kept twice, once in float32.
 
-The last line names the errors that would have been detected, and is in capitals if there are too few texts for
---detect: then give more prompts, or a larger --config.max_new_tokens. A lossy rule fails if samples show that the total
-variation over the counted cells exceeds its budget, such as bounded:0.01:ears:1.0; without a budget it is refused.
+The last line names the errors that would have been detected, and is in capitals if there are too
+few texts for --detect: then give more prompts, or a larger --config.max_new_tokens. A lossy rule
+fails if samples show that the total variation over the counted cells exceeds its budget, such as
+bounded:0.01:ears:1.0; without a budget it is refused.
 
-Exit status: 0, all checks passed; 1, a check failed; 2, the audit is impossible (stderr has the reason).
+Exit status: 0, all checks passed; 1, a check failed; 2, the audit is impossible (stderr has the
+reason).
 """
 
 import dataclasses
@@ -36,20 +40,30 @@ from specsamp.evaluation.audit import CHECKS, Settings, Status, audit, audit_tab
 from specsamp.evaluation.audit.endpoints import RemoteEngine, compare_endpoints
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
-_CHECKS = flags.DEFINE_list("checks", list(CHECKS), f"Checks to run, separated by commas: any of {', '.join(CHECKS)}.")
+_CHECKS = flags.DEFINE_list(
+    "checks", list(CHECKS), f"Checks to run, separated by commas: any of {', '.join(CHECKS)}."
+)
 _DETECT = flags.DEFINE_float(
     "detect",
     0.05,
-    "Total-variation error of the sampled distribution that must be detected with a probability of 99%: any error "
-    "between the counted cells, and errors that favour or avoid the draft's preferred tokens. It determines the number of "
-    "samples: half the error needs four times as many.",
+    "Total-variation error of the sampled distribution that must be detected with a probability "
+    "of 99%: any error between the counted cells, and errors that favour or avoid the draft's "
+    "preferred tokens. It determines the number of samples: half the error needs four times as "
+    "many.",
 )
-_FALSE_ALARM = flags.DEFINE_float("false_alarm", 1e-4, "Largest probability that a correct pair fails the audit.")
+_FALSE_ALARM = flags.DEFINE_float(
+    "false_alarm", 1e-4, "Largest probability that a correct pair fails the audit."
+)
 _COUNT = flags.DEFINE_integer(
-    "prompt_count", 16, "Number of prompts that are decoded, evenly spaced among those given.", lower_bound=1
+    "prompt_count",
+    16,
+    "Number of prompts that are decoded, evenly spaced among those given.",
+    lower_bound=1,
 )
 _DISTRIBUTION_PROMPTS = flags.DEFINE_integer(
-    "distribution_prompts", 4, "Number of these prompts after which pairs of tokens are sampled and counted."
+    "distribution_prompts",
+    4,
+    "Number of these prompts after which pairs of tokens are sampled and counted.",
 )
 _ROWS = flags.DEFINE_integer(
     "rows", 128, "Samples that are drawn together. Use fewer if their caches do not fit in memory."
@@ -58,8 +72,12 @@ _PROMPTS = entry.define("prompts")
 _ENGINE = flags.DEFINE_string(
     "engine", None, "Audit the speculative engine of this endpoint, such as http://HOST:8000/v1."
 )
-_REFERENCE = flags.DEFINE_string("reference", None, "Endpoint of the same engine without speculation.")
-_REQUEST = flags.DEFINE_string("request", "{}", 'Fields of each request: \'{"model": "mine", "temperature": 0.8}\'.')
+_REFERENCE = flags.DEFINE_string(
+    "reference", None, "Endpoint of the same engine without speculation."
+)
+_REQUEST = flags.DEFINE_string(
+    "request", "{}", 'Fields of each request: \'{"model": "mine", "temperature": 0.8}\'.'
+)
 _OUTPUT = entry.define("output")
 
 FAILED = 1
@@ -108,14 +126,22 @@ def audit_engine(console: Console) -> int:
     entry.check_output(_OUTPUT.value)
     for flag in (_ENGINE, _REFERENCE):
         if flag.value is not None and not flag.value.startswith(("http://", "https://")):
-            raise ValueError(f"--{flag.name}={flag.value} is no address such as http://HOST:8000/v1")
+            raise ValueError(
+                f"--{flag.name}={flag.value} is no address such as http://HOST:8000/v1"
+            )
     try:
         fields = dict(json.loads(_REQUEST.value))
     except (ValueError, TypeError) as error:
-        raise ValueError(f'--request={_REQUEST.value} must be a JSON object, such as {{"temperature": 0.8}}') from error
-    prompts = [one for one in read_prompts(_PROMPTS.value) if isinstance(one, str)][: _DISTRIBUTION_PROMPTS.value]
+        raise ValueError(
+            f'--request={_REQUEST.value} must be a JSON object, such as {{"temperature": 0.8}}'
+        ) from error
+    prompts = [one for one in read_prompts(_PROMPTS.value) if isinstance(one, str)][
+        : _DISTRIBUTION_PROMPTS.value
+    ]
     if not prompts:
-        raise ValueError("--engine needs --prompts: texts after which the next tokens are uncertain")
+        raise ValueError(
+            "--engine needs --prompts: texts after which the next tokens are uncertain"
+        )
     own = {} if _REFERENCE.value else {"logprobs": 0}
     with entry.progress(console, "starting") as say:
         check = compare_endpoints(
@@ -128,7 +154,10 @@ def audit_engine(console: Console) -> int:
         )
     found = report.as_json(dataclasses.asdict(check))
     entry.show([audit_table([found], claims=True)], console)
-    passed, asked = check.verdict is Status.PASSED, {"engine": _ENGINE.value, "reference": _REFERENCE.value}
+    passed, asked = (
+        check.verdict is Status.PASSED,
+        {"engine": _ENGINE.value, "reference": _REFERENCE.value},
+    )
     document = {**asked, "prompts": prompts, "request": fields, "passed": passed, "check": found}
     entry.write_result(_OUTPUT.value, document, console)
     return 0 if passed else FAILED

@@ -8,9 +8,10 @@
         --output=gs://BUCKET/sweep.json
     python launch/benchmark.py --gather=one.json --gather=other.json                             # only the tables
 
-Each setting (a cell) is measured in turn with plain decoding. K = 0 compares plain decoding with itself,
-which shows the error of a speedup. The file is written after each cell: the same command resumes, and another grid of
-the same configuration adds its cells. A file belongs to one machine. --trace=runs/trace also profiles some rounds.
+Each setting (a cell) is measured in turn with plain decoding. K = 0 compares plain decoding with
+itself, which shows the error of a speedup. The file is written after each cell: the same command
+resumes, and another grid of the same configuration adds its cells. A file belongs to one machine.
+--trace=runs/trace also profiles some rounds.
 
 --sweep measures the ``GRIDS`` of the configuration's file, each a list of values of --grid.
 
@@ -51,7 +52,10 @@ from specsamp.sampling.synthetic import LABEL
 
 _CONFIG = ConfigFlag("configs/random_pair.py", ExperimentConfig)
 _GRID = flags.DEFINE_multi_string(
-    "grid", [], "Measure a cell for each of these values, as FIELD=VALUE,VALUE; given again, for every combination."
+    "grid",
+    [],
+    "Measure a cell for each of these values, as FIELD=VALUE,VALUE; given again, for every "
+    "combination.",
 )
 _SWEEP = flags.DEFINE_bool("sweep", False, "Measure the GRIDS of the configuration's file.")
 _GATHER = flags.DEFINE_multi_string(
@@ -62,7 +66,9 @@ _OUTPUT = entry.define("output")
 _REPLICA = entry.define("replica")
 _CHIP_HOUR = costs.define_chip_hour()
 _TRACE = flags.DEFINE_string(
-    "trace", None, "Then profile one prefill and some rounds into this folder, for xprof or Perfetto."
+    "trace",
+    None,
+    "Then profile one prefill and some rounds into this folder, for xprof or Perfetto.",
 )
 _AGAIN = entry.define("again")
 
@@ -88,7 +94,9 @@ def main() -> None:
     identity = known_identity(config)
     grid.Results.open(output, identity)  # another run's file is refused before weights are read
     if _TRACE.value and jax.config.jax_disable_jit:
-        raise ValueError("--trace is of compiled programs, and JAX_DISABLE_JIT is set: leave out one of the two")
+        raise ValueError(
+            "--trace is of compiled programs, and JAX_DISABLE_JIT is set: leave out one of the two"
+        )
     if _TRACE.value:
         entry.check_output(f"{_TRACE.value.rstrip('/')}/profile", "trace")
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
@@ -101,11 +109,16 @@ def main() -> None:
             results.take_over(path)
     measure_all(list(cells.values()), results, experiment.pair, console)
     if jax.config.jax_disable_jit:
-        console.print("JAX_DISABLE_JIT is set: these are no times of compiled programs, and calls are not timed.")
+        console.print(
+            "JAX_DISABLE_JIT is set: these are no times of compiled programs, and calls are not "
+            "timed."
+        )
 
 
 def measure_all(cells: Sequence[Cell], results: grid.Results, pair: Pair, console: Console) -> None:
-    """Measures the cells that a file lacks, and shows a table of all; of a single cell, all details."""
+    """Measures the cells that a file lacks, and shows a table of all; of a single cell, all
+    details.
+    """
     for cell in cells:
         check_fits(pair, [cell.method.drafter], cell.workload)
     made_up = any("synthetic_acceptance" in cell.key for cell in cells)
@@ -115,23 +128,36 @@ def measure_all(cells: Sequence[Cell], results: grid.Results, pair: Pair, consol
 
     def measure(number: int, say: Callable[[str], None]) -> Result:
         cell = cells[number]
-        return benchmark(pair, cell.method, cell.workload, lambda text: say(f"{grid.describe(cell.key)}: {text}"))
+        return benchmark(
+            pair, cell.method, cell.workload, lambda text: say(f"{grid.describe(cell.key)}: {text}")
+        )
 
     start = time.perf_counter()
-    measured = measure_missing([cell.facts for cell in cells], measure, results, _AGAIN.value, console)
+    measured = measure_missing(
+        [cell.facts for cell in cells], measure, results, _AGAIN.value, console
+    )
     if _TRACE.value:
         (cell,), folder = cells, entry.visible(_TRACE.value)
         (decoder,) = decoders(pair, {"speculative": cell.method}, cell.workload).values()
         with entry.progress(console, "compiling and tracing"):
             write_profile(decoder, _TRACE.value)
-        console.print(f"\ntrace: pip install xprof; xprof --logdir={folder} --port=6006; open http://localhost:6006")
+        console.print(
+            f"\ntrace: pip install xprof; xprof --logdir={folder} --port=6006; open "
+            "http://localhost:6006"
+        )
         console.print(f"or open the latest .trace.json.gz in {folder} at https://ui.perfetto.dev")
     if not entry.is_first():
         return
     if measured:
-        console.print(f"measured {len(measured)} cells in {time.perf_counter() - start:.0f} s", style="dim")
+        console.print(
+            f"measured {len(measured)} cells in {time.perf_counter() - start:.0f} s", style="dim"
+        )
     rows = [results.find(cell.key) for cell in cells]
-    title = "SYNTHETIC ACCEPTANCE, see the rows" if made_up else "Cells, each in turn with plain decoding"
+    title = (
+        "SYNTHETIC ACCEPTANCE, see the rows"
+        if made_up
+        else "Cells, each in turn with plain decoding"
+    )
     entry.show([tables.grid_table(title, rows)], console)
     entry.show(costs.cost_tables(costs_of(rows), costs.chips_of(pair), _CHIP_HOUR.value), console)
     if len(cells) == len(measured) == 1:
@@ -141,7 +167,9 @@ def measure_all(cells: Sequence[Cell], results: grid.Results, pair: Pair, consol
 
 
 def gather(console: Console) -> None:
-    """Shows a table for each file of --gather, since files may be of different pairs or machines."""
+    """Shows a table for each file of --gather, since files may be of different pairs or
+    machines.
+    """
     others = ("output", "again", "chip_hour", "sweep", "grid", "trace", "prompts", "replica")
     entry.refuse_flags(others, "--gather measures and writes nothing")
     for path in _GATHER.value:

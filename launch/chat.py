@@ -1,11 +1,13 @@
-"""Holds a conversation with a pair: streams answers, coloured by who wrote each token, and keeps turns in the caches.
+"""Holds a conversation with a pair: streams answers, coloured by who wrote each token, and keeps
+turns in the caches.
 
     python launch/chat.py --config=configs/hf.py:llama-8b-eagle3 --config.max_new_tokens=512
     python launch/chat.py --system='Answer in one sentence.' --config=FILE
     python launch/chat.py            # the shipped pair has no chat template: it continues your Python
 
-A line is a turn. /new starts a new conversation, /undo removes the last turn, /quit or the end of the input ends the
-chat; Ctrl-C stops an answer. Each turn prints the number of tokens that were read, only new ones since caches are kept.
+A line is a turn. /new starts a new conversation, /undo removes the last turn, /quit or the end of
+the input ends the chat; Ctrl-C stops an answer. Each turn prints the number of tokens that were
+read, only new ones since caches are kept.
 """
 
 import dataclasses
@@ -30,7 +32,10 @@ from specsamp.decoding.request import Prompt, encode
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _SYSTEM = flags.DEFINE_string("system", None, "The system message, before the first turn.")
 _TOKENS = flags.DEFINE_integer(
-    "max_tokens", None, "Tokens of all turns together; a smaller number is faster; default up to 4096.", lower_bound=3
+    "max_tokens",
+    None,
+    "Tokens of all turns together; a smaller number is faster; default up to 4096.",
+    lower_bound=3,
 )
 _REQUIRE_EXACT = entry.define("require_exact")
 
@@ -56,7 +61,11 @@ def main() -> None:
     console.print(headline(experiment))
     talk = Talk(experiment, has_template, _SYSTEM.value, console)
     talk.compile()
-    told = "/new, /undo, /quit" if has_template else "no chat template: what you type is completed; /new, /undo, /quit"
+    told = (
+        "/new, /undo, /quit"
+        if has_template
+        else "no chat template: what you type is completed; /new, /undo, /quit"
+    )
     console.print(told, style="dim")
     while (line := ask(console)) is not None:
         if line == "/quit":
@@ -87,8 +96,15 @@ class Turn:
 class Talk:
     """A conversation in the terminal."""
 
-    def __init__(self, experiment: Experiment, has_template: bool, system: str | None, console: Console):
-        self.experiment, self.has_template, self.system, self.console = experiment, has_template, system, console
+    def __init__(
+        self, experiment: Experiment, has_template: bool, system: str | None, console: Console
+    ):
+        self.experiment, self.has_template, self.system, self.console = (
+            experiment,
+            has_template,
+            system,
+            console,
+        )
         self.chat = Conversation(
             experiment.pair,
             max_tokens=_TOKENS.value,
@@ -98,9 +114,14 @@ class Talk:
         self.turns: list[Turn] = []
 
     def compile(self) -> None:
-        """Compiles a first and a later turn, which have different programs, so that answers begin at once."""
+        """Compiles a first and a later turn, which have different programs, so that answers begin
+        at once.
+        """
         start, folder = time.perf_counter(), use_compilation_cache()
-        self.console.print(f"compiling for {self.chat.max_tokens} tokens; programs are kept in {folder}", style="dim")
+        self.console.print(
+            f"compiling for {self.chat.max_tokens} tokens; programs are kept in {folder}",
+            style="dim",
+        )
         with entry.progress(self.console, "compiling"):
             for tokens in ([0], [0, 0]):
                 list(self.chat.stream(tokens, 1))
@@ -112,7 +133,9 @@ class Talk:
         elif line == "/undo":
             self.turns = self.turns[:-1]
         elif line.startswith("/") and line.split()[0] not in COMMANDS and self.has_template:
-            self.console.print(f"no command {line.split()[0]}: {', '.join(sorted(COMMANDS))}", style="yellow")
+            self.console.print(
+                f"no command {line.split()[0]}: {', '.join(sorted(COMMANDS))}", style="yellow"
+            )
         else:
             self.answer(line)
 
@@ -127,15 +150,22 @@ class Talk:
                 self.console.print(written, end="")
         except KeyboardInterrupt:
             self.console.print(" (ended)", style="dim")
-        except ValueError as error:  # longer than there is room for, or nothing that the template takes
+        except (
+            ValueError
+        ) as error:  # longer than there is room for, or nothing that the template takes
             self.console.print(f"{error}. /new starts a new conversation", style="red")
             return
         else:
             seconds, stats = time.perf_counter() - start, self.chat.stats
             told = (
-                f"{stats.emitted} tokens, {stats.emitted / seconds:.1f} a second, {stats.emitted_per_round:.2f} a round"
+                f"{stats.emitted} tokens, {stats.emitted / seconds:.1f} a second, "
+                f"{stats.emitted_per_round:.2f} a round"
             )
-            cost = "" if stats.variation is None else f", bias {stats.variation_per_token:.4f} a token (lossy rule)"
+            cost = (
+                ""
+                if stats.variation is None
+                else f", bias {stats.variation_per_token:.4f} a token (lossy rule)"
+            )
             self.console.print(f"\n{told}{cost}; read {self.chat.tokens_read} tokens", style="dim")
         self.turns.append(Turn(asked=line, answered=pieces.text, tokens=tuple(self.chat.tokens)))
 
@@ -144,11 +174,19 @@ class Talk:
         if self.has_template:
             messages = [{"role": "system", "content": self.system}] if self.system else []
             for turn in self.turns:
-                messages += [{"role": "user", "content": turn.asked}, {"role": "assistant", "content": turn.answered}]
+                messages += [
+                    {"role": "user", "content": turn.asked},
+                    {"role": "assistant", "content": turn.answered},
+                ]
             return [*messages, {"role": "user", "content": line}]
         tokenizer = self.experiment.pair.tokenizer
-        said = [token for token in self.turns[-1].tokens if token != tokenizer.eos_id] if self.turns else []
-        return [*said, *tokenizer.encode(f"\n{line}" if said else line)]  # a line break would be half of a token
+        said = (
+            [token for token in self.turns[-1].tokens if token != tokenizer.eos_id]
+            if self.turns
+            else []
+        )
+        # A line break would be half of a token.
+        return [*said, *tokenizer.encode(f"\n{line}" if said else line)]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Compiles a pair for a TPU slice, without the slice: memory, traffic, collectives, and an estimate of the time.
+"""Compiles a pair for a TPU slice, without the slice: memory, traffic, collectives, and an estimate
+of the time.
 
     pip install libtpu                                            # Linux on x86-64
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4
@@ -8,10 +9,11 @@
     python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2 --config.tree=4,2,1 --config.rule=recursive
     python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
 
-The shape of a head comes from its folder, or from the published checkpoint of its target; any other head has the shape
-of EAGLE-3, with the 32,000 most frequent tokens. The mesh has all devices of the topology: ``config.mesh.data`` data
-shards, with one replica of the target over the devices of a shard. All numbers are compiler estimates: nothing runs.
-launch/plan.py --compile_report reads the file of --output, and forecasts milliseconds per token by acceptance.
+The shape of a head comes from its folder, or from the published checkpoint of its target; any other
+head has the shape of EAGLE-3, with the 32,000 most frequent tokens. The mesh has all devices of the
+topology: ``config.mesh.data`` data shards, with one replica of the target over the devices of a
+shard. All numbers are compiler estimates: nothing runs. launch/plan.py --compile_report reads the
+file of --output, and forecasts milliseconds per token by acceptance.
 """
 
 import dataclasses
@@ -41,7 +43,9 @@ from specsamp.tpu.topology import CHIPS, described_mesh, parse
 
 _CONFIG = ConfigFlag("configs/chinchilla.py", ExperimentConfig)
 _TOPOLOGY = flags.DEFINE_string(
-    "topology", "v4:2x2x4", "The slice to compile for: a chip and the number of chips along each axis."
+    "topology",
+    "v4:2x2x4",
+    "The slice to compile for: a chip and the number of chips along each axis.",
 )
 _SLOTS = flags.DEFINE_integer(
     "slots", 2048, "Slots of the caches, which is the longest text in tokens.", lower_bound=16
@@ -62,7 +66,11 @@ def main() -> None:
             topology=_TOPOLOGY.value,
             size=TreeShape.of_widths(*config.tree) if config.tree else config.draft_length,
             rule=make_rule(config.rule),
-            names=[name for name in pair_report.NAMES if name != "draft prefill" or config.word.draft == "model"],
+            names=[
+                name
+                for name in pair_report.NAMES
+                if name != "draft prefill" or config.word.draft == "model"
+            ],
             progress=lambda text: say(f"compiling: {text}"),
         )
     shown = pair_report.report_tables(report, *programs.bytes_of_state())
@@ -75,16 +83,23 @@ def main() -> None:
         "head": None if head is None else head.config.kind,
         "report": report,
         "calibration": fit_published(),
-        "calibrated_ms": {p.name: report.calibrated_ms(p.name) for p in report.programs if p.memory is not None},
+        "calibrated_ms": {
+            p.name: report.calibrated_ms(p.name) for p in report.programs if p.memory is not None
+        },
     }
     entry.write_result(_OUTPUT.value, document, console)
 
 
 def programs_of(config: ExperimentConfig, console: Console) -> Programs:
-    """Returns the programs of the configuration's pair on the slice; ValueError for unsupported drafters."""
+    """Returns the programs of the configuration's pair on the slice; ValueError for unsupported
+    drafters.
+    """
     word = config.word
     if not word.compiled:
-        raise ValueError(f"a report is of a draft model, an early exit or a head; --config.drafter is {config.drafter}")
+        raise ValueError(
+            "a report is of a draft model, an early exit or a head; --config.drafter is "
+            f"{config.drafter}"
+        )
     target, draft = (model and with_kernels(model, config) for model in target_and_draft(config))
     shape = head_of(config, target.config) if word.draft == "head" else None
     head = shape and shape.head()
@@ -93,7 +108,10 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
     asked = config.mesh.draft_model_parallelism if word.draft == "model" else num_devices
     parallelism = asked or math.gcd(draft.config.num_heads, num_devices)
     if parallelism < num_devices and not asked:
-        console.print(f"the draft's {draft.config.num_heads} heads go over {parallelism} of the {num_devices} devices")
+        console.print(
+            f"the draft's {draft.config.num_heads} heads go over {parallelism} of the "
+            f"{num_devices} devices"
+        )
     parallelism = None if parallelism == num_devices else parallelism
     mesh = described_mesh(
         _TOPOLOGY.value,
@@ -107,7 +125,9 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
     layout = draft_layout(mesh, parallelism)
     return Programs(
         target=shard_model(target, Layout.tensor_parallel(mesh)),
-        draft=shard_model(draft, layout) if head is None else sharded_head_model(target, head, layout),
+        draft=shard_model(draft, layout)
+        if head is None
+        else sharded_head_model(target, head, layout),
         mesh=mesh,
         sampling=config.sampling.warp(),
         batch=config.batch,
@@ -118,7 +138,8 @@ def programs_of(config: ExperimentConfig, console: Console) -> Programs:
 
 def with_kernels(model: TransformerLM, config: ExperimentConfig) -> TransformerLM:
     """Returns the model with the attention of ``config.attention`` on a TPU."""
-    is_old = config.attention == "auto" and parse(_TOPOLOGY.value)[0] == CHIPS["v3"]  # whose compiler refuses them
+    # Whose compiler refuses them.
+    is_old = config.attention == "auto" and parse(_TOPOLOGY.value)[0] == CHIPS["v3"]
     kernels = None if is_old else choose_kernels(config.attention, backend="tpu")
     return dataclasses.replace(model, weight_order="default", kernels=kernels)
 

@@ -1,4 +1,5 @@
-"""Shows speculative decoding in a minute: a trained pair writes Python, every token coloured by who wrote it.
+"""Shows speculative decoding in a minute: a trained pair writes Python, every token coloured by who
+wrote it.
 
     bash launch/demo.sh
     python launch/demo.py --prompt='def fibonacci(n):'
@@ -34,10 +35,15 @@ from specsamp.decoding.text import Continuation
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _PROMPT = flags.DEFINE_multi_string(
-    "prompt", [], "A text to complete; \\n is a line break, which should not end it; may be repeated."
+    "prompt",
+    [],
+    "A text to complete; \\n is a line break, which should not end it; may be repeated.",
 )
 _PASSES = flags.DEFINE_integer(
-    "passes", 3, "Number of times that each side decodes every prompt; more passes give steadier times.", lower_bound=1
+    "passes",
+    3,
+    "Number of times that each side decodes every prompt; more passes give steadier times.",
+    lower_bound=1,
 )
 
 NUM_PROMPTS = 3
@@ -50,17 +56,29 @@ def main() -> None:
     use_few_rows(config, console)
     configs = choose(config, console)
     with entry.progress(console, "reading the pair"):
-        experiment = build(configs["sampled"], [text.replace("\\n", "\n") for text in _PROMPT.value])
+        experiment = build(
+            configs["sampled"], [text.replace("\\n", "\n") for text in _PROMPT.value]
+        )
     console.print(headline(experiment))
     console.print(f"compiled programs are kept in {use_compilation_cache()}", style="dim")
-    prompts = len(_PROMPT.value) or min(NUM_PROMPTS, len(experiment.workload.prompts) or NUM_PROMPTS)
+    prompts = len(_PROMPT.value) or min(
+        NUM_PROMPTS, len(experiment.workload.prompts) or NUM_PROMPTS
+    )
     sides = {}
     for name, of_name in configs.items():
         # Numbers of a warp are data: the greedy and the sampled distribution run the same programs.
         warp = chain(temperature(float(name == "sampled")), experiment.method.sampling)
-        methods = {"autoregressive": Method(drafter=NoDrafter()), "speculative": of_name.make_method(experiment.pair)}
-        methods = {side: dataclasses.replace(method, sampling=warp) for side, method in methods.items()}
-        sides[name] = {side: kept(one) for side, one in decoders(experiment.pair, methods, experiment.workload).items()}
+        methods = {
+            "autoregressive": Method(drafter=NoDrafter()),
+            "speculative": of_name.make_method(experiment.pair),
+        }
+        methods = {
+            side: dataclasses.replace(method, sampling=warp) for side, method in methods.items()
+        }
+        sides[name] = {
+            side: kept(one)
+            for side, one in decoders(experiment.pair, methods, experiment.workload).items()
+        }
     start = time.perf_counter()
     with entry.progress(console, "compiling, then decoding"):
         sides["sampled"]["speculative"].compile()
@@ -82,7 +100,9 @@ def main() -> None:
             return timing
 
         keys = itertools.product(sides, ("autoregressive", "speculative"))
-        timings = take_turns({key: functools.partial(decode, *key) for key in keys}, _PASSES.value * prompts)
+        timings = take_turns(
+            {key: functools.partial(decode, *key) for key in keys}, _PASSES.value * prompts
+        )
     show_agreement(prompts, timings, console)
     if jax.config.jax_disable_jit:
         console.print("\nJAX_DISABLE_JIT is set, nothing is compiled: the timings are left out.")
@@ -94,15 +114,21 @@ def main() -> None:
 
 
 def kept(decoder: TimedDecoder) -> TimedDecoder:
-    """Returns the decoder with programs that are kept on disk, so that the first text of a second demo comes sooner."""
+    """Returns the decoder with programs that are kept on disk, so that the first text of a second
+    demo comes sooner.
+    """
     engine = dataclasses.replace(decoder.engine, loop=KeptLoop.of(decoder.engine.loop))
     return dataclasses.replace(decoder, engine=engine)
 
 
 def choose(config: ExperimentConfig, console: Console) -> dict[str, ExperimentConfig]:
-    """Returns the configuration of both distributions; by default with the best draft length for this machine."""
+    """Returns the configuration of both distributions; by default with the best draft length for
+    this machine.
+    """
     configs = {"greedy": config.turned({"sampling.temperature": 0.0}), "sampled": config}
-    asked = any(name.startswith(("draft_length", "drafter", "adaptive")) for name in _CONFIG.fields_set)
+    asked = any(
+        name.startswith(("draft_length", "drafter", "adaptive")) for name in _CONFIG.fields_set
+    )
     can_choose = config.writes_text and is_possible(config)
     if config.draft_length != MACHINE and (asked or not can_choose):
         return configs
@@ -111,7 +137,9 @@ def choose(config: ExperimentConfig, console: Console) -> dict[str, ExperimentCo
 
 
 def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Console) -> None:
-    """Prints a prompt and its text, each token coloured by who wrote it; for a batch, the first row."""
+    """Prints a prompt and its text, each token coloured by who wrote it; for a batch, the first
+    row.
+    """
     stats, tokenizer, work = timing.rows[0], experiment.pair.tokenizer, experiment.workload
     tokens, drafted = timing.texts[0], timing.from_draft[0]
     console.print(
@@ -122,7 +150,11 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
         sep="",
     )
     if tokenizer is None:
-        console.print(Text().join(Text("█", style=entry.DRAFTED) if by_draft else Text("░") for by_draft in drafted))
+        console.print(
+            Text().join(
+                Text("█", style=entry.DRAFTED) if by_draft else Text("░") for by_draft in drafted
+            )
+        )
         return
     before = work.prompts[prompt * work.batch % len(work.prompts)]
     is_whole = tokenizer.eos_id in tokens
@@ -134,8 +166,15 @@ def show_text(experiment: Experiment, prompt: int, timing: Timing, console: Cons
 
 
 def show_agreement(prompts: int, timings: dict, console: Console) -> None:
-    """Prints whether greedy text is the same with a draft; greedy decoding has a single correct text."""
-    pairs = list(zip(timings["greedy", "autoregressive"][:prompts], timings["greedy", "speculative"][:prompts]))
+    """Prints whether greedy text is the same with a draft; greedy decoding has a single correct
+    text.
+    """
+    pairs = list(
+        zip(
+            timings["greedy", "autoregressive"][:prompts],
+            timings["greedy", "speculative"][:prompts],
+        )
+    )
     different = [i for i, (plain, drafted) in enumerate(pairs) if plain.texts != drafted.texts]
     console.print(
         f"\ngreedy, speculative = autoregressive: {prompts - len(different)} of {prompts} prompts, "
@@ -151,7 +190,9 @@ def timing_table(timings: dict, configs: dict[str, ExperimentConfig]) -> Table:
 
     def column(distribution: str, config: ExperimentConfig) -> dict[str, str]:
         sides = (timings[distribution, name] for name in ("autoregressive", "speculative"))
-        plain, drafted = (np.array([t.loop_seconds / t.stats.emitted * 1e3 for t in runs]) for runs in sides)
+        plain, drafted = (
+            np.array([t.loop_seconds / t.stats.emitted * 1e3 for t in runs]) for runs in sides
+        )
         stats = sum(timing.stats for timing in timings[distribution, "speculative"])
         adapts = not config.adaptive.is_off
         cells = {
@@ -182,7 +223,10 @@ def committed_speedups() -> tuple[str, str, str]:
     if not (study.RESULTS / f"{name}.json").exists():
         return ("speedup in the README", "only in a clone", "only in a clone")
     document = study.read_result(name)
-    cells = [f"{tables.ratio(one['speedup'])}, K = {key['draft_length']}" for key, one in study.answers(document)]
+    cells = [
+        f"{tables.ratio(one['speedup'])}, K = {key['draft_length']}"
+        for key, one in study.answers(document)
+    ]
     return (f"speedup in the README, {study.cpu_of(document)}", *cells)
 
 

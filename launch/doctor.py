@@ -6,15 +6,16 @@
     python launch/doctor.py --look_at=names                          # all pairs of configs/hf.py
     python launch/doctor.py --look_at=names --pair=Qwen/Qwen3-8B,RedHatAI/Qwen3-8B-speculator.eagle3 --head
 
---look_at=head checks that a head fits its target: on texts of the target it drafts a token after every position, and the
-acceptance is printed, also for other layers and, of heads that draft blocks, other block sizes and the other first row. A
-head that is read wrongly costs speed alone, so nothing else shows it.
+--look_at=head checks that a head fits its target: on texts of the target it drafts a token after
+every position, and the acceptance is printed, also for other layers and, of heads that draft
+blocks, other block sizes and the other first row. A head that is read wrongly costs speed alone, so
+nothing else shows it.
 
---look_at=names checks whether public names exist, can be read and would load. It reads config, tokenizer and the
-headers of the tensors from the hub, some megabytes, and downloads no weights.
+--look_at=names checks whether public names exist, can be read and would load. It reads config,
+tokenizer and the headers of the tensors from the hub, some megabytes, and downloads no weights.
 
-Exit status: 0, no problem; 1, a warning, a head that does not fit, or a name that would not load; 2, a problem that
-must be solved first, or a check that is impossible (stderr has the reason).
+Exit status: 0, no problem; 1, a warning, a head that does not fit, or a name that would not load;
+2, a problem that must be solved first, or a check that is impossible (stderr has the reason).
 """
 
 import dataclasses
@@ -37,22 +38,41 @@ from specsamp.doctor import Level, Wanted
 from specsamp.evaluation.head_check import check_head
 from specsamp.models import few_rows
 
-FLAGS_OF = {"machine": (), "head": ("prompts", "tokens", "output"), "names": ("pair", "head", "output")}
+FLAGS_OF = {
+    "machine": (),
+    "head": ("prompts", "tokens", "output"),
+    "names": ("pair", "head", "output"),
+}
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _LOOK_AT = flags.DEFINE_enum(
-    "look_at", "machine", list(FLAGS_OF), "Check the machine, the head of --config, or public names."
+    "look_at",
+    "machine",
+    list(FLAGS_OF),
+    "Check the machine, the head of --config, or public names.",
 )
 _PROMPTS = entry.define("prompts")
 _TOKENS = flags.DEFINE_integer(
-    "tokens", 64, "Number of tokens that are decoded with the head after each prompt.", lower_bound=1
+    "tokens",
+    64,
+    "Number of tokens that are decoded with the head after each prompt.",
+    lower_bound=1,
 )
 _PAIR = flags.DEFINE_multi_string(
-    "pair", [], "Check this pair of configs/hf.py, or TARGET,DRAFT; may be repeated; by default all pairs of the file."
+    "pair",
+    [],
+    "Check this pair of configs/hf.py, or TARGET,DRAFT; may be repeated; by default all pairs of "
+    "the file.",
 )
-_HEAD = flags.DEFINE_bool("head", False, "The second name of each TARGET,DRAFT is a head of the first.")
+_HEAD = flags.DEFINE_bool(
+    "head", False, "The second name of each TARGET,DRAFT is a head of the first."
+)
 _OUTPUT = entry.define("output")
 
-SIGNS = {Level.FINE: ("fine", "green"), Level.WARNING: ("warning", "yellow"), Level.ERROR: ("mend", "red")}
+SIGNS = {
+    Level.FINE: ("fine", "green"),
+    Level.WARNING: ("warning", "yellow"),
+    Level.ERROR: ("mend", "red"),
+}
 
 
 def main() -> int:
@@ -60,7 +80,9 @@ def main() -> int:
     others = {name for names in FLAGS_OF.values() for name in names} - {*FLAGS_OF[_LOOK_AT.value]}
     entry.refuse_flags(others, f"--look_at={_LOOK_AT.value} does not read it")
     entry.check_output(_OUTPUT.value)
-    return {"machine": look_at_machine, "head": look_at_head, "names": look_at_names}[_LOOK_AT.value](console)
+    return {"machine": look_at_machine, "head": look_at_head, "names": look_at_names}[
+        _LOOK_AT.value
+    ](console)
 
 
 def look_at_machine(console: Console) -> int:
@@ -71,7 +93,9 @@ def look_at_machine(console: Console) -> int:
         show(finding, console)
     if known.platform == "cpu" and not known.failed:
         said = few_rows.build()
-        findings.append(doctor.Finding(Level.WARNING if few_rows.FAILED in said else Level.FINE, said))
+        findings.append(
+            doctor.Finding(Level.WARNING if few_rows.FAILED in said else Level.FINE, said)
+        )
         show(findings[-1], console)
     return max(finding.level for finding in findings)
 
@@ -84,13 +108,17 @@ def show(finding: doctor.Finding, console: Console) -> None:
 
 
 def wanted() -> Wanted:
-    """Returns the devices, memory and names that the configuration needs, with models split over the model axis."""
+    """Returns the devices, memory and names that the configuration needs, with models split over
+    the model axis.
+    """
     config = _CONFIG.value
     names = [config.hugging_face.target, config.hugging_face.draft] if config.hugging_face else []
     from_hub = tuple(name for name in names if name and not storage.place(name).exists())
     data, model = config.mesh.data, config.mesh.model
     sizes = [one.config.weight_bytes for one in known_models(config).values()]
-    return Wanted(devices=data * model, weights_bytes=sum(sizes) / model if sizes else None, from_hub=from_hub)
+    return Wanted(
+        devices=data * model, weights_bytes=sum(sizes) / model if sizes else None, from_hub=from_hub
+    )
 
 
 def look_at_head(console: Console) -> int:
@@ -99,12 +127,19 @@ def look_at_head(console: Console) -> int:
     use_compilation_cache()
     experiment = build(config, read_prompts(_PROMPTS.value), check_heads=False)
     if experiment.pair.head is None:
-        raise ValueError(f"drafter = {config.drafter!r}, and the pair has no head: name one, see --help")
+        raise ValueError(
+            f"drafter = {config.drafter!r}, and the pair has no head: name one, see --help"
+        )
     console.print(headline(experiment, task="a check of the head"))
     asked, sampling = experiment.workload.prompts, experiment.method.sampling
     with entry.progress(console, "decoding with the head"):
         found = check_head(
-            experiment.pair, asked, tokens=_TOKENS.value, sampling=sampling, seed=config.seed, others=True
+            experiment.pair,
+            asked,
+            tokens=_TOKENS.value,
+            sampling=sampling,
+            seed=config.seed,
+            others=True,
         )
     rows = [(name, f"{accepted:.1%}") for name, accepted in found.readings.items()]
     title = "Acceptance of a first token after every position"
@@ -126,7 +161,8 @@ def look_at_head(console: Console) -> int:
 
 def look_at_names(console: Console) -> int:
     """Prints which public names would load; returns 1 if a name would not."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # the hub's library has a bar for every small file
+    # The hub's library has a bar for every small file.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     public, findings = load_file("configs/hf.py"), []
     known = {**public.PAIRS, **public.HEADS}
     asked = {word: public.find(word) for word in _PAIR.value or known}
@@ -138,12 +174,20 @@ def look_at_names(console: Console) -> int:
             findings += public_pair.check_pair(**names, is_head=is_head, chat=pair.chat)
     rows = []
     for one in findings:
-        loads, why = "does not load" if one.problem else "loads", one.problem or "; ".join(one.notes)
+        loads, why = (
+            "does not load" if one.problem else "loads",
+            one.problem or "; ".join(one.notes),
+        )
         rows.append(tuple(map(entry.visible, (one.pair, one.role, one.model, loads, why))))
-    title = f"{len(findings)} names, of which {sum(one.problem is not None for one in findings)} would not load"
+    title = (
+        f"{len(findings)} names, of which {sum(one.problem is not None for one in findings)} would "
+        "not load"
+    )
     header = ("pair", "as", "name", "", "why, or what differs")
     entry.show([Table(title=title, header=header, rows=rows, left=5)], console)
-    entry.write_result(_OUTPUT.value, {"names": [dataclasses.asdict(finding) for finding in findings]}, console)
+    entry.write_result(
+        _OUTPUT.value, {"names": [dataclasses.asdict(finding) for finding in findings]}, console
+    )
     return int(any(finding.problem is not None for finding in findings))
 
 

@@ -1,19 +1,20 @@
-"""Evaluates a pair on a task: quality against plain decoding with intervals, time per token, and acceptance.
+"""Evaluates a pair on a task: quality against plain decoding with intervals, time per token, and
+acceptance.
 
     python launch/evaluate.py --task=python
     python launch/evaluate.py --task=humaneval --config=configs/hf.py:llama-8b --samples=10 --output=runs/he.json
     python launch/evaluate.py --task=spec_bench --source=question.jsonl --methods=plain,token,block/ngram/4,always
 
-A method is "plain"; RULE, RULE/DRAFTER or RULE/DRAFTER/K; or "always", a control that accepts every drafted token,
-whose scores must differ. A lossy rule, such as "ears:0.3" or "bounded:0.01:typical", is shown with its cost;
---require_exact refuses it. Problems are decoded in blocks (the categories of the task, if it has any), each with every
-method before the next block begins. With --output, finished blocks and completions are written at once: the same
-command resumes, and a command with more methods for the same pair, task and requests adds them.
---replica=i/N takes a part of the problems; the command without it takes over all parts, decodes what is
-missing, and scores all.
+A method is "plain"; RULE, RULE/DRAFTER or RULE/DRAFTER/K; or "always", a control that accepts every
+drafted token, whose scores must differ. A lossy rule, such as "ears:0.3" or "bounded:0.01:typical",
+is shown with its cost; --require_exact refuses it. Problems are decoded in blocks (the categories
+of the task, if it has any), each with every method before the next block begins. With --output,
+finished blocks and completions are written at once: the same command resumes, and a command with
+more methods for the same pair, task and requests adds them. --replica=i/N takes a part of the
+problems; the command without it takes over all parts, decodes what is missing, and scores all.
 
-Generated programs (humaneval, mbpp) run in isolation, see specsamp/evaluation/isolation.py; if the machine cannot
-isolate them, none runs without --run_unisolated.
+Generated programs (humaneval, mbpp) run in isolation, see specsamp/evaluation/isolation.py; if the
+machine cannot isolate them, none runs without --run_unisolated.
 
 Exit status: 0, done; 2, the command is impossible (stderr has the reason).
 """
@@ -40,7 +41,14 @@ from specsamp.analysis import report
 from specsamp.analysis.grid import Results
 from specsamp.decoding.method import Method, check_exact
 from specsamp.decoding.pair import Pair
-from specsamp.evaluation.harness import Requests, conversation, decode_and_score, lengths, max_positions, tabulate
+from specsamp.evaluation.harness import (
+    Requests,
+    conversation,
+    decode_and_score,
+    lengths,
+    max_positions,
+    tabulate,
+)
 from specsamp.evaluation.task import EvaluationTask, Problem
 from specsamp.evaluation.tasks import TASKS, load_task
 from specsamp.mesh.distributed import from_first
@@ -48,20 +56,33 @@ from specsamp.replica import Replica
 from specsamp.serving.completion_log import CompletionLog
 
 PLAIN, ALWAYS = "plain", "always"
-WAYS = {PLAIN: {"rule": "token", "draft_length": 0}, ALWAYS: {"rule": "token", "synthetic_acceptance": 1.0}}
+WAYS = {
+    PLAIN: {"rule": "token", "draft_length": 0},
+    ALWAYS: {"rule": "token", "synthetic_acceptance": 1.0},
+}
 FEW = 20  # problems, of which a bootstrap says little
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _TASK = flags.DEFINE_enum("task", None, list(TASKS), "Evaluate on this task.", required=True)
 _SOURCE = flags.DEFINE_string(
-    "source", None, "File of the task's records, local or gs://, or a data set of the hub; by default the task's own."
+    "source",
+    None,
+    "File of the task's records, local or gs://, or a data set of the hub; by default the task's "
+    "own.",
 )
-_SHOTS = flags.DEFINE_string("shots", None, "Show the solved problems of this file before each problem of gsm8k.")
+_SHOTS = flags.DEFINE_string(
+    "shots", None, "Show the solved problems of this file before each problem of gsm8k."
+)
 _METHODS = flags.DEFINE_list("methods", [PLAIN, "token"], "Ways to decode, separated by commas.")
-_PROBLEMS = flags.DEFINE_integer("problems", None, "Take the first so many problems; by default all.", lower_bound=1)
+_PROBLEMS = flags.DEFINE_integer(
+    "problems", None, "Take the first so many problems; by default all.", lower_bound=1
+)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Completions of each problem.", lower_bound=1)
 _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
 _BLOCKS = flags.DEFINE_integer(
-    "blocks", 4, "Blocks of problems, if the task has no categories. More blocks compare times better.", lower_bound=1
+    "blocks",
+    4,
+    "Blocks of problems, if the task has no categories. More blocks compare times better.",
+    lower_bound=1,
 )
 _RUN_UNISOLATED = flags.DEFINE_bool(
     "run_unisolated", False, "Run generated programs although this machine cannot isolate them."
@@ -75,7 +96,9 @@ _REPLICA = entry.define("replica")
 def main() -> None:
     console = entry.make_console()
     _CONFIG.refuse_fields(["rule"], "name it in --methods")
-    _CONFIG.refuse_fields(["batch", "prompt_length", "repeats"], "give --rows, --problems and --samples")
+    _CONFIG.refuse_fields(
+        ["batch", "prompt_length", "repeats"], "give --rows, --problems and --samples"
+    )
     config = _CONFIG.value
     replica = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
     output = _OUTPUT.value and replica.file(_OUTPUT.value)
@@ -85,12 +108,16 @@ def main() -> None:
     own = {} if "max_new_tokens" in _CONFIG.fields_set else {"max_new_tokens": task.max_new_tokens}
     config = config.turned({"batch": _ROWS.value} | own)
     if config.chat and task.continues:
-        raise ValueError(f"{task.name} needs completions instead of answers: set --config.chat=false")
+        raise ValueError(
+            f"{task.name} needs completions instead of answers: set --config.chat=false"
+        )
     identity = task_identity(config, problems)
     identity["replica"] = None if replica.is_whole else str(replica)
     Results.open(output, identity)
     ways = ways_of(config)
-    experiments = build_each(config, ways, [one.prompt for one in problems.values()][: config.batch])
+    experiments = build_each(
+        config, ways, [one.prompt for one in problems.values()][: config.batch]
+    )
     experiment = next(iter(experiments.values()))
     requests = Requests(
         samples=_SAMPLES.value,
@@ -107,9 +134,14 @@ def main() -> None:
     weights = ", ".join(filter(None, (one.weights for one in experiments.values())))
     identity |= {"weights": weights, "environment": machine_identity()}
     results = Results.open(output, identity)
-    sampling = ", ".join(f"{name} = {value}" for name, value in dataclasses.asdict(config.sampling).items())
+    sampling = ", ".join(
+        f"{name} = {value}" for name, value in dataclasses.asdict(config.sampling).items()
+    )
     count = sum(map(len, blocks.values()))
-    asked = f"{task.name}: {count} problems, {requests.samples} x {requests.max_new_tokens} tokens of each"
+    asked = (
+        f"{task.name}: {count} problems, {requests.samples} x {requests.max_new_tokens} tokens of "
+        "each"
+    )
     template = "with" if requests.chat else "without"
     console.print(headline(experiment, task=f"{asked}; {sampling}; {template} a chat template"))
     with entry.keeps("the same command goes on" if output else "nothing is kept without --output"):
@@ -118,14 +150,24 @@ def main() -> None:
     if not entry.is_first():
         return
     if turns := sum(cell["result"]["turns_left_out"] for cell in results.cells):
-        told = "without a chat template, with several completions of each problem, or too long for the models"
-        console.print(f"{turns} further turns of conversations were left out: {told}", style="yellow")
+        told = (
+            "without a chat template, with several completions of each problem, or too long for "
+            "the models"
+        )
+        console.print(
+            f"{turns} further turns of conversations were left out: {told}", style="yellow"
+        )
     if count < FEW:
-        console.print(f"fewer than {FEW} problems: intervals and differences mean little", style="yellow")
+        console.print(
+            f"fewer than {FEW} problems: intervals and differences mean little", style="yellow"
+        )
     rows = report.as_json(tabulate(results.cells, PLAIN))
     times = [(row["name"], row["ms_per_token"]) for row in rows if row["ms_per_token"] is not None]
     shown = evaluation_tables(task.name, rows)
-    entry.show([*shown, *costs.cost_tables(times, costs.chips_of(experiment.pair), _CHIP_HOUR.value)], console)
+    entry.show(
+        [*shown, *costs.cost_tables(times, costs.chips_of(experiment.pair), _CHIP_HOUR.value)],
+        console,
+    )
     entry.say_written(output, console)
 
 
@@ -138,7 +180,9 @@ def decode_blocks(
     results: Results,
     say: Any,
 ) -> None:
-    """Decodes every block with every method whose result is missing; the methods take turns in going first."""
+    """Decodes every block with every method whose result is missing; the methods take turns in
+    going first.
+    """
     for number, (block, problems) in enumerate(blocks.items()):
         order = list(methods) if number % 2 == 0 else list(methods)[::-1]
         for name in order:
@@ -153,15 +197,21 @@ def decode_blocks(
                 methods[name],
                 requests,
                 functools.partial(open_log, name, block, results.document["identity"]["weights"]),
-                lambda done: say(f"{where}: {done} of {len(problems) * requests.samples} completions"),
+                lambda done: say(
+                    f"{where}: {done} of {len(problems) * requests.samples} completions"
+                ),
             )
-            cell = json.loads(report.json_text({"key": key, "method": repr(methods[name]), "result": result}))
+            cell = json.loads(
+                report.json_text({"key": key, "method": repr(methods[name]), "result": result})
+            )
             results.document["cells"].append(cell)
             results.add(cell, entry.header() | {"evaluation": tabulate(results.cells, PLAIN)})
 
 
 def open_log(method: str, block: str, weights: str, turn: int) -> CompletionLog | None:
-    """Returns the log of the completions of a block, in a folder next to the output; None without an output."""
+    """Returns the log of the completions of a block, in a folder next to the output; None without
+    an output.
+    """
     if not _OUTPUT.value or storage.is_stream(_OUTPUT.value):
         return None
     name = f"{method}.{block}" + (f".turn {turn + 1}" if turn else "")
@@ -174,7 +224,9 @@ def open_log(method: str, block: str, weights: str, turn: int) -> CompletionLog 
 def build_each(
     config: ExperimentConfig, ways: Mapping[str, ExperimentConfig], prompts: Sequence[str]
 ) -> dict[str | None, Experiment]:
-    """Reads the pair once for each kind of draft, "model" or "head", that the methods need; all share the target."""
+    """Reads the pair once for each kind of draft, "model" or "head", that the methods need; all
+    share the target.
+    """
     needed = {own.word.draft: own for own in ways.values() if own.word.draft and not own.is_plain}
     made: dict[str | None, Experiment] = {}
     for draft, own in (needed or {config.word.draft: config}).items():
@@ -194,7 +246,9 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
     for word in _METHODS.value or [""]:
         match = re.fullmatch(r"(?!plain/)([^/]+)(?:/([^/]+))?(?:/(\d+))?", word)
         if match is None:
-            raise ValueError(f"--methods has {word!r}: write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K")
+            raise ValueError(
+                f"--methods has {word!r}: write plain, or RULE, RULE/DRAFTER or RULE/DRAFTER/K"
+            )
         rule, drafter, K = match.groups()
         validate.choice("--methods", rule.partition(":")[0], [PLAIN, ALWAYS, *RULES, *LOSSY])
         point = ({"drafter": drafter} if drafter else {}) | ({"draft_length": int(K)} if K else {})
@@ -204,7 +258,9 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
         if rule != PLAIN and not own.word.drafts:
             raise ValueError(f"--methods has {word!r}, which drafts nothing: write plain")
         if rule != PLAIN and own.draft_length in (0, MACHINE):
-            raise ValueError(f"--methods has {word!r} with K = {own.draft_length}: name a number of at least 1")
+            raise ValueError(
+                f"--methods has {word!r} with K = {own.draft_length}: name a number of at least 1"
+            )
         name = PLAIN if rule == PLAIN else f"{rule}, {own.drafter_name}, K = {own.draft_length}"
         if name in ways:
             raise ValueError(f"--methods names {name} twice")
@@ -213,24 +269,40 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
 
 
 def fitting(
-    problems: Mapping[int, Problem], experiment: Experiment, methods: Sequence[Method], requests: Requests, console: Any
+    problems: Mapping[int, Problem],
+    experiment: Experiment,
+    methods: Sequence[Method],
+    requests: Requests,
+    console: Any,
 ) -> dict[int, Problem]:
-    """Returns the problems that fit into the models' positions, and prints how many are left out."""
+    """Returns the problems that fit into the models' positions, and prints how many are
+    left out.
+    """
     most = min(max_positions(experiment.pair, method.drafter) for method in methods)
-    sizes = lengths(experiment.pair, {key: conversation(p, [], 0, requests) for key, p in problems.items()})
-    fit = {key: one for key, one in problems.items() if sizes[key] + requests.max_new_tokens <= most}
+    sizes = lengths(
+        experiment.pair, {key: conversation(p, [], 0, requests) for key, p in problems.items()}
+    )
+    fit = {
+        key: one for key, one in problems.items() if sizes[key] + requests.max_new_tokens <= most
+    }
     if not fit:
         raise ValueError(
-            f"all {len(problems)} problems are too long for {most} positions: the shortest prompt has {min(sizes.values())} "
-            f"tokens, and --config.max_new_tokens is {requests.max_new_tokens}"
+            f"all {len(problems)} problems are too long for {most} positions: the shortest prompt "
+            f"has {min(sizes.values())} tokens, and --config.max_new_tokens is "
+            f"{requests.max_new_tokens}"
         )
     if len(fit) < len(problems):
-        console.print(f"{len(problems) - len(fit)} problems are too long for the models: left out", style="yellow")
+        console.print(
+            f"{len(problems) - len(fit)} problems are too long for the models: left out",
+            style="yellow",
+        )
     return fit
 
 
 def blocks_of(problems: Mapping[int, Problem], replica: Replica) -> dict[str, dict[int, Problem]]:
-    """Returns a replica's problems in the blocks of all problems, without blocks that it has none of."""
+    """Returns a replica's problems in the blocks of all problems, without blocks that it has none
+    of.
+    """
     part = replica.part(problems, "problems")
     found: dict[str, dict[int, Problem]] = {}
     for name, block in split(problems).items():
@@ -240,11 +312,14 @@ def blocks_of(problems: Mapping[int, Problem], replica: Replica) -> dict[str, di
 
 
 def split(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
-    """Returns the problems by category; for a task without categories, in blocks of every n-th problem."""
+    """Returns the problems by category; for a task without categories, in blocks of every n-th
+    problem.
+    """
     categories = dict.fromkeys(problem.category for problem in problems.values())
     if len(categories) > 1:
         return {
-            category: {key: one for key, one in problems.items() if one.category == category} for category in categories
+            category: {key: one for key, one in problems.items() if one.category == category}
+            for category in categories
         }
     count, items = min(_BLOCKS.value, len(problems)), list(problems.items())
     return {f"{n + 1} of {count}": dict(items[n::count]) for n in range(count)}
@@ -252,10 +327,25 @@ def split(problems: Mapping[int, Problem]) -> dict[str, dict[int, Problem]]:
 
 def task_identity(config: ExperimentConfig, problems: Mapping[int, Problem]) -> dict[str, Any]:
     """Returns the identity of a file of blocks, as far as it is known before a pair is read."""
-    left_out = ("rule", "drafter", "draft_length", "exit_layer", "window", "sinks", "mesh", "repeats", "prompt_length")
+    left_out = (
+        "rule",
+        "drafter",
+        "draft_length",
+        "exit_layer",
+        "window",
+        "sinks",
+        "mesh",
+        "repeats",
+        "prompt_length",
+    )
     told = hashlib.sha256(repr(sorted(problems.items())).encode()).hexdigest()[:16]
     return {
-        "task": {"name": _TASK.value, "problems": len(problems), "sha256": told, "samples": _SAMPLES.value},
+        "task": {
+            "name": _TASK.value,
+            "problems": len(problems),
+            "sha256": told,
+            "samples": _SAMPLES.value,
+        },
         "blocks": _BLOCKS.value,
         "config": {name: value for name, value in config.recorded.items() if name not in left_out},
     }

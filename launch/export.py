@@ -8,15 +8,17 @@
     python launch/export.py --checkpoint=meta-llama/Llama-3.1-70B --output=gs://BUCKET/llama-70b --model=16 \\
         --distributed
 
-A pair stores both models in int8; the command measures the cost of this on held-out text and prints it.
+A pair stores both models in int8; the command measures the cost of this on held-out text and prints
+it.
 
-An EAGLE-3 head is written in the format of speculators, which other engines read; a Medusa head with its authors'
-tensor names, and an MTP module with MiMo's tensor names. `load_pair(..., draft="head")` finds the head in the folder
-``head`` of its pair.
+An EAGLE-3 head is written in the format of speculators, which other engines read; a Medusa head
+with its authors' tensor names, and an MTP module with MiMo's tensor names. `load_pair(...,
+draft="head")` finds the head in the folder ``head`` of its pair.
 
-A model becomes a folder that Hugging Face transformers loads. A public checkpoint becomes an Orbax folder, from which
-every device of any mesh reads only its part: `--config=configs/hf.py:gs://BUCKET/llama-70b,gs://BUCKET/llama-1b`. With
---model=N its parameters are split over N devices between reading and writing; by default they are on one device.
+A model becomes a folder that Hugging Face transformers loads. A public checkpoint becomes an Orbax
+folder, from which every device of any mesh reads only its part:
+`--config=configs/hf.py:gs://BUCKET/llama-70b,gs://BUCKET/llama-1b`. With --model=N its parameters
+are split over N devices between reading and writing; by default they are on one device.
 """
 
 import json
@@ -46,45 +48,77 @@ from specsamp.training.held_out import evaluate
 from specsamp.training.source import Source, open_trained
 from specsamp.training.training_task import TrainModel
 
-_TARGET = flags.DEFINE_string("target", None, "Make a pair: the folder of the target's training run.")
-_DRAFT = flags.DEFINE_string("draft", None, "The folder of the draft's training run, distilled from --target.")
-_RUN = flags.DEFINE_string("run", None, "Write the model or the head of a training run: its folder.")
+_TARGET = flags.DEFINE_string(
+    "target", None, "Make a pair: the folder of the target's training run."
+)
+_DRAFT = flags.DEFINE_string(
+    "draft", None, "The folder of the draft's training run, distilled from --target."
+)
+_RUN = flags.DEFINE_string(
+    "run", None, "Write the model or the head of a training run: its folder."
+)
 _VERIFIER = flags.DEFINE_string(
-    "verifier", None, "Name the target of a head in its files, for other programs: its id of the hub."
+    "verifier",
+    None,
+    "Name the target of a head in its files, for other programs: its id of the hub.",
 )
 _PAIR = flags.DEFINE_string("pair", None, "Write the target of a pair: the pair's name or folder.")
 _CHECKPOINT = flags.DEFINE_string(
-    "checkpoint", None, "Convert a public checkpoint: a folder, a gs:// folder or the id of a model of the hub."
+    "checkpoint",
+    None,
+    "Convert a public checkpoint: a folder, a gs:// folder or the id of a model of the hub.",
 )
 _OUTPUT = flags.DEFINE_string(
-    "output", None, "The folder to write, local or gs://; that of a pair must be local.", required=True
+    "output",
+    None,
+    "The folder to write, local or gs://; that of a pair must be local.",
+    required=True,
 )
-_INT8 = flags.DEFINE_bool("int8", False, "Convert matrices of --checkpoint to int8, which only this project reads.")
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "The dtype of the parameters of --checkpoint.")
-_MODEL = flags.DEFINE_integer("model", 1, "The number of devices that one copy of --checkpoint is split over.", 1)
+_INT8 = flags.DEFINE_bool(
+    "int8", False, "Convert matrices of --checkpoint to int8, which only this project reads."
+)
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "bfloat16", DTYPES, "The dtype of the parameters of --checkpoint."
+)
+_MODEL = flags.DEFINE_integer(
+    "model", 1, "The number of devices that one copy of --checkpoint is split over.", 1
+)
 
 FORMS = ("target", "run", "pair", "checkpoint")
-GOES_WITH = {"draft": ("target",), "verifier": ("run",), **dict.fromkeys(("int8", "dtype", "model"), ("checkpoint",))}
+GOES_WITH = {
+    "draft": ("target",),
+    "verifier": ("run",),
+    **dict.fromkeys(("int8", "dtype", "model"), ("checkpoint",)),
+}
 MOST_PROMPTS, PROMPT_CHARACTERS = 20, 240
 
 
 def main() -> None:
     console = entry.make_console()
-    if sum(flags.FLAGS[name].value is not None for name in FORMS) != 1 or (_TARGET.value and not _DRAFT.value):
+    if sum(flags.FLAGS[name].value is not None for name in FORMS) != 1 or (
+        _TARGET.value and not _DRAFT.value
+    ):
         raise ValueError("give one of --run, --pair and --checkpoint, or --target and --draft")
     entry.check_goes_with(GOES_WITH)
     if _TARGET.value:
         if _OUTPUT.value.startswith(storage.BUCKETS):
-            raise ValueError(f"--output must be a local folder, to be copied from there; got {_OUTPUT.value}")
+            raise ValueError(
+                f"--output must be a local folder, to be copied from there; got {_OUTPUT.value}"
+            )
         with entry.reading(f"the JSON of {_TARGET.value} or {_DRAFT.value}"):
-            export_pair(_TARGET.value, _DRAFT.value, pathlib.Path(_OUTPUT.value).expanduser(), console)
+            export_pair(
+                _TARGET.value, _DRAFT.value, pathlib.Path(_OUTPUT.value).expanduser(), console
+            )
         return
     if _CHECKPOINT.value:
         convert(console)
     elif _RUN.value and "head" in run_folder.read_config(_RUN.value):
         export_head(console)
     elif _VERIFIER.value:
-        raise ValueError(f"--verifier={_VERIFIER.value} names the target of a head; {_RUN.value} is no run of a head")
+        raise ValueError(
+            f"--verifier={_VERIFIER.value} names the target of a head; {_RUN.value} is no run of a "
+            "head"
+        )
     else:
         export_model()
     console.print(f"written to {_OUTPUT.value}")
@@ -94,18 +128,23 @@ def open_model_run(folder: str) -> Source:
     """Opens the model of a training run; refuses a converted checkpoint."""
     trained = open_trained(folder)
     if "data" not in trained.provenance["config"]:
-        raise ValueError(f"{folder} was converted from a public checkpoint: use the checkpoint itself")
+        raise ValueError(
+            f"{folder} was converted from a public checkpoint: use the checkpoint itself"
+        )
     return trained
 
 
 def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: Console) -> None:
-    """Writes and measures a pair; refuses runs of different pairs, and runs whose texts have changed."""
+    """Writes and measures a pair; refuses runs of different pairs, and runs whose texts have
+    changed.
+    """
     target, draft = open_model_run(target_run), open_model_run(draft_run)
     if "target" not in draft.provenance["config"]:
         raise ValueError(f"{draft_run} is no run of a draft: it was not distilled from a target")
     if draft.made_from("target")["sha256"] != target.identity["sha256"]:
         raise ValueError(
-            f"{draft_run} was distilled from another target than {target_run}, or an earlier step of it: distil again"
+            f"{draft_run} was distilled from another target than {target_run}, or an earlier step "
+            "of it: distil again"
         )
     data = target.provenance["config"]["data"]
     how = {name: data[name] for name in ("pattern", "exclude", "held_out")}
@@ -125,12 +164,19 @@ def export_pair(target_run: str, draft_run: str, output: pathlib.Path, console: 
     distilled = TrainModel(draft.model_in("float32"), target.model_in("float32"))
     measured = {}
     with entry.progress(console, "measuring on held-out text"):
-        sides = {"float32": (target.params, draft.params), "int8": (stored.target_params, stored.draft_params)}
+        sides = {
+            "float32": (target.params, draft.params),
+            "int8": (stored.target_params, stored.draft_params),
+        }
         for name, (of_target, of_draft) in sides.items():
             told = evaluate(distilled, of_draft, of_target, rows, 16)
             measured[name] = {"target": evaluate(alone, of_target, None, rows, 16), "draft": told}
     write_prompts(output / "prompts.json", corpus)
-    provenance |= {"held_out": measured, "held_out_windows": len(rows), "exported": machine.environment()}
+    provenance |= {
+        "held_out": measured,
+        "held_out_windows": len(rows),
+        "exported": machine.environment(),
+    }
     save_pair(output, provenance=provenance, **written)
     console.print(json.dumps(measured, indent=1))
     console.print(f"{output}: {sum(path.stat().st_size for path in output.iterdir()) / 1e6:.1f} MB")
@@ -149,12 +195,16 @@ def provenance_of(trained: Source) -> dict:
 def write_prompts(path: pathlib.Path, corpus: Corpus) -> None:
     """Writes the beginnings of held-out files as prompts, unless there are prompts already.
 
-    Prompts end without a line break, since a line break and the following indentation are one token.
+    Prompts end without a line break, since a line break and the following indentation are one
+    token.
     """
     if path.exists():
         return
     texts = {name: text for name, text in corpus.held_out.items() if isinstance(text, str)}
-    beginnings = {name: text[: max(text.rfind("\n", 0, PROMPT_CHARACTERS), 1)].rstrip() for name, text in texts.items()}
+    beginnings = {
+        name: text[: max(text.rfind("\n", 0, PROMPT_CHARACTERS), 1)].rstrip()
+        for name, text in texts.items()
+    }
     prompts = [{"file": name, "line": 1, "text": text} for name, text in beginnings.items() if text]
     storage.write_json(path, {"source": "held-out files", "prompts": prompts[:MOST_PROMPTS]})
 
@@ -164,16 +214,24 @@ def export_head(console: Console) -> None:
     entry.check_output(f"{_OUTPUT.value}/config.json")
     place = storage.place(_OUTPUT.value)
     if (place / "config.json").exists() and not (place / "training.json").exists():
-        raise ValueError(f"{_OUTPUT.value} holds a model or a head that was not exported here: give another folder")
+        raise ValueError(
+            f"{_OUTPUT.value} holds a model or a head that was not exported here: give another "
+            "folder"
+        )
     trained = open_trained(_RUN.value, is_head=True)
     with entry.reading(f"{_RUN.value}/run.json"):
         config, target = trained.provenance["config"], trained.made_from("target")
         name = _VERIFIER.value or target.get("name") or config["target"].rstrip("/").split("/")[-1]
-        params = jax.tree.map(lambda x: x if x.dtype == np.int32 else x.astype(jnp.bfloat16), trained.params)
+        params = jax.tree.map(
+            lambda x: x if x.dtype == np.int32 else x.astype(jnp.bfloat16), trained.params
+        )
         head, K = trained.config.head(), config["test_time"]["test_steps"]
         write_head(_OUTPUT.value, head, params, target_name=name, K=K)
         storage.write_json(place / "training.json", provenance_of(trained) | {"target": target})
-    console.print(f"{sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6:.1f} MB, of step {trained.step}")
+    console.print(
+        f"{sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e6:.1f} MB, of step "
+        f"{trained.step}"
+    )
 
 
 def export_model() -> None:
@@ -195,10 +253,14 @@ def convert(console: Console) -> None:
     output, mesh = storage.place(_OUTPUT.value), make_mesh(model=_MODEL.value)
     if (output / "run.json").exists() or (output / "checkpoints" / "0").exists():
         raise ValueError(
-            f"--output={_OUTPUT.value} holds a model, or part of an interrupted conversion: choose another folder"
+            f"--output={_OUTPUT.value} holds a model, or part of an interrupted conversion: choose "
+            "another folder"
         )
     if (output / "config.json").exists():
-        raise ValueError(f"--output={_OUTPUT.value} holds a checkpoint, which would be mixed up: choose another folder")
+        raise ValueError(
+            f"--output={_OUTPUT.value} holds a checkpoint, which would be mixed up: choose another "
+            "folder"
+        )
     entry.check_output(f"{_OUTPUT.value}/config.json")
     weight_dtype = "int8" if _INT8.value else None
     checkpoint = open_checkpoint(_CHECKPOINT.value, dtype=_DTYPE.value, weight_dtype=weight_dtype)
@@ -207,7 +269,9 @@ def convert(console: Console) -> None:
     model = TransformerLM(checkpoint.config)
     if _MODEL.value > 1:
         model = shard_model(model, Layout.tensor_parallel(mesh))
-    console.print(f"{checkpoint.config.num_parameters:,} parameters, {weight_dtype or _DTYPE.value}")
+    console.print(
+        f"{checkpoint.config.num_parameters:,} parameters, {weight_dtype or _DTYPE.value}"
+    )
     start = time.perf_counter()
     with entry.keeps(f"delete {_OUTPUT.value} before you start again, it may hold a part"):
         params = read_params(checkpoint, model, entry.weights_progress(console))

@@ -1,4 +1,5 @@
-"""Learns in twenty minutes what a TPU makes of this package; the file and the table are what to send back.
+"""Learns in twenty minutes what a TPU makes of this package; the file and the table are what to
+send back.
 
     python launch/first_tpu.py                                          # one chip, such as Colab's v5e-1
     python launch/first_tpu.py --config.mesh.model=4                    # the four chips of a host
@@ -6,16 +7,18 @@
         --config.mesh.data=2 --config.mesh.model=8 --output=gs://BUCKET/first_tpu.json
     JAX_PLATFORMS=cpu python launch/first_tpu.py --interpret            # a rehearsal without a TPU
 
-The parts, in this order: "doctor", the findings about the machine; "kernel", every Pallas kernel against its plain form;
-"audit", the checks of launch/audit.py with kernels, on the pair that comes with the package; "times", milliseconds of a
-plain step, a draft step, scoring and a round of --config; "estimate", what the compiler estimates for the same programs.
-The times of single calls hold the launch of a program. Estimates are of caches that are full.
+The parts, in this order: "doctor", the findings about the machine; "kernel", every Pallas kernel
+against its plain form; "audit", the checks of launch/audit.py with kernels, on the pair that comes
+with the package; "times", milliseconds of a plain step, a draft step, scoring and a round of
+--config; "estimate", what the compiler estimates for the same programs. The times of single calls
+hold the launch of a program. Estimates are of caches that are full.
 
-The file is written after each part, so the same command goes on after an interruption: parts that passed are kept,
-those that failed are tried again. A part in which the process died is tried last. A part that fails is named with its
-error, and the others still run.
+The file is written after each part, so the same command goes on after an interruption: parts that
+passed are kept, those that failed are tried again. A part in which the process died is tried last.
+A part that fails is named with its error, and the others still run.
 
-Exit status: 0, all parts passed; 1, a part failed; 2, there is no TPU, or the file is of another run.
+Exit status: 0, all parts passed; 1, a part failed; 2, there is no TPU, or the file is of another
+run.
 """
 
 import dataclasses
@@ -54,10 +57,16 @@ from specsamp.tpu.topology import topology_of
 
 GROUPS = ("doctor", "kernel", "audit", "times", "estimate")
 _CONFIG = ConfigFlag("configs/random_pair.py:3b", ExperimentConfig)
-_PARTS = flags.DEFINE_list("parts", list(GROUPS), f"Parts to run, separated by commas: any of {', '.join(GROUPS)}.")
-_INTERPRET = flags.DEFINE_bool("interpret", False, "Interpret the kernels on a CPU, with a tiny pair: a rehearsal.")
+_PARTS = flags.DEFINE_list(
+    "parts", list(GROUPS), f"Parts to run, separated by commas: any of {', '.join(GROUPS)}."
+)
+_INTERPRET = flags.DEFINE_bool(
+    "interpret", False, "Interpret the kernels on a CPU, with a tiny pair: a rehearsal."
+)
 _OUTPUT = flags.DEFINE_string(
-    "output", "runs/first_tpu.json", "The file of results, local or gs://, which the same command continues."
+    "output",
+    "runs/first_tpu.json",
+    "The file of results, local or gs://, which the same command continues.",
 )
 
 AUDITED, AUDITED_HEADS = "configs/trained_pair.py", 4
@@ -66,12 +75,29 @@ _SHAPE = {"width": 128, "num_heads": 1, "num_layers": 1, "positions": "rotary"}
 SMALL = {f"{side}.{name}": value for side in ("target", "draft") for name, value in _SHAPE.items()}
 SMALL |= {"draft_length": 2, "repeats": 1, "max_new_tokens": 4}
 REHEARSED_ON = "v5e:1x1"  # the chip of a rehearsal's estimate
-AUDIT = {False: Settings(detect=0.1), True: Settings(checks=("acceptance",), detect=0.5, rows=8)}  # by --interpret
+# By --interpret.
+AUDIT = {False: Settings(detect=0.1), True: Settings(checks=("acceptance",), detect=0.5, rows=8)}
 ESTIMATE_SECONDS = 1800
-NOT_COMPILED = ("repeats", "max_new_tokens", "prompt_length", "seed")  # fields that a report refuses
+# Fields that a report refuses.
+NOT_COMPILED = ("repeats", "max_new_tokens", "prompt_length", "seed")
 # Measured times, and the programs of a compile report that they are of.
-PROGRAMS = {"plain step": "target step", "draft step": "draft step", "scoring": "score", "round": "round"}
-SAME_RUN = ("python", "jax", "jaxlib", "flax", "specsamp", "source", "platform", "device_kind", "devices")
+PROGRAMS = {
+    "plain step": "target step",
+    "draft step": "draft step",
+    "scoring": "score",
+    "round": "round",
+}
+SAME_RUN = (
+    "python",
+    "jax",
+    "jaxlib",
+    "flax",
+    "specsamp",
+    "source",
+    "platform",
+    "device_kind",
+    "devices",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +119,10 @@ def main() -> int:
         raise ValueError("--config has no effect: --interpret has a tiny pair of its own")
     if not interpret and jax.default_backend() != "tpu":
         seen = f"{jax.device_count()} x {jax.default_backend()}"
-        raise ValueError(f"this needs a TPU, and JAX sees {seen}: run it on one, see doctor.py, or give --interpret")
+        raise ValueError(
+            f"this needs a TPU, and JAX sees {seen}: run it on one, see doctor.py, or give "
+            "--interpret"
+        )
     config = load_config(REHEARSED) if interpret else _CONFIG.fields
     config = ExperimentConfig.from_config_dict(config)
     config = config.turned(SMALL) if interpret else config
@@ -101,15 +130,22 @@ def main() -> int:
     use_compilation_cache()
     identity = report.as_json(identity_of(config))
     done = from_first(lambda: read_parts(_OUTPUT.value, identity))
-    asked = {name: part for name, part in make_parts(config).items() if name.partition(" ")[0] in _PARTS.value}
+    asked = {
+        name: part
+        for name, part in make_parts(config).items()
+        if name.partition(" ")[0] in _PARTS.value
+    }
     missing = [name for name in asked if not done.get(name, {}).get("passed")]
-    missing.sort(key=lambda name: "began" in done.get(name, {}))  # those that killed the process last
+    # Those that killed the process last.
+    missing.sort(key=lambda name: "began" in done.get(name, {}))
     with entry.keeps(f"{_OUTPUT.value} has the parts so far, and the same command continues"):
         for name in missing:
             write(done | {name: {"began": True}}, identity)
             done[name] = run_part(name, asked[name], console)
             write(done, identity)
-            console.print(line_of(name, done[name]), style=None if done[name]["passed"] else "bold red")
+            console.print(
+                line_of(name, done[name]), style=None if done[name]["passed"] else "bold red"
+            )
     shown = {name: done[name] for name in asked}
     entry.show([table_of(shown)], console)
     console.print(f"\nPlease send {_OUTPUT.value} and this table to the repository, as an issue.")
@@ -131,21 +167,29 @@ def read_parts(path: str, identity: Mapping[str, Any]) -> dict[str, Any]:
     with entry.reading(path):
         there, parts = dict(document["identity"]), dict(document["parts"])
     if changed := storage.differences(there, identity):
-        raise ValueError(f"{path} is of another run: {'; '.join(changed[:3])}. Give another --output")
+        raise ValueError(
+            f"{path} is of another run: {'; '.join(changed[:3])}. Give another --output"
+        )
     return parts
 
 
 def write(parts: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Writes the file as it is now, once, whatever the number of processes."""
     if entry.is_first() and not storage.is_stream(_OUTPUT.value):
-        storage.write(_OUTPUT.value, report.json_text(entry.header() | {"identity": identity, "parts": parts}))
+        storage.write(
+            _OUTPUT.value, report.json_text(entry.header() | {"identity": identity, "parts": parts})
+        )
 
 
 def make_parts(config: ExperimentConfig) -> dict[str, Callable[[], Found]]:
     """Returns the parts by name; the first word of a name is its group."""
     parts = {f"kernel {check.name}": functools.partial(check_kernel, check) for check in CHECKS}
     of_pair = (("audit", audit_pair), ("times", time_pair), ("estimate", estimate))
-    return {"doctor": examine} | parts | {name: functools.partial(part, config) for name, part in of_pair}
+    return (
+        {"doctor": examine}
+        | parts
+        | {name: functools.partial(part, config) for name, part in of_pair}
+    )
 
 
 def run_part(name: str, part: Callable[[], Found], console: Console) -> dict[str, Any]:
@@ -159,14 +203,20 @@ def run_part(name: str, part: Callable[[], Found], console: Console) -> dict[str
             error = traceback.format_exc()
     seconds = round(time.monotonic() - start, 1)
     more = found.more if error is None else {"traceback": error}
-    return report.as_json({"passed": found.passed, "said": found.said, "seconds": seconds, "found": more})
+    return report.as_json(
+        {"passed": found.passed, "said": found.said, "seconds": seconds, "found": more}
+    )
 
 
 def examine() -> Found:
     """Lists the findings of the doctor."""
     findings = doctor.examine(doctor.read_facts())
     worst = max(findings, key=lambda finding: finding.level)
-    said = f"{worst.what}: {worst.fix}" if worst.fix else "; ".join(finding.what for finding in findings[:2])
+    said = (
+        f"{worst.what}: {worst.fix}"
+        if worst.fix
+        else "; ".join(finding.what for finding in findings[:2])
+    )
     return Found(worst.level < doctor.Level.ERROR, said, findings)
 
 
@@ -175,16 +225,24 @@ def check_kernel(check: KernelCheck) -> Found:
     difference = check.difference(Kernels(interpret=_INTERPRET.value))
     passed = difference <= check.near  # NaN is not
     more = "" if passed else f", which is more than {check.near:g}"
-    return Found(passed, f"differs by {difference:.2g} of the largest entry{more}", {"difference": repr(difference)})
+    return Found(
+        passed,
+        f"differs by {difference:.2g} of the largest entry{more}",
+        {"difference": repr(difference)},
+    )
 
 
 def build_with_kernels(config: ExperimentConfig) -> tuple[Experiment, str]:
-    """Returns the pair of a configuration, and why its target does without kernels; an empty text: it has them."""
+    """Returns the pair of a configuration, and why its target does without kernels; an empty text:
+    it has them.
+    """
     experiment = build(config, check_heads=False)
     pair = experiment.pair
     if _INTERPRET.value:
         models = {
-            side: dataclasses.replace(getattr(pair, side), weight_order="default", kernels=Kernels(interpret=True))
+            side: dataclasses.replace(
+                getattr(pair, side), weight_order="default", kernels=Kernels(interpret=True)
+            )
             for side in ("target", "draft")
         }
         pair = dataclasses.replace(pair, **models)
@@ -215,7 +273,9 @@ def time_pair(config: ExperimentConfig) -> Found:
     experiment, reason = build_with_kernels(config)
     result = benchmark(experiment.pair, experiment.method, experiment.workload)
     if result.split is None:
-        raise ValueError("the calls of a round do not fit into memory beside the decoders: take a smaller pair")
+        raise ValueError(
+            "the calls of a round do not fit into memory beside the decoders: take a smaller pair"
+        )
     split, drafted = result.split, max(result.speculative.draft_length, 1)
     ms = {
         "plain step": split.step.median,
@@ -230,7 +290,9 @@ def time_pair(config: ExperimentConfig) -> Found:
 
 
 def estimate(config: ExperimentConfig) -> Found:
-    """Compiles the same programs for these chips as launch/compile_report.py does, in a process of its own."""
+    """Compiles the same programs for these chips as launch/compile_report.py does, in a process of
+    its own.
+    """
     return Found(**from_first(lambda: compile_report(config)))
 
 
@@ -247,19 +309,34 @@ def compile_report(config: ExperimentConfig) -> dict[str, Any]:
     slots = round_slots(work.longest + config.draft_length + 1)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "report.json")
-        command = [sys.executable, "-m", "specsamp", "compile-report", f"--config={text}", f"--topology={topology}"]
+        command = [
+            sys.executable,
+            "-m",
+            "specsamp",
+            "compile-report",
+            f"--config={text}",
+            f"--topology={topology}",
+        ]
         command += [f"--slots={slots}", f"--output={path}"]
         command += [f"--config.{name}={value}" for name, value in changes.items()]
-        paths = os.pathsep.join(filter(None, (os.fspath(machine.PACKAGE.parent), os.environ.get("PYTHONPATH"))))
+        paths = os.pathsep.join(
+            filter(None, (os.fspath(machine.PACKAGE.parent), os.environ.get("PYTHONPATH")))
+        )
         how = {"env": os.environ | {"PYTHONPATH": paths}, "capture_output": True, "text": True}
         done = subprocess.run(command, timeout=ESTIMATE_SECONDS, **how)
         if done.returncode:
-            raise ValueError(f"compile_report.py ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+            raise ValueError(
+                f"compile_report.py ended with {done.returncode}: {done.stderr.strip()[-2000:]}"
+            )
         document = storage.read_json(path)
     bands = document["calibrated_ms"]
     said = ", ".join(f"{name} {shown_band(band)} ms" for name, band in bands.items())
     more = {"topology": topology, "ms": bands, "programs": document["report"]["programs"]}
-    return {"passed": bool(bands), "said": f"compiler estimate for {topology}: {said}", "more": more}
+    return {
+        "passed": bool(bands),
+        "said": f"compiler estimate for {topology}: {said}",
+        "more": more,
+    }
 
 
 def shown_band(band: Mapping[str, Any]) -> str:
@@ -269,21 +346,32 @@ def shown_band(band: Mapping[str, Any]) -> str:
 
 def line_of(name: str, part: Mapping[str, Any]) -> str:
     """Returns a line on a part that has ended."""
-    return entry.visible(f"{'passed' if part['passed'] else 'FAILED'}  {name}: {part['said']} ({part['seconds']:g} s)")
+    return entry.visible(
+        f"{'passed' if part['passed'] else 'FAILED'}  {name}: {part['said']} ({part['seconds']:g} "
+        "s)"
+    )
 
 
 def table_of(parts: Mapping[str, Any]) -> report.Table:
     """Tabulates the parts, and the measured times beside the compiler's estimates."""
     rows = [
-        (name, "passed" if part["passed"] else "FAILED", entry.visible(part["said"])) for name, part in parts.items()
+        (name, "passed" if part["passed"] else "FAILED", entry.visible(part["said"]))
+        for name, part in parts.items()
     ]
-    measured, estimated = ((parts.get(name, {}).get("found") or {}).get("ms", {}) for name in ("times", "estimate"))
+    measured, estimated = (
+        (parts.get(name, {}).get("found") or {}).get("ms", {}) for name in ("times", "estimate")
+    )
     for name, ms in measured.items():
         band = estimated.get(PROGRAMS.get(name))
         beside = f"; compiler estimate {shown_band(band)} ms" if band else ""
         rows.append((f"time of a {name}", "", f"{ms:.3g} ms{beside}"))
     failed = sum(not part["passed"] for part in parts.values())
-    return report.Table(title=f"{failed} of {len(parts)} parts failed", header=("part", "", "found"), rows=rows, left=3)
+    return report.Table(
+        title=f"{failed} of {len(parts)} parts failed",
+        header=("part", "", "found"),
+        rows=rows,
+        left=3,
+    )
 
 
 if __name__ == "__main__":

@@ -3,20 +3,20 @@
     python launch/generate.py --prompts=prompts.jsonl --output=runs/texts.jsonl --rows=16
     python launch/generate.py --prompts=prompts.jsonl --output=gs://BUCKET/texts.jsonl --replica=3/8
 
-A line of --prompts is {"prompt": TEXT} or {"messages": [...]}, and may have an "id", an integer;
-by default its place, counted from 0. A line of --output is a completion, whose "prompt_id" names the
+A line of --prompts is {"prompt": TEXT} or {"messages": [...]}, and may have an "id", an integer; by
+default its place, counted from 0. A line of --output is a completion, whose "prompt_id" names the
 prompt. The same command resumes.
 
 --replica=i/N takes the ids that leave i when divided by N, and writes a file of its own beside
---output. A text depends on its prompt, its id and the seed alone, unless the drafter looks at several
-rows, so replicas write the texts of one run. The command without --replica takes over the files of all
-replicas, and decodes what is missing.
+--output. A text depends on its prompt, its id and the seed alone, unless the drafter looks at
+several rows, so replicas write the texts of one run. The command without --replica takes over the
+files of all replicas, and decodes what is missing.
 
     python launch/generate.py --config=configs/hf.py:TARGET --conversations=2000000 --output=runs/chats --rows=32
 
 lets a tuned target write so many tokens of conversations, questions as well as answers of up to
---config.max_new_tokens, to train a draft or a head on: --output is a folder of token ids. More tokens later
-begin with the same conversations.
+--config.max_new_tokens, to train a draft or a head on: --output is a folder of token ids. More
+tokens later begin with the same conversations.
 """
 
 import time
@@ -40,10 +40,16 @@ from specsamp.training.conversations import write_conversations
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
 _PROMPTS = flags.DEFINE_string("prompts", None, "The prompts, JSON lines, local or gs://.")
 _CONVERSATIONS = flags.DEFINE_integer(
-    "conversations", None, "Without --prompts: write so many tokens of conversations.", lower_bound=1
+    "conversations",
+    None,
+    "Without --prompts: write so many tokens of conversations.",
+    lower_bound=1,
 )
 _OUTPUT = flags.DEFINE_string(
-    "output", None, "The file of completions, or the folder of conversations, local or gs://.", required=True
+    "output",
+    None,
+    "The file of completions, or the folder of conversations, local or gs://.",
+    required=True,
 )
 _REPLICA = entry.define("replica")
 _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
@@ -62,7 +68,9 @@ def main() -> None:
         return
     replica = entry.parse_replica(_REPLICA.value, _OUTPUT.value)
     if storage.is_stream(_OUTPUT.value):
-        raise ValueError(f"--output={_OUTPUT.value} is a stream, from which no run can go on: name a file")
+        raise ValueError(
+            f"--output={_OUTPUT.value} is a stream, from which no run can go on: name a file"
+        )
     entry.check_output(replica.file(_OUTPUT.value))
     prompts = replica.part(read_prompts(_PROMPTS.value, bool(config.chat)), "prompts")
     experiment = build(config, list(prompts.values())[: config.batch])
@@ -137,7 +145,9 @@ def parse_prompt(where: str, record: Mapping[str, Any], chat: bool) -> Prompt:
     """Returns the prompt of a line."""
     prompt = record.get("messages") or record.get("prompt")
     if not prompt or not isinstance(prompt, list if "messages" in record else str):
-        raise ValueError(f'{where}: write {{"prompt": TEXT}} or {{"messages": [...]}}; got {record!r:.60}')
+        raise ValueError(
+            f'{where}: write {{"prompt": TEXT}} or {{"messages": [...]}}; got {record!r:.60}'
+        )
     if chat and isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return prompt

@@ -1,4 +1,5 @@
-"""Forecasts whether speculation pays, and with which K: from acceptance and costs, without decoding anything.
+"""Forecasts whether speculation pays, and with which K: from acceptance and costs, without decoding
+anything.
 
     python launch/plan.py --acceptance=0.8 --target_ms=14.1 --draft_ms=1.8
     python launch/plan.py --acceptance=0.85,0.8,0.7 --target_ms=14.1 --draft_ms=1.8 --new_tokens=128 --batch=8
@@ -6,9 +7,10 @@
     python launch/plan.py --acceptance=0.8 --compile_report=notebooks/results/compile_chinchilla_v4.json
     python launch/plan.py --measured=notebooks/results/python_pair_grid.json --temperature=0.8 --new_tokens=128
 
-Acceptance is a rate, a rate for each drafted position (given that all earlier tokens were accepted), or the numbers of
-rounds with 0, 1, ..., K accepted tokens. Costs are milliseconds per call, a file of launch/compile_report.py, or a
-roofline of the configuration's models on a chip. A file of launch/benchmark.py has both.
+Acceptance is a rate, a rate for each drafted position (given that all earlier tokens were
+accepted), or the numbers of rounds with 0, 1, ..., K accepted tokens. Costs are milliseconds per
+call, a file of launch/compile_report.py, or a roofline of the configuration's models on a chip. A
+file of launch/benchmark.py has both.
 """
 
 import functools
@@ -40,51 +42,88 @@ from specsamp.tpu.work import Roofline
 _ACCEPTANCE = flags.DEFINE_list(
     "acceptance",
     None,
-    "The probability that a drafted token is accepted, or one per position, as 0.85,0.8: the last for all later ones.",
+    "The probability that a drafted token is accepted, or one per position, as 0.85,0.8: the last "
+    "for all later ones.",
 )
-_HISTOGRAM = flags.DEFINE_list("histogram", None, "Rounds by number of accepted tokens, 0 to K, as 40,25,15,20.")
-_TARGET_MS = flags.DEFINE_float("target_ms", None, "Milliseconds of a call of the target, at your batch and context.")
-_DRAFT_MS = flags.DEFINE_float("draft_ms", None, "Milliseconds of a call of the draft, at the same batch and context.")
-_COMPILE_REPORT = flags.DEFINE_string("compile_report", None, "Take costs from this file of launch/compile_report.py.")
+_HISTOGRAM = flags.DEFINE_list(
+    "histogram", None, "Rounds by number of accepted tokens, 0 to K, as 40,25,15,20."
+)
+_TARGET_MS = flags.DEFINE_float(
+    "target_ms", None, "Milliseconds of a call of the target, at your batch and context."
+)
+_DRAFT_MS = flags.DEFINE_float(
+    "draft_ms", None, "Milliseconds of a call of the draft, at the same batch and context."
+)
+_COMPILE_REPORT = flags.DEFINE_string(
+    "compile_report", None, "Take costs from this file of launch/compile_report.py."
+)
 _CONFIG = ConfigFlag("configs/chinchilla.py", ExperimentConfig)
 _CHIP = flags.DEFINE_enum(
-    "chip", None, sorted(CHIPS), "Take costs from a roofline of the models of --config on this chip."
+    "chip",
+    None,
+    sorted(CHIPS),
+    "Take costs from a roofline of the models of --config on this chip.",
 )
 _DEVICES = flags.DEFINE_integer(
-    "devices", None, "Chips that the models are split over; goes with --chip, or with --chip_hour.", lower_bound=1
+    "devices",
+    None,
+    "Chips that the models are split over; goes with --chip, or with --chip_hour.",
+    lower_bound=1,
 )
 _MEASURED = flags.DEFINE_string(
-    "measured", None, "Take costs, and acceptance if none is given, from this file of launch/benchmark.py."
+    "measured",
+    None,
+    "Take costs, and acceptance if none is given, from this file of launch/benchmark.py.",
 )
-_RULE = flags.DEFINE_string("rule", "token", "Take measured cells of this acceptance rule; goes with --measured.")
-_DRAFTER = flags.DEFINE_string("drafter", "model", "Take measured cells of this drafter; goes with --measured.")
+_RULE = flags.DEFINE_string(
+    "rule", "token", "Take measured cells of this acceptance rule; goes with --measured."
+)
+_DRAFTER = flags.DEFINE_string(
+    "drafter", "model", "Take measured cells of this drafter; goes with --measured."
+)
 _TEMPERATURE = flags.DEFINE_float(
-    "temperature", None, "Take measured cells of this temperature, needed if there are several; goes with --measured."
+    "temperature",
+    None,
+    "Take measured cells of this temperature, needed if there are several; goes with --measured.",
 )
-_BATCH = flags.DEFINE_multi_integer("batch", [1], "Number of rows that are decoded together; may be repeated.", 1)
+_BATCH = flags.DEFINE_multi_integer(
+    "batch", [1], "Number of rows that are decoded together; may be repeated.", 1
+)
 _CONTEXT = flags.DEFINE_multi_integer(
-    "context", [], "Number of slots of the caches; goes with --chip or --compile_report; may be repeated.", 1
+    "context",
+    [],
+    "Number of slots of the caches; goes with --chip or --compile_report; may be repeated.",
+    1,
 )
 _RANKS = flags.DEFINE_list(
     "ranks",
     None,
-    "Also forecast token trees, from the acceptance of the first, second, ... sibling, as 0.6,0.2,0.1; goes with costs "
-    "of calls, or with --chip.",
+    "Also forecast token trees, from the acceptance of the first, second, ... sibling, as "
+    "0.6,0.2,0.1; goes with costs of calls, or with --chip.",
 )
 _NEW_TOKENS = flags.DEFINE_integer(
-    "new_tokens", None, "Number of tokens of every row; by default rows never end.", lower_bound=1, upper_bound=8192
+    "new_tokens",
+    None,
+    "Number of tokens of every row; by default rows never end.",
+    lower_bound=1,
+    upper_bound=8192,
 )
-_LONGEST = flags.DEFINE_integer("longest", 12, "The largest K to compare.", lower_bound=1, upper_bound=256)
+_LONGEST = flags.DEFINE_integer(
+    "longest", 12, "The largest K to compare.", lower_bound=1, upper_bound=256
+)
 _CHIP_HOUR = define_chip_hour()
 _OUTPUT = entry.define("output")
 
 MOST_ROWS, MOST_LEVELS = 65, 12  # of token trees
 ROOFLINE = ". Calls stream or compute at the full rate of the chip: real calls take longer"
 EXPERTS = (
-    ". Of experts a call reads those that its tokens choose, if they choose independently and all alike, divided evenly "
-    "over the devices"
+    ". Of experts a call reads those that its tokens choose, if they choose independently and all "
+    "alike, divided evenly over the devices"
 )
-NOT_READ = "adaptive batch draft_length max_new_tokens mesh prompt_length repeats rule sampling seed"  # of --config
+# Of --config.
+NOT_READ = (
+    "adaptive batch draft_length max_new_tokens mesh prompt_length repeats rule sampling seed"
+)
 GOES_WITH = {
     "context": ("chip", "compile_report"),
     "devices": ("chip", "chip_hour"),
@@ -98,7 +137,9 @@ def main() -> None:
     entry.check_output(_OUTPUT.value)
     check_flags()
     with entry.reading(_MEASURED.value or _COMPILE_REPORT.value or "the plan"):
-        report = storage.read_json(_COMPILE_REPORT.value)["report"] if _COMPILE_REPORT.value else None
+        report = (
+            storage.read_json(_COMPILE_REPORT.value)["report"] if _COMPILE_REPORT.value else None
+        )
         cells = measured_cells(console) if _MEASURED.value else []
         accepted, costs = acceptance(cells), round_costs(cells, report)
     lengths = range(_LONGEST.value + 1)
@@ -110,13 +151,25 @@ def main() -> None:
     plans = [make_plan(accepted, costs, **place) for place in places]
     for plan in plans:
         ms = [(f"K = {one.draft_length}", one.ms_per_token.value) for one in plan.forecasts]
-        entry.show([plan_table(plan, costs, report), *cost_tables(ms, _DEVICES.value, _CHIP_HOUR.value)], console)
+        entry.show(
+            [plan_table(plan, costs, report), *cost_tables(ms, _DEVICES.value, _CHIP_HOUR.value)],
+            console,
+        )
     for plan, place in zip(plans, places, strict=True):
         best, digits = plan.best, ".2g" if report else ".2f"
-        verdict = f"K = {best.draft_length}, {best.speedup.value:{digits}}x" if best.draft_length else "decode plainly"
+        verdict = (
+            f"K = {best.draft_length}, {best.speedup.value:{digits}}x"
+            if best.draft_length
+            else "decode plainly"
+        )
         if costs.is_range:
-            hidden, added = (make_plan(accepted, edge, **place).best.draft_length for edge in costs.bounds)
-            verdict = f"K = {hidden} if all collectives are hidden, {added} if all are added (0: decode plainly)"
+            hidden, added = (
+                make_plan(accepted, edge, **place).best.draft_length for edge in costs.bounds
+            )
+            verdict = (
+                f"K = {hidden} if all collectives are hidden, {added} if all are added (0: decode "
+                "plainly)"
+            )
         console.print(f"{where(plan)}: {verdict}")
     trees = tree_forecasts(costs, places, console) if _RANKS.value else []
     document = {"kind": "forecast", "acceptance": accepted, "costs": costs, "plans": plans}
@@ -126,12 +179,19 @@ def main() -> None:
 def tree_forecasts(
     costs: Costs, places: Sequence[Mapping[str, Any]], console: Console
 ) -> list[dict[str, TreeForecast]]:
-    """Returns the best tree and the best chain for each batch and context, and prints which is better."""
+    """Returns the best tree and the best chain for each batch and context, and prints which is
+    better.
+    """
     ranks, found = numbers("ranks", _RANKS.value, float), []
     for place in places:
         ms = functools.partial(costs.tree_ms, batch=place["batch"], context=place["context"])
-        tree, chain = choose_shape(ranks, ms, most_rows=MOST_ROWS, most_depth=min(_LONGEST.value, MOST_LEVELS))
-        text = f"{tree.shape.K} nodes, depth {tree.shape.depth}: {tree.tokens_per_round:.2f} tokens per round"
+        tree, chain = choose_shape(
+            ranks, ms, most_rows=MOST_ROWS, most_depth=min(_LONGEST.value, MOST_LEVELS)
+        )
+        text = (
+            f"{tree.shape.K} nodes, depth {tree.shape.depth}: {tree.tokens_per_round:.2f} tokens "
+            "per round"
+        )
         than = f"{chain.ms_per_token:.3g} ms per token as the best chain, K = {chain.shape.K}"
         console.print(
             f"batch {place['batch']}: a chain is better than all trees, {than}"
@@ -146,16 +206,24 @@ def check_flags() -> None:
     """Raises ValueError for a flag that belongs to another source of costs."""
     if _CHIP.value is None and any(argument.startswith("--config") for argument in sys.argv[1:]):
         raise ValueError("--config has no effect: it goes with --chip")
-    _CONFIG.refuse_fields(NOT_READ.split(), "a plan takes --batch, --context, --devices and --longest")
+    _CONFIG.refuse_fields(
+        NOT_READ.split(), "a plan takes --batch, --context, --devices and --longest"
+    )
     entry.check_goes_with(GOES_WITH)
 
 
 def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     """Reads the cells of one rule, drafter and distribution, and prints where they were measured.
 
-    Cells with a draft temperature belong to another drafter, and cells with made-up acceptance are left out.
+    Cells with a draft temperature belong to another drafter, and cells with made-up acceptance are
+    left out.
     """
-    wanted = {"rule": _RULE.value, "drafter": _DRAFTER.value, "draft_temperature": None, "synthetic_acceptance": None}
+    wanted = {
+        "rule": _RULE.value,
+        "drafter": _DRAFTER.value,
+        "draft_temperature": None,
+        "synthetic_acceptance": None,
+    }
     wanted |= {} if _TEMPERATURE.value is None else {"temperature": _TEMPERATURE.value}
     document = grid.read_document(_MEASURED.value)
     console.print(grid.origin(_MEASURED.value, document))
@@ -165,10 +233,12 @@ def measured_cells(console: Console) -> list[Mapping[str, Any]]:
     if len(laws) == 1:
         return [cell for cell in cells if grid.distribution_of(cell["key"]) in laws]
     keys = drafted or [cell["key"] for cell in document["cells"] if cell["key"]["draft_length"]]
-    known = sorted({f"{key['rule']}, {key['drafter']}, {grid.distribution_of(key)}" for key in keys})
+    known = sorted(
+        {f"{key['rule']}, {key['drafter']}, {grid.distribution_of(key)}" for key in keys}
+    )
     raise ValueError(
-        f"--measured: choose cells of one distribution by --rule, --drafter and --temperature; {_MEASURED.value} has "
-        f"{'; '.join(known) or 'no draft'}"
+        "--measured: choose cells of one distribution by --rule, --drafter and --temperature; "
+        f"{_MEASURED.value} has {'; '.join(known) or 'no draft'}"
     )
 
 
@@ -192,12 +262,15 @@ def numbers(flag: str, texts: list[str], kind: type) -> list:
 
 
 def round_costs(cells: Sequence[Mapping[str, Any]], report: Mapping[str, Any] | None) -> Costs:
-    """Returns the costs of rounds; raises ValueError unless the flags give them in exactly one way."""
+    """Returns the costs of rounds; raises ValueError unless the flags give them in
+    exactly one way.
+    """
     calls = (_TARGET_MS.value, _DRAFT_MS.value)
     given = [calls != (None, None), report is not None, _CHIP.value is not None, bool(cells)]
     if sum(given) != 1 or None in calls and given[0]:
         raise ValueError(
-            "give costs in one way: --target_ms and --draft_ms, --compile_report, --chip with --config, or --measured"
+            "give costs in one way: --target_ms and --draft_ms, --compile_report, --chip with "
+            "--config, or --measured"
         )
     if cells:
         return grid.measured_costs(cells)
@@ -211,27 +284,37 @@ def roofline() -> Roofline:
     config, chip = _CONFIG.value, CHIPS[_CHIP.value]
     word = config.word
     if not word.compiled or word.draft == "head":
-        raise ValueError(f"--chip plans a draft model or an early exit; --config.drafter is {config.drafter}")
+        raise ValueError(
+            f"--chip plans a draft model or an early exit; --config.drafter is {config.drafter}"
+        )
     target, draft = target_and_draft(config)
     size = target.config.weight_bytes + (0 if word.inside else draft.config.weight_bytes)
     least = math.ceil(size / chip.hbm_bytes)
     if _DEVICES.value is None or _DEVICES.value < least:
         raise ValueError(
-            f"--devices={_DEVICES.value} cannot hold the models: weights of {size / 1e9:.1f} GB take at least {least} "
-            f"{_CHIP.value} of {chip.hbm_bytes / 1e9:.0f} GB"
+            f"--devices={_DEVICES.value} cannot hold the models: weights of {size / 1e9:.1f} GB "
+            f"take at least {least} {_CHIP.value} of {chip.hbm_bytes / 1e9:.0f} GB"
         )
-    return Roofline(target=target.config, draft=draft.config, chip=_CHIP.value, devices=_DEVICES.value)
+    return Roofline(
+        target=target.config, draft=draft.config, chip=_CHIP.value, devices=_DEVICES.value
+    )
 
 
 def where(plan: Plan) -> str:
     """Describes the batch, the context and the length of the texts."""
     context = "" if plan.context is None else f", {plan.context} slots"
-    tokens = "rows that never end" if plan.new_tokens is None else f"{plan.new_tokens} tokens each, to the slowest row"
+    tokens = (
+        "rows that never end"
+        if plan.new_tokens is None
+        else f"{plan.new_tokens} tokens each, to the slowest row"
+    )
     return f"batch {plan.batch}{context}, {tokens}"
 
 
 def plan_table(plan: Plan, costs: Costs, report: Mapping[str, Any] | None) -> Table:
-    """Returns the table of forecasts for every K; its digits and bands depend on the precision of the costs."""
+    """Returns the table of forecasts for every K; its digits and bands depend on the precision of
+    the costs.
+    """
     digits = 3 if report is None else 2
     show = tables.span if costs.is_range else functools.partial(tables.interval, digits=digits)
     rows = []
@@ -241,8 +324,19 @@ def plan_table(plan: Plan, costs: Costs, report: Mapping[str, Any] | None) -> Ta
             least, most = (edge.round_ms(K, plan.batch, plan.context) for edge in costs.bounds)
             ms = str(Band(least=least, likely=one.round_ms, most=most, open=costs.is_range))
         name = f"K = {K}" + " *" * (one is plan.best and not costs.is_range)
-        rows.append((name, tables.interval(one.tokens_per_round), ms, show(one.ms_per_token), show(one.speedup, "x")))
-    note = "* is best; brackets: 95%, by the counts behind the acceptance and the clocks behind the costs"
+        rows.append(
+            (
+                name,
+                tables.interval(one.tokens_per_round),
+                ms,
+                show(one.ms_per_token),
+                show(one.speedup, "x"),
+            )
+        )
+    note = (
+        "* is best; brackets: 95%, by the counts behind the acceptance and the clocks behind the "
+        "costs"
+    )
     if costs.bounds:
         note += f". Milliseconds: {basis(costs.is_range)}"
     if isinstance(costs, Roofline):

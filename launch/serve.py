@@ -6,15 +6,15 @@
     curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0.8, "seed": 1}'
 
-    from openai import OpenAI
-    client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
-    for chunk in client.completions.create(model="python", prompt="def fibonacci(n):", max_tokens=64, stream=True):
-        print(chunk.choices[0].text, end="")
+    from openai import OpenAI client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+    for chunk in client.completions.create(model="python", prompt="def fibonacci(n):",
+    max_tokens=64, stream=True): print(chunk.choices[0].text, end="")
 
-A text is the one that `generate` writes with the same seed, alone. Each request brings its own sampling, seed, budget
-and stop texts; drafter and rule are the configuration's. usage.completion_tokens_details counts the drafted tokens that
-were accepted and rejected. GET /health says how busy the rows are, GET /metrics all counts for Prometheus, and the page at
-/ shows a text while it is written. Takes libraries: pip install -e '.[serve]'.
+A text is the one that `generate` writes with the same seed, alone. Each request brings its own
+sampling, seed, budget and stop texts; drafter and rule are the configuration's.
+usage.completion_tokens_details counts the drafted tokens that were accepted and rejected. GET
+/health says how busy the rows are, GET /metrics all counts for Prometheus, and the page at / shows
+a text while it is written. Takes libraries: pip install -e '.[serve]'.
 """
 
 import dataclasses
@@ -43,18 +43,33 @@ from specsamp.serving.service import Service
 KEY = "SPECSAMP_SERVE_KEY"
 
 _CONFIG = ConfigFlag("configs/trained_pair.py", ExperimentConfig)
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "The address to bind; 0.0.0.0 listens on all interfaces.")
-_PORT = flags.DEFINE_integer("port", 8000, "The port; 0 chooses a free port.", lower_bound=0, upper_bound=65535)
-_MODEL = flags.DEFINE_string("model", None, "The model's name for clients; default the name of the pair or the target.")
+_HOST = flags.DEFINE_string(
+    "host", "127.0.0.1", "The address to bind; 0.0.0.0 listens on all interfaces."
+)
+_PORT = flags.DEFINE_integer(
+    "port", 8000, "The port; 0 chooses a free port.", lower_bound=0, upper_bound=65535
+)
+_MODEL = flags.DEFINE_string(
+    "model", None, "The model's name for clients; default the name of the pair or the target."
+)
 _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
 _CONTEXT = flags.DEFINE_integer(
-    "context", None, "Tokens of a prompt and its text together; fewer is faster; default up to 4096.", lower_bound=2
+    "context",
+    None,
+    "Tokens of a prompt and its text together; fewer is faster; default up to 4096.",
+    lower_bound=2,
 )
 _MAX_WAITING = flags.DEFINE_integer(
-    "max_waiting", 64, "Texts that may wait for a row; further requests get status 429.", lower_bound=0
+    "max_waiting",
+    64,
+    "Texts that may wait for a row; further requests get status 429.",
+    lower_bound=0,
 )
 _MAX_PER_CLIENT = flags.DEFINE_integer(
-    "max_per_client", None, "Texts of one of several keys, or of an address, that may run; default all.", lower_bound=1
+    "max_per_client",
+    None,
+    "Texts of one of several keys, or of an address, that may run; default all.",
+    lower_bound=1,
 )
 _LEARNING_RATE = flags.DEFINE_float(
     "draft_learning_rate",
@@ -63,26 +78,37 @@ _LEARNING_RATE = flags.DEFINE_float(
     lower_bound=0.0,
 )
 _ROUNDS = flags.DEFINE_integer(
-    "rounds_per_slice", 4, "Rounds between scheduler steps, which stream new text and admit requests.", lower_bound=1
+    "rounds_per_slice",
+    4,
+    "Rounds between scheduler steps, which stream new text and admit requests.",
+    lower_bound=1,
 )
 _MAX_BODY = flags.DEFINE_integer("max_body", 1 << 20, "Bytes of a request at most.", lower_bound=1)
-_TIMEOUT = flags.DEFINE_float("timeout", 60.0, "Seconds for a client to send a request, and to read the answer.")
-_KEY_FILE = flags.DEFINE_string(
-    "key_file", None, f"A file with the keys that requests may bring, one a line; default the variable {KEY}."
+_TIMEOUT = flags.DEFINE_float(
+    "timeout", 60.0, "Seconds for a client to send a request, and to read the answer."
 )
-_GRAMMARS = flags.DEFINE_bool("grammars", False, "Take response_format and tools; each start then compiles anew.")
+_KEY_FILE = flags.DEFINE_string(
+    "key_file",
+    None,
+    f"A file with the keys that requests may bring, one a line; default the variable {KEY}.",
+)
+_GRAMMARS = flags.DEFINE_bool(
+    "grammars", False, "Take response_format and tools; each start then compiles anew."
+)
 _REQUIRE_EXACT = entry.define("require_exact")
 
 
 def main() -> None:
     console = entry.make_console()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what ends processes ends this one as Ctrl-C does
+    # What ends processes ends this one as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         from specsamp.serving.endpoint import Endpoint
         from specsamp.serving.web_server import SPARE_CONNECTIONS, WebServer, address, bind
     except ImportError as error:
         raise ValueError(
-            f"an endpoint takes libraries ({error}): pip install starlette uvicorn pydantic jinja2 prometheus-client"
+            f"an endpoint takes libraries ({error}): pip install starlette uvicorn pydantic jinja2 "
+            "prometheus-client"
         ) from error
     validate.number("--timeout", _TIMEOUT.value, 0.1)
     of_requests = ("batch", "max_new_tokens", "prompt_length", "repeats", "sampling", "seed")
@@ -91,7 +117,9 @@ def main() -> None:
     if _REQUIRE_EXACT.value:
         check_exact(make_rule(config.rule))
     held = []  # the first process has the keys and the port, and its errors end all
-    distributed.from_first(lambda: held.extend([read_keys(), bind(_HOST.value, _PORT.value, _TIMEOUT.value)]))
+    distributed.from_first(
+        lambda: held.extend([read_keys(), bind(_HOST.value, _PORT.value, _TIMEOUT.value)])
+    )
     if not held:
         decode_for_first(config, console)
     keys, bound = held
@@ -116,16 +144,20 @@ def main() -> None:
         try:
             server.run(sockets=[bound])
         except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(f"{server.ended} texts were being written and were ended") from interrupt
+            raise KeyboardInterrupt(
+                f"{server.ended} texts were being written and were ended"
+            ) from interrupt
         finally:
             end(service, at_once=server.force_exit)
         check(service)
 
 
 def end(service: Service, at_once: bool) -> None:
-    """Waits for the slice that runs, and for the program that is being compiled, which may take minutes.
+    """Waits for the slice that runs, and for the program that is being compiled, which may take
+    minutes.
 
-    A second interrupt, before or while it waits, ends this process at once; a normal exit would wait as well.
+    A second interrupt, before or while it waits, ends this process at once; a normal exit would
+    wait as well.
     """
     service.close()
     try:
@@ -139,7 +171,8 @@ def end(service: Service, at_once: bool) -> None:
 def decode_for_first(config: ExperimentConfig, console: Console) -> NoReturn:
     """Decodes what the first process takes, until it ends."""
     _, service = make_service(config, console)
-    for number in (signal.SIGINT, signal.SIGTERM):  # they may go to all processes, and the first still needs this one
+    # They may go to all processes, and the first still needs this one.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     service.start()
     service.join()
@@ -157,7 +190,9 @@ def make_service(config: ExperimentConfig, console: Console) -> tuple[Experiment
     names = ("rows", "context", "max_waiting", "max_per_client", "rounds_per_slice")
     learner = make_learner(experiment) if _LEARNING_RATE.value else None
     given = {name: flags.FLAGS[name].value for name in names}
-    service = Service(experiment.pair, method, learner=learner, has_grammars=_GRAMMARS.value, **given)
+    service = Service(
+        experiment.pair, method, learner=learner, has_grammars=_GRAMMARS.value, **given
+    )
     console.print(headline(experiment, service_line(experiment, service)))
     with entry.progress(console, "compiling for the first requests"):
         service.compile()
@@ -173,7 +208,9 @@ def check(service: Service) -> None:
 
 
 def make_learner(experiment: Experiment) -> Learner:
-    """Returns the training configuration of the draft while the server runs, with a constant learning rate."""
+    """Returns the training configuration of the draft while the server runs, with a constant
+    learning rate.
+    """
     from specsamp.training.online import DraftLearner  # loads optax and orbax
     from specsamp.training.trainer import TrainConfig
 
@@ -183,25 +220,37 @@ def make_learner(experiment: Experiment) -> Learner:
 
 def service_line(experiment: Experiment, service: Service) -> str:
     drafter = experiment.method.drafter
-    name = "no draft" if isinstance(drafter, NoDrafter) else f"{type(drafter).__name__} K = {drafter.K}"
+    name = (
+        "no draft"
+        if isinstance(drafter, NoDrafter)
+        else f"{type(drafter).__name__} K = {drafter.K}"
+    )
     return (
-        f"{name}, {rule_name(experiment.method.rule)}, {service.batch.usage.rows} rows, {service.context} tokens of prompt "
-        "and text"
+        f"{name}, {rule_name(experiment.method.rule)}, {service.batch.usage.rows} rows, "
+        f"{service.context} tokens of prompt and text"
     )
 
 
 def say_where(console: Console, url: str, model: str, has_key: bool) -> None:
     """Prints the address of the server, and a warning if anybody can use it."""
     console.print(
-        f"ready: {url}/v1 serves {model!r}, {'with' if has_key else 'without'} a key; Ctrl-C ends it", style="bold"
+        f"ready: {url}/v1 serves {model!r}, {'with' if has_key else 'without'} a key; Ctrl-C ends "
+        "it",
+        style="bold",
     )
     if not has_key and _HOST.value not in ("127.0.0.1", "localhost", "::1"):
-        console.print("anybody who reaches this address can use it: give --key_file", style="yellow")
+        console.print(
+            "anybody who reaches this address can use it: give --key_file", style="yellow"
+        )
 
 
 def read_keys() -> list[str]:
-    """Returns the keys of the file or of the environment; raises ValueError for one that no header can hold."""
-    where = f"--key_file={_KEY_FILE.value}" if _KEY_FILE.value else f"the environment variable {KEY}"
+    """Returns the keys of the file or of the environment; raises ValueError for one that no header
+    can hold.
+    """
+    where = (
+        f"--key_file={_KEY_FILE.value}" if _KEY_FILE.value else f"the environment variable {KEY}"
+    )
     if _KEY_FILE.value:
         text = storage.read_text(_KEY_FILE.value)
     elif KEY in os.environ:
@@ -209,7 +258,9 @@ def read_keys() -> list[str]:
     else:
         return []
     keys = text.strip().splitlines()
-    if not keys or not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
+    if not keys or not all(
+        key and key.isascii() and key.isprintable() and " " not in key for key in keys
+    ):
         raise ValueError(f"{where} must hold keys of printable ASCII without spaces, one a line")
     return keys
 

@@ -1,4 +1,5 @@
-"""Runs a study, the measurements behind a figure or a table; lists studies; fills the tables of the pages.
+"""Runs a study, the measurements behind a figure or a table; lists studies; fills the tables of the
+pages.
 
 python launch/study.py --list
 python launch/study.py backtest --output=runs/tpu_backtest.json
@@ -17,7 +18,9 @@ from specsamp.analysis.report import Table
 
 _LIST = flags.DEFINE_bool("list", False, "List the studies and what they ask.")
 _PAGE = flags.DEFINE_bool(
-    "page", False, "Fill the tables of README.md, of notebooks/results and of the shipped pair's card."
+    "page",
+    False,
+    "Fill the tables of README.md, of notebooks/results and of the shipped pair's card.",
 )
 
 
@@ -32,7 +35,9 @@ def main() -> None:
     if not _LIST.value:
         raise ValueError("name a study, such as: python launch/study.py backtest; --list shows all")
     rows = [(name, study.load_study(name).question) for name in study.names()]
-    entry.show([Table(title="Studies", header=("study", "what it asks"), rows=rows, left=2)], console)
+    entry.show(
+        [Table(title="Studies", header=("study", "what it asks"), rows=rows, left=2)], console
+    )
 
 
 def status_of(arguments: Sequence[str]) -> int:
@@ -40,7 +45,9 @@ def status_of(arguments: Sequence[str]) -> int:
     first = arguments[1] if len(arguments) > 1 else ""
     if first and not first.startswith("-"):
         return entry.guarded(
-            lambda: study.run_study(study.load_study(first), [f"{arguments[0]} {first}", *arguments[2:]])
+            lambda: study.run_study(
+                study.load_study(first), [f"{arguments[0]} {first}", *arguments[2:]]
+            )
         )
     return entry.status_of(main, None, arguments)
 

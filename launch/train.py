@@ -1,4 +1,5 @@
-"""Trains a target (also with early exits), distils a draft or a head, or trains both together; a run is resumed.
+"""Trains a target (also with early exits), distils a draft or a head, or trains both together; a
+run is resumed.
 
 python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
 python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
@@ -6,7 +7,8 @@ python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs
 python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head --config.target=python
 python launch/train.py --config=configs/python_pair.py:mtp_target --workdir=runs/together
 
-A run of both leaves two runs in its folder, `runs/together/target` and `runs/together/draft`, for other commands.
+A run of both leaves two runs in its folder, `runs/together/target` and `runs/together/draft`, for
+other commands.
 """
 
 import contextlib
@@ -62,7 +64,10 @@ from specsamp.training.training_task import Task, TrainModel
 
 _CONFIG = ConfigFlag("configs/python_pair.py:tiny_target", TrainingConfig)
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Keep the run in this folder, local or gs://; an existing run is resumed.", required=True
+    "workdir",
+    None,
+    "Keep the run in this folder, local or gs://; an existing run is resumed.",
+    required=True,
 )
 
 
@@ -84,13 +89,22 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     if target is not None and target.public:
         config = config.turned({"model": source.layer_fields(dict(config.model), target.config)})
     run_folder.check_run(folder, config.recorded, changeable=("intervals", "mesh"))
-    if config.together is not None and (folder / TARGET).exists() and not (folder / "checkpoints").exists():
-        raise ValueError(f"{folder} holds target and draft of an earlier training: begin in another --workdir")
+    if (
+        config.together is not None
+        and (folder / TARGET).exists()
+        and not (folder / "checkpoints").exists()
+    ):
+        raise ValueError(
+            f"{folder} holds target and draft of an earlier training: begin in another --workdir"
+        )
     model, is_head = make_model(config), config.head is not None
     first = open_first(config, target)
     task = make_task(config, model, target)
     corpus = read_corpus(
-        data.folder or standard_library(), pattern=data.pattern, exclude=data.exclude, held_out=data.held_out
+        data.folder or standard_library(),
+        pattern=data.pattern,
+        exclude=data.exclude,
+        held_out=data.held_out,
     )
     made_from = {"corpus": corpus.describe()}
     run_folder.check_same(folder, "corpus", made_from["corpus"])
@@ -99,9 +113,12 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     tokenizer = make_tokenizer(config, folder, corpus, target or first)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of {model.vocab_size}"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model a vocabulary of "
+            f"{model.vocab_size}"
         )
-    windows = Windows(token_stream(corpus.train.values(), tokenizer), data.length, train_config.seed)
+    windows = Windows(
+        token_stream(corpus.train.values(), tokenizer), data.length, train_config.seed
+    )
     held_out = held_out_windows(corpus, tokenizer, data.length, data.held_out_windows)
     check_all_processes(folder, corpus)
     check_rows(train_config, held_out, mesh)
@@ -114,7 +131,10 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
     teacher_params = make_teacher(config, task, target, windows, first)
     if is_head and first is not None:
         if first.provenance.get("target", {}).get("sha256") != made_from["target"]["sha256"]:
-            told = f"the head in {config.init} was trained for another target, or its folder does not say for which"
+            told = (
+                f"the head in {config.init} was trained for another target, or its folder does not "
+                "say for which"
+            )
             console.print(told, style="yellow")
     if entry.is_first():
         run_folder.open_run(folder, config.recorded, tokenizer.to_json(), **made_from)
@@ -122,7 +142,11 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
             run_folder.write_array(folder / run_folder.IDS, np.asarray(teacher_params[DRAFT_IDS]))
     say_sizes(config, task, corpus, windows, console)
     rows = None if target is None else target_rows(config, folder, target, windows, console)
-    batches = Mixture(windows, rows, config.generated.share, train_config.seed) if rows is not None else windows
+    batches = (
+        Mixture(windows, rows, config.generated.share, train_config.seed)
+        if rows is not None
+        else windows
+    )
     state = train(
         task,
         train_config,
@@ -140,13 +164,22 @@ def run_training(config: TrainingConfig, folder: epath.Path, console: Console) -
 
 
 def write_parts(
-    config: TrainingConfig, folder: epath.Path, state: TrainState, tokenizer_json: str, made_from: dict
+    config: TrainingConfig,
+    folder: epath.Path,
+    state: TrainState,
+    tokenizer_json: str,
+    made_from: dict,
 ) -> None:
     """Writes target and draft that were trained together as a run of each."""
     fields, step = dict(config.recorded), int(state.step)
-    of_target = {name: fields[name] for name in ("data", "train", "intervals", "mesh", "compute_dtype")}
+    of_target = {
+        name: fields[name] for name in ("data", "train", "intervals", "mesh", "compute_dtype")
+    }
     of_target |= {"model": fields["together"]["model"], "together": fields["together"]}
-    for part, recorded in ((TARGET, of_target), (DRAFT, fields | {"target": os.fspath(folder / TARGET)})):
+    for part, recorded in (
+        (TARGET, of_target),
+        (DRAFT, fields | {"target": os.fspath(folder / TARGET)}),
+    ):
         if entry.is_first():
             run_folder.open_run(folder / part, recorded, tokenizer_json, **made_from)
             storage.write(folder / part / "metrics.jsonl", (folder / "metrics.jsonl").read_text())
@@ -159,7 +192,9 @@ def write_parts(
 
 
 def open_first(config: TrainingConfig, target: Source | None) -> Source | None:
-    """Opens the initial model: a head, a pair's target or a run; for a draft, a run. None: random parameters."""
+    """Opens the initial model: a head, a pair's target or a run; for a draft, a run. None: random
+    parameters.
+    """
     if not config.init:
         return None
     if config.head is not None:
@@ -167,7 +202,9 @@ def open_first(config: TrainingConfig, target: Source | None) -> Source | None:
     return source.open_target(config.init) if target is None else source.open_trained(config.init)
 
 
-def say_sizes(config: TrainingConfig, task: Task, corpus: Corpus, windows: Windows, console: Console) -> None:
+def say_sizes(
+    config: TrainingConfig, task: Task, corpus: Corpus, windows: Windows, console: Console
+) -> None:
     """Prints the numbers of parameters, files, tokens and epochs."""
     epochs = config.train.steps * config.train.batch * config.data.length / len(windows.stream)
     count = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(task.init, jax.random.key(0))))
@@ -182,33 +219,46 @@ def check_all_processes(folder: epath.Path, corpus: Corpus) -> None:
     if jax.process_count() == 1:
         return
     if len(set(distributed.gather_objects(corpus.describe()["sha256"]))) > 1:
-        raise ValueError("the processes read different texts: give --config.data.folder, the same copy on every host")
+        raise ValueError(
+            "the processes read different texts: give --config.data.folder, the same copy on every "
+            "host"
+        )
     word = distributed.from_first(lambda: os.urandom(8).hex())
     if entry.is_first():
         storage.write(folder / "seen_by_all", word)
     multihost_utils.sync_global_devices("a word in the folder")
     seen = (folder / "seen_by_all").exists() and (folder / "seen_by_all").read_text() == word
     if not all(distributed.gather_objects(seen)):
-        raise ValueError(f"{folder} is not the same folder for all processes: give a gs:// path, or a shared disk")
+        raise ValueError(
+            f"{folder} is not the same folder for all processes: give a gs:// path, or a shared "
+            "disk"
+        )
 
 
-def check_windows(config: TrainingConfig, model: TransformerLM, target: Source | None, mesh: Mesh) -> None:
-    """Refuses windows that exceed a model's positions, and generated rows that do not divide over the mesh."""
+def check_windows(
+    config: TrainingConfig, model: TransformerLM, target: Source | None, mesh: Mesh
+) -> None:
+    """Refuses windows that exceed a model's positions, and generated rows that do not divide over
+    the mesh.
+    """
     length, fields = config.data.length, config.generated
     shapes = {"model": model.config} | ({} if target is None else {"target": target.config})
     for name, shape in shapes.items():
         if length > shape.max_positions:
-            raise ValueError(f"data.length {length} is more than the {name}'s {shape.max_positions} positions")
+            raise ValueError(
+                f"data.length {length} is more than the {name}'s {shape.max_positions} positions"
+            )
     if target is None or not fields.rows or not fields.share:
         return
     if target.mesh is not None and fields.batch % mesh.shape[DATA]:
         raise ValueError(
-            f"generated.batch {fields.batch} does not divide over {mesh.shape[DATA]} devices of the mesh axis '{DATA}'"
+            f"generated.batch {fields.batch} does not divide over {mesh.shape[DATA]} devices of "
+            f"the mesh axis '{DATA}'"
         )
     if length + 1 > target.config.max_positions:
         raise ValueError(
-            f"to write windows of data.length {length} + 1 tokens the target has too few positions, "
-            f"{target.config.max_positions}: shorten them, or set generated.rows to 0"
+            f"to write windows of data.length {length} + 1 tokens the target has too few "
+            f"positions, {target.config.max_positions}: shorten them, or set generated.rows to 0"
         )
 
 
@@ -218,21 +268,39 @@ def check_first(config: TrainingConfig, first: Source, tokenizer: JsonTokenizer,
         here, there = shape_of(task.head.config), shape_of(first.config)
         names = [name for name in there | here if there.get(name) != here.get(name)]
         if names:
-            different = "; ".join(f"{name} is {there.get(name)!r}, here {here.get(name)!r}" for name in names)
-            raise ValueError(f"the head in {config.init} is another one: {different}. Set these fields as it has them")
-    own = first.folder / "tokenizer.json"  # an exported head has no tokenizer: its target's is checked
+            different = "; ".join(
+                f"{name} is {there.get(name)!r}, here {here.get(name)!r}" for name in names
+            )
+            raise ValueError(
+                f"the head in {config.init} is another one: {different}. Set these fields as it "
+                "has them"
+            )
+    # An exported head has no tokenizer: its target's is checked.
+    own = first.folder / "tokenizer.json"
     if own.exists() and JsonTokenizer(own).to_json() != tokenizer.to_json():
-        raise ValueError(f"the model in {config.init} was trained with another tokenizer than this run has")
+        raise ValueError(
+            f"the model in {config.init} was trained with another tokenizer than this run has"
+        )
     shapes = jax.eval_shape(task.init, jax.random.key(0))
-    params = {name: leaf for name, leaf in first.params.items() if name in shapes or name != DRAFT_IDS}
+    params = {
+        name: leaf for name, leaf in first.params.items() if name in shapes or name != DRAFT_IDS
+    }
     check_shapes(f"the model in {config.init}", params, shapes)
     return params
 
 
 def shape_of(head: Any) -> dict[str, Any]:
     """Returns the fields of a head and of its layer, without dtypes."""
-    layer = {f"layer.{name}": value for name, value in dataclasses.asdict(head.layer).items() if name != "dtype"}
-    own = {name: value for name, value in dataclasses.asdict(head).items() if name not in ("layer", "dtype")}
+    layer = {
+        f"layer.{name}": value
+        for name, value in dataclasses.asdict(head.layer).items()
+        if name != "dtype"
+    }
+    own = {
+        name: value
+        for name, value in dataclasses.asdict(head).items()
+        if name not in ("layer", "dtype")
+    }
     return {"kind": head.kind, **own, **layer}
 
 
@@ -241,48 +309,77 @@ def find_target(config: TrainingConfig, mesh: Mesh, console: Console) -> Source:
     name = config.target
     if name == "":
         raise ValueError(
-            "a draft learns from a target: give --config.target, the folder of its training, a pair, or a public model"
+            "a draft learns from a target: give --config.target, the folder of its training, a "
+            "pair, or a public model"
         )
     if source.is_trained_here(name):
         return source.open_target(name)
     try:
-        return source.open_public_target(name, config.compute_dtype, mesh, entry.weights_progress(console))
+        return source.open_public_target(
+            name, config.compute_dtype, mesh, entry.weights_progress(console)
+        )
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"no training run at {str(name)!r}, no pair and no public model: {error}") from error
+        raise FileNotFoundError(
+            f"no training run at {str(name)!r}, no pair and no public model: {error}"
+        ) from error
 
 
 def make_task(config: TrainingConfig, model: TransformerLM, target: Source | None) -> Task:
-    """Returns the training task: a draft or a head, beside its target or together with it, or a target."""
+    """Returns the training task: a draft or a head, beside its target or together with it, or a
+    target.
+    """
     if config.together is not None:
         together = dict(config.together)
         of_target = TransformerConfig(**together.pop("model"), dtype=config.compute_dtype)
         if config.head and config.head.get("draft_vocab_size"):
-            raise ValueError("head.draft_vocab_size must be 0: which tokens are frequent is not known to its target")
-        drafting = make_task(config.turned({"together": None}), model, Source(folder=None, config=of_target, read=None))
+            raise ValueError(
+                "head.draft_vocab_size must be 0: which tokens are frequent is not known to its "
+                "target"
+            )
+        drafting = make_task(
+            config.turned({"together": None}),
+            model,
+            Source(folder=None, config=of_target, read=None),
+        )
         return TrainTogether(drafting=drafting, **together)
     if config.head is not None:
         head = source.make_head(model.config, config.head, **sizes_of(target.config))
         if target.public:
             check_embedding(target.config, head.config, "the head")
         model = target.model_in(config.compute_dtype)
-        fields = dict(head=head, target=model, objective=config.objective, **dataclasses.asdict(config.test_time))
+        fields = dict(
+            head=head,
+            target=model,
+            objective=config.objective,
+            **dataclasses.asdict(config.test_time),
+        )
         if isinstance(head, BlockHead):
             return TrainBlock(**fields)
         if any([fields.pop("anchors"), fields.pop("marginals"), fields.pop("pace") is not None]):
-            of_blocks = "test_time.anchors, test_time.marginals and test_time.pace are of block heads"
+            of_blocks = (
+                "test_time.anchors, test_time.marginals and test_time.pace are of block heads"
+            )
             raise ValueError(f"{of_blocks}; the head is {head.config.kind}")
         return TrainHead(**fields)
     if target is not None:
         return TrainModel(model, target.model_in(config.compute_dtype), config.objective)
     if config.layer_skip is not None:
-        return LayerSkip(model=model, steps=config.train.steps, from_scratch=not config.init, **config.layer_skip)
+        return LayerSkip(
+            model=model, steps=config.train.steps, from_scratch=not config.init, **config.layer_skip
+        )
     return TrainModel(model)
 
 
 def make_teacher(
-    config: TrainingConfig, task: Task, target: Source | None, windows: Windows, first: Source | None
+    config: TrainingConfig,
+    task: Task,
+    target: Source | None,
+    windows: Windows,
+    first: Source | None,
 ) -> Any:
-    """Returns the frozen parameters of the task; a reduced vocabulary has the most frequent tokens."""
+    """Returns the frozen parameters of the task; a reduced vocabulary has the most
+    frequent tokens.
+    """
     if target is None:
         return None
     ids, size = None, config.head and config.head.get("draft_vocab_size")
@@ -302,14 +399,21 @@ def make_model(config: TrainingConfig) -> TransformerLM:
     return TransformerLM(TransformerConfig(**config.model, dtype=config.compute_dtype))
 
 
-def make_tokenizer(config: TrainingConfig, folder: epath.Path, corpus: Corpus, parent: Source | None) -> JsonTokenizer:
-    """Returns the run's own tokenizer if it has one, else the tokenizer of its parent model, a given or a new one.
+def make_tokenizer(
+    config: TrainingConfig, folder: epath.Path, corpus: Corpus, parent: Source | None
+) -> JsonTokenizer:
+    """Returns the run's own tokenizer if it has one, else the tokenizer of its parent model, a
+    given or a new one.
 
     The chat template comes from the parent model, or from the folder of the given tokenizer.
     """
     if parent is not None and parent.public:
         return parent.tokenizer
-    given = [folder / "tokenizer.json", parent and parent.folder / "tokenizer.json", config.data.tokenizer]
+    given = [
+        folder / "tokenizer.json",
+        parent and parent.folder / "tokenizer.json",
+        config.data.tokenizer,
+    ]
     chats = (read_chat_template(storage.place(path).parent) for path in filter(None, given[1:]))
     chat = next(filter(None, chats), None)
     for path in filter(None, given):
@@ -320,13 +424,16 @@ def make_tokenizer(config: TrainingConfig, folder: epath.Path, corpus: Corpus, p
         return JsonTokenizer.from_tokenizer(made, config.data.eos)
     if not all(type(text) is str for text in corpus.train.values()):
         raise ValueError(
-            "conversations need a tokenizer with a chat template: give data.tokenizer, or a target to train from"
+            "conversations need a tokenizer with a chat template: give data.tokenizer, or a target "
+            "to train from"
         )
     trained = train_tokenizer(corpus.train.values(), config.model["vocab_size"], config.data.eos)
     return JsonTokenizer.from_tokenizer(trained, config.data.eos)
 
 
-def target_rows(config: TrainingConfig, folder: epath.Path, target: Source, windows: Windows, console: Console) -> Any:
+def target_rows(
+    config: TrainingConfig, folder: epath.Path, target: Source, windows: Windows, console: Console
+) -> Any:
     """Returns windows that the target completed, or None if the configuration has none."""
     fields = config.generated
     if not fields.rows or not fields.share:
@@ -337,7 +444,9 @@ def target_rows(config: TrainingConfig, folder: epath.Path, target: Source, wind
         target.writer(config.compute_dtype),
         rows,
         batch=fields.batch,
-        report=Progress(len(rows), config.data.length + 1 - fields.prompt_length, 0, console).report,
+        report=Progress(
+            len(rows), config.data.length + 1 - fields.prompt_length, 0, console
+        ).report,
         prompt_length=fields.prompt_length,
         sampling=fields.sampling,
         seed=config.train.seed,

@@ -2,8 +2,8 @@
 
 from specsamp import Pair, generate, chain, temperature, top_p
 
-The public names are in ``__init__.pyi``. A name is imported when it is first used, so that a program pays only for what it
-needs.
+The public names are in ``__init__.pyi``. A name is imported when it is first used, so that a
+program pays only for what it needs.
 """
 
 import ast
@@ -15,15 +15,21 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# JAX starts libtpu wherever it is installed, for example for compile reports. Without a TPU it complains that it finds
-# neither a name for the machine nor the cloud's metadata server, so it gets a name. It has to be there before JAX starts.
+# JAX starts libtpu wherever it is installed, for example for compile reports. Without a TPU it
+# complains that it finds neither a name for the machine nor the cloud's metadata server, so it gets
+# a name. It has to be there before JAX starts.
 if not glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v4-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 _stub = ast.parse(pathlib.Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-_HOMES = {name.name: line.module for line in _stub.body if isinstance(line, ast.ImportFrom) for name in line.names}
+_HOMES = {
+    name.name: line.module
+    for line in _stub.body
+    if isinstance(line, ast.ImportFrom)
+    for name in line.names
+}
 __all__ = sorted(_HOMES)
 
 

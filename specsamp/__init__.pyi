@@ -1,8 +1,15 @@
-"""The public names of the package, and the modules that have them: for editors, and for `specsamp.__getattr__`."""
+"""The public names of the package, and the modules that have them: for editors, and for
+`specsamp.__getattr__`.
+"""
 
 from specsamp.checkpoints.trained_pair import load_pair as load_pair
 from specsamp.compilation_cache import use_compilation_cache as use_compilation_cache
-from specsamp.decoding.adaptive import Adaptive as Adaptive, Confidence as Confidence, Entropy as Entropy, Stop as Stop
+from specsamp.decoding.adaptive import (
+    Adaptive as Adaptive,
+    Confidence as Confidence,
+    Entropy as Entropy,
+    Stop as Stop,
+)
 from specsamp.decoding.drafter import Drafter as Drafter
 from specsamp.decoding.drafters import (
     BlockDrafter as BlockDrafter,
@@ -31,7 +38,12 @@ from specsamp.models.config import TransformerConfig as TransformerConfig
 from specsamp.models.interface import LanguageModel as LanguageModel, Output as Output
 from specsamp.models.transformer import TransformerLM as TransformerLM
 from specsamp.sampling.coupled import CoupledRule as CoupledRule
-from specsamp.sampling.lossy import EARS as EARS, Bounded as Bounded, Lenience as Lenience, Typical as Typical
+from specsamp.sampling.lossy import (
+    EARS as EARS,
+    Bounded as Bounded,
+    Lenience as Lenience,
+    Typical as Typical,
+)
 from specsamp.sampling.penalties import ban as ban, bias as bias, penalties as penalties
 from specsamp.sampling.rejection import BlockRule as BlockRule, TokenRule as TokenRule
 from specsamp.sampling.rules import Draft as Draft, Verdict as Verdict

@@ -1,4 +1,5 @@
-"""The installed command: ``specsamp demo`` is launch/demo.py, of this checkout or of the copy that a wheel brings along.
+"""The installed command: ``specsamp demo`` is launch/demo.py, of this checkout or of the copy that
+a wheel brings along.
 
 specsamp                                       # lists the commands
 specsamp plan --help
@@ -41,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     entry = importlib.import_module("launch.lib.entry")
     if hasattr(script, "status_of"):  # the command study, whose studies define flags
         return script.status_of([f"specsamp {name}", *arguments[1:]])
-    return entry.status_of(script.main, getattr(script, "_CONFIG", None), [f"specsamp {name}", *arguments[1:]])
+    return entry.status_of(
+        script.main, getattr(script, "_CONFIG", None), [f"specsamp {name}", *arguments[1:]]
+    )
 
 
 def folder() -> pathlib.Path:

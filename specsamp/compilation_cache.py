@@ -13,8 +13,9 @@ def use_compilation_cache() -> str | None:
     """Keeps compiled programs on disk between processes, unless JAX was told where (or not) to.
 
     Returns:
-      The folder: that of ``JAX_COMPILATION_CACHE_DIR`` or ``jax_compilation_cache_dir`` if set, else
-      ``~/.cache/specsamp/xla``; None if ``JAX_ENABLE_COMPILATION_CACHE`` is off, or if no folder can be written.
+      The folder: that of ``JAX_COMPILATION_CACHE_DIR`` or ``jax_compilation_cache_dir`` if set,
+      else ``~/.cache/specsamp/xla``; None if ``JAX_ENABLE_COMPILATION_CACHE`` is off, or if no
+      folder can be written.
     """
     folder = find_compilation_cache()
     if folder is None:
@@ -33,15 +34,23 @@ def find_compilation_cache() -> str | None:
 
 
 def _users_folder() -> pathlib.Path | None:
-    """Makes the user's folder of compiled programs; returns None, with a warning, where it cannot be written."""
+    """Makes the user's folder of compiled programs; returns None, with a warning, where it cannot
+    be written.
+    """
     try:
-        folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "specsamp" / "xla"
+        folder = (
+            pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+            / "specsamp"
+            / "xla"
+        )
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} is not writable")
     except (OSError, RuntimeError) as error:  # no home, or one that cannot be written
-        logging.warning("compiled programs are not kept: %s; set JAX_COMPILATION_CACHE_DIR to a folder", error)
+        logging.warning(
+            "compiled programs are not kept: %s; set JAX_COMPILATION_CACHE_DIR to a folder", error
+        )
         return None
     if is_new:
         logging.info("specsamp keeps compiled programs in %s", folder)

@@ -1,4 +1,5 @@
-"""The experimental parts of JAX that this project uses: any release may change them, and this file alone names them.
+"""The experimental parts of JAX that this project uses: any release may change them, and this file
+alone names them.
 
 from specsamp.jax_names import pl, pltpu, topologies
 

@@ -1,4 +1,6 @@
-"""Splits work over replicas: runs with queues and files of their own, in a folder that they share."""
+"""Splits work over replicas: runs with queues and files of their own, in a folder that
+they share.
+"""
 
 from __future__ import annotations
 

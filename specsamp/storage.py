@@ -31,7 +31,9 @@ def place(path: str | os.PathLike) -> epath.Path:
     """
     text = validate.path("a file", path)
     if "://" in text and not text.startswith(BUCKETS):
-        raise ValueError(f"no storage of this kind: {text!r}; use a local path or one of {', '.join(BUCKETS)}")
+        raise ValueError(
+            f"no storage of this kind: {text!r}; use a local path or one of {', '.join(BUCKETS)}"
+        )
     if not text.startswith(BUCKETS):
         return epath.Path(text).expanduser()
     scheme = text[: text.index("/") + 2]
@@ -39,7 +41,9 @@ def place(path: str | os.PathLike) -> epath.Path:
         fsspec.get_filesystem_class(scheme.removesuffix("://"))
     except ImportError as error:
         library = LIBRARIES[scheme]
-        raise ValueError(f"{text!r} needs a library that is not installed: pip install {library} ({error})") from error
+        raise ValueError(
+            f"{text!r} needs a library that is not installed: pip install {library} ({error})"
+        ) from error
     return epath.Path(text)
 
 
@@ -61,7 +65,8 @@ def is_stream(path: str | os.PathLike) -> bool:
 
 
 def check_regular(path: str | os.PathLike) -> None:
-    """Refuses to replace a path that exists and is no regular file: a folder, a pipe, a socket or a block device.
+    """Refuses to replace a path that exists and is no regular file: a folder, a pipe, a socket or a
+    block device.
 
     Raises:
       IsADirectoryError, OSError: with the path and its kind.
@@ -73,14 +78,18 @@ def check_regular(path: str | os.PathLike) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder: name a file in it", os.fspath(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "it is no regular file and is left alone: choose another", os.fspath(path))
+        raise OSError(
+            errno.EINVAL, "it is no regular file and is left alone: choose another", os.fspath(path)
+        )
 
 
 def write(path: str | os.PathLike, content: str | bytes) -> None:
-    """Writes all of ``content`` or nothing, creating the folder: a reader, or a crash, never sees half a file.
+    """Writes all of ``content`` or nothing, creating the folder: a reader, or a crash, never sees
+    half a file.
 
-    A new file gets the permissions that the umask leaves; a file that is replaced keeps its permissions. A symbolic link
-    stays, and its target is replaced. A device or a stream, see `is_stream`, is written to as it is.
+    A new file gets the permissions that the umask leaves; a file that is replaced keeps its
+    permissions. A symbolic link stays, and its target is replaced. A device or a stream, see
+    `is_stream`, is written to as it is.
 
     Raises:
       OSError: it cannot be written, or something is there that is no regular file.
@@ -108,7 +117,8 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
         with open(handle, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # or a crash of the machine could leave an empty file under the new name
+            # Or a crash of the machine could leave an empty file under the new name.
+            os.fsync(file.fileno())
         if os.path.exists(target):
             os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
         os.replace(temporary, target)
@@ -121,8 +131,9 @@ def write(path: str | os.PathLike, content: str | bytes) -> None:
 def locked(path: str | os.PathLike, *, wait: bool = True) -> Iterator[None]:
     """Holds a lock on ``path`` while the block runs; other processes wait for it.
 
-    The lock is a file beside ``path``, and is removed afterwards. It holds between processes of one machine, and on
-    shared disks that support ``flock``. A bucket and a stream have no lock: there the last of two writers wins.
+    The lock is a file beside ``path``, and is removed afterwards. It holds between processes of one
+    machine, and on shared disks that support ``flock``. A bucket and a stream have no lock: there
+    the last of two writers wins.
 
     Raises:
       ValueError: another process holds it, and ``wait`` is false.
@@ -141,7 +152,9 @@ def locked(path: str | os.PathLike, *, wait: bool = True) -> Iterator[None]:
                 break
         except BlockingIOError as error:
             os.close(handle)
-            raise ValueError(f"{path} is being written by another run: wait for it, or give another path") from error
+            raise ValueError(
+                f"{path} is being written by another run: wait for it, or give another path"
+            ) from error
         except BaseException:
             os.close(handle)
             raise
@@ -176,7 +189,8 @@ def read_text(path: str | os.PathLike) -> str:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is no regular file (a pipe would be waited for), or is not UTF-8; the message names it.
+      ValueError: it is no regular file (a pipe would be waited for), or is not UTF-8; the message
+        names it.
     """
     path = place(path)
     if path.exists() and not is_regular_file(path):
@@ -215,7 +229,9 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns a text for each value of two JSON objects that differs, such as "train.seed was 0, is 1"; None is absent."""
+    """Returns a text for each value of two JSON objects that differs, such as "train.seed was 0, is
+    1"; None is absent.
+    """
     before, now = flat(before), flat(now)
     return [
         f"{name} was {before.get(name, 'absent')!r}, is {now.get(name, 'absent')!r}"
@@ -228,7 +244,11 @@ def flat(tree: Any, name: str = "") -> dict[str, Any]:
     """Returns the values of a JSON object, those of an object within it as ``group.field``."""
     if not isinstance(tree, Mapping):
         return {name: tree}
-    return {k: v for key, value in tree.items() for k, v in flat(value, f"{name}.{key}" if name else key).items()}
+    return {
+        k: v
+        for key, value in tree.items()
+        for k, v in flat(value, f"{name}.{key}" if name else key).items()
+    }
 
 
 class Lines:

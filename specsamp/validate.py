@@ -1,4 +1,6 @@
-"""Checks of single values that users give; every message names the field, what it must be and the value."""
+"""Checks of single values that users give; every message names the field, what it must be and the
+value.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ T = TypeVar("T")
 
 
 def integer(name: str, value: Any, least: int = 0, limit: int = 2**31) -> int:
-    """Returns ``value`` as an int in [least, limit); NumPy integers pass, booleans and fractions do not.
+    """Returns ``value`` as an int in [least, limit); NumPy integers pass, booleans and fractions do
+    not.
 
     Raises:
       ValueError: it is no such integer.
@@ -29,40 +32,64 @@ def integer(name: str, value: Any, least: int = 0, limit: int = 2**31) -> int:
 
 
 def integers(name: str, values: Any, least: int = 0, limit: int = 2**31) -> list[int]:
-    """Returns each element of a list, as `integer` gives it; raises ValueError for anything but a list."""
+    """Returns each element of a list, as `integer` gives it; raises ValueError for anything but a
+    list.
+    """
     if not is_list(values):
         raise ValueError(f"{name} must be a list; got {values!r}")
     return [integer(f"{name}[{i}]", value, least, limit) for i, value in enumerate(values)]
 
 
 def is_list(value: Any) -> bool:
-    """Returns whether ``value`` has items in an order and is no text: a list, a tuple or an array of an axis."""
+    """Returns whether ``value`` has items in an order and is no text: a list, a tuple or an array
+    of an axis.
+    """
     texts_and_sets = (str, bytes, bytearray, Mapping, Set)
-    return hasattr(value, "__len__") and not isinstance(value, texts_and_sets) and getattr(value, "shape", True) != ()
+    return (
+        hasattr(value, "__len__")
+        and not isinstance(value, texts_and_sets)
+        and getattr(value, "shape", True) != ()
+    )
 
 
-def number(name: str, value: Any, least: float, most: float = math.inf, *, above: bool = False) -> float:
+def number(
+    name: str, value: Any, least: float, most: float = math.inf, *, above: bool = False
+) -> float:
     """Returns ``value`` as a finite float in [least, most]; with ``above``, in (least, most].
 
     Raises:
       ValueError: it is no such number; booleans and texts are refused.
     """
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not abs(value) < math.inf or not least <= value <= most or (above and value == least):
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(
+        value, bool
+    )
+    if (
+        not is_number
+        or not abs(value) < math.inf
+        or not least <= value <= most
+        or (above and value == least)
+    ):
         low = f"above {least:g}" if above else f"from {least:g}"
-        raise ValueError(f"{name} must be a number {low}{'' if most == math.inf else f' to {most:g}'}; got {value!r}")
+        raise ValueError(
+            f"{name} must be a number {low}{'' if most == math.inf else f' to {most:g}'}; got "
+            f"{value!r}"
+        )
     return float(value)
 
 
 def path(name: str, value: Any) -> str:
-    """Returns ``value``, a path or a name, as text; raises ValueError for anything else, such as None."""
+    """Returns ``value``, a path or a name, as text; raises ValueError for anything else, such as
+    None.
+    """
     if not isinstance(value, (str, os.PathLike)):
         raise ValueError(f"{name} must be a path or a name; got {value!r}")
     return os.fspath(value)
 
 
 def switch(name: str, value: Any) -> bool:
-    """Returns ``value``, which must be True or False; raises ValueError for anything else, such as a text."""
+    """Returns ``value``, which must be True or False; raises ValueError for anything else, such as
+    a text.
+    """
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False; got {value!r}")
     return value
@@ -72,13 +99,17 @@ def instance(name: str, value: Any, kind: type[T], example: str) -> T:
     """Returns ``value``, which must be a ``kind``; raises ValueError with an example of one."""
     if not isinstance(value, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        raise ValueError(f"{name} must be {article} {kind.__name__}, such as {example}; got {value!r:.200}")
+        raise ValueError(
+            f"{name} must be {article} {kind.__name__}, such as {example}; got {value!r:.200}"
+        )
     return value
 
 
 def choice(name: str, value: T, known: Iterable[Any]) -> T:
     """Returns ``value``, which must be among ``known``; raises ValueError with the known values."""
     known = list(known)
-    if not any(value is each or (isinstance(value, type(each)) and value == each) for each in known):
+    if not any(
+        value is each or (isinstance(value, type(each)) and value == each) for each in known
+    ):
         raise ValueError(f"{name} must be one of {', '.join(map(str, known))}; got {value!r}")
     return value

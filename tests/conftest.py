@@ -8,7 +8,8 @@ import os
 import shutil
 import tempfile
 
-# Compiled programs are kept for one session, for its workers and for the scripts that tests start, and nowhere else.
+# Compiled programs are kept for one session, for its workers and for the scripts that tests start,
+# and nowhere else.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="specsamp-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -18,16 +19,20 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["SPECSAMP_CPU_KERNEL"] = "0"  # of commands: each would build it in a folder of its own
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"  # of processes that tests start; of this one, see `compilation`
+# Of processes that tests start; of this one, see `compilation`.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 
-# Machine code of OPTIMISED modules (below) is made at LLVM's first level: it runs as fast as that of the third, and takes
-# a quarter less to make. XLA's own passes, hence the programs that tests look at, are the same at every level.
+# Machine code of OPTIMISED modules (below) is made at LLVM's first level: it runs as fast as that
+# of the third, and takes a quarter less to make. XLA's own passes, hence the programs that tests
+# look at, are the same at every level.
 XLA_FLAGS = ["--xla_backend_optimization_level=1", "--xla_llvm_disable_expensive_passes=true"]
-# The CPU compiler's newer emitters of fusions take a third of a compilation's time. Later releases have no others.
-# Modules cut in parts for many cores take longer altogether, and two workers have no core to spare.
+# The CPU compiler's newer emitters of fusions take a third of a compilation's time. Later releases
+# have no others. Modules cut in parts for many cores take longer altogether, and two workers have
+# no core to spare.
 if importlib.metadata.version("jax").startswith("0.10."):
     XLA_FLAGS += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
-os.environ["XLA_FLAGS"] = " ".join(XLA_FLAGS)  # replaces such as one that asks for another number of devices
+# Replaces such as one that asks for another number of devices.
+os.environ["XLA_FLAGS"] = " ".join(XLA_FLAGS)
 
 gc.set_threshold(100_000, 20, 50)  # tracing makes millions of small objects, and hardly a cycle
 
@@ -42,43 +47,62 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--complete", action="store_true", help="Fail where a package is missing that a test needs.")
+    parser.addoption(
+        "--complete", action="store_true", help="Fail where a package is missing that a test needs."
+    )
     parser.addoption("--slow", action="store_true", help="Run the tests that are marked slow, too.")
     parser.addoption(
-        "--record_durations", action="store_true", help="Write how long tests took to tests/durations.json."
+        "--record_durations",
+        action="store_true",
+        help="Write how long tests took to tests/durations.json.",
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
     """Two workers, where pytest-xdist is installed and the command line says nothing else."""
-    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker that asked for workers would go on without end
+    # A worker that asked for workers would go on without end.
+    if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    if config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None and not config.option.usepdb:
+    if (
+        config.pluginmanager.hasplugin("xdist")
+        and config.option.numprocesses is None
+        and not config.option.usepdb
+    ):
         config.option.numprocesses, config.option.dist = 2, "worksteal"
 
 
 def pytest_configure(config):
     if config.getoption("complete") and extras.MISSING:
-        raise pytest.UsageError(f"missing: {', '.join(extras.MISSING)}. Install them: pip install -e .[test]")
+        raise pytest.UsageError(
+            f"missing: {', '.join(extras.MISSING)}. Install them: pip install -e .[test]"
+        )
     if config.getoption("record_durations") and "PYTEST_XDIST_WORKER" not in os.environ:
-        config.pluginmanager.register(durations.Recorder(complete=config.getoption("slow") and not chosen(config)))
+        config.pluginmanager.register(
+            durations.Recorder(complete=config.getoption("slow") and not chosen(config))
+        )
 
 
 def chosen(config):
     """Returns whether the command line chooses among the tests."""
-    return config.args != config.getini("testpaths") or bool(config.option.keyword or config.option.markexpr)
+    return config.args != config.getini("testpaths") or bool(
+        config.option.keyword or config.option.markexpr
+    )
 
 
 left_out = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out slow tests, unless ``--slow``, a test's own name, or an expression of marks asks for them."""
+    """Leaves out slow tests, unless ``--slow``, a test's own name, or an expression of marks asks
+    for them.
+    """
     if config.getoption("slow") or "slow" in config.option.markexpr:
         return
     named = {arg.partition("::")[2].partition("[")[0] for arg in config.args}
-    slow = [item for item in items if item.get_closest_marker("slow") and item.originalname not in named]
+    slow = [
+        item for item in items if item.get_closest_marker("slow") and item.originalname not in named
+    ]
     if slow:
         items[:] = [item for item in items if item not in set(slow)]
         config.hook.pytest_deselected(items=slow)
@@ -107,7 +131,9 @@ def compilation(request):
 
     Modules that run much, or look at compiled programs, say ``OPTIMISED = True``.
     """
-    jax.config.update("jax_disable_most_optimizations", not getattr(request.module, "OPTIMISED", False))
+    jax.config.update(
+        "jax_disable_most_optimizations", not getattr(request.module, "OPTIMISED", False)
+    )
 
 
 TESTS_PER_COUNT = 10  # to count programs takes up to 50 ms, as much as many a test

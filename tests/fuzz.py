@@ -1,11 +1,12 @@
-"""Compares the texts of all entry points with those that their requests have alone, for streams that are drawn.
+"""Compares the texts of all entry points with those that their requests have alone, for streams
+that are drawn.
 
     python tests/fuzz.py --minutes=30 --record=runs/fuzz.jsonl     # goes on after the last recorded seed
     python tests/fuzz.py --seed=7                                  # repeats the streams of a seed
     python tests/fuzz.py --fault=chunk                             # a planted fault must be found
 
-Every seed draws streams of requests (`support.fuzz.streams`) for the settings of `support.fuzz.settings`. All models
-compute in float64, so that no difference is one of rounding.
+Every seed draws streams of requests (`support.fuzz.streams`) for the settings of
+`support.fuzz.settings`. All models compute in float64, so that no difference is one of rounding.
 """
 
 import argparse
@@ -36,7 +37,9 @@ STREAMS_PER_SEED = 40
 
 
 def run(settings, seed, count, counts, shrink=False):
-    """Decodes ``count`` streams, and counts them in ``counts`` by setting. Raises the first difference."""
+    """Decodes ``count`` streams, and counts them in ``counts`` by setting. Raises the first
+    difference.
+    """
     phases = [hypothesis.Phase.generate] + ([hypothesis.Phase.shrink] if shrink else [])
 
     @hypothesis.seed(seed)
@@ -66,14 +69,24 @@ def recorded(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=0, help="Go on with further seeds for so many minutes.")
-    parser.add_argument("--record", type=pathlib.Path, help="A file of seeds and counts, to which is added.")
-    parser.add_argument("--seed", type=int, help="The first seed; default: after the last one of the record.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=0, help="Go on with further seeds for so many minutes."
+    )
+    parser.add_argument(
+        "--record", type=pathlib.Path, help="A file of seeds and counts, to which is added."
+    )
+    parser.add_argument(
+        "--seed", type=int, help="The first seed; default: after the last one of the record."
+    )
     parser.add_argument("--streams", type=int, default=STREAMS_PER_SEED, help="Streams of a seed.")
     parser.add_argument("--only", default="", help="Settings whose names contain this text.")
     parser.add_argument("--fault", choices=[*FAULTS], help="Plant a fault, which must be found.")
-    parser.add_argument("--shrink", action="store_true", help="Look for a smaller stream after a difference.")
+    parser.add_argument(
+        "--shrink", action="store_true", help="Look for a smaller stream after a difference."
+    )
     arguments = parser.parse_args()
     use_compilation_cache()
     done = recorded(arguments.record)
@@ -81,7 +94,9 @@ def main():
     if seed is None:
         seed = 1 + max((line["seed"] for line in done), default=0)
     fault = FAULTS.get(arguments.fault)
-    settings = [one for one in (SETTINGS if fault is None else fault.settings) if arguments.only in one.name]
+    settings = [
+        one for one in (SETTINGS if fault is None else fault.settings) if arguments.only in one.name
+    ]
     end = time.monotonic() + 60 * arguments.minutes
     if fault is not None:
         with planted(fault):
@@ -96,7 +111,9 @@ def main():
             traceback.print_exc()
             failed = {"failed": f"{type(error).__name__}: {error}"[:2000]}
         seconds = round(time.monotonic() - begin)
-        line = dict(seed=seed, streams=sum(counts.values()), seconds=seconds, counts=counts) | failed
+        line = (
+            dict(seed=seed, streams=sum(counts.values()), seconds=seconds, counts=counts) | failed
+        )
         is_different |= bool(failed)
         print(json.dumps(line), flush=True)
         if arguments.record is not None:

@@ -1,4 +1,6 @@
-"""The paper's experiment and public pairs as configurations: published sizes, and meshes that both models divide over."""
+"""The paper's experiment and public pairs as configurations: published sizes, and meshes that both
+models divide over.
+"""
 
 import dataclasses
 import pathlib
@@ -22,7 +24,9 @@ from specsamp.models.medusa import MedusaConfig
 from specsamp.models.transformer import TransformerLM
 from support.weights import drawn_params
 
-PUBLISHED = tomllib.loads(pathlib.Path(__file__).with_name("published_sizes.toml").read_text(encoding="utf-8"))
+PUBLISHED = tomllib.loads(
+    pathlib.Path(__file__).with_name("published_sizes.toml").read_text(encoding="utf-8")
+)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -47,9 +51,14 @@ def test_both_models_divide_over_their_mesh(name):
     target, draft = published_config(pair.target), published_config(pair.draft)
     few = dict(num_layers=2, window=None, global_layers=())  # all layers have the same sizes
     rows = -(-max(target.vocab_size, draft.vocab_size) // devices) * devices
-    layouts = Layout.tensor_parallel(mesh), draft_layout(mesh, config.mesh.draft_model_parallelism or None)
+    layouts = (
+        Layout.tensor_parallel(mesh),
+        draft_layout(mesh, config.mesh.draft_model_parallelism or None),
+    )
     for shape, layout in zip((target, draft), layouts):
-        model = shard_model(TransformerLM(dataclasses.replace(shape, vocab_size=rows, **few)), layout)
+        model = shard_model(
+            TransformerLM(dataclasses.replace(shape, vocab_size=rows, **few)), layout
+        )
         params = jax.eval_shape(model.model.init, jax.random.key(0))
         model.param_shardings(params)
     bytes_per_chip = 2 * target.num_parameters / devices + 2 * draft.num_parameters / (
@@ -60,11 +69,15 @@ def test_both_models_divide_over_their_mesh(name):
 
 @pytest.mark.parametrize("name", [name for name in hf.HEADS if name.endswith("-eagle3")])
 def test_a_head_divides_over_the_mesh_of_its_target(name):
-    """With the sizes of EAGLE-3 heads: as wide as the target, a reduced vocabulary of 32,000 or 64,000 tokens."""
+    """With the sizes of EAGLE-3 heads: as wide as the target, a reduced vocabulary of 32,000 or
+    64,000 tokens.
+    """
     config = ExperimentConfig.from_config_dict(hf.get_config(name))
     assert config.drafter == "head"
     target = published_config(hf.HEADS[name].target)
-    layer = dataclasses.replace(target, num_layers=1, window=None, global_layers=(), query_key_norm=False)
+    layer = dataclasses.replace(
+        target, num_layers=1, window=None, global_layers=(), query_key_norm=False
+    )
     for draft_vocab_size in (32_000, 64_000):
         head = FeatureHead(
             Eagle3Config(
@@ -94,13 +107,20 @@ def test_heads_of_known_shape_have_their_published_size(name):
     made = jax.eval_shape(FeatureHead(head).init, jax.random.key(0))
     assert head.layer.weight_dtype is None
     assert head.kind == kind and size == sum(
-        leaf.size for key, leaf in made.items() if key != DRAFT_IDS for leaf in jax.tree.leaves(leaf)
+        leaf.size
+        for key, leaf in made.items()
+        if key != DRAFT_IDS
+        for leaf in jax.tree.leaves(leaf)
     )
 
 
 def test_the_kind_of_a_head_in_a_folder_is_that_of_its_files(tmp_path):
     target = tiny(num_layers=2, positions="rotary")
-    head = FeatureHead(MedusaConfig(layer=target, target_layers=2, hidden_layers=(2,), own_output=True, num_heads=3))
+    head = FeatureHead(
+        MedusaConfig(
+            layer=target, target_layers=2, hidden_layers=(2,), own_output=True, num_heads=3
+        )
+    )
     write_head(tmp_path, head, drawn_params(head), target_name="a-target", K=3)
     config = ExperimentConfig.from_config_dict(hf.get_config(f"a-target,{tmp_path}"))
     found = shapes.head_of(config, target)
@@ -111,10 +131,14 @@ def test_the_kind_of_a_head_in_a_folder_is_that_of_its_files(tmp_path):
 
 def test_two_names_are_a_pair_and_anything_else_is_refused():
     config = hf.get_config("runs/target,gs://bucket/draft")
-    assert (config.hugging_face.target, config.hugging_face.draft) == ("runs/target", "gs://bucket/draft")
+    assert (config.hugging_face.target, config.hugging_face.draft) == (
+        "runs/target",
+        "gs://bucket/draft",
+    )
     for wrong in ("llama", "a,b,c", "a,", ""):
         with pytest.raises(
-            ValueError, match="choose one of gpt2, llama-8b, .* or give a target, alone or with a draft"
+            ValueError,
+            match="choose one of gpt2, llama-8b, .* or give a target, alone or with a draft",
         ):
             hf.get_config(wrong)
 
@@ -134,7 +158,12 @@ def test_the_paper():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "argument, devices, draft_model_parallelism, batch",
-    [("v5p-64,batch=8", 32, 16, 8), ("batch=2,v4-16", 8, 0, 2), ("v6e-64", 64, 16, 1), ("tiny", 1, 0, 1)],
+    [
+        ("v5p-64,batch=8", 32, 16, 8),
+        ("batch=2,v4-16", 8, 0, 2),
+        ("v6e-64", 64, 16, 1),
+        ("tiny", 1, 0, 1),
+    ],
 )
 def test_other_slices_and_batches(argument, devices, draft_model_parallelism, batch):
     """Both models divide over the mesh: the draft, with 48 heads, over a part of it."""

@@ -38,10 +38,22 @@ def test_a_sound_machine_has_nothing_to_mend():
 
 TROUBLES = [
     (dict(failed="no TPU", devices=8), "JAX does not start: no TPU", "mend that device"),
-    (dict(failed="no TPU", asked_platforms="tpu"), "JAX does not start: no TPU", "unset JAX_PLATFORMS"),
-    (dict(platform="cpu", versions={"jax": "0.12.0"}, required={}), "sees only 8 x cpu", "pip install 'jax[tpu]'"),
+    (
+        dict(failed="no TPU", asked_platforms="tpu"),
+        "JAX does not start: no TPU",
+        "unset JAX_PLATFORMS",
+    ),
+    (
+        dict(platform="cpu", versions={"jax": "0.12.0"}, required={}),
+        "sees only 8 x cpu",
+        "pip install 'jax[tpu]'",
+    ),
     (dict(platform="cpu"), "this machine has a TPU", "the process that holds the TPU"),
-    (dict(platform="cpu", asked_platforms="tpu,cpu"), "this machine has a TPU", "the process that holds the TPU"),
+    (
+        dict(platform="cpu", asked_platforms="tpu,cpu"),
+        "this machine has a TPU",
+        "the process that holds the TPU",
+    ),
     (dict(platform="cpu", has_tpu=False, has_gpu=True), "this machine has a GPU", "jax[cuda13]"),
     (dict(memory_bytes=9 << 30), "weights take 9.0 of the 9.7 GB", "--config.mesh.model"),
     (dict(devices=4), "mesh takes 8 devices, JAX sees 4", "--config.mesh.data"),
@@ -65,12 +77,16 @@ WARNINGS = [
 
 @pytest.mark.parametrize(("changes", "what"), WARNINGS)
 def test_what_is_only_warned_of(changes, what):
-    (found,) = [one for one in examine(dataclasses.replace(SOUND, **changes)) if one.level is Level.WARNING]
+    (found,) = [
+        one for one in examine(dataclasses.replace(SOUND, **changes)) if one.level is Level.WARNING
+    ]
     assert what in found.what and found.fix
 
 
 def test_versions_that_keep_jax_from_the_tpu_are_errors():
-    stale = dataclasses.replace(SOUND, versions=SOUND.versions | {"libtpu": "0.0.44"}, platform="cpu")
+    stale = dataclasses.replace(
+        SOUND, versions=SOUND.versions | {"libtpu": "0.0.44"}, platform="cpu"
+    )
     found = [finding.fix for finding in examine(stale) if finding.level is Level.ERROR]
     assert "pip install 'libtpu==0.0.50.*'" in found
     without = dataclasses.replace(stale, has_tpu=False)
@@ -95,12 +111,25 @@ def test_a_result_names_the_kind_of_cpu(monkeypatch):
     """By instructions, too: int8 gains on one AMD EPYC, and loses on another."""
     text = "model name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f\n"
     monkeypatch.setattr(machine.pathlib.Path, "read_text", lambda *_, **options: text)
-    assert (machine.host_facts()["cpu"], machine.instructions()) == ("AMD EPYC", ["avx2", "avx512f"])
-    environment = {"date": "2026-11-24", "machine": "Linux x86_64", "cores": 2, "devices": 1, "device_kind": "cpu"}
+    assert (machine.host_facts()["cpu"], machine.instructions()) == (
+        "AMD EPYC",
+        ["avx2", "avx512f"],
+    )
+    environment = {
+        "date": "2026-11-24",
+        "machine": "Linux x86_64",
+        "cores": 2,
+        "devices": 1,
+        "device_kind": "cpu",
+    }
     environment |= dict.fromkeys(("python", "jax", "jaxlib", "flax"), "1") | {"cpu": "AMD EPYC"}
-    told = page.source("name", {"environment": environment | {"instructions": machine.instructions()}})
+    told = page.source(
+        "name", {"environment": environment | {"instructions": machine.instructions()}}
+    )
     assert "; AMD EPYC, avx2 avx512f, Linux x86_64, 2 cores, " in told
-    assert "; Linux x86_64, 2 cores, " in page.source("name", {"environment": environment | {"cpu": None}})
+    assert "; Linux x86_64, 2 cores, " in page.source(
+        "name", {"environment": environment | {"cpu": None}}
+    )
 
 
 def test_the_command_says_how_bad_it_is(tmp_path, monkeypatch):
@@ -116,7 +145,9 @@ def test_the_command_says_how_bad_it_is(tmp_path, monkeypatch):
 
 
 def test_a_compiler_that_fails_is_a_finding(monkeypatch):
-    monkeypatch.setattr("specsamp.models.few_rows.build", lambda: "XLA's products of few rows: g++ failed: no space")
+    monkeypatch.setattr(
+        "specsamp.models.few_rows.build", lambda: "XLA's products of few rows: g++ failed: no space"
+    )
     done = call("doctor")
     assert done.returncode == 1 and "warning  XLA's products of few rows: g++ failed" in done.stdout
 
@@ -131,7 +162,10 @@ def test_devices_that_do_not_start_are_a_finding_and_no_traceback(monkeypatch, e
     for name in ("local_devices", "process_index", "process_count"):
         monkeypatch.setattr(jax, name, fail)
     done = call("doctor")
-    assert done.returncode == 2 and "JAX does not start: Unable to initialize backend 'tpu'" in done.stdout
+    assert (
+        done.returncode == 2
+        and "JAX does not start: Unable to initialize backend 'tpu'" in done.stdout
+    )
     assert "mesh takes" not in done.stdout, "no mesh fits where there are no devices"
 
 
@@ -152,8 +186,15 @@ def test_a_backend_that_is_not_there_is_one_line_of_every_command_and_of_load_pa
     """In a process without another backend, where JAX fails an assertion that has no text."""
     environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", WITHOUT_DEVICES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=100
+    )
     lines = done.stdout.splitlines()
-    told = "JAX finds no devices (JAX_PLATFORMS=cuda): this machine, or this installation of JAX, has no cuda; `specsamp doctor`"
+    told = (
+        "JAX finds no devices (JAX_PLATFORMS=cuda): this machine, or this installation of JAX, has "
+        "no cuda; `specsamp doctor`"
+    )
     assert lines[0].startswith("2 ") and "JAX does not start: this machine" in lines[0], done
-    assert all(line.startswith(f"2 {told}") for line in lines[1:3]) and lines[3].startswith(told), done
+    assert all(line.startswith(f"2 {told}") for line in lines[1:3]) and lines[3].startswith(told), (
+        done
+    )

@@ -1,4 +1,6 @@
-"""The quick tests together take at most twenty minutes on two cores, by the record of their durations."""
+"""The quick tests together take at most twenty minutes on two cores, by the record of their
+durations.
+"""
 
 import pytest
 
@@ -15,7 +17,9 @@ def test_quick_tests_keep_to_twenty_minutes(request):
     quick = [item.nodeid for item in request.session.items if not item.get_closest_marker("slow")]
     functions = {durations.function_of(test_id) for test_id in quick}
     record = durations.read()
-    unknown = [f"{path}::{name}" for path, name in sorted(functions) if name not in record.get(path, {})]
+    unknown = [
+        f"{path}::{name}" for path, name in sorted(functions) if name not in record.get(path, {})
+    ]
     assert len(unknown) <= MOST_UNRECORDED, (
         f"{len(unknown)} without a duration, first {unknown[0]}: {durations.COMMAND}"
     )

@@ -1,4 +1,6 @@
-"""The layout of the package: a folder imports only from those above it in the table of the README."""
+"""The layout of the package: a folder imports only from those above it in the table of
+the README.
+"""
 
 import ast
 import os
@@ -14,13 +16,17 @@ from specsamp import jax_names
 from support import extras
 
 PACKAGE = pathlib.Path(specsamp.__file__).parent
-ORDER = tuple("sampling models decoding mesh checkpoints serving training analysis evaluation tpu".split())
+ORDER = tuple(
+    "sampling models decoding mesh checkpoints serving training analysis evaluation tpu".split()
+)
 
 
 def test_folders_are_those_of_the_readme():
     readme = (PACKAGE.parent / "README.md").read_text(encoding="utf-8")
     assert tuple(re.findall(r"`specsamp/(\w+)`", readme.partition("## Layout")[2])) == ORDER
-    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(ORDER)
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(
+        ORDER
+    )
 
 
 def test_a_folder_imports_only_from_those_above_it():
@@ -29,7 +35,9 @@ def test_a_folder_imports_only_from_those_above_it():
         here = path.relative_to(PACKAGE).parts[0]
         if re.search(r"^\s*import specsamp$", path.read_text(encoding="utf-8"), re.MULTILINE):
             found.append(f"{path.relative_to(PACKAGE)} imports the whole package")
-        for name in re.findall(r"^\s*(?:from|import) specsamp\.(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+        for name in re.findall(
+            r"^\s*(?:from|import) specsamp\.(\w+)", path.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             if name in ORDER and ORDER.index(name) > ORDER.index(here):
                 found.append(f"{path.relative_to(PACKAGE)} imports specsamp.{name}")
     assert not found
@@ -37,7 +45,9 @@ def test_a_folder_imports_only_from_those_above_it():
 
 def test_the_public_names_of_the_stub_are_there():
     assert {"generate", "chain", "Pair"} < set(specsamp.__all__)
-    assert all(getattr(specsamp, name).__module__.startswith("specsamp.") for name in specsamp.__all__)
+    assert all(
+        getattr(specsamp, name).__module__.startswith("specsamp.") for name in specsamp.__all__
+    )
     with pytest.raises(AttributeError, match="'generate_more'"):
         specsamp.generate_more
 
@@ -51,7 +61,9 @@ loaded = set(sys.modules)
 assert "jax" in loaded, "the control"
 print(sorted({"orbax", "jax.experimental.pallas", "matplotlib", "tokenizers"} & loaded))
 """
-    found = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True
+    )
     assert found.stdout == "[]\n", found.stdout + found.stderr
 
 
@@ -65,19 +77,24 @@ print(sorted({"orbax", "tensorstore", "optax", "jax.experimental.pallas", "jinja
 import specsamp.checkpoints.hugging_face
 assert {"orbax", "jax.experimental.pallas"} <= set(sys.modules), "the control"
 """
-    found = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True
+    )
     assert found.stdout == "[]\n" and found.returncode == 0, found.stdout + found.stderr
 
 
 @extras.needs("libtpu")
 def test_libtpu_says_nothing_without_a_tpu():
     """Also if a program imports JAX first, as one in the README does."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_"))
+    }
     code = "import jax, specsamp; print(jax.devices()[0].platform)"
     found = subprocess.run(
         [sys.executable, "-c", code],
         cwd=PACKAGE.parent,
-        env=environment | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},  # else it says nothing while another process has it
+        # Else it says nothing while another process has it.
+        env=environment | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
         capture_output=True,
         text=True,
     )
@@ -94,16 +111,26 @@ print([name for name in os.environ if name.startswith("TPU_")])
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=PACKAGE.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert (found.stdout, found.stderr) == ("[]\n", "")
 
 
-@pytest.mark.parametrize("module, most", [("specsamp.decoding.loop", 21), ("specsamp.decoding.generate", 32)])
+@pytest.mark.parametrize(
+    "module, most", [("specsamp.decoding.loop", 21), ("specsamp.decoding.generate", 32)]
+)
 def test_the_heart_is_few_files(module, most):
-    """So many modules of the package are read with one; a reader of the loop or of `generate` opens no others."""
+    """So many modules of the package are read with one; a reader of the loop or of `generate` opens
+    no others.
+    """
     code = f"import sys, {module}; print(sum(name.startswith('specsamp') for name in sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True
+    )
     assert 0 < int(found.stdout or 0) <= most, found.stdout + found.stderr
 
 
@@ -132,12 +159,19 @@ def experimental_names(code):
 
 
 def test_experimental_names_of_jax_stand_in_one_file():
-    assert all(map(experimental_names, CONTROLS)) and not experimental_names("from jax import numpy; jax.devices()")
+    assert all(map(experimental_names, CONTROLS)) and not experimental_names(
+        "from jax import numpy; jax.devices()"
+    )
     root = PACKAGE.parent
     paths = [
-        path for name in ("specsamp", "launch", "configs", "tests", "notebooks") for path in (root / name).rglob("*.py")
+        path
+        for name in ("specsamp", "launch", "configs", "tests", "notebooks")
+        for path in (root / name).rglob("*.py")
     ]
-    found = {str(path.relative_to(root)): experimental_names(path.read_text(encoding="utf-8")) for path in paths}
+    found = {
+        str(path.relative_to(root)): experimental_names(path.read_text(encoding="utf-8"))
+        for path in paths
+    }
     assert {path: names for path, names in found.items() if names} == {}
 
 
@@ -148,5 +182,7 @@ def test_experimental_parts_of_jax_are_there(name):
 
 @pytest.mark.parametrize("name", [".ci/newest.txt", ".ci/oldest.txt"])
 def test_experimental_parts_were_seen_in_the_releases_of_the_tests(name):
-    fixed = re.findall(r"^jax==([\d.]+)", (PACKAGE.parent / name).read_text(encoding="utf-8"), re.MULTILINE)
+    fixed = re.findall(
+        r"^jax==([\d.]+)", (PACKAGE.parent / name).read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert fixed and set(fixed) <= set(jax_names.SEEN)

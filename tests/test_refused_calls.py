@@ -1,7 +1,8 @@
-"""Calls with bad values: each is refused by an error of one line that names the field, the value and the fix.
+"""Calls with bad values: each is refused by an error of one line that names the field, the value
+and the fix.
 
-The calls of a room are in its ``refused_calls.txt``: paragraphs of what is imported and made first, and of lines
-``CALL => PATTERN OF THE MESSAGE``; ``tmp_path`` is an empty folder.
+The calls of a room are in its ``refused_calls.txt``: paragraphs of what is imported and made first,
+and of lines ``CALL => PATTERN OF THE MESSAGE``; ``tmp_path`` is an empty folder.
 """
 
 import pathlib
@@ -17,7 +18,9 @@ def cases():
             first = "\n".join(line for line in lines if " => " not in line)
             for line in lines:
                 if " => " in line:
-                    found.append(pytest.param(first, *line.split(" => "), id=f"{path.parent.name}: {line}"))
+                    found.append(
+                        pytest.param(first, *line.split(" => "), id=f"{path.parent.name}: {line}")
+                    )
     return found
 
 
@@ -25,6 +28,8 @@ def cases():
 def test_a_bad_value_is_named(tmp_path, first, call, message):
     scope = {"tmp_path": tmp_path}
     exec(first, scope)
-    with pytest.raises((ValueError, TypeError, NotImplementedError, FileNotFoundError), match=message) as error:
+    with pytest.raises(
+        (ValueError, TypeError, NotImplementedError, FileNotFoundError), match=message
+    ) as error:
         eval(call, scope)
     assert "\n" not in str(error.value)

@@ -9,10 +9,16 @@ def test_parts_are_disjoint_and_together_everything():
     items = dict.fromkeys([0, 3, 4, 7, 11, 12], "text")
     parts = [Replica.parse(f"{index}/3").part(items, "prompts") for index in range(3)]
     assert [list(part) for part in parts] == [[0, 3, 12], [4, 7], [11]]
-    assert Replica.parse(None).part(items, "prompts") == Replica.parse("0/1").part(items, "prompts") == items
+    assert (
+        Replica.parse(None).part(items, "prompts")
+        == Replica.parse("0/1").part(items, "prompts")
+        == items
+    )
 
 
-@pytest.mark.parametrize("text", "0/0 3/2 2/2 -1/2 a/b 1 0/2/3 ²/3 1/1000000000".split() + ["", "0/ 2"])
+@pytest.mark.parametrize(
+    "text", "0/0 3/2 2/2 -1/2 a/b 1 0/2/3 ²/3 1/1000000000".split() + ["", "0/ 2"]
+)
 def test_a_text_that_names_no_replica_is_refused(text):
     with pytest.raises(ValueError, match="must be i/N with 0 <= i < N, such as 0/2 and 1/2"):
         Replica.parse(text)
@@ -26,7 +32,13 @@ def test_a_replica_without_a_part_is_refused():
 def test_files_of_replicas_are_found_beside_the_file_of_all(tmp_path):
     path = tmp_path / "a[1].b.jsonl"
     assert files_of(tmp_path / "none" / "a.jsonl") == [] and Replica().file(path) == str(path)
-    for name in ("a[1].b.jsonl", "a[1].b.replica-0-of-2.jsonl", "a1.b.jsonl", "a[1].b.replica-x.jsonl", "c.jsonl"):
+    for name in (
+        "a[1].b.jsonl",
+        "a[1].b.replica-0-of-2.jsonl",
+        "a1.b.jsonl",
+        "a[1].b.replica-x.jsonl",
+        "c.jsonl",
+    ):
         (tmp_path / name).touch()
     assert [one.name for one in files_of(path)] == ["a[1].b.jsonl", "a[1].b.replica-0-of-2.jsonl"]
     assert Replica(0, 2).file(path) == str(files_of(path)[1])

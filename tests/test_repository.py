@@ -23,7 +23,9 @@ def test_weights_are_the_only_large_files_and_leave_room():
     sizes = tracked_files()
     weights = {path: size for path, size in sizes.items() if path.suffix == ".safetensors"}
     assert 0 < sum(weights.values()) < MOST_WEIGHTS
-    large = [f"{path.relative_to(ROOT)}: {size}" for path, size in sizes.items() if size > MOST_BYTES]
+    large = [
+        f"{path.relative_to(ROOT)}: {size}" for path, size in sizes.items() if size > MOST_BYTES
+    ]
     assert [name for name in large if ".safetensors:" not in name] == []
 
 

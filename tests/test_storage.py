@@ -1,4 +1,6 @@
-"""Whole or not there at all, on a disk and in a bucket (whose library is stood in for: there is no network here)."""
+"""Whole or not there at all, on a disk and in a bucket (whose library is stood in for: there is no
+network here).
+"""
 
 import os
 import stat
@@ -32,7 +34,9 @@ class Bucket(DirFileSystem):
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-    """gs:// as a folder. (etils asks for the file system once and keeps it: so its folder changes, not it.)"""
+    """gs:// as a folder. (etils asks for the file system once and keeps it: so its folder changes,
+    not it.)
+    """
     (tmp_path / "cloud").mkdir()
     monkeypatch.setattr(fsspec, "filesystem", lambda name, **_: Bucket())
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda name: Bucket)
@@ -80,7 +84,11 @@ def test_permissions_are_those_of_the_umask_or_of_what_is_replaced(tmp_path):
         storage.write(link, "new")
     finally:
         os.umask(before)
-    assert link.is_symlink() and private.read_text() == "new" and private.stat().st_mode & 0o777 == 0o600
+    assert (
+        link.is_symlink()
+        and private.read_text() == "new"
+        and private.stat().st_mode & 0o777 == 0o600
+    )
     assert sorted(os.listdir(tmp_path)) == ["link", "private"]
 
 
@@ -117,7 +125,8 @@ def test_a_lock_makes_the_second_writer_wait(tmp_path):
                 os.sched_yield()
                 storage.write(path, str(count + 1))
 
-    writers = [threading.Thread(target=add) for _ in range(3)]  # flock tells open files apart, not processes
+    # Flock tells open files apart, not processes.
+    writers = [threading.Thread(target=add) for _ in range(3)]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -143,7 +152,9 @@ def test_damaged_json_is_named(tmp_path, content, message):
 def test_results_and_runs_in_a_bucket(bucket):
     storage.write_json("gs://mine/results/r.json", {"x": 1})
     assert (bucket / "mine/results/r.json").read_text() == '{\n  "x": 1\n}\n'
-    trained = JsonTokenizer.from_tokenizer(train_tokenizer(["def f(x):\n    return x\n"] * 9, 300), "<eos>")
+    trained = JsonTokenizer.from_tokenizer(
+        train_tokenizer(["def f(x):\n    return x\n"] * 9, 300), "<eos>"
+    )
     run_folder.open_run("gs://mine/run", {"model": {}}, trained.to_json(), corpus={"sha256": "0"})
     assert JsonTokenizer("gs://mine/run/tokenizer.json", "<eos>").to_json() == trained.to_json()
     with pytest.raises(FileNotFoundError, match="no tokenizer at gs://mine/other.json"):

@@ -1,4 +1,6 @@
-"""Arrays with an entry for each slot are written by the functions that drop what does not fit, and by no others."""
+"""Arrays with an entry for each slot are written by the functions that drop what does not fit, and
+by no others.
+"""
 
 import ast
 import pathlib
@@ -14,7 +16,8 @@ WRITERS = {
     "scatter_add",
     "put_along_axis",
 }
-UPDATES = {"set", "add", "subtract", "multiply", "mul", "divide", "min", "max", "power", "apply"}  # of ``x.at[...]``
+# Of ``x.at[...]``.
+UPDATES = {"set", "add", "subtract", "multiply", "mul", "divide", "min", "max", "power", "apply"}
 # Functions that write to parts of arrays: how often, and why nothing can move.
 ALLOWED = {
     "models/slots.py: write_slots.write": (1, "the helper"),
@@ -26,8 +29,14 @@ ALLOWED = {
     "decoding/drafters/translating.py: TranslatingDrafter.propose.step": (1, "an offset below K"),
     "decoding/drafters/window.py: WindowDrafter.propose.step": (1, "an offset below K"),
     "decoding/sampler.py: Sampler.draw": (1, "an offset below K"),
-    "decoding/drafters/translating.py: TranslatingDrafter.init": (1, "the first slots of an empty text"),
-    "decoding/drafters/translating.py: TranslatingDrafter._append": (2, "drops ids that do not fit"),
+    "decoding/drafters/translating.py: TranslatingDrafter.init": (
+        1,
+        "the first slots of an empty text",
+    ),
+    "decoding/drafters/translating.py: TranslatingDrafter._append": (
+        2,
+        "drops ids that do not fit",
+    ),
     "sampling/tree_rules.py: RecursiveRule.walk.visit": (1, "levels of a tree; drops the last"),
     "sampling/tree_rules.py: _Traversal.start": (1, "the first row of a tree"),
     "sampling/tree_rules.py: _put": (2, "rows of a tree"),
@@ -86,7 +95,9 @@ def found():
 
 
 def test_slots_are_written_by_the_helpers_alone():
-    """Other writes are listed with a reason. Kernels are left out: each has a test at the borders of its arrays."""
+    """Other writes are listed with a reason. Kernels are left out: each has a test at the borders
+    of its arrays.
+    """
     counts = {place: len(lines) for place, lines in found().items()}
     assert counts == {place: count for place, (count, _) in ALLOWED.items()}
 

@@ -1,1 +1,3 @@
-"""Shares what commands and studies need: flags, configurations, cells, and the runner of studies."""
+"""Shares what commands and studies need: flags, configurations, cells, and the runner of
+studies.
+"""

@@ -21,14 +21,27 @@ from specsamp.models import few_rows
 
 Point = dict[str, Any]  # values of fields of the configuration
 
-# The fields that a grid may change. Any other field changes the pair or the texts, and so needs another file.
+# The fields that a grid may change. Any other field changes the pair or the texts, and so needs
+# another file.
 SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingFields))
-TURNED = {"draft_length", "drafter", "exit_layer", "window", "sinks", "mask_id", "rule", "batch", "draft_temperature"}
+TURNED = {
+    "draft_length",
+    "drafter",
+    "exit_layer",
+    "window",
+    "sinks",
+    "mask_id",
+    "rule",
+    "batch",
+    "draft_temperature",
+}
 TURNED |= {"synthetic_acceptance", *(f"sampling.{name}" for name in SAMPLING_FIELDS)}
 
 
 def parse_grid(texts: Sequence[str]) -> list[Point]:
-    """Returns every combination of ``["draft_length=0,1,4", "rule=token,block"]``; the last field varies fastest."""
+    """Returns every combination of ``["draft_length=0,1,4", "rule=token,block"]``; the last field
+    varies fastest.
+    """
 
     def value(text: str) -> Any:
         try:
@@ -41,7 +54,9 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
         field, equals, values = text.partition("=")
         listed = [part.strip() for part in values.split(",")]
         if not equals or not all(listed):
-            raise ValueError(f"--grid={text}: write a field and its values, such as draft_length=0,1,4")
+            raise ValueError(
+                f"--grid={text}: write a field and its values, such as draft_length=0,1,4"
+            )
         if field in fields:
             raise ValueError(f"--grid={text}: {field!r} is given twice")
         fields[field] = [value(part) for part in listed]
@@ -49,9 +64,13 @@ def parse_grid(texts: Sequence[str]) -> list[Point]:
 
 
 def turned(config: ExperimentConfig, points: Sequence[Point]) -> list[ExperimentConfig]:
-    """Returns the configuration at each point; raises ValueError for a field that no grid can change, or a wrong value."""
+    """Returns the configuration at each point; raises ValueError for a field that no grid can
+    change, or a wrong value.
+    """
     for field in {field for point in points for field in point} - TURNED:
-        raise ValueError(f"--grid: {field!r} makes another pair or text: choose of {', '.join(sorted(TURNED))}")
+        raise ValueError(
+            f"--grid: {field!r} makes another pair or text: choose of {', '.join(sorted(TURNED))}"
+        )
     return [config.turned(point) for point in points]
 
 
@@ -82,7 +101,9 @@ def _cell(config: ExperimentConfig, experiment: Experiment) -> Cell:
     return Cell(
         key=key,
         method=method,
-        workload=dataclasses.replace(experiment.workload, batch=config.batch, repeats=config.repeats),
+        workload=dataclasses.replace(
+            experiment.workload, batch=config.batch, repeats=config.repeats
+        ),
     )
 
 
@@ -93,13 +114,23 @@ def measure_missing(
     again: bool,
     console: Console,
 ) -> dict[int, Any]:
-    """Measures the cells that a file lacks, see `specsamp.analysis.grid.measure_cells`; prints the number it has."""
+    """Measures the cells that a file lacks, see `specsamp.analysis.grid.measure_cells`; prints the
+    number it has.
+    """
     path = results.path
     if there := sum(results.find(cell["key"]) is not None for cell in cells):
-        console.print(f"{there} of {len(cells)} cells are in {path} already; --again measures them anew")
-    kept = f"the cells measured so far are in {path}; the same command goes on" if path else "nothing was written"
+        console.print(
+            f"{there} of {len(cells)} cells are in {path} already; --again measures them anew"
+        )
+    kept = (
+        f"the cells measured so far are in {path}; the same command goes on"
+        if path
+        else "nothing was written"
+    )
     with entry.keeps(kept), entry.progress(console, "starting") as say:
-        return measure_cells(cells, measure, results, again=again, header=entry.header, progress=say)
+        return measure_cells(
+            cells, measure, results, again=again, header=entry.header, progress=say
+        )
 
 
 def machine_identity() -> dict[str, Any]:
@@ -122,32 +153,43 @@ def known_identity(config: ExperimentConfig) -> dict[str, Any]:
 def pair_identity(experiment: Experiment) -> dict[str, Any]:
     """Returns the identity of pair and prompts, for files of results."""
     work = experiment.workload
-    prompts = {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())} if work.prompts else None
+    prompts = (
+        {"count": len(work.prompts), "crc32": zlib.crc32(repr(work.prompts).encode())}
+        if work.prompts
+        else None
+    )
     return {
         "pair": experiment.pair_name,
         "weights": experiment.weights,
         "random_weights": experiment.pair_name is None,
         "models": experiment.configs,
         "prompts": prompts,
-    } | ({} if experiment.pair.target.kernels is None else {"kernels": True})  # absent where "auto" became plain
+    } | (
+        {} if experiment.pair.target.kernels is None else {"kernels": True}
+    )  # absent where "auto" became plain
 
 
 def costs_of(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Returns milliseconds per token, plain and drafted, of the cells that did not run out of memory."""
+    """Returns milliseconds per token, plain and drafted, of the cells that did not run out of
+    memory.
+    """
     rows = []
     for cell in cells:
         if "result" in cell:
             result, name = cell["result"], describe(cell["key"])
             rows += [(f"{name}, plain", result["autoregressive"]["ms_per_token"]["median"])]
-            rows += [(name, result["speculative"]["ms_per_token"]["median"])] * bool(cell["key"]["draft_length"])
+            rows += [(name, result["speculative"]["ms_per_token"]["median"])] * bool(
+                cell["key"]["draft_length"]
+            )
     return rows
 
 
 def read_prompts(path: str | None) -> list[Prompt]:
-    """Returns the prompts of a file: JSON (a list of texts, or the prompts of a pair), or one in each line.
+    """Returns the prompts of a file: JSON (a list of texts, or the prompts of a pair), or one in
+    each line.
 
-    In JSON a prompt may be a conversation, ``{"messages": [{"role": "user", "content": "Hi"}]}``. In a line, \\n stands
-    for a line break.
+    In JSON a prompt may be a conversation, ``{"messages": [{"role": "user", "content": "Hi"}]}``.
+    In a line, \\n stands for a line break.
     """
     if not path:
         return []
@@ -157,10 +199,17 @@ def read_prompts(path: str | None) -> list[Prompt]:
             listed = listed["prompts"] if isinstance(listed, dict) else listed
             if not isinstance(listed, list):
                 raise TypeError("not a list of prompts")
-            prompts = [one if isinstance(one, str) else one.get("messages") or one["text"] for one in listed]
+            prompts = [
+                one if isinstance(one, str) else one.get("messages") or one["text"]
+                for one in listed
+            ]
     else:
         prompts = [line.replace("\\n", "\n") for line in storage.read_text(path).splitlines()]
     if not prompts or not all(prompts):
-        where = f"prompt {prompts.index('') + 1} of {path} is empty" if prompts else f"{path} holds no prompts"
+        where = (
+            f"prompt {prompts.index('') + 1} of {path} is empty"
+            if prompts
+            else f"{path} holds no prompts"
+        )
         raise ValueError(where)
     return prompts

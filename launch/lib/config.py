@@ -2,8 +2,9 @@
 
     --config=configs/random_pair.py:tiny --config.sampling.temperature=0.0
 
-The word after the colon is the argument of ``get_config``. A file is searched for in the current folder, then in this
-checkout. A configuration is Python code that is executed: use only files that you trust.
+The word after the colon is the argument of ``get_config``. A file is searched for in the current
+folder, then in this checkout. A configuration is Python code that is executed: use only files that
+you trust.
 """
 
 import contextlib
@@ -38,7 +39,9 @@ class ConfigFlag:
     fields_set: tuple[str, ...] = ()  # by --config.FIELD=VALUE
 
     def load(self, arguments: Sequence[str]) -> list[str]:
-        """Loads the file in ``arguments``, defines flags for the fields that they set, returns the other arguments."""
+        """Loads the file in ``arguments``, defines flags for the fields that they set, returns the
+        other arguments.
+        """
         first = flags.FlagValues()
         first.set_gnu_getopt()
         flags.DEFINE_string("config", self.default, "The file.", flag_values=first)
@@ -49,32 +52,45 @@ class ConfigFlag:
         self.fields_set = tuple(match[1] for match in found if match)
         for name in self.fields_set:
             if members := [field for field in known if field.startswith(f"{name}.")]:
-                raise ValueError(f"--config.{name} is a group of fields: set one of {', '.join(members)}")
+                raise ValueError(
+                    f"--config.{name} is a group of fields: set one of {', '.join(members)}"
+                )
             if name not in known:
                 raise ValueError(f"--config={self.text} has no field {name!r}{meant(name, known)}")
         config_flags.DEFINE_config_dict("config", self.fields, sys_argv=["", *rest])
         return rest
 
     def refuse_fields(self, names: Sequence[str], why: str) -> None:
-        """Raises ValueError for fields, or groups of fields, that were set but have no effect on this command."""
+        """Raises ValueError for fields, or groups of fields, that were set but have no effect on
+        this command.
+        """
         for name in self.fields_set:
             if name.partition(".")[0] in names:
-                raise ValueError(f"--config.{name}={known_fields(self.fields)[name]} has no effect: {why}")
+                raise ValueError(
+                    f"--config.{name}={known_fields(self.fields)[name]} has no effect: {why}"
+                )
 
     @functools.cached_property
     def value(self) -> Any:
-        """Returns the dataclass of the fields; raises ValueError for a field that is missing or wrong."""
+        """Returns the dataclass of the fields; raises ValueError for a field that is missing or
+        wrong.
+        """
         return self.kind.from_config_dict(self.fields)
 
     def describe(self) -> list[str]:
         """Returns a line for each field, for --help."""
-        values = {name: "(not set)" if value is None else value for name, value in known_fields(self.fields).items()}
+        values = {
+            name: "(not set)" if value is None else value
+            for name, value in known_fields(self.fields).items()
+        }
         lines = [f"Fields of --config={self.text}, each set by --config.FIELD=VALUE:"]
         return lines + [f"  {name} = {value}" for name, value in values.items()]
 
 
 def load_file(text: str) -> types.ModuleType:
-    """Runs the file of ``FILE.py:WORD`` and returns it as a module; raises ValueError if there is no such file."""
+    """Runs the file of ``FILE.py:WORD`` and returns it as a module; raises ValueError if there is
+    no such file.
+    """
     name = text.partition(":")[0]
     places = [pathlib.Path(name).expanduser(), CHECKOUT / name]
     path = next((place for place in places if name and place.is_file()), None)
@@ -101,22 +117,30 @@ def _own_code(text: str) -> Iterator[None]:
 
 
 def load_config(text: str, module: types.ModuleType | None = None) -> ConfigDict:
-    """Returns the configuration of ``FILE.py:WORD``; raises ValueError if there is no such file or word."""
+    """Returns the configuration of ``FILE.py:WORD``; raises ValueError if there is no such file or
+    word.
+    """
     module = module or load_file(text)
     with _own_code(text):
         config = module.get_config(*text.split(":", 1)[1:])
     if not isinstance(config, ConfigDict):
-        raise ValueError(f"--config={text}: get_config() returns {type(config).__name__}, not a ConfigDict")
+        raise ValueError(
+            f"--config={text}: get_config() returns {type(config).__name__}, not a ConfigDict"
+        )
     return config
 
 
 def known_fields(config: ConfigDict) -> dict[str, Any]:
-    """Returns the fields and their values in order of their names; fields of a group are ``group.field``."""
+    """Returns the fields and their values in order of their names; fields of a group are
+    ``group.field``.
+    """
     return dict(sorted(storage.flat(config.to_dict()).items()))
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: the closest known names, or all known names."""
+    """Returns the end of a message about an unknown name: the closest known names, or all known
+    names.
+    """
     known = list(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     if close:

@@ -16,18 +16,34 @@ def define_chip_hour() -> flags.FlagHolder:
 
 
 def chips_of(pair: Pair) -> int:
-    """Returns the number of chips of a pair; some TPU chips are two devices with the same coordinates."""
+    """Returns the number of chips of a pair; some TPU chips are two devices with the same
+    coordinates.
+    """
     mesh = pair.shards.mesh
     devices = [jax.devices()[0]] if mesh is None else mesh.devices.flat
-    places = {(getattr(one, "slice_index", 0), *one.coords) if one.platform == "tpu" else one.id for one in devices}
+    places = {
+        (getattr(one, "slice_index", 0), *one.coords) if one.platform == "tpu" else one.id
+        for one in devices
+    }
     return len(places)
 
 
-def cost_tables(rows: Iterable[tuple[str, float]], chips: int, chip_hour: float | None) -> list[Table]:
-    """Returns the table of dollars per million tokens, for rows of name and ms per token; [] without a price."""
+def cost_tables(
+    rows: Iterable[tuple[str, float]], chips: int, chip_hour: float | None
+) -> list[Table]:
+    """Returns the table of dollars per million tokens, for rows of name and ms per token; []
+    without a price.
+    """
     if chip_hour is None:
         return []
     # A million tokens take ms / 3.6 hours.
     cells = [(name, f"{ms:.3g}", f"{ms / 3.6 * chips * chip_hour:.3g}") for name, ms in rows]
-    note = f"{chips} chip{'s' * (chips > 1)} at ${chip_hour:g} an hour, busy with nothing else and never idle; prefill is not counted"
-    return [Table(title="Cost", header=("", "ms per token", "$ per million tokens"), rows=cells, note=note)]
+    note = (
+        f"{chips} chip{'s' * (chips > 1)} at ${chip_hour:g} an hour, busy with nothing else and "
+        "never idle; prefill is not counted"
+    )
+    return [
+        Table(
+            title="Cost", header=("", "ms per token", "$ per million tokens"), rows=cells, note=note
+        )
+    ]

@@ -37,13 +37,15 @@ class Word:
     """The meaning of a drafter's word.
 
     Attributes:
-      make: returns the drafter, given the target, the pair's draft model or head, K or the shape of token trees, and the
-        configuration.
-      draft: "model", "head" or "block", which the pair then must hold; None: only the target is needed.
+      make: returns the drafter, given the target, the pair's draft model or head, K or the shape of
+        token trees, and the configuration.
+      draft: "model", "head" or "block", which the pair then must hold; None: only the target is
+        needed.
       inside: whether the target's own layers draft, up to the exit layer.
       trees: whether token trees can be drafted.
       drafts: False for plain decoding at any K.
-      compiled: True if compile reports support the drafter; forecasts from shapes then do, too, except for heads.
+      compiled: True if compile reports support the drafter; forecasts from shapes then do, too,
+        except for heads.
     """
 
     make: Callable[[LanguageModel, LanguageModel | Head | None, int | TreeShape, Any], Drafter]
@@ -54,11 +56,14 @@ class Word:
     compiled: bool = False
 
 
-def _head(target: LanguageModel, draft: Any, size: int | TreeShape, config: Any, law: str | None = None) -> Drafter:
+def _head(
+    target: LanguageModel, draft: Any, size: int | TreeShape, config: Any, law: str | None = None
+) -> Drafter:
     """Returns the drafter of a head; with a law, of one that drafts blocks under it."""
     if not isinstance(draft, Head):
         raise ValueError(
-            "this pair was read without a head: set --config.drafter=head, or name a head by --config=configs/hf.py:TARGET,HEAD"
+            "this pair was read without a head: set --config.drafter=head, or name a head by "
+            "--config=configs/hf.py:TARGET,HEAD"
         )
     if isinstance(size, TreeShape):
         if draft.config.drafts_blocks:
@@ -68,7 +73,10 @@ def _head(target: LanguageModel, draft: Any, size: int | TreeShape, config: Any,
     if law is None:
         return drafter
     if not isinstance(drafter, BlockDrafter):
-        raise ValueError(f"law {law!r} is for heads that draft blocks; {draft.config.kind} heads draft token by token")
+        raise ValueError(
+            f"law {law!r} is for heads that draft blocks; {draft.config.kind} heads draft token by "
+            "token"
+        )
     return dataclasses.replace(drafter, law=law)
 
 
@@ -79,18 +87,25 @@ def sinks_of(config: Any) -> int:
 
 DRAFTERS = {
     "model": Word(
-        make=lambda target, draft, size, config: sized(ModelDrafter, ModelTree, size, draft, window=decode_window()),
+        make=lambda target, draft, size, config: sized(
+            ModelDrafter, ModelTree, size, draft, window=decode_window()
+        ),
         draft="model",
         compiled=True,
     ),
     "pard": Word(
-        make=lambda target, draft, size, config: ParallelDrafter(draft, size, mask_id=config.mask_id),
+        make=lambda target, draft, size, config: ParallelDrafter(
+            draft, size, mask_id=config.mask_id
+        ),
         draft="model",
         trees=False,
     ),
     "head": Word(make=_head, draft="head", compiled=True),
     "block": Word(make=_head, draft="block"),
-    **{f"block_{law}": Word(make=functools.partial(_head, law=law), draft="block", trees=False) for law in LAWS},
+    **{
+        f"block_{law}": Word(make=functools.partial(_head, law=law), draft="block", trees=False)
+        for law in LAWS
+    },
     "early_exit": Word(
         make=lambda target, draft, size, config: sized(
             EarlyExitDrafter, EarlyExitTree, size, target, config.exit_layer, window=decode_window()
@@ -110,8 +125,14 @@ DRAFTERS = {
 
 
 def check_word(name: str, value: Any) -> str:
-    """Returns ``value``, a word of `DRAFTERS` or ``FILE.py:EXPRESSION``; raises ValueError for anything else."""
-    return value if isinstance(value, str) and is_own(value) else validate.choice(name, value, DRAFTERS)
+    """Returns ``value``, a word of `DRAFTERS` or ``FILE.py:EXPRESSION``; raises ValueError for
+    anything else.
+    """
+    return (
+        value
+        if isinstance(value, str) and is_own(value)
+        else validate.choice(name, value, DRAFTERS)
+    )
 
 
 def meaning(word: str) -> Word:
@@ -119,15 +140,21 @@ def meaning(word: str) -> Word:
     return Word(make=functools.partial(_own, word)) if is_own(word) else DRAFTERS[word]
 
 
-def _own(word: str, target: LanguageModel, draft: Any, size: int | TreeShape, config: Any) -> Drafter:
-    """Returns the drafter of a file; its expression may use ``target``, ``draft``, ``K`` and ``tree``."""
+def _own(
+    word: str, target: LanguageModel, draft: Any, size: int | TreeShape, config: Any
+) -> Drafter:
+    """Returns the drafter of a file; its expression may use ``target``, ``draft``, ``K`` and
+    ``tree``.
+    """
     tree = size if isinstance(size, TreeShape) else None
     K = size if tree is None else tree.K
-    drafter = evaluate("--config.drafter", word, Drafter, target=target, draft=draft, K=K, tree=tree)
+    drafter = evaluate(
+        "--config.drafter", word, Drafter, target=target, draft=draft, K=K, tree=tree
+    )
     if drafter.K != K:
         raise ValueError(
-            f"--config.drafter={word} drafts K = {drafter.K} tokens, and --config.draft_length is {K}: set it to "
-            f"{drafter.K}, or write K in the expression"
+            f"--config.drafter={word} drafts K = {drafter.K} tokens, and --config.draft_length is "
+            f"{K}: set it to {drafter.K}, or write K in the expression"
         )
     return drafter
 
@@ -149,7 +176,9 @@ class AdaptiveFields:
     def __post_init__(self):
         for name in () if self.lengths else ("costs_ms", "usual"):
             if getattr(self, name) not in ((), None):
-                raise ValueError(f"{name} has no effect without adaptive.lengths; got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} has no effect without adaptive.lengths; got {getattr(self, name)!r}"
+                )
 
     @property
     def is_off(self) -> bool:
@@ -169,7 +198,8 @@ class AdaptiveFields:
         )
         if adaptive.K != drafter.K:
             raise ValueError(
-                f"adaptive.lengths end with {adaptive.K}, but draft_length is {drafter.K}: make them equal"
+                f"adaptive.lengths end with {adaptive.K}, but draft_length is {drafter.K}: make "
+                "them equal"
             )
         check_lengths(drafter, adaptive.lengths)
         return adaptive

@@ -1,10 +1,11 @@
-"""The shared code of all commands: flags, errors in one line, the console, progress, and writing of results.
+"""The shared code of all commands: flags, errors in one line, the console, progress, and writing of
+results.
 
     python launch/evaluate.py --task=python --distributed                    # on every worker of a TPU pod
     python launch/evaluate.py --task=python --coordinator=10.0.0.2:8476 --num_processes=2 --process_id=0
 
-Exit status of every command: 0, done; 1, a check or a computation failed; 2, the command is invalid or impossible, with
-a line on stderr; 130, interrupted.
+Exit status of every command: 0, done; 1, a check or a computation failed; 2, the command is invalid
+or impossible, with a line on stderr; 130, interrupted.
 """
 
 import contextlib
@@ -38,9 +39,12 @@ from specsamp.mesh import distributed
 from specsamp.models.compiling import is_full_disk, is_out_of_memory
 from specsamp.replica import Replica
 
-# The tests bring a TPU's compiler along. Where no TPU is, JAX would look for one at length and complain.
+# The tests bring a TPU's compiler along. Where no TPU is, JAX would look for one at length and
+# complain.
 if importlib.util.find_spec("libtpu") and not has_tpu():
-    if not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")):
+    if not any(
+        importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    ):
         jax.config.update("jax_platforms", jax.config.jax_platforms or "cpu")
 
 UNUSABLE, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -54,29 +58,45 @@ BRACKETS = "⟦", "⟧"
 
 _OTHERS = frozenset(flags.FLAGS)  # flags of the libraries, which --help leaves out
 _PLAIN = flags.DEFINE_bool("plain", False, "Print without colours, and tables as aligned text.")
-_TRACEBACK = flags.DEFINE_bool("traceback", False, "Print the whole traceback of an error instead of a single line.")
+_TRACEBACK = flags.DEFINE_bool(
+    "traceback", False, "Print the whole traceback of an error instead of a single line."
+)
 _DISTRIBUTED = flags.DEFINE_bool(
     "distributed", False, "Join the other processes of this pod, which JAX finds by itself."
 )
 _COORDINATOR = flags.DEFINE_string(
-    "coordinator", None, "The address host:port of process 0, for processes that JAX does not find by itself."
+    "coordinator",
+    None,
+    "The address host:port of process 0, for processes that JAX does not find by itself.",
 )
 _NUM_PROCESSES = flags.DEFINE_integer(
     "num_processes", None, "Number of processes; goes with --coordinator.", lower_bound=1
 )
 _PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "Index of this process, counted from 0; goes with --coordinator.", lower_bound=0
+    "process_id",
+    None,
+    "Index of this process, counted from 0; goes with --coordinator.",
+    lower_bound=0,
 )
 SHARED_FLAGS = frozenset(flags.FLAGS)  # of the libraries and of all commands
 
 
 # Flags of several commands, each with its default and its help.
 OF_SEVERAL = {
-    "output": (None, "Write the result as JSON to this file, local or gs://; by default nothing is written."),
-    "prompts": (None, "Take the prompts of this file, JSON or one per line; by default the pair's prompts."),
+    "output": (
+        None,
+        "Write the result as JSON to this file, local or gs://; by default nothing is written.",
+    ),
+    "prompts": (
+        None,
+        "Take the prompts of this file, JSON or one per line; by default the pair's prompts.",
+    ),
     "again": (False, "Measure cells that --output already has again, and replace them."),
     "require_exact": (False, "Refuse rules that are lossy."),
-    "replica": (None, "Take part i of N, as i/N; a run without it puts the parts in --output together."),
+    "replica": (
+        None,
+        "Take part i of N, as i/N; a run without it puts the parts in --output together.",
+    ),
 }
 
 
@@ -87,7 +107,9 @@ def define(name: str) -> flags.FlagHolder:
 
 
 def parse_replica(text: str | None, output: str | None) -> Replica:
-    """Returns the replica of --replica; raises ValueError if --output is no file, beside which its part is written."""
+    """Returns the replica of --replica; raises ValueError if --output is no file, beside which its
+    part is written.
+    """
     replica = Replica.parse(text)
     if text is not None and (not output or storage.is_stream(output)):
         raise ValueError(f"--replica={text} writes a part beside a file: name the file in --output")
@@ -95,7 +117,9 @@ def parse_replica(text: str | None, output: str | None) -> Replica:
 
 
 def refuse_flags(names: Iterable[str], why: str) -> None:
-    """Raises ValueError for flags that have no effect together with the rest of the command line."""
+    """Raises ValueError for flags that have no effect together with the rest of the
+    command line.
+    """
     for name in sorted(names):
         if flags.FLAGS[name].present:
             raise ValueError(f"--{name} has no effect: {why}")
@@ -113,16 +137,21 @@ def run(main: Callable[[], int | None], config: ConfigFlag | None = None) -> Non
     sys.exit(status_of(main, config, sys.argv))
 
 
-def status_of(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> int:
-    """Parses flags and --config, joins other processes if asked to, calls ``main`` and returns its exit status, or 0."""
+def status_of(
+    main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]
+) -> int:
+    """Parses flags and --config, joins other processes if asked to, calls ``main`` and returns its
+    exit status, or 0.
+    """
     return guarded(lambda: _status(main, config, arguments))
 
 
 def guarded(command: Callable[[], int]) -> int:
     """Calls ``command`` and returns its exit status, or the status of its error.
 
-    Wrong input (ValueError, OSError, a wrong flag or configuration), a backend that does not start, insufficient memory
-    and an interrupt become one line on stderr. Any other exception is a bug of this program, and keeps its traceback.
+    Wrong input (ValueError, OSError, a wrong flag or configuration), a backend that does not start,
+    insufficient memory and an interrupt become one line on stderr. Any other exception is a bug of
+    this program, and keeps its traceback.
     """
     try:
         return command()
@@ -139,7 +168,8 @@ def guarded(command: Callable[[], int]) -> int:
     except jax.errors.JaxRuntimeError as error:
         if jax.distributed.is_initialized():
             distributed.end_now(
-                f"a computation of {jax.process_count()} processes failed; has one of them died? {error}"
+                f"a computation of {jax.process_count()} processes failed; has one of them died? "
+                f"{error}"
             )
         if is_full_disk(error):
             return _end(error, _in_words(error), UNUSABLE)
@@ -154,7 +184,9 @@ def guarded(command: Callable[[], int]) -> int:
         raise
 
 
-def _status(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> int:
+def _status(
+    main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]
+) -> int:
     if any(argument in HELP for argument in arguments[1:]):
         print(_help(main, config, arguments))
         return 0
@@ -184,12 +216,15 @@ def parse_arguments(config: ConfigFlag | None, arguments: Sequence[str]) -> None
     if len(left) > 1:
         raise ValueError(f"unexpected argument {left[1]!r}: write --FLAG=VALUE")
     for name in set(flags.FLAGS) - _OTHERS:
-        if flags.FLAGS[name].present and not name.startswith("config."):  # fields have checks of their kind
+        # Fields have checks of their kind.
+        if flags.FLAGS[name].present and not name.startswith("config."):
             check_flag(name, flags.FLAGS[name].value)
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raises ValueError for empty texts, often an unset variable of the shell, and for infinite numbers."""
+    """Raises ValueError for empty texts, often an unset variable of the shell, and for infinite
+    numbers.
+    """
     for each in value if isinstance(value, list) else [value]:
         if each == "" and not isinstance(flags.FLAGS[name].parser, flags.ListParser):
             raise ValueError(f"--{name} is empty: give a value, or leave the flag out")
@@ -208,19 +243,33 @@ def _end(error: BaseException, line: str, status: int) -> int:
 def _in_words(error: BaseException) -> str:
     """Returns an error's message in one line; for an OSError, with the file first."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror if error.filename is None else f"{os.fsdecode(error.filename)}: {error.strerror}"
+        return (
+            error.strerror
+            if error.filename is None
+            else f"{os.fsdecode(error.filename)}: {error.strerror}"
+        )
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _help(main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]) -> str:
-    """Returns the command's docstring, its flags, and the fields of the configuration that the arguments name."""
+def _help(
+    main: Callable[[], int | None], config: ConfigFlag | None, arguments: Sequence[str]
+) -> str:
+    """Returns the command's docstring, its flags, and the fields of the configuration that the
+    arguments name.
+    """
     text = (main.__doc__ or main.__globals__.get("__doc__") or "").strip()
     if sys.argv[0] == INSTALLED:
-        text = re.sub(r"python launch/(\w+)\.py", lambda found: f"specsamp {found[1].replace('_', '-')}", text)
+        text = re.sub(
+            r"python launch/(\w+)\.py", lambda found: f"specsamp {found[1].replace('_', '-')}", text
+        )
     lines = [text, "", "Flags:"]
     if config is not None:
-        lines.append(f"  --config=FILE[:WORD]: The configuration, a Python file. Default: {config.default}")
-    for name in sorted(name for name in set(flags.FLAGS) - _OTHERS if not name.startswith("experimental_orbax")):
+        lines.append(
+            f"  --config=FILE[:WORD]: The configuration, a Python file. Default: {config.default}"
+        )
+    for name in sorted(
+        name for name in set(flags.FLAGS) - _OTHERS if not name.startswith("experimental_orbax")
+    ):
         flag = flags.FLAGS[name]
         default = "" if flag.default in (None, []) else f" Default: {flag.default_as_str}"
         text = flag.help.partition(";\n")[0]  # absl says what "may be repeated" says
@@ -247,7 +296,9 @@ def make_console(**options: Any) -> Console:
 
 
 def own(piece: str, console: Console) -> Text:
-    """Returns a token of the target with a background colour, or in brackets; the background ends at line breaks."""
+    """Returns a token of the target with a background colour, or in brackets; the background ends
+    at line breaks.
+    """
     if console.color_system is None or console.no_color:
         return Text(f"{BRACKETS[0]}{piece}{BRACKETS[1]}")
     head, line_break, tail = piece.partition("\n")
@@ -263,7 +314,9 @@ class Pieces:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], console: Console):
         self.text, self._console = "", console
-        self._stream = TextStream(Continuation(tokenizer, prompt), Stops(frozenset([tokenizer.eos_id])))
+        self._stream = TextStream(
+            Continuation(tokenizer, prompt), Stops(frozenset([tokenizer.eos_id]))
+        )
         self._tokens: list[int] = []
 
     def add(self, tokens: Sequence[int], from_draft: Sequence[bool], finished: bool) -> Text:
@@ -275,7 +328,9 @@ class Pieces:
             self.text += piece
             if piece:
                 shown = visible(piece)
-                found.append_text(Text(shown, style=DRAFTED) if by_draft else own(shown, self._console))
+                found.append_text(
+                    Text(shown, style=DRAFTED) if by_draft else own(shown, self._console)
+                )
         return found
 
 
@@ -286,7 +341,8 @@ def show(tables: Sequence[report.Table], console: Console) -> None:
 
 @contextlib.contextmanager
 def progress(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
-    """Shows the progress of a block of code: a spinner on a terminal, elsewhere a line now and then on stderr.
+    """Shows the progress of a block of code: a spinner on a terminal, elsewhere a line now and then
+    on stderr.
 
     The block gets a function that changes the text.
     """
@@ -320,7 +376,9 @@ def weights_progress(console: Console) -> Callable[[str, int, int], None]:
     def say(name: str, done: int, total: int) -> None:
         if done // 1e9 != last[0] or done == total:
             last[0] = done // 1e9
-            console.print(visible(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}"), style="dim")
+            console.print(
+                visible(f"read {done / 1e9:.1f} of {total / 1e9:.1f} GB, {name}"), style="dim"
+            )
 
     return say
 
@@ -336,20 +394,27 @@ def keeps(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Turns the errors of a damaged document within the block into a ValueError that names the file."""
+    """Turns the errors of a damaged document within the block into a ValueError that names the
+    file.
+    """
     try:
         yield
     except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"{path} is damaged, or of another kind: {type(error).__name__} {error}") from error
+        raise ValueError(
+            f"{path} is damaged, or of another kind: {type(error).__name__} {error}"
+        ) from error
 
 
-_TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c"  # the direction of writing
+# The direction of writing.
+_TURNS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c"
 _SIGNS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _SIGNS |= {code: f"<U+{code:04X}>" for code in (*range(127, 160), *map(ord, _TURNS))}
 
 
 def visible(text: str) -> str:
-    """Replaces control characters, except line breaks and tabs, by symbols, since they could control the terminal."""
+    """Replaces control characters, except line breaks and tabs, by symbols, since they could
+    control the terminal.
+    """
     return text.translate(_SIGNS)
 
 
@@ -374,7 +439,9 @@ def check_output(path: str | None, flag: str = "output") -> None:
 
 
 def write_result(path: str | None, document: dict, console: Console) -> None:
-    """Writes a result as JSON, after the command and the environment; once, whatever the number of processes."""
+    """Writes a result as JSON, after the command and the environment; once, whatever the number of
+    processes.
+    """
     if path and is_first():
         storage.write(path, report.json_text(header() | document))
     say_written(path, console)

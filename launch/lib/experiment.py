@@ -45,7 +45,9 @@ class Experiment:
 
     @functools.cached_property
     def weights(self) -> str | None:
-        """Returns a digest of the weights, which all processes read together; None: they are random."""
+        """Returns a digest of the weights, which all processes read together; None: they are
+        random.
+        """
         return None if self.pair_name is None else digest_of_pair(self.pair)
 
     @property
@@ -56,42 +58,68 @@ class Experiment:
 
 
 def use_few_rows(config: ExperimentConfig, console: Console) -> None:
-    """Turns on the kernel of `specsamp.models.few_rows` for a pair on one CPU device, and prints whether it is used."""
-    if jax.default_backend() == "cpu" and config.mesh.data * config.mesh.model == 1 and not jax.config.jax_disable_jit:
+    """Turns on the kernel of `specsamp.models.few_rows` for a pair on one CPU device, and prints
+    whether it is used.
+    """
+    if (
+        jax.default_backend() == "cpu"
+        and config.mesh.data * config.mesh.model == 1
+        and not jax.config.jax_disable_jit
+    ):
         with entry.progress(console, "building the kernel for few rows, unless it is kept already"):
             found = few_rows.build()
         console.print(found, style="dim")
 
 
 def build(
-    config: ExperimentConfig, prompts: Sequence[Prompt] = (), *, check_heads: bool = True, all_fields: bool = False
+    config: ExperimentConfig,
+    prompts: Sequence[Prompt] = (),
+    *,
+    check_heads: bool = True,
+    all_fields: bool = False,
 ) -> Experiment:
-    """Loads the pair of a configuration, or makes one with random parameters; first, it checks what it can.
+    """Loads the pair of a configuration, or makes one with random parameters; first, it checks what
+    it can.
 
     Args:
       prompts: to decode, for a pair with a tokenizer; default the prompts of the pair.
       check_heads: prints how well a head fits its target, on a few texts.
-      all_fields: accepts the temperature of the draft and made-up acceptance, which only some commands read.
+      all_fields: accepts the temperature of the draft and made-up acceptance, which only some
+        commands read.
     """
     for field in () if all_fields else ("draft_temperature", "synthetic_acceptance"):
         if (value := getattr(config, field)) is not None:
-            raise ValueError(f"--config.{field}={value} has no effect here: use launch/benchmark.py")
+            raise ValueError(
+                f"--config.{field}={value} has no effect here: use launch/benchmark.py"
+            )
     if config.draft_length == MACHINE:
-        raise ValueError(f"--config.draft_length={MACHINE} has no effect here: use demo, benchmark, chat or serve")
+        raise ValueError(
+            f"--config.draft_length={MACHINE} has no effect here: use demo, benchmark, chat or "
+            "serve"
+        )
     mesh = config_mesh(config)
     choose_kernels(config.attention)
     word, known, workload = config.word, known_models(config), config.workload()
-    if config.exit_layer is not None and "target" in known:  # also of a drafter that --grid or --methods names
+    # Also of a drafter that --grid or --methods names.
+    if config.exit_layer is not None and "target" in known:
         validate.integer("--config.exit_layer", config.exit_layer, 1, known["target"].num_layers)
-    if "target" in known and ("draft" in known or word.draft not in HEADS):  # heads in files are checked when opened
-        drafter = config.make_drafter(known["target"], known.get("draft"))  # refuses what does not fit the target
+    # Heads in files are checked when opened.
+    if "target" in known and ("draft" in known or word.draft not in HEADS):
+        # Refuses what does not fit the target.
+        drafter = config.make_drafter(known["target"], known.get("draft"))
         config.adaptive.make(drafter)
     for side, model in known.items():
         if side == "target" or word.draft == "model":
             check_positions(side, model.max_positions, workload, config.draft_length)
-    name, over = config.pair, {"draft_model_parallelism": config.mesh.draft_model_parallelism or None}
+    name, over = (
+        config.pair,
+        {"draft_model_parallelism": config.mesh.draft_model_parallelism or None},
+    )
     if prompts and not config.writes_text:
-        raise ValueError("--config names a pair without a tokenizer, which reads and writes no text: give another pair")
+        raise ValueError(
+            "--config names a pair without a tokenizer, which reads and writes no text: give "
+            "another pair"
+        )
     if config.hugging_face is not None:
         pair = read_public_pair(config, mesh)
         name = ", ".join(filter(None, (config.hugging_face.target, config.hugging_face.draft)))
@@ -105,7 +133,9 @@ def build(
     pair = with_attention(pair, config.attention)
     method = config.make_method(pair)
     if pair.vocabulary is not None and workload.prompts:
-        mass = shared_mass(pair.draft, pair.draft_params, pair.vocabulary, workload.prompts[:CHECKED_PROMPTS])
+        mass = shared_mass(
+            pair.draft, pair.draft_params, pair.vocabulary, workload.prompts[:CHECKED_PROMPTS]
+        )
         entry.make_console(stderr=True).print(
             f"On the prompts, {mass:.1%} of the draft's probability is on shared tokens."
         )
@@ -126,7 +156,9 @@ def say_how_a_head_fits(pair: Pair, work: Workload, sampling: Warp) -> None:
 
 
 def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
-    """Reads the models of configs/hf.py; prints a line for every gigabyte and every difference of the two."""
+    """Reads the models of configs/hf.py; prints a line for every gigabyte and every difference of
+    the two.
+    """
     console, names = entry.make_console(stderr=True), config.hugging_face
     options = dict(
         dtype=names.dtype,
@@ -148,34 +180,52 @@ def read_public_pair(config: ExperimentConfig, mesh: Mesh | None) -> Pair:
     )
 
 
-def with_prompts(workload: Workload, pair: Pair, prompts: Sequence[Prompt], *, chat: bool = False) -> Workload:
-    """Returns the workload with prompts and room for the longest; with ``chat``, texts are messages of a user."""
-    asked = [[{"role": "user", "content": one}] if chat and isinstance(one, str) else one for one in prompts]
+def with_prompts(
+    workload: Workload, pair: Pair, prompts: Sequence[Prompt], *, chat: bool = False
+) -> Workload:
+    """Returns the workload with prompts and room for the longest; with ``chat``, texts are messages
+    of a user.
+    """
+    asked = [
+        [{"role": "user", "content": one}] if chat and isinstance(one, str) else one
+        for one in prompts
+    ]
     tokens = tuple(map(tuple, encode(pair, asked)))
     longest = max(map(len, tokens))
-    return dataclasses.replace(workload, prompts=tokens, prompt_length=max(workload.prompt_length, longest))
+    return dataclasses.replace(
+        workload, prompts=tokens, prompt_length=max(workload.prompt_length, longest)
+    )
 
 
 def headline(experiment: Experiment, task: str | None = None) -> str:
-    """Returns three lines on the models, the task (or else the configuration's one cell) and the weights."""
+    """Returns three lines on the models, the task (or else the configuration's one cell) and the
+    weights.
+    """
     pair, work, drafter = experiment.pair, experiment.workload, experiment.method.drafter
-    device, devices = jax.devices()[0], jax.device_count() if isinstance(pair.target, ShardedModel) else 1
+    device, devices = (
+        jax.devices()[0],
+        jax.device_count() if isinstance(pair.target, ShardedModel) else 1,
+    )
     length = drafter.K if experiment.method.adaptive is None else f"adaptive, up to {drafter.K}"
     cell = (
-        f"{type(drafter).__name__} K = {length}, {rule_name(experiment.method.rule)}, "
-        f"batch {work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats"
+        f"{type(drafter).__name__} K = {length}, {rule_name(experiment.method.rule)}, batch "
+        f"{work.batch}, {work.prompt_length} + {work.max_new_tokens} tokens, {work.repeats} repeats"
     )
     weights = (
-        "The weights are random: rounds take as long as a trained pair's, but acceptance and speedup mean nothing."
+        "The weights are random: rounds take as long as a trained pair's, but acceptance and "
+        "speedup mean nothing."
     )
     if experiment.pair_name:
-        weights = f"the pair {experiment.pair_name!r}, {len(work.prompts)} prompt{'s' * (len(work.prompts) != 1)}"
+        weights = (
+            f"the pair {experiment.pair_name!r}, {len(work.prompts)} "
+            f"prompt{'s' * (len(work.prompts) != 1)}"
+        )
     drafting = "no draft"
     if pair.draft_or_head is not None:
         drafting = f"{'draft' if pair.head is None else 'head'} {_size(pair.draft_params)}"
     return (
-        f"target {_size(pair.target_params)}, {drafting}, "
-        f"V = {pair.target.vocab_size}, {pair.target.config.dtype}, {devices} x {device.platform} ({device.device_kind})\n"
+        f"target {_size(pair.target_params)}, {drafting}, V = {pair.target.vocab_size}, "
+        f"{pair.target.config.dtype}, {devices} x {device.platform} ({device.device_kind})\n"
         f"{task or cell}\n{weights}"
     )
 
@@ -186,7 +236,11 @@ def _size(params: Any) -> str:
 
 def rule_name(rule: Rule) -> str:
     """Returns the name of a rule; a lossy rule is marked, and has its constants."""
-    return type(rule).__name__ if rule.exact else f"{rule!r} (LOSSY: texts do not follow the target's distribution)"
+    return (
+        type(rule).__name__
+        if rule.exact
+        else f"{rule!r} (LOSSY: texts do not follow the target's distribution)"
+    )
 
 
 def bare_pair(
@@ -197,13 +251,17 @@ def bare_pair(
     mesh: Mesh | None = None,
     draft_model_parallelism: int | None = None,
 ) -> Pair:
-    """Makes a pair with random parameters, in the compute dtype and on their devices; it has no tokenizer."""
+    """Makes a pair with random parameters, in the compute dtype and on their devices; it has no
+    tokenizer.
+    """
     if mesh is not None:
         target = shard_model(target, Layout.tensor_parallel(mesh))
         draft = draft and shard_model(draft, draft_layout(mesh, draft_model_parallelism))
     keys = jax.random.split(jax.random.key(seed, impl="threefry2x32"))
     with jax.disable_jit(False):  # one step at a time would take minutes
-        target_params, draft_params = (model and random_params(model, key) for model, key in zip((target, draft), keys))
+        target_params, draft_params = (
+            model and random_params(model, key) for model, key in zip((target, draft), keys)
+        )
     pair = Pair(target=target, target_params=target_params, draft=draft, draft_params=draft_params)
     return pair if mesh is None else dataclasses.replace(pair, shards=DataShards(mesh))
 
@@ -222,7 +280,9 @@ def random_params(model: TransformerLM | ShardedModel, key: jax.Array) -> Any:
 
 
 def config_mesh(config: ExperimentConfig) -> Mesh | None:
-    """Returns the mesh of a configuration over all devices of all processes; None for a single device."""
+    """Returns the mesh of a configuration over all devices of all processes; None for a single
+    device.
+    """
     fields = config.mesh
     draft_model_parallelism = fields.draft_model_parallelism or None
     if fields.data * fields.model == 1 and jax.process_count() == 1:

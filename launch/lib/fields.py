@@ -33,11 +33,15 @@ from specsamp.sampling.rules import Rule
 from specsamp.sampling.synthetic import SyntheticAcceptance
 from specsamp.sampling.warp import Warp, chain, greedy, min_p, temperature, top_k, top_p
 
-PRESETS = {name: getattr(models, name) for name in ("chinchilla_70b", "draft_4b", "target_38m", "draft_1m", "tiny")}
+PRESETS = {
+    name: getattr(models, name)
+    for name in ("chinchilla_70b", "draft_4b", "target_38m", "draft_1m", "tiny")
+}
 MACHINE = "machine"  # the draft length that launch/lib/machine_choice.py chooses
 INT8_SIDES = {"none": (), "target": ("target",), "draft": ("draft",), "both": SIDES}
 
-# Types of fields with their checks, for `read_fields`: a function of `validate`, and its arguments after the value.
+# Types of fields with their checks, for `read_fields`: a function of `validate`, and its arguments
+# after the value.
 Whole = Annotated[int, (validate.integer, 0)]
 Positive = Annotated[int, (validate.integer, 1)]
 Share = Annotated[float, (validate.number, 0, 1)]
@@ -58,13 +62,19 @@ class Int8Fields:
 
 @dataclasses.dataclass(frozen=True)
 class ModelFields:
-    """A preset of specsamp/models/config.py, and changes of its shape; None keeps the preset's value."""
+    """A preset of specsamp/models/config.py, and changes of its shape; None keeps the preset's
+    value.
+    """
 
     fields: Mapping[str, Any]
 
     def model(self, **decoding: str | None) -> TransformerLM:
-        """Returns the model; ``decoding`` holds further fields of its shape, such as ``weight_dtype``."""
-        changes = {name: value for name, value in self.fields.items() if value is not None} | decoding
+        """Returns the model; ``decoding`` holds further fields of its shape, such as
+        ``weight_dtype``.
+        """
+        changes = {
+            name: value for name, value in self.fields.items() if value is not None
+        } | decoding
         preset = PRESETS[validate.choice("preset", changes.pop("preset", None), PRESETS)]
         return TransformerLM.for_backend(preset(**changes))
 
@@ -85,7 +95,9 @@ class SamplingFields:
         """Returns the warp; leaves out fields that are off (a temperature of 0 is greedy)."""
         if self.temperature == 0:
             return greedy()
-        filters = [make(getattr(self, name)) for name, make, off in _FILTERS if getattr(self, name) != off]
+        filters = [
+            make(getattr(self, name)) for name, make, off in _FILTERS if getattr(self, name) != off
+        ]
         return chain(temperature(self.temperature), *filters)
 
 
@@ -114,18 +126,24 @@ class PublicNames:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A configuration; ``recorded`` has all its fields in their original form, for files of results and of runs."""
+    """A configuration; ``recorded`` has all its fields in their original form, for files of results
+    and of runs.
+    """
 
     recorded: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_config_dict(cls, config: ConfigDict) -> Self:
-        """Reads a configuration; raises ValueError for a field that is missing, unknown or wrong."""
+        """Reads a configuration; raises ValueError for a field that is missing, unknown
+        or wrong.
+        """
         fields = config.to_dict()
         return read_fields(cls, {**fields, "recorded": fields})
 
     def turned(self, point: Mapping[str, Any]) -> Self:
-        """Returns the configuration with other values, such as ``{"batch": 8, "sampling.temperature": 0.0}``."""
+        """Returns the configuration with other values, such as ``{"batch": 8,
+        "sampling.temperature": 0.0}``.
+        """
         fields = copy.deepcopy(self.recorded)
         for name, value in point.items():
             *groups, last = name.split(".")
@@ -137,8 +155,8 @@ class Config:
 class ExperimentConfig(Config):
     """The fields of a configuration such as configs/random_pair.py, each read once and checked.
 
-    configs/common.py explains the fields. A pair is named by ``pair``, by ``hugging_face``, or by the shapes ``target`` and
-    ``draft``, of random weights.
+    configs/common.py explains the fields. A pair is named by ``pair``, by ``hugging_face``, or by
+    the shapes ``target`` and ``draft``, of random weights.
     """
 
     rule: str
@@ -175,39 +193,54 @@ class ExperimentConfig(Config):
             validate.integer("window", self.window, 1)
             validate.integer("sinks", sinks_of(self), 0)
         elif self.sinks is not None:
-            raise ValueError(f"sinks={self.sinks} belong to a window: set window, and drafter=window")
+            raise ValueError(
+                f"sinks={self.sinks} belong to a window: set window, and drafter=window"
+            )
         if self.mask_id is not None or self.drafter == "pard":
             validate.integer("mask_id", self.mask_id, 0)
         if self.draft_length != MACHINE:
             validate.integer("draft_length", self.draft_length, 0)
         elif not self.adaptive.is_off:
             raise ValueError(
-                f"draft_length={MACHINE} is one length, and adaptive drafts have several: choose one of the two"
+                f"draft_length={MACHINE} is one length, and adaptive drafts have several: choose "
+                "one of the two"
             )
         if self.hugging_face is not None and self.word.draft and not self.hugging_face.draft:
             raise ValueError(
-                f"drafter={self.drafter} reads a draft, and {self.hugging_face.target} is a target alone: name both, "
-                "as configs/hf.py:TARGET,DRAFT, or choose the drafter ngram, early_exit, window or none"
+                f"drafter={self.drafter} reads a draft, and {self.hugging_face.target} is a target "
+                "alone: name both, as configs/hf.py:TARGET,DRAFT, or choose the drafter ngram, "
+                "early_exit, window or none"
             )
         self.workload()  # refuses numbers out of range
         self._check_tree(make_rule(self.rule))
 
     def _check_tree(self, rule: Rule) -> None:
-        """Raises ValueError for trees that drafter or rule do not support, and for rules of trees without a tree."""
+        """Raises ValueError for trees that drafter or rule do not support, and for rules of trees
+        without a tree.
+        """
         widths = validate.integers("tree", self.tree, 1)
         if widths and not self.word.trees:
             trees = ", ".join(name for name, word in DRAFTERS.items() if word.trees)
-            raise ValueError(f"tree={tuple(widths)}, but drafter={self.drafter} drafts no trees; these do: {trees}")
+            raise ValueError(
+                f"tree={tuple(widths)}, but drafter={self.drafter} drafts no trees; these do: "
+                f"{trees}"
+            )
         if widths and not rule.trees:
             raise ValueError(
-                f"rule={self.rule} verifies chains: with a tree, set rule to recursive, traversal or coupled"
+                f"rule={self.rule} verifies chains: with a tree, set rule to recursive, traversal "
+                "or coupled"
             )
         if not widths and not rule.chains:
-            raise ValueError(f"rule={self.rule} verifies token trees: set tree, such as 3,2,1, or rule=token")
+            raise ValueError(
+                f"rule={self.rule} verifies token trees: set tree, such as 3,2,1, or rule=token"
+            )
         if widths and self.synthetic_acceptance is not None:
             raise ValueError("synthetic_acceptance is of chains: leave tree out")
         if widths and self.draft_length == MACHINE:
-            raise ValueError(f"tree={tuple(widths)} is a shape, and draft_length={MACHINE} a length: leave one out")
+            raise ValueError(
+                f"tree={tuple(widths)} is a shape, and draft_length={MACHINE} a length: leave one "
+                "out"
+            )
 
     @property
     def writes_text(self) -> bool:
@@ -228,7 +261,9 @@ class ExperimentConfig(Config):
 
     @property
     def drafter_name(self) -> str:
-        """Returns the drafter's name in results: its word, its exit layer or window, and its tree."""
+        """Returns the drafter's name in results: its word, its exit layer or window, and
+        its tree.
+        """
         name = f"{self.drafter} {self.exit_layer}" if self.word.inside else self.drafter
         if self.drafter == "window":
             name = f"window {sinks_of(self)} + {self.window}"
@@ -241,22 +276,35 @@ class ExperimentConfig(Config):
 
     @property
     def acceptance_rule(self) -> Rule:
-        """Returns the acceptance rule, with synthetic acceptance if it is set; plain decoding has an exact rule."""
+        """Returns the acceptance rule, with synthetic acceptance if it is set; plain decoding has
+        an exact rule.
+        """
         rule = make_rule(self.rule)
         if self.is_plain:
             return rule if rule.exact else TokenRule()
-        return rule if self.synthetic_acceptance is None else SyntheticAcceptance(rule, self.synthetic_acceptance)
+        return (
+            rule
+            if self.synthetic_acceptance is None
+            else SyntheticAcceptance(rule, self.synthetic_acceptance)
+        )
 
     def make_drafter(
-        self, target: LanguageModel, draft: LanguageModel | Head | None, draft_length: int | None = None
+        self,
+        target: LanguageModel,
+        draft: LanguageModel | Head | None,
+        draft_length: int | None = None,
     ) -> Drafter:
-        """Returns the drafter for K, default the configuration's; raises ValueError if it does not fit the target."""
+        """Returns the drafter for K, default the configuration's; raises ValueError if it does not
+        fit the target.
+        """
         K = self.draft_length if draft_length is None else draft_length
         size = TreeShape.of_widths(*self.tree) if self.tree else K
         return self.word.make(target, draft, size, self) if K else NoDrafter()
 
     def make_method(self, pair: Pair) -> Method:
-        """Returns the method for a pair; if only one of target and draft is greedy, both warps are chains."""
+        """Returns the method for a pair; if only one of target and draft is greedy, both warps are
+        chains.
+        """
         drafter = self.make_drafter(pair.target, pair.draft_or_head, 0 if self.is_plain else None)
         if pair.vocabulary is not None and type(drafter) is ModelDrafter:
             drafter = default_drafter(pair, drafter.K)
@@ -265,7 +313,8 @@ class ExperimentConfig(Config):
             warps.append(dataclasses.replace(self.sampling, temperature=self.draft_temperature))
         only_one_is_greedy = len({one.temperature == 0 for one in warps}) == 2
         sampling, *draft_sampling = (
-            chain(temperature(0.0)) if only_one_is_greedy and one.temperature == 0 else one.warp() for one in warps
+            chain(temperature(0.0)) if only_one_is_greedy and one.temperature == 0 else one.warp()
+            for one in warps
         )
         return Method(
             drafter=drafter,
@@ -282,25 +331,41 @@ class ExperimentConfig(Config):
 
 
 def read_fields(kind: type, fields: Mapping[str, Any], group: str = "") -> Any:
-    """Returns a dataclass of the fields of a configuration, or of those in a ``group`` such as "train."."""
+    """Returns a dataclass of the fields of a configuration, or of those in a ``group`` such as
+    "train.".
+    """
     if kind is ModelFields:
         return ModelFields(fields)
-    known, hints, values = {field.name: field for field in dataclasses.fields(kind)}, _hints(kind), {}
-    missing = [name for name, field in known.items() if field.default is dataclasses.MISSING and name not in fields]
+    known, hints, values = (
+        {field.name: field for field in dataclasses.fields(kind)},
+        _hints(kind),
+        {},
+    )
+    missing = [
+        name
+        for name, field in known.items()
+        if field.default is dataclasses.MISSING and name not in fields
+    ]
     if missing:
         names = ", ".join(group + name for name in missing)
         raise ValueError(f"--config has no field {names}: this command needs another configuration")
     try:
         for name, value in fields.items():
             if name not in known:
-                raise ValueError(f"--config has a field {group}{name}, which nothing reads: leave it out")
-            inner = next(filter(dataclasses.is_dataclass, (hints[name], *typing.get_args(hints[name]))), None)
+                raise ValueError(
+                    f"--config has a field {group}{name}, which nothing reads: leave it out"
+                )
+            inner = next(
+                filter(dataclasses.is_dataclass, (hints[name], *typing.get_args(hints[name]))), None
+            )
             if inner is not None and isinstance(value, Mapping):
                 value = read_fields(inner, value, f"{name}.")
             elif isinstance(value, int) and str(known[name].type).startswith("float"):
                 value = float(value)
             for check, *limits in getattr(hints[name], "__metadata__", ()):
-                value = None if value is known[name].default is None else check(name, value, *limits)
+                value = (
+                    None if value is known[name].default is None else check(name, value, *limits)
+                )
             values[name] = value
         return kind(**values)
     except ValueError as error:  # a message begins with a field: it gets the name of its flag

@@ -1,8 +1,9 @@
 """Chooses drafter and draft length for this machine: the meaning of --config.draft_length=machine.
 
-Single calls are timed once, and the times are kept in the folder of compiled programs. Acceptance comes from the pair's
-file ``acceptance.json``, which `launch/benchmark.py` wrote for other prompts; if it lacks this sampling, a few of the
-pair's prompts are decoded first. The planner compares the forecasts.
+Single calls are timed once, and the times are kept in the folder of compiled programs. Acceptance
+comes from the pair's file ``acceptance.json``, which `launch/benchmark.py` wrote for other prompts;
+if it lacks this sampling, a few of the pair's prompts are decoded first. The planner compares the
+forecasts.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ FEW_PROMPTS = 4  # that are decoded where no file says what is accepted
 
 
 def for_machine(config: ExperimentConfig, console: Console) -> ExperimentConfig:
-    """Returns the configuration with the drafter and draft length for this machine; prints them, and the forecast.
+    """Returns the configuration with the drafter and draft length for this machine; prints them,
+    and the forecast.
 
     A configuration whose draft length is a number is returned as it is.
     """
@@ -49,7 +51,9 @@ def for_machine(config: ExperimentConfig, console: Console) -> ExperimentConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class Calls:
-    """The costs of rounds on this machine by the word of the drafter, and the pair, if it was read."""
+    """The costs of rounds on this machine by the word of the drafter, and the pair, if it
+    was read.
+    """
 
     config: ExperimentConfig
     costs: Mapping[str, PerCall]
@@ -58,14 +62,21 @@ class Calls:
     def of(cls, config: ExperimentConfig, console: Console) -> Calls:
         """Reads the kept costs of an earlier run, or times the calls of the pair."""
         if not is_possible(config):
-            raise ValueError(f"--config.draft_length={MACHINE} takes a drafter, one device and jit: name a number")
+            raise ValueError(
+                f"--config.draft_length={MACHINE} takes a drafter, one device and jit: name a "
+                "number"
+            )
         folder = use_compilation_cache()
         told = {"config": config.recorded, **machine_identity(), "source": machine.source_version()}
         key = hashlib.sha256(report.json_text(told).encode()).hexdigest()[:16]
         path = None if folder is None else pathlib.Path(folder) / f"specsamp_calls_{key}.json"
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # none is kept yet, or it is damaged
+        # None is kept yet, or it is damaged.
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             found = storage.read_json(path)["costs"]
-            return cls(config=config, costs={word: PerCall.from_json(of_word) for word, of_word in found.items()})
+            return cls(
+                config=config,
+                costs={word: PerCall.from_json(of_word) for word, of_word in found.items()},
+            )
         calls = cls(config=config, costs={})
         with entry.progress(console, "timing single calls of target and drafters on this machine"):
             pair, work = calls.experiment.pair, calls.experiment.workload
@@ -77,38 +88,64 @@ class Calls:
     @functools.cached_property
     def experiment(self) -> Experiment:
         """Returns the experiment with drafts of the timed length; reads the pair once."""
-        return build(self.config.turned({"draft_length": TIMED_LENGTH}), check_heads=False, all_fields=True)
+        return build(
+            self.config.turned({"draft_length": TIMED_LENGTH}), check_heads=False, all_fields=True
+        )
 
     def acceptance(self, config: ExperimentConfig) -> dict[str, Profile]:
-        """Returns the acceptance under the sampling of ``config`` by drafter, from a file or from a few prompts."""
+        """Returns the acceptance under the sampling of ``config`` by drafter, from a file or from a
+        few prompts.
+        """
         if config.pair is not None and (path := pair_folder(config.pair) / ACCEPTANCE).is_file():
             greedy = config.sampling.temperature == 0
             same = {"temperature": 0.0} if greedy else dataclasses.asdict(config.sampling)
             cells = grid.chosen(grid.read_document(path)["cells"], **same)
             known = {word: grid.chosen(cells, drafter=word, rule="token") for word in self.costs}
             if all(known.values()):
-                return {word: grid.measured_acceptance(of_word)[TIMED_LENGTH] for word, of_word in known.items()}
+                return {
+                    word: grid.measured_acceptance(of_word)[TIMED_LENGTH]
+                    for word, of_word in known.items()
+                }
         pair = self.experiment.pair
         work = dataclasses.replace(self.experiment.workload, repeats=FEW_PROMPTS)
         sides = decoders(pair, candidates(config, pair), work)
-        texts = {word: [side.decode(turn).rows for turn in range(FEW_PROMPTS)] for word, side in sides.items()}
-        return {word: Profile.of_texts([row for rows in turns for row in rows]) for word, turns in texts.items()}
+        texts = {
+            word: [side.decode(turn).rows for turn in range(FEW_PROMPTS)]
+            for word, side in sides.items()
+        }
+        return {
+            word: Profile.of_texts([row for rows in turns for row in rows])
+            for word, turns in texts.items()
+        }
 
 
 def is_possible(config: ExperimentConfig) -> bool:
-    """Returns whether calls can be timed: a drafter of chains, one device, and compilation is on."""
+    """Returns whether calls can be timed: a drafter of chains, one device, and
+    compilation is on.
+    """
     devices = config.mesh.data * config.mesh.model * jax.process_count()
-    return config.word.drafts and not config.tree and devices == 1 and not jax.config.jax_disable_jit
+    return (
+        config.word.drafts and not config.tree and devices == 1 and not jax.config.jax_disable_jit
+    )
 
 
 def candidates(config: ExperimentConfig, pair: Pair) -> dict[str, Method]:
-    """Returns a method for each candidate drafter: the configuration's, and for a draft model also prompt lookup."""
+    """Returns a method for each candidate drafter: the configuration's, and for a draft model also
+    prompt lookup.
+    """
     tried = dict.fromkeys([config.drafter, *["ngram"] * (config.word.draft == "model")])
-    return {word: config.turned({"drafter": word, "draft_length": TIMED_LENGTH}).make_method(pair) for word in tried}
+    return {
+        word: config.turned({"drafter": word, "draft_length": TIMED_LENGTH}).make_method(pair)
+        for word in tried
+    }
 
 
-def best(config: ExperimentConfig, calls: Calls, console: Console, least: int = 0) -> ExperimentConfig:
-    """Returns the configuration with drafter and draft length of the best forecast, a length of at least ``least``."""
+def best(
+    config: ExperimentConfig, calls: Calls, console: Console, least: int = 0
+) -> ExperimentConfig:
+    """Returns the configuration with drafter and draft length of the best forecast, a length of at
+    least ``least``.
+    """
     with entry.progress(console, "counting what is accepted"):
         accepted = calls.acceptance(config)
     forecasts = {}
@@ -116,7 +153,10 @@ def best(config: ExperimentConfig, calls: Calls, console: Console, least: int = 
         plan = make_plan(accepted[word], costs, draft_lengths=range(TIMED_LENGTH + 1))
         forecasts[word] = max(plan.forecasts[least:], key=lambda one: one.speedup.value)
     word = max(forecasts, key=lambda word: forecasts[word].speedup.value)
-    said = ", ".join(f"{name} K = {one.draft_length}: {one.speedup.value:.2f}x" for name, one in forecasts.items())
+    said = ", ".join(
+        f"{name} K = {one.draft_length}: {one.speedup.value:.2f}x"
+        for name, one in forecasts.items()
+    )
     sampling = grid.words(grid.distribution_of(dataclasses.asdict(config.sampling)))
     console.print(f"forecast for this machine, {sampling}: {said}", style="dim")
     return config.turned({"drafter": word, "draft_length": forecasts[word].draft_length})

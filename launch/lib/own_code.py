@@ -1,4 +1,6 @@
-"""Drafters and rules from files of the user's own, which configurations name as FILE.py:EXPRESSION."""
+"""Drafters and rules from files of the user's own, which configurations name as
+FILE.py:EXPRESSION.
+"""
 
 import functools
 import importlib.util
@@ -15,7 +17,8 @@ def is_own(word: str) -> bool:
 
 
 def evaluate(field: str, word: str, kind: type[T], **names: Any) -> T:
-    """Runs the file of ``FILE.py:EXPRESSION`` and returns the value of the expression, such as ``MyDrafter(K)``.
+    """Runs the file of ``FILE.py:EXPRESSION`` and returns the value of the expression, such as
+    ``MyDrafter(K)``.
 
     Args:
       field: of the configuration, for messages.
@@ -23,7 +26,8 @@ def evaluate(field: str, word: str, kind: type[T], **names: Any) -> T:
       names: values that the expression may use, besides all names of the file.
 
     Raises:
-      ValueError: there is no such file, its code or the expression fails, or the value is of another kind.
+      ValueError: there is no such file, its code or the expression fails, or the value is of
+        another kind.
     """
     path, expression = word.split(".py:", 1)
     path = pathlib.Path(f"{path}.py").expanduser()
@@ -34,7 +38,9 @@ def evaluate(field: str, word: str, kind: type[T], **names: Any) -> T:
     except Exception as error:
         raise ValueError(f"{field}={word}: {type(error).__name__}: {error}") from error
     if not isinstance(value, kind):
-        raise ValueError(f"{field}={word} is of type {type(value).__name__}: it must be a {kind.__name__}")
+        raise ValueError(
+            f"{field}={word} is of type {type(value).__name__}: it must be a {kind.__name__}"
+        )
     return value
 
 

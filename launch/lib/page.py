@@ -21,31 +21,41 @@ PAGES = (CHECKOUT / "README.md", RESULTS / "README.md", PAIR.with_name("README.m
 MARK = re.compile(r"(<!-- (table|files): ([\w ]+?) -->\n)((?:(?!<!--).)*)(<!-- end -->)", re.DOTALL)
 OPENED = re.compile(r"<!-- *(?:table|files|end)\b.*")
 
-# Results contain the commands that made them, and some commands have moved since: patterns of old commands, with
-# today's. Removed programs have no command today; the page has their answers. The last pattern matches all studies.
+# Results contain the commands that made them, and some commands have moved since: patterns of old
+# commands, with today's. Removed programs have no command today; the page has their answers. The
+# last pattern matches all studies.
 MOVED: dict[str, str] = storage.read_json(pathlib.Path(__file__).with_suffix(".json"))
 REPEATED = re.compile(r" --(\w+)=(\S+) --\1=(\S+)")
 
 
 def fill_pages() -> list[pathlib.Path]:
-    """Fills all pages and returns their paths; raises ValueError for a result that no mark shows."""
+    """Fills all pages and returns their paths; raises ValueError for a result that no
+    mark shows.
+    """
     if not all(path.is_file() for path in PAGES):
-        raise ValueError("--page fills the pages of a checkout, and this is none: run it in a clone")
+        raise ValueError(
+            "--page fills the pages of a checkout, and this is none: run it in a clone"
+        )
     texts = {path: filled(path.read_text(encoding="utf-8")) for path in PAGES}
     if lost := {path.stem for path in RESULTS.glob("*.json")} - shown(texts.values()):
-        raise ValueError(f"no mark of a page shows {', '.join(sorted(lost))}: add <!-- files: {min(lost)} -->")
+        raise ValueError(
+            f"no mark of a page shows {', '.join(sorted(lost))}: add <!-- files: {min(lost)} -->"
+        )
     for path, text in texts.items():
         storage.write(path, text.encode())
     return list(texts)
 
 
 def filled(text: str) -> str:
-    """Returns a page with its marks filled again; raises ValueError for a mark that is misspelt or has no end."""
+    """Returns a page with its marks filled again; raises ValueError for a mark that is misspelt or
+    has no end.
+    """
     whole = [line for mark in MARK.finditer(text) for line in OPENED.findall(mark[0])]
     if len(whole) < len(all_marks := OPENED.findall(text)):
         wrong = next(line for line in all_marks if all_marks.count(line) > whole.count(line))
         raise ValueError(
-            f"{wrong} is misspelt or has no other end: write <!-- table: NAME -->, and <!-- end --> below it"
+            f"{wrong} is misspelt or has no other end: write <!-- table: NAME -->, and <!-- end "
+            "--> below it"
         )
     return MARK.sub(lambda mark: mark[1] + content(mark[2], mark[3]) + "\n" + mark[5], text)
 
@@ -57,13 +67,19 @@ def shown(texts: Iterable[str]) -> set[str]:
     return {
         name
         for kind, names in marks
-        for name in (names.split() if kind == "files" else known[names].results if names in known else ())
+        for name in (
+            names.split() if kind == "files" else known[names].results if names in known else ()
+        )
     }
 
 
 def all_tables() -> dict[str, Published]:
     """Returns the tables of all studies by name."""
-    return {name: table for each in study.names() for name, table in study.load_study(each).tables.items()}
+    return {
+        name: table
+        for each in study.names()
+        for name, table in study.load_study(each).tables.items()
+    }
 
 
 def content(kind: str, names: str) -> str:
@@ -77,15 +93,21 @@ def content(kind: str, names: str) -> str:
 
 
 def source(name: str, document: Document) -> str:
-    """Returns the source of numbers: file, dates, machine, versions and the commands that measure them again."""
+    """Returns the source of numbers: file, dates, machine, versions and the commands that measure
+    them again.
+    """
     records = (
-        [cell for cell in document.get("cells", ()) if "environment" in cell] or document.get("batches") or [document]
+        [cell for cell in document.get("cells", ()) if "environment" in cell]
+        or document.get("batches")
+        or [document]
     )
     environments = [record["environment"] for record in records if "environment" in record]
     facts = [_machine(environments)] if environments else []
     known = document.get("identity", {}) | document
     facts += [f"{key} {known[key]}" for key in ("libtpu", "torch", "transformers") if key in known]
-    commands = filter(None, dict.fromkeys(today(record["command"]) for record in records if "command" in record))
+    commands = filter(
+        None, dict.fromkeys(today(record["command"]) for record in records if "command" in record)
+    )
     again = "".join(f"\n  - `{command}`" for command in commands)
     return f"- [`{name}.json`]({name}.json)" + (": " if facts else "") + "; ".join(facts) + again
 
@@ -96,10 +118,15 @@ def _machine(environments: Sequence[Mapping[str, Any]]) -> str:
 
     days = sorted({one["date"][:10] for one in environments})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    cpus = [f"{cpu}, " for cpu in (all_of("cpu"), " ".join(environments[-1].get("instructions", ()))) if cpu]
+    cpus = [
+        f"{cpu}, "
+        for cpu in (all_of("cpu"), " ".join(environments[-1].get("instructions", ())))
+        if cpu
+    ]
     return (
-        f"{when}; {''.join(cpus)}{all_of('machine')}, {all_of('cores')} cores, {all_of('devices')} x {all_of('device_kind')}; "
-        f"Python {all_of('python')}, jax {all_of('jax')}, jaxlib {all_of('jaxlib')}, flax {all_of('flax')}"
+        f"{when}; {''.join(cpus)}{all_of('machine')}, {all_of('cores')} cores, {all_of('devices')} "
+        f"x {all_of('device_kind')}; Python {all_of('python')}, jax {all_of('jax')}, jaxlib "
+        f"{all_of('jaxlib')}, flax {all_of('flax')}"
     )
 
 
@@ -107,6 +134,8 @@ def today(command: str) -> str:
     """Returns today's form of a recorded command: commands have moved, and results go to runs/."""
     for then, now in MOVED.items():
         command = re.sub(then, now, command)
-    while "launch/study.py" in command and command != (joined := REPEATED.sub(r" --\1=\2,\3", command)):
+    while "launch/study.py" in command and command != (
+        joined := REPEATED.sub(r" --\1=\2,\3", command)
+    ):
         command = joined
     return re.sub(r"--(output|figures?)=notebooks/results/", r"--\1=runs/", command)

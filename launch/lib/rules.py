@@ -1,7 +1,9 @@
-"""Makes acceptance rules from the words of configurations, such as "block", "ears:0.3" or "bounded:0.01:typical".
+"""Makes acceptance rules from the words of configurations, such as "block", "ears:0.3" or
+"bounded:0.01:typical".
 
-A lossy rule's constants follow its name, in the order of its fields; missing constants have their defaults. The kind of
-siblings follows the name of a rule for token trees: "recursive", or "traversal:top".
+A lossy rule's constants follow its name, in the order of its fields; missing constants have their
+defaults. The kind of siblings follows the name of a rule for token trees: "recursive", or
+"traversal:top".
 """
 
 from launch.lib.own_code import evaluate, is_own
@@ -29,10 +31,14 @@ def make_rule(word: str) -> Rule:
         return rule(*constants)
     if name == BOUNDED:
         if len(constants) < 2:
-            raise ValueError(f"rule {word!r} needs a budget and a lossy rule, such as bounded:0.01:ears:1.0")
+            raise ValueError(
+                f"rule {word!r} needs a budget and a lossy rule, such as bounded:0.01:ears:1.0"
+            )
         return Bounded(make_rule(":".join(constants[1:])), _number(word, constants[0]))
     if len(constants) > CONSTANTS.get(name, 0):
-        raise ValueError(f"rule {word!r}: {name} takes {CONSTANTS.get(name) or 'no'} constants after colons")
+        raise ValueError(
+            f"rule {word!r}: {name} takes {CONSTANTS.get(name) or 'no'} constants after colons"
+        )
     return rule(*(_number(word, constant) for constant in constants))
 
 

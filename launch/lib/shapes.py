@@ -20,9 +20,17 @@ EAGLE3_VOCABULARY = 32_000
 
 
 def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
-    """Returns the shape of the published EAGLE-3 heads: a layer like the target's, 32,000 most frequent tokens."""
+    """Returns the shape of the published EAGLE-3 heads: a layer like the target's, 32,000 most
+    frequent tokens.
+    """
     layer = dataclasses.replace(
-        target, num_layers=1, positions="rotary", tied=False, query_key_norm=False, global_layers=(), experts=None
+        target,
+        num_layers=1,
+        positions="rotary",
+        tied=False,
+        query_key_norm=False,
+        global_layers=(),
+        experts=None,
     )
     return Eagle3Config(
         layer=layer,
@@ -34,7 +42,9 @@ def eagle3_of(target: models.TransformerConfig) -> Eagle3Config:
 
 
 def head_of(config: ExperimentConfig, target: models.TransformerConfig) -> HeadConfig:
-    """Returns the shape of a head in a folder, of a module in the target's checkpoint, or of an EAGLE-3 head."""
+    """Returns the shape of a head in a folder, of a module in the target's checkpoint, or of an
+    EAGLE-3 head.
+    """
     target = dataclasses.replace(target, **config.int8.sides.of("draft"))
     name = config.hugging_face.draft if config.hugging_face else ""
     if name and pathlib.Path(name, "config.json").expanduser().is_file():
@@ -45,7 +55,9 @@ def head_of(config: ExperimentConfig, target: models.TransformerConfig) -> HeadC
 
 
 def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
-    """Returns the models whose shapes are known without reading weights: none for a pair in a folder."""
+    """Returns the models whose shapes are known without reading weights: none for a pair in a
+    folder.
+    """
     int8 = config.int8.sides
     if config.hugging_face is None:
         fields = {"target": config.target, "draft": config.draft}
@@ -64,14 +76,17 @@ def known_models(config: ExperimentConfig) -> dict[str, TransformerLM]:
 
 
 def target_and_draft(config: ExperimentConfig) -> tuple[TransformerLM, TransformerLM | None]:
-    """Returns the shapes of both models; the draft is the target's first layers for an early exit, None for a head."""
+    """Returns the shapes of both models; the draft is the target's first layers for an early exit,
+    None for a head.
+    """
     word, known = config.word, known_models(config)
     for side in ("target", "draft") if word.draft == "model" else ("target",):
         if side not in known:
             name = getattr(config.hugging_face, side, "")
             raise ValueError(
-                f"--config does not say the shape of the {side} {name}: take configs/chinchilla.py, a folder with a "
-                f"config.json, or one of {', '.join(CONFIGS)}"
+                f"--config does not say the shape of the {side} {name}: take "
+                "configs/chinchilla.py, a folder with a config.json, or one of "
+                f"{', '.join(CONFIGS)}"
             )
     if word.inside:
         return known["target"], EarlyExitDrafter(known["target"], config.exit_layer, K=1).exit_model

@@ -1,8 +1,10 @@
-"""Runs studies: a file in launch/studies defines the measurements; flags, files and tables are here.
+"""Runs studies: a file in launch/studies defines the measurements; flags, files and tables are
+here.
 
-A study is a module ``launch/studies/NAME.py`` with a `Study` named ``STUDY``. The runner adds --output, which is
-written after each cell and from which the same command resumes; --again; --figures; --results, which shows the tables
-of existing results and measures nothing; progress, tables on the console, and the same tables as Markdown.
+A study is a module ``launch/studies/NAME.py`` with a `Study` named ``STUDY``. The runner adds
+--output, which is written after each cell and from which the same command resumes; --again;
+--figures; --results, which shows the tables of existing results and measures nothing; progress,
+tables on the console, and the same tables as Markdown.
 """
 
 import dataclasses
@@ -35,7 +37,9 @@ Say = Callable[[str], None]  # shows progress
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A flag of a study: a text, or several, with commas between them, if the default is a tuple."""
+    """A flag of a study: a text, or several, with commas between them, if the default is
+    a tuple.
+    """
 
     default: Any
     help: str
@@ -62,7 +66,9 @@ class Option:
 
 OF_ALL = {
     "figures": Option(None, "Draw the figures into this folder."),
-    "results": Option(None, "Measure nothing: show the results in this folder, such as notebooks/results."),
+    "results": Option(
+        None, "Measure nothing: show the results in this folder, such as notebooks/results."
+    ),
 }
 
 
@@ -87,9 +93,10 @@ class Study:
       question: the question of the study, in one sentence.
       options: its flags by name, in addition to the shared flags.
       prepare: checks the options, and adds fields to them for the functions below.
-      cells: lists the keys of the cells; by default a single cell {}, whose fields are fields of the document.
-      identity: returns the options that all cells of a file share, by default all options; a file of another identity
-        is refused. Study and machine are always part of the identity.
+      cells: lists the keys of the cells; by default a single cell {}, whose fields are fields of
+        the document.
+      identity: returns the options that all cells of a file share, by default all options; a file
+        of another identity is refused. Study and machine are always part of the identity.
       measure: returns the result of a cell as JSON (dataclasses allowed).
       tables: the tables of committed results, by their names in pages.
       figures: functions that draw documents, by the name of their PNG file.
@@ -109,7 +116,9 @@ def names() -> list[str]:
     """Returns the names of all studies."""
     files = {path.stem: path for path in STUDIES.glob("*.py")}
     files |= {path.parent.name: path for path in STUDIES.glob("*/__init__.py")}
-    return sorted(name for name, path in files.items() if "\nSTUDY = " in path.read_text(encoding="utf-8"))
+    return sorted(
+        name for name, path in files.items() if "\nSTUDY = " in path.read_text(encoding="utf-8")
+    )
 
 
 def load_study(name: str) -> Study:
@@ -138,9 +147,13 @@ def run_study(study: Study, arguments: Sequence[str]) -> int:
 def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None:
     every = study.tables | study.figures
     if options.figures and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--figures: there is no matplotlib, which draws them: pip install matplotlib")
+        raise ValueError(
+            "--figures: there is no matplotlib, which draws them: pip install matplotlib"
+        )
     if options.figures:
-        entry.check_output(f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures")
+        entry.check_output(
+            f"{options.figures}/{next(iter(study.figures), 'figure')}.png", "figures"
+        )
     if options.results is not None or study.measure is None:
         entry.refuse_flags(["output", "again"], "nothing is measured")
         folder = storage.place(options.results or RESULTS)
@@ -152,12 +165,18 @@ def _run(study: Study, options: types.SimpleNamespace, console: Console) -> None
     document = _measured(study, options, console)
     shown = [name for name, each in every.items() if len(each.results) == 1]
     with entry.reading(options.output or "what was measured"):
-        found = {name: every[name].make(document) for name in shown if name in study.tables or options.figures}
+        found = {
+            name: every[name].make(document)
+            for name in shown
+            if name in study.tables or options.figures
+        }
     _show(study, found, options, console)
     entry.say_written(options.output, console)
 
 
-def _show(study: Study, found: Mapping[str, Any], options: types.SimpleNamespace, console: Console) -> None:
+def _show(
+    study: Study, found: Mapping[str, Any], options: types.SimpleNamespace, console: Console
+) -> None:
     """Prints the tables and draws the figures."""
     entry.show([table for name, table in found.items() if name in study.tables], console)
     for name, figure in found.items():
@@ -188,7 +207,9 @@ def _identity(study: Study, options: types.SimpleNamespace) -> dict[str, Any]:
 
 
 def whole(document: Document) -> Document:
-    """Returns a document for tables: the fields of a single cell are added to the fields of the header."""
+    """Returns a document for tables: the fields of a single cell are added to the fields of the
+    header.
+    """
     cells = document.get("cells", ())
     if len(cells) != 1 or cells[0].get("key") != {}:
         return document
@@ -212,7 +233,9 @@ def answers(document: Document) -> Iterator[tuple[Key, Any]]:
 
 
 def cpu_of(document: Document) -> str:
-    """Returns the machine of a result, such as "2 CPU cores (AMD EPYC)"; older files do not name the CPU."""
+    """Returns the machine of a result, such as "2 CPU cores (AMD EPYC)"; older files do not name
+    the CPU.
+    """
     environment = (document if "environment" in document else document["cells"][0])["environment"]
     named = [environment.get("cpu"), *environment.get("instructions", ())]
     return f"{environment['cores']} CPU cores" + (f" ({', '.join(named)})" if named[0] else "")

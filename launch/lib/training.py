@@ -1,4 +1,6 @@
-"""The fields of a configuration for training, such as configs/python_pair.py, each with its check."""
+"""The fields of a configuration for training, such as configs/python_pair.py, each with
+its check.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ class GeneratedFields:
     def sampling(self) -> Warp:
         """Returns the sampling distribution with which the target writes a batch of rows."""
         greedy = round(self.greedy_share * self.batch)
-        return chain(temperature([0.0] * greedy + [self.temperature] * (self.batch - greedy)), top_p(self.top_p))
+        return chain(
+            temperature([0.0] * greedy + [self.temperature] * (self.batch - greedy)),
+            top_p(self.top_p),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,9 +69,11 @@ class TrainingConfig(Config):
     """The fields of a configuration.
 
     Attributes:
-      target: the name of the model that a draft or a head is distilled from; None: a target is trained.
-      head, layer_skip, together: the fields of this kind of training; None: another kind. Those of ``together`` are the
-        "model" of the target that is trained with its draft or head, and fields of `TrainTogether`.
+      target: the name of the model that a draft or a head is distilled from; None: a target is
+        trained.
+      head, layer_skip, together: the fields of this kind of training; None: another kind. Those of
+        ``together`` are the "model" of the target that is trained with its draft or head, and
+        fields of `TrainTogether`.
     """
 
     data: DataFields
@@ -85,10 +92,17 @@ class TrainingConfig(Config):
     together: Mapping[str, Any] | None = None
 
     def __post_init__(self):
-        length, chunk = self.data.length, self.test_time and self.test_time.anchors is None and self.test_time.chunk
+        length, chunk = (
+            self.data.length,
+            self.test_time and self.test_time.anchors is None and self.test_time.chunk,
+        )
         if self.generated is not None and self.generated.prompt_length > length:
             raise ValueError(
-                f"generated.prompt_length {self.generated.prompt_length} must be at most data.length, {length}"
+                f"generated.prompt_length {self.generated.prompt_length} must be at most "
+                f"data.length, {length}"
             )
         if chunk not in (None, False) and (chunk < 1 or length % chunk):
-            raise ValueError(f"test_time.chunk {chunk} does not divide data.length {length}: choose one that does")
+            raise ValueError(
+                f"test_time.chunk {chunk} does not divide data.length {length}: choose one that "
+                "does"
+            )

@@ -1,8 +1,10 @@
-"""Predicts every published TPU measurement from the others: what milliseconds of this package are worth.
+"""Predicts every published TPU measurement from the others: what milliseconds of this package are
+worth.
 
     python launch/study.py backtest --output=runs/tpu_backtest.json
 
-Each layout and each source is left out of the fits once; rows that no fit explains are compared, too. Seconds, no TPU.
+Each layout and each source is left out of the fits once; rows that no fit explains are compared,
+too. Seconds, no TPU.
 """
 
 import math
@@ -41,15 +43,23 @@ def checks_of(document: Document) -> list[Document]:
 
 
 def parts_of(checks: Sequence[Document]) -> dict[str, list[Document]]:
-    """Returns the checks of both ways of leaving out, of Llama 3.1 70B on v5e-16, and of each kind that is not fitted."""
-    layouts, sources, others = ([c for c in checks if c["left_out"] == by] for by in ("layout", "source", "kind"))
+    """Returns the checks of both ways of leaving out, of Llama 3.1 70B on v5e-16, and of each kind
+    that is not fitted.
+    """
+    layouts, sources, others = (
+        [c for c in checks if c["left_out"] == by] for by in ("layout", "source", "kind")
+    )
     parts = {
-        "Llama 3.1 70B on v5e-16, its layout left out": [c for c in layouts if c["name"].startswith(LLAMA_70B)],
+        "Llama 3.1 70B on v5e-16, its layout left out": [
+            c for c in layouts if c["name"].startswith(LLAMA_70B)
+        ],
         "v4, layout left out": [c for c in layouts if c["layout"].startswith("v4 ")],
         "v4, source left out": [c for c in sources if c["layout"].startswith("v4 ")],
         "all steps, layout left out": layouts,
         "all steps, source left out, where fits remain": [c for c in sources if not c["band"].open],
-        "all steps, source left out, where only a range remains": [c for c in sources if c["band"].open],
+        "all steps, source left out, where only a range remains": [
+            c for c in sources if c["band"].open
+        ],
     }
     for check in others:
         parts.setdefault(f"not fitted: {check['kind']}", []).append(check)
@@ -57,11 +67,20 @@ def parts_of(checks: Sequence[Document]) -> dict[str, list[Document]]:
 
 
 def summary(checks: Sequence[Document]) -> tuple[str, ...]:
-    """Returns how forecasts did: rows, median and worst error, how many bands hold, and what nine of ten would need."""
+    """Returns how forecasts did: rows, median and worst error, how many bands hold, and what nine
+    of ten would need.
+    """
     bands = [(check["band"], check["measured_ms"]) for check in checks]
-    errors = [] if any(band.open for band, _ in bands) else [abs(band.likely / ms - 1) for band, ms in bands]
-    told = [f"{error:.0%}" for error in (np.median(errors), max(errors))] if errors else ["", ""]  # of values alone
-    beyond = sorted(max(0.0, math.log(ms / band.most), math.log(band.least / ms)) for band, ms in bands)
+    errors = (
+        []
+        if any(band.open for band, _ in bands)
+        else [abs(band.likely / ms - 1) for band, ms in bands]
+    )
+    # Of values alone.
+    told = [f"{error:.0%}" for error in (np.median(errors), max(errors))] if errors else ["", ""]
+    beyond = sorted(
+        max(0.0, math.log(ms / band.most), math.log(band.least / ms)) for band, ms in bands
+    )
     factor = beyond[math.ceil(COVERED * len(beyond)) - 1]
     held = f"{sum(band.covers(ms) for band, ms in bands)} of {len(bands)}"
     return (str(len(bands)), *told, held, two_digits(math.exp(factor)) if factor else "")

@@ -2,9 +2,10 @@
 
     python launch/study.py conversations --target=TARGET --folder=runs/chats --tests=spec_bench=spec_bench.jsonl,gsm8k=test.jsonl --output=runs/chats.json
 
-A prompt is found where thirteen of its words stand in a conversation one after another, or all words of a shorter turn.
-Turns of fewer than five words are left out, since many texts hold them. A folder that holds a prompt is refused: drafts
-that learn from it would look better on this test than on other texts.
+A prompt is found where thirteen of its words stand in a conversation one after another, or all
+words of a shorter turn. Turns of fewer than five words are left out, since many texts hold them. A
+folder that holds a prompt is refused: drafts that learn from it would look better on this test than
+on other texts.
 """
 
 import collections
@@ -39,28 +40,38 @@ def prepare(options: Any) -> None:
             raise ValueError(f"give --{name}: see --help")
     options.paths = sorted(storage.place(options.folder).glob("*.npy"))
     if not options.paths:
-        raise ValueError(f"--folder={options.folder} has no conversations: write them by launch/generate.py")
+        raise ValueError(
+            f"--folder={options.folder} has no conversations: write them by launch/generate.py"
+        )
     options.prompts = dict(read_test(each) for each in options.tests)
 
 
 def identity(options: Any) -> dict[str, Any]:
     """Returns the target, and the contents of all shards and tests."""
     contents = b"".join(path.read_bytes() for path in options.paths)
-    told = [hashlib.sha256(each).hexdigest()[:16] for each in (contents, repr(options.prompts).encode())]
+    told = [
+        hashlib.sha256(each).hexdigest()[:16] for each in (contents, repr(options.prompts).encode())
+    ]
     return {"target": options.target, "conversations": told[0], "tests": told[1]}
 
 
 def measure(options, key, say) -> dict[str, Any]:
     """Reads all shards."""
     tokenizer = open_checkpoint(options.target).tokenizer
-    owners = {part: (name, id) for name, turns in options.prompts.items() for id, part in parts_of(turns)}
+    owners = {
+        part: (name, id) for name, turns in options.prompts.items() for id, part in parts_of(turns)
+    }
     lengths = sorted({len(part) for part in owners})
     counts, grams, held, num_grams = collections.Counter(), set(), set(), 0
     for path in options.paths:
         say(path.name)
         tokens, described = read_array(path), storage.read_json(path.with_suffix(".json"))
         starts = [start for start, _ in described["conversations"]] + [len(tokens)]
-        counts += {"tokens": len(tokens), "questions": described["questions"], "ended": described["ended"]}
+        counts += {
+            "tokens": len(tokens),
+            "questions": described["questions"],
+            "ended": described["ended"],
+        }
         for (start, length), end in zip(described["conversations"], starts[1:]):
             counts["conversations"] += 1
             answer = tuple(tokens[start + length : end].tolist())
@@ -69,11 +80,14 @@ def measure(options, key, say) -> dict[str, Any]:
             num_grams += len(windows)
             words = words_of(text_of(tokenizer, tokens[start:end].tolist()))
             for n in lengths:
-                held |= {owners[part] for part in zip(*(words[at:] for at in range(n))) if part in owners}
+                held |= {
+                    owners[part] for part in zip(*(words[at:] for at in range(n))) if part in owners
+                }
     if held:
         first = " ".join(min(held))
         raise ValueError(
-            f"--folder={options.folder} holds {len(held)} prompts of tests, such as {first}: leave out these conversations"
+            f"--folder={options.folder} holds {len(held)} prompts of tests, such as {first}: leave "
+            "out these conversations"
         )
     return {
         "kind": "conversations",
@@ -82,17 +96,26 @@ def measure(options, key, say) -> dict[str, Any]:
         "answers_that_end": counts["ended"] / counts["conversations"],
         f"distinct_{GRAM}_grams": len(grams) / max(num_grams, 1),
         "tests": {
-            name: {"prompts": len({id for id, _ in turns}), "looked_for": len({id for id, _ in parts_of(turns)})}
+            name: {
+                "prompts": len({id for id, _ in turns}),
+                "looked_for": len({id for id, _ in parts_of(turns)}),
+            }
             for name, turns in options.prompts.items()
         },
     }
 
 
 def read_test(named: str) -> tuple[str, list[tuple[str, str]]]:
-    """Returns the name of a task, and the name and text of every turn of its prompts, of ``TASK=FILE``."""
+    """Returns the name of a task, and the name and text of every turn of its prompts, of
+    ``TASK=FILE``.
+    """
     name, _, source = named.partition("=")
     problems = load_task(name, source or None, insist=True).problems
-    return name, [(problem.id, turn) for problem in problems for turn in (problem.prompt, *problem.further_turns)]
+    return name, [
+        (problem.id, turn)
+        for problem in problems
+        for turn in (problem.prompt, *problem.further_turns)
+    ]
 
 
 def parts_of(turns: Sequence[tuple[str, str]]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -118,9 +141,24 @@ def words_of(text: str) -> list[str]:
 def conversations_table(document: Document) -> Table:
     """Returns the counts."""
     looked_for = sum(test["looked_for"] for test in document["tests"].values())
-    row = [document[name] for name in ("conversations", "tokens", "answers_that_end", f"distinct_{GRAM}_grams")]
-    cells = (f"{row[0]:,}", f"{row[1]:,}", f"{row[2]:.0%}", f"{row[3]:.0%}", f"{looked_for:,}, none found")
-    header = ("conversations", "tokens", "answers that end", f"distinct {GRAM}-grams", "prompts of tests")
+    row = [
+        document[name]
+        for name in ("conversations", "tokens", "answers_that_end", f"distinct_{GRAM}_grams")
+    ]
+    cells = (
+        f"{row[0]:,}",
+        f"{row[1]:,}",
+        f"{row[2]:.0%}",
+        f"{row[3]:.0%}",
+        f"{looked_for:,}, none found",
+    )
+    header = (
+        "conversations",
+        "tokens",
+        "answers that end",
+        f"distinct {GRAM}-grams",
+        "prompts of tests",
+    )
     return Table(title="Conversations that a target wrote", header=header, rows=[cells], left=0)
 
 
@@ -131,7 +169,9 @@ STUDY = Study(
     identity=identity,
     tables={"conversations": Published(["smollm2_conversations"], conversations_table)},
     options={
-        "target": Option("", "The target, a folder or the id of a model of the hub, for its tokenizer."),
+        "target": Option(
+            "", "The target, a folder or the id of a model of the hub, for its tokenizer."
+        ),
         "folder": Option("", "The conversations, of launch/generate.py --conversations."),
         "tests": Option((), "Tasks and their files, such as spec_bench=spec_bench.jsonl."),
     },

@@ -1,8 +1,10 @@
-"""Shows committed results: tables of the pages and of the main README, and figure 1 of Chen et al. with our curves.
+"""Shows committed results: tables of the pages and of the main README, and figure 1 of Chen et al.
+with our curves.
 
     python launch/study.py figures --results=notebooks/results --figures=runs
 
-Our curves are lines, with quartiles; the points are those of Chen et al. (arXiv 2302.01318). Nothing is measured here.
+Our curves are lines, with quartiles; the points are those of Chen et al. (arXiv 2302.01318).
+Nothing is measured here.
 """
 
 import dataclasses
@@ -28,7 +30,8 @@ TOKENS = 128  # whose time the paper shows
 EMITTED = expected_tokens(0.8, 4)  # tokens of a round of K = 4 at an acceptance rate of 0.8
 
 
-# Figure 1 of the paper, read off to about 2%: Chinchilla 70B and 4B, 16 TPU v4, batch 1, K = 0 to 7.
+# Figure 1 of the paper, read off to about 2%: Chinchilla 70B and 4B, 16 TPU v4, batch 1, K = 0 to
+# 7.
 PAPER_MS = {  # for `TOKENS` tokens
     "HumanEval": (1805, 1108, 875, 777, 735, 710, 697, 675),
     "XSum": (1805, 1197, 993, 935, 943, 965, 990, 1002),
@@ -41,16 +44,22 @@ PAPER_ROUND_MS = (14.1, 16.3, 18.2, 20.3, 22.8, 25.0, 27.1, 28.5)
 
 
 def drafted(document: Document) -> list[Mapping[str, Any]]:
-    """Returns the measured cells of batch 1 with a draft model, by draft length; drafts at the target's temperature."""
+    """Returns the measured cells of batch 1 with a draft model, by draft length; drafts at the
+    target's temperature.
+    """
     wanted = {"rule": "token", "drafter": "model", "draft_temperature": None}
     cells = grid.chosen(document["cells"], batch=1, **wanted)
-    return sorted((cell for cell in cells if cell["key"]["draft_length"]), key=lambda cell: cell["key"]["draft_length"])
+    return sorted(
+        (cell for cell in cells if cell["key"]["draft_length"]),
+        key=lambda cell: cell["key"]["draft_length"],
+    )
 
 
 def draw_paper(document: Document) -> Any:
     """Draws the three panels of figure 1: our cells of batch 1 as lines, and the published points.
 
-    Each value is divided by that of the plain decoding that took turns with it, since cells are measured minutes apart.
+    Each value is divided by that of the plain decoding that took turns with it, since cells are
+    measured minutes apart.
     """
     from matplotlib.figure import Figure  # no window, no global state
 
@@ -58,30 +67,56 @@ def draw_paper(document: Document) -> Any:
     for cell in drafted(document):
         groups.setdefault(distribution_of(cell["key"]), []).append(cell)
     if not groups:
-        raise ValueError("no curve: no distribution has a draft model at batch 1 under the token rule")
+        raise ValueError(
+            "no curve: no distribution has a draft model at batch 1 under the token rule"
+        )
     figure = Figure(figsize=(12.6, 3.6), layout="constrained")
     total, share, rounds = figure.subplots(1, 3)
     for number, (name, group) in enumerate(groups.items()):
         look = {"color": COLOURS[number % len(COLOURS)], "linestyle": STYLES[number % len(STYLES)]}
-        lengths, results = [0, *(cell["key"]["draft_length"] for cell in group)], [cell["result"] for cell in group]
+        lengths, results = (
+            [0, *(cell["key"]["draft_length"] for cell in group)],
+            [cell["result"] for cell in group],
+        )
         plain_ms = TOKENS * results[0]["autoregressive"]["ms_per_token"]["median"]
         sides = [(result["speculative"], result["autoregressive"]) for result in results]
-        paces = [ours["ms_per_round"]["median"] / plain["ms_per_round"]["median"] for ours, plain in sides]
+        paces = [
+            ours["ms_per_round"]["median"] / plain["ms_per_round"]["median"]
+            for ours, plain in sides
+        ]
         speedups = [result["speedup"] for result in results]
-        middle, low, high = ([1, *(1 / one[edge] for one in speedups)] for edge in ("median", "upper", "lower"))
+        middle, low, high = (
+            [1, *(1 / one[edge] for one in speedups)] for edge in ("median", "upper", "lower")
+        )
         total.plot(lengths, middle, **look, label=f"{name} ({plain_ms:.0f} ms at K = 0)")
-        total.fill_between(lengths, low, high, color=look["color"], alpha=0.1, linewidth=0, zorder=0)
+        total.fill_between(
+            lengths, low, high, color=look["color"], alpha=0.1, linewidth=0, zorder=0
+        )
         emitted = [result["acceptance"]["emitted_per_round"] for result in results]
-        share.plot(lengths, [1, *(e / (K + 1) for K, e in zip(lengths[1:], emitted))], **look, label=name)
+        share.plot(
+            lengths, [1, *(e / (K + 1) for K, e in zip(lengths[1:], emitted))], **look, label=name
+        )
         rounds.plot(lengths, [1, *paces], **look, label=name)
     points = {"color": "black", "linestyle": "none", "markersize": 4, "zorder": 0}
     for marker, (task, ms) in zip("os", PAPER_MS.items()):
-        total.plot([one / ms[0] for one in ms], **points, marker=marker, label=f"Chen et al., {task} ({ms[0]} ms)")
+        total.plot(
+            [one / ms[0] for one in ms],
+            **points,
+            marker=marker,
+            label=f"Chen et al., {task} ({ms[0]} ms)",
+        )
         share.plot(PAPER_EMITTED[task], **points, marker=marker, label=f"Chen et al., {task}")
     plain = PAPER_ROUND_MS[0]
-    rounds.plot([ms / plain for ms in PAPER_ROUND_MS], **points, marker="o", label=f"Chen et al. ({plain} ms)")
+    rounds.plot(
+        [ms / plain for ms in PAPER_ROUND_MS],
+        **points,
+        marker="o",
+        label=f"Chen et al. ({plain} ms)",
+    )
     titles = (f"time for {TOKENS} tokens", "tokens emitted per round", "time of a round")
-    for axis, title, label in zip(figure.axes, titles, ("over plain decoding", "over K + 1", "over a plain round")):
+    for axis, title, label in zip(
+        figure.axes, titles, ("over plain decoding", "over K + 1", "over a plain round")
+    ):
         axis.set_title(title, fontsize=10)
         axis.set(xlabel="K, drafted tokens per round", ylabel=label, ylim=(0, None))
         axis.spines[["top", "right"]].set_visible(False)
@@ -94,11 +129,21 @@ def trained(pair: Document) -> Table:
     rows = []
     for side in ("target", "draft"):
         run, held_out = pair["provenance"][side], pair["provenance"]["held_out"]["float32"][side]
-        minutes, acceptance = run["last_metrics"]["training_seconds"] / 60, held_out.get("acceptance (temperature 1)")
+        minutes, acceptance = (
+            run["last_metrics"]["training_seconds"] / 60,
+            held_out.get("acceptance (temperature 1)"),
+        )
         share = "" if acceptance is None else f"{acceptance:.3f}"
         trained = (str(run["step"]), str(run["config"]["recipe"]["batch"]), f"{minutes:.0f}")
         rows.append((side, *trained, f"{held_out['loss']:.2f}", share))
-    header = ("", "steps", "rows a step", "minutes of training", "held-out loss, nats per token", "acceptance at T = 1")
+    header = (
+        "",
+        "steps",
+        "rows a step",
+        "minutes of training",
+        "held-out loss, nats per token",
+        "acceptance at T = 1",
+    )
     return Table(title="Training of the shipped pair", header=header, rows=rows)
 
 
@@ -121,8 +166,14 @@ def headline(slices: Document, *chosen: Document) -> Table:
     for document in chosen:
         models, turns = document["identity"]["models"], document["cells"][0]["workload"]["repeats"]
         device = document["identity"]["device"]
-        products = "kernel for few rows" if document["identity"].get("few_rows") else "XLA's products"
-        place = f"{cpu_of(document)}, {products}" if device["platform"] == "cpu" else f"one {device['kind']}"
+        products = (
+            "kernel for few rows" if document["identity"].get("few_rows") else "XLA's products"
+        )
+        place = (
+            f"{cpu_of(document)}, {products}"
+            if device["platform"] == "cpu"
+            else f"one {device['kind']}"
+        )
         for key, result in answers(document):
             is_lookup = key["drafter"] == "ngram"
             sides = ("target",) if is_lookup else ("target", "draft")
@@ -130,8 +181,13 @@ def headline(slices: Document, *chosen: Document) -> Table:
             where = f"{sizes} parameters, float32, batch 1, {place}, {turns} turns over 20 prompts"
             if key["temperature"] == 0:
                 where += f"; greedy tokens equal in {result['same_tokens']} of {turns}"
-            length = f"{'prompt lookup, ' if is_lookup else ''}K = {key['draft_length']} as chosen for this machine, {key['rule']} rule"
-            rows.append((f"**{ratio(result['speedup'])}**", f"measured: {law(key)}, {length}; {where}"))
+            length = (
+                f"{'prompt lookup, ' if is_lookup else ''}K = {key['draft_length']} as chosen for "
+                f"this machine, {key['rule']} rule"
+            )
+            rows.append(
+                (f"**{ratio(result['speedup'])}**", f"measured: {law(key)}, {length}; {where}")
+            )
     gain = faster(calibration.band_ratio(*forecast(slices, "v4:2x2x4", 1)))
     where = "70B + 4B (Chinchilla), K = 4, acceptance 0.8, bfloat16, batch 1, 16 TPU v4 chips"
     rows.append((f"**{gain}**", f"forecast from a compiler estimate, nothing ran: {where}"))
@@ -139,10 +195,15 @@ def headline(slices: Document, *chosen: Document) -> Table:
 
 
 def forecast(slices: Document, topology: str, batch: int) -> tuple[Band, Band]:
-    """Returns milliseconds per token of the paper's pair, alone and drafting: acceptance 0.8, top-p, token rule, K = 4."""
-    programs = {tuple(key.values()): answer["programs"] for key, answer in answers(slices)}[topology, batch]
+    """Returns milliseconds per token of the paper's pair, alone and drafting: acceptance 0.8,
+    top-p, token rule, K = 4.
+    """
+    programs = {tuple(key.values()): answer["programs"] for key, answer in answers(slices)}[
+        topology, batch
+    ]
     step, draft, drafted = (
-        Work(**programs[name]["work"]) for name in ("target step", "draft step", "round, top-p, token")
+        Work(**programs[name]["work"])
+        for name in ("target step", "draft step", "round, top-p, token")
     )
     chip = topology.partition(":")[0]
     together = calibration.estimate(chip, *calls_of_round(drafted, draft))
@@ -158,9 +219,21 @@ def summary(grid: Document, audit: Document, agreement: Document, slices: Docume
         where = f"{name}, {law(key)}, K = {key['draft_length']}, batch {key['batch']}"
         rows.append((where, cpu_of(grid), ratio(result["speedup"])))
     passed = sum(check["verdict"] == "passed" for check in audit["checks"])
-    rows.append(("audit of the shipped pair", cpu_of(audit), f"{passed} of {len(audit['checks'])} checks passed"))
+    rows.append(
+        (
+            "audit of the shipped pair",
+            cpu_of(audit),
+            f"{passed} of {len(audit['checks'])} checks passed",
+        )
+    )
     worst = [cell["result"]["worst_error"] for cell in agreement["cells"]]
-    rows.append((f"forecast ms per token, worst error of {len(worst)} curves", cpu_of(agreement), f"{max(worst):.1%}"))
+    rows.append(
+        (
+            f"forecast ms per token, worst error of {len(worst)} curves",
+            cpu_of(agreement),
+            f"{max(worst):.1%}",
+        )
+    )
     for topology, batch in (("v4:2x2x4", 8), ("v5e:4x4", 1), ("v6e:4x4", 32)):
         where = f"16 TPU {topology.partition(':')[0]}, compiler estimate"
         gain = faster(calibration.band_ratio(*forecast(slices, topology, batch)))
@@ -170,27 +243,40 @@ def summary(grid: Document, audit: Document, agreement: Document, slices: Docume
 
 def streamed(model: Mapping[str, Any]) -> int:
     """Returns the parameters that a call streams; tables of n-grams are only looked up."""
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}  # older files have fields that are gone
+    # Older files have fields that are gone.
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
     config = TransformerConfig(**{name: value for name, value in model.items() if name in known})
     return config.num_parameters - config.num_ngram_tables * config.ngram_rows * config.width
 
 
 STUDY = Study(
-    question="How do our curves compare with those of the paper, and what did the commands measure?",
+    question=(
+        "How do our curves compare with those of the paper, and what did the commands measure?"
+    ),
     tables={
         "headline": Published(
-            ["compile_slices", "python_pair_machine", "python_pair_machine_avx512", "python_pair_h100"], headline
+            [
+                "compile_slices",
+                "python_pair_machine",
+                "python_pair_machine_avx512",
+                "python_pair_h100",
+            ],
+            headline,
         ),
         "summary": Published(
-            ["python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"], summary
+            ["python_pair_grid", "python_pair_audit", "python_pair_agreement", "compile_slices"],
+            summary,
         ),
         "pair": Published(["pair"], trained),
         "grid": Published(
-            ["python_pair_grid"], lambda grid: grid_table("Best draft lengths", grid["cells"], best=True)
+            ["python_pair_grid"],
+            lambda grid: grid_table("Best draft lengths", grid["cells"], best=True),
         ),
         "audit": Published(["python_pair_audit"], lambda audit: audit_table(audit["checks"])),
         "quality": Published(["python_pair_tasks"], lambda found: quality(found["evaluation"])),
-        "humaneval": Published(["python_pair_humaneval"], lambda found: quality(found["evaluation"])),
+        "humaneval": Published(
+            ["python_pair_humaneval"], lambda found: quality(found["evaluation"])
+        ),
     },
     figures={"figure_1": Published(["python_pair_grid"], draw_paper)},
 )

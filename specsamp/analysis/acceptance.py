@@ -1,16 +1,19 @@
-"""Acceptance of drafted tokens by position, from which tokens per round follow for any draft length K.
+"""Acceptance of drafted tokens by position, from which tokens per round follow for any draft length
+K.
 
     profile = Profile.of_rate(0.8)                     # every drafted token is accepted with the same chance
     profile = Profile.of_positions((0.85, 0.8, 0.7))   # by position, given that the positions before were accepted
     profile = Profile.of_texts([completion.stats for completion in completions])
     profile.tokens_per_round(4)
 
-Notation: n is the number of accepted tokens of a round, ``P(n >= i)`` the chance that it is at least i (the survival).
+Notation: n is the number of accepted tokens of a round, ``P(n >= i)`` the chance that it is at
+least i (the survival).
 
-Under the token rule and the block rule the chance at position i does not depend on how many positions follow (Sun et
-al., arXiv 2403.10444), so one profile serves every K. It does depend on where in the text rounds begin: after a
-rejection the next round begins at a hard token, and long drafts end in rejections more often. Where acceptance was
-counted at several K, a dict ``{K: Profile}`` holds one profile for each, see `profile_at`.
+Under the token rule and the block rule the chance at position i does not depend on how many
+positions follow (Sun et al., arXiv 2403.10444), so one profile serves every K. It does depend on
+where in the text rounds begin: after a rejection the next round begins at a hard token, and long
+drafts end in rejections more often. Where acceptance was counted at several K, a dict ``{K:
+Profile}`` holds one profile for each, see `profile_at`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ NORMAL_95 = 1.96  # standard errors on either side of a 95% interval
 
 
 def expected_tokens(alpha: float, draft_length: int) -> float:
-    """Returns ``1 + alpha + ... + alpha^K``: tokens per round if each drafted token is accepted with chance alpha.
+    """Returns ``1 + alpha + ... + alpha^K``: tokens per round if each drafted token is accepted
+    with chance alpha.
 
     Leviathan et al. (arXiv 2211.17192), equation 1.
     """
@@ -36,9 +40,11 @@ def expected_tokens(alpha: float, draft_length: int) -> float:
 
 
 def rate_error(rate: float, num_verified: int) -> float:
-    """Returns the standard error of an acceptance rate on these texts, nan where nothing was verified.
+    """Returns the standard error of an acceptance rate on these texts, nan where nothing was
+    verified.
 
-    Given the text so far, each verified token is accepted or rejected by one random draw, so the error is binomial.
+    Given the text so far, each verified token is accepted or rejected by one random draw, so the
+    error is binomial.
     """
     return math.sqrt(rate * (1 - rate) / num_verified) if num_verified else math.nan
 
@@ -53,7 +59,9 @@ class Interval:
 
     @classmethod
     def around(cls, value: float, relative_error: float, ends: Sequence[float] = ()) -> Interval:
-        """Makes the interval of a value whose standard error is ``relative_error * value`` (log-normal), around all ends."""
+        """Makes the interval of a value whose standard error is ``relative_error * value``
+        (log-normal), around all ends.
+        """
         factor = math.exp(NORMAL_95 * relative_error)
         ends = ends or (value,)
         return cls(value=value, lower=min(ends) / factor, upper=max(ends) * factor)
@@ -85,32 +93,50 @@ class Profile:
 
     @classmethod
     def of_positions(cls, by_position: Sequence[float]) -> Profile:
-        """Makes a profile from chances given that all before were accepted; the last one holds for all later ones."""
+        """Makes a profile from chances given that all before were accepted; the last one holds for
+        all later ones.
+        """
         if not by_position:
             raise ValueError("the acceptance by position is empty: give at least one chance")
-        chances = [validate.number(f"the acceptance at position {i}", x, 0, 1) for i, x in enumerate(by_position, 1)]
+        chances = [
+            validate.number(f"the acceptance at position {i}", x, 0, 1)
+            for i, x in enumerate(by_position, 1)
+        ]
         return cls(by_position=tuple(chances), beyond=chances[-1])
 
     @classmethod
-    def of_histogram(cls, rounds_by_accepted: Sequence[int], reached: Sequence[int] | None = None) -> Profile:
+    def of_histogram(
+        cls, rounds_by_accepted: Sequence[int], reached: Sequence[int] | None = None
+    ) -> Profile:
         """Makes a profile from rounds by number of accepted tokens, 0 .. K.
 
         Args:
-          reached: rounds in which position i was verified; by default all that accepted the i - 1 tokens before it.
+          reached: rounds in which position i was verified; by default all that accepted the i - 1
+            tokens before it.
         """
         counts = np.asarray(rounds_by_accepted)
-        are_counts = counts.ndim == 1 and len(counts) > 1 and counts.dtype.kind in "iu" and (counts >= 0).all()
+        are_counts = (
+            counts.ndim == 1
+            and len(counts) > 1
+            and counts.dtype.kind in "iu"
+            and (counts >= 0).all()
+        )
         if not are_counts or not counts.sum():
-            raise ValueError(f"a histogram is rounds by accepted tokens, 0 .. K, K >= 1; got {rounds_by_accepted!r}")
+            raise ValueError(
+                "a histogram is rounds by accepted tokens, 0 .. K, K >= 1; got "
+                f"{rounds_by_accepted!r}"
+            )
         at_least = np.cumsum(counts[::-1])[::-1]  # rounds that accepted n or more
         verified = at_least[:-1].copy() if reached is None else np.asarray(reached).copy()
         if verified.shape != at_least[1:].shape or (verified < at_least[1:]).any():
             raise ValueError(
-                f"positions verified {verified.tolist()} times cannot have accepted {at_least[1:].tolist()}"
+                f"positions verified {verified.tolist()} times cannot have accepted "
+                f"{at_least[1:].tolist()}"
             )
         verified[0] = at_least[0]  # a round that drafted nothing accepted nothing
         seen = verified > 0
-        # Few rounds get far, so positions that no round has reached are as all positions but the first together.
+        # Few rounds get far, so positions that no round has reached are as all positions but the
+        # first together.
         later = slice(1, None) if verified[1:].sum() else slice(None)
         emitted = np.repeat(np.arange(1, len(counts) + 1), counts)
         return cls(
@@ -121,16 +147,23 @@ class Profile:
 
     @classmethod
     def of_texts(cls, stats: Sequence[RowStats]) -> Profile:
-        """Makes a profile from the counts of each text, all with the same K >= 1; texts without rounds are left out.
+        """Makes a profile from the counts of each text, all with the same K >= 1; texts without
+        rounds are left out.
 
         The error is that of the choice of texts, or where there is one text, that of the counts.
         """
         texts = [text for text in stats if text.rounds]
         if not texts:
-            raise ValueError(f"{len(stats)} texts without rounds: no acceptance can be taken from them")
-        accepted, reached = ([getattr(text, name) for text in texts] for name in ("accepted_counts", "reached"))
+            raise ValueError(
+                f"{len(stats)} texts without rounds: no acceptance can be taken from them"
+            )
+        accepted, reached = (
+            [getattr(text, name) for text in texts] for name in ("accepted_counts", "reached")
+        )
         whole = cls.of_histogram(np.sum(accepted, axis=0), np.sum(reached, axis=0))
-        emitted_N, rounds_N = np.array([(text.accepted + text.rounds, text.rounds) for text in texts]).T
+        emitted_N, rounds_N = np.array(
+            [(text.accepted + text.rounds, text.rounds) for text in texts]
+        ).T
         if (count := len(texts)) == 1:
             return whole
         differs_N = emitted_N - rounds_N * (emitted_N.sum() / rounds_N.sum())
@@ -140,7 +173,9 @@ class Profile:
     def survival(self, draft_length: int) -> np.ndarray:
         """Returns ``P(n >= i)``, i = 1 .. K, float64."""
         known = self.by_position[:draft_length]
-        return np.cumprod(np.array([*known, *[self.beyond] * (draft_length - len(known))], np.float64))
+        return np.cumprod(
+            np.array([*known, *[self.beyond] * (draft_length - len(known))], np.float64)
+        )
 
     def tokens_per_round(self, draft_length: int) -> Interval:
         """Returns ``1 + sum_i P(n >= i)``, for rounds that no budget and no stop cuts short."""
@@ -151,7 +186,9 @@ Acceptance = Profile | Mapping[int, Profile]
 
 
 def profile_at(acceptance: Acceptance, draft_length: int) -> Profile:
-    """Returns the profile of rounds with this K; where several K were counted, that of the longest up to this one."""
+    """Returns the profile of rounds with this K; where several K were counted, that of the longest
+    up to this one.
+    """
     if isinstance(acceptance, Profile):
         return acceptance
     return acceptance[max((K for K in acceptance if K <= draft_length), default=min(acceptance))]

@@ -1,11 +1,13 @@
 """Measures speculative against autoregressive decoding, in turn, in one process.
 
-    result = benchmark(pair, Method(drafter=drafter, sampling=sampling), Workload(max_new_tokens=128, repeats=15))
+    result = benchmark(pair, Method(drafter=drafter, sampling=sampling),
+    Workload(max_new_tokens=128, repeats=15))
 
-Both sides are the same `Loop`, one with an empty draft. Repeat r gives both the same prompts and seed; the next repeat
-has other prompts, so acceptance is counted on many texts. Prefill and compilation are timed separately. The speedup is
-the median over repeats of the ratio within a repeat: on a busy machine the ratios mean more than the milliseconds.
-This is one cell; `specsamp.analysis.grid` measures many.
+Both sides are the same `Loop`, one with an empty draft. Repeat r gives both the same prompts and
+seed; the next repeat has other prompts, so acceptance is counted on many texts. Prefill and
+compilation are timed separately. The speedup is the median over repeats of the ratio within a
+repeat: on a busy machine the ratios mean more than the milliseconds. This is one cell;
+`specsamp.analysis.grid` measures many.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ import numpy as np
 
 from specsamp.analysis.acceptance import expected_tokens
 from specsamp.analysis.calls import call_runs
-from specsamp.analysis.workload import Quartiles, TimedDecoder, Timing, Workload, decoders, take_turns
+from specsamp.analysis.workload import (
+    Quartiles,
+    TimedDecoder,
+    Timing,
+    Workload,
+    decoders,
+    take_turns,
+)
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair
@@ -37,19 +46,23 @@ CALL_TURNS = 4  # of the calls of a round, in each repeat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundSplit:
-    """Milliseconds of the calls of a round, each timed by itself (`specsamp.analysis.calls`), and of a plain step."""
+    """Milliseconds of the calls of a round, each timed by itself (`specsamp.analysis.calls`), and
+    of a plain step.
+    """
 
     draft: Quartiles  # K tokens, with their warps and draws
     score: Quartiles  # the target's call for K + 1 positions
     step: Quartiles  # the target's call for one position
-    least_round: Quartiles  # (draft + score) / step: the round if only its calls took time, in steps
+    # (draft + score) / step: the round if only its calls took time, in steps.
+    least_round: Quartiles
 
     @classmethod
     def of(cls, **ms: Sequence[float]) -> RoundSplit:
         """Summarises milliseconds of the three calls by turn."""
         draft, score, step = (np.array(ms[name]) for name in ("draft", "score", "step"))
         return cls(
-            **{name: Quartiles.of(x) for name, x in ms.items()}, least_round=Quartiles.of((draft + score) / step)
+            **{name: Quartiles.of(x) for name, x in ms.items()},
+            least_round=Quartiles.of((draft + score) / step),
         )
 
 
@@ -84,19 +97,23 @@ class Result:
     speculative: Side
     speedup: Quartiles  # autoregressive over speculative ms per token, within a repeat
     acceptance: RowStats  # counts of the speculative side, over all rows and repeats
-    same_tokens: int  # repeats in which both sides emitted the same tokens: all of them if greedy, except near-ties
-    split: RoundSplit | None  # None under JAX_DISABLE_JIT, for adaptive lengths, or where memory does not suffice
+    # Repeats in which both sides emitted the same tokens: all of them if greedy, except near-ties.
+    same_tokens: int
+    # None under JAX_DISABLE_JIT, for adaptive lengths, or where memory does not suffice.
+    split: RoundSplit | None
     slots: int  # of the caches, which attention reads
     memory: Mapping[str, Any]  # see `memory_use`
-    variation_per_text: float | None = None  # of a lossy rule, see `specsamp.sampling.rules.Meter`; None: not metered
+    # Of a lossy rule, see `specsamp.sampling.rules.Meter`; None: not metered.
+    variation_per_text: float | None = None
 
     @property
     def allowed_speedup(self) -> float | None:
-        """Returns the speedup that theory allows from the measured acceptance rate and costs; None where `split` is.
+        """Returns the speedup that theory allows from the measured acceptance rate and costs; None
+        where `split` is.
 
-        ``E(alpha, K) t_target / (K t_draft + t_score)`` with ``E = 1 + alpha + ... + alpha^K`` (Leviathan et al., arXiv
-        2211.17192, theorem 3.8, with the measured time of scoring K + 1 tokens): the speedup if nothing but the models
-        took time and acceptances were independent.
+        ``E(alpha, K) t_target / (K t_draft + t_score)`` with ``E = 1 + alpha + ... + alpha^K``
+        (Leviathan et al., arXiv 2211.17192, theorem 3.8, with the measured time of scoring K + 1
+        tokens): the speedup if nothing but the models took time and acceptances were independent.
         """
         if self.split is None or not self.speculative.draft_length:
             return None
@@ -105,11 +122,16 @@ class Result:
 
 
 def benchmark(
-    pair: Pair, method: Method, workload: Workload, progress: Callable[[str], None] = lambda text: None
+    pair: Pair,
+    method: Method,
+    workload: Workload,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Result:
-    """Measures a method against plain decoding of the same target; ValueError if the workload does not fit the models.
+    """Measures a method against plain decoding of the same target; ValueError if the workload does
+    not fit the models.
 
-    The warps of the method have scalar numbers. With `NoDrafter` both sides are the same, and the speedup shows the error.
+    The warps of the method have scalar numbers. With `NoDrafter` both sides are the same, and the
+    speedup shows the error.
     """
     # Plain decoding needs no meter, which would take time.
     rule = TokenRule() if method.rule.metered else method.rule
@@ -124,7 +146,9 @@ def benchmark(
     runs = {name: side.decode for name, side in sides.items()}
     timings = take_turns(runs, workload.repeats, lambda text: progress(f"decoding: repeat {text}"))
     state = sides["speculative"].prefill(sides["speculative"].requests(0))
-    memory = memory_use([side.engine.weights for side in sides.values()], (state.cache, state.drafter_state))
+    memory = memory_use(
+        [side.engine.weights for side in sides.values()], (state.cache, state.drafter_state)
+    )
     del state
     seconds = {name: np.array([timing.loop_seconds for timing in timings[name]]) for name in sides}
     texts = [[timing.texts for timing in timings[name]] for name in sides]
@@ -137,12 +161,17 @@ def benchmark(
         split=_split(sides, workload.repeats, progress),
         slots=sides["speculative"].engine.slots,
         memory=memory,
-        variation_per_text=acceptance.variation and acceptance.variation / (workload.repeats * workload.batch),
+        variation_per_text=acceptance.variation
+        and acceptance.variation / (workload.repeats * workload.batch),
     )
 
 
-def _split(sides: Mapping[str, TimedDecoder], repeats: int, progress: Callable[[str], None]) -> RoundSplit | None:
-    """Times the calls of a round; None if the length adapts, or where they do not fit into memory beside the decoders."""
+def _split(
+    sides: Mapping[str, TimedDecoder], repeats: int, progress: Callable[[str], None]
+) -> RoundSplit | None:
+    """Times the calls of a round; None if the length adapts, or where they do not fit into memory
+    beside the decoders.
+    """
     if jax.config.jax_disable_jit or sides["speculative"].method.adaptive is not None:
         return None
     try:
@@ -165,9 +194,11 @@ def split_round(speculative: TimedDecoder, turns: int) -> RoundSplit:
 
 
 def write_profile(decoder: TimedDecoder, folder: str | os.PathLike) -> None:
-    """Profiles a prefill and the first `PROFILED_ROUNDS` rounds of a workload, for xprof or Perfetto.
+    """Profiles a prefill and the first `PROFILED_ROUNDS` rounds of a workload, for xprof or
+    Perfetto.
 
-    Operations carry the `jax.named_scope` that they come from. All processes must call this; each writes its own file.
+    Operations carry the `jax.named_scope` that they come from. All processes must call this; each
+    writes its own file.
     """
 
     def decode() -> None:
@@ -182,7 +213,9 @@ def write_profile(decoder: TimedDecoder, folder: str | os.PathLike) -> None:
 
 
 def memory_use(weights: Any, caches: Any) -> dict[str, Any]:
-    """Returns the bytes of these arrays on one device, and the peak of the device so far, or of the process on a CPU."""
+    """Returns the bytes of these arrays on one device, and the peak of the device so far, or of the
+    process on a CPU.
+    """
     counted = jax.local_devices()[0].memory_stats() or {}
     peak = counted.get("peak_bytes_in_use")
     kilobytes = 1 if sys.platform == "darwin" else 1024
@@ -198,4 +231,8 @@ def memory_use(weights: Any, caches: Any) -> dict[str, Any]:
 def _bytes(tree: Any) -> int:
     """Returns the bytes on the first device; arrays that two trees share count once."""
     leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)}
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves.values() if leaf.addressable_shards)
+    return sum(
+        leaf.addressable_shards[0].data.nbytes
+        for leaf in leaves.values()
+        if leaf.addressable_shards
+    )

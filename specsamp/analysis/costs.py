@@ -1,7 +1,8 @@
 """Milliseconds of a round, by draft length, batch and context: measured, or given per call.
 
-Every class has ``round_ms(draft_length, batch, context)``; draft length 0 is a step of plain decoding.
-`specsamp.tpu.work.Roofline` adds lower bounds, `specsamp.tpu.pair_report.compiled_costs` those of compiled programs.
+Every class has ``round_ms(draft_length, batch, context)``; draft length 0 is a step of plain
+decoding. `specsamp.tpu.work.Roofline` adds lower bounds, `specsamp.tpu.pair_report.compiled_costs`
+those of compiled programs.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import numpy as np
 
 from specsamp import validate
 
-# Relative standard error of a clock from one session to the next: the least with which 95% bands hold 95% of the 52
-# points of notebooks/results/python_pair_agreement.json; found on three of its four curves, it holds 50 of them.
+# Relative standard error of a clock from one session to the next: the least with which 95% bands
+# hold 95% of the 52 points of notebooks/results/python_pair_agreement.json; found on three of its
+# four curves, it holds 50 of them.
 CLOCK_DRIFT = 0.016
 
 
 def clock_error(errors: Iterable[float]) -> float:
-    """Returns the relative standard error of rounds that were timed, from those of their medians."""
+    """Returns the relative standard error of rounds that were timed, from those of their
+    medians.
+    """
     return math.hypot(float(np.median([*errors])), CLOCK_DRIFT)
 
 
@@ -31,7 +35,8 @@ class Costs:
 
     error: float = 0.0  # the relative standard error of a round's time; 0 if it is known exactly
     bounds: tuple[Costs, ...] = ()  # the lowest and the highest costs, where a forecast has a band
-    scenarios: tuple[Costs, ...] = ()  # one of them is true: a speedup compares two programs within each
+    # One of them is true: a speedup compares two programs within each.
+    scenarios: tuple[Costs, ...] = ()
     is_range: bool = False  # no value between the bounds is likelier than another
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
@@ -39,13 +44,17 @@ class Costs:
         raise NotImplementedError
 
     def tree_ms(self, depth: int, rows: int, batch: int = 1, context: int | None = None) -> float:
-        """Returns the milliseconds of a round of a token tree; raises ValueError if these costs know chains alone.
+        """Returns the milliseconds of a round of a token tree; raises ValueError if these costs
+        know chains alone.
 
         Args:
           depth: of the tree; each level is a call of the draft.
           rows: scored rows, the pending token included.
         """
-        raise ValueError(f"{type(self).__name__} knows the rounds of chains alone: give costs of calls, or a roofline")
+        raise ValueError(
+            f"{type(self).__name__} knows the rounds of chains alone: give costs of calls, or a "
+            "roofline"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +65,8 @@ class CostTable(Costs):
     """
 
     ms: Mapping[int, Mapping[int, float]]  # of a round, by batch and then by draft length
-    context: int | None = None  # slots of their caches, which attention reads; None: the rounds serve any number
+    # Slots of their caches, which attention reads; None: the rounds serve any number.
+    context: int | None = None
 
     def __post_init__(self):
         if not self.ms or not all(self.ms.values()):
@@ -68,23 +78,35 @@ class CostTable(Costs):
                 validate.number("ms of a round", ms, 0, above=True)
 
     def round_ms(self, draft_length: int, batch: int = 1, context: int | None = None) -> float:
-        """Returns the milliseconds of one round; raises ValueError beyond the measured contexts, batches and lengths."""
+        """Returns the milliseconds of one round; raises ValueError beyond the measured contexts,
+        batches and lengths.
+        """
         if None not in (context, self.context) and context != self.context:
-            raise ValueError(f"context {context} is not the measured {self.context}: measure it, or take a roofline")
-        below, above = [size for size in self.ms if size <= batch], [size for size in self.ms if size >= batch]
+            raise ValueError(
+                f"context {context} is not the measured {self.context}: measure it, or take a "
+                "roofline"
+            )
+        below, above = (
+            [size for size in self.ms if size <= batch],
+            [size for size in self.ms if size >= batch],
+        )
         if not below or not above:
             listed = ", ".join(map(str, sorted(self.ms)))
-            raise ValueError(f"batch {batch} lies beyond the measured {listed}: measure it, or take a roofline")
+            raise ValueError(
+                f"batch {batch} lies beyond the measured {listed}: measure it, or take a roofline"
+            )
         ends = max(below), min(above)
         return float(np.interp(batch, ends, [_line(self.ms[end], draft_length) for end in ends]))
 
 
 @dataclasses.dataclass(frozen=True)
 class PerCall(Costs):
-    """A round scores K + 1 positions and drafts K tokens at equal cost (as in Chen et al., arXiv 2302.01318).
+    """A round scores K + 1 positions and drafts K tokens at equal cost (as in Chen et al., arXiv
+    2302.01318).
 
     Attributes:
-      target_ms: milliseconds of the target's call, at every batch and context; or by scored positions, interpolated.
+      target_ms: milliseconds of the target's call, at every batch and context; or by scored
+        positions, interpolated.
       draft_ms: milliseconds of a drafted token.
     """
 
@@ -92,7 +114,9 @@ class PerCall(Costs):
     draft_ms: float
 
     def __post_init__(self):
-        for ms in self.target_ms.values() if isinstance(self.target_ms, Mapping) else (self.target_ms,):
+        for ms in (
+            self.target_ms.values() if isinstance(self.target_ms, Mapping) else (self.target_ms,)
+        ):
             validate.number("target_ms", ms, 0, above=True)
         validate.number("draft_ms", self.draft_ms, 0)
 
@@ -109,15 +133,19 @@ class PerCall(Costs):
         scored_ms = self.target_ms
         if isinstance(scored_ms, Mapping):
             if rows > (most := max(scored_ms)):
-                raise ValueError(f"draft_length {rows - 1} lies beyond {most - 1}, the longest that was timed")
+                raise ValueError(
+                    f"draft_length {rows - 1} lies beyond {most - 1}, the longest that was timed"
+                )
             scored_ms = float(np.interp(rows, [*scored_ms], [*scored_ms.values()]))
         return scored_ms + depth * self.draft_ms
 
 
 def _line(ms: Mapping[int, float], where: int) -> float:
-    """Interpolates between known draft lengths, and extrapolates with the slope of the longest half.
+    """Interpolates between known draft lengths, and extrapolates with the slope of the longest
+    half.
 
-    The slope beyond the longest is never negative: a noisy clock must not make longer rounds ever shorter.
+    The slope beyond the longest is never negative: a noisy clock must not make longer rounds ever
+    shorter.
     """
     known = sorted(ms)
     if where < known[0] or (where > known[-1] and len(known) == 1):

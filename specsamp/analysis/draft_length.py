@@ -1,11 +1,13 @@
-"""Measures the draft length K that is fastest on this device, and the costs from which `specsamp.Adaptive` chooses its own.
+"""Measures the draft length K that is fastest on this device, and the costs from which
+`specsamp.Adaptive` chooses its own.
 
     adaptive = calibrate(pair, prompts, lengths=(0, 1, 2, 4, 8), sampling=chain(temperature(0.8)))
     completions = generate(pair, prompts, draft_length=adaptive)           # anew for each sequence and round
     completions = generate(pair, prompts, draft_length=adaptive.usual)     # the best for all of these
 
-A clock decides, so another machine may get another K, and with it other tokens from the same seed. Write the K down to
-reproduce a run. Where the costs of calls are known, `specsamp.analysis.costs` forecasts those of rounds.
+A clock decides, so another machine may get another K, and with it other tokens from the same seed.
+Write the K down to reproduce a run. Where the costs of calls are known, `specsamp.analysis.costs`
+forecasts those of rounds.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from specsamp.decoding.request import Prompt, check_budgets, encode
 from specsamp.mesh.distributed import gather_objects
 
 LONGEST_TEXT = 64  # new tokens of a measurement, in caches of the full size
-# The measured texts must not share their noise with the completions: K would depend on the random numbers that decide
-# the text, and the completions would no longer follow the target's distribution.
+# The measured texts must not share their noise with the completions: K would depend on the random
+# numbers that decide the text, and the completions would no longer follow the target's
+# distribution.
 SEED = 0x9E3779B9
 
 
@@ -42,30 +45,40 @@ def calibrate(
     repeats: int = 5,
     **how: Any,
 ) -> Adaptive:
-    """Returns an adaptive draft length, measured by decoding some prompts with each length, in turn.
+    """Returns an adaptive draft length, measured by decoding some prompts with each length, in
+    turn.
 
-    It has the milliseconds of a round with each length, the best length for all, and the acceptance of the longest. The
-    noise of the clock is taken out: a round never costs less than a shorter one.
+    It has the milliseconds of a round with each length, the best length for all, and the acceptance
+    of the longest. The noise of the clock is taken out: a round never costs less than a shorter
+    one.
 
     Args:
-      prompts: texts or lists of token ids, as many as are decoded together later; one that is given twice is two rows.
+      prompts: texts or lists of token ids, as many as are decoded together later; one that is given
+        twice is two rows.
       max_new_tokens: the budget of each row; no more than `LONGEST_TEXT` of them are decoded.
       lengths, stop: see `Adaptive`.
       make_drafter: makes the drafter of a K >= 1; default the pair's draft model.
       repeats: measurements of each length.
-      how: ``sampling``, ``draft_sampling`` and ``rule``, as `generate` takes them; it raises the same errors.
+      how: ``sampling``, ``draft_sampling`` and ``rule``, as `generate` takes them; it raises the
+        same errors.
     """
     if len(lengths) < 2:
-        raise ValueError(f"lengths must be at least two to choose between, such as {LENGTHS}; got {tuple(lengths)!r}")
-    Adaptive(lengths=tuple(lengths), costs_ms=[1.0] * len(lengths), stop=stop)  # refuses lengths before measuring
+        raise ValueError(
+            f"lengths must be at least two to choose between, such as {LENGTHS}; got "
+            f"{tuple(lengths)!r}"
+        )
+    # Refuses lengths before measuring.
+    Adaptive(lengths=tuple(lengths), costs_ms=[1.0] * len(lengths), stop=stop)
     if jax.config.jax_disable_jit:
         raise ValueError(
-            "draft lengths are chosen by timing compiled programs: choose K yourself under JAX_DISABLE_JIT"
+            "draft lengths are chosen by timing compiled programs: choose K yourself under "
+            "JAX_DISABLE_JIT"
         )
     token_lists = tuple(map(tuple, encode(pair, prompts)))
     budget = validate.integer("max_new_tokens", max_new_tokens, 1)
     workload = Workload(
-        batch=-(-len(token_lists) // pair.shards.count) * pair.shards.count,  # `generate` adds idle rows on a mesh, too
+        # `generate` adds idle rows on a mesh, too.
+        batch=-(-len(token_lists) // pair.shards.count) * pair.shards.count,
         prompt_length=max(map(len, token_lists)),
         max_new_tokens=min(budget, LONGEST_TEXT),
         repeats=validate.integer("repeats", repeats, 1),
@@ -86,8 +99,11 @@ def calibrate(
 def adapted_to(timings: Mapping[int, Sequence[Timing]], stop: Stop | None = None) -> Adaptive:
     """Returns the result of `calibrate` from measurements of each length."""
     lengths = tuple(timings)
-    costs_ms = _rising([np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths])
-    # Rounds of all texts, each at the milliseconds of its length: texts differ more than a median shows, clocks less.
+    costs_ms = _rising(
+        [np.median([one.loop_seconds / one.rounds * 1e3 for one in timings[K]]) for K in lengths]
+    )
+    # Rounds of all texts, each at the milliseconds of its length: texts differ more than a median
+    # shows, clocks less.
     total_ms = [cost * sum(one.rounds for one in timings[K]) for K, cost in zip(lengths, costs_ms)]
     longest = sum(one.stats for one in timings[lengths[-1]])
     return Adaptive(
@@ -95,11 +111,13 @@ def adapted_to(timings: Mapping[int, Sequence[Timing]], stop: Stop | None = None
         costs_ms=costs_ms,
         stop=stop,
         usual=lengths[int(np.argmin(total_ms))],
-        acceptance=round(longest.acceptance_rate, 3) if sum(longest.reached) else 0.0,  # nothing was ever drafted
+        # Nothing was ever drafted.
+        acceptance=round(longest.acceptance_rate, 3) if sum(longest.reached) else 0.0,
     )
 
 
 def _rising(ms: Sequence[float]) -> tuple[float, ...]:
-    from scipy.optimize import isotonic_regression  # a fifth of a second, which kept costs do not need
+    # A fifth of a second, which kept costs do not need.
+    from scipy.optimize import isotonic_regression
 
     return tuple(isotonic_regression(ms).x.tolist())

@@ -1,7 +1,7 @@
 """The look of all figures: one palette, one style.
 
-Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers tell apart. Lines differ in
-`STYLES`, too, for print. Only drawing imports matplotlib.
+Colours are those of Okabe and Ito (https://jfly.uni-koeln.de/color/), which colour-blind readers
+tell apart. Lines differ in `STYLES`, too, for print. Only drawing imports matplotlib.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ BLUE, VERMILLION, GREEN, PURPLE, ORANGE = "#0072b2", "#d55e00", "#009e73", "#cc7
 SKY, YELLOW, GREY = "#56b4e9", "#f0e442", "#787e85"  # this grey is read on light and on dark pages
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE)  # of curves, in this order
 STYLES = ("-", "--", "-.", ":")
-TARGET, DRAFT, KEPT, WRONG = BLUE, ORANGE, GREEN, VERMILLION  # distributions, and what came of a draft
-WRITERS = {"accepted": GREEN, "rejected": VERMILLION, "correction": SKY, "bonus": YELLOW}  # of a token
+# Distributions, and what came of a draft.
+TARGET, DRAFT, KEPT, WRONG = BLUE, ORANGE, GREEN, VERMILLION
+# Of a token.
+WRITERS = {"accepted": GREEN, "rejected": VERMILLION, "correction": SKY, "bonus": YELLOW}
 
 LEAST_DPI = 140
 
 
 def tint(colour: str, share: float = 0.55) -> str:
-    """Mixes a colour with white, as a background for dark text; ``share`` is the colour's, in [0, 1]."""
+    """Mixes a colour with white, as a background for dark text; ``share`` is the colour's, in [0,
+    1].
+    """
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(255 + share * (part - 255)):02x}" for part in parts)
 

@@ -1,13 +1,16 @@
-"""Measures many cells into one file: each is written when it is done, and a run that was interrupted goes on.
+"""Measures many cells into one file: each is written when it is done, and a run that was
+interrupted goes on.
 
-    results = Results.open("results.json", {"pair": ..., "config": ...})
-    measure_cells([{"key": key} for key in keys], lambda number, say: measure(keys[number]), results)
+    results = Results.open("results.json", {"pair": ..., "config": ...}) measure_cells([{"key": key}
+    for key in keys], lambda number, say: measure(keys[number]), results)
 
-A file belongs to one identity: pair, configuration, device, machine. A cell is identified by its key. A cell that the
-file holds is measured again only with ``again``, and then replaces the old one; so a grid may be measured in several
-runs. A file that holds anything else is refused and left alone. A cell that runs out of memory is recorded as such.
+A file belongs to one identity: pair, configuration, device, machine. A cell is identified by its
+key. A cell that the file holds is measured again only with ``again``, and then replaces the old
+one; so a grid may be measured in several runs. A file that holds anything else is refused and left
+alone. A cell that runs out of memory is recorded as such.
 
-This module also reads the cells of a file: their names in words, their counts, and the planner's costs and acceptance.
+This module also reads the cells of a file: their names in words, their counts, and the planner's
+costs and acceptance.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ from specsamp.sampling.synthetic import LABEL
 Key = Mapping[str, Any]  # names and numbers that tell a cell from the others of its file
 Measured = Mapping[str, Any]  # as JSON: "key", "workload", and "result" or "out_of_memory"
 
-KEPT_PROGRAMS = 8  # cells whose programs are kept: Linux allows a process 65,530 mappings, a program takes several
+# Cells whose programs are kept: Linux allows a process 65,530 mappings, a program takes several.
+KEPT_PROGRAMS = 8
 SIDES = ("autoregressive", "speculative")
 
 
@@ -53,7 +57,10 @@ class Cell:
     @property
     def facts(self) -> dict[str, Any]:
         """Returns the fields of a cell's record other than its measurement."""
-        counts = {name: getattr(self.workload, name) for name in ("repeats", "prompt_length", "max_new_tokens", "seed")}
+        counts = {
+            name: getattr(self.workload, name)
+            for name in ("repeats", "prompt_length", "max_new_tokens", "seed")
+        }
         return {"key": dict(self.key), "exact": self.method.exact, "workload": counts}
 
 
@@ -73,11 +80,17 @@ class Results:
           identity: what all cells of the file share, or the part that is known so far; as JSON.
 
         Raises:
-          ValueError: the file holds something else, or cells of another identity; the message says what differs.
+          ValueError: the file holds something else, or cells of another identity; the message says
+            what differs.
         """
         here = report.as_json(identity)
         new = cls(path=path, document={"identity": here, "cells": []})
-        if path is None or jax.process_index() or storage.is_stream(path) or not storage.place(path).exists():
+        if (
+            path is None
+            or jax.process_index()
+            or storage.is_stream(path)
+            or not storage.place(path).exists()
+        ):
             return new  # the first process writes, and says to all which cells are missing
         storage.check_regular(path)
         if not storage.place(path).read_bytes().strip():
@@ -88,7 +101,10 @@ class Results:
             raise ValueError(f"{error}: it is left alone. Give another --output") from error
         there = {name: document["identity"].get(name) for name in here}
         if changed := storage.differences(there, here):
-            raise ValueError(f"{path} holds cells of another run: {'; '.join(changed[:3])}. Give another --output")
+            raise ValueError(
+                f"{path} holds cells of another run: {'; '.join(changed[:3])}. Give another "
+                "--output"
+            )
         return cls(path=path, document=document)
 
     @property
@@ -99,30 +115,42 @@ class Results:
         return next((cell for cell in self.cells if cell["key"] == dict(key)), None)
 
     def take_over(self, path: str | os.PathLike) -> None:
-        """Adds the cells of another file that this one lacks, each with the header that it was written with.
+        """Adds the cells of another file that this one lacks, each with the header that it was
+        written with.
 
         Raises:
           ValueError: the file holds something else, or cells of another identity.
         """
         for cell in Results.open(os.fspath(path), self.document["identity"]).cells:
             if self.find(cell["key"]) is None:
-                self.add(cell, {name: cell[name] for name in ("command", "environment") if name in cell})
+                self.add(
+                    cell, {name: cell[name] for name in ("command", "environment") if name in cell}
+                )
 
     def add(self, cell: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-        """Adds a cell, or replaces the one with its key, and writes all of them; ``header`` goes before.
+        """Adds a cell, or replaces the one with its key, and writes all of them; ``header`` goes
+        before.
 
-        Cells that another run has added to the file since it was read are kept: a lock keeps the two apart, on a local
-        disk. In a bucket there is no lock, and two runs that add in the same moment lose a cell: give each its file.
+        Cells that another run has added to the file since it was read are kept: a lock keeps the
+        two apart, on a local disk. In a bucket there is no lock, and two runs that add in the same
+        moment lose a cell: give each its file.
 
         Raises:
-          ValueError: the file has come to hold cells of another identity, or something else; it is left alone.
+          ValueError: the file has come to hold cells of another identity, or something else; it is
+            left alone.
         """
-        identity, writes = self.document["identity"], self.path is not None and jax.process_index() == 0
+        identity, writes = (
+            self.document["identity"],
+            self.path is not None and jax.process_index() == 0,
+        )
         with storage.locked(self.path) if writes else contextlib.nullcontext():
             there = Results.open(self.path, identity).cells if writes else []
             every = [*self.cells, *there, report.as_json(cell)]
             cells = {json.dumps(each["key"], sort_keys=True): each for each in every}
-            self.document = report.as_json(header) | {"identity": identity, "cells": [*cells.values()]}
+            self.document = report.as_json(header) | {
+                "identity": identity,
+                "cells": [*cells.values()],
+            }
             if writes:
                 storage.write(self.path, report.json_text(self.document))
 
@@ -131,7 +159,10 @@ def read_document(path: str | os.PathLike) -> dict[str, Any]:
     """Returns the document of a file of cells; raises ValueError for any other file."""
     try:
         document = storage.read_json(path)
-        sound = [isinstance(cell["key"], dict) and {"result", "out_of_memory"} & {*cell} for cell in document["cells"]]
+        sound = [
+            isinstance(cell["key"], dict) and {"result", "out_of_memory"} & {*cell}
+            for cell in document["cells"]
+        ]
         if not isinstance(document["identity"], dict) or not all(sound):
             raise TypeError("cells without key or result")
     except (ValueError, KeyError, TypeError) as error:
@@ -140,11 +171,22 @@ def read_document(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def origin(path: str | os.PathLike, document: Mapping[str, Any]) -> str:
-    """Returns a line on where and when the cells of a document were measured, as far as it is known."""
+    """Returns a line on where and when the cells of a document were measured, as far as it is
+    known.
+    """
     known = document.get("environment") or {}
-    names = {"cpu": "{}", "device_kind": "{}", "cores": "{} cores", "jax": "JAX {}", "date": "on {:.10}"}
+    names = {
+        "cpu": "{}",
+        "device_kind": "{}",
+        "cores": "{} cores",
+        "jax": "JAX {}",
+        "date": "on {:.10}",
+    }
     said = [form.format(known[name]) for name, form in names.items() if known.get(name)]
-    return f"{path}: {len(document['cells'])} cells, measured with {', '.join(said) or 'unknown means'}"
+    return (
+        f"{path}: {len(document['cells'])} cells, measured with "
+        f"{', '.join(said) or 'unknown means'}"
+    )
 
 
 def measure_cells(
@@ -156,25 +198,32 @@ def measure_cells(
     header: Callable[[], Mapping[str, Any]] = dict,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[int, Any]:
-    """Measures the cells that ``results`` does not hold yet; returns the results of this run by number of the cell.
+    """Measures the cells that ``results`` does not hold yet; returns the results of this run by
+    number of the cell.
 
     Args:
       cells: the "key" of each cell, and other fields that are written with its result.
-      measure: returns the result of the cell of a number; it also gets a function that shows what is going on.
-      again: measures all cells and replaces those in the file one by one, except by running out of memory.
+      measure: returns the result of the cell of a number; it also gets a function that shows what
+        is going on.
+      again: measures all cells and replaces those in the file one by one, except by running out of
+        memory.
       header: makes the header of the file and of each cell at the time of writing.
       progress: gets a line on the cell that is being measured.
     """
     now = {}
     # All processes must measure the same cells, also where they see different files.
-    missing = from_first(lambda: [i for i, cell in enumerate(cells) if again or results.find(cell["key"]) is None])
+    missing = from_first(
+        lambda: [i for i, cell in enumerate(cells) if again or results.find(cell["key"]) is None]
+    )
     for count, number in enumerate(missing, 1):
         key = cells[number]["key"]
         where = f"cell {number + 1} of {len(cells)}"
         progress(where)
         start = time.perf_counter()
         try:
-            outcome = {"result": measure(number, lambda text, where=where: progress(f"{where}: {text}"))}
+            outcome = {
+                "result": measure(number, lambda text, where=where: progress(f"{where}: {text}"))
+            }
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
             if not (isinstance(error, MemoryError) or is_out_of_memory(error)):
                 raise
@@ -192,7 +241,9 @@ def measure_cells(
 
 
 def distribution_of(key: Key) -> str:
-    """Describes the target's distribution: "greedy", "T = 0.8, top_p 0.95"; synthetic acceptance goes first."""
+    """Describes the target's distribution: "greedy", "T = 0.8, top_p 0.95"; synthetic acceptance
+    goes first.
+    """
     rate = key.get("synthetic_acceptance")
     made_up = [] if rate is None else [LABEL.format(rate=rate)]
     if key["temperature"] == 0:
@@ -208,54 +259,82 @@ def words(distribution: str) -> str:
 
 
 def setting(key: Key) -> str:
-    """Names distribution, drafter and rule of a cell: "T = 0.8, top-p 0.95, draft model, token rule"."""
-    drafter = {"model": "draft model", "ngram": "prompt lookup"}.get(key["drafter"], f"{key['drafter']} drafter")
-    draft = [] if key.get("draft_temperature") is None else [f"draft T = {key['draft_temperature']:g}"]
+    """Names distribution, drafter and rule of a cell: "T = 0.8, top-p 0.95, draft model, token
+    rule".
+    """
+    drafter = {"model": "draft model", "ngram": "prompt lookup"}.get(
+        key["drafter"], f"{key['drafter']} drafter"
+    )
+    draft = (
+        [] if key.get("draft_temperature") is None else [f"draft T = {key['draft_temperature']:g}"]
+    )
     drafts = ["plain"] if key["drafter"] == "none" else [*draft, drafter, f"{key['rule']} rule"]
-    distribution = distribution_of(key).replace(f"T = {key['temperature']:g}", f"T = {key['temperature']}")
+    distribution = distribution_of(key).replace(
+        f"T = {key['temperature']:g}", f"T = {key['temperature']}"
+    )
     return ", ".join([words(distribution), *drafts])
 
 
 def describe(key: Key) -> str:
     """Describes a cell in words."""
-    length = f"K = {key['draft_length']}" if key.get("adaptive") is None else f"K adaptive, up to {key['draft_length']}"
+    length = (
+        f"K = {key['draft_length']}"
+        if key.get("adaptive") is None
+        else f"K adaptive, up to {key['draft_length']}"
+    )
     return f"{setting(key)}, {length}, batch {key['batch']}"
 
 
 def counts_of(cell: Measured) -> RowStats:
-    """Returns the counts of the speculative side of a measured cell, over all sequences and repeats."""
+    """Returns the counts of the speculative side of a measured cell, over all sequences and
+    repeats.
+    """
     counts = cell["result"]["acceptance"]
     # Older files do not have the number of drafted tokens; it is at least this.
     return RowStats.from_json({"drafted": sum(counts["reached"])} | counts)
 
 
 def chosen(cells: Sequence[Measured], **key: Any) -> list[Measured]:
-    """Returns the measured cells whose key has these values; plain decoding fits any drafter and rule."""
+    """Returns the measured cells whose key has these values; plain decoding fits any drafter and
+    rule.
+    """
 
     def fits(cell: Measured, name: str, value: Any) -> bool:
-        return cell["key"].get(name) == value or (cell["key"]["drafter"] == "none" and name in ("rule", "drafter"))
+        return cell["key"].get(name) == value or (
+            cell["key"]["drafter"] == "none" and name in ("rule", "drafter")
+        )
 
-    return [cell for cell in cells if "result" in cell and all(fits(cell, *item) for item in key.items())]
+    return [
+        cell
+        for cell in cells
+        if "result" in cell and all(fits(cell, *item) for item in key.items())
+    ]
 
 
 def measured_costs(cells: Sequence[Measured]) -> CostTable:
     """Returns the costs of rounds from measured cells.
 
-    Cells are measured minutes apart, on a machine that may be busier by then, but the two sides of a cell take turns. So
-    each time is taken relative to the plain round of its own cell, whose time is the median over all cells of the batch.
+    Cells are measured minutes apart, on a machine that may be busier by then, but the two sides of
+    a cell take turns. So each time is taken relative to the plain round of its own cell, whose time
+    is the median over all cells of the batch.
     """
     table: dict[int, dict[int, float]] = {}
     errors = [0.0] * (not any(cell["key"]["draft_length"] for cell in cells))
     for batch in sorted({cell["key"]["batch"] for cell in cells}):
         here = [cell for cell in cells if cell["key"]["batch"] == batch]
-        sides = [{name: Quartiles(**cell["result"][name]["ms_per_round"]) for name in SIDES} for cell in here]
+        sides = [
+            {name: Quartiles(**cell["result"][name]["ms_per_round"]) for name in SIDES}
+            for cell in here
+        ]
         step_ms = float(np.median([side["autoregressive"].median for side in sides]))
         rounds: dict[int, list[float]] = {0: [step_ms]}
         for cell, side in zip(here, sides, strict=True):
             K, drafted = cell["key"]["draft_length"], side["speculative"]
             if K == 0:
                 continue
-            rounds.setdefault(K, []).append(drafted.median * (step_ms / side["autoregressive"].median))
+            rounds.setdefault(K, []).append(
+                drafted.median * (step_ms / side["autoregressive"].median)
+            )
             errors.append(drafted.relative_error(cell["workload"]["repeats"]))
         table[batch] = {K: float(np.median(ms)) for K, ms in rounds.items()}
     return CostTable(table, error=clock_error(errors))
@@ -273,4 +352,7 @@ def measured_acceptance(cells: Sequence[Measured]) -> dict[int, Profile]:
             most[K] = counts
     if not most:
         raise ValueError("no measured cell has a draft: there is no acceptance to take from them")
-    return {K: Profile.of_histogram(counts.accepted_counts, counts.reached) for K, counts in most.items()}
+    return {
+        K: Profile.of_histogram(counts.accepted_counts, counts.reached)
+        for K, counts in most.items()
+    }

@@ -1,13 +1,15 @@
-"""Forecasts whether speculation pays, and with which K: from acceptance and costs, before anything is decoded.
+"""Forecasts whether speculation pays, and with which K: from acceptance and costs, before anything
+is decoded.
 
-    plan = make_plan(Profile.of_rate(0.8), PerCall(target_ms=14.1, draft_ms=1.8), batch=4, new_tokens=128)
-    plan.best.draft_length, plan.best.speedup
+    plan = make_plan(Profile.of_rate(0.8), PerCall(target_ms=14.1, draft_ms=1.8), batch=4,
+    new_tokens=128) plan.best.draft_length, plan.best.speedup
 
 A round emits ``1 + sum_i P(n >= i)`` tokens (`specsamp.analysis.acceptance`) and takes ``round_ms``
 (`specsamp.analysis.costs`). K = 0 is plain decoding and is compared with the others.
 
-A batch ends with its slowest sequence. With ``new_tokens`` the planner draws the rounds of 8,000 sequences, and computes how many rounds the slowest of B of them needs. Without ``new_tokens`` sequences
-never end, as on a server that refills its batch.
+A batch ends with its slowest sequence. With ``new_tokens`` the planner draws the rounds of 8,000
+sequences, and computes how many rounds the slowest of B of them needs. Without ``new_tokens``
+sequences never end, as on a server that refills its batch.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ DRAWS = 8000  # sequences that are drawn to estimate the rounds of the slowest
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One draft length. Intervals hold the errors of the counts behind acceptance and of the clocks behind costs."""
+    """One draft length. Intervals hold the errors of the counts behind acceptance and of the clocks
+    behind costs.
+    """
 
     draft_length: int
     tokens_per_round: Interval  # of a sequence that has not ended
-    rounds_per_token: float  # rounds of the batch until its slowest sequence ends, over the tokens of one sequence
+    # Rounds of the batch until its slowest sequence ends, over the tokens of one sequence.
+    rounds_per_token: float
     round_ms: float
     ms_per_token: Interval  # over the tokens of all sequences
     speedup: Interval  # over K = 0
@@ -49,11 +54,15 @@ class Plan:
     forecasts: tuple[Forecast, ...]
 
     def __getitem__(self, draft_length: int) -> Forecast:
-        return next(forecast for forecast in self.forecasts if forecast.draft_length == draft_length)
+        return next(
+            forecast for forecast in self.forecasts if forecast.draft_length == draft_length
+        )
 
     @property
     def best(self) -> Forecast:
-        """Returns the forecast with the fewest milliseconds per token; K = 0 where speculation does not pay."""
+        """Returns the forecast with the fewest milliseconds per token; K = 0 where speculation does
+        not pay.
+        """
         return min(self.forecasts, key=lambda forecast: forecast.ms_per_token.value)
 
 
@@ -77,7 +86,9 @@ def make_plan(
     Raises:
       ValueError: a number out of range, or costs that do not reach that far.
     """
-    lengths = sorted({0, *(validate.integer("a draft length", K, 0, LONGEST + 1) for K in draft_lengths)})
+    lengths = sorted(
+        {0, *(validate.integer("a draft length", K, 0, LONGEST + 1) for K in draft_lengths)}
+    )
     batch = validate.integer("batch", batch, 1)
     if new_tokens is not None:
         new_tokens = validate.integer("new_tokens", new_tokens, 1)
@@ -99,15 +110,21 @@ def make_plan(
                 tokens_per_round=tokens,
                 rounds_per_token=rounds,
                 round_ms=round_ms,
-                ms_per_token=Interval.around(round_ms * rounds / batch, math.hypot(error, costs.error), ms),
+                ms_per_token=Interval.around(
+                    round_ms * rounds / batch, math.hypot(error, costs.error), ms
+                ),
                 speedup=Interval.around(gain(costs), math.hypot(error, both_clocks), gains),
             )
         )
     return Plan(batch=batch, context=context, new_tokens=new_tokens, forecasts=tuple(forecasts))
 
 
-def rounds_per_token(profile: Profile, draft_length: int, batch: int = 1, new_tokens: int | None = None) -> float:
-    """Returns the expected rounds of a batch, until its slowest sequence ends, over the tokens of one sequence."""
+def rounds_per_token(
+    profile: Profile, draft_length: int, batch: int = 1, new_tokens: int | None = None
+) -> float:
+    """Returns the expected rounds of a batch, until its slowest sequence ends, over the tokens of
+    one sequence.
+    """
     if draft_length == 0:
         return 1.0
     survival_K = profile.survival(draft_length)
@@ -116,8 +133,10 @@ def rounds_per_token(profile: Profile, draft_length: int, batch: int = 1, new_to
     random = np.random.default_rng(0)
     left_R, rounds_R = np.full(DRAWS, new_tokens), np.zeros(DRAWS)
     while (running_R := left_R > 0).any():
-        uniforms_R = (random.permutation(DRAWS) + 0.5) / DRAWS  # spread evenly, so that few draws say as much as many
+        # Spread evenly, so that few draws say as much as many.
+        uniforms_R = (random.permutation(DRAWS) + 0.5) / DRAWS
         left_R -= 1 + (uniforms_R[:, None] < survival_K).sum(1)
         rounds_R += running_R
     shares = np.arange(DRAWS + 1) / DRAWS
-    return float(np.sort(rounds_R) @ np.diff(shares**batch)) / new_tokens  # the largest of any ``batch`` of them
+    # The largest of any ``batch`` of them.
+    return float(np.sort(rounds_R) @ np.diff(shares**batch)) / new_tokens

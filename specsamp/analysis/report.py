@@ -43,24 +43,32 @@ class Table:
         )
 
     def to_markdown(self) -> str:
-        """Returns the table as Markdown, followed by the note; the page says what the title does."""
+        """Returns the table as Markdown, followed by the note; the page says what the
+        title does.
+        """
         lines = [self.header, ["---"] * len(self.header), *self.rows]
         text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
         return f"{text}\n\n{self.note}" if self.note else text
 
 
 def json_text(document: Any) -> str:
-    """Returns the text of a JSON file; dataclasses are written as their fields, counts with the rates that follow."""
+    """Returns the text of a JSON file; dataclasses are written as their fields, counts with the
+    rates that follow.
+    """
     return json.dumps(document, default=_as_json, indent=1, allow_nan=False) + "\n"
 
 
 def as_json(document: Any) -> Any:
-    """Returns a document as it reads when it comes from a file: mappings, lists, numbers and texts."""
+    """Returns a document as it reads when it comes from a file: mappings, lists, numbers
+    and texts.
+    """
     return json.loads(json_text(document))
 
 
 def print_tables(tables: Iterable[Table], console: Console, plain: bool = False) -> None:
-    """Prints tables, with lines and colours or ``plain``; one that is wider than the console as a block for each row."""
+    """Prints tables, with lines and colours or ``plain``; one that is wider than the console as a
+    block for each row.
+    """
     for table in tables:
         console.print()
         widths = [max(map(len, column)) for column in zip(table.header, *table.rows, strict=True)]
@@ -68,7 +76,9 @@ def print_tables(tables: Iterable[Table], console: Console, plain: bool = False)
         if sum(widths) + GAP * (len(widths) - 1) <= console.width:
             console.print(_drawn(table, plain))
         else:
-            console.print(*(Text(_block(table, row)) for row in table.rows), sep="\n", soft_wrap=True)
+            console.print(
+                *(Text(_block(table, row)) for row in table.rows), sep="\n", soft_wrap=True
+            )
         if table.note:
             console.print(Text(table.note, style="" if plain else "dim"), soft_wrap=plain)
 
@@ -89,10 +99,14 @@ def _cell(text: str) -> Text:
 
 
 def _block(table: Table, row: Sequence[str]) -> str:
-    """Writes the first cell as a line, and below it a line for each other cell that is not empty."""
+    """Writes the first cell as a line, and below it a line for each other cell that is
+    not empty.
+    """
     width = max(map(len, table.header[1:]), default=0)
     cells = zip(table.header[1:], row[1:], strict=True)
-    return "\n".join([row[0], *(f"  {name.ljust(width)}  {cell}".rstrip() for name, cell in cells if cell)])
+    return "\n".join(
+        [row[0], *(f"  {name.ljust(width)}  {cell}".rstrip() for name, cell in cells if cell)]
+    )
 
 
 def _as_json(value: Any) -> Any:
@@ -110,7 +124,10 @@ def _counts_as_json(counts: RowStats) -> dict[str, Any]:
         "rate": counts.acceptance_rate,
         "by_position": counts.acceptance_by_position,
     }
-    written = {name: getattr(counts, name) for name in ("rounds", "emitted", "drafted", "reached", "accepted_counts")}
+    written = {
+        name: getattr(counts, name)
+        for name in ("rounds", "emitted", "drafted", "reached", "accepted_counts")
+    }
     if counts.variation is not None:  # of a lossy rule, metered
         written |= {"variation": counts.variation, "extra_accepted": counts.extra_accepted}
         rates |= {"variation_per_token": counts.variation_per_token}

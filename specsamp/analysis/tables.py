@@ -15,8 +15,9 @@ from specsamp.decoding.results import RowStats
 
 PRICE = ("bias per token", "per text, at most", "acceptance bought")
 PRICE_NOTE = (
-    "bias: the total variation of a lossy rule's distribution of a token from the target's; per text: the mean of its sums "
-    "over texts, which bounds their total variation; bought: the share of verified tokens accepted beyond the token rule's"
+    "bias: the total variation of a lossy rule's distribution of a token from the target's; per "
+    "text: the mean of its sums over texts, which bounds their total variation; bought: the share "
+    "of verified tokens accepted beyond the token rule's"
 )
 
 
@@ -27,15 +28,22 @@ def result_tables(result: Result, label: str = "") -> list[Table]:
         tables.append(_acceptance_table(result.acceptance))
     if result.variation_per_text is not None:
         price = dict(zip(PRICE, prices(result.acceptance, result.variation_per_text)))
-        tables.append(Table.of("Price of the lossy rule, metered", [{"": ""} | price], note=PRICE_NOTE))
-    return [dataclasses.replace(table, title=f"{label}: {table.title}" if label else table.title) for table in tables]
+        tables.append(
+            Table.of("Price of the lossy rule, metered", [{"": ""} | price], note=PRICE_NOTE)
+        )
+    return [
+        dataclasses.replace(table, title=f"{label}: {table.title}" if label else table.title)
+        for table in tables
+    ]
 
 
 def grid_table(title: str, cells: Iterable[Mapping[str, Any]], *, best: bool = False) -> Table:
-    """Returns a table of cells of `specsamp.analysis.grid`, one row each; the best of each distribution is starred.
+    """Returns a table of cells of `specsamp.analysis.grid`, one row each; the best of each
+    distribution is starred.
 
     Args:
-      best: only the best K of each drafter, rule, distribution and batch, and 0 where no draft pays.
+      best: only the best K of each drafter, rule, distribution and batch, and 0 where no draft
+        pays.
     """
     cells = best_cells(cells) if best else list(cells)
     fastest: dict[tuple, float] = {}
@@ -43,15 +51,25 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], *, best: bool = F
         if "result" in cell:
             speedup = cell["result"]["speedup"]["median"]
             fastest[_group(cell)] = max(fastest.get(_group(cell), 0.0), speedup)
-    is_lossy = any("result" in cell and cell["result"].get("variation_per_text") is not None for cell in cells)
+    is_lossy = any(
+        "result" in cell and cell["result"].get("variation_per_text") is not None for cell in cells
+    )
 
     def row(cell: Mapping[str, Any]) -> dict[str, str]:
         key, result = cell["key"], cell.get("result")
-        length = str(key["draft_length"]) if key.get("adaptive") is None else f"up to {key['draft_length']}"
+        length = (
+            str(key["draft_length"])
+            if key.get("adaptive") is None
+            else f"up to {key['draft_length']}"
+        )
         named = {"": setting(key), "batch": str(key["batch"]), "best K" if best else "K": length}
         if result is None:
             return named | {"alone, ms per token": "out of memory"}
-        counts, speedup, per_text = counts_of(cell), result["speedup"]["median"], result.get("variation_per_text")
+        counts, speedup, per_text = (
+            counts_of(cell),
+            result["speedup"]["median"],
+            result.get("variation_per_text"),
+        )
         if best and speedup <= 1:
             named["best K"] = f"0 (of drafts: {length})"
         starred = not best and speedup == fastest[_group(cell)]
@@ -72,15 +90,20 @@ def grid_table(title: str, cells: Iterable[Mapping[str, Any]], *, best: bool = F
 
 
 def best_cells(cells: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the cell of the fastest K >= 1 of each drafter, rule, batch and temperature; drafts at the target's own."""
+    """Returns the cell of the fastest K >= 1 of each drafter, rule, batch and temperature; drafts
+    at the target's own.
+    """
     groups: dict[tuple, list[Mapping[str, Any]]] = {}
     for cell in cells:
         key = cell["key"]
         if "result" in cell and key["draft_temperature"] is None and key["draft_length"]:
-            groups.setdefault((key["drafter"], key["rule"] != "token", key["batch"], key["temperature"]), []).append(
-                cell
-            )
-    return [max(groups[group], key=lambda cell: cell["result"]["speedup"]["median"]) for group in sorted(groups)]
+            groups.setdefault(
+                (key["drafter"], key["rule"] != "token", key["batch"], key["temperature"]), []
+            ).append(cell)
+    return [
+        max(groups[group], key=lambda cell: cell["result"]["speedup"]["median"])
+        for group in sorted(groups)
+    ]
 
 
 def prices(counts: RowStats, per_text: float | None) -> tuple[str, ...]:
@@ -96,7 +119,9 @@ def _group(cell: Mapping[str, Any]) -> tuple:
 
 
 def shares(counts: RowStats) -> str:
-    """Formats the shares of the rounds that drafted 0, 1, 2, ... tokens; empty where the length does not adapt."""
+    """Formats the shares of the rounds that drafted 0, 1, 2, ... tokens; empty where the length
+    does not adapt.
+    """
     return " ".join(f"{rounds / counts.rounds:.0%}" for rounds in counts.lengths)
 
 
@@ -104,9 +129,18 @@ def _speed_table(result: Result) -> Table:
     one, many = result.autoregressive, result.speculative
     memory = ", ".join(f"{result.memory[name] / 1e9:.3g}" for name in ("weights", "caches", "peak"))
     allowed = result.allowed_speedup
-    limit = "" if allowed is None else f"; theory allows {allowed:.2f}x with this acceptance rate and these calls"
+    limit = (
+        ""
+        if allowed is None
+        else f"; theory allows {allowed:.2f}x with this acceptance rate and these calls"
+    )
     rows = [
-        ("ms per token", quartiles(one.ms_per_token), quartiles(many.ms_per_token), quartiles(result.speedup, "x")),
+        (
+            "ms per token",
+            quartiles(one.ms_per_token),
+            quartiles(many.ms_per_token),
+            quartiles(result.speedup, "x"),
+        ),
         ("ms per round", quartiles(one.ms_per_round), quartiles(many.ms_per_round), ""),
         ("emitted per round", "1.000", f"{result.acceptance.emitted_per_round:.3f}", ""),
         ("prefill ms", quartiles(one.prefill_ms), quartiles(many.prefill_ms), ""),
@@ -129,13 +163,22 @@ def _speed_table(result: Result) -> Table:
 def _acceptance_table(counts: RowStats) -> Table:
     header = ("position", "verified", "accepted", "rounds with so many")
     rows = [("0", "", "", f"{counts.accepted_counts[0] / counts.rounds:.1%}")]
-    positions = zip(counts.reached, counts.acceptance_by_position, counts.accepted_counts[1:], strict=True)
+    positions = zip(
+        counts.reached, counts.acceptance_by_position, counts.accepted_counts[1:], strict=True
+    )
     for i, (reached, rate, rounds) in enumerate(positions, 1):
         rows.append(
-            (f"{i}", str(reached), with_error(rate, rate_error(rate, reached)), f"{rounds / counts.rounds:.1%}")
+            (
+                f"{i}",
+                str(reached),
+                with_error(rate, rate_error(rate, reached)),
+                f"{rounds / counts.rounds:.1%}",
+            )
         )
     rows.append(("all", str(sum(counts.reached)), rate_with_error(counts), f"of {counts.rounds}"))
-    return Table(title="Drafted tokens: accepted where verified, ± standard error", header=header, rows=rows)
+    return Table(
+        title="Drafted tokens: accepted where verified, ± standard error", header=header, rows=rows
+    )
 
 
 def interval(value: Interval, unit: str = "", digits: int = 3) -> str:
@@ -170,7 +213,9 @@ def quartiles(value: Quartiles, unit: str = "") -> str:
 
 def rate_with_error(counts: RowStats) -> str:
     """Formats the acceptance rate ± its standard error; empty if nothing was verified."""
-    return with_error(counts.acceptance_rate, rate_error(counts.acceptance_rate, sum(counts.reached)))
+    return with_error(
+        counts.acceptance_rate, rate_error(counts.acceptance_rate, sum(counts.reached))
+    )
 
 
 def with_error(rate: float, error: float) -> str:

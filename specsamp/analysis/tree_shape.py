@@ -1,9 +1,11 @@
-"""The best shape of a token tree, from acceptance by rank and the time of rounds (Sequoia, arXiv 2402.12374, section 3.1).
+"""The best shape of a token tree, from acceptance by rank and the time of rounds (Sequoia, arXiv
+2402.12374, section 3.1).
 
-The b-th child of a row is the accepted one with probability ``ranks[b - 1]``: its older siblings were rejected, and it is
-accepted. So a tree emits ``F = sum over rows of the product of ranks along the path`` tokens per round, the pending row's
-own token included. Ranks are measured with stars, trees of one level: the star of b children accepts with the sum of the
-first b ranks, and a longer list of siblings begins with a shorter one.
+The b-th child of a row is the accepted one with probability ``ranks[b - 1]``: its older siblings
+were rejected, and it is accepted. So a tree emits ``F = sum over rows of the product of ranks along
+the path`` tokens per round, the pending row's own token included. Ranks are measured with stars,
+trees of one level: the star of b children accepts with the sum of the first b ranks, and a longer
+list of siblings begins with a shorter one.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def best_shape(ranks: Sequence[float], rows: int, depth: int | None = None) -> T
     validate.integer("rows", rows, 2)
     depth = rows - 1 if depth is None else min(validate.integer("depth", depth, 1), rows - 1)
     if rows > sum(min(len(ranks), rows) ** n for n in range(depth + 1)):
-        raise ValueError(f"no tree of {rows} rows has {len(ranks)} ranks and depth {depth}: give more of either")
+        raise ValueError(
+            f"no tree of {rows} rows has {len(ranks)} ranks and depth {depth}: give more of either"
+        )
     parents: list[int] = []
     size = 1 << rows.bit_length()  # of tables, which serve all numbers of rows below
 
@@ -77,7 +81,9 @@ def best_shape(ranks: Sequence[float], rows: int, depth: int | None = None) -> T
 
 @functools.cache
 def _tables(ranks: tuple[float, ...], rows: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the most tokens of n rows under a root with exactly b children, and the size of the last child's tree."""
+    """Returns the most tokens of n rows under a root with exactly b children, and the size of the
+    last child's tree.
+    """
     best = np.full((rows + 1, len(ranks) + 1), -np.inf)
     sizes = np.zeros_like(best, int)
     best[1, 0] = 1
@@ -94,9 +100,14 @@ def _tables(ranks: tuple[float, ...], rows: int, depth: int) -> tuple[np.ndarray
 
 
 def choose_shape(
-    ranks: Sequence[float], round_ms: Callable[[int, int], float], *, most_rows: int, most_depth: int
+    ranks: Sequence[float],
+    round_ms: Callable[[int, int], float],
+    *,
+    most_rows: int,
+    most_depth: int,
 ) -> tuple[TreeForecast, TreeForecast]:
-    """Returns the tree and the chain with the fewest milliseconds per token; the tree may be a chain itself.
+    """Returns the tree and the chain with the fewest milliseconds per token; the tree may be a
+    chain itself.
 
     Args:
       ranks: acceptance by rank.
@@ -105,11 +116,16 @@ def choose_shape(
     """
     forecasts = []
     for depth in range(1, validate.integer("most_depth", most_depth, 1) + 1):
-        for rows in range(depth + 1, validate.integer("most_rows", most_rows, 2) + 1):  # the first has the chain alone
+        # The first has the chain alone.
+        for rows in range(depth + 1, validate.integer("most_rows", most_rows, 2) + 1):
             if rows > sum(min(len(ranks), rows) ** n for n in range(depth + 1)):
                 break
             shape = best_shape(ranks, rows, depth)
             ms = validate.number("round_ms", round_ms(shape.depth, shape.K + 1), 0, above=True)
-            forecasts.append(TreeForecast(shape=shape, tokens_per_round=tokens_of(shape, ranks), round_ms=ms))
+            forecasts.append(
+                TreeForecast(shape=shape, tokens_per_round=tokens_of(shape, ranks), round_ms=ms)
+            )
     chains = [forecast for forecast in forecasts if forecast.is_chain]
-    return tuple(min(among, key=lambda forecast: forecast.ms_per_token) for among in (forecasts, chains))
+    return tuple(
+        min(among, key=lambda forecast: forecast.ms_per_token) for among in (forecasts, chains)
+    )

@@ -1,7 +1,9 @@
-"""Workloads of measurements, decoders of them, and how both are timed: in turn, without what surrounds the loop.
+"""Workloads of measurements, decoders of them, and how both are timed: in turn, without what
+surrounds the loop.
 
-A machine may be slow for minutes. So everything that is compared runs once before anything runs again, ratios are taken
-within a turn, and medians over turns are reported. `take_turns` is the only loop of this kind; it never looks at a clock.
+A machine may be slow for minutes. So everything that is compared runs once before anything runs
+again, ratios are taken within a turn, and medians over turns are reported. `take_turns` is the only
+loop of this kind; it never looks at a clock.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from specsamp.decoding.state import DecodeState, Finish
 Array = jax.Array
 Name = TypeVar("Name", bound=Hashable)
 Answer = TypeVar("Answer")
-# Of normal samples: the standard error of the median of N samples is this times the interquartile range over sqrt(N).
+# Of normal samples: the standard error of the median of N samples is this times the interquartile
+# range over sqrt(N).
 MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
 
 
@@ -46,7 +49,9 @@ class Quartiles:
         return cls(median=float(median), lower=float(lower), upper=float(upper))
 
     def relative_error(self, samples: int) -> float:
-        """Returns the standard error of the median over the median, as for so many normal samples."""
+        """Returns the standard error of the median over the median, as for so many normal
+        samples.
+        """
         return MEDIAN_ERROR * (self.upper - self.lower) / self.median / math.sqrt(samples)
 
 
@@ -55,7 +60,8 @@ def take_turns(
     turns: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[Name, list[Answer]]:
-    """Calls every run with 0, then every run with 1, and so on; returns the answers of all turns by name.
+    """Calls every run with 0, then every run with 1, and so on; returns the answers of all turns by
+    name.
 
     ``progress`` gets a text on each turn.
     """
@@ -71,8 +77,8 @@ def take_turns(
 class Workload:
     """Prompts, budgets and repeats of a measurement.
 
-    In repeat r row b decodes prompt ``r * batch + b``; after the last prompt the first follows again. Without prompts,
-    random tokens are decoded.
+    In repeat r row b decodes prompt ``r * batch + b``; after the last prompt the first follows
+    again. Without prompts, random tokens are decoded.
     """
 
     batch: int = 1
@@ -103,7 +109,9 @@ class Workload:
         if self.prompts:
             return [list(self.prompts[index % len(self.prompts)]) for index in ids], ids
         shape = (self.batch, self.prompt_length)
-        return np.random.default_rng([self.seed, repeat]).integers(0, vocab_size, shape).tolist(), ids
+        return np.random.default_rng([self.seed, repeat]).integers(
+            0, vocab_size, shape
+        ).tolist(), ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,21 +147,27 @@ class TimedDecoder:
         """Returns the requests of one repeat; no token stops a row."""
         work, pair = self.workload, self.engine.pair
         prompts, ids = work.rows(repeat, pair.target.vocab_size)
-        return make_requests(pair, self.method, prompts, work.max_new_tokens, seed=work.seed, stop=(), prompt_ids=ids)
+        return make_requests(
+            pair, self.method, prompts, work.max_new_tokens, seed=work.seed, stop=(), prompt_ids=ids
+        )
 
     def prefill(self, requests: Sequence[Request]) -> DecodeState:
         """Returns the state before the first round."""
         return self.engine.prefill(requests, width=self.workload.prompt_length)
 
     def compile(self) -> None:
-        """Compiles prefill and loop at the same time; nothing on a mesh. An error of the loop comes again in `decode`."""
+        """Compiles prefill and loop at the same time; nothing on a mesh. An error of the loop comes
+        again in `decode`.
+        """
         if self.engine.pair.shards.mesh is None and not jax.config.jax_disable_jit:
             with concurrent.futures.ThreadPoolExecutor(1) as thread:
-                thread.submit(self.engine.run, self.engine.blank(self.workload.batch))  # rows that have ended
+                # Rows that have ended.
+                thread.submit(self.engine.run, self.engine.blank(self.workload.batch))
                 self.prefill(self.requests(0))
 
     def decode(self, repeat: int) -> Timing:
-        """Decodes the prompts of one repeat to the end; ``loop_seconds`` holds nothing but the loop.
+        """Decodes the prompts of one repeat to the end; ``loop_seconds`` holds nothing but the
+        loop.
 
         Raises:
           ValueError: a row ended early, because the target's logits were no distribution.
@@ -166,7 +180,9 @@ class TimedDecoder:
         end = time.perf_counter()
         rows = self.engine.take(state, requests)
         if any(row.finish is Finish.INVALID for row in rows):
-            raise ValueError("the target's logits hold NaN, or nothing finite: a row ended before its last token")
+            raise ValueError(
+                "the target's logits hold NaN, or nothing finite: a row ended before its last token"
+            )
         return Timing(
             prefill_seconds=middle - start,
             loop_seconds=end - middle,
@@ -182,7 +198,8 @@ def decoders(
 ) -> dict[Name, TimedDecoder]:
     """Makes a decoder for each method, all with caches of the same size: attention reads all slots.
 
-    Caches have room for rows of ``least_length`` tokens. ValueError is raised where workload or caches do not fit.
+    Caches have room for rows of ``least_length`` tokens. ValueError is raised where workload or
+    caches do not fit.
     """
     check_fits(pair, [method.drafter for method in methods.values()], workload)
     headroom = max(method.loop(pair).headroom for method in methods.values())
@@ -192,14 +209,20 @@ def decoders(
     for name, method in methods.items():
         make_method(pair, method=method)
         requests = make_requests(pair, method, prompts, workload.max_new_tokens, stop=())
-        made[name] = TimedDecoder(engine=Engine.create(pair, method, requests, slots=slots), workload=workload)
+        made[name] = TimedDecoder(
+            engine=Engine.create(pair, method, requests, slots=slots), workload=workload
+        )
     return made
 
 
 def decode_in_turns(
-    sides: Mapping[Name, TimedDecoder], turns: int, progress: Callable[[str], None] = lambda text: None
+    sides: Mapping[Name, TimedDecoder],
+    turns: int,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> dict[Name, list[Timing]]:
-    """Decodes once with every decoder, which compiles, then with all of them in turn; returns the timings by name."""
+    """Decodes once with every decoder, which compiles, then with all of them in turn; returns the
+    timings by name.
+    """
     for number, side in enumerate(sides.values(), 1):
         progress(f"compiling {number} of {len(sides)}")
         side.decode(0)
@@ -207,20 +230,32 @@ def decode_in_turns(
 
 
 def check_fits(pair: Pair, drafters: Iterable[Drafter], workload: Workload) -> None:
-    """Raises ValueError if a workload or a K has too many positions for a model, or rows do not divide over data shards."""
+    """Raises ValueError if a workload or a K has too many positions for a model, or rows do not
+    divide over data shards.
+    """
     if workload.batch % pair.shards.count:
-        raise ValueError(f"batch {workload.batch} does not divide over the {pair.shards.count} shards of the data axis")
+        raise ValueError(
+            f"batch {workload.batch} does not divide over the {pair.shards.count} shards of the "
+            "data axis"
+        )
     for drafter in drafters:
         check_positions("target", pair.target.max_positions, workload, drafter.K)
         check_positions("draft", drafter.max_positions, workload, drafter.K)
 
 
-def check_positions(name: str, positions: int | None, workload: Workload, draft_length: int) -> None:
-    """Raises ValueError if the model of this name has too few positions for a workload or for K drafted tokens."""
+def check_positions(
+    name: str, positions: int | None, workload: Workload, draft_length: int
+) -> None:
+    """Raises ValueError if the model of this name has too few positions for a workload or for K
+    drafted tokens.
+    """
     if positions is not None and workload.longest > positions:
         raise ValueError(
-            f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} need "
-            f"{workload.longest} positions, but the {name} has {positions}"
+            f"prompt_length {workload.prompt_length} and max_new_tokens {workload.max_new_tokens} "
+            f"need {workload.longest} positions, but the {name} has {positions}"
         )
     if positions is not None and draft_length >= positions:
-        raise ValueError(f"draft_length {draft_length} must be below the {name}'s {positions} positions, such as 4")
+        raise ValueError(
+            f"draft_length {draft_length} must be below the {name}'s {positions} positions, such "
+            "as 4"
+        )

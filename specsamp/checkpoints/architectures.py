@@ -1,12 +1,12 @@
 """Reads ``config.json`` as a `TransformerConfig`, by tables of keys.
 
-A line of architectures.json is a field of the config, of its experts or of a head. ``["rms_norm_eps", 1e-6]`` is a key
-of config.json and its default, which is that of transformers; without a default the key is required. In
-``{"num_key_value_heads": 8}``, a null in config.json is a valid value. Any other entry is the value for all models of
-the family, and config.json is not read.
+A line of architectures.json is a field of the config, of its experts or of a head.
+``["rms_norm_eps", 1e-6]`` is a key of config.json and its default, which is that of transformers;
+without a default the key is required. In ``{"num_key_value_heads": 8}``, a null in config.json is a
+valid value. Any other entry is the value for all models of the family, and config.json is not read.
 
-A family has several tables, of which later tables override earlier ones, and functions for positions, windows and
-experts. A key that changes the model in an unsupported way is refused.
+A family has several tables, of which later tables override earlier ones, and functions for
+positions, windows and experts. A key that changes the model in an unsupported way is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Family:
     model_type: str  # of config.json
     names: Mapping[str, str]  # of tensors, see tensor_names.py
     keys: tuple[str, ...]  # tables of architectures.json
-    more: tuple[Callable[[Fields, dict], dict], ...]  # each returns further fields, from the file and the fields so far
+    # Each returns further fields, from the file and the fields so far.
+    more: tuple[Callable[[Fields, dict], dict], ...]
     prefix: str = ""  # of tensors; some files leave it out
     head_prefix: str | None = None  # of the tensors of a head in the same files, see head_config.py
 
@@ -52,42 +53,56 @@ def read_keys(fields: Fields, *tables: str) -> dict[str, Any]:
     for name, rule in functools.reduce(dict.__or__, (KEYS[table] for table in tables)).items():
         if isinstance(rule, list):
             is_switch = isinstance(rule[-1], bool)
-            take = fields.activation if name == "activation" else fields.switch if is_switch else fields
+            take = (
+                fields.activation
+                if name == "activation"
+                else fields.switch
+                if is_switch
+                else fields
+            )
             read[name] = take(*rule)
         else:
-            read[name] = fields.or_null(*next(iter(rule.items()))) if isinstance(rule, dict) else rule
+            read[name] = (
+                fields.or_null(*next(iter(rule.items()))) if isinstance(rule, dict) else rule
+            )
     return read
 
 
 def written_keys(config: Any, *tables: str) -> dict[str, Any]:
     """Returns the keys of a config.json for the fields of tables of architectures.json."""
-    return {key: getattr(config, name) for table in tables for name, (key, *_) in KEYS[table].items()}
+    return {
+        key: getattr(config, name) for table in tables for name, (key, *_) in KEYS[table].items()
+    }
 
 
-def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Family, TransformerConfig]:
+def parse_config(
+    path: str, content: Mapping[str, Any], dtype: str
+) -> tuple[Family, TransformerConfig]:
     """Returns the family and the shape of the model that a file describes.
 
     Args:
       dtype: of decode-time weights, activations and caches.
 
     Raises:
-      ValueError: an architecture or a value is not supported, or a key is missing; names file and key.
+      ValueError: an architecture or a value is not supported, or a key is missing; names file and
+        key.
     """
     architectures = content.get("architectures") or ["none"]
     architecture = str(architectures[0] if isinstance(architectures, list) else architectures)
     validate.choice(f"{path}: architectures", architecture, FAMILIES)
     family, fields = FAMILIES[architecture], Fields(path, content)
     model_type = content.get("model_type")
-    if model_type not in (None, family.model_type):  # transformers reads model_type, other programs architectures
+    # Transformers reads model_type, other programs architectures.
+    if model_type not in (None, family.model_type):
         raise ValueError(
-            f"{path} says architectures = {architecture!r}, whose model_type is {family.model_type!r}, and model_type = "
-            f"{model_type!r}: correct the wrong key"
+            f"{path} says architectures = {architecture!r}, whose model_type is "
+            f"{family.model_type!r}, and model_type = {model_type!r}: correct the wrong key"
         )
     if (quantised := content.get("quantization_config")) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise ValueError(
-            f"{path} has a quantization_config ({method!r:.40}): give the checkpoint before it was quantised; it can be "
-            "quantised to int8 while it is read"
+            f"{path} has a quantization_config ({method!r:.40}): give the checkpoint before it was "
+            "quantised; it can be quantised to int8 while it is read"
         )
     fields.require("is_causal", True)
     try:
@@ -97,8 +112,12 @@ def parse_config(path: str, content: Mapping[str, Any], dtype: str) -> tuple[Fam
             raise
         raise ValueError(f"{path} does not describe a supported model: {error}") from error
     kinds = fields("layer_types", [])
-    if config.window is None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        raise ValueError(f"{path} says layer_types = {kinds!r}; of this model only 'full_attention' is supported")
+    if config.window is None and (
+        not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    ):
+        raise ValueError(
+            f"{path} says layer_types = {kinds!r}; of this model only 'full_attention' is supported"
+        )
     return family, config
 
 
@@ -107,7 +126,10 @@ def _rotary(fields: Fields, shape: dict, base: float = 10_000.0) -> dict:
 
 
 def _gpt_neox_rotary(fields: Fields, shape: dict) -> dict:
-    rotary = {"rope_theta": fields("rotary_emb_base", 10_000), "partial_rotary_factor": fields("rotary_pct", 0.25)}
+    rotary = {
+        "rope_theta": fields("rotary_emb_base", 10_000),
+        "partial_rotary_factor": fields("rotary_pct", 0.25),
+    }
     return rotary_fields(fields, {**rotary, **rope_parameters(fields)}, shape, partial=True)
 
 
@@ -120,26 +142,36 @@ def _gpt2_variants(fields: Fields, shape: dict) -> dict:
 
 def _gemma_scales(fields: Fields, shape: dict) -> dict:
     fields.require("use_bidirectional_attention", False)
-    return dict(embedding_scale=math.sqrt(shape["width"]), attention_scale=fields("query_pre_attn_scalar", 256) ** -0.5)
+    return dict(
+        embedding_scale=math.sqrt(shape["width"]),
+        attention_scale=fields("query_pre_attn_scalar", 256) ** -0.5,
+    )
 
 
 def _gemma3_positions(fields: Fields, shape: dict) -> dict:
     """Returns windows and positions: layers with a window have different rotary positions."""
     fields.require("attn_logit_softcapping", None)  # transformers reads it, but does not apply it
     every = fields("sliding_window_pattern", 6)
-    windows = _windows(fields, fields.or_null("sliding_window", 4096), lambda i: bool((i + 1) % every))
+    windows = _windows(
+        fields, fields.or_null("sliding_window", 4096), lambda i: bool((i + 1) % every)
+    )
     given = Fields(f"{fields.path}, in rope_parameters,", fields.object("rope_parameters"))
     everywhere = {"rope_theta": fields("rope_theta", 1e6), **given.object("full_attention")}
     scaling = fields.object("rope_scaling")
     everywhere |= scaling
-    if ("type" in scaling and "rope_type" not in scaling) or everywhere.get("truncate", True) is not True:
+    if ("type" in scaling and "rope_type" not in scaling) or everywhere.get(
+        "truncate", True
+    ) is not True:
         raise ValueError(
-            f"{fields.path} says {dict(everywhere)}; of this family transformers ignores the keys type and truncate: "
-            "write rope_type for type, and remove truncate"
+            f"{fields.path} says {dict(everywhere)}; of this family transformers ignores the keys "
+            "type and truncate: write rope_type for type, and remove truncate"
         )
     near = {"rope_theta": fields("rope_local_base_freq", 1e4), **given.object("sliding_attention")}
     if near.get("rope_type", "default") != "default":
-        raise ValueError(f"{fields.path} scales the rotary positions of layers with a window, which is not supported")
+        raise ValueError(
+            f"{fields.path} scales the rotary positions of layers with a window, which is not "
+            "supported"
+        )
     rotary = rotary_fields(fields, everywhere, shape)
     if windows:
         rotary["window_rotary_base"] = float(near["rope_theta"])
@@ -161,8 +193,14 @@ def _mixtral_windows(fields: Fields, shape: dict) -> dict:
 
 
 def _qwen_windows(fields: Fields, shape: dict, alike: bool = False) -> dict:
-    """Returns windows of the layers from max_window_layers on; or of all layers, if they are ``alike``."""
-    window = fields.or_null("sliding_window", 4096) if fields.switch("use_sliding_window", False) else None
+    """Returns windows of the layers from max_window_layers on; or of all layers, if they are
+    ``alike``.
+    """
+    window = (
+        fields.or_null("sliding_window", 4096)
+        if fields.switch("use_sliding_window", False)
+        else None
+    )
     first = 0 if alike else fields("max_window_layers", 28)
     return _windows(fields, window, lambda i: window is not None and i >= first, alike=alike)
 
@@ -173,7 +211,8 @@ def _qwen3_experts(fields: Fields, shape: dict) -> dict:
     layers = range(fields.count("num_hidden_layers"))
     dense = tuple(i for i in layers if i in listed or (i + 1) % every)
     experts = ExpertsConfig(
-        num_experts=fields("num_experts", fields("num_local_experts", 128)),  # as transformers 5 writes it
+        # As transformers 5 writes it.
+        num_experts=fields("num_experts", fields("num_local_experts", 128)),
         dense_layers=dense,
         **read_keys(fields, "qwen3_experts"),
     )
@@ -184,41 +223,57 @@ def _mixtral_experts(fields: Fields, shape: dict) -> dict:
     return dict(experts=ExpertsConfig(**read_keys(fields, "mixtral_experts")))
 
 
-def _windows(fields: Fields, window: int | None, has_window: Callable[[int], bool], *, alike: bool = False) -> dict:
+def _windows(
+    fields: Fields, window: int | None, has_window: Callable[[int], bool], *, alike: bool = False
+) -> dict:
     """Returns the window and the layers without a window.
 
     Args:
       window: the size; None if the file does not have it.
-      has_window: returns whether a layer has a window; used if the file does not list the kinds of its layers.
-      alike: whether all layers of the family are alike, so that transformers does not read the list.
+      has_window: returns whether a layer has a window; used if the file does not list the kinds of
+        its layers.
+      alike: whether all layers of the family are alike, so that transformers does not read the
+        list.
     """
     known, num_layers = ("full_attention", "sliding_attention"), fields.count("num_hidden_layers")
     usual = [known[has_window(i)] for i in range(num_layers)]
     kinds = fields("layer_types", usual)
     if alike and kinds != usual:
         raise ValueError(
-            f"{fields.path} says layer_types = {kinds!r}, which transformers does not read of this family: remove it, or "
-            f"write {usual!r}"
+            f"{fields.path} says layer_types = {kinds!r}, which transformers does not read of this "
+            f"family: remove it, or write {usual!r}"
         )
-    if not isinstance(kinds, list) or not all(kind in known for kind in kinds) or len(kinds) != num_layers:
+    if (
+        not isinstance(kinds, list)
+        or not all(kind in known for kind in kinds)
+        or len(kinds) != num_layers
+    ):
         raise ValueError(
-            f"{fields.path} says layer_types = {kinds!r}; it must list {' or '.join(known)} for each of {num_layers} layers"
+            f"{fields.path} says layer_types = {kinds!r}; it must list {' or '.join(known)} for "
+            f"each of {num_layers} layers"
         )
     if "sliding_attention" not in kinds:
         return {}
     if window is None:
         raise ValueError(
-            f"{fields.path} has layers of sliding_attention, but no sliding_window: set it (and use_sliding_window, if "
-            "the family has this key), or set layer_types to full_attention"
+            f"{fields.path} has layers of sliding_attention, but no sliding_window: set it (and "
+            "use_sliding_window, if the family has this key), or set layer_types to full_attention"
         )
-    return dict(window=window, global_layers=tuple(i for i, kind in enumerate(kinds) if kind == "full_attention"))
+    return dict(
+        window=window,
+        global_layers=tuple(i for i, kind in enumerate(kinds) if kind == "full_attention"),
+    )
 
 
 LLAMA = ("sizes", "llama")
 QWEN2 = dict(names=TABLES["llama"], keys=(*LLAMA, "qwen2"), more=(_rotary, _qwen_windows))
 FAMILIES = {
-    "LlamaForCausalLM": Family(model_type="llama", names=TABLES["llama"], keys=LLAMA, more=(_rotary,)),
-    "ArceeForCausalLM": Family(model_type="arcee", names=TABLES["llama"], keys=(*LLAMA, "arcee"), more=(_rotary,)),
+    "LlamaForCausalLM": Family(
+        model_type="llama", names=TABLES["llama"], keys=LLAMA, more=(_rotary,)
+    ),
+    "ArceeForCausalLM": Family(
+        model_type="arcee", names=TABLES["llama"], keys=(*LLAMA, "arcee"), more=(_rotary,)
+    ),
     "MistralForCausalLM": Family(
         model_type="mistral",
         names=TABLES["llama"],
@@ -245,10 +300,17 @@ FAMILIES = {
         more=(_rotary, functools.partial(_qwen_windows, alike=True), _qwen3_experts),
     ),
     "GPT2LMHeadModel": Family(
-        model_type="gpt2", names=TABLES["gpt2"], keys=("gpt2",), more=(_gpt2_variants,), prefix="transformer."
+        model_type="gpt2",
+        names=TABLES["gpt2"],
+        keys=("gpt2",),
+        more=(_gpt2_variants,),
+        prefix="transformer.",
     ),
     "GPTNeoXForCausalLM": Family(
-        model_type="gpt_neox", names=TABLES["gpt_neox"], keys=("sizes", "gpt_neox"), more=(_gpt_neox_rotary,)
+        model_type="gpt_neox",
+        names=TABLES["gpt_neox"],
+        keys=("sizes", "gpt_neox"),
+        more=(_gpt_neox_rotary,),
     ),
     "Gemma2ForCausalLM": Family(
         model_type="gemma2",

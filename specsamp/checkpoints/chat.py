@@ -1,10 +1,12 @@
-"""Chat templates, which turn the messages of a conversation into the format that an instruction-tuned model expects.
+"""Chat templates, which turn the messages of a conversation into the format that an
+instruction-tuned model expects.
 
     template = read_chat_template(folder)
     text = template.render([{"role": "user", "content": "Why is the sky blue?"}])
 
-A template is a Jinja program that comes with a checkpoint. It runs in a separate process with limits on time and memory,
-in the sandbox of the library jinja2 (chat_sandbox.py). A pool of such processes is reused.
+A template is a Jinja program that comes with a checkpoint. It runs in a separate process with
+limits on time and memory, in the sandbox of the library jinja2 (chat_sandbox.py). A pool of such
+processes is reused.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ MAX_SECONDS = 5.0  # of a processor, for one conversation; real templates take m
 MORE_SECONDS = 25.0  # by the clock, for a machine with other work and to start the process
 MAX_BYTES = 256 * 2**20  # of a process that runs templates
 PROCESSES = 4  # at a time
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the usual one first
+# Names of a message's reasoning, the usual one first.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # beside chat_template.jinja
 OUT_OF_MEMORY = 3  # the status that chat_sandbox.py ends with
 
@@ -65,23 +68,29 @@ class ChatTemplate:
         """Returns the text of a conversation, up to the beginning of the model's answer.
 
         Args:
-          messages: turns with a ``role``, such as user, and a ``content``, which may be left out beside ``tool_calls``.
+          messages: turns with a ``role``, such as user, and a ``content``, which may be left out
+            beside ``tool_calls``.
           options: variables of the template, such as ``tools`` or ``enable_thinking``.
 
         Raises:
-          ValueError: a message lacks role or content; or the template is not a Jinja program, refuses the messages,
-            violates the sandbox, or exceeds its time or memory; names the file.
+          ValueError: a message lacks role or content; or the template is not a Jinja program,
+            refuses the messages, violates the sandbox, or exceeds its time or memory; names the
+            file.
           CannotRender: jinja2 is not installed, or no process can run the template.
         """
         messages = _turns(messages)
         if importlib.util.find_spec("jinja2") is None:
             raise CannotRender("chat templates take a library: pip install jinja2")
-        usual = {"add_generation_prompt": True, "tools": None, "documents": None}  # None is not undefined
+        # None is not undefined.
+        usual = {"add_generation_prompt": True, "tools": None, "documents": None}
         variables = {"messages": messages, **usual, **dict(self.special_tokens), **options}
         has_tools = variables["tools"] is not None and self.tool_source is not None
         answer = _run(self.tool_source if has_tools else self.source, variables)
         if "error" in answer:
-            raise ValueError(f"the chat template of {self.path} does not accept these messages: {answer['error']}")
+            raise ValueError(
+                f"the chat template of {self.path} does not accept these messages: "
+                f"{answer['error']}"
+            )
         return answer["text"]
 
 
@@ -98,7 +107,9 @@ def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
         source = path.read_text(encoding="utf-8")
     named = {"default": source}
     if isinstance(source, list):  # several templates with names
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        named = {
+            entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
+        }
     if (folder / TOOL_TEMPLATE).exists():
         named["tool_use"] = (folder / TOOL_TEMPLATE).read_text(encoding="utf-8")
     for_tools = named.get("tool_use")
@@ -107,14 +118,17 @@ def read_chat_template(folder: epath.Path) -> ChatTemplate | None:
         return None
     for each in (source, for_tools):
         if each is not None and not isinstance(each, str):
-            raise ValueError(f"{path} has a chat_template of type {type(each).__name__}; it must be a string")
+            raise ValueError(
+                f"{path} has a chat_template of type {type(each).__name__}; it must be a string"
+            )
     tokens = tuple(sorted(read_special_tokens(folder).items()))
     return ChatTemplate(path=str(path), source=source, tool_source=for_tools, special_tokens=tokens)
 
 
 def read_special_tokens(folder: epath.Path) -> dict[str, str]:
     """Returns the texts of a checkpoint's special tokens by their names, such as ``eos_token``."""
-    files = (folder / "special_tokens_map.json", folder / "tokenizer_config.json")  # the second is preferred
+    # The second is preferred.
+    files = (folder / "special_tokens_map.json", folder / "tokenizer_config.json")
     texts = {}
     for path in files:
         for name, value in (storage.read_json(path) if path.exists() else {}).items():
@@ -140,9 +154,11 @@ def knows_conversations(tokenizer: Any) -> bool:
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages as templates expect them: without nulls, and with thoughts under each usual name.
+    """Returns messages as templates expect them: without nulls, and with thoughts under each usual
+    name.
 
-    A message with calls may have no content: it is left out, as transformers does, and not an empty text.
+    A message with calls may have no content: it is left out, as transformers does, and not an empty
+    text.
 
     Raises:
       ValueError: there are none, or one lacks its role or content.
@@ -158,9 +174,15 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 needed = ("role",)
         for key in needed:
             if not isinstance(turn, Mapping) or not isinstance(turn.get(key), str):
-                raise ValueError(f"message {number} must have a text as its {key}; got {message!r:.200}")
+                raise ValueError(
+                    f"message {number} must have a text as its {key}; got {message!r:.200}"
+                )
         thoughts = [turn[key] for key in THOUGHTS if key in turn]
-        turns.append({"thinking": thoughts[0], **turn, "reasoning_content": thoughts[0]} if thoughts else turn)
+        turns.append(
+            {"thinking": thoughts[0], **turn, "reasoning_content": thoughts[0]}
+            if thoughts
+            else turn
+        )
     return turns
 
 
@@ -173,12 +195,17 @@ def _run(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
     try:
         request = json.dumps([source, variables])
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"messages and options of a conversation must be JSON values: {error}") from error
+        raise ValueError(
+            f"messages and options of a conversation must be JSON values: {error}"
+        ) from error
     free, seconds = _free, MAX_SECONDS + MORE_SECONDS
     if not free.acquire(timeout=seconds):
-        raise CannotRender(f"all {PROCESSES} processes of templates were busy for {seconds:g} seconds: try again")
+        raise CannotRender(
+            f"all {PROCESSES} processes of templates were busy for {seconds:g} seconds: try again"
+        )
     try:
-        with contextlib.suppress(ProcessEnded):  # as where the system is short of memory: a new one tries again
+        # As where the system is short of memory: a new one tries again.
+        with contextlib.suppress(ProcessEnded):
             return _answer(_take_process(), request)
         return _answer(_take_process(), request)
     finally:
@@ -208,11 +235,14 @@ def _take_process() -> subprocess.Popen:
             start_new_session=True,  # the terminal interrupts this program, not the template
         )
     except OSError as error:
-        raise CannotRender(f"the process that runs chat templates does not start: {error}") from error
+        raise CannotRender(
+            f"the process that runs chat templates does not start: {error}"
+        ) from error
 
 
 def _answer(process: subprocess.Popen, request: str) -> dict[str, str]:
-    """Returns the answer of a process, which becomes idle again, or the limit that ended the process.
+    """Returns the answer of a process, which becomes idle again, or the limit that ended the
+    process.
 
     Raises:
       CannotRender: the process took too much wall time.
@@ -239,8 +269,13 @@ def _answer(process: subprocess.Popen, request: str) -> dict[str, str]:
     if process.returncode == OUT_OF_MEMORY:
         return {"error": f"it takes more than {MAX_BYTES:,} bytes of memory"}
     if time.monotonic() - start >= seconds:
-        raise CannotRender(f"the process that runs chat templates did not finish in {seconds:g} seconds of wall time")
-    raise ProcessEnded(f"the process that runs chat templates ended with status {process.returncode}: {last_line}")
+        raise CannotRender(
+            f"the process that runs chat templates did not finish in {seconds:g} seconds of wall "
+            "time"
+        )
+    raise ProcessEnded(
+        f"the process that runs chat templates ended with status {process.returncode}: {last_line}"
+    )
 
 
 @atexit.register
@@ -252,7 +287,9 @@ def _end_idle() -> None:
 
 
 def _leave_to_parent() -> None:
-    """Drops the parent's processes after a fork, since parent and child would read each other's answers."""
+    """Drops the parent's processes after a fork, since parent and child would read each other's
+    answers.
+    """
     global _free
     _free = threading.Semaphore(PROCESSES)
     _idle.clear()

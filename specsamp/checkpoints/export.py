@@ -1,4 +1,5 @@
-"""Writes a model trained here as a folder that transformers, and other readers of its format, can load.
+"""Writes a model trained here as a folder that transformers, and other readers of its format, can
+load.
 
 Gated models are written as Llama, ungated models as Arcee, which is Llama without the gate.
 """
@@ -30,7 +31,9 @@ STALE = ("config.json", INDEX, SINGLE, PICKLE, MEDUSA_SINGLE, MEDUSA_PICKLE)
 STALE += ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonTokenizer | None = None) -> None:
+def export(
+    folder: str, config: TransformerConfig, params: Any, tokenizer: JsonTokenizer | None = None
+) -> None:
     """Writes config, tensors, tokenizer and stop token.
 
     Args:
@@ -39,15 +42,22 @@ def export(folder: str, config: TransformerConfig, params: Any, tokenizer: JsonT
       tokenizer: its ``eos_id`` becomes the stop token.
 
     Raises:
-      ValueError: the architecture cannot describe some fields of this model, or the parameters are of another model.
+      ValueError: the architecture cannot describe some fields of this model, or the parameters are
+        of another model.
     """
     content = describe_model(config, None if tokenizer is None else tokenizer.eos_id)
-    check_shapes("what is to be exported", params, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
+    check_shapes(
+        "what is to be exported",
+        params,
+        jax.eval_shape(TransformerLM(config).init, jax.random.key(0)),
+    )
     leaves = flatten_dict(params, sep="/")
     content["torch_dtype"] = str(leaves["final_norm/scale"].dtype)
     names = FAMILIES[content["architectures"][0]].names
     sources = {name: find_source(name, names, sizes(config)) for name in leaves}
-    tensors = {source.tensor: source.write(np.asarray(leaves[name])) for name, source in sources.items()}
+    tensors = {
+        source.tensor: source.write(np.asarray(leaves[name])) for name, source in sources.items()
+    }
     write_folder(folder, content, tensors, tokenizer=tokenizer)
 
 
@@ -58,7 +68,9 @@ def write_folder(
     file: str = SINGLE,
     tokenizer: JsonTokenizer | None = None,
 ) -> None:
-    """Deletes an older export; writes tensors to ``file``, the tokenizer, and last ``content`` as config.json."""
+    """Deletes an older export; writes tensors to ``file``, the tokenizer, and last ``content`` as
+    config.json.
+    """
     place = storage.place(folder)
     for name in STALE:  # so that it is not mistaken for a part of this export
         (place / name).unlink(missing_ok=True)
@@ -67,7 +79,8 @@ def write_folder(
         storage.write(place / "tokenizer.json", tokenizer.to_json())
         end = None if tokenizer.eos_id is None else tokenizer.token(tokenizer.eos_id)
         storage.write_json(
-            place / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+            place / "tokenizer_config.json",
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end},
         )
         storage.write_json(place / "generation_config.json", {"eos_token_id": tokenizer.eos_id})
     storage.write_json(place / "config.json", content)
@@ -86,7 +99,9 @@ def describe_layers(config: TransformerConfig) -> dict[str, Any]:
 
 
 def describe_model(config: TransformerConfig, eos_id: int | None) -> dict:
-    """Returns the ``config.json`` of a model; raises ValueError with the fields that have no counterpart there."""
+    """Returns the ``config.json`` of a model; raises ValueError with the fields that have no
+    counterpart there.
+    """
     content = {
         "architectures": ["LlamaForCausalLM" if config.gated else "ArceeForCausalLM"],
         "model_type": "llama" if config.gated else "arcee",
@@ -98,10 +113,14 @@ def describe_model(config: TransformerConfig, eos_id: int | None) -> dict:
         "eos_token_id": eos_id,
     }
     _, read = parse_config("config.json", content, config.dtype)
-    different = [f"{name} = {ours!r}" for name, (ours, _) in differing_fields(config, read, but=DECODING).items()]
+    different = [
+        f"{name} = {ours!r}"
+        for name, (ours, _) in differing_fields(config, read, but=DECODING).items()
+    ]
     if different:
         raise ValueError(
-            f"{content['architectures'][0]} has no counterpart of {', '.join(different)}: train the model with "
-            "rotary positions and without n-gram tables (configs/python_pair.py:llama_target, llama_draft)"
+            f"{content['architectures'][0]} has no counterpart of {', '.join(different)}: train "
+            "the model with rotary positions and without n-gram tables "
+            "(configs/python_pair.py:llama_target, llama_draft)"
         )
     return content

@@ -8,7 +8,8 @@ from typing import Any
 
 from specsamp import validate
 
-# The names of activations in config.json and here. If an activation has several names, the first is written.
+# The names of activations in config.json and here. If an activation has several names, the first is
+# written.
 ACTIVATIONS = {
     "gelu": "gelu_exact",
     "gelu_pytorch_tanh": "gelu",
@@ -21,9 +22,15 @@ ACTIVATIONS = {
 }
 
 
-def differing_fields(ours: Any, theirs: Any, but: Collection[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Returns both values of each field that differs between two dataclasses; fields in ``but`` are left out."""
-    values = {f.name: (getattr(ours, f.name), getattr(theirs, f.name)) for f in dataclasses.fields(ours)}
+def differing_fields(
+    ours: Any, theirs: Any, but: Collection[str] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """Returns both values of each field that differs between two dataclasses; fields in ``but`` are
+    left out.
+    """
+    values = {
+        f.name: (getattr(ours, f.name), getattr(theirs, f.name)) for f in dataclasses.fields(ours)
+    }
     return {name: pair for name, pair in values.items() if pair[0] != pair[1] and name not in but}
 
 
@@ -34,7 +41,9 @@ class Fields:
         self.path, self._content = path, content
 
     def __call__(self, key: str, *default: Any) -> Any:
-        """Returns the value of a key, or ``default`` where it is absent or null; raises ValueError without a default."""
+        """Returns the value of a key, or ``default`` where it is absent or null; raises ValueError
+        without a default.
+        """
         value = self._content.get(key)
         if value is not None:
             return value
@@ -64,7 +73,9 @@ class Fields:
     def require(self, key: str, allowed: Any) -> None:
         """Raises ValueError unless a key is absent, null or the only supported value."""
         if self(key, allowed) != allowed:
-            raise ValueError(f"{self.path} says {key} = {self(key)!r}; only {allowed!r} is supported")
+            raise ValueError(
+                f"{self.path} says {key} = {self(key)!r}; only {allowed!r} is supported"
+            )
 
     def activation(self, key: str, *default: str) -> str:
         """Returns the name of an activation in `TransformerConfig`."""

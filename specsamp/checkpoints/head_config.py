@@ -1,15 +1,19 @@
-"""Reads the ``config.json`` of a head, in the layouts of EAGLE, speculators, Medusa, MTP modules, z-lab and DeepSpec.
+"""Reads the ``config.json`` of a head, in the layouts of EAGLE, speculators, Medusa, MTP modules,
+z-lab and DeepSpec.
 
-Here ``hidden_layers`` are the layers whose outputs a head reads. Files of EAGLE do not name them: these heads read the
-inputs of layers 2, L/2 and L-3, which are the outputs of the previous layers. Files of speculators name inputs of
-layers, so id i is layer i - 1 here. Files of SpecForge name outputs, in ``eagle_config``.
+Here ``hidden_layers`` are the layers whose outputs a head reads. Files of EAGLE do not name them:
+these heads read the inputs of layers 2, L/2 and L-3, which are the outputs of the previous layers.
+Files of speculators name inputs of layers, so id i is layer i - 1 here. Files of SpecForge name
+outputs, in ``eagle_config``.
 
-Medusa heads have the sizes of their target. Their number is counted from the tensors, since published files with five heads
-say two. An MTP module is in the checkpoint of its target, and config.json describes both.
+Medusa heads have the sizes of their target. Their number is counted from the tensors, since
+published files with five heads say two. An MTP module is in the checkpoint of its target, and
+config.json describes both.
 
-Heads that draft blocks (DFlash, DSpark, DFlash 2): z-lab has the keys of a head in ``dflash_config`` or at the top
-level, DeepSpec at the level of the layers' keys; both name outputs of layers, and -1 is the embedding. The tensors show
-which parts a head has in addition to DFlash. Queries and keys always have norms, as in Qwen3.
+Heads that draft blocks (DFlash, DSpark, DFlash 2): z-lab has the keys of a head in
+``dflash_config`` or at the top level, DeepSpec at the level of the layers' keys; both name outputs
+of layers, and -1 is the embedding. The tensors show which parts a head has in addition to DFlash.
+Queries and keys always have norms, as in Qwen3.
 """
 
 from __future__ import annotations
@@ -40,8 +44,11 @@ MARKOV = {"vanilla": "vanilla", "gated": "gated", "rnn": "recurrent"}
 BLOCK_KEYS = ("dflash", "dflash_of_zlab")  # tables of architectures.json, of all block heads
 PLAIN = ("none", *FAMILY_OF.values())  # architectures in files of EAGLE that do not name a head
 MIMO = "MiMoForCausalLM"
-# Tensors beside a head's: maps of vocabularies, tensors of the target, and tables that are computed.
-OF_SPECULATORS = re.compile(r"(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$|rotary_emb\.")
+# Tensors beside a head's: maps of vocabularies, tensors of the target, and tables that are
+# computed.
+OF_SPECULATORS = re.compile(
+    r"(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$|rotary_emb\."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,36 +71,49 @@ MIMO_MTP = HeadLayout(
 
 
 def parse_head(
-    path: str, content: Mapping[str, Any], target: TransformerConfig, dtype: str, found: Collection[str]
+    path: str,
+    content: Mapping[str, Any],
+    target: TransformerConfig,
+    dtype: str,
+    found: Collection[str],
 ) -> tuple[HeadLayout, HeadConfig]:
     """Returns the layout and the shape of the head that a file describes.
 
     Args:
       target: the shape in the target's checkpoint, without padding of its vocabulary.
-      found: the names of the tensors in its files. Only some heads have an embedding, an output or a bias.
+      found: the names of the tensors in its files. Only some heads have an embedding, an output or
+        a bias.
 
     Raises:
-      ValueError: another kind of head, a head for another target (width, vocabulary, layers), or an unsupported value;
-        names file, key and value.
+      ValueError: another kind of head, a head for another target (width, vocabulary, layers), or an
+        unsupported value; names file, key and value.
     """
     fields, target = Fields(path, content), dataclasses.replace(target, dtype=dtype)
-    kind = validate.choice(f"{path}: {SPECULATORS}", fields(SPECULATORS, None), (None, "eagle3", *BLOCKS))
+    kind = validate.choice(
+        f"{path}: {SPECULATORS}", fields(SPECULATORS, None), (None, "eagle3", *BLOCKS)
+    )
     try:
         beside = {"block_size", "target_layer_ids"} <= content.keys()
         if kind in BLOCKS or {"dflash_config", "dspark_config"} & content.keys() or beside:
             return _block(path, content, target, found)
         if kind == "eagle3":
-            of_layer = Fields(f"{path}, in transformer_layer_config,", fields.object("transformer_layer_config"))
+            of_layer = Fields(
+                f"{path}, in transformer_layer_config,", fields.object("transformer_layer_config")
+            )
             return EAGLE, _eagle3(fields, of_layer, target, found)
         architecture = str(fields("architectures", ["none"])[0])
-        if "Medusa" in architecture or fields("model_type", "") == "medusa" or "medusa_num_heads" in content:
+        if (
+            "Medusa" in architecture
+            or fields("model_type", "") == "medusa"
+            or "medusa_num_heads" in content
+        ):
             return _medusa(fields, target, found)
         if architecture == MIMO:
             return MIMO_MTP, _mtp(fields, target)
         if "eagle" not in architecture.lower() and architecture not in PLAIN:
             raise ValueError(
-                f"{path} says architectures = {architecture!r}; known are heads of EAGLE, EAGLE-3, Medusa and DFlash, "
-                f"and {MIMO}"
+                f"{path} says architectures = {architecture!r}; known are heads of EAGLE, EAGLE-3, "
+                f"Medusa and DFlash, and {MIMO}"
             )
         if "Eagle3" in architecture or fields("draft_vocab_size", None) is not None:
             return EAGLE, _eagle3(fields, fields, target, found)
@@ -104,16 +124,26 @@ def parse_head(
         raise ValueError(f"{path} does not describe a supported head: {error}") from error
 
 
-def _medusa(fields: Fields, target: TransformerConfig, found: Collection[str]) -> tuple[HeadLayout, MedusaConfig]:
+def _medusa(
+    fields: Fields, target: TransformerConfig, found: Collection[str]
+) -> tuple[HeadLayout, MedusaConfig]:
     layout = MEDUSA_BLOCKS if any(name.startswith("blocks.") for name in found) else MEDUSA
     for key in ("medusa_num_layers", "num_hidden_layers"):
         fields.require(key, 1)
     _require(fields, "hidden_size", fields("hidden_size", target.width), "width", target.width)
-    _require(fields, "vocab_size", fields("vocab_size", target.vocab_size), "vocabulary", target.vocab_size)
+    _require(
+        fields,
+        "vocab_size",
+        fields("vocab_size", target.vocab_size),
+        "vocabulary",
+        target.vocab_size,
+    )
     fields.require("truncated_vocab_size", target.vocab_size)
     numbers = {match[1] for name in found if (match := re.match(r"(?:blocks\.)?(\d+)\.", name))}
     return layout, MedusaConfig(
-        layer=dataclasses.replace(target, num_layers=1, tied=False, num_real_tokens=None, experts=None),
+        layer=dataclasses.replace(
+            target, num_layers=1, tied=False, num_real_tokens=None, experts=None
+        ),
         target_layers=target.num_layers,
         hidden_layers=(target.num_layers,),
         own_output=True,
@@ -123,7 +153,9 @@ def _medusa(fields: Fields, target: TransformerConfig, found: Collection[str]) -
 
 
 def _mtp(fields: Fields, target: TransformerConfig) -> MTPConfig:
-    """Reads the MTP modules of MiMo: they read the target's stream before the final norm and normalise their output."""
+    """Reads the MTP modules of MiMo: they read the target's stream before the final norm and
+    normalise their output.
+    """
     layer = TransformerConfig(dtype=target.dtype, **FAMILIES[MIMO].read(fields))
     _require(fields, "hidden_size", layer.width, "width", target.width)
     _require(fields, "vocab_size", layer.vocab_size, "vocabulary", target.vocab_size)
@@ -152,7 +184,9 @@ def _eagle1(fields: Fields, target: TransformerConfig, found: Collection[str]) -
     )
 
 
-def _eagle3(fields: Fields, of_layer: Fields, target: TransformerConfig, found: Collection[str]) -> Eagle3Config:
+def _eagle3(
+    fields: Fields, of_layer: Fields, target: TransformerConfig, found: Collection[str]
+) -> Eagle3Config:
     key = "eagle_aux_hidden_state_layer_ids"
     outputs = fields.object("eagle_config").get(key)
     ids = fields(key, None) if outputs is None else outputs
@@ -160,7 +194,9 @@ def _eagle3(fields: Fields, of_layer: Fields, target: TransformerConfig, found: 
     if "d2t" in found and shape["draft_vocab_size"] is None:
         shape["draft_vocab_size"] = target.vocab_size
     return Eagle3Config(
-        hidden_layers=_hidden_layers(fields, Eagle3Config, target.num_layers, key, ids, int(outputs is None)),
+        hidden_layers=_hidden_layers(
+            fields, Eagle3Config, target.num_layers, key, ids, int(outputs is None)
+        ),
         **shape,
         **read_keys(fields, "eagle3"),
     )
@@ -171,32 +207,48 @@ def _block(
 ) -> tuple[HeadLayout, BlockConfig]:
     """Reads a head that drafts blocks."""
     given = {key: value for key, value in content.items() if value is not None}
-    places = [Fields(path, given).object("dspark_config"), Fields(path, given).object("dflash_config"), given]
+    places = [
+        Fields(path, given).object("dspark_config"),
+        Fields(path, given).object("dflash_config"),
+        given,
+    ]
     merged = functools.reduce(dict.__or__, map(dict, places))
     for key in ("block_size", "mask_token_id", "target_layer_ids"):
         if any(place.get(key, merged.get(key)) != merged.get(key) for place in places):
-            raise ValueError(f"{path} says {key} twice, with different values: {merged[key]!r} at the top level")
+            raise ValueError(
+                f"{path} says {key} twice, with different values: {merged[key]!r} at the top level"
+            )
     fields, by_input = Fields(path, merged), SPECULATORS in content
     of_layer = dict(fields.object("transformer_layer_config")) if by_input else merged
     if fields("use_swa", False):
         of_layer |= {"use_sliding_window": True, "sliding_window": fields("swa_window_size")}
     layer = _layer(Fields(path, of_layer), target, "qwen3")
-    layer = dataclasses.replace(layer, query_key_norm=True, logit_cap=fields("final_logit_softcapping", None))
+    layer = dataclasses.replace(
+        layer, query_key_norm=True, logit_cap=fields("final_logit_softcapping", None)
+    )
     signs = {"markov_head.": "dspark", "candidate_selector.": "dflash2"}
-    kind = next((kind for sign, kind in signs.items() if any(name.startswith(sign) for name in found)), "dflash")
+    kind = next(
+        (kind for sign, kind in signs.items() if any(name.startswith(sign) for name in found)),
+        "dflash",
+    )
     shape = _of_target(fields, layer, target, found) | read_keys(fields, *BLOCK_KEYS, kind)
     num_layers = fields("num_target_layers", target.num_layers)
     _require(fields, "num_target_layers", num_layers, "number of layers", target.num_layers)
     key = "aux_hidden_state_layer_ids" if by_input else "target_layer_ids"
     if kind == "dspark":
-        markov = validate.choice(f"{path}: markov_head_type", fields("markov_head_type", "vanilla"), MARKOV)
+        markov = validate.choice(
+            f"{path}: markov_head_type", fields("markov_head_type", "vanilla"), MARKOV
+        )
         reads = "markov" if fields.switch("confidence_head_with_markov", True) else "hidden"
         trusts = any(name.startswith("confidence_head.") for name in found)
         shape |= dict(markov=MARKOV[markov], confidence=reads if trusts else None)
     config = BLOCKS[kind](
-        hidden_layers=_hidden_layers(fields, BlockConfig, num_layers, key, fields(key, None), int(by_input)),
+        hidden_layers=_hidden_layers(
+            fields, BlockConfig, num_layers, key, fields(key, None), int(by_input)
+        ),
         from_anchor=fields("sample_from_anchor", fields("shift_label", kind == "dspark")),
-        windows_both_ways=layer.window is not None and fields("sliding_window_non_causal", kind == "dflash2"),
+        windows_both_ways=layer.window is not None
+        and fields("sliding_window_non_causal", kind == "dflash2"),
         **shape,
     )
     _check_block_size(fields, config)
@@ -212,16 +264,21 @@ def _check_block_size(fields: Fields, config: BlockConfig) -> None:
     drafted = methods[0].get("speculative_tokens")
     if drafted not in (None, config.max_tokens):
         raise ValueError(
-            f"{fields.path} says block_size = {config.block_size}, a block of {config.max_tokens} drafted tokens, and "
-            f"speculative_tokens = {drafted!r}: correct the wrong key"
+            f"{fields.path} says block_size = {config.block_size}, a block of {config.max_tokens} "
+            f"drafted tokens, and speculative_tokens = {drafted!r}: correct the wrong key"
         )
 
 
 def _of_target(
     fields: Fields, layer: TransformerConfig, target: TransformerConfig, found: Collection[str]
 ) -> dict[str, Any]:
-    """Returns the fields that EAGLE-3 and block heads share: sizes from the target, and their own tensors."""
-    width, size = fields("target_hidden_size", layer.width), fields("draft_vocab_size", target.vocab_size)
+    """Returns the fields that EAGLE-3 and block heads share: sizes from the target, and their own
+    tensors.
+    """
+    width, size = (
+        fields("target_hidden_size", layer.width),
+        fields("draft_vocab_size", target.vocab_size),
+    )
     _require(fields, "target_hidden_size or hidden_size", width, "width", target.width)
     return dict(
         layer=layer,
@@ -235,13 +292,21 @@ def _of_target(
 
 def block_layout(config: BlockConfig) -> HeadLayout:
     """Returns the layout in which heads that draft blocks are written, that of speculators."""
-    table = "block_selector" if isinstance(config, DFlash2Config) else f"block_{getattr(config, 'markov', None)}"
+    table = (
+        "block_selector"
+        if isinstance(config, DFlash2Config)
+        else f"block_{getattr(config, 'markov', None)}"
+    )
     return HeadLayout(names=TABLES["block"] | TABLES.get(table, {}))
 
 
 def _layer(fields: Fields, target: TransformerConfig, usual: str = "llama") -> TransformerConfig:
-    """Returns the shape of a head's decoder layers, with the target's vocabulary; ``usual`` is their model_type."""
-    model_type = validate.choice(f"{fields.path}: model_type", fields("model_type", usual), FAMILY_OF)
+    """Returns the shape of a head's decoder layers, with the target's vocabulary; ``usual`` is
+    their model_type.
+    """
+    model_type = validate.choice(
+        f"{fields.path}: model_type", fields("model_type", usual), FAMILY_OF
+    )
     layer = TransformerConfig(dtype=target.dtype, **FAMILIES[FAMILY_OF[model_type]].read(fields))
     _require(fields, "vocab_size", layer.vocab_size, "vocabulary", target.vocab_size)
     return dataclasses.replace(layer, tied=False)
@@ -252,23 +317,30 @@ def _only_layer(fields: Fields, target: TransformerConfig) -> TransformerConfig:
     fields.require("num_hidden_layers", 1)
     layer = _layer(fields, target)
     if layer.window is not None:
-        raise ValueError(f"{fields.path} says sliding_window = {layer.window}; heads with a window are not supported")
+        raise ValueError(
+            f"{fields.path} says sliding_window = {layer.window}; heads with a window are not "
+            "supported"
+        )
     return layer
 
 
 def _hidden_layers(
     fields: Fields, kind: type[HeadConfig], target_layers: int, key: str, ids: Any, first: int
 ) -> tuple[int, ...]:
-    """Returns the layers whose outputs a head reads, from ids that begin at ``first``; None: the usual layers."""
+    """Returns the layers whose outputs a head reads, from ids that begin at ``first``; None: the
+    usual layers.
+    """
     if ids is None:
         return kind.usual_layers(target_layers)
     name = f"{fields.path}, for a target of {target_layers} layers: {key}"
-    least = first - kind.drafts_blocks  # such heads may read the embedding, which comes before the first layer
+    # Such heads may read the embedding, which comes before the first layer.
+    least = first - kind.drafts_blocks
     return tuple(i - first for i in validate.integers(name, ids, least, target_layers + first))
 
 
 def _require(fields: Fields, key: str, value: int, what: str, wanted: int) -> None:
     if value != wanted:
         raise ValueError(
-            f"{fields.path} says {key} = {value}, but the target's {what} is {wanted}: the head is for another target"
+            f"{fields.path} says {key} = {value}, but the target's {what} is {wanted}: the head is "
+            "for another target"
         )

@@ -1,8 +1,8 @@
 """Writes heads as files for `specsamp.checkpoints.public_heads` and for other programs.
 
-EAGLE-3 heads and heads that draft blocks are written in the layout of the package speculators, Medusa heads in the layout of
-their authors. MTP modules have no public layout without their target: the tensors get the names of MiMo's module, and
-only this package reads the folder.
+EAGLE-3 heads and heads that draft blocks are written in the layout of the package speculators,
+Medusa heads in the layout of their authors. MTP modules have no public layout without their target:
+the tensors get the names of MiMo's module, and only this package reads the folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 
 
-def write_head(folder: str | os.PathLike, head: Head, params: Any, *, target_name: str, K: int) -> None:
+def write_head(
+    folder: str | os.PathLike, head: Head, params: Any, *, target_name: str, K: int
+) -> None:
     """Writes a head as a folder.
 
     Args:
@@ -52,10 +54,13 @@ def write_head(folder: str | os.PathLike, head: Head, params: Any, *, target_nam
     """
     config = head.config
     layout, content = describe_head(config, target_name, K)
-    check_shapes("what is to be written", params, jax.eval_shape(config.head().init, jax.random.key(0)))
+    check_shapes(
+        "what is to be written", params, jax.eval_shape(config.head().init, jax.random.key(0))
+    )
     leaves = flatten_dict(params, sep="/")
     tensors = {
-        source.tensor: source.write(np.asarray(leaves[name])) for name, source in head_sources(config, layout).items()
+        source.tensor: source.write(np.asarray(leaves[name]))
+        for name, source in head_sources(config, layout).items()
     }
     if config.draft_vocab_size is not None:
         ids_U = np.asarray(leaves[DRAFT_IDS], np.int64)
@@ -64,7 +69,9 @@ def write_head(folder: str | os.PathLike, head: Head, params: Any, *, target_nam
     write_folder(folder, content, tensors, layout.file)
 
 
-def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[HeadLayout, dict[str, Any]]:
+def describe_head(
+    config: HeadConfig, target_name: str, K: int
+) -> tuple[HeadLayout, dict[str, Any]]:
     """Returns the layout of a head, and its ``config.json``; see `write_head`."""
     if type(config) not in WRITTEN:
         known = ", ".join(kind.__name__ for kind in WRITTEN)
@@ -74,10 +81,14 @@ def describe_head(config: HeadConfig, target_name: str, K: int) -> tuple[HeadLay
     try:
         found = {source.tensor for source in head_sources(config, layout).values()}
     except KeyError as error:
-        raise ValueError(f"the files of {config.kind} heads have no tensor for the parameter {error}") from error
+        raise ValueError(
+            f"the files of {config.kind} heads have no tensor for the parameter {error}"
+        ) from error
     if config.draft_vocab_size is not None:
         found.add(OFFSETS)
-    target = dataclasses.replace(layer, width=config.target_width, num_layers=config.target_layers, head_size=2)
+    target = dataclasses.replace(
+        layer, width=config.target_width, num_layers=config.target_layers, head_size=2
+    )
     _, read = parse_head("config.json", content, target, layer.dtype, found)
     if not config.has_layer:
         read = dataclasses.replace(read, layer=layer)
@@ -97,9 +108,16 @@ def _eagle3(config: Eagle3Config, target_name: str, K: int) -> dict[str, Any]:
 
 
 def _speculators(
-    kind: str, architecture: str, config: HeadConfig, target_name: str, K: int, of_layer: dict[str, Any]
+    kind: str,
+    architecture: str,
+    config: HeadConfig,
+    target_name: str,
+    K: int,
+    of_layer: dict[str, Any],
 ) -> dict[str, Any]:
-    """Returns the keys that all files of speculators have; ``of_layer`` has further keys of the decoder layers."""
+    """Returns the keys that all files of speculators have; ``of_layer`` has further keys of the
+    decoder layers.
+    """
     layer = config.layer
     return {
         SPECULATORS: kind,
@@ -123,7 +141,9 @@ def _speculators(
 
 def _medusa(config: MedusaConfig, target_name: str, K: int) -> dict[str, Any]:
     if not config.bias:
-        raise ValueError("bias = False: Medusa's own code has a bias in each block, which would stay random")
+        raise ValueError(
+            "bias = False: Medusa's own code has a bias in each block, which would stay random"
+        )
     return {
         "model_type": "medusa",
         "base_model_name_or_path": target_name,
@@ -151,11 +171,15 @@ def _block(config: BlockConfig, target_name: str, K: int) -> dict[str, Any]:
     windows = [layer.window_of(i) for i in range(layer.num_layers)]
     of_layer = {
         "model_type": "qwen3",
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "layer_types": [
+            "full_attention" if window is None else "sliding_attention" for window in windows
+        ],
         "use_sliding_window": layer.window is not None,
         "sliding_window": layer.window,
     }
-    architecture = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}.get(kind, "DFlash2DraftModel")
+    architecture = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}.get(
+        kind, "DFlash2DraftModel"
+    )
     content = _speculators(kind, architecture, config, target_name, config.max_tokens, of_layer) | {
         **written_keys(config, *dict.fromkeys(("dflash", kind))),
         "aux_hidden_state_layer_ids": [i + 1 for i in config.hidden_layers],
@@ -164,13 +188,18 @@ def _block(config: BlockConfig, target_name: str, K: int) -> dict[str, Any]:
     }
     if isinstance(config, DSparkConfig):
         names = {ours: theirs for theirs, ours in MARKOV.items()}
-        content |= {"markov_head_type": names[config.markov], "enable_confidence_head": config.confidence is not None}
+        content |= {
+            "markov_head_type": names[config.markov],
+            "enable_confidence_head": config.confidence is not None,
+        }
         content |= {"confidence_head_with_markov": config.confidence == "markov"}
     if layer.logit_cap is not None:
         content["final_logit_softcapping"] = layer.logit_cap
     # Keys of z-lab, which speculators does not read: written only if they differ from the defaults.
     defaults = dict(KEYS["dflash_of_zlab"].values())
-    return content | {key: x for key, x in written_keys(config, "dflash_of_zlab").items() if x != defaults[key]}
+    return content | {
+        key: x for key, x in written_keys(config, "dflash_of_zlab").items() if x != defaults[key]
+    }
 
 
 WRITTEN = {

@@ -1,4 +1,6 @@
-"""Finds the folder of a checkpoint, on a disk or in a bucket, or downloads it from the Hugging Face hub."""
+"""Finds the folder of a checkpoint, on a disk or in a bucket, or downloads it from the Hugging Face
+hub.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ def find_folder(name: str | os.PathLike) -> tuple[epath.Path, bool]:
     """Returns the folder of a checkpoint's small files, and whether they come from the hub.
 
     Args:
-      name: a folder, on a disk or in a bucket; a head that comes with the package, such as ``smollm2-head``; or the id of
-        a model of the hub.
+      name: a folder, on a disk or in a bucket; a head that comes with the package, such as
+        ``smollm2-head``; or the id of a model of the hub.
 
     Raises:
       FileNotFoundError: no such folder or model, or no config.json in it.
@@ -38,12 +40,15 @@ def find_folder(name: str | os.PathLike) -> tuple[epath.Path, bool]:
     if (folder / "config.json").exists():
         return folder, False
     if folder.exists() or name.startswith(storage.BUCKETS):
-        raise FileNotFoundError(f"{folder} has no config.json: it is not a checkpoint in the format of Hugging Face")
+        raise FileNotFoundError(
+            f"{folder} has no config.json: it is not a checkpoint in the format of Hugging Face"
+        )
     if (ASSETS / name / "config.json").exists():
         return storage.place(str(ASSETS / name)), False
     if not ID.fullmatch(name):
         raise FileNotFoundError(
-            f"no folder {name!r}; give one, or the id of a model of the hub such as Qwen/Qwen2.5-0.5B"
+            f"no folder {name!r}; give one, or the id of a model of the hub such as "
+            "Qwen/Qwen2.5-0.5B"
         )
     return _download(name, SMALL_FILES), True
 
@@ -68,10 +73,12 @@ def download_weights(name: str, *others: str) -> epath.Path:
 
 
 def read_headers(name: str) -> dict[str, Tensor]:
-    """Returns the tensors of a model of the hub without downloading them: their values cannot be read.
+    """Returns the tensors of a model of the hub without downloading them: their values cannot be
+    read.
 
     Raises:
-      FileNotFoundError: the download of the headers fails. ValueError: the model has no safetensors.
+      FileNotFoundError: the download of the headers fails. ValueError: the model has no
+        safetensors.
     """
     hub = library(name)
     try:
@@ -79,7 +86,9 @@ def read_headers(name: str) -> dict[str, Tensor]:
     except hub.errors.NotASafetensorsRepoError as error:
         raise ValueError(f"{name} has {NO_WEIGHTS}") from error
     except Exception as error:  # of the network, of the hub, of access rights
-        raise FileNotFoundError(f"the hub did not give the headers of {name} ({_told(error)})") from error
+        raise FileNotFoundError(
+            f"the hub did not give the headers of {name} ({_told(error)})"
+        ) from error
     return {
         tensor: Tensor(file=epath.Path(file), kind=info.dtype, shape=tuple(info.shape), offset=0)
         for file, content in files.items()
@@ -88,7 +97,8 @@ def read_headers(name: str) -> dict[str, Tensor]:
 
 
 def why_not(name: str) -> str | None:
-    """Returns why a model of the hub cannot be downloaded (missing, gated, no access); None: it can, or it is a folder.
+    """Returns why a model of the hub cannot be downloaded (missing, gated, no access); None: it
+    can, or it is a folder.
 
     Raises:
       ConnectionError: the hub does not answer. ValueError: its library is not installed.
@@ -102,11 +112,15 @@ def why_not(name: str) -> str | None:
         return "gated: accept its licence on its page, then hf auth login"
     except hub.errors.RepositoryNotFoundError:
         return "not on the hub, or private: then hf auth login"
-    except (hub.errors.HfHubHTTPError, ValueError) as error:  # the second: no name that a model can have
+    except (
+        hub.errors.HfHubHTTPError,
+        ValueError,
+    ) as error:  # the second: no name that a model can have
         return f"the hub does not give it ({_told(error)})"
     except Exception as error:  # of the library that it makes requests with
         raise ConnectionError(
-            f"the hub cannot be reached to look up names ({_told(error)}): check network and HF_HUB_OFFLINE"
+            f"the hub cannot be reached to look up names ({_told(error)}): check network and "
+            "HF_HUB_OFFLINE"
         ) from error
     return None
 
@@ -122,7 +136,8 @@ def library(name: str) -> Any:
         import huggingface_hub
     except ImportError as error:
         raise ValueError(
-            f"no folder {name!r}; to look it up on the hub, install its library: pip install huggingface_hub"
+            f"no folder {name!r}; to look it up on the hub, install its library: pip install "
+            "huggingface_hub"
         ) from error
     return huggingface_hub
 
@@ -135,7 +150,7 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
         found = hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=["*/*"])
     except Exception as error:  # of the network, of the hub, of access rights
         raise FileNotFoundError(
-            f"no folder {name!r}, and the hub did not give it ({type(error).__name__}: {error}). A gated model needs "
-            "its licence accepted on its page and a token: hf auth login"
+            f"no folder {name!r}, and the hub did not give it ({type(error).__name__}: {error}). A "
+            "gated model needs its licence accepted on its page and a token: hf auth login"
         ) from error
     return epath.Path(found)

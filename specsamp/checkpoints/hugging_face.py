@@ -4,11 +4,11 @@
     model = TransformerLM(checkpoint.config)
     params = read_params(checkpoint, model)
 
-`open_checkpoint` reads config and tokenizer. `read_params` reads tensors, one parameter after another: each process
-reads the slices of its devices.
+`open_checkpoint` reads config and tokenizer. `read_params` reads tensors, one parameter after
+another: each process reads the slices of its devices.
 
-A converted checkpoint (`write_converted`, launch/export.py) has its parameters in the format of Orbax, which a mesh reads
-faster:
+A converted checkpoint (`write_converted`, launch/export.py) has its parameters in the format of
+Orbax, which a mesh reads faster:
 
     config.json, tokenizer.json, ...   as they were
     run.json                           the shape, as a training run has it
@@ -37,7 +37,13 @@ from specsamp.checkpoints.hub import SMALL_FILES, download_weights, find_folder,
 from specsamp.checkpoints.int8_tensors import read_int8
 from specsamp.checkpoints.params import check_finite
 from specsamp.checkpoints.safetensors_io import INDEX, Tensor, are_equal, find_tensors
-from specsamp.checkpoints.tensor_names import BUFFERS, TensorSource, check_tensors, find_source, sizes
+from specsamp.checkpoints.tensor_names import (
+    BUFFERS,
+    TensorSource,
+    check_tensors,
+    find_source,
+    sizes,
+)
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.mesh.sharded import ShardedModel
 from specsamp.models.config import DECODING, TransformerConfig
@@ -46,7 +52,8 @@ from specsamp.models.int8 import Int8Weight, decode_weights, is_int8, summed_axe
 from specsamp.models.interface import DeviceLayout
 from specsamp.models.transformer import TransformerLM
 
-# Tokens that end a turn, where a chat template writes them. (In gpt-oss <|end|> ends a message, and <|return|> a turn.)
+# Tokens that end a turn, where a chat template writes them. (In gpt-oss <|end|> ends a message, and
+# <|return|> a turn.)
 TURN_ENDS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -87,15 +94,15 @@ class Checkpoint:
         """Returns all tensors of the files, after a check that they are the tensors of the model.
 
         Raises:
-          FileNotFoundError, ValueError: see `find_tensors` and `check_tensors`; or the output embedding of a tied model
-            differs from its embedding.
+          FileNotFoundError, ValueError: see `find_tensors` and `check_tensors`; or the output
+            embedding of a tied model differs from its embedding.
         """
         self._check(self._found)
         embedding, output = map(self._found.get, self._ends)
         if self.config.tied and output is not None and not are_equal(embedding, output):
             raise ValueError(
-                f"{self.name} says tie_word_embeddings = true, but its output embedding differs from its embedding: set "
-                "it to false in config.json to use both"
+                f"{self.name} says tie_word_embeddings = true, but its output embedding differs "
+                "from its embedding: set it to false in config.json to use both"
             )
         return self._found
 
@@ -109,18 +116,27 @@ class Checkpoint:
         repeated = self._ends[1] if self.config.tied else None
 
         def is_harmless(name: str) -> bool:
-            return name == repeated or bool(BUFFERS.search(name)) or (of_head is not None and name.startswith(of_head))
+            return (
+                name == repeated
+                or bool(BUFFERS.search(name))
+                or (of_head is not None and name.startswith(of_head))
+            )
 
         check_tensors(self.name, found, self.sources(), is_harmless)
 
     @property
     def _ends(self) -> tuple[str, ...]:
         """Returns the names of the embedding and the output embedding."""
-        return tuple(find_source(name, self.family.names, {}).tensor for name in ("embedding", "output_embedding"))
+        return tuple(
+            find_source(name, self.family.names, {}).tensor
+            for name in ("embedding", "output_embedding")
+        )
 
     @functools.cached_property
     def _found(self) -> dict[str, Tensor]:
-        """Returns all tensors of the files, by the family's names; a model of the hub is downloaded."""
+        """Returns all tensors of the files, by the family's names; a model of the hub is
+        downloaded.
+        """
         folder = download_weights(self.name) if self.from_hub else self.folder
         return self._named(find_tensors(folder))
 
@@ -129,7 +145,10 @@ class Checkpoint:
         prefix = self.family.prefix
         if not prefix or any(name.startswith(prefix) for name in found):
             return found
-        return {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in found.items()}
+        return {
+            name if name.startswith("lm_head.") else prefix + name: tensor
+            for name, tensor in found.items()
+        }
 
     @property
     def is_converted(self) -> bool:
@@ -140,7 +159,10 @@ class Checkpoint:
         """Returns the source of each parameter by its name."""
         shapes = jax.eval_shape(TransformerLM(self.config).init, jax.random.key(0))
         letters = sizes(self.config)
-        return {name: find_source(name, self.family.names, letters) for name in flatten_dict(shapes, sep="/")}
+        return {
+            name: find_source(name, self.family.names, letters)
+            for name in flatten_dict(shapes, sep="/")
+        }
 
 
 def open_checkpoint(
@@ -153,15 +175,18 @@ def open_checkpoint(
     """Reads config, tokenizer and stop tokens of a checkpoint.
 
     Args:
-      name: a folder, on a disk or in a bucket, or the id of a model of the hub, such as "Qwen/Qwen2.5-0.5B".
+      name: a folder, on a disk or in a bucket, or the id of a model of the hub, such as
+        "Qwen/Qwen2.5-0.5B".
       dtype: of decode-time weights, activations and caches.
-      weight_dtype: "int8" quantises matrices while they are read. A checkpoint converted in int8 is always read in int8.
+      weight_dtype: "int8" quantises matrices while they are read. A checkpoint converted in int8 is
+        always read in int8.
       cache_dtype: "int8", or None for ``dtype``.
 
     Raises:
       FileNotFoundError: no such folder or model, or no config.json in it.
-      ValueError: an architecture, value or file cannot be read; int8 was requested of a checkpoint that was converted
-        in float; or the tokenizer has more tokens, without added tokens, than the embedding has rows.
+      ValueError: an architecture, value or file cannot be read; int8 was requested of a checkpoint
+        that was converted in float; or the tokenizer has more tokens, without added tokens, than
+        the embedding has rows.
     """
     folder, from_hub = find_folder(name)
     content = storage.read_json(folder / "config.json")
@@ -169,7 +194,9 @@ def open_checkpoint(
     if (folder / "run.json").exists():
         converted = storage.read_json(folder / "run.json").get("weight_dtype")
         if weight_dtype not in (None, converted):
-            raise ValueError(f"{name} was not converted in int8: convert it with --int8, or give the original")
+            raise ValueError(
+                f"{name} was not converted in int8: convert it with --int8, or give the original"
+            )
         weight_dtype = converted
     config = dataclasses.replace(config, weight_dtype=weight_dtype, cache_dtype=cache_dtype)
     beside = folder / "generation_config.json"
@@ -179,12 +206,16 @@ def open_checkpoint(
     tokenizer = None
     if (folder / "tokenizer.json").exists():
         eos, chat = stop_ids[0] if stop_ids else None, read_chat_template(folder)
-        tokenizer = JsonTokenizer(folder / "tokenizer.json", eos=eos, rows=config.vocab_size, chat=chat)
-        stop_ids = tuple(dict.fromkeys((*stop_ids, *_named_stops(tokenizer, read_special_tokens(folder)))))
+        tokenizer = JsonTokenizer(
+            folder / "tokenizer.json", eos=eos, rows=config.vocab_size, chat=chat
+        )
+        stop_ids = tuple(
+            dict.fromkeys((*stop_ids, *_named_stops(tokenizer, read_special_tokens(folder))))
+        )
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
-            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the embedding of config.json only "
-            f"{config.vocab_size} rows: they are of different models"
+            f"the tokenizer in {folder} has {tokenizer.vocab_size} tokens, but the embedding of "
+            f"config.json only {config.vocab_size} rows: they are of different models"
         )
     for stop in stop_ids:
         validate.integer(f"{folder}: eos_token_id", stop, limit=config.vocab_size)
@@ -200,7 +231,9 @@ def open_checkpoint(
 
 
 def _named_stops(tokenizer: JsonTokenizer, special_tokens: Mapping[str, str]) -> list[int]:
-    """Returns the tokenizer's own end of text, and the ends of turns that its chat template writes."""
+    """Returns the tokenizer's own end of text, and the ends of turns that its chat
+    template writes.
+    """
     names = [special_tokens.get("eos_token")]
     if tokenizer.chat is not None:
         source = tokenizer.chat.source + (tokenizer.chat.tool_source or "")
@@ -219,24 +252,32 @@ def check_readable(checkpoint: Any, model: TransformerLM | ShardedModel | Head) 
 
 
 def read_params(
-    checkpoint: Checkpoint, model: TransformerLM | ShardedModel, progress: OnProgress = lambda *_: None
+    checkpoint: Checkpoint,
+    model: TransformerLM | ShardedModel,
+    progress: OnProgress = lambda *_: None,
 ) -> Any:
-    """Reads the parameters of ``model`` from a checkpoint, in its compute dtype and onto its devices.
+    """Reads the parameters of ``model`` from a checkpoint, in its compute dtype and onto its
+    devices.
 
     Args:
-      model: of the checkpoint's config. It may have another dtype and a larger vocabulary, whose added rows are zero.
+      model: of the checkpoint's config. It may have another dtype and a larger vocabulary, whose
+        added rows are zero.
       progress: called after every parameter of a checkpoint that is not converted.
 
     Raises:
-      FileNotFoundError, ValueError: the model is not the checkpoint's, with the differing fields; the converted
-        checkpoint is damaged; a number is infinite or NaN, with file and tensor; or see `Checkpoint.tensors`.
+      FileNotFoundError, ValueError: the model is not the checkpoint's, with the differing fields;
+        the converted checkpoint is damaged; a number is infinite or NaN, with file and tensor; or
+        see `Checkpoint.tensors`.
     """
-    different = differing_fields(checkpoint.config, model.config, but=(*DECODING, "num_real_tokens", "vocab_size"))
+    different = differing_fields(
+        checkpoint.config, model.config, but=(*DECODING, "num_real_tokens", "vocab_size")
+    )
     if model.config.vocab_size < checkpoint.config.vocab_size:
         different["vocab_size"] = checkpoint.config.vocab_size, model.config.vocab_size
     if different:
         fields = "; ".join(
-            f"{name} is {there!r} there, {here!r} in the model" for name, (there, here) in different.items()
+            f"{name} is {there!r} there, {here!r} in the model"
+            for name, (there, here) in different.items()
         )
         raise ValueError(f"{checkpoint.name} is another model: {fields}")
     if checkpoint.is_converted:
@@ -245,11 +286,15 @@ def read_params(
             check_finite(f"{checkpoint.folder}: {name}", leaf)
         return params
     places = flatten_dict(_placed_params(model), sep="/")
-    return unflatten_dict(read_leaves(places, checkpoint.sources(), checkpoint.tensors, progress), sep="/")
+    return unflatten_dict(
+        read_leaves(places, checkpoint.sources(), checkpoint.tensors, progress), sep="/"
+    )
 
 
 def _placed_params(model: TransformerLM | ShardedModel) -> Any:
-    """Returns the shapes of the parameters in the dtypes of decode-time weights, with their shardings."""
+    """Returns the shapes of the parameters in the dtypes of decode-time weights, with their
+    shardings.
+    """
     bare, config = model.model if isinstance(model, ShardedModel) else model, model.config
 
     def stored(key):
@@ -265,7 +310,9 @@ def placed(shapes: Any, model: TransformerLM | ShardedModel | Head) -> Any:
         shardings = model.param_shardings(shapes)
     else:
         shardings = DeviceLayout().shardings(None, shapes)
-    return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+    return jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings
+    )
 
 
 def read_leaves(
@@ -274,7 +321,8 @@ def read_leaves(
     tensors: Mapping[str, Tensor],
     progress: OnProgress,
 ) -> dict[str, jax.Array | Int8Weight]:
-    """Reads the parameter of each place, one after another; only the slices on devices of this process.
+    """Reads the parameter of each place, one after another; only the slices on devices of this
+    process.
 
     Args:
       places: shapes, dtypes and shardings, by the parameter's name.
@@ -291,7 +339,11 @@ def read_leaves(
     for name, place in places.items():
         dtype = np.float32 if is_int8(place) else place.dtype
         read = functools.partial(sources[name].read, tensors, shape=place.shape, dtype=dtype)
-        arrays[name] = read_int8(place, summed_axes(name), read) if is_int8(place) else _read_array(place, read)
+        arrays[name] = (
+            read_int8(place, summed_axes(name), read)
+            if is_int8(place)
+            else _read_array(place, read)
+        )
         first = sources[name].members()[0].tensor
         check_finite(f"{tensors[first].file}: {sources[name].tensor}", arrays[name])
         done += size(place)
@@ -299,7 +351,9 @@ def read_leaves(
     return arrays
 
 
-def _read_array(place: jax.ShapeDtypeStruct, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+def _read_array(
+    place: jax.ShapeDtypeStruct, read: Callable[[tuple[slice, ...]], np.ndarray]
+) -> jax.Array:
     pieces: dict[tuple, np.ndarray] = {}  # devices that hold copies share what was read
 
     def piece(index: tuple[slice, ...]) -> np.ndarray:
@@ -324,7 +378,11 @@ def write_converted(checkpoint: Checkpoint, params: Any, folder: str | os.PathLi
                 storage.write(place / name, (checkpoint.folder / name).read_bytes())
     orbax.save_params(place, params)
     if jax.process_index() == 0:
-        shape = {name: value for name, value in dataclasses.asdict(checkpoint.config).items() if name not in DECODING}
+        shape = {
+            name: value
+            for name, value in dataclasses.asdict(checkpoint.config).items()
+            if name not in DECODING
+        }
         told = {"model": shape, "converted_from": checkpoint.name}
         in_int8 = checkpoint.config.weight_dtype == "int8"
         storage.write_json(place / "run.json", told | {"weight_dtype": "int8"} if in_int8 else told)

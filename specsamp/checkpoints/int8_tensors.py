@@ -1,7 +1,8 @@
-"""Reads int8 weights: from the files of pairs, and from float checkpoints, which are quantised while they are read.
+"""Reads int8 weights: from the files of pairs, and from float checkpoints, which are quantised
+while they are read.
 
-In the file of a pair a weight is two tensors, values and scales. Matrices of a float checkpoint are quantised in
-blocks, without a float copy of a whole matrix.
+In the file of a pair a weight is two tensors, values and scales. Matrices of a float checkpoint are
+quantised in blocks, without a float copy of a whole matrix.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ Read = Callable[[tuple[slice, ...]], np.ndarray]  # of a slice of the parameter,
 
 
 def write_pair_tensors(params: Any) -> dict[str, np.ndarray]:
-    """Returns the arrays of a pair's file by path, such as ``layer_0/mlp/up``: matrices of products in int8."""
+    """Returns the arrays of a pair's file by path, such as ``layer_0/mlp/up``: matrices of products
+    in int8.
+    """
     arrays = {}
     for name, leaf in flatten_dict(params, sep="/").items():
         arrays[name] = np.asarray(leaf, np.float32)
@@ -34,7 +37,8 @@ def write_pair_tensors(params: Any) -> dict[str, np.ndarray]:
 
 
 def read_pair_tensors(tensors: Mapping[str, np.ndarray], *, in_int8: bool) -> dict[str, Any]:
-    """Returns the parameters of a pair's file: in float32, or the weights that models decode with in int8.
+    """Returns the parameters of a pair's file: in float32, or the weights that models decode with
+    in int8.
 
     Raises:
       ValueError: an int8 array has no scales.
@@ -53,9 +57,11 @@ def read_pair_tensors(tensors: Mapping[str, np.ndarray], *, in_int8: bool) -> di
 
 
 def read_int8(place: Int8Weight, axes: tuple[int, ...], read: Read) -> Int8Weight:
-    """Quantises a parameter while it is read; each process reads the output channels of its devices.
+    """Quantises a parameter while it is read; each process reads the output channels of its
+    devices.
 
-    A channel is read whole, even if a device stores only a part of it: its scale covers all summed entries.
+    A channel is read whole, even if a device stores only a part of it: its scale covers all summed
+    entries.
 
     Args:
       place: shape, dtype and sharding of both arrays.
@@ -71,18 +77,24 @@ def read_int8(place: Int8Weight, axes: tuple[int, ...], read: Read) -> Int8Weigh
         return made[spans]
 
     def values(index: tuple[slice, ...]) -> np.ndarray:
-        return channels(index).values[tuple(part if i in axes else slice(None) for i, part in enumerate(index))]
+        return channels(index).values[
+            tuple(part if i in axes else slice(None) for i, part in enumerate(index))
+        ]
 
     def scale(index: tuple[slice, ...]) -> np.ndarray:
         return channels(index).scale
 
     return Int8Weight(
         jax.make_array_from_callback(shape, place.values.sharding, values).block_until_ready(),
-        jax.make_array_from_callback(place.scale.shape, place.scale.sharding, scale).block_until_ready(),
+        jax.make_array_from_callback(
+            place.scale.shape, place.scale.sharding, scale
+        ).block_until_ready(),
     )
 
 
-def quantise_in_blocks(spans: tuple[tuple[int, int], ...], axes: tuple[int, ...], read: Read) -> Int8Weight:
+def quantise_in_blocks(
+    spans: tuple[tuple[int, int], ...], axes: tuple[int, ...], read: Read
+) -> Int8Weight:
     """Returns the int8 weight of a part of a parameter, in arrays of NumPy.
 
     Args:

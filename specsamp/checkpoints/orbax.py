@@ -18,31 +18,42 @@ GB = 10**9
 def save_params(folder: str | os.PathLike, params: Any) -> None:
     """Writes the parameters of a converted checkpoint; see `Checkpoints.save` for the errors."""
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
-    with contextlib.closing(Checkpoints(storage.place(folder) / "checkpoints", largest)) as checkpoints:
+    with contextlib.closing(
+        Checkpoints(storage.place(folder) / "checkpoints", largest)
+    ) as checkpoints:
         checkpoints.save(0, params=params)
 
 
 def restore_params(folder: str | os.PathLike, shapes: Any) -> Any:
-    """Reads the parameters of a converted checkpoint; rows of padding, which were not saved, are zero."""
+    """Reads the parameters of a converted checkpoint; rows of padding, which were not saved, are
+    zero.
+    """
     as_float32 = 4 * max(leaf.size for leaf in jax.tree.leaves(shapes))  # the most that was stored
-    with contextlib.closing(Checkpoints(storage.place(folder) / "checkpoints", as_float32)) as checkpoints:
+    with contextlib.closing(
+        Checkpoints(storage.place(folder) / "checkpoints", as_float32)
+    ) as checkpoints:
         return checkpoints.restore(0, padded=True, params=shapes)["params"]
 
 
 class Checkpoints:
     """Keeps the last two states of a run, saved in the background; each is complete or absent.
 
-    With ``largest``, the number of bytes of the largest array, arrays are copied to host memory one at a time.
+    With ``largest``, the number of bytes of the largest array, arrays are copied to host memory one
+    at a time.
     """
 
     def __init__(self, folder: str | os.PathLike, largest: int | None = None):
         options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
         # Orbax refuses an array that is not smaller than the limit.
         limits = (
-            {} if largest is None else dict.fromkeys(("save_concurrent_gb", "restore_concurrent_gb"), largest // GB + 1)
+            {}
+            if largest is None
+            else dict.fromkeys(("save_concurrent_gb", "restore_concurrent_gb"), largest // GB + 1)
         )
         handlers = {name: ocp.StandardCheckpointHandler(**limits) for name in ("params", "rest")}
-        self._manager = ocp.CheckpointManager(storage.place(folder).absolute(), options=options, item_handlers=handlers)
+        self._manager = ocp.CheckpointManager(
+            storage.place(folder).absolute(), options=options, item_handlers=handlers
+        )
         self._folder = folder
 
     @property
@@ -51,16 +62,22 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, **items: Any) -> None:
-        """Saves ``params``, and the ``rest`` of a training state, in the background; every process must call it.
+        """Saves ``params``, and the ``rest`` of a training state, in the background; every process
+        must call it.
 
         Raises:
-          ValueError: the step exists, perhaps of an interrupted conversion; Orbax would not overwrite it.
+          ValueError: the step exists, perhaps of an interrupted conversion; Orbax would not
+            overwrite it.
         """
         saved = {name: ocp.args.StandardSave(tree) for name, tree in items.items()}
         if not self._manager.save(step, args=ocp.args.Composite(**saved)):
-            raise ValueError(f"{self._folder} holds parameters already: delete it, or choose another folder")
+            raise ValueError(
+                f"{self._folder} holds parameters already: delete it, or choose another folder"
+            )
 
-    def restore(self, step: int | None = None, *, padded: bool = False, **shapes: Any) -> dict[str, Any]:
+    def restore(
+        self, step: int | None = None, *, padded: bool = False, **shapes: Any
+    ) -> dict[str, Any]:
         """Reads items (``params=``, ``rest=``) in the given shapes, dtypes and shardings.
 
         Args:
@@ -74,7 +91,9 @@ class Checkpoints:
         step = self.latest if step is None else step
         if step is None or step not in self._manager.all_steps():
             which = "checkpoint" if step is None else f"checkpoint of step {step}"
-            raise FileNotFoundError(f"no {which} in {self._folder}: it has steps {sorted(self._manager.all_steps())}")
+            raise FileNotFoundError(
+                f"no {which} in {self._folder}: it has steps {sorted(self._manager.all_steps())}"
+            )
         place = f"{self._folder}/{step}"
         try:
             saved = self._manager.item_metadata(step)
@@ -83,7 +102,10 @@ class Checkpoints:
                     raise ValueError(f"{name!r} has no metadata")
                 have = getattr(saved[name], "tree", saved[name])
                 check_shapes(f"the checkpoint {place}/{name}", have, tree, padded=padded)
-            items = {name: ocp.args.StandardRestore(tree, strict=not padded) for name, tree in shapes.items()}
+            items = {
+                name: ocp.args.StandardRestore(tree, strict=not padded)
+                for name, tree in shapes.items()
+            }
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except WrongShapes:
             raise

@@ -47,15 +47,16 @@ def check_shapes(what: str, have: Any, want: Any, *, padded: bool = False) -> No
 
 
 def check_finite(what: str, leaf: Any) -> None:
-    """Raises ValueError, with ``what`` it is, if a parameter on devices holds NaN or infinite numbers.
+    """Raises ValueError, with ``what`` it is, if a parameter on devices holds NaN or infinite
+    numbers.
 
     Every process must call it. A weight in int8 is checked by its scales, which such numbers reach.
     """
     numbers = leaf.scale if is_int8(leaf) else leaf
     if jnp.issubdtype(numbers.dtype, jnp.floating) and not _is_finite(numbers):
         raise ValueError(
-            f"{what} holds numbers that are infinite or NaN: the file was damaged in training or conversion, or "
-            f"{numbers.dtype} is too narrow for them"
+            f"{what} holds numbers that are infinite or NaN: the file was damaged in training or "
+            f"conversion, or {numbers.dtype} is too narrow for them"
         )
 
 
@@ -67,12 +68,15 @@ def _is_finite(x: jax.Array) -> jax.Array:
 def digest(params: Any) -> str:
     """Returns 16 hexadecimal digits of a digest over names, dtypes, values and their places.
 
-    The digest contains a weighted sum modulo 2^32 of the bits of all values. It is the same on any mesh, since integers
-    are summed, and with rows of padding, since zeros add nothing. Every process must call it.
+    The digest contains a weighted sum modulo 2^32 of the bits of all values. It is the same on any
+    mesh, since integers are summed, and with rows of padding, since zeros add nothing. Every
+    process must call it.
     """
     found = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        found.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {int(_weighted_sum(leaf)):x};".encode())
+        found.update(
+            f"{jax.tree_util.keystr(path)} {leaf.dtype} {int(_weighted_sum(leaf)):x};".encode()
+        )
     return found.hexdigest()[:16]
 
 
@@ -89,11 +93,13 @@ def digest_of_pair(pair: Pair) -> str:
 
 @jax.jit
 def _weighted_sum(x: jax.Array) -> jax.Array:
-    """Returns the sum of the mixed bits of each entry, multiplied by an odd number that depends on its place."""
+    """Returns the sum of the mixed bits of each entry, multiplied by an odd number that depends on
+    its place.
+    """
     unsigned = jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}")
-    bits = (x.astype(unsigned) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, unsigned)).astype(
-        jnp.uint32
-    )
+    bits = (
+        x.astype(unsigned) if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, unsigned)
+    ).astype(jnp.uint32)
     bits = bits * jnp.uint32(0x9E3779B1)  # odd numbers without a pattern
     bits = bits ^ (bits >> 15)  # otherwise signs, the highest bit, would cancel in pairs
     place = jnp.ones(bits.shape, jnp.uint32)
@@ -106,4 +112,7 @@ def _weighted_sum(x: jax.Array) -> jax.Array:
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every leaf by its path, such as ``layer_0/mlp/up``."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_int8)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+        for path, leaf in leaves
+    }

@@ -4,9 +4,10 @@
     head = checkpoint.config.head()
     params = read_head(checkpoint, head)
 
-A folder holds ``config.json`` and ``model.safetensors``, ``pytorch_model.bin`` (see pickles.py) or a file with a name that
-Medusa chose. The tensor ``d2t`` of a reduced vocabulary holds offsets: its token i is the target's ``i + d2t[i]``. An MTP
-module is in the checkpoint of its target: give the target's name.
+A folder holds ``config.json`` and ``model.safetensors``, ``pytorch_model.bin`` (see pickles.py) or
+a file with a name that Medusa chose. The tensor ``d2t`` of a reduced vocabulary holds offsets: its
+token i is the target's ``i + d2t[i]``. An MTP module is in the checkpoint of its target: give the
+target's name.
 """
 
 from __future__ import annotations
@@ -61,12 +62,15 @@ class HeadCheckpoint:
 
     def notes(self, target_name: str) -> list[str]:
         """Returns a warning if the files name another target with the same shapes; else None."""
-        theirs, ours = (os.path.basename((name or target_name).rstrip("/")) for name in (self.trained_for, target_name))
+        theirs, ours = (
+            os.path.basename((name or target_name).rstrip("/"))
+            for name in (self.trained_for, target_name)
+        )
         if theirs == ours:
             return []
         return [
-            f"{self.name} was trained for {self.trained_for}: if {target_name} is another model, such as its base model, "
-            "expect less acceptance"
+            f"{self.name} was trained for {self.trained_for}: if {target_name} is another model, "
+            "such as its base model, expect less acceptance"
         ]
 
 
@@ -83,14 +87,17 @@ def open_head(
     Args:
       name: a folder, on a disk or in a bucket, or the id of a model of the hub.
       target: the shape in the target's checkpoint, without padding of its vocabulary.
-      target_embedding: if the head's embedding is a copy of this one, the head is read without an embedding.
+      target_embedding: if the head's embedding is a copy of this one, the head is read without an
+        embedding.
       dtype: of decode-time weights, activations and caches.
-      headers_only: downloads no tensor, and leaves the ids of a reduced vocabulary unread. The head can only be checked.
+      headers_only: downloads no tensor, and leaves the ids of a reduced vocabulary unread. The head
+        can only be checked.
 
     Raises:
       FileNotFoundError: no such head.
-      ValueError: the head is of another kind or target, see `parse_head`; its tensors are wrong, see `check_tensors`
-        and `read_pickle`; or the ids of a reduced vocabulary are not increasing ids of the target.
+      ValueError: the head is of another kind or target, see `parse_head`; its tensors are wrong,
+        see `check_tensors` and `read_pickle`; or the ids of a reduced vocabulary are not increasing
+        ids of the target.
     """
     folder, from_hub = find_folder(name)
     name = os.fspath(name)
@@ -105,18 +112,25 @@ def open_head(
     check_tensors(name, found, head_sources(config, layout), layout.others.search)
     has_ids = config.draft_vocab_size is not None and not headers_only
     draft_ids = _read_ids(name, found, config) if has_ids else None
-    if config.own_embedding and target_embedding is not None and are_equal(found[EMBEDDING], target_embedding):
+    if (
+        config.own_embedding
+        and target_embedding is not None
+        and are_equal(found[EMBEDDING], target_embedding)
+    ):
         config = dataclasses.replace(config, own_embedding=False)
     check_embedding(target, config, name)
     verifier = (content.get("speculators_config") or {}).get("verifier") or {}
-    beside = name if layout is MIMO_MTP else None  # an MTP module is in the checkpoint of its target
+    # An MTP module is in the checkpoint of its target.
+    beside = name if layout is MIMO_MTP else None
     return HeadCheckpoint(
         name=name,
         layout=layout,
         config=config,
         tensors=found,
         draft_ids=draft_ids,
-        trained_for=verifier.get("name_or_path") or content.get("base_model_name_or_path") or beside,
+        trained_for=verifier.get("name_or_path")
+        or content.get("base_model_name_or_path")
+        or beside,
     )
 
 
@@ -125,9 +139,9 @@ def _check_features(name: str, found: Mapping[str, Tensor], config: HeadConfig) 
     fc, read = found.get("fc.weight"), len(config.hidden_layers)
     if fc is not None and fc.shape[1] == (read + 1) * config.target_width:
         raise ValueError(
-            f"{name}: fc.weight reads {read + 1} layers of the target, config.json names {read}: the converter of "
-            "speculators drops the id of the target's last layer. Put it back in aux_hidden_state_layer_ids, or give the "
-            "original checkpoint"
+            f"{name}: fc.weight reads {read + 1} layers of the target, config.json names {read}: "
+            "the converter of speculators drops the id of the target's last layer. Put it back in "
+            "aux_hidden_state_layer_ids, or give the original checkpoint"
         )
 
 
@@ -135,11 +149,14 @@ def check_embedding(target: TransformerConfig, head: HeadConfig, name: str) -> N
     """Raises ValueError for a head that shares the embedding of a target with scaled embeddings."""
     if not head.own_embedding and target.embedding_scale is not None:
         raise ValueError(
-            f"{name} shares the embedding of its target, which scales embeddings: such heads are not supported"
+            f"{name} shares the embedding of its target, which scales embeddings: such heads are "
+            "not supported"
         )
 
 
-def read_head(checkpoint: HeadCheckpoint, head: Head, progress: OnProgress = lambda *_: None) -> Any:
+def read_head(
+    checkpoint: HeadCheckpoint, head: Head, progress: OnProgress = lambda *_: None
+) -> Any:
     """Reads the parameters of ``head`` in its compute dtype and onto its devices.
 
     Args:
@@ -148,30 +165,56 @@ def read_head(checkpoint: HeadCheckpoint, head: Head, progress: OnProgress = lam
     Raises:
       ValueError: a number is infinite or NaN; names file and tensor.
     """
-    dtype, sources = head.config.layer.compute_dtype, head_sources(checkpoint.config, checkpoint.layout)
+    dtype, sources = (
+        head.config.layer.compute_dtype,
+        head_sources(checkpoint.config, checkpoint.layout),
+    )
     shapes = jax.eval_shape(head.config.head().init, jax.random.key(0))
-    in_dtype = jax.tree.map(lambda x: x if x.dtype == np.int32 else jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+    in_dtype = jax.tree.map(
+        lambda x: x if x.dtype == np.int32 else jax.ShapeDtypeStruct(x.shape, dtype), shapes
+    )
     places = flatten_dict(placed(in_dtype, head), sep="/")
     ids = places.pop(DRAFT_IDS, None)
     leaves = read_leaves(places, sources, checkpoint.tensors, progress)
     if ids is not None:
-        leaves[DRAFT_IDS] = jax.make_array_from_callback(ids.shape, ids.sharding, checkpoint.draft_ids.__getitem__)
+        leaves[DRAFT_IDS] = jax.make_array_from_callback(
+            ids.shape, ids.sharding, checkpoint.draft_ids.__getitem__
+        )
     return unflatten_dict(leaves, sep="/")
 
 
 def head_sources(config: HeadConfig, layout: HeadLayout) -> dict[str, TensorSource]:
-    """Returns the source of each parameter; raises KeyError for a parameter that the layout does not have."""
+    """Returns the source of each parameter; raises KeyError for a parameter that the layout does
+    not have.
+    """
     shapes = flatten_dict(jax.eval_shape(config.head().init, jax.random.key(0)), sep="/")
-    read = {"X": ("attention/query", 1), "Y": ("module_0/fc" if "module_0/fc" in shapes else "fc", 0)}
-    read |= {"R": ("correction/embedding", 1), "G": ("correction/gate", 0), "J": ("correction/gate", 1)}
-    read |= {"B": ("correction/trust", 0), "T": (f"{AROUND}/base", 1), "A": (f"{AROUND}/coefficients", 1)}
-    wide = {letter: shapes[name].shape[axis] for letter, (name, axis) in read.items() if name in shapes}
-    letters = sizes(config.layer) | wide | dict(U=config.num_outputs, W=config.target_width, O=1, Q=2)
+    read = {
+        "X": ("attention/query", 1),
+        "Y": ("module_0/fc" if "module_0/fc" in shapes else "fc", 0),
+    }
+    read |= {
+        "R": ("correction/embedding", 1),
+        "G": ("correction/gate", 0),
+        "J": ("correction/gate", 1),
+    }
+    read |= {
+        "B": ("correction/trust", 0),
+        "T": (f"{AROUND}/base", 1),
+        "A": (f"{AROUND}/coefficients", 1),
+    }
+    wide = {
+        letter: shapes[name].shape[axis] for letter, (name, axis) in read.items() if name in shapes
+    }
+    letters = (
+        sizes(config.layer) | wide | dict(U=config.num_outputs, W=config.target_width, O=1, Q=2)
+    )
     return {name: find_source(name, layout.names, letters) for name in shapes if name != DRAFT_IDS}
 
 
 def _find(folder: epath.Path) -> dict[str, Tensor]:
-    """Returns all tensors of a folder, by their names in speculators; prefers safetensors to pickles."""
+    """Returns all tensors of a folder, by their names in speculators; prefers safetensors to
+    pickles.
+    """
     files = [name for name in HEAD_FILES if (folder / name).exists()]
     if not files or (folder / INDEX).exists() or (folder / SINGLE).exists():
         return _renamed(find_tensors(folder))
@@ -188,19 +231,24 @@ def _read_ids(name: str, found: Mapping[str, Tensor], config: HeadConfig) -> np.
     """Returns the target's id of each token of a reduced vocabulary."""
     size, num_ids = config.layer.vocab_size, config.num_outputs
     if OFFSETS not in found:
-        raise ValueError(f"{name} has a reduced vocabulary of {num_ids} tokens, but no tensor {OFFSETS}")
+        raise ValueError(
+            f"{name} has a reduced vocabulary of {num_ids} tokens, but no tensor {OFFSETS}"
+        )
     for key, shape in ((OFFSETS, (num_ids,)), (KEPT, (size,))):
         tensor = found.get(key)
         if tensor is not None and (tensor.shape != shape or tensor.kind not in INTEGERS):
-            raise ValueError(f"{tensor.file} has {key} {tensor.shape} of {tensor.kind}; it must be integers {shape}")
+            raise ValueError(
+                f"{tensor.file} has {key} {tensor.shape} of {tensor.kind}; it must be integers "
+                f"{shape}"
+            )
     file = found[OFFSETS].file
     ids_U = np.asarray(found[OFFSETS].read([slice(None)]), np.int64) + np.arange(num_ids)
     wrong = np.flatnonzero((ids_U < 0) | (ids_U >= size) | (np.diff(ids_U, prepend=-1) <= 0))
     if len(wrong):
         at = wrong[0]
         raise ValueError(
-            f"{file}: {OFFSETS}[{at}] makes token {ids_U[at]} of {at}; tokens must increase and be below {size}, the "
-            "number of the target's tokens"
+            f"{file}: {OFFSETS}[{at}] makes token {ids_U[at]} of {at}; tokens must increase and be "
+            f"below {size}, the number of the target's tokens"
         )
     if KEPT in found and not np.array_equal(np.flatnonzero(found[KEPT].read([slice(None)])), ids_U):
         raise ValueError(f"{file}: {KEPT} and {OFFSETS} name different tokens")

@@ -1,4 +1,6 @@
-"""Reads published.json: the ``config.json`` of public models, so that plans and compile reports need no download."""
+"""Reads published.json: the ``config.json`` of public models, so that plans and compile reports
+need no download.
+"""
 
 from __future__ import annotations
 

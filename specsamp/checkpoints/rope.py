@@ -31,8 +31,8 @@ SCALINGS = {"linear": {"factor": "factor"}, "llama3": LLAMA3, "yarn": YARN}
 def rope_parameters(fields: Fields) -> Mapping[str, Any]:
     """Returns the rotary parameters of a file, with the preferences of transformers.
 
-    It prefers rope_scaling, which users add to lengthen the context, and an original length beside the parameters to
-    one within them.
+    It prefers rope_scaling, which users add to lengthen the context, and an original length beside
+    the parameters to one within them.
     """
     given = fields.object("rope_scaling") or fields.object("rope_parameters")
     original = fields(ORIGINAL, None)
@@ -52,20 +52,22 @@ def rotary_fields(
     Args:
       given: the result of `rope_parameters`.
       usual: sizes of the model.
-      partial: whether the family rotates a part of each head. Other families ignore partial_rotary_factor, unless
-        positions are scaled: there transformers fails.
+      partial: whether the family rotates a part of each head. Other families ignore
+        partial_rotary_factor, unless positions are scaled: there transformers fails.
       base: of a file without rope_theta.
     """
     given = {key: value for key, value in given.items() if value is not None or key == "truncate"}
     if "full_attention" in given:
-        raise ValueError(f"{fields.path} has rope_parameters for each kind of layer, which only Gemma 3 may have")
+        raise ValueError(
+            f"{fields.path} has rope_parameters for each kind of layer, which only Gemma 3 may have"
+        )
     share = given.get("partial_rotary_factor", fields("partial_rotary_factor", 1.0))
     head_size = usual["head_size"] or usual["width"] // usual["num_heads"]
     scaling = _scaling(fields, given, usual["max_positions"])
     if share != 1 and scaling is not None and not partial:
         raise ValueError(
-            f"{fields.path} says partial_rotary_factor = {share!r} and scales its rotary positions; this family rotates "
-            "whole heads: remove one of the two"
+            f"{fields.path} says partial_rotary_factor = {share!r} and scales its rotary "
+            "positions; this family rotates whole heads: remove one of the two"
         )
     return dict(
         positions="rotary",
@@ -86,14 +88,19 @@ def describe_rotary(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> RotaryScaling | None:
-    """Returns the scaling of frequencies, or None; raises ValueError for a kind that is not supported."""
+    """Returns the scaling of frequencies, or None; raises ValueError for a kind that is not
+    supported.
+    """
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in SCALINGS or (kind == "yarn" and ("mscale" in given or "mscale_all_dim" in given)):
+    if kind not in SCALINGS or (
+        kind == "yarn" and ("mscale" in given or "mscale_all_dim" in given)
+    ):
         raise ValueError(
-            f"{fields.path} scales its rotary positions by {dict(given)}; supported are {', '.join(SCALINGS)} (scaling that "
-            "depends on the length of the sequence would change keys in the cache)"
+            f"{fields.path} scales its rotary positions by {dict(given)}; supported are "
+            f"{', '.join(SCALINGS)} (scaling that depends on the length of the sequence would "
+            "change keys in the cache)"
         )
     given = {ORIGINAL: max_positions} | given
     if kind == "yarn":
@@ -106,6 +113,8 @@ def _scaling(fields: Fields, given: Mapping[str, Any], max_positions: int) -> Ro
         if field == "whole_dimensions":
             values[field] = bool(value)  # null is false in transformers
             continue
-        number = validate.number(f"{fields.path}: {SCALINGS[kind][field]} of {kind} scaling", value, 0, above=True)
+        number = validate.number(
+            f"{fields.path}: {SCALINGS[kind][field]} of {kind} scaling", value, 0, above=True
+        )
         values[field] = value if field == "original_positions" else number
     return RotaryScaling(kind=kind, **values)

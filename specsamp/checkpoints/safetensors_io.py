@@ -1,7 +1,7 @@
 """Reads slices of tensors in safetensors files, on a disk or in a bucket.
 
-A file holds the length of its header, a JSON header and the bytes of all tensors. The library safetensors reads only
-local files.
+A file holds the length of its header, a JSON header and the bytes of all tensors. The library
+safetensors reads only local files.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLE = "pytorch_model.bin"  # only heads are read from pickles, see pickles.py
 MEDUSA_SINGLE, MEDUSA_PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(bool)}
-PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")  # not a path or a pattern, which the hub would expand
+# Not a path or a pattern, which the hub would expand.
+PLAIN_NAME = re.compile(r"(?!\.\.?$)[^/\\\0*?\[\]]+")
 NO_WEIGHTS = (
-    f"neither {SINGLE} nor {INDEX}. Weights in pickles are refused: reading a pickle runs any code that its author put "
-    "there. If you trust it, convert it with PyTorch and transformers: "
-    "AutoModelForCausalLM.from_pretrained(NAME).save_pretrained('converted'), "
-    "then copy its tokenizer files and give 'converted'"
+    f"neither {SINGLE} nor {INDEX}. Weights in pickles are refused: reading a pickle runs any code "
+    "that its author put there. If you trust it, convert it with PyTorch and transformers: "
+    "AutoModelForCausalLM.from_pretrained(NAME).save_pretrained('converted'), then copy its "
+    "tokenizer files and give 'converted'"
 )
 MOST_HEADER_BYTES = 100 * 2**20  # the limit of the library
 BLOCK_BYTES = 64 * 2**20  # of a tensor at a time, for comparing or quantising values
@@ -53,7 +58,8 @@ class Tensor:
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """Returns a slice of the values: ``index`` has slices without steps for the first axes.
 
-        For a local file, the slice is a memory map, whose pages are read on access. From a bucket, whole rows are read.
+        For a local file, the slice is a memory map, whose pages are read on access. From a bucket,
+        whole rows are read.
         """
         index = tuple(index)
         if not os.fspath(self.file).startswith(storage.BUCKETS):
@@ -90,7 +96,8 @@ def find_tensors(folder: epath.Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"{folder} has {NO_WEIGHTS}")
     if missing:
         raise FileNotFoundError(
-            f"{folder / INDEX} names files that are missing: {', '.join(missing)}: download them again"
+            f"{folder / INDEX} names files that are missing: {', '.join(missing)}: download them "
+            "again"
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -102,19 +109,20 @@ def read_index(folder: epath.Path) -> list[str]:
     """Returns the names of the files that the index of a checkpoint lists.
 
     Raises:
-      ValueError: the file is not an index, or it names files outside of its folder, which could be any file that this
-        user can read.
+      ValueError: the file is not an index, or it names files outside of its folder, which could be
+        any file that this user can read.
     """
     of_tensor = storage.read_json(folder / INDEX).get("weight_map")
     if not isinstance(of_tensor, dict):
         raise ValueError(
-            f"{folder / INDEX} is not an index of tensors: weight_map must be an object; got {of_tensor!r:.60}"
+            f"{folder / INDEX} is not an index of tensors: weight_map must be an object; got "
+            f"{of_tensor!r:.60}"
         )
     for tensor, file in of_tensor.items():
         if not isinstance(file, str) or not PLAIN_NAME.fullmatch(file):
             raise ValueError(
-                f"{folder / INDEX} is not an index of tensors: the file of {tensor!r} must be the name of a file in "
-                f"its folder; got {file!r}"
+                f"{folder / INDEX} is not an index of tensors: the file of {tensor!r} must be the "
+                f"name of a file in its folder; got {file!r}"
             )
     return sorted(set(of_tensor.values()))
 
@@ -132,19 +140,32 @@ def read_header(file: epath.Path) -> dict[str, Tensor]:
         start = content.read(8)
         length = int.from_bytes(start, "little")
         if start == b"version ":
-            raise ValueError(f"{file} is a pointer of git LFS instead of the file: run git lfs pull in its folder")
+            raise ValueError(
+                f"{file} is a pointer of git LFS instead of the file: run git lfs pull in its "
+                "folder"
+            )
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
-            raise damaged(f"truncated: {size} bytes, of which the header alone would take {8 + length}")
+            raise damaged(
+                f"truncated: {size} bytes, of which the header alone would take {8 + length}"
+            )
         try:
             header: dict[str, Any] = json.loads(content.read(length))
             header.pop("__metadata__", None)
             tensors, filled = {}, 0
             for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
                 begin, end = validate.integers("data_offsets", entry["data_offsets"], limit=2**63)
-                shape, kind = tuple(validate.integers("shape", entry["shape"], limit=2**63)), str(entry["dtype"])
+                shape, kind = (
+                    tuple(validate.integers("shape", entry["shape"], limit=2**63)),
+                    str(entry["dtype"]),
+                )
                 dtype = (DTYPES | INTEGERS).get(kind)
-                if not filled == begin <= end or (dtype and end - begin != math.prod(shape) * dtype.itemsize):
-                    raise ValueError(f"{name} {shape} of {kind} takes bytes {begin} to {end}, behind byte {filled}")
+                if not filled == begin <= end or (
+                    dtype and end - begin != math.prod(shape) * dtype.itemsize
+                ):
+                    raise ValueError(
+                        f"{name} {shape} of {kind} takes bytes {begin} to {end}, behind byte "
+                        f"{filled}"
+                    )
                 tensors[name] = Tensor(file=file, kind=kind, shape=shape, offset=8 + length + begin)
                 filled = end
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -6,9 +6,9 @@ index of its part: ``"NCH D -> NDH: C=0"``. E is the axis of experts, which are 
 EID"``. For other letters see `sizes`. In heads U is the size of the reduced vocabulary and W the target's width; X and
 Y are the widths of the inputs of attention and of fc.
 
-The tables are in tensor_names.json. architectures.py has the table's name for each family, head_config.py for each
-head. Heads of EAGLE have the names of the package speculators. Medusa has two tables: ``medusa`` with the names of its
-authors, ``medusa_blocks`` with those of vLLM.
+The tables are in tensor_names.json. architectures.py has the table's name for each family,
+head_config.py for each head. Heads of EAGLE have the names of the package speculators. Medusa has
+two tables: ``medusa`` with the names of its authors, ``medusa_blocks`` with those of vLLM.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class TensorSource:
     part: int | None = None  # of C
 
     def members(self) -> list[TensorSource]:
-        """Returns the source of each expert of a stacked parameter; [self] for any other parameter."""
+        """Returns the source of each expert of a stacked parameter; [self] for any other
+        parameter.
+        """
         if not self.is_stacked:
             return [self]
         tensors = [self.tensor.format(e=expert) for expert in range(self.sizes["E"])]
@@ -77,16 +79,23 @@ class TensorSource:
         return tuple(math.prod(self.sizes[letter] for letter in axis) for axis in self.tensor_axes)
 
     def read(
-        self, tensors: Mapping[str, Tensor], index: Sequence[slice], *, shape: Sequence[int], dtype: np.dtype
+        self,
+        tensors: Mapping[str, Tensor],
+        index: Sequence[slice],
+        *,
+        shape: Sequence[int],
+        dtype: np.dtype,
     ) -> np.ndarray:
         """Reads a slice of the parameter in ``dtype``; the array owns its memory.
 
-        If a tensor axis is a product of letters, only the slice of the outermost letter limits the bytes that are read.
+        If a tensor axis is a product of letters, only the slice of the outermost letter limits the
+        bytes that are read.
 
         Args:
           tensors: of the checkpoint, by name.
           index: one slice for each axis of the parameter, without steps.
-          shape: of the parameter in the model. Rows beyond the tensor's rows pad the vocabulary, and are zero.
+          shape: of the parameter in the model. Rows beyond the tensor's rows pad the vocabulary,
+            and are zero.
         """
         spans = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
         values = np.zeros([last - first for first, last in spans], dtype)
@@ -94,13 +103,22 @@ class TensorSource:
             for expert, member in zip(values, self.members()[index[0]], strict=True):
                 expert[...] = member.read(tensors, index[1:], shape=shape[1:], dtype=dtype)
             return values
-        wanted = {letter: np.minimum(span, self.sizes[letter]) for letter, span in zip(self.axes, spans)}
+        wanted = {
+            letter: np.minimum(span, self.sizes[letter]) for letter, span in zip(self.axes, spans)
+        }
         if self.part is not None:
             wanted["C"] = (self.part, self.part + 1)
-        outermost = {axis[0]: math.prod(self.sizes[letter] for letter in axis[1:]) for axis in self.tensor_axes}
-        block = tensors[self.tensor].read([slice(*np.multiply(wanted[x], inner)) for x, inner in outermost.items()])
+        outermost = {
+            axis[0]: math.prod(self.sizes[letter] for letter in axis[1:])
+            for axis in self.tensor_axes
+        }
+        block = tensors[self.tensor].read(
+            [slice(*np.multiply(wanted[x], inner)) for x, inner in outermost.items()]
+        )
         letters = "".join(self.tensor_axes)
-        block = block.reshape([np.diff(wanted[x])[0] if x in outermost else self.sizes[x] for x in letters])
+        block = block.reshape(
+            [np.diff(wanted[x])[0] if x in outermost else self.sizes[x] for x in letters]
+        )
         block = block[tuple(slice(None) if x in outermost else slice(*wanted[x]) for x in letters)]
         if self.part is not None:
             block, letters = block.squeeze(letters.index("C")), letters.replace("C", "")
@@ -116,10 +134,14 @@ class TensorSource:
 
 
 def find_source(parameter: str, names: Mapping[str, str], sizes: Mapping[str, int]) -> TensorSource:
-    """Returns the source of a parameter by a family's table; raises KeyError if the family does not have it."""
+    """Returns the source of a parameter by a family's table; raises KeyError if the family does not
+    have it.
+    """
     layer = re.match(r"(?:layer|head|module)_(\d+)/", parameter)
     line = names[re.sub(r"^(layer|head|module)_\d+/", r"\1/", parameter)]
-    match = re.fullmatch(r"(?P<tensor>\S+) +(?P<axes>[A-Z ]+) -> (?P<ours>[A-Z]+)(: C=(?P<part>\d))?", line)
+    match = re.fullmatch(
+        r"(?P<tensor>\S+) +(?P<axes>[A-Z ]+) -> (?P<ours>[A-Z]+)(: C=(?P<part>\d))?", line
+    )
     return TensorSource(
         tensor=match["tensor"].format(i=layer and layer[1], e="{e}"),
         tensor_axes=tuple(match["axes"].split()),
@@ -130,20 +152,27 @@ def find_source(parameter: str, names: Mapping[str, str], sizes: Mapping[str, in
 
 
 def check_tensors(
-    name: str, found: Mapping[str, Tensor], sources: Mapping[str, TensorSource], is_harmless: Callable[[str], Any]
+    name: str,
+    found: Mapping[str, Tensor],
+    sources: Mapping[str, TensorSource],
+    is_harmless: Callable[[str], Any],
 ) -> None:
-    """Raises ValueError unless files hold exactly the tensors of a model, in their shapes and a known dtype.
+    """Raises ValueError unless files hold exactly the tensors of a model, in their shapes and a
+    known dtype.
 
     Args:
       name: of the checkpoint, for messages.
       found: the tensors of its files.
       sources: of each parameter.
-      is_harmless: returns whether the files may hold a tensor with this name that is not part of the model.
+      is_harmless: returns whether the files may hold a tensor with this name that is not part of
+        the model.
 
     Raises:
       ValueError: lists tensors that are missing, unknown, misshapen or of another dtype.
     """
-    wanted = {member.tensor: member.shape for source in sources.values() for member in source.members()}
+    wanted = {
+        member.tensor: member.shape for source in sources.values() for member in source.members()
+    }
     there = {name: found[name] for name in wanted if name in found}
 
     def where(name: str) -> str:
@@ -151,18 +180,27 @@ def check_tensors(
 
     problems = {
         "missing": [f"{name} {shape}" for name, shape in wanted.items() if name not in found],
-        "not part of the model": [where(name) for name in sorted(found.keys() - wanted) if not is_harmless(name)],
+        "not part of the model": [
+            where(name) for name in sorted(found.keys() - wanted) if not is_harmless(name)
+        ],
         "of another shape than config.json says": [
-            f"{where(name)}, {wanted[name]} wanted" for name, tensor in there.items() if tensor.shape != wanted[name]
+            f"{where(name)}, {wanted[name]} wanted"
+            for name, tensor in there.items()
+            if tensor.shape != wanted[name]
         ],
         f"of a dtype that is not supported (quantised?; known are {', '.join(DTYPES)})": [
-            f"{where(name)}: {tensor.kind}" for name, tensor in there.items() if tensor.kind not in DTYPES
+            f"{where(name)}: {tensor.kind}"
+            for name, tensor in there.items()
+            if tensor.kind not in DTYPES
         ],
     }
     described = [
-        f"{len(names)} tensors are {what}: {'; '.join(names[:MOST_SHOWN])}{' ...' if len(names) > MOST_SHOWN else ''}"
+        f"{len(names)} tensors are {what}: "
+        f"{'; '.join(names[:MOST_SHOWN])}{' ...' if len(names) > MOST_SHOWN else ''}"
         for what, names in problems.items()
         if names
     ]
     if described:
-        raise ValueError(f"{name} does not contain the model of its config.json. {'. '.join(described)}")
+        raise ValueError(
+            f"{name} does not contain the model of its config.json. {'. '.join(described)}"
+        )

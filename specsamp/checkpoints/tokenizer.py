@@ -31,10 +31,12 @@ BYTE_OF_LETTER = _byte_of_letter()
 
 
 class JsonTokenizer:
-    """A Hugging Face ``tokenizer.json``; ``eos`` is the text or id of its end-of-text token, or None.
+    """A Hugging Face ``tokenizer.json``; ``eos`` is the text or id of its end-of-text token, or
+    None.
 
-    Added tokens from the id ``rows`` on are left out (`left_out`): some models come with the tokenizer of a larger
-    model, which has more added tokens, such as the image placeholder of Gemma 3.
+    Added tokens from the id ``rows`` on are left out (`left_out`): some models come with the
+    tokenizer of a larger model, which has more added tokens, such as the image placeholder of Gemma
+    3.
     """
 
     left_out: tuple[str, ...] = ()
@@ -58,24 +60,35 @@ class JsonTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         ordinary = tokenizer.get_vocab(with_added_tokens=False).values()
         if rows is not None and max(ordinary, default=0) < rows <= max(added, default=0):
-            self.left_out = tuple(str(token) for index, token in sorted(added.items()) if index >= rows)
+            self.left_out = tuple(
+                str(token) for index, token in sorted(added.items()) if index >= rows
+            )
             content = json.loads(tokenizer.to_str())
-            content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < rows]
+            content["added_tokens"] = [
+                token for token in content["added_tokens"] if token["id"] < rows
+            ]
             tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         self._set(tokenizer, eos, str(path))
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: tokenizers.Tokenizer, eos: str | None = None) -> JsonTokenizer:
-        """Wraps a tokenizer that is not in a file yet; ``eos`` is the text of its end-of-text token."""
+    def from_tokenizer(
+        cls, tokenizer: tokenizers.Tokenizer, eos: str | None = None
+    ) -> JsonTokenizer:
+        """Wraps a tokenizer that is not in a file yet; ``eos`` is the text of its end-of-text
+        token.
+        """
         made = cls.__new__(cls)
         made._set(tokenizer, eos, "the tokenizer")
         return made
 
     def _set(self, tokenizer: tokenizers.Tokenizer, eos: str | int | None, name: str) -> None:
-        """Sets the tokenizer; raises ValueError with ``name`` if it has no tokens, or no token ``eos``."""
+        """Sets the tokenizer; raises ValueError with ``name`` if it has no tokens, or no token
+        ``eos``.
+        """
         if not tokenizer.get_vocab_size():
             raise ValueError(f"{name} has no tokens")
-        tokenizer.no_truncation()  # files may hold the lengths to which a training run cut and padded its texts
+        # Files may hold the lengths to which a training run cut and padded its texts.
+        tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
@@ -83,7 +96,8 @@ class JsonTokenizer:
         decoder = tokenizer.decoder
         shown = "" if decoder is None else decoder.decode(["ĠĠÃ©"])
         self._is_byte_level = shown.endswith("é")
-        self._stripped = len("  é") - len(shown)  # spaces that a decoder takes from the beginning of a text
+        # Spaces that a decoder takes from the beginning of a text.
+        self._stripped = len("  é") - len(shown)
         self._byte_of: dict[int | None, int] = {}  # of tokens such as <0x0A>
         if decoder is not None and decoder.decode(["<0x41>"]) == "A":
             names = (f"<0x{byte:02X}>" for byte in range(256))
@@ -100,7 +114,9 @@ class JsonTokenizer:
 
     @property
     def model(self) -> tokenizers.models.Model:
-        """Returns the model of the tokenizer, which splits text into tokens without normalisation or special tokens."""
+        """Returns the model of the tokenizer, which splits text into tokens without normalisation
+        or special tokens.
+        """
         return self._tokenizer.model
 
     def to_json(self) -> str:
@@ -123,8 +139,8 @@ class JsonTokenizer:
         """
         if self.chat is None:
             raise ValueError(
-                "the tokenizer has no chat template, which a conversation needs: give a text, or an instruction-tuned "
-                "model, whose tokenizer_config.json has a template"
+                "the tokenizer has no chat template, which a conversation needs: give a text, or "
+                "an instruction-tuned model, whose tokenizer_config.json has a template"
             )
         text = self.chat.render(messages, **variables, add_generation_prompt=not complete)
         text.encode()  # raises ValueError for half a character, which JSON can write

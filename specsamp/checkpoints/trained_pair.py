@@ -50,14 +50,15 @@ def load_pair(
 
     Args:
       name_or_path: a pair that comes with the package, or a folder that `save_pair` wrote.
-      draft: the default drafter: the draft "model", the "head", or the head that drafts a "block" in one call.
+      draft: the default drafter: the draft "model", the "head", or the head that drafts a "block"
+        in one call.
       dtype: of decode-time weights, activations and caches.
       int8: the sides that compute in int8 instead; files always hold weights in int8.
 
     Raises:
       FileNotFoundError: there is no such pair, or one of its files is missing.
-      ValueError: ``draft`` is another word; a file is damaged, or its shapes differ from pair.json (both are listed);
-        or the tokenizer does not fit the models.
+      ValueError: ``draft`` is another word; a file is damaged, or its shapes differ from pair.json
+        (both are listed); or the tokenizer does not fit the models.
     """
     machine.require_devices()
     validate.choice("draft", draft, ("model", *HEADS))
@@ -65,22 +66,32 @@ def load_pair(
     folder = pair_folder(name_or_path)
     described = storage.read_json(folder / "pair.json")
     try:
-        configs = {side: TransformerConfig(**{**described[side], "dtype": dtype, **int8.of(side)}) for side in SIDES}
+        configs = {
+            side: TransformerConfig(**{**described[side], "dtype": dtype, **int8.of(side)})
+            for side in SIDES
+        }
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder}/pair.json does not describe a pair ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{folder}/pair.json does not describe a pair ({type(error).__name__}: {error})"
+        ) from error
     eos = described.get("eos", EOS)
     if not isinstance(eos, str):
-        raise ValueError(f"{folder / 'pair.json'} says eos = {eos!r}; it must be the text of the end-of-text token")
+        raise ValueError(
+            f"{folder / 'pair.json'} says eos = {eos!r}; it must be the text of the end-of-text "
+            "token"
+        )
     models = {side: TransformerLM.for_backend(config) for side, config in configs.items()}
     if draft in HEADS:
-        from specsamp.checkpoints.public_heads import (  # imports Orbax, which a draft model does not need
+        # Imports Orbax, which a draft model does not need.
+        from specsamp.checkpoints.public_heads import (
             open_head,
             read_head,
         )
 
         if not (folder / draft / "config.json").is_file():
             raise FileNotFoundError(
-                f"the pair {str(name_or_path)!r} has no {draft}: {folder}/{draft}/config.json is missing"
+                f"the pair {str(name_or_path)!r} has no {draft}: {folder}/{draft}/config.json is "
+                "missing"
             )
         checkpoint = open_head(folder / draft, configs["target"], dtype=dtype)
         layer = dataclasses.replace(checkpoint.config.layer, **int8.of("draft"))
@@ -101,7 +112,8 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
     """Returns the held-out prompts that come with a pair.
 
     Raises:
-      FileNotFoundError: there is no such pair, or it has no prompts. ValueError: the file of prompts is damaged.
+      FileNotFoundError: there is no such pair, or it has no prompts. ValueError: the file of
+        prompts is damaged.
     """
     path = pair_folder(name_or_path) / "prompts.json"
     if not path.is_file():
@@ -116,13 +128,17 @@ def load_prompts(name_or_path: str | pathlib.Path) -> list[str]:
 
 
 def pair_folder(name_or_path: str | pathlib.Path) -> pathlib.Path:
-    """Returns the folder of a pair, by its name or path; raises FileNotFoundError if there is none."""
+    """Returns the folder of a pair, by its name or path; raises FileNotFoundError if
+    there is none.
+    """
     name = validate.path("a pair", name_or_path)
     for folder in (ASSETS / name, pathlib.Path(name).expanduser()):
         if (folder / "pair.json").is_file():
             return folder
     known = ", ".join(sorted(path.parent.name for path in ASSETS.glob("*/pair.json")))
-    raise FileNotFoundError(f"no pair {name!r}: give one of {known or 'none'}, or a folder with a pair.json")
+    raise FileNotFoundError(
+        f"no pair {name!r}: give one of {known or 'none'}, or a folder with a pair.json"
+    )
 
 
 def save_pair(
@@ -152,7 +168,9 @@ def save_pair(
 
 
 def _load_params(path: pathlib.Path, model: TransformerLM) -> Any:
-    """Reads the parameters of one side; raises ValueError if they are damaged or of another model."""
+    """Reads the parameters of one side; raises ValueError if they are damaged or of
+    another model.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:
@@ -162,6 +180,8 @@ def _load_params(path: pathlib.Path, model: TransformerLM) -> Any:
         raise ValueError(f"{path} is damaged ({error}): download or copy it again") from error
     for name, array in stored.items():
         if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
-            raise ValueError(f"{path}: {name} holds numbers that are infinite or NaN: export the pair again")
+            raise ValueError(
+                f"{path}: {name} holds numbers that are infinite or NaN: export the pair again"
+            )
     check_shapes(str(path), tensors, jax.eval_shape(model.init, jax.random.key(0)))
     return jax.tree.map(jax.numpy.asarray, unflatten_dict(tensors, sep="/"))

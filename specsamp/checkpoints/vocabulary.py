@@ -1,7 +1,9 @@
-"""Matches two tokenizers by the bytes of their tokens, for a draft model whose tokenizer is not the target's.
+"""Matches two tokenizers by the bytes of their tokens, for a draft model whose tokenizer is not the
+target's.
 
-Tokens are compared as they decode in the middle of a text: the piece "▁the" of a SentencePiece tokenizer and "Ġthe" of
-a byte-level tokenizer are both " the". Special tokens decode to nothing; the two end-of-text tokens are matched.
+Tokens are compared as they decode in the middle of a text: the piece "▁the" of a SentencePiece
+tokenizer and "Ġthe" of a byte-level tokenizer are both " the". Special tokens decode to nothing;
+the two end-of-text tokens are matched.
 """
 
 from __future__ import annotations
@@ -35,11 +37,14 @@ class TokenBytes:
             self.is_byte_level or SPACE in json.dumps(content, ensure_ascii=False)
         ):
             raise ValueError(
-                f"the {name}'s tokenizer is a {kind}: only byte-level and SentencePiece tokenizers are matched"
+                f"the {name}'s tokenizer is a {kind}: only byte-level and SentencePiece tokenizers "
+                "are matched"
             )
         self.name, self._model = name, tokenizer.model
         # The bytes of pieces such as "<0x0A>", of SentencePiece.
-        of_bytes = {piece: re.fullmatch(r"<0x([0-9A-F]{2})>", piece) for piece in tokenizer.pieces.values()}
+        of_bytes = {
+            piece: re.fullmatch(r"<0x([0-9A-F]{2})>", piece) for piece in tokenizer.pieces.values()
+        }
         self._bytes = {piece: int(match[1], 16) for piece, match in of_bytes.items() if match}
         added = {token["id"]: token for token in content.get("added_tokens", ())}
         self.of_id: dict[int, bytes] = {}
@@ -49,7 +54,8 @@ class TokenBytes:
                 written = None if added[index]["special"] else written or piece.encode()
             if written:
                 self.of_id[index] = written
-        # Of several tokens with equal bytes, the token that the tokenizer itself uses; else the first.
+        # Of several tokens with equal bytes, the token that the tokenizer itself uses; else the
+        # first.
         self.ids: dict[bytes, int] = {}
         twice = set()
         for index, written in sorted(self.of_id.items()):
@@ -82,14 +88,16 @@ class TokenBytes:
         return ids if b"".join(self.of_id.get(i, b"") for i in ids) == written else []
 
     def read(self, written: bytes) -> list[int]:
-        """Returns the ids of some bytes in the middle of a text; raises ValueError if no tokens have these bytes."""
+        """Returns the ids of some bytes in the middle of a text; raises ValueError if no tokens
+        have these bytes.
+        """
         if written in self.ids:
             return [self.ids[written]]
         ids = self._split(written) or [self.ids.get(bytes([byte]), -1) for byte in written]
         if -1 in ids:
             raise ValueError(
-                f"no token of the {self.name} has the byte {written[ids.index(-1)]:#04x} of {written!r}: it has no "
-                "byte fallback; take another draft"
+                f"no token of the {self.name} has the byte {written[ids.index(-1)]:#04x} of "
+                f"{written!r}: it has no byte fallback; take another draft"
             )
         return ids
 
@@ -101,17 +109,20 @@ def match_vocabularies(
     target_size: int | None = None,
     draft_size: int | None = None,
 ) -> SharedVocabulary:
-    """Returns the tokens with equal bytes in two tokenizers, and each of the target's tokens in draft ids.
+    """Returns the tokens with equal bytes in two tokenizers, and each of the target's tokens in
+    draft ids.
 
     Args:
       target_size, draft_size: the models' numbers of tokens; default those of the tokenizers.
 
     Raises:
-      ValueError: a tokenizer is of another kind, bytes have no token in the draft, or less than `LEAST_SHARE` of the
-        smaller vocabulary is shared.
+      ValueError: a tokenizer is of another kind, bytes have no token in the draft, or less than
+        `LEAST_SHARE` of the smaller vocabulary is shared.
     """
     ours, theirs = TokenBytes(target, "target"), TokenBytes(draft, "draft")
-    shared = {index: theirs.ids[written] for written, index in ours.ids.items() if written in theirs.ids}
+    shared = {
+        index: theirs.ids[written] for written, index in ours.ids.items() if written in theirs.ids
+    }
     reading = {index: theirs.read(written) for index, written in ours.of_id.items()}
     if target.eos_id is not None and draft.eos_id is not None:
         taken = {index: i for index, i in shared.items() if i != draft.eos_id}
@@ -119,8 +130,8 @@ def match_vocabularies(
     smaller = min(len(ours.ids), len(theirs.ids))
     if len(shared) < LEAST_SHARE * smaller:
         raise ValueError(
-            f"the tokenizers share {len(shared)} tokens, less than {LEAST_SHARE:.0%} of the smaller vocabulary of "
-            f"{smaller}: take a draft for the same kind of text"
+            f"the tokenizers share {len(shared)} tokens, less than {LEAST_SHARE:.0%} of the "
+            f"smaller vocabulary of {smaller}: take a draft for the same kind of text"
         )
     width = min(MOST_IDS, max(map(len, reading.values())))
     draft_ids_V = np.full(target_size or target.vocab_size, -1, np.int32)
@@ -139,22 +150,35 @@ def match_vocabularies(
 
 
 def describe_overlap(vocabulary: SharedVocabulary) -> str:
-    """Returns a sentence with the share of the target's vocabulary that the draft has, and the ids for the rest."""
-    tokens, shared, width = len(vocabulary.draft_ids_V), vocabulary.num_shared, vocabulary.reading_VM.shape[1]
-    cut = f", of {vocabulary.num_cut / tokens:.1%} the last {width} alone" if vocabulary.num_cut else ""
+    """Returns a sentence with the share of the target's vocabulary that the draft has, and the ids
+    for the rest.
+    """
+    tokens, shared, width = (
+        len(vocabulary.draft_ids_V),
+        vocabulary.num_shared,
+        vocabulary.reading_VM.shape[1],
+    )
+    cut = (
+        f", of {vocabulary.num_cut / tokens:.1%} the last {width} alone"
+        if vocabulary.num_cut
+        else ""
+    )
     return (
-        f"the draft has another tokenizer: it can propose {shared} of the target's {tokens} tokens ({shared / tokens:.0%}), and "
-        f"reads each as up to {width} ids{cut}"
+        f"the draft has another tokenizer: it can propose {shared} of the target's {tokens} tokens "
+        f"({shared / tokens:.0%}), and reads each as up to {width} ids{cut}"
     )
 
 
 def shared_mass(
-    draft: LanguageModel, draft_params: object, vocabulary: SharedVocabulary, texts: Sequence[Sequence[int]]
+    draft: LanguageModel,
+    draft_params: object,
+    vocabulary: SharedVocabulary,
+    texts: Sequence[Sequence[int]],
 ) -> float:
     """Returns the draft's mean probability mass on shared tokens, after each token of some texts.
 
-    Acceptance is about this fraction of the acceptance with a complete vocabulary, or less. (It is not a strict bound,
-    since draft distributions are renormalised over shared tokens.)
+    Acceptance is about this fraction of the acceptance with a complete vocabulary, or less. (It is
+    not a strict bound, since draft distributions are renormalised over shared tokens.)
 
     Args:
       texts: target tokens.
@@ -165,11 +189,15 @@ def shared_mass(
     @jax.jit
     def mass(tokens_BT: jax.Array) -> jax.Array:
         cache = draft.init_cache(1, tokens_BT.shape[1])
-        output = draft(draft.fit_slots(weights, tokens_BT.shape[1]), tokens_BT, jnp.zeros(1, jnp.int32), cache)
+        output = draft(
+            draft.fit_slots(weights, tokens_BT.shape[1]), tokens_BT, jnp.zeros(1, jnp.int32), cache
+        )
         return jax.nn.softmax(output.logits_BTV.astype(jnp.float32), axis=-1)[0][:, ids_U].sum(-1)
 
     for text in texts:
         ids = [*vocabulary.begin, *vocabulary.read(text)]
-        padded = jnp.zeros((1, -(-len(ids) // 64) * 64), jnp.int32).at[0, : len(ids)].set(jnp.array(ids))
+        padded = (
+            jnp.zeros((1, -(-len(ids) // 64) * 64), jnp.int32).at[0, : len(ids)].set(jnp.array(ids))
+        )
         total, count = total + float(mass(padded)[: len(ids)].sum()), count + len(ids)
     return total / max(count, 1)

@@ -1,8 +1,9 @@
 """Inserts, extracts and ends rows of a batch between runs of the loop.
 
-The leading axis of every leaf of a `DecodeState` is the batch, and rows are independent. So a row continues in another
-batch with the same tokens: the addresses of its random numbers do not change, and stale slots are masked. On a mesh,
-each data shard handles its own rows, so that no cache travels between shards.
+The leading axis of every leaf of a `DecodeState` is the batch, and rows are independent. So a row
+continues in another batch with the same tokens: the addresses of its random numbers do not change,
+and stale slots are masked. On a mesh, each data shard handles its own rows, so that no cache
+travels between shards.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ Array = jax.Array
 NOWHERE = -1
 
 
-def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: DataShards = DataShards()) -> DecodeState:
+def insert(
+    state: DecodeState, rows: DecodeState, at: Sequence[int], shards: DataShards = DataShards()
+) -> DecodeState:
     """Writes ``rows`` over the rows ``at`` of ``state``, which is donated except for its request.
 
     Args:
       state: of a loop, between two runs.
-      rows: N rows of the same loop and the same kinds of warps; slots beyond those of ``state`` are left out.
-      at: N different row indices within a data shard: the first N / shards indices for the first shard, and so on;
-        `NOWHERE` for a row that is left out.
+      rows: N rows of the same loop and the same kinds of warps; slots beyond those of ``state`` are
+        left out.
+      at: N different row indices within a data shard: the first N / shards indices for the first
+        shard, and so on; `NOWHERE` for a row that is left out.
 
     Raises:
       ValueError: there is no such row, or two rows would be written over one.
@@ -39,7 +43,9 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
     for shard in range(shards.count):
         taken = [index for index in at[shard * width : (shard + 1) * width] if index != NOWHERE]
         if len(set(taken)) < len(taken) or any(not 0 <= index < per_shard for index in taken):
-            raise ValueError(f"rows {taken} of a data shard must be different, from 0 to {per_shard - 1}")
+            raise ValueError(
+                f"rows {taken} of a data shard must be different, from 0 to {per_shard - 1}"
+            )
     at_N = jnp.asarray(at, jnp.int32)
     request = _write(state.request, rows.request, at_N, shards)
     state, rows = (dataclasses.replace(each, request=None) for each in (state, rows))
@@ -49,7 +55,9 @@ def insert(state: DecodeState, rows: DecodeState, at: Sequence[int], shards: Dat
 @jax.jit
 def end(finish_B: Array, is_ended_B: Array) -> Array:
     """Returns ``finish_B`` with `Finish.STOP` in the running rows of ``is_ended_B``."""
-    return jnp.where(is_ended_B & (finish_B == Finish.RUNNING), Finish.STOP, finish_B).astype(jnp.int32)
+    return jnp.where(is_ended_B & (finish_B == Finish.RUNNING), Finish.STOP, finish_B).astype(
+        jnp.int32
+    )
 
 
 def _write_rows(tree: Any, rows: Any, at_N: Array) -> Any:
@@ -80,20 +88,24 @@ def extract(state: DecodeState, at_N: Array, shards: DataShards) -> DecodeState:
 
 def _take_rows(state: DecodeState, at_N: Array) -> DecodeState:
     def take(leaf: Array) -> Array:
-        return jnp.concatenate([jax.lax.dynamic_slice_in_dim(leaf, at_N[n], 1, axis=0) for n in range(len(at_N))])
+        return jnp.concatenate(
+            [jax.lax.dynamic_slice_in_dim(leaf, at_N[n], 1, axis=0) for n in range(len(at_N))]
+        )
 
     return jax.tree.map(take, state)
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "shards"))
-def resize(state: DecodeState, at_N: Array, shapes: tuple[tuple[int, ...], ...], shards: DataShards) -> DecodeState:
+def resize(
+    state: DecodeState, at_N: Array, shapes: tuple[tuple[int, ...], ...], shards: DataShards
+) -> DecodeState:
     """Returns a state of another size with some rows of ``state``.
 
     Args:
-      at_N: for each new row, in order of the data shards, its index within its shard of ``state``; `NOWHERE`: an ended
-        row.
-      shapes: of the new state's leaves, without the batch axis. Added slots are empty, and slots beyond the new size
-        are lost.
+      at_N: for each new row, in order of the data shards, its index within its shard of ``state``;
+        `NOWHERE`: an ended row.
+      shapes: of the new state's leaves, without the batch axis. Added slots are empty, and slots
+        beyond the new size are lost.
     """
 
     def fit(leaf: Array, shape: tuple[int, ...]) -> Array:
@@ -105,7 +117,9 @@ def resize(state: DecodeState, at_N: Array, shapes: tuple[tuple[int, ...], ...],
     def read(state: DecodeState, at_N: Array) -> DecodeState:
         taken = _take_rows(state, jnp.maximum(at_N, 0))
         leaves, structure = jax.tree.flatten(taken)
-        taken = jax.tree.unflatten(structure, [fit(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)])
+        taken = jax.tree.unflatten(
+            structure, [fit(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)]
+        )
         finish_B = jnp.where(at_N == NOWHERE, Finish.LENGTH, taken.finish_B).astype(jnp.int32)
         return dataclasses.replace(taken, finish_B=finish_B)
 

@@ -1,4 +1,6 @@
-"""The last step of a round: appends the emitted tokens of each row, decides whether the row ends, and counts."""
+"""The last step of a round: appends the emitted tokens of each row, decides whether the row ends,
+and counts.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ def append(
     target: TargetDistributions,
     warped: bool = False,
 ) -> DecodeState:
-    """Appends the tokens of a verdict, cut at the first stop token, at the row's budget and at invalid logits.
+    """Appends the tokens of a verdict, cut at the first stop token, at the row's budget and at
+    invalid logits.
 
     Args:
-      warped: whether to record log-probabilities under the warped distributions instead of the target's own.
+      warped: whether to record log-probabilities under the warped distributions instead of the
+        target's own.
     """
     tokens_BT = verdict.tokens_BT
     positions = jnp.arange(tokens_BT.shape[1])[None, :]
@@ -46,21 +50,32 @@ def append(
         finish_B=jnp.where(state.running_B, ending_B, state.finish_B).astype(jnp.int32),
         stats=_count(state.stats, state.running_B, draft, verdict, count_B),
         warp_state=_advance(request.sampling, state.warp_state, tokens_BT, count_B),
-        draft_warp_state=_advance(request.draft_sampling, state.draft_warp_state, tokens_BT, count_B),
+        draft_warp_state=_advance(
+            request.draft_sampling, state.draft_warp_state, tokens_BT, count_B
+        ),
     )
 
 
 def _cut(
-    request: RequestBatch, state: DecodeState, verdict: Verdict, target: TargetDistributions, positions: Array
+    request: RequestBatch,
+    state: DecodeState,
+    verdict: Verdict,
+    target: TargetDistributions,
+    positions: Array,
 ) -> tuple[Array, Array, Array]:
-    """Returns for each row the number of emitted tokens, the new length, and the `Finish` of a row that was running."""
+    """Returns for each row the number of emitted tokens, the new length, and the `Finish` of a row
+    that was running.
+    """
     tokens_BT = verdict.tokens_BT
     is_stop_BT = jnp.any(tokens_BT[..., None] == request.stop_ids_BN[:, None, :], axis=-1)
     is_stop_BT &= positions < verdict.num_emitted_B[:, None]
-    until_stop_B = jnp.where(is_stop_BT.any(1), jnp.argmax(is_stop_BT, axis=1) + 1, tokens_BT.shape[1])
+    until_stop_B = jnp.where(
+        is_stop_BT.any(1), jnp.argmax(is_stop_BT, axis=1) + 1, tokens_BT.shape[1]
+    )
     room_B = request.limits_B - state.lengths_B
     wanted_B = jnp.minimum(jnp.minimum(verdict.num_emitted_B, until_stop_B), room_B)
-    # Nothing is emitted from the first position with invalid logits on: NaN, +inf, or -inf for all tokens.
+    # Nothing is emitted from the first position with invalid logits on: NaN, +inf, or -inf for all
+    # tokens.
     valid_BT = jnp.isfinite(target.logits_BTV.max(-1))
     if request.sampling.may_exclude_all:
         valid_BT &= target.has_token()
@@ -69,7 +84,9 @@ def _cut(
     count_B = jnp.where(state.running_B, count_B, 0).astype(jnp.int32)
     stopped_B = jnp.any(is_stop_BT & (positions < count_B[:, None]), axis=1)
     lengths_B = state.lengths_B + count_B
-    ending_B = jnp.where(stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH))
+    ending_B = jnp.where(
+        stopped_B, Finish.STOP, jnp.where(count_B < room_B, Finish.RUNNING, Finish.LENGTH)
+    )
     return count_B, lengths_B, jnp.where(valid_B, ending_B, Finish.INVALID)
 
 
@@ -82,10 +99,14 @@ def _record(
     put: Callable[[Array, Array], Array],
     warped: bool,
 ) -> DecodeState:
-    """Writes the optional arrays with ``put``: log-probabilities, beginnings of rounds, and the meter."""
+    """Writes the optional arrays with ``put``: log-probabilities, beginnings of rounds, and the
+    meter.
+    """
     if state.log_probs_BS is not None:
         log_probs_BTV = target.all() if warped else jax.nn.log_softmax(target.logits_BTV, axis=-1)
-        at_token_BT = jnp.take_along_axis(log_probs_BTV, jnp.maximum(verdict.tokens_BT, 0)[..., None], axis=-1)[..., 0]
+        at_token_BT = jnp.take_along_axis(
+            log_probs_BTV, jnp.maximum(verdict.tokens_BT, 0)[..., None], axis=-1
+        )[..., 0]
         state = dataclasses.replace(state, log_probs_BS=put(state.log_probs_BS, at_token_BT))
     if state.rounds_BS is not None:
         begins_BT = jnp.where(positions == 0, 1 + draft.num_drafted_B[:, None], 0)
@@ -112,7 +133,8 @@ def _advance(warp: Warp, warp_state: Any, tokens_BT: Array, count_B: Array) -> A
 
 def _count(stats: Stats, running_B: Array, draft: Draft, verdict: Verdict, count_B: Array) -> Stats:
     depth = stats.reached_BK.shape[1]  # of the longest draft: lengths may adapt
-    active_B = (running_B & (count_B > 0)).astype(jnp.int32)  # a running row without tokens had invalid logits
+    # A running row without tokens had invalid logits.
+    active_B = (running_B & (count_B > 0)).astype(jnp.int32)
     accepted_B = jnp.minimum(verdict.num_accepted_B, count_B)
     num_reached_B = jnp.minimum(jnp.minimum(draft.num_drafted_B, verdict.num_emitted_B), count_B)
     drafted_B = jnp.where(count_B < verdict.num_emitted_B, num_reached_B, draft.num_drafted_B)

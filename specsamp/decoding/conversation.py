@@ -27,9 +27,9 @@ CHUNK = 64  # tokens of a turn that are read per call
 class Conversation:
     """Keeps the caches of one sequence between turns: only the new tokens of each text are read.
 
-    Each turn takes the whole text, as messages, a string or tokens. Only the part that differs from the caches is read,
-    so an earlier answer may also be edited or removed. Turn n, counted from 0, has the tokens of
-    ``generate(..., prompt_ids=[n])`` for the same text, up to rounding.
+    Each turn takes the whole text, as messages, a string or tokens. Only the part that differs from
+    the caches is read, so an earlier answer may also be edited or removed. Turn n, counted from 0,
+    has the tokens of ``generate(..., prompt_ids=[n])`` for the same text, up to rounding.
 
     Attributes:
       tokens: the last text and its continuation.
@@ -50,16 +50,19 @@ class Conversation:
 
         Args:
           seed, stop, decoding: as in `generate`.
-          max_tokens: the number of tokens of all turns together; default 4096, or the number of positions of the models.
+          max_tokens: the number of tokens of all turns together; default 4096, or the number of
+            positions of the models.
 
         Raises:
-          ValueError: the models have fewer positions, or rows are split over devices; names the value and the fix.
+          ValueError: the models have fewer positions, or rows are split over devices; names the
+            value and the fix.
         """
         use_compilation_cache()
         self._method = make_method(pair, **decoding)
         if pair.shards.count > 1:
             raise ValueError(
-                f"a conversation has one row, but the mesh has {pair.shards.count} data shards: make a mesh with data=1"
+                f"a conversation has one row, but the mesh has {pair.shards.count} data shards: "
+                "make a mesh with data=1"
             )
         self._pair, self._seed, self._stop = pair, seed, stop
         self._turn = 0
@@ -73,30 +76,41 @@ class Conversation:
         self.stats: RowStats | None = None
         self._state: DecodeState | None = None
 
-    def stream(self, text: Prompt, max_new_tokens: int = 256, *, rounds_per_chunk: int = 1) -> Iterator[Chunk]:
+    def stream(
+        self, text: Prompt, max_new_tokens: int = 256, *, rounds_per_chunk: int = 1
+    ) -> Iterator[Chunk]:
         """Continues a text, a few rounds at a time; `tokens` is complete after the last chunk.
 
         Raises:
-          ValueError: before anything is decoded: the text and its continuation are longer than ``max_tokens``.
+          ValueError: before anything is decoded: the text and its continuation are longer than
+            ``max_tokens``.
         """
         max_new_tokens = validate.integer("max_new_tokens", max_new_tokens, 1)
         rounds_per_chunk = validate.integer("rounds_per_chunk", rounds_per_chunk, 1)
         (request,) = self._requests(text, max_new_tokens)
         if request.limit > self.max_tokens:
             raise ValueError(
-                f"the conversation has {len(request.prompt)} tokens, and max_new_tokens = {max_new_tokens} more exceed "
-                f"its max_tokens = {self.max_tokens}: lower max_new_tokens, or make a conversation with more max_tokens"
+                f"the conversation has {len(request.prompt)} tokens, and max_new_tokens = "
+                f"{max_new_tokens} more exceed its max_tokens = {self.max_tokens}: lower "
+                "max_new_tokens, or make a conversation with more max_tokens"
             )
         self._turn += 1
         return self._stream(request, rounds_per_chunk)
 
     def _requests(self, text: Prompt, max_new_tokens: int) -> list[Request]:
         return make_requests(
-            self._pair, self._method, [text], max_new_tokens, seed=self._seed, stop=self._stop, prompt_ids=[self._turn]
+            self._pair,
+            self._method,
+            [text],
+            max_new_tokens,
+            seed=self._seed,
+            stop=self._stop,
+            prompt_ids=[self._turn],
         )
 
     def _stream(self, request: Request, rounds_per_chunk: int) -> Iterator[Chunk]:
-        state, self._state = self._state, None  # donated: after a stream that ends early, all is read again
+        # Donated: after a stream that ends early, all is read again.
+        state, self._state = self._state, None
         self.tokens, self.stats = list(request.prompt), None
         start = 0 if state is None else self._known(state, request.prompt)
         self.tokens_read = len(request.prompt) - start
@@ -114,7 +128,9 @@ class Conversation:
             yield chunk
 
     def _known(self, state: DecodeState, tokens: Sequence[int]) -> int:
-        """Returns the number of tokens that need not be read: the caches hold all tokens before the pending one."""
+        """Returns the number of tokens that need not be read: the caches hold all tokens before the
+        pending one.
+        """
         held = self._engine.num_held(state)[0]
         before = to_host(state.tokens_BS)[0, :held].tolist()
         return count_known(before, tokens, self._method.drafter)

@@ -1,7 +1,7 @@
 """Splits the rows of a batch over the mesh axis ``data``.
 
-Rows are independent, so each shard runs its own loop. All shards end in the same round: the compiler may emit
-collectives over all devices, which hang unless all devices run the same rounds.
+Rows are independent, so each shard runs its own loop. All shards end in the same round: the
+compiler may emit collectives over all devices, which hang unless all devices run the same rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ BY_ROWS, REPLICATED = PartitionSpec(DATA), PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class DataShards:
-    """The data shards of a mesh; without a mesh, one shard with the whole batch. Static and hashable."""
+    """The data shards of a mesh; without a mesh, one shard with the whole batch. Static and
+    hashable.
+    """
 
     mesh: Mesh | None = None
 
@@ -32,18 +34,28 @@ class DataShards:
         return 1 if self.mesh is None else self.mesh.shape[DATA]
 
     def map(self, function: Callable, in_specs: tuple[PartitionSpec, ...]) -> Callable:
-        """Returns ``function`` mapped over the shards; the leading axis of every leaf of its result must be the batch.
+        """Returns ``function`` mapped over the shards; the leading axis of every leaf of its result
+        must be the batch.
 
         Args:
-          function: of arguments whose leaves are split along the batch (`BY_ROWS`) or not at all (`REPLICATED`).
+          function: of arguments whose leaves are split along the batch (`BY_ROWS`) or not at all
+            (`REPLICATED`).
           in_specs: `BY_ROWS` or `REPLICATED` for each argument.
         """
         if self.count == 1:
             return function
         if jax.config.jax_disable_jit:
-            raise ValueError("rows cannot be split over devices without jit: unset JAX_DISABLE_JIT, or use data=1")
+            raise ValueError(
+                "rows cannot be split over devices without jit: unset JAX_DISABLE_JIT, or use "
+                "data=1"
+            )
         return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=BY_ROWS, axis_names={DATA}, check_vma=False
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=BY_ROWS,
+            axis_names={DATA},
+            check_vma=False,
         )
 
     def any(self, shard: Array) -> Array:
@@ -59,14 +71,20 @@ class DataShards:
         return shard if self.count == 1 else jax.lax.psum(shard, DATA)
 
     def replicate(self, tree: Any) -> Any:
-        """Replicates, within a mapped function, arrays that the compiler may have split over the devices of a shard."""
+        """Replicates, within a mapped function, arrays that the compiler may have split over the
+        devices of a shard.
+        """
         if self.mesh is None:
             return tree
-        return constrain(tree, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), tree))
+        return constrain(
+            tree, jax.tree.map(lambda _: NamedSharding(self.mesh, PartitionSpec()), tree)
+        )
 
 
 def constrain(tree: Any, shardings: Any) -> Any:
-    """Applies `jax.lax.with_sharding_constraint`, also inside `jax.shard_map`, which has another mesh."""
+    """Applies `jax.lax.with_sharding_constraint`, also inside `jax.shard_map`, which has another
+    mesh.
+    """
     if not jax.sharding.get_abstract_mesh().empty:
         shardings = jax.tree.map(lambda sharding: sharding.spec, shardings)
     return jax.lax.with_sharding_constraint(tree, shardings)

@@ -2,17 +2,19 @@
 
 To add a way to draft, derive a class from `Drafter`, in a file of its own.
 
-*Drafters inside the target* (`EarlyExitDrafter`; EAGLE, Medusa, MTP). ``hidden_layers`` names the layers of the target
-whose outputs the loop keeps. `read` gets these outputs for the prompt, chunk by chunk, and `commit` for the accepted
-path. All methods get ``weights.target`` and the target's cache, and return this cache.
+*Drafters inside the target* (`EarlyExitDrafter`; EAGLE, Medusa, MTP). ``hidden_layers`` names the
+layers of the target whose outputs the loop keeps. `read` gets these outputs for the prompt, chunk
+by chunk, and `commit` for the accepted path. All methods get ``weights.target`` and the target's
+cache, and return this cache.
 
-*Adaptive lengths.* Every round has arrays ``[B, K]``, of which the first ``num_drafted_B`` tokens count.
-`Sampler.chain` stops drafting early; the drafts of drafters that do not use it are cut to the chosen lengths.
+*Adaptive lengths.* Every round has arrays ``[B, K]``, of which the first ``num_drafted_B`` tokens
+count. `Sampler.chain` stops drafting early; the drafts of drafters that do not use it are cut to
+the chosen lengths.
 
-*Token trees* (`specsamp.decoding.drafters.tree`). A tree is a `Draft` with ``parents_BK``, ``depth`` and ``width``. The
-loop scores it in one call, moves the accepted path together in the target's cache, and gives `commit` the output of that
-path; a drafter with a cache moves it by the same rows (`LanguageModel.compact`). `specsamp.decoding.trees.grow` draws
-trees level by level.
+*Token trees* (`specsamp.decoding.drafters.tree`). A tree is a `Draft` with ``parents_BK``,
+``depth`` and ``width``. The loop scores it in one call, moves the accepted path together in the
+target's cache, and gives `commit` the output of that path; a drafter with a cache moves it by the
+same rows (`LanguageModel.compact`). `specsamp.decoding.trees.grow` draws trees level by level.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ Proposal = tuple[Draft, Any, Any]  # a draft, the drafter's state and the target
 class PromptChunk:
     """Consecutive tokens of each prompt, which the target has read.
 
-    Chunks come in order, and T may differ. If prompts grow after some rounds, the first new chunk may begin with tokens
-    that were read or emitted before.
+    Chunks come in order, and T may differ. If prompts grow after some rounds, the first new chunk
+    may begin with tokens that were read or emitted before.
     """
 
     tokens_BT: Array  # padded on the right
@@ -55,16 +57,18 @@ class ScoredRound:
     prefix: Prefix  # the tokens at the beginning of the round
     draft: Draft
     verdict: Verdict
-    # Of the target at the positions of the accepted path, [B, depth+1, ...]. Position ``verdict.num_accepted_B`` is the
-    # last accepted token; without accepted tokens, the pending token.
+    # Of the target at the positions of the accepted path, [B, depth+1, ...]. Position
+    # ``verdict.num_accepted_B`` is the last accepted token; without accepted tokens, the pending
+    # token.
     output: Output
 
 
 class Drafter(abc.ABC):
-    """Proposes K tokens per round. Static and hashable, such as a frozen dataclass; its state is opaque to the loop.
+    """Proposes K tokens per round. Static and hashable, such as a frozen dataclass; its state is
+    opaque to the loop.
 
-    ``K`` and `propose` are required; the defaults of the rest suit a drafter without weights or state. Few drafters
-    need `DrafterHooks` too.
+    ``K`` and `propose` are required; the defaults of the rest suit a drafter without weights or
+    state. Few drafters need `DrafterHooks` too.
     """
 
     K: int  # the most tokens of a draft; of a tree, its nodes
@@ -88,56 +92,76 @@ class Drafter(abc.ABC):
         return None
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
-        """Adds the tables that depend on the number of cache slots to ``weights.draft``, and returns it."""
+        """Adds the tables that depend on the number of cache slots to ``weights.draft``, and
+        returns it.
+        """
         return weights
 
     def init(self, batch: int, slots: int) -> Any:
         """Returns an empty state. The leading axis of every array is the batch.
 
-        On a mesh, arrays whose shape depends on ``slots`` are caches, laid out by their model; the rest is replicated.
+        On a mesh, arrays whose shape depends on ``slots`` are caches, laid out by their model; the
+        rest is replicated.
         """
         return ()
 
     def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
-        """Reads a chunk of the prompts, after the target; returns the drafter's state and the target's cache."""
+        """Reads a chunk of the prompts, after the target; returns the drafter's state and the
+        target's cache.
+        """
         return state, cache
 
     @abc.abstractmethod
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         """Drafts a continuation of ``prefix``.
 
-        Every sampled token must be proposed: dropping it because of its value would bias the output. Whether token k is
-        proposed may depend on everything that is known before token k is sampled.
+        Every sampled token must be proposed: dropping it because of its value would bias the
+        output. Whether token k is proposed may depend on everything that is known before token k is
+        sampled.
         """
 
-    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
-        """Updates the drafter with the accepted tokens; returns the drafter's state and the target's cache."""
+    def commit(
+        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
+    ) -> tuple[Any, Any]:
+        """Updates the drafter with the accepted tokens; returns the drafter's state and the
+        target's cache.
+        """
         return state, cache
 
 
 class DrafterHooks:
-    """Optional methods for adaptive draft lengths, schedulers and trees: ``class MyDrafter(DrafterHooks, Drafter)``.
+    """Optional methods for adaptive draft lengths, schedulers and trees: ``class
+    MyDrafter(DrafterHooks, Drafter)``.
 
     For a drafter without this base class, the defaults apply (`hooks_of`).
     """
 
-    depth: int | None = None  # the most tokens of a draft that can be accepted, if that is less than K, as in a tree
-    row_independent: bool = True  # whether the draft of a sequence is independent of the other sequences of the batch
+    # The most tokens of a draft that can be accepted, if that is less than K, as in a tree.
+    depth: int | None = None
+    # Whether the draft of a sequence is independent of the other sequences of the batch.
+    row_independent: bool = True
     # How many slots of its caches before the last two may be wrong, since they depend on later
     # tokens or hold masks. The first call of a round reads these tokens again.
     looks_ahead: int = 0
-    # Whether its state lacks the tokens that are emitted while it is paused. If so, `Drafter.read` is called with these
-    # tokens before the next draft, and with None for the target's output and cache.
+    # Whether its state lacks the tokens that are emitted while it is paused. If so, `Drafter.read`
+    # is called with these tokens before the next draft, and with None for the target's output and
+    # cache.
     falls_behind: bool = False
 
     def of_length(self, K: int) -> Drafter | None:
-        """Returns this drafter with another K, at least 1, for the same state. Default: with the field K replaced."""
+        """Returns this drafter with another K, at least 1, for the same state. Default: with the
+        field K replaced.
+        """
         return None
 
     def draft_lengths(self, state: Any, prefix: Prefix) -> Array | None:
-        """Returns the number of tokens that it is able to draft after ``prefix``, int32 ``[B]``; None: always K.
+        """Returns the number of tokens that it is able to draft after ``prefix``, int32 ``[B]``;
+        None: always K.
 
-        With adaptive lengths, drafts are no longer than this. The computation must be cheap compared to a target call.
+        With adaptive lengths, drafts are no longer than this. The computation must be cheap
+        compared to a target call.
         """
         return None
 
@@ -154,11 +178,13 @@ def depth_of(drafter: Drafter) -> int:
 
 
 def check_is_target(model: LanguageModel, target: LanguageModel) -> None:
-    """Raises ValueError if ``model``, which would draft with the target's weights, is another model."""
+    """Raises ValueError if ``model``, which would draft with the target's weights, is another
+    model.
+    """
     if model != target:
         raise ValueError(
-            f"the drafter's model is not the pair's target, whose weights it would use: {model!r} and {target!r}; "
-            "make it with pair.target, after the pair was sharded"
+            f"the drafter's model is not the pair's target, whose weights it would use: {model!r} "
+            f"and {target!r}; make it with pair.target, after the pair was sharded"
         )
 
 
@@ -168,14 +194,22 @@ class NoDrafter(Drafter):
 
     K = 0
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         empty_BK = jnp.zeros((len(prefix.lengths_B), 0), jnp.int32)
-        return Draft(tokens_BK=empty_BK, num_drafted_B=jnp.zeros_like(prefix.lengths_B)), state, cache
+        return (
+            Draft(tokens_BK=empty_BK, num_drafted_B=jnp.zeros_like(prefix.lengths_B)),
+            state,
+            cache,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Paused(NoDrafter):
-    """Drafts nothing and keeps the state of ``drafter``, whose `commit` is still called with the emitted tokens."""
+    """Drafts nothing and keeps the state of ``drafter``, whose `commit` is still called with the
+    emitted tokens.
+    """
 
     drafter: Drafter
 
@@ -183,7 +217,9 @@ class Paused(NoDrafter):
     def hidden_layers(self) -> tuple[int, ...]:
         return self.drafter.hidden_layers
 
-    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
+    def commit(
+        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
+    ) -> tuple[Any, Any]:
         return self.drafter.commit(weights, state, scored, cache)
 
 

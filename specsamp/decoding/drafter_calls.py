@@ -1,10 +1,11 @@
 """Calls the methods of a drafter for the loop, and checks their results while tracing.
 
-A draft counts as many tokens as were returned. It ends before an id that is no token of the vocabulary, before a
-distribution without mass 1, and before a token that has no probability in its distribution. This biases no drafter that
-keeps to the protocol: it never draws such a token, and its distributions have mass 1 or, where a context has no next
-token, are NaN, which earlier tokens alone decide. Whether tokens were drawn from the distributions that are returned
-cannot be seen here: `audit.py` measures it.
+A draft counts as many tokens as were returned. It ends before an id that is no token of the
+vocabulary, before a distribution without mass 1, and before a token that has no probability in its
+distribution. This biases no drafter that keeps to the protocol: it never draws such a token, and
+its distributions have mass 1 or, where a context has no next token, are NaN, which earlier tokens
+alone decide. Whether tokens were drawn from the distributions that are returned cannot be seen
+here: `audit.py` measures it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Array = jax.Array
 MASS_ERROR = 0.01  # of a distribution; rounding makes 1e-3 at most
 
 
-def read_prompt(drafter: Drafter, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
+def read_prompt(
+    drafter: Drafter, weights: Weights, state: Any, chunk: PromptChunk, cache: Any
+) -> tuple[Any, Any]:
     """Returns the results of `Drafter.read`: the drafter's state and the target's cache.
 
     Raises:
@@ -60,24 +63,30 @@ def propose_draft(
     sample: Sampler,
     vocab_size: int,
 ) -> Proposal:
-    """Returns the results of `Drafter.propose`, with each draft cut before its first node that cannot be one.
+    """Returns the results of `Drafter.propose`, with each draft cut before its first node that
+    cannot be one.
 
-    Such a node is no token of the vocabulary, it was not drawn from a distribution, or its parent does not come before it
-    or has no distribution.
+    Such a node is no token of the vocabulary, it was not drawn from a distribution, or its parent
+    does not come before it or has no distribution.
 
     Raises:
       ValueError: while tracing, naming the field that has another structure, shape or dtype than
         `Draft` or the cache.
     """
     returned = drafter.propose(weights, state, prefix, cache, sample)
-    draft, state, cache = _unpack(drafter, "propose", returned, draft=None, state=state, cache=cache)
+    draft, state, cache = _unpack(
+        drafter, "propose", returned, draft=None, state=state, cache=cache
+    )
     _check_draft(drafter, draft, len(prefix.lengths_B), vocab_size)
     is_token_BK = (draft.tokens_BK >= 0) & (draft.tokens_BK < vocab_size)
-    is_node_BK = is_token_BK & (_is_drawn(draft) if draft.parents_BK is None else _has_parent(draft))
+    is_node_BK = is_token_BK & (
+        _is_drawn(draft) if draft.parents_BK is None else _has_parent(draft)
+    )
     num_nodes_B = jnp.sum(jnp.cumprod(is_node_BK, axis=1), axis=1)
     draft = dataclasses.replace(
         draft,
-        # The target reads the tokens after the end of a draft, too. An embedding that does not exist would be NaN.
+        # The target reads the tokens after the end of a draft, too. An embedding that does not
+        # exist would be NaN.
         tokens_BK=jnp.where(is_token_BK, draft.tokens_BK, 0).astype(jnp.int32),
         num_drafted_B=jnp.clip(draft.num_drafted_B, 0, num_nodes_B).astype(jnp.int32),
     )
@@ -93,9 +102,15 @@ def num_covered(drafter: Drafter, lengths_B: Array) -> Array:
 
 
 def catch_up(
-    drafter: Drafter, weights: Weights, state: Any, prefix: Prefix, seen_B: Array, is_behind: Callable[[Array], Array]
+    drafter: Drafter,
+    weights: Weights,
+    state: Any,
+    prefix: Prefix,
+    seen_B: Array,
+    is_behind: Callable[[Array], Array],
 ) -> tuple[Any, Array]:
-    """Feeds a drafter the tokens emitted while it was paused, K + 1 per call; see `DrafterHooks.falls_behind`.
+    """Feeds a drafter the tokens emitted while it was paused, K + 1 per call; see
+    `DrafterHooks.falls_behind`.
 
     The tokens that the first call of a round reads anyway are left out, see `num_covered`.
 
@@ -110,9 +125,12 @@ def catch_up(
 
     def read(carry: tuple[Any, Array]) -> tuple[Any, Array]:
         state, seen_B = carry
-        start_B = jnp.clip(seen_B, 0, known_B)  # tokens beyond the sequence are scratch, and within the headroom
+        # Tokens beyond the sequence are scratch, and within the headroom.
+        start_B = jnp.clip(seen_B, 0, known_B)
         tokens_BT = gather_tokens(prefix.tokens_BS, start_B, drafter.K + 1)
-        chunk = PromptChunk(tokens_BT=tokens_BT, start_B=start_B, lengths_B=prefix.lengths_B, output=None)
+        chunk = PromptChunk(
+            tokens_BT=tokens_BT, start_B=start_B, lengths_B=prefix.lengths_B, output=None
+        )
         state, _ = read_prompt(drafter, weights, state, chunk, None)
         return state, start_B + drafter.K + 1
 
@@ -121,18 +139,25 @@ def catch_up(
 
 
 def _check_draft(drafter: Drafter, draft: Any, batch: int, vocab_size: int) -> None:
-    """Raises ValueError, while tracing, if a draft has other types, shapes or dtypes than `Draft`."""
+    """Raises ValueError, while tracing, if a draft has other types, shapes or dtypes than
+    `Draft`.
+    """
     name = f"{type(drafter).__name__}.propose"
     if not isinstance(draft, Draft):
         raise ValueError(f"{name} must return a Draft; got {type(draft).__name__}")
     _check_array(f"{name}: tokens_BK", draft.tokens_BK, jnp.integer, (batch, None))
     nodes = draft.tokens_BK.shape[1]
     if nodes > drafter.K:
-        raise ValueError(f"{name}: tokens_BK has {nodes} tokens per row, more than K = {drafter.K}: return K at most")
+        raise ValueError(
+            f"{name}: tokens_BK has {nodes} tokens per row, more than K = {drafter.K}: return K at "
+            "most"
+        )
     _check_array(f"{name}: num_drafted_B", draft.num_drafted_B, jnp.integer, (batch,))
     if draft.log_probs_BRV is not None:
         laws = nodes if draft.parents_BK is None else None
-        _check_array(f"{name}: log_probs_BRV", draft.log_probs_BRV, jnp.floating, (batch, laws, vocab_size))
+        _check_array(
+            f"{name}: log_probs_BRV", draft.log_probs_BRV, jnp.floating, (batch, laws, vocab_size)
+        )
     if draft.parents_BK is not None:
         _check_array(f"{name}: parents_BK", draft.parents_BK, jnp.integer, (batch, nodes))
     if draft.law_rows_BT is not None:
@@ -145,7 +170,9 @@ def _mass(draft: Draft) -> Array:
 
 
 def _is_drawn(draft: Draft) -> Array:
-    """Returns whether each token of a chain has probability in a distribution of mass 1, bool ``[B, K]``."""
+    """Returns whether each token of a chain has probability in a distribution of mass 1, bool ``[B,
+    K]``.
+    """
     if draft.log_probs_BRV is None:
         return jnp.ones(draft.tokens_BK.shape, bool)
     tokens_BK1 = jnp.clip(draft.tokens_BK, 0, draft.log_probs_BRV.shape[-1] - 1)[..., None]
@@ -154,7 +181,8 @@ def _is_drawn(draft: Draft) -> Array:
 
 
 def _has_parent(draft: Draft) -> Array:
-    """Returns whether the parent of each node of a tree comes before it and has a distribution, bool ``[B, K]``.
+    """Returns whether the parent of each node of a tree comes before it and has a distribution,
+    bool ``[B, K]``.
 
     Rules for trees skip the nodes below a distribution of NaN.
     """
@@ -194,7 +222,9 @@ def _unpack(drafter: Drafter, method: str, returned: Any, **given: Any) -> tuple
     """
     name = f"{type(drafter).__name__}.{method}"
     if not isinstance(returned, tuple) or len(returned) != len(given):
-        raise ValueError(f"{name} must return a tuple ({', '.join(given)}); got {type(returned).__name__}")
+        raise ValueError(
+            f"{name} must return a tuple ({', '.join(given)}); got {type(returned).__name__}"
+        )
     for (part, before), after in zip(given.items(), returned):
         if method != "propose" or part == "cache":
             _check_alike(name, part, before, after)
@@ -206,14 +236,20 @@ def _check_alike(name: str, part: str, given: Any, returned: Any) -> None:
 
     def shapes(tree: Any) -> dict[str, str]:
         leaves = jax.tree.leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}" for path, x in leaves}
+        return {
+            jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+            for path, x in leaves
+        }
 
     before, after = shapes(given), shapes(returned)
     path = next((path for path in before | after if before.get(path) != after.get(path)), None)
     structures = jax.tree.structure(given), jax.tree.structure(returned)
     if path is None and structures[0] == structures[1]:
         return
-    ours, theirs = structures if path is None else (before.get(path, "nothing"), after.get(path, "nothing"))
+    ours, theirs = (
+        structures if path is None else (before.get(path, "nothing"), after.get(path, "nothing"))
+    )
     raise ValueError(
-        f"{name} must return a {part} like the one before: {part}{path or ''} was {ours}, returned was {theirs}"
+        f"{name} must return a {part} like the one before: {part}{path or ''} was {ours}, returned "
+        f"was {theirs}"
     )

@@ -1,12 +1,13 @@
-"""The engine of all ways to decode: reads requests into rows of a state, runs the loop, and reads out the texts.
+"""The engine of all ways to decode: reads requests into rows of a state, runs the loop, and reads
+out the texts.
 
     engine = Engine.create(pair, method, requests)
     state = engine.prefill(requests)
     state = engine.run(state)
     texts = engine.take(state, requests)
 
-Between two runs, new requests may replace rows (`Engine.insert`). Sizes are rounded up to buckets, so that calls of
-about the same size share a program. Padding changes no result.
+Between two runs, new requests may replace rows (`Engine.insert`). Sizes are rounded up to buckets,
+so that calls of about the same size share a program. Padding changes no result.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Engine:
         Args:
           requests: all requests, or an example of them if the sizes are given.
           batch: number of rows that are decoded together; default the number of requests.
-          spare: number of rows that are prefilled while the batch is decoded, for the check of memory.
+          spare: number of rows that are prefilled while the batch is decoded, for the check of
+            memory.
           slots: slots of the caches; default as many as the requests need.
           stop_ids: the largest number of stop tokens of later requests.
           keep_rounds: see `Loop`; default whether strings end the texts of these requests.
@@ -96,7 +98,9 @@ class Engine:
         if keep_rounds is None:
             keep_rounds = any(request.stops.texts for request in requests)
         batch = len(requests) if batch is None else batch
-        loop = method.loop(pair, batch=batch, keep_log_probs=keep_log_probs, keep_rounds=keep_rounds)
+        loop = method.loop(
+            pair, batch=batch, keep_log_probs=keep_log_probs, keep_rounds=keep_rounds
+        )
         if slots is None:
             slots = _slots(pair, loop, requests)
         check_memory(loop, rows=batch + spare, slots=slots)
@@ -113,20 +117,27 @@ class Engine:
     def prefill(
         self, requests: Sequence[Request | None], num_samples: int = 1, width: int | None = None
     ) -> DecodeState:
-        """Reads prompts, padded to the bucket of the longest, into a state with a row for each request.
+        """Reads prompts, padded to the bucket of the longest, into a state with a row for each
+        request.
 
         Args:
-          requests: ``num_samples`` requests of each prompt, one prompt after the other; None is an idle row. Idle rows
-            are added until all data shards have equally many rows.
+          requests: ``num_samples`` requests of each prompt, one prompt after the other; None is an
+            idle row. Idle rows are added until all data shards have equally many rows.
           width: the padded length of prompts; default the bucket of the longest.
         """
         requests = [*requests, *[None] * (-len(requests) % (self.pair.shards.count * num_samples))]
-        prompts = [(0,) if request is None else request.prompt for request in requests[::num_samples]]
+        prompts = [
+            (0,) if request is None else request.prompt for request in requests[::num_samples]
+        ]
         arrays = self.arrays(requests), *self.padded(prompts, width)
         return self.loop.prefill(self.weights, *arrays, slots=self.slots, num_samples=num_samples)
 
-    def padded(self, prompts: Sequence[Sequence[int]], width: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns prompts, padded to ``width`` or the bucket of the longest, int32 ``[B, P]``, and lengths ``[B]``."""
+    def padded(
+        self, prompts: Sequence[Sequence[int]], width: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns prompts, padded to ``width`` or the bucket of the longest, int32 ``[B, P]``, and
+        lengths ``[B]``.
+        """
         width = _padded_length(self.pair, max(map(len, prompts))) if width is None else width
         tokens_BP = np.zeros((len(prompts), min(width, self.slots)), np.int32)
         for row, tokens in zip(tokens_BP, prompts):
@@ -146,7 +157,8 @@ class Engine:
         Args:
           requests: of all rows; None is a row without a prompt.
           state: without its request batch; None: nothing was read yet.
-          starts, ends: the range of tokens of each prompt to read; earlier tokens were read already.
+          starts, ends: the range of tokens of each prompt to read; earlier tokens were read
+            already.
           chunk: number of tokens that are read per call.
 
         Raises:
@@ -156,15 +168,17 @@ class Engine:
         needed = max(starts) + calls * chunk
         if needed > self.slots:
             raise ValueError(
-                f"{calls} calls of {chunk} tokens from slot {max(starts)} need {needed} slots, but rows have "
-                f"{self.slots}: read fewer tokens"
+                f"{calls} calls of {chunk} tokens from slot {max(starts)} need {needed} slots, but "
+                f"rows have {self.slots}: read fewer tokens"
             )
         tokens_BS = np.zeros((len(requests), self.slots), np.int32)
         for row, request, end in zip(tokens_BS, requests, ends):
             row[:end] = 0 if request is None else request.prompt[:end]
         start_B, lengths_B = jnp.asarray(starts, jnp.int32), jnp.asarray(ends, jnp.int32)
         arrays = self.arrays(requests)
-        return self.loop.extend(self.weights, arrays, state, jnp.asarray(tokens_BS), start_B, lengths_B, chunk=chunk)
+        return self.loop.extend(
+            self.weights, arrays, state, jnp.asarray(tokens_BS), start_B, lengths_B, chunk=chunk
+        )
 
     def blank(self, rows: int) -> DecodeState:
         """Returns ended rows without a prompt, which `insert` can overwrite."""
@@ -172,41 +186,62 @@ class Engine:
 
     def with_slots(self, slots: int) -> Engine:
         """Returns this engine for states with another number of slots."""
-        return dataclasses.replace(self, slots=slots, weights=self.pair.weights(self.method.drafter, slots))
+        return dataclasses.replace(
+            self, slots=slots, weights=self.pair.weights(self.method.drafter, slots)
+        )
 
     def with_draft(self, params: Any) -> Engine:
-        """Returns this engine with other draft parameters, which change proposals but not the output distribution."""
+        """Returns this engine with other draft parameters, which change proposals but not the
+        output distribution.
+        """
         drafter = self.method.drafter
         draft = drafter.fit_slots(drafter.prepare(params), self.slots)
         return dataclasses.replace(self, weights=dataclasses.replace(self.weights, draft=draft))
 
     def insert(self, state: DecodeState, rows: DecodeState, at: Sequence[int]) -> DecodeState:
-        """Writes ``rows`` over the rows ``at`` of ``state``, which is donated; see `batch_rows.insert`."""
+        """Writes ``rows`` over the rows ``at`` of ``state``, which is donated; see
+        `batch_rows.insert`.
+        """
         return batch_rows.insert(state, rows, at, self.pair.shards)
 
     def resize(self, state: DecodeState, at: Sequence[int], slots: int) -> DecodeState:
-        """Returns rows of ``state`` as a state with another number of slots; see `batch_rows.resize`."""
+        """Returns rows of ``state`` as a state with another number of slots; see
+        `batch_rows.resize`.
+        """
         request = self.arrays([None] * self.pair.shards.count)
         like = jax.eval_shape(lambda: self.loop.blank(request, slots=slots))
         shapes = tuple(leaf.shape[1:] for leaf in jax.tree.leaves(like))
         return batch_rows.resize(state, jnp.asarray(at, jnp.int32), shapes, self.pair.shards)
 
     def extract(self, state: DecodeState, at: Sequence[int]) -> DecodeState:
-        """Returns the rows ``at`` of ``state``, without their request batch; see `batch_rows.extract`."""
+        """Returns the rows ``at`` of ``state``, without their request batch; see
+        `batch_rows.extract`.
+        """
         state = dataclasses.replace(state, request=None)
         return batch_rows.extract(state, jnp.asarray(at, jnp.int32), self.pair.shards)
 
-    def run(self, state: DecodeState, max_rounds: int = MANY_ROUNDS, min_running: int = 1) -> DecodeState:
-        """Decodes ``max_rounds`` rounds, or until fewer than ``min_running`` rows are running; donates ``state``."""
+    def run(
+        self, state: DecodeState, max_rounds: int = MANY_ROUNDS, min_running: int = 1
+    ) -> DecodeState:
+        """Decodes ``max_rounds`` rounds, or until fewer than ``min_running`` rows are running;
+        donates ``state``.
+        """
         return self.loop.run(self.weights, state, max_rounds, min_running)
 
     def take(self, state: DecodeState, requests: Sequence[Request | None]) -> list[RowText | None]:
-        """Returns the texts so far of ``requests``, which are the first rows of ``state``, in order."""
+        """Returns the texts so far of ``requests``, which are the first rows of ``state``, in
+        order.
+        """
         state = to_host(without_caches(state))
-        return [None if request is None else self.text(state, place, request) for place, request in enumerate(requests)]
+        return [
+            None if request is None else self.text(state, place, request)
+            for place, request in enumerate(requests)
+        ]
 
     def text(self, state: DecodeState, place: int, request: Request) -> RowText:
-        """Returns the text of the request in row ``place``, cut at a stop string; ``state`` is on the host."""
+        """Returns the text of the request in row ``place``, cut at a stop string; ``state`` is on
+        the host.
+        """
         text = RowText.of(state, place, len(request.prompt))
         count = request.stops.count(request.continuation, text.tokens)
         if count is None:
@@ -233,7 +268,9 @@ class Engine:
         return np.minimum(lengths_B, seen_B + 2 + hooks_of(self.loop.drafter).looks_ahead)
 
     def rounds_per_look(self, requests: Sequence[Request]) -> int:
-        """Returns the number of rounds between two searches for stop strings; tokens after a stop string are wasted."""
+        """Returns the number of rounds between two searches for stop strings; tokens after a stop
+        string are wasted.
+        """
         has_strings = any(request.stops.texts for request in requests)
         return -(-TOKENS_PER_LOOK // (self.loop.depth + 1)) if has_strings else MANY_ROUNDS
 
@@ -245,11 +282,15 @@ class Engine:
         for row, request in zip(stop_ids_BN, asked):
             row[: len(request.stops.loop_ids)] = request.stops.loop_ids
         most = self.loop.drafter.K
-        lengths = [most if request.draft_length is None else request.draft_length for request in asked]
+        lengths = [
+            most if request.draft_length is None else request.draft_length for request in asked
+        ]
         has_own_draft = self.idle.draft_sampling is not None
         return RequestBatch.create(
             sampling=self._stack([request.sampling for request in asked]),
-            draft_sampling=self._stack([request.draft_sampling for request in asked]) if has_own_draft else None,
+            draft_sampling=self._stack([request.draft_sampling for request in asked])
+            if has_own_draft
+            else None,
             limits=[0 if request is None else request.limit for request in requests],
             seed=[request.seed for request in asked],
             prompt_ids=[request.prompt_id for request in asked],
@@ -265,13 +306,20 @@ class Engine:
 def without_caches(state: DecodeState) -> DecodeState:
     """Returns a state without caches and request batch: only tokens and counts."""
     nothing = dict(
-        cache=None, drafter_state=None, request=None, warp_state=(), draft_warp_state=(), adaptive_state=None
+        cache=None,
+        drafter_state=None,
+        request=None,
+        warp_state=(),
+        draft_warp_state=(),
+        adaptive_state=None,
     )
     return dataclasses.replace(state, **nothing)
 
 
 def to_host(tree: Any) -> Any:
-    """Returns all arrays as NumPy arrays; for arrays on several processes, all processes must call it."""
+    """Returns all arrays as NumPy arrays; for arrays on several processes, all processes must call
+    it.
+    """
 
     def elsewhere(x):
         return isinstance(x, jax.Array) and not x.is_fully_addressable
@@ -291,8 +339,9 @@ def bucket(size: int) -> int:
 def count_known(before: Sequence[int], tokens: Sequence[int], drafter: Drafter) -> int:
     """Returns the number of first tokens of a sequence that need not be read again.
 
-    The last token of ``before`` was not read by the target, and the token before it perhaps not by the draft. Slots of
-    a drafter that looks ahead may depend on later tokens that differ, or that a stop has cut from a draft.
+    The last token of ``before`` was not read by the target, and the token before it perhaps not by
+    the draft. Slots of a drafter that looks ahead may depend on later tokens that differ, or that a
+    stop has cut from a draft.
 
     Args:
       before: the tokens of a row that its caches hold, see `Engine.num_held`.
@@ -309,7 +358,8 @@ def round_slots(slots: int) -> int:
 
 
 def context_of(pair: Pair, drafter: Drafter, name: str, context: int | None) -> int:
-    """Returns the largest number of tokens of a sequence; default 4096, or the models' number of positions if smaller.
+    """Returns the largest number of tokens of a sequence; default 4096, or the models' number of
+    positions if smaller.
 
     Args:
       name: of the argument ``context``, for messages.
@@ -317,7 +367,11 @@ def context_of(pair: Pair, drafter: Drafter, name: str, context: int | None) -> 
     Raises:
       ValueError: the models have fewer positions.
     """
-    known = [positions for positions in (pair.target.max_positions, drafter.max_positions) if positions is not None]
+    known = [
+        positions
+        for positions in (pair.target.max_positions, drafter.max_positions)
+        if positions is not None
+    ]
     positions = min(known, default=None)
     if context is None:
         return DEFAULT_CONTEXT if positions is None else min(positions, DEFAULT_CONTEXT)
@@ -328,13 +382,16 @@ def context_of(pair: Pair, drafter: Drafter, name: str, context: int | None) -> 
 
 
 def check_memory(loop: Loop, *, rows: int, slots: int) -> None:
-    """Raises ValueError, with both sizes, if the caches of ``rows`` sequences do not fit in device memory."""
+    """Raises ValueError, with both sizes, if the caches of ``rows`` sequences do not fit in device
+    memory.
+    """
     needed = _cache_bytes(loop.target, loop.drafter, rows, slots) + rows * slots * TOKEN_BYTES
     available = _memory_of_devices()
     if available is not None and needed > available:
         raise ValueError(
-            f"{rows} rows of {slots} slots need {needed / 1e9:.1f} GB for caches and tokens, more than the "
-            f"{available / 1e9:.1f} GB available: decode fewer prompts or samples at a time, or fewer tokens"
+            f"{rows} rows of {slots} slots need {needed / 1e9:.1f} GB for caches and tokens, more "
+            f"than the {available / 1e9:.1f} GB available: decode fewer prompts or samples at a "
+            "time, or fewer tokens"
         )
 
 
@@ -345,7 +402,9 @@ def _cache_bytes(target: LanguageModel, drafter: Drafter, rows: int, slots: int)
 
 
 def _memory_of_devices() -> int | None:
-    """Returns the memory in bytes of all devices together, or of the host for CPU devices; None: unknown."""
+    """Returns the memory in bytes of all devices together, or of the host for CPU devices; None:
+    unknown.
+    """
     devices = jax.devices()
     if devices[0].platform == "cpu":
         try:
@@ -363,7 +422,9 @@ def _padded_length(pair: Pair, longest: int) -> int:
 
 
 def _slots(pair: Pair, loop: Loop, requests: Sequence[Request]) -> int:
-    """Returns slots for all prompts and budgets in the same buckets; little more than the model's positions."""
+    """Returns slots for all prompts and budgets in the same buckets; little more than the model's
+    positions.
+    """
     padded_length = _padded_length(pair, max(len(request.prompt) for request in requests))
     longest = padded_length + bucket(max(request.max_new_tokens for request in requests))
     if pair.target.max_positions is not None:

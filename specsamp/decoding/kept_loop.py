@@ -1,7 +1,9 @@
-"""A loop whose compiled programs are kept on disk, so that later processes need not even trace them.
+"""A loop whose compiled programs are kept on disk, so that later processes need not even trace
+them.
 
-The keys of JAX's own compilation cache come from the traced program, and tracing a pair takes longer than decoding a
-text. Here the key of a program comes from its inputs: the loop's repr, the shapes, the source files, JAX, and the CPU.
+The keys of JAX's own compilation cache come from the traced program, and tracing a pair takes
+longer than decoding a text. Here the key of a program comes from its inputs: the loop's repr, the
+shapes, the source files, JAX, and the CPU.
 """
 
 from __future__ import annotations
@@ -28,26 +30,39 @@ from specsamp.jax_names import serialize_executable
 from specsamp.models import few_rows
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_SOURCES = [machine.PACKAGE / name for name in ("sampling", "models", "decoding", "mesh")]  # what programs are made of
+# What programs are made of.
+_SOURCES = [machine.PACKAGE / name for name in ("sampling", "models", "decoding", "mesh")]
 _found = collections.Counter()  # events of JAX's own cache, by thread
-jax.monitoring.register_event_listener(lambda event, **_: _found.update([(event, threading.get_ident())]))
+jax.monitoring.register_event_listener(
+    lambda event, **_: _found.update([(event, threading.get_ident())])
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeptLoop(Loop):
-    """A `Loop` that reads its programs from the folder of the compilation cache, or compiles and writes them.
+    """A `Loop` that reads its programs from the folder of the compilation cache, or compiles and
+    writes them.
 
-    If reading or writing fails for any reason, the program is compiled as usual. As with JAX's own cache, write access
-    to the folder is permission to run code.
+    If reading or writing fails for any reason, the program is compiled as usual. As with JAX's own
+    cache, write access to the folder is permission to run code.
     """
 
     @classmethod
     def of(cls, loop: Loop) -> Loop:
-        """Returns the loop with kept programs; without a cache on disk, without jit or on a mesh, the loop itself."""
+        """Returns the loop with kept programs; without a cache on disk, without jit or on a mesh,
+        the loop itself.
+        """
         is_alone = loop.shards.mesh is None and jax.process_count() == 1
-        is_named = not re.search(r" at 0x[0-9a-f]+>", repr(loop))  # the repr is the same in other processes
+        # The repr is the same in other processes.
+        is_named = not re.search(r" at 0x[0-9a-f]+>", repr(loop))
         folder = find_compilation_cache()
-        if jax.config.jax_disable_jit or folder is None or "://" in folder or not is_alone or not is_named:
+        if (
+            jax.config.jax_disable_jit
+            or folder is None
+            or "://" in folder
+            or not is_alone
+            or not is_named
+        ):
             return loop
         return cls(**{field.name: getattr(loop, field.name) for field in dataclasses.fields(loop)})
 
@@ -68,7 +83,9 @@ _programs: dict[str, Callable[..., Any]] = {}  # of this process
 
 def _program(made_of: str, lower: Callable[..., Any], arrays: Any) -> Callable[..., Any]:
     leaves, structure = jax.tree.flatten(arrays)
-    name = hashlib.sha256(repr((made_of, [jax.typeof(x) for x in leaves], structure)).encode()).hexdigest()[:16]
+    name = hashlib.sha256(
+        repr((made_of, [jax.typeof(x) for x in leaves], structure)).encode()
+    ).hexdigest()[:16]
     if name not in _programs:
         # A program of another source or CPU is replaced, so that the folder does not grow.
         path = pathlib.Path(find_compilation_cache() or os.devnull) / f"specsamp_program_{name}"
@@ -83,7 +100,9 @@ def _read(path: pathlib.Path) -> Callable[..., Any] | None:
         if content[:_DIGEST_BYTES] != _digest(kept):
             return None
         one_device = jax.local_devices()[:1]  # that of programs outside of a mesh
-        return serialize_executable.deserialize_and_load(*pickle.loads(kept), execution_devices=one_device)
+        return serialize_executable.deserialize_and_load(
+            *pickle.loads(kept), execution_devices=one_device
+        )
     except Exception:  # of another JAX or platform, which may raise anything
         return None
 
@@ -92,7 +111,8 @@ def _compiled(path: pathlib.Path, lowered: Any) -> Callable[..., Any]:
     hit = "/jax/compilation_cache/cache_hits", threading.get_ident()
     before, program = _found[hit], lowered.compile()
     if _found[hit] > before:
-        return program  # XLA's CPU programs that came from JAX's cache lose their code when they are written again
+        # XLA's CPU programs that came from JAX's cache lose their code when they are written again.
+        return program
     try:
         kept = pickle.dumps(serialize_executable.serialize(program))
         storage.write(path, _digest(kept) + kept)
@@ -106,7 +126,9 @@ def _digest(kept: bytes) -> bytes:
 
 
 def _made_by() -> str:
-    """Returns a text that identifies source, versions, kernels and hardware; programs of any other text are not read."""
+    """Returns a text that identifies source, versions, kernels and hardware; programs of any other
+    text are not read.
+    """
     return f"{_installed()} {few_rows.kernel_name()}"
 
 
@@ -115,4 +137,11 @@ def _installed() -> str:
     versions = platform.python_version(), *map(machine.version, ("jax", "jaxlib", "flax", "numpy"))
     flags = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     known = machine.source_digest(_SOURCES), versions, flags, sorted(jax.config.values.items())
-    return repr((*known, machine.host_facts(), machine.cpu_flags(), [str(d.device_kind) for d in jax.devices()]))
+    return repr(
+        (
+            *known,
+            machine.host_facts(),
+            machine.cpu_flags(),
+            [str(d.device_kind) for d in jax.devices()],
+        )
+    )

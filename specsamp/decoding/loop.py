@@ -1,24 +1,28 @@
-"""Decoding is one loop: draft -> score -> verify -> commit, in a `lax.while_loop` under one `jax.jit`.
+"""Decoding is one loop: draft -> score -> verify -> commit, in a `lax.while_loop` under one
+`jax.jit`.
 
-Plain decoding is the same loop with an empty draft. A row has ``length`` committed tokens, the last of them pending. A
-round with a draft of K tokens feeds the target
+Plain decoding is the same loop with an empty draft. A row has ``length`` committed tokens, the last
+of them pending. A round with a draft of K tokens feeds the target
 
     [pending, d_1 .. d_K]   from slot  length - 1
 
-and reads K+1 distributions off that one call. The rule accepts the first ``n`` drafted tokens and appends a token of
-the target, and the length becomes ``length + n + 1``. A rejection undoes nothing: the cache slots of rejected tokens
-are stale, masked by position, and overwritten by the next round. Rows differ in length, sampling, acceptance and end.
-The results for finished rows are written to scratch slots beyond their lengths, so they change no kept token.
+and reads K+1 distributions off that one call. The rule accepts the first ``n`` drafted tokens and
+appends a token of the target, and the length becomes ``length + n + 1``. A rejection undoes
+nothing: the cache slots of rejected tokens are stale, masked by position, and overwritten by the
+next round. Rows differ in length, sampling, acceptance and end. The results for finished rows are
+written to scratch slots beyond their lengths, so they change no kept token.
 
-The loop is exact for any target: the emitted tokens follow the warped distribution of `LanguageModel.__call__`, computed
-in float32 from its logits.
+The loop is exact for any target: the emitted tokens follow the warped distribution of
+`LanguageModel.__call__`, computed in float32 from its logits.
 
-A token tree is scored with a `Block`, the mask with which a node attends only to its ancestors and itself within the
-tree. Then the cache slots of the accepted path are moved together, so that later steps find a chain.
+A token tree is scored with a `Block`, the mask with which a node attends only to its ancestors and
+itself within the tree. Then the cache slots of the accepted path are moved together, so that later
+steps find a chain.
 
-With adaptive draft lengths, a round is as wide as the longest draft of its rows. All widths are in one program, as
-inner loops that run one after the other, so that they update the same caches in place; the branches of a `lax.switch`
-would copy the caches. A round of width K is compiled like a round of fixed length K.
+With adaptive draft lengths, a round is as wide as the longest draft of its rows. All widths are in
+one program, as inner loops that run one after the other, so that they update the same caches in
+place; the branches of a `lax.switch` would copy the caches. A round of width K is compiled like a
+round of fixed length K.
 """
 
 from __future__ import annotations
@@ -34,8 +38,21 @@ import jax.numpy as jnp
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.commit import append
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
-from specsamp.decoding.drafter import Drafter, PromptChunk, ScoredRound, depth_of, hooks_of, with_length
-from specsamp.decoding.drafter_calls import catch_up, commit_round, num_covered, propose_draft, read_prompt
+from specsamp.decoding.drafter import (
+    Drafter,
+    PromptChunk,
+    ScoredRound,
+    depth_of,
+    hooks_of,
+    with_length,
+)
+from specsamp.decoding.drafter_calls import (
+    catch_up,
+    commit_round,
+    num_covered,
+    propose_draft,
+    read_prompt,
+)
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import DecodeState, Finish, RequestBatch, Stats, Weights
 from specsamp.decoding.tokens import gather_tokens, write_tokens
@@ -55,15 +72,19 @@ _Program = Callable[..., DecodeState]  # of weights, request, state, max_rounds,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A target, a drafter and a rule, all static; there is one compiled program for each loop and shape.
+    """A target, a drafter and a rule, all static; there is one compiled program for each loop and
+    shape.
 
     Attributes:
-      window: the minimum number of tokens per call of the target. On a TPU, one token is slower than two, since it does
-        not use the matrix unit. With 2, plain decoding also reads the token before the pending token again.
-      keep_log_probs: whether to record the log-probabilities of the emitted tokens: True, under the target; "sampled",
-        under the warped distribution that they were sampled from.
-      keep_rounds: whether to record where rounds begin, so that sequences can be cut and counted afterwards.
-      adaptive: adaptive draft lengths, from `Adaptive.for_batch`; None: every round drafts the drafter's K tokens.
+      window: the minimum number of tokens per call of the target. On a TPU, one token is slower
+        than two, since it does not use the matrix unit. With 2, plain decoding also reads the token
+        before the pending token again.
+      keep_log_probs: whether to record the log-probabilities of the emitted tokens: True, under the
+        target; "sampled", under the warped distribution that they were sampled from.
+      keep_rounds: whether to record where rounds begin, so that sequences can be cut and counted
+        afterwards.
+      adaptive: adaptive draft lengths, from `Adaptive.for_batch`; None: every round drafts the
+        drafter's K tokens.
       shards: the split of rows over devices.
     """
 
@@ -78,7 +99,9 @@ class Loop:
 
     @property
     def headroom(self) -> int:
-        """Returns the number of scratch slots behind the longest sequence, where finished rows keep drafting."""
+        """Returns the number of scratch slots behind the longest sequence, where finished rows keep
+        drafting.
+        """
         return self.drafter.K + 1
 
     @property
@@ -89,21 +112,34 @@ class Loop:
     # The loop.
 
     def run(
-        self, weights: Weights, state: DecodeState, max_rounds: Array | int, min_running: Array | int = 1
+        self,
+        weights: Weights,
+        state: DecodeState,
+        max_rounds: Array | int,
+        min_running: Array | int = 1,
     ) -> DecodeState:
-        """Runs rounds, at most ``max_rounds``, while at least ``min_running`` rows of all shards have not ended.
+        """Runs rounds, at most ``max_rounds``, while at least ``min_running`` rows of all shards
+        have not ended.
 
-        Several short runs give the result of one long run. ``state`` is donated, except its request.
+        Several short runs give the result of one long run. ``state`` is donated, except its
+        request.
         """
         request, state = state.request, dataclasses.replace(state, request=None)
-        # Within another program, the options of that program hold. JAX has no public test for this case.
-        is_traced = any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves((weights, request, state)))
+        # Within another program, the options of that program hold. JAX has no public test for this
+        # case.
+        is_traced = any(
+            isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves((weights, request, state))
+        )
         program = _program(self, ()) if is_traced else self.program
-        return dataclasses.replace(program(weights, request, state, max_rounds, min_running), request=request)
+        return dataclasses.replace(
+            program(weights, request, state, max_rounds, min_running), request=request
+        )
 
     @property
     def program(self) -> _Program:
-        """Returns the jitted `run` of all shards, with the request and the donated state as two arguments."""
+        """Returns the jitted `run` of all shards, with the request and the donated state as two
+        arguments.
+        """
         return _program(self, self.target.compiler_options)
 
     def _run(
@@ -115,14 +151,21 @@ class Loop:
         min_running: Array | int = 1,
     ) -> DecodeState:
         """Runs the rows of one shard."""
-        # Each for the layout of its logits: a draft without collectives must not get one from a warp.
+        # Each for the layout of its logits: a draft without collectives must not get one from a
+        # warp.
         kernels = getattr(getattr(self.drafter, "model", self.target), "kernels", None)
-        request = dataclasses.replace(request, draft_sampling=with_kernels(request.draft_sampling, kernels))
-        request = dataclasses.replace(request, sampling=with_kernels(request.sampling, self.target.kernels))
+        request = dataclasses.replace(
+            request, draft_sampling=with_kernels(request.draft_sampling, kernels)
+        )
+        request = dataclasses.replace(
+            request, sampling=with_kernels(request.sampling, self.target.kernels)
+        )
 
         def goes_on(carry: _Carry) -> Array:
             rounds, state = carry
-            return (rounds < max_rounds) & (self.shards.sum(jnp.sum(state.running_B)) >= jnp.maximum(min_running, 1))
+            return (rounds < max_rounds) & (
+                self.shards.sum(jnp.sum(state.running_B)) >= jnp.maximum(min_running, 1)
+            )
 
         def one_round(carry: _Carry) -> _Carry:
             rounds, state = carry
@@ -134,15 +177,22 @@ class Loop:
         else:
             body = functools.partial(self._rounds_by_width, weights, request, goes_on)
             _, state = jax.lax.while_loop(goes_on, body, (first[0], self._limit_lengths(state)))
-        # The compiler may have split the rows of a shard over its devices; the next run needs all rows on each device.
+        # The compiler may have split the rows of a shard over its devices; the next run needs all
+        # rows on each device.
         small = self.shards.replicate(dataclasses.replace(state, cache=None, drafter_state=None))
-        return dataclasses.replace(small, cache=state.cache, drafter_state=self._replicate(state.drafter_state))
+        return dataclasses.replace(
+            small, cache=state.cache, drafter_state=self._replicate(state.drafter_state)
+        )
 
     def _replicate(self, drafter_state: Any) -> Any:
-        """Replicates the drafter's state except its caches: the arrays whose shape depends on the number of slots."""
+        """Replicates the drafter's state except its caches: the arrays whose shape depends on the
+        number of slots.
+        """
         if self.shards.mesh is None:
             return drafter_state
-        few, many = (jax.eval_shape(functools.partial(self.drafter.init, 1, slots)) for slots in (256, 512))
+        few, many = (
+            jax.eval_shape(functools.partial(self.drafter.init, 1, slots)) for slots in (256, 512)
+        )
 
         def replicate(x: Array, few: jax.ShapeDtypeStruct, many: jax.ShapeDtypeStruct) -> Array:
             return self.shards.replicate(x) if few.shape == many.shape else x
@@ -159,12 +209,17 @@ class Loop:
             output = self.score(weights, state, draft, cache)
         with jax.named_scope("verify"):
             target = TargetDistributions(
-                logits_BTV=output.logits_BTV, warp=request.sampling, draft=draft, warp_state=state.warp_state
+                logits_BTV=output.logits_BTV,
+                warp=request.sampling,
+                draft=draft,
+                warp_state=state.warp_state,
             )
             verdict = self.rule.verify(draft, target, self._keys(request, state))
         with jax.named_scope("commit"):
             if draft.parents_BK is not None:
-                output = keep_path(self.target, state.lengths_B - 1, verdict, output, draft.tokens_BK.shape[1])
+                output = keep_path(
+                    self.target, state.lengths_B - 1, verdict, output, draft.tokens_BK.shape[1]
+                )
             scored = ScoredRound(prefix=state.prefix, draft=draft, verdict=verdict, output=output)
             drafter_state, cache = commit_round(
                 self.drafter, weights, drafter_state, scored, output.cache, state.drafter_state
@@ -174,7 +229,9 @@ class Loop:
                 draft, target = path_draft(draft, verdict, target), target.along(verdict)
             return self.commit(request, state, draft, verdict, target)
 
-    def draft(self, weights: Weights, request: RequestBatch, state: DecodeState) -> tuple[Draft, Any, Any]:
+    def draft(
+        self, weights: Weights, request: RequestBatch, state: DecodeState
+    ) -> tuple[Draft, Any, Any]:
         """Returns the drafter's proposal, its state and the target's cache."""
         sampler = Sampler(
             warp=request.draft_sampling,
@@ -202,7 +259,9 @@ class Loop:
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), drafter_state, cache
 
     def score(self, weights: Weights, state: DecodeState, draft: Draft, cache: Any) -> Output:
-        """Calls the target once; returns its output at the pending token and at each drafted token."""
+        """Calls the target once; returns its output at the pending token and at each
+        drafted token.
+        """
         positions, is_tree = draft.tokens_BK.shape[1] + 1, draft.parents_BK is not None
         width = positions if is_tree else max(positions, self.window)
         start_B = jnp.maximum(state.lengths_B + positions - 1 - width, 0)
@@ -216,18 +275,29 @@ class Loop:
         options["hidden_layers"] = self.drafter.hidden_layers
         output = self.target(weights.target, tokens_BT, start_B, cache, **options)
         check_logits("target", self.target, output)
-        logits_BTV = output.logits_BTV.astype(jnp.promote_types(output.logits_BTV.dtype, jnp.float32))
+        logits_BTV = output.logits_BTV.astype(
+            jnp.promote_types(output.logits_BTV.dtype, jnp.float32)
+        )
         if width == positions:
             return dataclasses.replace(output, logits_BTV=logits_BTV)
         first_B = state.lengths_B - 1 - start_B  # the pending token's position in the window
 
         def cut(x_BT: Array) -> Array:
-            return jax.vmap(lambda x, first: jax.lax.dynamic_slice_in_dim(x, first, positions, axis=0))(x_BT, first_B)
+            return jax.vmap(
+                lambda x, first: jax.lax.dynamic_slice_in_dim(x, first, positions, axis=0)
+            )(x_BT, first_B)
 
-        return dataclasses.replace(output, logits_BTV=cut(logits_BTV), hidden=tuple(map(cut, output.hidden)))
+        return dataclasses.replace(
+            output, logits_BTV=cut(logits_BTV), hidden=tuple(map(cut, output.hidden))
+        )
 
     def commit(
-        self, request: RequestBatch, state: DecodeState, draft: Draft, verdict: Verdict, target: TargetDistributions
+        self,
+        request: RequestBatch,
+        state: DecodeState,
+        draft: Draft,
+        verdict: Verdict,
+        target: TargetDistributions,
     ) -> DecodeState:
         """Appends the emitted tokens, and chooses the next draft lengths if they adapt."""
         after = append(request, state, draft, verdict, target, self.keep_log_probs == "sampled")
@@ -243,12 +313,20 @@ class Loop:
     # Adaptive draft lengths.
 
     def _rounds_by_width(
-        self, weights: Weights, request: RequestBatch, goes_on: Callable[[_Carry], Array], carry: _Carry
+        self,
+        weights: Weights,
+        request: RequestBatch,
+        goes_on: Callable[[_Carry], Array],
+        carry: _Carry,
     ) -> _Carry:
-        """Runs, for each width from narrow to wide, rounds while it is the smallest width that holds all drafts."""
+        """Runs, for each width from narrow to wide, rounds while it is the smallest width that
+        holds all drafts.
+        """
 
         def longest(state: DecodeState) -> Array:
-            return self.shards.max(jnp.max(jnp.where(state.running_B, state.adaptive_state.draft_lengths_B, 0)))
+            return self.shards.max(
+                jnp.max(jnp.where(state.running_B, state.adaptive_state.draft_lengths_B, 0))
+            )
 
         narrower = -1
         for width in self.adaptive.widths:
@@ -267,7 +345,9 @@ class Loop:
             narrower = width
         return carry
 
-    def _round_of_width(self, width: int, weights: Weights, request: RequestBatch, state: DecodeState) -> DecodeState:
+    def _round_of_width(
+        self, width: int, weights: Weights, request: RequestBatch, state: DecodeState
+    ) -> DecodeState:
         """Runs one round in which no row drafts more than ``width`` tokens."""
         narrow = dataclasses.replace(self, drafter=with_length(self.drafter, width))
         after = narrow.round(weights, request, state)
@@ -283,10 +363,14 @@ class Loop:
         if able_B is None:
             return state
         chosen_B = state.adaptive_state.draft_lengths_B
-        return state.with_adaptive(draft_lengths_B=jnp.where(state.running_B, jnp.minimum(chosen_B, able_B), chosen_B))
+        return state.with_adaptive(
+            draft_lengths_B=jnp.where(state.running_B, jnp.minimum(chosen_B, able_B), chosen_B)
+        )
 
     def _catch_up(self, weights: Weights, state: DecodeState, drafts_next: Array) -> DecodeState:
-        """Feeds the drafter the tokens emitted while it was paused, if any row is going to draft."""
+        """Feeds the drafter the tokens emitted while it was paused, if any row is going
+        to draft.
+        """
         if state.adaptive_state.seen_B is None:
             return state
 
@@ -296,7 +380,12 @@ class Loop:
 
         with jax.named_scope("catch_up"):
             drafter_state, seen_B = catch_up(
-                self.drafter, weights, state.drafter_state, state.prefix, state.adaptive_state.seen_B, is_behind
+                self.drafter,
+                weights,
+                state.drafter_state,
+                state.prefix,
+                state.adaptive_state.seen_B,
+                is_behind,
             )
         return dataclasses.replace(state, drafter_state=drafter_state).with_adaptive(seen_B=seen_B)
 
@@ -320,16 +409,23 @@ class Loop:
           request: of ``B * num_samples`` rows; the rows of prompt i begin at ``i * num_samples``.
           tokens_BP: prompts, padded on the right.
           lengths_B: true lengths, at least 1.
-          slots: slots of caches and token buffer: the largest limit plus `headroom`, at least P and `window`.
+          slots: slots of caches and token buffer: the largest limit plus `headroom`, at least P and
+            `window`.
         """
 
-        def read(weights: Weights, request: RequestBatch, tokens_BP: Array, lengths_B: Array) -> DecodeState:
+        def read(
+            weights: Weights, request: RequestBatch, tokens_BP: Array, lengths_B: Array
+        ) -> DecodeState:
             batch, padded_length = tokens_BP.shape
             caches = self.target.init_cache(batch, slots), self.drafter.init(batch, slots)
             with jax.named_scope("prefill"):
-                caches = self._read(weights, tokens_BP, jnp.zeros_like(lengths_B), lengths_B, caches)
+                caches = self._read(
+                    weights, tokens_BP, jnp.zeros_like(lengths_B), lengths_B, caches
+                )
             prompts = tokens_BP, lengths_B, caches
-            tokens_RP, lengths_R, caches = jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0), prompts)
+            tokens_RP, lengths_R, caches = jax.tree.map(
+                lambda x: jnp.repeat(x, num_samples, axis=0), prompts
+            )
             tokens_RS = jnp.pad(tokens_RP, ((0, 0), (0, slots - padded_length)))
             return self._first_state(request, tokens_RS, lengths_R, caches)
 
@@ -338,12 +434,17 @@ class Loop:
 
     @functools.partial(jax.jit, static_argnames=("self", "slots"))
     def blank(self, request: RequestBatch, *, slots: int) -> DecodeState:
-        """Returns rows that have ended: sequences of one unread token, to which ``request`` gives no budget."""
+        """Returns rows that have ended: sequences of one unread token, to which ``request`` gives
+        no budget.
+        """
 
         def make(request: RequestBatch) -> DecodeState:
             batch = len(request.limits_B)
             caches = self.target.init_cache(batch, slots), self.drafter.init(batch, slots)
-            tokens_BS, lengths_B = jnp.zeros((batch, slots), jnp.int32), jnp.ones((batch,), jnp.int32)
+            tokens_BS, lengths_B = (
+                jnp.zeros((batch, slots), jnp.int32),
+                jnp.ones((batch,), jnp.int32),
+            )
             return self._first_state(request, tokens_BS, lengths_B, caches)
 
         return self.shards.map(make, (BY_ROWS,))(request)
@@ -360,29 +461,39 @@ class Loop:
         *,
         chunk: int,
     ) -> DecodeState:
-        """Reads sequences into rows that already hold their beginnings; only the new tokens are read.
+        """Reads sequences into rows that already hold their beginnings; only the new tokens are
+        read.
 
         Args:
           request: of the new sequences.
           state: without its request; donated. None: nothing was read yet.
-          tokens_BS: the whole sequences, each beginning with ``start_B`` tokens that ``state`` has committed.
-          start_B: int32, at most the number of tokens that `specsamp.decoding.engine.count_known` returns; or 0, or
-            where the last call ended.
+          tokens_BS: the whole sequences, each beginning with ``start_B`` tokens that ``state`` has
+            committed.
+          start_B: int32, at most the number of tokens that `specsamp.decoding.engine.count_known`
+            returns; or 0, or where the last call ended.
           lengths_B: lengths of the whole sequences.
-          chunk: number of tokens that are read per call. All rows have as many calls as the row with most tokens, and
-            must have slots for them: a model of somebody else may write over earlier slots otherwise.
+          chunk: number of tokens that are read per call. All rows have as many calls as the row
+            with most tokens, and must have slots for them: a model of somebody else may write over
+            earlier slots otherwise.
         """
 
-        def extend(weights: Weights, request: RequestBatch, state: DecodeState | None, texts: _Texts) -> DecodeState:
+        def extend(
+            weights: Weights, request: RequestBatch, state: DecodeState | None, texts: _Texts
+        ) -> DecodeState:
             tokens_BS, start_B, lengths_B = texts
             if state is None:
-                caches = self.target.init_cache(*tokens_BS.shape), self.drafter.init(*tokens_BS.shape)
+                caches = (
+                    self.target.init_cache(*tokens_BS.shape),
+                    self.drafter.init(*tokens_BS.shape),
+                )
             else:
                 caches = state.cache, state.drafter_state
 
             def read_chunk(index: Array, caches: tuple[Any, Any]) -> tuple[Any, Any]:
                 at_B = start_B + index * chunk
-                return self._read(weights, gather_tokens(tokens_BS, at_B, chunk), at_B, lengths_B, caches)
+                return self._read(
+                    weights, gather_tokens(tokens_BS, at_B, chunk), at_B, lengths_B, caches
+                )
 
             with jax.named_scope("prefill"):
                 chunks = -(-jnp.max(lengths_B - start_B) // chunk)
@@ -390,19 +501,34 @@ class Loop:
             return self._first_state(request, tokens_BS, lengths_B, caches)
 
         specs = (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS)
-        return self.shards.map(extend, specs)(weights, request, state, (tokens_BS, start_B, lengths_B))
+        return self.shards.map(extend, specs)(
+            weights, request, state, (tokens_BS, start_B, lengths_B)
+        )
 
     def _read(
-        self, weights: Weights, tokens_BT: Array, start_B: Array, lengths_B: Array, caches: tuple[Any, Any]
+        self,
+        weights: Weights,
+        tokens_BT: Array,
+        start_B: Array,
+        lengths_B: Array,
+        caches: tuple[Any, Any],
     ) -> tuple[Any, Any]:
-        """Reads a part of the prompts with target and drafter; returns the target's cache and the drafter's state."""
+        """Reads a part of the prompts with target and drafter; returns the target's cache and the
+        drafter's state.
+        """
         cache, drafter_state = caches
         with jax.named_scope("target"):
-            output = self.target(weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers)
+            output = self.target(
+                weights.target, tokens_BT, start_B, cache, hidden_layers=self.drafter.hidden_layers
+            )
         check_logits("target", self.target, output)
         with jax.named_scope("draft"):
-            chunk = PromptChunk(tokens_BT=tokens_BT, start_B=start_B, lengths_B=lengths_B, output=output)
-            drafter_state, cache = read_prompt(self.drafter, weights, drafter_state, chunk, output.cache)
+            chunk = PromptChunk(
+                tokens_BT=tokens_BT, start_B=start_B, lengths_B=lengths_B, output=output
+            )
+            drafter_state, cache = read_prompt(
+                self.drafter, weights, drafter_state, chunk, output.cache
+            )
         return cache, drafter_state
 
     def _first_state(
@@ -420,18 +546,23 @@ class Loop:
         return DecodeState(
             tokens_BS=tokens_BS,
             lengths_B=lengths_B,
-            finish_B=jnp.where(lengths_B < request.limits_B, Finish.RUNNING, Finish.LENGTH).astype(jnp.int32),
+            finish_B=jnp.where(lengths_B < request.limits_B, Finish.RUNNING, Finish.LENGTH).astype(
+                jnp.int32
+            ),
             from_draft_BS=empty(bool),
             log_probs_BS=empty(jnp.float32) if self.keep_log_probs else None,
             rounds_BS=empty(jnp.int32) if self.keep_rounds else None,
             cache=cache,
             drafter_state=drafter_state,
-            meter=Meter(variation=empty(jnp.float32), extra=empty(jnp.float32)) if self.rule.metered else None,
+            meter=Meter(variation=empty(jnp.float32), extra=empty(jnp.float32))
+            if self.rule.metered
+            else None,
             stats=Stats.zeros(len(lengths_B), self.depth, self.adaptive is not None),
             request=request,
             warp_state=start(request.sampling),
             draft_warp_state=start(request.draft_sampling),
-            adaptive_state=self.adaptive and self.adaptive.begin(lengths_B, hooks_of(self.drafter).falls_behind),
+            adaptive_state=self.adaptive
+            and self.adaptive.begin(lengths_B, hooks_of(self.drafter).falls_behind),
         )
 
 

@@ -1,4 +1,6 @@
-"""A way to decode as one value: drafter, rule, sampling and draft length, checked against a pair."""
+"""A way to decode as one value: drafter, rule, sampling and draft length, checked against
+a pair.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Method(drafter=NgramDrafter(K=4))"
 DEFAULT_DRAFT_LENGTH = 4
-MAX_DRAFT_LENGTH = 1024  # every step of a draft is traced or looped over, and scoring holds its logits
+# Every step of a draft is traced or looped over, and scoring holds its logits.
+MAX_DRAFT_LENGTH = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,9 +64,16 @@ class Method:
         return dataclasses.replace(self, drafter=drafter, adaptive=None)
 
     def loop(
-        self, pair: Pair, *, batch: int = 1, keep_log_probs: bool | str = False, keep_rounds: bool = False
+        self,
+        pair: Pair,
+        *,
+        batch: int = 1,
+        keep_log_probs: bool | str = False,
+        keep_rounds: bool = False,
     ) -> Loop:
-        """Returns the loop that decodes ``batch`` sequences at a time with this method, on the current platform."""
+        """Returns the loop that decodes ``batch`` sequences at a time with this method, on the
+        current platform.
+        """
         adaptive = self.adaptive
         if adaptive is not None:
             depths = tuple(depth_of(with_length(self.drafter, K)) for K in adaptive.lengths)
@@ -85,14 +95,15 @@ class Decoding(TypedDict, total=False):
 
     Attributes:
       method: drafter, rule and sampling as one value, instead of the five keywords that follow.
-      sampling: a warp (see `specsamp.sampling.warp`), its numbers scalar or one per prompt; default greedy. Ids that the
-        tokenizer does not have (a padded vocabulary) are always excluded.
-      draft_sampling: the draft's warp; default the target's. Any choice is exact; similar warps accept more tokens.
-      draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the drafter's.
-        `specsamp.analysis.draft_length.calibrate` measures which K pays on a device. With `Adaptive`, every round has its
-        own length for each sequence.
-      rule: `TokenRule`, `BlockRule` or `CoupledRule`; or a lossy rule (`specsamp.sampling.lossy`), whose cost is in
-        `Completion.stats`.
+      sampling: a warp (see `specsamp.sampling.warp`), its numbers scalar or one per prompt; default
+        greedy. Ids that the tokenizer does not have (a padded vocabulary) are always excluded.
+      draft_sampling: the draft's warp; default the target's. Any choice is exact; similar warps
+        accept more tokens.
+      draft_length: K, tokens drafted per round; 0 decodes autoregressively. Default: 4, or the
+        drafter's. `specsamp.analysis.draft_length.calibrate` measures which K pays on a device.
+        With `Adaptive`, every round has its own length for each sequence.
+      rule: `TokenRule`, `BlockRule` or `CoupledRule`; or a lossy rule (`specsamp.sampling.lossy`),
+        whose cost is in `Completion.stats`.
       drafter: your own, or `EarlyExitDrafter` or `NgramDrafter`; default the pair's draft model.
       require_exact: refuse a lossy rule or drafter, before any prompt is read.
     """
@@ -111,8 +122,8 @@ def make_method(pair: Pair, **decoding: Unpack[Decoding]) -> Method:
 
     Raises:
       TypeError: a keyword is unknown.
-      ValueError: a method and its parts were given, a part has the wrong type or does not fit the pair, or
-        ``require_exact`` is True and a part is lossy.
+      ValueError: a method and its parts were given, a part has the wrong type or does not fit the
+        pair, or ``require_exact`` is True and a part is lossy.
     """
     for name in decoding.keys() - Decoding.__annotations__.keys():
         known = ", ".join(Decoding.__annotations__)
@@ -127,7 +138,10 @@ def make_method(pair: Pair, **decoding: Unpack[Decoding]) -> Method:
         drafter = _choose_drafter(pair, length if adaptive is None else adaptive.K, drafter)
         method = Method(drafter=drafter, adaptive=adaptive, **parts)
     elif parts:
-        raise ValueError(f"method and {', '.join(parts)} were given: make {next(iter(parts))} a field of the method")
+        raise ValueError(
+            f"method and {', '.join(parts)} were given: make {next(iter(parts))} a field of the "
+            "method"
+        )
     validate.instance("method", method, Method, EXAMPLE)
     validate.instance("rule", method.rule, Rule, "TokenRule() or BlockRule()")
     _check_drafter(pair, method.drafter)
@@ -140,18 +154,24 @@ def make_method(pair: Pair, **decoding: Unpack[Decoding]) -> Method:
 
 
 def _choose_drafter(pair: Pair, draft_length: int | None, drafter: Drafter | None) -> Drafter:
-    """Returns the given drafter, or that of the pair's draft model or head; a ``draft_length`` of 0 drafts nothing."""
+    """Returns the given drafter, or that of the pair's draft model or head; a ``draft_length`` of 0
+    drafts nothing.
+    """
     if draft_length is not None:
-        draft_length = validate.integer("draft_length (0 decodes autoregressively)", draft_length, 0)
+        draft_length = validate.integer(
+            "draft_length (0 decodes autoregressively)", draft_length, 0
+        )
     if drafter is None and draft_length == 0:
         return NoDrafter()
     if drafter is None:
         most = None if pair.head is None else pair.head.config.max_tokens
-        return default_drafter(pair, draft_length or min(DEFAULT_DRAFT_LENGTH, most or DEFAULT_DRAFT_LENGTH))
+        return default_drafter(
+            pair, draft_length or min(DEFAULT_DRAFT_LENGTH, most or DEFAULT_DRAFT_LENGTH)
+        )
     if isinstance(drafter, Drafter) and draft_length not in (None, drafter.K):
         raise ValueError(
-            f"draft_length {draft_length} differs from the drafter's K = {drafter.K}: leave draft_length out, or make "
-            "the drafter with that K"
+            f"draft_length {draft_length} differs from the drafter's K = {drafter.K}: leave "
+            "draft_length out, or make the drafter with that K"
         )
     return drafter
 
@@ -160,13 +180,19 @@ def _check_drafter(pair: Pair, drafter: Drafter) -> None:
     validate.instance("drafter", drafter, Drafter, "NgramDrafter(K=4)")
     _check_hashable("the drafter", drafter)
     K = validate.integer("the drafter's K", drafter.K, 0, MAX_DRAFT_LENGTH + 1)
-    for name, positions in (("target", pair.target.max_positions), ("draft", drafter.max_positions)):
+    for name, positions in (
+        ("target", pair.target.max_positions),
+        ("draft", drafter.max_positions),
+    ):
         if positions is not None and K >= positions:
-            raise ValueError(f"K = {K} does not fit the {name}'s {positions} positions: draft fewer tokens per round")
+            raise ValueError(
+                f"K = {K} does not fit the {name}'s {positions} positions: draft fewer tokens per "
+                "round"
+            )
     if pair.vocabulary is not None and _reads_draft_ids(drafter):
         raise ValueError(
-            f"the pair's draft has another tokenizer, but {drafter!r:.100} proposes draft ids as target ids: leave "
-            "drafter out, or give a TranslatingDrafter"
+            f"the pair's draft has another tokenizer, but {drafter!r:.100} proposes draft ids as "
+            "target ids: leave drafter out, or give a TranslatingDrafter"
         )
     drafter.check(pair.target, pair.draft, pair.draft_params)
 
@@ -176,31 +202,42 @@ def _check_tree(rule: Rule, drafter: Drafter) -> None:
     is_tree, name = hooks_of(drafter).depth is not None, type(drafter).__name__
     if is_tree and not rule.trees:
         raise ValueError(
-            f"{rule!r} verifies chains, but {name} drafts token trees: take RecursiveRule(), TraversalRule() or CoupledRule()"
+            f"{rule!r} verifies chains, but {name} drafts token trees: take RecursiveRule(), "
+            "TraversalRule() or CoupledRule()"
         )
     if not is_tree and drafter.K and not rule.chains:
         raise ValueError(
-            f"{rule!r} verifies token trees, but {name} drafts chains: take {rule.of_chains!r}, its equal on chains"
+            f"{rule!r} verifies token trees, but {name} drafts chains: take {rule.of_chains!r}, "
+            "its equal on chains"
         )
 
 
 def _check_hashable(name: str, static: Any) -> None:
-    """Raises ValueError for a value that cannot be hashed, and so cannot be a static part of a compiled program."""
+    """Raises ValueError for a value that cannot be hashed, and so cannot be a static part of a
+    compiled program.
+    """
     try:
         hash(static)
     except TypeError as error:
-        raise ValueError(f"{name} must be hashable, such as a frozen dataclass without arrays") from error
+        raise ValueError(
+            f"{name} must be hashable, such as a frozen dataclass without arrays"
+        ) from error
 
 
 def _check_adaptive(adaptive: Adaptive, drafter: Drafter) -> None:
-    validate.instance("the method's adaptive", adaptive, Adaptive, "Adaptive(stop=Confidence(), lengths=(4,))")
+    validate.instance(
+        "the method's adaptive", adaptive, Adaptive, "Adaptive(stop=Confidence(), lengths=(4,))"
+    )
     _check_hashable("the method's adaptive, with its stop,", adaptive)
     if adaptive.stop is not None and hooks_of(drafter).depth is not None:
         raise ValueError(
-            f"stop={adaptive.stop!r} ends chains, but {type(drafter).__name__} drafts token trees: leave it out"
+            f"stop={adaptive.stop!r} ends chains, but {type(drafter).__name__} drafts token trees: "
+            "leave it out"
         )
     if adaptive.K != drafter.K:
-        raise ValueError(f"the method's adaptive drafts up to {adaptive.K} tokens, its drafter K = {drafter.K}")
+        raise ValueError(
+            f"the method's adaptive drafts up to {adaptive.K} tokens, its drafter K = {drafter.K}"
+        )
     check_lengths(drafter, adaptive.lengths)
 
 
@@ -209,8 +246,8 @@ def check_exact(rule: Rule, drafter: Drafter | None = None) -> None:
     for part in (rule, drafter):
         if part is not None and not part.exact:
             raise ValueError(
-                f"exactness is required, but {part!r} is lossy: take TokenRule() or BlockRule() and a lossless drafter, "
-                "or leave require_exact out"
+                f"exactness is required, but {part!r} is lossy: take TokenRule() or BlockRule() "
+                "and a lossless drafter, or leave require_exact out"
             )
 
 
@@ -223,8 +260,8 @@ def check_lengths(drafter: Drafter, lengths: Sequence[int]) -> None:
             is_able = False
         if not is_able:
             raise ValueError(
-                f"{type(drafter).__name__} cannot draft {K} tokens: make K a field of a frozen dataclass, "
-                "override DrafterHooks.of_length, or give one draft length"
+                f"{type(drafter).__name__} cannot draft {K} tokens: make K a field of a frozen "
+                "dataclass, override DrafterHooks.of_length, or give one draft length"
             )
 
 
@@ -236,14 +273,15 @@ def _reads_draft_ids(drafter: Drafter) -> bool:
 
 def default_drafter(pair: Pair, K: int) -> Drafter:
     """Returns the drafter of the pair's draft model, or of its head, for the current platform."""
-    from specsamp.decoding.drafters import ModelDrafter, TranslatingDrafter  # not needed if a drafter was given
+    # Not needed if a drafter was given.
+    from specsamp.decoding.drafters import ModelDrafter, TranslatingDrafter
 
     if pair.head is not None:
         return head_drafter(pair.target, pair.head, K)
     if pair.draft is None:
         raise ValueError(
-            "the pair has no draft model: give one, or drafter=NgramDrafter(K=4), or draft_length=0 to decode "
-            "autoregressively"
+            "the pair has no draft model: give one, or drafter=NgramDrafter(K=4), or "
+            "draft_length=0 to decode autoregressively"
         )
     if pair.vocabulary is not None:
         return TranslatingDrafter(pair.draft, pair.vocabulary, K, decode_window())

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from specsamp.decoding.drafters.translating import SharedVocabulary
     from specsamp.models.heads import Head
 
-MAX_FITTED = 4  # sets of weights kept per drafter and number of slots; most models' sets share all their memory
+# Sets of weights kept per drafter and number of slots; most models' sets share all their memory.
+MAX_FITTED = 4
 
 
 @runtime_checkable
@@ -33,7 +34,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Returns the ids of a conversation, up to the start of the answer; ValueError without a chat template."""
+        """Returns the ids of a conversation, up to the start of the answer; ValueError without a
+        chat template.
+        """
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens: their `token_bytes`, with U+FFFD for what is not UTF-8."""
@@ -60,13 +63,15 @@ class Pair:
 
     Attributes:
       target, target_params: the model whose distribution is sampled.
-      draft, draft_params: the model that proposes; leave both out to decode without a draft. Parameters
-        without a model go to the ``prepare`` of your own drafter.
-      head: drafts from the target's hidden states instead of a draft model, with the parameters ``draft_params``.
+      draft, draft_params: the model that proposes; leave both out to decode without a draft.
+        Parameters without a model go to the ``prepare`` of your own drafter.
+      head: drafts from the target's hidden states instead of a draft model, with the parameters
+        ``draft_params``.
       tokenizer: the target's; None: prompts are token ids, and completions have no text.
       stop: default ids that end a text; None: the tokenizer's end of text.
       shards: the split of rows over devices; see `specsamp.mesh`.
-      vocabulary: for a draft model with another tokenizer, from `specsamp.checkpoints.vocabulary.match_vocabularies`.
+      vocabulary: for a draft model with another tokenizer, from
+        `specsamp.checkpoints.vocabulary.match_vocabularies`.
 
     Raises:
       ValueError: a part has the wrong type, or the parts do not fit together.
@@ -94,9 +99,13 @@ class Pair:
             try:
                 hash(model)
             except TypeError as error:
-                raise ValueError(f"the {name} must be hashable, such as a frozen dataclass without arrays") from error
+                raise ValueError(
+                    f"the {name} must be hashable, such as a frozen dataclass without arrays"
+                ) from error
         if self.target_params is None:
-            raise ValueError("target_params is None: give the target's parameters, () for a model that has none")
+            raise ValueError(
+                "target_params is None: give the target's parameters, () for a model that has none"
+            )
         validate.instance("shards", self.shards, DataShards, "DataShards(mesh)")
         if not (self.tokenizer is None or isinstance(self.tokenizer, Tokenizer)):
             raise ValueError(
@@ -105,8 +114,8 @@ class Pair:
             )
         if self.tokenizer is not None and self.tokenizer.vocab_size > self.target.vocab_size:
             raise ValueError(
-                f"the tokenizer has {self.tokenizer.vocab_size} tokens but the target's vocabulary only "
-                f"{self.target.vocab_size}: they do not belong together"
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens but the target's vocabulary "
+                f"only {self.target.vocab_size}: they do not belong together"
             )
         if self.head is not None:
             self._check_head()
@@ -114,12 +123,16 @@ class Pair:
             raise ValueError("a draft model was given without draft_params")
         if self.draft is None and self.vocabulary is not None:
             raise ValueError(
-                "a vocabulary was given without a draft model: give the model that has the other tokenizer"
+                "a vocabulary was given without a draft model: give the model that has the other "
+                "tokenizer"
             )
 
     def _check_head(self) -> None:
         if self.draft is not None:
-            raise ValueError("a pair has a draft model or a head, whose parameters are draft_params: leave one out")
+            raise ValueError(
+                "a pair has a draft model or a head, whose parameters are draft_params: leave one "
+                "out"
+            )
         if self.draft_params is None:
             raise ValueError("a head was given without draft_params")
         from specsamp.models.heads import Head  # loads Flax, which a draft model does not need
@@ -132,13 +145,16 @@ class Pair:
         return self.head or self.draft
 
     def full_warp(self, warp: Warp) -> Warp:
-        """Returns ``warp`` as `generate` applies it: with ids that the tokenizer does not have excluded."""
+        """Returns ``warp`` as `generate` applies it: with ids that the tokenizer does not have
+        excluded.
+        """
         if self.tokenizer is None or self.tokenizer.vocab_size == self.target.vocab_size:
             return warp
         return chain(first_tokens(self.tokenizer.vocab_size), warp)
 
     def weights(self, drafter: Drafter, slots: int) -> Weights:
-        """Returns decode-time weights for caches of ``slots`` slots; every model is prepared only once.
+        """Returns decode-time weights for caches of ``slots`` slots; every model is prepared only
+        once.
 
         Weights that `prepare` does not change share their memory with the parameters.
         """
@@ -164,4 +180,6 @@ def _prepared(model: LanguageModel | Drafter, name: str, params: Any) -> Any:
     try:
         return model.prepare(params)
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{name} are not those of {model!r:.200}: {type(error).__name__} {error}") from error
+        raise ValueError(
+            f"{name} are not those of {model!r:.200}: {type(error).__name__} {error}"
+        ) from error

@@ -16,8 +16,10 @@ from specsamp.decoding.pair import Pair, Tokenizer
 from specsamp.decoding.text import Continuation, Stops, TextStream
 from specsamp.sampling.warp import Warp, for_rows, greedy
 
-LONGEST_STOP = 1000  # characters: each piece of a stream is compared with the beginnings of all stop texts
-# A text; token ids; the messages of a conversation, or a mapping of them and variables of the template, such as tools.
+# Characters: each piece of a stream is compared with the beginnings of all stop texts.
+LONGEST_STOP = 1000
+# A text; token ids; the messages of a conversation, or a mapping of them and variables of the
+# template, such as tools.
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
@@ -82,12 +84,18 @@ def make_requests(
     stop: Sequence[int | str] | Stops | None = None,
     prompt_ids: Sequence[int] | None = None,
 ) -> list[Request]:
-    """Returns a request for each prompt; arguments and errors are those of `generate`, or ``stop`` is made already."""
+    """Returns a request for each prompt; arguments and errors are those of `generate`, or ``stop``
+    is made already.
+    """
     token_lists = encode(pair, prompts)
     lengths = [len(tokens) for tokens in token_lists]
     budgets = check_budgets(pair, method.drafter, lengths, max_new_tokens)
     seed = validate.integer("seed", seed, 0, 2**64)
-    ids = range(len(lengths)) if prompt_ids is None else validate.integers("prompt_ids", prompt_ids, 0)
+    ids = (
+        range(len(lengths))
+        if prompt_ids is None
+        else validate.integers("prompt_ids", prompt_ids, 0)
+    )
     if len(ids) != len(lengths):
         raise ValueError(f"{len(ids)} prompt_ids for {len(lengths)} prompts")
     stops = stop if isinstance(stop, Stops) else make_stops(pair, stop)
@@ -96,10 +104,13 @@ def make_requests(
             warp.check(pair.target.vocab_size)
             if warp.asks_host and pair.shards.mesh is not None:
                 raise ValueError(
-                    "a grammar asks the host for every token, which programs on a mesh cannot: decode on one device"
+                    "a grammar asks the host for every token, which programs on a mesh cannot: "
+                    "decode on one device"
                 )
     sampling = _by_prompt(method.sampling, len(lengths))
-    draft_sampling = None if method.draft_sampling is None else _by_prompt(method.draft_sampling, len(lengths))
+    draft_sampling = (
+        None if method.draft_sampling is None else _by_prompt(method.draft_sampling, len(lengths))
+    )
     return [
         Request(
             prompt=tuple(tokens),
@@ -118,13 +129,19 @@ def make_requests(
 
 def with_samples(requests: Sequence[Request], num_samples: int) -> list[Request]:
     """Returns ``num_samples`` copies of each request, in order, with different random numbers."""
-    return [dataclasses.replace(request, sample_index=sample) for request in requests for sample in range(num_samples)]
+    return [
+        dataclasses.replace(request, sample_index=sample)
+        for request in requests
+        for sample in range(num_samples)
+    ]
 
 
 def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Returns the token ids of every prompt."""
     if not validate.is_list(prompts):
-        raise ValueError(f"prompts must be a list of prompts; for one prompt, write [prompt]; got {prompts!r}")
+        raise ValueError(
+            f"prompts must be a list of prompts; for one prompt, write [prompt]; got {prompts!r}"
+        )
     if len(prompts) == 0:
         raise ValueError("no prompts were given")
     return [_encode_one(pair, index, prompt) for index, prompt in enumerate(prompts)]
@@ -133,21 +150,36 @@ def encode(pair: Pair, prompts: Sequence[Prompt]) -> list[list[int]]:
 def _encode_one(pair: Pair, index: int, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         if pair.tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer in the pair; otherwise give lists of token ids")
+            raise ValueError(
+                "a text prompt needs a tokenizer in the pair; otherwise give lists of token ids"
+            )
         _check_unicode(f"prompt {index}", prompt)
         tokens = pair.tokenizer.encode(prompt) if prompt else []
     elif isinstance(prompt, (bytes, bytearray)):
-        raise ValueError(f"prompt {index} is bytes: give a text (bytes.decode()) or a list of token ids")
-    elif not validate.is_list(prompt) and not (isinstance(prompt, Mapping) and "messages" in prompt):
-        raise ValueError(f"prompt {index} must be a text, a list of token ids or a list of messages; got {prompt!r}")
+        raise ValueError(
+            f"prompt {index} is bytes: give a text (bytes.decode()) or a list of token ids"
+        )
+    elif not validate.is_list(prompt) and not (
+        isinstance(prompt, Mapping) and "messages" in prompt
+    ):
+        raise ValueError(
+            f"prompt {index} must be a text, a list of token ids or a list of messages; got "
+            f"{prompt!r}"
+        )
     elif isinstance(prompt, Mapping) or len(prompt) > 0 and isinstance(prompt[0], Mapping):
         if pair.tokenizer is None:
-            raise ValueError("a conversation needs a tokenizer in the pair; otherwise give lists of token ids")
-        tokens = pair.tokenizer.encode_chat(**(prompt if isinstance(prompt, Mapping) else {"messages": prompt}))
+            raise ValueError(
+                "a conversation needs a tokenizer in the pair; otherwise give lists of token ids"
+            )
+        tokens = pair.tokenizer.encode_chat(
+            **(prompt if isinstance(prompt, Mapping) else {"messages": prompt})
+        )
     else:
         tokens = list(prompt)
     if len(tokens) == 0:
-        raise ValueError(f"prompt {index} is empty: give at least one token, such as a beginning-of-text token")
+        raise ValueError(
+            f"prompt {index} is empty: give at least one token, such as a beginning-of-text token"
+        )
     return validate.integers(f"prompt {index}", tokens, 0, pair.target.vocab_size)
 
 
@@ -161,31 +193,43 @@ def _check_unicode(name: str, text: str) -> None:
 def check_budgets(
     pair: Pair, drafter: Drafter, lengths: Sequence[int], max_new_tokens: int | Sequence[int]
 ) -> list[int]:
-    """Returns the budget of each prompt; raises ValueError if a sequence is longer than a model has positions."""
+    """Returns the budget of each prompt; raises ValueError if a sequence is longer than a model has
+    positions.
+    """
     if validate.is_list(max_new_tokens):
         budgets = validate.integers("max_new_tokens", max_new_tokens, 1)
         if len(budgets) != len(lengths):
-            raise ValueError(f"{len(budgets)} max_new_tokens for {len(lengths)} prompts: give one, or one per prompt")
+            raise ValueError(
+                f"{len(budgets)} max_new_tokens for {len(lengths)} prompts: give one, or one per "
+                "prompt"
+            )
     else:
         budgets = [validate.integer("max_new_tokens", max_new_tokens, 1)] * len(lengths)
-    for name, positions in (("target", pair.target.max_positions), ("draft", drafter.max_positions)):
+    for name, positions in (
+        ("target", pair.target.max_positions),
+        ("draft", drafter.max_positions),
+    ):
         for index, (length, budget) in enumerate(zip(lengths, budgets)):
             if positions is not None and length + budget > positions:
                 raise ValueError(
-                    f"prompt {index} has {length} tokens and a budget of {budget}, together {length + budget}, more "
-                    f"than the {name}'s {positions} positions: shorten the prompt or lower max_new_tokens"
+                    f"prompt {index} has {length} tokens and a budget of {budget}, together "
+                    f"{length + budget}, more than the {name}'s {positions} positions: shorten the "
+                    "prompt or lower max_new_tokens"
                 )
     return budgets
 
 
 def make_stops(pair: Pair, stop: Sequence[int | str] | None, least: int = 0) -> Stops:
-    """Returns the stops of a call; by default the pair's stop tokens, or the tokenizer's end of text.
+    """Returns the stops of a call; by default the pair's stop tokens, or the tokenizer's end of
+    text.
 
     A string ends a text with any tokens that spell it, after ``least`` tokens. Only the name of a
     token without text, such as ``<|im_end|>``, stands for the token.
     """
     if stop is None and pair.stop is not None:
-        return Stops(frozenset(validate.integers("the pair's stop", pair.stop, 0, pair.target.vocab_size)))
+        return Stops(
+            frozenset(validate.integers("the pair's stop", pair.stop, 0, pair.target.vocab_size))
+        )
     if stop is None:
         eos = None if pair.tokenizer is None else pair.tokenizer.eos_id
         return Stops() if eos is None else Stops(frozenset([eos]))
@@ -197,11 +241,17 @@ def make_stops(pair: Pair, stop: Sequence[int | str] | None, least: int = 0) -> 
             ids.append(validate.integer("a stop id", entry, 0, pair.target.vocab_size))
             continue
         if pair.tokenizer is None:
-            raise ValueError(f"the stop text {entry!r} needs a tokenizer in the pair; give token ids")
+            raise ValueError(
+                f"the stop text {entry!r} needs a tokenizer in the pair; give token ids"
+            )
         if not entry:
-            raise ValueError("a stop text is empty: it would end every text before it began; leave it out")
+            raise ValueError(
+                "a stop text is empty: it would end every text before it began; leave it out"
+            )
         if len(entry) > LONGEST_STOP:
-            raise ValueError(f"a stop text has {len(entry)} characters: at most {LONGEST_STOP} are looked for")
+            raise ValueError(
+                f"a stop text has {len(entry)} characters: at most {LONGEST_STOP} are looked for"
+            )
         _check_unicode(f"the stop text {entry!r}", entry)
         token = pair.tokenizer.token_id(entry)
         if token is not None and pair.tokenizer.token_bytes(token) is None:
@@ -222,4 +272,6 @@ def _by_prompt(warp: Warp, count: int) -> list[Warp]:
     """Returns the warp of each prompt, with scalar numbers."""
     rows = for_rows(warp, count)
     leaves, structure = jax.tree.flatten(rows)
-    return [jax.tree.unflatten(structure, [leaf[index] for leaf in leaves]) for index in range(count)]
+    return [
+        jax.tree.unflatten(structure, [leaf[index] for leaf in leaves]) for index in range(count)
+    ]

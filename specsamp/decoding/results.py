@@ -25,7 +25,8 @@ class RowStats:
     drafted: int
     reached: tuple[int, ...]  # by drafted position, rounds in which it was verified
     accepted_counts: tuple[int, ...]  # rounds by number of accepted tokens, 0 .. K
-    lengths: tuple[int, ...] = ()  # rounds by number of drafted tokens, 0 .. K; () where the length does not adapt
+    # Rounds by number of drafted tokens, 0 .. K; () where the length does not adapt.
+    lengths: tuple[int, ...] = ()
     # The sums of a lossy rule's `specsamp.sampling.rules.Meter`; None: not metered.
     variation: float | None = None
     extra_accepted: float | None = None
@@ -33,7 +34,11 @@ class RowStats:
     @property
     def variation_per_token(self) -> float:
         """Returns the mean total variation per emitted token; nan without a meter."""
-        return float("nan") if self.variation is None or not self.emitted else self.variation / self.emitted
+        return (
+            float("nan")
+            if self.variation is None or not self.emitted
+            else self.variation / self.emitted
+        )
 
     @property
     def accepted(self) -> int:
@@ -41,7 +46,9 @@ class RowStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Returns accepted / verified drafted tokens (alpha of Leviathan et al.); nan if nothing was drafted."""
+        """Returns accepted / verified drafted tokens (alpha of Leviathan et al.); nan if nothing
+        was drafted.
+        """
         return self.accepted / sum(self.reached) if sum(self.reached) else float("nan")
 
     @property
@@ -56,7 +63,9 @@ class RowStats:
 
     @classmethod
     def of(cls, stats: Stats, row: int, meter: Meter | None = None) -> RowStats:
-        """Returns the loop's counts of one row, and the sums of its meter, from arrays on the host."""
+        """Returns the loop's counts of one row, and the sums of its meter, from arrays on
+        the host.
+        """
         return cls(
             rounds=int(stats.rounds_B[row]),
             emitted=int(stats.emitted_B[row]),
@@ -76,17 +85,24 @@ class RowStats:
         adapts: bool = False,
         meter: Meter | None = None,
     ) -> RowStats:
-        """Returns the counts of a sequence that was cut at any token, as if the loop had ended it there.
+        """Returns the counts of a sequence that was cut at any token, as if the loop had ended it
+        there.
 
         Args:
-          rounds: for the first token of each round, 1 + the number of drafted tokens; for other tokens 0.
+          rounds: for the first token of each round, 1 + the number of drafted tokens; for other
+            tokens 0.
           from_draft: for each token, whether it had been drafted.
           depth: `Loop.depth`.
           adapts: whether the draft length adapts.
           meter: of these tokens.
         """
         begins = [at for at, begin in enumerate(rounds) if begin] + [len(rounds)]
-        counts, reached, accepted_counts, lengths = 0, [0] * depth, [0] * (depth + 1), [0] * (depth + 1)
+        counts, reached, accepted_counts, lengths = (
+            0,
+            [0] * depth,
+            [0] * (depth + 1),
+            [0] * (depth + 1),
+        )
         for begin, end in zip(begins, begins[1:]):
             is_whole = not from_draft[end - 1]  # the last token of a whole round is the target's
             num_reached = min(rounds[begin] - 1, end - begin)
@@ -107,8 +123,17 @@ class RowStats:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> RowStats:
         """Reads counts from JSON; other fields are ignored."""
-        read = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()})
+        read = {
+            field.name: fields[field.name]
+            for field in dataclasses.fields(cls)
+            if field.name in fields
+        }
+        return cls(
+            **{
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in read.items()
+            }
+        )
 
     def __add__(self, other: RowStats) -> RowStats:
         def add(a, b):
@@ -150,21 +175,27 @@ class RowText:
         return cls(
             tokens=state.tokens_BS[place, emitted].tolist(),
             from_draft=state.from_draft_BS[place, emitted].tolist(),
-            log_probs=None if state.log_probs_BS is None else state.log_probs_BS[place, emitted].tolist(),
+            log_probs=None
+            if state.log_probs_BS is None
+            else state.log_probs_BS[place, emitted].tolist(),
             finish=Finish(int(state.finish_B[place])),
             stats=RowStats.of(state.stats, place, meter),
             meter=meter,
         )
 
     def cut(self, count: int, rounds: list[int], depth: int) -> RowText:
-        """Returns the text of the first ``count`` tokens, ended by a stop string; see `RowStats.of_rounds`."""
+        """Returns the text of the first ``count`` tokens, ended by a stop string; see
+        `RowStats.of_rounds`.
+        """
         meter = self.meter and jax.tree.map(lambda x_T: x_T[:count], self.meter)
         return RowText(
             tokens=self.tokens[:count],
             from_draft=self.from_draft[:count],
             log_probs=None if self.log_probs is None else self.log_probs[:count],
             finish=Finish.STOP,
-            stats=RowStats.of_rounds(rounds[:count], self.from_draft[:count], depth, bool(self.stats.lengths), meter),
+            stats=RowStats.of_rounds(
+                rounds[:count], self.from_draft[:count], depth, bool(self.stats.lengths), meter
+            ),
             dropped=len(self.tokens) - count,
             meter=meter,
         )
@@ -180,14 +211,17 @@ class Chunk:
     tokens: list[int]
     from_draft: list[bool]  # whether each token had been drafted
     log_probs: list[float] | None  # see ``return_log_probs`` of `generate`
-    # None while the sequence is running; then "stop", "length", or "invalid" (the target's logits are no distribution)
+    # None while the sequence is running; then "stop", "length", or "invalid" (the target's logits
+    # are no distribution)
     finish: str | None
     exact: bool  # whether rule and drafter are lossless; stats have the cost of a lossy rule
     stats: RowStats | None  # of the whole sequence; None while it is running
 
     @classmethod
     def of(cls, request: Request, row: RowText, method: Method, **more: Any) -> Self | None:
-        """Returns the new tokens of ``row``; None if there are none and the request is still running."""
+        """Returns the new tokens of ``row``; None if there are none and the request is still
+        running.
+        """
         is_running, new = row.finish == Finish.RUNNING, slice(request.shown, None)
         if is_running and len(row.tokens) == request.shown:
             return None
@@ -207,7 +241,9 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion(Chunk):
-    """A finished sequence: its tokens, including stop tokens, and its text, without the stop string."""
+    """A finished sequence: its tokens, including stop tokens, and its text, without the stop
+    string.
+    """
 
     row_independent: bool  # whether the prompt has the same text in every batch
     dropped: int = 0  # tokens that were decoded beyond a stop string; no other field counts them

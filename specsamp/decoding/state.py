@@ -1,7 +1,9 @@
-"""The state of the loop and its request: pytrees of arrays with a row for each sequence of the batch.
+"""The state of the loop and its request: pytrees of arrays with a row for each sequence of the
+batch.
 
-Here are two rounds of a row with K = 2, after the prompt [5, 8]. A dot is an empty slot. The last token of a sequence
-is *pending*: it is decided, but the models have not read it, so it is not in the caches. A round begins with it.
+Here are two rounds of a row with K = 2, after the prompt [5, 8]. A dot is an empty slot. The last
+token of a sequence is *pending*: it is decided, but the models have not read it, so it is not in
+the caches. A round begins with it.
 
     round 1             tokens_BS [5 8 . . . . .]   lengths_B 2   the cache holds slot 0; token 8 is pending
       draft               [3 7]
@@ -14,7 +16,8 @@ is *pending*: it is decided, but the models have not read it, so it is not in th
       verify              tokens 9 and 1 are accepted, and 6 is drawn from the last row as a bonus
       commit            tokens_BS [5 8 3 4 9 1 6]   lengths_B 7   the cache holds slots 0 to 5; token 6 is pending
 
-``stats`` then counts 2 rounds, 5 emitted and 4 drafted tokens; ``from_draft_BS`` is true for 3, 9 and 1.
+``stats`` then counts 2 rounds, 5 emitted and 4 drafted tokens; ``from_draft_BS`` is true for 3, 9
+and 1.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ from specsamp.sampling.warp import Warp, for_rows
 
 Array = jax.Array
 
-STOPS_MULTIPLE = 8  # stop ids are padded to a multiple of 8, so that their number seldom causes a compilation
+# Stop ids are padded to a multiple of 8, so that their number seldom causes a compilation.
+STOPS_MULTIPLE = 8
 
 
 class Finish(enum.IntEnum):
@@ -59,14 +63,17 @@ class Weights:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestBatch:
-    """Sampling, random keys, budget and stop tokens of each row: data, so that new values recompile nothing."""
+    """Sampling, random keys, budget and stop tokens of each row: data, so that new values recompile
+    nothing.
+    """
 
     sampling: Warp  # numbers of shape [B]
     draft_sampling: Warp  # numbers of shape [B]
     row_keys_B: Array  # from sampling.rng.row_keys
     limits_B: Array  # int32, the length at which each row's budget ends
     stop_ids_BN: Array  # int32; -1 is never emitted
-    draft_lengths_B: Array | None = None  # int32, drafted tokens per round that may be verified; None: all
+    # int32, drafted tokens per round that may be verified; None: all.
+    draft_lengths_B: Array | None = None
 
     @classmethod
     def create(
@@ -91,7 +98,8 @@ class RequestBatch:
           prompt_ids: the index of each row's prompt in the caller's data set; default 0, 1, 2, ...
           sample_ids: the index of each row among the samples of its prompt; default 0.
           stop_ids: tokens that end any row, or ``[B, N]``, padded with -1.
-          draft_lengths: the largest number of drafted tokens per round that may be verified in each row; default all.
+          draft_lengths: the largest number of drafted tokens per round that may be verified in each
+            row; default all.
         """
         count = len(limits)
         ids = np.arange(count) if prompt_ids is None else prompt_ids
@@ -100,9 +108,15 @@ class RequestBatch:
         return cls(
             sampling=sampling,
             draft_sampling=sampling if draft_sampling is None else for_rows(draft_sampling, count),
-            row_keys_B=row_keys(np.asarray(seed, np.uint64), np.asarray(ids, np.int32), np.asarray(samples, np.int32)),
+            row_keys_B=row_keys(
+                np.asarray(seed, np.uint64),
+                np.asarray(ids, np.int32),
+                np.asarray(samples, np.int32),
+            ),
             limits_B=np.asarray(limits, np.int32),
-            stop_ids_BN=np.broadcast_to(np.asarray(stop_ids, np.int32), (count, np.shape(stop_ids)[-1])),
+            stop_ids_BN=np.broadcast_to(
+                np.asarray(stop_ids, np.int32), (count, np.shape(stop_ids)[-1])
+            ),
             draft_lengths_B=None if draft_lengths is None else np.asarray(draft_lengths, np.int32),
         )
 
@@ -114,16 +128,22 @@ class Stats:
 
     rounds_B: Array  # int32, rounds that emitted something
     emitted_B: Array  # int32 tokens
-    # int32, drafted tokens, including those after a rejection. In a round that a stop token, a budget or invalid logits
-    # cut, only the tokens verified before the cut count; in a tree, only the positions that were verified.
+    # int32, drafted tokens, including those after a rejection. In a round that a stop token, a
+    # budget or invalid logits cut, only the tokens verified before the cut count; in a tree, only
+    # the positions that were verified.
     drafted_B: Array
-    reached_BK: Array  # int32, rounds in which position i was verified: all tokens before it were accepted
-    accepted_BT: Array  # int32 [B, depth+1], rounds by the number of accepted tokens that were emitted
-    lengths_BT: Array | None = None  # int32 [B, depth+1], rounds by the number of drafted tokens; None: it is fixed
+    # int32, rounds in which position i was verified: all tokens before it were accepted.
+    reached_BK: Array
+    # int32 [B, depth+1], rounds by the number of accepted tokens that were emitted.
+    accepted_BT: Array
+    # int32 [B, depth+1], rounds by the number of drafted tokens; None: it is fixed.
+    lengths_BT: Array | None = None
 
     @classmethod
     def zeros(cls, batch: int, depth: int, adapts: bool = False) -> Stats:
-        """Returns empty counts for drafts of up to ``depth`` accepted tokens, whose length ``adapts`` or not."""
+        """Returns empty counts for drafts of up to ``depth`` accepted tokens, whose length
+        ``adapts`` or not.
+        """
 
         def count(*shape: int) -> Array:
             return jnp.zeros(shape, jnp.int32)
@@ -141,7 +161,9 @@ class Stats:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """The committed tokens ``tokens_BS[b, :lengths_B[b]]``; the last of them is pending, the slots behind it are scratch."""
+    """The committed tokens ``tokens_BS[b, :lengths_B[b]]``; the last of them is pending, the slots
+    behind it are scratch.
+    """
 
     tokens_BS: Array  # int32
     lengths_B: Array  # int32
@@ -152,8 +174,9 @@ class Prefix:
 class DecodeState:
     """The rows of a batch: the carry of the loop, with the request.
 
-    ``tokens_BS[b, :lengths_B[b]]`` is committed. The last committed token is *pending*: the caches hold the positions
-    before it. The leading axis of every leaf is the batch, so rows can be inserted and extracted.
+    ``tokens_BS[b, :lengths_B[b]]`` is committed. The last committed token is *pending*: the caches
+    hold the positions before it. The leading axis of every leaf is the batch, so rows can be
+    inserted and extracted.
     """
 
     tokens_BS: Array  # int32, prompts and emitted tokens; beyond the length: scratch
@@ -165,9 +188,11 @@ class DecodeState:
     drafter_state: Any
     stats: Stats
     request: RequestBatch | None = None  # None only inside the loop, which closes over it
-    # int32: 1 + the number of drafted tokens of a round, at the first token that the round emitted; 0 at other tokens
+    # int32: 1 + the number of drafted tokens of a round, at the first token that the round emitted;
+    # 0 at other tokens
     rounds_BS: Array | None = None
-    warp_state: Any = ()  # of request.sampling, after the committed tokens; () for warps without a state
+    # Of request.sampling, after the committed tokens; () for warps without a state.
+    warp_state: Any = ()
     draft_warp_state: Any = ()  # of request.draft_sampling
     adaptive_state: AdaptiveState | None = None  # of a loop whose draft lengths adapt
     meter: Meter | None = None  # [B, S], of the emitted tokens under a lossy rule
@@ -184,4 +209,6 @@ class DecodeState:
 
     def with_adaptive(self, **changes: Array) -> DecodeState:
         """Returns this state with some fields of ``adaptive_state`` replaced."""
-        return dataclasses.replace(self, adaptive_state=dataclasses.replace(self.adaptive_state, **changes))
+        return dataclasses.replace(
+            self, adaptive_state=dataclasses.replace(self.adaptive_state, **changes)
+        )

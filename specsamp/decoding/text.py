@@ -58,7 +58,9 @@ class Continuation:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        backwards = (token for token in reversed(prompt) if tokenizer.token_bytes(token) is not None)
+        backwards = (
+            token for token in reversed(prompt) if tokenizer.token_bytes(token) is not None
+        )
         start = Written()
         for token in reversed([*itertools.islice(backwards, LONGEST_CHARACTER)]):
             start = start.then(tokenizer, token)
@@ -93,7 +95,8 @@ class Continuation:
 class Stops:
     """Tokens and strings that end a text.
 
-    The end of a text depends on its tokens alone, not on the rounds after which the host searches for strings.
+    The end of a text depends on its tokens alone, not on the rounds after which the host searches
+    for strings.
 
     Attributes:
       ids: tokens, which are not part of the text.
@@ -113,7 +116,9 @@ class Stops:
         return sorted(self.ids | self.sure)
 
     def first(self, text: str, before: int = 0) -> int | None:
-        """Returns where the first of the strings begins in ``text`` that ends after ``before`` characters, or None."""
+        """Returns where the first of the strings begins in ``text`` that ends after ``before``
+        characters, or None.
+        """
         found = [text.find(stop, max(before + 1 - len(stop), 0)) for stop in self.texts]
         return min((at for at in found if at >= 0), default=None)
 
@@ -122,10 +127,14 @@ class Stops:
         return self.first(decoder.complete(tokens), before)
 
     def count(self, decoder: Continuation | None, tokens: Sequence[int]) -> int | None:
-        """Returns the fewest of ``tokens`` whose text holds a stop string; None if the text of all tokens holds none."""
+        """Returns the fewest of ``tokens`` whose text holds a stop string; None if the text of all
+        tokens holds none.
+        """
         if not self.texts or self._begin(decoder, tokens) is None:
             return None
-        return bisect.bisect_left(range(len(tokens)), True, key=lambda n: self._begin(decoder, tokens[:n]) is not None)
+        return bisect.bisect_left(
+            range(len(tokens)), True, key=lambda n: self._begin(decoder, tokens[:n]) is not None
+        )
 
     def text(self, decoder: Continuation, tokens: Sequence[int]) -> str:
         """Returns the text of ``tokens`` before the stop token or the stop string."""
@@ -134,7 +143,9 @@ class Stops:
         return decoder.decode(tokens)[: self._begin(decoder, tokens)]
 
     def held_back(self, text: str) -> int:
-        """Returns the number of characters at the end of ``text`` that may be the beginning of a stop string."""
+        """Returns the number of characters at the end of ``text`` that may be the beginning of a
+        stop string.
+        """
         most = max(map(len, self.texts), default=1) - 1
         sizes = range(min(most, len(text)), 0, -1)
         return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self.texts)), 0)
@@ -151,7 +162,9 @@ class TextStream:
         self._shown = 0
 
     def push(self, tokens: Sequence[int], finished: bool) -> str:
-        """Returns the new text for ``tokens``, all tokens so far; with ``finished``, also the text held back."""
+        """Returns the new text for ``tokens``, all tokens so far; with ``finished``, also the text
+        held back.
+        """
         if finished:
             text = self._stops.text(self._decoder, tokens)
         else:

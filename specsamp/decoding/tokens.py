@@ -8,8 +8,11 @@ import jax.numpy as jnp
 Array = jax.Array
 
 
-def write_tokens(buffer_BS: Array, block_BT: Array, start_B: Array, count_B: Array | None = None) -> Array:
-    """Writes the first ``count_B`` (default all) entries of ``block_BT`` from slot ``start_B`` of each row.
+def write_tokens(
+    buffer_BS: Array, block_BT: Array, start_B: Array, count_B: Array | None = None
+) -> Array:
+    """Writes the first ``count_B`` (default all) entries of ``block_BT`` from slot ``start_B`` of
+    each row.
 
     Selects rather than scatters: token buffers are small. Entries beyond the end are dropped.
     """
@@ -24,5 +27,9 @@ def write_tokens(buffer_BS: Array, block_BT: Array, start_B: Array, count_B: Arr
 
 
 def gather_tokens(tokens_BS: Array, start_B: Array, width: int) -> Array:
-    """Returns ``tokens_BS[b, start_B[b] : start_B[b] + width]``, [B, width]; beyond the end the last token again."""
-    return jnp.take_along_axis(tokens_BS, start_B[:, None] + jnp.arange(width)[None, :], axis=1, mode="clip")
+    """Returns ``tokens_BS[b, start_B[b] : start_B[b] + width]``, [B, width]; beyond the end the
+    last token again.
+    """
+    return jnp.take_along_axis(
+        tokens_BS, start_B[:, None] + jnp.arange(width)[None, :], axis=1, mode="clip"
+    )

@@ -1,10 +1,13 @@
-"""Token trees: the shapes of fixed and of growing trees, their drawing, and the accepted path after a round.
+"""Token trees: the shapes of fixed and of growing trees, their drawing, and the accepted path after
+a round.
 
-Scored row 0 is the pending token in slot ``length - 1``, row i is node i - 1 in slot ``length - 1 + i``; the position
-of a node follows from its depth. Nodes are stored level by level, siblings in the order in which they were drawn.
+Scored row 0 is the pending token in slot ``length - 1``, row i is node i - 1 in slot ``length - 1 +
+i``; the position of a node follows from its depth. Nodes are stored level by level, siblings in the
+order in which they were drawn.
 
-A draft model reads fewer rows: the pending token, then the nodes that get children, in this order (`DraftRows`). If the
-last accepted node is a leaf, the draft model has not read it; the first call of the next round reads it.
+A draft model reads fewer rows: the pending token, then the nodes that get children, in this order
+(`DraftRows`). If the last accepted node is a leaf, the draft model has not read it; the first call
+of the next round reads it.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class TreeShape:
     """The shape of a token tree that is the same for all sequences and rounds.
 
     Attributes:
-      parents: the scored row of each node's parent, 0 for the pending token; level by level. `in_levels` sorts.
+      parents: the scored row of each node's parent, 0 for the pending token; level by level.
+        `in_levels` sorts.
 
     Raises:
       ValueError: a parent does not come before its node, or nodes are not level by level.
@@ -48,10 +52,14 @@ class TreeShape:
         for node, parent in enumerate(self.parents):
             if parent > node:
                 raise ValueError(
-                    f"parents[{node}] = {parent} stands behind its node: rows are counted from 1, parents come first"
+                    f"parents[{node}] = {parent} stands behind its node: rows are counted from 1, "
+                    "parents come first"
                 )
         if list(self.depths) != sorted(self.depths):
-            raise ValueError(f"the nodes of {self.parents} are not level by level: take TreeShape.in_levels(parents)")
+            raise ValueError(
+                f"the nodes of {self.parents} are not level by level: take "
+                "TreeShape.in_levels(parents)"
+            )
 
     @classmethod
     def in_levels(cls, parents: Sequence[int]) -> TreeShape:
@@ -110,8 +118,13 @@ class TreeShape:
         return [row for row in self.level(depth) if row in self.parents]
 
     def families(self, depth: int) -> np.ndarray:
-        """Returns the nodes below each of `inner`, int32 ``[W, C]``; -1 where a row has fewer children."""
-        families = [[node for node, parent in enumerate(self.parents) if parent == row] for row in self.inner(depth)]
+        """Returns the nodes below each of `inner`, int32 ``[W, C]``; -1 where a row has fewer
+        children.
+        """
+        families = [
+            [node for node, parent in enumerate(self.parents) if parent == row]
+            for row in self.inner(depth)
+        ]
         width = max(map(len, families))
         return np.array([family + [-1] * (width - len(family)) for family in families], np.int32)
 
@@ -126,21 +139,24 @@ class TreeShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growth:
-    """The sizes of a tree whose shape depends on the draft's probabilities, in each round (EAGLE-2, arXiv 2406.16858).
+    """The sizes of a tree whose shape depends on the draft's probabilities, in each round (EAGLE-2,
+    arXiv 2406.16858).
 
-    On each level, the ``expanded`` most probable nodes get ``children`` each. The probability of a node is the product
-    of the draft's probabilities along its path.
+    On each level, the ``expanded`` most probable nodes get ``children`` each. The probability of a
+    node is the product of the draft's probabilities along its path.
 
-    * Under a rule or a sampling that *chooses* children (`RecursiveRule("top")`, or greedy sampling), the ``nodes``
-      most probable nodes of all are proposed, as in EAGLE-2. They are one-hot for the rule.
-    * Under a rule that *draws* children, all drawn nodes are proposed. Whether a node is expanded may depend on its
-      value; whether it is proposed may not.
+    * Under a rule or a sampling that *chooses* children (`RecursiveRule("top")`, or greedy
+      sampling), the ``nodes`` most probable nodes of all are proposed, as in EAGLE-2. They are
+      one-hot for the rule.
+    * Under a rule that *draws* children, all drawn nodes are proposed. Whether a node is expanded
+      may depend on its value; whether it is proposed may not.
 
     Attributes:
       depth: levels, each with one call of the draft.
       expanded: W, nodes that get children on each level except the last.
       children: C, the number of children of such a node.
-      nodes: K, proposed nodes; None: all ``C + (depth - 1) W C``. Fewer only if children are chosen, not drawn.
+      nodes: K, proposed nodes; None: all ``C + (depth - 1) W C``. Fewer only if children are
+        chosen, not drawn.
     """
 
     depth: int
@@ -153,7 +169,9 @@ class Growth:
         validate.integer("children", self.children, 1)
         validate.integer("expanded", self.expanded, 1, self.children + 1)
         if self.nodes is not None:
-            validate.integer("nodes", self.nodes, max(self.num_read, self.depth), self.num_grown + 1)
+            validate.integer(
+                "nodes", self.nodes, max(self.num_read, self.depth), self.num_grown + 1
+            )
 
     @property
     def num_grown(self) -> int:
@@ -162,7 +180,9 @@ class Growth:
 
     @property
     def num_read(self) -> int:
-        """Returns the number of nodes that the draft reads; their slots must fit into those of the scored rows."""
+        """Returns the number of nodes that the draft reads; their slots must fit into those of the
+        scored rows.
+        """
         return (self.depth - 1) * self.expanded
 
     @property
@@ -185,13 +205,17 @@ class Growth:
         return start + jax.lax.top_k(nodes.values_BN[:, start:], self.expanded)[1]
 
     def best(self, nodes: Nodes, are_drawn: bool) -> Index:
-        """Returns the most probable nodes, ``[B, K]``; raises ValueError for drawn nodes: none may be dropped."""
+        """Returns the most probable nodes, ``[B, K]``; raises ValueError for drawn nodes: none may
+        be dropped.
+        """
         if are_drawn:
             raise ValueError(
-                f"nodes = {self.nodes} of {self.num_grown} drawn nodes: dropping drawn nodes biases the output; "
+                f"nodes = {self.nodes} of {self.num_grown} drawn nodes: dropping drawn nodes "
+                "biases the output; "
                 'leave nodes out, or take a rule that chooses children, such as RecursiveRule("top")'
             )
-        # A child is never more probable than its parent, and ties go to the earlier node: the kept nodes are a tree.
+        # A child is never more probable than its parent, and ties go to the earlier node: the kept
+        # nodes are a tree.
         return jnp.sort(jax.lax.top_k(nodes.values_BN, self.K)[1], axis=1)
 
 
@@ -224,8 +248,12 @@ class DraftRows:
         )
 
     def block(self, start_B: Array, count: int) -> Block:
-        """Returns positions and visibility of the last ``count`` rows; ``start_B`` is the slot of row 0."""
-        return _block(start_B, self.depths[-count:], _seen(self.parents_BR, self.depths[-1])[:, -count:])
+        """Returns positions and visibility of the last ``count`` rows; ``start_B`` is the slot of
+        row 0.
+        """
+        return _block(
+            start_B, self.depths[-count:], _seen(self.parents_BR, self.depths[-1])[:, -count:]
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,7 +263,8 @@ class Nodes:
     tokens_BN: Array
     parents_1N: np.ndarray  # the draft's rows of their parents
     values_BN: Array  # the draft's log-probability of the path to each node; only for a `Growth`
-    chosen: tuple[Index, ...] = ()  # for each level from the second on, the nodes that the draft model read
+    # For each level from the second on, the nodes that the draft model read.
+    chosen: tuple[Index, ...] = ()
     newest: int = 0  # number of nodes on the last level
 
     def with_children(
@@ -256,14 +285,18 @@ class Nodes:
             values_BN = jnp.concatenate([values_BN, values_BWC.reshape(batch, -1)], axis=1)
         return dataclasses.replace(
             self,
-            tokens_BN=jnp.concatenate([self.tokens_BN, tokens_BWC.reshape(batch, -1)[:, order]], axis=1),
+            tokens_BN=jnp.concatenate(
+                [self.tokens_BN, tokens_BWC.reshape(batch, -1)[:, order]], axis=1
+            ),
             parents_1N=np.concatenate([self.parents_1N, parents_X[None]], axis=1),
             values_BN=values_BN,
             newest=len(order),
         )
 
     def read_rows(self) -> Index:
-        """Returns the draft model's row of each node, ``[B, N]``; 0 for nodes that it did not read."""
+        """Returns the draft model's row of each node, ``[B, N]``; 0 for nodes that it did
+        not read.
+        """
         first, read_BN = 1, np.zeros_like(self.parents_1N)
         for chosen_BW in self.chosen:
             row_1W1 = first + np.arange(chosen_BW.shape[1], dtype=np.int32)[None, :, None]
@@ -277,18 +310,24 @@ def pick(x_BN: Index, index_BW: Index) -> Index:
     """Returns entries of axis 1."""
     if isinstance(index_BW, np.ndarray):
         return x_BN[:, index_BW[0]]
-    return jax.vmap(lambda x, index: x[index])(jnp.broadcast_to(x_BN, (len(index_BW), *x_BN.shape[1:])), index_BW)
+    return jax.vmap(lambda x, index: x[index])(
+        jnp.broadcast_to(x_BN, (len(index_BW), *x_BN.shape[1:])), index_BW
+    )
 
 
 def _join(known_BN: Index, new_BW: Index) -> Index:
     """Returns both side by side along axis 1."""
     if isinstance(new_BW, np.ndarray):
         return np.concatenate([known_BN, new_BW], axis=1)
-    return jnp.concatenate([jnp.broadcast_to(known_BN, (len(new_BW), *known_BN.shape[1:])), new_BW], axis=1)
+    return jnp.concatenate(
+        [jnp.broadcast_to(known_BN, (len(new_BW), *known_BN.shape[1:])), new_BW], axis=1
+    )
 
 
 def _seen(parents_BT: Index, depth: int) -> Index:
-    """Returns the attention mask within a tree, bool ``[B, T, T]``: ancestors of a row, and itself."""
+    """Returns the attention mask within a tree, bool ``[B, T, T]``: ancestors of a row,
+    and itself.
+    """
     rows = np.arange(parents_BT.shape[1])
     seen_BTT = (parents_BT[..., None] == rows[None, None]) | (rows[:, None] == rows[None])[None]
     reach = 1
@@ -299,24 +338,35 @@ def _seen(parents_BT: Index, depth: int) -> Index:
 
 
 def _block(start_B: Array, depths: Sequence[int], visible_BTR: Index) -> Block:
-    # Not a constant, or the compiler would fold everything computed from it, for every row of the batch.
+    # Not a constant, or the compiler would fold everything computed from it, for every row of the
+    # batch.
     visible_BTR = jnp.asarray(visible_BTR) & (start_B >= 0)[:, None, None]
     positions_BT = start_B[:, None] + np.array(depths, np.int32)[None]
     return Block(start_B=start_B, positions_BT=positions_BT, visible_BTR=visible_BTR)
 
 
 def block_of(draft: Draft, start_B: Array) -> Block:
-    """Returns positions and visibility of the scored rows of any tree; ``start_B`` is the slot of row 0."""
-    parents_BT = jnp.concatenate([jnp.zeros((len(start_B), 1), jnp.int32), draft.parents_BK], axis=1)
+    """Returns positions and visibility of the scored rows of any tree; ``start_B`` is the slot of
+    row 0.
+    """
+    parents_BT = jnp.concatenate(
+        [jnp.zeros((len(start_B), 1), jnp.int32), draft.parents_BK], axis=1
+    )
     seen_BTR = _seen(parents_BT, draft.most_accepted)
     depth_BT = seen_BTR.sum(-1, dtype=start_B.dtype) - 1
     return Block(start_B=start_B, positions_BT=start_B[:, None] + depth_BT, visible_BTR=seen_BTR)
 
 
-def keep_path(model: LanguageModel, start_B: Array, verdict: Verdict, output: Output, K: int) -> Output:
-    """Returns the output of the accepted path alone, with its cache slots moved to ``start_B`` and following."""
+def keep_path(
+    model: LanguageModel, start_B: Array, verdict: Verdict, output: Output, K: int
+) -> Output:
+    """Returns the output of the accepted path alone, with its cache slots moved to ``start_B`` and
+    following.
+    """
     if verdict.rows_BT is None:
-        raise ValueError("the rule verifies chains, but the drafter drafts token trees: take RecursiveRule()")
+        raise ValueError(
+            "the rule verifies chains, but the drafter drafts token trees: take RecursiveRule()"
+        )
 
     def take(x_BTD: Array) -> Array:
         return jnp.take_along_axis(x_BTD, verdict.rows_BT[..., None], axis=1)
@@ -326,11 +376,15 @@ def keep_path(model: LanguageModel, start_B: Array, verdict: Verdict, output: Ou
 
 
 def path_draft(draft: Draft, verdict: Verdict, target: TargetDistributions) -> Draft:
-    """Returns the accepted path as a chain, for the counts; ``num_drafted_B`` is the number of verified positions."""
+    """Returns the accepted path as a chain, for the counts; ``num_drafted_B`` is the number of
+    verified positions.
+    """
     row_B = take_row(verdict.rows_BT, verdict.num_accepted_B)
     goes_on_B = ((draft.parents_BK == row_B[:, None]) & draft.is_drafted_BK).any(1)
     num_drafted_B = verdict.num_accepted_B + goes_on_B
-    return dataclasses.replace(target.along(verdict).draft, num_drafted_B=num_drafted_B.astype(jnp.int32))
+    return dataclasses.replace(
+        target.along(verdict).draft, num_drafted_B=num_drafted_B.astype(jnp.int32)
+    )
 
 
 def grow(
@@ -345,29 +399,37 @@ def grow(
 
     Args:
       logits_BV: of the draft, after the pending token.
-      step: ``(rows, carry) -> (logits_BWV, carry)``: the logits after each of the newest rows; with W = 1, the same
-        logits for all rows, which then do not depend on the tokens.
+      step: ``(rows, carry) -> (logits_BWV, carry)``: the logits after each of the newest rows; with
+        W = 1, the same logits for all rows, which then do not depend on the tokens.
       carry: the drafter's part of the carry.
 
     Returns:
-      The draft, the draft model's row for each scored row ``[B, K+1]`` (0: not read), and the carry.
+      The draft, the draft model's row for each scored row ``[B, K+1]`` (0: not read), and the
+      carry.
     """
     batch, grows = len(logits_BV), isinstance(tree, Growth)
     rows, laws, law_of_row = DraftRows.first(pending_B1), [], []
     empty_B0 = jnp.zeros((batch, 0), jnp.int32)
-    nodes = Nodes(tokens_BN=empty_B0, parents_1N=np.zeros((1, 0), np.int32), values_BN=empty_B0.astype(jnp.float32))
+    nodes = Nodes(
+        tokens_BN=empty_B0,
+        parents_1N=np.zeros((1, 0), np.int32),
+        values_BN=empty_B0.astype(jnp.float32),
+    )
     logits_BWV, states = logits_BV[:, None], jax.tree.map(lambda x: x[:, None], sample.warp_state)
     for depth in range(tree.depth):
         if depth:
             chosen_BW = tree.choose(depth, nodes)
-            above_BW = pick(nodes.parents_1N, chosen_BW) - (rows.count - rows.newest)  # among the rows of one level
+            # Among the rows of one level.
+            above_BW = pick(nodes.parents_1N, chosen_BW) - (rows.count - rows.newest)
             nodes = dataclasses.replace(nodes, chosen=(*nodes.chosen, chosen_BW))
             rows = rows.then(nodes, chosen_BW)
             logits_BWV, carry = step(rows, carry)
             states = jax.tree.map(functools.partial(pick, index_BW=above_BW), states)
             states = sample.advance_all(states, rows.tokens_BR[:, -rows.newest :])
         families_WC = tree.families(depth)
-        tokens_BWC, law_BWV = sample.siblings(logits_BWV, families_WC, depth=depth, warp_state=states)
+        tokens_BWC, law_BWV = sample.siblings(
+            logits_BWV, families_WC, depth=depth, warp_state=states
+        )
         if law_BWV is not None:
             first, is_shared = sum(law.shape[1] for law in laws), law_BWV.shape[1] == 1
             law_of_row += [first if is_shared else first + place for place in range(rows.newest)]
@@ -380,7 +442,9 @@ def grow(
     read_BT = _join(np.zeros((1, 1), np.int32), pick(nodes.read_rows(), proposed_BK))
     # A parent's scored row is the one whose row in the draft model is the parent's row.
     is_read_BT = (read_BT > 0) | (np.arange(tree.K + 1) == 0)[None]
-    is_parent_BKT = (pick(nodes.parents_1N, proposed_BK)[..., None] == read_BT[:, None]) & is_read_BT[:, None]
+    is_parent_BKT = (
+        pick(nodes.parents_1N, proposed_BK)[..., None] == read_BT[:, None]
+    ) & is_read_BT[:, None]
     tokens_BK = pick(nodes.tokens_BN, proposed_BK)
     draft = tree_draft(
         tree,
@@ -419,11 +483,20 @@ def _for_texts(index_BN: Index, tokens_BK: Array) -> Array:
 
 
 def check_model(model: LanguageModel, siblings: int) -> None:
-    """Raises ValueError unless ``model``, a target or draft, supports token trees with so many siblings."""
+    """Raises ValueError unless ``model``, a target or draft, supports token trees with so many
+    siblings.
+    """
     model = getattr(model, "model", model)  # of a model on a mesh
     if type(model).compact is LanguageModel.compact:
-        raise ValueError(f"{type(model).__name__} has no compact(): it cannot move the slots of a token tree")
+        raise ValueError(
+            f"{type(model).__name__} has no compact(): it cannot move the slots of a token tree"
+        )
     if "block" not in inspect.signature(type(model).__call__).parameters:
-        raise ValueError(f"{type(model).__name__} takes no block: it cannot mask the nodes of a token tree")
+        raise ValueError(
+            f"{type(model).__name__} takes no block: it cannot mask the nodes of a token tree"
+        )
     if siblings > model.vocab_size:
-        raise ValueError(f"the tree has {siblings} siblings, but there are {model.vocab_size} tokens: make it narrower")
+        raise ValueError(
+            f"the tree has {siblings} siblings, but there are {model.vocab_size} tokens: make it "
+            "narrower"
+        )

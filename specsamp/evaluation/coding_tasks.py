@@ -1,6 +1,8 @@
-"""Tasks of code: HumanEval and MBPP, in the files of openai/human-eval and google-research/mbpp, and the prompts of a pair.
+"""Tasks of code: HumanEval and MBPP, in the files of openai/human-eval and google-research/mbpp,
+and the prompts of a pair.
 
-Programs are tested in isolation; the completions of a pair's prompts must parse, up to the end of the budget.
+Programs are tested in isolation; the completions of a pair's prompts must parse, up to the end of
+the budget.
 """
 
 from __future__ import annotations
@@ -37,23 +39,32 @@ def load_humaneval(source: str = HUMANEVAL) -> EvaluationTask:
         for record in read_records(source, HUMANEVAL_FIELDS, key="task_id")
     ]
     score = functools.partial(score_programs, stop=HUMANEVAL_STOP, prompt_is_code=True)
-    return EvaluationTask(name="humaneval", problems=problems, stop=HUMANEVAL_STOP, continues=True, score=score)
+    return EvaluationTask(
+        name="humaneval", problems=problems, stop=HUMANEVAL_STOP, continues=True, score=score
+    )
 
 
 def load_mbpp(source: str = MBPP) -> EvaluationTask:
-    """Reads the tasks 11 to 510; prompts show the tests. The sanitized edition calls a task's text ``prompt``."""
+    """Reads the tasks 11 to 510; prompts show the tests. The sanitized edition calls a task's text
+    ``prompt``.
+    """
     problems = []
     for record in read_records(source, {"task_id": int, "test_list": list}, key="task_id"):
         if record["task_id"] not in MBPP_TESTED:
             continue
         text = record.get("text", record.get("prompt"))
         if not isinstance(text, str):
-            raise ValueError(f"{source}: task {record['task_id']} has neither a field 'text' nor 'prompt'")
+            raise ValueError(
+                f"{source}: task {record['task_id']} has neither a field 'text' nor 'prompt'"
+            )
         tests, imports = record["test_list"], record.get("test_imports") or []
         for field, lines, fewest in (("test_list", tests, 1), ("test_imports", imports, 0)):
-            if len(lines) < fewest or not all(isinstance(line, str) and line.strip() for line in lines):
+            if len(lines) < fewest or not all(
+                isinstance(line, str) and line.strip() for line in lines
+            ):
                 raise ValueError(
-                    f"{source}: task {record['task_id']}: field {field!r} must hold lines of code, not {lines!r:.40}"
+                    f"{source}: task {record['task_id']}: field {field!r} must hold lines of code, "
+                    f"not {lines!r:.40}"
                 )
         problems.append(
             Problem(
@@ -64,15 +75,25 @@ def load_mbpp(source: str = MBPP) -> EvaluationTask:
             )
         )
     if not problems:
-        raise ValueError(f"{source} has no task_id from 11 to 510, which are the tasks that are evaluated")
+        raise ValueError(
+            f"{source} has no task_id from 11 to 510, which are the tasks that are evaluated"
+        )
     score = functools.partial(score_programs, stop=MBPP_STOP, prompt_is_code=False)
-    return EvaluationTask(name="mbpp", problems=problems, stop=MBPP_STOP, continues=True, score=score)
+    return EvaluationTask(
+        name="mbpp", problems=problems, stop=MBPP_STOP, continues=True, score=score
+    )
 
 
 def score_programs(
-    problem: Problem, attempts: Sequence[Attempt], *, stop: Sequence[str], prompt_is_code: bool, insist: bool = False
+    problem: Problem,
+    attempts: Sequence[Attempt],
+    *,
+    stop: Sequence[str],
+    prompt_is_code: bool,
+    insist: bool = False,
 ) -> dict[str, float]:
-    """Returns pass@k for each of `KS` up to the number of attempts, and the share of programs that parse.
+    """Returns pass@k for each of `KS` up to the number of attempts, and the share of programs that
+    parse.
 
     Args:
       problem: its reference is the tests.
@@ -85,7 +106,9 @@ def score_programs(
       IsolationError: this machine does not isolate programs, and the caller does not insist.
     """
     begin = problem.prompt if prompt_is_code else ""
-    programs = [f"{begin}{cut(attempt.text, stop)}\n\n{problem.reference}\n" for attempt in attempts]
+    programs = [
+        f"{begin}{cut(attempt.text, stop)}\n\n{problem.reference}\n" for attempt in attempts
+    ]
     passed = sum(outcome.passed for outcome in run_all(programs, insist=insist))
     sound = sum(parse_python(program) is ParseResult.COMPLETE for program in programs)
     passes = {f"pass@{k}": pass_at_k(len(attempts), passed, k) for k in KS if k <= len(attempts)}
@@ -93,8 +116,12 @@ def score_programs(
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Returns the unbiased estimate that one of k <= n answers passes: ``1 - C(n - passed, k) / C(n, k)``."""
-    return 1 - math.prod(1 - k / i for i in range(n - passed + 1, n + 1)) if n - passed >= k else 1.0
+    """Returns the unbiased estimate that one of k <= n answers passes: ``1 - C(n - passed, k) /
+    C(n, k)``.
+    """
+    return (
+        1 - math.prod(1 - k / i for i in range(n - passed + 1, n + 1)) if n - passed >= k else 1.0
+    )
 
 
 class ParseResult(enum.Enum):
@@ -106,10 +133,12 @@ class ParseResult(enum.Enum):
 
 
 def parses(prompt: str, completion: str, ended: bool = False) -> bool:
-    """Returns whether ``prompt + completion``, cut at its last complete statement, parses with `ast`.
+    """Returns whether ``prompt + completion``, cut at its last complete statement, parses with
+    `ast`.
 
-    The cut removes an incomplete last line and an incomplete last statement, which the budget may have cut. At least
-    one line of the completion that is not blank must remain, and there must be no error before the cut.
+    The cut removes an incomplete last line and an incomplete last statement, which the budget may
+    have cut. At least one line of the completion that is not blank must remain, and there must be
+    no error before the cut.
 
     Args:
       prompt: begins a top-level statement.
@@ -123,11 +152,17 @@ def parses(prompt: str, completion: str, ended: bool = False) -> bool:
     verdict = parse_python(whole)
     if verdict is ParseResult.ERROR:
         return False
-    lines = [line + "\n" for line in whole.split("\n")[:-1]]  # not splitlines: a form feed ends no line
+    # Not splitlines: a form feed ends no line.
+    lines = [line + "\n" for line in whole.split("\n")[:-1]]
     # The shortest cut that holds a line of the completion that is not blank.
     of_prompt = prompt.count("\n") + (not prompt.endswith("\n"))
-    shortest = next((n + 1 for n in range(of_prompt, len(lines)) if lines[n].strip()), len(lines) + 1)
-    return any(parse_python("".join(lines[:n])) is ParseResult.COMPLETE for n in range(len(lines), shortest - 1, -1))
+    shortest = next(
+        (n + 1 for n in range(of_prompt, len(lines)) if lines[n].strip()), len(lines) + 1
+    )
+    return any(
+        parse_python("".join(lines[:n])) is ParseResult.COMPLETE
+        for n in range(len(lines), shortest - 1, -1)
+    )
 
 
 def parse_python(text: str) -> ParseResult:
@@ -145,8 +180,12 @@ def parse_python(text: str) -> ParseResult:
 
 def load_python(pair: str = "python") -> EvaluationTask:
     """Reads the prompts that come with a pair; see `load_prompts`."""
-    problems = [Problem(id=str(number), prompt=prompt) for number, prompt in enumerate(load_prompts(pair))]
-    return EvaluationTask(name="python", problems=problems, max_new_tokens=128, continues=True, score=score_syntax)
+    problems = [
+        Problem(id=str(number), prompt=prompt) for number, prompt in enumerate(load_prompts(pair))
+    ]
+    return EvaluationTask(
+        name="python", problems=problems, max_new_tokens=128, continues=True, score=score_syntax
+    )
 
 
 def score_syntax(problem: Problem, attempts: Sequence[Attempt]) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""Evaluates decoding methods on a task: quality compared with plain decoding, time per token, and acceptance.
+"""Evaluates decoding methods on a task: quality compared with plain decoding, time per token, and
+acceptance.
 
-All methods get the same requests. A block of problems is decoded with every method before the next block begins, so
-that drifts of the machine's speed favour no method.
+All methods get the same requests. A block of problems is decoded with every method before the next
+block begins, so that drifts of the machine's speed favour no method.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from specsamp.serving.completion_log import CompletionLog
 from specsamp.serving.generate_many import generate_many
 
 TURNS_APART = 1_000_000  # prompt ids between the turns of a problem
-LOG_PROB = "log_prob"  # measured for every task: log-probability per token under the target, at temperature 1
+# Measured for every task: log-probability per token under the target, at temperature 1.
+LOG_PROB = "log_prob"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,9 @@ def decode_and_score(
             say(done + len(of_turn))
         if not work.known:  # a resumed run had less work
             tokens = sum(len(one.tokens) for one in of_turn)
-            timed += collections.Counter(completions=len(of_turn), tokens=tokens, seconds=time.perf_counter() - begin)
+            timed += collections.Counter(
+                completions=len(of_turn), tokens=tokens, seconds=time.perf_counter() - begin
+            )
         for completion in sorted(of_turn, key=lambda one: (one.prompt_index, one.sample_index)):
             written[list(asked)[completion.prompt_index]].append(completion)
     return _results(task, problems, written, ends, requests.samples) | {
@@ -117,9 +121,13 @@ def _results(
     ends: frozenset[int],
     samples: int,
 ) -> dict[str, Any]:
-    """Returns the scores of completions, their counts by category, and the reasons why they ended."""
+    """Returns the scores of completions, their counts by category, and the reasons why
+    they ended.
+    """
     completions = [one for of_problem in written.values() for one in of_problem]
-    counts = ((problem.category, one.stats) for key, problem in problems.items() for one in written[key])
+    counts = (
+        (problem.category, one.stats) for key, problem in problems.items() for one in written[key]
+    )
     turns = sum(1 + len(problem.further_turns) for problem in problems.values())
     return {
         "problems": [problem.id for problem in problems.values()],
@@ -139,23 +147,38 @@ def _ask(
     requests: Requests,
 ) -> dict[int, Prompt]:
     """Returns the prompts of a turn, without those that have become too long."""
-    asked = {key: conversation(problem, written[key], turn, requests) for key, problem in problems.items()}
+    asked = {
+        key: conversation(problem, written[key], turn, requests)
+        for key, problem in problems.items()
+    }
     asked = {key: prompt for key, prompt in asked.items() if prompt is not None}
     room = max_positions(pair, method.drafter) - requests.max_new_tokens
     fit = {key for key, n in lengths(pair, asked).items() if n <= room} if turn else asked
     return {key: prompt for key, prompt in asked.items() if key in fit}
 
 
-def conversation(problem: Problem, written: Sequence[Completion], turn: int, requests: Requests) -> Prompt | None:
-    """Returns the prompt of a turn, after the answers so far, or None if the problem has no such turn."""
+def conversation(
+    problem: Problem, written: Sequence[Completion], turn: int, requests: Requests
+) -> Prompt | None:
+    """Returns the prompt of a turn, after the answers so far, or None if the problem has no such
+    turn.
+    """
     if turn == 0:
         return [{"role": "user", "content": problem.prompt}] if requests.chat else problem.prompt
-    if not requests.chat or requests.samples > 1 or turn > len(problem.further_turns) or len(written) < turn:
+    if (
+        not requests.chat
+        or requests.samples > 1
+        or turn > len(problem.further_turns)
+        or len(written) < turn
+    ):
         return None
     asked = [problem.prompt, *problem.further_turns[:turn]]
     messages = [{"role": "user", "content": asked[0]}]
     for answer, question in zip(written, asked[1:], strict=True):
-        messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
+        messages += [
+            {"role": "assistant", "content": answer.text},
+            {"role": "user", "content": question},
+        ]
     return messages
 
 
@@ -174,7 +197,10 @@ def _score(
     task: EvaluationTask, problem: Problem, completions: Sequence[Completion], ends: frozenset[int]
 ) -> dict[str, float]:
     if any(one.finish == "invalid" for one in completions):
-        raise ValueError(f"after {problem.id} the target's logits are no distribution (NaN or inf): check its weights")
+        raise ValueError(
+            f"after {problem.id} the target's logits are no distribution (NaN or inf): check its "
+            "weights"
+        )
     attempts = [Attempt(text=one.text, ended=one.tokens[-1] in ends) for one in completions]
     log_probs = [value for one in completions for value in one.log_probs]
     return task.score(problem, attempts) | {LOG_PROB: float(np.mean(log_probs))}
@@ -196,20 +222,28 @@ def tabulate(cells: Sequence[Mapping[str, Any]], baseline: str) -> list[dict[str
       baseline: the method to compare with, on the blocks that both methods have.
 
     Returns:
-      Results of each method over all its blocks, in the form of result files; unknown values are None.
-      ``scores`` are means over problems with intervals, ``differences`` are differences from the baseline.
-      ``ms_per_token`` comes from uninterrupted blocks, ``speedups`` from each block that both methods decoded.
-      ``variation_per_text`` is the mean over completions of the sum of a lossy rule's meter.
+      Results of each method over all its blocks, in the form of result files; unknown values are
+      None. ``scores`` are means over problems with intervals, ``differences`` are differences from
+      the baseline. ``ms_per_token`` comes from uninterrupted blocks, ``speedups`` from each block
+      that both methods decoded. ``variation_per_text`` is the mean over completions of the sum of a
+      lossy rule's meter.
     """
     methods = list(dict.fromkeys(cell["key"]["method"] for cell in cells))
-    return [_row(name, _blocks_of(name, cells), _blocks_of(baseline, cells), name == baseline) for name in methods]
+    return [
+        _row(name, _blocks_of(name, cells), _blocks_of(baseline, cells), name == baseline)
+        for name in methods
+    ]
 
 
 def _blocks_of(method: str, cells: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    return {cell["key"]["block"]: cell["result"] for cell in cells if cell["key"]["method"] == method}
+    return {
+        cell["key"]["block"]: cell["result"] for cell in cells if cell["key"]["method"] == method
+    }
 
 
-def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plain: bool) -> dict[str, Any]:
+def _row(
+    name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plain: bool
+) -> dict[str, Any]:
     counted = (item for block in blocks.values() for item in block["counts"].items())
     counts = _add_up((category, RowStats.from_json(of_block)) for category, of_block in counted)
     total = sum(counts.values())
@@ -223,13 +257,18 @@ def _row(name: str, blocks: Mapping[str, Any], plain: Mapping[str, Any], is_plai
         return above / below if below else None
 
     texts = sum(sum(block["finish"].values()) for block in blocks.values())
-    differences = compare_scores(*([score for key in shared for score in of[key]["scores"]] for of in (blocks, plain)))
+    differences = compare_scores(
+        *([score for key in shared for score in of[key]["scores"]] for of in (blocks, plain))
+    )
     return {
         "name": name,
         "exact": all(block["exact"] for block in blocks.values()),
         "problems": sum(len(block["problems"]) for block in blocks.values()),
         "scores": summarise([score for block in blocks.values() for score in block["scores"]]),
-        "differences": {measure: vars(one) | {"detectable": one.detectable} for measure, one in differences.items()},
+        "differences": {
+            measure: vars(one) | {"detectable": one.detectable}
+            for measure, one in differences.items()
+        },
         "counts": total,
         "counts_by_category": counts,
         "ms_per_token": ratio(1e3 * over_blocks("seconds"), over_blocks("tokens")),

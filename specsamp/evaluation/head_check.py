@@ -1,9 +1,11 @@
-"""Checks that a head fits its target and is read as it was trained, since wrong features cost speed and nothing else.
+"""Checks that a head fits its target and is read as it was trained, since wrong features cost speed
+and nothing else.
 
     print("\\n".join(check_head(pair, ["def fibonacci(n):"]).sentences))
 
-The pair continues a few prompts with one drafted token in each round. Layers off by one, swapped norms or offsets taken for
-ids leave little of the acceptance. Other ways to read the head are compared on the same texts, after every position.
+The pair continues a few prompts with one drafted token in each round. Layers off by one, swapped
+norms or offsets taken for ids leave little of the acceptance. Other ways to read the head are
+compared on the same texts, after every position.
 """
 
 from __future__ import annotations
@@ -26,16 +28,20 @@ from specsamp.models.heads import HeadConfig
 from specsamp.sampling.warp import Warp, chain, for_rows, log_probs, temperature
 
 LOW = 0.2  # acceptance; heads that fit have more than a half
-CONFIGURED, CLEAR_GAIN = "as configured", 0.1  # in acceptance: five standard errors of some hundred positions
+# In acceptance: five standard errors of some hundred positions.
+CONFIGURED, CLEAR_GAIN = "as configured", 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadCheck:
-    """Counts of the tokens that a head drafted, each the first of its round, and of those that were accepted."""
+    """Counts of the tokens that a head drafted, each the first of its round, and of those that were
+    accepted.
+    """
 
     drafted: int
     accepted: int
-    readings: Mapping[str, float] = dataclasses.field(default_factory=dict)  # acceptance by how the head is read
+    # Acceptance by how the head is read.
+    readings: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def acceptance(self) -> float:
@@ -44,30 +50,41 @@ class HeadCheck:
 
     @property
     def fits(self) -> bool:
-        """Returns whether nothing speaks against the head: an acceptance below `LOW`, or a better way to read it."""
+        """Returns whether nothing speaks against the head: an acceptance below `LOW`, or a better
+        way to read it.
+        """
         return not self.acceptance < LOW and self.better is None
 
     @property
     def better(self) -> str | None:
-        """Returns the reading that is accepted most, if it fits and is accepted clearly more often than the configured one."""
+        """Returns the reading that is accepted most, if it fits and is accepted clearly more often
+        than the configured one.
+        """
         best = max(self.readings, key=self.readings.get, default=None)
-        return best if best and self.readings[best] > max(LOW, self.readings[CONFIGURED] + CLEAR_GAIN) else None
+        return (
+            best
+            if best and self.readings[best] > max(LOW, self.readings[CONFIGURED] + CLEAR_GAIN)
+            else None
+        )
 
     @property
     def sentences(self) -> list[str]:
         """Returns the acceptance, and a warning if it is low."""
-        found = [f"{self.acceptance:.0%} of the head's first tokens are accepted ({self.drafted} drafts)"]
+        found = [
+            f"{self.acceptance:.0%} of the head's first tokens are accepted ({self.drafted} drafts)"
+        ]
         if self.better is not None:
             found.append(
-                f"WARNING: THE HEAD IS READ WRONGLY: with {self.better} it would be accepted more often "
-                f"({self.readings[self.better]:.0%}, now {self.readings[CONFIGURED]:.0%}): correct config.json"
+                f"WARNING: THE HEAD IS READ WRONGLY: with {self.better} it would be accepted more "
+                f"often ({self.readings[self.better]:.0%}, now {self.readings[CONFIGURED]:.0%}): "
+                "correct config.json"
             )
         elif not self.fits:
             found.append(
-                f"WARNING: THE HEAD DOES NOT FIT: {self.acceptance:.0%} of its first tokens are accepted, where "
-                "heads that fit have more than half. Was it trained for this very target (a tuned model differs from its "
-                "base), and on prompts like these (with the chat template)? Does its config.json name the right layers and "
-                "norms?"
+                f"WARNING: THE HEAD DOES NOT FIT: {self.acceptance:.0%} of its first tokens are "
+                "accepted, where heads that fit have more than half. Was it trained for this very "
+                "target (a tuned model differs from its base), and on prompts like these (with the "
+                "chat template)? Does its config.json name the right layers and norms?"
             )
         return found
 
@@ -81,7 +98,8 @@ def check_head(
     seed: int = 0,
     others: bool = False,
 ) -> HeadCheck:
-    """Counts how many of a head's first tokens are accepted while ``tokens`` tokens are decoded after each prompt.
+    """Counts how many of a head's first tokens are accepted while ``tokens`` tokens are decoded
+    after each prompt.
 
     Args:
       sampling: the warp of both distributions; default: temperature 1.
@@ -95,8 +113,12 @@ def check_head(
     sampling = chain(temperature(1.0)) if sampling is None else sampling
     method = Method(drafter=head_drafter(pair.target, pair.head, 1), sampling=sampling)
     done = generate(pair, prompts, tokens, method=method, seed=seed)
-    texts = [Text(prompt=tuple(prompt), tokens=tuple(one.tokens)) for prompt, one in zip(encode(pair, prompts), done)]
-    texts = [text for text in texts if others and len(text.prompt) > 1 and text.tokens]  # a head reads two tokens
+    texts = [
+        Text(prompt=tuple(prompt), tokens=tuple(one.tokens))
+        for prompt, one in zip(encode(pair, prompts), done)
+    ]
+    # A head reads two tokens.
+    texts = [text for text in texts if others and len(text.prompt) > 1 and text.tokens]
     return HeadCheck(
         drafted=sum(sum(one.stats.reached) for one in done),
         accepted=sum(one.stats.accepted for one in done),
@@ -105,22 +127,30 @@ def check_head(
 
 
 def other_readings(config: HeadConfig) -> dict[str, HeadConfig]:
-    """Returns other ways in which a head with the same tensors may have been trained, by the field that differs."""
-    ways = [("hidden_layers", tuple(layer + shift for layer in config.hidden_layers)) for shift in (-1, 1)]
+    """Returns other ways in which a head with the same tensors may have been trained, by the field
+    that differs.
+    """
+    ways = [
+        ("hidden_layers", tuple(layer + shift for layer in config.hidden_layers))
+        for shift in (-1, 1)
+    ]
     if config.drafts_blocks:
         size = config.block_size
         ways += [("block_size", other) for other in (size // 2, size - 1, size + 1, 2 * size)]
         ways += [("from_anchor", not config.from_anchor)]
     found = {}
     for field, value in ways:
-        with contextlib.suppress(ValueError):  # the target has no such layer, or the block would be too short
+        # The target has no such layer, or the block would be too short.
+        with contextlib.suppress(ValueError):
             found[f"{field} = {value}"] = dataclasses.replace(config, **{field: value})
     return found
 
 
 def _compare_readings(pair: Pair, texts: Sequence[Text], warp: Warp) -> dict[str, float]:
     def accepted(rows: Sequence[Text], _: np.ndarray, *logits: jax.Array) -> jax.Array:
-        target_BNV, draft_BNV = (log_probs(for_rows(warp, len(rows)), logits_BNV) for logits_BNV in logits)
+        target_BNV, draft_BNV = (
+            log_probs(for_rows(warp, len(rows)), logits_BNV) for logits_BNV in logits
+        )
         return jnp.exp(jnp.minimum(target_BNV, draft_BNV)).sum(-1)
 
     found = {}

@@ -1,13 +1,15 @@
-"""Runs untrusted programs in isolation: without network, without other users' files, and with limits.
+"""Runs untrusted programs in isolation: without network, without other users' files, and with
+limits.
 
     print("\\n".join(find_isolation().sentences))
     outcome = run_isolated("assert sorted([2, 1]) == [1, 2]")     # outcome.passed
 
-Machines differ (a container may forbid namespaces), so `find_isolation` runs a probe that tries to escape. If the probe
-reaches a network or other users' files, no program runs, unless the caller insists. A program passes if it reaches its
-end: the harness then reports a secret word, different in each run. Until then neither a file descriptor nor Python's
-introspection can read this word. A program that is written against this harness can still search its own memory for the
-word with ctypes, or skip its tests with a trace function. Then its score is wrong, but the isolation holds.
+Machines differ (a container may forbid namespaces), so `find_isolation` runs a probe that tries to
+escape. If the probe reaches a network or other users' files, no program runs, unless the caller
+insists. A program passes if it reaches its end: the harness then reports a secret word, different
+in each run. Until then neither a file descriptor nor Python's introspection can read this word. A
+program that is written against this harness can still search its own memory for the word with
+ctypes, or skip its tests with a trace function. Then its score is wrong, but the isolation holds.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ class Outcome:
     """The end of a program, and its cause.
 
     Attributes:
-      status: "passed", "failed" (an exception, or an end before the last line), "timeout", "memory", "output" (more
-        than allowed) or "killed" (by a signal).
+      status: "passed", "failed" (an exception, or an end before the last line), "timeout",
+        "memory", "output" (more than allowed) or "killed" (by a signal).
       detail: the exception, the signal or the limit.
       output: the beginning of its output.
     """
@@ -105,12 +107,14 @@ class Isolation:
     def sentences(self) -> list[str]:
         """Returns sentences on the isolation of each aspect, and on missing walls."""
         lines = [
-            f"{aspect}: isolated by {how}" if how else f"{aspect}: NOT ISOLATED" for aspect, how in self.by.items()
+            f"{aspect}: isolated by {how}" if how else f"{aspect}: NOT ISOLATED"
+            for aspect, how in self.by.items()
         ]
         return lines + [f"without {wall}: {why}" for wall, why in self.missing.items()]
 
 
-# A program that tries to reach a server, a file and a process outside, and prints where it succeeded.
+# A program that tries to reach a server, a file and a process outside, and prints where it
+# succeeded.
 PROBE = """
 import json, os, socket, time
 def can(attempt):
@@ -142,7 +146,11 @@ def find_isolation(walls: tuple[str, ...] = WALLS) -> Isolation:
       IsolationError: no program runs at all.
     """
     if sys.platform != "linux":
-        return Isolation(walls=(), missing=dict.fromkeys(walls, "only Linux has it"), by=dict.fromkeys(ASPECTS, ""))
+        return Isolation(
+            walls=(),
+            missing=dict.fromkeys(walls, "only Linux has it"),
+            by=dict.fromkeys(ASPECTS, ""),
+        )
     missing, limits = {}, Limits()
     with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
         probe = PROBE.format(
@@ -167,8 +175,15 @@ def find_isolation(walls: tuple[str, ...] = WALLS) -> Isolation:
             wall = why.partition(":")[0]
             missing[wall if wall in left else left[0]] = why
     reached = json.loads(outcome.output)
-    by = {name: " and ".join(how for how in ways if how in (*left, "limits")) for name, ways in ASPECTS.items()}
-    return Isolation(walls=left, missing=missing, by={name: "" if reached[name] else how for name, how in by.items()})
+    by = {
+        name: " and ".join(how for how in ways if how in (*left, "limits"))
+        for name, ways in ASPECTS.items()
+    }
+    return Isolation(
+        walls=left,
+        missing=missing,
+        by={name: "" if reached[name] else how for name, how in by.items()},
+    )
 
 
 def require(isolation: Isolation) -> None:
@@ -176,12 +191,17 @@ def require(isolation: Isolation) -> None:
     if not isolation.suffices:
         raise IsolationError(
             "generated programs are not run, since this machine does not isolate them: "
-            f"{'; '.join(isolation.sentences)}. Use Linux with user namespaces, or with Landlock; or insist"
+            f"{'; '.join(isolation.sentences)}. Use Linux with user namespaces, or with Landlock; "
+            "or insist"
         )
 
 
 def run_isolated(
-    program: str, limits: Limits = Limits(), *, isolation: Isolation | None = None, insist: bool = False
+    program: str,
+    limits: Limits = Limits(),
+    *,
+    isolation: Isolation | None = None,
+    insist: bool = False,
 ) -> Outcome:
     """Runs one program in a new process, and ends all processes that it started.
 
@@ -208,7 +228,9 @@ def run_all(
     isolation: Isolation | None = None,
     insist: bool = False,
 ) -> Iterator[Outcome]:
-    """Runs ``workers`` programs at a time (default: one per core) with `run_isolated`, and yields outcomes in order."""
+    """Runs ``workers`` programs at a time (default: one per core) with `run_isolated`, and yields
+    outcomes in order.
+    """
     isolation = find_isolation() if isolation is None else isolation  # once, not in every thread
     one = functools.partial(run_isolated, limits=limits, isolation=isolation, insist=insist)
     with ThreadPoolExecutor(workers or os.cpu_count()) as pool:
@@ -220,7 +242,9 @@ def readable() -> list[str]:
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
     chosen: list[str] = []
     for path in sorted({*SYSTEM_FOLDERS, *prefixes, *map(os.path.realpath, prefixes)}, key=len):
-        if os.path.exists(path) and not any(pathlib.Path(path).is_relative_to(parent) for parent in chosen):
+        if os.path.exists(path) and not any(
+            pathlib.Path(path).is_relative_to(parent) for parent in chosen
+        ):
             chosen.append(path)
     return chosen
 
@@ -256,7 +280,8 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
             os.close(jail_pipe)
         with process:
             try:
-                with contextlib.suppress(BrokenPipeError):  # the process has ended, for a reason in the report
+                # The process has ended, for a reason in the report.
+                with contextlib.suppress(BrokenPipeError):
                     process.stdin.write(source + word)
                     process.stdin.close()
                 report, in_time = _read(reports, deadline)
@@ -264,11 +289,16 @@ def _run(program: str, limits: Limits, walls: tuple[str, ...]) -> Outcome:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
-            _read(reports, time.monotonic() + 1.0, to_end=True)  # no process is left, unless there are no walls
+            # No process is left, unless there are no walls.
+            _read(reports, time.monotonic() + 1.0, to_end=True)
         printed.seek(0)
         output = printed.read((limits.output_kib << 10) + 1)
     status, detail = _judge(report, word, in_time, code, limits, output)
-    return Outcome(status=status, detail=detail, output=output[: limits.output_kib << 10].decode("utf-8", "replace"))
+    return Outcome(
+        status=status,
+        detail=detail,
+        output=output[: limits.output_kib << 10].decode("utf-8", "replace"),
+    )
 
 
 def _read(reports: IO[bytes], deadline: float, *, to_end: bool = False) -> tuple[bytes, bool]:
@@ -292,16 +322,23 @@ def _read(reports: IO[bytes], deadline: float, *, to_end: bool = False) -> tuple
     return report, False
 
 
-def _judge(report: bytes, word: bytes, in_time: bool, code: int, limits: Limits, output: bytes) -> tuple[str, str]:
+def _judge(
+    report: bytes, word: bytes, in_time: bool, code: int, limits: Limits, output: bytes
+) -> tuple[str, str]:
     """Returns status and detail of an `Outcome`."""
     if report.startswith(b"refused"):
         raise IsolationError(report.decode().partition("\n")[2])
     if len(output) > limits.output_kib << 10:
         return "output", f"more than {limits.output_kib} KiB"
     if not in_time or code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
-        return "timeout", f"longer than {limits.seconds} s, or {limits.cpu_seconds} s of computation"
+        return (
+            "timeout",
+            f"longer than {limits.seconds} s, or {limits.cpu_seconds} s of computation",
+        )
     if not report.startswith(READY):
-        raise IsolationError(f"the harness did not start: {output.decode('utf-8', 'replace')[-300:].strip()}")
+        raise IsolationError(
+            f"the harness did not start: {output.decode('utf-8', 'replace')[-300:].strip()}"
+        )
     report = report.removeprefix(READY)
     if report == word:
         return "passed", ""

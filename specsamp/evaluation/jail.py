@@ -1,16 +1,19 @@
-"""Builds walls around one untrusted program and runs it. `isolation` starts this script; it needs Python and jail.json.
+"""Builds walls around one untrusted program and runs it. `isolation` starts this script; it needs
+Python and jail.json.
 
     python jail.py '{"walls": [...], ...}'     # stdin: the program, then a secret word; see `isolation.run_isolated`
 
-There are three processes: this script, which the caller can kill; the first process of the new namespaces, with which
-all their processes end; and the program. A wall that the kernel does not offer raises OSError:
+There are three processes: this script, which the caller can kill; the first process of the new
+namespaces, with which all their processes end; and the program. A wall that the kernel does not
+offer raises OSError:
 
-- ``namespaces`` of users, processes, network and mounts. The root folder is made in memory. It has Python and the
-  system's libraries, which are read-only, and a working folder. Root becomes nobody; no privileges are needed.
-- ``landlock``: a list of the folders that can be read and written, for machines without namespaces. Names and sizes of
-  other files stay visible.
-- ``system calls``: a filter that refuses sockets, new processes, signals to other processes, memory and queues that are
-  shared by number, and changes of other users' files.
+- ``namespaces`` of users, processes, network and mounts. The root folder is made in memory. It has
+  Python and the system's libraries, which are read-only, and a working folder. Root becomes nobody;
+  no privileges are needed.
+- ``landlock``: a list of the folders that can be read and written, for machines without namespaces.
+  Names and sizes of other files stay visible.
+- ``system calls``: a filter that refuses sockets, new processes, signals to other processes, memory
+  and queues that are shared by number, and changes of other users' files.
 """
 
 from __future__ import annotations
@@ -31,7 +34,14 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 # From the kernel's headers; these numbers are the same on all machines.
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
-NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
+    0x20000,
+    0x4000000,
+    0x8000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
 NOSUID, NODEV, BIND, REC, PRIVATE, DETACH = 0x2, 0x4, 0x1000, 0x4000, 0x40000, 0x2
 MOUNT_SETATTR, AT_RECURSIVE, ATTR_RDONLY_NOSUID = 442, 0x8000, 0x3
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
@@ -42,18 +52,24 @@ CLONE_THREAD, CLONE3 = 0x10000, 435
 F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
 SOCK_DATAGRAM = 2  # a bit that streams do not have
 
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the numbers of calls, and architecture
+# Column of the numbers of calls, and architecture.
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 libc = ctypes.CDLL(None, use_errno=True)
-Step = tuple[int, int, int, int]  # of a filter: operation, steps to skip if true and if false, value
+# Of a filter: operation, steps to skip if true and if false, value.
+Step = tuple[int, int, int, int]
 
-# Numbers of system calls, by the columns of `MACHINES`; null where the machine has no such call. "needed" are those that
-# the jail makes (clone: for threads), "of_itself" those that a program may make for its own process.
+# Numbers of system calls, by the columns of `MACHINES`; null where the machine has no such call.
+# "needed" are those that the jail makes (clone: for threads), "of_itself" those that a program may
+# make for its own process.
 with open(os.path.splitext(os.path.abspath(__file__))[0] + ".json", encoding="utf-8") as _file:
     CALLS = json.load(_file)
-# Calls that are refused with some values of an argument: their numbers, the argument's place, the test, and the values.
+# Calls that are refused with some values of an argument: their numbers, the argument's place, the
+# test, and the values.
 REFUSED_WITH = {
-    "prctl": ((157, 167), 0, BPF_EQUAL, (PR_SET_PDEATHSIG,)),  # the program would outlive its parent
-    "fcntl": ((72, 25), 1, BPF_EQUAL, (F_SETOWN, F_SETSIG, F_SETOWN_EX)),  # a descriptor would signal other processes
+    # The program would outlive its parent.
+    "prctl": ((157, 167), 0, BPF_EQUAL, (PR_SET_PDEATHSIG,)),
+    # A descriptor would signal other processes.
+    "fcntl": ((72, 25), 1, BPF_EQUAL, (F_SETOWN, F_SETSIG, F_SETOWN_EX)),
     "ioctl": ((16, 29), 1, BPF_EQUAL, (FIOSETOWN, SIOCSPGRP)),  # the same for sockets
     "socketpair": ((53, 199), 1, BPF_ANY_BIT, (SOCK_DATAGRAM,)),  # datagrams can be sent elsewhere
 }
@@ -108,14 +124,16 @@ def be_program(request: dict, source: bytearray, is_root: bool) -> None:
 def run_program(source: str, word: int, report: int) -> None:
     """Runs a program as ``__main__``, reports how it ended, and ends the process.
 
-    The word is read first. While the program runs it is an operand of an unfinished sum: no descriptor can read it, and
-    no variable of a frame and no object that Python lists holds it.
+    The word is read first. While the program runs it is an operand of an unfinished sum: no
+    descriptor can read it, and no variable of a frame and no object that Python lists holds it.
     """
     read, write, leave = os.read, os.write, os._exit  # the program may replace them
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     spare = bytearray(1 << 20)  # a report of too little memory needs some
     try:
-        outcome = read(word, 64) + (exec(compile(source, "<program>", "exec", dont_inherit=True), main.__dict__) or b"")
+        outcome = read(word, 64) + (
+            exec(compile(source, "<program>", "exec", dont_inherit=True), main.__dict__) or b""
+        )
     except MemoryError:
         del spare
         outcome = b"memory\n"
@@ -132,7 +150,9 @@ def report_missing(request: dict, wall: str, error: OSError) -> None:
 
 
 def end_as(child: int) -> None:
-    """Waits for a child and for orphans, and exits with the child's status: 128 and the signal's number after a signal."""
+    """Waits for a child and for orphans, and exits with the child's status: 128 and the signal's
+    number after a signal.
+    """
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -155,7 +175,11 @@ def enter_namespaces() -> bool:
             succeeded(libc.unshare(flags))
             return True
     succeeded(libc.unshare(flags | NEW_USER))
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{NOBODY} {uid} 1"),
+        ("gid_map", f"{NOBODY} {gid} 1"),
+    ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     return False
@@ -179,7 +203,13 @@ def build_root(folder: str, readable: list[str], file_mib: int) -> None:
     os.mkdir(folder + WORK)
     attributes = struct.pack("4Q", ATTR_RDONLY_NOSUID, 0, 0, 0)
     syscall(MOUNT_SETATTR, -100, folder.encode(), AT_RECURSIVE, attributes, len(attributes))
-    mount("tmpfs", folder + WORK, "tmpfs", NOSUID | NODEV, f"size={4 * file_mib}m,nr_inodes=1k,mode=1777")
+    mount(
+        "tmpfs",
+        folder + WORK,
+        "tmpfs",
+        NOSUID | NODEV,
+        f"size={4 * file_mib}m,nr_inodes=1k,mode=1777",
+    )
     os.chdir(folder)
     syscall(call_number("pivot_root"), b".", b".")
     succeeded(libc.umount2(b".", DETACH))
@@ -192,7 +222,8 @@ def drop_privileges(is_root: bool) -> None:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
-        succeeded(libc.unshare(NEW_USER))  # its processes are counted apart from nobody's other processes
+        # Its processes are counted apart from nobody's other processes.
+        succeeded(libc.unshare(NEW_USER))
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     syscall(call_number("capset"), struct.pack("Ii", 0x20080522, 0), bytes(24))
 
@@ -201,13 +232,24 @@ def restrict_files(readable: list[str], work: str) -> None:
     """Restricts the process by Landlock: it reads ``readable`` and changes files in ``work``."""
     version = syscall(LANDLOCK_CREATE, None, 0, 1)
     if version < 3:
-        raise OSError(f"Landlock's version {version} does not protect files from truncation: Linux 6.2 has version 3")
+        raise OSError(
+            f"Landlock's version {version} does not protect files from truncation: Linux 6.2 has "
+            "version 3"
+        )
     every_right = (1 << (16 if version >= 5 else 15)) - 1
     # The rights of files, the two of TCP, and two scopes: signals and abstract sockets.
-    attributes = struct.pack("3Q", every_right, 3, 3)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    attributes = struct.pack("3Q", every_right, 3, 3)[
+        : 24 if version >= 6 else 16 if version >= 4 else 8
+    ]
     rules = syscall(LANDLOCK_CREATE, attributes, len(attributes), 0)
-    rights = {path: EXECUTE | READ_FILE | (READ_DIR if os.path.isdir(path) else 0) for path in readable}
-    for path, allowed in {**rights, **dict.fromkeys(DEVICES, READ_FILE | WRITE_FILE), work: every_right}.items():
+    rights = {
+        path: EXECUTE | READ_FILE | (READ_DIR if os.path.isdir(path) else 0) for path in readable
+    }
+    for path, allowed in {
+        **rights,
+        **dict.fromkeys(DEVICES, READ_FILE | WRITE_FILE),
+        work: every_right,
+    }.items():
         handle = os.open(path, os.O_PATH)
         syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, handle), 0)
         os.close(handle)
@@ -218,7 +260,8 @@ def restrict_files(readable: list[str], work: str) -> None:
 def set_limits(request: dict, own_user: bool) -> None:
     """Limits resources; the number of processes only where the user has no other processes."""
     limits = {
-        resource.RLIMIT_CPU: (request["cpu_seconds"], request["cpu_seconds"] + 1),  # the second signal cannot be caught
+        # The second signal cannot be caught.
+        resource.RLIMIT_CPU: (request["cpu_seconds"], request["cpu_seconds"] + 1),
         resource.RLIMIT_AS: 2 * (request["memory_mib"] << 20,),
         resource.RLIMIT_FSIZE: 2 * (request["file_mib"] << 20,),
         resource.RLIMIT_NOFILE: 2 * (request["files"],),
@@ -227,16 +270,24 @@ def set_limits(request: dict, own_user: bool) -> None:
     if own_user:
         limits[resource.RLIMIT_NPROC] = 2 * (request["processes"],)
     for kind, (soft, hard) in limits.items():
-        with contextlib.suppress(ValueError):  # the limit is lower already, or the system does not have it
+        # The limit is lower already, or the system does not have it.
+        with contextlib.suppress(ValueError):
             resource.setrlimit(kind, (soft, hard))
 
 
 def filter_calls() -> None:
-    """Refuses system calls that reach other processes, a network or other users' files; threads are allowed."""
+    """Refuses system calls that reach other processes, a network or other users' files; threads are
+    allowed.
+    """
     column, architecture = machine()
     refused = [pair[column] for kind in CALLS["refused"].values() for pair in kind.values()]
     allow, refuse = (BPF_RETURN, 0, 0, ALLOW), (BPF_RETURN, 0, 0, REFUSE)
-    steps = [(BPF_LOAD, 0, 0, 4), (BPF_EQUAL, 1, 0, architecture), (BPF_RETURN, 0, 0, KILL), (BPF_LOAD, 0, 0, 0)]
+    steps = [
+        (BPF_LOAD, 0, 0, 4),
+        (BPF_EQUAL, 1, 0, architecture),
+        (BPF_RETURN, 0, 0, KILL),
+        (BPF_LOAD, 0, 0, 0),
+    ]
     if column == 0:  # the numbers of another convention of the same machine
         steps += [(BPF_LEAST, 0, 1, 0x40000000), refuse]
     for number in refused:
@@ -244,8 +295,11 @@ def filter_calls() -> None:
     for pair, place, test, values in REFUSED_WITH.values():
         tests = [step for value in values for step in ((test, 0, 1, value), refuse)]
         steps += of_call(pair[column], load_argument(place), *tests, allow)
-    steps += of_call(CLONE3, (BPF_RETURN, 0, 0, UNKNOWN))  # a filter cannot read its flags; libraries then use clone
-    steps += of_call(call_number("clone"), load_argument(0), (BPF_ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse)
+    # A filter cannot read its flags; libraries then use clone.
+    steps += of_call(CLONE3, (BPF_RETURN, 0, 0, UNKNOWN))
+    steps += of_call(
+        call_number("clone"), load_argument(0), (BPF_ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse
+    )
     for pair in CALLS["of_itself"].values():
         tests = [(BPF_EQUAL, 0, 1, 0), allow, (BPF_EQUAL, 0, 1, os.getpid()), allow]
         steps += of_call(pair[column], load_argument(0), *tests, refuse)
@@ -279,7 +333,11 @@ def call_number(call: str) -> int:
 
 def mount(source: str, place: str, kind: str, flags: int, options: str = "") -> None:
     """Mounts ``source`` at ``place``; strings may be empty."""
-    succeeded(libc.mount(source.encode(), place.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()))
+    succeeded(
+        libc.mount(
+            source.encode(), place.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode()
+        )
+    )
 
 
 def prctl(*arguments: int | bytes) -> None:

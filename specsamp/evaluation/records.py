@@ -1,4 +1,6 @@
-"""Reads records of data sets from files or the hub: JSON lines (plain or gzip), a JSON array, or Parquet."""
+"""Reads records of data sets from files or the hub: JSON lines (plain or gzip), a JSON array, or
+Parquet.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ CONVERTED = "refs/convert/parquet"  # the hub's own Parquet copy of a data set i
 Record = Mapping[str, Any]
 
 
-def read_records(source: str, fields: Mapping[str, type], *, split: str = "test", key: str = "") -> list[Record]:
+def read_records(
+    source: str, fields: Mapping[str, type], *, split: str = "test", key: str = ""
+) -> list[Record]:
     """Returns the records of a data set, checked.
 
     Args:
@@ -32,7 +36,8 @@ def read_records(source: str, fields: Mapping[str, type], *, split: str = "test"
 
     Raises:
       FileNotFoundError: there is no such file or data set.
-      ValueError: the file is damaged or empty, or a record is wrong; the message has file, line and field.
+      ValueError: the file is damaged or empty, or a record is wrong; the message has file, line and
+        field.
     """
     found: list[Record] = []
     seen: dict[Any, str] = {}
@@ -43,9 +48,13 @@ def read_records(source: str, fields: Mapping[str, type], *, split: str = "test"
                 raise ValueError(f"{place}: must be a JSON object; got {str(record)[:40]!r}")
             for name, kind in fields.items():
                 if name not in record:
-                    raise ValueError(f"{place}: no field {name!r}, there are {', '.join(map(repr, record))}")
+                    raise ValueError(
+                        f"{place}: no field {name!r}, there are {', '.join(map(repr, record))}"
+                    )
                 if not isinstance(record[name], kind):
-                    raise ValueError(f"{place}: field {name!r} must be {kind.__name__}, not {record[name]!r:.40}")
+                    raise ValueError(
+                        f"{place}: field {name!r} must be {kind.__name__}, not {record[name]!r:.40}"
+                    )
             if key and seen.setdefault(record[key], place) != place:
                 raise ValueError(f"{place}: {key} {record[key]!r} is that of {seen[record[key]]}")
             found.append(record)
@@ -101,19 +110,24 @@ def _find(source: str, split: str) -> list[epath.Path]:
         raise FileNotFoundError(f"no file {source!r}; give one, or the id of a data set on the hub")
     hub = library(source)
     try:
-        hub.auth_check(source, repo_type="dataset")  # fails at once without a network, where a list is tried five times
+        # Fails at once without a network, where a list is tried five times.
+        hub.auth_check(source, repo_type="dataset")
         for revision in (None, CONVERTED):
             names = hub.list_repo_files(source, repo_type="dataset", revision=revision)
             if chosen := choose_files(names, split):
                 return [
-                    epath.Path(hub.hf_hub_download(source, name, repo_type="dataset", revision=revision))
+                    epath.Path(
+                        hub.hf_hub_download(source, name, repo_type="dataset", revision=revision)
+                    )
                     for name in chosen
                 ]
     except Exception as error:  # of the network, of the hub, of access rights
         raise FileNotFoundError(
             f"no file {source!r}, and the hub did not send it ({type(error).__name__}: {error})"
         ) from error
-    raise FileNotFoundError(f"the data set {source!r} has no file of the split {split!r}: give a file")
+    raise FileNotFoundError(
+        f"the data set {source!r} has no file of the split {split!r}: give a file"
+    )
 
 
 def choose_files(names: Sequence[str], split: str) -> list[str]:

@@ -1,7 +1,8 @@
-"""Defines the parts of an evaluation: problems, completions, and scores with intervals of their means.
+"""Defines the parts of an evaluation: problems, completions, and scores with intervals of their
+means.
 
-A task is a function that reads its problems and a function that scores completions; `specsamp.evaluation.tasks` lists
-them.
+A task is a function that reads its problems and a function that scores completions;
+`specsamp.evaluation.tasks` lists them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class EvaluationTask:
     Attributes:
       name: one of `specsamp.evaluation.tasks.TASKS`.
       stop: texts that end a completion, and are not part of it.
-      continues: whether a completion continues the prompt's text; the answers of a chat model would score 0.
+      continues: whether a completion continues the prompt's text; the answers of a chat model would
+        score 0.
       score: returns each measure's value for a problem, estimated from its attempts.
     """
 
@@ -90,7 +92,8 @@ class ScoreInterval:
 
     @property
     def detectable(self) -> float:
-        """Returns the smallest true mean that 80% of such samples would distinguish from 0, for values in [-1, 1].
+        """Returns the smallest true mean that 80% of such samples would distinguish from 0, for
+        values in [-1, 1].
 
         P equal values have no spread in the sample, but do not exclude a mean of 3 / P.
         """
@@ -101,7 +104,9 @@ def mean_interval(values_P: Sequence[float], *, seed: int = 0) -> ScoreInterval:
     """Returns the mean over at least one problem, with an interval from resampled problems."""
     values_P = np.asarray(values_P, np.float64)
     P = len(values_P)
-    means_R = np.random.default_rng(seed).multinomial(P, np.full(P, 1 / P), RESAMPLES) @ values_P / P
+    means_R = (
+        np.random.default_rng(seed).multinomial(P, np.full(P, 1 / P), RESAMPLES) @ values_P / P
+    )
     low, high = np.quantile(means_R, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return ScoreInterval(
         mean=float(values_P.mean()),
@@ -114,12 +119,19 @@ def mean_interval(values_P: Sequence[float], *, seed: int = 0) -> ScoreInterval:
 
 def summarise(scores: Sequence[Mapping[str, float]]) -> dict[str, ScoreInterval]:
     """Returns the mean of each measure over problems."""
-    return {name: mean_interval([score[name] for score in scores]) for name in (scores[0] if scores else ())}
+    return {
+        name: mean_interval([score[name] for score in scores])
+        for name in (scores[0] if scores else ())
+    }
 
 
 def compare_scores(
     scores: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]]
 ) -> dict[str, ScoreInterval]:
-    """Returns the mean difference of each measure between two lists of scores of the same problems."""
+    """Returns the mean difference of each measure between two lists of scores of the same
+    problems.
+    """
     pairs = list(zip(scores, others, strict=True))
-    return summarise([{name: score[name] - other[name] for name in score} for score, other in pairs])
+    return summarise(
+        [{name: score[name] - other[name] for name in score} for score, other in pairs]
+    )

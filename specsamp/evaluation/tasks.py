@@ -1,4 +1,6 @@
-"""Lists the tasks by name. A new task needs a function that reads, a function that scores, and a line here."""
+"""Lists the tasks by name. A new task needs a function that reads, a function that scores, and a
+line here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from specsamp import validate
 from specsamp.evaluation import coding_tasks, isolation, text_tasks
 from specsamp.evaluation.task import EvaluationTask
 
-# The function that reads each task from a file or a data set on the hub; `python` reads the prompts of a pair.
+# The function that reads each task from a file or a data set on the hub; `python` reads the prompts
+# of a pair.
 TASKS: dict[str, Callable[..., EvaluationTask]] = {
     "humaneval": coding_tasks.load_humaneval,
     "xsum": text_tasks.load_xsum,
@@ -32,20 +35,24 @@ def load_task(
 
     Args:
       name: one of `TASKS`.
-      source: a file or a data set on the hub; default: the task's own data set, or the pair "python".
-      shots: a file of solved problems that are shown before each problem, for the tasks `SHOWS_SHOTS`.
+      source: a file or a data set on the hub; default: the task's own data set, or the pair
+        "python".
+      shots: a file of solved problems that are shown before each problem, for the tasks
+        `SHOWS_SHOTS`.
       insist: run generated programs even if this machine does not isolate them.
 
     Raises:
-      ValueError: there is no task of this name, it has no default source, its records are malformed, or it runs programs
-        that this machine does not isolate.
+      ValueError: there is no task of this name, it has no default source, its records are
+        malformed, or it runs programs that this machine does not isolate.
       FileNotFoundError: there is no such source.
     """
     validate.choice("task", name, TASKS)
     if source is None and name in WITHOUT_SOURCE:
         raise ValueError(f"the task {name} has no default source: name its question.jsonl")
     if shots is not None and name not in SHOWS_SHOTS:
-        raise ValueError(f"shots have no effect on the task {name}: only on {', '.join(SHOWS_SHOTS)}")
+        raise ValueError(
+            f"shots have no effect on the task {name}: only on {', '.join(SHOWS_SHOTS)}"
+        )
     shown = {} if shots is None else {"shots": shots}
     task = TASKS[name](*([] if source is None else [source]), **shown)
     if name not in RUN_PROGRAMS:

@@ -24,22 +24,25 @@ import numpy as np
 from specsamp import machine, validate
 from specsamp.jax_names import multihost_utils
 
-# Seconds until the death of a process is noticed, and for which processes wait for each other at the start. Raise both
-# on a machine that is too busy to answer in time.
+# Seconds until the death of a process is noticed, and for which processes wait for each other at
+# the start. Raise both on a machine that is too busy to answer in time.
 HEARTBEAT_SECONDS = int(os.environ.get("SPECSAMP_HEARTBEAT_SECONDS", "30"))
 CONNECT_SECONDS = int(os.environ.get("SPECSAMP_CONNECT_SECONDS", "45"))
 
 T = TypeVar("T")
 
 
-def start(coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None) -> None:
-    """Joins the processes of a job and checks that all of them run the same code. Call it before any other use of JAX.
+def start(
+    coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
+) -> None:
+    """Joins the processes of a job and checks that all of them run the same code. Call it before
+    any other use of JAX.
 
     When one process dies, the other processes end within `HEARTBEAT_SECONDS`, see `end_on_abort`.
 
     Args:
-      coordinator: "host:port" of process 0. Give all three arguments; or none on a TPU pod, under Slurm and under Open
-        MPI, where JAX finds the processes.
+      coordinator: "host:port" of process 0. Give all three arguments; or none on a TPU pod, under
+        Slurm and under Open MPI, where JAX finds the processes.
       num_processes: number of processes of the job.
       process_id: number of this process, from 0.
 
@@ -50,7 +53,9 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
     """
     given = (coordinator, num_processes, process_id)
     if any(x is None for x in given) != all(x is None for x in given):
-        raise ValueError(f"give coordinator, num_processes and process_id together, or none of them; got {given}")
+        raise ValueError(
+            f"give coordinator, num_processes and process_id together, or none of them; got {given}"
+        )
     if coordinator is not None:
         host, port = _host_and_port(coordinator)
         validate.integer("process_id", process_id, 0, num_processes)
@@ -58,7 +63,11 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
             _wait_for(host, port)
     # JAX would catch the notice of a preemption. Without its service the notice ends the process.
     jax.config.update("jax_enable_preemption_service", False)
-    who = f"all {num_processes} processes reached {coordinator}" if coordinator else "all processes of this job met"
+    who = (
+        f"all {num_processes} processes reached {coordinator}"
+        if coordinator
+        else "all processes of this job met"
+    )
     # The runtime aborts without naming the processes that it waited for.
     end_on_abort(f"specsamp: not {who} within {CONNECT_SECONDS} seconds")
     try:
@@ -72,7 +81,8 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
         )
     except ValueError as error:
         raise ValueError(
-            f"JAX does not find the processes of this job ({error}): give coordinator, num_processes and process_id"
+            f"JAX does not find the processes of this job ({error}): give coordinator, "
+            "num_processes and process_id"
         ) from error
     except jax.errors.JaxRuntimeError as error:
         raise ConnectionError(
@@ -80,18 +90,19 @@ def start(coordinator: str | None = None, num_processes: int | None = None, proc
         ) from error
     # Again, now that the backend runs, because it may install handlers of its own.
     end_on_abort(
-        f"specsamp: the runtime ended process {jax.process_index()} of {jax.process_count()}: most likely another "
-        "process died or its machine was taken away; its own output says why"
+        f"specsamp: the runtime ended process {jax.process_index()} of {jax.process_count()}: most "
+        "likely another process died or its machine was taken away; its own output says why"
     )
     check_same_code(code_version())
 
 
 def end_on_abort(message: str) -> None:
-    """Ends this process with ``message`` as its last line and exit status 1 if the runtime aborts it.
+    """Ends this process with ``message`` as its last line and exit status 1 if the runtime aborts
+    it.
 
-    The runtime aborts a process when another process of its job has died: it prints about thirty lines of its stack and
-    raises SIGABRT in one of its threads. Python would run a signal handler later, in the main thread, which is too late;
-    so this installs a handler of the C library.
+    The runtime aborts a process when another process of its job has died: it prints about thirty
+    lines of its stack and raises SIGABRT in one of its threads. Python would run a signal handler
+    later, in the main thread, which is too late; so this installs a handler of the C library.
     """
     if os.name == "posix":
         _abort_handlers.append(_ABORT_HANDLER(lambda number: end_now(message)))
@@ -101,7 +112,8 @@ def end_on_abort(message: str) -> None:
 def end_now(message: str, status: int = 1) -> NoReturn:
     """Prints ``message`` as the last line of this process and ends it.
 
-    A normal exit would wait up to `HEARTBEAT_SECONDS` for the process that died, and would then be aborted.
+    A normal exit would wait up to `HEARTBEAT_SECONDS` for the process that died, and would then be
+    aborted.
     """
     try:
         sys.stdout.flush()
@@ -112,17 +124,26 @@ def end_now(message: str, status: int = 1) -> NoReturn:
 
 
 _ABORT_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
-_abort_handlers: list[Any] = []  # keeps the handlers alive, because the C library only has their addresses
+# Keeps the handlers alive, because the C library only has their addresses.
+_abort_handlers: list[Any] = []
 
 
 def code_version() -> str:
-    """Returns the version of the source tree (see `machine.source_version`), the JAX version and the command line."""
-    command = " ".join(argument for argument in sys.argv[1:] if not argument.startswith("--process_id"))
-    return f"specsamp {machine.source_version()}, jax {jax.__version__}, {command or 'no arguments'}"
+    """Returns the version of the source tree (see `machine.source_version`), the JAX version and
+    the command line.
+    """
+    command = " ".join(
+        argument for argument in sys.argv[1:] if not argument.startswith("--process_id")
+    )
+    return (
+        f"specsamp {machine.source_version()}, jax {jax.__version__}, {command or 'no arguments'}"
+    )
 
 
 def check_same_code(version: str) -> None:
-    """Raises RuntimeError on every process if their versions, see `code_version`, are not all the same."""
+    """Raises RuntimeError on every process if their versions, see `code_version`, are not all the
+    same.
+    """
     versions = gather_objects(version)
     others = {i: theirs for i, theirs in enumerate(versions) if theirs != versions[0]}
     if others:
@@ -136,21 +157,25 @@ def check_same_code(version: str) -> None:
 def gather_objects(value: Any) -> list[Any]:
     """Returns the values of all processes, ordered by process. Every process must call it.
 
-    Values are sent as pickles, which can run code when they are read. JAX's coordinator accepts every connection, so its
-    port must be inside a trusted network, such as the network of a TPU slice.
+    Values are sent as pickles, which can run code when they are read. JAX's coordinator accepts
+    every connection, so its port must be inside a trusted network, such as the network of a TPU
+    slice.
     """
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(len(data))).ravel()
-    padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)  # a program is compiled for every size
+    # A program is compiled for every size.
+    padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
     padded[: len(data)] = data
     gathered = multihost_utils.process_allgather(padded)
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(gathered, sizes)]
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Runs ``make`` in the first process; returns its result, or raises its error, in all. All must call it."""
+    """Runs ``make`` in the first process; returns its result, or raises its error, in all. All must
+    call it.
+    """
     made, error = None, None
     if jax.process_index() == 0:
         try:
@@ -194,7 +219,7 @@ def _wait_for(host: str, port: int) -> None:
         except OSError as error:
             if time.monotonic() > until:
                 raise ConnectionError(
-                    f"no coordinator answered at {host}:{port} within {CONNECT_SECONDS} seconds ({error}): "
-                    "is process 0 running, and does a firewall let this port through?"
+                    f"no coordinator answered at {host}:{port} within {CONNECT_SECONDS} seconds "
+                    f"({error}): is process 0 running, and does a firewall let this port through?"
                 ) from error
         time.sleep(1)

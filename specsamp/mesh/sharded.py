@@ -3,9 +3,10 @@
     mesh = make_mesh(data=2, model=4)
     completions = generate(shard(pair, mesh), prompts)
 
-Over the mesh axis ``model`` the compiler splits each call of a model, from the shardings of its weights, caches and
-logits. Over the axis ``data`` `jax.shard_map` splits the sequences of the batch: each data shard decodes its sequences
-on its devices, and the shards only agree on when to end.
+Over the mesh axis ``model`` the compiler splits each call of a model, from the shardings of its
+weights, caches and logits. Over the axis ``data`` `jax.shard_map` splits the sequences of the
+batch: each data shard decodes its sequences on its devices, and the shards only agree on when to
+end.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ Array = jax.Array
 
 
 def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None) -> Pair:
-    """Returns the pair with its parameters sharded over the mesh, for `generate` and for benchmarks.
+    """Returns the pair with its parameters sharded over the mesh, for `generate` and for
+    benchmarks.
 
     Args:
       pair: models and parameters; the parameters may be on any devices.
       mesh: a mesh from `make_mesh`.
-      draft_model_parallelism: number of devices that hold one copy of the draft together. 1 gives every device a
-        copy, None splits the draft like the target, any other number must equal the argument of `make_mesh`.
+      draft_model_parallelism: number of devices that hold one copy of the draft together. 1 gives
+        every device a copy, None splits the draft like the target, any other number must equal the
+        argument of `make_mesh`.
 
     Raises:
-      ValueError: a size of a model does not divide over the devices, with both numbers; or an argument has the wrong type.
+      ValueError: a size of a model does not divide over the devices, with both numbers; or an
+        argument has the wrong type.
     """
     validate.instance("pair", pair, Pair, "load_pair('python')")
     validate.instance("mesh", mesh, Mesh, "make_mesh(data=2, model=4)")
@@ -65,15 +69,17 @@ def shard(pair: Pair, mesh: Mesh, *, draft_model_parallelism: int | None = None)
 
 
 def draft_layout(mesh: Mesh, draft_model_parallelism: int | None = None) -> Layout:
-    """Returns the layout of a draft; raises ValueError if the mesh was made for another parallelism, see `shard`."""
+    """Returns the layout of a draft; raises ValueError if the mesh was made for another
+    parallelism, see `shard`.
+    """
     if draft_model_parallelism == 1:
         return Layout.replicated(mesh)
     if draft_model_parallelism in (None, mesh.shape[MODEL] * mesh.shape.get(REPLICA, 1)):
         return Layout.tensor_parallel(mesh)
     if draft_model_parallelism != mesh.shape[MODEL]:
         raise ValueError(
-            f"draft_model_parallelism {draft_model_parallelism} needs a mesh made with it; this one is "
-            f"{dict(mesh.shape)}"
+            f"draft_model_parallelism {draft_model_parallelism} needs a mesh made with it; this "
+            f"one is {dict(mesh.shape)}"
         )
     return Layout(mesh, (MODEL,))
 
@@ -90,12 +96,13 @@ def shard_model(model: LanguageModel, layout: Layout) -> ShardedModel:
 
 
 def with_attention(pair: Pair, attention: str) -> Pair:
-    """Returns the pair with another implementation of attention over caches, experts and warps, on the same mesh.
+    """Returns the pair with another implementation of attention over caches, experts and warps, on
+    the same mesh.
 
     Args:
-      attention: "kernel", for TPUs; "plain", the same in XLA's operations; or "auto", the kernels on a TPU, where a call
-        with them equals one without: else it says why and is plain. It is set for each `TransformerLM`; heads and other
-        models keep their attention.
+      attention: "kernel", for TPUs; "plain", the same in XLA's operations; or "auto", the kernels
+        on a TPU, where a call with them equals one without: else it says why and is plain. It is
+        set for each `TransformerLM`; heads and other models keep their attention.
 
     Raises:
       ValueError: another word, or "kernel" without a TPU.
@@ -118,13 +125,15 @@ def with_attention(pair: Pair, attention: str) -> Pair:
 
 @dataclasses.dataclass(frozen=True)
 class ShardedModel(LayeredModel):
-    """A `LanguageModel` whose weights and caches are sharded, and whose logits are gathered once per call.
+    """A `LanguageModel` whose weights and caches are sharded, and whose logits are gathered once
+    per call.
 
-    Arrays whose logical axes the model does not name are on every device. The model can be called in parts if the model
-    inside can; ``options`` of a call are those of the model inside.
+    Arrays whose logical axes the model does not name are on every device. The model can be called
+    in parts if the model inside can; ``options`` of a call are those of the model inside.
 
     Attributes:
-      whole: the model that makes the caches, if ``model`` is its first layers; None: ``model`` makes them.
+      whole: the model that makes the caches, if ``model`` is its first layers; None: ``model``
+        makes them.
     """
 
     model: LanguageModel
@@ -132,7 +141,8 @@ class ShardedModel(LayeredModel):
     whole: LanguageModel | None = None
 
     def __post_init__(self):
-        for name in ("vocab_size", "max_positions", "num_layers", "width", "config", "kernels"):  # of the model inside
+        # Of the model inside.
+        for name in ("vocab_size", "max_positions", "num_layers", "width", "config", "kernels"):
             object.__setattr__(self, name, getattr(self.model, name, None))
 
     @property
@@ -148,7 +158,9 @@ class ShardedModel(LayeredModel):
         return self.layout.shardings(self.model.weight_axes(), weights)
 
     def init(self, key: Array) -> Any:
-        """Returns random float32 parameters, the same on any mesh; under `jax.jit` each device makes its part."""
+        """Returns random float32 parameters, the same on any mesh; under `jax.jit` each device
+        makes its part.
+        """
         shardings = self.param_shardings(jax.eval_shape(self.model.init, key))
         return jax.lax.with_sharding_constraint(self.model.init(key), shardings)
 
@@ -164,7 +176,9 @@ class ShardedModel(LayeredModel):
     def init_cache(self, batch: int, slots: int) -> Any:
         return self._place_cache((self.whole or self.model).init_cache(batch, slots))
 
-    def __call__(self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, **options: Any) -> Output:
+    def __call__(
+        self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, **options: Any
+    ) -> Output:
         tokens_BT, start_B = self.layout.on_all_devices((tokens_BT, start_B))
         output = self.model(weights, tokens_BT, start_B, cache, **options)
         return Output(
@@ -174,7 +188,9 @@ class ShardedModel(LayeredModel):
         )
 
     def first(self, num_layers: int) -> ShardedModel:
-        return dataclasses.replace(self, model=self.model.first(num_layers), whole=self.whole or self.model)
+        return dataclasses.replace(
+            self, model=self.model.first(num_layers), whole=self.whole or self.model
+        )
 
     def compact(self, cache: Any, start_B: Array, rows_BT: Array, num_rows: int) -> Any:
         rows_BT, start_B = self.layout.on_all_devices((rows_BT, start_B))
@@ -185,18 +201,30 @@ class ShardedModel(LayeredModel):
             self.model.cut_cache(cache, num_kept, self.layout.on_all_devices(first_B), count, room)
         )
 
-    def embed(self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, **options: Any) -> tuple[Array, Any]:
+    def embed(
+        self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, **options: Any
+    ) -> tuple[Array, Any]:
         tokens_BT, start_B = self.layout.on_all_devices((tokens_BT, start_B))
         x_BTD, written = self.model.embed(weights, tokens_BT, start_B, cache, **options)
-        # Arrays that embedding does not write are not resharded: a loop that only embeds must not move whole caches.
+        # Arrays that embedding does not write are not resharded: a loop that only embeds must not
+        # move whole caches.
         placed = self._place_cache(written)
         cache = jax.tree.map(lambda old, new, at: old if new is old else at, cache, written, placed)
         return self.layout.on_all_devices(x_BTD), cache
 
     def layers(
-        self, weights: Any, x_BTD: Array, start_B: Array, cache: Any, first: int, last: int, **options: Any
+        self,
+        weights: Any,
+        x_BTD: Array,
+        start_B: Array,
+        cache: Any,
+        first: int,
+        last: int,
+        **options: Any,
     ) -> tuple[Array, Any, tuple[Array, ...]]:
-        x_BTD, cache, hidden = self.model.layers(weights, x_BTD, start_B, cache, first, last, **options)
+        x_BTD, cache, hidden = self.model.layers(
+            weights, x_BTD, start_B, cache, first, last, **options
+        )
         x_BTD, hidden = self.layout.on_all_devices((x_BTD, hidden))
         return x_BTD, self._place_cache(cache), hidden
 

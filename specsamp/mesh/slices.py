@@ -7,11 +7,13 @@
     python3 specsamp/mesh/slices.py v4-32 topology hosts      # 2x2x4 4
     python3 specsamp/mesh/slices.py --list                    # the names of all slices
 
-This file imports the standard library only and runs on Python 3.9: the machine that orders a slice may lack specsamp.
+This file imports the standard library only and runs on Python 3.9: the machine that orders a slice
+may lack specsamp.
 
-Sources: the pages v4, v5e, v5p, v6e, tpu7x and runtimes of cloud.google.com/tpu/docs (topologies, memory, images), and the
-slices in xpk 1.16, Google's launcher for GKE. If a page gives only examples, the catalogue has the sizes with a default
-topology in xpk, and v4-384, which Google's MaxText runs on.
+Sources: the pages v4, v5e, v5p, v6e, tpu7x and runtimes of cloud.google.com/tpu/docs (topologies,
+memory, images), and the slices in xpk 1.16, Google's launcher for GKE. If a page gives only
+examples, the catalogue has the sizes with a default topology in xpk, and v4-384, which Google's
+MaxText runs on.
 """
 
 from __future__ import annotations
@@ -25,20 +27,24 @@ import pathlib
 import sys
 
 GIB = 2**30
-# By the prefix of the name. ``cores_in_name``: what a chip adds to the number in the name, 2 if it counts TensorCores.
+# By the prefix of the name. ``cores_in_name``: what a chip adds to the number in the name, 2 if it
+# counts TensorCores.
 GENERATIONS = json.loads(pathlib.Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Chips that are ordered together and share a network. A host is a virtual machine, with one JAX process."""
+    """Chips that are ordered together and share a network. A host is a virtual machine, with one
+    JAX process.
+    """
 
     name: str  # the accelerator type, such as "v4-32"
     topology: str  # chips along each axis of the network, such as "2x2x4"
     chips: int
     chips_per_host: int
     devices_per_chip: int  # as JAX counts devices
-    runtime_version: str | None  # image of the hosts; None where only GKE sells the slice, without queued resources
+    # Image of the hosts; None where only GKE sells the slice, without queued resources.
+    runtime_version: str | None
     hbm_bytes: int  # of one chip; programs can use about 98% of it
     hbm_bytes_per_second: float  # of one chip
 
@@ -59,7 +65,8 @@ def all_slices() -> dict[str, Slice]:
     for prefix, generation in GENERATIONS.items():
         for topology in generation["topologies"]:
             chips = math.prod(map(int, topology.split("x")))
-            # A flat slice of up to eight chips is one host; all other slices consist of hosts with four chips.
+            # A flat slice of up to eight chips is one host; all other slices consist of hosts with
+            # four chips.
             chips_per_host = chips if chips <= 8 and topology.count("x") == 1 else min(chips, 4)
             name = f"{prefix}-{chips * generation['cores_in_name']}"
             found[name] = Slice(
@@ -82,7 +89,9 @@ def find(name: str) -> Slice:
       ValueError: there is no such slice; the message lists the closest names.
     """
     slices, (prefix, _, size) = all_slices(), name.strip().lower().rpartition("-")
-    prefix = next((each for each, generation in GENERATIONS.items() if prefix == generation["alias"]), prefix)
+    prefix = next(
+        (each for each, generation in GENERATIONS.items() if prefix == generation["alias"]), prefix
+    )
     if (found := slices.get(f"{prefix}-{size}")) is not None:
         return found
     if prefix in GENERATIONS and size.isdecimal():
@@ -96,12 +105,20 @@ def find(name: str) -> Slice:
 
 
 def print_slice() -> None:
-    """Prints the fields of a slice, or the names of all slices; wrong arguments end with one line and status 2."""
+    """Prints the fields of a slice, or the names of all slices; wrong arguments end with one line
+    and status 2.
+    """
     fields = [field.name for field in dataclasses.fields(Slice)] + ["hosts", "devices"]
     parser = argparse.ArgumentParser(description="Prints the fields of a Cloud TPU slice.")
-    parser.add_argument("name", nargs="?", help="accelerator type of the slice, such as v4-32 or v5e-16")
-    parser.add_argument("field", nargs="*", help=f"fields to print in one line, out of: {', '.join(fields)}")
-    parser.add_argument("--list", action="store_true", help="print the names of all slices, one per line")
+    parser.add_argument(
+        "name", nargs="?", help="accelerator type of the slice, such as v4-32 or v5e-16"
+    )
+    parser.add_argument(
+        "field", nargs="*", help=f"fields to print in one line, out of: {', '.join(fields)}"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the names of all slices, one per line"
+    )
     arguments = parser.parse_args()
     if arguments.list:
         print(*all_slices(), sep="\n")
@@ -109,12 +126,17 @@ def print_slice() -> None:
     unknown = [field for field in arguments.field if field not in fields]
     try:
         if unknown:
-            raise ValueError(f"a TPU slice has no field {unknown[0]!r}: choose from {', '.join(fields)}")
+            raise ValueError(
+                f"a TPU slice has no field {unknown[0]!r}: choose from {', '.join(fields)}"
+            )
         found = find(arguments.name or "")
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    values = {field: "none" if getattr(found, field) is None else getattr(found, field) for field in fields}
+    values = {
+        field: "none" if getattr(found, field) is None else getattr(found, field)
+        for field in fields
+    }
     if arguments.field:
         print(*map(values.get, arguments.field))
     else:

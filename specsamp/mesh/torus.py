@@ -112,7 +112,9 @@ def _order(box: Box, extent: Box) -> np.ndarray:
 
 
 def _boxes(extent: Box, count: int) -> list[Box]:
-    """Returns the boxes of ``count`` devices that divide a larger one, of whole chips if they can."""
+    """Returns the boxes of ``count`` devices that divide a larger one, of whole chips if
+    they can.
+    """
     of_chip, *chips = extent
     sides = [[side for side in range(1, size + 1) if size % side == 0] for size in chips]
     boxes = itertools.product([math.gcd(count, of_chip)], *sides)

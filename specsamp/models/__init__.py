@@ -1,1 +1,3 @@
-"""The transformer, its caches and heads. Arrays carry logical axis names; this folder does not depend on a mesh."""
+"""The transformer, its caches and heads. Arrays carry logical axis names; this folder does not
+depend on a mesh.
+"""

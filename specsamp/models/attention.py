@@ -1,8 +1,8 @@
 """Attention, as a Linen module. Its cache stores keys and values, and computes scores from them.
 
-Weights have the same order of axes for every number of tokens: Q, K, V head-major ``[N, D, H]`` and the output ``[N, H,
-D]``. With any other order the TPU compiler rearranges weights in a loop that uses them at different T. On CPUs the
-order is different, see `specsamp.models.cpu_weights`.
+Weights have the same order of axes for every number of tokens: Q, K, V head-major ``[N, D, H]`` and
+the output ``[N, H, D]``. With any other order the TPU compiler rearranges weights in a loop that
+uses them at different T. On CPUs the order is different, see `specsamp.models.cpu_weights`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ MAX_BATCHED_ROWS = 256
 class Attention(nn.Module):
     """Multi-head, grouped or multi-query attention over a cache, or over the call alone.
 
-    With a ``window``, a token attends to itself and the ``window - 1`` slots before it. The window is a mask: the cache
-    keeps every slot, so that tokens can be removed across the window's edge.
+    With a ``window``, a token attends to itself and the ``window - 1`` slots before it. The window
+    is a mask: the cache keeps every slot, so that tokens can be removed across the window's edge.
     """
 
     config: TransformerConfig
     window: int | None = None
-    input_width: int | None = None  # of the input of queries, keys and values; None: the stream's width
+    # Of the input of queries, keys and values; None: the stream's width.
+    input_width: int | None = None
     kernels: Kernels | None = None
 
     table_axes: ClassVar[str] = "MSH"  # of the table of relative keys
@@ -63,17 +64,22 @@ class Attention(nn.Module):
           rope: from `Rotary.angles`, of models with rotary positions.
           cache: None: the tokens of the call attend to each other only.
           table: relative keys for all slots of the cache; None: computed in the call.
-          block: a token tree, or an explicit mask, see `specsamp.models.dflash.BlockVisibility`; None: a chain.
+          block: a token tree, or an explicit mask, see `specsamp.models.dflash.BlockVisibility`;
+            None: a chain.
         """
         config = self.config
         heads, size, width = config.num_heads, config.head_size, config.width
         batch, length = x_BTD.shape[:2]
         q_BNTH, k_BMTH, v_BMTH = self.project_heads(x_BTD)
         fan_in = 2 * config.num_layers * heads * size
-        output_NHD = weight(self, "output", (heads, size, width), ("heads", "head", "embed"), fan_in=fan_in)
+        output_NHD = weight(
+            self, "output", (heads, size, width), ("heads", "head", "embed"), fan_in=fan_in
+        )
         vectors = ()
         if config.query_key_norm:
-            vectors = [Norm(config, "head", name=name).vectors(size) for name in ("query_norm", "key_norm")]
+            vectors = [
+                Norm(config, "head", name=name).vectors(size) for name in ("query_norm", "key_norm")
+            ]
         q_BNTH, k_BMTH = self.turn_heads(q_BNTH, k_BMTH, vectors, rope)
         if cache is None:
             cache = KVCache.of(k_BMTH, v_BMTH)
@@ -81,15 +87,21 @@ class Attention(nn.Module):
             cache = cache.append(k_BMTH, v_BMTH, start_B)
         visible = block
         if block is None or isinstance(block, Block):
-            visible = Visibility(start_B=start_B, num_queries=length, window=self.window, block=block)
+            visible = Visibility(
+                start_B=start_B, num_queries=length, window=self.window, block=block
+            )
         distances_BNTS = None
         if config.positions == "relative":
             q_BNTH, distances_BNTS = self.score_distances(q_BNTH, table, cache.num_slots)
         scale = config.attention_scale or 1 / math.sqrt(size)
-        mixed_BNTH = cache.attend(q_BNTH, visible, scale=scale, distances_BNTS=distances_BNTS, cap=config.attention_cap)
-        # One contraction over heads and their entries together: as two, the weight is transposed for it.
+        mixed_BNTH = cache.attend(
+            q_BNTH, visible, scale=scale, distances_BNTS=distances_BNTS, cap=config.attention_cap
+        )
+        # One contraction over heads and their entries together: as two, the weight is transposed
+        # for it.
         mixed_BTX = mixed_BNTH.swapaxes(1, 2).reshape(batch, length, heads * size)
-        output_XD = jax.tree.map(lambda x_NHD: x_NHD.reshape(-1, width), output_NHD)  # of int8 weights the scale too
+        # Of int8 weights the scale too.
+        output_XD = jax.tree.map(lambda x_NHD: x_NHD.reshape(-1, width), output_NHD)
         out_BTD = contract("BTX,XD->BTD", mixed_BTX, output_XD)
         if config.output_bias:
             out_BTD = out_BTD + zero_bias(self, "output_bias", ("embed",), out_BTD)
@@ -114,22 +126,31 @@ class Attention(nn.Module):
         )
 
     def turn_heads(
-        self, q_BNTH: Array, k_BMTH: Array, vectors: Sequence[tuple[Array, ...]], rope: tuple[Array, Array] | None
+        self,
+        q_BNTH: Array,
+        k_BMTH: Array,
+        vectors: Sequence[tuple[Array, ...]],
+        rope: tuple[Array, Array] | None,
     ) -> tuple[Array, Array]:
         """Returns queries and keys after their norms and their rotation."""
 
         def turn(q_BNTH, k_BMTH, vectors, rope):
             heads = (q_BNTH, k_BMTH)
             if vectors:
-                heads = [normalise(self.config, x, *each) for x, each in zip(heads, vectors, strict=True)]
+                heads = [
+                    normalise(self.config, x, *each) for x, each in zip(heads, vectors, strict=True)
+                ]
             return tuple(x if rope is None else apply_rope(x, *rope) for x in heads)
 
         if self.kernels is None or not (vectors or rope) or not self.kernels.take_small(q_BNTH):
             return turn(q_BNTH, k_BMTH, vectors, rope)
         return self.kernels.fuse(turn, (q_BNTH, k_BMTH, vectors, rope), ("heads", "kv_heads"))
 
-    def score_distances(self, q_BNTH: Array, table: Array | None, num_slots: int) -> tuple[Array, Array]:
-        """Returns the queries for the keys, and their scores by reversed distance, ``[B, N, T, S]`` float32.
+    def score_distances(
+        self, q_BNTH: Array, table: Array | None, num_slots: int
+    ) -> tuple[Array, Array]:
+        """Returns the queries for the keys, and their scores by reversed distance, ``[B, N, T, S]``
+        float32.
 
         See `specsamp.models.positions`.
         """
@@ -154,7 +175,9 @@ class Attention(nn.Module):
 
     def _projection(self, name: str, count: int, axis: str) -> Array:
         width = self.input_width or self.config.width
-        return weight(self, name, (count, width, self.config.head_size), (axis, "embed", "head"), fan_in=width)
+        return weight(
+            self, name, (count, width, self.config.head_size), (axis, "embed", "head"), fan_in=width
+        )
 
 
 def project(x_BTD: Array, weight_NDH: Array | Int8Weight) -> Array:
@@ -163,14 +186,20 @@ def project(x_BTD: Array, weight_NDH: Array | Int8Weight) -> Array:
     heads, _, size = weight_NDH.shape
     if batch * length > MAX_BATCHED_ROWS:
         return contract("BTD,NDH->BNTH", x_BTD, weight_NDH)
-    rows_NRD = jnp.broadcast_to(x_BTD.reshape(1, batch * length, width), (heads, batch * length, width))
+    rows_NRD = jnp.broadcast_to(
+        x_BTD.reshape(1, batch * length, width), (heads, batch * length, width)
+    )
     rows_NRH = contract("NRD,NDH->NRH", rows_NRD, weight_NDH)
     return rows_NRH.reshape(heads, batch, length, size).swapaxes(0, 1)
 
 
 def _of_nearest(table: Array, count: int, axis: int) -> Array:
-    """Returns the entries of the ``count`` smallest distances, for a cache that was cut; the farthest is repeated."""
+    """Returns the entries of the ``count`` smallest distances, for a cache that was cut; the
+    farthest is repeated.
+    """
     missing = count - table.shape[axis]
     if missing > 0:
-        return jnp.pad(table, [(missing if at == axis else 0, 0) for at in range(table.ndim)], mode="edge")
+        return jnp.pad(
+            table, [(missing if at == axis else 0, 0) for at in range(table.ndim)], mode="edge"
+        )
     return jax.lax.slice_in_dim(table, -missing, table.shape[axis], axis=axis)

@@ -1,4 +1,6 @@
-"""Corrections of a block's logits that make drafted tokens depend on each other: DSpark and DFlash 2."""
+"""Corrections of a block's logits that make drafted tokens depend on each other: DSpark and DFlash
+2.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ CONFIDENCE = ("hidden", "markov")
 
 
 class Markov(Correction):
-    """Adds ``W2 s`` to the logits, where s is computed from the previous token; the heads of DSpark.
+    """Adds ``W2 s`` to the logits, where s is computed from the previous token; the heads of
+    DSpark.
 
-    vanilla: s is the previous token's row of W1, so that ``W2 W1`` is a table of pairs of tokens. gated: s times a
-    gate, computed from s and the block's row. recurrent: s is a gated state that is carried along the block.
+    vanilla: s is the previous token's row of W1, so that ``W2 W1`` is a table of pairs of tokens.
+    gated: s times a gate, computed from s and the block's row. recurrent: s is a gated state that
+    is carried along the block.
     """
 
     config: DSparkConfig
@@ -35,11 +39,15 @@ class Markov(Correction):
         config, width, rank = self.config, self.config.layer.width, self.config.markov_rank
         vocab = config.layer.vocab_size
         self.embedding = weight(self, "embedding", (vocab, rank), ("vocab", "embed"), fan_in=10_000)
-        self.output = weight(self, "output", (config.num_outputs, rank), ("vocab", "embed"), fan_in=rank)
+        self.output = weight(
+            self, "output", (config.num_outputs, rank), ("vocab", "embed"), fan_in=rank
+        )
         read, made = {"vanilla": (0, 0), "gated": (1, 1), "recurrent": (2, 3)}[config.markov]
         if made:
             read = width + read * rank
-            self.gate = weight(self, "gate", (read, made * rank), ("features", "embed"), fan_in=read)
+            self.gate = weight(
+                self, "gate", (read, made * rank), ("features", "embed"), fan_in=read
+            )
             self.gate_bias = zero_bias(self, "gate_bias", ("embed",), jnp.zeros((1, made * rank)))
         if config.confidence is not None:
             read = width + (rank if config.confidence == "markov" else 0)
@@ -48,9 +56,15 @@ class Markov(Correction):
 
     def begin(self, batch: int) -> Any:
         recurrent = self.config.markov == "recurrent"
-        return jnp.zeros((batch, self.config.markov_rank), self.config.layer.compute_dtype) if recurrent else ()
+        return (
+            jnp.zeros((batch, self.config.markov_rank), self.config.layer.compute_dtype)
+            if recurrent
+            else ()
+        )
 
-    def __call__(self, logits_BU: Array, x_BD: Array, token_B: Array, state: Any) -> tuple[Array, Any]:
+    def __call__(
+        self, logits_BU: Array, x_BD: Array, token_B: Array, state: Any
+    ) -> tuple[Array, Any]:
         s_BR = take_rows(self.embedding, token_B).astype(x_BD.dtype)
         if self.config.markov == "gated":
             s_BR = jax.nn.sigmoid(self._gates(x_BD, s_BR)) * s_BR
@@ -80,7 +94,8 @@ class DSparkConfig(BlockConfig):
     Attributes:
       markov: one of `MARKOV`.
       markov_rank: R, the columns of W1 and W2.
-      confidence: estimates acceptance from the block's row alone ("hidden") or also from the previous token ("markov").
+      confidence: estimates acceptance from the block's row alone ("hidden") or also from the
+        previous token ("markov").
     """
 
     from_anchor: bool = True
@@ -101,7 +116,9 @@ class DSparkConfig(BlockConfig):
 
 
 class Selector(Correction):
-    """Scores the most probable tokens of a row given the previous token; excludes all other tokens."""
+    """Scores the most probable tokens of a row given the previous token; excludes all
+    other tokens.
+    """
 
     config: DFlash2Config
 
@@ -112,8 +129,12 @@ class Selector(Correction):
         self.output = weight(self, "output", (vocab, rank), ("vocab", "embed"), fan_in=2_500)
         self.linear = weight(self, "linear", (width, rank), ("features", "embed"), fan_in=width)
 
-    def __call__(self, logits_BU: Array, x_BD: Array, token_B: Array, state: Any) -> tuple[Array, Any]:
-        scores_BC, ids_BC = jax.lax.top_k(logits_BU, min(self.config.selector_top_k, logits_BU.shape[-1]))
+    def __call__(
+        self, logits_BU: Array, x_BD: Array, token_B: Array, state: Any
+    ) -> tuple[Array, Any]:
+        scores_BC, ids_BC = jax.lax.top_k(
+            logits_BU, min(self.config.selector_top_k, logits_BU.shape[-1])
+        )
         s_BR = contract("BD,DR->BR", x_BD, self.linear)
         s_BR = s_BR * take_rows(self.embedding, token_B).astype(s_BR.dtype)
         successors_BCR = take_rows(self.output, ids_BC).astype(s_BR.dtype)
@@ -125,7 +146,8 @@ class Selector(Correction):
 class GroupedConvolution(nn.Module):
     """A causal convolution over the rows of each block, before and after a part of the layer.
 
-    The coefficients of a tap are a learned vector plus a number per group of entries, computed from the row.
+    The coefficients of a tap are a learned vector plus a number per group of entries, computed from
+    the row.
     """
 
     config: DFlash2Config
@@ -163,7 +185,8 @@ class DFlash2Config(BlockConfig):
     """The shape of a DFlash 2 head.
 
     Attributes:
-      conv_taps: rows that a convolution reads, the current and previous rows; at most ``block_size``.
+      conv_taps: rows that a convolution reads, the current and previous rows; at most
+        ``block_size``.
       conv_group: entries of the stream that share a coefficient computed from the row.
       selector_rank: R, the columns of the selector's tables.
       selector_top_k: the tokens that can be drafted in a row.
@@ -182,7 +205,9 @@ class DFlash2Config(BlockConfig):
         for name in ("conv_group", "selector_rank", "selector_top_k"):
             validate.integer(name, getattr(self, name), 1)
         if self.layer.width % self.conv_group:
-            raise ValueError(f"conv_group {self.conv_group} does not divide the width {self.layer.width}")
+            raise ValueError(
+                f"conv_group {self.conv_group} does not divide the width {self.layer.width}"
+            )
         if self.draft_vocab_size is not None:
             raise ValueError("a DFlash 2 head has the whole vocabulary: leave draft_vocab_size out")
 

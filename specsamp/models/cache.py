@@ -1,8 +1,9 @@
 """Key-value caches: the cache of a layer, in several layouts, and the caches of all layers.
 
-Attention calls the `LayerCache` of its layer and does not depend on the order of axes, the precision or the kernels.
-Layers have separate arrays because an array stacked over layers is copied in and out of a loop. Removing tokens
-changes lengths only; stale slots are masked by position and overwritten later.
+Attention calls the `LayerCache` of its layer and does not depend on the order of axes, the
+precision or the kernels. Layers have separate arrays because an array stacked over layers is copied
+in and out of a loop. Removing tokens changes lengths only; stale slots are masked by position and
+overwritten later.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ from specsamp.models.slots import SLOTS_AXIS, cut_slots, move_slots, read_moved,
 from specsamp.models.visibility import Visibility
 
 if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import Kernels  # imports Pallas, which a CPU does not need
+    # Imports Pallas, which a CPU does not need.
+    from specsamp.models.kernels.dispatch import Kernels
 
 Array = jax.Array
 
-LOGICAL_AXES = {"B": "batch", "M": "kv_heads", "S": "slots", "H": "head", "1": None}  # by letters of names
+# By letters of names.
+LOGICAL_AXES = {"B": "batch", "M": "kv_heads", "S": "slots", "H": "head", "1": None}
 KERNEL_SLOTS = 128  # kernels read caches of a multiple of so many slots
 PAIRED_SIZE = 64  # of heads whose keys and values share the rows of `PairedKVCache`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """The keys and values of one layer, in arrays whose names end with the letters of their axes, keys first.
+    """The keys and values of one layer, in arrays whose names end with the letters of their axes,
+    keys first.
 
-    Derived classes declare the arrays and fill them in `of`. No entry may become NaN: for masked slots only the scores
-    are masked, and their values are still multiplied by 0.
+    Derived classes declare the arrays and fill them in `of`. No entry may become NaN: for masked
+    slots only the scores are masked, and their values are still multiplied by 0.
     """
 
     kernels: Kernels | None = dataclasses.field(default=None, metadata=dict(static=True))
@@ -47,17 +51,30 @@ class LayerCache:
 
     @classmethod
     def zeros(
-        cls, batch: int, kv_heads: int, slots: int, head_size: int, dtype: Any, kernels: Kernels | None = None
+        cls,
+        batch: int,
+        kv_heads: int,
+        slots: int,
+        head_size: int,
+        dtype: Any,
+        kernels: Kernels | None = None,
     ) -> Self:
-        """Returns an empty cache. Every array has its own buffer, since donating a buffer twice is an error."""
+        """Returns an empty cache. Every array has its own buffer, since donating a buffer twice is
+        an error.
+        """
         tokens = jax.ShapeDtypeStruct((batch, kv_heads, slots, head_size), dtype)
-        arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(cls.of, tokens, tokens))
+        arrays = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(cls.of, tokens, tokens)
+        )
         return dataclasses.replace(arrays, kernels=kernels)
 
     @classmethod
     def logical_axes(cls, kernels: Kernels | None = None) -> Self:
         """Returns the logical axis names of every array, each a `PartitionSpec`."""
-        specs = {name: PartitionSpec(*(LOGICAL_AXES[axis] for axis in axes)) for name, axes in cls._axes().items()}
+        specs = {
+            name: PartitionSpec(*(LOGICAL_AXES[axis] for axis in axes))
+            for name, axes in cls._axes().items()
+        }
         return cls(**specs, kernels=kernels)
 
     @classmethod
@@ -72,7 +89,9 @@ class LayerCache:
 
     @property
     def entries_BMSH(self) -> tuple[Array, ...]:
-        """Returns keys and values, or the one array that holds both; of transposed keys the values alone."""
+        """Returns keys and values, or the one array that holds both; of transposed keys the values
+        alone.
+        """
         return tuple(self._arrays("BMSH").values())
 
     @property
@@ -85,11 +104,15 @@ class LayerCache:
         return tuple(self._arrays("BM1S").values()) or None
 
     def append(self, k_BMTH: Array, v_BMTH: Array, start_B: Array) -> Self:
-        """Writes T tokens of each sequence in slots ``start_B ..``; see `specsamp.models.slots.write_slots`."""
+        """Writes T tokens of each sequence in slots ``start_B ..``; see
+        `specsamp.models.slots.write_slots`.
+        """
         return self._write(self.of(k_BMTH, v_BMTH), start_B)
 
     def compact(self, start_B: Array, rows_BT: Array, num_rows: int) -> Self:
-        """Moves slots ``start_B + rows_BT`` to ``start_B ..``, see `specsamp.models.slots.move_slots`."""
+        """Moves slots ``start_B + rows_BT`` to ``start_B ..``, see
+        `specsamp.models.slots.move_slots`.
+        """
         moved = {
             name: read_moved(getattr(self, name), start_B, rows_BT, num_rows, axes.index("S"))
             for name, axes in self._axes().items()
@@ -97,7 +120,9 @@ class LayerCache:
         return self._write(dataclasses.replace(self, **moved), start_B)
 
     def cut(self, num_kept: int, first_B: Array, count: int, room: int) -> Self:
-        """Returns a smaller cache, see `specsamp.models.slots.cut_slots`; with kernels, of whole blocks of slots."""
+        """Returns a smaller cache, see `specsamp.models.slots.cut_slots`; with kernels, of whole
+        blocks of slots.
+        """
         room += 0 if self.kernels is None else -(num_kept + count + room) % KERNEL_SLOTS
         arrays = {
             name: cut_slots(getattr(self, name), num_kept, first_B, count, room, axes.index("S"))
@@ -113,7 +138,9 @@ class LayerCache:
             written = dict(zip(self._arrays("BMSH"), arrays, strict=True))
         for name, axes in self._axes().items():
             if name not in written:
-                written[name] = write_slots(getattr(self, name), getattr(new, name), start_B, axes.index("S"))
+                written[name] = write_slots(
+                    getattr(self, name), getattr(new, name), start_B, axes.index("S")
+                )
         return dataclasses.replace(self, **written)
 
     def attend(
@@ -125,18 +152,29 @@ class LayerCache:
         distances_BNTS: Array | None = None,
         cap: float | None = None,
     ) -> Array:
-        """Returns each query's mean of the values, weighted by the softmax of its scores, ``[B, N, T, H]``.
+        """Returns each query's mean of the values, weighted by the softmax of its scores, ``[B, N,
+        T, H]``.
 
         Args:
           visible: the mask of slots for each query.
           scale: factor of all scores, including ``distances_BNTS``.
-          distances_BNTS: float32, scores by reversed distance (see `specsamp.models.positions`), added to the products.
+          distances_BNTS: float32, scores by reversed distance (see `specsamp.models.positions`),
+            added to the products.
           cap: soft cap of the scores, see `soft_cap`.
         """
-        (batch, heads, length, size), (_, kv_heads, slots, _) = q_BNTH.shape, self.entries_BMSH[-1].shape
+        (batch, heads, length, size), (_, kv_heads, slots, _) = (
+            q_BNTH.shape,
+            self.entries_BMSH[-1].shape,
+        )
         group = heads // kv_heads
-        if self.kernels is not None and self.kernels.take(slots, length, group) and not visible.needs_mask:
-            return self.kernels.attend(q_BNTH, self, visible, scale=scale, distances_BNTS=distances_BNTS, cap=cap)
+        if (
+            self.kernels is not None
+            and self.kernels.take(slots, length, group)
+            and not visible.needs_mask
+        ):
+            return self.kernels.attend(
+                q_BNTH, self, visible, scale=scale, distances_BNTS=distances_BNTS, cap=cap
+            )
         # Queries that share a kv head are extra rows of one product.
         rows_shape, scales_BM1S = (batch, kv_heads, group * length), self.scales_BM1S
         keys, keys_axes = next(iter(self._axes().items()))
@@ -179,7 +217,8 @@ class KVCache(LayerCache):
 class TransposedKVCache(LayerCache):
     """A `LayerCache` for CPUs, with keys ``[B, M, H, S]``.
 
-    With few queries, CPU products that contract the last axis of both sides take three times as long.
+    With few queries, CPU products that contract the last axis of both sides take three times as
+    long.
     """
 
     keys_BMHS: Array
@@ -195,9 +234,10 @@ class TransposedKVCache(LayerCache):
 class Int8KVCache(LayerCache):
     """A `LayerCache` in int8, with a scale for each token and head; for either weight order.
 
-    The scale of a key multiplies its score, and the scale of a value multiplies its probability before the product with
-    the int8 values. So the cache is never converted to a wider dtype. A call also attends to its own tokens in rounded
-    form: otherwise a distribution would depend on how a sequence is split into calls.
+    The scale of a key multiplies its score, and the scale of a value multiplies its probability
+    before the product with the int8 values. So the cache is never converted to a wider dtype. A
+    call also attends to its own tokens in rounded form: otherwise a distribution would depend on
+    how a sequence is split into calls.
     """
 
     keys_BMSH: Array
@@ -208,14 +248,17 @@ class Int8KVCache(LayerCache):
     @classmethod
     def of(cls, k_BMTH: Array, v_BMTH: Array) -> Self:
         keys, values = quantise(k_BMTH, (3,)), quantise(v_BMTH, (3,))
-        scales = dict(key_scales_BM1S=keys.scale.swapaxes(2, 3), value_scales_BM1S=values.scale.swapaxes(2, 3))
+        scales = dict(
+            key_scales_BM1S=keys.scale.swapaxes(2, 3), value_scales_BM1S=values.scale.swapaxes(2, 3)
+        )
         return cls(keys_BMSH=keys.values, values_BMSH=values.values, **scales)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairedKVCache(LayerCache):
-    """A `LayerCache` for kernels and heads of 64 entries: a row holds a key and behind it its value.
+    """A `LayerCache` for kernels and heads of 64 entries: a row holds a key and behind it its
+    value.
 
     A TPU keeps rows of 128 entries, so that two arrays of 64 would be half empty.
     """
@@ -230,9 +273,13 @@ class PairedKVCache(LayerCache):
         return cls(pairs_BMSH=jnp.concatenate(apart.entries_BMSH, axis=3), **apart._arrays("BM1S"))
 
     def attend(self, q_BNTH: Array, visible: Visibility, **options: Any) -> Array:
-        """See `LayerCache.attend`. The zeros of a query meet values; of the mean of rows the values are returned."""
+        """See `LayerCache.attend`. The zeros of a query meet values; of the mean of rows the values
+        are returned.
+        """
         size = q_BNTH.shape[3]
-        return super().attend(jnp.pad(q_BNTH, ((0, 0), (0, 0), (0, 0), (0, size))), visible, **options)[..., size:]
+        return super().attend(
+            jnp.pad(q_BNTH, ((0, 0), (0, 0), (0, 0), (0, size))), visible, **options
+        )[..., size:]
 
 
 @jax.tree_util.register_dataclass
@@ -266,7 +313,9 @@ class TransformerCache:
         """Moves slots ``start_B + rows_BT`` of all arrays to ``start_B ..``, see `move_slots`."""
         tokens_BS = self.tokens_BS
         if tokens_BS is not None:
-            tokens_BS = move_slots(tokens_BS[:, None, :, None], start_B, rows_BT, num_rows)[:, 0, :, 0]
+            tokens_BS = move_slots(tokens_BS[:, None, :, None], start_B, rows_BT, num_rows)[
+                :, 0, :, 0
+            ]
         layers = tuple(layer.compact(start_B, rows_BT, num_rows) for layer in self.layers)
         return type(self)(layers=layers, tokens_BS=tokens_BS)
 
@@ -274,6 +323,8 @@ class TransformerCache:
         """Returns a smaller cache, see `specsamp.models.slots.cut_slots`."""
         tokens_BS = self.tokens_BS
         if tokens_BS is not None:
-            tokens_BS = cut_slots(tokens_BS[:, None, :, None], num_kept, first_B, count, room)[:, 0, :, 0]
+            tokens_BS = cut_slots(tokens_BS[:, None, :, None], num_kept, first_B, count, room)[
+                :, 0, :, 0
+            ]
         layers = tuple(layer.cut(num_kept, first_B, count, room) for layer in self.layers)
         return type(self)(layers=layers, tokens_BS=tokens_BS)

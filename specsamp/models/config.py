@@ -13,10 +13,12 @@ from specsamp import validate
 from specsamp.models.positions import Rotary, RotaryScaling
 
 POSITIONS = ("relative", "rotary", "learned")
-ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")  # "gelu" is the approximation by tanh
+# "gelu" is the approximation by tanh.
+ACTIVATIONS = ("gelu", "gelu_exact", "relu", "relu_squared", "silu")
 NORMS = ("rms", "layer")
 DTYPES = ("float32", "bfloat16")
-DECODING = ("dtype", "weight_dtype", "cache_dtype")  # fields that change decoding but not the parameters
+# Fields that change decoding but not the parameters.
+DECODING = ("dtype", "weight_dtype", "cache_dtype")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,22 +36,28 @@ class ExpertsConfig:
         for name in ("num_experts", "experts_per_token", "width"):
             validate.integer(f"{name} of experts", getattr(self, name), 1)
         if self.experts_per_token > self.num_experts:
-            raise ValueError(f"a token cannot have {self.experts_per_token} experts of {self.num_experts}")
+            raise ValueError(
+                f"a token cannot have {self.experts_per_token} experts of {self.num_experts}"
+            )
         validate.switch("normalised", self.normalised)
         validate.integers("dense_layers", self.dense_layers)
 
     def expected_touched(self, tokens: int) -> float:
-        """Returns the expected number of experts that a call of T = ``tokens`` tokens reads in a layer.
+        """Returns the expected number of experts that a call of T = ``tokens`` tokens reads in a
+        layer.
 
-        ``E (1 - (1 - k / E)^T)``, if tokens choose independently and all experts are equally popular (Huang et al.,
-        MoESD, arXiv 2505.19645). It is smaller if some experts are more popular, or if neighbouring tokens are alike.
+        ``E (1 - (1 - k / E)^T)``, if tokens choose independently and all experts are equally
+        popular (Huang et al., MoESD, arXiv 2505.19645). It is smaller if some experts are more
+        popular, or if neighbouring tokens are alike.
         """
         return self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** tokens)
 
     def expected_blocks(self, tokens: int, block: int, devices: int = 1) -> float:
-        """Returns the expected number of blocks, each of at most ``block`` tokens of one expert, that a call needs.
+        """Returns the expected number of blocks, each of at most ``block`` tokens of one expert,
+        that a call needs.
 
-        If the experts are split over devices, it is the number of the device with most blocks. See `expected_touched`.
+        If the experts are split over devices, it is the number of the device with most blocks. See
+        `expected_touched`.
         """
         if devices == 1 and block >= tokens:
             return self.expected_touched(tokens)
@@ -70,12 +78,15 @@ def _simulated_blocks(total: int, chosen: int, tokens: int, block: int, devices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """The shape of a decoder: by default that of Chinchilla, with switches for the families of public checkpoints.
+    """The shape of a decoder: by default that of Chinchilla, with switches for the families of
+    public checkpoints.
 
-    Chinchilla's parameter counts imply, per layer, 4 D^2 for Q, K, V, O, D^2 for the projection of relative positions,
-    8 D^2 for an ungated feed-forward of width 4 D; and tied embeddings. The activation was not published.
+    Chinchilla's parameter counts imply, per layer, 4 D^2 for Q, K, V, O, D^2 for the projection of
+    relative positions, 8 D^2 for an ungated feed-forward of width 4 D; and tied embeddings. The
+    activation was not published.
 
-    Every switch after ``dtype`` is off by default, and then changes neither parameters nor programs.
+    Every switch after ``dtype`` is off by default, and then changes neither parameters nor
+    programs.
     """
 
     vocab_size: int
@@ -85,7 +96,8 @@ class TransformerConfig:
     num_kv_heads: int | None = None  # M; None: one per query head. 1 is multi-query attention
     head_size: int | None = None  # H; None: D / N
     feedforward_width: int | None = None  # F; None: 4 D
-    positions: str = "relative"  # or "rotary", or "learned": a vector for each position, added to the embedding
+    # Or "rotary", or "learned": a vector for each position, added to the embedding.
+    positions: str = "relative"
     max_positions: int = 2048
     rotary_base: float = 10_000.0
     ngram_rows: int = 0  # of each hashed table of n-gram embeddings, see ngrams.py; 0: none
@@ -93,14 +105,17 @@ class TransformerConfig:
     activation: str = "gelu"
     norm_epsilon: float = 1e-6
     dtype: str = "float32"  # of decode-time weights, activations and cache
-    weight_dtype: str | None = None  # of decode-time matrices; None: ``dtype``. "int8" has a scale per output channel
-    cache_dtype: str | None = None  # of the cache; None: ``dtype``. "int8" has a scale per token and head
+    # Of decode-time matrices; None: ``dtype``. "int8" has a scale per output channel.
+    weight_dtype: str | None = None
+    # Of the cache; None: ``dtype``. "int8" has a scale per token and head.
+    cache_dtype: str | None = None
 
     # The ends.
     tied: bool = True  # one matrix embeds and unembeds; False: the output has its own
     embedding_scale: float | None = None  # embeddings are multiplied by it
     logit_cap: float | None = None  # c: logits become c tanh(logits / c)
-    num_real_tokens: int | None = None  # ids from here on are padding: their logits are -inf. None: no padding
+    # Ids from here on are padding: their logits are -inf. None: no padding.
+    num_real_tokens: int | None = None
     # The stream.
     norm: str = "rms"  # or "layer": mean subtracted, with a bias
     norm_offset: bool = False  # norms multiply by 1 + scale
@@ -109,7 +124,8 @@ class TransformerConfig:
     # Feed-forward.
     gated: bool = False  # activation(gate x) * (up x)
     feedforward_bias: bool = False
-    experts: ExpertsConfig | None = None  # of layers that choose experts for each token; None: there are none
+    # Of layers that choose experts for each token; None: there are none.
+    experts: ExpertsConfig | None = None
     # Attention.
     attention_bias: bool = False  # of Q, K and V
     output_bias: bool = False
@@ -121,7 +137,8 @@ class TransformerConfig:
     # Rotary positions.
     rotary_size: int | None = None  # entries of each head that turn; None: all
     rotary_scaling: RotaryScaling | None = None
-    window_rotary_base: float | None = None  # of layers with a window, unscaled; None: ``rotary_base``
+    # Of layers with a window, unscaled; None: ``rotary_base``.
+    window_rotary_base: float | None = None
 
     def __post_init__(self):
         def set_default(name, value):
@@ -137,14 +154,19 @@ class TransformerConfig:
             set_default("num_kv_heads", self.num_heads)
         if self.head_size is None:
             if self.width % self.num_heads:
-                raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}: set head_size")
+                raise ValueError(
+                    f"width {self.width} is not a multiple of num_heads {self.num_heads}: set "
+                    "head_size"
+                )
             set_default("head_size", self.width // self.num_heads)
         if self.feedforward_width is None:
             set_default("feedforward_width", 4 * self.width)
         self._check_combinations()
 
     def _check_values(self) -> None:
-        """Raises ValueError for a field with an invalid value; None is valid where it is the default."""
+        """Raises ValueError for a field with an invalid value; None is valid where it is the
+        default.
+        """
         choices = dict(positions=POSITIONS, activation=ACTIVATIONS, norm=NORMS, dtype=DTYPES)
         choices |= dict.fromkeys(("weight_dtype", "cache_dtype"), (None, "int8"))
         for field in dataclasses.fields(self):
@@ -163,9 +185,13 @@ class TransformerConfig:
     def _check_combinations(self) -> None:
         validate.integer("ngram_order", self.ngram_order, 2, 6)
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
         if self.positions == "rotary" and self.head_size % 2:
-            raise ValueError(f"rotary positions turn pairs: head_size must be even; got {self.head_size}")
+            raise ValueError(
+                f"rotary positions turn pairs: head_size must be even; got {self.head_size}"
+            )
         if self.num_real_tokens is not None:
             validate.integer("num_real_tokens", self.num_real_tokens, 1, self.vocab_size + 1)
         if self.positions != "rotary":
@@ -174,12 +200,18 @@ class TransformerConfig:
                     raise ValueError(f"{name} is of rotary positions; these are {self.positions!r}")
         size = self.rotary_size
         if size is not None and (size % 2 or size > self.head_size):
-            raise ValueError(f"rotary_size must be even and at most head_size {self.head_size}; got {size}")
+            raise ValueError(
+                f"rotary_size must be even and at most head_size {self.head_size}; got {size}"
+            )
         validate.integers("global_layers", self.global_layers, 0, self.num_layers)
         if self.experts is not None and (self.feedforward_bias or not self.gated):
-            raise ValueError("experts have a gate and no biases: set gated=True and feedforward_bias=False")
+            raise ValueError(
+                "experts have a gate and no biases: set gated=True and feedforward_bias=False"
+            )
         if self.window is None and (self.global_layers or self.window_rotary_base is not None):
-            raise ValueError("global_layers and window_rotary_base need windowed layers: set window")
+            raise ValueError(
+                "global_layers and window_rotary_base need windowed layers: set window"
+            )
 
     def window_of(self, layer: int) -> int | None:
         """Returns the attention window of a layer; None: it attends to all tokens."""
@@ -190,7 +222,9 @@ class TransformerConfig:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def rotary_of(self, window: int | None) -> Rotary | None:
-        """Returns the rotary embedding of layers with this window; None without rotary positions."""
+        """Returns the rotary embedding of layers with this window; None without rotary
+        positions.
+        """
         if self.positions != "rotary":
             return None
         size = self.head_size if self.rotary_size is None else self.rotary_size
@@ -208,7 +242,9 @@ class TransformerConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Returns the number of parameters, by a formula: tracing 80 layers for their shapes takes seconds."""
+        """Returns the number of parameters, by a formula: tracing 80 layers for their shapes takes
+        seconds.
+        """
         heads, kv, size = self.num_heads, self.num_kv_heads, self.head_size
         width, inner = self.width, self.feedforward_width
         norm = width * (2 if self.norm == "layer" else 1)
@@ -217,11 +253,15 @@ class TransformerConfig:
             attention += kv * size * width + 2 * heads * size  # projection, and the two biases
         attention += self.attention_bias * (heads + 2 * kv) * size + self.output_bias * width
         attention += self.query_key_norm * 2 * norm // width * size
-        feedforward = (2 + self.gated) * width * inner + self.feedforward_bias * ((1 + self.gated) * inner + width)
+        feedforward = (2 + self.gated) * width * inner + self.feedforward_bias * (
+            (1 + self.gated) * inner + width
+        )
         layer = attention + (4 if self.post_norms else 2) * norm
         dense = self.num_layers - self.num_sparse_layers
         router = 0 if self.experts is None else width * self.experts.num_experts
-        feedforwards = dense * feedforward + self.num_sparse_layers * router + self.num_expert_parameters
+        feedforwards = (
+            dense * feedforward + self.num_sparse_layers * router + self.num_expert_parameters
+        )
         positions = self.max_positions * width if self.positions == "learned" else 0
         ngrams = self.num_ngram_tables * self.ngram_rows * width
         embeddings = (1 if self.tied else 2) * self.vocab_size * width
@@ -235,25 +275,35 @@ class TransformerConfig:
     @property
     def num_expert_parameters(self) -> int:
         """Returns the number of parameters of all experts."""
-        of_layer = 0 if self.experts is None else 3 * self.width * self.experts.width * self.experts.num_experts
+        of_layer = (
+            0
+            if self.experts is None
+            else 3 * self.width * self.experts.width * self.experts.num_experts
+        )
         return self.num_sparse_layers * of_layer
 
     @property
     def weight_bytes(self) -> int:
-        """Returns the bytes of decode-time weights; in int8 one per parameter, without the scales."""
-        return self.num_parameters * (1 if self.weight_dtype == "int8" else self.compute_dtype.itemsize)
+        """Returns the bytes of decode-time weights; in int8 one per parameter, without
+        the scales.
+        """
+        return self.num_parameters * (
+            1 if self.weight_dtype == "int8" else self.compute_dtype.itemsize
+        )
 
 
 # Models by name: functions whose arguments override fields.
 
-# The target of Chen et al., 70.06B parameters in 80 layers; and their draft, 4.12B in 8, wide and shallow.
+# The target of Chen et al., 70.06B parameters in 80 layers; and their draft, 4.12B in 8, wide and
+# shallow.
 chinchilla_70b = functools.partial(
     TransformerConfig, vocab_size=32_000, width=8192, num_layers=80, num_heads=64, dtype="bfloat16"
 )
 draft_4b = functools.partial(
     TransformerConfig, vocab_size=32_000, width=6144, num_layers=8, num_heads=48, dtype="bfloat16"
 )
-# A target for one laptop: 40M parameters, in float32 160 MB, too much for any cache; and its draft, of one layer.
+# A target for one laptop: 40M parameters, in float32 160 MB, too much for any cache; and its draft,
+# of one layer.
 target_38m = functools.partial(
     TransformerConfig, vocab_size=4096, width=512, num_layers=12, num_heads=8, positions="rotary"
 )
@@ -261,4 +311,6 @@ draft_1m = functools.partial(
     TransformerConfig, vocab_size=4096, width=128, num_layers=1, num_heads=2, positions="rotary"
 )
 # For tests and for running without jit.
-tiny = functools.partial(TransformerConfig, vocab_size=64, width=32, num_layers=2, num_heads=4, max_positions=512)
+tiny = functools.partial(
+    TransformerConfig, vocab_size=64, width=32, num_layers=2, num_heads=4, max_positions=512
+)

@@ -1,11 +1,15 @@
-"""Decode-time weights in the order for CPUs: few and large products over few rows, ``[T, in] x [in, out]``.
+"""Decode-time weights in the order for CPUs: few and large products over few rows, ``[T, in] x [in,
+out]``.
 
-Q, K and V are one matrix ``[D, (N+2M) H]``, the output matrix is ``[D, V]`` (a copy, if it is tied), tables of relative
-keys are ``[M, H, S]``, and keys are cached as ``[B, M, H, S]`` (`TransposedKVCache`). XLA's CPU backend would transpose
-``[D, N, H]`` in every call. Gate and up of experts are ``[E, D, F]``. Such weights cannot be split over a mesh, because one axis joins several logical axes.
+Q, K and V are one matrix ``[D, (N+2M) H]``, the output matrix is ``[D, V]`` (a copy, if it is
+tied), tables of relative keys are ``[M, H, S]``, and keys are cached as ``[B, M, H, S]``
+(`TransposedKVCache`). XLA's CPU backend would transpose ``[D, N, H]`` in every call. Gate and up of
+experts are ``[E, D, F]``. Such weights cannot be split over a mesh, because one axis joins several
+logical axes.
 
-For a product with an int8 matrix, this backend first writes the whole matrix in float32. Converted in blocks
-(`Int8Blocks`), the float32 values stay in the CPU's cache, and a quarter of the bytes is read from memory.
+For a product with an int8 matrix, this backend first writes the whole matrix in float32. Converted
+in blocks (`Int8Blocks`), the float32 values stay in the CPU's cache, and a quarter of the bytes is
+read from memory.
 """
 
 from __future__ import annotations
@@ -29,26 +33,37 @@ HEADS, HEADS_BIAS, UNEMBEDDING = "query_key_value", "query_key_value_bias", "une
 def to_cpu_order(params: Any) -> Any:
     """Rearranges parameters for `CPUDecoder`."""
     arranged = dict(params)
-    arranged[UNEMBEDDING] = jax.tree.map(jnp.transpose, arranged.pop(OUTPUT_EMBEDDING, params["embedding"]))
+    arranged[UNEMBEDDING] = jax.tree.map(
+        jnp.transpose, arranged.pop(OUTPUT_EMBEDDING, params["embedding"])
+    )
     for name in params:
         if name.startswith("layer_"):
             attention = dict(params[name]["attention"])
             parts = [attention.pop(part) for part in ("query", "key", "value")]
             attention[HEADS] = jax.tree.map(_join_heads, *parts)  # of int8 weights the scales too
             if "query_bias" in attention:
-                biases = [attention.pop(f"{part}_bias").reshape(-1) for part in ("query", "key", "value")]
+                biases = [
+                    attention.pop(f"{part}_bias").reshape(-1) for part in ("query", "key", "value")
+                ]
                 attention[HEADS_BIAS] = jnp.concatenate(biases)
             arranged[name] = dict(params[name]) | {"attention": attention}
             if "experts" in params[name]:
                 experts = params[name]["experts"]
-                turned = {part: jax.tree.map(lambda x: x.swapaxes(1, 2), experts[part]) for part in ("gate", "up")}
+                turned = {
+                    part: jax.tree.map(lambda x: x.swapaxes(1, 2), experts[part])
+                    for part in ("gate", "up")
+                }
                 arranged[name]["experts"] = experts | turned
-    return jax.tree.map(lambda x: Int8Blocks(x.values, x.scale) if is_int8(x) else x, arranged, is_leaf=is_int8)
+    return jax.tree.map(
+        lambda x: Int8Blocks(x.values, x.scale) if is_int8(x) else x, arranged, is_leaf=is_int8
+    )
 
 
 def _join_heads(*parts_NDH: Array) -> Array:
     """Concatenates all heads, ``[D, N H + ...]``."""
-    return jnp.concatenate([part.swapaxes(0, 1).reshape(part.shape[1], -1) for part in parts_NDH], axis=1)
+    return jnp.concatenate(
+        [part.swapaxes(0, 1).reshape(part.shape[1], -1) for part in parts_NDH], axis=1
+    )
 
 
 class CPUAttention(Attention):
@@ -62,7 +77,9 @@ class CPUAttention(Attention):
         if config.attention_bias:
             heads_BTX = heads_BTX + self.get_variable("params", HEADS_BIAS)[None, None]
         heads_BXTH = heads_BTX.reshape(batch, length, -1, config.head_size).swapaxes(1, 2)
-        return jnp.split(heads_BXTH, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1)
+        return jnp.split(
+            heads_BXTH, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1
+        )
 
 
 class CPUExperts(Experts):

@@ -1,7 +1,7 @@
 """The decoder as a Linen module: embedding, pre-normalised layers, output.
 
-Layers are unrolled, each with its own cache arrays; stacked weights under `lax.scan` are copied layer
-by layer. Names of parameters are those of checkpoints: they follow from the names below.
+Layers are unrolled, each with its own cache arrays; stacked weights under `lax.scan` are copied
+layer by layer. Names of parameters are those of checkpoints: they follow from the names below.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ class Layer(nn.Module):
         config = self.config
 
         def post_norm(name, y_BTD):
-            return Norm(config, kernels=self.kernels, name=f"{name}_post_norm")(y_BTD) if config.post_norms else y_BTD
+            return (
+                Norm(config, kernels=self.kernels, name=f"{name}_post_norm")(y_BTD)
+                if config.post_norms
+                else y_BTD
+            )
 
         with jax.named_scope("attention"):
             y_BTD = Norm(config, kernels=self.kernels, name="attention_norm")(x_BTD)
@@ -62,7 +66,9 @@ class Layer(nn.Module):
             y_BTD, cache = attention(y_BTD, start_B, rope, cache, table, block)
             attended_BTD = x_BTD + post_norm("attention", y_BTD)
         with jax.named_scope("mlp"):
-            y_BTD = Norm(config, kernels=self.kernels, name="mlp_norm")(x_BTD if config.parallel else attended_BTD)
+            y_BTD = Norm(config, kernels=self.kernels, name="mlp_norm")(
+                x_BTD if config.parallel else attended_BTD
+            )
             if self.experts is not None:
                 feedforward = self.experts(config, self.layout, self.kernels, name="experts")
             else:
@@ -84,7 +90,11 @@ class Decoder(nn.Module):
     def setup(self):
         config, experts, layout, kernels = self.config, self.experts, self.layout, self.kernels
         self.embedding = weight(
-            self, "embedding", (config.vocab_size, config.width), ("vocab", "embed"), fan_in=config.width
+            self,
+            "embedding",
+            (config.vocab_size, config.width),
+            ("vocab", "embed"),
+            fan_in=config.width,
         )
         # Zero at first: an n-gram that does not occur in training adds nothing.
         zeros = nn.with_logical_partitioning(nn.initializers.zeros, ("vocab", "embed"))
@@ -94,10 +104,17 @@ class Decoder(nn.Module):
         ]
         if config.positions == "learned":
             shape = (config.max_positions, config.width)
-            self.position_embedding = weight(self, POSITION_EMBEDDING, shape, ("slots", "embed"), fan_in=config.width)
+            self.position_embedding = weight(
+                self, POSITION_EMBEDDING, shape, ("slots", "embed"), fan_in=config.width
+            )
         self.layer = [
             Layer(
-                config, config.window_of(i), self.attention, experts if config.has_experts(i) else None, layout, kernels
+                config,
+                config.window_of(i),
+                self.attention,
+                experts if config.has_experts(i) else None,
+                layout,
+                kernels,
             )
             for i in range(config.num_layers)
         ]
@@ -107,12 +124,20 @@ class Decoder(nn.Module):
     def everything(self, tokens_BT: Array, start_B: Array) -> Array:
         """Runs all parts once, to declare all parameters."""
         x_BTD, _ = self.embed(tokens_BT, start_B, None)
-        return self.unembed(self.run_layers(x_BTD, start_B, None, None, 0, self.config.num_layers)[0])
+        return self.unembed(
+            self.run_layers(x_BTD, start_B, None, None, 0, self.config.num_layers)[0]
+        )
 
     def embed(
-        self, tokens_BT: Array, start_B: Array, cache: TransformerCache | None, block: Block | None = None
+        self,
+        tokens_BT: Array,
+        start_B: Array,
+        cache: TransformerCache | None,
+        block: Block | None = None,
     ) -> tuple[Array, TransformerCache | None]:
-        """Returns the stream ``[B, T, D]`` that enters layer 0, and the cache with the tokens that n-grams need."""
+        """Returns the stream ``[B, T, D]`` that enters layer 0, and the cache with the tokens that
+        n-grams need.
+        """
         config = self.config
         with jax.named_scope("embed"):
             x_BTD = take_rows(self.embedding, tokens_BT)
@@ -125,7 +150,9 @@ class Decoder(nn.Module):
                     cache = TransformerCache(layers=cache.layers, tokens_BS=memory_BS)
             if config.positions == "learned":
                 # The positions of scratch slots are beyond the table, and get its last row.
-                x_BTD = x_BTD + self.position_embedding[_positions(start_B, tokens_BT.shape[1], block)]
+                x_BTD = (
+                    x_BTD + self.position_embedding[_positions(start_B, tokens_BT.shape[1], block)]
+                )
             x_BTD = x_BTD.astype(config.compute_dtype)
             if config.embedding_scale is not None:
                 x_BTD = x_BTD * jnp.asarray(config.embedding_scale, x_BTD.dtype)
@@ -148,7 +175,8 @@ class Decoder(nn.Module):
         Args:
           cache: None: the tokens of the call attend to each other only.
           tables: of relative keys, one for each layer; None: computed in the call.
-          kept_BL: bool, in training: the layers that run for each sequence; all other layers are skipped.
+          kept_BL: bool, in training: the layers that run for each sequence; all other layers are
+            skipped.
 
         Raises:
           ValueError: the call does not run one of ``hidden_layers``.
@@ -162,7 +190,9 @@ class Decoder(nn.Module):
         for i, rotary in zip(numbers, rotaries, strict=True):
             layer_cache = None if cache is None else cache.layers[i]
             table = None if tables is None else tables[i]
-            y_BTD, layer_cache = self.layer[i](x_BTD, start_B, ropes[rotary], layer_cache, table, block)
+            y_BTD, layer_cache = self.layer[i](
+                x_BTD, start_B, ropes[rotary], layer_cache, table, block
+            )
             x_BTD = y_BTD if kept_BL is None else jnp.where(kept_BL[:, i, None, None], y_BTD, x_BTD)
             caches.append(layer_cache)
             hidden[i] = x_BTD
@@ -171,8 +201,9 @@ class Decoder(nn.Module):
         for layer in hidden_layers:
             if layer not in hidden:
                 raise ValueError(
-                    f"hidden_layers names layer {layer}, but a call of layers below {last} has {tuple(hidden)}; a call "
-                    f"with the last layer also has {config.num_layers}, the stream after the final norm"
+                    f"hidden_layers names layer {layer}, but a call of layers below {last} has "
+                    f"{tuple(hidden)}; a call with the last layer also has {config.num_layers}, "
+                    "the stream after the final norm"
                 )
         if cache is not None:
             layers = (*cache.layers[:first], *caches, *cache.layers[last:])

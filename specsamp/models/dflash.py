@@ -1,12 +1,14 @@
-"""Heads that draft a block of tokens in one call: DFlash, and what is built on it (`block_corrections.py`).
+"""Heads that draft a block of tokens in one call: DFlash, and what is built on it
+(`block_corrections.py`).
 
-The rows of a block are the pending token and mask tokens. In each layer they see the *context*, which is keys and values
-made of the target's hidden states before the pending token, and each other in both directions. Each row predicts one
-token, without seeing the tokens of the block before it. So the tokens of a draft are independent, unless a `Correction`
-makes each depend on the tokens before it.
+The rows of a block are the pending token and mask tokens. In each layer they see the *context*,
+which is keys and values made of the target's hidden states before the pending token, and each other
+in both directions. Each row predicts one token, without seeing the tokens of the block before it.
+So the tokens of a draft are independent, unless a `Correction` makes each depend on the tokens
+before it.
 
-The context of position t lies in slot t of each layer's cache. The rows of a block are written in the slots behind the
-context, and the next round writes over them.
+The context of position t lies in slot t of each layer's cache. The rows of a block are written in
+the slots behind the context, and the next round writes over them.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ Caches = tuple[LayerCache, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockVisibility:
-    """The slots that the rows of some blocks see in one layer: a `Visibility` for attention without kernels.
+    """The slots that the rows of some blocks see in one layer: a `Visibility` for attention without
+    kernels.
 
-    `Visibility` with a `Block` counts how many ancestors are between two rows, which means nothing among rows that see
-    each other both ways. Windows are counted from the beginning of the block, for all its rows alike.
+    `Visibility` with a `Block` counts how many ancestors are between two rows, which means nothing
+    among rows that see each other both ways. Windows are counted from the beginning of the block,
+    for all its rows alike.
 
     Attributes:
       anchors_BA: int32, the position of each block's first row: the block sees the slots before it.
@@ -54,7 +58,10 @@ class BlockVisibility:
 
     def mask(self, num_slots: int) -> Array:
         """Returns ``[B, A b, S]`` bool: whether the row sees the slot."""
-        slots, rows = jnp.arange(num_slots)[None, None, None], jnp.arange(self.block_size)[None, None, :, None]
+        slots, rows = (
+            jnp.arange(num_slots)[None, None, None],
+            jnp.arange(self.block_size)[None, None, :, None],
+        )
         anchors, first = self.anchors_BA[..., None, None], self.first_BA[..., None, None]
         context = slots < anchors
         if self.window is not None:
@@ -63,11 +70,15 @@ class BlockVisibility:
         seen_BAbS = context | ((slots >= first) & (slots <= last))
         batch, blocks = self.anchors_BA.shape
         shape = batch, blocks, self.block_size, num_slots
-        return jnp.broadcast_to(seen_BAbS, shape).reshape(batch, blocks * self.block_size, num_slots)
+        return jnp.broadcast_to(seen_BAbS, shape).reshape(
+            batch, blocks * self.block_size, num_slots
+        )
 
 
 class Correction(nn.Module):
-    """Corrects the logits of one token, given the tokens of the block before it; see `BlockConfig.correction`."""
+    """Corrects the logits of one token, given the tokens of the block before it; see
+    `BlockConfig.correction`.
+    """
 
     config: BlockConfig
 
@@ -75,7 +86,9 @@ class Correction(nn.Module):
         """Returns the state before the first token; every leaf leads with the batch."""
         return ()
 
-    def __call__(self, logits_BU: Array, x_BD: Array, token_B: Array, state: Any) -> tuple[Array, Any]:
+    def __call__(
+        self, logits_BU: Array, x_BD: Array, token_B: Array, state: Any
+    ) -> tuple[Array, Any]:
         """Returns corrected logits and the next state.
 
         Args:
@@ -86,7 +99,9 @@ class Correction(nn.Module):
         raise NotImplementedError
 
     def confidence(self, x_BD: Array, token_B: Array) -> Array:
-        """Returns the log-odds ``[B]`` that the token of the row will be accepted; see `BlockConfig.confidence`."""
+        """Returns the log-odds ``[B]`` that the token of the row will be accepted; see
+        `BlockConfig.confidence`.
+        """
         raise NotImplementedError
 
 
@@ -102,7 +117,9 @@ class BlockLayer(nn.Module):
         self.attention_around, self.mlp_around = self.config.around(), self.config.around()
 
     def read(self, features_BTD: Array, start_B: Array, rope: Any, cache: LayerCache) -> LayerCache:
-        """Writes keys and values of features in slots ``start_B ..``; the compiler drops the rest of attention."""
+        """Writes keys and values of features in slots ``start_B ..``; the compiler drops the rest
+        of attention.
+        """
         return self.attention(features_BTD, start_B, rope, cache, None, None)[1]
 
     def __call__(
@@ -147,11 +164,17 @@ class BlockModule(HeadModule):
             for layer, rope, cache in zip(self.layer, ropes, caches, strict=True)
         )
 
-    def __call__(self, embedded_BTD: Array, anchors_BA: Array, first_BA: Array, caches: Caches) -> tuple[Array, Caches]:
+    def __call__(
+        self, embedded_BTD: Array, anchors_BA: Array, first_BA: Array, caches: Caches
+    ) -> tuple[Array, Caches]:
         config, size = self.config, self.config.block_size
-        positions_BT = (anchors_BA[..., None] + jnp.arange(size)[None, None]).reshape(len(anchors_BA), -1)
+        positions_BT = (anchors_BA[..., None] + jnp.arange(size)[None, None]).reshape(
+            len(anchors_BA), -1
+        )
         x_BTD, after = embedded_BTD * config.embedding_scale, []
-        for i, (layer, rope, cache) in enumerate(zip(self.layer, self._ropes(positions_BT), caches, strict=True)):
+        for i, (layer, rope, cache) in enumerate(
+            zip(self.layer, self._ropes(positions_BT), caches, strict=True)
+        ):
             window = config.layer.window_of(i)
             visible = BlockVisibility(
                 anchors_BA=anchors_BA,
@@ -164,7 +187,9 @@ class BlockModule(HeadModule):
             after.append(cache)
         return self.final_norm(x_BTD), tuple(after)
 
-    def correct(self, logits_BU: Array, x_BD: Array, token_B: Array, state: Any) -> tuple[Array, Any]:
+    def correct(
+        self, logits_BU: Array, x_BD: Array, token_B: Array, state: Any
+    ) -> tuple[Array, Any]:
         return self.correction(logits_BU, x_BD, token_B, state)
 
     def confidence(self, x_BD: Array, token_B: Array) -> Array:
@@ -173,7 +198,9 @@ class BlockModule(HeadModule):
     def everything(self, hidden: tuple[Array, ...], start_B: Array) -> Array:
         config = self.config
         self.fuse(hidden)
-        embedded_BTD = jnp.zeros((1, config.block_size, config.layer.width), config.layer.compute_dtype)
+        embedded_BTD = jnp.zeros(
+            (1, config.block_size, config.layer.width), config.layer.compute_dtype
+        )
         anchors_BA = start_B[:, None]
         caches = BlockHead(config).init_cache(1, config.block_size)
         x_BTD, _ = self(embedded_BTD, anchors_BA, anchors_BA, caches)
@@ -193,15 +220,18 @@ class BlockModule(HeadModule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig(HeadConfig):
-    """The shape of a DFlash head; of ``layer`` the number of layers, the windows and the soft cap of logits count too.
+    """The shape of a DFlash head; of ``layer`` the number of layers, the windows and the soft cap
+    of logits count too.
 
     Attributes:
       block_size: b, the rows of a block. A head works with the size that it was trained with only.
       mask_id: the token of the rows behind the first.
-      from_anchor: row k predicts the token behind its own position, and the first row, of the pending token, drafts too;
-        False: rows from the second on predict the tokens of their own positions.
+      from_anchor: row k predicts the token behind its own position, and the first row, of the
+        pending token, drafts too; False: rows from the second on predict the tokens of their own
+        positions.
       causal: rows of layers without a window do not see the rows behind them.
-      windows_both_ways: rows of layers with a window see all rows of their block; False: those before them.
+      windows_both_ways: rows of layers with a window see all rows of their block; False: those
+        before them.
       embedding_scale, output_scale: multiply embedded tokens, and logits before the soft cap.
     """
 
@@ -217,7 +247,8 @@ class BlockConfig(HeadConfig):
     kind: ClassVar[str] = "DFlash"
     fused: ClassVar[tuple[str, ...]] = ("fc",)
     drafts_blocks: ClassVar[bool] = True
-    confidence: ClassVar[str | None] = None  # what the log-odds of acceptance are made of; None: there are none
+    # What the log-odds of acceptance are made of; None: there are none.
+    confidence: ClassVar[str | None] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -226,9 +257,14 @@ class BlockConfig(HeadConfig):
         for name in ("embedding_scale", "output_scale"):
             validate.number(name, getattr(self, name), 0, above=True)
         if self.causal and self.windows_both_ways:
-            raise ValueError("causal = True with windows_both_ways = True: a block is causal or sees both ways")
+            raise ValueError(
+                "causal = True with windows_both_ways = True: a block is causal or sees both ways"
+            )
         if self.windows_both_ways and self.layer.window is None:
-            raise ValueError("windows_both_ways = True, but the layers have no window: set window, or leave it False")
+            raise ValueError(
+                "windows_both_ways = True, but the layers have no window: set window, or leave it "
+                "False"
+            )
 
     def head(self) -> BlockHead:
         return BlockHead(self)
@@ -240,13 +276,16 @@ class BlockConfig(HeadConfig):
     def around(self) -> nn.Module | None:
         """Returns a module that is called on the input of a part of a layer.
 
-        It returns the new input, and a function of the part's output. None: there is no such module.
+        It returns the new input, and a function of the part's output. None: there is no such
+        module.
         """
         return None
 
     @classmethod
     def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
-        """Returns five layers from the second to the fourth last, as in DFlash; with fewer than eight layers some twice."""
+        """Returns five layers from the second to the fourth last, as in DFlash; with fewer than
+        eight layers some twice.
+        """
         return tuple(round(1 + i * (target_layers - 4) / 4) for i in range(5))
 
     @property
@@ -269,7 +308,9 @@ class BlockHead(Head):
         """Returns an empty cache for each layer."""
         layer = self.config.layer
         shape = batch, layer.num_kv_heads, slots, layer.head_size
-        caches = tuple(self._cache_class.zeros(*shape, layer.compute_dtype) for _ in range(layer.num_layers))
+        caches = tuple(
+            self._cache_class.zeros(*shape, layer.compute_dtype) for _ in range(layer.num_layers)
+        )
         return self.layout.place_cache(self.cache_axes(), caches)
 
     def cache_axes(self) -> Caches:
@@ -277,7 +318,9 @@ class BlockHead(Head):
         return (self._cache_class.logical_axes(),) * self.config.layer.num_layers
 
     def read(self, weights: Any, features_BTD: Array, start_B: Array, caches: Caches) -> Caches:
-        """Writes the context of positions ``start_B ..``, from `fuse`; slots and positions are the same."""
+        """Writes the context of positions ``start_B ..``, from `fuse`; slots and positions are the
+        same.
+        """
         features_BTD, start_B = self.layout.on_all_devices((features_BTD, start_B))
         caches = self._apply("read", weights, features_BTD, start_B, caches)
         return self.layout.place_cache(self.cache_axes(), caches)
@@ -290,43 +333,66 @@ class BlockHead(Head):
         Args:
           embedded_BTD: the pending token and mask tokens of each block, ``[B, A b, D]``.
           anchors_BA: the positions of the pending tokens. A block sees the context before it.
-          first_BA: the slots that the blocks are written in, the blocks of a sequence one after the other.
+          first_BA: the slots that the blocks are written in, the blocks of a sequence one after the
+            other.
         """
         embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
         given = self.layout.on_all_devices((embedded_BTD, anchors_BA, first_BA))
         rows_BTD, caches = self._apply("__call__", weights, *given, caches)
-        return self.layout.on_all_devices(rows_BTD), self.layout.place_cache(self.cache_axes(), caches)
+        return self.layout.on_all_devices(rows_BTD), self.layout.place_cache(
+            self.cache_axes(), caches
+        )
 
     def embed_blocks(
-        self, weights: Any, target: LayeredModel, target_weights: Any, pending_B: Array, positions_B: Array
+        self,
+        weights: Any,
+        target: LayeredModel,
+        target_weights: Any,
+        pending_B: Array,
+        positions_B: Array,
     ) -> Array:
-        """Returns the embedded rows ``[B, b, D]`` of blocks that begin with the pending tokens, at these positions.
+        """Returns the embedded rows ``[B, b, D]`` of blocks that begin with the pending tokens, at
+        these positions.
 
         Nothing is written in the target's cache: a block may be longer than the room behind a text.
         """
-        masks_BX = jnp.full((len(pending_B), self.config.block_size - 1), self.config.mask_id, jnp.int32)
+        masks_BX = jnp.full(
+            (len(pending_B), self.config.block_size - 1), self.config.mask_id, jnp.int32
+        )
         tokens_Bb = jnp.concatenate([pending_B[:, None].astype(jnp.int32), masks_BX], axis=1)
         if self.config.own_embedding:
             return self.embed(weights, tokens_Bb)
         return target.embed(target_weights, tokens_Bb, positions_B, None)[0]
 
     def logits(
-        self, weights: Any, features_BTD: Array, of_target: Callable[[Array], Array], offset: Array | int = 0
+        self,
+        weights: Any,
+        features_BTD: Array,
+        of_target: Callable[[Array], Array],
+        offset: Array | int = 0,
     ) -> Array:
         """Returns float32 logits ``[B, T, U]`` of rows, without correction; see `Head.logits`."""
         logits_BTU = super().logits(weights, features_BTD, of_target, offset)
         config = self.config
         if config.output_scale != 1:
             logits_BTU = logits_BTU * config.output_scale
-        return logits_BTU if config.layer.logit_cap is None else soft_cap(logits_BTU, config.layer.logit_cap)
+        return (
+            logits_BTU
+            if config.layer.logit_cap is None
+            else soft_cap(logits_BTU, config.layer.logit_cap)
+        )
 
     def begin(self, weights: Any, batch: int) -> Any:
         """Returns the state of the correction before the first token, () without a correction."""
         correction = self.config.correction()
         return () if correction is None else correction.begin(batch)
 
-    def correct(self, weights: Any, logits_BU: Array, x_BD: Array, token_B: Array, state: Any) -> tuple[Array, Any]:
-        """Corrects the logits of one row, given the token before; see `Correction`. Without one they stay."""
+    def correct(
+        self, weights: Any, logits_BU: Array, x_BD: Array, token_B: Array, state: Any
+    ) -> tuple[Array, Any]:
+        """Corrects the logits of one row, given the token before; see `Correction`. Without one
+        they stay.
+        """
         if self.config.correction() is None:
             return logits_BU, state
         token_B, state = self.layout.on_all_devices((token_B, state))
@@ -334,5 +400,7 @@ class BlockHead(Head):
         return self.layout.by_rows(logits_BU[:, None])[:, 0], state
 
     def confidence(self, weights: Any, x_BD: Array, token_B: Array) -> Array:
-        """Returns the log-odds ``[B]`` float32 that the token of a row will be accepted, before it is drawn."""
+        """Returns the log-odds ``[B]`` float32 that the token of a row will be accepted, before it
+        is drawn.
+        """
         return self._apply("confidence", weights, x_BD, token_B)

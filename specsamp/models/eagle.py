@@ -1,4 +1,6 @@
-"""The heads of EAGLE (Li et al., arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840), with the switches of public heads."""
+"""The heads of EAGLE (Li et al., arXiv 2401.15077) and EAGLE-3 (arXiv 2503.01840), with the
+switches of public heads.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ Array = jax.Array
 
 
 class Eagle1(HeadModule):
-    """The head of EAGLE-1: predicts the stream after the target's final norm, from which the target computes logits.
+    """The head of EAGLE-1: predicts the stream after the target's final norm, from which the target
+    computes logits.
 
     The layer has no norm before its attention.
     """
@@ -34,7 +37,9 @@ class Eagle1(HeadModule):
         self.attention = Attention(config.layer)
         self.mlp_norm, self.mlp = Norm(config.layer), FeedForward(config.layer)
 
-    def __call__(self, embedded_BTD, features_BTD, start_B, cache, block=None) -> tuple[Array, KVCache]:
+    def __call__(
+        self, embedded_BTD, features_BTD, start_B, cache, block=None
+    ) -> tuple[Array, KVCache]:
         x_BTX = jnp.concatenate([embedded_BTD, features_BTD], axis=-1)
         x_BTD = contract("BTX,XD->BTD", self.split(x_BTX), self.fc)
         if self.config.fc_bias:
@@ -54,7 +59,9 @@ class Eagle1Config(HeadConfig):
 
 
 class Eagle3(HeadModule):
-    """The head of EAGLE-3: fuses hidden states of three layers to features; a layer predicts the next features."""
+    """The head of EAGLE-3: fuses hidden states of three layers to features; a layer predicts the
+    next features.
+    """
 
     config: Eagle3Config
 
@@ -81,7 +88,9 @@ class Eagle3(HeadModule):
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return features_BTD if self.config.norm_output else self.final_norm(features_BTD)
 
-    def __call__(self, embedded_BTD, features_BTD, start_B, cache, block=None) -> tuple[Array, KVCache]:
+    def __call__(
+        self, embedded_BTD, features_BTD, start_B, cache, block=None
+    ) -> tuple[Array, KVCache]:
         normed_BTD = self.hidden_norm(features_BTD)
         x_BTX = jnp.concatenate([self.attention_norm(embedded_BTD), normed_BTD], axis=-1)
         residual_BTD = normed_BTD if self.config.norm_before_residual else features_BTD
@@ -124,6 +133,7 @@ class Eagle3Config(HeadConfig):
         layers = 1, target_layers // 2 - 1, target_layers - 4
         if not 0 <= layers[0] < layers[1] < layers[2]:
             raise ValueError(
-                f"the usual layers of a target of {target_layers} layers would be {layers}: choose three different ones"
+                f"the usual layers of a target of {target_layers} layers would be {layers}: choose "
+                "three different ones"
             )
         return layers

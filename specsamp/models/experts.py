@@ -1,15 +1,19 @@
 """Mixture-of-experts feed-forward layers (Shazeer et al., arXiv 1701.06538).
 
-A router chooses k experts for each token, and their weights (*shares*) in its result. A call reads only the chosen
-experts, one in each step of a loop: a gather would write a copy of their matrices to memory.
+A router chooses k experts for each token, and their weights (*shares*) in its result. A call reads
+only the chosen experts, one in each step of a loop: a gather would write a copy of their matrices
+to memory.
 
-- Few tokens: each chosen expert multiplies all tokens, with a share of zero for tokens routed elsewhere.
-- Many tokens are sorted by expert, and padded to blocks; each step of the loop multiplies a block by its expert.
+- Few tokens: each chosen expert multiplies all tokens, with a share of zero for tokens routed
+  elsewhere.
+- Many tokens are sorted by expert, and padded to blocks; each step of the loop multiplies a block
+  by its expert.
 
 On TPUs a kernel does calls of few tokens, with the routing (`specsamp.models.kernels.mix_experts`).
 
-Over a mesh each device has a part of the width of each expert, or whole experts (`specsamp.mesh.layout`). It sums the
-results of its experts for all tokens, and one all-reduce sums over the devices.
+Over a mesh each device has a part of the width of each expert, or whole experts
+(`specsamp.mesh.layout`). It sums the results of its experts for all tokens, and one all-reduce sums
+over the devices.
 """
 
 from __future__ import annotations
@@ -35,8 +39,10 @@ if TYPE_CHECKING:
 
 Array = jax.Array
 
-STACKED_AXES = dict.fromkeys(("gate", "up", "down"), ("experts", "expert_mlp", "embed"))  # of matrices [E, F, D]
-FEW = 64  # tokens of a call, of all sequences, up to which every chosen expert multiplies all of them
+# Of matrices [E, F, D].
+STACKED_AXES = dict.fromkeys(("gate", "up", "down"), ("experts", "expert_mlp", "embed"))
+# Tokens of a call, of all sequences, up to which every chosen expert multiplies all of them.
+FEW = 64
 BLOCKS = (8, 256)  # fewest and most tokens of a block
 
 # The name of the loop in a compiled program; `expected_steps` reads these numbers.
@@ -77,9 +83,14 @@ class Experts(nn.Module):
         if layout is not None:
             axes = {name: PartitionSpec(*names) for name, names in STACKED_AXES.items()}
             spec = layout.spec(axes["gate"], gate.shape)
-            over_experts, over = next(iter(spec), None), tuple(filter(None, jax.tree.leaves(tuple(spec))))
+            over_experts, over = (
+                next(iter(spec), None),
+                tuple(filter(None, jax.tree.leaves(tuple(spec)))),
+            )
             part = NamedSharding(layout.mesh, spec).shard_shape(gate.shape)
-        in_kernel = kernels is not None and kernels.take_experts(len(x_RD), part, jax.tree.leaves(gate)[0].dtype)
+        in_kernel = kernels is not None and kernels.take_experts(
+            len(x_RD), part, jax.tree.leaves(gate)[0].dtype
+        )
 
         def mix(x_RD: Array, routing_RE: Array, stacked: dict[str, Any]) -> Array:
             if in_kernel:
@@ -100,7 +111,8 @@ class Experts(nn.Module):
 
 
 def route(logits_RE: Array, experts: ExpertsConfig) -> Array:
-    """Returns the share of each expert in each token's result, float32; 0 for experts that are not chosen.
+    """Returns the share of each expert in each token's result, float32; 0 for experts that are not
+    chosen.
 
     Args:
       logits_RE: float32, of the router. Among equal logits the first experts are chosen.
@@ -113,10 +125,13 @@ def route(logits_RE: Array, experts: ExpertsConfig) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def mix_experts(config: TransformerConfig, spec: str, x_RD: Array, shares_RE: Array, stacked: dict[str, Any]) -> Array:
+def mix_experts(
+    config: TransformerConfig, spec: str, x_RD: Array, shares_RE: Array, stacked: dict[str, Any]
+) -> Array:
     """Returns each token's sum over experts of share times result, ``[R, D]`` float32.
 
-    JAX cannot differentiate a loop of data-dependent length. So for gradients every expert multiplies every token.
+    JAX cannot differentiate a loop of data-dependent length. So for gradients every expert
+    multiplies every token.
 
     Args:
       spec: of the products with gate and up, see `Experts.inner_spec`.
@@ -156,8 +171,8 @@ mix_experts.defvjp(_forward, _backward)
 def block_size(tokens: int, experts: ExpertsConfig) -> int:
     """Returns the number of tokens in a block.
 
-    Few tokens form a single block. With many tokens, a block has two to four times the mean number of tokens per
-    expert, so that most experts need one block.
+    Few tokens form a single block. With many tokens, a block has two to four times the mean number
+    of tokens per expert, so that most experts need one block.
     """
     if tokens <= FEW:
         return max(tokens, 1)
@@ -165,13 +180,18 @@ def block_size(tokens: int, experts: ExpertsConfig) -> int:
     return min(max(1 << int(2 * mean).bit_length(), BLOCKS[0]), BLOCKS[1], tokens)
 
 
-def _scope(experts: ExpertsConfig, tokens: int, here: int, block: int) -> contextlib.AbstractContextManager:
+def _scope(
+    experts: ExpertsConfig, tokens: int, here: int, block: int
+) -> contextlib.AbstractContextManager:
     chosen, total = experts.experts_per_token, experts.num_experts
-    return jax.named_scope(SCOPE.format(tokens=tokens, chosen=chosen, total=total, here=here, block=block))
+    return jax.named_scope(
+        SCOPE.format(tokens=tokens, chosen=chosen, total=total, here=here, block=block)
+    )
 
 
 def expected_steps(scope: str) -> float | None:
-    """Returns the expected number of steps of the loop with this scope; None for scopes of other loops.
+    """Returns the expected number of steps of the loop with this scope; None for scopes of other
+    loops.
 
     The device with most blocks determines the number, see `ExpertsConfig.expected_blocks`.
     """
@@ -179,11 +199,17 @@ def expected_steps(scope: str) -> float | None:
     if found is None:
         return None
     numbers = {name: int(value) for name, value in found.groupdict().items()}
-    experts = ExpertsConfig(num_experts=numbers["total"], experts_per_token=numbers["chosen"], width=1)
-    return experts.expected_blocks(numbers["tokens"], numbers["block"], numbers["total"] // numbers["here"])
+    experts = ExpertsConfig(
+        num_experts=numbers["total"], experts_per_token=numbers["chosen"], width=1
+    )
+    return experts.expected_blocks(
+        numbers["tokens"], numbers["block"], numbers["total"] // numbers["here"]
+    )
 
 
-def _one_expert(stacked: dict[str, Any], activation: str, spec: str, x_RD: Array, expert: Array) -> Array:
+def _one_expert(
+    stacked: dict[str, Any], activation: str, spec: str, x_RD: Array, expert: Array
+) -> Array:
     """Returns one expert's result for each token, float32."""
 
     def project(name):
@@ -216,7 +242,8 @@ def _in_blocks(make: Any, x_RD: Array, shares_RE: Array, block: int, most: int) 
     place_ER = ((last_E - blocks_E) * block)[:, None] + jnp.cumsum(is_chosen_ER, axis=1) - 1
     place_ER = jnp.where(is_chosen_ER, place_ER, most * block)  # dropped
     token_ER = jnp.broadcast_to(jnp.arange(tokens)[None], place_ER.shape)
-    token_P = jnp.full(most * block, tokens).at[place_ER].set(token_ER, mode="drop")  # padding names no token
+    # Padding names no token.
+    token_P = jnp.full(most * block, tokens).at[place_ER].set(token_ER, mode="drop")
 
     def add(i: Array, y_RD: Array) -> Array:
         expert = jnp.sum(last_E <= i)

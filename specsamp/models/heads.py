@@ -1,8 +1,10 @@
-"""Heads that draft from a target's hidden states; the modules are in `eagle.py`, `mtp.py`, `medusa.py` and `dflash.py`.
+"""Heads that draft from a target's hidden states; the modules are in `eagle.py`, `mtp.py`,
+`medusa.py` and `dflash.py`.
 
-A `FeatureHead` reads pairs (h_t, x_{t+1}): the hidden states of a position, and the token after it. `fuse` turns the
-hidden states into *features*, a call turns pairs into the features of the next position, and `logits` scores the next
-token from them. Pair t is in slot t of the cache. A `BlockHead` drafts in one call.
+A `FeatureHead` reads pairs (h_t, x_{t+1}): the hidden states of a position, and the token after it.
+`fuse` turns the hidden states into *features*, a call turns pairs into the features of the next
+position, and `logits` scores the next token from them. Pair t is in slot t of the cache. A
+`BlockHead` drafts in one call.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ class HeadConfig:
       layer: the shape of its decoder layer; ``width`` is the head's, ``vocab_size`` the target's.
       target_layers: the number of layers of the target.
       target_width: of the target's hidden states; None: the head's width.
-      hidden_layers: the layers of the target, counted from 0, whose outputs it reads; ``target_layers`` stands for the
-        stream after the final norm, and -1 for the embedded tokens. See `Output.hidden`.
-      draft_vocab_size: U, the size of a reduced vocabulary, the ids in the parameter ``draft_ids``; None: no reduction.
+      hidden_layers: the layers of the target, counted from 0, whose outputs it reads;
+        ``target_layers`` stands for the stream after the final norm, and -1 for the embedded
+        tokens. See `Output.hidden`.
+      draft_vocab_size: U, the size of a reduced vocabulary, the ids in the parameter ``draft_ids``;
+        None: no reduction.
       own_embedding: whether the head has an embedding; False: it uses the target's.
       own_output: whether the head has an output matrix; False: it uses the target's.
     """
@@ -57,7 +61,8 @@ class HeadConfig:
     fused: ClassVar[tuple[str, ...]] = ()  # parameters that `Head.fuse` alone reads
     has_layer: ClassVar[bool] = True  # and so a cache; False: only the sizes of ``layer`` count
     drafts_blocks: ClassVar[bool] = False  # in one call, see dflash.py
-    reads_final_norm: ClassVar[bool] = False  # its one hidden state is the stream after the final norm
+    # Its one hidden state is the stream after the final norm.
+    reads_final_norm: ClassVar[bool] = False
 
     def __post_init__(self):
         object.__setattr__(self, "hidden_layers", tuple(self.hidden_layers))
@@ -65,23 +70,29 @@ class HeadConfig:
             object.__setattr__(self, "target_width", self.layer.width)
         validate.integers("hidden_layers", self.hidden_layers, -1, self.target_layers + 1)
         if len(set(self.hidden_layers)) < len(self.hidden_layers):
-            raise ValueError(f"hidden_layers {self.hidden_layers} names a layer twice: choose different ones")
+            raise ValueError(
+                f"hidden_layers {self.hidden_layers} names a layer twice: choose different ones"
+            )
         if self.reads_final_norm and self.hidden_layers != (self.target_layers,):
             raise ValueError(
-                f"{self.kind} heads read the stream after the final norm, hidden_layers ({self.target_layers},); got "
-                f"{self.hidden_layers}"
+                f"{self.kind} heads read the stream after the final norm, hidden_layers "
+                f"({self.target_layers},); got {self.hidden_layers}"
             )
         if self.has_layer and self.layer.positions != "rotary":
             raise ValueError(f"positions of a head must be 'rotary'; got {self.layer.positions!r}")
         if self.target_width != self.layer.width and not (self.own_embedding and self.own_output):
             raise ValueError(
-                f"a head of width {self.layer.width} cannot share embedding or output of a target of width "
-                f"{self.target_width}: set own_embedding and own_output"
+                f"a head of width {self.layer.width} cannot share embedding or output of a target "
+                f"of width {self.target_width}: set own_embedding and own_output"
             )
         if self.draft_vocab_size is not None:
-            validate.integer("draft_vocab_size", self.draft_vocab_size, 1, self.layer.vocab_size + 1)
+            validate.integer(
+                "draft_vocab_size", self.draft_vocab_size, 1, self.layer.vocab_size + 1
+            )
             if not self.own_output:
-                raise ValueError("a head with a reduced vocabulary needs its own output matrix: set own_output")
+                raise ValueError(
+                    "a head with a reduced vocabulary needs its own output matrix: set own_output"
+                )
 
     @classmethod
     def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
@@ -93,7 +104,9 @@ class HeadConfig:
         return FeatureHead(self)
 
     def begin(self, params: Any, output_VD: Array) -> Any:
-        """Returns the initial parameters for training, from random parameters and the target's output matrix."""
+        """Returns the initial parameters for training, from random parameters and the target's
+        output matrix.
+        """
         return params
 
     def is_read_by_a_step(self, name: str) -> bool:
@@ -128,14 +141,18 @@ class HeadModule(nn.Module):
             shape = (config.layer.vocab_size, width)
             self.embedding = weight(self, "embedding", shape, ("vocab", "embed"), fan_in=width)
         if config.own_output:
-            self.output = weight(self, "output", (config.num_outputs, width), ("vocab", "embed"), fan_in=width)
+            self.output = weight(
+                self, "output", (config.num_outputs, width), ("vocab", "embed"), fan_in=width
+            )
 
     def embed(self, tokens_BT: Array) -> Array:
         """Returns the head's own embedding of tokens, ``[B, T, D]``."""
         return take_rows(self.embedding, tokens_BT).astype(self.config.layer.compute_dtype)
 
     def fuse(self, hidden: tuple[Array, ...]) -> Array:
-        """Returns the features ``[B, T, D]`` of hidden states; by default the single hidden state."""
+        """Returns the features ``[B, T, D]`` of hidden states; by default the single
+        hidden state.
+        """
         return hidden[0]
 
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
@@ -143,7 +160,9 @@ class HeadModule(nn.Module):
         return features_BTD
 
     def project(self, x_BTD: Array, offset: Array | int) -> Array:
-        """Returns float32 logits ``[B, T, U]`` of the result of `normed`, with the head's output matrix."""
+        """Returns float32 logits ``[B, T, U]`` of the result of `normed`, with the head's output
+        matrix.
+        """
         return self.multiply(self.output, x_BTD)
 
     @staticmethod
@@ -171,7 +190,9 @@ def finish_layer(
       x: the input of attention, ``[B, T, X]``.
       residual_BTD: the stream that attention is added to.
     """
-    positions_BT = start_B[:, None] + jnp.arange(x.shape[1])[None, :] if block is None else block.positions_BT
+    positions_BT = (
+        start_B[:, None] + jnp.arange(x.shape[1])[None, :] if block is None else block.positions_BT
+    )
     rope = module.config.layer.rotary_of(None).angles(positions_BT)
     with jax.named_scope("attention"):
         y_BTD, cache = module.attention(x, start_B, rope, cache, None, block)
@@ -185,7 +206,8 @@ class Head:
     """A head as a static, hashable value; parameters and weights are arguments of its methods.
 
     Attributes:
-      layout: a `specsamp.mesh.layout.Layout` of weights, caches and logits; features are on all devices of a data shard.
+      layout: a `specsamp.mesh.layout.Layout` of weights, caches and logits; features are on all
+        devices of a data shard.
     """
 
     config: HeadConfig
@@ -211,7 +233,11 @@ class Head:
     def param_axes(self) -> Any:
         """Returns the logical axis names of every parameter, as a tree of `PartitionSpec`."""
         axes = nn.get_partition_spec(jax.eval_shape(self._boxed, jax.random.key(0)))
-        return axes if self.config.draft_vocab_size is None else axes | {DRAFT_IDS: PartitionSpec(None)}
+        return (
+            axes
+            if self.config.draft_vocab_size is None
+            else axes | {DRAFT_IDS: PartitionSpec(None)}
+        )
 
     def _boxed(self, key: Array) -> Any:
         config, start_B = self.config, jnp.zeros((1,), jnp.int32)
@@ -223,16 +249,22 @@ class Head:
         return self.layout.shardings(self.param_axes(), params)
 
     def prepare(self, params: Any) -> Any:
-        """Casts parameters to the compute dtype, and turns a reduced vocabulary into a table of ranks."""
+        """Casts parameters to the compute dtype, and turns a reduced vocabulary into a table of
+        ranks.
+        """
         params = dict(params)
         ids_U = params.pop(DRAFT_IDS, None)
         layer = self.config.layer
-        return self.training_weights(decode_weights(params, layer.compute_dtype, layer.weight_dtype), ids_U)
+        return self.training_weights(
+            decode_weights(params, layer.compute_dtype, layer.weight_dtype), ids_U
+        )
 
     def training_weights(self, params: Any, ids_U: Array | None) -> Any:
-        """Returns the weights for the other methods, from float32 parameters and the ids of a reduced vocabulary.
+        """Returns the weights for the other methods, from float32 parameters and the ids of a
+        reduced vocabulary.
 
-        ``ranks_V`` holds the index of each target id among the head's ids, and U if the head does not have the id.
+        ``ranks_V`` holds the index of each target id among the head's ids, and U if the head does
+        not have the id.
         """
         ranks_V = None
         if ids_U is not None:
@@ -247,7 +279,9 @@ class Head:
         return {"params": params, "ranks_V": ids}
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
-        """Returns the weights on their devices; no weight of a head depends on the number of slots."""
+        """Returns the weights on their devices; no weight of a head depends on the number
+        of slots.
+        """
         return self.layout.put(self.weight_axes(), weights)
 
     def in_dtype(self, dtype: str) -> Self:
@@ -256,7 +290,9 @@ class Head:
         return dataclasses.replace(self, config=dataclasses.replace(self.config, layer=layer))
 
     def check_target(self, target: LanguageModel) -> None:
-        """Raises ValueError, with both sizes, unless the head was made for a target of these sizes."""
+        """Raises ValueError, with both sizes, unless the head was made for a target of
+        these sizes.
+        """
         if not isinstance(target, LayeredModel):
             raise ValueError(f"a head reads the layers of a LayeredModel; the target is {target!r}")
         for name, ours, theirs in (
@@ -266,7 +302,8 @@ class Head:
         ):
             if ours != theirs:
                 raise ValueError(
-                    f"the head was made for another target: its {name} is {ours}, this target's is {theirs}"
+                    f"the head was made for another target: its {name} is {ours}, this target's is "
+                    f"{theirs}"
                 )
 
     @property
@@ -274,7 +311,9 @@ class Head:
         return KVCache if self.config.layer.cache_dtype is None else Int8KVCache
 
     def fuse(self, weights: Any, hidden: tuple[Array, ...]) -> Array:
-        """Returns features ``[B, T, D]`` of the target's hidden states, one array for each of ``hidden_layers``."""
+        """Returns features ``[B, T, D]`` of the target's hidden states, one array for each of
+        ``hidden_layers``.
+        """
         dtype = self.config.layer.compute_dtype
         with jax.named_scope("fuse"):
             return self.layout.on_all_devices(
@@ -282,16 +321,25 @@ class Head:
             )
 
     def embed(self, weights: Any, tokens_BT: Array) -> Array:
-        """Returns the head's own embedding of tokens ``[B, T, D]``; requires ``config.own_embedding``."""
-        return self.layout.on_all_devices(self._apply("embed", weights, self.layout.on_all_devices(tokens_BT)))
+        """Returns the head's own embedding of tokens ``[B, T, D]``; requires
+        ``config.own_embedding``.
+        """
+        return self.layout.on_all_devices(
+            self._apply("embed", weights, self.layout.on_all_devices(tokens_BT))
+        )
 
     def logits(
-        self, weights: Any, features_BTD: Array, of_target: Callable[[Array], Array], offset: Array | int = 0
+        self,
+        weights: Any,
+        features_BTD: Array,
+        of_target: Callable[[Array], Array],
+        offset: Array | int = 0,
     ) -> Array:
         """Returns float32 logits ``[B, T, U]`` of the next tokens.
 
         Args:
-          of_target: `LayeredModel.unembed_normed` with its weights, for heads that share the target's output matrix.
+          of_target: `LayeredModel.unembed_normed` with its weights, for heads that share the
+            target's output matrix.
           offset: of the token in its draft, below ``config.max_tokens``.
         """
         with jax.named_scope("logits"):
@@ -301,7 +349,9 @@ class Head:
             return self.layout.by_rows(self._apply("project", weights, x_BTD, offset))
 
     def expand(self, weights: Any, logits: Array) -> Array:
-        """Returns logits ``[..., V]`` over the target's vocabulary: -inf for ids outside the head's vocabulary."""
+        """Returns logits ``[..., V]`` over the target's vocabulary: -inf for ids outside the head's
+        vocabulary.
+        """
         if weights["ranks_V"] is None:
             return logits
         return jnp.take(logits, weights["ranks_V"], axis=-1, mode="fill", fill_value=-jnp.inf)
@@ -314,14 +364,18 @@ class Head:
 
 @dataclasses.dataclass(frozen=True)
 class FeatureHead(Head):
-    """A head that reads pairs and returns the features of the next position, with one call per drafted token."""
+    """A head that reads pairs and returns the features of the next position, with one call per
+    drafted token.
+    """
 
     def init_cache(self, batch: int, slots: int) -> KVCache | tuple[()]:
         """Returns an empty cache, of one layer or none."""
         if not self.config.has_layer:
             return ()
         layer = self.config.layer
-        cache = self._cache_class.zeros(batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype)
+        cache = self._cache_class.zeros(
+            batch, layer.num_kv_heads, slots, layer.head_size, layer.compute_dtype
+        )
         return self.layout.place_cache(self.cache_axes(), cache)
 
     def cache_axes(self) -> KVCache | tuple[()]:
@@ -337,13 +391,15 @@ class FeatureHead(Head):
         cache: KVCache | None,
         block: Block | None = None,
     ) -> tuple[Array, KVCache]:
-        """Reads pairs in slots ``start_B ..``; returns the features ``[B, T, D]`` of the positions after them.
+        """Reads pairs in slots ``start_B ..``; returns the features ``[B, T, D]`` of the positions
+        after them.
 
         Args:
           weights: from `prepare`.
           embedded_BTD: the tokens x_{t+1}.
           features_BTD: of positions t, from `fuse` or an earlier call.
-          cache: see `LanguageModel.__call__`; None: the pairs of the call attend to each other only.
+          cache: see `LanguageModel.__call__`; None: the pairs of the call attend to each other
+            only.
           block: positions and visibility of the pairs of a token tree; None: a chain.
         """
         return self._read(weights, embedded_BTD, features_BTD, start_B, cache, block)
@@ -358,12 +414,19 @@ class FeatureHead(Head):
         *options: Any,
     ) -> tuple[Array, KVCache]:
         embedded_BTD = embedded_BTD.astype(self.config.layer.compute_dtype)
-        # The input features too: otherwise the compiler keeps them split in the carry, for their product.
+        # The input features too: otherwise the compiler keeps them split in the carry, for their
+        # product.
         start_B, features_BTD = self.layout.on_all_devices((start_B, features_BTD))
-        features_BTD, cache = self._apply("__call__", weights, embedded_BTD, features_BTD, start_B, cache, *options)
-        return self.layout.on_all_devices(features_BTD), self.layout.place_cache(self.cache_axes(), cache)
+        features_BTD, cache = self._apply(
+            "__call__", weights, embedded_BTD, features_BTD, start_B, cache, *options
+        )
+        return self.layout.on_all_devices(features_BTD), self.layout.place_cache(
+            self.cache_axes(), cache
+        )
 
     def take(self, features_BTD: Array, row_B: Array) -> Array:
         """Returns the features of one position of each sequence, ``[B, D]``."""
         row_B = self.layout.on_all_devices(row_B)
-        return self.layout.on_all_devices(jnp.take_along_axis(features_BTD, row_B[:, None, None], axis=1)[:, 0])
+        return self.layout.on_all_devices(
+            jnp.take_along_axis(features_BTD, row_B[:, None, None], axis=1)[:, 0]
+        )

@@ -2,9 +2,10 @@
 
     values = round(weight / scale),   scale = max |weight| of the channel / 127
 
-A scale is constant along the summed axes of a product, so it multiplies the product's output, in float32, and only the
-int8 matrix is read from memory (`specsamp.models.products.contract`). bfloat16 represents all int8 numbers exactly. In
-a tied embedding, a row is a channel, both for a lookup and for a logit.
+A scale is constant along the summed axes of a product, so it multiplies the product's output, in
+float32, and only the int8 matrix is read from memory (`specsamp.models.products.contract`).
+bfloat16 represents all int8 numbers exactly. In a tied embedding, a row is a channel, both for a
+lookup and for a logit.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from specsamp import validate
 
 Array = jax.Array
 
-# The axes that a product sums over, by the name of the parameter, with its module where two have the same name; the other
-# axes are output channels. All other parameters are not matrices of products.
+# The axes that a product sums over, by the name of the parameter, with its module where two have
+# the same name; the other axes are output channels. All other parameters are not matrices of
+# products.
 SUMMED_AXES = {
     **{f"ngrams_{order}": (1,) for order in range(2, 6)},  # [R, D]: every row
     "embedding": (1,),  # [V, D]: a logit is one channel
@@ -50,7 +52,9 @@ SIDES = ("target", "draft")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8:
-    """The sides of a pair, from `SIDES`, that have weights and caches in int8; a head counts as the draft."""
+    """The sides of a pair, from `SIDES`, that have weights and caches in int8; a head counts as the
+    draft.
+    """
 
     weights: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
@@ -59,7 +63,9 @@ class Int8:
         for field in dataclasses.fields(self):
             sides = getattr(self, field.name)
             if not (validate.is_list(sides) and set(sides) <= set(SIDES)):
-                raise ValueError(f"{field.name} in int8 must be a tuple of {' and '.join(SIDES)}; got {sides!r}")
+                raise ValueError(
+                    f"{field.name} in int8 must be a tuple of {' and '.join(SIDES)}; got {sides!r}"
+                )
 
     def of(self, side: str) -> dict[str, str | None]:
         """Returns the fields of this side's `TransformerConfig`."""
@@ -75,7 +81,8 @@ FLOAT = Int8()
 class Int8Weight:
     """A matrix in int8; or its description, such as a sharding for each array."""
 
-    values: Any  # int8; the first leaf, whose shape Linen compares with the one that a module declares
+    # int8; the first leaf, whose shape Linen compares with the one that a module declares.
+    values: Any
     scale: Any  # float32, of the same rank, 1 along the axes that a product sums over
 
     @property
@@ -102,12 +109,15 @@ class Int8Blocks(Int8Weight):
 
 
 def is_int8(x: Any) -> bool:
-    """Returns whether ``x`` is an `Int8Weight`, which is one leaf for functions that use names of weights."""
+    """Returns whether ``x`` is an `Int8Weight`, which is one leaf for functions that use names of
+    weights.
+    """
     return isinstance(x, Int8Weight)
 
 
 def summed_axes(name: str) -> tuple[int, ...] | None:
-    """Returns the axes that a product with the parameter sums over; None: it is not a matrix of a product.
+    """Returns the axes that a product with the parameter sums over; None: it is not a matrix of a
+    product.
 
     Args:
       name: such as ``layer_0/attention/query``.
@@ -122,17 +132,23 @@ def is_stored_in_int8(name: str) -> bool:
 
 
 def quantise(weight: Array | np.ndarray, axes: tuple[int, ...]) -> Int8Weight:
-    """Returns the nearest int8 weight, as arrays of JAX or of NumPy like ``weight``; computed in float32.
+    """Returns the nearest int8 weight, as arrays of JAX or of NumPy like ``weight``; computed in
+    float32.
 
     Args:
       weight: of any floating dtype.
       axes: the axes that a product sums over.
     """
-    return _quantise(np, weight, axes) if isinstance(weight, np.ndarray) else _quantise_on_device(weight, axes)
+    return (
+        _quantise(np, weight, axes)
+        if isinstance(weight, np.ndarray)
+        else _quantise_on_device(weight, axes)
+    )
 
 
 def _quantise(xp: Any, weight: Any, axes: tuple[int, ...]) -> Int8Weight:
-    # Products instead of quotients: compilers turn some quotients into products, which round differently than NumPy.
+    # Products instead of quotients: compilers turn some quotients into products, which round
+    # differently than NumPy.
     weight = weight.astype(xp.float32)
     scale = xp.abs(weight).max(axis=axes, keepdims=True) * np.float32(1 / 127)
     scale = xp.where(scale == 0, np.float32(1), scale)  # NaN and infinity stay, for who checks them
@@ -157,7 +173,9 @@ def take_rows(table: Array | Int8Weight, ids: Array) -> Array:
 
 
 def decode_weights(params: Any, dtype: jnp.dtype, weight_dtype: str | None) -> Any:
-    """Converts parameters to ``dtype``, or matrices to int8 if ``weight_dtype`` is "int8"; keeps int8 weights."""
+    """Converts parameters to ``dtype``, or matrices to int8 if ``weight_dtype`` is "int8"; keeps
+    int8 weights.
+    """
 
     def convert(path: Any, x: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")

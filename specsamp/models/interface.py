@@ -36,7 +36,8 @@ class Output:
 class Block:
     """The attention mask of a token tree. All tokens of the tree attend to the text before it.
 
-    The tree of a pending token p with the children a and b, and with c below a, lies in four slots from ``start_B`` on:
+    The tree of a pending token p with the children a and b, and with c below a, lies in four slots
+    from ``start_B`` on:
 
         token   position      attends to
         p       start_B       p
@@ -44,15 +45,18 @@ class Block:
         b       start_B + 1   p   b
         c       start_B + 2   p a   c
 
-    A call may contain only the last T of the R rows of a tree, if earlier calls have read the first R - T.
+    A call may contain only the last T of the R rows of a tree, if earlier calls have read the first
+    R - T.
     """
 
     start_B: Array  # int32, the slot of the tree's first row
-    # int32, of the call's tokens: the position of the tree's first row, ``start_B`` unless tokens were skipped, plus
-    # their depth in the tree
+    # int32, of the call's tokens: the position of the tree's first row, ``start_B`` unless tokens
+    # were skipped, plus their depth in the tree
     positions_BT: Array
-    visible_BTR: Array  # bool, whether token t of the call attends to row r of the tree, in slot ``start_B + r``
-    # int32, how many tokens of the text have no slot, behind the ``num_kept`` first ones; None: all have one
+    # Bool, whether token t of the call attends to row r of the tree, in slot ``start_B + r``.
+    visible_BTR: Array
+    # int32, how many tokens of the text have no slot, behind the ``num_kept`` first ones; None: all
+    # have one
     skipped_B: Array | None = None
     num_kept: int = 0
 
@@ -66,7 +70,9 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceLayout:
-    """The layout of arrays on a single device. `specsamp.mesh.layout.Layout` is the layout on a mesh."""
+    """The layout of arrays on a single device. `specsamp.mesh.layout.Layout` is the layout on a
+    mesh.
+    """
 
     def on_all_devices(self, tree: Any) -> Any:
         return tree
@@ -84,32 +90,40 @@ class DeviceLayout:
 
 
 class LanguageModel(abc.ABC):
-    """A static, hashable description of a model, such as a frozen dataclass; its arrays are separate arguments.
+    """A static, hashable description of a model, such as a frozen dataclass; its arrays are
+    separate arguments.
 
-    Derived classes define ``vocab_size``, `init_cache` and `__call__`; all other methods have defaults. The defaults of
-    `compact` and `cut_cache` raise NotImplementedError, and so do those of `LayeredModel.first` and
-    `LayeredModel.unembed_normed`.
+    Derived classes define ``vocab_size``, `init_cache` and `__call__`; all other methods have
+    defaults. The defaults of `compact` and `cut_cache` raise NotImplementedError, and so do those
+    of `LayeredModel.first` and `LayeredModel.unembed_normed`.
     """
 
     vocab_size: int
     max_positions: int | None = None  # the longest sequence the model supports; None: no limit
-    kernels: Any = None  # `specsamp.models.kernels.dispatch.Kernels`, also for the warps of a loop; None: no kernels
-    compiler_options: tuple[tuple[str, str], ...] = ()  # for programs that call the model as their target
+    # `specsamp.models.kernels.dispatch.Kernels`, also for the warps of a loop; None: no kernels.
+    kernels: Any = None
+    # For programs that call the model as their target.
+    compiler_options: tuple[tuple[str, str], ...] = ()
 
     def prepare(self, params: Any) -> Any:
-        """Turns training parameters into decode-time weights, which stay constant: casts, folds, quantises."""
+        """Turns training parameters into decode-time weights, which stay constant: casts, folds,
+        quantises.
+        """
         return params
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
-        """Adds arrays that depend on the number of cache slots, such as tables of relative positions."""
+        """Adds arrays that depend on the number of cache slots, such as tables of relative
+        positions.
+        """
         return weights
 
     @abc.abstractmethod
     def init_cache(self, batch: int, slots: int) -> Any:
         """Returns an empty cache; the batch is the leading axis of every leaf.
 
-        ``slots`` may exceed ``max_positions`` by a few scratch slots. No value in a cache may become NaN: attention
-        masks the scores of stale slots, but multiplies their values by 0, and 0 times NaN is NaN.
+        ``slots`` may exceed ``max_positions`` by a few scratch slots. No value in a cache may
+        become NaN: attention masks the scores of stale slots, but multiplies their values by 0, and
+        0 times NaN is NaN.
         """
 
     @abc.abstractmethod
@@ -125,53 +139,66 @@ class LanguageModel(abc.ABC):
     ) -> Output:
         """Scores ``tokens_BT`` in slots ``start_B[b] .. start_B[b] + T - 1`` of each sequence.
 
-        Sequence b attends to the slots before ``start_B[b]`` and, causally, to the tokens of this call. Later slots are
-        masked, so a caller removes tokens by starting the next call at an earlier slot.
+        Sequence b attends to the slots before ``start_B[b]`` and, causally, to the tokens of this
+        call. Later slots are masked, so a caller removes tokens by starting the next call at an
+        earlier slot.
 
         Args:
           weights: from `prepare` and `fit_slots`.
           tokens_BT: ``[B, T]`` int32.
           start_B: ``[B]`` int32. Tokens beyond the last slot are padding; their slots are dropped.
           cache: from `init_cache` or an earlier call.
-          hidden_layers: the layers whose outputs the drafter reads; 0 is the first, ``num_layers`` stands for the
-            residual stream after the final norm, -1 for the embedded tokens. () for drafters without ``hidden_layers``.
+          hidden_layers: the layers whose outputs the drafter reads; 0 is the first, ``num_layers``
+            stands for the residual stream after the final norm, -1 for the embedded tokens. () for
+            drafters without ``hidden_layers``.
           block: positions and visibility of a token tree; None: a chain.
         """
 
     def compact(self, cache: Any, start_B: Array, rows_BT: Array, num_rows: int) -> Any:
-        """Moves the accepted path of a token tree to consecutive slots, so that later calls find a chain in the cache.
+        """Moves the accepted path of a token tree to consecutive slots, so that later calls find a
+        chain in the cache.
 
-        If c was accepted in the example of `Block`, the rows p, a, c move from slots ``start_B + (0, 1, 3)`` to
-        ``start_B + (0, 1, 2)``.
+        If c was accepted in the example of `Block`, the rows p, a, c move from slots ``start_B +
+        (0, 1, 3)`` to ``start_B + (0, 1, 2)``.
 
         Args:
           cache: of this model.
           start_B: ``[B]`` int32, the slot of the tree's first row.
-          rows_BT: ``[B, T]`` int32, increasing: the rows that stay, such as 0, 1, 3. Later entries are arbitrary.
+          rows_BT: ``[B, T]`` int32, increasing: the rows that stay, such as 0, 1, 3. Later entries
+            are arbitrary.
           num_rows: the number of rows of the tree, static.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no compact(): it cannot be the target of a token tree")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no compact(): it cannot be the target of a token tree"
+        )
 
     def cut_cache(self, cache: Any, num_kept: int, first_B: Array, count: int, room: int) -> Any:
-        """Returns the first ``num_kept`` slots, ``count`` slots from ``first_B`` and at least ``room`` empty ones.
+        """Returns the first ``num_kept`` slots, ``count`` slots from ``first_B`` and at least
+        ``room`` empty ones.
 
         A call with this cache has a `Block` that says which tokens of the text have no slot.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no cut_cache(): it cannot draft with a window")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no cut_cache(): it cannot draft with a window"
+        )
 
     def for_mesh(self, layout: DeviceLayout) -> LanguageModel:
         """Returns the model for a mesh: itself, unless it is made for a single device."""
         return self
 
     def matrices_read(self, weights: Any, tokens: int) -> list[tuple[Array, float]] | None:
-        """Returns the matrices that a call of ``tokens`` tokens multiplies by, each with the share that is read.
+        """Returns the matrices that a call of ``tokens`` tokens multiplies by, each with the share
+        that is read.
 
-        Cost estimates use them. The share is below 1 for stacked experts. None: all arrays with two axes or more.
+        Cost estimates use them. The share is below 1 for stacked experts. None: all arrays with two
+        axes or more.
         """
         return None
 
     def param_axes(self) -> Any:
-        """Returns the logical axis names of parameters, a tree of `PartitionSpec`; None: every device has all."""
+        """Returns the logical axis names of parameters, a tree of `PartitionSpec`; None: every
+        device has all.
+        """
         return None
 
     def weight_axes(self) -> Any:
@@ -201,15 +228,30 @@ class LayeredModel(LanguageModel):
     ) -> Output:
         x_BTD, cache = self.embed(weights, tokens_BT, start_B, cache, block=block)
         x_BTD, cache, hidden = self.layers(
-            weights, x_BTD, start_B, cache, 0, self.num_layers, hidden_layers=hidden_layers, block=block
+            weights,
+            x_BTD,
+            start_B,
+            cache,
+            0,
+            self.num_layers,
+            hidden_layers=hidden_layers,
+            block=block,
         )
         return Output(logits_BTV=self.unembed(weights, x_BTD), cache=cache, hidden=hidden)
 
     @abc.abstractmethod
     def embed(
-        self, weights: Any, tokens_BT: Array, start_B: Array, cache: Any, *, block: Block | None = None
+        self,
+        weights: Any,
+        tokens_BT: Array,
+        start_B: Array,
+        cache: Any,
+        *,
+        block: Block | None = None,
     ) -> tuple[Array, Any]:
-        """Returns the embedded tokens ``[B, T, D]`` and the cache, to which n-gram embeddings add tokens."""
+        """Returns the embedded tokens ``[B, T, D]`` and the cache, to which n-gram embeddings add
+        tokens.
+        """
 
     @abc.abstractmethod
     def layers(
@@ -224,26 +266,41 @@ class LayeredModel(LanguageModel):
         hidden_layers: tuple[int, ...] = (),
         block: Block | None = None,
     ) -> tuple[Array, Any, tuple[Array, ...]]:
-        """Runs layers ``first .. last - 1``; returns the residual stream, the cache, and ``hidden_layers``' outputs."""
+        """Runs layers ``first .. last - 1``; returns the residual stream, the cache, and
+        ``hidden_layers``' outputs.
+        """
 
     @abc.abstractmethod
     def unembed(self, weights: Any, x_BTD: Array) -> Array:
         """Applies the final norm and the output matrix; returns float32 logits ``[B, T, V]``."""
 
     def first(self, num_layers: int) -> LayeredModel:
-        """Returns the model of the first ``num_layers`` layers, with the same final norm and output matrix.
+        """Returns the model of the first ``num_layers`` layers, with the same final norm and output
+        matrix.
 
-        It also runs on the weights and the cache of the whole model, whose later layers stay untouched.
+        It also runs on the weights and the cache of the whole model, whose later layers stay
+        untouched.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no first(): it cannot be left after {num_layers} layers")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no first(): it cannot be left after {num_layers} layers"
+        )
 
     def unembed_normed(self, weights: Any, x_BTD: Array) -> Array:
-        """Returns `unembed` without the final norm, for heads that share the target's output matrix."""
-        raise NotImplementedError(f"{type(self).__name__} has no unembed_normed(): heads cannot share its output")
+        """Returns `unembed` without the final norm, for heads that share the target's output
+        matrix.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no unembed_normed(): heads cannot share its output"
+        )
 
 
 def check_logits(name: str, model: LanguageModel, output: Output) -> None:
-    """Raises ValueError, while tracing, if the width of the logits is not the size of the vocabulary."""
+    """Raises ValueError, while tracing, if the width of the logits is not the size of the
+    vocabulary.
+    """
     width = output.logits_BTV.shape[-1]
     if width != model.vocab_size:
-        raise ValueError(f"the {name} has a vocabulary of {model.vocab_size} but returned logits of width {width}")
+        raise ValueError(
+            f"the {name} has a vocabulary of {model.vocab_size} but returned logits of width "
+            f"{width}"
+        )

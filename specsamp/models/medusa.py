@@ -1,4 +1,6 @@
-"""The heads of Medusa (Cai et al., arXiv 2401.10774): each predicts one of the tokens after the next, from one feature."""
+"""The heads of Medusa (Cai et al., arXiv 2401.10774): each predicts one of the tokens after the
+next, from one feature.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,16 @@ class MedusaHead(nn.Module):
         self.bias = zeros("bias", "embed") if config.bias else None
         self.output = None
         if config.own_output:
-            self.output = weight(self, "output", (config.num_outputs, width), ("vocab", "embed"), fan_in=width)
+            self.output = weight(
+                self, "output", (config.num_outputs, width), ("vocab", "embed"), fan_in=width
+            )
 
 
 class Medusa(HeadModule):
     """Several heads on the stream after the target's final norm, one for each offset of a draft.
 
-    They read no tokens and have no cache, so a call returns its features unchanged. The token that precedes a draft
-    comes from the target.
+    They read no tokens and have no cache, so a call returns its features unchanged. The token that
+    precedes a draft comes from the target.
     """
 
     config: MedusaConfig
@@ -53,7 +57,12 @@ class Medusa(HeadModule):
         return features_BTD, cache
 
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
-        return _one_of(self._add_residual, [(head.linear, head.bias) for head in self.head], offset, features_BTD)
+        return _one_of(
+            self._add_residual,
+            [(head.linear, head.bias) for head in self.head],
+            offset,
+            features_BTD,
+        )
 
     def project(self, x_BTD: Array, offset: Array | int) -> Array:
         return _one_of(self.multiply, [head.output for head in self.head], offset, x_BTD)
@@ -66,7 +75,9 @@ class Medusa(HeadModule):
         return x_BTD + nn.silu(y_BTD)
 
 
-def _one_of(run: Callable[[Any, Array], Array], parts: Sequence[Any], offset: Array | int, x: Array) -> Array:
+def _one_of(
+    run: Callable[[Any, Array], Array], parts: Sequence[Any], offset: Array | int, x: Array
+) -> Array:
     """Returns ``run(parts[offset], x)`` and reads no other part."""
     if isinstance(offset, int):
         return run(parts[offset], x)
@@ -101,7 +112,9 @@ class MedusaConfig(HeadConfig):
         return {name: head | {"output": output_VD} for name, head in params.items()}
 
     def is_read_by_a_step(self, name: str) -> bool:
-        """Returns whether the parameter belongs to the first head: a step reads one head, and all have equal sizes."""
+        """Returns whether the parameter belongs to the first head: a step reads one head, and all
+        have equal sizes.
+        """
         return name == "head_0"
 
     @property

@@ -1,4 +1,6 @@
-"""Parts of all models: declarations of weights and biases, the norm, and the feed-forward part of a layer."""
+"""Parts of all models: declarations of weights and biases, the norm, and the feed-forward part of a
+layer.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,17 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 def weight(
     module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int
 ) -> Array | Int8Weight:
-    """Declares a weight, drawn from a normal distribution with variance ``1 / fan_in``; returns its value."""
+    """Declares a weight, drawn from a normal distribution with variance ``1 / fan_in``; returns its
+    value.
+    """
     init = nn.with_logical_partitioning(nn.initializers.normal(fan_in**-0.5), axes)
     return module.param(name, init, shape)
 
 
 def zero_bias(module: nn.Module, name: str, axes: tuple[str, ...], y: Array) -> Array:
-    """Declares a bias for the last axis of ``y``, initially zero; returns it in the dtype and rank of ``y``."""
+    """Declares a bias for the last axis of ``y``, initially zero; returns it in the dtype and rank
+    of ``y``.
+    """
     init = nn.with_logical_partitioning(nn.initializers.zeros, axes)
     return _with_rank(module.param(name, init, y.shape[-1:]).astype(y.dtype), y.ndim)
 
@@ -47,7 +53,9 @@ def _with_rank(x: Array, ndim: int) -> Array:
 
 
 class Norm(nn.Module):
-    """RMS (Zhang and Sennrich, arXiv 1910.07467) or layer normalisation of the last axis; in float32."""
+    """RMS (Zhang and Sennrich, arXiv 1910.07467) or layer normalisation of the last axis; in
+    float32.
+    """
 
     config: TransformerConfig
     axis: str = "embed"  # the logical name of the last axis
@@ -62,15 +70,20 @@ class Norm(nn.Module):
     @nn.compact
     def vectors(self, size: int) -> tuple[Array, ...]:
         """Declares the scale, and the bias of a layer norm."""
-        inits = {"scale": nn.initializers.zeros if self.config.norm_offset else nn.initializers.ones}
+        inits = {
+            "scale": nn.initializers.zeros if self.config.norm_offset else nn.initializers.ones
+        }
         if self.config.norm == "layer":
             inits["bias"] = nn.initializers.zeros
         return tuple(
-            self.param(name, nn.with_logical_partitioning(init, (self.axis,)), (size,)) for name, init in inits.items()
+            self.param(name, nn.with_logical_partitioning(init, (self.axis,)), (size,))
+            for name, init in inits.items()
         )
 
 
-def normalise(config: TransformerConfig, x: Array, scale: Array, bias: Array | None = None) -> Array:
+def normalise(
+    config: TransformerConfig, x: Array, scale: Array, bias: Array | None = None
+) -> Array:
     """Computes the norm of the last axis of ``x``, see `Norm`."""
     x32, scale = x.astype(jnp.float32), _with_rank(scale.astype(jnp.float32), x.ndim)
     if config.norm == "layer":
@@ -97,9 +110,15 @@ class FeedForward(nn.Module):
 
         def project(name):
             weight_DF = weight(self, name, (width, inner), ("embed", "mlp"), fan_in=width)
-            return biased(f"{name}_bias", "mlp", contract("BTD,DF->BTF", x_BTD, weight_DF, dtype=jnp.float32))
+            return biased(
+                f"{name}_bias", "mlp", contract("BTD,DF->BTF", x_BTD, weight_DF, dtype=jnp.float32)
+            )
 
         activation, up_BTF = ACTIVATIONS[config.activation], project("up")
         inner_BTF = activation(project("gate")) * up_BTF if config.gated else activation(up_BTF)
-        down_FD = weight(self, "down", (inner, width), ("mlp", "embed"), fan_in=2 * config.num_layers * inner)
-        return biased("down_bias", "embed", contract("BTF,FD->BTD", inner_BTF.astype(x_BTD.dtype), down_FD))
+        down_FD = weight(
+            self, "down", (inner, width), ("mlp", "embed"), fan_in=2 * config.num_layers * inner
+        )
+        return biased(
+            "down_bias", "embed", contract("BTF,FD->BTD", inner_BTF.astype(x_BTD.dtype), down_FD)
+        )

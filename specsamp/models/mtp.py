@@ -1,7 +1,8 @@
 """Modules for multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-One module is used again and again, as a head of EAGLE is. Of several, each drafts one token: module k, counted from 0, reads
-the features of module k - 1 and the token k + 1 positions later (`ModuleChain`).
+One module is used again and again, as a head of EAGLE is. Of several, each drafts one token: module
+k, counted from 0, reads the features of module k - 1 and the token k + 1 positions later
+(`ModuleChain`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ class Module(nn.Module):
 
     def setup(self):
         layer = self.config.layer
-        self.fc = weight(self, "fc", (2 * layer.width, layer.width), ("features", "embed"), fan_in=2 * layer.width)
+        self.fc = weight(
+            self,
+            "fc",
+            (2 * layer.width, layer.width),
+            ("features", "embed"),
+            fan_in=2 * layer.width,
+        )
         self.token_norm, self.hidden_norm = Norm(layer), Norm(layer)
         self.attention_norm, self.attention = Norm(layer), Attention(layer)
         self.mlp_norm, self.mlp, self.final_norm = Norm(layer), FeedForward(layer), Norm(layer)
@@ -57,14 +64,19 @@ class MTP(HeadModule):
         self.declare_ends()
         self.module = [Module(self.config, self.split) for _ in range(self.config.num_modules)]
 
-    def __call__(self, embedded_BTD, features_BTD, start_B, cache, block=None, number=0) -> tuple[Array, KVCache]:
+    def __call__(
+        self, embedded_BTD, features_BTD, start_B, cache, block=None, number=0
+    ) -> tuple[Array, KVCache]:
         return self.module[number](embedded_BTD, features_BTD, start_B, cache, block)
 
     def normed(self, features_BTD: Array, offset: Array | int) -> Array:
         return self.module[0 if self.config.num_modules == 1 else offset].normed(features_BTD)
 
     def everything(self, hidden: tuple[Array, ...], start_B: Array) -> list[Array]:
-        return [module.normed(module(*hidden, *hidden, start_B, None, None)[0]) for module in self.module]
+        return [
+            module.normed(module(*hidden, *hidden, start_B, None, None)[0])
+            for module in self.module
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +103,17 @@ class ModuleChain(FeatureHead):
         cache: tuple[KVCache, ...] | None,
         number: int = 0,
     ) -> tuple[Array, tuple[KVCache, ...] | None]:
-        """Reads pairs with one module, see `FeatureHead`; returns its features and the caches of all modules.
+        """Reads pairs with one module, see `FeatureHead`; returns its features and the caches of
+        all modules.
 
         Args:
           embedded_BTD: the tokens x_{t+1+number}.
           features_BTD: of positions t, from `fuse` or the module before.
         """
         own = None if cache is None else cache[number]
-        features_BTD, own = self._one._read(weights, embedded_BTD, features_BTD, start_B, own, None, number)
+        features_BTD, own = self._one._read(
+            weights, embedded_BTD, features_BTD, start_B, own, None, number
+        )
         return features_BTD, None if cache is None else (*cache[:number], own, *cache[number + 1 :])
 
 
@@ -108,7 +123,8 @@ class MTPConfig(HeadConfig):
 
     Attributes:
       num_modules: 1 drafts any number of tokens; of several, each drafts one.
-      hidden_first: in the projected input the hidden state comes before the token, as in MiMo-7B; False: after it.
+      hidden_first: in the projected input the hidden state comes before the token, as in MiMo-7B;
+        False: after it.
       norm_output: the returned features are normalised.
     """
 
@@ -123,7 +139,9 @@ class MTPConfig(HeadConfig):
         super().__post_init__()
         validate.integer("num_modules", self.num_modules, 1)
         if len(self.hidden_layers) != 1:
-            raise ValueError(f"an MTP module reads one hidden state; got hidden_layers {self.hidden_layers}")
+            raise ValueError(
+                f"an MTP module reads one hidden state; got hidden_layers {self.hidden_layers}"
+            )
 
     @classmethod
     def usual_layers(cls, target_layers: int) -> tuple[int, ...]:
@@ -134,7 +152,9 @@ class MTPConfig(HeadConfig):
         return FeatureHead(self) if self.num_modules == 1 else ModuleChain(self)
 
     def is_read_by_a_step(self, name: str) -> bool:
-        """Returns whether it belongs to the first module, or to all: a step runs one module, and all have equal sizes."""
+        """Returns whether it belongs to the first module, or to all: a step runs one module, and
+        all have equal sizes.
+        """
         return name in ("module_0", "output")
 
     @property

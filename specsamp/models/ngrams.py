@@ -1,8 +1,9 @@
 """Embeddings of the last n tokens: parameters that add almost no time to a step.
 
-A draft must be small because each of its steps reads all its weights, but a lookup reads a single row of a table.
-So the embeddings of the last two, three, ... tokens are added to the embedding of a token (over-encoding, Huang et
-al., arXiv 2501.16975). N-grams with the same hash share a row of the table.
+A draft must be small because each of its steps reads all its weights, but a lookup reads a single
+row of a table. So the embeddings of the last two, three, ... tokens are added to the embedding of a
+token (over-encoding, Huang et al., arXiv 2501.16975). N-grams with the same hash share a row of the
+table.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ _FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
 
 
 def rows_of_call(
-    tokens_BT: Array, start_B: Array, memory_BS: Array | None, config: TransformerConfig, block: Block | None = None
+    tokens_BT: Array,
+    start_B: Array,
+    memory_BS: Array | None,
+    config: TransformerConfig,
+    block: Block | None = None,
 ) -> tuple[list[Array], Array | None]:
-    """Returns the rows of each table for the tokens of a call, and the memory with these tokens written.
+    """Returns the rows of each table for the tokens of a call, and the memory with these tokens
+    written.
 
     Args:
       memory_BS: ``[B, S]`` int32, the tokens of earlier calls; None: the call begins the sequence.
@@ -36,29 +42,41 @@ def rows_of_call(
     before, (batch, length) = config.ngram_order - 1, tokens_BT.shape
     orders = range(2, config.ngram_order + 1)
     if memory_BS is not None:
-        written_BMSH = write_slots(memory_BS[:, None, :, None], tokens_BT[:, None, :, None], start_B)
+        written_BMSH = write_slots(
+            memory_BS[:, None, :, None], tokens_BT[:, None, :, None], start_B
+        )
         memory_BS = written_BMSH[:, 0, :, 0]
     if block is None:
         context_BX = _context(tokens_BT, start_B, memory_BS, before)
-        return [rows_of(context_BX, order, config.ngram_rows)[:, -length:] for order in orders], memory_BS
+        return [
+            rows_of(context_BX, order, config.ngram_rows)[:, -length:] for order in orders
+        ], memory_BS
     if memory_BS is None:
-        raise ValueError("n-gram embeddings of a tree need a cache, which holds the tokens before the tree: give one")
+        raise ValueError(
+            "n-gram embeddings of a tree need a cache, which holds the tokens before the tree: "
+            "give one"
+        )
     slots_BX = ancestor_slots(block, before + 1).reshape(batch, -1)
     tokens_BX = jnp.take_along_axis(memory_BS, jnp.maximum(slots_BX, 0), axis=1)
     # Each token of a tree, with its context, is a sequence of its own.
     context_RX = jnp.where(slots_BX < 0, -1, tokens_BX).reshape(batch * length, before + 1)
-    rows = [rows_of(context_RX, order, config.ngram_rows)[:, -1].reshape(batch, length) for order in orders]
+    rows = [
+        rows_of(context_RX, order, config.ngram_rows)[:, -1].reshape(batch, length)
+        for order in orders
+    ]
     return rows, memory_BS
 
 
 def rows_of(context_BX: Array, order: int, num_rows: int) -> Array:
-    """Returns the table rows of all n-grams (n = ``order``) in a context, in the order of their last tokens.
+    """Returns the table rows of all n-grams (n = ``order``) in a context, in the order of their
+    last tokens.
 
     Args:
       context_BX: int32 tokens; -1 before the beginning of a text.
 
     Returns:
-      ``[B, X - order + 1]`` int32 in ``[0, num_rows)``, of the n-grams that end at positions ``order-1 ..``.
+      ``[B, X - order + 1]`` int32 in ``[0, num_rows)``, of the n-grams that end at positions
+      ``order-1 ..``.
     """
     length = context_BX.shape[1] - order + 1
     mixed = jnp.full((context_BX.shape[0], length), order, jnp.uint32)
@@ -70,7 +88,8 @@ def rows_of(context_BX: Array, order: int, num_rows: int) -> Array:
 
 
 def _context(tokens_BT: Array, start_B: Array, memory_BS: Array | None, before: int) -> Array:
-    """Returns the tokens of a call, preceded by the last ``before`` tokens, ``[B, before + T]`` int32.
+    """Returns the tokens of a call, preceded by the last ``before`` tokens, ``[B, before + T]``
+    int32.
 
     Entries before the beginning of a sequence are -1.
     """

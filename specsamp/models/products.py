@@ -1,8 +1,10 @@
-"""Products that accumulate in float32, in the forward and the backward pass; their precision; and the soft cap.
+"""Products that accumulate in float32, in the forward and the backward pass; their precision; and
+the soft cap.
 
-JAX transposes a product of bfloat16 operands with a float32 result into products of a float32 and a bfloat16 operand. It
-transposes a product with a bfloat16 result into products that accumulate in bfloat16 on some backends. Neither uses
-matrix units: on a CPU with such units a training step took nine times as long.
+JAX transposes a product of bfloat16 operands with a float32 result into products of a float32 and a
+bfloat16 operand. It transposes a product with a bfloat16 result into products that accumulate in
+bfloat16 on some backends. Neither uses matrix units: on a CPU with such units a training step took
+nine times as long.
 """
 
 from __future__ import annotations
@@ -19,18 +21,23 @@ from specsamp.models.int8 import Int8Blocks, Int8Weight, is_int8
 
 Array = jax.Array
 
-# Entries of an `Int8Blocks` that are widened at a time: 2 MB of float32, which stay in a CPU's cache.
+# Entries of an `Int8Blocks` that are widened at a time: 2 MB of float32, which stay in a CPU's
+# cache.
 WIDENED_ENTRIES = 2**19
 WHOLE = 4  # a matrix of at most this many blocks is widened at once
 WIDE = 16  # with more outputs for each summed entry, such as a vocabulary, blocks are columns
 
 
-def contract(spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | None = None) -> Array:
-    """Computes ``einsum(spec, x, y)`` in the dtype of ``x``, accumulated in float32, returned as ``dtype`` (as ``x``).
+def contract(
+    spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | None = None
+) -> Array:
+    """Computes ``einsum(spec, x, y)`` in the dtype of ``x``, accumulated in float32, returned as
+    ``dtype`` (as ``x``).
 
-    ``y`` may be a float32 parameter: it is rounded for the product, but its gradient is not. Cotangents are rounded to
-    the dtype of ``x``. Every index of one operand must be in the other operand or in the result. The scale of an int8
-    weight multiplies the sums before they are rounded; int8 weights have no gradient.
+    ``y`` may be a float32 parameter: it is rounded for the product, but its gradient is not.
+    Cotangents are rounded to the dtype of ``x``. Every index of one operand must be in the other
+    operand or in the result. The scale of an int8 weight multiplies the sums before they are
+    rounded; int8 weights have no gradient.
     """
     dtype = x.dtype if dtype is None else jnp.dtype(dtype)
     if is_int8(y):
@@ -38,16 +45,22 @@ def contract(spec: str, x: Array, y: Array | Int8Weight, *, dtype: jnp.dtype | N
     return _contract(spec, dtype, jax.config.jax_default_matmul_precision, x, y)
 
 
-def contract_slice(spec: str, x: Array, stacked: Array | Int8Weight, at: Array, *, dtype: jnp.dtype) -> Array:
-    """Computes `contract` with the entry ``at`` of the first axis of ``stacked``, which is read in place.
+def contract_slice(
+    spec: str, x: Array, stacked: Array | Int8Weight, at: Array, *, dtype: jnp.dtype
+) -> Array:
+    """Computes `contract` with the entry ``at`` of the first axis of ``stacked``, which is read in
+    place.
 
-    Unlike in `contract`, an int8 entry has no optimization barrier with x: a compiler cannot convert it ahead of the
-    loop, and with a barrier the slice would be copied first. CPUs copy it anyway.
+    Unlike in `contract`, an int8 entry has no optimization barrier with x: a compiler cannot
+    convert it ahead of the loop, and with a barrier the slice would be copied first. CPUs copy it
+    anyway.
     """
     entry = jax.tree.map(lambda y: jax.lax.dynamic_index_in_dim(y, at, keepdims=False), stacked)
     if not is_int8(entry) or isinstance(entry, Int8Blocks):
         return contract(spec, x, entry, dtype=dtype)
-    sums = _einsum(spec, jax.config.jax_default_matmul_precision, x, entry.values.astype(x.dtype), jnp.float32)
+    sums = _einsum(
+        spec, jax.config.jax_default_matmul_precision, x, entry.values.astype(x.dtype), jnp.float32
+    )
     return (sums * _scale_of_output(spec, entry.scale)).astype(dtype)
 
 
@@ -83,7 +96,9 @@ def _int8_sums(spec: str, x: Array, y: Int8Weight) -> Array:
     x, values = jax.lax.optimization_barrier((x, y.values))
 
     def multiply(x: Array, values: Array) -> Array:
-        return _einsum(spec, jax.config.jax_default_matmul_precision, x, values.astype(x.dtype), jnp.float32)
+        return _einsum(
+            spec, jax.config.jax_default_matmul_precision, x, values.astype(x.dtype), jnp.float32
+        )
 
     if not isinstance(y, Int8Blocks) or y.size <= WHOLE * WIDENED_ENTRIES:
         return multiply(x, values)
@@ -98,7 +113,10 @@ def _by_rows(multiply: Callable, x: Array, values: Array, count: int) -> Array:
     rows = max(summed // count, 1)
 
     def add_block(i: Array, sums: Array) -> Array:
-        x_block, block = (jax.lax.dynamic_slice_in_dim(z, i * rows, rows, axis) for z, axis in ((x, -1), (values, 0)))
+        x_block, block = (
+            jax.lax.dynamic_slice_in_dim(z, i * rows, rows, axis)
+            for z, axis in ((x, -1), (values, 0))
+        )
         return sums + multiply(x_block, block)
 
     sums = jnp.zeros((*x.shape[:-1], outputs), jnp.float32)
@@ -123,11 +141,15 @@ def _by_columns(multiply: Callable, x: Array, values: Array, count: int) -> Arra
 
 
 def _einsum(spec, precision, x, y, dtype):
-    return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32).astype(dtype)
+    return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32).astype(
+        dtype
+    )
 
 
 def _scale_of_output(spec: str, scale: Array) -> Array:
-    """Returns the scale of the second operand with the axes of the result; it has one entry along summed axes."""
+    """Returns the scale of the second operand with the axes of the result; it has one entry along
+    summed axes.
+    """
     inputs, result = spec.split("->")
     axes = inputs.split(",")[1]
     size = dict(zip(axes, scale.shape, strict=True))
@@ -141,7 +163,9 @@ def soft_cap(x: Array, cap: float) -> Array:
 
 
 def full_precision(dtype: str) -> contextlib.AbstractContextManager:
-    """Makes float32 products exact on devices that round operands by default; keeps a setting of the user."""
+    """Makes float32 products exact on devices that round operands by default; keeps a setting of
+    the user.
+    """
     if dtype == "float32" and jax.config.jax_default_matmul_precision is None:
         return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()

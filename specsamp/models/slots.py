@@ -1,10 +1,11 @@
 """Reads, writes and moves slots of a cache at a different offset in each row.
 
-JAX moves a slice that does not fit into an array, so that it would overwrite committed tokens. Here positions outside
-of the array are dropped; all writes to caches and to arrays with an entry for each slot are made here.
+JAX moves a slice that does not fit into an array, so that it would overwrite committed tokens. Here
+positions outside of the array are dropped; all writes to caches and to arrays with an entry for
+each slot are made here.
 
-Up to `MAX_UNROLLED_ROWS` rows are handled one by one, more rows by ``vmap``: on a TPU a scatter or a gather is a loop
-over rows and heads.
+Up to `MAX_UNROLLED_ROWS` rows are handled one by one, more rows by ``vmap``: on a TPU a scatter or
+a gather is a loop over rows and heads.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ Array = jax.Array
 SLOTS_AXIS = 2
 
 
-def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = SLOTS_AXIS) -> Array:
-    """Writes T slots of each sequence from slot ``start_B``; slots outside of the cache are dropped.
+def write_slots(
+    cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = SLOTS_AXIS
+) -> Array:
+    """Writes T slots of each sequence from slot ``start_B``; slots outside of the cache are
+    dropped.
 
     Args:
       axis: of the slots, 2, or 3 for transposed keys.
@@ -32,12 +36,16 @@ def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = 
     """
     batch, slots, length = cache_BMSH.shape[0], cache_BMSH.shape[axis], new_BMTH.shape[axis]
     if length > slots:
-        raise ValueError(f"{length} tokens were given to a cache of {slots} slots: read fewer tokens per call")
-    # A single slot of a single sequence is written together with a neighbour. Otherwise XLA's CPU backend fuses the
-    # update into its reader and into the carry, and copies the cache for each of them (eight copies per layer and
-    # step; tests/decoding/test_compiled.py).
+        raise ValueError(
+            f"{length} tokens were given to a cache of {slots} slots: read fewer tokens per call"
+        )
+    # A single slot of a single sequence is written together with a neighbour. Otherwise XLA's CPU
+    # backend fuses the update into its reader and into the carry, and copies the cache for each of
+    # them (eight copies per layer and step; tests/decoding/test_compiled.py).
     width = 2 if (batch, length) == (1, 1) and slots > 1 else length
-    shape = tuple(width if at == axis else size for at, size in enumerate((1, *cache_BMSH.shape[1:])))
+    shape = tuple(
+        width if at == axis else size for at, size in enumerate((1, *cache_BMSH.shape[1:]))
+    )
 
     def write(cache: Array, new: Array, row: int, start: Array, all_fit: bool) -> Array:
         first = jnp.clip(start, 0, slots - width)
@@ -45,9 +53,12 @@ def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = 
         place[axis] = first
         if not all_fit:
             old = jax.lax.dynamic_slice(cache, place, shape)
-            # Where not all slots fit, the written block lies elsewhere and its tokens move within it.
+            # Where not all slots fit, the written block lies elsewhere and its tokens move within
+            # it.
             token_T = jnp.arange(width) + first - start
-            is_new = ((token_T >= 0) & (token_T < length)).reshape([-1 if at == axis else 1 for at in range(4)])
+            is_new = ((token_T >= 0) & (token_T < length)).reshape(
+                [-1 if at == axis else 1 for at in range(4)]
+            )
             if length > 1:
                 new = jnp.roll(new, start - first, axis)
             new = jnp.where(is_new, new, old)
@@ -58,7 +69,9 @@ def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = 
             for row in range(batch):
                 cache_BMSH = write(cache_BMSH, new_BMTH[row : row + 1], row, start_B[row], all_fit)
             return cache_BMSH
-        each = jax.vmap(lambda cache, new, start: write(cache[None], new[None], 0, start, all_fit)[0])
+        each = jax.vmap(
+            lambda cache, new, start: write(cache[None], new[None], 0, start, all_fit)[0]
+        )
         return each(cache_BMSH, new_BMTH, start_B)
 
     write_some = functools.partial(write_rows, all_fit=False)
@@ -70,23 +83,31 @@ def write_slots(cache_BMSH: Array, new_BMTH: Array, start_B: Array, axis: int = 
 
     if batch == 1:
         return write_some(cache_BMSH)
-    # On a TPU XLA lays out a cache anew, in a copy, if several rows read their old slots. On a GPU a conditional would
-    # wait for the host.
+    # On a TPU XLA lays out a cache anew, in a copy, if several rows read their old slots. On a GPU
+    # a conditional would wait for the host.
     return jax.lax.platform_dependent(cache_BMSH, tpu=choose, default=write_some)
 
 
-def move_slots(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int, axis: int = SLOTS_AXIS) -> Array:
-    """Moves slots ``start_B + rows_BT`` of each sequence to ``start_B ..``; all are read before any is written.
+def move_slots(
+    cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int, axis: int = SLOTS_AXIS
+) -> Array:
+    """Moves slots ``start_B + rows_BT`` of each sequence to ``start_B ..``; all are read before any
+    is written.
 
     Args:
-      rows_BT: ``[B, T]`` int32, T of the block's slots in increasing order. Entries after the kept slots are arbitrary.
+      rows_BT: ``[B, T]`` int32, T of the block's slots in increasing order. Entries after the kept
+        slots are arbitrary.
       num_rows: slots of the block.
       axis: of the slots, 2, or 3 for transposed keys.
     """
-    return write_slots(cache_BMSH, read_moved(cache_BMSH, start_B, rows_BT, num_rows, axis), start_B, axis)
+    return write_slots(
+        cache_BMSH, read_moved(cache_BMSH, start_B, rows_BT, num_rows, axis), start_B, axis
+    )
 
 
-def read_moved(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int, axis: int = SLOTS_AXIS) -> Array:
+def read_moved(
+    cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int, axis: int = SLOTS_AXIS
+) -> Array:
     """Reads slots ``start_B + rows_BT`` of each sequence; see `move_slots`."""
 
     # JAX would move a block that does not fit.
@@ -99,18 +120,26 @@ def read_moved(cache_BMSH: Array, start_B: Array, rows_BT: Array, num_rows: int,
 
 
 def read_slots(cache_BMSH: Array, first_B: Array, count: int, axis: int = SLOTS_AXIS) -> Array:
-    """Reads ``count`` slots of each sequence from slot ``first_B``, which must lie within the cache."""
+    """Reads ``count`` slots of each sequence from slot ``first_B``, which must lie within the
+    cache.
+    """
 
     def read(row: Array, first: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(row, first, count, axis)
 
     if len(first_B) <= MAX_UNROLLED_ROWS:
-        return jnp.concatenate([read(cache_BMSH[b : b + 1], first_B[b]) for b in range(len(first_B))])
+        return jnp.concatenate(
+            [read(cache_BMSH[b : b + 1], first_B[b]) for b in range(len(first_B))]
+        )
     return jax.vmap(lambda row, first: read(row[None], first)[0])(cache_BMSH, first_B)
 
 
-def cut_slots(cache_BMSH: Array, num_kept: int, first_B: Array, count: int, room: int, axis: int = SLOTS_AXIS) -> Array:
-    """Returns the first ``num_kept`` slots, ``count`` slots from ``first_B``, and ``room`` slots of zeros."""
+def cut_slots(
+    cache_BMSH: Array, num_kept: int, first_B: Array, count: int, room: int, axis: int = SLOTS_AXIS
+) -> Array:
+    """Returns the first ``num_kept`` slots, ``count`` slots from ``first_B``, and ``room`` slots of
+    zeros.
+    """
     kept = jax.lax.slice_in_dim(cache_BMSH, 0, num_kept, axis=axis)
     window = read_slots(cache_BMSH, first_B, count, axis)
     empty = jnp.zeros((*window.shape[:axis], room, *window.shape[axis + 1 :]), window.dtype)

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from specsamp import validate
-from specsamp.models.cache import CACHES, PAIRED_SIZE, LayerCache, TransformerCache, TransposedKVCache
+from specsamp.models.cache import (
+    CACHES,
+    PAIRED_SIZE,
+    LayerCache,
+    TransformerCache,
+    TransposedKVCache,
+)
 from specsamp.models.compiling import FEW_ROWS, options_on
 from specsamp.models.config import TransformerConfig
 from specsamp.models.cpu_weights import UNEMBEDDING, CPUDecoder, to_cpu_order
@@ -24,7 +30,8 @@ from specsamp.models.positions import relative_keys
 from specsamp.models.products import full_precision
 
 if TYPE_CHECKING:
-    from specsamp.models.kernels.dispatch import Kernels  # imports Pallas, which a CPU does not need
+    # Imports Pallas, which a CPU does not need.
+    from specsamp.models.kernels.dispatch import Kernels
 
 Array = jax.Array
 
@@ -36,9 +43,11 @@ class TransformerLM(LayeredModel):
     """A `LayeredModel`, hashable and static; parameters and weights are arguments of its methods.
 
     Attributes:
-      weight_order: the order of axes in decode-time weights and caches: "default", head-major like the parameters, for
-        TPUs and meshes; or "cpu", see `specsamp.models.cpu_weights`. Results are the same.
-      kernels: of attention over the caches, experts, norms and rotations, for TPUs; None: XLA's operations.
+      weight_order: the order of axes in decode-time weights and caches: "default", head-major like
+        the parameters, for TPUs and meshes; or "cpu", see `specsamp.models.cpu_weights`. Results
+        are the same.
+      kernels: of attention over the caches, experts, norms and rotations, for TPUs; None: XLA's
+        operations.
       layout: of the weights over a mesh, for layers with experts; None: one device.
     """
 
@@ -52,7 +61,9 @@ class TransformerLM(LayeredModel):
         for size in ("vocab_size", "max_positions", "num_layers", "width"):
             object.__setattr__(self, size, getattr(self.config, size))
         if self.weight_order == "cpu" and self.kernels is not None:
-            raise ValueError("weight_order 'cpu' has no kernels: leave kernels=None, or weight_order='default'")
+            raise ValueError(
+                "weight_order 'cpu' has no kernels: leave kernels=None, or weight_order='default'"
+            )
 
     @classmethod
     def for_backend(cls, config: TransformerConfig) -> TransformerLM:
@@ -62,14 +73,18 @@ class TransformerLM(LayeredModel):
 
     def first(self, num_layers: int) -> TransformerLM:
         without_window = tuple(layer for layer in self.config.global_layers if layer < num_layers)
-        config = dataclasses.replace(self.config, num_layers=num_layers, global_layers=without_window)
+        config = dataclasses.replace(
+            self.config, num_layers=num_layers, global_layers=without_window
+        )
         return dataclasses.replace(self, config=config)
 
     # Parameters.
 
     @functools.partial(jax.jit, static_argnums=0)  # layer by layer it takes ten times as long
     def init(self, key: Array) -> Any:
-        """Returns random float32 parameters. ``jax.eval_shape(model.init, key)`` gives the shapes alone."""
+        """Returns random float32 parameters. ``jax.eval_shape(model.init, key)`` gives the shapes
+        alone.
+        """
         return nn.meta.unbox(self._boxed(key))
 
     def param_axes(self) -> Any:
@@ -78,15 +93,28 @@ class TransformerLM(LayeredModel):
 
     def _boxed(self, key: Array) -> Any:
         tokens_BT = jnp.zeros((1, 1), jnp.int32)
-        return Decoder(self.config).init(key, tokens_BT, jnp.zeros((1,), jnp.int32), method="everything")["params"]
+        return Decoder(self.config).init(
+            key, tokens_BT, jnp.zeros((1,), jnp.int32), method="everything"
+        )["params"]
 
-    def forward(self, params: Any, tokens_BT: Array, *, hidden_layers: tuple[int, ...] = ()) -> Output:
-        """Scores whole sequences without a cache, for training and evaluation; logits ``[B, T, V]`` float32."""
-        *hidden, x_BTD = self.forward_streams(params, tokens_BT, (*hidden_layers, self.num_layers - 1))
+    def forward(
+        self, params: Any, tokens_BT: Array, *, hidden_layers: tuple[int, ...] = ()
+    ) -> Output:
+        """Scores whole sequences without a cache, for training and evaluation; logits ``[B, T, V]``
+        float32.
+        """
+        *hidden, x_BTD = self.forward_streams(
+            params, tokens_BT, (*hidden_layers, self.num_layers - 1)
+        )
         return Output(logits_BTV=self.read_out(params, x_BTD), cache=None, hidden=tuple(hidden))
 
     def forward_streams(
-        self, params: Any, tokens_BT: Array, layers: tuple[int, ...], *, kept_BL: Array | None = None
+        self,
+        params: Any,
+        tokens_BT: Array,
+        layers: tuple[int, ...],
+        *,
+        kept_BL: Array | None = None,
     ) -> tuple[Array, ...]:
         """Returns the outputs ``[B, T, D]`` of ``layers``; see `Output.hidden`.
 
@@ -98,27 +126,39 @@ class TransformerLM(LayeredModel):
         def run(decoder: Decoder) -> tuple[Array, ...]:
             x_BTD, _ = decoder.embed(tokens_BT, start_B, None)
             last = self.num_layers
-            return decoder.run_layers(x_BTD, start_B, None, None, 0, last, layers, kept_BL=kept_BL)[2]
+            return decoder.run_layers(x_BTD, start_B, None, None, 0, last, layers, kept_BL=kept_BL)[
+                2
+            ]
 
         with full_precision(self.config.dtype):
             return Decoder(self.config, self.layout).apply({"params": params}, method=run)
 
     def read_out(self, params: Any, x_BTD: Array) -> Array:
-        """Applies final norm and output matrix, for training; returns float32 logits ``[B, T, V]``."""
+        """Applies final norm and output matrix, for training; returns float32 logits
+        ``[B, T, V]``.
+        """
         with full_precision(self.config.dtype):
-            return Decoder(self.config, self.layout).apply({"params": params}, x_BTD, method="unembed")
+            return Decoder(self.config, self.layout).apply(
+                {"params": params}, x_BTD, method="unembed"
+            )
 
     # Decode-time weights.
 
     def prepare(self, params: Any) -> Any:
-        """Casts or quantises parameters and arranges them in the weight order; `fit_slots` adds the tables."""
+        """Casts or quantises parameters and arranges them in the weight order; `fit_slots` adds the
+        tables.
+        """
         weights = decode_weights(params, self.config.compute_dtype, self.config.weight_dtype)
-        return {"params": to_cpu_order(weights) if self.weight_order == "cpu" else weights, "relative_keys": None}
+        return {
+            "params": to_cpu_order(weights) if self.weight_order == "cpu" else weights,
+            "relative_keys": None,
+        }
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
         """Folds the projections of relative positions into tables for caches of ``slots`` slots.
 
-        Without the tables every call computes them. Weights of models with other positions are returned unchanged.
+        Without the tables every call computes them. Weights of models with other positions are
+        returned unchanged.
         """
         if self.config.positions != "relative":
             return weights
@@ -126,7 +166,8 @@ class TransformerLM(LayeredModel):
         for i in range(self.config.num_layers):
             attention = dict(params[f"layer_{i}"]["attention"])
             with full_precision(self.config.dtype):
-                # Compiled, so that each device computes its part of the table from its part of the weight.
+                # Compiled, so that each device computes its part of the table from its part of the
+                # weight.
                 table = jax.jit(relative_keys, static_argnums=1)(attention.pop("relative"), slots)
             table = table.astype(self.config.compute_dtype)
             tables.append(table.swapaxes(1, 2) if self.weight_order == "cpu" else table)
@@ -146,7 +187,9 @@ class TransformerLM(LayeredModel):
           ValueError: the weight order is "cpu", in which one axis joins several logical axes.
         """
         if self.weight_order == "cpu":
-            raise ValueError("weights in the order 'cpu' cannot be split over a mesh: use TransformerLM(config)")
+            raise ValueError(
+                "weights in the order 'cpu' cannot be split over a mesh: use TransformerLM(config)"
+            )
         params = self.param_axes()
         if self.config.positions != "relative":
             return {"params": params, "relative_keys": None}
@@ -176,7 +219,8 @@ class TransformerLM(LayeredModel):
         shape = (batch, config.num_kv_heads, slots, config.head_size)
         tokens_BS = jnp.zeros((batch, slots), jnp.int32) if config.ngram_rows else None
         layers = [
-            self._cache_class.zeros(*shape, config.compute_dtype, self._kernels) for _ in range(config.num_layers)
+            self._cache_class.zeros(*shape, config.compute_dtype, self._kernels)
+            for _ in range(config.num_layers)
         ]
         return TransformerCache(layers=tuple(layers), tokens_BS=tokens_BS)
 
@@ -186,8 +230,12 @@ class TransformerLM(LayeredModel):
         layers = (self._cache_class.logical_axes(self._kernels),) * self.config.num_layers
         return TransformerCache(layers=layers, tokens_BS=tokens_BS)
 
-    def compact(self, cache: TransformerCache, start_B: Array, rows_BT: Array, num_rows: int) -> TransformerCache:
-        """Moves slots ``start_B + rows_BT`` to ``start_B ..``; see `specsamp.models.slots.move_slots`."""
+    def compact(
+        self, cache: TransformerCache, start_B: Array, rows_BT: Array, num_rows: int
+    ) -> TransformerCache:
+        """Moves slots ``start_B + rows_BT`` to ``start_B ..``; see
+        `specsamp.models.slots.move_slots`.
+        """
         return cache.compact(start_B, rows_BT, num_rows)
 
     def cut_cache(
@@ -198,7 +246,13 @@ class TransformerLM(LayeredModel):
     # Calls.
 
     def embed(
-        self, weights: Any, tokens_BT: Array, start_B: Array, cache: TransformerCache, *, block: Block | None = None
+        self,
+        weights: Any,
+        tokens_BT: Array,
+        start_B: Array,
+        cache: TransformerCache,
+        *,
+        block: Block | None = None,
     ) -> tuple[Array, TransformerCache]:
         return self._apply("embed", weights, tokens_BT, start_B, cache, block)
 
@@ -215,7 +269,9 @@ class TransformerLM(LayeredModel):
         block: Block | None = None,
     ) -> tuple[Array, TransformerCache, tuple[Array, ...]]:
         tables = weights["relative_keys"]
-        return self._apply("run_layers", weights, x_BTD, start_B, cache, tables, first, last, hidden_layers, block)
+        return self._apply(
+            "run_layers", weights, x_BTD, start_B, cache, tables, first, last, hidden_layers, block
+        )
 
     def unembed(self, weights: Any, x_BTD: Array) -> Array:
         return self._apply("unembed", weights, x_BTD)
@@ -225,8 +281,14 @@ class TransformerLM(LayeredModel):
 
     @property
     def compiler_options(self) -> tuple[tuple[str, str], ...]:
-        """Returns the compiler options of programs that call this model, see `specsamp.models.compiling`."""
-        return options_on("cpu", FEW_ROWS) if self.weight_order == "cpu" and self.config.dtype == "float32" else ()
+        """Returns the compiler options of programs that call this model, see
+        `specsamp.models.compiling`.
+        """
+        return (
+            options_on("cpu", FEW_ROWS)
+            if self.weight_order == "cpu" and self.config.dtype == "float32"
+            else ()
+        )
 
     @property
     def _cache_class(self) -> type[LayerCache]:
@@ -240,6 +302,8 @@ class TransformerLM(LayeredModel):
         return self.kernels and self.kernels.for_heads(self.config.head_size)
 
     def _apply(self, method: str, weights: Any, *arguments: Any) -> Any:
-        decoder = (CPUDecoder if self.weight_order == "cpu" else Decoder)(self.config, self.layout, self.kernels)
+        decoder = (CPUDecoder if self.weight_order == "cpu" else Decoder)(
+            self.config, self.layout, self.kernels
+        )
         with full_precision(self.config.dtype):
             return decoder.apply({"params": weights["params"]}, *arguments, method=method)

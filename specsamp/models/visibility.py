@@ -17,7 +17,8 @@ Array = jax.Array
 class Visibility:
     """The attention mask of a call in one layer, see `mask`; kernels read the fields instead.
 
-    Without a block, query t of sequence b attends to the last ``window`` slots up to ``start_B[b] + t``.
+    Without a block, query t of sequence b attends to the last ``window`` slots up to ``start_B[b] +
+    t``.
 
     Attributes:
       start_B: ``[B]`` int32, the slot of each sequence's first query.
@@ -33,8 +34,12 @@ class Visibility:
 
     @property
     def needs_mask(self) -> bool:
-        """Returns whether distances in a window differ from those of slots, which kernels measure."""
-        return self.window is not None and self.block is not None and self.block.skipped_B is not None
+        """Returns whether distances in a window differ from those of slots, which kernels
+        measure.
+        """
+        return (
+            self.window is not None and self.block is not None and self.block.skipped_B is not None
+        )
 
     def mask(self, num_slots: int) -> Array:
         """Returns the attention mask, bool ``[B, T, S]``."""
@@ -46,24 +51,34 @@ class Visibility:
                 seen_BTS &= slots_S[None, None, :] > queries_BT[:, :, None] - self.window
             return seen_BTS
         shape = (len(self.start_B), self.num_queries, num_slots)
-        before_BTS = jnp.broadcast_to(slots_S[None, None, :] < self.block.start_B[:, None, None], shape)
+        before_BTS = jnp.broadcast_to(
+            slots_S[None, None, :] < self.block.start_B[:, None, None], shape
+        )
         seen_BTS = _place(before_BTS, self.block.visible_BTR, self.block.start_B)
-        return seen_BTS if self.window is None else seen_BTS & (self.distances(num_slots) < self.window)
+        return (
+            seen_BTS
+            if self.window is None
+            else seen_BTS & (self.distances(num_slots) < self.window)
+        )
 
     def distances(self, num_slots: int) -> Array:
-        """Returns the distance of each slot in tokens, ``[B, T, S]`` int32; arbitrary for masked slots.
+        """Returns the distance of each slot in tokens, ``[B, T, S]`` int32; arbitrary for masked
+        slots.
 
         Within a block it is the distance in the tree.
         """
         if self.block is None:
             queries_BT = self.start_B[:, None] + jnp.arange(self.num_queries)[None, :]
             return queries_BT[:, :, None] - jnp.arange(num_slots)[None, None, :]
-        before_BTS = self.block.positions_BT[:, :, None] - self.block.slot_positions(num_slots)[:, None, :]
+        before_BTS = (
+            self.block.positions_BT[:, :, None] - self.block.slot_positions(num_slots)[:, None, :]
+        )
         return _place(before_BTS, seen_after(self.block), self.block.start_B)
 
 
 def seen_after(block: Block) -> Array:
-    """Counts, for each query and slot of the block, the visible slots after this slot, ``[B, T, R]`` int32.
+    """Counts, for each query and slot of the block, the visible slots after this slot, ``[B, T,
+    R]`` int32.
 
     For an ancestor of the query the count is their distance in the tree.
     """
@@ -72,7 +87,8 @@ def seen_after(block: Block) -> Array:
 
 
 def ancestor_slots(block: Block, count: int) -> Array:
-    """Returns the slots of each query's last ``count`` tokens, ending with the query, ``[B, T, count]`` int32.
+    """Returns the slots of each query's last ``count`` tokens, ending with the query, ``[B, T,
+    count]`` int32.
 
     A slot is negative if the sequence is shorter, or if the token has no slot.
     """
@@ -93,4 +109,6 @@ def ancestor_slots(block: Block, count: int) -> Array:
 
 def _place(whole_BTS: Array, part_BTR: Array, start_B: Array) -> Array:
     """Writes R columns of each sequence from column ``start_B``."""
-    return write_slots(whole_BTS[:, None], part_BTR[:, None].astype(whole_BTS.dtype), start_B, axis=3)[:, 0]
+    return write_slots(
+        whole_BTS[:, None], part_BTR[:, None].astype(whole_BTS.dtype), start_B, axis=3
+    )[:, 0]

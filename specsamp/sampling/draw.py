@@ -1,10 +1,11 @@
 """Draws a token from weights by inverse CDF, with a two-level cumulative sum.
 
 The vocabulary is cut into blocks. The first of a draw's two uniforms chooses a block by the block
-sums, the second a token within it. A float32 uniform has 23 random bits: a single uniform for the whole
-vocabulary would round every token's probability to a multiple of 2^-23, together an error of up to
-V * 2^-24 in total variation; two keep 23 bits *per level* (tests/sampling/test_draw.py measures both).
-Gumbel noise needs a random number per token of the vocabulary, so only the coupled rule uses it.
+sums, the second a token within it. A float32 uniform has 23 random bits: a single uniform for the
+whole vocabulary would round every token's probability to a multiple of 2^-23, together an error of
+up to V * 2^-24 in total variation; two keep 23 bits *per level* (tests/sampling/test_draw.py
+measures both). Gumbel noise needs a random number per token of the vocabulary, so only the coupled
+rule uses it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def draw(weights: Array, uniforms: Array) -> Array:
 
 
 def _invert(weights: Array, uniform: Array) -> Array:
-    """Returns the first index whose cumulative weight exceeds ``uniform * total``; one level of `draw`."""
+    """Returns the first index whose cumulative weight exceeds ``uniform * total``; one level of
+    `draw`.
+    """
     cumulative = jnp.cumsum(weights, axis=-1)
     # A parallel prefix sum may step by a rounding error where the weight is zero: test both.
     beyond = (cumulative > uniform[..., None] * cumulative[..., -1:]) & (weights > 0)

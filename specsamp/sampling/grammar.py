@@ -1,11 +1,14 @@
-"""Grammars: texts that a JSON schema, a regular expression or a Lark grammar allows, sampled exactly.
+"""Grammars: texts that a JSON schema, a regular expression or a Lark grammar allows, sampled
+exactly.
 
-    as_json = grammar(pair.tokenizer, "json_schema", {"type": "object"}, ends=[pair.tokenizer.eos_id])
-    generate(pair, prompts, 200, sampling=chain(as_json, temperature(0.8)))
+    as_json = grammar(pair.tokenizer, "json_schema", {"type": "object"},
+    ends=[pair.tokenizer.eos_id]) generate(pair, prompts, 200, sampling=chain(as_json,
+    temperature(0.8)))
 
-Tokens that lead out of the grammar get probability zero at every position, in the draft and in the target, drafted positions
-included. The masks come from llguidance, which runs on the host: the state of a row is a number there, and a program asks for
-masks and successors by callbacks. A program with callbacks is not kept in the compilation cache, and has one device.
+Tokens that lead out of the grammar get probability zero at every position, in the draft and in the
+target, drafted positions included. The masks come from llguidance, which runs on the host: the
+state of a row is a number there, and a program asks for masks and successors by callbacks. A
+program with callbacks is not kept in the compilation cache, and has one device.
 """
 
 from __future__ import annotations
@@ -64,9 +67,11 @@ def grammar(tokenizer: Any, kind: str, source: Any, *, ends: Sequence[int]) -> F
         source = json.dumps(source, ensure_ascii=False)
     if not isinstance(source, str) or len(source) > MOST_SOURCE:
         raise ValueError(
-            f"{kind} must be a text or a schema of at most {MOST_SOURCE} characters; got {reprlib.repr(source)}"
+            f"{kind} must be a text or a schema of at most {MOST_SOURCE} characters; got "
+            f"{reprlib.repr(source)}"
         )
-    options = {"defaults": {"whitespace_flexible": False}} if kind == "json_schema" else {}  # else spaces may never end
+    # Else spaces may never end.
+    options = {"defaults": {"whitespace_flexible": False}} if kind == "json_schema" else {}
     known = _tokenizer(tokenizer)
     try:
         text = getattr(llguidance.LLMatcher, f"grammar_from_{kind}")(source, **options)
@@ -93,13 +98,17 @@ def fault(warp: Follow) -> str | None:
 
 
 def release(warp: Follow) -> None:
-    """Gives the host memory of a grammar back, at its next use; rows that still follow it are free from then on."""
+    """Gives the host memory of a grammar back, at its next use; rows that still follow it are free
+    from then on.
+    """
     _TEXTS.released.append(int(warp.value))
 
 
 @register_warp
 class Follow(Warp):
-    """Excludes what a grammar excludes; see `grammar`. The state is the number of the text so far, int32 ``[B]``."""
+    """Excludes what a grammar excludes; see `grammar`. The state is the number of the text so far,
+    int32 ``[B]``.
+    """
 
     value: Array  # [] or [B] int32: the grammar's empty text; FREE: none
 
@@ -111,7 +120,9 @@ class Follow(Warp):
     def advance(self, state: Any, tokens_B: Array) -> Any:
         def ask() -> Array:
             like = jax.ShapeDtypeStruct(state.shape, jnp.int32)
-            return jax.pure_callback(_TEXTS.after, like, state, tokens_B, vmap_method="broadcast_all")
+            return jax.pure_callback(
+                _TEXTS.after, like, state, tokens_B, vmap_method="broadcast_all"
+            )
 
         return jax.lax.cond(jnp.any(state != FREE), ask, lambda: state)
 
@@ -123,7 +134,9 @@ class Follow(Warp):
             like = jax.ShapeDtypeStruct((*state.shape, size), jnp.uint8)
             ask = functools.partial(_TEXTS.masks, size=size)
             bits_BN = jax.pure_callback(ask, like, state, vmap_method="broadcast_all")
-            is_allowed_BV = jnp.unpackbits(bits_BN, axis=-1, count=vocab_size, bitorder="little") > 0
+            is_allowed_BV = (
+                jnp.unpackbits(bits_BN, axis=-1, count=vocab_size, bitorder="little") > 0
+            )
             return jnp.where(is_allowed_BV, logits, -jnp.inf)
 
         return jax.lax.cond(jnp.any(state != FREE), masked, lambda: logits)
@@ -131,23 +144,28 @@ class Follow(Warp):
 
 @dataclasses.dataclass(eq=False)
 class _Text:
-    """Represents a text that a row has begun: the empty text with its matcher, or another text and one more token."""
+    """Represents a text that a row has begun: the empty text with its matcher, or another text and
+    one more token.
+    """
 
     number: int
     ends: tuple[int, ...]
     matcher: Any = None
     before: _Text | None = None
     token: int = -1
-    after: dict[int, _Text | None] = dataclasses.field(default_factory=dict)  # None: the token is not allowed
+    # None: the token is not allowed.
+    after: dict[int, _Text | None] = dataclasses.field(default_factory=dict)
 
 
 class _Texts:
-    """The texts that rows have begun, by number, and the last used matchers that have read them; for several threads.
+    """The texts that rows have begun, by number, and the last used matchers that have read them;
+    for several threads.
 
     A text keeps its number, however often a program asks, so that callbacks are functions.
 
     Attributes:
-      released: numbers of grammars that nobody needs. Whoever appends may hold the lock: it may be the garbage collector.
+      released: numbers of grammars that nobody needs. Whoever appends may hold the lock: it may be
+        the garbage collector.
       faults: why grammars left a text without any token, by their numbers.
     """
 
@@ -170,11 +188,15 @@ class _Texts:
         numbers, tokens = np.asarray(numbers), np.asarray(tokens)
         with self._lock:
             self._forget()
-            found = [self._next(*pair) for pair in zip(numbers.ravel().tolist(), tokens.ravel().tolist())]
+            found = [
+                self._next(*pair) for pair in zip(numbers.ravel().tolist(), tokens.ravel().tolist())
+            ]
         return np.asarray(found, np.int32).reshape(numbers.shape)
 
     def masks(self, numbers: Any, size: int) -> np.ndarray:
-        """Returns the bits of the allowed tokens, uint8 ``[..., size]``: all of a free row, none where a matcher failed."""
+        """Returns the bits of the allowed tokens, uint8 ``[..., size]``: all of a free row, none
+        where a matcher failed.
+        """
         numbers = np.asarray(numbers)
         each, where = np.unique(numbers, return_inverse=True)
         bits = np.zeros((each.size, size), np.uint8)
@@ -213,7 +235,8 @@ class _Texts:
                     self._matchers.pop(text, None)
 
     def _add(self, **fields: Any) -> _Text:
-        while (number := next(self._numbers) % LAST + 1) in self._texts:  # of a text that was released, or the next
+        # Of a text that was released, or the next.
+        while (number := next(self._numbers) % LAST + 1) in self._texts:
             pass
         text = _Text(number, **fields)
         self._texts[text.number] = text
@@ -226,7 +249,9 @@ class _Texts:
         if token not in text.after:
             matcher = self._matcher(text).deep_copy()
             is_allowed = matcher.try_consume_tokens([token]) == 1 or matcher.is_error()
-            text.after[token] = self._add(before=text, token=token, ends=text.ends) if is_allowed else None
+            text.after[token] = (
+                self._add(before=text, token=token, ends=text.ends) if is_allowed else None
+            )
             if is_allowed:
                 self._keep(text.after[token], matcher)
         return FREE if text.after[token] is None else text.after[token].number
@@ -254,7 +279,9 @@ _TEXTS = _Texts()
 
 
 def _allowed(matcher: Any, count: int) -> np.ndarray:
-    """Returns the bits of the allowed ones of the first ``count`` tokens, uint8; [] where a matcher has failed."""
+    """Returns the bits of the allowed ones of the first ``count`` tokens, uint8; [] where a matcher
+    has failed.
+    """
     if matcher.is_error():
         return np.zeros(0, np.uint8)
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)[: -(-count // 8)].copy()
@@ -273,15 +300,24 @@ def _reason(matcher: Any) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _tokenizer(tokenizer: Any) -> Any:
-    """Returns llguidance's form of a tokenizer, which takes about a second to make, with an end of text that nobody else has."""
+    """Returns llguidance's form of a tokenizer, which takes about a second to make, with an end of
+    text that nobody else has.
+    """
     import llguidance
 
     if not hasattr(tokenizer, "to_json"):
-        raise ValueError(f"a grammar needs a pair with a tokenizer.json; got {type(tokenizer).__name__}")
-    content, end = json.loads(tokenizer.to_json()), {"id": tokenizer.vocab_size, "content": "<|end of the grammar|>"}
+        raise ValueError(
+            f"a grammar needs a pair with a tokenizer.json; got {type(tokenizer).__name__}"
+        )
+    content, end = (
+        json.loads(tokenizer.to_json()),
+        {"id": tokenizer.vocab_size, "content": "<|end of the grammar|>"},
+    )
     switches = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content["added_tokens"] = [*content.get("added_tokens", ()), end | switches | {"special": True}]
     try:
         return llguidance.LLTokenizer(json.dumps(content), eos_token=[end["id"]])
     except ValueError as error:
-        raise ValueError(f"grammars need a tokenizer whose ids have no gaps ({error}): decode without one") from error
+        raise ValueError(
+            f"grammars need a tokenizer whose ids have no gaps ({error}): decode without one"
+        ) from error

@@ -1,20 +1,26 @@
-"""Lossy rules: they accept more tokens than the target's distribution allows, and measure the resulting bias.
+"""Lossy rules: they accept more tokens than the target's distribution allows, and measure the
+resulting bias.
 
-    completions = generate(pair, prompts, sampling=chain(temperature(1.0)), rule=Bounded(EARS(0.3), tv_per_token=0.01))
+    completions = generate(pair, prompts, sampling=chain(temperature(1.0)), rule=Bounded(EARS(0.3),
+    tv_per_token=0.01))
 
-Rules have the methods of `specsamp.sampling.rejection`; q is the target's distribution and p the draft's.
+Rules have the methods of `specsamp.sampling.rejection`; q is the target's distribution and p the
+draft's.
 
-* `EARS` (arXiv 2512.13194) accepts with ``min(1, q/p + beta (1 - max q))``: more if the target is less certain.
+* `EARS` (arXiv 2512.13194) accepts with ``min(1, q/p + beta (1 - max q))``: more if the target is
+less certain.
 * `Lenience` (Leviathan et al., arXiv 2211.17192, appendix A.5) accepts with ``min(1, q / (l p))``.
-* `Typical` (Medusa, arXiv 2401.10774, section 2.3.1) accepts where ``q > min(epsilon, delta exp(-H(q)))``.
+* `Typical` (Medusa, arXiv 2401.10774, section 2.3.1) accepts where ``q > min(epsilon, delta
+exp(-H(q)))``.
 * `Bounded` mixes one of these rules with the exact rule, so that no token costs more than a budget.
 
-**The meter.** A rule verifies token by token, accepts x with probability a(x), and replaces a rejected token by a draw
-from r. If all earlier tokens were accepted, a token has the distribution ``o = p a + (1 - sum p a) r``. Its cost is the
-total variation ``sum (o - q)+``. With r = norm((q - p)+) and a at least min(1, q/p), the cost ``sum (p a - q)+`` equals
-the gain in acceptance.
+**The meter.** A rule verifies token by token, accepts x with probability a(x), and replaces a
+rejected token by a draw from r. If all earlier tokens were accepted, a token has the distribution
+``o = p a + (1 - sum p a) r``. Its cost is the total variation ``sum (o - q)+``. With r = norm((q -
+p)+) and a at least min(1, q/p), the cost ``sum (p a - q)+`` equals the gain in acceptance.
 
-Under greedy decoding these rules emit the target's tokens: q is one-hot, and no other token is accepted.
+Under greedy decoding these rules emit the target's tokens: q is one-hot, and no other token is
+accepted.
 """
 
 from __future__ import annotations
@@ -34,7 +40,9 @@ Array = jax.Array
 
 
 class LossyTokenRule(RejectionRule):
-    """Base of the lossy rules, which verify token by token; subclasses define acceptance and replacement."""
+    """Base of the lossy rules, which verify token by token; subclasses define acceptance and
+    replacement.
+    """
 
     exact = False
     metered = True
@@ -50,47 +58,66 @@ class LossyTokenRule(RejectionRule):
         """
 
     def replaces(self, log_q: Array, log_p: Array) -> Array:
-        """Returns weights ``[..., V]``, not normalised, of the token after a rejection: ``(q - p)+``."""
+        """Returns weights ``[..., V]``, not normalised, of the token after a rejection: ``(q -
+        p)+``.
+        """
         return jnp.maximum(jnp.exp(log_q) - jnp.exp(log_p), 0)
 
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
         """Returns `accepts` at the drafted tokens, ``[B, K]``; 0 where nothing was drafted."""
-        accepted_BKV = self.accepts(target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs))
+        accepted_BKV = self.accepts(
+            target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs)
+        )
         accepted_BK = jnp.take_along_axis(accepted_BKV, draft.tokens_BK[..., None], axis=-1)[..., 0]
         return jnp.where(draft.is_drafted_BK, accepted_BK, 0)
 
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
-        """Returns `replaces` after ``num_accepted_B`` tokens; the target's distribution if all are accepted, ``[B, V]``."""
+        """Returns `replaces` after ``num_accepted_B`` tokens; the target's distribution if all are
+        accepted, ``[B, V]``.
+        """
         log_q_BV, K = at_rows(target_log_probs, num_accepted_B), draft.tokens_BK.shape[1]
         if K == 0:
             return jnp.exp(log_q_BV)
-        log_p_BV = at_rows(_draft_log_probs(draft, target_log_probs), jnp.minimum(num_accepted_B, K - 1))
+        log_p_BV = at_rows(
+            _draft_log_probs(draft, target_log_probs), jnp.minimum(num_accepted_B, K - 1)
+        )
         rejected_B1 = (num_accepted_B < draft.num_drafted_B)[:, None]
         return jnp.where(rejected_B1, self.replaces(log_q_BV, log_p_BV), jnp.exp(log_q_BV))
 
     def meter(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Meter:
-        """Returns the total variation of `output` at each emitted token, and the acceptance beyond ``sum min(p, q)``."""
+        """Returns the total variation of `output` at each emitted token, and the acceptance beyond
+        ``sum min(p, q)``.
+        """
         log_q, log_p = target_log_probs[:, :-1], _draft_log_probs(draft, target_log_probs)
         exact_BK = jnp.exp(jnp.minimum(log_q, log_p)).sum(-1)
         extra_BK = (jnp.exp(log_p) * self.accepts(log_q, log_p)).sum(-1) - exact_BK
-        counts_BK = draft.is_drafted_BK & (jnp.arange(draft.tokens_BK.shape[1])[None, :] <= num_accepted_B[:, None])
+        counts_BK = draft.is_drafted_BK & (
+            jnp.arange(draft.tokens_BK.shape[1])[None, :] <= num_accepted_B[:, None]
+        )
 
         def padded(x_BK: Array) -> Array:
-            """Adds a column for the appended token, and sets tokens that were not drafted or are not emitted to 0."""
+            """Adds a column for the appended token, and sets tokens that were not drafted or are
+            not emitted to 0.
+            """
             return jnp.pad(jnp.where(counts_BK, x_BK, 0), ((0, 0), (0, 1))).astype(log_q.dtype)
 
         return Meter(variation=padded(self.variation(log_q, log_p)), extra=padded(extra_BK))
 
     def output(self, log_q: Array, log_p: Array) -> Array:
-        """Returns the distribution of a token, given that all earlier tokens were accepted, ``[..., V]``."""
+        """Returns the distribution of a token, given that all earlier tokens were accepted, ``[...,
+        V]``.
+        """
         return jnp.exp(log_p) * self.accepts(log_q, log_p) + self.replaced(log_q, log_p)
 
     def replaced(self, log_q: Array, log_p: Array) -> Array:
-        """Returns the probabilities that the drafted token is rejected and replaced by each token, ``[..., V]``."""
+        """Returns the probabilities that the drafted token is rejected and replaced by each token,
+        ``[..., V]``.
+        """
         rejected = 1 - (jnp.exp(log_p) * self.accepts(log_q, log_p)).sum(-1, keepdims=True)
         weights = self.replaces(log_q, log_p)
         mass = weights.sum(-1, keepdims=True)
-        norm = jnp.where(mass > 0, weights / jnp.where(mass > 0, mass, 1), jnp.exp(log_q))  # as `verify` draws
+        # As `verify` draws.
+        norm = jnp.where(mass > 0, weights / jnp.where(mass > 0, mass, 1), jnp.exp(log_q))
         return jnp.maximum(rejected, 0) * norm
 
     def variation(self, log_q: Array, log_p: Array) -> Array:
@@ -100,7 +127,8 @@ class LossyTokenRule(RejectionRule):
 
 @dataclasses.dataclass(frozen=True)
 class EARS(LossyTokenRule):
-    """Accepts with ``min(1, q/p + beta (1 - max q))``; unlike the paper, never tokens that the target excludes.
+    """Accepts with ``min(1, q/p + beta (1 - max q))``; unlike the paper, never tokens that the
+    target excludes.
 
     Attributes:
       beta: in [0, 1]; usually 0.3 to 0.5.
@@ -119,7 +147,8 @@ class EARS(LossyTokenRule):
 
 @dataclasses.dataclass(frozen=True)
 class Lenience(LossyTokenRule):
-    """Accepts with ``min(1, q / (lenience p))``; replaces a rejected token like the exact rule, which costs least.
+    """Accepts with ``min(1, q / (lenience p))``; replaces a rejected token like the exact rule,
+    which costs least.
 
     Attributes:
       lenience: in (0, 1]; 1 is exact.
@@ -138,8 +167,8 @@ class Lenience(LossyTokenRule):
 class Typical(LossyTokenRule):
     """Accepts a token if ``q > min(epsilon, delta exp(-H(q)))``, else draws from the target.
 
-    Published for drafts of most probable tokens; here drafts may also be sampled. If the rule accepts less than the
-    exact rule, ``extra`` of its meter is negative.
+    Published for drafts of most probable tokens; here drafts may also be sampled. If the rule
+    accepts less than the exact rule, ``extra`` of its meter is negative.
 
     Attributes:
       epsilon: in (0, 1].
@@ -166,8 +195,9 @@ class Typical(LossyTokenRule):
 class Bounded(LossyTokenRule):
     """Mixes a lossy rule with the exact rule, so that each token costs at most a budget.
 
-    If the rule costs a total variation v above the budget b, it is applied with probability b / v. The mixture costs
-    ``min(v, b)``, since the exact rule costs nothing. So n tokens cost at most n b.
+    If the rule costs a total variation v above the budget b, it is applied with probability b / v.
+    The mixture costs ``min(v, b)``, since the exact rule costs nothing. So n tokens cost at most n
+    b.
 
     Attributes:
       rule: `EARS`, `Lenience`, `Typical`, or another `LossyTokenRule`.
@@ -181,8 +211,8 @@ class Bounded(LossyTokenRule):
         validate.number("Bounded's tv_per_token", self.tv_per_token, 0, 1)
         if not isinstance(self.rule, LossyTokenRule) or isinstance(self.rule, Bounded):
             raise ValueError(
-                f"Bounded takes a lossy rule that verifies token by token, such as EARS(0.3) or Typical(); "
-                f"got {self.rule!r}"
+                "Bounded takes a lossy rule that verifies token by token, such as EARS(0.3) or "
+                f"Typical(); got {self.rule!r}"
             )
 
     def accepts(self, log_q: Array, log_p: Array) -> Array:
@@ -190,9 +220,13 @@ class Bounded(LossyTokenRule):
         return share * self.rule.accepts(log_q, log_p) + (1 - share) * _exact_accepts(log_q, log_p)
 
     def replaces(self, log_q: Array, log_p: Array) -> Array:
-        """Returns the probabilities that the drafted token is rejected and replaced by each token, ``[..., V]``."""
+        """Returns the probabilities that the drafted token is rejected and replaced by each token,
+        ``[..., V]``.
+        """
         share = self._share(log_q, log_p)
-        return share * self.rule.replaced(log_q, log_p) + (1 - share) * super().replaces(log_q, log_p)
+        return share * self.rule.replaced(log_q, log_p) + (1 - share) * super().replaces(
+            log_q, log_p
+        )
 
     def _share(self, log_q: Array, log_p: Array) -> Array:
         """Returns the probability with which the lossy rule is applied, ``[..., 1]``."""
@@ -210,5 +244,7 @@ def _draft_log_probs(draft: Draft, target_log_probs: Array) -> Array:
     """Returns the draft's distributions ``[B, K, V]``, also for a one-hot draft."""
     if draft.log_probs_BRV is not None:
         return draft.log_probs_BRV
-    is_token_BKV = jnp.arange(target_log_probs.shape[-1])[None, None, :] == draft.tokens_BK[..., None]
+    is_token_BKV = (
+        jnp.arange(target_log_probs.shape[-1])[None, None, :] == draft.tokens_BK[..., None]
+    )
     return jnp.where(is_token_BKV, 0.0, -jnp.inf).astype(target_log_probs.dtype)

@@ -2,8 +2,8 @@
 
     sampling = chain(penalties(repetition=1.2, frequency=0.3), ban([13]), temperature(0.8))
 
-The state includes drafted tokens, for the target and for the draft, so decoding stays exact under every rule. Chain
-these warps before a temperature, as other libraries do.
+The state includes drafted tokens, for the target and for the draft, so decoding stays exact under
+every rule. Chain these warps before a temperature, as other libraries do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from specsamp.sampling.warp import Warp, checked, per_row, register_warp
 
 Array = jax.Array
 
-BIASES_MULTIPLE = 4  # biases are padded to a multiple of this, so that their number seldom causes a compilation
+# Biases are padded to a multiple of this, so that their number seldom causes a compilation.
+BIASES_MULTIPLE = 4
 NO_TOKEN = -1
 
 
@@ -28,35 +29,50 @@ def penalties(
     presence: float | Sequence[float] = 0.0,
     frequency: float | Sequence[float] = 0.0,
 ) -> Penalties:
-    """Lowers the logits of tokens that occurred before; each number is a scalar or has one value per row.
+    """Lowers the logits of tokens that occurred before; each number is a scalar or has one value
+    per row.
 
     Args:
-      repetition: > 0, divides positive and multiplies negative logits of tokens that occur in the prompt or the
-        completion (CTRL, arXiv 1909.05858, section 4.1, in the form that libraries use); 1 is off.
+      repetition: > 0, divides positive and multiplies negative logits of tokens that occur in the
+        prompt or the completion (CTRL, arXiv 1909.05858, section 4.1, in the form that libraries
+        use); 1 is off.
       presence: finite, subtracted once from the logits of tokens that occur in the completion.
       frequency: finite, subtracted once for every occurrence of a token in the completion.
     """
     limit = np.finfo(np.float32).max
     return Penalties(
-        checked("repetition", repetition, np.float32, lambda v: (v > 0) & (v <= limit), "must be > 0 and finite"),
+        checked(
+            "repetition",
+            repetition,
+            np.float32,
+            lambda v: (v > 0) & (v <= limit),
+            "must be > 0 and finite",
+        ),
         checked("presence", presence, np.float32, lambda v: np.abs(v) <= limit, "must be finite"),
         checked("frequency", frequency, np.float32, lambda v: np.abs(v) <= limit, "must be finite"),
     )
 
 
-def bias(values: Mapping[int, float], *, until: int | Sequence[int] | None = None, room: int = 1) -> Bias:
+def bias(
+    values: Mapping[int, float], *, until: int | Sequence[int] | None = None, room: int = 1
+) -> Bias:
     """Adds a number to the logits of single tokens; ``-inf`` excludes a token.
 
     Args:
       values: the numbers, by token id.
-      until: the length of the text (>= 0 tokens) from which the biases are off, a scalar or one per row; None: never.
+      until: the length of the text (>= 0 tokens) from which the biases are off, a scalar or one per
+        row; None: never.
       room: the minimum size of the warp's arrays; warps with the same room share compiled programs.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"biases must be a mapping from token ids to numbers; got {values!r}")
-    tokens = [checked("a biased token", token, np.int32, lambda v: v >= 0, "must be an id >= 0") for token in values]
+    tokens = [
+        checked("a biased token", token, np.int32, lambda v: v >= 0, "must be an id >= 0")
+        for token in values
+    ]
     numbers = [
-        checked("a bias", x, np.float32, lambda v: v < np.inf, "must be finite, or -inf") for x in values.values()
+        checked("a bias", x, np.float32, lambda v: v < np.inf, "must be finite, or -inf")
+        for x in values.values()
     ]
     places = -(-max(len(values), room) // BIASES_MULTIPLE) * BIASES_MULTIPLE
     tokens += [np.int32(NO_TOKEN)] * (places - len(tokens))
@@ -64,7 +80,8 @@ def bias(values: Mapping[int, float], *, until: int | Sequence[int] | None = Non
     if until is not None:
         until = checked("until", until, np.int32, lambda v: v >= 0, "must be an integer >= 0")
     tokens_BN, numbers_BN = (
-        np.atleast_2d(np.stack(np.broadcast_arrays(*columns), axis=-1)) for columns in (tokens, numbers)
+        np.atleast_2d(np.stack(np.broadcast_arrays(*columns), axis=-1))
+        for columns in (tokens, numbers)
     )
     return Bias(tokens_BN, numbers_BN, until)
 
@@ -80,8 +97,8 @@ def ban(tokens: Sequence[int]) -> Bias:
 class Penalties(Warp):
     """Penalises tokens by their occurrences; see `penalties`.
 
-    The state is whether a token occurs in the prompt, bool ``[B, V]``, and how often in the text, int32 ``[B, V]``. Tokens
-    are not counted if the numbers of all rows are neutral.
+    The state is whether a token occurs in the prompt, bool ``[B, V]``, and how often in the text,
+    int32 ``[B, V]``. Tokens are not counted if the numbers of all rows are neutral.
     """
 
     repetition: Array  # [] or [B]
@@ -95,7 +112,9 @@ class Penalties(Warp):
     def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
         is_prompt_BP = jnp.arange(tokens_BP.shape[1])[None] < lengths_B[:, None]
         empty_BV = jnp.zeros((len(tokens_BP), vocab_size), bool)
-        in_prompt_BV = self._if_wanted(lambda no_BV: no_BV.at[_rows(tokens_BP), tokens_BP].max(is_prompt_BP), empty_BV)
+        in_prompt_BV = self._if_wanted(
+            lambda no_BV: no_BV.at[_rows(tokens_BP), tokens_BP].max(is_prompt_BP), empty_BV
+        )
         return in_prompt_BV, empty_BV.astype(jnp.int32)
 
     def advance(self, state: Any, tokens_B: Array) -> Any:
@@ -119,7 +138,9 @@ class Penalties(Warp):
 
 @register_warp
 class Bias(Warp):
-    """Adds numbers to the logits of single tokens; see `bias`. With ``until``, the state is the length of the text, ``[B]``."""
+    """Adds numbers to the logits of single tokens; see `bias`. With ``until``, the state is the
+    length of the text, ``[B]``.
+    """
 
     tokens: Array  # [1, N] or [B, N] int32; NO_TOKEN: nothing is changed
     values: Array  # of the same shape
@@ -131,7 +152,9 @@ class Bias(Warp):
 
     def check(self, vocab_size: int) -> None:
         if np.any(self.tokens >= vocab_size):
-            raise ValueError(f"a biased token must be an id below {vocab_size}; got {int(np.max(self.tokens))}")
+            raise ValueError(
+                f"a biased token must be an id below {vocab_size}; got {int(np.max(self.tokens))}"
+            )
 
     def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
         return () if self.until is None else jnp.zeros_like(lengths_B)
@@ -143,7 +166,8 @@ class Bias(Warp):
         batch, vocab_size = len(logits), logits.shape[-1]
 
         def biased() -> Array:
-            at_BN = jnp.where(self.tokens == NO_TOKEN, vocab_size, self.tokens)  # beyond the vocabulary: dropped
+            # Beyond the vocabulary: dropped.
+            at_BN = jnp.where(self.tokens == NO_TOKEN, vocab_size, self.tokens)
             at_BN = jnp.broadcast_to(at_BN, (batch, at_BN.shape[-1]))
             by_BV = jnp.zeros((batch, vocab_size), logits.dtype)
             by_BV = by_BV.at[_rows(at_BN), at_BN].add(self.values.astype(logits.dtype), mode="drop")

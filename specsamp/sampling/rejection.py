@@ -1,30 +1,34 @@
 """Lossless rejection rules for chains: token by token, and the block as a whole.
 
-As in `specsamp.sampling.rules`, ``d_i`` is the i-th drafted token, ``p_i`` the draft's distribution that it was drawn
-from, ``q_i`` the target's distribution at the same position, and ``n`` the number of drafted tokens that are kept.
-These rules, and the lossy rules of `specsamp.sampling.lossy`, run an independent random test for each drafted token.
-The tests that pass determine n. A rule has four methods:
+As in `specsamp.sampling.rules`, ``d_i`` is the i-th drafted token, ``p_i`` the draft's distribution
+that it was drawn from, ``q_i`` the target's distribution at the same position, and ``n`` the number
+of drafted tokens that are kept. These rules, and the lossy rules of `specsamp.sampling.lossy`, run
+an independent random test for each drafted token. The tests that pass determine n. A rule has four
+methods:
 
 * ``acceptance(draft, q) -> [B, K]``: the probability that each test passes,
 * ``num_accepted(passed) -> [B]``: n, given which tests passed,
 * ``residual(draft, q, n) -> [B, V]``: the weights of the token that is appended after n tokens,
 * ``verify``: runs the tests and draws the appended token.
 
-The first three are deterministic, so tests of this package can enumerate the joint distribution of the emitted tokens.
+The first three are deterministic, so tests of this package can enumerate the joint distribution of
+the emitted tokens.
 
-**Token rule** (Chen et al., arXiv 2302.01318, algorithm 2). Keep ``d_i`` with probability
-``min(1, q_i(d_i) / p_i(d_i))``, stop at the first rejection, and append a draw from
-``norm((q_{n+1} - p_{n+1})+)``. If the whole draft is kept, ``p_{n+1}`` is taken as 0, and the same formula draws the
+**Token rule** (Chen et al., arXiv 2302.01318, algorithm 2). Keep ``d_i`` with probability ``min(1,
+q_i(d_i) / p_i(d_i))``, stop at the first rejection, and append a draw from ``norm((q_{n+1} -
+p_{n+1})+)``. If the whole draft is kept, ``p_{n+1}`` is taken as 0, and the same formula draws the
 bonus token: residual and bonus are one computation.
 
 **Block rule** (Sun et al., arXiv 2403.10444, algorithm 2). Verifies the block as a whole and never
-keeps fewer tokens in expectation. With ``c_0 = 1``, ``c_i = min(1, c_{i-1} q_i(d_i) / p_i(d_i))`` and
-``A_i = sum_x (c_i q_{i+1}(x) - p_{i+1}(x))+``, the test of the prefix of length i passes with probability
-``h_i = A_i / (A_i + 1 - c_i)``, and the test of the whole draft with its ``c_i``. Keep the *longest* prefix whose test
-passes, and append a draw from ``norm((c_n q_{n+1} - p_{n+1})+)``, or from ``q_{n+1}`` after the whole draft.
+keeps fewer tokens in expectation. With ``c_0 = 1``, ``c_i = min(1, c_{i-1} q_i(d_i) / p_i(d_i))``
+and ``A_i = sum_x (c_i q_{i+1}(x) - p_{i+1}(x))+``, the test of the prefix of length i passes with
+probability ``h_i = A_i / (A_i + 1 - c_i)``, and the test of the whole draft with its ``c_i``. Keep
+the *longest* prefix whose test passes, and append a draw from ``norm((c_n q_{n+1} - p_{n+1})+)``,
+or from ``q_{n+1}`` after the whole draft.
 
-Ratios are taken in log space and nothing is added to a denominator: an epsilon there is a bias.
-A one-hot draft (prompt lookup) carries no distributions: ``log_probs_BRV`` is None and ``p_i(d_i) = 1``.
+Ratios are taken in log space and nothing is added to a denominator: an epsilon there is a bias. A
+one-hot draft (prompt lookup) carries no distributions: ``log_probs_BRV`` is None and ``p_i(d_i) =
+1``.
 """
 
 from __future__ import annotations
@@ -37,17 +41,28 @@ import jax.numpy as jnp
 
 from specsamp.sampling.draw import draw
 from specsamp.sampling.rng import Purpose, RoundKeys
-from specsamp.sampling.rules import Draft, Meter, Rule, TargetDistributions, Verdict, count_leading, make_verdict
+from specsamp.sampling.rules import (
+    Draft,
+    Meter,
+    Rule,
+    TargetDistributions,
+    Verdict,
+    count_leading,
+    make_verdict,
+)
 
 Array = jax.Array
 
 
 class RejectionRule(Rule):
-    """Base of the rules that test each drafted token at random and sample the next token from a residual."""
+    """Base of the rules that test each drafted token at random and sample the next token from a
+    residual.
+    """
 
     @abc.abstractmethod
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
-        """Returns the probability that the test of each drafted token passes, ``[B, K]``; 0 where nothing was drafted.
+        """Returns the probability that the test of each drafted token passes, ``[B, K]``; 0 where
+        nothing was drafted.
 
         Args:
           draft: a chain of K tokens.
@@ -56,17 +71,25 @@ class RejectionRule(Rule):
 
     @abc.abstractmethod
     def num_accepted(self, passed_BK: Array) -> Array:
-        """Returns the number of accepted tokens, ``[B]`` int32, given which tests passed, bool ``[B, K]``."""
+        """Returns the number of accepted tokens, ``[B]`` int32, given which tests passed, bool
+        ``[B, K]``.
+        """
 
     @abc.abstractmethod
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
-        """Returns weights ``[B, V]``, not normalised, of the token after ``num_accepted_B`` accepted tokens."""
+        """Returns weights ``[B, V]``, not normalised, of the token after ``num_accepted_B``
+        accepted tokens.
+        """
 
     def meter(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Meter | None:
-        """Returns the cost and the gain of a lossy rule; None, without any computation, for an exact rule."""
+        """Returns the cost and the gain of a lossy rule; None, without any computation, for an
+        exact rule.
+        """
         return None
 
-    def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
+    def sample(
+        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int
+    ) -> Array:
         """Draws a drafted token per row with noise addressed by ``node``."""
         nodes_B1 = jnp.broadcast_to(jnp.asarray(node), (log_probs_BV.shape[0], 1))
         uniforms_B2 = keys.uniforms(Purpose.DRAFT, nodes_B1)[:, 0]
@@ -80,11 +103,17 @@ class RejectionRule(Rule):
         uniforms_BK = keys.uniforms(Purpose.ACCEPT, offsets_BK)[..., 0]
         num_accepted_B = self.num_accepted(uniforms_BK < self.acceptance(draft, target_log_probs))
         weights_BV = self.residual(draft, target_log_probs, num_accepted_B)
-        # Where draft and target are equal, the residual is empty. If rounding rejects there, draw from the target.
-        empty_B1 = ~(weights_BV.sum(-1, keepdims=True) > 0)  # also where the draft's distribution is NaN
-        weights_BV = jnp.where(empty_B1, jnp.exp(at_rows(target_log_probs, num_accepted_B)), weights_BV)
+        # Where draft and target are equal, the residual is empty. If rounding rejects there, draw
+        # from the target.
+        # Also where the draft's distribution is NaN.
+        empty_B1 = ~(weights_BV.sum(-1, keepdims=True) > 0)
+        weights_BV = jnp.where(
+            empty_B1, jnp.exp(at_rows(target_log_probs, num_accepted_B)), weights_BV
+        )
         last_B = draw(weights_BV, keys.uniforms(Purpose.RESIDUAL, num_accepted_B[:, None])[:, 0])
-        return make_verdict(draft, num_accepted_B, last_B, meter=self.meter(draft, target_log_probs, num_accepted_B))
+        return make_verdict(
+            draft, num_accepted_B, last_B, meter=self.meter(draft, target_log_probs, num_accepted_B)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +121,12 @@ class TokenRule(RejectionRule):
     """Verifies token by token, as speculative sampling was published; lossless."""
 
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
-        """Returns ``min(1, q(d) / p(d))`` per drafted token, ``[B, K]``; 0 where nothing was drafted."""
-        return jnp.where(draft.is_drafted_BK, jnp.exp(jnp.minimum(log_ratios(draft, target_log_probs), 0)), 0)
+        """Returns ``min(1, q(d) / p(d))`` per drafted token, ``[B, K]``; 0 where nothing was
+        drafted.
+        """
+        return jnp.where(
+            draft.is_drafted_BK, jnp.exp(jnp.minimum(log_ratios(draft, target_log_probs), 0)), 0
+        )
 
     def num_accepted(self, passed_BK: Array) -> Array:
         """Returns the number of tokens before the first rejection, ``[B]`` int32."""
@@ -106,13 +139,17 @@ class TokenRule(RejectionRule):
 
 @dataclasses.dataclass(frozen=True)
 class BlockRule(RejectionRule):
-    """Verifies the block as a whole; lossless, at least as many tokens in expectation as the token rule.
+    """Verifies the block as a whole; lossless, at least as many tokens in expectation as the token
+    rule.
 
-    The same as the token rule for K = 1, under greedy decoding, and wherever the two distributions are equal.
+    The same as the token rule for K = 1, under greedy decoding, and wherever the two distributions
+    are equal.
     """
 
     def prefix_weights(self, draft: Draft, target_log_probs: Array) -> Array:
-        """Returns ``log c_0 .. log c_K``, ``[B, K+1]``: c_i is the probability that at least i tokens are kept."""
+        """Returns ``log c_0 .. log c_K``, ``[B, K+1]``: c_i is the probability that at least i
+        tokens are kept.
+        """
         log_ratios_BK = log_ratios(draft, target_log_probs)
         log_c = [jnp.zeros_like(target_log_probs[:, 0, 0])]
         for i in range(log_ratios_BK.shape[1]):
@@ -120,7 +157,9 @@ class BlockRule(RejectionRule):
         return jnp.stack(log_c, axis=1)
 
     def acceptance(self, draft: Draft, target_log_probs: Array) -> Array:
-        """Returns ``h_1 .. h_K`` of the module's docstring, ``[B, K]``; 0 where nothing was drafted."""
+        """Returns ``h_1 .. h_K`` of the module's docstring, ``[B, K]``; 0 where nothing was
+        drafted.
+        """
         K = draft.tokens_BK.shape[1]
         c_BK = jnp.exp(self.prefix_weights(draft, target_log_probs)[:, 1:])
         if K == 0:
@@ -139,7 +178,9 @@ class BlockRule(RejectionRule):
         return jnp.max(jnp.where(passed_BK, positions[None, :], 0), axis=1, initial=0)
 
     def residual(self, draft: Draft, target_log_probs: Array, num_accepted_B: Array) -> Array:
-        """Returns ``(c_n q - p)+`` after ``n = num_accepted_B`` tokens, ``[B, V]``, not normalised."""
+        """Returns ``(c_n q - p)+`` after ``n = num_accepted_B`` tokens, ``[B, V]``, not
+        normalised.
+        """
         log_c = self.prefix_weights(draft, target_log_probs)
         scale_B = jnp.exp(jnp.take_along_axis(log_c, num_accepted_B[:, None], axis=1)[:, 0])
         return _residual(draft, target_log_probs, num_accepted_B, scale_B)
@@ -150,11 +191,15 @@ class BlockRule(RejectionRule):
         if draft.log_probs_BRV is None:  # the draft's whole mass lies on one token
             at_token = jnp.take_along_axis(target, draft.tokens_BK[:, 1:, None], axis=-1)[..., 0]
             return c * -jnp.expm1(at_token)
-        return jnp.maximum(c[..., None] * jnp.exp(target) - jnp.exp(draft.log_probs_BRV[:, 1:]), 0).sum(-1)
+        return jnp.maximum(
+            c[..., None] * jnp.exp(target) - jnp.exp(draft.log_probs_BRV[:, 1:]), 0
+        ).sum(-1)
 
 
 def log_ratios(draft: Draft, target_log_probs: Array) -> Array:
-    """Returns ``log q_i(d_i) - log p_i(d_i)``, ``[B, K]``; ``-inf`` where the target excludes the token."""
+    """Returns ``log q_i(d_i) - log p_i(d_i)``, ``[B, K]``; ``-inf`` where the target excludes the
+    token.
+    """
     tokens = draft.tokens_BK[..., None]
     log_q = jnp.take_along_axis(target_log_probs[:, : tokens.shape[1]], tokens, axis=-1)[..., 0]
     if draft.log_probs_BRV is None:
@@ -163,8 +208,12 @@ def log_ratios(draft: Draft, target_log_probs: Array) -> Array:
     return jnp.where(log_q == -jnp.inf, -jnp.inf, log_q - log_p)
 
 
-def _residual(draft: Draft, target_log_probs: Array, num_accepted_B: Array, scale_B: Array | None) -> Array:
-    """Returns ``(c q - p)+`` of the first position that was not accepted; q alone once the draft is used up."""
+def _residual(
+    draft: Draft, target_log_probs: Array, num_accepted_B: Array, scale_B: Array | None
+) -> Array:
+    """Returns ``(c q - p)+`` of the first position that was not accepted; q alone once the draft is
+    used up.
+    """
     target_BV = jnp.exp(at_rows(target_log_probs, num_accepted_B))
     K = draft.tokens_BK.shape[1]
     if K == 0:

@@ -5,13 +5,14 @@ A draw does not come from a stream that is consumed in order. It comes from
     key(seed, prompt, sample, round_start, offset, purpose)
 
 so a sample does not depend on its batch neighbours, on padding, on how a run was cut into slices or
-on the mesh. ``round_start`` is the row's length when the round began, ``offset`` the position within
-the round, and ``purpose`` keeps the noise of drafting, accepting and the residual apart.
+on the mesh. ``round_start`` is the row's length when the round began, ``offset`` the position
+within the round, and ``purpose`` keeps the noise of drafting, accepting and the residual apart.
 
 Why ``round_start`` and not simply the absolute position: a position that is drafted a second time
-would get the noise of its discarded draft again. The decisions of the token rule did not depend on that
-draft, but those of the block rule did, which becomes biased (tests/decoding/test_mutants.py measures it). The
-coupled rule needs exactly this reuse, has no other noise, and addresses by (seed, prompt, sample, position).
+would get the noise of its discarded draft again. The decisions of the token rule did not depend on
+that draft, but those of the block rule did, which becomes biased (tests/decoding/test_mutants.py
+measures it). The coupled rule needs exactly this reuse, has no other noise, and addresses by (seed,
+prompt, sample, position).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Purpose(enum.IntEnum):
 
 
 def row_keys(seed: int | Array, prompt_ids_B: Array, sample_ids_B: Array) -> Array:
-    """Returns a key for each row, from the caller's global ids rather than from the row's place in the batch.
+    """Returns a key for each row, from the caller's global ids rather than from the row's place in
+    the batch.
 
     Args:
       seed: in [0, 2**64), of the call, or of each row.
@@ -84,10 +86,15 @@ class RoundKeys:
         return jax.vmap(jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32)))(keys_BT)
 
     def position_gumbels(self, offset: int | Array, vocab_size: int) -> Array:
-        """Returns the Gumbel noise of the *absolute position* ``starts_B + offset``, ``[B, V]`` float32."""
+        """Returns the Gumbel noise of the *absolute position* ``starts_B + offset``, ``[B, V]``
+        float32.
+        """
         keys_B = _fold(self.rows_B, self.starts_B + offset)
-        # "high" spends a second word on the upper tail: with one, no token below 1e-7 is ever drawn.
-        return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high"))(keys_B)
+        # "high" spends a second word on the upper tail: with one, no token below 1e-7 is ever
+        # drawn.
+        return jax.vmap(
+            lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
+        )(keys_B)
 
 
 def _fold(keys: Array, data: Array) -> Array:

@@ -1,14 +1,15 @@
 """Types of acceptance rules, which decide which drafted tokens stay and which token follows them.
 
-A rule takes the drafted tokens ``d_1 .. d_K``, the draft's distributions ``p_1 .. p_K`` that they were drawn from, and
-the target's distributions ``q_1 .. q_{K+1}`` (``q_i`` and ``p_i`` condition on ``d_1 .. d_{i-1}``). It keeps ``n``
-drafted tokens and appends a token of the target: a *correction* if fewer than all drafted tokens are kept, else a
-*bonus*. (The letters p and q are those of Chen et al., arXiv 2302.01318; Leviathan et al. exchange them.)
+A rule takes the drafted tokens ``d_1 .. d_K``, the draft's distributions ``p_1 .. p_K`` that they
+were drawn from, and the target's distributions ``q_1 .. q_{K+1}`` (``q_i`` and ``p_i`` condition on
+``d_1 .. d_{i-1}``). It keeps ``n`` drafted tokens and appends a token of the target: a *correction*
+if fewer than all drafted tokens are kept, else a *bonus*. (The letters p and q are those of Chen et
+al., arXiv 2302.01318; Leviathan et al. exchange them.)
 
-The *scored rows* are the positions of the target's call: 0 is the pending token, i is node i - 1 of the draft. A chain
-is a tree whose ``parents_BK`` is None, which is static: chains trace no code for trees. Three numbers are equal for
-chains and differ for trees: *nodes* (K), *depth* (the most tokens that can be accepted) and R, the rows of
-``log_probs_BRV``.
+The *scored rows* are the positions of the target's call: 0 is the pending token, i is node i - 1 of
+the draft. A chain is a tree whose ``parents_BK`` is None, which is static: chains trace no code for
+trees. Three numbers are equal for chains and differ for trees: *nodes* (K), *depth* (the most
+tokens that can be accepted) and R, the rows of ``log_probs_BRV``.
 """
 
 from __future__ import annotations
@@ -34,20 +35,24 @@ MAX_UNROLLED = 32  # sequences whose rows are read one by one: a gather of rows 
 class Draft:
     """A drafter's proposal for one round: K nodes, which are tokens of a chain or of a tree.
 
-    Nodes are in topological order, siblings in the order in which they were drawn. So the first ``num_drafted_B`` nodes
-    are always a tree.
+    Nodes are in topological order, siblings in the order in which they were drawn. So the first
+    ``num_drafted_B`` nodes are always a tree.
     """
 
     tokens_BK: Array  # int32
     num_drafted_B: Array  # int32 in [0, K]; later tokens are padding
-    # float32, normalised: row r is the distribution that the children of scored row r were drawn from. For chains
-    # R = K. None: one-hot. It must be None for tokens that were not drawn but chosen (top-k, pruned, retrieved).
+    # float32, normalised: row r is the distribution that the children of scored row r were drawn
+    # from. For chains R = K. None: one-hot. It must be None for tokens that were not drawn but
+    # chosen (top-k, pruned, retrieved).
     log_probs_BRV: Array | None = None
-    parents_BK: Array | None = None  # int32, the scored row of each node's parent; None: a chain, 0, 1, .., K-1
-    # int32 [B, K+1], for each scored row its row of ``log_probs_BRV`` (the law of its children); None: the same number
+    # int32, the scored row of each node's parent; None: a chain, 0, 1, .., K-1.
+    parents_BK: Array | None = None
+    # int32 [B, K+1], for each scored row its row of ``log_probs_BRV`` (the law of its children);
+    # None: the same number
     law_rows_BT: Array | None = None
     depth: int | None = dataclasses.field(default=None, metadata={"static": True})  # None: K
-    width: int | None = dataclasses.field(default=None, metadata={"static": True})  # most siblings; None: K
+    # Most siblings; None: K.
+    width: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def is_drafted_BK(self) -> Array:
@@ -59,12 +64,16 @@ class Draft:
         return self.tokens_BK.shape[1] if self.depth is None else self.depth
 
     def law_rows(self, row_B: Array) -> Array:
-        """Returns the rows of ``log_probs_BRV`` for the children of scored rows; arbitrary where there are none."""
+        """Returns the rows of ``log_probs_BRV`` for the children of scored rows; arbitrary where
+        there are none.
+        """
         rows_B = row_B if self.law_rows_BT is None else take_row(self.law_rows_BT, row_B)
         return jnp.minimum(rows_B, self.log_probs_BRV.shape[1] - 1)
 
     def probs_at(self, row_B: Array) -> Array | None:
-        """Returns the distributions that the children of scored rows were drawn from, ``[B, V]``; None: one-hot."""
+        """Returns the distributions that the children of scored rows were drawn from, ``[B, V]``;
+        None: one-hot.
+        """
         if self.log_probs_BRV is None:
             return None
         return jnp.exp(read_row(self.log_probs_BRV, self.law_rows(row_B)))
@@ -75,14 +84,16 @@ class Draft:
 class Meter:
     """Cost and gain of a lossy rule for each emitted token; both are 0 if nothing was drafted.
 
-    ``variation`` is the total variation between the distributions that the rule and the target give a token, given the
-    tokens before it. Its sum over a text, averaged over texts, bounds the total variation between the texts of the rule
-    and of the target. The sum of a single text bounds nothing: if it is 0 after one likely token and 1 after another,
-    texts that begin with the first token report 0.
+    ``variation`` is the total variation between the distributions that the rule and the target give
+    a token, given the tokens before it. Its sum over a text, averaged over texts, bounds the total
+    variation between the texts of the rule and of the target. The sum of a single text bounds
+    nothing: if it is 0 after one likely token and 1 after another, texts that begin with the first
+    token report 0.
     """
 
     variation: Array  # float32 in [0, 1]: [B, T] of a verdict, [B, S] of a state
-    extra: Array  # float32, the probability of acceptance minus that of the token rule; shapes as above
+    # float32, the probability of acceptance minus that of the token rule; shapes as above.
+    extra: Array
 
 
 @jax.tree_util.register_dataclass
@@ -106,8 +117,8 @@ class Verdict:
 class TargetDistributions:
     """The target's distributions after each scored row; rows are warped when a rule reads them.
 
-    Warping a row costs time (top-p searches the whole vocabulary), so rules for trees read only the rows on their path.
-    A warp with a state gets the state of the path to a row.
+    Warping a row costs time (top-p searches the whole vocabulary), so rules for trees read only the
+    rows on their path. A warp with a state gets the state of the path to a row.
     """
 
     logits_BTV: Array  # float32, one row per scored row
@@ -120,12 +131,15 @@ class TargetDistributions:
         if is_stateless(self.warp_state):
             return log_probs(self.warp, self.logits_BTV)
         states = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *self._states())
-        return jax.vmap(functools.partial(log_probs, self.warp), in_axes=1, out_axes=1)(self.logits_BTV, states)
+        return jax.vmap(functools.partial(log_probs, self.warp), in_axes=1, out_axes=1)(
+            self.logits_BTV, states
+        )
 
     def has_token(self) -> Array:
         """Returns whether the warps leave a token in each scored row, bool ``[B, T]``.
 
-        Only the warps up to the last that may exclude all tokens are applied: the rest always keep a token.
+        Only the warps up to the last that may exclude all tokens are applied: the rest always keep
+        a token.
         """
         warp, state = self.warp, self.warp_state
         if isinstance(warp, Chain):
@@ -141,7 +155,9 @@ class TargetDistributions:
         return log_probs(self.warp, read_row(self.logits_BTV, row_B), warp_state)
 
     def advance(self, warp_state: Any, token_B: Array, moves_B: Array) -> Any:
-        """Returns the warp's state after one more token where ``moves_B`` is true, and the old state elsewhere."""
+        """Returns the warp's state after one more token where ``moves_B`` is true, and the old
+        state elsewhere.
+        """
 
         def choose(new: Array, old: Array) -> Array:
             return jnp.where(moves_B.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
@@ -151,7 +167,10 @@ class TargetDistributions:
     def along(self, verdict: Verdict) -> TargetDistributions:
         """Returns the distributions of the accepted path alone, as those of a chain."""
         logits_BTV = jnp.take_along_axis(self.logits_BTV, verdict.rows_BT[..., None], axis=1)
-        path = Draft(tokens_BK=jnp.maximum(verdict.tokens_BT[:, :-1], 0), num_drafted_B=verdict.num_accepted_B)
+        path = Draft(
+            tokens_BK=jnp.maximum(verdict.tokens_BT[:, :-1], 0),
+            num_drafted_B=verdict.num_accepted_B,
+        )
         return dataclasses.replace(self, logits_BTV=logits_BTV, draft=path)
 
     def _states(self) -> list[Any]:
@@ -171,24 +190,31 @@ class TargetDistributions:
 
 
 class Rule(abc.ABC):
-    """Base of the acceptance rules. A rule is static and hashable, and chooses the addresses of its random numbers."""
+    """Base of the acceptance rules. A rule is static and hashable, and chooses the addresses of its
+    random numbers.
+    """
 
     exact: bool = True  # whether emitted tokens follow the target's distribution
     metered: bool = False  # whether its verdicts have a meter; True for lossy rules
     draft_independent: bool = False  # whether the text is the same for every draft
     trees: bool = False  # whether it verifies token trees
     chains: bool = True  # whether it verifies chains
-    chooses: bool = False  # whether siblings are the most probable tokens; then drafts have no distributions
+    # Whether siblings are the most probable tokens; then drafts have no distributions.
+    chooses: bool = False
 
     @abc.abstractmethod
-    def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
+    def sample(
+        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int
+    ) -> Array:
         """Draws a drafted token per row, int32 ``[B]``.
 
         Args:
           log_probs_BV: the draft's distribution, warped and normalised.
           keys: of the round.
-          node: index of the drafted node, 0 for the first: the address of random numbers that each node has alone.
-          depth: number of drafted tokens before this token: the address of random numbers that belong to a position.
+          node: index of the drafted node, 0 for the first: the address of random numbers that each
+            node has alone.
+          depth: number of drafted tokens before this token: the address of random numbers that
+            belong to a position.
         """
 
     @abc.abstractmethod
@@ -210,13 +236,21 @@ def read_row(x_BTV: Array, row_B: Array) -> Array:
     """Returns ``x_BTV[b, row_B[b]]``, ``[B, V]``; a vocabulary may be folded."""
     if len(row_B) > MAX_UNROLLED:
         return jnp.take_along_axis(x_BTV, row_B.reshape(-1, *(1,) * (x_BTV.ndim - 1)), axis=1)[:, 0]
-    return jnp.concatenate([jax.lax.dynamic_index_in_dim(x_BTV[b], row_B[b], axis=0) for b in range(len(row_B))])
+    return jnp.concatenate(
+        [jax.lax.dynamic_index_in_dim(x_BTV[b], row_B[b], axis=0) for b in range(len(row_B))]
+    )
 
 
 def make_verdict(
-    draft: Draft, num_accepted_B: Array, last_B: Array, rows_BT: Array | None = None, meter: Meter | None = None
+    draft: Draft,
+    num_accepted_B: Array,
+    last_B: Array,
+    rows_BT: Array | None = None,
+    meter: Meter | None = None,
 ) -> Verdict:
-    """Returns the verdict that accepts the first tokens of a chain or the path ``rows_BT``, and appends ``last_B``."""
+    """Returns the verdict that accepts the first tokens of a chain or the path ``rows_BT``, and
+    appends ``last_B``.
+    """
     path_BD = draft.tokens_BK
     if rows_BT is not None:
         path_BD = jnp.take_along_axis(path_BD, jnp.maximum(rows_BT[:, 1:] - 1, 0), axis=1)

@@ -1,8 +1,9 @@
 """Synthetic acceptance: to measure rounds at real sizes without trained weights.
 
-With random weights hardly any drafted token is accepted, so the time per *token* means nothing. `SyntheticAcceptance`
-does all the work of a rule and then accepts every drafted token with a fixed probability. The emitted
-tokens follow no model's distribution: ``exact`` is false, and every result has this `LABEL`.
+With random weights hardly any drafted token is accepted, so the time per *token* means nothing.
+`SyntheticAcceptance` does all the work of a rule and then accepts every drafted token with a fixed
+probability. The emitted tokens follow no model's distribution: ``exact`` is false, and every result
+has this `LABEL`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ import jax.numpy as jnp
 
 from specsamp import validate
 from specsamp.sampling.rng import Purpose, RoundKeys
-from specsamp.sampling.rules import Draft, Rule, TargetDistributions, Verdict, count_leading, make_verdict, take_row
+from specsamp.sampling.rules import (
+    Draft,
+    Rule,
+    TargetDistributions,
+    Verdict,
+    count_leading,
+    make_verdict,
+    take_row,
+)
 
 Array = jax.Array
 LABEL = "SYNTHETIC ACCEPTANCE {rate:g}: made up, not the pair's"
@@ -22,7 +31,9 @@ LABEL = "SYNTHETIC ACCEPTANCE {rate:g}: made up, not the pair's"
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticAcceptance(Rule):
-    """A rule that takes as long as ``rule`` and accepts every drafted token with probability ``rate``."""
+    """A rule that takes as long as ``rule`` and accepts every drafted token with probability
+    ``rate``.
+    """
 
     rule: Rule
     rate: float
@@ -32,7 +43,9 @@ class SyntheticAcceptance(Rule):
     def __post_init__(self):
         validate.number("synthetic_acceptance", self.rate, 0, 1)
 
-    def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
+    def sample(
+        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int
+    ) -> Array:
         """Draws a token with ``rule``."""
         return self.rule.sample(log_probs_BV, keys, node=node, depth=depth)
 
@@ -42,5 +55,7 @@ class SyntheticAcceptance(Rule):
         last_B = take_row(verdict.tokens_BT, verdict.num_accepted_B)
         batch, num_tokens = draft.tokens_BK.shape
         offsets_BK = jnp.broadcast_to(jnp.arange(num_tokens), (batch, num_tokens))
-        passed_BK = (keys.uniforms(Purpose.ACCEPT, offsets_BK)[..., 0] < self.rate) & draft.is_drafted_BK
+        passed_BK = (
+            keys.uniforms(Purpose.ACCEPT, offsets_BK)[..., 0] < self.rate
+        ) & draft.is_drafted_BK
         return make_verdict(draft, count_leading(passed_BK), last_B)

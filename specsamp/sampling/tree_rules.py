@@ -1,22 +1,26 @@
-"""Lossless rules for token trees: several candidates for a position, of which at most one is accepted.
+"""Lossless rules for token trees: several candidates for a position, of which at most one is
+accepted.
 
 The children of a scored row are *siblings*. A rule draws siblings (`siblings`) and verifies them:
 
-* **Recursive rejection** (SpecInfer, arXiv 2305.09781; RSD, arXiv 2402.14160; Sequoia, arXiv 2402.12374) tests siblings
-  one after the other, in the order in which they were drawn. With R the target's distribution at first, and p the
-  distribution that the sibling was drawn from, x is accepted with ``min(1, R(x) / p(x))``; after a rejection R becomes
-  ``norm((R - p)+)``. Without replacement, p then loses x and is normalised again. On a chain this is the token rule.
+* **Recursive rejection** (SpecInfer, arXiv 2305.09781; RSD, arXiv 2402.14160; Sequoia, arXiv
+  2402.12374) tests siblings one after the other, in the order in which they were drawn. With R the
+  target's distribution at first, and p the distribution that the sibling was drawn from, x is
+  accepted with ``min(1, R(x) / p(x))``; after a rejection R becomes ``norm((R - p)+)``. Without
+  replacement, p then loses x and is normalised again. On a chain this is the token rule.
 * **K-SEQ** (SpecTr, arXiv 2310.15141) tests independent siblings with the same threshold for all.
-* **Traversal** (arXiv 2505.12398) tests whole paths, leaves first. On a chain this is the block rule.
+* **Traversal** (arXiv 2505.12398) tests whole paths, leaves first. On a chain this is the block
+rule.
 
-For a token that was not drawn but chosen (most probable tokens, or retrieved tokens), p is one-hot. So it is accepted
-with its probability R(x), and after a rejection R(x) is set to 0.
+For a token that was not drawn but chosen (most probable tokens, or retrieved tokens), p is one-hot.
+So it is accepted with its probability R(x), and after a rejection R(x) is set to 0.
 
-If a distribution has fewer tokens than siblings are needed (a greedy row, top-k, a grammar), the remaining siblings
-have p = 0: they are dead nodes, never accepted and never subtracted. So are nodes below a distribution that is NaN.
+If a distribution has fewer tokens than siblings are needed (a greedy row, top-k, a grammar), the
+remaining siblings have p = 0: they are dead nodes, never accepted and never subtracted. So are
+nodes below a distribution that is NaN.
 
-`walk` takes the random numbers of the tests as an argument, and returns the weights of the last token. So unit tests
-can enumerate both without sampling.
+`walk` takes the random numbers of the tests as an argument, and returns the weights of the last
+token. So unit tests can enumerate both without sampling.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ from specsamp.sampling.warp import FOLDED, ROWS, fold, unfold
 
 Array = jax.Array
 
-# How siblings are made: drawn without replacement, drawn with replacement, the most probable, or these and a last draw.
+# How siblings are made: drawn without replacement, drawn with replacement, the most probable, or
+# these and a last draw.
 DISTINCT, INDEPENDENT, TOP, TOP_AND_DRAWN = "distinct", "independent", "top", "top_and_drawn"
 CHILDREN = (DISTINCT, INDEPENDENT, TOP, TOP_AND_DRAWN)
 BISECTIONS = 50  # of K-SEQ's threshold, in float64
@@ -66,7 +71,9 @@ class Walk:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Siblings:
-    """The children of one scored row per sequence, in the order in which they were drawn. C = ``draft.width``."""
+    """The children of one scored row per sequence, in the order in which they were drawn. C =
+    ``draft.width``.
+    """
 
     nodes_BC: Array  # int32, 0 where there is none
     tokens_BC: Array  # int32
@@ -96,11 +103,13 @@ class Siblings:
 
 @dataclasses.dataclass(frozen=True)
 class TreeRule(Rule):
-    """Base of the rules for trees: draws siblings, walks to the last accepted node, and samples the next token.
+    """Base of the rules for trees: draws siblings, walks to the last accepted node, and samples the
+    next token.
 
     Attributes:
-      children: "distinct", drawn without replacement; "independent", drawn with replacement; "top", the most probable
-        tokens; "top_and_drawn", the most probable tokens and a last one that is drawn from the rest.
+      children: "distinct", drawn without replacement; "independent", drawn with replacement; "top",
+        the most probable tokens; "top_and_drawn", the most probable tokens and a last one that is
+        drawn from the rest.
     """
 
     children: str = DISTINCT
@@ -114,24 +123,34 @@ class TreeRule(Rule):
 
     @property
     def chooses(self) -> bool:
-        """Returns whether siblings are the most probable tokens, so that drafts have no distributions."""
+        """Returns whether siblings are the most probable tokens, so that drafts have no
+        distributions.
+        """
         return self.children == TOP
 
     @abc.abstractmethod
     def walk(self, draft: Draft, target: TargetDistributions, uniforms_BK: Array) -> Walk:
-        """Walks to the last accepted node; a node is accepted if its random number is below its probability."""
+        """Walks to the last accepted node; a node is accepted if its random number is below its
+        probability.
+        """
 
-    def sample(self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int) -> Array:
+    def sample(
+        self, log_probs_BV: Array, keys: RoundKeys, *, node: Array | int, depth: Array | int
+    ) -> Array:
         """Draws a child without siblings."""
         nodes_P1 = jnp.full((1, 1), node)
         return self.siblings(log_probs_BV[:, None], keys, nodes_PC=nodes_P1, depth=depth)[:, 0, 0]
 
-    def siblings(self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int) -> Array:
-        """Draws the children of P rows, int32 ``[B, P, C]``; child c does not depend on the number of children.
+    def siblings(
+        self, log_probs_BPV: Array, keys: RoundKeys, *, nodes_PC: Array, depth: Array | int
+    ) -> Array:
+        """Draws the children of P rows, int32 ``[B, P, C]``; child c does not depend on the number
+        of children.
 
         Args:
           log_probs_BPV: the draft's distributions, warped and normalised.
-          nodes_PC: the node of each child, the address of its random numbers; -1 where a row has fewer children.
+          nodes_PC: the node of each child, the address of its random numbers; -1 where a row has
+            fewer children.
           depth: see `Rule.sample`.
         """
         batch, families, vocab_size = log_probs_BPV.shape
@@ -143,10 +162,14 @@ class TreeRule(Rule):
         for c in range(nodes_PC.shape[1]):
             tokens_BP = draw(weights_BPV, uniforms_BPC2[:, :, c])
             if self.children == TOP_AND_DRAWN:
-                tokens_BP = jnp.where(last_P[None] == c, tokens_BP, jnp.argmax(weights_BPV, axis=-1))
+                tokens_BP = jnp.where(
+                    last_P[None] == c, tokens_BP, jnp.argmax(weights_BPV, axis=-1)
+                )
             drawn.append(tokens_BP.astype(jnp.int32))
             if self.children != INDEPENDENT:
-                weights_BPV = jnp.where(jnp.arange(vocab_size)[None, None] == tokens_BP[..., None], 0, weights_BPV)
+                weights_BPV = jnp.where(
+                    jnp.arange(vocab_size)[None, None] == tokens_BP[..., None], 0, weights_BPV
+                )
         return jnp.stack(drawn, axis=-1)
 
     def verify(self, draft: Draft, target: TargetDistributions, keys: RoundKeys) -> Verdict:
@@ -157,7 +180,9 @@ class TreeRule(Rule):
         nodes_BK = jnp.broadcast_to(jnp.arange(K), (batch, K))
         walk = self.walk(draft, target, keys.uniforms(Purpose.ACCEPT, nodes_BK)[..., 0])
         uniforms_B2 = keys.uniforms(Purpose.RESIDUAL, walk.num_accepted_B[:, None])[:, 0]
-        return make_verdict(draft, walk.num_accepted_B, draw(walk.weights_BV, uniforms_B2), walk.rows_BT)
+        return make_verdict(
+            draft, walk.num_accepted_B, draw(walk.weights_BV, uniforms_B2), walk.rows_BT
+        )
 
     def is_chosen(self, draft: Draft) -> Array:
         """Returns whether each node was chosen instead of drawn, bool ``[B, K]``."""
@@ -172,7 +197,9 @@ class TreeRule(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class RecursiveRule(TreeRule):
-    """Recursive rejection: tests siblings one after the other, from the root down; warps only the rows on its path."""
+    """Recursive rejection: tests siblings one after the other, from the root down; warps only the
+    rows on its path.
+    """
 
     def walk(self, draft: Draft, target: TargetDistributions, uniforms_BK: Array) -> Walk:
         batch, K = uniforms_BK.shape
@@ -190,7 +217,9 @@ class RecursiveRule(TreeRule):
             row_B = jnp.where(moves_B, node_B + 1, row_B)
             token_B = jnp.take_along_axis(family.tokens_BC, child_B1, axis=1)[:, 0]
             is_asked_BC = family.is_drafted_BC & (jnp.cumsum(passes_BC, axis=1) - passes_BC == 0)
-            is_asked_BCK = is_asked_BC[..., None] & (family.nodes_BC[..., None] == jnp.arange(K)[None, None])
+            is_asked_BCK = is_asked_BC[..., None] & (
+                family.nodes_BC[..., None] == jnp.arange(K)[None, None]
+            )
             asked_BK = jnp.max(jnp.where(is_asked_BCK, accept_BC[..., None], -1), axis=1)
             walk = Walk(
                 rows_BT=walk.rows_BT.at[:, level + 1].set(row_B, mode="drop"),
@@ -210,15 +239,19 @@ class RecursiveRule(TreeRule):
         )
         return jax.lax.fori_loop(0, depth + 1, visit, (start, nowhere_B, target.warp_state))[0]
 
-    def judge(self, target_BV: Array, draft_BV: Array | None, family: Siblings) -> tuple[Array, Array]:
+    def judge(
+        self, target_BV: Array, draft_BV: Array | None, family: Siblings
+    ) -> tuple[Array, Array]:
         """Returns the acceptance probabilities of the children of one row, and the residual.
 
         Args:
-          target_BV, draft_BV: probabilities after this row; ``draft_BV`` None: all children were chosen.
+          target_BV, draft_BV: probabilities after this row; ``draft_BV`` None: all children were
+            chosen.
 
         Returns:
-          The acceptance probability of each child given that all earlier siblings were rejected, ``[B, C]``, and the
-          weights ``[B, V]`` of the next token given that all siblings were rejected.
+          The acceptance probability of each child given that all earlier siblings were rejected,
+          ``[B, C]``, and the weights ``[B, V]`` of the next token given that all siblings were
+          rejected.
         """
         rest, accept = fold(target_BV), []
         draft = None if draft_BV is None else fold(draft_BV)
@@ -229,7 +262,9 @@ class RecursiveRule(TreeRule):
             is_live_B = family.is_drafted_BC[:, c] & (p_B > 0)
             ratio_B = take_token(rest, token_B) / jnp.where(is_live_B, p_B, 1)
             accept.append(jnp.where(is_live_B, jnp.minimum(ratio_B, 1), 0))
-            rest = jnp.where(is_live_B[:, None, None], normalise(jnp.maximum(rest - law, 0), rest), rest)
+            rest = jnp.where(
+                is_live_B[:, None, None], normalise(jnp.maximum(rest - law, 0), rest), rest
+            )
             if draft is not None and self.children != INDEPENDENT:
                 draft = without(draft, token_B, is_live_B)
         return jnp.stack(accept, axis=1), unfold(rest, target_BV.shape[-1])
@@ -237,13 +272,17 @@ class RecursiveRule(TreeRule):
 
 @dataclasses.dataclass(frozen=True)
 class KSeqRule(RecursiveRule):
-    """K-SEQ: accepts independent siblings with ``min(1, q / (rho p))``, with the smallest rho that is exact."""
+    """K-SEQ: accepts independent siblings with ``min(1, q / (rho p))``, with the smallest rho that
+    is exact.
+    """
 
     children: str = INDEPENDENT
 
     known_children: ClassVar[tuple[str, ...]] = (INDEPENDENT,)
 
-    def judge(self, target_BV: Array, draft_BV: Array | None, family: Siblings) -> tuple[Array, Array]:
+    def judge(
+        self, target_BV: Array, draft_BV: Array | None, family: Siblings
+    ) -> tuple[Array, Array]:
         if draft_BV is None:
             return super().judge(target_BV, draft_BV, family)
         p_BC = jnp.take_along_axis(draft_BV, family.tokens_BC, axis=1)
@@ -272,14 +311,17 @@ class KSeqRule(RecursiveRule):
         q_BC = jnp.take_along_axis(target_BV, family.tokens_BC, axis=1)
         ratio_BC = q_BC / (rho_B[:, None] * jnp.where(is_live_BC, p_BC, 1))
         share_B11 = (some_accepted(beta_B) / jnp.where(beta_B > 0, beta_B, 1))[:, None, None]
-        left = jnp.maximum(target - jnp.minimum(target / rho_B[:, None, None], draft) * share_B11, 0)
+        left = jnp.maximum(
+            target - jnp.minimum(target / rho_B[:, None, None], draft) * share_B11, 0
+        )
         left = jnp.where((count_B > 0)[:, None, None], normalise(left, target), target)
         return jnp.where(is_live_BC, jnp.minimum(ratio_BC, 1), 0), unfold(left, target_BV.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
 class TraversalRule(TreeRule):
-    """Traversal: tests whole paths, leaves first; in expectation never keeps fewer tokens than recursive rejection.
+    """Traversal: tests whole paths, leaves first; in expectation never keeps fewer tokens than
+    recursive rejection.
 
     It warps all rows, and subtracts once for each rejected node.
     """
@@ -305,7 +347,9 @@ class TraversalRule(TreeRule):
                 num_accepted_B=jnp.where(ends_B, num_B, state.num_accepted_B),
                 asked_BK=jnp.where(is_node_BK, weight_B[:, None], state.asked_BK),
             )
-            return state.without_leaf(draft, node_B, judged_B & ~ends_B, self.children != INDEPENDENT)
+            return state.without_leaf(
+                draft, node_B, judged_B & ~ends_B, self.children != INDEPENDENT
+            )
 
         state = jax.lax.fori_loop(0, K, visit, state)
         weights = read_row(state.target_BT, take_row(state.rows_BT, state.num_accepted_B))
@@ -354,18 +398,27 @@ class _Traversal:
         rows = [row_B]
         for _ in range(depth):
             is_child_BK = (draft.parents_BK == row_B[:, None]) & ~self.is_gone_BK
-            has_child_B, node_B = is_child_BK.any(1), jnp.argmax(is_child_BK, axis=1).astype(jnp.int32)
+            has_child_B, node_B = (
+                is_child_BK.any(1),
+                jnp.argmax(is_child_BK, axis=1).astype(jnp.int32),
+            )
             q_B, p_B = self._probs(draft, node_B)
             ratio_B = jnp.where(p_B > 0, q_B / jnp.where(p_B > 0, p_B, 1), 0)
             weight_B = jnp.minimum(take_row(weights_BT, row_B) * ratio_B, 1)
-            is_new_BT = (jnp.arange(weights_BT.shape[1])[None] == node_B[:, None] + 1) & has_child_B[:, None]
+            is_new_BT = (
+                jnp.arange(weights_BT.shape[1])[None] == node_B[:, None] + 1
+            ) & has_child_B[:, None]
             weights_BT = jnp.where(is_new_BT & (weights_BT < 0), weight_B[:, None], weights_BT)
             row_B, num_B = jnp.where(has_child_B, node_B + 1, row_B), num_B + has_child_B
             rows.append(row_B)
         return jnp.stack(rows, axis=1), num_B.astype(jnp.int32), weights_BT
 
-    def without_leaf(self, draft: Draft, node_B: Array, rejects_B: Array, is_distinct: bool) -> _Traversal:
-        """Removes a rejected leaf, and subtracts its distribution from its parent's distributions."""
+    def without_leaf(
+        self, draft: Draft, node_B: Array, rejects_B: Array, is_distinct: bool
+    ) -> _Traversal:
+        """Removes a rejected leaf, and subtracts its distribution from its parent's
+        distributions.
+        """
         parent_B, token_B = take_row(draft.parents_BK, node_B), take_row(draft.tokens_BK, node_B)
         of_target, of_draft = read_row(self.target_BT, parent_B), self._draft_at(draft, parent_B)
         law = law_of(of_draft, token_B, take_row(self.is_chosen_BK, node_B), of_target)
@@ -375,18 +428,24 @@ class _Traversal:
         mass_B = left.sum(FOLDED)
         total_B = mass_B + (1 - weight_B)  # in this order: at a weight of 1 the path is always kept
         after_B = jnp.where(total_B > 0, mass_B / jnp.where(total_B > 0, total_B, 1), 1)
-        is_parent_BT = subtracts_B[:, None] & (jnp.arange(self.weights_BT.shape[1])[None] == parent_B[:, None])
+        is_parent_BT = subtracts_B[:, None] & (
+            jnp.arange(self.weights_BT.shape[1])[None] == parent_B[:, None]
+        )
         new = jnp.where(subtracts_B[:, None, None], normalise(left, of_target), of_target)
         draft_BR = self.draft_BR
         if draft_BR is not None and is_distinct:
-            draft_BR = _put(draft_BR, without(of_draft, token_B, subtracts_B), draft.law_rows(parent_B))
+            draft_BR = _put(
+                draft_BR, without(of_draft, token_B, subtracts_B), draft.law_rows(parent_B)
+            )
         return dataclasses.replace(
             self,
             target_BT=_put(self.target_BT, new, parent_B),
             draft_BR=draft_BR,
             weights_BT=jnp.where(is_parent_BT, after_B[:, None], self.weights_BT),
             is_gone_BK=self.is_gone_BK
-            | (rejects_B[:, None] & (jnp.arange(self.is_gone_BK.shape[1])[None] == node_B[:, None])),
+            | (
+                rejects_B[:, None] & (jnp.arange(self.is_gone_BK.shape[1])[None] == node_B[:, None])
+            ),
         )
 
     def _probs(self, draft: Draft, node_B: Array) -> tuple[Array, Array]:
@@ -402,13 +461,16 @@ class _Traversal:
         return None if self.draft_BR is None else read_row(self.draft_BR, draft.law_rows(row_B))
 
 
-# The functions below take folded distributions ``[B, 8, V / 8]``, see `specsamp.sampling.warp.fold`.
+# The functions below take folded distributions ``[B, 8, V / 8]``, see
+# `specsamp.sampling.warp.fold`.
 
 
 def is_token(token_B: Array, like: Array) -> Array:
     """Returns which places hold these tokens, bool."""
     columns = like.shape[-1]
-    return (jnp.arange(ROWS)[:, None] * columns + jnp.arange(columns)[None])[None] == token_B[:, None, None]
+    return (jnp.arange(ROWS)[:, None] * columns + jnp.arange(columns)[None])[None] == token_B[
+        :, None, None
+    ]
 
 
 def take_token(folded: Array, token_B: Array, *at_B: Array) -> Array:
@@ -437,8 +499,12 @@ def normalise(weights: Array, otherwise: Array) -> Array:
 
 def _put(x_BT: Array, row_B: Array, at_B: Array) -> Array:
     if len(at_B) > MAX_UNROLLED:
-        return jax.vmap(lambda x, row, at: jax.lax.dynamic_update_index_in_dim(x, row, at, axis=0))(x_BT, row_B, at_B)
+        return jax.vmap(lambda x, row, at: jax.lax.dynamic_update_index_in_dim(x, row, at, axis=0))(
+            x_BT, row_B, at_B
+        )
     zero = jnp.zeros((), at_B.dtype)
     for b in range(len(at_B)):
-        x_BT = jax.lax.dynamic_update_slice(x_BT, row_B[b][None, None], (zero + b, at_B[b], zero, zero))
+        x_BT = jax.lax.dynamic_update_slice(
+            x_BT, row_B[b][None, None], (zero + b, at_B[b], zero, zero)
+        )
     return x_BT

@@ -1,28 +1,33 @@
-"""Warps (temperature, top-k, top-p and so on): from a model's logits to the distribution that is sampled.
+"""Warps (temperature, top-k, top-p and so on): from a model's logits to the distribution that is
+sampled.
 
-A warp is a pytree of numbers that maps logits to logits of the same shape, ``-inf`` for excluded tokens. Its numbers are
-data, so they may change between calls without recompiling. Each is a scalar or has one value per row::
+A warp is a pytree of numbers that maps logits to logits of the same shape, ``-inf`` for excluded
+tokens. Its numbers are data, so they may change between calls without recompiling. Each is a scalar
+or has one value per row::
 
     sampling = chain(temperature([0.0, 0.8]), top_p(0.95))     # row 0 greedy, row 1 sampled
     log_probs_BTV = log_probs(sampling, logits_BTV)
 
-The same function serves the target, the draft and verification, so the distribution that was sampled is the
-distribution that is verified. Warps apply in the order in which they are chained.
+The same function serves the target, the draft and verification, so the distribution that was
+sampled is the distribution that is verified. Warps apply in the order in which they are chained.
 
 Ties. Of equally probable tokens the lower index comes first, as in ``argmax``:
 
-* ``top_k``: token x stays if fewer than k tokens come before x, so exactly k tokens stay, and ``top_k(1)`` is greedy;
+* ``top_k``: token x stays if fewer than k tokens come before x, so exactly k tokens stay, and
+``top_k(1)`` is greedy;
 * ``top_p``: token x stays if the tokens before x have mass below p, so the smallest nucleus stays;
-* ``min_p``: token x stays if its probability is at least ``min_p`` times the largest, so equal tokens stay together.
+* ``min_p``: token x stays if its probability is at least ``min_p`` times the largest, so equal
+tokens stay together.
 
 Each keeps the most probable token.
 
-The thresholds of ``top_k`` and ``top_p`` are found by a binary search over the *bit pattern* of the threshold (floats
-of one sign are ordered like their bits). It is exact after all bits, and avoids sorting the vocabulary, which is slow,
-above all on a TPU. The vocabulary is folded into eight rows, so that a single sequence fills a TPU's registers; all
-sums use this order. The search is skipped if the numbers of the warps show that no row of a call needs it. A second
-search, over indices, follows only if some row has more tokens at its threshold than fit. Warps that have no state follow
-each other on the folded vocabulary, on a TPU in one kernel.
+The thresholds of ``top_k`` and ``top_p`` are found by a binary search over the *bit pattern* of the
+threshold (floats of one sign are ordered like their bits). It is exact after all bits, and avoids
+sorting the vocabulary, which is slow, above all on a TPU. The vocabulary is folded into eight rows,
+so that a single sequence fills a TPU's registers; all sums use this order. The search is skipped if
+the numbers of the warps show that no row of a call needs it. A second search, over indices, follows
+only if some row has more tokens at its threshold than fit. Warps that have no state follow each
+other on the folded vocabulary, on a TPU in one kernel.
 """
 
 from __future__ import annotations
@@ -43,26 +48,32 @@ Array = jax.Array
 
 
 class Warp:
-    """A pytree of numbers that maps logits ``[B, ..., V]`` to logits; new warps derive from it, under `register_warp`.
+    """A pytree of numbers that maps logits ``[B, ..., V]`` to logits; new warps derive from it,
+    under `register_warp`.
 
-    A warp that depends on the tokens before a position (a repetition penalty, a grammar) overrides `init` and
-    `advance`, and is called on ``[B, V]`` with the state of each row's context. Every leaf of a state leads with the
-    batch. A warp must keep at least one token: a row without any token ends as invalid. A number is a scalar or has one
-    value per row; a list of numbers has two axes, of which the first has one entry or one per row.
+    A warp that depends on the tokens before a position (a repetition penalty, a grammar) overrides
+    `init` and `advance`, and is called on ``[B, V]`` with the state of each row's context. Every
+    leaf of a state leads with the batch. A warp must keep at least one token: a row without any
+    token ends as invalid. A number is a scalar or has one value per row; a list of numbers has two
+    axes, of which the first has one entry or one per row.
     """
 
     asks_host = False  # whether a program with this warp calls the host, as for a grammar
 
     @property
     def may_exclude_all(self) -> bool:
-        """Returns whether a row may be left without any token, as by a grammar; the loop then checks for such rows."""
+        """Returns whether a row may be left without any token, as by a grammar; the loop then
+        checks for such rows.
+        """
         return type(self).advance is not Warp.advance
 
     def check(self, vocab_size: int) -> None:
         """Raises ValueError if a token id in the warp is outside of the vocabulary."""
 
     def init(self, tokens_BP: Array, lengths_B: Array, vocab_size: int) -> Any:
-        """Returns the state after the prompts ``tokens_BP[b, :lengths_B[b]]``; () for a warp without a state."""
+        """Returns the state after the prompts ``tokens_BP[b, :lengths_B[b]]``; () for a warp
+        without a state.
+        """
         return ()
 
     def advance(self, state: Any, tokens_B: Array) -> Any:
@@ -71,7 +82,9 @@ class Warp:
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         """Returns warped logits, ``-inf`` where a token is excluded."""
-        raise NotImplementedError(f"{type(self).__name__} has no __call__(): define how it warps logits")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no __call__(): define how it warps logits"
+        )
 
 
 class FoldedWarp(Warp):
@@ -84,7 +97,9 @@ class FoldedWarp(Warp):
         return chain(self)(logits)
 
     def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
-        """Returns warped logits ``[..., 8, V / 8]``; with ``all_greedy`` every row has a single token already."""
+        """Returns warped logits ``[..., 8, V / 8]``; with ``all_greedy`` every row has a single
+        token already.
+        """
         raise NotImplementedError
 
 
@@ -100,13 +115,15 @@ GREEDY_BELOW = 1e-5
 def register_warp(cls: type) -> type:
     """Makes a class a frozen dataclass and a pytree of its fields: the decorator of every warp.
 
-    Not `jax.tree_util.register_dataclass`: with it, trees of different classes compare equal (JAX 0.10 to
-    0.12), and if their hashes also collide, jit runs the program of one warp for another.
+    Not `jax.tree_util.register_dataclass`: with it, trees of different classes compare equal (JAX
+    0.10 to 0.12), and if their hashes also collide, jit runs the program of one warp for another.
     """
     cls = dataclasses.dataclass(frozen=True)(cls)
     names = [field.name for field in dataclasses.fields(cls)]
     jax.tree_util.register_pytree_node(
-        cls, lambda warp: (tuple(getattr(warp, name) for name in names), None), lambda _, values: cls(*values)
+        cls,
+        lambda warp: (tuple(getattr(warp, name) for name in names), None),
+        lambda _, values: cls(*values),
     )
     return cls
 
@@ -122,12 +139,16 @@ def chain(*warps: Warp) -> Chain:
 
 
 def greedy() -> Greedy:
-    """Puts all mass on the most probable token (lowest index on ties): temperature 0 for every row."""
+    """Puts all mass on the most probable token (lowest index on ties): temperature 0 for
+    every row.
+    """
     return Greedy()
 
 
 def temperature(value: float | Sequence[float]) -> Temperature:
-    """Divides logits by ``value`` (>= 0, finite, a scalar or one per row); rows below 1e-5 are greedy."""
+    """Divides logits by ``value`` (>= 0, finite, a scalar or one per row); rows below 1e-5 are
+    greedy.
+    """
 
     def valid(v):
         return (v >= 0) & (v <= np.finfo(np.float32).max)
@@ -141,22 +162,31 @@ def top_k(value: int | Sequence[int]) -> TopK:
 
 
 def top_p(value: float | Sequence[float]) -> TopP:
-    """Keeps the smallest nucleus of mass ``value`` in (0, 1] (Holtzman et al., arXiv 1904.09751)."""
-    return TopP(checked("top_p", value, np.float32, lambda v: (v > 0) & (v <= 1), "must lie in (0, 1]"))
+    """Keeps the smallest nucleus of mass ``value`` in (0, 1] (Holtzman et al., arXiv
+    1904.09751).
+    """
+    return TopP(
+        checked("top_p", value, np.float32, lambda v: (v > 0) & (v <= 1), "must lie in (0, 1]")
+    )
 
 
 def min_p(value: float | Sequence[float]) -> MinP:
     """Keeps tokens at least ``value`` in [0, 1] times as probable as the most probable token."""
-    return MinP(checked("min_p", value, np.float32, lambda v: (v >= 0) & (v <= 1), "must lie in [0, 1]"))
+    return MinP(
+        checked("min_p", value, np.float32, lambda v: (v >= 0) & (v <= 1), "must lie in [0, 1]")
+    )
 
 
 def first_tokens(count: int) -> FirstTokens:
     """Keeps the first ``count`` (>= 1) token ids, and excludes the padding of a vocabulary."""
-    return FirstTokens(checked("first_tokens", count, np.int32, lambda v: v >= 1, "must be an integer >= 1"))
+    return FirstTokens(
+        checked("first_tokens", count, np.int32, lambda v: v >= 1, "must be an integer >= 1")
+    )
 
 
 def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
-    """Returns the warped distribution as normalised log-probabilities, in float32 (float64 stays float64).
+    """Returns the warped distribution as normalised log-probabilities, in float32 (float64 stays
+    float64).
 
     Args:
       warp: as made by `chain`; per-row numbers match the leading axis of ``logits``.
@@ -172,7 +202,9 @@ def log_probs(warp: Warp, logits: Array, state: Any = ()) -> Array:
 
 
 def with_kernels(warp: Warp, kernels: Any) -> Warp:
-    """Returns a warp whose parts without a state are kernels, or XLA's operations if ``kernels`` is None."""
+    """Returns a warp whose parts without a state are kernels, or XLA's operations if ``kernels`` is
+    None.
+    """
     warp = chain(warp) if isinstance(warp, FoldedWarp) else warp
     return dataclasses.replace(warp, kernels=kernels) if isinstance(warp, Chain) else warp
 
@@ -196,11 +228,17 @@ def for_rows(warp: Warp, rows: int) -> Warp:
 
     def expand(value: Any) -> np.ndarray:
         if callable(value):
-            raise ValueError(f"sampling must be a warp of numbers, such as chain(temperature(0.8)); got {value!r}")
-        value = np.asarray(value)
-        if value.ndim > 2 or (value.ndim and value.shape[0] not in ((1, rows) if value.ndim == 2 else (rows,))):
             raise ValueError(
-                f"sampling parameter of shape {value.shape} for {rows} prompts: give one number, or one per prompt"
+                "sampling must be a warp of numbers, such as chain(temperature(0.8)); got "
+                f"{value!r}"
+            )
+        value = np.asarray(value)
+        if value.ndim > 2 or (
+            value.ndim and value.shape[0] not in ((1, rows) if value.ndim == 2 else (rows,))
+        ):
+            raise ValueError(
+                f"sampling parameter of shape {value.shape} for {rows} prompts: give one number, "
+                "or one per prompt"
             )
         return np.broadcast_to(value, (rows, *value.shape[1:]))
 
@@ -223,7 +261,9 @@ class Chain(Warp):
         return any(warp.asks_host for warp in self.warps)
 
     def excluding(self, state: Any) -> tuple[Chain, Any]:
-        """Returns the warps up to the last that may leave a row without any token, and their part of a state."""
+        """Returns the warps up to the last that may leave a row without any token, and their part
+        of a state.
+        """
         count = max((n for n, warp in enumerate(self.warps, 1) if warp.may_exclude_all), default=0)
         return dataclasses.replace(self, warps=self.warps[:count]), state[:count]
 
@@ -238,12 +278,16 @@ class Chain(Warp):
     def advance(self, state: Any, tokens_B: Array) -> Any:
         if is_stateless(state):
             return ()
-        return tuple(warp.advance(each, tokens_B) for warp, each in zip(self.warps, state, strict=True))
+        return tuple(
+            warp.advance(each, tokens_B) for warp, each in zip(self.warps, state, strict=True)
+        )
 
     def __call__(self, logits: Array, state: Any = ()) -> Array:
         states = ((),) * len(self.warps) if is_stateless(state) else state
         pairs = zip(self.warps, states, strict=True)
-        for is_folded, group in itertools.groupby(pairs, lambda pair: isinstance(pair[0], FoldedWarp)):
+        for is_folded, group in itertools.groupby(
+            pairs, lambda pair: isinstance(pair[0], FoldedWarp)
+        ):
             if is_folded:
                 logits = self._on_folded(tuple(warp for warp, _ in group), logits)
                 continue
@@ -255,12 +299,19 @@ class Chain(Warp):
         folded, vocab_size = fold(logits, -jnp.inf), logits.shape[-1]
         if self.kernels is None:
             return unfold(_in_order(vocab_size, folded, warps), vocab_size)
-        numbers = jax.tree.map(lambda x: jnp.broadcast_to(per_row(x, folded), (*folded.shape[:-2], 1, 1)), warps)
-        return unfold(self.kernels.row_by_row(functools.partial(_in_order, vocab_size), folded, numbers), vocab_size)
+        numbers = jax.tree.map(
+            lambda x: jnp.broadcast_to(per_row(x, folded), (*folded.shape[:-2], 1, 1)), warps
+        )
+        return unfold(
+            self.kernels.row_by_row(functools.partial(_in_order, vocab_size), folded, numbers),
+            vocab_size,
+        )
 
 
 jax.tree_util.register_pytree_node(
-    Chain, lambda chain: ((chain.warps,), chain.kernels), lambda kernels, fields: Chain(*fields, kernels)
+    Chain,
+    lambda chain: ((chain.warps,), chain.kernels),
+    lambda kernels, fields: Chain(*fields, kernels),
 )
 
 
@@ -287,7 +338,8 @@ class Temperature(FoldedWarp):
     def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
         value = per_row(self.value, folded)
         is_greedy = value < GREEDY_BELOW
-        # On the values before broadcasting, since a reduction over rows that are split over devices would communicate.
+        # On the values before broadcasting, since a reduction over rows that are split over devices
+        # would communicate.
         only = _only_argmax(folded, jnp.any(jnp.asarray(self.value) < GREEDY_BELOW))
         return jnp.where(is_greedy, only, folded / jnp.where(is_greedy, 1, value))
 
@@ -316,7 +368,8 @@ class TopP(FoldedWarp):
 
     def on_folded(self, folded: Array, vocab_size: int, all_greedy: bool | Array) -> Array:
         p, probs = per_row(self.value, folded), jax.nn.softmax(folded, axis=FOLDED)
-        least = jnp.maximum(p, jnp.finfo(probs.dtype).tiny)  # so the largest probability stays for any p
+        # So the largest probability stays for any p.
+        least = jnp.maximum(p, jnp.finfo(probs.dtype).tiny)
 
         def mass(chosen):
             return jnp.sum(jnp.where(chosen, probs, 0), axis=FOLDED, keepdims=True)
@@ -334,7 +387,9 @@ class TopP(FoldedWarp):
         threshold = as_float(_largest(too_low, low, 8 * probs.dtype.itemsize - 2, skipped))
         # A sum that rounds to just above one must not cost p = 1 its last tokens.
         kept, tied = (probs >= threshold) | (p >= 1), probs == threshold
-        needed = jnp.ceil((least - mass(probs > threshold)) / jnp.maximum(threshold, jnp.finfo(probs.dtype).tiny))
+        needed = jnp.ceil(
+            (least - mass(probs > threshold)) / jnp.maximum(threshold, jnp.finfo(probs.dtype).tiny)
+        )
         surplus = jnp.where((p >= 1) | (threshold == 0), 0, _count(tied, probs.dtype) - needed)
         return jnp.where(_without_last(kept, tied, surplus), folded, -jnp.inf)
 
@@ -364,8 +419,12 @@ class Normalised(FoldedWarp):
         return jax.nn.log_softmax(folded, axis=FOLDED)
 
 
-def checked(name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], Any], requirement: str) -> Any:
-    """Returns a number of a warp, or one per row, as an array; raises ValueError with the requirement."""
+def checked(
+    name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], Any], requirement: str
+) -> Any:
+    """Returns a number of a warp, or one per row, as an array; raises ValueError with the
+    requirement.
+    """
     if isinstance(value, core.Tracer):
         return value
     given = np.asarray(value)
@@ -377,7 +436,11 @@ def checked(name: str, value: Any, dtype: Any, valid: Callable[[np.ndarray], Any
         raise ValueError(f"{name} {requirement}, as one number or one per row; got {value!r}")
     if not np.all(valid(given)):  # NaN compares false, so it is refused as well
         raise ValueError(f"{name} {requirement}; got {value!r}")
-    return np.minimum(given, np.iinfo(dtype).max).astype(dtype) if dtype == np.int32 else given.astype(dtype)
+    return (
+        np.minimum(given, np.iinfo(dtype).max).astype(dtype)
+        if dtype == np.int32
+        else given.astype(dtype)
+    )
 
 
 def per_row(value: Array, logits: Array) -> Array:
@@ -389,7 +452,9 @@ def per_row(value: Array, logits: Array) -> Array:
 
 
 def _only_argmax(folded: Array, wanted: bool | Array = True) -> Array:
-    """Puts all mass on the most probable token; where ``wanted`` is false, on token 0, which saves the argmax."""
+    """Puts all mass on the most probable token; where ``wanted`` is false, on token 0, which saves
+    the argmax.
+    """
     tokens = _token_ids(folded)
 
     def argmax():
@@ -401,9 +466,13 @@ def _only_argmax(folded: Array, wanted: bool | Array = True) -> Array:
 
 
 def _token_ids(folded: Array) -> Array:
-    """Returns the tokens of a folded vocabulary, ``[1, ..., 8, V / 8]``: ids of every row would be stored."""
+    """Returns the tokens of a folded vocabulary, ``[1, ..., 8, V / 8]``: ids of every row would be
+    stored.
+    """
     shape = (1,) * (folded.ndim - 2) + folded.shape[-2:]
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, folded.ndim + axis) for axis in FOLDED)
+    row, column = (
+        jax.lax.broadcasted_iota(jnp.int32, shape, folded.ndim + axis) for axis in FOLDED
+    )
     return row * folded.shape[-1] + column
 
 
@@ -413,7 +482,11 @@ ROWS, FOLDED = 8, (-2, -1)  # of the registers of a TPU; the axes of a folded vo
 def fold(x: Array, padding: float = 0.0) -> Array:
     """Folds ``[..., V]`` into ``[..., 8, V / 8]``."""
     missing = -x.shape[-1] % ROWS
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=padding) if missing else x
+    x = (
+        jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=padding)
+        if missing
+        else x
+    )
     # Without the barrier the compiler computes before it folds.
     return jax.lax.optimization_barrier(x.reshape(*x.shape[:-1], ROWS, -1))
 
@@ -428,7 +501,9 @@ def _integer_of(x: Array) -> Any:
 
 
 def _ordered_bits(x: Array) -> Array:
-    """Maps floats to signed integers of the same width in the same order; -0.0 equals 0.0, as it must for ties."""
+    """Maps floats to signed integers of the same width in the same order; -0.0 equals 0.0, as it
+    must for ties.
+    """
     integer = _integer_of(x)
     bits = jax.lax.bitcast_convert_type(x, integer)
     return jnp.where(bits < 0, jnp.iinfo(integer).min - bits, bits)
@@ -441,7 +516,9 @@ def _count(chosen: Array, dtype: Any) -> Array:
 
 
 def _without_last(kept: Array, tied: Array, surplus: Array) -> Array:
-    """Returns the kept tokens without the last ``surplus`` of those that tie; all where it is not positive."""
+    """Returns the kept tokens without the last ``surplus`` of those that tie; all where it is not
+    positive.
+    """
     tied_ids = jnp.where(tied, _token_ids(tied), -1)
 
     def too_low(t):
@@ -449,12 +526,15 @@ def _without_last(kept: Array, tied: Array, surplus: Array) -> Array:
 
     low = jnp.zeros_like(surplus, jnp.int32)
     num_bits = (ROWS * tied.shape[-1]).bit_length()
-    first = jax.lax.cond(jnp.any(surplus > 0), lambda: _search(too_low, low, num_bits, 1), lambda: low)
+    first = jax.lax.cond(
+        jnp.any(surplus > 0), lambda: _search(too_low, low, num_bits, 1), lambda: low
+    )
     return kept & ((tied_ids < first) | (surplus <= 0))
 
 
 def _largest(holds: Callable[[Array], Array], low: Array, num_bits: int, skipped: Array) -> Array:
-    """Returns the largest integer in ``[low, low + 2**num_bits)`` up to which a monotone ``holds`` is true; or ``low``.
+    """Returns the largest integer in ``[low, low + 2**num_bits)`` up to which a monotone ``holds``
+    is true; or ``low``.
 
     If ``skipped``, it is ``low``.
     On a TPU a pass finds two bits, because a pass costs more than a sum there; on a CPU one bit.
@@ -462,18 +542,23 @@ def _largest(holds: Callable[[Array], Array], low: Array, num_bits: int, skipped
 
     def searched():
         return jax.lax.platform_dependent(
-            cpu=lambda: _search(holds, low, num_bits, 1), default=lambda: _search(holds, low, num_bits, 2)
+            cpu=lambda: _search(holds, low, num_bits, 1),
+            default=lambda: _search(holds, low, num_bits, 2),
         )
 
     return jax.lax.cond(skipped, lambda: low, searched)
 
 
 def _search(holds: Callable[[Array], Array], low: Array, num_bits: int, bits: int) -> Array:
-    """Returns the integer of `_largest`; each pass finds so many ``bits``, which divide ``num_bits``."""
+    """Returns the integer of `_largest`; each pass finds so many ``bits``, which divide
+    ``num_bits``.
+    """
 
     def one_pass(i, found):
         place = num_bits - bits * (i + 1)
-        true = [holds(found + (jnp.asarray(digit, low.dtype) << place)) for digit in range(1, 2**bits)]
+        true = [
+            holds(found + (jnp.asarray(digit, low.dtype) << place)) for digit in range(1, 2**bits)
+        ]
         return found + (sum(each.astype(low.dtype) for each in true) << place)
 
     return jax.lax.fori_loop(0, num_bits // bits, one_pass, low)

@@ -58,7 +58,8 @@ class Answer:
     def cancel(self) -> None:
         """Says, from any thread, that the caller has left; the rows are free after the slice.
 
-        Where several processes decode, they free the rows together, after the first has told the others.
+        Where several processes decode, they free the rows together, after the first has told the
+        others.
         """
         self.has_left = True
         if self.number is None:
@@ -80,7 +81,9 @@ class Answer:
 
     def copy(self) -> Answer:
         """Returns the answer for another process, which does not have the caller."""
-        requests = [dataclasses.replace(request, answer=None, tokenizer=None) for request in self.requests]
+        requests = [
+            dataclasses.replace(request, answer=None, tokenizer=None) for request in self.requests
+        ]
         return dataclasses.replace(self, requests=requests, deliver=_ignore)
 
 

@@ -1,4 +1,6 @@
-"""Compiles programs in a thread of its own, so that what runs goes on; and names the programs of a batch."""
+"""Compiles programs in a thread of its own, so that what runs goes on; and names the programs of a
+batch.
+"""
 
 from __future__ import annotations
 

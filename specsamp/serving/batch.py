@@ -1,18 +1,22 @@
-"""Assigns the rows of a batch to requests: of one call (`generate_many`), or of many callers (`Service`).
+"""Assigns the rows of a batch to requests: of one call (`generate_many`), or of many callers
+(`Service`).
 
-The loop stays on the device until rows have ended. Their texts are fetched, the next prompts are read and written over
-their rows, and the other rows go on unchanged (`specsamp.decoding.batch_rows`). Sampling, noise, budget and stop tokens of
-a row are data, so requests of different callers share a batch and its programs. Requests are decoded in the order in which
-they came.
+The loop stays on the device until rows have ended. Their texts are fetched, the next prompts are
+read and written over their rows, and the other rows go on unchanged
+(`specsamp.decoding.batch_rows`). Sampling, noise, budget and stop tokens of a row are data, so
+requests of different callers share a batch and its programs. Requests are decoded in the order in
+which they came.
 
-The batch of a call has all its rows from the start. That of a service follows its requests: a lone text is not decoded at
-the cost of all rows, nor a short text at that of the whole context. Rows per data shard and slots are powers of two. A size
-is compiled when requests first want it, in the background, while the batch goes on in its present size; a text that has
-outgrown its slots meanwhile waits beside the batch.
+The batch of a call has all its rows from the start. That of a service follows its requests: a lone
+text is not decoded at the cost of all rows, nor a short text at that of the whole context. Rows per
+data shard and slots are powers of two. A size is compiled when requests first want it, in the
+background, while the batch goes on in its present size; a text that has outgrown its slots
+meanwhile waits beside the batch.
 
-A prompt of any length is read by the same few programs; in a service in chunks, between slices. What a row holds of it
-already, of a text that runs or has ended, is copied instead of read: the memory of a batch is that of its rows, of the rows
-that are being read, and of both sizes for the moment in which it changes.
+A prompt of any length is read by the same few programs; in a service in chunks, between slices.
+What a row holds of it already, of a text that runs or has ended, is copied instead of read: the
+memory of a batch is that of its rows, of the rows that are being read, and of both sizes for the
+moment in which it changes.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ from specsamp.serving.scores import Scores, score
 SMALLEST_SLOTS = 256
 PATIENCE = 16  # slices in which a smaller batch would do, before it shrinks
 LEAST_COPIED = 4  # tokens of a prompt: fewer are read anew, in less time
-LOST = 0.05  # the most of a row's rounds that pass between a string that ends its text and the next look for it
+# The most of a row's rounds that pass between a string that ends its text and the next look for it.
+LOST = 0.05
 
 
 @dataclasses.dataclass
@@ -59,11 +64,16 @@ class Usage:
 
     def add(self, rounds: int, busy: int) -> None:
         """Counts a slice."""
-        self.slices, self.rounds, self.busy = self.slices + 1, self.rounds + rounds, self.busy + busy
+        self.slices, self.rounds, self.busy = (
+            self.slices + 1,
+            self.rounds + rounds,
+            self.busy + busy,
+        )
 
 
 class Batch:
-    """Holds the rows of a batch, the requests that they decode, and the requests that wait for them.
+    """Holds the rows of a batch, the requests that they decode, and the requests that wait for
+    them.
 
     A slice is `fill`, `run` and `collect`.
 
@@ -79,16 +89,24 @@ class Batch:
     """
 
     def __init__(
-        self, engine: Engine, *, rows: int, rounds: int | None = None, in_background: bool = False, together: int = 1
+        self,
+        engine: Engine,
+        *,
+        rows: int,
+        rounds: int | None = None,
+        in_background: bool = False,
+        together: int = 1,
     ):
         """Makes a batch without a state, which `fill` begins.
 
         Args:
           engine: for the most slots.
           rows: the most rows; rounded up to a multiple of the data shards.
-          rounds: the most rounds of a slice. None: the size is always the largest, and prompts are read whole.
+          rounds: the most rounds of a slice. None: the size is always the largest, and prompts are
+            read whole.
           in_background: whether sizes are compiled while the batch goes on.
-          together: where so many rows of each data shard are free and prompts wait for them, they are read in one call.
+          together: where so many rows of each data shard are free and prompts wait for them, they
+            are read in one call.
         """
         self._shards, self._engine, self._rounds = engine.pair.shards, engine, rounds
         most = -(-rows // self._shards.count)
@@ -98,18 +116,25 @@ class Batch:
         self.reading: list[Request] = []
         self.programs = Background(self._compile, in_thread=in_background)
         self._all_rows = (most,) if rounds is None else powers(1, most)
-        self._all_slots = (engine.slots,) if rounds is None else powers(SMALLEST_SLOTS, engine.slots)
-        self._sizes = [Size(rows, slots) for slots in self._all_slots for rows in self._all_rows]  # from small to large
+        self._all_slots = (
+            (engine.slots,) if rounds is None else powers(SMALLEST_SLOTS, engine.slots)
+        )
+        # From small to large.
+        self._sizes = [Size(rows, slots) for slots in self._all_slots for rows in self._all_rows]
         self._chunks = tuple(min(size, self._all_slots[0]) for size in chunk_sizes())
-        self._widths = sorted({1, min(together, self._all_rows[0])})  # rows of each data shard that are read together
+        # Rows of each data shard that are read together.
+        self._widths = sorted({1, min(together, self._all_rows[0])})
         self._engines = {engine.slots: engine}
         self._draft_params: Any = None  # other than the pair's
         self._state: DecodeState | None = None
         self._reader: Iterator[int] | None = None  # reads the prompts of these requests
-        self._aside: dict[Request, tuple[int, DecodeState]] = {}  # shards and rows of texts that have outgrown theirs
+        # Shards and rows of texts that have outgrown theirs.
+        self._aside: dict[Request, tuple[int, DecodeState]] = {}
         self._lengths: dict[Request, int] = {}  # of running texts, prompts included
-        self._held: dict[int, tuple[int, ...]] = {}  # the tokens of each row, the last used row last
-        self._not_copied: set[Request | None] = set()  # begun before the draft last learned, see `learn`
+        # The tokens of each row, the last used row last.
+        self._held: dict[int, tuple[int, ...]] = {}
+        # Begun before the draft last learned, see `learn`.
+        self._not_copied: set[Request | None] = set()
         self._calm = 0  # slices in which a smaller size would have done
         self._ended = self._rounds_of_ended = 0  # texts, and their rounds
         self._lay_out(self._sizes[0])
@@ -122,11 +147,14 @@ class Batch:
     def compile(self) -> None:
         """Compiles what the first requests need; the rest follows when it is wanted."""
         self._with_slots(self._sizes[0].slots)  # once, before two threads look for it
-        with ThreadPoolExecutor(2 if self._shards.mesh is None else 1) as threads:  # on a mesh in one order
+        # On a mesh in one order.
+        with ThreadPoolExecutor(2 if self._shards.mesh is None else 1) as threads:
             list(threads.map(self.programs.make, (self._sizes[0], Chunks(self._sizes[0].slots))))
 
     def fill(self) -> None:
-        """Fits the size, gives free rows to waiting requests, and reads their prompts; of long ones two chunks in a slice."""
+        """Fits the size, gives free rows to waiting requests, and reads their prompts; of long ones
+        two chunks in a slice.
+        """
         self._begin()
         if not self.reading:
             self._fit()
@@ -140,17 +168,23 @@ class Batch:
                 return
 
     def run(self) -> None:
-        """Starts a slice: until as many rows have ended as there are data shards, or its rounds are over.
+        """Starts a slice: until as many rows have ended as there are data shards, or its rounds are
+        over.
 
-        A string that ends a text is found half a slice late, on average, so slices are short where such texts are.
+        A string that ends a text is found half a slice late, on average, so slices are short where
+        such texts are.
         """
         requests = [request for request in self.running if request is not None]
         max_rounds = MANY_ROUNDS if self._rounds is None else self._rounds
         if any(request.stops.texts for request in requests):
             max_rounds = min(max_rounds, self._engine.rounds_per_look(requests))
             if self._ended:
-                max_rounds = min(max_rounds, 1 + int(2 * LOST * self._rounds_of_ended / self._ended))
-        self._state = self._engine.run(self._state, max_rounds, max(len(requests) - self._shards.count + 1, 1))
+                max_rounds = min(
+                    max_rounds, 1 + int(2 * LOST * self._rounds_of_ended / self._ended)
+                )
+        self._state = self._engine.run(
+            self._state, max_rounds, max(len(requests) - self._shards.count + 1, 1)
+        )
 
     def collect(
         self, read: Callable[[DecodeState, int, Request], RowText | None], always: bool = False
@@ -159,8 +193,8 @@ class Batch:
 
         Args:
           read: returns the text in a row of a state, as `Engine.text` does; None frees the row.
-          always: whether texts are read where no row has ended and no string ends texts; else only counts travel to the
-            host then.
+          always: whether texts are read where no row has ended and no string ends texts; else only
+            counts travel to the host then.
 
         Returns:
           The requests that were running, with their texts; nothing where no text was read.
@@ -168,15 +202,20 @@ class Batch:
         stats = to_host((self._state.stats.rounds_B, self._state.finish_B, self._state.lengths_B))
         rounds_B, finish_B, lengths_B = (array.tolist() for array in stats)
         held_B = self._engine.num_held(self._state).tolist()
-        running = [(place, request) for place, request in enumerate(self.running) if request is not None]
+        running = [
+            (place, request) for place, request in enumerate(self.running) if request is not None
+        ]
         self._lengths = {request: self._lengths[request] for request in self._aside}
         rounds = [rounds_B[place] - request.rounds for place, request in running]
         for place, request in running:
             request.rounds, self._lengths[request] = rounds_B[place], lengths_B[place]
-            if request.rounds:  # before its first round a row cannot be read on: heads keep a chunk's last feature
+            # Before its first round a row cannot be read on: heads keep a chunk's last feature.
+            if request.rounds:
                 self._hold(place, request.prompt[: held_B[place]])
         found, lost, late = [], 0, np.zeros(len(self.running), bool)
-        if always or any(finish_B[place] != Finish.RUNNING or request.stops.texts for place, request in running):
+        if always or any(
+            finish_B[place] != Finish.RUNNING or request.stops.texts for place, request in running
+        ):
             state = to_host(without_caches(self._state))
             found = [(request, read(state, place, request)) for place, request in running]
         for (place, _), (request, text) in zip(running, found):
@@ -184,7 +223,10 @@ class Batch:
                 self._hold(place, (*request.prompt, *text.tokens)[: held_B[place]])
                 if text.finish == Finish.RUNNING:
                     continue
-                self._ended, self._rounds_of_ended = self._ended + 1, self._rounds_of_ended + text.stats.rounds
+                self._ended, self._rounds_of_ended = (
+                    self._ended + 1,
+                    self._rounds_of_ended + text.stats.rounds,
+                )
                 lost += request.rounds - text.stats.rounds
             self.running[place], late[place] = None, finish_B[place] == Finish.RUNNING
             if text is None or text.finish == Finish.INVALID:  # its caches may hold NaN
@@ -195,13 +237,17 @@ class Batch:
         return found
 
     def learn(self, learner: Learner, tokens: Sequence[int]) -> None:
-        """Hands a text that has ended to a learner, and takes the draft's parameters that it returns."""
+        """Hands a text that has ended to a learner, and takes the draft's parameters that it
+        returns.
+        """
         params = learner(tokens)
         if params is not None:
             self._draft_params, self._engine = params, self._engine.with_draft(params)
-            self._engines = {self._engine.slots: self._engine}  # the others follow when they are wanted
-            # Rows keep the draft's caches of former parameters. That is exact, since a proposal is verified with the
-            # probabilities that it was drawn with. But copied from text to text, such caches would never be renewed.
+            # The others follow when they are wanted.
+            self._engines = {self._engine.slots: self._engine}
+            # Rows keep the draft's caches of former parameters. That is exact, since a proposal is
+            # verified with the probabilities that it was drawn with. But copied from text to text,
+            # such caches would never be renewed.
             self._held.clear()
             self._not_copied = {*self.running, *self.reading, *self._aside}
 
@@ -233,7 +279,9 @@ class Batch:
         engines = self._engines  # first: `learn` replaces them while another thread compiles
         if slots not in engines:
             engine = self._engine.with_slots(slots)
-            engines[slots] = engine if self._draft_params is None else engine.with_draft(self._draft_params)
+            engines[slots] = (
+                engine if self._draft_params is None else engine.with_draft(self._draft_params)
+            )
         return engines[slots]
 
     def _slots_for(self, request: Request) -> int:
@@ -242,7 +290,9 @@ class Batch:
             return self._all_slots[-1]
         slice_tokens = self._rounds * (self._engine.loop.depth + 1)
         tokens = min(request.limit, self._lengths.get(request, len(request.prompt)) + slice_tokens)
-        needed = max(tokens + max(self._engine.loop.headroom, self._chunks[0]), self._engine.loop.window)
+        needed = max(
+            tokens + max(self._engine.loop.headroom, self._chunks[0]), self._engine.loop.window
+        )
         return next((slots for slots in self._all_slots if slots >= needed), self._all_slots[-1])
 
     def _size_for(self, requests: Sequence[Request]) -> Size:
@@ -251,8 +301,12 @@ class Batch:
         return Size(rows, max(map(self._slots_for, requests), default=self._all_slots[0]))
 
     def _fit(self) -> None:
-        """Gives the batch the size that all requests want, or that those want which its slots are enough for."""
-        self._aside = {request: row for request, row in self._aside.items() if request in self.waiting}
+        """Gives the batch the size that all requests want, or that those want which its slots are
+        enough for.
+        """
+        self._aside = {
+            request: row for request, row in self._aside.items() if request in self.waiting
+        }
         running = [request for request in self.running if request is not None]
         short = [request for request in self.waiting if self._slots_for(request) <= self.size.slots]
         self._calm += 1
@@ -267,7 +321,10 @@ class Batch:
                 break
         for place, request in enumerate(self.running):
             if request is not None and self._slots_for(request) > self.size.slots:
-                self._aside[request] = place // self._per_shard, self._engine.extract(self._state, self._only(place, 0))
+                self._aside[request] = (
+                    place // self._per_shard,
+                    self._engine.extract(self._state, self._only(place, 0)),
+                )
                 self.waiting.insert(0, request)
                 self.running[place] = None
                 self.outgrown += 1
@@ -275,11 +332,17 @@ class Batch:
 
     def _resize(self, size: Size) -> bool:
         """Changes the size; returns False if it is not compiled yet."""
-        if not all([self.programs.is_ready(each) for each in (size, Chunks(size.slots), Resize(self.size, size))]):
+        if not all(
+            [
+                self.programs.is_ready(each)
+                for each in (size, Chunks(size.slots), Resize(self.size, size))
+            ]
+        ):
             return False
         old_per_shard, running, held = self._per_shard, self.running, self._held
         in_use = [place for place, request in enumerate(running) if request is not None]
-        order = [*in_use, *(place for place in reversed(held) if place not in in_use)]  # the last used texts are kept
+        # The last used texts are kept.
+        order = [*in_use, *(place for place in reversed(held) if place not in in_use)]
         at = []
         for shard in range(self._shards.count):
             kept = [place for place in order if place // old_per_shard == shard][: size.rows]
@@ -289,23 +352,33 @@ class Batch:
         self._engine = self._with_slots(size.slots)
         self.running = [None if place is None else running[place] for place in at]
         moved = {place: new for new, place in enumerate(at) if place is not None}
-        self._held = {moved[place]: tokens[: size.slots] for place, tokens in held.items() if place in moved}
+        self._held = {
+            moved[place]: tokens[: size.slots] for place, tokens in held.items() if place in moved
+        }
         self._calm = 0
         return True
 
     # Reading.
 
     def _take_next(self) -> bool:
-        """Resumes a waiting text, or begins to read prompts; returns False where no row or request is left."""
+        """Resumes a waiting text, or begins to read prompts; returns False where no row or request
+        is left.
+        """
         shards, width = self._shards.count, self._widths[-1]
-        free = [[place for place in self._places(shard) if self.running[place] is None] for shard in range(shards)]
+        free = [
+            [place for place in self._places(shard) if self.running[place] is None]
+            for shard in range(shards)
+        ]
         if min(len(self.waiting) // shards, *map(len, free)) < width:
             width = 1
         places, requests = [None] * (shards * width), [None] * (shards * width)
         for turn in range(width):
             for shard in (shard for shard in range(shards) if free[shard]):
                 for request in self.waiting:
-                    if self._slots_for(request) > self.size.slots or self._aside.get(request, (shard,))[0] != shard:
+                    if (
+                        self._slots_for(request) > self.size.slots
+                        or self._aside.get(request, (shard,))[0] != shard
+                    ):
                         continue
                     if request in self._aside and not self.reading:
                         self._resume(request, free[shard][0])
@@ -322,13 +395,18 @@ class Batch:
     def _resume(self, request: Request, place: int) -> None:
         """Writes the row of a text that was put aside into the batch."""
         shard, rows = self._aside.pop(request)
-        arrays = self._engine.arrays([request if each == shard else None for each in range(self._shards.count)])
-        self._state = self._engine.insert(self._state, dataclasses.replace(rows, request=arrays), self._only(place))
+        arrays = self._engine.arrays(
+            [request if each == shard else None for each in range(self._shards.count)]
+        )
+        self._state = self._engine.insert(
+            self._state, dataclasses.replace(rows, request=arrays), self._only(place)
+        )
         self.running[place] = request
         self.waiting.remove(request)
 
     def _read(self, requests: list[Request | None], places: list[int | None]) -> Iterator[int]:
-        """Reads prompts, as many of each data shard, after what rows hold of them; yields the tokens of each call.
+        """Reads prompts, as many of each data shard, after what rows hold of them; yields the
+        tokens of each call.
 
         A prompt that is read to its end begins in its row, of ``places``.
         """
@@ -342,23 +420,40 @@ class Batch:
             state = self._engine.insert(state, rows, at)
         self.tokens_copied += sum(starts)
         while any(requests):
-            left = [(len(request.prompt) - start, start) for request, start in zip(requests, starts) if request]
+            left = [
+                (len(request.prompt) - start, start)
+                for request, start in zip(requests, starts)
+                if request
+            ]
             fitting = [
                 size
                 for size in self._chunks
-                if all(start + (size if self._rounds else -(-most // size) * size) <= slots for most, start in left)
+                if all(
+                    start + (size if self._rounds else -(-most // size) * size) <= slots
+                    for most, start in left
+                )
             ]
             chunk = next((size for size in fitting if size >= max(left)[0]), fitting[-1])
             counts = [1] if self._rounds else [-(-most // chunk) for most, _ in left]
-            # All rows have as many calls, of which the last must not end beyond the slots of any row.
+            # All rows have as many calls, of which the last must not end beyond the slots of any
+            # row.
             fits = max(starts) + max(counts) * chunk <= slots
             calls = max(counts) if fits else min(counts)
-            ends = [min(start + calls * chunk, len(one.prompt)) if one else 1 for one, start in zip(requests, starts)]
-            state = self._engine.extend(requests, dataclasses.replace(state, request=None), starts, ends, chunk)
-            self.tokens_read += sum(end - start for one, start, end in zip(requests, starts, ends) if one)
+            ends = [
+                min(start + calls * chunk, len(one.prompt)) if one else 1
+                for one, start in zip(requests, starts)
+            ]
+            state = self._engine.extend(
+                requests, dataclasses.replace(state, request=None), starts, ends, chunk
+            )
+            self.tokens_read += sum(
+                end - start for one, start, end in zip(requests, starts, ends) if one
+            )
             read = [one is not None and end == len(one.prompt) for one, end in zip(requests, ends)]
             if any(read):
-                at = self._in_shards(place if is_read else None for place, is_read in zip(places, read))
+                at = self._in_shards(
+                    place if is_read else None for place, is_read in zip(places, read)
+                )
                 self._state = self._engine.insert(self._state, state, at)
             for n in np.flatnonzero(read):
                 self.running[places[n]] = requests[n]
@@ -369,12 +464,16 @@ class Batch:
             yield chunk
 
     def _longest_prefix(self, shard: int, request: Request | None) -> tuple[int, int]:
-        """Returns the row that holds most of a prompt, and how many tokens of it need not be read."""
+        """Returns the row that holds most of a prompt, and how many tokens of it need not
+        be read.
+        """
         best = self._places(shard)[0], 0
         if request is None or len(request.prompt) + self._chunks[0] > self.size.slots:
             return best
         for place in self._places(shard):
-            start = count_known(self._held.get(place, ()), request.prompt, self._engine.loop.drafter)
+            start = count_known(
+                self._held.get(place, ()), request.prompt, self._engine.loop.drafter
+            )
             best = (place, start) if start > max(best[1], LEAST_COPIED - 1) else best
         return best
 
@@ -389,12 +488,17 @@ class Batch:
     def _only(self, place: int, elsewhere: int = NOWHERE) -> list[int]:
         """Returns, for each data shard, the place of a row within it, or ``elsewhere``."""
         shards = range(self._shards.count)
-        return [place % self._per_shard if place in self._places(shard) else elsewhere for shard in shards]
+        return [
+            place % self._per_shard if place in self._places(shard) else elsewhere
+            for shard in shards
+        ]
 
     def _empty(self, place: int) -> None:
         """Writes a row that has ended, and holds nothing, over a row of the batch."""
         self._hold(place, ())
-        self._state = self._engine.insert(self._state, self._engine.blank(self._shards.count), self._only(place))
+        self._state = self._engine.insert(
+            self._state, self._engine.blank(self._shards.count), self._only(place)
+        )
 
     def _hold(self, place: int, tokens: Sequence[int]) -> None:
         """Notes the tokens of a row that others may copy."""
@@ -405,9 +509,15 @@ class Batch:
 
     def score(self, tokens: Sequence[int]) -> Iterator[Scores | None] | None:
         """Begins to score a text; None: its programs are not compiled yet."""
-        calls = (ScoreChunks(slots, size) for size in reversed(self._chunks) for slots in self._all_slots)
+        calls = (
+            ScoreChunks(slots, size) for size in reversed(self._chunks) for slots in self._all_slots
+        )
         call = next(call for call in calls if call.slots >= len(tokens) + call.size)
-        return score(self._with_slots(call.slots), tokens, call.size) if self.programs.is_ready(call) else None
+        return (
+            score(self._with_slots(call.slots), tokens, call.size)
+            if self.programs.is_ready(call)
+            else None
+        )
 
     def _compile(self, thing: Size | Resize | Chunks | ScoreChunks) -> None:
         """Runs programs once, on rows that have ended."""
@@ -430,7 +540,9 @@ class Batch:
             engine = self._with_slots(thing.slots)
             state = engine.blank(thing.rows * count)
             for rows in (width * count for width in self._widths):
-                read = dataclasses.replace(engine.extract(state, [0] * rows), request=engine.arrays([None] * rows))
+                read = dataclasses.replace(
+                    engine.extract(state, [0] * rows), request=engine.arrays([None] * rows)
+                )
                 state = engine.insert(state, read, [NOWHERE] * rows)
             state = engine.run(engine.end(state, ()), 0)
         jax.block_until_ready(state.lengths_B)

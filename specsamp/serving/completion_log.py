@@ -27,25 +27,30 @@ OF_THE_PART = ("prompts", "requests")  # values of a call that differ between re
 
 
 class CompletionLog:
-    """Completions in a file, local or in a bucket. Of several processes the first reads and writes it.
+    """Completions in a file, local or in a bucket. Of several processes the first reads and writes
+    it.
 
-    The first line describes the call; a file of another call is refused. A line that was cut short when a process ended is
-    dropped, and its completion is decoded again. One run at a time writes a file. A replica writes a file of its own,
-    and every run takes over what files of replicas beside its own hold of its requests.
+    The first line describes the call; a file of another call is refused. A line that was cut short
+    when a process ended is dropped, and its completion is decoded again. One run at a time writes a
+    file. A replica writes a file of its own, and every run takes over what files of replicas beside
+    its own hold of its requests.
 
     Attributes:
       completions: of the files, by prompt and sample.
     """
 
     def __init__(
-        self, path: str | os.PathLike, identity: Mapping[str, Any] | None = None, replica: Replica = Replica()
+        self,
+        path: str | os.PathLike,
+        identity: Mapping[str, Any] | None = None,
+        replica: Replica = Replica(),
     ):
         """Names a file, which is read by `open`.
 
         Args:
           path: the file of a run without replicas.
-          identity: values that must be the same for a run to go on, besides the call; as JSON. Default: `digest_of_pair`,
-            which reads all parameters.
+          identity: values that must be the same for a run to go on, besides the call; as JSON.
+            Default: `digest_of_pair`, which reads all parameters.
           replica: which of several runs this is.
         """
         self._family = storage.place(validate.path("log", path))
@@ -56,14 +61,17 @@ class CompletionLog:
         self._lock = contextlib.ExitStack()
 
     def open(self, engine: Engine, requests: Sequence[Request]) -> None:
-        """Reads the completions of these requests, or begins a file, and keeps it from other runs until `close`.
+        """Reads the completions of these requests, or begins a file, and keeps it from other runs
+        until `close`.
 
         Raises:
-          ValueError: another call began a file (the message lists the differences), it is no file of completions, or
-            another run is writing it.
+          ValueError: another call began a file (the message lists the differences), it is no file
+            of completions, or another run is writing it.
           OSError: it cannot be written.
         """
-        identity = {"weights": digest_of_pair(engine.pair)} if self.identity is None else self.identity
+        identity = (
+            {"weights": digest_of_pair(engine.pair)} if self.identity is None else self.identity
+        )
         digests = digest_requests(engine, requests)
         self._requests = {
             (one.prompt_index, one.sample_index): {"prompt_id": one.prompt_id, "request": digest}
@@ -73,7 +81,9 @@ class CompletionLog:
         try:
             asked = json.loads(json.dumps({"completions_of": call}))
         except TypeError as error:
-            raise ValueError(f"the identity of a log must be JSON ({error}); got {identity!r}") from error
+            raise ValueError(
+                f"the identity of a log must be JSON ({error}); got {identity!r}"
+            ) from error
         with contextlib.ExitStack() as lock:
             from_first(lambda: lock.enter_context(storage.locked(self.path, wait=False)))
             lines = from_first(lambda: _read(self.path))
@@ -84,7 +94,9 @@ class CompletionLog:
                 key = completion.prompt_index, completion.sample_index
                 if key not in self._requests:
                     fault = f"sample {key[1]} of prompt {key[0]}"
-                    raise ValueError(f"{self.path}, line {number} is no completion ({fault}): remove the line")
+                    raise ValueError(
+                        f"{self.path}, line {number} is no completion ({fault}): remove the line"
+                    )
                 self.completions[key] = completion
             others = self._read_others(asked["completions_of"])
             self.completions |= others
@@ -95,10 +107,16 @@ class CompletionLog:
     def _read_others(self, call: Mapping[str, Any]) -> dict[tuple[int, int], Completion]:
         """Returns the completions of requests that only the files of other replicas hold."""
         shared = {name: value for name, value in call.items() if name not in OF_THE_PART}
-        missing = {told["request"]: key for key, told in self._requests.items() if key not in self.completions}
+        missing = {
+            told["request"]: key
+            for key, told in self._requests.items()
+            if key not in self.completions
+        }
         found = {}
         # Where each machine has a disk of its own, only the first process sees the files.
-        names = from_first(lambda: [os.fspath(one) for one in files_of(self._family) if one != self.path])
+        names = from_first(
+            lambda: [os.fspath(one) for one in files_of(self._family) if one != self.path]
+        )
         for path in map(storage.place, names):
             lines = from_first(lambda path=path: _read(path))
             if lines:
@@ -123,7 +141,9 @@ class CompletionLog:
                 self._lines.flush()
 
     def _begin(self, lines: list[str]) -> None:
-        self._lines = storage.Lines(self.path, [line + "\n" for line in lines], bucket_seconds=BUCKET_SECONDS)
+        self._lines = storage.Lines(
+            self.path, [line + "\n" for line in lines], bucket_seconds=BUCKET_SECONDS
+        )
 
     def _line(self, completion: Completion) -> str:
         told = self._requests[completion.prompt_index, completion.sample_index]
@@ -149,7 +169,9 @@ def _parse(path: epath.Path, line: str, number: int) -> tuple[str, Completion]:
             raise ValueError(f"tokens {completion.tokens!r:.40}")
         return digest, completion
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}, line {number} is no completion ({error}): remove the line") from error
+        raise ValueError(
+            f"{path}, line {number} is no completion ({error}): remove the line"
+        ) from error
 
 
 def _check(path: epath.Path, line: str, call: Mapping[str, Any]) -> None:
@@ -158,11 +180,13 @@ def _check(path: epath.Path, line: str, call: Mapping[str, Any]) -> None:
         before = dict(json.loads(line)["completions_of"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no file of completions: give another path") from error
-    before = {name: value for name, value in before.items() if name in call or name not in OF_THE_PART}
+    before = {
+        name: value for name, value in before.items() if name in call or name not in OF_THE_PART
+    }
     if different := storage.differences(before, call):
         raise ValueError(
-            f"{path} holds completions of another call: {'; '.join(different)}. Give the old values to go on, "
-            "or another path"
+            f"{path} holds completions of another call: {'; '.join(different)}. Give the old "
+            "values to go on, or another path"
         )
 
 
@@ -170,7 +194,10 @@ def digest_requests(engine: Engine, requests: Sequence[Request]) -> list[str]:
     """Returns a digest of each request: of its prompt, budget, sampling and random numbers."""
     arrays = engine.arrays(requests)
     leaves, structure = jax.tree.flatten((arrays.sampling, arrays.draft_sampling))
-    leaves = [np.asarray(leaf) for leaf in (*leaves, arrays.limits_B, jax.random.key_data(arrays.row_keys_B))]
+    leaves = [
+        np.asarray(leaf)
+        for leaf in (*leaves, arrays.limits_B, jax.random.key_data(arrays.row_keys_B))
+    ]
     prompts = {one.prompt_index: repr(one.prompt) for one in requests if one.sample_index == 0}
 
     def digest(row: int, request: Request) -> str:
@@ -182,8 +209,12 @@ def digest_requests(engine: Engine, requests: Sequence[Request]) -> list[str]:
     return [digest(row, request) for row, request in enumerate(requests)]
 
 
-def describe_requests(engine: Engine, requests: Sequence[Request], digests: Sequence[str]) -> dict[str, Any]:
-    """Describes everything besides the weights that the completions depend on; equal requests have equal descriptions."""
+def describe_requests(
+    engine: Engine, requests: Sequence[Request], digests: Sequence[str]
+) -> dict[str, Any]:
+    """Describes everything besides the weights that the completions depend on; equal requests have
+    equal descriptions.
+    """
     method, first = engine.method, requests[0]
     count = len({request.prompt_index for request in requests})
     adaptive = {} if method.adaptive is None else {"adaptive": repr(method.adaptive)}

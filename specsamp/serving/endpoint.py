@@ -2,8 +2,8 @@
 
 app = Endpoint(service=service, model="python").app()  # for any ASGI server; web_server.py runs it under uvicorn
 
-It needs the library starlette. The rows of a client that leaves are free after the slice, and no row waits for a client
-that does not read.
+It needs the library starlette. The rows of a client that leaves are free after the slice, and no
+row waits for a client that does not read.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ JSON = "application/json"
 PAGE = pathlib.Path(__file__).with_name("page.html")
 # The page may load nothing from elsewhere, and nobody may show it inside another.
 PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src "
+    "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 CLOSE = {"connection": "close"}  # nothing that follows is read
 RETRY_AFTER_SECONDS = 1
@@ -69,7 +69,8 @@ class Endpoint:
     """The paths of the protocol, in front of a service.
 
     Attributes:
-      service: started, of a pair with a tokenizer; its method's sampling is that of `request_warps.make_warp`.
+      service: started, of a pair with a tokenizer; its method's sampling is that of
+        `request_warps.make_warp`.
       model: the name of the pair for clients.
       has_chat: whether the tokenizer has a chat template.
       keys: of which requests must bear one; none: no key is checked.
@@ -101,8 +102,16 @@ class Endpoint:
                 Route("/detokenize", self.detokenize, methods=["POST"]),
                 Route("/v1/models", self.models),
                 Route("/v1/models/{name:path}", self.one_model),
-                Route("/v1/completions", functools.partial(self._answer, is_chat=False), methods=["POST"]),
-                Route("/v1/chat/completions", functools.partial(self._answer, is_chat=True), methods=["POST"]),
+                Route(
+                    "/v1/completions",
+                    functools.partial(self._answer, is_chat=False),
+                    methods=["POST"],
+                ),
+                Route(
+                    "/v1/chat/completions",
+                    functools.partial(self._answer, is_chat=True),
+                    methods=["POST"],
+                ),
             ],
             exception_handlers={ApiError: _refuse, HTTPException: _refuse_path, Exception: _fail},
         )
@@ -110,7 +119,9 @@ class Endpoint:
         return _Watch(app, self)
 
     async def page(self, request: Request) -> Response:
-        """Replies with a page that shows a text being written; it asks with the key that a person gives it."""
+        """Replies with a page that shows a text being written; it asks with the key that a person
+        gives it.
+        """
         headers = {"content-security-policy": PAGE_POLICY, "x-content-type-options": "nosniff"}
         return Response(PAGE.read_bytes(), 200, headers, "text/html; charset=utf-8")
 
@@ -120,17 +131,29 @@ class Endpoint:
         gauges = {
             "rows": ("Rows at most.", batch.usage.rows),
             "rows_busy": ("Rows that decode a text.", batch.busy),
-            "texts_waiting": ("Texts that wait for a row, or are being read.", self.service.unfinished - batch.busy),
+            "texts_waiting": (
+                "Texts that wait for a row, or are being read.",
+                self.service.unfinished - batch.busy,
+            ),
             "slots": ("Slots of each row now.", batch.size.slots),
-            "prompt_tokens_copied": ("Tokens of prompts that a row held already.", batch.tokens_copied),
+            "prompt_tokens_copied": (
+                "Tokens of prompts that a row held already.",
+                batch.tokens_copied,
+            ),
         }
-        return Response(self.statistics.text(gauges), 200, {"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+        return Response(
+            self.statistics.text(gauges), 200, {"content-type": CONTENT_TYPE_PLAIN_0_0_4}
+        )
 
     async def health(self, request: Request) -> Response:
         """Replies how busy the rows are, counted since the start."""
         batch, unfinished = self.service.batch, self.service.unfinished
         rows = {"rows": batch.usage.rows, "busy_rows": batch.busy, "unfinished_texts": unfinished}
-        counts = {"slices": batch.usage.slices, "rounds": batch.usage.rounds, "busy_rounds_of_rows": batch.usage.busy}
+        counts = {
+            "slices": batch.usage.slices,
+            "rounds": batch.usage.rounds,
+            "busy_rounds_of_rows": batch.usage.busy,
+        }
         return _reply({"status": "ok", "model": self.model, **rows, **counts})
 
     async def tokenize(self, request: Request) -> Response:
@@ -139,9 +162,15 @@ class Endpoint:
         asked = read_fields(TokenizeRequest, parse_body(await self._body(request)))
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError("give a prompt or messages", param="prompt")
-        prompt = asked.prompt if asked.messages is None else [message.turn() for message in asked.messages]
+        prompt = (
+            asked.prompt
+            if asked.messages is None
+            else [message.turn() for message in asked.messages]
+        )
         (tokens,) = await run_in_threadpool(self._call, encode, self.service.pair, [prompt])
-        return _reply({"count": len(tokens), "max_model_len": self.service.context, "tokens": tokens})
+        return _reply(
+            {"count": len(tokens), "max_model_len": self.service.context, "tokens": tokens}
+        )
 
     async def detokenize(self, request: Request) -> Response:
         """Replies with the text of token ids."""
@@ -157,7 +186,9 @@ class Endpoint:
     async def one_model(self, request: Request) -> Response:
         self._check_key(request)
         if request.path_params["name"] != self.model:
-            raise ApiError(f"no such model: {self.model!r} is served here", status=404, code="model_not_found")
+            raise ApiError(
+                f"no such model: {self.model!r} is served here", status=404, code="model_not_found"
+            )
         return _reply(self._described())
 
     def _described(self) -> dict:
@@ -167,14 +198,21 @@ class Endpoint:
     async def _answer(self, request: Request, is_chat: bool) -> Response:
         client = self._check_key(request)
         if is_chat and not self.has_chat:
-            raise ApiError(f"{self.model!r} has no chat template: use /v1/completions", code="no_chat_template")
+            raise ApiError(
+                f"{self.model!r} has no chat template: use /v1/completions", code="no_chat_template"
+            )
         document = parse_body(await self._body(request))
         asked = read_request(document, is_chat=is_chat, model=self.model)
         chunks = asyncio.Queue()
-        # The service's thread delivers chunks, but an asyncio queue is filled by its own event loop only.
-        deliver = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait)
+        # The service's thread delivers chunks, but an asyncio queue is filled by its own event loop
+        # only.
+        deliver = functools.partial(
+            asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait
+        )
         answer = await run_in_threadpool(self._ask, asked, deliver, client)
-        reply = Reply(asked, answer, self.model, exact=self.service.method.exact, repeats=self.service.repeats)
+        reply = Reply(
+            asked, answer, self.model, exact=self.service.method.exact, repeats=self.service.repeats
+        )
         request.state.answered = answer, reply
         return _Answering(answer, reply, chunks, self.timeout)
 
@@ -211,39 +249,61 @@ class Endpoint:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
             raise ApiError(f"send JSON, with the header content-type: {JSON}", status=415)
         if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise ApiError("compressed bodies are not taken: leave content-encoding out", status=415)
+            raise ApiError(
+                "compressed bodies are not taken: leave content-encoding out", status=415
+            )
         length = request.headers.get("content-length")
-        if length is not None and int(length) > self.max_body:  # the server has checked that it is a number
-            raise ApiError(f"the body is larger than the {self.max_body} bytes that are taken", status=413)
+        # The server has checked that it is a number.
+        if length is not None and int(length) > self.max_body:
+            raise ApiError(
+                f"the body is larger than the {self.max_body} bytes that are taken", status=413
+            )
         body = bytearray()
         try:
             async with asyncio.timeout(self.timeout):
                 async for part in request.stream():
                     body += part
                     if len(body) > self.max_body:
-                        raise ApiError(f"the body is larger than the {self.max_body} bytes that are taken", status=413)
+                        raise ApiError(
+                            f"the body is larger than the {self.max_body} bytes that are taken",
+                            status=413,
+                        )
         except TimeoutError as error:
-            raise ApiError(f"the body did not come within {self.timeout:g} seconds", status=408) from error
+            raise ApiError(
+                f"the body did not come within {self.timeout:g} seconds", status=408
+            ) from error
         except ClientDisconnect as error:
             raise ApiError("the client left", status=400) from error
         return bytes(body)
 
     def _check_key(self, request: Request) -> str:
-        """Returns whose request it is: the key's where there are several, else the address's; raises `ApiError`."""
+        """Returns whose request it is: the key's where there are several, else the address's;
+        raises `ApiError`.
+        """
         address = request.client.host if request.client else ""
         kind, _, given = request.headers.get("authorization", "").partition(" ")
         # Compared as bytes: texts that are not ASCII would raise.
-        right = [n for n, key in enumerate(self.keys) if hmac.compare_digest(given.strip().encode(), key.encode())]
+        right = [
+            n
+            for n, key in enumerate(self.keys)
+            if hmac.compare_digest(given.strip().encode(), key.encode())
+        ]
         if self.keys and not (right and kind.lower() == "bearer"):
-            raise ApiError("a key is needed: send it in the header authorization", status=401, code="invalid_api_key")
+            raise ApiError(
+                "a key is needed: send it in the header authorization",
+                status=401,
+                code="invalid_api_key",
+            )
         return f"key {right[0]}" if len(self.keys) > 1 else address
 
 
 class _Watch:
-    """Counts and logs each request of an application; refuses one too many at a time, and one of two lengths.
+    """Counts and logs each request of an application; refuses one too many at a time, and one of
+    two lengths.
 
-    Where a proxy takes the length of a body from one header and this server from another, a part of the body is a request
-    that the proxy has not seen. So the connection is closed, and nothing behind such a request is read.
+    Where a proxy takes the length of a body from one header and this server from another, a part of
+    the body is a request that the proxy has not seen. So the connection is closed, and nothing
+    behind such a request is read.
     """
 
     def __init__(self, app: Starlette, endpoint: Endpoint):
@@ -266,7 +326,9 @@ class _Watch:
             twice = ApiError("content-length and transfer-encoding contradict each other: send one")
             app = _reply(twice.body, twice.status, CLOSE)
         elif most is not None and self._open > most:
-            app = await _refuse(Request(scope), ApiError(f"{most} requests are open: try again later", status=503))
+            app = await _refuse(
+                Request(scope), ApiError(f"{most} requests are open: try again later", status=503)
+            )
         try:
             await app(scope, receive, watched)
         finally:
@@ -322,7 +384,9 @@ class _Answering(Response):
             await response(scope, receive, send_in_time)
             return
         headers = {"cache-control": "no-cache"}
-        await StreamingResponse(self._events(), 200, headers, "text/event-stream").stream_response(send_in_time)
+        await StreamingResponse(self._events(), 200, headers, "text/event-stream").stream_response(
+            send_in_time
+        )
 
     async def _documents(self) -> AsyncIterator[dict]:
         """Yields what each chunk adds to a stream, until all texts have ended; raises Failed."""
@@ -370,16 +434,25 @@ def _reply(document: dict, status: int = 200, headers: dict[str, str] | None = N
 
 
 async def _refuse(request: Request, error: ApiError) -> Response:
-    headers = {401: {"www-authenticate": "Bearer"}, 408: CLOSE, 413: CLOSE, 415: CLOSE}.get(error.status, {})
+    headers = {401: {"www-authenticate": "Bearer"}, 408: CLOSE, 413: CLOSE, 415: CLOSE}.get(
+        error.status, {}
+    )
     if error.status == 429:
         headers = {"retry-after": str(RETRY_AFTER_SECONDS)}
     return _reply(error.body, error.status, headers)
 
 
 async def _refuse_path(request: Request, error: HTTPException) -> Response:
-    known = "GET /, /health, /metrics, /v1/models; POST /v1/completions, /v1/chat/completions, /tokenize, /detokenize"
+    known = (
+        "GET /, /health, /metrics, /v1/models; POST /v1/completions, /v1/chat/completions, "
+        "/tokenize, /detokenize"
+    )
     message = f"{request.method} {request.url.path} is not served here: {known}"
-    return _reply(ApiError(message, status=error.status_code).body, error.status_code, dict(error.headers or {}))
+    return _reply(
+        ApiError(message, status=error.status_code).body,
+        error.status_code,
+        dict(error.headers or {}),
+    )
 
 
 async def _fail(request: Request, error: Exception) -> Response:

@@ -24,7 +24,8 @@ from specsamp.serving.completion_log import CompletionLog
 from specsamp.serving.learner import Learner, check_learner
 
 DEFAULT_ROWS = 8
-TOGETHER = 4  # prompts of a data shard that are read in one call, where so many wait and rows are free
+# Prompts of a data shard that are read in one call, where so many wait and rows are free.
+TOGETHER = 4
 MAX_TEXTS = 1 << 22  # of a call: the host holds a request for each
 
 
@@ -43,19 +44,23 @@ def generate_many(
     prompt_ids: Sequence[int] | None = None,
     **decoding: Unpack[Decoding],
 ) -> Queue:
-    """Does what `generate` does, ``rows`` texts at a time: the same completions, in the order in which they end.
+    """Does what `generate` does, ``rows`` texts at a time: the same completions, in the order in
+    which they end.
 
-    A prompt has the same completion with any number of rows and in any order of prompts, unless the drafter looks at
-    several rows at once (`Completion.row_independent`). All other arguments are as in `generate`.
+    A prompt has the same completion with any number of rows and in any order of prompts, unless the
+    drafter looks at several rows at once (`Completion.row_independent`). All other arguments are as
+    in `generate`.
 
     Args:
       rows: texts that are decoded together; rounded up to a multiple of the data shards.
-      log: a file of completions, or its path: completions are added to it, and are not decoded again by the next run.
-        With a path, all parameters are read once, so that a file of other parameters is refused.
-      learner: gets each text that has ended and may return new parameters of the draft model, such as
-        `specsamp.training.online.DraftLearner`. Texts keep their distribution; which text a seed gives changes. Do not
-        decode again with this seed and prompt ids: their noise has formed the draft. An error of the learner ends the
-        queue after the texts before it were logged and given to the caller.
+      log: a file of completions, or its path: completions are added to it, and are not decoded
+        again by the next run. With a path, all parameters are read once, so that a file of other
+        parameters is refused.
+      learner: gets each text that has ended and may return new parameters of the draft model, such
+        as `specsamp.training.online.DraftLearner`. Texts keep their distribution; which text a seed
+        gives changes. Do not decode again with this seed and prompt ids: their noise has formed the
+        draft. An error of the learner ends the queue after the texts before it were logged and
+        given to the caller.
 
     Returns:
       An iterator of completions, whose `Queue.usage` says how busy the rows were.
@@ -66,14 +71,18 @@ def generate_many(
     use_compilation_cache()
     rows = validate.integer("rows", rows, 1)
     method = make_method(pair, **decoding)
-    requests = make_requests(pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids)
+    requests = make_requests(
+        pair, method, prompts, max_new_tokens, seed=seed, stop=stop, prompt_ids=prompt_ids
+    )
     check_learner(learner, method, [request.prompt_id for request in requests])
     num_samples = validate.integer("num_samples", num_samples, 1)
     validate.integer("prompts times num_samples", len(requests) * num_samples, 1, MAX_TEXTS)
     requests = with_samples(requests, num_samples)
     rows = min(rows, len(requests))
     spare = TOGETHER * pair.shards.count
-    engine = Engine.create(pair, method, requests, batch=rows, spare=spare, keep_log_probs=return_log_probs)
+    engine = Engine.create(
+        pair, method, requests, batch=rows, spare=spare, keep_log_probs=return_log_probs
+    )
     if log is not None:
         if any(one.sampling.asks_host for one in requests):
             raise ValueError("a log does not tell grammars apart: leave out log, or the grammar")
@@ -106,7 +115,9 @@ class Queue(Iterator[Completion]):
         self._engine, self.batch, self._log, self.usage = engine, batch, log, batch.usage
         known = {} if log is None else dict(log.completions)
         self.known = len(known)
-        batch.waiting += [one for one in requests if (one.prompt_index, one.sample_index) not in known]
+        batch.waiting += [
+            one for one in requests if (one.prompt_index, one.sample_index) not in known
+        ]
         self._completions = self._decode(list(known.values()))
 
     def __next__(self) -> Completion:
@@ -132,10 +143,14 @@ class Queue(Iterator[Completion]):
         completion = Completion.of(request, text, self._engine.method)
         if self._learner is None:
             return completion
-        return dataclasses.replace(completion, row_independent=self._engine.method.rule.draft_independent)
+        return dataclasses.replace(
+            completion, row_independent=self._engine.method.rule.draft_independent
+        )
 
     def _decode(self, ended: list[Completion]) -> Iterator[Completion]:
-        """Yields the completions that the log holds already, then those that it lacks, a slice after the other."""
+        """Yields the completions that the log holds already, then those that it lacks, a slice
+        after the other.
+        """
         batch, read = self.batch, []
         try:
             yield from ended

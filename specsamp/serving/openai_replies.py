@@ -1,4 +1,6 @@
-"""Writes the replies of OpenAI's protocol: whole answers, the events of streams, log-probabilities and usage."""
+"""Writes the replies of OpenAI's protocol: whole answers, the events of streams, log-probabilities
+and usage.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from specsamp.serving.scores import Scores
 LEAST_LOG_PROB = -9999.0
 LAST_EVENT = b"data: [DONE]\n\n"
 
-# A token, its log-probability, and the likeliest tokens in its place with theirs, if they are known.
+# A token, its log-probability, and the likeliest tokens in its place with theirs, if they are
+# known.
 Scored = tuple[int, float | None, list[tuple[int, float]] | None]
 
 
@@ -40,13 +43,30 @@ class Reply:
       prompt_tokens: of all prompts.
     """
 
-    def __init__(self, asked: GenerationRequest, answer: Answer, model: str, exact: bool, repeats: bool = True):
+    def __init__(
+        self,
+        asked: GenerationRequest,
+        answer: Answer,
+        model: str,
+        exact: bool,
+        repeats: bool = True,
+    ):
         self._asked = asked
-        self._choices = [_Choice(asked, row, request, answer.scores) for row, request in enumerate(answer.requests)]
-        self.prompt_tokens = sum(len(request.prompt) for request in answer.requests if not request.sample_index)
+        self._choices = [
+            _Choice(asked, row, request, answer.scores)
+            for row, request in enumerate(answer.requests)
+        ]
+        self.prompt_tokens = sum(
+            len(request.prompt) for request in answer.requests if not request.sample_index
+        )
         kind = "chat.completion" if asked.is_chat else "text_completion"
         prefix = "chatcmpl" if asked.is_chat else "cmpl"
-        self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+        self._head = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
         if not exact:  # a field beyond the protocol, which its clients skip
             self._head["exact"] = False
         if not repeats:
@@ -66,14 +86,20 @@ class Reply:
         return [self._chunk(choice.row, {"delta": delta}, None, None) for choice in self._choices]
 
     def chunk(self, gained: Chunk) -> dict[str, Any] | None:
-        """Takes new tokens of a text, and returns the chunk of a stream; None if they show nothing yet."""
+        """Takes new tokens of a text, and returns the chunk of a stream; None if they show nothing
+        yet.
+        """
         choice = self._choices[gained.prompt_index * self._asked.n + gained.sample_index]
         text = choice.push(gained)
         if not (text or choice.log_probs or gained.finish):
             return None
         content = {"text": text}
         if self._asked.is_chat:
-            calls = {"tool_calls": [{"index": 0} | call for call in choice.calls]} if choice.calls else {}
+            calls = (
+                {"tool_calls": [{"index": 0} | call for call in choice.calls]}
+                if choice.calls
+                else {}
+            )
             content = {"delta": ({"content": text} if text else {}) | calls}
         return self._chunk(choice.row, content | choice.marks, choice.log_probs, choice.finish)
 
@@ -87,10 +113,14 @@ class Reply:
         for choice in self._choices:
             content = {"text": choice.text}
             if self._asked.is_chat:
-                content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+                content = {
+                    "message": {"role": "assistant", "content": choice.text, "refusal": None}
+                }
                 if choice.calls:
                     content["message"] |= {"content": None, "tool_calls": choice.calls}
-            choices.append(_with_end(choice.row, content | choice.marks, choice.log_probs, choice.finish))
+            choices.append(
+                _with_end(choice.row, content | choice.marks, choice.log_probs, choice.finish)
+            )
         return self._head | {"choices": choices} | self._counts()
 
     def _counts(self) -> dict[str, Any]:
@@ -108,7 +138,8 @@ class Reply:
         """
         prompt, stats = self.prompt_tokens, self.stats
         completion, accepted, drafted = stats.emitted, stats.accepted, stats.drafted
-        lossy = {} if stats.variation is None else {"total_variation": stats.variation}  # unknown to the protocol
+        # Unknown to the protocol.
+        lossy = {} if stats.variation is None else {"total_variation": stats.variation}
         return lossy | {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -119,12 +150,16 @@ class Reply:
             },
         }
 
-    def _chunk(self, row: int, content: dict, log_probs: dict | None, finish: str | None) -> dict[str, Any]:
+    def _chunk(
+        self, row: int, content: dict, log_probs: dict | None, finish: str | None
+    ) -> dict[str, Any]:
         usage = {"usage": None} if self._asked.include_usage else {}
         return self._head | {"choices": [_with_end(row, content, log_probs, finish)]} | usage
 
 
-def _with_end(row: int, content: dict, log_probs: dict | None, finish: str | None) -> dict[str, Any]:
+def _with_end(
+    row: int, content: dict, log_probs: dict | None, finish: str | None
+) -> dict[str, Any]:
     return {"index": row, **content, "logprobs": log_probs, "finish_reason": finish}
 
 
@@ -145,12 +180,15 @@ class _Choice:
     """Holds a text that grows.
 
     Attributes:
-      log_probs: of the tokens of the last chunk, under the target at temperature 1, if they were asked for.
+      log_probs: of the tokens of the last chunk, under the target at temperature 1, if they were
+        asked for.
       marks: whether each of these tokens had been drafted, if that was asked for.
       calls: of functions, at most one, as the protocol writes them; known at the end.
     """
 
-    def __init__(self, asked: GenerationRequest, row: int, request: Request, scores: Mapping[Request, Scores]):
+    def __init__(
+        self, asked: GenerationRequest, row: int, request: Request, scores: Mapping[Request, Scores]
+    ):
         self.row, self.text, self.finish, self.calls = row, "", None, []
         self._request, self._scores = request, scores
         self._tokenizer = request.tokenizer
@@ -169,7 +207,8 @@ class _Choice:
         self.finish, self.stats = gained.finish, gained.stats
         new = self._stream.push(self._tokens, gained.finish is not None)
         self.text += new
-        if self._asked.is_chat and self._asked.functions and self.text.startswith("{"):  # shown at its end
+        # Shown at its end.
+        if self._asked.is_chat and self._asked.functions and self.text.startswith("{"):
             if gained.finish == "stop" and (call := _call(self.text)):
                 self.finish, self.calls = "tool_calls", [call]
             new = self.text if gained.finish and not self.calls else ""
@@ -184,9 +223,13 @@ class _Choice:
         return new
 
     def _all_scored(self) -> list[Scored]:
-        """Returns the tokens of the text, after those of the prompt if it is echoed, as they were scored."""
+        """Returns the tokens of the text, after those of the prompt if it is echoed, as they were
+        scored.
+        """
         scores, prompt = self._scores[self._request], self._request.prompt
-        scored = list(zip([*prompt, *self._tokens], [None, *scores.log_probs], [None, *scores.tops]))
+        scored = list(
+            zip([*prompt, *self._tokens], [None, *scores.log_probs], [None, *scores.tops])
+        )
         return scored if self._asked.echo else scored[len(prompt) :]
 
     def _in_form(self, scored: list[Scored]) -> dict[str, Any]:
@@ -204,7 +247,9 @@ class _Choice:
             content = [entry | {"top_logprobs": tops or []} for entry, tops in entries]
             return {"content": content, "refusal": None}
         # Of two tokens with one name, the likelier.
-        named = [tops and {top["token"]: top["logprob"] for top in reversed(tops)} for _, tops in entries]
+        named = [
+            tops and {top["token"]: top["logprob"] for top in reversed(tops)} for _, tops in entries
+        ]
         return {
             "tokens": [entry["token"] for entry, _ in entries],
             "token_logprobs": [entry["logprob"] for entry, _ in entries],
@@ -233,7 +278,11 @@ class _Choice:
 def _call(text: str) -> dict[str, Any] | None:
     try:
         name = json.loads(text)["name"]
-    except (ValueError, LookupError, RecursionError):  # a stop text cut it off, or it is nested too deeply
+    except (
+        ValueError,
+        LookupError,
+        RecursionError,
+    ):  # a stop text cut it off, or it is nested too deeply
         return None
     function = {"name": name, "arguments": text.partition('"arguments":')[2][:-1].strip()}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

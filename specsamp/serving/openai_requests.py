@@ -1,7 +1,9 @@
-"""Requests of OpenAI's protocol: the bodies of /v1/completions and /v1/chat/completions as models of pydantic.
+"""Requests of OpenAI's protocol: the bodies of /v1/completions and /v1/chat/completions as models
+of pydantic.
 
-Every field is served, or ignored because it changes no text, or refused with the reason. A field that is null counts as
-left out, because clients send back the messages that they were sent, with nulls such as the refusal of an answer.
+Every field is served, or ignored because it changes no text, or refused with the reason. A field
+that is null counts as left out, because clients send back the messages that they were sent, with
+nulls such as the refusal of an answer.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ REFUSED = {
 class ApiError(Exception):
     """A request that is refused, in the protocol's form."""
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None):
+    def __init__(
+        self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None
+    ):
         super().__init__(message)
         self.status = status
         message = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + " ..."
@@ -90,7 +94,8 @@ UnicodeText = Annotated[str, AfterValidator(_check_unicode)]
 StopText = Annotated[UnicodeText, Field(min_length=1)]
 Tokens = Annotated[list[int], Field(min_length=1)]
 FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
-TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]  # JSON has no other keys than texts
+# JSON has no other keys than texts.
+TokenName = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
 LogitBias = Annotated[float, Field(ge=-100, le=100)]
 PromptList = Annotated[list[UnicodeText] | list[Tokens], Field(min_length=1)]
 
@@ -163,7 +168,8 @@ class Tool(_Fields):
 
 class CalledFunction(_Fields):
     name: FunctionName
-    arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")]  # some engines write nothing
+    # Some engines write nothing.
+    arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda text: text or "{}")]
     parsed_arguments: Any = _ignored()
 
 
@@ -175,7 +181,9 @@ class Call(_Fields):
 
 
 class Message(_Fields):
-    """Holds a message; those of the assistant have the fields in which openai-python keeps an answer."""
+    """Holds a message; those of the assistant have the fields in which openai-python keeps an
+    answer.
+    """
 
     role: UnicodeText = Field(description="a text such as user")
     content: UnicodeText | Annotated[list[Part], Field(min_length=1)] = Field(
@@ -185,7 +193,9 @@ class Message(_Fields):
     reasoning_content: UnicodeText | None = Field(None, description="a text of valid Unicode")
     reasoning: UnicodeText | None = Field(None, description="a text of valid Unicode")
     tool_calls: list[Call] = Field([], description="calls as an answer has them")
-    tool_call_id: UnicodeText | None = Field(None, description="the id of the call that this message answers")
+    tool_call_id: UnicodeText | None = Field(
+        None, description="the id of the call that this message answers"
+    )
     refusal: UnicodeText | None = Field(None, exclude=True, description="a text of valid Unicode")
     annotations: Any = _ignored()
     parsed: Any = _ignored()
@@ -201,7 +211,8 @@ class Message(_Fields):
     def turn(self) -> dict[str, Any]:
         """Returns the message for a template, with its parts joined.
 
-        Beside calls an empty content is left out: clients have a null there, or an empty text if the answer was streamed.
+        Beside calls an empty content is left out: clients have a null there, or an empty text if
+        the answer was streamed.
         """
         turn = self.model_dump(exclude_defaults=True)
         if self.tool_calls and not self.content:
@@ -217,7 +228,9 @@ class ResponseFormat(_Fields):
     type: Literal["text", "json_object", "json_schema", "regex"] = Field(
         description="text, json_object, json_schema or regex"
     )
-    json_schema: dict[str, Any] | None = Field(None, description="an object with the JSON schema as its schema")
+    json_schema: dict[str, Any] | None = Field(
+        None, description="an object with the JSON schema as its schema"
+    )
     pattern: UnicodeText | None = Field(None, description="a text of valid Unicode")
 
     @property
@@ -231,7 +244,9 @@ class ResponseFormat(_Fields):
 
 
 class GenerationRequest(_Fields):
-    """The fields of both endpoints. Subclasses give ``prompts``, ``max_tokens`` and ``log_probs``."""
+    """The fields of both endpoints. Subclasses give ``prompts``, ``max_tokens`` and
+    ``log_probs``.
+    """
 
     model: UnicodeText | None = Field(None, description="a text of valid Unicode")
     n: int = _integer(1, 1, MAX_SAMPLES)
@@ -244,14 +259,21 @@ class GenerationRequest(_Fields):
     mark_drafted: bool = _switch()
     seed: int | None = _integer(None, 0, MAX_SEED)
     stop: StopText | list[StopText] = Field(
-        [], max_length=MAX_STOPS, description=f"a text, or a list of at most {MAX_STOPS}, none of them empty"
+        [],
+        max_length=MAX_STOPS,
+        description=f"a text, or a list of at most {MAX_STOPS}, none of them empty",
     )
     stream: bool = _switch()
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = Field(None, description="an object with a type")
     temperature: float = _number(1, 0, 1000)
     top_k: int = _integer(0, -1, ALL_TOKENS)
-    top_p: float = Field(1, gt=0, le=1, description="above 0 and at most 1 (temperature = 0 takes the likeliest token)")
+    top_p: float = Field(
+        1,
+        gt=0,
+        le=1,
+        description="above 0 and at most 1 (temperature = 0 takes the likeliest token)",
+    )
     min_p: float = _number(0, 0, 1)
     logit_bias: dict[TokenName, LogitBias] = Field(
         {},
@@ -264,7 +286,9 @@ class GenerationRequest(_Fields):
 
     @property
     def is_scored(self) -> bool:
-        """Returns whether more log-probabilities are asked for than those of the text's own tokens."""
+        """Returns whether more log-probabilities are asked for than those of the text's
+        own tokens.
+        """
         return bool(self.tops or self.log_probs and self.echo)
 
     @property
@@ -317,7 +341,9 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = _switch()
     top_logprobs: int = _integer(0, 0, MOST_TOPS)
     echo: ClassVar[bool] = False
-    tools: list[Tool] = Field([], max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} functions")
+    tools: list[Tool] = Field(
+        [], max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} functions"
+    )
     tool_choice: Literal["none", "auto", "required"] | Tool = Field(
         "auto", description="none, auto, required, or a tool"
     )
@@ -338,14 +364,22 @@ class ChatRequest(GenerationRequest):
 
     @property
     def grammar(self) -> tuple[str, Any] | None:
-        """Returns the grammar of a call: JSON with name and arguments, at the choice "auto" beside texts without a brace."""
+        """Returns the grammar of a call: JSON with name and arguments, at the choice "auto" beside
+        texts without a brace.
+        """
         if not self.functions:
             return super().grammar
         whole = {"type": "object", "required": ["name", "arguments"], "additionalProperties": False}
-        calls, spacing = [], {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        for number, one in enumerate(self.functions):  # with an id, so that references stay within a tool's schema
+        calls, spacing = (
+            [],
+            {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+        )
+        # With an id, so that references stay within a tool's schema.
+        for number, one in enumerate(self.functions):
             arguments = {"$id": f"tool:{number}", **one.parameters, "type": "object"}
-            calls.append(whole | {"properties": {"name": {"const": one.name}, "arguments": arguments}})
+            calls.append(
+                whole | {"properties": {"name": {"const": one.name}, "arguments": arguments}}
+            )
         schema = json.dumps({"anyOf": calls, "x-guidance": spacing}, ensure_ascii=False)
         if self.tool_choice != "auto":
             return "json_schema", schema
@@ -365,7 +399,9 @@ class TokenizeRequest(_Fields):
 
     model: UnicodeText | None = Field(None, description="a text of valid Unicode")
     prompt: UnicodeText | None = Field(None, description="a text of valid Unicode")
-    messages: list[Message] | None = Field(None, min_length=1, description="a list of messages, at least one")
+    messages: list[Message] | None = Field(
+        None, min_length=1, description="a list of messages, at least one"
+    )
 
 
 class DetokenizeRequest(_Fields):
@@ -392,32 +428,57 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
       ApiError: naming the field, the value and the fix.
     """
     kind = ChatRequest if is_chat else CompletionRequest
-    request = read_fields(kind, _without_ignored(kind, document) if isinstance(document, dict) else document)
+    request = read_fields(
+        kind, _without_ignored(kind, document) if isinstance(document, dict) else document
+    )
     if request.model not in (None, model):
         message = f"the model {repr(request.model)} is not served here: ask for {model!r}"
         raise ApiError(message, param="model", status=404, code="model_not_found")
     if request.stream_options is not None and not request.stream:
-        raise ApiError("stream_options are of streams: leave them out, or set stream", param="stream_options")
+        raise ApiError(
+            "stream_options are of streams: leave them out, or set stream", param="stream_options"
+        )
     if is_chat and request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs: set logprobs to true", param="top_logprobs")
     if request.stream and (request.is_scored or request.echo):
         name = "echo" if request.echo else "top_logprobs" if is_chat else "logprobs"
-        raise ApiError(f"{name} = {getattr(request, name)!r} is not streamed: leave out stream, or {name}", param=name)
+        raise ApiError(
+            f"{name} = {getattr(request, name)!r} is not streamed: leave out stream, or {name}",
+            param=name,
+        )
     if is_chat and request.max_completion_tokens is not None:
         if request.max_tokens not in (None, request.max_completion_tokens):
-            raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+            raise ApiError(
+                "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens"
+            )
         request.max_tokens = request.max_completion_tokens
     form = request.response_format
-    if is_chat and request.functions and request.response_format not in (None, ResponseFormat(type="text")):
-        raise ApiError("a text follows response_format or calls tools: give one of them", param="response_format")
+    if (
+        is_chat
+        and request.functions
+        and request.response_format not in (None, ResponseFormat(type="text"))
+    ):
+        raise ApiError(
+            "a text follows response_format or calls tools: give one of them",
+            param="response_format",
+        )
     if is_chat and request.tool_choice not in ("none", "auto") and not request.functions:
-        raise ApiError("tools must have the function that tool_choice asks for", param="tool_choice")
+        raise ApiError(
+            "tools must have the function that tool_choice asks for", param="tool_choice"
+        )
     for kind, name in (("json_schema", "json_schema"), ("regex", "pattern")):
         if form is not None and (form.type == kind) != (getattr(form, name) is not None):
             where = f"response_format.{name}"
             raise ApiError(f"{where} goes with the type {kind}, and only with it", param=where)
-    if form is not None and form.json_schema is not None and not isinstance(form.json_schema.get("schema"), dict):
-        raise ApiError("response_format.json_schema must have a schema, an object", param="response_format.json_schema")
+    if (
+        form is not None
+        and form.json_schema is not None
+        and not isinstance(form.json_schema.get("schema"), dict)
+    ):
+        raise ApiError(
+            "response_format.json_schema must have a schema, an object",
+            param="response_format.json_schema",
+        )
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
         limits = f"min_tokens = {request.min_tokens} is above max_tokens = {request.max_tokens}"
         raise ApiError(f"{limits}: lower it, or raise max_tokens", param="min_tokens")
@@ -425,13 +486,19 @@ def read_request(document: Any, *, is_chat: bool, model: str) -> CompletionReque
 
 
 def _without_ignored(kind: type[_Fields], document: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that are served; raises `ApiError` for a refused one with a value that would change a text."""
-    document = {name: value for name, value in document.items() if value is not None and name not in IGNORED}
+    """Returns the fields that are served; raises `ApiError` for a refused one with a value that
+    would change a text.
+    """
+    document = {
+        name: value for name, value in document.items() if value is not None and name not in IGNORED
+    }
     if document.get("best_of") == document.get("n", 1):  # the best n of n are all of them
         document.pop("best_of", None)
     for name, neutral in REFUSED.items():
         value = None if name in kind.model_fields else document.pop(name, None)
-        if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
+        if value is not None and not any(
+            type(value) is type(one) and value == one for one in neutral
+        ):
             raise ApiError(f"{name} = {repr(value)} is not supported: leave it out", param=name)
     return document
 
@@ -446,7 +513,11 @@ def _refusal(kind: type[_Fields] | None, document: Any, error: ValidationError) 
         elif kind is not None:
             where, value = f"{where}.{part}".removeprefix("."), value.get(part)
             wanted = part in kind.model_fields and kind.model_fields[part].description or ANYTHING
-            parts = {"messages": Message, "stream_options": StreamOptions, "response_format": ResponseFormat}
+            parts = {
+                "messages": Message,
+                "stream_options": StreamOptions,
+                "response_format": ResponseFormat,
+            }
             parts |= {"tools": Tool, "tool_calls": Call, "function": Function}
             kind = parts.get(part)
         else:
@@ -457,4 +528,6 @@ def _refusal(kind: type[_Fields] | None, document: Any, error: ValidationError) 
         wanted = "a JSON object"
     elif problem["type"] == "string_unicode":
         wanted = "an object whose names are valid Unicode"
-    return ApiError(f"{where or 'the body'} must be {wanted}; got {repr(value)}", param=where or None)
+    return ApiError(
+        f"{where or 'the body'} must be {wanted}; got {repr(value)}", param=where or None
+    )

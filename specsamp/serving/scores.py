@@ -1,7 +1,9 @@
-"""Log-probabilities of all tokens of a text, and of the likeliest tokens at each position, under the target alone.
+"""Log-probabilities of all tokens of a text, and of the likeliest tokens at each position, under
+the target alone.
 
-A request that asks for more than the log-probabilities of its own tokens is read once more after its end, in chunks
-between the slices of others. So the loop keeps no distributions, and nobody else pays.
+A request that asks for more than the log-probabilities of its own tokens is read once more after
+its end, in chunks between the slices of others. So the loop keeps no distributions, and nobody else
+pays.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ MOST_TOPS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Holds, for each token after the first, its log-probability at temperature 1 and the likeliest tokens in its place."""
+    """Holds, for each token after the first, its log-probability at temperature 1 and the likeliest
+    tokens in its place.
+    """
 
     log_probs: list[float]
     tops: list[list[tuple[int, float]]]
@@ -42,7 +46,9 @@ def score(engine: Engine, tokens: Sequence[int], chunk: int) -> Iterator[Scores 
     cache, found = _init_cache(target, rows, engine.slots), []
     for start in range(0, count, chunk):
         here = padded[start : start + chunk + 1]
-        tokens_BT, next_BT = (np.broadcast_to(part, (rows, chunk)) for part in (here[:-1], here[1:]))
+        tokens_BT, next_BT = (
+            np.broadcast_to(part, (rows, chunk)) for part in (here[:-1], here[1:])
+        )
         start_B = np.full(rows, start, np.int32)
         cache, *scored = _score(target, engine.weights.target, tokens_BT, next_BT, start_B, cache)
         found.append([part[0] for part in to_host(tuple(scored))])

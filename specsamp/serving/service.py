@@ -6,11 +6,12 @@
     pieces = queue.SimpleQueue()
     service.ask(["def f"], 64, sampling=chain(temperature(0.8)), deliver=pieces.put)
 
-A text equals that of `generate` with the same seed. One thread does all the work on the batch, a slice of a few rounds at
-a time (`specsamp.serving.batch`); callers may be any threads.
+A text equals that of `generate` with the same seed. One thread does all the work on the batch, a
+slice of a few rounds at a time (`specsamp.serving.batch`); callers may be any threads.
 
-Over several processes each has the service and its batch, and the first has the callers. Before a slice it tells the others
-what is new, so that all batches make the same decisions. An error that one process may have met alone ends the service.
+Over several processes each has the service and its batch, and the first has the callers. Before a
+slice it tells the others what is new, so that all batches make the same decisions. An error that
+one process may have met alone ends the service.
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ from specsamp.decoding.drafter import hooks_of
 from specsamp.decoding.engine import Engine, context_of, round_slots
 from specsamp.decoding.method import EXAMPLE, Method, make_method
 from specsamp.decoding.pair import Pair
-from specsamp.decoding.request import Prompt, Request, encode, make_requests, make_stops, with_samples
+from specsamp.decoding.request import (
+    Prompt,
+    Request,
+    encode,
+    make_requests,
+    make_stops,
+    with_samples,
+)
 from specsamp.decoding.results import Chunk, RowText
 from specsamp.decoding.state import DecodeState, Finish
 from specsamp.decoding.text import Stops
@@ -52,7 +60,8 @@ from specsamp.serving.scores import Scores
 
 MAX_STOPS = 32  # strings that end the texts of a request; tasks of lm-eval send up to 6
 MAX_STOP_IDS = 16  # tokens that do
-IDLE_SECONDS = 5  # between two words of the first process to others, so that none waits for one that has died
+# Between two words of the first process to others, so that none waits for one that has died.
+IDLE_SECONDS = 5
 
 
 class Service:
@@ -64,8 +73,8 @@ class Service:
       method: drafter and rule of all requests.
       context: the most tokens of a prompt and its text together.
       learner: whom the draft learns from; None: nobody, or a learner that has failed.
-      repeats: whether a seed gives the same text again: not if the draft learns, unless the rule ignores drafts. The seeds
-        of requests are not used then.
+      repeats: whether a seed gives the same text again: not if the draft learns, unless the rule
+        ignores drafts. The seeds of requests are not used then.
       capacity: the most texts that run or wait; max_per_client: those of one client.
       failed: why the thread ended by itself; None: it did not.
     """
@@ -92,24 +101,33 @@ class Service:
           context: default 4096, or as many as the models have positions for.
           max_waiting: texts beyond the rows; more are refused.
           max_per_client: texts of one client that run or wait; default all.
-          rounds_per_slice: the most rounds between two deliveries to streams, and two searches for free rows.
-          in_background: whether programs of further sizes are compiled while texts go on; never on a mesh.
+          rounds_per_slice: the most rounds between two deliveries to streams, and two searches for
+            free rows.
+          in_background: whether programs of further sizes are compiled while texts go on; never on
+            a mesh.
           learner: see `specsamp.serving.generate_many`.
-          has_grammars: whether requests may bring grammars; programs are not kept in the compilation cache then.
+          has_grammars: whether requests may bring grammars; programs are not kept in the
+            compilation cache then.
 
         Raises:
           ValueError: naming the value and the fix.
         """
         self._is_shared = jax.process_count() > 1
         if self._is_shared and learner is not None:
-            raise ValueError("a draft learns in one process: leave out learner, or --distributed and --coordinator")
+            raise ValueError(
+                "a draft learns in one process: leave out learner, or --distributed and "
+                "--coordinator"
+            )
         if has_grammars and pair.shards.mesh is not None:
             raise ValueError("grammars are served on one device: leave out --grammars, or the mesh")
         use_compilation_cache()
         rows = validate.integer("rows", rows, 1)
         max_waiting = validate.integer("max_waiting", max_waiting, 0)
         rounds = validate.integer("rounds_per_slice", rounds_per_slice, 1)
-        self.pair, self.method = pair, make_method(pair, method=validate.instance("method", method, Method, EXAMPLE))
+        self.pair, self.method = (
+            pair,
+            make_method(pair, method=validate.instance("method", method, Method, EXAMPLE)),
+        )
         check_learner(learner, method)
         self.has_grammars = has_grammars
         self.learner, self.repeats = learner, learner is None or method.rule.draft_independent
@@ -142,7 +160,9 @@ class Service:
             make_requests(self.pair, method, [[0]], 1, stop=self._stop_ids),
             batch=rows,
             spare=self.pair.shards.count,
-            slots=round_slots(max(self.context + max(loop.headroom, chunk_sizes()[0]), loop.window)),
+            slots=round_slots(
+                max(self.context + max(loop.headroom, chunk_sizes()[0]), loop.window)
+            ),
             stop_ids=self._most_stop_ids,
             keep_log_probs=True,
             keep_rounds=True,
@@ -150,7 +170,9 @@ class Service:
         return dataclasses.replace(engine, own_lengths=hooks_of(self.method.drafter).depth is None)
 
     def _method(self, sampling: Warp, stops: Stops, follow: Follow | None = None) -> Method:
-        """Returns the method with this sampling, after warps that follow a grammar, and exclude stop tokens from the start."""
+        """Returns the method with this sampling, after warps that follow a grammar, and exclude
+        stop tokens from the start.
+        """
         first = [follow or no_grammar()] if self.has_grammars else []
         early = exclude_early(stops, self._most_stop_ids)
         warp = chain(*first, Yielding(early) if self.has_grammars else early, sampling)
@@ -211,18 +233,22 @@ class Service:
 
         Args:
           max_new_tokens: at most; None: as many as there is room for.
-          deliver: takes the chunks as they come, the last of each text with its finish, or a `Failed`. It is called by
-            the service's thread and must return at once.
+          deliver: takes the chunks as they come, the last of each text with its finish, or a
+            `Failed`. It is called by the service's thread and must return at once.
           sampling: of the same kinds as the service's method, which is the default.
-          stop, stop_ids: at most 32 strings and 16 tokens that end texts besides the pair's stop tokens.
+          stop, stop_ids: at most 32 strings and 16 tokens that end texts besides the pair's stop
+            tokens.
           ignore_eos: whether the pair's stop tokens end nothing.
-          min_tokens: that a text has: stop tokens are excluded from them, and no string ends in them. A text whose
-            grammar has ended is over all the same.
-          draft_length: tokens to draft in a round, at most the drafter's K; a text is that of `generate` with this length.
+          min_tokens: that a text has: stop tokens are excluded from them, and no string ends in
+            them. A text whose grammar has ended is over all the same.
+          draft_length: tokens to draft in a round, at most the drafter's K; a text is that of
+            `generate` with this length.
           is_streamed: whether chunks are delivered while a text grows.
           client: whose request it is; clients take free rows in turn.
-          is_scored: whether to score prompts and texts (`specsamp.serving.scores`); texts are not streamed then.
-          grammar: kind and source of a grammar that all texts follow, see `specsamp.sampling.grammar.grammar`.
+          is_scored: whether to score prompts and texts (`specsamp.serving.scores`); texts are not
+            streamed then.
+          grammar: kind and source of a grammar that all texts follow, see
+            `specsamp.sampling.grammar.grammar`.
 
         Raises:
           ValueError: naming the value and the fix.
@@ -235,14 +261,20 @@ class Service:
         draft_length = self._check_limits(prompts, stop, stop_ids, draft_length)
         count = len(prompts) * num_samples
         if count > self.capacity:
-            raise ValueError(f"{count} texts are asked for, of {self.capacity} that are taken at a time: ask for fewer")
+            raise ValueError(
+                f"{count} texts are asked for, of {self.capacity} that are taken at a time: ask "
+                "for fewer"
+            )
         self._check_room(count, client)  # before prompts are encoded, which takes time
         if not self.repeats:
-            # A draft that has learned from a text depends on its random numbers. If they verified proposals of this draft
-            # again, texts would not follow the target; and callers repeat seeds.
+            # A draft that has learned from a text depends on its random numbers. If they verified
+            # proposals of this draft again, texts would not follow the target; and callers repeat
+            # seeds.
             seed = secrets.randbits(64)
         prompts = encode(self.pair, prompts)
-        budgets = [self._budget(index, len(tokens), max_new_tokens) for index, tokens in enumerate(prompts)]
+        budgets = [
+            self._budget(index, len(tokens), max_new_tokens) for index, tokens in enumerate(prompts)
+        ]
         stop = [*(() if ignore_eos else self._stop_ids), *stop_ids, *stop]
         stops = make_stops(self.pair, stop, validate.integer("min_tokens", min_tokens, 0))
         number = next(self._numbers) if self._is_shared else None
@@ -251,8 +283,13 @@ class Service:
         method = self._method(self.method.sampling if sampling is None else sampling, stops, follow)
         requests = make_requests(self.pair, method, prompts, budgets, seed=seed, stop=stops)
         answer.requests = requests = with_samples(requests, num_samples)
-        if jax.tree.map(np.shape, requests[0].sampling) != jax.tree.map(np.shape, self._engine.idle.sampling):
-            raise ValueError(f"sampling must be of the kinds of warps in {self.method.sampling!r}; got {sampling!r}")
+        if jax.tree.map(np.shape, requests[0].sampling) != jax.tree.map(
+            np.shape, self._engine.idle.sampling
+        ):
+            raise ValueError(
+                f"sampling must be of the kinds of warps in {self.method.sampling!r}; got "
+                f"{sampling!r}"
+            )
         for request in requests:
             request.answer, request.draft_length = answer, draft_length
         with self._changed:
@@ -269,8 +306,12 @@ class Service:
         weakref.finalize(answer, release, follow)
         return follow
 
-    def _check_limits(self, prompts: Any, stop: Any, stop_ids: Any, draft_length: int | None) -> int | None:
-        """Raises ValueError for what is no list or longer than is taken; returns the draft length."""
+    def _check_limits(
+        self, prompts: Any, stop: Any, stop_ids: Any, draft_length: int | None
+    ) -> int | None:
+        """Raises ValueError for what is no list or longer than is taken; returns the
+        draft length.
+        """
         for name, value in (("prompts", prompts), ("stop", stop), ("stop_token_ids", stop_ids)):
             if not validate.is_list(value):
                 raise ValueError(f"{name} must be a list; got {value!r}")
@@ -280,8 +321,12 @@ class Service:
             raise ValueError(f"{len(stop_ids)} stop_token_ids: at most {MAX_STOP_IDS} are taken")
         if draft_length is not None:
             if not self._engine.own_lengths:
-                raise ValueError(f"draft_length = {draft_length!r}, but this server drafts trees: leave it out")
-            draft_length = validate.integer("draft_length", draft_length, 0, self.method.drafter.K + 1)
+                raise ValueError(
+                    f"draft_length = {draft_length!r}, but this server drafts trees: leave it out"
+                )
+            draft_length = validate.integer(
+                "draft_length", draft_length, 0, self.method.drafter.K + 1
+            )
         return draft_length
 
     def _check_room(self, count: int, client: str) -> None:
@@ -289,17 +334,30 @@ class Service:
         if self._closed is not None:
             raise Failed(self._closed)
         if self.unfinished + count > self.capacity:
-            raise Busy(f"{self.unfinished} texts are running or waiting, of {self.capacity}: try again later")
+            raise Busy(
+                f"{self.unfinished} texts are running or waiting, of {self.capacity}: try again "
+                "later"
+            )
         held = sum(request.answer.client == client for request in self._requests())
         if held + count > self.max_per_client:
-            raise Busy(f"{held} of your texts are running or waiting, of {self.max_per_client}: try again later")
+            raise Busy(
+                f"{held} of your texts are running or waiting, of {self.max_per_client}: try again "
+                "later"
+            )
 
     def _budget(self, index: int, length: int, max_new_tokens: int | None) -> int:
-        """Returns the budget of a prompt with ``length`` tokens; None: all the room that there is."""
+        """Returns the budget of a prompt with ``length`` tokens; None: all the room that
+        there is.
+        """
         room = self.context - length
-        budget = room if max_new_tokens is None else validate.integer("max_tokens", max_new_tokens, 1)
+        budget = (
+            room if max_new_tokens is None else validate.integer("max_tokens", max_new_tokens, 1)
+        )
         if room < 1:
-            raise TooLong(f"prompt {index} has {length} tokens, of {self.context} for prompt and text: shorten it")
+            raise TooLong(
+                f"prompt {index} has {length} tokens, of {self.context} for prompt and text: "
+                "shorten it"
+            )
         return min(budget, room)
 
     def _wake(self) -> None:
@@ -314,7 +372,9 @@ class Service:
                 except Exception as error:  # the batch is lost, and with it all that run
                     if self._is_shared:
                         raise
-                    logging.exception("a slice failed: running texts are lost, waiting texts begin anew")
+                    logging.exception(
+                        "a slice failed: running texts are lost, waiting texts begin anew"
+                    )
                     is_lost = any(self.batch.running) or self.batch.reading
                     self._drop(f"decoding failed: {_in_short(error)}", and_waiting=not is_lost)
                     self.batch.free()
@@ -340,17 +400,29 @@ class Service:
         return news.closed is None
 
     def _news(self) -> News:
-        """Waits for requests, and takes new requests over, in the first process; returns what others need to do the same."""
+        """Waits for requests, and takes new requests over, in the first process; returns what
+        others need to do the same.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self.unfinished or self._closed, IDLE_SECONDS if self._is_shared else None)
-            taken = list(dict.fromkeys(request.answer for request in self._inbox)) if self._is_shared else []
+            self._changed.wait_for(
+                lambda: self.unfinished or self._closed, IDLE_SECONDS if self._is_shared else None
+            )
+            taken = (
+                list(dict.fromkeys(request.answer for request in self._inbox))
+                if self._is_shared
+                else []
+            )
             self.batch.waiting += self._inbox
             self._inbox.clear()
-            left = {request.answer.number for request in self._requests() if request.answer.has_left}
+            left = {
+                request.answer.number for request in self._requests() if request.answer.has_left
+            }
             return News([answer.copy() for answer in taken], left - {None}, self._closed)
 
     def _slice(self) -> None:
-        """Fills the rows, decodes a few rounds, and delivers new tokens: all at the end, earlier where they are streamed."""
+        """Fills the rows, decodes a few rounds, and delivers new tokens: all at the end, earlier
+        where they are streamed.
+        """
         batch = self.batch
         batch.waiting[:] = [request for request in batch.waiting if not request.answer.is_over]
         self._score_next()
@@ -365,7 +437,9 @@ class Service:
             return
         batch.run()
         answers = [request.answer for request in requests]
-        found = batch.collect(self._text, always=any(answer.is_streamed or answer.is_over for answer in answers))
+        found = batch.collect(
+            self._text, always=any(answer.is_streamed or answer.is_over for answer in answers)
+        )
         now = time.monotonic()
         for request in requests:
             if request.rounds and request.answer.first is None:
@@ -382,7 +456,9 @@ class Service:
                 self._learn((*request.prompt, *text.tokens))
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        """Lets the draft learn from a text; a learner that fails is given up, and no text is lost."""
+        """Lets the draft learn from a text; a learner that fails is given up, and no text
+        is lost.
+        """
         try:
             self.batch.learn(self.learner, tokens)
         except Exception:
@@ -391,7 +467,9 @@ class Service:
 
     def _score_next(self) -> None:
         """Scores a chunk of the first text that waits for it."""
-        self._to_score = [(request, chunk) for request, chunk in self._to_score if not request.answer.is_over]
+        self._to_score = [
+            (request, chunk) for request, chunk in self._to_score if not request.answer.is_over
+        ]
         if not self._to_score:
             self._scoring = {}
             return
@@ -412,7 +490,9 @@ class Service:
             request.answer.send(chunk)
 
     def _take_turns(self) -> None:
-        """Orders the waiting texts, so that clients with fewer texts in the batch take rows first; begun texts lead."""
+        """Orders the waiting texts, so that clients with fewer texts in the batch take rows first;
+        begun texts lead.
+        """
         batch, turns = self.batch, {}
         counts = collections.Counter(
             each.answer.client for each in [*batch.running, *batch.reading] if each is not None
@@ -445,19 +525,26 @@ class Service:
                 if reason is not None:
                     request.answer.send(Unmet(f"a text cannot follow its grammar: {reason}"))
                     return None
-                raise FloatingPointError("the target's logits are NaN or infinite, or a warp has excluded every token")
+                raise FloatingPointError(
+                    "the target's logits are NaN or infinite, or a warp has excluded every token"
+                )
             return text
         except Exception as error:
-            if self._is_shared and not isinstance(error, FloatingPointError):  # other processes may not have met it
+            # Other processes may not have met it.
+            if self._is_shared and not isinstance(error, FloatingPointError):
                 raise
             logging.error("a text failed: %r", error)
             request.answer.send(Failed(f"decoding failed: {_in_short(error)}"))
             return None
 
     def _drop(self, reason: str, and_waiting: bool) -> None:
-        """Ends all running texts, and with ``and_waiting`` all waiting texts; their callers get the reason."""
+        """Ends all running texts, and with ``and_waiting`` all waiting texts; their callers get the
+        reason.
+        """
         with self._changed:
-            requests = [request for request in self.batch.running if request is not None] + self.batch.unread()
+            requests = [
+                request for request in self.batch.running if request is not None
+            ] + self.batch.unread()
             self.batch.running[:] = [None] * len(self.batch.running)
             requests += [request for request, _ in self._to_score]
             self._to_score.clear()

@@ -25,14 +25,18 @@ class Statistics:
         def histogram(name: str, meaning: str, bounds: Sequence[float]) -> Histogram:
             return Histogram(f"specsamp_{name}", meaning, buckets=bounds, registry=self._registry)
 
-        self._requests = counter("requests_total", "Requests by path and status.", ["path", "status"])
+        self._requests = counter(
+            "requests_total", "Requests by path and status.", ["path", "status"]
+        )
         self._prompts = counter("prompt_tokens_total", "Tokens of each prompt.")
         self._texts = counter("generation_tokens_total", "Tokens of each generation.")
         self._rounds = counter("rounds_total", "Rounds of all texts.")
         self._drafted = counter("draft_tokens_total", "Drafted tokens.")
         self._verified = counter("verified_tokens_total", BY_POSITION, ["position"])
         self._accepted = counter("accepted_tokens_total", BY_POSITION, ["position"])
-        self._first = histogram("time_to_first_token_seconds", "From a request to its first token.", SECONDS)
+        self._first = histogram(
+            "time_to_first_token_seconds", "From a request to its first token.", SECONDS
+        )
         of_rest = "Between tokens after the first, a mean of each request."
         self._each = histogram("time_per_output_token_seconds", of_rest, SECONDS_PER_TOKEN)
 

@@ -1,4 +1,6 @@
-"""Runs an endpoint under uvicorn, which must be installed: binds early, ends slow connections, ends texts on a signal."""
+"""Runs an endpoint under uvicorn, which must be installed: binds early, ends slow connections, ends
+texts on a signal.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def bind(host: str, port: int, timeout: float) -> socket.socket:
       ValueError: this machine does not have the address, or another process uses it.
     """
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
+            0
+        ]
         bound = socket.socket(family, kind, protocol)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -44,7 +48,8 @@ def bind(host: str, port: int, timeout: float) -> socket.socket:
         return bound
     except OSError as error:
         raise ValueError(
-            f"--host={host} --port={port}: {error.strerror or error}; choose another address or port"
+            f"--host={host} --port={port}: {error.strerror or error}; choose another address or "
+            "port"
         ) from error
 
 
@@ -65,17 +70,19 @@ class WebServer(uvicorn.Server):
         """Makes a server.
 
         Args:
-          service: that the application is of. As many connections of one address are taken as texts may run or wait, and
-            some more; of all addresses twice as many.
-          timeout: seconds that a connection has to send the headers of a request; after an answer twice as many, and up to
-            three times as many for headers that have begun.
+          service: that the application is of. As many connections of one address are taken as texts
+            may run or wait, and some more; of all addresses twice as many.
+          timeout: seconds that a connection has to send the headers of a request; after an answer
+            twice as many, and up to three times as many for headers that have begun.
         """
 
         by_address: collections.Counter[str] = collections.Counter()
         most = service.capacity + SPARE_CONNECTIONS
 
         class Connection(H11Protocol):
-            """Closes a connection without a complete request in time, also after earlier answers."""
+            """Closes a connection without a complete request in time, also after earlier
+            answers.
+            """
 
             def connection_made(self, transport):
                 super().connection_made(transport)
@@ -84,7 +91,8 @@ class WebServer(uvicorn.Server):
                 if by_address[self._address] > most or by_address.total() > 2 * most:
                     transport.write(TOO_MANY)
                     transport.close()
-                self._answered, self._looks = None, 0  # the request that was answered at so many looks before this one
+                # The request that was answered at so many looks before this one.
+                self._answered, self._looks = None, 0
                 self.loop.call_later(timeout, self._look)
 
             def connection_lost(self, exc):
@@ -121,7 +129,9 @@ class WebServer(uvicorn.Server):
         return await super().on_tick(counter) or self._service.failed is not None
 
     def handle_exit(self, sig, frame) -> None:
-        """Ends the texts, so that no connection waits for its text; uvicorn calls it on a signal."""
+        """Ends the texts, so that no connection waits for its text; uvicorn calls it on a
+        signal.
+        """
         if not self.should_exit:
             self.ended = self._service.close("the server was stopped")
         super().handle_exit(sig, frame)

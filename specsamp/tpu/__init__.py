@@ -1,1 +1,3 @@
-"""Estimates programs on TPUs without a TPU: compiled programs, their traffic, reports and calibration."""
+"""Estimates programs on TPUs without a TPU: compiled programs, their traffic, reports and
+calibration.
+"""

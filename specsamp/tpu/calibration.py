@@ -5,20 +5,23 @@
 
 Two kinds of programs have been measured, and one set of numbers does not hold for both:
 
-- **added**: programs of 2022 and 2023 on TPU v4. Collectives and streaming add up: the overlap is 0. Fitted are the
-  efficiency, the time of a call and the time of a hop.
-- **hidden**: programs on TPU v5e, 24 steps of JAX of 2025 and one of PyTorch/XLA of 2023. Links and memory work side by
-  side, so collectives show only as far as they outlast the streaming: the overlap is 1, no fitted number. Their time
-  comes from profiler traces. Fitted are the efficiency, the time of a call, and the time of a layer's attention and
-  cache update per sequence. Overlaps down to `least_overlap` explain the steps nearly as well, and the upper edge of a
-  band takes that one. (One trace shows 40 of 67 us under attention and collectives; it is not used.)
+- **added**: programs of 2022 and 2023 on TPU v4. Collectives and streaming add up: the overlap is
+  0. Fitted are the efficiency, the time of a call and the time of a hop.
+- **hidden**: programs on TPU v5e, 24 steps of JAX of 2025 and one of PyTorch/XLA of 2023. Links and
+  memory work side by side, so collectives show only as far as they outlast the streaming: the
+  overlap is 1, no fitted number. Their time comes from profiler traces. Fitted are the efficiency,
+  the time of a call, and the time of a layer's attention and cache update per sequence. Overlaps
+  down to `least_overlap` explain the steps nearly as well, and the upper edge of a band takes that
+  one. (One trace shows 40 of 67 us under attention and collectives; it is not used.)
 
-This package compiles programs of today, and nobody has published a step of such a program on v4. So an estimate for v5e
-comes from the second fit. For every other chip it is a **range between full overlap and none**: from streaming and cycles
-alone to the sum of the first fit and v5e's time per layer and sequence.
+This package compiles programs of today, and nobody has published a step of such a program on v4. So
+an estimate for v5e comes from the second fit. For every other chip it is a **range between full
+overlap and none**: from streaming and cycles alone to the sum of the first fit and v5e's time per
+layer and sequence.
 
-A band reaches as far as the worst step of the worst layout that was left out of the fit. Steps of one layout err alike, so
-a new layout lies within with a chance of about n / (n + 1) after n layouts: three in four for v5e.
+A band reaches as far as the worst step of the worst layout that was left out of the fit. Steps of
+one layout err alike, so a new layout lies within with a chance of about n / (n + 1) after n
+layouts: three in four for v5e.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from specsamp.tpu.work import Work
 
 HIDDEN_ON, ADDED_ON = "v5e", "v4"  # the chips of the two kinds of programs
 SHARES = tuple(tenth / 10 for tenth in range(11))  # overlaps that are tried
-NEARLY = 1.25  # an overlap explains steps nearly as well as the best with at most so many times its error
+# An overlap explains steps nearly as well as the best with at most so many times its error.
+NEARLY = 1.25
 FEWEST_STEPS = 4  # to check three numbers
 
 # What each number multiplies, and the milliseconds of its unit.
@@ -57,13 +61,17 @@ class Band:
     least: float
     likely: float
     most: float
-    open: bool = False  # between full overlap and no overlap of collectives: ``likely`` is only the geometric mean
-    # The milliseconds in several scenarios, one of which is true: `band_ratio` compares two programs within each.
+    # Between full overlap and no overlap of collectives: ``likely`` is only the geometric mean.
+    open: bool = False
+    # The milliseconds in several scenarios, one of which is true: `band_ratio` compares two
+    # programs within each.
     worlds: tuple[float, ...] = dataclasses.field(default=(), compare=False)
 
     def __truediv__(self, number: float) -> Band:
         values = {name: getattr(self, name) / number for name in ("least", "likely", "most")}
-        return dataclasses.replace(self, **values, worlds=tuple(world / number for world in self.worlds))
+        return dataclasses.replace(
+            self, **values, worlds=tuple(world / number for world in self.worlds)
+        )
 
     def __str__(self) -> str:
         """Formats two digits: no more are known."""
@@ -85,7 +93,8 @@ class Calibration:
     collective_us: float = 0.0
     hop_us: float = 0.0
     overlap: float = 0.0  # share of the streaming that hides collectives
-    least_overlap: float | None = None  # the least that explains the steps nearly as well; None: no other was tried
+    # The least that explains the steps nearly as well; None: no other was tried.
+    least_overlap: float | None = None
     error: float = 0.0  # of the logarithm: the worst of a step that was left out of the fit
     points: int = 0
     layouts: int = 0  # that were left out, one after another
@@ -98,11 +107,22 @@ class Calibration:
         busy = max(work.streaming_ms / self.efficiency, work.cycles_ms)
         latencies_us = work.collectives * self.collective_us + work.collective_hops * self.hop_us
         exposed = max(0.0, latencies_us / 1e3 + work.wire_ms - self.overlap * work.streaming_ms)
-        return busy + exposed + work.layer_sequences * self.sequence_us / 1e3 + work.calls * self.call_ms
+        return (
+            busy
+            + exposed
+            + work.layer_sequences * self.sequence_us / 1e3
+            + work.calls * self.call_ms
+        )
 
     def estimate(self, *works: Work) -> Band:
-        """Estimates with a band: its least has no time per call, its most hides as few collectives as the steps allow."""
-        shown = self if self.least_overlap is None else dataclasses.replace(self, overlap=self.least_overlap)
+        """Estimates with a band: its least has no time per call, its most hides as few collectives
+        as the steps allow.
+        """
+        shown = (
+            self
+            if self.least_overlap is None
+            else dataclasses.replace(self, overlap=self.least_overlap)
+        )
         least = self.milliseconds(*(dataclasses.replace(work, calls=0) for work in works))
         return Band(
             least=least * math.exp(-self.error),
@@ -117,13 +137,15 @@ class Calibrations:
 
     added: Calibration | None
     hidden: Calibration | None
-    nearly: tuple[Calibration, ...] = ()  # nearly as good as ``hidden``: with other overlaps, and without each layout
+    # Nearly as good as ``hidden``: with other overlaps, and without each layout.
+    nearly: tuple[Calibration, ...] = ()
 
     def estimate(self, chip: str, *works: Work) -> Band:
         """Estimates calls of a program of today, by the fit of its chip if there is one.
 
-        Otherwise the band is the range between full overlap and none. Its three scenarios are: all hidden; all added; and
-        the target's call, which comes first, hidden, but those of a draft, which have little to hide under, added.
+        Otherwise the band is the range between full overlap and none. Its three scenarios are: all
+        hidden; all added; and the target's call, which comes first, hidden, but those of a draft,
+        which have little to hide under, added.
 
         Raises:
           ValueError: no measurement bounds the range from above.
@@ -133,11 +155,15 @@ class Calibrations:
             return dataclasses.replace(self.hidden.estimate(*works), worlds=worlds)
         if self.added is None:
             raise ValueError("no measurement bounds a step from above: give more rows")
-        added = dataclasses.replace(self.added, sequence_us=self.hidden.sequence_us if self.hidden else 0.0)
+        added = dataclasses.replace(
+            self.added, sequence_us=self.hidden.sequence_us if self.hidden else 0.0
+        )
         hidden = [max(work.streaming_ms, work.cycles_ms) for work in works]
         least, most = sum(hidden), added.milliseconds(*works) * math.exp(added.error)
         worlds = least, added.milliseconds(*works), hidden[0] + added.milliseconds(*works[1:])
-        return Band(least=least, likely=math.sqrt(least * most), most=most, open=True, worlds=worlds)
+        return Band(
+            least=least, likely=math.sqrt(least * most), most=most, open=True, worlds=worlds
+        )
 
     def of_row(self, row: Measurement) -> Band:
         """Estimates a measured step, as a program of its time."""
@@ -172,14 +198,17 @@ def two_digits(number: float) -> str:
 
 @functools.cache
 def fit_published(rows: tuple[Measurement, ...] | None = None) -> Calibrations:
-    """Fits both kinds of programs on published rows, each with its error on layouts that were left out."""
+    """Fits both kinds of programs on published rows, each with its error on layouts that were left
+    out.
+    """
     rows = published() if rows is None else rows
     (added, _), (hidden, nearly) = (_with_error(chip, rows) for chip in (ADDED_ON, HIDDEN_ON))
     return Calibrations(added=added, hidden=hidden, nearly=nearly)
 
 
 def held_out(by: str) -> list[tuple[Measurement, Band]]:
-    """Returns every published step with its band from fits without the rows of its layout or of its source.
+    """Returns every published step with its band from fits without the rows of its layout or of its
+    source.
 
     Args:
       by: "layout" or "source".
@@ -194,12 +223,19 @@ def held_out(by: str) -> list[tuple[Measurement, Band]]:
 
 def steps_on(chip: str, rows: Sequence[Measurement]) -> Steps:
     """Returns the work and the milliseconds of the measured steps of a chip."""
-    return [(row.work(), row.milliseconds) for row in rows if row.kind == "step" and row.chip == chip]
+    return [
+        (row.work(), row.milliseconds) for row in rows if row.kind == "step" and row.chip == chip
+    ]
 
 
 def fits_on(chip: str, rows: Sequence[Measurement]) -> list[Calibration]:
-    """Fits the steps of TPU v4 as sums, those of v5e for each overlap; none with too few steps or traced collectives."""
-    steps, traces = steps_on(chip, rows), [(row.work(), row.milliseconds) for row in rows if row.kind == "collective"]
+    """Fits the steps of TPU v4 as sums, those of v5e for each overlap; none with too few steps or
+    traced collectives.
+    """
+    steps, traces = (
+        steps_on(chip, rows),
+        [(row.work(), row.milliseconds) for row in rows if row.kind == "collective"],
+    )
     base = Calibration(efficiency=1, call_ms=0, points=len(steps))
     if len(steps) < FEWEST_STEPS:
         return []
@@ -207,7 +243,9 @@ def fits_on(chip: str, rows: Sequence[Measurement]) -> list[Calibration]:
         return [fit(base, steps, "efficiency", "call_ms", "hop_us")]
     if len({work.collective_hops for work, _ in traces}) < 2:
         return []
-    return fits_by_overlap(fit(base, traces, "collective_us", "hop_us"), steps, "call_ms", "sequence_us", "efficiency")
+    return fits_by_overlap(
+        fit(base, traces, "collective_us", "hop_us"), steps, "call_ms", "sequence_us", "efficiency"
+    )
 
 
 def fits_by_overlap(base: Calibration, steps: Steps, *names: str) -> list[Calibration]:
@@ -216,13 +254,24 @@ def fits_by_overlap(base: Calibration, steps: Steps, *names: str) -> list[Calibr
 
 
 def nearly_best(fits: Sequence[Calibration], steps: Steps) -> list[Calibration]:
-    """Returns the fits whose root of the mean squared relative error on steps is at most `NEARLY` times the least."""
-    errors = [math.sqrt(np.mean([(fit.milliseconds(work) / ms - 1) ** 2 for work, ms in steps])) for fit in fits]
-    return [fit for fit, error in zip(fits, errors, strict=True) if error <= NEARLY * min(errors) + 1e-9]
+    """Returns the fits whose root of the mean squared relative error on steps is at most `NEARLY`
+    times the least.
+    """
+    errors = [
+        math.sqrt(np.mean([(fit.milliseconds(work) / ms - 1) ** 2 for work, ms in steps]))
+        for fit in fits
+    ]
+    return [
+        fit for fit, error in zip(fits, errors, strict=True) if error <= NEARLY * min(errors) + 1e-9
+    ]
 
 
-def _with_error(chip: str, rows: Sequence[Measurement]) -> tuple[Calibration | None, tuple[Calibration, ...]]:
-    """Returns the fit of a chip with its worst error on a layout that was left out, and the fits nearly as good."""
+def _with_error(
+    chip: str, rows: Sequence[Measurement]
+) -> tuple[Calibration | None, tuple[Calibration, ...]]:
+    """Returns the fit of a chip with its worst error on a layout that was left out, and the fits
+    nearly as good.
+    """
     fits, steps, without, errors = fits_on(chip, rows), steps_on(chip, rows), [], []
     for layout in sorted({row.layout for row in rows if row.kind == "step" and row.chip == chip}):
         if rest := fits_on(chip, [row for row in rows if row.layout != layout]):
@@ -237,13 +286,23 @@ def _with_error(chip: str, rows: Sequence[Measurement]) -> tuple[Calibration | N
 
 
 def fit(base: Calibration, steps: Steps, *names: str) -> Calibration:
-    """Fits the named numbers by relative errors; the others are those of ``base``, and none is negative.
+    """Fits the named numbers by relative errors; the others are those of ``base``, and none is
+    negative.
 
-    Numbers of collectives are fitted without overlap, or on works that stream nothing: there collectives show whole.
+    Numbers of collectives are fitted without overlap, or on works that stream nothing: there
+    collectives show whole.
     """
     bare = dataclasses.replace(base, **{name: 0.0 for name in names if name != "efficiency"})
-    times, known = np.array([ms for _, ms in steps]), np.array([bare.milliseconds(work) for work, _ in steps])
-    columns = np.array([[getattr(work, COLUMNS[name][0]) * COLUMNS[name][1] for name in names] for work, _ in steps])
+    times, known = (
+        np.array([ms for _, ms in steps]),
+        np.array([bare.milliseconds(work) for work, _ in steps]),
+    )
+    columns = np.array(
+        [
+            [getattr(work, COLUMNS[name][0]) * COLUMNS[name][1] for name in names]
+            for work, _ in steps
+        ]
+    )
     found = dict(zip(names, nnls(columns / times[:, None], (times - known) / times)[0].tolist()))
     if "efficiency" in found:  # streaming takes so much longer
         found["efficiency"] = base.efficiency / (1 + found["efficiency"])

@@ -1,7 +1,7 @@
 """Parses the text of a compiled TPU program, scheduled HLO, into instructions.
 
-Arrays whose layout names the memory space ``S(1)`` or ``S(3)`` are on chip, ``S(5)`` is the host's, and without one
-they are in HBM. What the instructions move is counted in `specsamp.tpu.traffic`.
+Arrays whose layout names the memory space ``S(1)`` or ``S(3)`` are on chip, ``S(5)`` is the host's,
+and without one they are in HBM. What the instructions move is counted in `specsamp.tpu.traffic`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class Module:
 
     @classmethod
     def parse(cls, text: str) -> Module:
-        """Reads ``compiled.as_text()``; raises ValueError for other texts and for arrays of an unknown type."""
+        """Reads ``compiled.as_text()``; raises ValueError for other texts and for arrays of an
+        unknown type.
+        """
         computations: dict[str, dict[str, Instruction]] = {}
         entry, current = None, None
         for line in text.splitlines():
@@ -96,7 +98,9 @@ class Module:
         return cls(computations, entry)
 
     def trips(self, loop: Instruction) -> int | None:
-        """Returns how often a loop runs: the constant that its counter is compared with, None if that is data."""
+        """Returns how often a loop runs: the constant that its counter is compared with, None if
+        that is data.
+        """
         condition = self.computations[loop.called("condition")]
         root = next(x for x in condition.values() if x.is_root)
         if root.opcode == "fusion":
@@ -105,9 +109,16 @@ class Module:
             compare = next((x for x in inner.values() if x.is_root), root)
             constants += [x for x in inner.values() if x.opcode == "constant"]
         else:
-            compare, constants = root, [condition[name] for name in root.operands if name in condition]
+            compare, constants = (
+                root,
+                [condition[name] for name in root.operands if name in condition],
+            )
         bounds = [_value(x) for x in constants if x.opcode == "constant"]
-        if compare.opcode != "compare" or "direction=LT" not in compare.attributes or len(bounds) != 1:
+        if (
+            compare.opcode != "compare"
+            or "direction=LT" not in compare.attributes
+            or len(bounds) != 1
+        ):
             return None
         return bounds[0]
 
@@ -123,7 +134,11 @@ class Module:
 
 def _value(constant: Instruction) -> int | None:
     """Returns the integer of a constant, None for other constants."""
-    return int(constant.operands[0]) if constant.operands and constant.operands[0].lstrip("-").isdecimal() else None
+    return (
+        int(constant.operands[0])
+        if constant.operands and constant.operands[0].lstrip("-").isdecimal()
+        else None
+    )
 
 
 def _instruction(line: str) -> Instruction:
@@ -151,10 +166,14 @@ def _arrays(type_text: str) -> Iterator[Array]:
     for dtype, sizes, layout in _ARRAY.findall(type_text):
         bits = _BITS.fullmatch(dtype)
         if bits is None and dtype not in WITHOUT_BITS:
-            raise ValueError(f"an array of {dtype}, whose size is not known: add it to specsamp/tpu/hlo.py")
+            raise ValueError(
+                f"an array of {dtype}, whose size is not known: add it to specsamp/tpu/hlo.py"
+            )
         shape = tuple(int(size) for size in sizes.split(",") if size)
         bytes_ = math.prod(shape) * (int(bits[1]) / 8 if bits else WITHOUT_BITS[dtype])
-        yield Array(bytes=bytes_, in_hbm="S(" not in layout, on_host=HOST_MEMORY in layout, sizes=shape)
+        yield Array(
+            bytes=bytes_, in_hbm="S(" not in layout, on_host=HOST_MEMORY in layout, sizes=shape
+        )
 
 
 def _closing(text: str, opening: int) -> int:

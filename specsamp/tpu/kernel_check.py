@@ -27,7 +27,16 @@ from specsamp.models.modules import normalise
 from specsamp.models.positions import Rotary, apply_rope
 from specsamp.models.slots import write_slots
 from specsamp.models.visibility import Visibility
-from specsamp.sampling.warp import chain, greedy, log_probs, min_p, temperature, top_k, top_p, with_kernels
+from specsamp.sampling.warp import (
+    chain,
+    greedy,
+    log_probs,
+    min_p,
+    temperature,
+    top_k,
+    top_p,
+    with_kernels,
+)
 
 Array = jax.Array
 
@@ -47,7 +56,8 @@ class KernelCheck:
       kernel: its name in compiled programs.
       what: what is special about this call.
       draw: returns the operands.
-      compute: computes arrays from `Kernels` and the operands; from None and the operands, the plain form.
+      compute: computes arrays from `Kernels` and the operands; from None and the operands, the
+        plain form.
       near: the largest difference that rounding explains; 0 for a kernel that only moves entries.
     """
 
@@ -63,16 +73,24 @@ class KernelCheck:
         return f"{self.kernel}, {self.what}"
 
     def difference(self, kernels: Kernels) -> float:
-        """Returns the largest difference from the plain form, over its largest entry; NaN if any result is NaN.
+        """Returns the largest difference from the plain form, over its largest entry; NaN if any
+        result is NaN.
 
         Products of the plain form are exact to float32, as those of the kernels are.
         """
         operands = self.draw()
         with jax.default_matmul_precision("highest"):
-            made = [jax.jit(functools.partial(self.compute, each))(*operands) for each in (kernels, None)]
-        found, expected = ([np.asarray(x, np.float32) for x in jax.tree.leaves(tree)] for tree in made)
+            made = [
+                jax.jit(functools.partial(self.compute, each))(*operands)
+                for each in (kernels, None)
+            ]
+        found, expected = (
+            [np.asarray(x, np.float32) for x in jax.tree.leaves(tree)] for tree in made
+        )
         pairs = zip(found, expected, strict=True)
-        return float(np.max([np.abs(ours - plain).max() / np.abs(plain).max() for ours, plain in pairs]))
+        return float(
+            np.max([np.abs(ours - plain).max() / np.abs(plain).max() for ours, plain in pairs])
+        )
 
 
 def _drawn(*shape: int, seed: int, dtype: str = "float32") -> Array:
@@ -80,7 +98,9 @@ def _drawn(*shape: int, seed: int, dtype: str = "float32") -> Array:
 
 
 def _ragged(slots: int, length: int) -> Array:
-    """Returns the first slots of three rows: the last possible one, one behind another across a tile, and 0."""
+    """Returns the first slots of three rows: the last possible one, one behind another across a
+    tile, and 0.
+    """
     return jnp.asarray([slots - length, 31, 0], jnp.int32)
 
 
@@ -98,7 +118,9 @@ def _attention(
     tree: TreeShape | None = None,
     **options: Any,
 ) -> KernelCheck:
-    """Attends with ``group`` queries for each kv head and token; ``options`` are a window and a cap."""
+    """Attends with ``group`` queries for each kv head and token; ``options`` are a window and a
+    cap.
+    """
     window, cap, heads = options.get("window"), options.get("cap"), kv_heads * group
 
     def draw():
@@ -115,7 +137,9 @@ def _attention(
         cache = dataclasses.replace(cache, kernels=kernels)
         return cache.attend(q_BNTH, visible, scale=0.1, distances_BNTS=distances_BNTS, cap=cap)
 
-    return KernelCheck(kernel=decode_attention.NAME, what=what, draw=draw, compute=compute, near=NEAR[dtype])
+    return KernelCheck(
+        kernel=decode_attention.NAME, what=what, draw=draw, compute=compute, near=NEAR[dtype]
+    )
 
 
 def _rows(dtype: str, length: int) -> KernelCheck:
@@ -132,7 +156,9 @@ def _rows(dtype: str, length: int) -> KernelCheck:
     def compute(kernels, old, new, start_B):
         if kernels is not None:
             return kernels.write(old, new, start_B)
-        return tuple(write_slots(cache, rows, start_B) for cache, rows in zip(old, new, strict=True))
+        return tuple(
+            write_slots(cache, rows, start_B) for cache, rows in zip(old, new, strict=True)
+        )
 
     what = f"{length} tokens in {dtype}"
     return KernelCheck(kernel=append_rows.NAME, what=what, draw=draw, compute=compute, near=0.0)
@@ -145,7 +171,10 @@ def _experts(what: str, *, dtype: str, tokens: int, in_int8: bool = False) -> Ke
     config = TransformerConfig(**sizes, dtype=dtype, gated=True, activation="silu", experts=experts)
 
     def draw():
-        stacked = {name: _drawn(4, 768, 1024, seed=seed, dtype=dtype) / 32 for seed, name in enumerate(STACKED_AXES)}
+        stacked = {
+            name: _drawn(4, 768, 1024, seed=seed, dtype=dtype) / 32
+            for seed, name in enumerate(STACKED_AXES)
+        }
         if in_int8:
             axes = {"gate": (2,), "up": (2,), "down": (1,)}
             stacked = {name: quantise(x, axes[name]) for name, x in stacked.items()}
@@ -156,7 +185,9 @@ def _experts(what: str, *, dtype: str, tokens: int, in_int8: bool = False) -> Ke
             return kernels.mix_experts(config, x_RD, logits_RE, stacked, jnp.int32(0))
         return mix_experts(config, Experts.inner_spec, x_RD, route(logits_RE, experts), stacked)
 
-    return KernelCheck(kernel=experts_kernel.NAME, what=what, draw=draw, compute=compute, near=NEAR[dtype])
+    return KernelCheck(
+        kernel=experts_kernel.NAME, what=what, draw=draw, compute=compute, near=NEAR[dtype]
+    )
 
 
 def _norms_and_rotation(dtype: str) -> KernelCheck:
@@ -172,7 +203,11 @@ def _norms_and_rotation(dtype: str) -> KernelCheck:
         return tuple(apply_rope(normalise(config, x, scale_H), *angles) for x in (q_BNTH, k_BMTH))
 
     def compute(kernels, *operands):
-        return turn(*operands) if kernels is None else kernels.fuse(turn, operands, ("heads", "kv_heads"))
+        return (
+            turn(*operands)
+            if kernels is None
+            else kernels.fuse(turn, operands, ("heads", "kv_heads"))
+        )
 
     what = f"norms and rotation in {dtype}"
     return KernelCheck(kernel=common.SMALL, what=what, draw=draw, compute=compute, near=NEAR[dtype])
@@ -187,15 +222,29 @@ def _warps(what: str, *warps: Any) -> KernelCheck:
     def draw():
         return (jnp.round(24 * _drawn(3, VOCABULARY, seed=1)) / 8,)
 
-    return KernelCheck(kernel=common.WARPS, what=what, draw=draw, compute=compute, near=NEAR["float32"])
+    return KernelCheck(
+        kernel=common.WARPS, what=what, draw=draw, compute=compute, near=NEAR["float32"]
+    )
 
 
 # Every kernel has an entry.
 CHECKS = (
-    _attention("scores by distance", length=5, slots=1280, kv_heads=4, group=3, has_distances=True, cap=30.0),
-    _attention("one token in bfloat16", length=1, slots=2048, kv_heads=8, group=4, dtype="bfloat16"),
+    _attention(
+        "scores by distance",
+        length=5,
+        slots=1280,
+        kv_heads=4,
+        group=3,
+        has_distances=True,
+        cap=30.0,
+    ),
+    _attention(
+        "one token in bfloat16", length=1, slots=2048, kv_heads=8, group=4, dtype="bfloat16"
+    ),
     _attention("one group of heads", length=17, slots=2048, kv_heads=1, group=6, dtype="bfloat16"),
-    _attention("a window in int8", length=33, slots=1024, kv_heads=2, group=2, window=40, in_int8=True),
+    _attention(
+        "a window in int8", length=33, slots=1024, kv_heads=2, group=2, window=40, in_int8=True
+    ),
     _attention("heads of 64", length=5, slots=640, kv_heads=2, group=4, size=PAIRED_SIZE),
     _attention("a tree", length=TREE.K + 1, slots=512, kv_heads=2, group=2, tree=TREE),
     _rows("float32", 5),
@@ -208,5 +257,11 @@ CHECKS = (
     _norms_and_rotation("float32"),
     _norms_and_rotation("bfloat16"),
     _warps("greedy", greedy()),
-    _warps("filters", temperature([0.3, 0.8, 1.0]), top_k([5, 4000, 1]), top_p([0.3, 1.0, 0.9]), min_p(0.01)),
+    _warps(
+        "filters",
+        temperature([0.3, 0.8, 1.0]),
+        top_k([5, 4000, 1]),
+        top_p([0.3, 1.0, 0.9]),
+        min_p(0.01),
+    ),
 )

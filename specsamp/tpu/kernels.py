@@ -1,4 +1,6 @@
-"""Counts the traffic and the steps of the kernels of `specsamp.models.kernels`; the text of a program does not say them."""
+"""Counts the traffic and the steps of the kernels of `specsamp.models.kernels`; the text of a
+program does not say them.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from specsamp.models.experts import expected_steps
 from specsamp.models.kernels import append_rows, common, decode_attention, mix_experts
 from specsamp.tpu.hlo import Array, Instruction
 
-# Of a call, the arrays that it is given, and the share of the slots that is alive: bytes read from HBM, those written
-# there, and steps.
+# Of a call, the arrays that it is given, and the share of the slots that is alive: bytes read from
+# HBM, those written there, and steps.
 Count = Callable[[Instruction, Sequence[Array], float], tuple[float, float, float]]
 
 
@@ -21,20 +23,35 @@ def kernel_of(op: Instruction) -> Count | None:
     return next((count for name, count in COUNTS.items() if f"/{name}/" in op.scope), None)
 
 
-def count_attention(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
+def count_attention(
+    op: Instruction, given: Sequence[Array], live: float
+) -> tuple[float, float, float]:
     """Reads keys, values and scores of distances as far as they are alive, and all of the rest."""
-    _, *arrays = (x for x in given if len(x.sizes) == 4)  # queries come first, then keys and values, apart or as pairs
+    # Queries come first, then keys and values, apart or as pairs.
+    _, *arrays = (x for x in given if len(x.sizes) == 4)
     caches = [x for x in arrays if x.sizes == arrays[0].sizes]
     (batch, kv_heads, slots, size), others = caches[0].sizes, arrays[len(caches) :]
-    heads, block = decode_attention.block_shape(kv_heads, slots, size * len(caches) // 2, itemsize(caches[0]))
+    heads, block = decode_attention.block_shape(
+        kv_heads, slots, size * len(caches) // 2, itemsize(caches[0])
+    )
     share = decode_attention.fetched_share(live, slots, block)
-    moved = (x.bytes * (share if len(x.sizes) == 4 and slots in x.sizes[2:] else 1.0) for x in given if x.in_hbm)
+    moved = (
+        x.bytes * (share if len(x.sizes) == 4 and slots in x.sizes[2:] else 1.0)
+        for x in given
+        if x.in_hbm
+    )
     read, is_tree = sum(moved), sum(len(x.sizes) == 3 for x in given) > 1
-    if len(others) % 2 and not is_tree and others[0].in_hbm:  # the windows of distances of two blocks overlap
+    # The windows of distances of two blocks overlap.
+    if len(others) % 2 and not is_tree and others[0].in_hbm:
         read += others[0].bytes * share * (decode_attention.window_width(block, slots) / block - 1)
-    # The last list of the schedule has an entry for each part of the batch; all have the steps of the longest.
+    # The last list of the schedule has an entry for each part of the batch; all have the steps of
+    # the longest.
     *_, parts = (x.sizes[0] for x in given if len(x.sizes) == 1)
-    return read, op.hbm_bytes, kv_heads // heads * parts * math.ceil(batch / parts) * share * slots / block
+    return (
+        read,
+        op.hbm_bytes,
+        kv_heads // heads * parts * math.ceil(batch / parts) * share * slots / block,
+    )
 
 
 def count_rows(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
@@ -54,13 +71,21 @@ def count_small(op: Instruction, given: Sequence[Array], live: float) -> tuple[f
     return sum(x.bytes for x in given if x.in_hbm), op.hbm_bytes, op.arrays[0].sizes[0]
 
 
-def count_experts(op: Instruction, given: Sequence[Array], live: float) -> tuple[float, float, float]:
+def count_experts(
+    op: Instruction, given: Sequence[Array], live: float
+) -> tuple[float, float, float]:
     """Reads the experts that the tokens are expected to choose, and all of the rest."""
     *others, gate, up, down = given
     here, inner, width = gate.sizes
     experts = expected_steps(op.scope)
-    read = sum(x.bytes for x in (gate, up, down)) * experts / here + sum(x.bytes for x in others if x.in_hbm)
-    return read, op.hbm_bytes, experts * inner / mix_experts.part_width(inner, width, itemsize(gate))
+    read = sum(x.bytes for x in (gate, up, down)) * experts / here + sum(
+        x.bytes for x in others if x.in_hbm
+    )
+    return (
+        read,
+        op.hbm_bytes,
+        experts * inner / mix_experts.part_width(inner, width, itemsize(gate)),
+    )
 
 
 def itemsize(x: Array) -> int:

@@ -1,7 +1,8 @@
 """Lowers the programs of decoding for a described slice: arguments are shapes with shardings.
 
-    programs = Programs(target=target, draft=draft, mesh=mesh, sampling=chain(top_p(0.8)), batch=1, slots=2048)
-    compiled = programs.call(target, tokens=5)().compile(compiler_options=dict(FEWEST_COLLECTIVES))
+    programs = Programs(target=target, draft=draft, mesh=mesh, sampling=chain(top_p(0.8)), batch=1,
+    slots=2048) compiled = programs.call(target,
+    tokens=5)().compile(compiler_options=dict(FEWEST_COLLECTIVES))
 
 No memory is allocated: a 70B pair takes a few seconds to lower.
 """
@@ -52,12 +53,14 @@ class Programs:
     """The programs of one pair, batch and mesh."""
 
     target: ShardedModel
-    draft: ShardedModel  # a model; a head as a model, see `sharded_head_model`; or the target's first layers
+    # A model; a head as a model, see `sharded_head_model`; or the target's first layers.
+    draft: ShardedModel
     mesh: Mesh
     sampling: Warp | None
     batch: int
     slots: int
-    inside: bool = False  # the draft is the target's first layers, with the target's weights and cache
+    # The draft is the target's first layers, with the target's weights and cache.
+    inside: bool = False
 
     @property
     def head(self) -> Head | None:
@@ -65,7 +68,9 @@ class Programs:
         return self.draft.model.head if isinstance(self.draft.model, HeadModel) else None
 
     def draft_calls(self, size: int | TreeShape) -> int:
-        """Returns how many calls of the draft a round has: one for each token or level of a tree, or one for a block."""
+        """Returns how many calls of the draft a round has: one for each token or level of a tree,
+        or one for a block.
+        """
         if self.head is not None and self.head.config.drafts_blocks:
             return 1
         return size.depth if isinstance(size, TreeShape) else size
@@ -81,24 +86,38 @@ class Programs:
         return _placed(shapes, model.weight_shardings(shapes))
 
     def floor(self, model: ShardedModel, live: float = 1.0, *, tokens: int = 1) -> float:
-        """Returns the bytes per device that a call of so many tokens a row reads at least, on the mean of the devices.
+        """Returns the bytes per device that a call of so many tokens a row reads at least, on the
+        mean of the devices.
 
-        ``live`` is the share of the slots of the cache, and of the table of relative keys, that hold something. Of experts the
-        expected choice counts.
+        ``live`` is the share of the slots of the cache, and of the table of relative keys, that
+        hold something. Of experts the expected choice counts.
         """
         weights = self.weights(model)
         rows = self.batch // DataShards(self.mesh).count
-        matrices = [*model.matrices_read(weights, rows * tokens), (weights.get("relative_keys"), live)]
-        return sum(share * _size(matrix) for matrix, share in matrices) + live * _size(self.cache(model))
+        matrices = [
+            *model.matrices_read(weights, rows * tokens),
+            (weights.get("relative_keys"), live),
+        ]
+        return sum(share * _size(matrix) for matrix, share in matrices) + live * _size(
+            self.cache(model)
+        )
 
     def floor_of_round(self, size: int | TreeShape, live: float = 1.0) -> float:
-        """Returns the sum of the floors of a round's calls, and of the matrices that fuse features, in bytes per device."""
-        fused = () if self.head is None else [self.draft_weights()["params"][name] for name in self.head.config.fused]
+        """Returns the sum of the floors of a round's calls, and of the matrices that fuse features,
+        in bytes per device.
+        """
+        fused = (
+            ()
+            if self.head is None
+            else [self.draft_weights()["params"][name] for name in self.head.config.fused]
+        )
         drafts = self.draft_calls(size) * self.floor(self.draft, live)
         return self.floor(self.target, live, tokens=scored_rows(size)) + drafts + _size(fused)
 
     def bytes_of_state(self) -> tuple[int, int]:
-        """Returns the bytes per device of weights, and of caches, of the target and of the draft."""
+        """Returns the bytes per device of weights, and of caches, of the target and of
+        the draft.
+        """
         weights = self.weights(self.target), self.draft_weights()
         return _size(weights), _size((self.cache(self.target), self.draft_cache()))
 
@@ -114,8 +133,12 @@ class Programs:
             return ()
         return self.cache(self.draft) if self.head is None else self.cache(self.draft)["cache"]
 
-    def call(self, model: ShardedModel, tokens: int, tree: TreeShape | None = None) -> jax.stages.Lowered:
-        """Lowers a call of a model with ``tokens`` tokens per row, those of a tree if given; its logits are replicated."""
+    def call(
+        self, model: ShardedModel, tokens: int, tree: TreeShape | None = None
+    ) -> jax.stages.Lowered:
+        """Lowers a call of a model with ``tokens`` tokens per row, those of a tree if given; its
+        logits are replicated.
+        """
 
         def call(weights, tokens_BT, start_B, cache):
             options = {} if tree is None else {"block": tree.block(start_B)}
@@ -124,11 +147,17 @@ class Programs:
 
         split = DataShards(self.mesh).map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS))
         sizes = (self.batch, tokens), (self.batch,)
-        tokens_BT, start_B = self._by_rows([jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes])
-        return jax.jit(split, donate_argnums=3).lower(self.weights(model), tokens_BT, start_B, self.cache(model))
+        tokens_BT, start_B = self._by_rows(
+            [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
+        )
+        return jax.jit(split, donate_argnums=3).lower(
+            self.weights(model), tokens_BT, start_B, self.cache(model)
+        )
 
     def round(self, size: int | TreeShape, rule: Rule) -> jax.stages.Lowered:
-        """Lowers the loop of generation, all rounds of it, with the draft proposing K tokens or a tree a round."""
+        """Lowers the loop of generation, all rounds of it, with the draft proposing K tokens or a
+        tree a round.
+        """
         loop = Loop(
             target=self.target,
             drafter=self.drafter(size),
@@ -138,7 +167,11 @@ class Programs:
         )
         weights = Weights(target=self.weights(self.target), draft=self.draft_weights())
         request = self._by_rows(
-            jax.eval_shape(lambda: RequestBatch.create(sampling=self.sampling, limits=[self.slots] * self.batch))
+            jax.eval_shape(
+                lambda: RequestBatch.create(
+                    sampling=self.sampling, limits=[self.slots] * self.batch
+                )
+            )
         )
         # Sharded models use the devices of their mesh even to compute shapes.
         bare = dataclasses.replace(
@@ -148,13 +181,19 @@ class Programs:
             shards=DataShards(),
         )
         prompt = (jnp.zeros((self.batch, 16), jnp.int32), jnp.full((self.batch,), 16, jnp.int32))
-        state = jax.eval_shape(lambda w, r: bare.prefill(w, r, *prompt, slots=self.slots), weights, request)
+        state = jax.eval_shape(
+            lambda w, r: bare.prefill(w, r, *prompt, slots=self.slots), weights, request
+        )
         drafter_state = self.draft_cache()
         if self.head is not None and not self.head.config.drafts_blocks:
             rest = self._by_rows(dataclasses.replace(state.drafter_state, cache=None))
             drafter_state = dataclasses.replace(rest, cache=drafter_state)
-        state = self._by_rows(dataclasses.replace(state, cache=None, drafter_state=None, request=None))
-        state = dataclasses.replace(state, cache=self.cache(self.target), drafter_state=drafter_state)
+        state = self._by_rows(
+            dataclasses.replace(state, cache=None, drafter_state=None, request=None)
+        )
+        state = dataclasses.replace(
+            state, cache=self.cache(self.target), drafter_state=drafter_state
+        )
         rounds = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, REPLICATED))
 
         def run(weights, request, state, rounds):
@@ -171,11 +210,22 @@ class Programs:
             if head.config.drafts_blocks:
                 return sized(BlockDrafter, BlockTree, size, target, head)
             if isinstance(head, ModuleChain):
-                raise ValueError(f"compile reports are of one MTP module; this head has {head.config.num_modules}")
+                raise ValueError(
+                    "compile reports are of one MTP module; this head has "
+                    f"{head.config.num_modules}"
+                )
             return sized(FeatureDrafter, FeatureTree, size, target, head, window=WINDOW)
         if self.inside:
-            return sized(EarlyExitDrafter, EarlyExitTree, size, target, self.draft.num_layers, window=WINDOW)
-        return sized(ModelDrafter, ModelTree, size, self.draft if is_sharded else self.draft.model, window=WINDOW)
+            return sized(
+                EarlyExitDrafter, EarlyExitTree, size, target, self.draft.num_layers, window=WINDOW
+            )
+        return sized(
+            ModelDrafter,
+            ModelTree,
+            size,
+            self.draft if is_sharded else self.draft.model,
+            window=WINDOW,
+        )
 
     def cache(self, model: ShardedModel) -> Any:
         """Returns the shapes of a model's cache, sharded."""
@@ -194,9 +244,11 @@ def scored_rows(size: int | TreeShape) -> int:
 
 
 def step_windows(programs: Programs, model: ShardedModel) -> tuple[int, ...]:
-    """Returns the numbers of tokens that are tried for a step of one new token per sequence, or the rows of a block.
+    """Returns the numbers of tokens that are tried for a step of one new token per sequence, or the
+    rows of a block.
 
-    One token is tried with several sequences, and where tokens choose experts: one that is fed again chooses some, too.
+    One token is tried with several sequences, and where tokens choose experts: one that is fed
+    again chooses some, too.
     """
     if isinstance(model.model, HeadModel) and model.model.head.config.drafts_blocks:
         return (model.model.head.config.block_size,)
@@ -214,18 +266,21 @@ def _shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def _size(tree: Any) -> int:
     """Returns the bytes per device of the arrays of a tree."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadModel(LanguageModel):
     """A step of a head as a model, which is measured like a step of a draft model.
 
-    It scores the next token from a token and the feature of the step before, which is kept in the cache; or a block of
-    tokens from its first.
+    It scores the next token from a token and the feature of the step before, which is kept in the
+    cache; or a block of tokens from its first.
 
     Attributes:
-      target: a target of one layer, which is not run. It has the embedding and the output for heads without them.
+      target: a target of one layer, which is not run. It has the embedding and the output for heads
+        without them.
       head: the head that a step calls.
     """
 
@@ -246,15 +301,22 @@ class HeadModel(LanguageModel):
         return {"head": self.head.init(key), "target": self.target.init(key)}
 
     def prepare(self, params: Any) -> Any:
-        return {"head": self.head.prepare(params["head"]), "target": self.target.prepare(params["target"])}
+        return {
+            "head": self.head.prepare(params["head"]),
+            "target": self.target.prepare(params["target"]),
+        }
 
     def fit_slots(self, weights: Any, slots: int) -> Any:
         return weights | {"target": self.target.fit_slots(weights["target"], slots)}
 
     def matrices_read(self, weights: Any, tokens: int) -> list[tuple[jax.Array, float]]:
-        """See `LanguageModel.matrices_read`. A step does not read the matrices of `Head.fuse`; a round does."""
+        """See `LanguageModel.matrices_read`. A step does not read the matrices of `Head.fuse`; a
+        round does.
+        """
         params, of_target = weights["head"]["params"], weights["target"]["params"]
-        matrices = jax.tree.leaves([part for name, part in params.items() if self.head.config.is_read_by_a_step(name)])
+        matrices = jax.tree.leaves(
+            [part for name, part in params.items() if self.head.config.is_read_by_a_step(name)]
+        )
         if not self.head.config.own_output:
             matrices.append(of_target.get(OUTPUT_EMBEDDING, of_target["embedding"]))
         return [(matrix, 1.0) for matrix in matrices if matrix.ndim >= 2]
@@ -263,7 +325,10 @@ class HeadModel(LanguageModel):
         return {"head": self.head.weight_axes(), "target": self.target.weight_axes()}
 
     def init_cache(self, batch: int, slots: int) -> Any:
-        layer, room = self.config, self.head.config.block_size if self.head.config.drafts_blocks else 0
+        layer, room = (
+            self.config,
+            self.head.config.block_size if self.head.config.drafts_blocks else 0,
+        )
         features_BD = jnp.zeros((batch, layer.width), layer.compute_dtype)
         return {"cache": self.head.init_cache(batch, slots + room), "features_BD": features_BD}
 
@@ -284,10 +349,14 @@ class HeadModel(LanguageModel):
         of_target = functools.partial(self.target.unembed_normed, weights["target"])
         if head.config.drafts_blocks:
             start_B1 = start_B[:, None]
-            embedded_BTD = head.embed_blocks(given, self.target, weights["target"], tokens_BT[:, 0], start_B)
+            embedded_BTD = head.embed_blocks(
+                given, self.target, weights["target"], tokens_BT[:, 0], start_B
+            )
             rows_BTD, of_head = head(given, embedded_BTD, start_B1, start_B1, cache["cache"])
             logits_BTU = head.logits(given, rows_BTD[:, head.config.first_row :], of_target)
-            return Output(logits_BTV=head.expand(given, logits_BTU), cache=cache | {"cache": of_head})
+            return Output(
+                logits_BTV=head.expand(given, logits_BTU), cache=cache | {"cache": of_head}
+            )
         if head.config.own_embedding:
             embedded_BTD = head.embed(given, tokens_BT)
         else:
@@ -296,14 +365,21 @@ class HeadModel(LanguageModel):
         features_BTD, of_head = head(given, embedded_BTD, features_BTD, start_B - 1, cache["cache"])
         logits_BTU = head.logits(given, features_BTD, of_target)
         logits_BV = head.expand(given, logits_BTU[:, 0])  # the rows behind the first are stale
-        return Output(logits_BTV=logits_BV[:, None], cache={"cache": of_head, "features_BD": features_BTD[:, 0]})
+        return Output(
+            logits_BTV=logits_BV[:, None],
+            cache={"cache": of_head, "features_BD": features_BTD[:, 0]},
+        )
 
 
 class _ShardedHeadModel(ShardedModel):
     """A `HeadModel` over a mesh; head and target place what they return themselves."""
 
-    def __call__(self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, **options: Any) -> Output:
-        inside = HeadModel(shard_model(self.model.target, self.layout), shard_head(self.model.head, self.layout))
+    def __call__(
+        self, weights: Any, tokens_BT: jax.Array, start_B: jax.Array, cache: Any, **options: Any
+    ) -> Output:
+        inside = HeadModel(
+            shard_model(self.model.target, self.layout), shard_head(self.model.head, self.layout)
+        )
         return inside(weights, *self.layout.on_all_devices((tokens_BT, start_B)), cache)
 
 

@@ -3,7 +3,8 @@
     for row in published():
         row.milliseconds, row.work()      # what was measured, and of what
 
-`measurements.json` holds the rows, in groups that share conditions; a row without all conditions is refused. Kinds of rows:
+`measurements.json` holds the rows, in groups that share conditions; a row without all conditions is
+refused. Kinds of rows:
 
     step          one program for each token: what `specsamp.tpu.calibration` explains
     collective    one all-reduce, read off a profiler's trace
@@ -14,7 +15,8 @@
     vector unit   products of one row that left the matrix unit idle
     round         of speculation, launched call by call; the work is that of scoring ``tokens`` alone
 
-Only steps and collectives are fitted. The others are compared with the forecast and shown with its error.
+Only steps and collectives are fitted. The others are compared with the forecast and shown with its
+error.
 """
 
 from __future__ import annotations
@@ -56,16 +58,21 @@ class Measurement:
     milliseconds: float  # of a step, or of one collective
     shape: Shape
     sequences: int | None = None  # whose attention one chip computes; None: all of its replica
-    live: float = 0.5  # share of the slots that hold something; where nobody says it, that of a text half way
+    # Share of the slots that hold something; where nobody says it, that of a text half way.
+    live: float = 0.5
     tokens: int = 1  # of each row in one call
-    axes: tuple[int, ...] | None = None  # chips of a replica along each axis, where not those of `find_boxes`
+    # Chips of a replica along each axis, where not those of `find_boxes`.
+    axes: tuple[int, ...] | None = None
     notes: str = ""
 
     @property
     def name(self) -> str:
         """The model, its parallelism, batch and context."""
         split = f"tensor {self.tensor}" + f" x data {self.data}" * (self.data > 1)
-        return f"{self.model}, {self.weights}, {self.chip} {self.slice}, {split}, batch {self.batch}, {self.context}"
+        return (
+            f"{self.model}, {self.weights}, {self.chip} {self.slice}, {split}, batch {self.batch}, "
+            f"{self.context}"
+        )
 
     @property
     def layout(self) -> str:
@@ -102,14 +109,20 @@ def published() -> tuple[Measurement, ...]:
 
 
 def read_measurements(document: Mapping[str, Any]) -> tuple[Measurement, ...]:
-    """Reads ``{"models": {name: shape}, "groups": [{conditions, "rows": [...]}]}``; rows need exactly all conditions."""
+    """Reads ``{"models": {name: shape}, "groups": [{conditions, "rows": [...]}]}``; rows need
+    exactly all conditions.
+    """
     models = {name: _shape(fields) for name, fields in document["models"].items()}
     rows = []
     for group in document["groups"]:
         for row in group["rows"]:
             known = {name: value for name, value in group.items() if name != "rows"} | row
             shape = models.get(known["model"]) or Shape.of(published_config(known["model"]))
-            rows.append(Measurement(**known | {"axes": known.get("axes") and tuple(known["axes"])}, shape=shape))
+            rows.append(
+                Measurement(
+                    **known | {"axes": known.get("axes") and tuple(known["axes"])}, shape=shape
+                )
+            )
     return tuple(rows)
 
 

@@ -1,17 +1,21 @@
-"""Compiles a pair for a described slice, ahead of time: memory, traffic, collectives and cycles of each program.
+"""Compiles a pair for a described slice, ahead of time: memory, traffic, collectives and cycles of
+each program.
 
     report = compile_report(Programs(...), topology="v4:2x2x4", size=4, rule=TokenRule())
 
-A step is compiled for several numbers of tokens (`specsamp.tpu.lowering.step_windows`), and the fastest counts.
+A step is compiled for several numbers of tokens (`specsamp.tpu.lowering.step_windows`), and the
+fastest counts.
 
-The floor of a call is its weights, and all slots of its cache and of its table of relative keys, each read once. Of
-experts it counts the number that the tokens of the call are expected to choose, divided evenly among the devices; the
-traffic is that of the device that reads most of them, since the others wait for it. Without kernels the compiler copies
-some caches to the chip and back. Kernels write caches in place and read only the slots that are alive: traffic and floor
-are stated for all slots and for half of them. The floor of a round is the sum of its calls' floors, and a round can go
-below it: on-chip memory may keep weights of the draft.
+The floor of a call is its weights, and all slots of its cache and of its table of relative keys,
+each read once. Of experts it counts the number that the tokens of the call are expected to choose,
+divided evenly among the devices; the traffic is that of the device that reads most of them, since
+the others wait for it. Without kernels the compiler copies some caches to the chip and back.
+Kernels write caches in place and read only the slots that are alive: traffic and floor are stated
+for all slots and for half of them. The floor of a round is the sum of its calls' floors, and a
+round can go below it: on-chip memory may keep weights of the draft.
 
-All numbers are **compiler estimates**, without a time of collectives; `specsamp.tpu.calibration` estimates milliseconds.
+All numbers are **compiler estimates**, without a time of collectives; `specsamp.tpu.calibration`
+estimates milliseconds.
 """
 
 from __future__ import annotations
@@ -50,26 +54,38 @@ class Report:
     draft_length: int  # of a tree, its depth
     rule: str
     programs: tuple[Program, ...]
-    draft_model_parallelism: int | None = None  # devices that hold a replica of the draft; None: as the target's
+    # Devices that hold a replica of the draft; None: as the target's.
+    draft_model_parallelism: int | None = None
     tree: Sequence[int] = ()  # the parents of its nodes; (): chains
 
     @classmethod
     def from_json(cls, report: Mapping[str, Any]) -> Report:
-        """Reads a report from JSON without fields that are gone; raises ValueError without a target step and a round."""
+        """Reads a report from JSON without fields that are gone; raises ValueError without a target
+        step and a round.
+        """
 
         def known(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
-            return {field.name: fields[field.name] for field in dataclasses.fields(kind) if field.name in fields}
+            return {
+                field.name: fields[field.name]
+                for field in dataclasses.fields(kind)
+                if field.name in fields
+            }
 
         try:
             programs = tuple(
-                Program(**known(Program, entry) | {"memory": entry["memory"] and Memory(**entry["memory"])})
+                Program(
+                    **known(Program, entry)
+                    | {"memory": entry["memory"] and Memory(**entry["memory"])}
+                )
                 for entry in report["programs"]
             )
             compiled = cls(**known(cls, report) | {"programs": programs})
             compiled["target step"], compiled["round"]
         except (KeyError, TypeError, StopIteration) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"no compile report with a target step and a round ({reason})") from error
+            raise ValueError(
+                f"no compile report with a target step and a round ({reason})"
+            ) from error
         return compiled
 
     def __getitem__(self, name: str) -> Program:
@@ -94,7 +110,8 @@ class Report:
         near = {1: (1,), self.mesh["model"]: model_box[1:]}.get(self.draft_model_parallelism, far)
         sequences = max(self.batch // self.mesh["data"], 1)
         work = program.work(chip, near if name.startswith("draft") else far, sequences=sequences)
-        steps = [p for p in self.programs if p.name == "draft step"]  # without one, all calls count as the target's
+        # Without one, all calls count as the target's.
+        steps = [p for p in self.programs if p.name == "draft step"]
         if name != "round" or not steps:
             return (work,)
         drafts = sum(steps[0].collectives.values()) * (work.calls - 1)
@@ -120,8 +137,8 @@ def compile_report(
       names: the programs of `NAMES` to compile.
 
     Raises:
-      ValueError: a model does not divide over the mesh, or the batch over its data shards; K below 1, or slots for
-        fewer tokens than a round has, or for more than a model can read.
+      ValueError: a model does not divide over the mesh, or the batch over its data shards; K below
+        1, or slots for fewer tokens than a round has, or for more than a model can read.
     """
     _check(programs, size)
     found = [_compiled(programs, name, topology, size, rule, progress) for name in names]
@@ -147,34 +164,56 @@ def _check(programs: Programs, size: int | TreeShape) -> None:
     validate.integer("slots", programs.slots, max(scored_rows(size), 16), most + 1)
     shards = DataShards(programs.mesh)
     if programs.batch % shards.count:
-        raise ValueError(f"batch {programs.batch} does not divide over {shards.count} shards of the data axis")
+        raise ValueError(
+            f"batch {programs.batch} does not divide over {shards.count} shards of the data axis"
+        )
     for model in models:
         programs.floor(model)
 
 
 def _compiled(
-    programs: Programs, name: str, topology: str, size: int | TreeShape, rule: Rule, progress: Callable[[str], None]
+    programs: Programs,
+    name: str,
+    topology: str,
+    size: int | TreeShape,
+    rule: Rule,
+    progress: Callable[[str], None],
 ) -> Program:
-    """Compiles and measures the program of a name; of several windows for one token, the fastest counts."""
-    scored, tree = scored_rows(size), size if isinstance(size, TreeShape) and name == "score" else None
+    """Compiles and measures the program of a name; of several windows for one token, the fastest
+    counts.
+    """
+    scored, tree = (
+        scored_rows(size),
+        size if isinstance(size, TreeShape) and name == "score" else None,
+    )
     if name == "round":
         progress(f"round, {scored} tokens")
-        floor, lowered = functools.partial(programs.floor_of_round, size), functools.partial(programs.round, size, rule)
+        floor, lowered = (
+            functools.partial(programs.floor_of_round, size),
+            functools.partial(programs.round, size, rule),
+        )
         drafts = programs.draft_calls(size)
         layers = programs.target.config.num_layers + drafts * programs.draft.config.num_layers
-        return measure_program(name, scored, floor, lowered, topology, layers=layers, calls=drafts + 1)
+        return measure_program(
+            name, scored, floor, lowered, topology, layers=layers, calls=drafts + 1
+        )
     model = programs.draft if name.startswith("draft") else programs.target
-    new = 1 if name.endswith("step") else scored if name == "score" else min(PREFILL, programs.slots)
+    new = (
+        1 if name.endswith("step") else scored if name == "score" else min(PREFILL, programs.slots)
+    )
     floor, found = functools.partial(programs.floor, model, tokens=new), []
     for tokens in step_windows(programs, model) if name.endswith("step") else (new,):
         progress(f"{name}, {tokens} tokens")
         lowered = functools.partial(programs.call, model, tokens, tree)
-        found.append(measure_program(name, tokens, floor, lowered, topology, layers=model.config.num_layers))
+        found.append(
+            measure_program(name, tokens, floor, lowered, topology, layers=model.config.num_layers)
+        )
     return fastest(found, parse(topology)[0])
 
 
 def compiled_costs(report: dict[str, Any]) -> CostTable:
-    """Returns the times of a plain step and of a round at the report's K, as a calibration estimates them.
+    """Returns the times of a plain step and of a round at the report's K, as a calibration
+    estimates them.
 
     The ends of their bands are the bounds.
 
@@ -186,16 +225,22 @@ def compiled_costs(report: dict[str, Any]) -> CostTable:
     """
 
     def table(*times: float) -> CostTable:
-        return CostTable({compiled.batch: dict(zip((0, compiled.draft_length), times))}, context=compiled.slots)
+        return CostTable(
+            {compiled.batch: dict(zip((0, compiled.draft_length), times))}, context=compiled.slots
+        )
 
     compiled = Report.from_json(report)
     if compiled.tree:
         raise ValueError(
-            "this compile report is of a token tree, whose acceptance is no chain's: compile one of a chain"
+            "this compile report is of a token tree, whose acceptance is no chain's: compile one "
+            "of a chain"
         )
     programs = [compiled["target step"], compiled["round"]]
     if any(program.hbm_bytes is None for program in programs):
-        raise ValueError(f"the programs of this compile report do not fit {compiled.topology}: they have no times")
+        raise ValueError(
+            f"the programs of this compile report do not fit {compiled.topology}: they have no "
+            "times"
+        )
     step, round_ = (compiled.calibrated_ms(program.name) for program in programs)
     return dataclasses.replace(
         table(step.likely, round_.likely),
@@ -212,11 +257,19 @@ def report_tables(report: Report, weights: int, caches: int) -> list[Table]:
     """
     device = report.chip.hbm_bytes // report.chip.devices
     drafted = f"a tree of {len(report.tree)} nodes" if report.tree else f"K = {report.draft_length}"
-    where = f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {drafted}, {report.slots} slots"
+    where = (
+        f"{report.topology}, mesh {report.mesh}, batch {report.batch}, {drafted}, {report.slots} "
+        "slots"
+    )
     most = max(int((USABLE * device - weights) // (caches / report.batch)), 0)
     most -= most % report.mesh["data"]
-    held = f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of {device / GIB:.0f} GiB"
-    held += f"; before temporaries {most} sequences of {report.slots} slots fit on all devices together"
+    held = (
+        f"weights and tables {weights / GIB:.2f} GiB, caches {caches / GIB:.2f} GiB, of "
+        f"{device / GIB:.0f} GiB"
+    )
+    held += (
+        f"; before temporaries {most} sequences of {report.slots} slots fit on all devices together"
+    )
     rows = [_traffic(program) for program in report.programs]
     made = [
         Table.of(
@@ -228,7 +281,9 @@ def report_tables(report: Report, weights: int, caches: int) -> list[Table]:
     fitting = [program for program in report.programs if program.memory is not None]
     if fitting:
         note = basis(report.calibrated_ms(fitting[0].name).open)
-        made.append(Table.of("Milliseconds", [_times(report, program) for program in fitting], note=note))
+        made.append(
+            Table.of("Milliseconds", [_times(report, program) for program in fitting], note=note)
+        )
     for program in report.programs:
         if program.out_of_memory:
             lines = [{"the compiler says": line} for line in program.out_of_memory.splitlines()]
@@ -248,7 +303,8 @@ def _traffic(p: Program) -> dict[str, str]:
         "HBM traffic, MB": f"{p.hbm_bytes / 1e6:,.0f}",
         "floor (half a cache), MB": f"{p.floor_bytes / 1e6:,.0f} ({p.live_floor_bytes / 1e6:,.0f})",
         "over floor (half a cache)": f"{p.over_floor:.3f}{live}",
-        "collectives": ", ".join(f"{count} {kind}" for kind, count in sorted(p.collectives.items())) or "none",
+        "collectives": ", ".join(f"{count} {kind}" for kind, count in sorted(p.collectives.items()))
+        or "none",
         "they carry, MB": f"{sum(p.collective_bytes.values()) / 1e6:.1f}",
         "large copies, host": f"{p.num_copies}, {p.host_transfers}",
     }
@@ -259,7 +315,9 @@ def _times(report: Report, p: Program) -> dict[str, str]:
     return {
         "": p.name,
         "streaming": two_digits(p.streaming_ms(report.chip)),
-        "cycles": two_digits(p.cycles_ms(report.chip)) if report.chip.has_clock else f"{p.cycles:,.0f} cycles",
+        "cycles": two_digits(p.cycles_ms(report.chip))
+        if report.chip.has_clock
+        else f"{p.cycles:,.0f} cycles",
         "lower bound": two_digits(p.lower_bound_ms(report.chip)),
         "collectives": str(sum(p.collectives.values())),
         "calibrated": str(report.calibrated_ms(p.name)),
@@ -271,18 +329,21 @@ def faster(found: Band) -> str:
     least, most = two_digits(found.least), two_digits(found.most)
     if least == most:
         return f"{least}x"
-    return f"{least}x to {most}x" if found.open else f"{two_digits(found.likely)}x ({least} to {most})"
+    return (
+        f"{least}x to {most}x" if found.open else f"{two_digits(found.likely)}x ({least} to {most})"
+    )
 
 
 def basis(open: bool) -> str:
     """Returns the basis of an estimate in words."""
     if open:
         return (
-            "no program of today was measured on this chip: from streaming and cycles alone (all collectives hidden) to "
-            "the sum that held for programs of 2022 and 2023 on TPU v4 (all added)"
+            "no program of today was measured on this chip: from streaming and cycles alone (all "
+            "collectives hidden) to the sum that held for programs of 2022 and 2023 on TPU v4 (all "
+            "added)"
         )
     fit = fit_published().hidden
     return (
-        f"calibrated on {fit.points} published steps of TPU v5e; those of {fit.layouts} layouts, each left out once, were "
-        f"within {math.expm1(fit.error):.0%}"
+        f"calibrated on {fit.points} published steps of TPU v5e; those of {fit.layouts} layouts, "
+        f"each left out once, were within {math.expm1(fit.error):.0%}"
     )

@@ -1,4 +1,6 @@
-"""Measures a program that is compiled for a described slice: its traffic, memory and collectives."""
+"""Measures a program that is compiled for a described slice: its traffic, memory and
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ class Memory:
 class Program:
     """One compiled program, or why it does not fit.
 
-    Traffic is per device and call, that of the loop per round. A program that does not fit has None where it is not known.
+    Traffic is per device and call, that of the loop per round. A program that does not fit has None
+    where it is not known.
     """
 
     name: str
@@ -59,7 +62,8 @@ class Program:
     floor_bytes: float
     live_floor_bytes: float  # the same with caches of which half is alive
     memory: Memory | None
-    out_of_memory: str | None  # from the compiler's message: how much is missing, and the largest contributors
+    # From the compiler's message: how much is missing, and the largest contributors.
+    out_of_memory: str | None
     hbm_bytes: float | None = None
     cycles: float | None = None
     kernel_cycles: float | None = None  # of these; None in reports of before they were counted
@@ -68,9 +72,11 @@ class Program:
     num_copies: int = 0  # of 1 MB or more, HBM to HBM
     open_loops: int = 0  # loops counted once, because their bound is data
     host_transfers: int = 0
-    live_hbm_bytes: float | None = None  # the traffic with caches as live_floor_bytes has them; None: not counted
+    # The traffic with caches as live_floor_bytes has them; None: not counted.
+    live_hbm_bytes: float | None = None
     layers: int = 0  # of all calls of models in one run; 0 in reports of before this was counted
-    calls: int = 0  # of models in one run; 0 in reports of before this was counted: a round had one for each token
+    # Of models in one run; 0 in reports of before this was counted: a round had one for each token.
+    calls: int = 0
 
     @property
     def over_floor(self) -> float | None:
@@ -91,15 +97,19 @@ class Program:
         return self.hbm_bytes * chip.devices / chip.hbm_bytes_per_second * 1e3
 
     def lower_bound_ms(self, chip: Chip) -> float:
-        """Returns the milliseconds below which a call cannot take: streaming or computing, whichever is longer."""
+        """Returns the milliseconds below which a call cannot take: streaming or computing,
+        whichever is longer.
+        """
         return max(self.streaming_ms(chip), self.cycles_ms(chip))
 
     def work(self, chip: Chip, chips: Sequence[int], *, sequences: int) -> Work:
-        """Returns the work of a run on one device, from which `specsamp.tpu.calibration` estimates milliseconds.
+        """Returns the work of a run on one device, from which `specsamp.tpu.calibration` estimates
+        milliseconds.
 
         Each collective crosses all ``chips`` of a replica; ``sequences`` are those of a data shard.
         """
-        # An all-reduce scatters sums and gathers them; a reduce-scatter delivers one part of its sums.
+        # An all-reduce scatters sums and gathers them; a reduce-scatter delivers one part of its
+        # sums.
         times = {"all-reduce": 2.0, "reduce-scatter": float(math.prod(chips) * chip.devices)}
         carried = sum(times.get(kind, 1.0) * size for kind, size in self.collective_bytes.items())
         serial = sum(self.collectives.values())
@@ -115,7 +125,9 @@ class Program:
 
 
 def fastest(programs: Sequence[Program], chip: Chip) -> Program:
-    """Returns the program with the least lower bound of those that fit; the first where none does."""
+    """Returns the program with the least lower bound of those that fit; the first where
+    none does.
+    """
     fitting = [program for program in programs if program.memory is not None]
     return min(fitting, key=lambda one: one.lower_bound_ms(chip), default=programs[0])
 
@@ -133,7 +145,8 @@ def measure_program(
     """Compiles one program and counts its traffic; a program that does not fit is a result, too.
 
     Args:
-      floor: returns the bytes per device that are read at least, by the share of the slots of caches that is alive.
+      floor: returns the bytes per device that are read at least, by the share of the slots of
+        caches that is alive.
     """
     chip, _ = parse(topology)
     known = dict(name=name, tokens=tokens, layers=layers, calls=calls)
@@ -163,6 +176,12 @@ def measure_program(
 
 
 def largest_buffers(message: str, most: int = 8) -> str:
-    """Picks the lines of the compiler's message that say how much is missing and which buffers are largest."""
-    wanted = re.compile(r"Ran out of memory|Exceeded|Total hbm|Program|Arguments|Size:|Shape:|Operator:", re.I)
-    return "\n".join([line.strip() for line in message.splitlines() if wanted.search(line)][: 3 * most])
+    """Picks the lines of the compiler's message that say how much is missing and which buffers are
+    largest.
+    """
+    wanted = re.compile(
+        r"Ran out of memory|Exceeded|Total hbm|Program|Arguments|Size:|Shape:|Operator:", re.I
+    )
+    return "\n".join(
+        [line.strip() for line in message.splitlines() if wanted.search(line)][: 3 * most]
+    )

@@ -1,8 +1,9 @@
-"""Reads the cycles of our kernels from their final schedules, which the TPU compiler writes as text; it estimates none.
+"""Reads the cycles of our kernels from their final schedules, which the TPU compiler writes as
+text; it estimates none.
 
-A core issues one bundle of instructions a cycle. The bundles of a kernel's loop count for each step of its grid, and for
-two more in which the pipeline fills and empties, with all branches taken, and all passes of a loop within the step;
-waiting for memory does not count.
+A core issues one bundle of instructions a cycle. The bundles of a kernel's loop count for each step
+of its grid, and for two more in which the pipeline fills and empties, with all branches taken, and
+all passes of a loop within the step; waiting for memory does not count.
 """
 
 from __future__ import annotations
@@ -38,33 +39,48 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str, passes: int = 1) -> Self:
-        """Reads the final bundles of a kernel; a loop over steps marks its own once, a loop within a step, of ``passes``, twice."""
+        """Reads the final bundles of a kernel; a loop over steps marks its own once, a loop within
+        a step, of ``passes``, twice.
+        """
         count = collections.Counter(map(len, _BUNDLE.findall(text)))
         once, in_loop, inner = count[0], count[1], count.total() - count[0] - count[1]
-        # Every kernel reads its core's number once; one whose steps are shared by cores does in its loop, too.
+        # Every kernel reads its core's number once; one whose steps are shared by cores does in its
+        # loop, too.
         cores = 2 if re.search(r"^.*: *>.*core id", text, re.M) else 1
-        return cls(once=once, in_loop=in_loop + passes * inner, cores=cores, passes=1 if inner else passes)
+        return cls(
+            once=once, in_loop=in_loop + passes * inner, cores=cores, passes=1 if inner else passes
+        )
 
     def cycles(self, steps: float) -> float:
         """Returns the cycles of a core, at most, if the grid has so many steps."""
-        return self.once + self.in_loop * (self.passes if steps == 1 < self.passes else steps / self.cores + 2)
+        return self.once + self.in_loop * (
+            self.passes if steps == 1 < self.passes else steps / self.cores + 2
+        )
 
 
 @functools.cache
 def schedule_folder() -> pathlib.Path:
-    """Returns the folder of this process into which libtpu, if it is not loaded before, writes the schedules."""
+    """Returns the folder of this process into which libtpu, if it is not loaded before, writes the
+    schedules.
+    """
     path = tempfile.mkdtemp(prefix="specsamp-schedules-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
-    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {FLAGS.format(path)}".strip()
+    os.environ["LIBTPU_INIT_ARGS"] = (
+        f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {FLAGS.format(path)}".strip()
+    )
     return pathlib.Path(path)
 
 
 def take(*kernels: str) -> dict[str, Schedule]:
-    """Returns the schedules of kernels, written since the last call, by names of operations; all files are removed."""
+    """Returns the schedules of kernels, written since the last call, by names of operations; all
+    files are removed.
+    """
     found = {}
     for path in schedule_folder().iterdir():
         match = FILE.fullmatch(path.name)
         if match and match[1].startswith(kernels):
-            found[match[1]] = Schedule.parse(path.read_text(), PASSES if match[1].startswith(WARPS) else 1)
+            found[match[1]] = Schedule.parse(
+                path.read_text(), PASSES if match[1].startswith(WARPS) else 1
+            )
         path.unlink()
     return found

@@ -1,4 +1,5 @@
-"""Builds meshes of TPU slices that are described, not present: `libtpu` has the whole compiler and needs no TPU.
+"""Builds meshes of TPU slices that are described, not present: `libtpu` has the whole compiler and
+needs no TPU.
 
 mesh = described_mesh("v4:2x2x4", data=1)       # 16 chips; for shapes with shardings only
 """
@@ -28,7 +29,9 @@ class Chip:
     hbm_bytes_per_second: float
     flops_per_second: float  # bfloat16; cloud.google.com/tpu/docs
     link_bytes_per_second: float  # of one link to a neighbour, one way; "How to Scale Your Model"
-    clock_hz: float  # of the TensorCore; Jouppi et al. (arXiv 2304.01433) for v4, "How to Scale Your Model" for others
+    # Of the TensorCore; Jouppi et al. (arXiv 2304.01433) for v4, "How to Scale Your Model" for
+    # others.
+    clock_hz: float
     devices: int = 1  # as JAX counts them
     options: tuple[tuple[str, object], ...] = ()  # that the description of the slice needs
 
@@ -41,7 +44,9 @@ class Chip:
 def _cloud_chip(prefix: str, *rest: float, **options: object) -> Chip:
     """Takes the memory of a chip from the catalogue of slices."""
     generation = slices.GENERATIONS[prefix]
-    return Chip(generation["hbm_gib"] * slices.GIB, generation["hbm_bytes_per_second"], *rest, **options)
+    return Chip(
+        generation["hbm_gib"] * slices.GIB, generation["hbm_bytes_per_second"], *rest, **options
+    )
 
 
 CHIPS = {
@@ -51,7 +56,8 @@ CHIPS = {
     "v5e": _cloud_chip("v5litepod", 197e12, 4.5e10, 1.5e9),
     "v5p": _cloud_chip("v5p", 459e12, 9e10, 1.75e9),
     "v6e": _cloud_chip("v6e", 918e12, 9e10, 1.75e9),
-    "tpu7x": _cloud_chip("tpu7x", 2307e12, 9e10, math.inf, devices=2),  # no source for its clock: cycles have no time
+    # No source for its clock: cycles have no time.
+    "tpu7x": _cloud_chip("tpu7x", 2307e12, 9e10, math.inf, devices=2),
 }
 KINDS = {  # of chips, by the name that JAX gives their devices
     "TPU v3": "v3",
@@ -69,22 +75,35 @@ EXAMPLES = "v3:4x4, v4:2x2x4, v5e:4x4, v5p:2x2x4, v6e:4x4, tpu7x:2x2x1"
 
 
 def parse(topology: str) -> tuple[Chip, tuple[int, ...]]:
-    """Splits a topology such as "v4:2x2x4" into the chip and the number of chips along each axis, or raises ValueError."""
+    """Splits a topology such as "v4:2x2x4" into the chip and the number of chips along each axis,
+    or raises ValueError.
+    """
     name, _, shape = topology.partition(":")
     sizes = tuple(int(size) for size in shape.split("x") if size.isdecimal())
-    if name not in CHIPS or shape.count("x") != len(sizes) - 1 or not all(sizes) or len(sizes) not in (2, 3):
+    if (
+        name not in CHIPS
+        or shape.count("x") != len(sizes) - 1
+        or not all(sizes)
+        or len(sizes) not in (2, 3)
+    ):
         chips = ", ".join(CHIPS)
-        raise ValueError(f"no TPU topology {topology!r}: give a chip ({chips}) and a shape, such as {EXAMPLES}")
+        raise ValueError(
+            f"no TPU topology {topology!r}: give a chip ({chips}) and a shape, such as {EXAMPLES}"
+        )
     return CHIPS[name], sizes
 
 
 def topology_of(devices: Sequence[Any]) -> str:
-    """Returns the topology that TPU devices fill, such as "v5e:2x4"; ValueError for unknown chips."""
+    """Returns the topology that TPU devices fill, such as "v5e:2x4"; ValueError for
+    unknown chips.
+    """
     kind = devices[0].device_kind
     if kind not in KINDS:
         raise ValueError(f"no TPU that is known here: {kind!r}; known are {', '.join(KINDS)}")
     chip = KINDS[kind]
-    sizes = [max(places) - min(places) + 1 for places in zip(*(device.coords for device in devices))]
+    sizes = [
+        max(places) - min(places) + 1 for places in zip(*(device.coords for device in devices))
+    ]
     return f"{chip}:{'x'.join(map(str, sizes[:2] if chip in FLAT else sizes))}"
 
 
@@ -96,14 +115,16 @@ def described_mesh(
     num_kv_heads: int | None = None,
     rows: int | None = None,
 ) -> Mesh:
-    """Builds a mesh over the devices of a slice that need not exist, for sharded shapes and compiled programs.
+    """Builds a mesh over the devices of a slice that need not exist, for sharded shapes and
+    compiled programs.
 
     Args:
       data: data shards; the devices of a shard hold one replica of the target together.
       draft_model_parallelism, num_kv_heads, rows: see `make_mesh`.
 
     Raises:
-      ValueError: an unknown topology, ``data`` does not divide its devices, or this machine has no libtpu.
+      ValueError: an unknown topology, ``data`` does not divide its devices, or this machine has no
+        libtpu.
     """
     chip, sizes = parse(topology)
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # before libtpu looks for a TPU
@@ -116,13 +137,20 @@ def described_mesh(
     try:
         described = topologies.get_topology_desc(topology, platform="tpu", **options)
     except Exception as error:  # libtpu raises several kinds for shapes that it refuses
-        if isinstance(error, RuntimeError) and ("not installed" in str(error) or "libtpu" in str(error)):
+        if isinstance(error, RuntimeError) and (
+            "not installed" in str(error) or "libtpu" in str(error)
+        ):
             missing = "no libtpu here: pip install libtpu; it exists for Linux on x86-64 only"
             raise ValueError(missing) from error
-        raise ValueError(f"the compiler refuses the topology {topology!r} ({error}): try one of {EXAMPLES}") from error
+        raise ValueError(
+            f"the compiler refuses the topology {topology!r} ({error}): try one of {EXAMPLES}"
+        ) from error
     count = math.prod(sizes) * chip.devices
     if len(described.devices) != count:
-        raise ValueError(f"{topology!r} should have {count} devices, the compiler describes {len(described.devices)}")
+        raise ValueError(
+            f"{topology!r} should have {count} devices, the compiler describes "
+            f"{len(described.devices)}"
+        )
     if data < 1 or count % data:
         raise ValueError(f"data {data} does not divide the {count} devices of {topology!r}")
     return make_mesh(

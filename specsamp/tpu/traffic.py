@@ -2,23 +2,29 @@
 
     traffic = traffic_of(compiled.as_text())
 
-Counted are the bytes that cross between a chip's HBM and the rest of it. An operation reads its operands and writes
-its results, except that
+Counted are the bytes that cross between a chip's HBM and the rest of it. An operation reads its
+operands and writes its results, except that
 
-- asynchronous copies and slices (prefetches) move what they deliver; what a run fetches at its end for the next run of
-  the program is counted there, and not where that run would begin with it;
-- a fusion that only slices or gathers from an operand, or a fusion within it, reads what it takes, not the table;
-- an update in place writes the update, not the buffer, and reads it only if the same fusion uses it further;
-- the kernels of `specsamp.models.kernels` move what they say they do, of caches that are alive to a given share;
-- what names or packs a value (tuples, bitcasts, the end of an asynchronous operation) moves nothing.
+- asynchronous copies and slices (prefetches) move what they deliver; what a run fetches at its end
+  for the next run of the program is counted there, and not where that run would begin with it;
+- a fusion that only slices or gathers from an operand, or a fusion within it, reads what it takes,
+  not the table;
+- an update in place writes the update, not the buffer, and reads it only if the same fusion uses it
+  further;
+- the kernels of `specsamp.models.kernels` move what they say they do, of caches that are alive to a
+  given share;
+- what names or packs a value (tuples, bitcasts, the end of an asynchronous operation) moves
+  nothing.
 
-A loop body counts as often as it runs: its bound is read from its condition. A loop over the experts that tokens chose
-counts as often as is expected (`specsamp.models.experts.expected_steps`). Any other loop whose bound is data (that of
-decoding) counts once: the result is that of a round. Of branches the largest counts, but copies and transfers to the
-host count in all. XLA's own cost analysis would count on-chip reads too, and every body once.
+A loop body counts as often as it runs: its bound is read from its condition. A loop over the
+experts that tokens chose counts as often as is expected (`specsamp.models.experts.expected_steps`).
+Any other loop whose bound is data (that of decoding) counts once: the result is that of a round. Of
+branches the largest counts, but copies and transfers to the host count in all. XLA's own cost
+analysis would count on-chip reads too, and every body once.
 
-Cycles are the compiler's estimate, summed over operations; collectives, gathers and prefetches have none. Those of
-kernels come from their schedules (`specsamp.tpu.schedules`), for all slots of their caches.
+Cycles are the compiler's estimate, summed over operations; collectives, gathers and prefetches have
+none. Those of kernels come from their schedules (`specsamp.tpu.schedules`), for all slots of their
+caches.
 """
 
 from __future__ import annotations
@@ -48,10 +54,18 @@ FREE = {
     "add-dependency",
     "get-dimension-size",
 }
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 HOST = ("infeed", "outfeed", "send", "recv")
 SLICES = ("slice", "dynamic-slice", "gather")
-VIEW = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion within another whose result is its operand
+# Of a fusion within another whose result is its operand.
+VIEW = "output_to_operand_aliasing={{}: (0, {})}"
 LARGE = 1_000_000  # bytes; a copy worth the name
 
 
@@ -63,9 +77,12 @@ class Traffic:
     written: float = 0.0  # bytes to HBM
     cycles: float = 0.0  # compiler estimate
     kernel_cycles: float = 0.0  # of these
-    collectives: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by kind, how many
-    collective_bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)  # by kind
-    copies: list[tuple[str, float]] = dataclasses.field(default_factory=list)  # large, HBM to HBM: scope, bytes
+    # By kind, how many.
+    collectives: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    # By kind.
+    collective_bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    # Large, HBM to HBM: scope, bytes.
+    copies: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     host_transfers: int = 0
     open_loops: int = 0  # whose bound is data: counted once
 
@@ -83,15 +100,22 @@ class Traffic:
         self.host_transfers += other.host_transfers * times
         self.open_loops += other.open_loops
         self.copies += other.copies
-        for mine, theirs in ((self.collectives, other.collectives), (self.collective_bytes, other.collective_bytes)):
+        for mine, theirs in (
+            (self.collectives, other.collectives),
+            (self.collective_bytes, other.collective_bytes),
+        ):
             for kind, count in theirs.items():
                 mine[kind] += count * times
 
 
-def traffic_of(text: str, live: float = 1.0, schedules: Mapping[str, Schedule] | None = None) -> Traffic:
-    """Counts the traffic of ``compiled.as_text()``; kernels read only the ``live`` share of the slots of caches.
+def traffic_of(
+    text: str, live: float = 1.0, schedules: Mapping[str, Schedule] | None = None
+) -> Traffic:
+    """Counts the traffic of ``compiled.as_text()``; kernels read only the ``live`` share of the
+    slots of caches.
 
-    ``schedules`` of the program's kernels are by the name of one operation of each kind; None: kernels take no cycles.
+    ``schedules`` of the program's kernels are by the name of one operation of each kind; None:
+    kernels take no cycles.
     """
     module = Module.parse(text)
     return Tally(module, live, schedules).of(module.entry)
@@ -144,14 +168,21 @@ class Tally:
             total.add(self.of(op.called("to_apply") or op.called("calls")))
             return
         base = op.opcode.removesuffix("-start")
-        if op.opcode in FREE or op.opcode.endswith("-done") or 'custom_call_target="ConcatBitcast"' in op.attributes:
+        if (
+            op.opcode in FREE
+            or op.opcode.endswith("-done")
+            or 'custom_call_target="ConcatBitcast"' in op.attributes
+        ):
             return
         operands = _operands(op, body)
         on_host = any(array.on_host for x in (op, *operands) for array in x.arrays)
         total.host_transfers += base in HOST or on_host or "is_host_transfer=true" in op.attributes
         if base in COLLECTIVES:
-            # The type of a start holds what it reads and its flags too; that of its end what it delivers.
-            ends = (x for x in body.values() if x.opcode == f"{base}-done" and op.name in x.operands)
+            # The type of a start holds what it reads and its flags too; that of its end what it
+            # delivers.
+            ends = (
+                x for x in body.values() if x.opcode == f"{base}-done" and op.name in x.operands
+            )
             delivered = next(ends, op)
             total.collectives[base] += 1
             total.collective_bytes[base] += delivered.bytes
@@ -184,7 +215,9 @@ class Tally:
     def fusion(self, op: Instruction, operands: list[Instruction]) -> tuple[float, float]:
         """Returns the bytes that a fusion reads from HBM, and those it writes there."""
         inner = self.module.computations[op.called("calls")]
-        read = sum(min(taken, x.hbm_bytes) for taken, x in zip(self.taken(op.called("calls")), operands))
+        read = sum(
+            min(taken, x.hbm_bytes) for taken, x in zip(self.taken(op.called("calls")), operands)
+        )
         root = next(x for x in inner.values() if x.is_root)
         results = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
         if len(results) != len(op.arrays):
@@ -193,14 +226,21 @@ class Tally:
         for array, result in zip(op.arrays, results):
             updates = 0.0
             while result.opcode in ("bitcast", "dynamic-update-slice"):
-                updates += inner[result.operands[1]].bytes if result.opcode == "dynamic-update-slice" else 0.0
+                updates += (
+                    inner[result.operands[1]].bytes
+                    if result.opcode == "dynamic-update-slice"
+                    else 0.0
+                )
                 result = inner[result.operands[0]]
-            in_place = updates > 0 and result.opcode == "parameter"  # an update of anything else writes all of it
+            # An update of anything else writes all of it.
+            in_place = updates > 0 and result.opcode == "parameter"
             written += (updates if in_place else array.bytes) * array.in_hbm
         return read, written
 
     def taken(self, computation: str) -> list[float]:
-        """Returns how many bytes of each parameter a fused computation reads; inf if it may read all of them."""
+        """Returns how many bytes of each parameter a fused computation reads; inf if it may read
+        all of them.
+        """
         inner = self.module.computations[computation]
         users: dict[str, list[tuple[Instruction, int]]] = collections.defaultdict(list)
         for user in inner.values():
@@ -209,7 +249,9 @@ class Tally:
 
         @functools.cache
         def bytes_of(name: str, updated: bool = False) -> float:
-            """Returns the bytes of a parameter (or of a bitcast or an update of it) that are read."""
+            """Returns the bytes of a parameter (or of a bitcast or an update of it) that
+            are read.
+            """
             bytes_ = 0.0 if updated or not inner[name].is_root else math.inf
             for user, place in users[name]:
                 if user.opcode in SLICES and place == 0:
@@ -225,7 +267,10 @@ class Tally:
             return bytes_
 
         parameters = {int(x.operands[0]): x.name for x in inner.values() if x.opcode == "parameter"}
-        return [bytes_of(parameters[i]) if i in parameters else 0.0 for i in range(max(parameters, default=-1) + 1)]
+        return [
+            bytes_of(parameters[i]) if i in parameters else 0.0
+            for i in range(max(parameters, default=-1) + 1)
+        ]
 
 
 def _operands(op: Instruction, body: dict[str, Instruction]) -> list[Instruction]:
@@ -243,7 +288,9 @@ def _delivered(op: Instruction, operands: list[Instruction]) -> Array:
 
 def _fetched_again(op: Instruction, body: dict[str, Instruction]) -> bool:
     """Returns whether the same run fetches the operand of ``op`` once more, for the next run."""
-    return any(x is not op and (x.opcode, x.operands) == (op.opcode, op.operands) for x in body.values())
+    return any(
+        x is not op and (x.opcode, x.operands) == (op.opcode, op.operands) for x in body.values()
+    )
 
 
 def _origin(op: Instruction, body: dict[str, Instruction]) -> Instruction:

@@ -1,4 +1,6 @@
-"""Defines the work of a program, from which its milliseconds follow; computes it from shapes alone, and bounds a round."""
+"""Defines the work of a program, from which its milliseconds follow; computes it from shapes alone,
+and bounds a round.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Work:
 
 
 def calls_of_round(whole: Work, draft_step: Work) -> tuple[Work, ...]:
-    """Splits the work of a round into its calls: collectives of the draft can only hide under the draft's streaming.
+    """Splits the work of a round into its calls: collectives of the draft can only hide under the
+    draft's streaming.
 
     The target's call, the first, is what the draft's steps leave of the whole.
     """
@@ -40,16 +43,18 @@ def calls_of_round(whole: Work, draft_step: Work) -> tuple[Work, ...]:
 def hops(chips: Sequence[int]) -> int:
     """Returns the hops between the two chips that are farthest apart: 5 for (2, 2, 4).
 
-    No axis wraps around: the fit of `specsamp.tpu.calibration` then misses a layout that was left out
-    by 10% at most, else by 24%, because of steps on a 4x4x4.
+    No axis wraps around: the fit of `specsamp.tpu.calibration` then misses a layout that was left
+    out by 10% at most, else by 24%, because of steps on a 4x4x4.
     """
     return sum(size - 1 for size in chips)
 
 
 def wire_ms(carried: float, chips: Sequence[int], link_bytes_per_second: float) -> float:
-    """Returns the milliseconds in which every chip of a replica sends its share of some bytes to all others.
+    """Returns the milliseconds in which every chip of a replica sends its share of some bytes to
+    all others.
 
-    Bytes of an all-reduce count twice. Each axis has links in both directions; the rate is that of one link, one way.
+    Bytes of an all-reduce count twice. Each axis has links in both directions; the rate is that of
+    one link, one way.
     """
     count, axes = math.prod(chips), sum(size > 1 for size in chips)
     return carried * (count - 1) / count / (2 * axes * link_bytes_per_second) * 1e3 if axes else 0.0
@@ -57,12 +62,15 @@ def wire_ms(carried: float, chips: Sequence[int], link_bytes_per_second: float) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a model, from which the work of a call follows; `specsamp.tpu.program` takes it from the compiler instead."""
+    """Sizes of a model, from which the work of a call follows; `specsamp.tpu.program` takes it from
+    the compiler instead.
+    """
 
     layers: int
     width: int
     parameters: float  # of the layers, read at every step
-    head_parameters: float = 0.0  # of the output matrix, which stays in bfloat16 where the layers are in int8
+    # Of the output matrix, which stays in bfloat16 where the layers are in int8.
+    head_parameters: float = 0.0
     cached: float = 0.0  # numbers of the cache per token of a sequence
     expert_parameters: float = 0.0  # of one expert
     expert_layers: int = 0
@@ -74,7 +82,10 @@ class Shape:
     def of(cls, config: TransformerConfig) -> Shape:
         """Takes the sizes of a transformer; tables that are only looked up are left out."""
         embeddings = config.vocab_size * config.width
-        tables = embeddings * (1 if config.tied else 2) + config.num_ngram_tables * config.ngram_rows * config.width
+        tables = (
+            embeddings * (1 if config.tied else 2)
+            + config.num_ngram_tables * config.ngram_rows * config.width
+        )
         experts = config.experts
         return cls(
             layers=config.num_layers,
@@ -89,10 +100,14 @@ class Shape:
         )
 
     def weight_bytes(self, dtype: str, tokens: int) -> float:
-        """Returns the bytes of weights that a call of so many tokens reads; experts as random routing picks them."""
+        """Returns the bytes of weights that a call of so many tokens reads; experts as random
+        routing picks them.
+        """
         missed = (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 1.0
         picked = self.expert_layers * self.experts * (1 - missed) * self.expert_parameters
-        return (self.parameters + picked) * BYTES[dtype] + self.head_parameters * max(BYTES[dtype], BYTES["bfloat16"])
+        return (self.parameters + picked) * BYTES[dtype] + self.head_parameters * max(
+            BYTES[dtype], BYTES["bfloat16"]
+        )
 
     def call(
         self,
@@ -106,7 +121,8 @@ class Shape:
         cache: str = "bfloat16",
         sequences: int | None = None,
     ) -> Work:
-        """Returns the work of a call on one chip of a replica; a compiled program moves a little more.
+        """Returns the work of a call on one chip of a replica; a compiled program moves a little
+        more.
 
         Args:
           rows: sequences of the replica.
@@ -115,11 +131,14 @@ class Shape:
           sequences: whose attention one chip computes; None: all of its replica.
         """
         count = math.prod(chips)
-        read = self.weight_bytes(weights, rows * tokens) + rows * context * self.cached * BYTES[cache]
+        read = (
+            self.weight_bytes(weights, rows * tokens) + rows * context * self.cached * BYTES[cache]
+        )
         used = self.parameters + self.head_parameters
         used += self.expert_layers * self.experts_per_token * self.expert_parameters
         one = self.collective(chip, chips, rows * tokens)
-        times = self.collectives_per_layer * self.layers + 2 if count > 1 else 0  # and for embedding and logits
+        # And for embedding and logits.
+        times = self.collectives_per_layer * self.layers + 2 if count > 1 else 0
         return Work(
             streaming_ms=read / count / chip.hbm_bytes_per_second * 1e3,
             cycles_ms=2 * used * rows * tokens / count / chip.flops_per_second * 1e3,
@@ -130,7 +149,9 @@ class Shape:
         )
 
     def collective(self, chip: Chip, chips: Sequence[int], rows: int) -> Work:
-        """Returns the work of one all-reduce of activations, which scatters sums and gathers them."""
+        """Returns the work of one all-reduce of activations, which scatters sums and
+        gathers them.
+        """
         carried = 2 * rows * self.width * BYTES["bfloat16"]
         return Work(
             streaming_ms=0.0,
@@ -144,8 +165,9 @@ class Shape:
 class Roofline(Costs):
     """A lower bound from sizes and rates: a call takes the longer of streaming and arithmetic.
 
-    Weights are read once for all sequences and all their tokens, the cache of each sequence once (Pope et al., arXiv
-    2211.05102), and of the experts those that the tokens are expected to choose.
+    Weights are read once for all sequences and all their tokens, the cache of each sequence once
+    (Pope et al., arXiv 2211.05102), and of the experts those that the tokens are expected to
+    choose.
     """
 
     target: TransformerConfig
@@ -166,8 +188,13 @@ class Roofline(Costs):
         return self.call_ms(self.target, rows, batch, context) + drafted
 
     def call_ms(self, model: TransformerConfig, tokens: int, batch: int, context: int) -> float:
-        """Returns the milliseconds of one call with ``tokens`` tokens in each of ``batch`` sequences."""
-        dtypes = {"weights": model.weight_dtype or model.dtype, "cache": model.cache_dtype or model.dtype}
+        """Returns the milliseconds of one call with ``tokens`` tokens in each of ``batch``
+        sequences.
+        """
+        dtypes = {
+            "weights": model.weight_dtype or model.dtype,
+            "cache": model.cache_dtype or model.dtype,
+        }
         sizes = {"rows": batch, "context": context, "tokens": tokens}
         work = Shape.of(model).call(CHIPS[self.chip], (self.devices,), **sizes, **dtypes)
         return max(work.streaming_ms, work.cycles_ms)

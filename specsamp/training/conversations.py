@@ -1,4 +1,6 @@
-"""Conversations that a tuned target writes itself, to distil a draft or a head where it will be used."""
+"""Conversations that a tuned target writes itself, to distil a draft or a head where it will be
+used.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +36,20 @@ def write_conversations(
     seed: int = 0,
     report: Callable[[int], Any] = lambda tokens: None,
 ) -> None:
-    """Lets the target write questions at temperature 1, by continuing the beginning of a chat, and answers to them.
+    """Lets the target write questions at temperature 1, by continuing the beginning of a chat, and
+    answers to them.
 
-    A question is dropped if it does not end by itself, is empty, or stands in an earlier conversation (Magpie, arXiv
-    2406.08464). The temperatures of the answers are spread evenly over [``coolest``, 1]. Each shard is kept in a file, so
-    that a killed run goes on where it was; a longer run begins with the shards of a shorter one.
+    A question is dropped if it does not end by itself, is empty, or stands in an earlier
+    conversation (Magpie, arXiv 2406.08464). The temperatures of the answers are spread evenly over
+    [``coolest``, 1]. Each shard is kept in a file, so that a killed run goes on where it was; a
+    longer run begins with the shards of a shorter one.
 
     Args:
-      folder: of the shards: ``0000.npy`` holds tokens, ``[T]``, in the narrowest unsigned type for the vocabulary;
-        `specsamp.training.data.read_corpus` reads both. ``0000.json`` counts the questions that were written and the
-        answers that ended, and has the place of each conversation: its first token, and the tokens before its answer.
-        ``written_by.json`` has the digest of the target and the options, which stay the same.
+      folder: of the shards: ``0000.npy`` holds tokens, ``[T]``, in the narrowest unsigned type for
+        the vocabulary; `specsamp.training.data.read_corpus` reads both. ``0000.json`` counts the
+        questions that were written and the answers that ended, and has the place of each
+        conversation: its first token, and the tokens before its answer. ``written_by.json`` has the
+        digest of the target and the options, which stay the same.
       pair: its target writes; its tokenizer has a chat template.
       tokens: of all shards together; the last shard is whole.
       shard: questions of a shard, before some are dropped.
@@ -55,19 +60,27 @@ def write_conversations(
       report: gets the number of tokens so far.
 
     Raises:
-      ValueError: a number out of range, no chat template, a folder of another target or of other options, several
-        processes, or a shard whose questions were all dropped.
+      ValueError: a number out of range, no chat template, a folder of another target or of other
+        options, several processes, or a shard whose questions were all dropped.
     """
-    lengths = {"shard": shard, "longest_question": longest_question, "longest_answer": longest_answer}
+    lengths = {
+        "shard": shard,
+        "longest_question": longest_question,
+        "longest_answer": longest_answer,
+    }
     for name, value in (lengths | {"tokens": tokens, "rows": rows}).items():
         validate.integer(name, value, 1)
     validate.number("coolest", coolest, 0, 1)
     if jax.process_count() > 1:
-        raise ValueError("one process writes conversations: leave out --distributed and --coordinator")
+        raise ValueError(
+            "one process writes conversations: leave out --distributed and --coordinator"
+        )
     if pair.tokenizer is None:
         raise ValueError("conversations need a target with a tokenizer and a chat template")
     begin, end = borders(pair)
-    check_same_writer(folder, {"target": digest(pair.target_params), "seed": seed, "coolest": coolest, **lengths})
+    check_same_writer(
+        folder, {"target": digest(pair.target_params), "seed": seed, "coolest": coolest, **lengths}
+    )
     write = functools.partial(generate_many, pair, rows=rows, draft_length=0, seed=seed)
     stop = sorted(make_stops(pair, None).ids.union(end[:1]))
     seen: set[tuple[int, ...]] = set()
@@ -78,24 +91,44 @@ def write_conversations(
         if not path.exists():
             ids = range(number * shard, (number + 1) * shard)
             hot = temperature(1.0)
-            questions = list(write([begin] * shard, longest_question, sampling=hot, prompt_ids=ids, stop=stop))
+            questions = list(
+                write([begin] * shard, longest_question, sampling=hot, prompt_ids=ids, stop=stop)
+            )
             questions.sort(key=lambda question: question.prompt_index)
             prompts: dict[tuple[int, ...], int] = {}
             for id, question in zip(ids, questions):
-                prompt = asked(pair, question.text) if question.finish == "stop" and question.text.strip() else ()
+                prompt = (
+                    asked(pair, question.text)
+                    if question.finish == "stop" and question.text.strip()
+                    else ()
+                )
                 if prompt and prompt not in seen:
                     prompts.setdefault(prompt, id)
             if not prompts:
-                raise ValueError(f"none of {shard} questions ended and was new: raise longest_question or shard")
+                raise ValueError(
+                    f"none of {shard} questions ended and was new: raise longest_question or shard"
+                )
             spread = temperature(np.linspace(coolest, 1, len(prompts)))
-            answers = list(write(list(prompts), longest_answer, sampling=spread, prompt_ids=list(prompts.values())))
+            answers = list(
+                write(
+                    list(prompts),
+                    longest_answer,
+                    sampling=spread,
+                    prompt_ids=list(prompts.values()),
+                )
+            )
             answers.sort(key=lambda answer: answer.prompt_index)
             texts = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers)]
             starts = np.cumsum([0, *map(len, texts)])
-            counts = {"questions": shard, "ended": sum(answer.finish == "stop" for answer in answers)}
+            counts = {
+                "questions": shard,
+                "ended": sum(answer.finish == "stop" for answer in answers),
+            }
             places = [[int(start), len(prompt)] for start, prompt in zip(starts, prompts)]
             storage.write_json(path.with_suffix(".json"), counts | {"conversations": places})
-            write_array(path, np.concatenate(texts).astype(np.min_scalar_type(pair.target.vocab_size - 1)))
+            write_array(
+                path, np.concatenate(texts).astype(np.min_scalar_type(pair.target.vocab_size - 1))
+            )
         shard_T = read_array(path)
         for start, length in storage.read_json(path.with_suffix(".json"))["conversations"]:
             seen.add(tuple(shard_T[start : start + length].tolist()))
@@ -105,7 +138,8 @@ def write_conversations(
 
 
 def check_same_writer(folder: epath.Path, identity: dict[str, Any]) -> None:
-    """Writes the target and the options of a folder of conversations, or compares them with those it has.
+    """Writes the target and the options of a folder of conversations, or compares them with those
+    it has.
 
     Raises:
       ValueError: they differ.
@@ -114,11 +148,15 @@ def check_same_writer(folder: epath.Path, identity: dict[str, Any]) -> None:
     if not path.exists():
         storage.write_json(path, identity)
     elif different := storage.differences(storage.read_json(path), identity):
-        raise ValueError(f"{folder} holds other conversations: {'; '.join(different)}. Name another folder")
+        raise ValueError(
+            f"{folder} holds other conversations: {'; '.join(different)}. Name another folder"
+        )
 
 
 def borders(pair: Pair) -> tuple[list[int], list[int]]:
-    """Returns the tokens of a chat before the words of its user, and those between them and the answer."""
+    """Returns the tokens of a chat before the words of its user, and those between them and the
+    answer.
+    """
     one, other = asked(pair, "A"), asked(pair, "7")
     end = os.path.commonprefix([one[::-1], other[::-1]])[::-1]
     return list(os.path.commonprefix([one, other])), list(end)

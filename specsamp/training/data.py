@@ -1,6 +1,8 @@
-"""Reads a folder of files as token windows: texts, conversations (lines of ``.jsonl``), or sequences of integers (``.npy``).
+"""Reads a folder of files as token windows: texts, conversations (lines of ``.jsonl``), or
+sequences of integers (``.npy``).
 
-Everything here is a function of the files, the seed and the step, so a resumed run needs nothing but its step.
+Everything here is a function of the files, the seed and the step, so a resumed run needs nothing
+but its step.
 """
 
 from __future__ import annotations
@@ -22,24 +24,34 @@ from specsamp.checkpoints.tokenizer import EOS
 from specsamp.storage import read_json
 
 WRITTEN_BY = "written_by.json"  # in a folder of conversations that a target wrote
-LISTS = ("messages", "tools", "documents")  # of a conversation, for its template; other keys of a line are not read
+# Of a conversation, for its template; other keys of a line are not read.
+LISTS = ("messages", "tools", "documents")
 
 
 class ChatText(str):
-    """A line such as ``{"messages": [{"role": "user", "content": "Hi"}]}``, which a chat template writes out."""
+    """A line such as ``{"messages": [{"role": "user", "content": "Hi"}]}``, which a chat template
+    writes out.
+    """
 
     @property
     def conversation(self) -> dict[str, list[dict]]:
         """Returns the messages, and the tools and documents of the line if it has any."""
-        return {key: value for key, value in json.loads(self).items() if key in LISTS and value is not None}
+        return {
+            key: value
+            for key, value in json.loads(self).items()
+            if key in LISTS and value is not None
+        }
 
 
-TrainingText = str | np.ndarray  # or integers that are tokens but no text, such as the grey levels of an image, int32
+# Or integers that are tokens but no text, such as the grey levels of an image, int32.
+TrainingText = str | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Texts by relative path; the path alone decides whether a file, or a conversation, is trained on or held out."""
+    """Texts by relative path; the path alone decides whether a file, or a conversation, is trained
+    on or held out.
+    """
 
     train: dict[str, TrainingText]
     held_out: dict[str, TrainingText]
@@ -50,7 +62,10 @@ class Corpus:
         """Returns the digest, and the number of files and bytes of both sides."""
 
         def size(texts):
-            return sum(len(x.tobytes() if isinstance(x, np.ndarray) else x.encode()) for x in texts.values())
+            return sum(
+                len(x.tobytes() if isinstance(x, np.ndarray) else x.encode())
+                for x in texts.values()
+            )
 
         return {
             "sha256": self.digest,
@@ -63,7 +78,9 @@ class Corpus:
 
 
 def standard_library() -> pathlib.Path:
-    """Returns the folder of Python's standard library: source on every machine with Python, under the PSF licence."""
+    """Returns the folder of Python's standard library: source on every machine with Python, under
+    the PSF licence.
+    """
     return pathlib.Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -74,10 +91,12 @@ def read_corpus(
     exclude: Sequence[str] = (),
     held_out: float = 0.03,
 ) -> Corpus:
-    """Reads every UTF-8 or ``.npy`` file of ``folder`` that matches ``pattern``; files without text are left out.
+    """Reads every UTF-8 or ``.npy`` file of ``folder`` that matches ``pattern``; files without text
+    are left out.
 
-    A ``.npy`` file holds integers: one sequence ``[T]``, or one in each row ``[N, T]``, shorter ones padded with -1; or
-    the conversations of `specsamp.training.conversations`, one after another.
+    A ``.npy`` file holds integers: one sequence ``[T]``, or one in each row ``[N, T]``, shorter
+    ones padded with -1; or the conversations of `specsamp.training.conversations`, one after
+    another.
 
     Args:
       pattern: of file names, as in `fnmatch`.
@@ -86,8 +105,8 @@ def read_corpus(
 
     Raises:
       FileNotFoundError: there is no such folder.
-      ValueError: a share outside [0, 1], a line that is no conversation, an array of other values or of another dtype than
-        the array before it, or no file to train on.
+      ValueError: a share outside [0, 1], a line that is no conversation, an array of other values
+        or of another dtype than the array before it, or no file to train on.
     """
     validate.number("data.held_out", held_out, 0, 1)
     if not pattern or pathlib.PurePath(pattern).is_absolute():
@@ -99,13 +118,17 @@ def read_corpus(
     skipped, digest, dtypes = [], hashlib.sha256(), {}
     for path in sorted(folder.rglob(pattern)):
         relative = path.relative_to(folder)
-        if not path.is_file() or any(fnmatch.fnmatch(part, glob) for part in relative.parts for glob in exclude):
+        if not path.is_file() or any(
+            fnmatch.fnmatch(part, glob) for part in relative.parts for glob in exclude
+        ):
             continue
         name, content = relative.as_posix(), path.read_bytes()
         if path.suffix == ".npy":
             rows, dtypes[name] = _integers(name, content)
             if path.with_name(WRITTEN_BY).is_file():
-                starts = [start for start, _ in read_json(path.with_suffix(".json"))["conversations"]]
+                starts = [
+                    start for start, _ in read_json(path.with_suffix(".json"))["conversations"]
+                ]
                 rows = np.split(rows[0], starts[1:])
             if len(set(dtypes.values())) > 1:
                 first = next(iter(dtypes))
@@ -127,8 +150,8 @@ def read_corpus(
     train, kept = sides
     if not train:
         raise ValueError(
-            f"nothing to train on: {folder} has no UTF-8 file that matches {pattern!r} outside {list(exclude)} "
-            f"({len(skipped)} undecodable, {len(kept)} held out)"
+            f"nothing to train on: {folder} has no UTF-8 file that matches {pattern!r} outside "
+            f"{list(exclude)} ({len(skipped)} undecodable, {len(kept)} held out)"
         )
     return Corpus(train=train, held_out=kept, skipped=tuple(skipped), digest=digest.hexdigest())
 
@@ -147,19 +170,30 @@ def _parts(name: str, text: str) -> Iterable[tuple[str, TrainingText]]:
         except (ValueError, KeyError, TypeError, RecursionError):
             is_conversation = False
         if not is_conversation:
-            raise ValueError(f'{name}, line {number}: {line[:60]!r} is no conversation: write {{"messages": [...]}}')
+            raise ValueError(
+                f'{name}, line {number}: {line[:60]!r} is no conversation: write {{"messages": [...]}}'
+            )
         for key in LISTS:
             value = content.get(key) or []
             if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-                raise ValueError(f"{name}, line {number}: {key} must be a list of objects; got {value!r:.100}")
-        for key, cure in (("functions", "write them as tools"), ("chat_template_kwargs", "leave it out")):
+                raise ValueError(
+                    f"{name}, line {number}: {key} must be a list of objects; got {value!r:.100}"
+                )
+        for key, cure in (
+            ("functions", "write them as tools"),
+            ("chat_template_kwargs", "leave it out"),
+        ):
             if content.get(key):
-                raise ValueError(f"{name}, line {number}: {key} would change the text, but is not read: {cure}")
+                raise ValueError(
+                    f"{name}, line {number}: {key} would change the text, but is not read: {cure}"
+                )
         yield f"{name}:{number}", ChatText(line)
 
 
 def _integers(name: str, content: bytes) -> tuple[list[np.ndarray], np.dtype]:
-    """Returns the sequences of a ``.npy`` file and its dtype; raises ValueError, with its name, for anything else."""
+    """Returns the sequences of a ``.npy`` file and its dtype; raises ValueError, with its name, for
+    anything else.
+    """
     try:
         array = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
@@ -167,16 +201,21 @@ def _integers(name: str, content: bytes) -> tuple[list[np.ndarray], np.dtype]:
             f"{name} holds no array of numbers ({error}): write integers [T] or [N, T] by np.save"
         ) from error
     if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2) or not array.size:
-        raise ValueError(f"{name} must hold integers [T] or [N, T]; got {array.dtype} {list(array.shape)}")
+        raise ValueError(
+            f"{name} must hold integers [T] or [N, T]; got {array.dtype} {list(array.shape)}"
+        )
     rows = np.atleast_2d(array).astype(np.int64)
     lengths = (rows >= 0).sum(1)
     is_padded = (rows < 0) == (np.arange(rows.shape[1])[None] >= lengths[:, None])
     if not is_padded.all() or rows.min() < -1 or rows.max() >= 2**31:
         row = int(np.argmax(~is_padded.all(1) | (rows < -1).any(1) | (rows >= 2**31).any(1)))
         raise ValueError(
-            f"{name}, row {row}: tokens must be >= 0 and below 2**31, with -1 behind the last of a shorter sequence"
+            f"{name}, row {row}: tokens must be >= 0 and below 2**31, with -1 behind the last of a "
+            "shorter sequence"
         )
-    return [row[:length].astype(np.int32) for row, length in zip(rows, lengths) if length], array.dtype
+    return [
+        row[:length].astype(np.int32) for row, length in zip(rows, lengths) if length
+    ], array.dtype
 
 
 def _hash_fraction(relative_path: str) -> float:
@@ -185,7 +224,9 @@ def _hash_fraction(relative_path: str) -> float:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = EOS) -> tokenizers.Tokenizer:
-    """Trains a byte-level BPE tokenizer of at most ``vocab_size`` tokens; the last id ends texts."""
+    """Trains a byte-level BPE tokenizer of at most ``vocab_size`` tokens; the last id
+    ends texts.
+    """
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -200,9 +241,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, eos: str = EOS) -> to
 
 
 def integer_tokenizer(vocab_size: int, eos: str = EOS) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of sequences of integers: a text such as "5 16 0" is these ids; the last id ends sequences."""
+    """Returns the tokenizer of sequences of integers: a text such as "5 16 0" is these ids; the
+    last id ends sequences.
+    """
     words = {str(i): i for i in range(vocab_size - 1)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words | {eos: vocab_size - 1}, unk_token=eos))
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(words | {eos: vocab_size - 1}, unk_token=eos)
+    )
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([eos])
     return tokenizer
@@ -212,8 +257,8 @@ def token_stream(texts: Iterable[TrainingText], tokenizer) -> np.ndarray:
     """Concatenates all texts, with an end-of-text token before each and at the end.
 
     Args:
-      tokenizer: anything with ``encode(text) -> ids`` and ``eos_id``; for conversations, with a chat template. Sequences of
-        integers are tokens already.
+      tokenizer: anything with ``encode(text) -> ids`` and ``eos_id``; for conversations, with a
+        chat template. Sequences of integers are tokens already.
 
     Returns:
       ``[tokens]`` int32.
@@ -236,10 +281,11 @@ def token_stream(texts: Iterable[TrainingText], tokenizer) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """Cuts windows of ``length + 1`` tokens from a stream, in an order that depends on the seed and the epoch.
+    """Cuts windows of ``length + 1`` tokens from a stream, in an order that depends on the seed and
+    the epoch.
 
-    A window gives ``length`` inputs and as many labels. Inputs do not overlap within an epoch; every epoch cuts the stream
-    at another offset.
+    A window gives ``length`` inputs and as many labels. Inputs do not overlap within an epoch;
+    every epoch cuts the stream at another offset.
 
     Raises:
       ValueError: a length below 1, or a stream too short for one window.
@@ -252,7 +298,10 @@ class Windows:
     def __post_init__(self):
         validate.integer("the length of windows", self.length, 1)
         if self.per_epoch < 1:
-            raise ValueError(f"{len(self.stream)} tokens are too few for windows of {self.length} + 1: shorten them")
+            raise ValueError(
+                f"{len(self.stream)} tokens are too few for windows of {self.length} + 1: shorten "
+                "them"
+            )
 
     @property
     def per_epoch(self) -> int:
@@ -260,7 +309,9 @@ class Windows:
         return (len(self.stream) - 1) // self.length - 1
 
     def batch(self, step: int, size: int) -> np.ndarray:
-        """Returns windows ``step * size`` onwards, over as many epochs as it takes, ``[size, length + 1]`` int32."""
+        """Returns windows ``step * size`` onwards, over as many epochs as it takes, ``[size, length
+        + 1]`` int32.
+        """
         epochs, places = np.divmod(np.arange(step * size, (step + 1) * size), self.per_epoch)
         rows = np.empty((size, self.length + 1), np.int32)
         for epoch in np.unique(epochs):
@@ -268,17 +319,22 @@ class Windows:
             offset = int(order.integers(self.length))
             starts = offset + self.length * order.permutation(self.per_epoch)
             inside = epochs == epoch
-            rows[inside] = self.stream[starts[places[inside], None] + np.arange(self.length + 1)[None]]
+            rows[inside] = self.stream[
+                starts[places[inside], None] + np.arange(self.length + 1)[None]
+            ]
         return rows
 
     def in_order(self) -> np.ndarray:
-        """Returns all windows from the first token on, ``[windows, length + 1]``, for evaluation."""
+        """Returns all windows from the first token on, ``[windows, length + 1]``, for
+        evaluation.
+        """
         starts = self.length * np.arange((len(self.stream) - 1) // self.length)
         return self.stream[starts[:, None] + np.arange(self.length + 1)[None]]
 
 
 def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.ndarray:
-    """Returns at most ``most`` windows of the held-out files, spread evenly over them, ``[windows, length + 1]``.
+    """Returns at most ``most`` windows of the held-out files, spread evenly over them, ``[windows,
+    length + 1]``.
 
     Raises:
       ValueError: no file is held out, the files are too short for a window, or ``most`` is below 1.
@@ -292,7 +348,9 @@ def held_out_windows(corpus: Corpus, tokenizer, length: int, most: int) -> np.nd
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """Mixes batches: a share comes from ``rows``, in an order drawn per epoch, the rest from ``windows``."""
+    """Mixes batches: a share comes from ``rows``, in an order drawn per epoch, the rest from
+    ``windows``.
+    """
 
     windows: Windows
     rows: np.ndarray  # [rows, length + 1] int32
@@ -300,10 +358,14 @@ class Mixture:
     seed: int = 0
 
     def batch(self, step: int, size: int) -> np.ndarray:
-        """Returns ``[size, length + 1]`` int32: first rows of windows, then ``round(share * size)`` of ``rows``."""
+        """Returns ``[size, length + 1]`` int32: first rows of windows, then ``round(share * size)``
+        of ``rows``.
+        """
         drawn = round(self.share * size)
         epochs, places = np.divmod(np.arange(step * drawn, (step + 1) * drawn), len(self.rows))
-        shuffles = {epoch: np.random.default_rng([self.seed, 1, epoch]) for epoch in set(epochs.tolist())}
+        shuffles = {
+            epoch: np.random.default_rng([self.seed, 1, epoch]) for epoch in set(epochs.tolist())
+        }
         order = {epoch: shuffle.permutation(len(self.rows)) for epoch, shuffle in shuffles.items()}
         chosen = [order[epoch][place] for epoch, place in zip(epochs, places, strict=True)]
         return np.concatenate([self.windows.batch(step, size - drawn), self.rows[chosen]])

@@ -1,10 +1,11 @@
-"""Writes images of handwritten digits as sequences of tokens, for a training without text: configs/digits.py.
+"""Writes images of handwritten digits as sequences of tokens, for a training without text:
+configs/digits.py.
 
     python -m specsamp.training.digits runs/digits
 
-The 1,797 images of 8 x 8 pixels come with scikit-learn (`pip install scikit-learn`). They are from the UCI repository's
-"Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998; CC BY 4.0). A sequence is the class, then the
-pixels row by row.
+The 1,797 images of 8 x 8 pixels come with scikit-learn (`pip install scikit-learn`). They are from
+the UCI repository's "Optical Recognition of Handwritten Digits" (E. Alpaydin and C. Kaynak, 1998;
+CC BY 4.0). A sequence is the class, then the pixels row by row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ VOCAB_SIZE = LEVELS + CLASSES + 1  # the last token ends a sequence
 
 
 def write_digits(folder: str | os.PathLike) -> np.ndarray:
-    """Writes ``digits.npy``, uint8 ``[1797, 65]``, and returns it; raises ImportError without scikit-learn."""
+    """Writes ``digits.npy``, uint8 ``[1797, 65]``, and returns it; raises ImportError without
+    scikit-learn.
+    """
     from sklearn.datasets import load_digits  # an extra: pip install scikit-learn
 
     digits = load_digits()
@@ -32,7 +35,9 @@ def write_digits(folder: str | os.PathLike) -> np.ndarray:
 
 
 def prompt(number: int) -> list[int]:
-    """Returns the prompt for an image of a digit: the end of the sequence before it, and its class."""
+    """Returns the prompt for an image of a digit: the end of the sequence before it, and
+    its class.
+    """
     return [VOCAB_SIZE - 1, LEVELS + number]
 
 

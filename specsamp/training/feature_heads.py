@@ -1,19 +1,22 @@
-"""Trains heads that draft from a target's hidden states, by EAGLE-3's training-time test (arXiv 2503.01840, section 3.2).
+"""Trains heads that draft from a target's hidden states, by EAGLE-3's training-time test (arXiv
+2503.01840, section 3.2).
 
-In decoding a head reads the target's hidden states once and goes on with its own features. Training does the same for S
-steps. At step i row t reads the true token x_{t+1+i} and the feature that step i - 1 returned for the row (at step 0 the
-target's hidden states), at position t + i, and predicts the token after x_{t+1+i}. It attends to the same features as in
-decoding: the target's of rows up to t, then its own of each step. The loss compares it with the target:
+In decoding a head reads the target's hidden states once and goes on with its own features. Training
+does the same for S steps. At step i row t reads the true token x_{t+1+i} and the feature that step
+i - 1 returned for the row (at step 0 the target's hidden states), at position t + i, and predicts
+the token after x_{t+1+i}. It attends to the same features as in decoding: the target's of rows up
+to t, then its own of each step. The loss compares it with the target:
 
     loss = sum_i decay^i mean_t D(q_{t+1+i}, p_{t,i}),       D one of `DIVERGENCES`, or cross-entropy on the text
 
-Medusa heads go through the same test. They return the feature that they read, so step i is the head at offset i, which
-predicts x_{t+2+i} from the target's hidden state at t. Of several modules for multi-token prediction, step i is module i: it
-reads the features of module i - 1, at position t, and attends to its own rows up to t.
+Medusa heads go through the same test. They return the feature that they read, so step i is the head
+at offset i, which predicts x_{t+2+i} from the target's hidden state at t. Of several modules for
+multi-token prediction, step i is module i: it reads the features of module i - 1, at position t,
+and attends to its own rows up to t.
 
 The target runs in the same step, so no hidden states are stored. With a reduced vocabulary ``q`` is
-renormalised over it, and positions whose likeliest token is outside are left out. The logged acceptance of each step is
-always under the whole ``q``.
+renormalised over it, and positions whose likeliest token is outside are left out. The logged
+acceptance of each step is always under the whole ``q``.
 """
 
 from __future__ import annotations
@@ -75,7 +78,9 @@ class StepCache:
         """Adds a step; ``start_B`` is its number, where its positions begin."""
         if self.keys is None:
             room = jnp.zeros((self.later, *k_BMTH.shape), k_BMTH.dtype)
-            return dataclasses.replace(self, keys=k_BMTH, values=v_BMTH, own_keys=room, own_values=room)
+            return dataclasses.replace(
+                self, keys=k_BMTH, values=v_BMTH, own_keys=room, own_values=room
+            )
         number = start_B[0]
         own = (self.own_keys.at[number - 1].set(k_BMTH), self.own_values.at[number - 1].set(v_BMTH))
         return dataclasses.replace(self, own_keys=own[0], own_values=own[1], count=number)
@@ -98,9 +103,13 @@ class StepCache:
         slots_S = jnp.arange(self.num_slots)
         is_own_S = (slots_S >= length) & (slots_S < length + self.count)
         is_seen_TS = (slots_S[None] <= jnp.arange(length)[:, None]) | is_own_S[None]
-        probs = jax.nn.softmax(jnp.where(is_seen_TS[None, None, None], scores, -jnp.inf), axis=-1).astype(q_BNTH.dtype)
+        probs = jax.nn.softmax(
+            jnp.where(is_seen_TS[None, None, None], scores, -jnp.inf), axis=-1
+        ).astype(q_BNTH.dtype)
         mixed_BMGTH = contract("BMGTS,BMSH->BMGTH", probs[..., :length], self.values)
-        mixed_BMGTH = mixed_BMGTH + contract("BMGTR,RBMTH->BMGTH", probs[..., length:], self.own_values)
+        mixed_BMGTH = mixed_BMGTH + contract(
+            "BMGTR,RBMTH->BMGTH", probs[..., length:], self.own_values
+        )
         return mixed_BMGTH.reshape(batch, heads, length, size)
 
 
@@ -111,11 +120,13 @@ class TrainHead(Task):
     Attributes:
       head: its parameters are trained, except the ids of a reduced vocabulary.
       target: the model that it reads.
-      objective: one of `DIVERGENCES`, or "cross_entropy" on the text, as modules for multi-token prediction have it.
-      test_steps: S of the training-time test; at most the number of Medusa heads, and the number of several modules.
+      objective: one of `DIVERGENCES`, or "cross_entropy" on the text, as modules for multi-token
+        prediction have it.
+      test_steps: S of the training-time test; at most the number of Medusa heads, and the number of
+        several modules.
       decay: weight of a step relative to the step before.
-      chunk: positions whose logits are in memory at a time. Logits and steps are then computed again for the gradient.
-        None: all positions, and nothing is computed again.
+      chunk: positions whose logits are in memory at a time. Logits and steps are then computed
+        again for the gradient. None: all positions, and nothing is computed again.
 
     Raises:
       ValueError: an unknown objective, a number out of range, or a head for another target.
@@ -133,22 +144,37 @@ class TrainHead(Task):
     def __post_init__(self):
         validate.choice("objective", self.objective, self.objectives)
         if self.objective == "cross_entropy" and self.head.config.draft_vocab_size is not None:
-            raise ValueError("objective cross_entropy needs the whole vocabulary: set head.draft_vocab_size to 0")
+            raise ValueError(
+                "objective cross_entropy needs the whole vocabulary: set head.draft_vocab_size to 0"
+            )
         validate.integer("test_time.test_steps", self.test_steps, 1)
         most = self.head.config.max_tokens
         if most is not None and self.test_steps > most:
-            raise ValueError(f"test_time.test_steps is {self.test_steps}, but the head drafts {most} tokens at most")
+            raise ValueError(
+                f"test_time.test_steps is {self.test_steps}, but the head drafts {most} tokens at "
+                "most"
+            )
         if isinstance(self.head, ModuleChain) and self.test_steps != most:
-            raise ValueError(f"test_time.test_steps is {self.test_steps}, but each of the {most} modules is one step")
+            raise ValueError(
+                f"test_time.test_steps is {self.test_steps}, but each of the {most} modules is one "
+                "step"
+            )
         validate.number("test_time.decay", self.decay, 0, 1, above=True)
         if self.chunk is not None:
             validate.integer("test_time.chunk", self.chunk, 1)
         self.head.check_target(self.target)
 
     def teacher(self, target_params: Any, draft_ids: np.ndarray | None = None) -> dict[str, Any]:
-        """Returns the target's parameters in its compute dtype, and the ids of a reduced vocabulary, ``[U]``, increasing."""
-        target_params = jax.tree.map(lambda x: x.astype(self.target.config.compute_dtype), target_params)
-        return {"target": target_params, DRAFT_IDS: None if draft_ids is None else jnp.asarray(draft_ids, jnp.int32)}
+        """Returns the target's parameters in its compute dtype, and the ids of a reduced
+        vocabulary, ``[U]``, increasing.
+        """
+        target_params = jax.tree.map(
+            lambda x: x.astype(self.target.config.compute_dtype), target_params
+        )
+        return {
+            "target": target_params,
+            DRAFT_IDS: None if draft_ids is None else jnp.asarray(draft_ids, jnp.int32),
+        }
 
     def init(self, key, teacher_params=None):
         params = _without_ids(self.head.init(key))
@@ -166,12 +192,16 @@ class TrainHead(Task):
         return {"target": self.target.param_axes(), DRAFT_IDS: ids}
 
     def loss(self, params, teacher_params, tokens_BT, key, step=0):
-        """See `Task.loss`; also returns the acceptance at each position of a draft, at temperature 1."""
+        """See `Task.loss`; also returns the acceptance at each position of a draft, at temperature
+        1.
+        """
         found = self._results(params, teacher_params, tokens_BT, None, key)
         return found.pop("loss"), found
 
     def measure(self, params, teacher_params, tokens_BT, warp):
-        """Returns the objective, and the acceptance at each position of a draft: position i + 1 is step i."""
+        """Returns the objective, and the acceptance at each position of a draft: position i + 1 is
+        step i.
+        """
         return self._results(params, teacher_params, tokens_BT, warp, None)
 
     def _results(
@@ -186,9 +216,15 @@ class TrainHead(Task):
         weights = self.head.training_weights(params, teacher[DRAFT_IDS])
         found = self._averages(weights, teacher, tokens_BT, warp, key)
         results = {"loss": found.pop("loss") @ self._loss_weights()}
-        told = {name: values_S for name, values_S in found.items() if warp is not None or "agreement" not in name}
+        told = {
+            name: values_S
+            for name, values_S in found.items()
+            if warp is not None or "agreement" not in name
+        }
         return results | {
-            f"{name}/position_{i + 1}": value for name, values_S in told.items() for i, value in enumerate(values_S)
+            f"{name}/position_{i + 1}": value
+            for name, values_S in told.items()
+            for i, value in enumerate(values_S)
         }
 
     def _loss_weights(self) -> Array:
@@ -206,12 +242,23 @@ class TrainHead(Task):
             raise ValueError(f"test_time.chunk {chunk} does not divide windows of {length} tokens")
 
         def cut(x: Array, axis: int) -> Array:
-            return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :]), axis, 0)
+            return jnp.moveaxis(
+                x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :]), axis, 0
+            )
 
-        parts = cut(stream_BTD, 1), cut(features_SBTD, 2), cut(jnp.arange(length), 0), cut(tokens_BT[:, 1:], 1)
-        return step_averages(self._add_up(functools.partial(self._compare, warp=warp), weights, teacher, parts, 5))
+        parts = (
+            cut(stream_BTD, 1),
+            cut(features_SBTD, 2),
+            cut(jnp.arange(length), 0),
+            cut(tokens_BT[:, 1:], 1),
+        )
+        return step_averages(
+            self._add_up(functools.partial(self._compare, warp=warp), weights, teacher, parts, 5)
+        )
 
-    def _add_up(self, compare: Callable[..., Array], weights: Any, teacher: Any, parts: Any, sums: int) -> Array:
+    def _add_up(
+        self, compare: Callable[..., Array], weights: Any, teacher: Any, parts: Any, sums: int
+    ) -> Array:
         """Returns the sums ``[sums, S]`` over parts, which are in memory one at a time."""
         compare = compare if self.chunk is None else jax.checkpoint(compare)
 
@@ -224,8 +271,8 @@ class TrainHead(Task):
         """Runs the target, and the steps of the training-time test.
 
         Returns:
-          The stream behind the target's last layer, ``[B, T, D]``; and the features of each step, ``[S, B, T, D]``, which
-          are compared with the target at the same position t, for t > i.
+          The stream behind the target's last layer, ``[B, T, D]``; and the features of each step,
+          ``[S, B, T, D]``, which are compared with the target at the same position t, for t > i.
         """
         head, inputs_BT = self.head, tokens_BT[:, :-1]
         layers = *head.hidden_layers, self.target.num_layers - 1
@@ -254,8 +301,12 @@ class TrainHead(Task):
             return after, after[0]
 
         first = run(weights, embedded_BTD, before, jnp.int32(0))
-        _, later = jax.lax.scan(go_on, first, jnp.arange(1, self.test_steps))  # a loop: one step is compiled
-        returned = [jnp.roll(features_BTD, i + 1, axis=1) for i, features_BTD in enumerate([first[0], *later])]
+        # A loop: one step is compiled.
+        _, later = jax.lax.scan(go_on, first, jnp.arange(1, self.test_steps))
+        returned = [
+            jnp.roll(features_BTD, i + 1, axis=1)
+            for i, features_BTD in enumerate([first[0], *later])
+        ]
         return stream_BTD, jnp.stack(returned)
 
     def _compare(
@@ -272,7 +323,8 @@ class TrainHead(Task):
         """Compares each step with some rows of the target.
 
         Returns:
-          ``[S, 5]``: sums of divergences, of positions with a divergence, of acceptance, of equal modes, and of positions.
+          ``[S, 5]``: sums of divergences, of positions with a divergence, of acceptance, of equal
+          modes, and of positions.
         """
         imitated_BTU, *compared = self._of_target(weights, teacher, stream_BTD, warp)
         if self.objective == "cross_entropy":
@@ -288,23 +340,33 @@ class TrainHead(Task):
             return self._of_each(weights, of_target, logits_BTU, exists_BT, warp).sum(axis=(1, 2))
 
         if self.head.config.max_tokens is not None:  # each step has other parameters
-            return jnp.stack([sums(step, features_BTD) for step, features_BTD in enumerate(features_SBTD)])
+            return jnp.stack(
+                [sums(step, features_BTD) for step, features_BTD in enumerate(features_SBTD)]
+            )
         return jax.lax.map(lambda one: sums(*one), (jnp.arange(self.test_steps), features_SBTD))
 
-    def _of_target(self, weights: Any, teacher: Any, stream_BTD: Array, warp: Warp | None) -> tuple[Array, ...]:
+    def _of_target(
+        self, weights: Any, teacher: Any, stream_BTD: Array, warp: Warp | None
+    ) -> tuple[Array, ...]:
         """Returns the target's side of `_of_each`, from the stream behind its last layer."""
         target_BTV = target_BTU = self.target.read_out(teacher["target"], stream_BTD)
         ids_U, is_counted_BT = teacher[DRAFT_IDS], jnp.ones(target_BTV.shape[:2], bool)
         if ids_U is not None:
             of_draft_BTV = jnp.where(weights["ranks_V"] < len(ids_U), target_BTV, -jnp.inf)
-            is_counted_BT = of_draft_BTV.max(axis=-1) == target_BTV.max(axis=-1)  # slow on a CPU: argmax
+            # Slow on a CPU: argmax.
+            is_counted_BT = of_draft_BTV.max(axis=-1) == target_BTV.max(axis=-1)
             target_BTU = self._reduced_logits(teacher["target"], ids_U, stream_BTD)
         kept_BTU = target_BTU - jax.nn.logsumexp(target_BTV, axis=-1, keepdims=True)
         warped_BTV = None if warp is None else log_probs(warp, target_BTV)
         return jax.nn.log_softmax(target_BTU), kept_BTU, is_counted_BT, warped_BTV
 
     def _of_each(
-        self, weights: Any, of_target: tuple[Array, ...], logits_BTU: Array, exists_BT: Array, warp: Warp | None
+        self,
+        weights: Any,
+        of_target: tuple[Array, ...],
+        logits_BTU: Array,
+        exists_BT: Array,
+        warp: Warp | None,
     ) -> Array:
         """Returns ``[5, B, T]``, of a head's logits what `_compare` adds up."""
         target_BTU, kept_BTU, is_counted_BT, warped_BTV = of_target
@@ -313,17 +375,37 @@ class TrainHead(Task):
         # The cross-entropy is the divergence from a distribution that has one token.
         divergence_BT = DIVERGENCES.get(self.objective, forward_kl)(target_BTU, draft_BTU)
         if warp is None:
-            accepted_BT, agreed_BT = overlap(kept_BTU, jax.lax.stop_gradient(draft_BTU)), jnp.zeros_like(exists_BT)
+            accepted_BT, agreed_BT = (
+                overlap(kept_BTU, jax.lax.stop_gradient(draft_BTU)),
+                jnp.zeros_like(exists_BT),
+            )
         else:
             draft_BTV = log_probs(warp, self.head.expand(weights, logits_BTU))
-            accepted_BT, agreed_BT = overlap(warped_BTV, draft_BTV), greedy_agreement(warped_BTV, draft_BTV)
-        of_each = divergence_BT * counts_BT, counts_BT, accepted_BT * exists_BT, agreed_BT * exists_BT, exists_BT
+            accepted_BT, agreed_BT = (
+                overlap(warped_BTV, draft_BTV),
+                greedy_agreement(warped_BTV, draft_BTV),
+            )
+        of_each = (
+            divergence_BT * counts_BT,
+            counts_BT,
+            accepted_BT * exists_BT,
+            agreed_BT * exists_BT,
+            exists_BT,
+        )
         return jnp.stack([x_BT.astype(jnp.float32) for x_BT in of_each])
 
     def _reduced_logits(self, target_params: Any, ids_U: Array, stream_BTD: Array) -> Array:
-        """Returns the target's logits ``[B, T, U]`` of some ids, computed from these rows of its output."""
-        ends = {name: target_params[name][ids_U] for name in ("embedding", OUTPUT_EMBEDDING) if name in target_params}
-        config = dataclasses.replace(self.target.config, vocab_size=len(ids_U), num_real_tokens=None)
+        """Returns the target's logits ``[B, T, U]`` of some ids, computed from these rows of its
+        output.
+        """
+        ends = {
+            name: target_params[name][ids_U]
+            for name in ("embedding", OUTPUT_EMBEDDING)
+            if name in target_params
+        }
+        config = dataclasses.replace(
+            self.target.config, vocab_size=len(ids_U), num_real_tokens=None
+        )
         return TransformerLM(config).read_out({**target_params, **ends}, stream_BTD)
 
     def _embed(self, weights: Any, target_params: Any, tokens_BT: Array) -> Array:
@@ -334,7 +416,9 @@ class TrainHead(Task):
 
 
 def most_frequent(tokens: np.ndarray, vocab_size: int, count: int) -> np.ndarray:
-    """Returns the ``count`` most frequent of ``vocab_size`` ids, ``[count]`` int32, increasing; ties go to the lower id."""
+    """Returns the ``count`` most frequent of ``vocab_size`` ids, ``[count]`` int32, increasing;
+    ties go to the lower id.
+    """
     order = np.argsort(-np.bincount(tokens, minlength=vocab_size), kind="stable")
     return np.sort(order[:count]).astype(np.int32)
 

@@ -1,4 +1,6 @@
-"""Text that the target wrote, to distil a draft where it will be used (DistillSpec, arXiv 2310.08461)."""
+"""Text that the target wrote, to distil a draft where it will be used (DistillSpec, arXiv
+2310.08461).
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ def kept_windows(
 ) -> np.ndarray:
     """Keeps the first ``prompt_length`` tokens of each row and lets the target write the rest.
 
-    Each batch is kept in a file, so that a killed run goes on where it was. Processes take turns with the batches, or write
-    each together where none has the whole target.
+    Each batch is kept in a file, so that a killed run goes on where it was. Processes take turns
+    with the batches, or write each together where none has the whole target.
 
     Args:
       folder: of the files.
@@ -52,10 +54,13 @@ def kept_windows(
     """
     validate.integer("prompt_length", prompt_length, 1, limit=rows.shape[1])
     paths = {first: folder / f"{first}.npy" for first in range(0, len(rows), batch)}
-    missing = distributed.from_first(lambda: [first for first, path in paths.items() if not path.exists()])
+    missing = distributed.from_first(
+        lambda: [first for first, path in paths.items() if not path.exists()]
+    )
     for number, first in enumerate(missing):
         is_mine = number % jax.process_count() == jax.process_index()
-        if is_mine or pair.shards.mesh is not None:  # a target on a mesh computes in all processes together
+        # A target on a mesh computes in all processes together.
+        if is_mine or pair.shards.mesh is not None:
             prompts = rows[first : first + batch, :prompt_length]
             completions = generate(
                 pair,
@@ -68,7 +73,10 @@ def kept_windows(
                 prompt_ids=range(first, first + batch),
             )
             if is_mine:
-                written = [[*prompt, *completion.tokens] for prompt, completion in zip(prompts, completions)]
+                written = [
+                    [*prompt, *completion.tokens]
+                    for prompt, completion in zip(prompts, completions)
+                ]
                 write_array(paths[first], np.array(written, np.int32))
         report(min(first + batch, len(rows)))
     if jax.process_count() > 1:

@@ -52,7 +52,9 @@ def evaluate(
         for start in range(0, len(rows) - batch + 1, batch):
             tokens_BT = put(rows[start : start + batch], sharding)
             for key, value in _measure(mesh)(task, params, teacher_params, tokens_BT, warp).items():
-                results.setdefault(key if key.startswith("loss") else f"{key} ({name})", []).append(value)
+                results.setdefault(key if key.startswith("loss") else f"{key} ({name})", []).append(
+                    value
+                )
         if all(key.startswith("loss") for key in results):  # nothing depends on the distribution
             break
     return {name: float(np.mean(jax.device_get(values))) for name, values in results.items()}
@@ -67,12 +69,20 @@ def evaluation_batch(rows: np.ndarray, batch: int, mesh: Mesh) -> int:
     num_shards = mesh.shape[DATA]
     batch = max(min(batch, len(rows)) // num_shards, 1) * num_shards
     if batch > len(rows):
-        raise ValueError(f"{len(rows)} held-out rows do not fill {num_shards} devices: hold out more text")
+        raise ValueError(
+            f"{len(rows)} held-out rows do not fill {num_shards} devices: hold out more text"
+        )
     return batch
 
 
 @functools.cache
 def _measure(mesh):
-    """Compiles `Task.measure` for a mesh, its results replicated so that every process can read them."""
+    """Compiles `Task.measure` for a mesh, its results replicated so that every process can read
+    them.
+    """
     replicated = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda task, *arguments: task.measure(*arguments), static_argnums=0, out_shardings=replicated)
+    return jax.jit(
+        lambda task, *arguments: task.measure(*arguments),
+        static_argnums=0,
+        out_shardings=replicated,
+    )

@@ -1,14 +1,15 @@
-"""LayerSkip: trains a target so that its own first layers can draft (Elhoushi et al., arXiv 2404.16710).
+"""LayerSkip: trains a target so that its own first layers can draft (Elhoushi et al., arXiv
+2404.16710).
 
-Target and draft are one model. Layers are dropped at random, deep layers more often, and the output reads the streams of
-inner layers like that of the last.
+Target and draft are one model. Layers are dropped at random, deep layers more often, and the output
+reads the streams of inner layers like that of the last.
 
     dropout      p(l, t) = S(t) D(l) p_max,   D(l) = 2^(l / (L-1)) - 1,   S(t) = 2^(t / (T-1)) - 1, or 1 in fine-tuning
     loss         sum_l w(l, t) CE(l),         w(l, t) = e(l) C(l, t) / sum_l e(l) C(l, t)
 
-L layers are counted from 0, steps t from 0 to T - 1. ``CE(l)`` is the cross-entropy of the draft at exit l + 1: final norm
-and output applied to the stream behind layer l. The curriculum ``C(l, t)`` is 1 for the layers that are read at step t; the
-last layer is read at every step.
+L layers are counted from 0, steps t from 0 to T - 1. ``CE(l)`` is the cross-entropy of the draft at
+exit l + 1: final norm and output applied to the stream behind layer l. The curriculum ``C(l, t)``
+is 1 for the layers that are read at step t; the last layer is read at every step.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ Array = jax.Array
 CURRICULA = ("rotational", "gradual")
 
 
-def read_layers(curriculum: str, num_layers: int, step: Array | int, steps: int, rotation: int) -> Array:
+def read_layers(
+    curriculum: str, num_layers: int, step: Array | int, steps: int, rotation: int
+) -> Array:
     """Returns C(l, t), ``[L]`` bool: the layers whose streams are read at a step.
 
-    "rotational" reads every ``rotation``-th layer, beginning with layer t modulo ``rotation``. "gradual" begins with the
-    last layer and goes down evenly; from half of the steps on it reads all.
+    "rotational" reads every ``rotation``-th layer, beginning with layer t modulo ``rotation``.
+    "gradual" begins with the last layer and goes down evenly; from half of the steps on it reads
+    all.
     """
     layer_L, last = jnp.arange(num_layers), num_layers - 1
     if curriculum == "rotational":
@@ -47,7 +51,8 @@ def read_layers(curriculum: str, num_layers: int, step: Array | int, steps: int,
 def loss_weights(exit_scale: float, is_read_L: Array) -> Array:
     """Returns w(l, t), ``[L]`` float32 of sum 1.
 
-    With the ``exit_scale`` s, ``e(l) = s l (l+1) / 2``, and ``e(L-1) = L - 1 + s (L-2) (L-1) / 2`` for the last layer.
+    With the ``exit_scale`` s, ``e(l) = s l (l+1) / 2``, and ``e(L-1) = L - 1 + s (L-2) (L-1) / 2``
+    for the last layer.
     """
     layer_L, last = jnp.arange(len(is_read_L), dtype=jnp.float32), len(is_read_L) - 1
     inner_L, outer = layer_L * (layer_L + 1) / 2, last + exit_scale * (last - 1) * last / 2
@@ -57,12 +62,15 @@ def loss_weights(exit_scale: float, is_read_L: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSkip(Task):
-    """Minimises cross-entropy on text at the last layer and at inner ones, with layers dropped; a `Task`.
+    """Minimises cross-entropy on text at the last layer and at inner ones, with layers dropped; a
+    `Task`.
 
     Attributes:
-      model: the target, which drafts with its first layers (`specsamp.decoding.drafters.EarlyExitDrafter`).
+      model: the target, which drafts with its first layers
+        (`specsamp.decoding.drafters.EarlyExitDrafter`).
       steps: T of the training.
-      from_scratch: whether dropout grows with the steps; in fine-tuning every step has that of the last.
+      from_scratch: whether dropout grows with the steps; in fine-tuning every step has that of the
+        last.
       dropout: p_max, the probability that the last layer is dropped for a sequence.
       exit_scale: s, how much inner layers count; 0: not at all.
       curriculum: one of `CURRICULA`, see `read_layers`.
@@ -92,10 +100,15 @@ class LayerSkip(Task):
     def loss(self, params, teacher_params, tokens_BT, key, step=0):
         inputs_BT, labels_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
         num_layers = self.model.num_layers
-        kept_BL = jax.random.uniform(key, (len(tokens_BT), num_layers)) >= self.dropout_at(step)[None]
-        streams = self.model.forward_streams(params, inputs_BT, tuple(range(num_layers)), kept_BL=kept_BL)
+        kept_BL = (
+            jax.random.uniform(key, (len(tokens_BT), num_layers)) >= self.dropout_at(step)[None]
+        )
+        streams = self.model.forward_streams(
+            params, inputs_BT, tuple(range(num_layers)), kept_BL=kept_BL
+        )
 
-        # A layer that is not read costs nothing. Logits are computed again for the gradient, one layer at a time.
+        # A layer that is not read costs nothing. Logits are computed again for the gradient, one
+        # layer at a time.
         @jax.checkpoint
         def text_loss(params: Any, x_BTD: Array) -> Array:
             log_probs_BTV = jax.nn.log_softmax(self.model.read_out(params, x_BTD))
@@ -106,20 +119,29 @@ class LayerSkip(Task):
 
         is_read_L = read_layers(self.curriculum, num_layers, step, self.steps, self.rotation)
         weights_L = loss_weights(self.exit_scale, is_read_L)
-        losses = [jax.lax.cond(w > 0, text_loss, nothing, params, x_BTD) for w, x_BTD in zip(weights_L, streams)]
-        return sum(w * loss for w, loss in zip(weights_L, losses, strict=True)), {"text_loss": losses[-1]}
+        losses = [
+            jax.lax.cond(w > 0, text_loss, nothing, params, x_BTD)
+            for w, x_BTD in zip(weights_L, streams)
+        ]
+        return sum(w * loss for w, loss in zip(weights_L, losses, strict=True)), {
+            "text_loss": losses[-1]
+        }
 
     def measure(self, params, teacher_params, tokens_BT, warp):
         """Returns the loss at each exit, and the acceptance of a token that is drafted there."""
         inputs_BT, labels_BT = tokens_BT[:, :-1], tokens_BT[:, 1:]
-        *inner, last_BTD = self.model.forward_streams(params, inputs_BT, tuple(range(self.model.num_layers)))
+        *inner, last_BTD = self.model.forward_streams(
+            params, inputs_BT, tuple(range(self.model.num_layers))
+        )
         target_BTV = self.model.read_out(params, last_BTD)
         measured = {"loss": cross_entropy(jax.nn.log_softmax(target_BTV), labels_BT).mean()}
         for exit_layer, x_BTD in enumerate(inner, start=1):
             draft_BTV = self.model.read_out(params, x_BTD)
             pair = log_probs(warp, target_BTV), log_probs(warp, draft_BTV)
             measured |= {
-                f"loss/exit_{exit_layer}": cross_entropy(jax.nn.log_softmax(draft_BTV), labels_BT).mean(),
+                f"loss/exit_{exit_layer}": cross_entropy(
+                    jax.nn.log_softmax(draft_BTV), labels_BT
+                ).mean(),
                 f"acceptance/exit_{exit_layer}": overlap(*pair).mean(),
                 f"greedy_agreement/exit_{exit_layer}": greedy_agreement(*pair).mean(),
             }
@@ -128,4 +150,8 @@ class LayerSkip(Task):
     def dropout_at(self, step: Array | int) -> Array:
         """Returns the probability p(l, t) that each layer is dropped at a step, ``[L]``."""
         scale = jnp.exp2(step / max(self.steps - 1, 1)) - 1 if self.from_scratch else 1.0
-        return scale * self.dropout * (jnp.exp2(jnp.arange(self.model.num_layers) / (self.model.num_layers - 1)) - 1)
+        return (
+            scale
+            * self.dropout
+            * (jnp.exp2(jnp.arange(self.model.num_layers) / (self.model.num_layers - 1)) - 1)
+        )

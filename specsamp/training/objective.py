@@ -1,4 +1,5 @@
-"""Losses that training minimises. All functions take log-probabilities and return one number per position.
+"""Losses that training minimises. All functions take log-probabilities and return one number per
+position.
 
 ``target`` is the distribution to imitate, ``draft`` the distribution being trained. With P for
 the target and Q for the draft:
@@ -30,7 +31,9 @@ def forward_kl(target_BTV: Array, draft_BTV: Array) -> Array:
 
 
 def reverse_kl(target_BTV: Array, draft_BTV: Array) -> Array:
-    """Computes KL(Q || P) at every position, ``[B, T]`` nats; infinite where Q has mass that P excludes."""
+    """Computes KL(Q || P) at every position, ``[B, T]`` nats; infinite where Q has mass that P
+    excludes.
+    """
     return _expectation(draft_BTV, draft_BTV - target_BTV)
 
 
@@ -40,7 +43,9 @@ def total_variation(target_BTV: Array, draft_BTV: Array) -> Array:
 
 
 def overlap(target_BTV: Array, draft_BTV: Array) -> Array:
-    """Computes ``sum min(P, Q)``, the probability that the token rule accepts a draft token, ``[B, T]``."""
+    """Computes ``sum min(P, Q)``, the probability that the token rule accepts a draft token, ``[B,
+    T]``.
+    """
     return jnp.exp(jnp.minimum(target_BTV, draft_BTV)).sum(axis=-1)
 
 
@@ -50,13 +55,19 @@ def greedy_agreement(target_BTV: Array, draft_BTV: Array) -> Array:
 
 
 def lk_hybrid(target_BTV: Array, draft_BTV: Array) -> Array:
-    """Computes ``w KL(P || Q) + (1 - w) TV`` ``[B, T]``, with a separate weight ``w`` for each position."""
+    """Computes ``w KL(P || Q) + (1 - w) TV`` ``[B, T]``, with a separate weight ``w`` for each
+    position.
+    """
     weight_BT = jnp.exp(-3 * jax.lax.stop_gradient(overlap(target_BTV, draft_BTV)))
-    return weight_BT * forward_kl(target_BTV, draft_BTV) + (1 - weight_BT) * total_variation(target_BTV, draft_BTV)
+    return weight_BT * forward_kl(target_BTV, draft_BTV) + (1 - weight_BT) * total_variation(
+        target_BTV, draft_BTV
+    )
 
 
 def dspark(target_BTV: Array, draft_BTV: Array) -> Array:
-    """Computes ``.1 KL + .9 sum |P - Q|`` ``[B, T]``, the loss of DSpark up to the constant between KL and cross-entropy."""
+    """Computes ``.1 KL + .9 sum |P - Q|`` ``[B, T]``, the loss of DSpark up to the constant between
+    KL and cross-entropy.
+    """
     return 0.1 * forward_kl(target_BTV, draft_BTV) + 1.8 * total_variation(target_BTV, draft_BTV)
 
 

@@ -1,11 +1,13 @@
-"""A draft that learns while it is used, on the texts that it drafted (online speculative decoding, arXiv 2310.07177).
+"""A draft that learns while it is used, on the texts that it drafted (online speculative decoding,
+arXiv 2310.07177).
 
     learner = DraftLearner(pair, TrainConfig(steps=1000, batch=8, learning_rate=1e-4))
     for completion in generate_many(pair, prompts, learner=learner): ...
 
-Texts follow the target whatever the draft proposes, so only speed changes, and which text a seed gives: `CoupledRule` alone
-writes the same text with any draft. Noise must not be used again: a draft that has learned from a text depends on the
-noise of that text, which must not judge its proposals. Use a seed once; a `Service` takes seeds of its own.
+Texts follow the target whatever the draft proposes, so only speed changes, and which text a seed
+gives: `CoupledRule` alone writes the same text with any draft. Noise must not be used again: a
+draft that has learned from a text depends on the noise of that text, which must not judge its
+proposals. Use a seed once; a `Service` takes seeds of its own.
 """
 
 from __future__ import annotations
@@ -35,9 +37,12 @@ class DraftLearner:
         """Makes a learner that begins with the draft's parameters.
 
         Args:
-          pair: has a draft model. Heads and early exits compute with the target's parameters, and are refused.
-          config: of the optimizer; a batch of ``config.batch`` windows makes an update, up to ``config.steps`` of them.
-          length: tokens that a window predicts. Texts are cut into windows; an end shorter than a window waits for more.
+          pair: has a draft model. Heads and early exits compute with the target's parameters, and
+            are refused.
+          config: of the optimizer; a batch of ``config.batch`` windows makes an update, up to
+            ``config.steps`` of them.
+          length: tokens that a window predicts. Texts are cut into windows; an end shorter than a
+            window waits for more.
 
         Raises:
           ValueError: naming the value and the fix.
@@ -45,9 +50,15 @@ class DraftLearner:
         if pair.draft is None or pair.vocabulary is not None:
             others = {"a head": pair.head, "another tokenizer": pair.vocabulary}
             kind = next((name for name, part in others.items() if part is not None), "no draft")
-            raise ValueError(f"a learner takes a draft model of the target's tokenizer; the pair has {kind}")
+            raise ValueError(
+                f"a learner takes a draft model of the target's tokenizer; the pair has {kind}"
+            )
         target, draft = (TransformerLM(model.config) for model in (pair.target, pair.draft))
-        self._task, self._config, self._teacher = TrainModel(draft, target), config, pair.target_params
+        self._task, self._config, self._teacher = (
+            TrainModel(draft, target),
+            config,
+            pair.target_params,
+        )
         self._length, self._tokens = validate.integer("length", length, 1), np.zeros(0, np.int32)
         self.state, self.losses = init_state(self._task, config, pair.draft_params), []
 
@@ -61,9 +72,15 @@ class DraftLearner:
         size = self._config.batch * (self._length + 1)
         if len(self._tokens) < size or len(self.losses) >= self._config.steps:
             return None
-        windows_BT, self._tokens = self._tokens[:size].reshape(-1, self._length + 1), self._tokens[size:]
-        self.state, numbers = train_update(self._task, self._config, self.state, self._teacher, windows_BT)
+        windows_BT, self._tokens = (
+            self._tokens[:size].reshape(-1, self._length + 1),
+            self._tokens[size:],
+        )
+        self.state, numbers = train_update(
+            self._task, self._config, self.state, self._teacher, windows_BT
+        )
         numbers = {name: float(value) for name, value in numbers.items()}
         check_finite(len(self.losses) + 1, numbers, None)
         self.losses.append(numbers["loss"])
-        return jax.tree.map(jax.numpy.copy, self.state.params)  # the next update takes the state's own memory
+        # The next update takes the state's own memory.
+        return jax.tree.map(jax.numpy.copy, self.state.params)

@@ -1,12 +1,15 @@
-"""Learns from rewards of whole texts, which are sampled speculatively: GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1).
+"""Learns from rewards of whole texts, which are sampled speculatively: GRPO (DeepSeekMath, arXiv
+2402.03300, section 4.1).
 
-    state = learn(pair, prompts, reward, RolloutConfig(policy=TrainConfig(steps=200, batch=32)), "runs/policy")
+    state = learn(pair, prompts, reward, RolloutConfig(policy=TrainConfig(steps=200, batch=32)),
+    "runs/policy")
 
-A policy step samples a group of texts for each of some prompts, turns their rewards into advantages within the group, and
-makes one update. Parameters are arguments of the compiled programs: a step compiles nothing, and no parameter goes through
-the host. All texts of a step have ended before the parameters change, since the caches of a row that went on would be
-those of the old policy. Texts follow the policy whatever the draft proposes; a draft that stays as it was is accepted less
-and less, a draft that learns from the texts follows (online speculative decoding, arXiv 2310.07177).
+A policy step samples a group of texts for each of some prompts, turns their rewards into advantages
+within the group, and makes one update. Parameters are arguments of the compiled programs: a step
+compiles nothing, and no parameter goes through the host. All texts of a step have ended before the
+parameters change, since the caches of a row that went on would be those of the old policy. Texts
+follow the policy whatever the draft proposes; a draft that stays as it was is accepted less and
+less, a draft that learns from the texts follows (online speculative decoding, arXiv 2310.07177).
 """
 
 from __future__ import annotations
@@ -43,7 +46,14 @@ from specsamp.serving.batch import Batch
 from specsamp.serving.generate_many import TOGETHER, Queue
 from specsamp.training.objective import cross_entropy
 from specsamp.training.run_folder import MetricsLog, Progress, check_run
-from specsamp.training.trainer import Intervals, TrainConfig, TrainState, check_finite, init_state, train_update
+from specsamp.training.trainer import (
+    Intervals,
+    TrainConfig,
+    TrainState,
+    check_finite,
+    init_state,
+    train_update,
+)
 from specsamp.training.training_task import Task
 
 Array = jax.Array
@@ -58,7 +68,8 @@ class RolloutConfig:
 
     Attributes:
       policy: the policy's optimizer; its ``batch`` is the number of texts of a step.
-      draft: the draft's optimizer, which makes one update on the texts of each step; None: the draft stays as it was.
+      draft: the draft's optimizer, which makes one update on the texts of each step; None: the
+        draft stays as it was.
       group: texts of each prompt.
       max_new_tokens: the budget of a text.
       temperature: of the texts and of the policy that learns from them; above 0.
@@ -80,10 +91,13 @@ class RolloutConfig:
         for name in ("temperature", "clip"):
             validate.number(name, getattr(self, name), 0, above=True)
         if self.policy.batch % self.group:
-            raise ValueError(f"policy.batch {self.policy.batch} is no multiple of group {self.group}")
+            raise ValueError(
+                f"policy.batch {self.policy.batch} is no multiple of group {self.group}"
+            )
         if self.draft is not None and self.draft.batch != self.policy.batch:
             raise ValueError(
-                f"draft.batch {self.draft.batch} is not the policy's {self.policy.batch}: both read all texts"
+                f"draft.batch {self.draft.batch} is not the policy's {self.policy.batch}: both "
+                "read all texts"
             )
 
 
@@ -93,8 +107,8 @@ class Texts:
     """The texts of a step.
 
     Attributes:
-      tokens_BT: int32 ``[B, T + 1]``, prompts and what follows. After its end a row goes on with the next texts, as windows
-        of a training do, so that a draft learns from no padding.
+      tokens_BT: int32 ``[B, T + 1]``, prompts and what follows. After its end a row goes on with
+        the next texts, as windows of a training do, so that a draft learns from no padding.
       log_probs_BT: float32 ``[B, T]``, of each token after the first when it was sampled.
       emitted_BT: bool, whether the policy wrote it.
       advantages_B: float32, how much better its reward is than its group's.
@@ -128,7 +142,9 @@ class PolicyGradient(Task):
         gap_BT = jnp.where(texts.emitted_BT, now_BT - texts.log_probs_BT, 0.0)
         ratio_BT, advantages_B1 = jnp.exp(gap_BT), texts.advantages_B[:, None]
         clipped_BT = jnp.clip(ratio_BT, 1 - self.clip, 1 + self.clip)
-        gain_BT = jnp.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1) * texts.emitted_BT
+        gain_BT = (
+            jnp.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1) * texts.emitted_BT
+        )
         per_text_B = gain_BT.sum(1) / jnp.maximum(texts.emitted_BT.sum(1), 1)
         return -per_text_B.mean(), {"log_prob_gap": jnp.abs(jax.lax.stop_gradient(gap_BT)).max()}
 
@@ -139,33 +155,58 @@ class PolicyGradient(Task):
 class Rollouts:
     """Samples the texts of policy steps, with compiled programs that serve all policies."""
 
-    def __init__(self, pair: Pair, prompts: Sequence[Prompt], config: RolloutConfig, **decoding: Unpack[Decoding]):
+    def __init__(
+        self,
+        pair: Pair,
+        prompts: Sequence[Prompt],
+        config: RolloutConfig,
+        **decoding: Unpack[Decoding],
+    ):
         """Checks everything that can be wrong before the first step; raises ValueError for it."""
         for name in ("sampling", "method"):
             if decoding.get(name) is not None:
-                raise ValueError(f"leave {name} out, texts have config.temperature alone: give drafter and rule")
+                raise ValueError(
+                    f"leave {name} out, texts have config.temperature alone: give drafter and rule"
+                )
         decoding |= dict(sampling=temperature(config.temperature), require_exact=True)
         self.method = make_method(pair, **decoding)
-        count = validate.integer("prompts of a step (policy.batch / group)", config.policy.batch // config.group, 1)
+        count = validate.integer(
+            "prompts of a step (policy.batch / group)", config.policy.batch // config.group, 1
+        )
         if len(prompts) < count:
             raise ValueError(
-                f"a step takes {count} prompts and there are {len(prompts)}: lower policy.batch, or give more"
+                f"a step takes {count} prompts and there are {len(prompts)}: lower policy.batch, "
+                "or give more"
             )
         self._config = config
         self._requests = make_requests(pair, self.method, prompts, config.max_new_tokens)
         self.length = max(len(request.prompt) for request in self._requests) + config.max_new_tokens
-        fields = dict(batch=config.rows, spare=TOGETHER * pair.shards.count, keep_log_probs="sampled")
+        fields = dict(
+            batch=config.rows, spare=TOGETHER * pair.shards.count, keep_log_probs="sampled"
+        )
         self._engine = Engine.create(pair, self.method, self._requests, **fields)
-        self._weights = jax.jit(functools.partial(_weights, pair.target, self.method.drafter, self._engine.slots))
+        self._weights = jax.jit(
+            functools.partial(_weights, pair.target, self.method.drafter, self._engine.slots)
+        )
 
     def describe(self, draft_task: Task | None) -> dict[str, Any]:
-        """Returns what a run must begin with and go on with: the configuration, and digests of all else."""
-        told = {"prompts": [each.prompt for each in self._requests], "decoding": self.method, "draft_task": draft_task}
-        digests = {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in told.items()}
+        """Returns what a run must begin with and go on with: the configuration, and digests of all
+        else.
+        """
+        told = {
+            "prompts": [each.prompt for each in self._requests],
+            "decoding": self.method,
+            "draft_task": draft_task,
+        }
+        digests = {
+            name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in told.items()
+        }
         return {"rollouts": dataclasses.asdict(self._config)} | digests
 
     def sample(self, step: int, params: Any, draft_params: Any) -> list[Completion]:
-        """Samples the texts of a step, ordered by prompt and sample; the same step has the same prompts and noise."""
+        """Samples the texts of a step, ordered by prompt and sample; the same step has the same
+        prompts and noise.
+        """
         config, entropy = self._config, (self._config.policy.seed, step)
         count = config.policy.batch // config.group
         chosen = np.random.default_rng(entropy).choice(len(self._requests), count, replace=False)
@@ -181,9 +222,15 @@ class Rollouts:
         return sorted(queue, key=lambda text: (order[text.prompt_index], text.sample_index))
 
     def texts(self, completions: Sequence[Completion], rewards: Sequence[float]) -> Texts:
-        """Returns completions as arrays, with the advantages that follow from their rewards, which must be numbers."""
+        """Returns completions as arrays, with the advantages that follow from their rewards, which
+        must be numbers.
+        """
         for text, reward in zip(completions, rewards):
-            validate.number(f"the reward of prompt {text.prompt_index}, sample {text.sample_index},", reward, -np.inf)
+            validate.number(
+                f"the reward of prompt {text.prompt_index}, sample {text.sample_index},",
+                reward,
+                -np.inf,
+            )
         shape = len(completions), self.length
         log_probs_BT, emitted_BT = np.zeros(shape, np.float32), np.zeros(shape, bool)
         stream, starts = [], []
@@ -210,11 +257,17 @@ def _weights(target: Any, drafter: Any, slots: int, params: Any, draft_params: A
 
 
 def advantages(rewards: Sequence[float], group: int) -> np.ndarray:
-    """Returns how many standard deviations each reward lies above the mean of its group; 0 where a group has one reward."""
+    """Returns how many standard deviations each reward lies above the mean of its group; 0 where a
+    group has one reward.
+    """
     rewards_GN = np.asarray(rewards, np.float32).reshape(-1, group)
     spread_G1 = rewards_GN.std(1, keepdims=True)
     above_GN = rewards_GN - rewards_GN.mean(1, keepdims=True)
-    return np.where(spread_G1 > SAME, above_GN / np.maximum(spread_G1, SAME), 0.0).astype(np.float32).reshape(-1)
+    return (
+        np.where(spread_G1 > SAME, above_GN / np.maximum(spread_G1, SAME), 0.0)
+        .astype(np.float32)
+        .reshape(-1)
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -243,57 +296,79 @@ def learn(
     Args:
       pair: its target is the policy that learns.
       reward: of a prompt and its completion; higher is better.
-      draft_task: how the draft learns where ``config.draft`` is given: `TrainModel`, or `TrainHead` of the pair's head.
-        On a mesh too its models are a `TransformerLM`.
-      decoding: drafter, rule and draft length, as in `generate`. Rules and drafters must be lossless.
+      draft_task: how the draft learns where ``config.draft`` is given: `TrainModel`, or `TrainHead`
+        of the pair's head. On a mesh too its models are a `TransformerLM`.
+      decoding: drafter, rule and draft length, as in `generate`. Rules and drafters must be
+        lossless.
 
     Raises:
-      ValueError: arguments that do not fit, before anything is sampled; a reward that is no number; or the folder holds
-        a run of other settings or shapes.
+      ValueError: arguments that do not fit, before anything is sampled; a reward that is no number;
+        or the folder holds a run of other settings or shapes.
       FloatingPointError: the loss is no longer finite; that state is not saved.
     """
     if (config.draft is None) != (draft_task is None):
-        raise ValueError("config.draft and draft_task were not given together: a draft that learns needs both")
-    rollouts, folder, console = Rollouts(pair, prompts, config, **decoding), storage.place(folder), console or Console()
+        raise ValueError(
+            "config.draft and draft_task were not given together: a draft that learns needs both"
+        )
+    rollouts, folder, console = (
+        Rollouts(pair, prompts, config, **decoding),
+        storage.place(folder),
+        console or Console(),
+    )
     if draft_task is not None:
         _check_draft(pair, rollouts.method.drafter, draft_task)
     recorded = rollouts.describe(draft_task)
     check_run(folder, recorded)
     storage.write_json(folder / "run.json", recorded)
     num_tokens = getattr(pair.tokenizer, "vocab_size", pair.target.vocab_size)
-    policy_model = TransformerLM(pair.target.config)  # on a mesh the compiler splits what an update computes
+    # On a mesh the compiler splits what an update computes.
+    policy_model = TransformerLM(pair.target.config)
     tasks = PolicyGradient(policy_model, config.temperature, config.clip, num_tokens), draft_task
     ids = pair.draft_params.get(DRAFT_IDS) if isinstance(pair.draft_params, Mapping) else None
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         state = _restored(_first_state(pair, tasks, config), checkpoints)
         done = int(state.policy.step)
         log = MetricsLog(folder / "metrics.jsonl", resumed_at=done)
-        progress = Progress(config.policy.steps, config.policy.batch * config.max_new_tokens, done, console)
+        progress = Progress(
+            config.policy.steps, config.policy.batch * config.max_new_tokens, done, console
+        )
         for step in range(done, config.policy.steps):
             begin = time.perf_counter()
-            completions = rollouts.sample(step, state.policy.params, _draft_params(pair, state, ids))
+            completions = rollouts.sample(
+                step, state.policy.params, _draft_params(pair, state, ids)
+            )
             sampled = time.perf_counter()
             rewards = [reward(prompts[text.prompt_index], text) for text in completions]
             texts = rollouts.texts(completions, rewards)
             if not texts.advantages_B.any():
-                progress.note(f"step {step + 1}: all texts of each prompt have the same reward, and teach nothing")
+                progress.note(
+                    f"step {step + 1}: all texts of each prompt have the same reward, and teach "
+                    "nothing"
+                )
             rewarded = time.perf_counter()
             state, numbers = _learn_from(texts, state, tasks, config, ids)
             check_finite(step + 1, numbers, checkpoints.latest)
             numbers |= {"reward": float(np.mean(rewards)), **_counts(completions)}
-            numbers |= {"seconds_sampling": sampled - begin, "seconds_learning": time.perf_counter() - rewarded}
+            numbers |= {
+                "seconds_sampling": sampled - begin,
+                "seconds_learning": time.perf_counter() - rewarded,
+            }
             log.write(step + 1, **numbers)
             due = intervals.due(step + 1, config.policy.steps)
             if "log" in due:
                 shown = ("reward", "acceptance", "tokens_per_round", "loss")
-                progress.report(step + 1, **{name: numbers[name] for name in shown if name in numbers})
+                progress.report(
+                    step + 1, **{name: numbers[name] for name in shown if name in numbers}
+                )
             if "checkpoint" in due:
                 checkpoints.save(step + 1, params=state.policy.params, rest=_rest(state))
     return state
 
 
 def _draft_params(pair: Pair, state: Learned, ids: Any) -> Any:
-    """Returns the draft's parameters of this step, with the ids of a head whose vocabulary is reduced."""
+    """Returns the draft's parameters of this step, with the ids of a head whose vocabulary is
+    reduced.
+    """
     if state.draft is None:
         return pair.draft_params
     return state.draft.params | ({} if ids is None else {DRAFT_IDS: ids})
@@ -303,10 +378,13 @@ def _check_draft(pair: Pair, drafter: Drafter, task: Task) -> None:
     """Raises ValueError unless a task trains what a drafter drafts with."""
     if pair.vocabulary is not None:
         raise ValueError(
-            "draft_task was given, but the pair's draft has another tokenizer than the texts: leave it out"
+            "draft_task was given, but the pair's draft has another tokenizer than the texts: "
+            "leave it out"
         )
     if not jax.tree.leaves(jax.eval_shape(drafter.prepare, pair.draft_params)):
-        raise ValueError(f"draft_task was given, but {type(drafter).__name__} has no draft model: leave it out")
+        raise ValueError(
+            f"draft_task was given, but {type(drafter).__name__} has no draft model: leave it out"
+        )
     check_shapes("the pair's draft", _trained(pair), jax.eval_shape(task.init, jax.random.key(0)))
 
 
@@ -328,14 +406,18 @@ def _first_state(pair: Pair, tasks: tuple[Task, Task | None], config: RolloutCon
 def _learn_from(
     texts: Texts, state: Learned, tasks: tuple[Task, Task | None], config: RolloutConfig, ids: Any
 ) -> tuple[Learned, dict[str, float]]:
-    """Makes an update of the policy, and then of the draft if it learns; returns what they measured."""
+    """Makes an update of the policy, and then of the draft if it learns; returns what they
+    measured.
+    """
     (policy_task, draft_task), draft, of_draft = tasks, state.draft, {}
     policy, numbers = train_update(policy_task, config.policy, state.policy, None, texts)
     if draft_task is not None:
         teacher = draft_task.teacher(policy.params, ids)
         draft, of_draft = train_update(draft_task, config.draft, draft, teacher, texts.tokens_BT)
     numbers |= {f"draft/{name}": value for name, value in of_draft.items()}
-    return Learned(policy=policy, draft=draft), {name: float(value) for name, value in numbers.items()}
+    return Learned(policy=policy, draft=draft), {
+        name: float(value) for name, value in numbers.items()
+    }
 
 
 def _counts(completions: Sequence[Completion]) -> dict[str, float]:
@@ -355,7 +437,11 @@ def _restored(state: Learned, checkpoints: Checkpoints) -> Learned:
     if checkpoints.latest is None:
         return state
     fresh = state.policy.params, _rest(state)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
+    )
     saved = checkpoints.restore(params=shapes[0], rest=shapes[1])
     step, opt_state, draft = saved["rest"]
-    return Learned(policy=TrainState(step=step, params=saved["params"], opt_state=opt_state), draft=draft)
+    return Learned(
+        policy=TrainState(step=step, params=saved["params"], opt_state=opt_state), draft=draft
+    )

@@ -29,7 +29,8 @@ def check_run(folder: str | os.PathLike, config: dict, changeable: Sequence[str]
       changeable: top-level fields that may differ between a run and its resumption.
 
     Raises:
-      ValueError: another configuration began this run (the message lists the differences), or its file is damaged.
+      ValueError: another configuration began this run (the message lists the differences), or its
+        file is damaged.
     """
     if (storage.place(folder) / "run.json").exists():
         before, now = (
@@ -47,19 +48,23 @@ def check_same(folder: str | os.PathLike, name: str, description: dict) -> None:
     """Checks that a run goes on with the "corpus" or "target" (``name``) that it began with.
 
     Raises:
-      ValueError: its ``sha256`` differs (the message shows both descriptions), or its file is damaged.
+      ValueError: its ``sha256`` differs (the message shows both descriptions), or its file is
+        damaged.
     """
     path = storage.place(folder) / f"{name}.json"
     if path.exists():
         before = read_description(path)
         if before.get("sha256") != description["sha256"]:
             raise ValueError(
-                f"{folder} was begun with another {name}: {before}, now {description}. (Another Python has another "
-                "standard library.) Resume with the same, or begin anew in another --workdir"
+                f"{folder} was begun with another {name}: {before}, now {description}. (Another "
+                "Python has another standard library.) Resume with the same, or begin anew in "
+                "another --workdir"
             )
 
 
-def open_run(folder: str | os.PathLike, config: dict, tokenizer_json: str, **made_from: dict) -> None:
+def open_run(
+    folder: str | os.PathLike, config: dict, tokenizer_json: str, **made_from: dict
+) -> None:
     """Creates the folder of a run and writes its configuration, tokenizer and descriptions."""
     folder = storage.place(folder)
     storage.write_json(folder / "run.json", config)
@@ -69,7 +74,9 @@ def open_run(folder: str | os.PathLike, config: dict, tokenizer_json: str, **mad
 
 
 def last_metrics(folder: epath.Path, step: int) -> dict[str, Any]:
-    """Returns the last value of every number that a run logged up to a step, and the seconds its steps took."""
+    """Returns the last value of every number that a run logged up to a step, and the seconds its
+    steps took.
+    """
     last: dict[str, Any] = {}
     seconds, before = 0.0, 0
     config = read_config(folder)
@@ -103,11 +110,15 @@ def without_paths(config: dict) -> dict:
     def shorten(fields, *names):
         return fields | {n: pathlib.Path(fields[n]).name for n in names if fields.get(n)}
 
-    return shorten(config, "target", "init") | {"data": shorten(config["data"], "folder", "tokenizer")}
+    return shorten(config, "target", "init") | {
+        "data": shorten(config["data"], "folder", "tokenizer")
+    }
 
 
 def read_description(path: epath.Path) -> dict:
-    """Reads an object of a run's folder, such as the description of its corpus; raises as `storage.read_json`."""
+    """Reads an object of a run's folder, such as the description of its corpus; raises as
+    `storage.read_json`.
+    """
     try:
         return storage.read_json(path)
     except ValueError as error:
@@ -127,13 +138,18 @@ def read_array(path: str | os.PathLike) -> np.ndarray:
 
 
 class MetricsLog:
-    """Writes one JSON object per line, in the order of steps; a resumed run drops the records it will write again.
+    """Writes one JSON object per line, in the order of steps; a resumed run drops the records it
+    will write again.
 
     Without a path nothing is written: one process of a run does it.
     """
 
     def __init__(self, path: str | os.PathLike | None, resumed_at: int = 0):
-        kept = [record for record in read_metrics(path) if record["step"] <= resumed_at] if path else []
+        kept = (
+            [record for record in read_metrics(path) if record["step"] <= resumed_at]
+            if path
+            else []
+        )
         self._lines = path and storage.Lines(path, [json.dumps(record) + "\n" for record in kept])
 
     def write(self, step: int, **numbers: float) -> None:
@@ -154,7 +170,9 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
 
 
 class Progress:
-    """Prints numbers, tokens per second and time left: a line that is rewritten on a terminal, else one per report."""
+    """Prints numbers, tokens per second and time left: a line that is rewritten on a terminal, else
+    one per report.
+    """
 
     def __init__(self, steps: int, tokens_per_step: int, start: int, console: Console):
         self._steps, self._tokens, self._console = steps, tokens_per_step, console
@@ -169,8 +187,12 @@ class Progress:
         mean_pace = (now - first_time) / max(step - first_step, 1)
         left = datetime.timedelta(seconds=round(mean_pace * (self._steps - step)))
         text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
-        line = f"step {step}/{self._steps}  {text}  {self._tokens / pace:,.0f} tokens/s  {left} left"
-        self._console.print(line, end="\r" if self._console.is_terminal else "\n", highlight=False, soft_wrap=True)
+        line = (
+            f"step {step}/{self._steps}  {text}  {self._tokens / pace:,.0f} tokens/s  {left} left"
+        )
+        self._console.print(
+            line, end="\r" if self._console.is_terminal else "\n", highlight=False, soft_wrap=True
+        )
         return self._tokens / pace
 
     def note(self, text: str) -> None:

@@ -5,8 +5,8 @@
     open_first_head(folder)      the head of a run, or one that was exported or published
     open_public_target(name)     a public checkpoint, by folder, bucket or hub id
 
-A public target of billions of parameters is never whole on one device: each device reads its part when the parameters are
-first used.
+A public target of billions of parameters is never whole on one device: each device reads its part
+when the parameters are first used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specsamp import storage, validate
-from specsamp.checkpoints.hugging_face import Checkpoint, OnProgress, check_readable, open_checkpoint, read_params
+from specsamp.checkpoints.hugging_face import (
+    Checkpoint,
+    OnProgress,
+    check_readable,
+    open_checkpoint,
+    read_params,
+)
 from specsamp.checkpoints.orbax import Checkpoints
 from specsamp.checkpoints.params import digest
 from specsamp.checkpoints.public_heads import open_head, read_head
@@ -54,8 +60,9 @@ HEADS = {
     "dspark": DSparkConfig,
 }
 
-# Fields of a head's decoder layer that come from its target where a configuration leaves them open. Norms of queries and
-# keys, windows and caps do not: public heads are plain layers beside any target.
+# Fields of a head's decoder layer that come from its target where a configuration leaves them open.
+# Norms of queries and keys, windows and caps do not: public heads are plain layers beside any
+# target.
 OF_ITS_LAYERS = (
     *("vocab_size", "width", "num_heads", "num_kv_heads", "head_size", "feedforward_width"),
     *("max_positions", "norm_epsilon", "rotary_base", "rotary_scaling"),
@@ -98,13 +105,19 @@ class Source:
         """
         tokenizer = self.public.require_tokenizer()
         if tokenizer.eos_id is None:
-            raise ValueError(f"{self.public.name} names no eos_token_id, which ends texts: add it to config.json")
+            raise ValueError(
+                f"{self.public.name} names no eos_token_id, which ends texts: add it to config.json"
+            )
         return tokenizer
 
     def made_from(self, name: str) -> dict[str, Any]:
-        """Returns the description of the run's "corpus" or "target"; raises FileNotFoundError if there is none."""
+        """Returns the description of the run's "corpus" or "target"; raises FileNotFoundError if
+        there is none.
+        """
         if name not in self.provenance:
-            raise FileNotFoundError(f"{self.folder} does not describe its {name} ({name}.json): {FIX}")
+            raise FileNotFoundError(
+                f"{self.folder} does not describe its {name} ({name}.json): {FIX}"
+            )
         return self.provenance[name]
 
     def model_in(self, dtype: str) -> TransformerLM:
@@ -112,22 +125,31 @@ class Source:
         return TransformerLM(dataclasses.replace(self.config, dtype=dtype))
 
     def check_split(self, held_out: float, digest: str) -> None:
-        """Raises ValueError if its training read text that a run on the same files holds out, or the other way round.
+        """Raises ValueError if its training read text that a run on the same files holds out, or
+        the other way round.
 
         Args:
           held_out: the share of files that the run holds out.
           digest: of the run's files.
         """
-        theirs = self.provenance.get("config", {}).get("data")  # none: a converted public checkpoint
-        if theirs is None or theirs["held_out"] == held_out or self.made_from("corpus")["sha256"] != digest:
+        # None: a converted public checkpoint.
+        theirs = self.provenance.get("config", {}).get("data")
+        if (
+            theirs is None
+            or theirs["held_out"] == held_out
+            or self.made_from("corpus")["sha256"] != digest
+        ):
             return
         raise ValueError(
-            f"data.held_out {held_out} is not the {theirs['held_out']} of {self.folder}, on the same files: held-out text "
-            f"of one model was read by the other. Give --config.data.held_out={theirs['held_out']}"
+            f"data.held_out {held_out} is not the {theirs['held_out']} of {self.folder}, on the "
+            "same files: held-out text of one model was read by the other. Give "
+            f"--config.data.held_out={theirs['held_out']}"
         )
 
     def writer(self, dtype: str) -> Pair:
-        """Returns the model as a pair that writes text; a public model is split over its mesh and writes no padding tokens."""
+        """Returns the model as a pair that writes text; a public model is split over its mesh and
+        writes no padding tokens.
+        """
         model = self.model_in(dtype)
         if self.mesh is None:
             return Pair(target=model, target_params=self.params)
@@ -138,7 +160,9 @@ class Source:
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """Returns a digest of all parameters, with the step of a run or the name of a public checkpoint."""
+        """Returns a digest of all parameters, with the step of a run or the name of a public
+        checkpoint.
+        """
         if self.public is not None:
             name = self.public.name if self.public.from_hub else self.folder.name
             return {"name": name, "sha256": digest(self.params)}
@@ -154,11 +178,14 @@ def is_trained_here(name: str | os.PathLike) -> bool:
     try:
         return bool(pair_folder(str(name)))
     except FileNotFoundError:
-        return (folder / "run.json").exists() and not (folder / "config.json").exists()  # nor a converted checkpoint
+        # Nor a converted checkpoint.
+        return (folder / "run.json").exists() and not (folder / "config.json").exists()
 
 
 def open_target(name: str | os.PathLike) -> Source:
-    """Reads the target of a pair, by name or folder, or the model of a run; raises as `load_pair` and `open_trained`."""
+    """Reads the target of a pair, by name or folder, or the model of a run; raises as `load_pair`
+    and `open_trained`.
+    """
     try:
         folder = pair_folder(str(name))
     except FileNotFoundError:
@@ -166,22 +193,33 @@ def open_target(name: str | os.PathLike) -> Source:
     pair = load_pair(folder)
     provenance = storage.read_json(folder / "pair.json").get("provenance", {}).get("target", {})
     folder, config, step = storage.place(folder), pair.target.config, provenance.get("step", 0)
-    return Source(folder=folder, config=config, read=lambda: pair.target_params, step=step, provenance=provenance)
+    return Source(
+        folder=folder,
+        config=config,
+        read=lambda: pair.target_params,
+        step=step,
+        provenance=provenance,
+    )
 
 
 def open_trained(folder: str | os.PathLike, *, is_head: bool = False) -> Source:
     """Reads the parameters of the run of a model or a head, without its optimizer.
 
     Args:
-      is_head: whether it must be the run of a head, else of a model; a head comes with the ids of a reduced vocabulary.
+      is_head: whether it must be the run of a head, else of a model; a head comes with the ids of a
+        reduced vocabulary.
 
     Raises:
       FileNotFoundError: no run, or no checkpoint.
-      ValueError: the other kind of run; or the configuration is damaged, or the checkpoint is, or does not fit it.
+      ValueError: the other kind of run; or the configuration is damaged, or the checkpoint is, or
+        does not fit it.
     """
     folder, fields = storage.place(folder), read_config(folder)
     if ("head" in fields) != is_head:
-        raise ValueError(f"{folder} is the run of a {'model, not of a head' if is_head else 'head, not of a model'}")
+        raise ValueError(
+            f"{folder} is the run of a "
+            f"{'model, not of a head' if is_head else 'head, not of a model'}"
+        )
     files = {name: folder / f"{name}.json" for name in ("corpus", "target")}
     provenance = {name: read_description(path) for name, path in files.items() if path.exists()}
     try:
@@ -193,7 +231,10 @@ def open_trained(folder: str | os.PathLike, *, is_head: bool = False) -> Source:
         else:
             model = TransformerLM(TransformerConfig(**fields["model"]))
     except (KeyError, TypeError, ValueError) as error:
-        told = f"{folder / 'run.json'} describes no {'head' if is_head else 'model'} ({type(error).__name__}: {error})"
+        told = (
+            f"{folder / 'run.json'} describes no {'head' if is_head else 'model'} "
+            f"({type(error).__name__}: {error})"
+        )
         raise ValueError(f"{told}: {FIX}") from error
     shapes = dict(jax.eval_shape(model.init, jax.random.key(0)))
     ids = shapes.pop(DRAFT_IDS, None)
@@ -201,21 +242,33 @@ def open_trained(folder: str | os.PathLike, *, is_head: bool = False) -> Source:
     if ids is not None:
         params = params | {DRAFT_IDS: jax.numpy.asarray(read_array(folder / IDS))}
     provenance |= {"config": fields}
-    return Source(folder=folder, config=model.config, read=lambda: params, step=step, provenance=provenance)
+    return Source(
+        folder=folder, config=model.config, read=lambda: params, step=step, provenance=provenance
+    )
 
 
 def open_first_head(folder: str | os.PathLike, target: TransformerConfig) -> Source:
-    """Reads the head of a run, or an exported or published head; raises as `open_trained` and `open_head`."""
+    """Reads the head of a run, or an exported or published head; raises as `open_trained` and
+    `open_head`.
+    """
     if (storage.place(folder) / "run.json").exists():
         return open_trained(folder, is_head=True)
     checkpoint = open_head(folder, target, dtype="float32")
-    params, training = read_head(checkpoint, checkpoint.config.head()), storage.place(folder) / "training.json"
-    told = storage.read_json(training) if training.exists() else {}  # of a head that was exported here
+    params, training = (
+        read_head(checkpoint, checkpoint.config.head()),
+        storage.place(folder) / "training.json",
+    )
+    # Of a head that was exported here.
+    told = storage.read_json(training) if training.exists() else {}
     step, config = told.get("step", 0), checkpoint.config
-    return Source(folder=training.parent, config=config, read=lambda: params, step=step, provenance=told)
+    return Source(
+        folder=training.parent, config=config, read=lambda: params, step=step, provenance=told
+    )
 
 
-def open_public_target(name: str, dtype: str, mesh: Mesh, progress: OnProgress = lambda *_: None) -> Source:
+def open_public_target(
+    name: str, dtype: str, mesh: Mesh, progress: OnProgress = lambda *_: None
+) -> Source:
     """Opens a public checkpoint, and checks everything but the values of its tensors.
 
     Args:
@@ -225,12 +278,14 @@ def open_public_target(name: str, dtype: str, mesh: Mesh, progress: OnProgress =
       progress: see `read_params`.
 
     Raises:
-      FileNotFoundError, ValueError: see `open_checkpoint` and `Checkpoint.tensors`; or the model does not divide over
-        the mesh.
+      FileNotFoundError, ValueError: see `open_checkpoint` and `Checkpoint.tensors`; or the model
+        does not divide over the mesh.
     """
     checkpoint = open_checkpoint(name, dtype=dtype)
     if checkpoint.config.weight_dtype == "int8":
-        raise ValueError(f"{name} holds weights in int8, which cannot teach: give the float checkpoint")
+        raise ValueError(
+            f"{name} holds weights in int8, which cannot teach: give the float checkpoint"
+        )
     config = checkpoint.config
     model = shard_model(TransformerLM(config), Layout.tensor_parallel(mesh))
     source = Source(
@@ -245,13 +300,16 @@ def open_public_target(name: str, dtype: str, mesh: Mesh, progress: OnProgress =
     return source
 
 
-def make_head(layer: TransformerConfig, fields: Mapping[str, Any], *, target_layers: int, target_width: int) -> Head:
+def make_head(
+    layer: TransformerConfig, fields: Mapping[str, Any], *, target_layers: int, target_width: int
+) -> Head:
     """Returns the head that ``head`` of a configuration describes.
 
     Args:
       layer: of its decoder layer.
-      fields: ``kind``, one of `HEADS`; and fields of its class. Left out or empty, ``hidden_layers`` are the usual ones
-        of the kind, and ``draft_vocab_size`` is 0, the whole vocabulary.
+      fields: ``kind``, one of `HEADS`; and fields of its class. Left out or empty,
+        ``hidden_layers`` are the usual ones of the kind, and ``draft_vocab_size`` is 0, the whole
+        vocabulary.
 
     Raises:
       ValueError: an unknown kind, or fields that do not fit.
@@ -263,31 +321,43 @@ def make_head(layer: TransformerConfig, fields: Mapping[str, Any], *, target_lay
     if not fields.get("hidden_layers"):
         fields["hidden_layers"] = HEADS[kind].usual_layers(target_layers)
     layer = dataclasses.replace(layer, tied=False)  # embedding and output are fields of the head
-    shape = dict(layer=layer, target_layers=target_layers, target_width=target_width, draft_vocab_size=size)
+    shape = dict(
+        layer=layer, target_layers=target_layers, target_width=target_width, draft_vocab_size=size
+    )
     return HEADS[kind](**shape, **fields).head()
 
 
 def layer_fields(fields: Mapping[str, Any], target: TransformerConfig) -> dict[str, Any]:
-    """Returns the fields of a head's decoder layer, with the target's value for each field that is None.
+    """Returns the fields of a head's decoder layer, with the target's value for each field that is
+    None.
 
     Raises:
       ValueError: a field is None that a head does not take from its target.
     """
     open_fields = [name for name, value in fields.items() if value is None]
     if beyond := set(open_fields) - set(OF_ITS_LAYERS):
-        raise ValueError(f"model.{min(beyond)} is None, but is not taken from the target: give a value")
+        raise ValueError(
+            f"model.{min(beyond)} is None, but is not taken from the target: give a value"
+        )
     taken = {name: getattr(target, name) for name in open_fields}
     scaling = taken.get("rotary_scaling")
-    return {**fields, **taken} | ({} if scaling is None else {"rotary_scaling": dataclasses.asdict(scaling)})
+    return {**fields, **taken} | (
+        {} if scaling is None else {"rotary_scaling": dataclasses.asdict(scaling)}
+    )
 
 
 def _restore(folder: epath.Path, shapes: Any) -> tuple[Any, int]:
-    """Reads parameters of these shapes from the last checkpoint of a run; returns them and the step."""
-    # On one device, however many there were where it was saved. (Of many processes, each gets a whole copy.)
+    """Reads parameters of these shapes from the last checkpoint of a run; returns them and the
+    step.
+    """
+    # On one device, however many there were where it was saved. (Of many processes, each gets a
+    # whole copy.)
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if jax.process_count() > 1:
         sharding = NamedSharding(make_mesh(jax.device_count(), 1), PartitionSpec())
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+    )
     if not (folder / "checkpoints").exists():  # opening it would make it
         raise FileNotFoundError(f"no checkpoint in {folder}: its training has not saved one yet")
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:

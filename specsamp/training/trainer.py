@@ -1,7 +1,8 @@
 """The training loop: one jitted step over a mesh, checkpoints, metrics, exact resume.
 
-A step depends on the state, the seed and its number only: data windows are addressed by step, and random numbers by seed,
-step and microbatch. So a run that is killed and resumed gives the losses it would have given.
+A step depends on the state, the seed and its number only: data windows are addressed by step, and
+random numbers by seed, step and microbatch. So a run that is killed and resumed gives the losses it
+would have given.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class TrainConfig:
         for name in ("steps", "batch", "microbatches"):
             validate.integer(f"train.{name}", getattr(self, name), 1)
         if self.batch % self.microbatches:
-            raise ValueError(f"train.batch {self.batch} is no multiple of train.microbatches {self.microbatches}")
+            raise ValueError(
+                f"train.batch {self.batch} is no multiple of train.microbatches {self.microbatches}"
+            )
         validate.integer("train.warmup_steps", self.warmup_steps, 0, limit=self.steps)
         validate.integer("train.seed", self.seed, limit=2**32)  # keys of larger seeds would repeat
         for name in ("learning_rate", "clip_norm"):
@@ -83,13 +86,21 @@ class TrainConfig:
 
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm),
-            optax.adamw(self.learning_rates(), self.beta1, self.beta2, weight_decay=self.weight_decay, mask=matrices),
+            optax.adamw(
+                self.learning_rates(),
+                self.beta1,
+                self.beta2,
+                weight_decay=self.weight_decay,
+                mask=matrices,
+            ),
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """Logging, evaluation and checkpoint intervals, in steps; they do not change the trained parameters."""
+    """Logging, evaluation and checkpoint intervals, in steps; they do not change the trained
+    parameters.
+    """
 
     log: int = 20
     evaluate: int = 500
@@ -101,7 +112,9 @@ class Intervals:
 
     def due(self, step: int, steps: int) -> set[str]:
         """Returns what is done after a step, and all after the last."""
-        return {name for name, interval in vars(self).items() if step % interval == 0 or step == steps}
+        return {
+            name for name, interval in vars(self).items() if step % interval == 0 or step == steps
+        }
 
 
 @jax.tree_util.register_dataclass
@@ -114,20 +127,31 @@ class TrainState:
     opt_state: Any
 
 
-def init_state(task: Task, config: TrainConfig, params: Any = None, teacher_params: Any = None) -> TrainState:
-    """Builds the state of step 0, from a float32 copy of ``params`` or from the task's initial parameters."""
+def init_state(
+    task: Task, config: TrainConfig, params: Any = None, teacher_params: Any = None
+) -> TrainState:
+    """Builds the state of step 0, from a float32 copy of ``params`` or from the task's initial
+    parameters.
+    """
     params = task.init(run_key(config), teacher_params) if params is None else params
-    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)  # copies: an update donates its state
-    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=config.optimizer().init(params))
+    # Copies: an update donates its state.
+    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32), params=params, opt_state=config.optimizer().init(params)
+    )
 
 
 def run_key(config: TrainConfig) -> Array:
-    """Returns the key of a run: its parameters begin with it, and each step has one derived from it."""
+    """Returns the key of a run: its parameters begin with it, and each step has one derived from
+    it.
+    """
     return jax.random.key(config.seed, impl="threefry2x32")
 
 
 def state_shardings(task: Task, config: TrainConfig, mesh: Mesh) -> TrainState:
-    """Returns the sharding of each leaf of a state: moments lie as their parameters, counters are replicated."""
+    """Returns the sharding of each leaf of a state: moments lie as their parameters, counters are
+    replicated.
+    """
     shapes = jax.eval_shape(lambda: init_state(task, config))
     params = Layout.tensor_parallel(mesh).shardings(task.param_axes(), shapes.params)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -144,16 +168,20 @@ def state_shardings(task: Task, config: TrainConfig, mesh: Mesh) -> TrainState:
 def train_step(
     task: Task, config: TrainConfig, state: TrainState, teacher_params: Any, tokens_ABT: Any
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Makes one update from ``A`` microbatches of ``[B, T + 1]`` tokens, or of whatever arrays the task reads.
+    """Makes one update from ``A`` microbatches of ``[B, T + 1]`` tokens, or of whatever arrays the
+    task reads.
 
     Returns:
-      The new state, and scalars for the log: the loss, other metrics of the task, and the norm of the gradient.
+      The new state, and scalars for the log: the loss, other metrics of the task, and the norm of
+      the gradient.
     """
     num_microbatches = jax.tree.leaves(tokens_ABT)[0].shape[0]
     keys_A = jax.random.split(jax.random.fold_in(run_key(config), state.step), num_microbatches)
 
     def gradients(tokens_BT, key):
-        return jax.value_and_grad(task.loss, has_aux=True)(state.params, teacher_params, tokens_BT, key, state.step)
+        return jax.value_and_grad(task.loss, has_aux=True)(
+            state.params, teacher_params, tokens_BT, key, state.step
+        )
 
     if num_microbatches == 1:
         (loss, metrics), grads = gradients(jax.tree.map(lambda x: x[0], tokens_ABT), keys_A[0])
@@ -167,7 +195,9 @@ def train_step(
         total, _ = jax.lax.scan(add, zeros, (tokens_ABT, keys_A))
         (loss, metrics), grads = jax.tree.map(lambda x: x / num_microbatches, total)
     updates, opt_state = config.optimizer().update(grads, state.opt_state, state.params)
-    new_state = TrainState(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+    new_state = TrainState(
+        step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
+    )
     return new_state, {"loss": loss, **metrics, "grad_norm": optax.tree.norm(grads)}
 
 
@@ -175,7 +205,9 @@ def train_step(
 def train_update(
     task: Task, config: TrainConfig, state: TrainState, teacher_params: Any, batch: Any
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Makes one update by `train_step`, compiled, from arrays that are split into microbatches; the state is donated."""
+    """Makes one update by `train_step`, compiled, from arrays that are split into microbatches; the
+    state is donated.
+    """
     split = jax.tree.map(lambda x: x.reshape(config.microbatches, -1, *x.shape[1:]), batch)
     return train_step(task, config, state, teacher_params, split)
 
@@ -201,14 +233,17 @@ def train(
       params: the initial parameters where there is no checkpoint; they are copied.
 
     Raises:
-      ValueError: rows do not divide over the data shards or do not fill them, the model does not divide
-        over ``model``, or a checkpoint or ``params`` do not fit.
+      ValueError: rows do not divide over the data shards or do not fill them, the model does not
+        divide over ``model``, or a checkpoint or ``params`` do not fit.
       FloatingPointError: the loss or its gradient is no longer finite; that state is not saved.
     """
     folder, console = storage.place(folder), console or Console()
     check_rows(config, held_out, mesh)
     shardings = state_shardings(task, config, mesh)
-    replicated, rows_ABT = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(None, DATA))
+    replicated, rows_ABT = (
+        NamedSharding(mesh, PartitionSpec()),
+        NamedSharding(mesh, PartitionSpec(None, DATA)),
+    )
 
     # Closing finishes a checkpoint that is being written.
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
@@ -216,13 +251,21 @@ def train(
         teacher_params = put(teacher_params, layout.shardings(task.teacher_axes(), teacher_params))
         state = initial_state(task, config, checkpoints, shardings, params, teacher_params)
         step_function = jax.jit(
-            train_step, static_argnums=(0, 1), donate_argnums=2, out_shardings=(shardings, replicated)
+            train_step,
+            static_argnums=(0, 1),
+            donate_argnums=2,
+            out_shardings=(shardings, replicated),
         )
         done = int(state.step)
-        log = MetricsLog(folder / "metrics.jsonl" if jax.process_index() == 0 else None, resumed_at=done)
+        log = MetricsLog(
+            folder / "metrics.jsonl" if jax.process_index() == 0 else None, resumed_at=done
+        )
         progress = Progress(config.steps, config.batch * (held_out.shape[1] - 1), done, console)
         if done:
-            progress.note(f"resumed at step {done}" + (", the last: nothing is left" if done == config.steps else ""))
+            progress.note(
+                f"resumed at step {done}"
+                + (", the last: nothing is left" if done == config.steps else "")
+            )
         for step in range(done, config.steps):
             rows = data.batch(step, config.batch).reshape(config.microbatches, config.rows, -1)
             state, numbers = step_function(task, config, state, teacher_params, put(rows, rows_ABT))
@@ -232,11 +275,19 @@ def train(
                 check_finite(now, numbers, checkpoints.latest)
             if "log" in due:
                 rate = float(config.learning_rates()(step))
-                log.write(now, **numbers, learning_rate=rate, tokens_per_second=progress.report(now, **numbers))
+                log.write(
+                    now,
+                    **numbers,
+                    learning_rate=rate,
+                    tokens_per_second=progress.report(now, **numbers),
+                )
             if "evaluate" in due:
                 measured = evaluate(task, state.params, teacher_params, held_out, config.rows, mesh)
                 log.write(now, **{f"held_out/{name}": value for name, value in measured.items()})
-                progress.note("held out: " + "  ".join(f"{name} {value:.4f}" for name, value in measured.items()))
+                progress.note(
+                    "held out: "
+                    + "  ".join(f"{name} {value:.4f}" for name, value in measured.items())
+                )
             if "checkpoint" in due:
                 checkpoints.save(now, params=state.params, rest=(state.step, state.opt_state))
     return state
@@ -257,7 +308,9 @@ def initial_state(
     """
     if checkpoints.latest is not None:
         shapes = jax.eval_shape(lambda: init_state(task, config))
-        shapes = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+        shapes = jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings
+        )
         saved = checkpoints.restore(params=shapes.params, rest=(shapes.step, shapes.opt_state))
         step, opt_state = saved["rest"]
         return TrainState(step=step, params=saved["params"], opt_state=opt_state)
@@ -265,16 +318,24 @@ def initial_state(
         check_shapes("the initial parameters", params, jax.eval_shape(task.init, run_key(config)))
         params = put(params, shardings.params)
     # Compiled, so that each device makes its part of each array.
-    return jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)(task, config, params, teacher_params)
+    return jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)(
+        task, config, params, teacher_params
+    )
 
 
 def check_finite(step: int, numbers: dict[str, float], saved: int | None) -> None:
-    """Raises FloatingPointError, with a fix, if a number is not finite: before the state replaces a good checkpoint."""
+    """Raises FloatingPointError, with a fix, if a number is not finite: before the state replaces a
+    good checkpoint.
+    """
     if not np.isfinite(list(numbers.values())).all():
         raise FloatingPointError(
             f"training diverged: at step {step} "
             + ", ".join(f"{name} is {value:g}" for name, value in numbers.items())
-            + ("; nothing was saved yet" if saved is None else f"; the checkpoint of step {saved} is as it was")
+            + (
+                "; nothing was saved yet"
+                if saved is None
+                else f"; the checkpoint of step {saved} is as it was"
+            )
             + ". Begin again in another --workdir with a lower train.learning_rate, a longer train.warmup_steps, or "
             "compute_dtype float32"
         )
@@ -284,11 +345,12 @@ def check_rows(config: TrainConfig, held_out: np.ndarray, mesh: Mesh) -> None:
     """Checks that rows can be spread over the devices, before the first step.
 
     Raises:
-      ValueError: the rows of a microbatch do not divide over the data shards, or held-out rows do not fill them.
+      ValueError: the rows of a microbatch do not divide over the data shards, or held-out rows do
+        not fill them.
     """
     if config.rows % mesh.shape[DATA]:
         raise ValueError(
-            f"{config.rows} rows of a microbatch do not divide over {mesh.shape[DATA]} devices of the mesh axis "
-            f"'{DATA}': change batch"
+            f"{config.rows} rows of a microbatch do not divide over {mesh.shape[DATA]} devices of "
+            f"the mesh axis '{DATA}': change batch"
         )
     evaluation_batch(held_out, config.rows, mesh)

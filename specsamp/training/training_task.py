@@ -20,7 +20,8 @@ Array = jax.Array
 
 
 class Task(abc.ABC):
-    """The interface between the trainer and a task; losses and measurements are averages over positions.
+    """The interface between the trainer and a task; losses and measurements are averages over
+    positions.
 
     By default all of ``model`` is trained, without a teacher.
     """
@@ -36,7 +37,9 @@ class Task(abc.ABC):
         return self.model.param_axes()
 
     def teacher(self, target_params: Any, draft_ids: Any = None) -> Any:
-        """Returns ``teacher_params`` for a target's parameters, and the ids of a reduced vocabulary if there is one."""
+        """Returns ``teacher_params`` for a target's parameters, and the ids of a reduced vocabulary
+        if there is one.
+        """
         return target_params
 
     def teacher_axes(self) -> Any:
@@ -58,11 +61,14 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
-    def measure(self, params: Any, teacher_params: Any, tokens_BT: Array, warp: Warp) -> dict[str, Array]:
+    def measure(
+        self, params: Any, teacher_params: Any, tokens_BT: Array, warp: Warp
+    ) -> dict[str, Array]:
         """Returns scalars on held-out tokens ``[B, T + 1]``.
 
-        Names that begin with "loss" do not depend on ``warp``, under which the other numbers compare a draft with its
-        target. The loss of a model is its cross-entropy, also of a draft that is trained on another objective.
+        Names that begin with "loss" do not depend on ``warp``, under which the other numbers
+        compare a draft with its target. The loss of a model is its cross-entropy, also of a draft
+        that is trained on another objective.
         """
 
 
@@ -72,8 +78,10 @@ class TrainModel(Task):
 
     Attributes:
       model: a target, or a draft.
-      target: the model whose parameters are ``teacher_params``; None: cross-entropy on the text is minimised.
-      objective: with a target, one of `DIVERGENCES`, or "cross_entropy": the text alone, without a call of the target.
+      target: the model whose parameters are ``teacher_params``; None: cross-entropy on the text is
+        minimised.
+      objective: with a target, one of `DIVERGENCES`, or "cross_entropy": the text alone, without a
+        call of the target.
 
     Raises:
       ValueError: an unknown objective, or two vocabularies.
@@ -86,7 +94,9 @@ class TrainModel(Task):
     def __post_init__(self):
         validate.choice("objective", self.objective, (*DIVERGENCES, "cross_entropy"))
         if self.target is not None and self.model.vocab_size != self.target.vocab_size:
-            raise ValueError(f"draft vocabulary {self.model.vocab_size} != target {self.target.vocab_size}")
+            raise ValueError(
+                f"draft vocabulary {self.model.vocab_size} != target {self.target.vocab_size}"
+            )
 
     def teacher_axes(self):
         return None if self.target is None else self.target.param_axes()
@@ -102,7 +112,9 @@ class TrainModel(Task):
         text, _ = _text_loss(self.model, params, tokens_BT)
         if self.target is None:
             return {"loss": text}
-        target_BTV = log_probs(warp, self.target.forward(teacher_params, tokens_BT[:, :-1]).logits_BTV)
+        target_BTV = log_probs(
+            warp, self.target.forward(teacher_params, tokens_BT[:, :-1]).logits_BTV
+        )
         draft_BTV = log_probs(warp, self.model.forward(params, tokens_BT[:, :-1]).logits_BTV)
         return {
             "loss": text,
@@ -112,7 +124,9 @@ class TrainModel(Task):
 
 
 def _text_loss(model: TransformerLM, params: Any, tokens_BT: Array) -> tuple[Array, Array]:
-    """Returns the mean cross-entropy in nats, and the log-probabilities ``[B, T, V]`` it was computed from."""
+    """Returns the mean cross-entropy in nats, and the log-probabilities ``[B, T, V]`` it was
+    computed from.
+    """
     log_probs_BTV = _log_probs(model, params, tokens_BT)
     return cross_entropy(log_probs_BTV, tokens_BT[:, 1:]).mean(), log_probs_BTV
 

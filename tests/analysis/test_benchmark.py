@@ -35,7 +35,9 @@ SAMPLING = chain(temperature(0.8))
 def pair():
     """Makes table models, which compile fast."""
     table, model = fakes.random_table(0, 8), fakes.TableLM(8, max_positions=64)
-    return Pair(target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 0.5))
+    return Pair(
+        target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 0.5)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,9 @@ def test_statistics_are_consistent(result):
 
 
 def test_counts_as_json_and_back():
-    """Results include the rates that follow from counts; older files lack the number of drafted tokens."""
+    """Results include the rates that follow from counts; older files lack the number of drafted
+    tokens.
+    """
     stats = RowStats(rounds=10, emitted=19, drafted=20, reached=(10, 6), accepted_counts=(4, 3, 3))
     written = json.loads(report.json_text(stats))
     assert written["by_position"] == [0.6, 0.5] and written["rate"] == 9 / 16
@@ -90,8 +94,13 @@ def test_counts_as_json_and_back():
 
 def test_all_run_once_before_any_runs_again():
     order = []
-    answers = take_turns({name: lambda turn, name=name: order.append((name, turn)) or turn for name in "ab"}, 2)
-    assert order == [("a", 0), ("b", 0), ("a", 1), ("b", 1)] and answers == {"a": [0, 1], "b": [0, 1]}
+    answers = take_turns(
+        {name: lambda turn, name=name: order.append((name, turn)) or turn for name in "ab"}, 2
+    )
+    assert order == [("a", 0), ("b", 0), ("a", 1), ("b", 1)] and answers == {
+        "a": [0, 1],
+        "b": [0, 1],
+    }
 
 
 def test_all_calls_of_a_round_are_timed(result):
@@ -115,12 +124,19 @@ def test_calls_that_do_not_fit_are_left_out(pair, monkeypatch):
 
     fail("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
     said = []
-    result = benchmark(pair, Method(drafter=NgramDrafter(K=2), rule=TokenRule(), sampling=SAMPLING), WORK, said.append)
+    result = benchmark(
+        pair,
+        Method(drafter=NgramDrafter(K=2), rule=TokenRule(), sampling=SAMPLING),
+        WORK,
+        said.append,
+    )
     assert result.split is None and result.acceptance.emitted
     assert "left out" in said[-1]
     fail("INTERNAL: something else")
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        benchmark(pair, Method(drafter=NgramDrafter(K=2), rule=TokenRule(), sampling=SAMPLING), WORK)
+        benchmark(
+            pair, Method(drafter=NgramDrafter(K=2), rule=TokenRule(), sampling=SAMPLING), WORK
+        )
 
 
 def test_a_profile_is_written_and_operations_carry_the_scopes_of_a_round(pair, tmp_path):
@@ -135,7 +151,9 @@ def test_a_profile_is_written_and_operations_carry_the_scopes_of_a_round(pair, t
 
 
 def test_what_was_compiled_side_by_side_decodes(pair):
-    (decoder,) = decoders(pair, {"speculative": Method(drafter=ModelDrafter(pair.draft, 5))}, WORK).values()
+    (decoder,) = decoders(
+        pair, {"speculative": Method(drafter=ModelDrafter(pair.draft, 5))}, WORK
+    ).values()
     before = compiled_programs()
     decoder.compile()
     assert (compiled := compiled_programs()) == (before[0] + 1, before[1] + 1)
@@ -145,7 +163,8 @@ def test_what_was_compiled_side_by_side_decodes(pair):
 @pytest.mark.parametrize("K", [0, 3])
 def test_greedy_sides_write_the_same_and_sampled_ones_need_not(pair, result, monkeypatch, K):
     """Without a draft both sides are the same program, too: that is how to test a benchmark."""
-    monkeypatch.setattr(benchmark_module, "_split", lambda *_: None)  # as under JAX_DISABLE_JIT, but compiled
+    # As under JAX_DISABLE_JIT, but compiled.
+    monkeypatch.setattr(benchmark_module, "_split", lambda *_: None)
     drafter = ModelDrafter(pair.draft, K) if K else NoDrafter()
     greedily = benchmark(pair, Method(drafter=drafter, rule=TokenRule(), sampling=greedy()), WORK)
     assert greedily.same_tokens == WORK.repeats > result.same_tokens
@@ -168,7 +187,10 @@ def test_a_target_that_has_no_distribution_is_not_a_quick_one(pair):
 
 
 WIDE = report.Table(
-    title="Cells", header=("", *"abc"), rows=[("greedy", "1", "", "x" * 30), ("sampled", "2", "3", "4")], note="a note"
+    title="Cells",
+    header=("", *"abc"),
+    rows=[("greedy", "1", "", "x" * 30), ("sampled", "2", "3", "4")],
+    note="a note",
 )
 
 
@@ -184,8 +206,13 @@ def test_a_table_that_does_not_fit_is_shown_row_by_row(plain, width):
     if width == 120:
         assert any(line.split() == ["sampled", "2", "3", "4"] for line in lines)
     else:
-        assert lines[1:5] == ["Cells", "greedy", "  a  1", "  c  " + "x" * 30][: len(lines[1:5])] or not plain
-        assert {"sampled", "  a  2", "  b  3", "  c  4", "a note"} <= set(lines) and "  b" not in lines
+        assert (
+            lines[1:5] == ["Cells", "greedy", "  a  1", "  c  " + "x" * 30][: len(lines[1:5])]
+            or not plain
+        )
+        assert {"sampled", "  a  2", "  b  3", "  c  4", "a note"} <= set(
+            lines
+        ) and "  b" not in lines
 
 
 def test_tables_hold_the_numbers(result):

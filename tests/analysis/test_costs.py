@@ -14,7 +14,9 @@ from specsamp.tpu.work import Roofline
 
 def test_milliseconds_of_a_call_serve_any_batch_and_context():
     """The numbers are those in the docstrings of the planner and of launch/plan.py."""
-    plan = make_plan(Profile.of_rate(0.8), PerCall(14.1, 1.8), batch=8, context=2048, new_tokens=128)
+    plan = make_plan(
+        Profile.of_rate(0.8), PerCall(14.1, 1.8), batch=8, context=2048, new_tokens=128
+    )
     assert math.isclose(plan[4].round_ms, 14.1 + 4 * 1.8)
 
 
@@ -27,14 +29,18 @@ def test_lines_between_known_rounds():
 
 
 def test_beyond_the_longest_known_round():
-    """Costs are extrapolated from the longest round and half of it; noise must not make longer rounds ever shorter."""
+    """Costs are extrapolated from the longest round and half of it; noise must not make longer
+    rounds ever shorter.
+    """
     assert CostTable({1: {0: 1, 4: 4, 7: 9, 8: 6}}).round_ms(12) == 8
     assert CostTable({1: {0: 4, 4: 9, 8: 6}}).round_ms(32) == 6
     assert CostTable({1: {0: 2, 1: 3}}).round_ms(3) == 5
 
 
 def test_the_roofline_of_chinchilla_on_16_chips():
-    """Lower bounds and the ridge equal public numbers: 140 GB over 16 x 1.2 TB/s, 275 TFLOP/s each."""
+    """Lower bounds and the ridge equal public numbers: 140 GB over 16 x 1.2 TB/s, 275
+    TFLOP/s each.
+    """
     target, draft = chinchilla_70b(), draft_4b()
     roof = Roofline(target=target, draft=draft, chip="v4", devices=16, default_context=0)
     assert roof.round_ms(0) == pytest.approx(7.30, abs=0.01)
@@ -43,7 +49,9 @@ def test_the_roofline_of_chinchilla_on_16_chips():
     assert roof.round_ms(0, context=1000) - roof.round_ms(0) == pytest.approx(cached_ms, rel=0.01)
     ridge = 229  # rows from which products are bound by arithmetic
     assert roof.call_ms(target, 1, 220, 0) == pytest.approx(roof.call_ms(target, 1, 1, 0))
-    assert roof.call_ms(target, 1, 2 * ridge, 0) == pytest.approx(2 * roof.call_ms(target, 1, 1, 0), rel=0.03)
+    assert roof.call_ms(target, 1, 2 * ridge, 0) == pytest.approx(
+        2 * roof.call_ms(target, 1, 1, 0), rel=0.03
+    )
 
     # Beyond the ridge speculation costs more than it brings; long caches make it pay again.
     def plan(**where):
@@ -78,7 +86,9 @@ def test_costs_of_a_compile_report():
     assert least.round_ms(0, 1, 2048) == pytest.approx(1.023, abs=0.001)  # streaming alone
     of_v5e = compiled_costs(report | {"topology": "v5e:4x4"})
     assert of_v5e.error == 0 and not of_v5e.is_range and calibrated.is_range
-    low, likely, high = (table.round_ms(4, 1, 2048) for table in (of_v5e.bounds[0], of_v5e, of_v5e.bounds[1]))
+    low, likely, high = (
+        table.round_ms(4, 1, 2048) for table in (of_v5e.bounds[0], of_v5e, of_v5e.bounds[1])
+    )
     assert low < likely < high
     report["programs"][1]["hbm_bytes"] = None
     with pytest.raises(ValueError, match="do not fit v4:2x2x4"):

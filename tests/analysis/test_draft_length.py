@@ -1,4 +1,6 @@
-"""The draft length that is chosen, by clocks that are known, and never by the noise of the completions."""
+"""The draft length that is chosen, by clocks that are known, and never by the noise of the
+completions.
+"""
 
 import dataclasses
 
@@ -35,7 +37,9 @@ def clocks(monkeypatch):
         def timed(decoder, repeat):
             timing = real(decoder, repeat)
             ran.append(decoder)
-            return dataclasses.replace(timing, loop_seconds=seconds[decoder.method.drafter.K] * timing.rounds)
+            return dataclasses.replace(
+                timing, loop_seconds=seconds[decoder.method.drafter.K] * timing.rounds
+            )
 
         monkeypatch.setattr(TimedDecoder, "decode", timed)
         return ran
@@ -44,13 +48,16 @@ def clocks(monkeypatch):
 
 
 def choose(pair, prompts=PROMPTS, **options):
-    return calibrate(pair, prompts, 30, **dict(sampling=SAMPLING, lengths=(0, 1, 4), repeats=2) | options)
+    return calibrate(
+        pair, prompts, 30, **dict(sampling=SAMPLING, lengths=(0, 1, 4), repeats=2) | options
+    )
 
 
 def test_what_was_measured_is_what_adaptive_lengths_begin_with(pair, clocks):
     ran = clocks({0: 1.0, 1: 1.1, 4: 1.5})
     found = choose(pair)
-    assert [decoder.method.drafter.K for decoder in ran] == [0, 1, 4] * 3  # in turn; the first turn compiles
+    # In turn; the first turn compiles.
+    assert [decoder.method.drafter.K for decoder in ran] == [0, 1, 4] * 3
     assert len({decoder.engine.slots for decoder in ran}) == 1
     assert len(generate(pair, PROMPTS, 8, draft_length=found.usual)) == 2
     assert found.costs_ms == pytest.approx((1000, 1100, 1500))
@@ -62,7 +69,9 @@ def test_what_was_measured_is_what_adaptive_lengths_begin_with(pair, clocks):
     assert choose(pair).usual == 0
 
 
-@pytest.mark.parametrize("lengths, message", [((4,), "at least two to choose between"), ((4, 2), "lengths must rise")])
+@pytest.mark.parametrize(
+    "lengths, message", [((4,), "at least two to choose between"), ((4, 2), "lengths must rise")]
+)
 def test_lengths_are_checked_before_anything_is_measured(pair, clocks, lengths, message):
     ran = clocks({0: 1.0})
     with pytest.raises(ValueError, match=message):
@@ -71,7 +80,9 @@ def test_lengths_are_checked_before_anything_is_measured(pair, clocks, lengths, 
 
 
 def test_the_clock_of_the_first_process_decides(pair, clocks, monkeypatch):
-    """All processes must choose the same: with another K each they would wait for each other for ever."""
+    """All processes must choose the same: with another K each they would wait for each other for
+    ever.
+    """
     clocks({0: 1.0, 1: 2.5, 4: 12.0})
     monkeypatch.setattr(draft_length, "gather_objects", lambda found: ["of the first", found])
     assert choose(pair) == "of the first"
@@ -85,11 +96,19 @@ def test_acceptance_counts_as_well(pair, clocks):
 
 def test_drafters_of_ones_own_and_several_rows(pair, clocks):
     ran = clocks({0: 1.0, 3: 0.5})
-    found = choose(pair, make_drafter=lambda K: NgramDrafter(K=K), lengths=(0, 3), prompts=PROMPTS[:1] * 2)
-    assert found.usual == 3 and ran[-1].method.drafter == NgramDrafter(K=3) and ran[-1].workload.batch == 2
+    found = choose(
+        pair, make_drafter=lambda K: NgramDrafter(K=K), lengths=(0, 3), prompts=PROMPTS[:1] * 2
+    )
+    assert (
+        found.usual == 3
+        and ran[-1].method.drafter == NgramDrafter(K=3)
+        and ran[-1].workload.batch == 2
+    )
 
 
-def test_long_budgets_are_not_decoded_to_the_end_but_have_caches_of_their_size(pair, clocks, monkeypatch):
+def test_long_budgets_are_not_decoded_to_the_end_but_have_caches_of_their_size(
+    pair, clocks, monkeypatch
+):
     monkeypatch.setattr(draft_length, "LONGEST_TEXT", 10)
     ran = clocks({0: 1.0, 1: 1.0})
     choose(pair, lengths=(0, 1))
@@ -105,7 +124,10 @@ def test_the_noise_is_not_that_of_the_completions(pair, clocks):
 
 
 def test_what_is_not_compiled_has_no_costs(pair):
-    with jax.disable_jit(), pytest.raises(ValueError, match="choose K yourself under JAX_DISABLE_JIT"):
+    with (
+        jax.disable_jit(),
+        pytest.raises(ValueError, match="choose K yourself under JAX_DISABLE_JIT"),
+    ):
         choose(pair)
 
 
@@ -126,8 +148,12 @@ def test_every_call_is_timed_in_turn(batch):
         "model": Method(drafter=ModelDrafter(model, TIMED_LENGTH)),
         "ngram": Method(drafter=NgramDrafter(TIMED_LENGTH)),
     }
-    costs = time_calls(pair, methods, Workload(batch=batch, prompt_length=8, max_new_tokens=8), seconds=0.0)
+    costs = time_calls(
+        pair, methods, Workload(batch=batch, prompt_length=8, max_new_tokens=8), seconds=0.0
+    )
     assert [*costs] == [*methods] and costs["model"].target_ms == costs["ngram"].target_ms
     target_ms = costs["model"].target_ms
-    assert [*target_ms] == [*TIMED_POSITIONS] and sorted(target_ms.values()) == [*target_ms.values()]
+    assert [*target_ms] == [*TIMED_POSITIONS] and sorted(target_ms.values()) == [
+        *target_ms.values()
+    ]
     assert all(one.draft_ms > 0 for one in costs.values()) and target_ms[1] > 0

@@ -1,4 +1,6 @@
-"""Many cells in one file: what is resumed, set aside, recorded and refused. Nothing is measured here."""
+"""Many cells in one file: what is resumed, set aside, recorded and refused. Nothing is measured
+here.
+"""
 
 import dataclasses
 import json
@@ -32,12 +34,27 @@ SPLIT = dataclasses.make_dataclass("Split", ["step"])(Quartiles.of([1.0]))
 @pytest.fixture(scope="module")
 def pair():
     table, model = fakes.random_table(0, V), fakes.TableLM(V)
-    return Pair(target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 1.0))
+    return Pair(
+        target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 1.0)
+    )
 
 
 def key(**changes):
-    distribution = {"temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.0, "draft_temperature": None}
-    return {"draft_length": 4, "drafter": "model", "rule": "token", "batch": 1, **distribution, **changes}
+    distribution = {
+        "temperature": 0.8,
+        "top_k": 0,
+        "top_p": 0.95,
+        "min_p": 0.0,
+        "draft_temperature": None,
+    }
+    return {
+        "draft_length": 4,
+        "drafter": "model",
+        "rule": "token",
+        "batch": 1,
+        **distribution,
+        **changes,
+    }
 
 
 def cell(**changes):
@@ -95,7 +112,9 @@ def test_an_interrupted_run_goes_on_at_the_next_cell(tmp_path, outcomes):
     path = str(tmp_path / "new" / "grid.json")
     calls = outcomes({"n": 1}, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes, header=lambda: {"command": "first"})
+        measure_cells(
+            CELLS, grid.Results.open(path, IDENTITY), outcomes, header=lambda: {"command": "first"}
+        )
     assert [one["key"]["batch"] for one in stored(path)["cells"]] == [1] and len(calls) == 2
     calls = outcomes({"n": 2}, {"n": 3})
     again = grid.Results.open(path, IDENTITY)
@@ -103,7 +122,8 @@ def test_an_interrupted_run_goes_on_at_the_next_cell(tmp_path, outcomes):
     assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 2, 3]
     assert [one["command"] for one in stored(path)["cells"]] == ["first", "second", "second"]
     assert len(calls) == 4
-    assert measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes) == {}  # nothing is left
+    # Nothing is left.
+    assert measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes) == {}
 
 
 def test_cells_are_measured_again_only_where_that_is_asked_for(tmp_path, outcomes):
@@ -112,20 +132,32 @@ def test_cells_are_measured_again_only_where_that_is_asked_for(tmp_path, outcome
     measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes)
     with pytest.raises(KeyboardInterrupt):
         measure_cells(CELLS[1:], grid.Results.open(path, IDENTITY), outcomes, again=True)
-    assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 4, 3]  # each in its place, when it is measured
+    # Each in its place, when it is measured.
+    assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 4, 3]
     before, other = grid.Results.open(path, IDENTITY), grid.Results.open(path, IDENTITY)
     outcomes(MemoryError(), {"n": 5}, {"n": 6})
     measure_cells(CELLS[:2], other, outcomes, again=True)
-    measure_cells([cell(batch=8)], before, outcomes)  # a run that began before has not what was measured meanwhile
-    assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 5, 3, 6]  # memory that ran out replaced nothing
+    # A run that began before has not what was measured meanwhile.
+    measure_cells([cell(batch=8)], before, outcomes)
+    # Memory that ran out replaced nothing.
+    assert [one["result"]["n"] for one in stored(path)["cells"]] == [1, 5, 3, 6]
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[]", '{"result": 3}', '{"identity": {}, "cells": [{"key": {}}]}', '{"cells": [', "# A text", "[" * 100_000],
+    [
+        "[]",
+        '{"result": 3}',
+        '{"identity": {}, "cells": [{"key": {}}]}',
+        '{"cells": [',
+        "# A text",
+        "[" * 100_000,
+    ],
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path, text):
-    """Results of another tool, damaged files and texts are never moved or written to, not even during a run."""
+    """Results of another tool, damaged files and texts are never moved or written to, not even
+    during a run.
+    """
     path = tmp_path / "audit.json"
     opened_before = grid.Results.open(str(path), IDENTITY)
     path.write_text(text, encoding="utf-8")
@@ -166,15 +198,21 @@ def test_cells_of_another_machine_are_refused(tmp_path):
     for name, machine in (("old", {}), ("other", {"machine": {"id": "a"}})):
         path = str(tmp_path / name)
         grid.Results.open(path, IDENTITY | machine).add({"key": key(), "result": {}}, {})
-        with pytest.raises(ValueError, match="cells of another run: machine.id was .*, is 'b'. Give another --output"):
+        with pytest.raises(
+            ValueError,
+            match="cells of another run: machine.id was .*, is 'b'. Give another --output",
+        ):
             grid.Results.open(path, IDENTITY | {"machine": {"id": "b"}})
     assert grid.Results.open(path, IDENTITY | {"machine": {"id": "a"}}).find(key())
-    assert grid.Results.open(path, {"machine": {"id": "a"}}).cells  # the part of the identity that is known
+    # The part of the identity that is known.
+    assert grid.Results.open(path, {"machine": {"id": "a"}}).cells
 
 
 def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_path, outcomes):
     path = str(tmp_path / "grid.json")
-    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes\nand more")
+    full = jax.errors.JaxRuntimeError(
+        "RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes\nand more"
+    )
     outcomes(full, MemoryError(), {"n": 3})
     measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes)
     first, second, third = stored(path)["cells"]
@@ -183,7 +221,8 @@ def test_a_cell_that_runs_out_of_memory_is_recorded_and_the_rest_goes_on(tmp_pat
     assert "result" not in first
     table = tables.grid_table("", stored(path)["cells"][:2])
     assert [row[3] for row in table.rows] == ["out of memory"] * 2
-    assert measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes) == {}  # not tried again
+    # Not tried again.
+    assert measure_cells(CELLS, grid.Results.open(path, IDENTITY), outcomes) == {}
     outcomes(jax.errors.JaxRuntimeError("INTERNAL: something else"))
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         measure_cells(CELLS[:1], grid.Results.open(None, IDENTITY), outcomes)
@@ -205,12 +244,16 @@ def measured(pair):
             ),
             workload=Workload(batch=2, prompt_length=3, max_new_tokens=120, repeats=4),
         )
-        grid.measure_cells([made.facts], lambda *_: benchmark(pair, made.method, made.workload), results)
+        grid.measure_cells(
+            [made.facts], lambda *_: benchmark(pair, made.method, made.workload), results
+        )
         return results.cells[0]
 
 
 def test_a_cell_of_made_up_acceptance(measured):
-    """0.6 of the verified tokens, whatever the models think, and nobody could take it for the pair's."""
+    """0.6 of the verified tokens, whatever the models think, and nobody could take it for the
+    pair's.
+    """
     counts = measured["result"]["acceptance"]
     judged = sum(counts["reached"])
     assert abs(counts["rate"] - 0.6) < 5 * np.sqrt(0.24 / judged) and judged > 400
@@ -225,19 +268,28 @@ def test_a_cell_of_made_up_acceptance(measured):
 
 
 def test_measured_cells_are_planned_with(measured):
-    plain, drafted = (measured["result"][side]["ms_per_round"]["median"] for side in ("autoregressive", "speculative"))
+    plain, drafted = (
+        measured["result"][side]["ms_per_round"]["median"]
+        for side in ("autoregressive", "speculative")
+    )
     costs = grid.measured_costs([measured])
     assert (costs.round_ms(0, 2), costs.round_ms(K, 2)) == pytest.approx((plain, drafted))
     fewer = measured["result"]["acceptance"] | {"accepted_counts": [9, 1, 0], "reached": [10, 1]}
-    longer = measured["result"]["acceptance"] | {"accepted_counts": [5, 2, 1, 1], "reached": [9, 4, 2]}
+    longer = measured["result"]["acceptance"] | {
+        "accepted_counts": [5, 2, 1, 1],
+        "reached": [9, 4, 2],
+    }
     others = [
-        {"key": key(batch=1), "result": {"acceptance": fewer}},  # texts that the larger batch has too
+        # Texts that the larger batch has too.
+        {"key": key(batch=1), "result": {"acceptance": fewer}},
         {"key": key(draft_length=3), "result": {"acceptance": longer}},
     ]
     acceptance = grid.measured_acceptance([others[0], measured, *others])
     assert acceptance[3].by_position == (4 / 9, 0.5, 0.5)
     assert acceptance[K].by_position == tuple(measured["result"]["acceptance"]["by_position"])
-    assert make_plan(acceptance, costs, draft_lengths=[K], batch=2)[K].round_ms == pytest.approx(drafted)
+    assert make_plan(acceptance, costs, draft_lengths=[K], batch=2)[K].round_ms == pytest.approx(
+        drafted
+    )
     assert grid.chosen([measured], rule="token", batch=2) == [measured]
     assert grid.chosen([measured], rule="block") == []
     with pytest.raises(ValueError, match="no measured cell has a draft"):
@@ -248,7 +300,9 @@ def timed_cell(K, pace, plain_ms=2.0, drafted_ms=3.0):
     """A cell on a machine that takes ``pace`` times as long for everything."""
 
     def spread(ms):
-        return dataclasses.asdict(Quartiles.of([pace * ms * share for share in (0.98, 0.99, 1.0, 1.01, 1.02)]))
+        return dataclasses.asdict(
+            Quartiles.of([pace * ms * share for share in (0.98, 0.99, 1.0, 1.01, 1.02)])
+        )
 
     sides = {"autoregressive": plain_ms, "speculative": drafted_ms if K else plain_ms}
     result = {side: {"draft_length": K, "ms_per_round": spread(ms)} for side, ms in sides.items()}

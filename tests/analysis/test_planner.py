@@ -12,7 +12,8 @@ from specsamp.analysis.costs import CostTable, PerCall
 from specsamp.analysis.planner import make_plan, rounds_per_token
 from specsamp.decoding.results import RowStats
 
-# Chen et al.: the acceptance that explains the curve of a task, the best K in figure 1, ms per token at K = 4 in table 1.
+# Chen et al.: the acceptance that explains the curve of a task, the best K in figure 1, ms per
+# token at K = 4 in table 1.
 PAPER = {"HumanEval": (0.885, 7, 5.73), "XSum": (0.755, 3, 7.52)}
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)
 BEST = {  # draft over target: (best K, speedup) at ALPHAS, scoring as quick as a step
@@ -44,7 +45,10 @@ def test_the_table_of_best_draft_lengths(draft_ms):
         plan = make_plan(Profile.of_rate(alpha), PerCall(1.0, draft_ms), draft_lengths=range(31))
         assert abs(plan.best.speedup.value - speedup) < 6e-3
         # Neighbours may be equal to the last published digit.
-        assert plan.best.draft_length == K or abs(plan[K].speedup.value - plan.best.speedup.value) < 2e-3
+        assert (
+            plan.best.draft_length == K
+            or abs(plan[K].speedup.value - plan.best.speedup.value) < 2e-3
+        )
 
 
 @pytest.mark.parametrize("task", PAPER)
@@ -52,7 +56,9 @@ def test_figure_1_and_table_1_of_the_paper(task):
     alpha, best, ms_per_token = PAPER[task]
     costs = CostTable({1: dict(enumerate(PAPER_ROUND_MS))})
     plan = make_plan(Profile.of_rate(alpha), costs, draft_lengths=range(8))
-    np.testing.assert_allclose([128 * one.ms_per_token.value for one in plan.forecasts], PAPER_MS[task], rtol=0.012)
+    np.testing.assert_allclose(
+        [128 * one.ms_per_token.value for one in plan.forecasts], PAPER_MS[task], rtol=0.012
+    )
     tokens = [one.tokens_per_round.value / (one.draft_length + 1) for one in plan.forecasts]
     np.testing.assert_allclose(tokens, PAPER_EMITTED[task], rtol=0.02)
     assert plan.best.draft_length == best
@@ -112,19 +118,27 @@ def test_each_length_has_the_profile_that_was_counted_up_to_it():
     found = {K: profile_at(by_length, K).beyond for K in (0, 1, 2, 4, 7, 8, 12)}
     assert found == {0: 0.1, 1: 0.1, 2: 0.1, 4: 0.4, 7: 0.4, 8: 0.8, 12: 0.8}
     assert profile_at(by_length[4], 8) is by_length[4]
-    assert make_plan(by_length, PerCall(1, 0.1))[4].tokens_per_round == by_length[4].tokens_per_round(4)
+    assert make_plan(by_length, PerCall(1, 0.1))[4].tokens_per_round == by_length[
+        4
+    ].tokens_per_round(4)
 
 
 def test_bands_cover_the_truth_as_often_as_they_say():
-    """Intervals cover the truth in 95% of 400 data sets, for counts and for texts; the control halves the error."""
+    """Intervals cover the truth in 95% of 400 data sets, for counts and for texts; the control
+    halves the error.
+    """
     random = np.random.default_rng(0)
     truth, covered, covered_by_half = expected_tokens(0.7, 4), [], []
     for number in range(400):
         texts = drawn_texts([0.7] * 8, 30, 4, random)
         total = stats(np.sum([one.accepted_counts for one in texts], axis=0))
-        band = (Profile.of_texts(texts) if number % 2 else Profile.of_texts([total])).tokens_per_round(4)
+        band = (
+            Profile.of_texts(texts) if number % 2 else Profile.of_texts([total])
+        ).tokens_per_round(4)
         covered.append(band.lower <= truth <= band.upper)
-        covered_by_half.append(math.sqrt(band.lower * band.value) <= truth <= math.sqrt(band.upper * band.value))
+        covered_by_half.append(
+            math.sqrt(band.lower * band.value) <= truth <= math.sqrt(band.upper * band.value)
+        )
     assert 0.88 < np.mean(covered) < 0.99 and np.mean(covered_by_half) < 0.8
 
 

@@ -1,4 +1,6 @@
-"""The dynamic programme for the shape of a tree: golden values, brute force, and when a chain is better."""
+"""The dynamic programme for the shape of a tree: golden values, brute force, and when a chain is
+better.
+"""
 
 import itertools
 
@@ -11,7 +13,8 @@ RANKS = (0.6, 0.2, 0.1)
 
 
 @pytest.mark.parametrize(
-    "rows, tokens", [(2, 1.6), (3, 1.96), (4, 2.176), (5, 2.376), (6, 2.5056), (8, 2.7456), (16, 3.306)]
+    "rows, tokens",
+    [(2, 1.6), (3, 1.96), (4, 2.176), (5, 2.376), (6, 2.5056), (8, 2.7456), (16, 3.306)],
 )
 def test_golden_values(rows, tokens):
     shape = best_shape(RANKS, rows)
@@ -23,18 +26,32 @@ def test_no_tree_of_seven_rows_is_better():
     for depth in (1, 2, 3, 6):
         shapes = itertools.product(*(range(node + 1) for node in range(6)))
         known = [TreeShape.in_levels(parents) for parents in shapes]
-        best = max(tokens_of(shape, (0.5, 0.3, 0.1, 0.05, 0.03, 0.01)) for shape in known if shape.depth <= depth)
+        best = max(
+            tokens_of(shape, (0.5, 0.3, 0.1, 0.05, 0.03, 0.01))
+            for shape in known
+            if shape.depth <= depth
+        )
         found = best_shape((0.5, 0.3, 0.1, 0.05, 0.03, 0.01), 7, depth)
-        assert found.depth <= depth and tokens_of(found, (0.5, 0.3, 0.1, 0.05, 0.03, 0.01)) == pytest.approx(best)
+        assert found.depth <= depth and tokens_of(
+            found, (0.5, 0.3, 0.1, 0.05, 0.03, 0.01)
+        ) == pytest.approx(best)
 
 
 def test_conditional_ranks_would_count_twice():
-    """Two children that are each accepted with .6 once they are judged: .6 and .24 of the rounds."""
+    """Two children that are each accepted with .6 once they are judged: .6 and .24 of the
+    rounds.
+    """
     assert tokens_of(TreeShape((0, 0)), (0.6, 0.24)) == pytest.approx(1.84)
 
 
 def test_the_tree_that_pays_depends_on_what_rows_and_levels_cost():
-    free_rows, chain = choose_shape(RANKS, lambda depth, rows: 10 + depth, most_rows=16, most_depth=6)
-    assert free_rows.shape.K == 15 and free_rows.ms_per_token < chain.ms_per_token and chain.is_chain
-    dear_rows, chain = choose_shape(RANKS, lambda depth, rows: 1 + 2 * rows, most_rows=16, most_depth=6)
+    free_rows, chain = choose_shape(
+        RANKS, lambda depth, rows: 10 + depth, most_rows=16, most_depth=6
+    )
+    assert (
+        free_rows.shape.K == 15 and free_rows.ms_per_token < chain.ms_per_token and chain.is_chain
+    )
+    dear_rows, chain = choose_shape(
+        RANKS, lambda depth, rows: 1 + 2 * rows, most_rows=16, most_depth=6
+    )
     assert dear_rows.is_chain and dear_rows == chain and chain.shape.K == 1

@@ -15,7 +15,9 @@ from support.checkpoint_shapes import CONFIG, random_params
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return JsonTokenizer.from_tokenizer(train_tokenizer(["def f(x): return x  # é, in Python"] * 3, 300), eos=EOS)
+    return JsonTokenizer.from_tokenizer(
+        train_tokenizer(["def f(x): return x  # é, in Python"] * 3, 300), eos=EOS
+    )
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +34,9 @@ def original(params, tokenizer, tmp_path_factory):
 
 
 def divide(folder):
-    """Moves the tensors of a checkpoint into four files and an index, as large public ones have them."""
+    """Moves the tensors of a checkpoint into four files and an index, as large public ones have
+    them.
+    """
     tensors, of_tensor = load_file(folder / SINGLE), {}
     (folder / SINGLE).unlink()
     for i in range(4):

@@ -1,4 +1,6 @@
-"""Public heads that draft blocks: golden forward passes, the layouts of three packages, and files that do not fit."""
+"""Public heads that draft blocks: golden forward passes, the layouts of three packages, and files
+that do not fit.
+"""
 
 import json
 import shutil
@@ -17,7 +19,9 @@ from support import golden, golden_heads
 from support.checkpoint_shapes import edit
 
 TARGET = TransformerConfig(vocab_size=64, width=32, num_layers=12, num_heads=4, positions="rotary")
-TOY_TARGET = TransformerConfig(vocab_size=16, width=8, num_layers=9, num_heads=2, positions="rotary")
+TOY_TARGET = TransformerConfig(
+    vocab_size=16, width=8, num_layers=9, num_heads=2, positions="rotary"
+)
 EMBEDDING = jnp.asarray(golden.weights("embed_tokens.weight", (64, 32)))
 OUTPUT = golden.weights("lm_head.weight", (64, 32))
 START = jnp.zeros(1, jnp.int32)
@@ -31,15 +35,21 @@ def load(folder, target=TARGET):
 
 
 def run_blocks(head, weights, hidden, tokens):
-    """Returns rows, logits and confidences of a block at every position, given the true tokens before; ``[A, b, ...]``."""
+    """Returns rows, logits and confidences of a block at every position, given the true tokens
+    before; ``[A, b, ...]``.
+    """
     (_, length), size = tokens.shape, head.config.block_size
     anchors = jnp.arange(length - size)
     caches = head.init_cache(1, length + len(anchors) * size)
     features = head.fuse(weights, jnp.split(hidden, len(head.hidden_layers), axis=-1))
     caches = head.read(weights, features, START, caches)
-    block_tokens = jnp.full((len(anchors), size), head.config.mask_id).at[:, 0].set(tokens[0, anchors])
+    block_tokens = (
+        jnp.full((len(anchors), size), head.config.mask_id).at[:, 0].set(tokens[0, anchors])
+    )
     first = length + size * jnp.arange(len(anchors))
-    rows, _ = head(weights, EMBEDDING[block_tokens].reshape(1, -1, 32), anchors[None], first[None], caches)
+    rows, _ = head(
+        weights, EMBEDDING[block_tokens].reshape(1, -1, 32), anchors[None], first[None], caches
+    )
     rows = rows.reshape(len(anchors), size, -1)
     before = tokens[0, anchors[:, None] + jnp.arange(size)[None] - head.config.first_row]
     before = before.at[:, 0].set(tokens[0, anchors])
@@ -53,9 +63,13 @@ def run_blocks(head, weights, hidden, tokens):
     return rows, jnp.stack(logits, 1), odds and jnp.stack(odds, 1)
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in golden_heads.BLOCKS.glob("*.safetensors")))
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in golden_heads.BLOCKS.glob("*.safetensors"))
+)
 def test_heads_of_speculators(tmp_path, name):
-    """Covers windows, corrections, confidences and reduced vocabularies; written heads are read back unchanged."""
+    """Covers windows, corrections, confidences and reduced vocabularies; written heads are read
+    back unchanged.
+    """
     golden_run = golden_heads.write_head(name, tmp_path / "theirs", golden_heads.BLOCKS)
     head, params, weights = load(tmp_path / "theirs")
     assert head.hidden_layers == (0, 3), "its ids 1 and 4 name what enters layers"
@@ -76,11 +90,20 @@ def test_heads_of_speculators(tmp_path, name):
 
 # The toy of the golden forward pass, in the layouts of z-lab and of DeepSpec.
 
-TOY = golden_heads.TOY | dict(num_hidden_layers=2, head_dim=4, rms_norm_eps=1e-6, model_type="qwen3")
+TOY = golden_heads.TOY | dict(
+    num_hidden_layers=2, head_dim=4, rms_norm_eps=1e-6, model_type="qwen3"
+)
 DFLASH = dict(mask_token_id=15, target_layer_ids=[1, 3])
-ZLAB = TOY | dict(architectures=["DFlashDraftModel"], block_size=4, num_target_layers=9, dflash_config=DFLASH)
+ZLAB = TOY | dict(
+    architectures=["DFlashDraftModel"], block_size=4, num_target_layers=9, dflash_config=DFLASH
+)
 DEEPSPEC = TOY | dict(architectures=["Qwen3DSparkModel"], block_size=4, markov_rank=2, **DFLASH)
-NORMS = {"input_layernorm": 8, "post_attention_layernorm": 8, "self_attn.q_norm": 4, "self_attn.k_norm": 4}
+NORMS = {
+    "input_layernorm": 8,
+    "post_attention_layernorm": 8,
+    "self_attn.q_norm": 4,
+    "self_attn.k_norm": 4,
+}
 
 
 def shapes(markov=False):
@@ -101,7 +124,9 @@ def toy(folder, content=ZLAB, markov=False, **tensors):
 
 
 def test_the_golden_pass_of_dflash(tmp_path):
-    """Two rounds; the second block lies where the first one did, behind two more rows of context."""
+    """Two rounds; the second block lies where the first one did, behind two more rows of
+    context.
+    """
     head, _, weights = load(toy(tmp_path), TOY_TARGET)
     assert head.hidden_layers == (1, 3)
     embedding = jnp.asarray(0.3 * np.sin(1.3 * np.arange(128) + 100).reshape(16, 8), jnp.float32)
@@ -110,8 +135,15 @@ def test_the_golden_pass_of_dflash(tmp_path):
         [-0.877222, -1.101834, 1.565736, 1.203556, -1.096256, -0.783227, 0.541668, -0.352559],
     ]
     caches, start = head.init_cache(1, 16), 0
-    for length, pending, shift, golden_row in ((5, 4, 0.0, golden_rows[0]), (2, 9, 0.3, golden_rows[1])):
-        hidden = jnp.split(jnp.asarray(np.sin(0.7 * np.arange(16 * length) + shift).reshape(1, length, 16)), 2, axis=-1)
+    for length, pending, shift, golden_row in (
+        (5, 4, 0.0, golden_rows[0]),
+        (2, 9, 0.3, golden_rows[1]),
+    ):
+        hidden = jnp.split(
+            jnp.asarray(np.sin(0.7 * np.arange(16 * length) + shift).reshape(1, length, 16)),
+            2,
+            axis=-1,
+        )
         caches = head.read(weights, head.fuse(weights, hidden), jnp.array([start]), caches)
         start += length
         block = embedding[jnp.asarray([[pending, 15, 15, 15]])]
@@ -139,7 +171,9 @@ def test_configs_of_z_lab(tmp_path, change, fields):
     assert {name: getattr(config, name) for name in fields} == fields
 
 
-@pytest.mark.parametrize("change", [dict(block_size=5), dict(target_layer_ids=[1, 4]), dict(mask_token_id=14)])
+@pytest.mark.parametrize(
+    "change", [dict(block_size=5), dict(target_layer_ids=[1, 4]), dict(mask_token_id=14)]
+)
 def test_a_key_with_two_values_is_refused(tmp_path, change):
     content = ZLAB | dict(dflash_config=DFLASH | dict(block_size=4) | change) | DFLASH
     (key,) = change
@@ -154,7 +188,9 @@ def test_a_block_of_another_size_than_its_file_drafts_is_refused(tmp_path, size)
     target = load_pair("python").target.config
     assert open_head(folder, target).config.block_size == 8
     edit(folder / "config.json", lambda content: content.update(block_size=size))
-    with pytest.raises(ValueError, match=f"block_size = {size}, .* speculative_tokens = 8: correct the wrong key"):
+    with pytest.raises(
+        ValueError, match=f"block_size = {size}, .* speculative_tokens = 8: correct the wrong key"
+    ):
         open_head(folder, target)
 
 
@@ -162,10 +198,20 @@ def test_windows_of_z_lab(tmp_path):
     kinds = ["sliding_attention", "full_attention"]
     window = dict(layer_types=kinds, dflash_config=DFLASH | dict(use_swa=True, swa_window_size=5))
     config = open_head(toy(tmp_path, ZLAB | window), TOY_TARGET).config
-    assert [config.layer.window_of(i) for i in range(2)] == [5, None] and not config.windows_both_ways
+    assert [config.layer.window_of(i) for i in range(2)] == [
+        5,
+        None,
+    ] and not config.windows_both_ways
 
 
 def test_a_head_of_deepspec_drafts_from_its_first_row(tmp_path):
     config = open_head(toy(tmp_path, DEEPSPEC, markov=True), TOY_TARGET).config
-    assert config.kind == "DSpark" and config.from_anchor and config.markov_rank == 2 and config.confidence is None
-    assert config.max_tokens == 4 and open_head(toy(tmp_path, ZLAB), TOY_TARGET).config.max_tokens == 3
+    assert (
+        config.kind == "DSpark"
+        and config.from_anchor
+        and config.markov_rank == 2
+        and config.confidence is None
+    )
+    assert (
+        config.max_tokens == 4 and open_head(toy(tmp_path, ZLAB), TOY_TARGET).config.max_tokens == 3
+    )

@@ -1,4 +1,6 @@
-"""Chat templates: goldens written by hand from the public formats, and programs that are refused."""
+"""Chat templates: goldens written by hand from the public formats, and programs that are
+refused.
+"""
 
 import json
 import os
@@ -14,7 +16,12 @@ from etils import epath
 
 from specsamp import Pair, generate
 from specsamp.checkpoints import chat
-from specsamp.checkpoints.chat import CannotRender, ChatTemplate, knows_conversations, read_chat_template
+from specsamp.checkpoints.chat import (
+    CannotRender,
+    ChatTemplate,
+    knows_conversations,
+    read_chat_template,
+)
 from specsamp.checkpoints.hugging_face import open_checkpoint
 from specsamp.decoding.request import encode
 from support import extras
@@ -26,7 +33,8 @@ pytestmark = extras.needs("jinja2")
 # The formats of three families, in templates of our own.
 FOLDER = pathlib.Path(__file__).with_name("templates")
 LLAMA3, QWEN3, MISTRAL = (
-    (FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("llama3", "qwen3", "mistral")
+    (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    for name in ("llama3", "qwen3", "mistral")
 )
 BE_SHORT, ASK = {"role": "system", "content": "Be short."}, {"role": "user", "content": "Why? "}
 ANSWER, MORE = {"role": "assistant", "content": "So."}, {"role": "user", "content": "Go on"}
@@ -53,14 +61,20 @@ def test_qwen_3():
     thought = ANSWER | {"content": "<think>\nHm.\n</think>\n\nSo."}
     expected = (
         "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nWhy? <|im_end|>\n"
-        "<|im_start|>assistant\nSo.<|im_end|>\n<|im_start|>user\nGo on<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>assistant\nSo.<|im_end|>\n<|im_start|>user\nGo "
+        "on<|im_end|>\n<|im_start|>assistant\n"
     )
     assert template(QWEN3).render([BE_SHORT, ASK, thought, MORE]) == expected
-    assert template(QWEN3).render(TALK, enable_thinking=False) == expected + "<think>\n\n</think>\n\n"
+    assert (
+        template(QWEN3).render(TALK, enable_thinking=False) == expected + "<think>\n\n</think>\n\n"
+    )
 
 
 def test_mistral():
-    assert template(MISTRAL).render(TALK) == "<s>[INST] Be short.\n\nWhy?  [/INST] So.</s>[INST] Go on [/INST]"
+    assert (
+        template(MISTRAL).render(TALK)
+        == "<s>[INST] Be short.\n\nWhy?  [/INST] So.</s>[INST] Go on [/INST]"
+    )
     with pytest.raises(ValueError, match="here.json.*roles must alternate"):
         template(MISTRAL).render([ASK, MORE])
 
@@ -77,7 +91,10 @@ def test_what_templates_find_besides():
         '{\n "content":"<é>",\n "role":"user"\n}'
     )
     assert len(template("{{ strftime_now('%Y-%m-%d') }}").render([ASK])) == 10
-    text = "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role[0] * 2 }}{% endfor %}"
+    text = (
+        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role[0] * 2 }}{% "
+        "endfor %}"
+    )
     assert template(text).render(TALK) == "ssuu"
     text = "{% for m in messages %}{% generation %}{{ m.role }},{% endgeneration %}{% endfor %}"
     assert template(text).render([ASK, ANSWER]) == "user,assistant,"
@@ -94,15 +111,23 @@ def test_tools_and_documents_are_none_where_a_conversation_has_none():
 
 
 def test_messages_have_no_nulls_and_nothing_is_added():
-    """Templates test whether a key is there; transformers leaves out nulls, and thoughts have three names."""
+    """Templates test whether a key is there; transformers leaves out nulls, and thoughts have three
+    names.
+    """
     keys = "{% for m in messages %}{{ m | dictsort }}{% endfor %}"
     call = {"role": "assistant", "tool_calls": [{}]}
     expected = "[('role', 'assistant'), ('tool_calls', [{}])]"
-    assert template(keys).render([call]) == template(keys).render([call | {"content": None}]) == expected
+    assert (
+        template(keys).render([call])
+        == template(keys).render([call | {"content": None}])
+        == expected
+    )
     nulls = dict.fromkeys(("tool_calls", "reasoning_content", "name", "audio"))
     assert template(keys).render([ASK | nulls]) == template(keys).render([ASK])
     for name in ("reasoning_content", "thinking", "reasoning"):
-        assert template("{{ messages[0].reasoning_content }}").render([ANSWER | {name: "Hm"}]) == "Hm"
+        assert (
+            template("{{ messages[0].reasoning_content }}").render([ANSWER | {name: "Hm"}]) == "Hm"
+        )
 
 
 @pytest.fixture
@@ -121,7 +146,9 @@ def short(no_process, monkeypatch):
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.2)
 
 
-@pytest.mark.parametrize("source", (FOLDER / "hostile.txt").read_text(encoding="utf-8").splitlines())
+@pytest.mark.parametrize(
+    "source", (FOLDER / "hostile.txt").read_text(encoding="utf-8").splitlines()
+)
 def test_what_a_template_may_not_do(short, source):
     with pytest.raises(ValueError, match="here.json"):
         pytest.fail(repr(template(source).render([ASK])[:80]))
@@ -143,8 +170,12 @@ def test_the_limit_holds_where_the_program_ignores_or_blocks_the_signal(short, i
 
 
 def test_limits_are_those_of_one_conversation(short):
-    """A conversation does not pay for those before it; after one that was ended, the next is written."""
-    source = "{% for i in range(2000) %}{% for m in messages %}{{ m.role[:0] }}{% endfor %}{% endfor %}."
+    """A conversation does not pay for those before it; after one that was ended, the next is
+    written.
+    """
+    source = (
+        "{% for i in range(2000) %}{% for m in messages %}{{ m.role[:0] }}{% endfor %}{% endfor %}."
+    )
     assert [template(source).render([ASK] * 6) for _ in range(12)] == ["."] * 12
     with pytest.raises(ValueError, match="here.json .* it takes more than 0.2 seconds$"):
         template(source).render([ASK] * 5_000)
@@ -179,14 +210,20 @@ print(is_right, os.waitpid(child, 0)[1], chat._idle[0].poll())
 
 
 def test_a_forked_program_has_its_own_process():
-    """Answers crossed between the conversations of parent and child; the child's end ended the parent's process."""
-    made = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    """Answers crossed between the conversations of parent and child; the child's end ended the
+    parent's process.
+    """
+    made = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60
+    )
     assert made.stdout == "True 0 None\n", made.stdout + made.stderr
 
 
 @pytest.fixture
 def idle(no_process, monkeypatch):
-    """A process that rendered a template; by the clock, the next template has 0.4 seconds more than MAX_SECONDS."""
+    """A process that rendered a template; by the clock, the next template has 0.4 seconds more than
+    MAX_SECONDS.
+    """
     template("first").render([ASK])
     monkeypatch.setattr(chat, "MORE_SECONDS", 0.4, raising=False)
     return chat._idle[0]
@@ -210,16 +247,24 @@ def test_a_template_that_cannot_run_is_not_taken_for_none(no_process, monkeypatc
     """A pair that talks would be served, or chatted with, as one that completes."""
     (tmp_path / "jinja2.py").write_text("import no_such_library\n", encoding="utf-8")
     assert not knows_conversations(ByteTokenizer())
-    monkeypatch.setattr(ByteTokenizer, "encode_chat", lambda _, messages: template(LLAMA3).render(messages))
+    monkeypatch.setattr(
+        ByteTokenizer, "encode_chat", lambda _, messages: template(LLAMA3).render(messages)
+    )
     assert knows_conversations(ByteTokenizer())
     chat._end_idle()
     with monkeypatch.context() as patch, pytest.raises(CannotRender, match="pip install jinja2"):
         patch.setitem(sys.modules, "jinja2", None)
         knows_conversations(ByteTokenizer())
-    with monkeypatch.context() as patch, pytest.raises(CannotRender, match="ended with status 1: .*no_such_library"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CannotRender, match="ended with status 1: .*no_such_library"),
+    ):
         patch.syspath_prepend(tmp_path)
         knows_conversations(ByteTokenizer())
-    with monkeypatch.context() as patch, pytest.raises(CannotRender, match="does not start: .*/no/python"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(CannotRender, match="does not start: .*/no/python"),
+    ):
         patch.setattr(sys, "executable", "/no/python")
         knows_conversations(ByteTokenizer())
 
@@ -227,7 +272,9 @@ def test_a_template_that_cannot_run_is_not_taken_for_none(no_process, monkeypatc
 def test_texts_that_are_too_long_are_told():
     with pytest.raises(ValueError, match="here.json .* it writes 33,554,432 characters$"):
         template("{{ 'x' * 2 ** 25 }}").render([ASK])
-    with pytest.raises(ValueError, match="here.json .* it takes more than 268,435,456 bytes of memory$"):
+    with pytest.raises(
+        ValueError, match="here.json .* it takes more than 268,435,456 bytes of memory$"
+    ):
         template("{{ messages[0].content * 16_000_000 }}").render(
             [ASK | {"content": "😀"}]
         )  # twelve bytes each in JSON
@@ -300,10 +347,21 @@ def test_where_templates_are_found(tmp_path):
     write(tmp_path, eos_token="</s>")
     assert read_chat_template(place) is None
     write(
-        tmp_path, chat_template="a", bos_token={"content": "<s>"}, eos_token="</s>", pad_token=None, add_bos_token=True
+        tmp_path,
+        chat_template="a",
+        bos_token={"content": "<s>"},
+        eos_token="</s>",
+        pad_token=None,
+        add_bos_token=True,
     )
-    assert (read_chat_template(place).source, read_chat_template(place).special_tokens) == ("a", TOKENS)
-    write(tmp_path, chat_template=[{"name": "tool_use", "template": "b"}, {"name": "default", "template": "c"}])
+    assert (read_chat_template(place).source, read_chat_template(place).special_tokens) == (
+        "a",
+        TOKENS,
+    )
+    write(
+        tmp_path,
+        chat_template=[{"name": "tool_use", "template": "b"}, {"name": "default", "template": "c"}],
+    )
     found = read_chat_template(place)
     assert found.source == "c" and found.render([ASK]) == "c"
     assert found.render([ASK], tools=[{}]) == "b"
@@ -323,20 +381,36 @@ def test_where_templates_are_found(tmp_path):
 
 
 def test_conversations_as_prompts(original, tmp_path):
-    """Special tokens stand once, where the template puts them; a text beside a conversation stays a text."""
+    """Special tokens stand once, where the template puts them; a text beside a conversation stays a
+    text.
+    """
     folder = shutil.copytree(original, tmp_path / "model")
-    write(folder, eos_token="<eos>", chat_template="{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}x")
+    write(
+        folder,
+        eos_token="<eos>",
+        chat_template="{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}x",
+    )
     tokenizer = open_checkpoint(folder).tokenizer
     pair = Pair(target=CountingLM(vocab_size=304), target_params=(), tokenizer=tokenizer)
     talk, text = encode(pair, [[ASK, ANSWER], "def"])
-    assert talk == [*tokenizer.encode("Why? "), 278, *tokenizer.encode("So."), 278, *tokenizer.encode("x")]
+    assert talk == [
+        *tokenizer.encode("Why? "),
+        278,
+        *tokenizer.encode("So."),
+        278,
+        *tokenizer.encode("x"),
+    ]
     assert text == tokenizer.encode("def")
     made = generate(pair, [[ASK, ANSWER]], 4, draft_length=0, stop=[])[0]
     assert made.tokens == [talk[-1] + i for i in range(1, 5)]
 
 
 def test_conversations_without_a_template(original):
-    pair = Pair(target=CountingLM(vocab_size=304), target_params=(), tokenizer=open_checkpoint(original).tokenizer)
+    pair = Pair(
+        target=CountingLM(vocab_size=304),
+        target_params=(),
+        tokenizer=open_checkpoint(original).tokenizer,
+    )
     with pytest.raises(ValueError, match="the tokenizer has no chat template"):
         encode(pair, [[ASK]])
     with pytest.raises(ValueError, match="bytes have no chat template"):

@@ -1,4 +1,6 @@
-"""Values of config.json that transformers reads in a way of its own; each was found where logits differed from its."""
+"""Values of config.json that transformers reads in a way of its own; each was found where logits
+differed from its.
+"""
 
 import copy
 import json
@@ -10,7 +12,9 @@ from specsamp.checkpoints.architectures import FAMILIES, parse_config
 from specsamp.checkpoints.fields import Fields
 from support import golden
 
-LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0
+)
 SCALINGS = {"llama3": LLAMA3, "yarn": dict(rope_type="yarn", rope_theta=500.0, factor=4.0)}
 ORIGINAL = "original_max_position_embeddings"
 # Of the configuration classes of transformers, for the keys that are read here.
@@ -20,14 +24,24 @@ WHOLE_HEADS = ("llama2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "arcee
 
 
 def read(name, **changes):
-    return parse_config("config.json", copy.deepcopy(golden.read(name).config | changes), "float32")[1]
+    return parse_config(
+        "config.json", copy.deepcopy(golden.read(name).config | changes), "float32"
+    )[1]
 
 
-@pytest.mark.parametrize("name, key", [(name, key) for name, keys in DEFAULTS.items() for key in keys])
+@pytest.mark.parametrize(
+    "name, key", [(name, key) for name, keys in DEFAULTS.items() for key in keys]
+)
 def test_an_absent_key_is_read_as_the_default_of_transformers(name, key):
-    """Mixtral without rope_theta had another base than Mixtral; a default that is read wrongly is a silent error."""
+    """Mixtral without rope_theta had another base than Mixtral; a default that is read wrongly is a
+    silent error.
+    """
     config = golden.read(name).config
-    given = {other: value for other, value in config.items() if other not in (key, "rope_parameters", "layer_types")}
+    given = {
+        other: value
+        for other, value in config.items()
+        if other not in (key, "rope_parameters", "layer_types")
+    }
     if key in ("sliding_window", "max_window_layers") and "use_sliding_window" in DEFAULTS[name]:
         given |= {"use_sliding_window": True}
     if key == "num_experts":
@@ -51,17 +65,31 @@ def test_an_original_length_beside_the_scaling_counts_before_one_within(name, ke
 
 
 def test_gemma_3_keeps_the_original_length_of_its_kind_of_layer():
-    rope = dict(golden.read("gemma3").config["rope_parameters"], full_attention=SCALINGS["yarn"] | {ORIGINAL: 8})
+    rope = dict(
+        golden.read("gemma3").config["rope_parameters"],
+        full_attention=SCALINGS["yarn"] | {ORIGINAL: 8},
+    )
     found = read("gemma3", rope_parameters=rope, **{ORIGINAL: 16})
-    assert found == read("gemma3", rope_parameters=rope) and found.rotary_scaling.original_positions == 8
+    assert (
+        found == read("gemma3", rope_parameters=rope)
+        and found.rotary_scaling.original_positions == 8
+    )
 
 
 def test_keys_that_transformers_ignores_are_refused():
-    """Of Gemma 3 it looks for truncate outside of the kind of layer, and for rope_type alone beside a default."""
+    """Of Gemma 3 it looks for truncate outside of the kind of layer, and for rope_type alone beside
+    a default.
+    """
     yarn = SCALINGS["yarn"]
-    assert not read("llama2", rope_scaling=yarn | dict(truncate=False)).rotary_scaling.whole_dimensions
-    assert not read("llama2", rope_scaling=yarn | dict(truncate=None)).rotary_scaling.whole_dimensions
-    assert read("gemma3", rope_scaling=yarn | dict(truncate=True)) == read("gemma3", rope_scaling=yarn)
+    assert not read(
+        "llama2", rope_scaling=yarn | dict(truncate=False)
+    ).rotary_scaling.whole_dimensions
+    assert not read(
+        "llama2", rope_scaling=yarn | dict(truncate=None)
+    ).rotary_scaling.whole_dimensions
+    assert read("gemma3", rope_scaling=yarn | dict(truncate=True)) == read(
+        "gemma3", rope_scaling=yarn
+    )
     for scaling in (yarn | dict(truncate=False), dict(type="linear", factor=2.0)):
         with pytest.raises(ValueError, match="transformers ignores the keys type and truncate"):
             read("gemma3", rope_scaling=scaling)
@@ -76,21 +104,29 @@ def test_models_that_see_what_follows_are_refused(name):
 
 @pytest.mark.parametrize("name", WHOLE_HEADS)
 def test_families_that_turn_whole_heads_ignore_a_part(name):
-    assert read(name, rope_parameters=None, partial_rotary_factor=0.5) == read(name, rope_parameters=None)
+    assert read(name, rope_parameters=None, partial_rotary_factor=0.5) == read(
+        name, rope_parameters=None
+    )
     if name != "gemma3":
         within = dict(rope_type="default", rope_theta=10_000.0, partial_rotary_factor=0.5)
         assert read(name, rope_parameters=within).rotary_size is None
     linear = dict(rope_type="linear", factor=2.0, rope_theta=10_000.0, partial_rotary_factor=0.5)
-    with pytest.raises(ValueError, match="partial_rotary_factor = 0.5 and scales"):  # there transformers fails
+    # There transformers fails.
+    with pytest.raises(ValueError, match="partial_rotary_factor = 0.5 and scales"):
         read(name, rope_scaling=linear, rope_parameters=None)
 
 
 def test_old_and_new_config_files_say_the_same():
-    """Reads the form of Llama 3's authors and of transformers 5; users add rope_scaling to lengthen a model."""
+    """Reads the form of Llama 3's authors and of transformers 5; users add rope_scaling to lengthen
+    a model.
+    """
     new = dict(rope_parameters=LLAMA3 | {"original_max_position_embeddings": 8})
     old = dict(rope_parameters=None, rope_theta=500.0, rope_scaling=new["rope_parameters"])
     assert read("llama2", **old) == read("llama2", **new) != read("llama2")
-    assert read("llama2", **new, rope_scaling={"type": "linear", "factor": 2.0}).rotary_scaling.factor == 2
+    assert (
+        read("llama2", **new, rope_scaling={"type": "linear", "factor": 2.0}).rotary_scaling.factor
+        == 2
+    )
 
 
 def test_gpt_neox_turns_a_part_of_each_head():
@@ -98,7 +134,8 @@ def test_gpt_neox_turns_a_part_of_each_head():
     half = dict(rope_theta=10_000.0, partial_rotary_factor=0.5)
     assert read("gpt_neox", rope_parameters=half).rotary_size == 4
     assert read("gpt_neox", rope_parameters=None, rotary_pct=0.5).rotary_size == 4
-    assert read("gpt_neox", partial_rotary_factor=0.5).rotary_size == 2  # only within rope_parameters
+    # Only within rope_parameters.
+    assert read("gpt_neox", partial_rotary_factor=0.5).rotary_size == 2
     linear = read("gpt_neox", rope_scaling=half | dict(rope_type="linear", factor=2.0))
     assert linear.rotary_size == 4 and linear.rotary_scaling.factor == 2
 
@@ -107,8 +144,12 @@ def test_gpt_neox_turns_a_part_of_each_head():
 def test_architecture_and_model_type_are_one_family(name):
     architecture = golden.read(name).config["architectures"][0]
     assert read(name) == read(name, model_type=None)
-    for other in {family.model_type for family in FAMILIES.values()} - {FAMILIES[architecture].model_type} | {3}:
-        with pytest.raises(ValueError, match=f"architectures = '{architecture}'.* model_type = {other!r}: correct"):
+    for other in {family.model_type for family in FAMILIES.values()} - {
+        FAMILIES[architecture].model_type
+    } | {3}:
+        with pytest.raises(
+            ValueError, match=f"architectures = '{architecture}'.* model_type = {other!r}: correct"
+        ):
             read(name, model_type=other)
 
 
@@ -120,28 +161,39 @@ def test_which_layers_have_a_window():
 
 
 def test_a_mistral_may_have_layers_without_a_window():
-    """transformers reads a file that lists its layers as Ministral; all layers had the window here."""
+    """transformers reads a file that lists its layers as Ministral; all layers had the
+    window here.
+    """
     found = read("mistral", layer_types=["full_attention", "sliding_attention"])
     assert found.window == 5 and found.global_layers == (0,)
     assert read("mistral", layer_types=2 * ["full_attention"]).window is None
-    assert read("mistral", layer_types=2 * ["sliding_attention"]) == read("mistral") and read("mistral").window == 5
+    assert (
+        read("mistral", layer_types=2 * ["sliding_attention"]) == read("mistral")
+        and read("mistral").window == 5
+    )
     assert read("mistral", attention_bias=True) == read("mistral")
 
 
-@pytest.mark.parametrize("name, others", [("mixtral", "full_attention"), ("qwen3_moe", "sliding_attention")])
+@pytest.mark.parametrize(
+    "name, others", [("mixtral", "full_attention"), ("qwen3_moe", "sliding_attention")]
+)
 def test_a_list_of_layers_that_transformers_does_not_read_is_refused(name, others):
     """All layers of a Mixtral have the window, or none has; all were read as the list said."""
     usual = {"mixtral": "sliding_attention", "qwen3_moe": "full_attention"}[name]
     count = golden.read(name).config["num_hidden_layers"]
     assert read(name, layer_types=count * [usual]) == read(name)
     for kinds in (count * [others], [usual, *(count - 1) * [others]]):
-        with pytest.raises(ValueError, match="layer_types = .* does not read of this family: remove it"):
+        with pytest.raises(
+            ValueError, match="layer_types = .* does not read of this family: remove it"
+        ):
             read(name, layer_types=kinds, sliding_window=4)
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
 def test_families_without_biases_of_the_feedforward_ignore_them(name):
-    assert read(name, mlp_bias=True) == read(name) and read("llama2", mlp_bias=True).feedforward_bias
+    assert (
+        read(name, mlp_bias=True) == read(name) and read("llama2", mlp_bias=True).feedforward_bias
+    )
 
 
 @pytest.mark.parametrize("name", ["llama2", "arcee", "gpt2", "gpt_neox"])
@@ -165,9 +217,11 @@ def test_which_layers_have_experts():
 
 def test_names_and_windows_as_files_have_them():
     """Older files write num_experts; a window holds in every layer, unlike that of dense models."""
-    older = {key: value for key, value in golden.read("qwen3_moe").config.items() if key != "num_local_experts"} | dict(
-        num_experts=8
-    )
+    older = {
+        key: value
+        for key, value in golden.read("qwen3_moe").config.items()
+        if key != "num_local_experts"
+    } | dict(num_experts=8)
     assert parse_config("config.json", older, "float32")[1] == read("qwen3_moe")
     windowed = read("qwen3_moe", use_sliding_window=True, sliding_window=4, max_window_layers=1)
     assert windowed.window == 4 and windowed.global_layers == ()

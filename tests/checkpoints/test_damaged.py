@@ -77,7 +77,11 @@ def only_a_pickle(folder):
 
 
 DAMAGES = [
-    ("no shard", lambda folder: shard(folder).unlink(), f"{INDEX} names files that are missing: model-00002"),
+    (
+        "no shard",
+        lambda folder: shard(folder).unlink(),
+        f"{INDEX} names files that are missing: model-00002",
+    ),
     (
         "no tensor",
         lambda folder: tensor_change(folder, UP, lambda tensors: tensors.pop(UP)),
@@ -86,12 +90,20 @@ DAMAGES = [
     ("cut in its length", cut(3), "model-00002.* is damaged .truncated"),
     ("cut in its header", cut(20), "model-00002.* is damaged .truncated"),
     ("cut in its data", cut(-1), "model-00002.* is damaged .truncated"),
-    ("git without its extension", lambda folder: shard(folder).write_bytes(LFS), "model-00002.*git lfs pull"),
+    (
+        "git without its extension",
+        lambda folder: shard(folder).write_bytes(LFS),
+        "model-00002.*git lfs pull",
+    ),
     ("pipe: config", as_pipe("config.json"), "config.json is no regular file"),
     ("pipe: tokenizer", as_pipe("tokenizer.json"), "no tokenizer at .*tokenizer.json"),
     ("pipe: shard", as_pipe(None), "model-00002.* is no regular file"),
     ("index: no JSON", index_is(b'{"a": ' + 50_000 * b"["), f"{INDEX} is no JSON"),
-    ("index: empty", index_is(b"{}"), f"{INDEX} is not an index .* weight_map must be an object; got None"),
+    (
+        "index: empty",
+        index_is(b"{}"),
+        f"{INDEX} is not an index .* weight_map must be an object; got None",
+    ),
     *(
         (
             f"index: {name}",
@@ -103,7 +115,9 @@ DAMAGES = [
     ("pickle", only_a_pickle, "neither model.safetensors nor .*pickle.*save_pretrained"),
     (
         "a tensor too many",
-        lambda folder: tensor_change(folder, UP, lambda tensors: tensors.update({BIAS: np.zeros(32, np.float32)})),
+        lambda folder: tensor_change(
+            folder, UP, lambda tensors: tensors.update({BIAS: np.zeros(32, np.float32)})
+        ),
         rf"1 tensors are not part of the model: {BIAS} \(32,\) in model-",
     ),
     (
@@ -112,26 +126,48 @@ DAMAGES = [
         "config.json: architectures must be one of Llama.*, Mistral.*; got 'BertModel'",
     ),
     ("no width", config_says(hidden_size=None), "config.json lacks the key 'hidden_size'"),
-    ("activation", config_says(hidden_act="softplus"), "hidden_act must be one of gelu.*; got 'softplus'"),
-    ("quantised", config_says(quantization_config={"bits": 4}), "give the checkpoint before it was quantised"),
-    ("rope", config_says(rope_parameters={"rope_type": "dynamic", "factor": 2.0}), "rotary positions by .*dynamic"),
+    (
+        "activation",
+        config_says(hidden_act="softplus"),
+        "hidden_act must be one of gelu.*; got 'softplus'",
+    ),
+    (
+        "quantised",
+        config_says(quantization_config={"bits": 4}),
+        "give the checkpoint before it was quantised",
+    ),
+    (
+        "rope",
+        config_says(rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+        "rotary positions by .*dynamic",
+    ),
     (
         "llama 3",
         config_says(rope_parameters={"rope_type": "llama3", "factor": 2.0}),
         "config.json: low_freq_factor of llama3 .*; got None",
     ),
-    ("scaling", config_says(rope_scaling="linear"), "config.json says rope_scaling = 'linear'; it must be an object"),
+    (
+        "scaling",
+        config_says(rope_scaling="linear"),
+        "config.json says rope_scaling = 'linear'; it must be an object",
+    ),
     (
         "epsilon",
         config_says(rms_norm_eps="1e-5"),
         "config.json does not describe .* norm_epsilon must be a number above 0; got '1e-5'",
     ),
-    ("tied", config_says(tie_word_embeddings="false"), "config.json: tie_word_embeddings must be True or False; got"),
+    (
+        "tied",
+        config_says(tie_word_embeddings="false"),
+        "config.json: tie_word_embeddings must be True or False; got",
+    ),
     ("stop", config_says(eos_token_id=[1, 304]), "eos_token_id must be .* below 304; got 304"),
 ]
 
 
-@pytest.mark.parametrize("change, message", [case[1:] for case in DAMAGES], ids=[case[0] for case in DAMAGES])
+@pytest.mark.parametrize(
+    "change, message", [case[1:] for case in DAMAGES], ids=[case[0] for case in DAMAGES]
+)
 def test_damage_is_named(saved, change, message):
     change(saved)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -148,7 +184,10 @@ def test_damaged_headers(tmp_path):
     assert read_header(with_header(good))["a"].shape == (2, 2)
     for header, message in (
         (b"{", "its header cannot be read"),
-        (b'{"a": ' + 50_000 * b"[" + 50_000 * b"]" + b"}", "its header cannot be read: RecursionError"),
+        (
+            b'{"a": ' + 50_000 * b"[" + 50_000 * b"]" + b"}",
+            "its header cannot be read: RecursionError",
+        ),
         (
             good | {"a": good["a"] | {"shape": [-2, -2]}},
             r"its header cannot be read: ValueError: shape\[0\] must be an integer >= 0 .*; got -2",
@@ -156,8 +195,14 @@ def test_damaged_headers(tmp_path):
         ([], "its header cannot be read"),
         ({"a": {}}, "its header cannot be read"),
         (good | {"a": good["a"] | {"shape": [2, 3]}}, "a .2, 3. of F32 takes bytes 0 to 16"),
-        (good | {"a": good["a"] | {"data_offsets": [0, 8, 16]}}, "x is damaged .its header cannot be read"),
-        (good | {"a": good["a"] | {"shape": [3], "data_offsets": [0, 12]}}, "too long: .* bytes; its header says"),
+        (
+            good | {"a": good["a"] | {"data_offsets": [0, 8, 16]}},
+            "x is damaged .its header cannot be read",
+        ),
+        (
+            good | {"a": good["a"] | {"shape": [3], "data_offsets": [0, 12]}},
+            "too long: .* bytes; its header says",
+        ),
         (good | {"b": good["a"]}, "b .2, 2. of F32 takes bytes 0 to 16, behind byte 16"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -165,28 +210,42 @@ def test_damaged_headers(tmp_path):
 
 
 def test_a_config_that_contradicts_the_tensors(saved):
-    edit(saved / "config.json", lambda config: config.update(intermediate_size=96, num_key_value_heads=4))
+    edit(
+        saved / "config.json",
+        lambda config: config.update(intermediate_size=96, num_key_value_heads=4),
+    )
     with pytest.raises(ValueError, match="does not contain the model of its config.json") as caught:
         open_all(saved)
-    assert "8 tensors" not in str(caught.value) and "10 tensors are of another shape" in str(caught.value)
-    assert "k_proj.weight (16, 32) in model-0000" in str(caught.value) and "(32, 32) wanted" in str(caught.value)
+    assert "8 tensors" not in str(caught.value) and "10 tensors are of another shape" in str(
+        caught.value
+    )
+    assert "k_proj.weight (16, 32) in model-0000" in str(caught.value) and "(32, 32) wanted" in str(
+        caught.value
+    )
 
 
 def test_unsupported_dtypes_matter_only_where_they_are_read(saved):
     """Buffers that transformers computes are left out."""
-    mask, buffer = "model.layers.0.self_attn.masked_attn.bias", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    mask, buffer = (
+        "model.layers.0.self_attn.masked_attn.bias",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    )
     buffers = {mask: np.ones((2, 2), bool), buffer: np.zeros(4, np.float32)}
     tensor_change(saved, UP, lambda tensors: tensors.update(buffers))
     open_all(saved)
     tensor_change(saved, UP, lambda tensors: tensors.update({UP: tensors[UP].astype(np.int8)}))
-    with pytest.raises(ValueError, match=rf"1 tensors are of a dtype .*BF16.: {UP} \(128, 32\) in model-.*: I8"):
+    with pytest.raises(
+        ValueError, match=rf"1 tensors are of a dtype .*BF16.: {UP} \(128, 32\) in model-.*: I8"
+    ):
         open_all(saved)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("tensor", [UP, "lm_head.weight", "model.norm.weight"])
 def test_weights_that_are_no_numbers_are_named_while_they_are_read(saved, tensor, number):
-    """In float, and in int8, whose scales they reach; a head was refused, a target was read without a word."""
+    """In float, and in int8, whose scales they reach; a head was refused, a target was read without
+    a word.
+    """
 
     def damage(tensors):
         tensors[tensor] = tensors[tensor].copy()
@@ -195,14 +254,19 @@ def test_weights_that_are_no_numbers_are_named_while_they_are_read(saved, tensor
     tensor_change(saved, tensor, damage)
     for int8 in ({}, {"weight_dtype": "int8"}):
         checkpoint = open_checkpoint(saved, **int8)
-        with pytest.raises(ValueError, match=rf"model-.*safetensors: {tensor} holds numbers that are infinite or NaN"):
+        with pytest.raises(
+            ValueError,
+            match=rf"model-.*safetensors: {tensor} holds numbers that are infinite or NaN",
+        ):
             read_params(checkpoint, TransformerLM(checkpoint.config))
 
 
 def test_numbers_too_large_for_the_dtype_are_named(saved):
     largest = np.full((128, 32), np.finfo(np.float32).max)
     tensor_change(saved, UP, lambda tensors: tensors.update({UP: largest}))
-    with pytest.raises(ValueError, match=f"{UP} holds numbers .* or bfloat16 is too narrow for them"):
+    with pytest.raises(
+        ValueError, match=f"{UP} holds numbers .* or bfloat16 is too narrow for them"
+    ):
         read_params((checkpoint := open_checkpoint(saved)), TransformerLM(checkpoint.config))
 
 
@@ -214,9 +278,14 @@ def test_names_without_their_prefix(tmp_path):
         return read_params((c := open_checkpoint(folder, dtype="float32")), TransformerLM(c.config))
 
     expected = read(gpt2.write_checkpoint(tmp_path / "with"))
-    bare = {name.removeprefix("transformer."): golden.weights(name, shape) for name, shape in gpt2.shapes.items()}
+    bare = {
+        name.removeprefix("transformer."): golden.weights(name, shape)
+        for name, shape in gpt2.shapes.items()
+    }
     folder = gpt2.write_checkpoint(tmp_path / "without")
-    safetensors.numpy.save_file(bare | {"h.0.attn.bias": np.ones((4, 4), np.float32)}, folder / "model.safetensors")
+    safetensors.numpy.save_file(
+        bare | {"h.0.attn.bias": np.ones((4, 4), np.float32)}, folder / "model.safetensors"
+    )
     jax.tree.map(np.testing.assert_array_equal, read(folder), expected)
 
 
@@ -238,12 +307,22 @@ def test_experts_that_are_missing_or_too_many_are_named_in_one_line(tmp_path):
 def test_a_tied_model_may_repeat_its_embedding_only(saved, block, monkeypatch):
     monkeypatch.setattr(safetensors_io, "BLOCK_BYTES", block)
     edit(saved / "config.json", lambda config: config.update(tie_word_embeddings=True))
-    with pytest.raises(ValueError, match="says tie_word_embeddings = true, but its output embedding differs"):
+    with pytest.raises(
+        ValueError, match="says tie_word_embeddings = true, but its output embedding differs"
+    ):
         open_all(saved)
-    embedding = find_tensors(epath.Path(saved))["model.embed_tokens.weight"].read((slice(None), slice(None)))
-    tensor_change(saved, "lm_head.weight", lambda tensors: tensors.update({"lm_head.weight": np.array(embedding)}))
+    embedding = find_tensors(epath.Path(saved))["model.embed_tokens.weight"].read(
+        (slice(None), slice(None))
+    )
+    tensor_change(
+        saved,
+        "lm_head.weight",
+        lambda tensors: tensors.update({"lm_head.weight": np.array(embedding)}),
+    )
     assert open_all(saved)[0].config.tied
-    tensor_change(saved, UP, lambda tensors: tensors.update({"lm_head.bias": np.zeros(4, np.float32)}))
+    tensor_change(
+        saved, UP, lambda tensors: tensors.update({"lm_head.bias": np.zeros(4, np.float32)})
+    )
     with pytest.raises(ValueError, match="not part of the model: lm_head.bias"):
         open_all(saved)
 

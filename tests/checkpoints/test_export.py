@@ -1,4 +1,6 @@
-"""Models and heads that were trained here, as other engines read them; what no layout can say is refused before anything is written."""
+"""Models and heads that were trained here, as other engines read them; what no layout can say is
+refused before anything is written.
+"""
 
 import dataclasses
 import shutil
@@ -30,7 +32,9 @@ def test_what_is_written_is_read_again_unchanged(config, tokenizer, tmp_path):
     export(tmp_path, config, params, tokenizer)
     checkpoint = open_checkpoint(tmp_path, dtype="float32")
     assert checkpoint.config == config and checkpoint.stop_ids == (tokenizer.eos_id,)
-    jax.tree.map(np.testing.assert_array_equal, read_params(checkpoint, TransformerLM(config)), params)
+    jax.tree.map(
+        np.testing.assert_array_equal, read_params(checkpoint, TransformerLM(config)), params
+    )
     assert checkpoint.tokenizer.encode("def é") == tokenizer.encode("def é")
     assert not (tmp_path / INDEX).exists()
 
@@ -39,8 +43,13 @@ def test_the_shipped_target_has_a_counterpart():
     """An ungated, tied, rotary model with one kv head is written as Arcee."""
     pair = load_pair("python")
     content = describe_model(pair.target.config, pair.tokenizer.eos_id)
-    assert content["architectures"] == ["ArceeForCausalLM"] and content["hidden_act"] == "gelu_pytorch_tanh"
-    with pytest.raises(ValueError, match="ArceeForCausalLM has no counterpart of ngram_rows = 32768"):
+    assert (
+        content["architectures"] == ["ArceeForCausalLM"]
+        and content["hidden_act"] == "gelu_pytorch_tanh"
+    )
+    with pytest.raises(
+        ValueError, match="ArceeForCausalLM has no counterpart of ngram_rows = 32768"
+    ):
         describe_model(pair.draft.config, None)
 
 
@@ -62,7 +71,9 @@ def test_what_has_no_counterpart_is_named(change, named, tmp_path):
 
 
 def test_half_an_export_is_none(original, params, tokenizer, tmp_path, monkeypatch):
-    """An export that is killed while replacing an older one leaves no model rather than a mixture."""
+    """An export that is killed while replacing an older one leaves no model rather than a
+    mixture.
+    """
     shutil.copytree(original, tmp_path, dirs_exist_ok=True)
 
     def killed(*_, **__):
@@ -73,7 +84,9 @@ def test_half_an_export_is_none(original, params, tokenizer, tmp_path, monkeypat
         export(tmp_path, CONFIG, params, tokenizer)
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         open_checkpoint(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)
+    }
 
 
 # Heads.
@@ -82,15 +95,25 @@ def test_half_an_export_is_none(original, params, tokenizer, tmp_path, monkeypat
 LAYERS = 6
 TARGET = layer_config(16, num_layers=LAYERS)
 LAYER = layer_config(16, attention_bias=True, feedforward_width=20)
-MEDUSA = MedusaConfig(layer=LAYER, target_layers=LAYERS, hidden_layers=(LAYERS,), num_heads=3, own_output=True)
-MODULE = MTPConfig(layer=LAYER, target_layers=LAYERS, hidden_layers=(LAYERS - 1,), hidden_first=True, norm_output=True)
+MEDUSA = MedusaConfig(
+    layer=LAYER, target_layers=LAYERS, hidden_layers=(LAYERS,), num_heads=3, own_output=True
+)
+MODULE = MTPConfig(
+    layer=LAYER,
+    target_layers=LAYERS,
+    hidden_layers=(LAYERS - 1,),
+    hidden_first=True,
+    norm_output=True,
+)
 
 
 def numbered(config):
     """Returns parameters that all differ, so that an exchange of two is detected."""
     shapes = jax.eval_shape(config.head().init, jax.random.key(0))
     leaves, tree = jax.tree.flatten(shapes)
-    return tree.unflatten([np.sin(np.arange(x.size) + i).reshape(x.shape).astype("f4") for i, x in enumerate(leaves)])
+    return tree.unflatten(
+        [np.sin(np.arange(x.size) + i).reshape(x.shape).astype("f4") for i, x in enumerate(leaves)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +121,11 @@ def numbered(config):
     [
         (MEDUSA, "medusa_lm_head.safetensors", "2.0.linear.bias"),
         (MODULE, "model.safetensors", "model.mtp_layers.0.input_proj.weight"),
-        (dataclasses.replace(MODULE, num_modules=2), "model.safetensors", "model.mtp_layers.1.input_proj.weight"),
+        (
+            dataclasses.replace(MODULE, num_modules=2),
+            "model.safetensors",
+            "model.mtp_layers.1.input_proj.weight",
+        ),
     ],
     ids=["medusa", "mtp", "two modules"],
 )

@@ -1,4 +1,6 @@
-"""Every family against what Hugging Face transformers computed of the same weights: prefill, chunks, one by one."""
+"""Every family against what Hugging Face transformers computed of the same weights: prefill,
+chunks, one by one.
+"""
 
 import dataclasses
 import functools
@@ -24,7 +26,8 @@ from support.enumeration import COMPILE_FAST
 every_model = pytest.mark.parametrize("name", golden.NAMES)
 CLOSE = 2e-5  # of the largest logit; measured: 5e-6. Each of the mistakes below is beyond 1e-4
 LENGTH, CHUNK, SLOTS = 24, 8, 40
-ONE_BY_ONE = ("gemma3", "gpt2", "gpt_neox", "llama3")  # a program more; the others read their text in chunks
+# A program more; the others read their text in chunks.
+ONE_BY_ONE = ("gemma3", "gpt2", "gpt_neox", "llama3")
 
 call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
 forward = jax.jit(TransformerLM.forward, static_argnums=0, compiler_options=COMPILE_FAST)
@@ -49,13 +52,16 @@ def distance(logits, expected):
 def stale_cache(model, rows):
     rng = np.random.default_rng(9)
     return jax.tree.map(
-        lambda leaf: jnp.asarray(10 * rng.normal(size=leaf.shape), leaf.dtype), model.init_cache(rows, SLOTS)
+        lambda leaf: jnp.asarray(10 * rng.normal(size=leaf.shape), leaf.dtype),
+        model.init_cache(rows, SLOTS),
     )
 
 
 @every_model
 def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
-    """One pass; chunks over a stale cache, of which the last is taken back and fed again; then their own text."""
+    """One pass; chunks over a stale cache, of which the last is taken back and fed again; then
+    their own text.
+    """
     model, params = read(name, folder)
     theirs = golden.read(name)
     assert theirs.logits_BTV.std() > 0.5
@@ -82,15 +88,21 @@ def test_logits_and_greedy_text_are_those_of_transformers(name, folder):
     for start in sorted({*range(golden.PROMPT - 1, LENGTH - width, width), LENGTH - 1 - width}):
         output = call(model, weights, text_BT[:, start : start + width], jnp.full(2, start), cache)
         cache = output.cache
-        np.testing.assert_array_equal(np.argmax(output.logits_BTV, axis=-1), text_BT[:, start + 1 : start + 1 + width])
+        np.testing.assert_array_equal(
+            np.argmax(output.logits_BTV, axis=-1), text_BT[:, start + 1 : start + 1 + width]
+        )
 
 
 def test_generate_with_drafts_gives_the_greedy_text_of_transformers(folder):
-    """Gemma 3's mixture of layers: windows are shorter than the prompt, and drafted tokens are removed."""
+    """Gemma 3's mixture of layers: windows are shorter than the prompt, and drafted tokens are
+    removed.
+    """
     model, params = read("gemma3", folder)
     theirs = golden.read("gemma3")
     prompts = theirs.tokens_BT[:, : golden.PROMPT].tolist()
-    completions = generate(Pair(target=model, target_params=params), prompts, 12, drafter=NgramDrafter(K=3))
+    completions = generate(
+        Pair(target=model, target_params=params), prompts, 12, drafter=NgramDrafter(K=3)
+    )
     assert [completion.tokens for completion in completions] == theirs.greedy_BT.tolist()
     assert all(completion.stats.drafted > completion.stats.accepted for completion in completions)
 
@@ -100,7 +112,11 @@ def test_all_golden_files_are_small_and_no_family_is_missing():
     assert {golden.read(name).config["architectures"][0] for name in golden.NAMES} == set(FAMILIES)
 
 
-MISTAKES = (pathlib.Path(__file__).parent / "golden_mistakes.txt").read_text(encoding="utf-8").splitlines()[1:]
+MISTAKES = (
+    (pathlib.Path(__file__).parent / "golden_mistakes.txt")
+    .read_text(encoding="utf-8")
+    .splitlines()[1:]
+)
 
 
 @pytest.mark.slow
@@ -110,14 +126,17 @@ def test_each_of_these_mistakes_would_be_seen(name, change, folder):
     model, params = read(name, folder)
     theirs = golden.read(name)
     wrong = TransformerLM(
-        dataclasses.replace(model.config, **eval(f"dict({change})", {"ExpertsConfig": ExpertsConfig}))
+        dataclasses.replace(
+            model.config, **eval(f"dict({change})", {"ExpertsConfig": ExpertsConfig})
+        )
     )
     with jax.disable_jit():  # each would be compiled for one call
         logits = wrong.forward(params, theirs.tokens_BT[:1, :12]).logits_BTV
     assert distance(logits, theirs.logits_BTV[:1, :12]) > 5 * CLOSE
 
 
-# MiMo-7B's module for multi-token prediction, against a model of one layer, whose family has golden logits.
+# MiMo-7B's module for multi-token prediction, against a model of one layer, whose family has golden
+# logits.
 
 
 T, EPSILON, CLOSE = 9, 1e-5, 2e-5
@@ -135,14 +154,23 @@ def norm(x, scale):
 def one_layer(mimo, place, tokens, hidden_TD):
     """Returns the module's logits after every pair of a hidden state and the next token.
 
-    Its layer is that of the target, so it is a model of one layer whose embedding holds what the module makes of the pairs.
+    Its layer is that of the target, so it is a model of one layer whose embedding holds what the
+    module makes of the pairs.
     """
-    tensors, module, layer = load_file(mimo / "model.safetensors"), "model.mtp_layers.0.", "model.layers.0."
+    tensors, module, layer = (
+        load_file(mimo / "model.safetensors"),
+        "model.mtp_layers.0.",
+        "model.layers.0.",
+    )
     model = {name.replace(module, layer): x for name, x in tensors.items() if module in name}
     hidden_norm, token_norm, project = (
-        model.pop(f"{layer}{name}.weight") for name in ("hidden_layernorm", "token_layernorm", "input_proj")
+        model.pop(f"{layer}{name}.weight")
+        for name in ("hidden_layernorm", "token_layernorm", "input_proj")
     )
-    pairs = norm(hidden_TD[:-1], hidden_norm), norm(tensors["model.embed_tokens.weight"][tokens[1:]], token_norm)
+    pairs = (
+        norm(hidden_TD[:-1], hidden_norm),
+        norm(tensors["model.embed_tokens.weight"][tokens[1:]], token_norm),
+    )
     embedding = np.zeros_like(tensors["model.embed_tokens.weight"])
     embedding[: T - 1] = np.concatenate(pairs, axis=1) @ project.T
     model |= {"model.embed_tokens.weight": embedding, "lm_head.weight": tensors["lm_head.weight"]}
@@ -164,13 +192,19 @@ def test_the_module_is_a_layer_of_the_target_between_its_own_ends(mimo, tmp_path
     head = FeatureHead(opened.config)
     weights = head.prepare(read_head(opened, head))
     params = read_params(checkpoint, model)
-    (hidden_BTD,) = model.forward(params, jnp.asarray(tokens)[None], hidden_layers=head.hidden_layers).hidden
+    (hidden_BTD,) = model.forward(
+        params, jnp.asarray(tokens)[None], hidden_layers=head.hidden_layers
+    ).hidden
     expected_TV = one_layer(mimo, tmp_path, tokens, np.asarray(hidden_BTD[0]))
     target_weights = model.prepare(params)
-    embedded, _ = model.embed(target_weights, jnp.asarray(tokens)[None, 1:], jnp.zeros(1, jnp.int32), None)
+    embedded, _ = model.embed(
+        target_weights, jnp.asarray(tokens)[None, 1:], jnp.zeros(1, jnp.int32), None
+    )
     features = head.fuse(weights, (hidden_BTD[:, :-1],))
     returned, _ = head(weights, embedded, features, jnp.zeros(1, jnp.int32), None)
-    logits = head.logits(weights, returned, lambda x_BTD: model.unembed_normed(target_weights, x_BTD))
+    logits = head.logits(
+        weights, returned, lambda x_BTD: model.unembed_normed(target_weights, x_BTD)
+    )
     np.testing.assert_allclose(logits[0], expected_TV, atol=CLOSE * abs(expected_TV).max())
 
 
@@ -185,7 +219,11 @@ def test_modules_that_do_not_fit(mimo, tmp_path):
             open_head(other, target)
     (other / "config.json").write_text(json.dumps(golden.read("mimo").config))
     tensors = load_file(other / "model.safetensors")
-    save_file({k: x for k, x in tensors.items() if "mtp_layers" not in k}, other / "model.safetensors")
+    save_file(
+        {k: x for k, x in tensors.items() if "mtp_layers" not in k}, other / "model.safetensors"
+    )
     assert "lm_head.weight" in open_checkpoint(other).tensors  # the target does without its module
-    with pytest.raises(ValueError, match=r"tensors are missing: model.mtp_layers.0.*; .*model.mtp_layers.0"):
+    with pytest.raises(
+        ValueError, match=r"tensors are missing: model.mtp_layers.0.*; .*model.mtp_layers.0"
+    ):
         open_head(other, target)

@@ -1,4 +1,6 @@
-"""Public heads: golden forward passes, files that other packages write, and files that do not fit."""
+"""Public heads: golden forward passes, files that other packages write, and files that do
+not fit.
+"""
 
 import io
 import json
@@ -19,7 +21,9 @@ from specsamp.models.config import TransformerConfig
 from specsamp.models.heads import FeatureHead
 from support import golden_heads
 
-TOY_TARGET = TransformerConfig(vocab_size=16, width=8, num_layers=9, num_heads=2, positions="rotary")
+TOY_TARGET = TransformerConfig(
+    vocab_size=16, width=8, num_layers=9, num_heads=2, positions="rotary"
+)
 TARGET = TransformerConfig(vocab_size=64, width=32, num_layers=12, num_heads=4, positions="rotary")
 OFFSETS = np.array([0, 1, 1, 4, 5, 5])  # ids 0, 2, 3, 7, 9, 10
 TOKENS = jnp.asarray([[3, 1, 4, 15]])
@@ -29,7 +33,9 @@ def toy_eagle3(folder, tensors=(), **config):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(golden_heads.EAGLE3 | config))
     tensors = golden_heads.recipe(golden_heads.EAGLE3_SHAPES) | {"d2t": OFFSETS} | dict(tensors)
-    save_file({name: x for name, x in tensors.items() if x is not None}, folder / "model.safetensors")
+    save_file(
+        {name: x for name, x in tensors.items() if x is not None}, folder / "model.safetensors"
+    )
     return folder
 
 
@@ -50,8 +56,12 @@ def two_calls(head, weights, hidden, tokens=TOKENS):
     """The features of all pairs, and of one more that begins with the last of them and token 5."""
     start_B, length = jnp.zeros(1, jnp.int32), tokens.shape[1]
     cache = head.init_cache(1, length + 2)
-    features, cache = head(weights, head.embed(weights, tokens), head.fuse(weights, hidden), start_B, cache)
-    more, _ = head(weights, head.embed(weights, jnp.asarray([[5]])), features[:, -1:], start_B + length, cache)
+    features, cache = head(
+        weights, head.embed(weights, tokens), head.fuse(weights, hidden), start_B, cache
+    )
+    more, _ = head(
+        weights, head.embed(weights, jnp.asarray([[5]])), features[:, -1:], start_B + length, cache
+    )
     return features[0], more[0, 0]
 
 
@@ -94,7 +104,9 @@ def test_heads_of_speculators(tmp_path, name):
     assert head.hidden_layers == (1, 5, 8), "its ids 2, 6, 9 name what enters layers"
     hidden = tuple(jnp.split(golden["hidden"], 3, axis=-1))
     features, _ = two_calls(head, weights, hidden, golden["tokens"])
-    np.testing.assert_allclose(head.logits(weights, features[None], None), golden["logits"], atol=1e-5)
+    np.testing.assert_allclose(
+        head.logits(weights, features[None], None), golden["logits"], atol=1e-5
+    )
     params = read_head(open_head(tmp_path / "theirs", TARGET, dtype="float32"), head)
     write_head(tmp_path / "ours", head, params, target_name="org/target", K=3)
     ours, theirs = (load_file(tmp_path / side / "model.safetensors") for side in ("ours", "theirs"))
@@ -104,18 +116,28 @@ def test_heads_of_speculators(tmp_path, name):
         assert ours[key].dtype == tensor.dtype
     again = open_head(tmp_path / "ours", TARGET, dtype="float32")
     assert again.config == head.config
-    assert again.notes("org/target") == [] and "was trained for org/target" in again.notes("org/other")[0]
+    assert (
+        again.notes("org/target") == []
+        and "was trained for org/target" in again.notes("org/other")[0]
+    )
 
 
 MEDUSA_SHAPES = {"{}.0.linear.weight": (8, 8), "{}.0.linear.bias": (8,), "{}.1.weight": (16, 8)}
-BLOCKS = {"{}.0.linear.weight": "blocks.{}.layers.0.weight", "{}.0.linear.bias": "blocks.{}.layers.0.bias"}
+BLOCKS = {
+    "{}.0.linear.weight": "blocks.{}.layers.0.weight",
+    "{}.0.linear.bias": "blocks.{}.layers.0.bias",
+}
 BLOCKS["{}.1.weight"] = "lm_heads.{}.weight"
 
 
 def toy_medusa(folder, names=(), num_heads=3, **config):
-    """As its authors' files are, whose config says too few heads; ``names`` are those of another layout."""
+    """As its authors' files are, whose config says too few heads; ``names`` are those of another
+    layout.
+    """
     tensors = {
-        dict(names).get(name, name).format(k): np.cos(np.arange(np.prod(shape)) + k).reshape(shape).astype(np.float32)
+        dict(names).get(name, name).format(k): np.cos(np.arange(np.prod(shape)) + k)
+        .reshape(shape)
+        .astype(np.float32)
         for name, shape in MEDUSA_SHAPES.items()
         for k in range(num_heads)
     }
@@ -133,18 +155,27 @@ def medusa_logits(folder):
 def test_medusa_in_both_layouts(tmp_path):
     folder = tmp_path / "theirs"
     folder.mkdir()
-    tensors = toy_medusa(folder, medusa_num_heads=2, medusa_num_layers=1, base_model_name_or_path="org/vicuna")
+    tensors = toy_medusa(
+        folder, medusa_num_heads=2, medusa_num_layers=1, base_model_name_or_path="org/vicuna"
+    )
     save_file(tensors, folder / "medusa_lm_head.safetensors")
     assert "was trained for org/vicuna" in open_head(folder, TOY_TARGET).notes("org/other")[0]
     logits, h = medusa_logits(folder), np.sin(np.arange(8.0))
     for k in range(3):
         y = tensors[f"{k}.0.linear.weight"] @ h + tensors[f"{k}.0.linear.bias"]
-        np.testing.assert_allclose(logits[k], tensors[f"{k}.1.weight"] @ (h + y / (1 + np.exp(-y))), atol=1e-5)
+        np.testing.assert_allclose(
+            logits[k], tensors[f"{k}.1.weight"] @ (h + y / (1 + np.exp(-y))), atol=1e-5
+        )
 
     other = tmp_path / "vllm"
     other.mkdir()
     renamed = toy_medusa(
-        other, BLOCKS, architectures=["MedusaModel"], model_type="medusa", num_heads=3, num_hidden_layers=1
+        other,
+        BLOCKS,
+        architectures=["MedusaModel"],
+        model_type="medusa",
+        num_heads=3,
+        num_hidden_layers=1,
     )
     assert "lm_heads.2.weight" in renamed
     save_file(renamed, other / "model.safetensors")
@@ -184,9 +215,7 @@ class Calls:
         return self.reduced
 
 
-TENSOR = (
-    b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x02tQ"
-)
+TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x02tQ"
 PLAIN = b"\x80\x02}X\x01\0\0\0w" + TENSOR + b"K\0K\x02\x85K\x01\x85\x89}tRs."
 
 
@@ -196,7 +225,9 @@ def test_tensors_of_a_pickle(tmp_path):
 
 
 def hostile(tmp_path):
-    """Pickles by what they try; each would leave a file or take memory or change what is not its own."""
+    """Pickles by what they try; each would leave a file or take memory or change what is not its
+    own.
+    """
     mark = str(tmp_path / "mark")
     yield "a call", pickle.dumps({"w": Calls(open, mark, "w")}, 2)
     yield "evaluation", pickle.dumps(Calls(eval, f"open({mark!r}, 'w')"), 2)
@@ -204,7 +235,10 @@ def hostile(tmp_path):
     yield "a method of an allowed class", b"\x80\x02ccollections\nOrderedDict.fromkeys\n."
     yield "a place in memory", b"\x80\x02}r\xff\xff\xff\xff."
     yield "a buffer", b"\x80\x05\x96\xff\xff\xff\xff\xff\xff\x00\x00."
-    yield "a change of ours", b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nN}X\x01\0\0\0aK\x01s\x86b."
+    yield (
+        "a change of ours",
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nN}X\x01\0\0\0aK\x01s\x86b.",
+    )
     yield "a call of a dictionary", b"\x80\x02ccollections\nOrderedDict\n)R)R."
     yield "a view", PLAIN.replace(b"K\x01\x85\x89", b"K\x02\x85\x89")
     yield "more than there is", PLAIN.replace(b"K\x02\x85K\x01", b"K\x63\x85K\x01")

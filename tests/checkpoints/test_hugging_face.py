@@ -1,4 +1,6 @@
-"""Reading a checkpoint: what is right is read whole, wherever it lies and whatever it is read onto."""
+"""Reading a checkpoint: what is right is read whole, wherever it lies and whatever it is
+read onto.
+"""
 
 import dataclasses
 import json
@@ -32,21 +34,34 @@ def test_a_checkpoint_of_many_files_is_read_whole(original, params, tokenizer):
     )
     assert checkpoint.stop_ids == (tokenizer.eos_id,) == (checkpoint.tokenizer.eos_id,)
     seen = []
-    read = read_params(checkpoint, TransformerLM(checkpoint.config), lambda *told: seen.append(told))
+    read = read_params(
+        checkpoint, TransformerLM(checkpoint.config), lambda *told: seen.append(told)
+    )
     jax.tree.map(np.testing.assert_array_equal, read, params)
-    assert len(seen) == len(tensors) and seen[-1][1] == seen[-1][2] == 4 * checkpoint.config.num_parameters
+    assert (
+        len(seen) == len(tensors)
+        and seen[-1][1] == seen[-1][2] == 4 * checkpoint.config.num_parameters
+    )
 
 
 @pytest.mark.parametrize("name, model", [(None, 4), ("gpt2", 4), ("gpt_neox", 2), ("qwen3_moe", 4)])
-def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(original, name, model, tmp_path, monkeypatch):
-    """Each device reads its own slices, also of tensors with queries, keys and values, and its own experts."""
+def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(
+    original, name, model, tmp_path, monkeypatch
+):
+    """Each device reads its own slices, also of tensors with queries, keys and values, and its own
+    experts.
+    """
     asked = []
     read = Tensor.read
     checkpoint, _ = open_all(golden.read(name).write_checkpoint(tmp_path) if name else original)
     alone = TransformerLM(checkpoint.config)
     whole = read_params(checkpoint, alone)
-    monkeypatch.setattr(Tensor, "read", lambda self, index: asked.append((self, index)) or read(self, index))
-    placed = read_params(checkpoint, shard_model(alone, Layout.tensor_parallel(make_mesh(8 // model, model))))
+    monkeypatch.setattr(
+        Tensor, "read", lambda self, index: asked.append((self, index)) or read(self, index)
+    )
+    placed = read_params(
+        checkpoint, shard_model(alone, Layout.tensor_parallel(make_mesh(8 // model, model)))
+    )
     jax.tree.map(np.testing.assert_array_equal, placed, whole)
     layer = placed["layer_0"]
     up = layer["experts"]["up"] if "experts" in layer else layer["mlp"]["up"].T
@@ -55,8 +70,11 @@ def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(original, name
     def taken(tensor, index):
         return np.prod([len(range(*s.indices(n))) for s, n in zip(index, tensor.shape)])
 
-    if name not in ("gpt2", "gpt_neox"):  # joined tensors are read for queries, for keys and for values
-        assert sum(taken(tensor, index) for tensor, index in asked) == checkpoint.config.num_parameters
+    # Joined tensors are read for queries, for keys and for values.
+    if name not in ("gpt2", "gpt_neox"):
+        assert (
+            sum(taken(tensor, index) for tensor, index in asked) == checkpoint.config.num_parameters
+        )
 
 
 def test_files_in_a_bucket_are_read_by_seeking(original, monkeypatch):
@@ -71,7 +89,10 @@ def test_files_in_a_bucket_are_read_by_seeking(original, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_any_float_is_read_into_any_float(saved, params, dtype):
     for file in saved.glob("*.safetensors"):
-        tensors = {name: np.asarray(jnp.asarray(x, dtype)) for name, x in safetensors.numpy.load_file(file).items()}
+        tensors = {
+            name: np.asarray(jnp.asarray(x, dtype))
+            for name, x in safetensors.numpy.load_file(file).items()
+        }
         safetensors.numpy.save_file(tensors, file)
     checkpoint = open_checkpoint(saved)
     assert checkpoint.config.dtype == "bfloat16"
@@ -83,7 +104,9 @@ def test_any_float_is_read_into_any_float(saved, params, dtype):
 def test_rows_of_padding_are_zero(original, params):
     checkpoint, _ = open_all(original)
     wide = dataclasses.replace(checkpoint.config, vocab_size=312, num_real_tokens=300)
-    read = read_params(checkpoint, shard_model(TransformerLM(wide), Layout.tensor_parallel(make_mesh(2, 4))))
+    read = read_params(
+        checkpoint, shard_model(TransformerLM(wide), Layout.tensor_parallel(make_mesh(2, 4)))
+    )
     for name in ("embedding", "output_embedding"):
         np.testing.assert_array_equal(read[name], np.pad(params[name], ((0, 8), (0, 0))))
     with pytest.raises(ValueError, match="num_layers is 2 there, 3 in the model"):
@@ -99,7 +122,9 @@ def test_stop_tokens_of_the_generation_config_come_first(saved, tokenizer):
 
 
 def test_texts_end_where_the_tokenizer_or_the_chat_template_ends_them(saved):
-    """generation_config.json of several instruction-tuned models has the end of a document alone."""
+    """generation_config.json of several instruction-tuned models has the end of a
+    document alone.
+    """
     names = ("<|im_end|>", "<|eot_id|>", "</s>", "<|end|>", "<|return|>")
     whole = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
     whole.add_special_tokens(list(names))
@@ -114,12 +139,19 @@ def test_texts_end_where_the_tokenizer_or_the_chat_template_ends_them(saved):
     assert stops() == (5, 7)
     assert stops(eos_token="</s>") == stops(eos_token={"content": "</s>"}) == (5, 7, end)
     assert stops(eos_token="<no such token>") == (5, 7)
-    assert stops(eos_token="</s>", chat_template="{{ messages[0].content }}<|im_end|>") == (5, 7, end, turn)
+    assert stops(eos_token="</s>", chat_template="{{ messages[0].content }}<|im_end|>") == (
+        5,
+        7,
+        end,
+        turn,
+    )
     assert stops(eos_token="<|im_end|>", chat_template="<|im_end|>") == (5, 7, turn)
     both = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "a<|im_end|>"}]
     assert stops(chat_template=both) == (5, 7, turn)
     assert stops(chat_template="{{ x }}<|end|>") == (5, 7, of_message)
-    assert stops(chat_template="<|end|> <|return|>") == (5, 7, returned), "there <|end|> ends a message of a turn"
+    assert stops(chat_template="<|end|> <|return|>") == (5, 7, returned), (
+        "there <|end|> ends a message of a turn"
+    )
     (saved / "special_tokens_map.json").write_text('{"eos_token": "<|eot_id|>"}', encoding="utf-8")
     assert stops() == (5, 7, eot) and stops(eos_token="</s>") == (5, 7, end)
     (saved / "generation_config.json").unlink()
@@ -138,7 +170,8 @@ def test_a_name_of_the_hub_is_downloaded_weights_last(original, params, monkeypa
 
     def snapshot_download(name, allow_patterns, ignore_patterns):
         asked.append(any(file.endswith(".safetensors") for file in allow_patterns))
-        assert not any("*" in file for file in allow_patterns)  # the same weights may lie there twice
+        # The same weights may lie there twice.
+        assert not any("*" in file for file in allow_patterns)
         if name != "someone/model":
             raise OSError("404")
         for file in original.iterdir():
@@ -146,10 +179,16 @@ def test_a_name_of_the_hub_is_downloaded_weights_last(original, params, monkeypa
                 (tmp_path / file.name).write_bytes(file.read_bytes())
         return str(tmp_path)
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
+    monkeypatch.setitem(
+        sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download)
+    )
     checkpoint = open_checkpoint("someone/model", dtype="float32")
     assert asked == [False]
-    jax.tree.map(np.testing.assert_array_equal, read_params(checkpoint, TransformerLM(checkpoint.config)), params)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        read_params(checkpoint, TransformerLM(checkpoint.config)),
+        params,
+    )
     assert asked == [False, False, True]
     with pytest.raises(FileNotFoundError, match="the hub did not give it .OSError: 404"):
         open_checkpoint("someone/else")

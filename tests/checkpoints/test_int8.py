@@ -1,4 +1,6 @@
-"""Checkpoints read, converted and written in int8: bit by bit what quantising all at once gives, and never more at once."""
+"""Checkpoints read, converted and written in int8: bit by bit what quantising all at once gives,
+and never more at once.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +33,15 @@ def test_a_checkpoint_is_quantised_while_it_is_read(original, name, model, tmp_p
     """Reads blocks of a kilobyte: no more is ever in float."""
     folder = golden.read(name).write_checkpoint(tmp_path) if name else original
     in_float = open_checkpoint(folder, dtype="float32")
-    stored = decode_weights(read_params(in_float, TransformerLM(in_float.config)), jnp.float32, "int8")
+    stored = decode_weights(
+        read_params(in_float, TransformerLM(in_float.config)), jnp.float32, "int8"
+    )
     most = []
     monkeypatch.setattr(int8_tensors, "BLOCK_BYTES", 1024)
     quantise = int8_tensors.quantise
-    monkeypatch.setattr(int8_tensors, "quantise", lambda x, axes: most.append(x.nbytes) or quantise(x, axes))
+    monkeypatch.setattr(
+        int8_tensors, "quantise", lambda x, axes: most.append(x.nbytes) or quantise(x, axes)
+    )
     checkpoint = open_checkpoint(folder, dtype="float32", weight_dtype="int8")
     reader = TransformerLM(checkpoint.config)
     if model:
@@ -48,7 +54,10 @@ def test_a_checkpoint_is_quantised_while_it_is_read(original, name, model, tmp_p
     assert seen[-1][1:] == (size, size)
     if model:
         up = read["layer_0"]["mlp"]["up"]
-        assert [x.addressable_shards[0].data.shape for x in (up.values, up.scale)] == [(32, 32), (1, 32)]
+        assert [x.addressable_shards[0].data.shape for x in (up.values, up.scale)] == [
+            (32, 32),
+            (1, 32),
+        ]
 
 
 def test_both_sides_of_a_pair(original, stored):
@@ -60,7 +69,9 @@ def test_both_sides_of_a_pair(original, stored):
 
 def test_a_conversion_keeps_int8(original, stored, params, tmp_path):
     checkpoint = open_checkpoint(original, dtype="float32", weight_dtype="int8")
-    write_converted(checkpoint, read_params(checkpoint, TransformerLM(checkpoint.config)), tmp_path / "int8")
+    write_converted(
+        checkpoint, read_params(checkpoint, TransformerLM(checkpoint.config)), tmp_path / "int8"
+    )
     again = open_checkpoint(tmp_path / "int8", dtype="float32")
     assert again.config.weight_dtype == "int8"
     same(read_params(again, TransformerLM(again.config)), stored)
@@ -72,8 +83,17 @@ def test_a_conversion_keeps_int8(original, stored, params, tmp_path):
 def test_the_shipped_pair_decodes_as_it_is_stored():
     """Nothing is rounded again: the float parameters are what the int8 weights stand for."""
     pair, plain = load_pair("python", int8=Int8(weights=("target", "draft"))), load_pair("python")
-    for ours, theirs in ((pair.target_params, plain.target_params), (pair.draft_params, plain.draft_params)):
+    for ours, theirs in (
+        (pair.target_params, plain.target_params),
+        (pair.draft_params, plain.draft_params),
+    ):
         arrays = jax.tree.map(np.asarray, ours)
-        same(jax.tree.map(lambda x: dequantise(x) if is_int8(x) else x, arrays, is_leaf=is_int8), theirs)
+        same(
+            jax.tree.map(lambda x: dequantise(x) if is_int8(x) else x, arrays, is_leaf=is_int8),
+            theirs,
+        )
     weights = pair.target.prepare(pair.target_params)
-    assert sum(x.nbytes for x, _ in pair.target.matrices_read(weights, 1)) < 1.02 * pair.target.config.num_parameters
+    assert (
+        sum(x.nbytes for x, _ in pair.target.matrices_read(weights, 1))
+        < 1.02 * pair.target.config.num_parameters
+    )

@@ -1,4 +1,6 @@
-"""Names of the hub, good and bad: each that would not load is said with its reason, and no weights are downloaded."""
+"""Names of the hub, good and bad: each that would not load is said with its reason, and no weights
+are downloaded.
+"""
 
 import dataclasses
 import json
@@ -60,7 +62,10 @@ def test_names_that_are_not_there_or_not_given(hub):
 def test_models_that_do_not_fit(hub):
     target, head = problems(target="some/draft", draft="some/head", is_head=True)
     assert target is None and "the target's width is 16: the head is for another target" in head
-    edit(hub.folder / "some/draft/config.json", lambda content: content.update(architectures=["MambaForCausalLM"]))
+    edit(
+        hub.folder / "some/draft/config.json",
+        lambda content: content.update(architectures=["MambaForCausalLM"]),
+    )
     target, draft = problems()
     assert target is None and "MambaForCausalLM" in draft
     (hub.folder / "some/target" / INDEX).unlink()
@@ -74,14 +79,27 @@ def test_tuned_models_need_a_chat_template(hub):
 
 def test_the_command_has_a_line_for_each_name_and_fails_if_one_does(hub, tmp_path):
     output = tmp_path / "names.json"
-    done = call("doctor", "--look_at=names", "--pair=some/target,some/draft", "--plain", f"--output={output}")
+    done = call(
+        "doctor",
+        "--look_at=names",
+        "--pair=some/target,some/draft",
+        "--plain",
+        f"--output={output}",
+    )
     assert done.returncode == 0, done.stderr
     assert "2 names, of which 0 would not load" in done.stdout
-    assert [one["problem"] for one in json.loads(output.read_text(encoding="utf-8"))["names"]] == [None, None]
+    assert [one["problem"] for one in json.loads(output.read_text(encoding="utf-8"))["names"]] == [
+        None,
+        None,
+    ]
     hub.gated.add("some/draft")
     more = ("--pair=some/target,some/head", "--head", "--plain")
     done = call("doctor", "--look_at=names", "--pair=some/target,some/draft", *more)
-    assert done.returncode == 1 and "does not load" in done.stdout and "gated: accept its licence" in done.stdout
+    assert (
+        done.returncode == 1
+        and "does not load" in done.stdout
+        and "gated: accept its licence" in done.stdout
+    )
     assert "4 names, of which 1" in done.stdout and "some/head" in done.stdout
 
 
@@ -89,4 +107,6 @@ def test_without_a_network_there_is_one_line(hub):
     hub.network = False
     done = call("doctor", "--look_at=names")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "the hub cannot be reached to look up names (TimeoutError: nobody answers)" in done.stderr
+    assert (
+        "the hub cannot be reached to look up names (TimeoutError: nobody answers)" in done.stderr
+    )

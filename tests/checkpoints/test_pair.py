@@ -1,4 +1,6 @@
-"""Pairs in a folder: int8 within half a step, written and read without a change, and every damage named."""
+"""Pairs in a folder: int8 within half a step, written and read without a change, and every damage
+named.
+"""
 
 import json
 import shutil
@@ -79,7 +81,9 @@ def test_no_weight_moves_by_more_than_half_a_step(params):
         assert (np.abs(after - before) <= half_a_step * (1 + 1e-5)).all()
         assert (np.abs(after - before) > half_a_step / 2).any(axes).mean() > 0.9  # and no finer
         assert (np.abs(stored[name]).max(axes) == 127).all()  # every channel uses the range
-    assert not restored({"embedding": params["target"]["embedding"].at[3].set(0)})["embedding"][3].any()
+    assert not restored({"embedding": params["target"]["embedding"].at[3].set(0)})["embedding"][
+        3
+    ].any()
 
 
 def test_a_pair_is_its_dequantised_weights(original, params):
@@ -96,7 +100,9 @@ def test_a_pair_is_its_dequantised_weights(original, params):
             np.testing.assert_array_equal(value, stored[name])
     assert pair.tokenizer.decode(pair.tokenizer.encode("def é")) == "def é"
     assert load_pair(original, dtype="bfloat16").target.config.dtype == "bfloat16"
-    assert json.loads((original / "pair.json").read_text(encoding="utf-8"))["provenance"] == {"of": "a test"}
+    assert json.loads((original / "pair.json").read_text(encoding="utf-8"))["provenance"] == {
+        "of": "a test"
+    }
 
 
 def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):
@@ -109,7 +115,11 @@ def test_half_a_pair_is_none(original, params, tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "save", killed)
     with pytest.raises(KeyboardInterrupt):
         save_pair(
-            folder, target=(TARGET, params["target"]), draft=(DRAFT, params["draft"]), tokenizer_json="", provenance={}
+            folder,
+            target=(TARGET, params["target"]),
+            draft=(DRAFT, params["draft"]),
+            tokenizer_json="",
+            provenance={},
         )
     with pytest.raises(FileNotFoundError, match="no pair"):
         load_pair(folder)
@@ -120,7 +130,9 @@ def test_weights_that_are_no_numbers_are_named(saved, name):
     tensors = safetensors.numpy.load_file(saved / "target.safetensors")
     tensors[name] = np.full_like(tensors[name], np.nan)
     safetensors.numpy.save_file(tensors, saved / "target.safetensors")
-    with pytest.raises(ValueError, match=f"target.safetensors: {name} holds numbers that are infinite or NaN"):
+    with pytest.raises(
+        ValueError, match=f"target.safetensors: {name} holds numbers that are infinite or NaN"
+    ):
         load_pair(saved)
 
 
@@ -138,7 +150,10 @@ def test_missing_and_truncated_files_are_named(saved, name):
 
 def test_weights_that_are_not_of_the_pair_are_named(saved):
     """The error has both shapes, or the weight without scales."""
-    edit(saved / "pair.json", lambda content: content["draft"].update(feedforward_width=50, positions="relative"))
+    edit(
+        saved / "pair.json",
+        lambda content: content["draft"].update(feedforward_width=50, positions="relative"),
+    )
     with pytest.raises(ValueError, match="draft.safetensors is of another model") as caught:
         load_pair(saved)
     message = str(caught.value)
@@ -163,7 +178,9 @@ def test_a_tokenizer_of_another_model(saved):
 
 def test_the_end_of_text_is_the_pairs_own(saved):
     described = json.loads((saved / "pair.json").read_text(encoding="utf-8"))
-    assert load_pair(saved).tokenizer.eos_id == load_pair(saved).tokenizer.token_id(described["eos"])
+    assert load_pair(saved).tokenizer.eos_id == load_pair(saved).tokenizer.token_id(
+        described["eos"]
+    )
     for content, message in (
         (described | {"eos": "<end>"}, "has no token '<end>'"),
         (described | {"eos": [7]}, r"says eos = \[7\]; it must be the text"),
@@ -186,7 +203,9 @@ def test_unknown_names_list_what_is_shipped(saved, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [None, 5])
-@pytest.mark.parametrize("read, what", [(load_pair, "a pair"), (find_folder, "a checkpoint"), (place, "a file")])
+@pytest.mark.parametrize(
+    "read, what", [(load_pair, "a pair"), (find_folder, "a checkpoint"), (place, "a file")]
+)
 def test_what_is_no_name_is_refused(read, what, name):
     with pytest.raises(ValueError, match=f"{what} must be a path or a name; got {name}"):
         read(name)
@@ -195,15 +214,20 @@ def test_what_is_no_name_is_refused(read, what, name):
 def test_prompts(saved):
     with pytest.raises(FileNotFoundError, match="has no prompts: .*prompts.json is missing"):
         load_prompts(saved)
-    (saved / "prompts.json").write_text('{"prompts": [{"text": "é"}, {"text": "b"}]}', encoding="utf-8")
+    (saved / "prompts.json").write_text(
+        '{"prompts": [{"text": "é"}, {"text": "b"}]}', encoding="utf-8"
+    )
     assert load_prompts(saved) == ["é", "b"]
     for content in ("{", "{}", '{"prompts": 3}', '{"prompts": [{"text": 3}]}'):
         (saved / "prompts.json").write_text(content, encoding="utf-8")
-        with pytest.raises(ValueError, match="prompts.json (is no JSON|holds prompts|holds no prompts)"):
+        with pytest.raises(
+            ValueError, match="prompts.json (is no JSON|holds prompts|holds no prompts)"
+        ):
             load_prompts(saved)
 
 
-# Digests that tell the values of parameters from others: the same on every mesh and with rows of padding.
+# Digests that tell the values of parameters from others: the same on every mesh and with rows of
+# padding.
 
 
 MODEL = TransformerLM(tiny(num_layers=1))
@@ -211,12 +235,30 @@ PARAMS = drawn_params(MODEL)
 
 
 def test_values_dtypes_places_names_and_signs_count():
-    """What changes when a conversion is mended: the order of heads or of halves, a transposed matrix, a swapped side."""
+    """What changes when a conversion is mended: the order of heads or of halves, a transposed
+    matrix, a swapped side.
+    """
     x, y = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64, 64)).astype(np.float32))
-    others = [{"a": x}, {"b": x}, {"a": -x}, {"a": x.T}, {"a": x[::-1]}, {"a": x[:, ::-1]}, {"a": jnp.roll(x, 32, 0)}]
-    others += [{"a": x.at[:2].set(x[1::-1])}, {"a": x, "b": y}, {"a": y, "b": x}, ({"a": x}, {"b": y})]
+    others = [
+        {"a": x},
+        {"b": x},
+        {"a": -x},
+        {"a": x.T},
+        {"a": x[::-1]},
+        {"a": x[:, ::-1]},
+        {"a": jnp.roll(x, 32, 0)},
+    ]
+    others += [
+        {"a": x.at[:2].set(x[1::-1])},
+        {"a": x, "b": y},
+        {"a": y, "b": x},
+        ({"a": x}, {"b": y}),
+    ]
     others += [({"a": x, "b": y}, None), {"a": jnp.ones(3, bool)}, {"a": jnp.ones(3, jnp.int32)}]
-    others += [{"a": x.at[3, 5].set(np.nextafter(np.float32(x[3, 5]), np.float32(9)))}, {"a": x.astype(jnp.bfloat16)}]
+    others += [
+        {"a": x.at[3, 5].set(np.nextafter(np.float32(x[3, 5]), np.float32(9)))},
+        {"a": x.astype(jnp.bfloat16)},
+    ]
     assert len({digest(params) for params in others}) == len(others)
 
 
@@ -225,8 +267,12 @@ def test_heads_that_read_other_layers_have_another_digest():
 
     def of(**fields):
         layer = layer_config(fields.pop("vocab_size", 32))
-        config = Eagle3Config(layer=layer, target_layers=6, **({"hidden_layers": (1, 2, 3)} | fields))
-        return digest_of_pair(types.SimpleNamespace(target_params=PARAMS, draft_params={}, head=FeatureHead(config)))
+        config = Eagle3Config(
+            layer=layer, target_layers=6, **({"hidden_layers": (1, 2, 3)} | fields)
+        )
+        return digest_of_pair(
+            types.SimpleNamespace(target_params=PARAMS, draft_params={}, head=FeatureHead(config))
+        )
 
     assert of(vocab_size=40) == of()
     assert len({of(), of(hidden_layers=(1, 2, 4)), of(norm_output=True), digest((PARAMS, {}))}) == 4
@@ -238,5 +284,13 @@ def test_a_mesh_and_padding_do_not_change_it():
     padded = PARAMS | {"embedding": jnp.pad(PARAMS["embedding"], ((0, 8), (0, 0)))}
     assert digest(placed) == digest(padded) == digest(PARAMS)
     check_shapes("a checkpoint", PARAMS, padded, padded=True)
-    with pytest.raises(ValueError, match="a checkpoint is of another model: gate: .4, 6, 3. there, .4, 3, 6. wanted"):
-        check_shapes("a checkpoint", {"gate": np.zeros((4, 6, 3))}, {"gate": np.zeros((4, 3, 6))}, padded=True)
+    with pytest.raises(
+        ValueError,
+        match="a checkpoint is of another model: gate: .4, 6, 3. there, .4, 3, 6. wanted",
+    ):
+        check_shapes(
+            "a checkpoint",
+            {"gate": np.zeros((4, 6, 3))},
+            {"gate": np.zeros((4, 3, 6))},
+            padded=True,
+        )

@@ -1,4 +1,6 @@
-"""Two checkpoints as a pair: what does not belong together is refused, what is padded is masked, stops are agreed."""
+"""Two checkpoints as a pair: what does not belong together is refused, what is padded is masked,
+stops are agreed.
+"""
 
 import dataclasses
 import shutil
@@ -19,7 +21,9 @@ from specsamp.models.transformer import TransformerLM
 from support.checkpoint_shapes import CONFIG, edit, random_params, write_random_head
 from support.extras import slow_but
 
-DRAFT = dataclasses.replace(CONFIG, vocab_size=288, num_layers=1, feedforward_width=32, max_positions=256)
+DRAFT = dataclasses.replace(
+    CONFIG, vocab_size=288, num_layers=1, feedforward_width=32, max_positions=256
+)
 
 
 @pytest.fixture(scope="session")
@@ -43,17 +47,30 @@ def refuse_to_read(monkeypatch):
 
 @pytest.mark.slow
 def test_a_pair_writes_text_and_never_a_token_of_padding(original, draft, tokenizer):
-    """The draft's embedding is smaller, both are larger than the tokenizer: 304 and 288 rows, 279 tokens."""
+    """The draft's embedding is smaller, both are larger than the tokenizer: 304 and 288 rows, 279
+    tokens.
+    """
     said = []
     pair = read_pair(original, draft, dtype="float32", say=said.append)
     assert pair.target.vocab_size == pair.draft.vocab_size == 304
-    assert pair.target.config.num_real_tokens == pair.draft.config.num_real_tokens == tokenizer.vocab_size == 279
+    assert (
+        pair.target.config.num_real_tokens
+        == pair.draft.config.num_real_tokens
+        == tokenizer.vocab_size
+        == 279
+    )
     assert any("304 and 288 rows; both are masked beyond 279 tokens" in line for line in said)
-    assert any("the draft reads 256 tokens, the target 512" in line for line in said) and len(said) == 2
-    completion = generate(pair, ["def f(x)"], 40, sampling=temperature(5.0), draft_length=3, stop=[])[0]
+    assert (
+        any("the draft reads 256 tokens, the target 512" in line for line in said)
+        and len(said) == 2
+    )
+    completion = generate(
+        pair, ["def f(x)"], 40, sampling=temperature(5.0), draft_length=3, stop=[]
+    )[0]
     assert max(completion.tokens) < 279 and completion.stats.accepted > 0
     assert completion.text == tokenizer.decode(completion.tokens)
-    for model, params in ((pair.target, pair.target_params), (pair.draft, pair.draft_params)):  # without the tokenizer
+    # Without the tokenizer.
+    for model, params in ((pair.target, pair.target_params), (pair.draft, pair.draft_params)):
         with jax.disable_jit():
             logits = model.forward(params, jnp.ones((1, 2), jnp.int32)).logits_BTV
         assert (logits[..., 279:] == -np.inf).all() and np.isfinite(logits[..., :279]).all()
@@ -61,7 +78,11 @@ def test_a_pair_writes_text_and_never_a_token_of_padding(original, draft, tokeni
 
 def test_a_pair_on_a_mesh_has_rows_that_divide(original, draft):
     pair = read_pair(
-        original, draft, dtype="float32", mesh=make_mesh(2, 4, draft_model_parallelism=2), draft_model_parallelism=2
+        original,
+        draft,
+        dtype="float32",
+        mesh=make_mesh(2, 4, draft_model_parallelism=2),
+        draft_model_parallelism=2,
     )
     assert pair.target_params["embedding"].sharding.num_devices == 8
     with pytest.raises(ValueError, match="'heads' has 4 entries.* 8 devices"):
@@ -74,7 +95,10 @@ def test_stop_tokens_are_the_targets_and_a_difference_is_said(original, draft, t
     said = []
     pair = read_pair(target, draft, dtype="float32", say=said.append)
     assert pair.stop == (7, 9, 278), "the tokenizer's own end of text ends one, too"
-    assert any("[7, 9, 278] in the target, which end a text, and [278] in the draft" in line for line in said)
+    assert any(
+        "[7, 9, 278] in the target, which end a text, and [278] in the draft" in line
+        for line in said
+    )
     free = generate(pair, ["def"], 40, stop=[], sampling=temperature(5.0), draft_length=3)[0].tokens
     stop = free[5]
     ended = dataclasses.replace(pair, stop=(303, stop))
@@ -91,12 +115,16 @@ def swap_merges(content):
 
 def swap_pieces(content):
     other = {269: 270, 270: 269}
-    content["model"]["vocab"] = {name: other.get(index, index) for name, index in content["model"]["vocab"].items()}
+    content["model"]["vocab"] = {
+        name: other.get(index, index) for name, index in content["model"]["vocab"].items()
+    }
 
 
 def rename_added(content):
     content["added_tokens"][0]["content"] = "<end>"
-    content["model"]["vocab"] = {("<end>" if i == 278 else k): i for k, i in content["model"]["vocab"].items()}
+    content["model"]["vocab"] = {
+        ("<end>" if i == 278 else k): i for k, i in content["model"]["vocab"].items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -104,11 +132,16 @@ def rename_added(content):
     [
         (swap_merges, r"differ in their merges, at merge 3: '.*' in the draft, '.*' in the target"),
         (swap_pieces, r"differ in their vocabulary, at id 269: '.*' in the draft"),
-        (rename_added, r"differ in their vocabulary, at id 278: '<end>' in the draft, '<eos>' in the target"),
+        (
+            rename_added,
+            r"differ in their vocabulary, at id 278: '<end>' in the draft, '<eos>' in the target",
+        ),
     ],
     ids=["merges", "vocabulary", "added"],
 )
-def test_tokenizers_that_differ_are_refused_before_anything_is_read(original, draft, change, message, monkeypatch):
+def test_tokenizers_that_differ_are_refused_before_anything_is_read(
+    original, draft, change, message, monkeypatch
+):
     edit(draft / "tokenizer.json", change)
     refuse_to_read(monkeypatch)
     with pytest.raises(ValueError, match=message):
@@ -116,17 +149,24 @@ def test_tokenizers_that_differ_are_refused_before_anything_is_read(original, dr
 
 
 def test_names_and_formats_of_equal_tokenizers_do_not_matter(original, draft):
-    """Merges as pairs or as texts, an entry listed in one place or two; how texts are cut before merging is told."""
+    """Merges as pairs or as texts, an entry listed in one place or two; how texts are cut before
+    merging is told.
+    """
     assert len(differences(open_checkpoint(original), open_checkpoint(draft))) == 2
 
     def same(content):
-        content["model"]["merges"] = [m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]]
+        content["model"]["merges"] = [
+            m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]
+        ]
         content["post_processor"] = None
 
     edit(draft / "tokenizer.json", same)
     assert len(differences(open_checkpoint(original), open_checkpoint(draft))) == 2
     edit(draft / "tokenizer.json", lambda content: content.update(normalizer={"type": "NFC"}))
-    assert any("normalizers differ" in line for line in differences(open_checkpoint(original), open_checkpoint(draft)))
+    assert any(
+        "normalizers differ" in line
+        for line in differences(open_checkpoint(original), open_checkpoint(draft))
+    )
 
 
 def test_added_tokens_without_an_embedding_are_left_out_and_said(original, draft, tmp_path):
@@ -134,13 +174,25 @@ def test_added_tokens_without_an_embedding_are_left_out_and_said(original, draft
     target = shutil.copytree(original, tmp_path / "target")
     edit(target / "config.json", lambda content: content.update(vocab_size=279))
     image = dict(id=279, content="<image>")
-    edit(target / "tokenizer.json", lambda content: content["added_tokens"].append(content["added_tokens"][0] | image))
+    edit(
+        target / "tokenizer.json",
+        lambda content: content["added_tokens"].append(content["added_tokens"][0] | image),
+    )
     checkpoint = open_checkpoint(target)
-    assert checkpoint.tokenizer.vocab_size == 279 and checkpoint.tokenizer.token_id("<image>") is None
-    assert checkpoint.tokenizer.encode("x<image>") == open_checkpoint(original).tokenizer.encode("x<image>")
+    assert (
+        checkpoint.tokenizer.vocab_size == 279 and checkpoint.tokenizer.token_id("<image>") is None
+    )
+    assert checkpoint.tokenizer.encode("x<image>") == open_checkpoint(original).tokenizer.encode(
+        "x<image>"
+    )
     said = differences(checkpoint, open_checkpoint(draft))
-    assert f"{target} has no embedding of <image>: prompts cannot use them" in said and len(said) == 3
-    edit(target / "tokenizer.json", lambda content: content["model"]["vocab"].update({"<image>": 279}))
+    assert (
+        f"{target} has no embedding of <image>: prompts cannot use them" in said and len(said) == 3
+    )
+    edit(
+        target / "tokenizer.json",
+        lambda content: content["model"]["vocab"].update({"<image>": 279}),
+    )
     with pytest.raises(ValueError, match="280 tokens.* 279 rows"):
         open_checkpoint(target)
 
@@ -157,7 +209,9 @@ def test_a_damaged_draft_is_found_before_the_target_is_read(original, draft, mon
 
 @pytest.fixture
 def small_gigabytes(monkeypatch):
-    """A gigabyte is 10 kB, and the embedding has 39: Orbax refuses arrays that are not below its limits."""
+    """A gigabyte is 10 kB, and the embedding has 39: Orbax refuses arrays that are not below its
+    limits.
+    """
     handler = orbax.ocp.StandardCheckpointHandler
 
     def scaled(**limits):
@@ -167,27 +221,38 @@ def small_gigabytes(monkeypatch):
     monkeypatch.setattr(orbax, "GB", 10_000)
 
 
-def test_a_converted_checkpoint_is_the_same_on_any_mesh(original, draft, params, tmp_path, small_gigabytes):
+def test_a_converted_checkpoint_is_the_same_on_any_mesh(
+    original, draft, params, tmp_path, small_gigabytes
+):
     checkpoint = open_checkpoint(original, dtype="float32")
     mesh = make_mesh(2, 4)
     split = shard_model(TransformerLM(checkpoint.config), Layout.tensor_parallel(mesh))
     place = tmp_path / "converted"
     hugging_face.write_converted(checkpoint, hugging_face.read_params(checkpoint, split), place)
     again = open_checkpoint(place, dtype="float32")
-    assert again.is_converted and not checkpoint.is_converted and again.stop_ids == checkpoint.stop_ids
+    assert (
+        again.is_converted and not checkpoint.is_converted and again.stop_ids == checkpoint.stop_ids
+    )
     assert again.config == checkpoint.config
     whole = hugging_face.read_params(again, TransformerLM(again.config))
     jax.tree.map(np.testing.assert_array_equal, whole, params)
-    wide = shard_model(TransformerLM(dataclasses.replace(again.config, vocab_size=320, dtype="bfloat16")), split.layout)
+    wide = shard_model(
+        TransformerLM(dataclasses.replace(again.config, vocab_size=320, dtype="bfloat16")),
+        split.layout,
+    )
     placed = hugging_face.read_params(again, wide)
-    assert placed["embedding"].dtype == jnp.bfloat16 and placed["embedding"].sharding.num_devices == 8
+    assert (
+        placed["embedding"].dtype == jnp.bfloat16 and placed["embedding"].sharding.num_devices == 8
+    )
     np.testing.assert_array_equal(
         placed["embedding"], np.pad(params["embedding"], ((0, 16), (0, 0))).astype(jnp.bfloat16)
     )
     pair = read_pair(place, draft, dtype="float32")
     assert pair.target.vocab_size == 304
     shutil.rmtree(place / "checkpoints/0/params")
-    with pytest.raises(ValueError, match="converted/checkpoints/0 is damaged .*convert the checkpoint again"):
+    with pytest.raises(
+        ValueError, match="converted/checkpoints/0 is damaged .*convert the checkpoint again"
+    ):
         hugging_face.read_params(again, TransformerLM(again.config))
 
 
@@ -200,7 +265,9 @@ def head_folder(tmp_path):
 def test_a_target_and_a_head_write_the_targets_text(original, head_folder, on_mesh):
     said = []
     mesh = make_mesh(2, 4) if on_mesh else None
-    pair = read_pair(original, head_folder, is_head=True, dtype="float32", mesh=mesh, say=said.append)
+    pair = read_pair(
+        original, head_folder, is_head=True, dtype="float32", mesh=mesh, say=said.append
+    )
     assert len(said) == 1 and "was trained for org/a-target" in said[0]
     assert not pair.head.config.own_embedding
     made, plain = (generate(pair, ["def f(x)"], 24, draft_length=K)[0] for K in (3, 0))

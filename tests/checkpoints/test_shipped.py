@@ -21,20 +21,27 @@ def pair():
 
 
 def test_it_fits_a_package_and_is_too_large_for_a_cache(pair):
-    """Both models and the tokenizer have 48 MB; in float32 the target is more than twice a cache of 32 MiB."""
+    """Both models and the tokenizer have 48 MB; in float32 the target is more than twice a cache of
+    32 MiB.
+    """
     assert sum(path.stat().st_size for path in pair_folder("python").rglob("*")) < 48e6
 
     def streamed(model, params):
         weights = model.fit_slots(model.prepare(params), 128)
         return sum(x.nbytes for x, _ in model.matrices_read(weights, 1))
 
-    target, draft = streamed(pair.target, pair.target_params), streamed(pair.draft, pair.draft_params)
+    target, draft = (
+        streamed(pair.target, pair.target_params),
+        streamed(pair.draft, pair.draft_params),
+    )
     assert target > 2 * 32 * 2**20 and draft < target / 25
 
 
 def test_its_greedy_text_does_not_depend_on_the_draft(pair):
     prompt = load_prompts("python")[1:2]
-    plain, drafted = (generate(pair, prompt, 24, sampling=greedy(), draft_length=K)[0] for K in (0, 3))
+    plain, drafted = (
+        generate(pair, prompt, 24, sampling=greedy(), draft_length=K)[0] for K in (0, 3)
+    )
     assert plain.tokens == drafted.tokens and drafted.stats.acceptance_rate > 0.4
 
 
@@ -45,7 +52,9 @@ def head_pair():
 
 def test_greedy_text_does_not_depend_on_the_head_and_it_drafts(head_pair, pair):
     prompt = load_prompts("python")[1:2]
-    plain, drafted = (generate(head_pair, prompt, 24, sampling=greedy(), draft_length=K)[0] for K in (0, 3))
+    plain, drafted = (
+        generate(head_pair, prompt, 24, sampling=greedy(), draft_length=K)[0] for K in (0, 3)
+    )
     assert plain.tokens == drafted.tokens and drafted.stats.rounds <= 16
 
 
@@ -56,7 +65,9 @@ def test_the_target_accepts_its_head_at_every_position(head_pair, pair):
 
     def accepted(head):
         task = TrainHead(head=head, target=target, test_steps=2)
-        measured = jax.jit(task.measure)(head_pair.draft_params, task.teacher(pair.target_params), tokens_BT, chain())
+        measured = jax.jit(task.measure)(
+            head_pair.draft_params, task.teacher(pair.target_params), tokens_BT, chain()
+        )
         return np.array([measured[f"acceptance/position_{i}"] for i in (1, 2)])
 
     swapped = dataclasses.replace(head_pair.head.config, hidden_layers=(5, 3, 1))
@@ -66,13 +77,21 @@ def test_the_target_accepts_its_head_at_every_position(head_pair, pair):
 
 @pytest.mark.slow
 def test_the_target_accepts_its_block_head_and_less_without_its_correction():
-    """Greedy texts do not depend on it; the Markov head is what makes later tokens of a block fit."""
+    """Greedy texts do not depend on it; the Markov head is what makes later tokens of a
+    block fit.
+    """
     pair, prompts = load_pair("python", draft="block"), load_prompts("python")[1:5]
     assert sum(path.stat().st_size for path in (pair_folder("python") / "block").iterdir()) < 7e6
     plain = generate(pair, prompts, 48, sampling=greedy(), draft_length=0)
     emitted = {}
     for law in ("conditional", "marginals"):
-        drafted = generate(pair, prompts, 48, sampling=greedy(), drafter=BlockDrafter(pair.target, pair.head, 4, law))
+        drafted = generate(
+            pair,
+            prompts,
+            48,
+            sampling=greedy(),
+            drafter=BlockDrafter(pair.target, pair.head, 4, law),
+        )
         assert [text.tokens for text in drafted] == [text.tokens for text in plain]
         emitted[law] = np.mean([text.stats.emitted_per_round for text in drafted])
     assert emitted["conditional"] > max(1.6, emitted["marginals"] + 0.1), emitted

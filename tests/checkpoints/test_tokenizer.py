@@ -17,7 +17,9 @@ def saved(tokenizer, tmp_path):
 
 @pytest.fixture
 def with_specials(tmp_path):
-    """A tokenizer that begins every text with <s>, as Llama's does; id 5 is the last of a vocabulary with a gap."""
+    """A tokenizer that begins every text with <s>, as Llama's does; id 5 is the last of a
+    vocabulary with a gap.
+    """
     vocab = {"<s>": 0, "</s>": 1, ".": 2, "a": 3, "b": 5}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="a"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -40,7 +42,11 @@ def test_texts_are_neither_cut_nor_filled_up(with_specials, tmp_path):
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=8)
     assert len(tokenizer.encode("abab").ids) == 8
-    assert JsonTokenizer(saved(tokenizer, tmp_path)).encode("abab") == with_specials.encode("abab") == [0, 3, 5, 3, 5]
+    assert (
+        JsonTokenizer(saved(tokenizer, tmp_path)).encode("abab")
+        == with_specials.encode("abab")
+        == [0, 3, 5, 3, 5]
+    )
 
 
 def test_damaged_tokenizers_are_named(with_specials, tmp_path):
@@ -51,7 +57,9 @@ def test_damaged_tokenizers_are_named(with_specials, tmp_path):
 @pytest.fixture
 def with_byte_fallback(tmp_path):
     vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "<unk>": 257}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return JsonTokenizer(saved(tokenizer, tmp_path))
 
@@ -78,4 +86,8 @@ def test_an_incomplete_character_makes_none_before_it_unknown(with_byte_fallback
 
 
 def test_text_that_ends_in_the_middle_of_a_character_is_shown_at_the_end():
-    assert pieces(ByteTokenizer(), list("a€".encode())[:3], 1) == ["a", "", "\N{REPLACEMENT CHARACTER}"]
+    assert pieces(ByteTokenizer(), list("a€".encode())[:3], 1) == [
+        "a",
+        "",
+        "\N{REPLACEMENT CHARACTER}",
+    ]

@@ -14,7 +14,12 @@ from specsamp import CoupledRule, ModelDrafter, chain, generate, temperature
 from specsamp.checkpoints.export import export
 from specsamp.checkpoints.public_pair import read_pair
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
-from specsamp.checkpoints.vocabulary import TokenBytes, describe_overlap, match_vocabularies, shared_mass
+from specsamp.checkpoints.vocabulary import (
+    TokenBytes,
+    describe_overlap,
+    match_vocabularies,
+    shared_mass,
+)
 from specsamp.decoding.drafters.translating import SharedVocabulary
 from specsamp.mesh.layout import make_mesh
 from specsamp.training.data import train_tokenizer
@@ -39,7 +44,9 @@ def test_a_text_in_draft_ids_has_the_bytes_of_the_text(target, draft):
     tokens = tokenizer(target).encode(text)
     written = b"".join(theirs.of_id[i] for i in vocabulary.read(tokens))
     assert written == b"".join(ours.of_id.get(i, b"") for i in tokens)
-    assert written.decode().strip(" ") == text.strip(" "), "SentencePiece writes a space before a text"
+    assert written.decode().strip(" ") == text.strip(" "), (
+        "SentencePiece writes a space before a text"
+    )
     for token in np.flatnonzero(vocabulary.draft_ids_V >= 0):
         if token != tokenizer(target).eos_id:
             assert ours.of_id[token] == theirs.of_id[vocabulary.draft_ids_V[token]]
@@ -57,10 +64,14 @@ def test_ends_are_matched_and_other_special_tokens_are_not_read(target, draft):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_added_tokens_that_are_not_special_are_the_text_that_they_decode_to(style):
-    """Gemma has tokens for several spaces among its added tokens, GPT-NeoX has such tokens in another spelling."""
+    """Gemma has tokens for several spaces among its added tokens, GPT-NeoX has such tokens in
+    another spelling.
+    """
     given = tokenizers.Tokenizer.from_str(tokenizer(style).to_json())
     names = ["▁▁", "▁▁▁▁▁▁", "  ", "\n\n", "<table>", "<｜User｜>", "é"]
-    given.add_tokens([tokenizers.AddedToken(name, normalized=False, special=False) for name in names])
+    given.add_tokens(
+        [tokenizers.AddedToken(name, normalized=False, special=False) for name in names]
+    )
     made = JsonTokenizer.from_tokenizer(given)
     own, letter = TokenBytes(made, ""), given.encode("x=", add_special_tokens=False).ids
     for name in names:
@@ -104,7 +115,9 @@ def test_of_long_tokens_the_last_ids_are_read_and_counted(monkeypatch):
 def test_the_shared_mass_is_that_of_the_draft_model():
     vocabulary = SharedVocabulary([2, -1, 0], [[2, -1], [3, 1], [0, -1]], 4, begin=(1,))
     table = np.log(np.broadcast_to(np.float32([0.1, 0.2, 0.3, 0.4]), (5, 5, 5, 4)))
-    assert shared_mass(TableLM(4), jax.numpy.asarray(table), vocabulary, [[0, 1], [2]]) == pytest.approx(0.4)
+    assert shared_mass(
+        TableLM(4), jax.numpy.asarray(table), vocabulary, [[0, 1], [2]]
+    ) == pytest.approx(0.4)
 
 
 def test_tokenizers_that_do_not_match_are_refused():
@@ -117,14 +130,24 @@ def test_tokenizers_that_do_not_match_are_refused():
         match_vocabularies(tokenizer("gpt2"), JsonTokenizer.from_tokenizer(few))
     letters = {character: i for i, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
     apart = tokenizers.Tokenizer(
-        models.BPE(letters | {"".join(p): 256 + i for i, p in enumerate(itertools.product("qz", repeat=12))}, [])
+        models.BPE(
+            letters
+            | {"".join(p): 256 + i for i, p in enumerate(itertools.product("qz", repeat=12))},
+            [],
+        )
     )
     apart.decoder = decoders.ByteLevel()
     many = tokenizers.Tokenizer(
-        models.BPE(letters | {"".join(p): 256 + i for i, p in enumerate(itertools.product("jk", repeat=12))}, [])
+        models.BPE(
+            letters
+            | {"".join(p): 256 + i for i, p in enumerate(itertools.product("jk", repeat=12))},
+            [],
+        )
     )
     many.decoder = decoders.ByteLevel()
-    with pytest.raises(ValueError, match="share 256 tokens, less than 10% of the smaller vocabulary of 4352"):
+    with pytest.raises(
+        ValueError, match="share 256 tokens, less than 10% of the smaller vocabulary of 4352"
+    ):
         match_vocabularies(JsonTokenizer.from_tokenizer(apart), JsonTokenizer.from_tokenizer(many))
 
 
@@ -142,8 +165,19 @@ def other_draft(tmp_path_factory):
 def test_a_pair_of_two_tokenizers_writes_the_targets_text(original, other_draft, mesh):
     said, over = [], {} if mesh is None else dict(draft_model_parallelism=2)
     mesh = mesh and make_mesh(*mesh, **over)
-    pair = read_pair(original, other_draft, other_vocabulary=True, dtype="float32", mesh=mesh, say=said.append, **over)
-    assert len(said) == 1 and f"it can propose {pair.vocabulary.num_shared} of the target's 304 tokens" in said[0]
+    pair = read_pair(
+        original,
+        other_draft,
+        other_vocabulary=True,
+        dtype="float32",
+        mesh=mesh,
+        say=said.append,
+        **over,
+    )
+    assert (
+        len(said) == 1
+        and f"it can propose {pair.vocabulary.num_shared} of the target's 304 tokens" in said[0]
+    )
     options = dict(sampling=chain(temperature(1.5)), rule=CoupledRule(), stop=[], max_new_tokens=60)
     prompts = ["def f(x)", "return é"]
     drafted, plain = (generate(pair, prompts, draft_length=K, **options) for K in (3, 0))
@@ -154,7 +188,9 @@ def test_a_pair_of_two_tokenizers_writes_the_targets_text(original, other_draft,
 
 
 def test_pairs_that_another_tokenizer_does_not_suit_are_refused(original, other_draft):
-    with pytest.raises(ValueError, match="differ in their vocabulary.*--config.hugging_face.other_vocabulary"):
+    with pytest.raises(
+        ValueError, match="differ in their vocabulary.*--config.hugging_face.other_vocabulary"
+    ):
         read_pair(original, other_draft, dtype="float32")
     with pytest.raises(ValueError, match="other_vocabulary is for draft models, but a head"):
         read_pair(original, other_draft, is_head=True, other_vocabulary=True)

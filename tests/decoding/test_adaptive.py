@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import Adaptive, Confidence, CoupledRule, Entropy, TokenRule, chain, generate, temperature
+from specsamp import (
+    Adaptive,
+    Confidence,
+    CoupledRule,
+    Entropy,
+    TokenRule,
+    chain,
+    generate,
+    temperature,
+)
 from specsamp.decoding.adaptive import Stop
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.engine import Engine
@@ -27,7 +36,9 @@ from support.loop_distributions import FULL, NEAR, PROMPTS, RESTLESS, TARGET, V
 def restless():
     """A run over many rounds, of 2 prompts, and what its rows wrote."""
     loop = table_loop(CoupledRule(), ModelDrafter(TableLM(V), 2), keep_rounds=True)
-    return decode(loop, TARGET, NEAR, PROMPTS, 40, FULL, samples=20, adaptive=RESTLESS, padded_length=4)
+    return decode(
+        loop, TARGET, NEAR, PROMPTS, 40, FULL, samples=20, adaptive=RESTLESS, padded_length=4
+    )
 
 
 def test_statistics_count_the_lengths(restless):
@@ -37,12 +48,26 @@ def test_statistics_count_the_lengths(restless):
     assert jnp.all(stats.lengths_BT.sum(0) > 0)  # none, some and most were drafted
     for row, length in enumerate(restless.prompt_lengths):
         of_row = slice(length, int(restless.state.lengths_B[row]))
-        columns = (restless.state.rounds_BS[row, of_row].tolist(), restless.state.from_draft_BS[row, of_row].tolist())
-        assert RowStats.of_rounds(*columns, K, adapts=True) == RowStats.of(jax.device_get(stats), row)
+        columns = (
+            restless.state.rounds_BS[row, of_row].tolist(),
+            restless.state.from_draft_BS[row, of_row].tolist(),
+        )
+        assert RowStats.of_rounds(*columns, K, adapts=True) == RowStats.of(
+            jax.device_get(stats), row
+        )
 
 
 def test_the_coupled_rule_writes_what_it_writes_without_a_draft(restless):
-    plain = decode(table_loop(CoupledRule(), NoDrafter()), TARGET, None, PROMPTS, 40, FULL, samples=20, padded_length=4)
+    plain = decode(
+        table_loop(CoupledRule(), NoDrafter()),
+        TARGET,
+        None,
+        PROMPTS,
+        40,
+        FULL,
+        samples=20,
+        padded_length=4,
+    )
     assert np.array_equal(restless.emitted(40), plain.emitted(40))
 
 
@@ -51,7 +76,9 @@ def test_a_row_paces_itself_alone(monkeypatch):
 
     The numbers whose defaults depend on the batch size are given.
     """
-    adaptive = Adaptive(lengths=(0, 1, 2), costs_ms=(1, 1.55, 2.0), usual=2, decay=0.8, pause=2, trust=0.3, margin=0)
+    adaptive = Adaptive(
+        lengths=(0, 1, 2), costs_ms=(1, 1.55, 2.0), usual=2, decay=0.8, pause=2, trust=0.3, margin=0
+    )
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
 
     def rows(prompts, ids):
@@ -66,12 +93,18 @@ def test_a_row_paces_itself_alone(monkeypatch):
     assert alone == together
 
 
-@pytest.mark.parametrize("drafter, catches_up", [(ModelDrafter, True), (mutants.NeverCatchesUp, False)])
+@pytest.mark.parametrize(
+    "drafter, catches_up", [(ModelDrafter, True), (mutants.NeverCatchesUp, False)]
+)
 def test_after_a_pause_as_much_is_accepted(drafter, catches_up):
-    """A draft that is the target is accepted whole, unless its cache has holes; it tries after 2, 4, 8 and 16 rounds."""
+    """A draft that is the target is accepted whole, unless its cache has holes; it tries after 2,
+    4, 8 and 16 rounds.
+    """
     never_pays = Adaptive(lengths=(0, 3), costs_ms=(1, 100), pause=2)
     loop = table_loop(TokenRule(), drafter(TableLM(V), 3))
-    stats = decode(loop, TARGET, TARGET, PROMPTS, 50, FULL, samples=50, adaptive=never_pays).state.stats
+    stats = decode(
+        loop, TARGET, TARGET, PROMPTS, 50, FULL, samples=50, adaptive=never_pays
+    ).state.stats
     assert jnp.all(stats.lengths_BT[:, 3] == 4) and jnp.all(stats.lengths_BT[:, [1, 2]] == 0)
     whole = float(jnp.mean(stats.accepted_BT[:, 3] / 4))
     assert whole == 1 if catches_up else whole < 0.9
@@ -81,7 +114,9 @@ def test_after_a_pause_as_much_is_accepted(drafter, catches_up):
 
 
 def wanted_after(adaptive, rounds, rows=1):
-    """Returns the draft lengths of a row: at first, and after each of some rounds of ``(drafted, accepted)`` tokens."""
+    """Returns the draft lengths of a row: at first, and after each of some rounds of ``(drafted,
+    accepted)`` tokens.
+    """
     policy = adaptive.for_batch(rows)
     state = policy.begin(jnp.full(rows, 9), False)
     learn, wanted = jax.jit(policy.learn), [int(state.draft_lengths_B[0])]
@@ -94,24 +129,33 @@ def wanted_after(adaptive, rounds, rows=1):
 
 def test_the_length_has_the_most_tokens_per_time():
     lengths, costs, decay = (0, 1, 2, 4, 8), (10, 13, 17, 24, 45.0), 0.9
-    adaptive = Adaptive(lengths=lengths, costs_ms=costs, acceptance=0.5, trust=4.0, decay=decay, margin=0)
+    adaptive = Adaptive(
+        lengths=lengths, costs_ms=costs, acceptance=0.5, trust=4.0, decay=decay, margin=0
+    )
     rounds = [(2, 2), (4, 4), (8, 8), (8, 3), (4, 4), (2, 0), (1, 0), (1, 0)]
     accepted, rejected, wanted = 2.0, 2.0, wanted_after(adaptive, rounds)
     for count, (drafted, n) in enumerate(rounds, 1):
         accepted, rejected = (
-            prior + (x - prior) * decay + new for prior, x, new in ((2.0, accepted, n), (2.0, rejected, n < drafted))
+            prior + (x - prior) * decay + new
+            for prior, x, new in ((2.0, accepted, n), (2.0, rejected, n < drafted))
         )
         rate = accepted / (accepted + rejected)
-        best = max(lengths, key=lambda k: sum(rate**i for i in range(k + 1)) / costs[lengths.index(k)])
+        best = max(
+            lengths, key=lambda k: sum(rate**i for i in range(k + 1)) / costs[lengths.index(k)]
+        )
         assert wanted[count] == best
     assert {1, 2, 4} <= set(wanted)
 
 
 def test_a_row_of_several_keeps_to_the_length_of_all_until_a_shorter_one_is_clearly_better():
-    """A round is as wide as its longest draft: alone, the same row drafts more as soon as that pays."""
+    """A round is as wide as its longest draft: alone, the same row drafts more as soon as that
+    pays.
+    """
     adaptive = Adaptive(lengths=(0, 1, 4), costs_ms=(1, 2.1, 3.0), usual=1, acceptance=0.9)
     accepted, rejected = [(1, 1)] * 12, [(1, 0)] * 30
-    assert wanted_after(adaptive, accepted)[-1] == 4 and set(wanted_after(adaptive, accepted, rows=2)) == {1}
+    assert wanted_after(adaptive, accepted)[-1] == 4 and set(
+        wanted_after(adaptive, accepted, rows=2)
+    ) == {1}
     alone, of_two = (wanted_after(adaptive, rejected, rows).index(0) for rows in (1, 2))
     assert 0 < alone < of_two
     assert wanted_after(dataclasses.replace(adaptive, margin=10.0), rejected, rows=2)[-1] == 1
@@ -126,7 +170,8 @@ def test_lengths_suit_the_rows_that_are_decoded_together():
     for prompts, batch in ((5, 2), (1, 8), (1, None)):
         requests = make_requests(pair, method, [[1]] * prompts, 4)
         chosen.append(Engine.create(pair, method, requests, batch=batch).loop.adaptive)
-    chosen.append(Service(pair, method, rows=1, context=32)._engine.loop.adaptive)  # another row is only read
+    # Another row is only read.
+    chosen.append(Service(pair, method, rows=1, context=32)._engine.loop.adaptive)
     assert [(one.pause, one.longest) for one in chosen] == [(16, 2), (64, 2), (8, 8), (8, 8)]
 
 
@@ -142,21 +187,39 @@ class Blind(NgramDrafter):
 def test_a_round_in_which_nothing_will_be_found_is_as_narrow_as_plain_decoding():
     adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 1.01), usual=2, margin=100.0)
     pair, prompts = table_pair(), [[0, 1, 2, 3, 0, 1], [5, 6]]
-    asked = dict(max_new_tokens=12, sampling=chain(temperature(1.0)), draft_length=adaptive, num_samples=3)
-    wide, narrow = (generate(pair, prompts, drafter=make(2), **asked) for make in (Blind, NgramDrafter))
+    asked = dict(
+        max_new_tokens=12, sampling=chain(temperature(1.0)), draft_length=adaptive, num_samples=3
+    )
+    wide, narrow = (
+        generate(pair, prompts, drafter=make(2), **asked) for make in (Blind, NgramDrafter)
+    )
     assert [one.tokens for one in narrow] == [one.tokens for one in wide]
     assert [one.stats for one in narrow] == [one.stats for one in wide]
 
 
 def test_pauses_double_until_a_draft_pays():
-    adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.0, trust=0.1, decay=0.5, margin=0, pause=2)
+    adaptive = Adaptive(
+        lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.0, trust=0.1, decay=0.5, margin=0, pause=2
+    )
     idle, lost, won = (0, 0), (2, 0), (2, 2)
-    rounds = [*[idle] * 2, lost, *[idle] * 4, lost, *[idle] * 8, lost, *[idle] * 16, lost, *[idle] * 32, lost] + [
+    rounds = [
+        *[idle] * 2,
+        lost,
+        *[idle] * 4,
+        lost,
+        *[idle] * 8,
+        lost,
+        *[idle] * 16,
+        lost,
+        *[idle] * 32,
+        lost,
+    ] + [
         *[idle] * 32,
         won,
     ]
     tries = [at for at, wanted in enumerate(wanted_after(adaptive, rounds)) if wanted]
-    assert tries == [2, 7, 16, 33, 66, 99, 100]  # a pause grows no more than sixteenfold; what was won pays
+    # A pause grows no more than sixteenfold; what was won pays.
+    assert tries == [2, 7, 16, 33, 66, 99, 100]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +232,9 @@ def test_pauses_double_until_a_draft_pays():
     ],
 )
 def test_after_a_pause_the_length_that_should_be_best_is_tried(fields, tried):
-    adaptive = Adaptive(lengths=(0, 1, 2, 4), costs_ms=(1, 2.2, 2.4, 2.4), usual=0, pause=3, margin=100.0, **fields)
+    adaptive = Adaptive(
+        lengths=(0, 1, 2, 4), costs_ms=(1, 2.2, 2.4, 2.4), usual=0, pause=3, margin=100.0, **fields
+    )
     wanted = wanted_after(adaptive, [(0, 0)] * 3)
     assert [length for length in wanted if length] == [tried]
 
@@ -179,8 +244,13 @@ def test_stops_see_what_they_say():
     entropy_B = [math.log(2), -(0.9 * math.log(0.9) + 0.1 * math.log(0.05))]
     bound_B = [1 - math.sqrt(0.2 * entropy) for entropy in entropy_B]
     for least in (bound_B[0] - 1e-4, bound_B[0] + 1e-4, bound_B[1] + 1e-4):
-        assert Entropy(least).goes_on(log_probs_BV, None).tolist() == [bound >= least for bound in bound_B]
-    assert Confidence(0.3).goes_on(log_probs_BV, jnp.log(jnp.asarray([0.29, 0.31]))).tolist() == [False, True]
+        assert Entropy(least).goes_on(log_probs_BV, None).tolist() == [
+            bound >= least for bound in bound_B
+        ]
+    assert Confidence(0.3).goes_on(log_probs_BV, jnp.log(jnp.asarray([0.29, 0.31]))).tolist() == [
+        False,
+        True,
+    ]
 
 
 # Calls.

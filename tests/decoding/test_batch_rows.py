@@ -26,7 +26,9 @@ SAMPLING = chain(temperature(0.9))
 def prefill(ids, slots=SLOTS, loop=LOOP):
     """Returns the state of some prompts, each with its own id."""
     prompts = [PROMPTS[i] for i in ids]
-    return fakes.prefill(loop, TARGET, NEAR, prompts, BUDGET, SAMPLING, prompt_ids=ids, padded_length=4, slots=slots)
+    return fakes.prefill(
+        loop, TARGET, NEAR, prompts, BUDGET, SAMPLING, prompt_ids=ids, padded_length=4, slots=slots
+    )
 
 
 def finished(state):
@@ -41,7 +43,9 @@ def alone():
 
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_a_row_goes_on_in_another_batch_as_it_would_have(alone, rounds):
-    """A prompt read with fewer slots takes the place of a finished row, while its neighbour is in the middle."""
+    """A prompt read with fewer slots takes the place of a finished row, while its neighbour is in
+    the middle.
+    """
     batch = LOOP.run(WEIGHTS, prefill([0, 1]), 2)
     newcomer = prefill([2], slots=20)
     if rounds:
@@ -60,7 +64,8 @@ def test_the_request_of_a_caller_survives_donation():
 def test_a_run_returns_once_fewer_rows_are_running(alone):
     state = prefill([0, 1, 2])
     state = dataclasses.replace(
-        state, request=dataclasses.replace(state.request, limits_B=jnp.array([4, 1 + BUDGET, 3 + BUDGET]))
+        state,
+        request=dataclasses.replace(state.request, limits_B=jnp.array([4, 1 + BUDGET, 3 + BUDGET])),
     )
     state = LOOP.run(WEIGHTS, state, 1000, 3)
     assert np.asarray(state.running_B).tolist() == [False, True, True]
@@ -74,7 +79,9 @@ def test_stop_tokens_of_each_row():
     state = prefill([1, 1])
     stop = texts(finished(prefill([1])))[0][2]
     stops = jnp.full_like(state.request.stop_ids_BN, -1).at[1, 0].set(stop)
-    done = finished(dataclasses.replace(state, request=dataclasses.replace(state.request, stop_ids_BN=stops)))
+    done = finished(
+        dataclasses.replace(state, request=dataclasses.replace(state.request, stop_ids_BN=stops))
+    )
     assert np.asarray(done.finish_B).tolist() == [Finish.LENGTH, Finish.STOP]
     assert texts(done)[1] == texts(done)[0][: len(texts(done)[1])] and texts(done)[1][-1] == stop
 
@@ -104,7 +111,9 @@ class DeadEnd(Warp):
 
 def test_a_warp_that_excludes_every_token_ends_the_row():
     sampling = Chain((DeadEnd(np.float32(0)),))
-    run = decode(table_loop(TokenRule(), ModelDrafter(TableLM(V), 3)), TARGET, NEAR, PROMPTS, 20, sampling)
+    run = decode(
+        table_loop(TokenRule(), ModelDrafter(TableLM(V), 3)), TARGET, NEAR, PROMPTS, 20, sampling
+    )
     assert np.asarray(run.state.finish_B).tolist() == [Finish.INVALID] * 3
     assert (np.asarray(run.state.lengths_B) - run.prompt_lengths).tolist() == [2, 2, 2]
 
@@ -116,11 +125,19 @@ def test_a_tree_is_refused_not_scored_as_a_chain():
 
         def propose(self, *arguments):
             draft, state, cache = super().propose(*arguments)
-            return dataclasses.replace(draft, parents_BK=jnp.zeros_like(draft.tokens_BK), depth=2), state, cache
+            return (
+                dataclasses.replace(draft, parents_BK=jnp.zeros_like(draft.tokens_BK), depth=2),
+                state,
+                cache,
+            )
 
-    loop, of_chains = (table_loop(TokenRule(), made(TableLM(V), 3)) for made in (Tree, ModelDrafter))
+    loop, of_chains = (
+        table_loop(TokenRule(), made(TableLM(V), 3)) for made in (Tree, ModelDrafter)
+    )
     assert loop.depth == 2 and of_chains.depth == 3
-    with pytest.raises(ValueError, match="the rule verifies chains, but the drafter drafts token trees"):
+    with pytest.raises(
+        ValueError, match="the rule verifies chains, but the drafter drafts token trees"
+    ):
         loop.run(WEIGHTS, prefill([0], loop=loop), 1)
 
 
@@ -130,6 +147,8 @@ def test_drafters_that_prepare_differently_have_weights_of_their_own():
             return params / 2
 
     pair = Pair(target=TableLM(V), target_params=TARGET, draft=TableLM(V), draft_params=NEAR)
-    plain, halved = (pair.weights(drafter(TableLM(V), 3), 128).draft for drafter in (ModelDrafter, Halved))
+    plain, halved = (
+        pair.weights(drafter(TableLM(V), 3), 128).draft for drafter in (ModelDrafter, Halved)
+    )
     assert pair.weights(ModelDrafter(TableLM(V), 5), 128).draft is plain
     np.testing.assert_array_equal(halved, plain / 2)

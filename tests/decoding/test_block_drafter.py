@@ -1,4 +1,6 @@
-"""Blocks in one call: texts are exact under every law of the draft, and blocks see the context and nothing stale."""
+"""Blocks in one call: texts are exact under every law of the draft, and blocks see the context and
+nothing stale.
+"""
 
 import dataclasses
 
@@ -26,7 +28,9 @@ SAMPLED = {"length": 3, "samples": 30_000, "powered": False}
 
 
 def weights_of(head, seed=0):
-    params = jax.tree.map(lambda x: 3 * x if x.dtype == jnp.float32 else x, drawn_params(head, seed))
+    params = jax.tree.map(
+        lambda x: 3 * x if x.dtype == jnp.float32 else x, drawn_params(head, seed)
+    )
     if DRAFT_IDS in params:
         params[DRAFT_IDS] = jnp.asarray([0, 2], jnp.int32)
     return head.prepare(params)
@@ -71,15 +75,21 @@ def plain(drafter, **changes):
 
 
 class MarginalsJudgedAsConditionals(BlockDrafter):
-    """Draws without regard to the block's other tokens, and is verified as if it had drawn them in order."""
+    """Draws without regard to the block's other tokens, and is verified as if it had drawn them in
+    order.
+    """
 
     def propose(self, weights, state, prefix, cache, sample):
-        draft, state, cache = plain(self, law="marginals").propose(weights, state, prefix, cache, sample)
+        draft, state, cache = plain(self, law="marginals").propose(
+            weights, state, prefix, cache, sample
+        )
         head, pending_B = self.head, gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)[:, 0]
         rows, logits, _ = self._run_block(weights, state, pending_B, prefix.lengths_B - 1)
         correction, judged = head.begin(weights.draft, len(pending_B)), []
         for k, token_B in enumerate([pending_B, *draft.tokens_BK.T[:-1]]):
-            logits_BU, correction = head.correct(weights.draft, logits[:, k], rows[:, k], token_B, correction)
+            logits_BU, correction = head.correct(
+                weights.draft, logits[:, k], rows[:, k], token_B, correction
+            )
             judged.append(sample(logits_BU, k)[1])
         return dataclasses.replace(draft, log_probs_BRV=jnp.stack(judged, axis=1)), state, cache
 
@@ -89,42 +99,58 @@ class ArgmaxJudgedByP(BlockDrafter):
 
     def propose(self, weights, state, prefix, cache, sample):
         drawn, _, _ = plain(self, law="marginals").propose(weights, state, prefix, cache, sample)
-        best, state, cache = plain(self, law="argmax").propose(weights, state, prefix, cache, sample)
+        best, state, cache = plain(self, law="argmax").propose(
+            weights, state, prefix, cache, sample
+        )
         return dataclasses.replace(best, log_probs_BRV=drawn.log_probs_BRV), state, cache
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "head, drafter", [(dspark(V, confidence=None), MarginalsJudgedAsConditionals), (block(V), ArgmaxJudgedByP)]
+    "head, drafter",
+    [(dspark(V, confidence=None), MarginalsJudgedAsConditionals), (block(V), ArgmaxJudgedByP)],
 )
 def test_drafts_that_are_judged_by_another_law_are_caught(head, drafter):
     assert p_value_of(head, drafter=drafter) < FALSE_ALARM**2
 
 
-# The context: if it is right, the distribution of the first token is that of the target, and of all tokens in order.
+# The context: if it is right, the distribution of the first token is that of the target, and of all
+# tokens in order.
 
 WEIGHTS = Weights(target=TARGET, draft=TARGET)
 
 
-def accepted_share(drafter=BlockDrafter, law="conditional", K=4, budget=20, slots=40, table=TARGET, chunk=None):
+def accepted_share(
+    drafter=BlockDrafter, law="conditional", K=4, budget=20, slots=40, table=TARGET, chunk=None
+):
     """Returns the acceptance by position, given that all earlier tokens were accepted."""
     vocab_size = table.shape[-1]
     target = ShowsTokens(vocab_size)
-    loop = Loop(target=target, drafter=drafter(target, table_block(vocab_size), K, law), rule=TokenRule())
+    loop = Loop(
+        target=target, drafter=drafter(target, table_block(vocab_size), K, law), rule=TokenRule()
+    )
     weights = Weights(target=table, draft=table)
     prompts = [[0], [1, 1, 0, 1], [1, 0, 1, 0, 0]]
     shape = dict(padded_length=5, slots=slots, samples=100, prompt_ids=(0, 1, 2))
     state = prefill(loop, table, table, prompts, budget, chain(temperature(1.0)), **shape)
     if chunk is not None:
         lengths_B = state.lengths_B
-        state = loop.extend(weights, state.request, None, state.tokens_BS, 0 * lengths_B, lengths_B, chunk=chunk)
+        state = loop.extend(
+            weights, state.request, None, state.tokens_BS, 0 * lengths_B, lengths_B, chunk=chunk
+        )
     state = loop.run(weights, state, 1000)
-    return state.stats.accepted_BT[:, 1:].sum(0)[::-1].cumsum()[::-1] / state.stats.reached_BK.sum(0)
+    return state.stats.accepted_BT[:, 1:].sum(0)[::-1].cumsum()[::-1] / state.stats.reached_BK.sum(
+        0
+    )
 
 
-@pytest.mark.parametrize("K, law, chunk", [(4, "conditional", None), (4, "marginals", 3), (1, "marginals", None)])
+@pytest.mark.parametrize(
+    "K, law, chunk", [(4, "conditional", None), (4, "marginals", 3), (1, "marginals", None)]
+)
 def test_a_right_context_is_accepted_always(K, law, chunk):
-    """Also at the end of the longest text: the last block has more rows than the loop has headroom."""
+    """Also at the end of the longest text: the last block has more rows than the loop has
+    headroom.
+    """
     shares = accepted_share(law=law, K=K, chunk=chunk, slots=5 + 20 + K + 1)
     assert shares[0] == 1 and ((shares == 1).all() or law == "marginals")
 
@@ -144,7 +170,9 @@ class ContextOneRowShort(BlockDrafter):
 
 class MasksSlot0(BlockDrafter):
     def _run_block(self, weights, state, pending_B, at_B):
-        return super()._run_block(weights, state, jnp.full_like(pending_B, self.head.config.mask_id), at_B)
+        return super()._run_block(
+            weights, state, jnp.full_like(pending_B, self.head.config.mask_id), at_B
+        )
 
 
 @pytest.mark.parametrize("drafter", [KeepsBlockRows, ContextOneRowShort, MasksSlot0])
@@ -153,13 +181,17 @@ def test_a_wrong_context_is_rejected_sometimes(drafter):
 
 
 def test_independent_tokens_collide():
-    """Golden: the first token is a fair coin, the second repeats it with probability .9; right marginals keep 1.6 of 2."""
+    """Golden: the first token is a fair coin, the second repeats it with probability .9; right
+    marginals keep 1.6 of 2.
+    """
     same = jnp.log(jnp.asarray([[0.9, 0.1], [0.1, 0.9], [0.5, 0.5]]))
     begins = jnp.arange(3)[:, None, None, None] == 2  # the token before the prompt's is still seen
     coins = jnp.where(begins, 0.0, same[None, None]) * jnp.ones((3, 3, 1, 1))
     target, accepted = ShowsTokens(2), {}
     for law in ("marginals", "conditional"):
-        loop = Loop(target=target, drafter=BlockDrafter(target, table_block(2), 2, law), rule=TokenRule())
+        loop = Loop(
+            target=target, drafter=BlockDrafter(target, table_block(2), 2, law), rule=TokenRule()
+        )
         state = prefill(loop, coins, coins, [[0, 1]], 5, FULL, samples=20_000)
         counts_BT = loop.run(Weights(target=coins, draft=coins), state, 1).stats.accepted_BT
         accepted[law] = float((counts_BT @ jnp.arange(3)).mean())
@@ -170,8 +202,14 @@ class AsksAfterTheToken(BlockDrafter):
     """The confidence of the next token decides whether a token is submitted."""
 
     def propose(self, weights, state, prefix, cache, sample):
-        draft, state, cache = plain(self, threshold=0.0).propose(weights, state, prefix, cache, sample)
-        return dataclasses.replace(draft, num_drafted_B=jnp.where(draft.tokens_BK[:, 0] == 0, 1, 0)), state, cache
+        draft, state, cache = plain(self, threshold=0.0).propose(
+            weights, state, prefix, cache, sample
+        )
+        return (
+            dataclasses.replace(draft, num_drafted_B=jnp.where(draft.tokens_BK[:, 0] == 0, 1, 0)),
+            state,
+            cache,
+        )
 
 
 class Uncertain(TableBlock):
@@ -183,7 +221,9 @@ class Uncertain(TableBlock):
 
 @pytest.mark.parametrize("drafter, expected", [(BlockDrafter, 0.7), (AsksAfterTheToken, 0.85)])
 def test_a_token_is_not_dropped_for_its_value(drafter, expected):
-    """Golden: with (.7, .3) and a draft of (.5, .5), a stop that has seen the token writes (.85, .15)."""
+    """Golden: with (.7, .3) and a draft of (.5, .5), a stop that has seen the token writes (.85,
+    .15).
+    """
     q = jnp.broadcast_to(jnp.log(jnp.asarray([0.7, 0.3])), (3, 3, 3, 2))
     target, head = ShowsTokens(2), Uncertain(table_block(2).config)
     loop = Loop(target=target, drafter=drafter(target, head, 2, threshold=0.5), rule=TokenRule())
@@ -208,7 +248,9 @@ def test_a_prompt_of_one_token_drafts_nothing_in_its_first_round():
 
 @pytest.mark.slow
 def test_a_ban_of_all_candidates_ends_the_draft():
-    """Drafts with DFlash 2 and a single candidate, which has all the probability; texts are exact, and no banned token is drafted."""
+    """Drafts with DFlash 2 and a single candidate, which has all the probability; texts are exact,
+    and no banned token is drafted.
+    """
     head, sampling = dflash2(V, selector_top_k=1), chain(temperature(1.0), ban([0]))
     draft = draft_of(head, 3, sampling=sampling)
     submitted = np.arange(3) < np.asarray(draft.num_drafted_B)[:, None]
@@ -217,7 +259,9 @@ def test_a_ban_of_all_candidates_ends_the_draft():
 
 
 def test_a_shorter_draft_is_the_beginning_of_a_longer_one():
-    """The block keeps its rows: another K changes no token, under one-hot drafts nor under drawn ones."""
+    """The block keeps its rows: another K changes no token, under one-hot drafts nor under drawn
+    ones.
+    """
     drafted = {K: draft_of(dspark(V), K) for K in (2, 4)}
     assert (drafted[4].tokens_BK[:, :2] == drafted[2].tokens_BK).all()
     assert jnp.allclose(drafted[4].log_probs_BRV[:, :2], drafted[2].log_probs_BRV, atol=1e-5)
@@ -228,4 +272,6 @@ def test_adaptive_lengths_of_blocks_are_exact():
     """Rounds of several widths, pauses too: context is written in every round."""
     target, head = LayeredTable(V), dspark(V)
     loop = Loop(target=target, drafter=BlockDrafter(target, head, 2), rule=TokenRule())
-    assert distribution_test(loop, weights_of(head), FULL, adaptive=RESTLESS, **SAMPLED) > FALSE_ALARM
+    assert (
+        distribution_test(loop, weights_of(head), FULL, adaptive=RESTLESS, **SAMPLED) > FALSE_ALARM
+    )

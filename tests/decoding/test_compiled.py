@@ -1,4 +1,6 @@
-"""The compiled loop has no copies of caches or weights; tests read the optimised program of this platform."""
+"""The compiled loop has no copies of caches or weights; tests read the optimised program of this
+platform.
+"""
 
 import dataclasses
 import re
@@ -41,24 +43,33 @@ def compiled_run(
     adaptive=None,
     **changes,
 ):
-    """`Loop.run`, compiled from abstract shapes; with an ``exit_window`` the target drafts with its first layer."""
-    target = TransformerLM(target_38m(num_layers=num_layers, vocab_size=vocab_size, **changes), layout)
+    """`Loop.run`, compiled from abstract shapes; with an ``exit_window`` the target drafts with its
+    first layer.
+    """
+    target = TransformerLM(
+        target_38m(num_layers=num_layers, vocab_size=vocab_size, **changes), layout
+    )
     draft = TransformerLM(draft_1m(vocab_size=vocab_size, **changes), layout)
     drafter = ModelDrafter(draft, K) if K else NoDrafter()
     if exit_window is not None:
         drafter = EarlyExitDrafter(target, 1, K, exit_window)
-    loop = Loop(target=target, drafter=drafter, rule=rule, adaptive=adaptive and adaptive.for_batch(batch))
+    loop = Loop(
+        target=target, drafter=drafter, rule=rule, adaptive=adaptive and adaptive.for_batch(batch)
+    )
     sampling = chain(temperature(0.8), top_k(50), top_p(0.95))
     request = RequestBatch.create(sampling=sampling, limits=[100] * batch)
     params = [jax.eval_shape(model.init, jax.random.key(0)) for model in (target, draft)]
     weights = jax.eval_shape(
         lambda t, d: Weights(
-            target=target.fit_slots(target.prepare(t), SLOTS), draft=drafter.fit_slots(drafter.prepare(d), SLOTS)
+            target=target.fit_slots(target.prepare(t), SLOTS),
+            draft=drafter.fit_slots(drafter.prepare(d), SLOTS),
         ),
         *params,
     )
     prompts, lengths = jnp.zeros((batch, 16), jnp.int32), jnp.full((batch,), 16)
-    state = jax.eval_shape(lambda w: loop.prefill(w, request, prompts, lengths, slots=SLOTS), weights)
+    state = jax.eval_shape(
+        lambda w: loop.prefill(w, request, prompts, lengths, slots=SLOTS), weights
+    )
     state = dataclasses.replace(state, request=None)
     return loop.program.lower(weights, request, state, 1000).compile(WITHOUT_LLVM)
 
@@ -72,7 +83,9 @@ def moved(text, operation):
 def copied_caches(text, batch):
     """Returns shapes of at least a cache's size that are copied or transposed."""
     copies = moved(text, "copy") | moved(text, "transpose")
-    return {shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64}
+    return {
+        shape for shape in copies if SLOTS in shape and np.prod(shape) >= batch * 2 * SLOTS * 64
+    }
 
 
 @pytest.mark.parametrize(
@@ -91,10 +104,20 @@ def copied_caches(text, batch):
 def test_caches_and_weights_are_not_copied(batch, K, positions, layout):
     """Caches are updated in place, and weights have the layout of every call."""
     num_layers = 2 if (batch, K) == (4, 4) else 1  # between layers nothing is copied either
-    text = compiled_run(batch, K, positions=positions, layout=layout, num_layers=num_layers).as_text()
+    text = compiled_run(
+        batch, K, positions=positions, layout=layout, num_layers=num_layers
+    ).as_text()
     assert not copied_caches(text, batch)
     copies = moved(text, "copy") | moved(text, "transpose")
-    target = {(8, 512, 64), (8, 64, 512), (64, 8, 512), (512, 8, 64), (512, 2048), (2048, 512), (4096, 512)}
+    target = {
+        (8, 512, 64),
+        (8, 64, 512),
+        (64, 8, 512),
+        (512, 8, 64),
+        (512, 2048),
+        (2048, 512),
+        (4096, 512),
+    }
     draft = {(2, 128, 64), (2, 64, 128), (64, 2, 128), (128, 2, 64), (512, 128), (4096, 128)}
     cpu_target, cpu_draft = {(512, 1536), (512, 4096), (4096, 512)}, {(128, 384), (128, 4096)}
     assert not copies & (target | draft | cpu_target | cpu_draft)
@@ -113,7 +136,9 @@ COPY_NO_CACHE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COPY_NO_CACHE)
 def test_other_ways_to_draft_copy_no_cache(name):
-    """Caches are not copied between widths, in rounds without a draft, or when a draft catches up."""
+    """Caches are not copied between widths, in rounds without a draft, or when a draft
+    catches up.
+    """
     batch, options = COPY_NO_CACHE[name]
     text = compiled_run(batch, 3, **SMALL, **options).as_text()
     assert not copied_caches(text, batch)
@@ -130,14 +155,21 @@ def test_a_cache_that_is_read_after_it_was_written_is_seen():
         return jax.lax.fori_loop(0, 5, body, (cache, cache))
 
     arguments = jnp.zeros((1, 8, SLOTS, 64)), jnp.ones((1, 8, 1, 64)), 3
-    text = jax.jit(keeps_the_old, donate_argnums=0).lower(*arguments).compile(WITHOUT_LLVM).as_text()
+    text = (
+        jax.jit(keeps_the_old, donate_argnums=0).lower(*arguments).compile(WITHOUT_LLVM).as_text()
+    )
     assert (1, 8, SLOTS, 64) in moved(text, "copy")
 
 
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), CoupledRule()])
 def test_nothing_is_sorted_and_nothing_leaves_the_device(rule):
     text = compiled_run(1, 3, rule, vocab_size=512).as_text()
-    assert " sort(" not in text and "infeed" not in text and "outfeed" not in text and "callback" not in text
+    assert (
+        " sort(" not in text
+        and "infeed" not in text
+        and "outfeed" not in text
+        and "callback" not in text
+    )
 
 
 @pytest.mark.slow
@@ -154,4 +186,6 @@ def test_memory_grows_with_the_scored_distributions_only():
     before = temporaries(*small)
     for large in [(2, 2, 32768), (8, 8, 4096)]:
         growth = (temporaries(*large) - before) / (distributions(*large) - distributions(*small))
-        assert growth < 7, f"{small} -> {large}: temporaries grow by {growth:.1f} floats per scored probability"
+        assert growth < 7, (
+            f"{small} -> {large}: temporaries grow by {growth:.1f} floats per scored probability"
+        )

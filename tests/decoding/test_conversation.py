@@ -33,7 +33,9 @@ def anew(pair, text, budget, **options):
 
 
 def test_turns_on_a_table_are_those_of_whole_texts():
-    """Covers sampled turns of every kind: a longer, a shorter and another text, and a text cut by a stop."""
+    """Covers sampled turns of every kind: a longer, a shorter and another text, and a text cut by a
+    stop.
+    """
     pair = table_pair()
     options = dict(sampling=temperature(1.0), draft_length=3, seed=5)
     chat = Conversation(pair, max_tokens=100, **options)
@@ -57,16 +59,22 @@ def test_the_longest_text_is_read(max_tokens, length):
     pair = table_pair()
     chat = Conversation(pair, max_tokens=max_tokens, draft_length=3)
     text = [1, 2, 0] * (length // 3)
-    assert said(chat, text, max_tokens - length) == anew(pair, text, max_tokens - length, draft_length=3)
+    assert said(chat, text, max_tokens - length) == anew(
+        pair, text, max_tokens - length, draft_length=3
+    )
 
 
 def test_texts_of_a_model_that_remembers_tokens():
     """N-grams, a window of attention and penalties look back, beyond where the text goes on."""
-    config = tiny(vocab_size=50, num_layers=2, positions="rotary", ngram_rows=64, window=8, global_layers=(1,))
+    config = tiny(
+        vocab_size=50, num_layers=2, positions="rotary", ngram_rows=64, window=8, global_layers=(1,)
+    )
     model = TransformerLM(config)
     pair = Pair(target=model, target_params=drawn_params(model))
     options = dict(
-        drafter=EarlyExitDrafter(model, 1, 2), sampling=chain(penalties(repetition=1.5), temperature(0.5)), seed=1
+        drafter=EarlyExitDrafter(model, 1, 2),
+        sampling=chain(penalties(repetition=1.5), temperature(0.5)),
+        seed=1,
     )
     chat = Conversation(pair, max_tokens=100, **options)
     text = [5, 6, 7, *said(chat, [5, 6, 7], 12), 9]
@@ -76,7 +84,9 @@ def test_texts_of_a_model_that_remembers_tokens():
 
 @pytest.mark.parametrize("kind", slow_but(["model", "head"], "head"))
 def test_what_is_read_on_leaves_the_caches_of_the_whole_text(kind):
-    """Tokens alone do not show a wrong feature, or a hole: a draft's cache costs acceptance and nothing else."""
+    """Tokens alone do not show a wrong feature, or a hole: a draft's cache costs acceptance and
+    nothing else.
+    """
     pair, drafter = PAIRS[kind]()
     text, slots = [5, 6, 7, 2, 9, 4, 1], 128
     method = make_method(pair, drafter=drafter, sampling=temperature(1.0))
@@ -87,20 +97,30 @@ def test_what_is_read_on_leaves_the_caches_of_the_whole_text(kind):
     (then,) = make_requests(pair, method, [whole], 5)
     anew = engine.prefill([then])
     start = len(whole) - len(text) - 2
-    on = engine.extend([then], dataclasses.replace(state, request=None), [start], [len(whole)], chunk=4)
+    on = engine.extend(
+        [then], dataclasses.replace(state, request=None), [start], [len(whole)], chunk=4
+    )
 
     def committed(tree):
-        leaves = [leaf for leaf in jax.tree.leaves(tree) if slots in leaf.shape and leaf.dtype == jnp.float32]
+        leaves = [
+            leaf
+            for leaf in jax.tree.leaves(tree)
+            if slots in leaf.shape and leaf.dtype == jnp.float32
+        ]
         return [np.moveaxis(leaf, leaf.shape.index(slots), 0)[: len(whole) - 1] for leaf in leaves]
 
-    for ours, theirs in zip(committed(on.drafter_state), committed(anew.drafter_state), strict=True):
+    for ours, theirs in zip(
+        committed(on.drafter_state), committed(anew.drafter_state), strict=True
+    ):
         np.testing.assert_allclose(ours[: len(whole) - 2], theirs[: len(whole) - 2], atol=1e-5)
     for ours, theirs in zip(committed(on.cache), committed(anew.cache), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def twins():
-    """Makes a pair whose drafts are all accepted: after each round the draft has not seen the token before the last."""
+    """Makes a pair whose drafts are all accepted: after each round the draft has not seen the token
+    before the last.
+    """
     model = TransformerLM(tiny(vocab_size=50, num_layers=2, positions="rotary"))
     params = drawn_params(model)
     return Pair(target=model, target_params=params, draft=model, draft_params=params), None

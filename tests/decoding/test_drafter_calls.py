@@ -1,4 +1,6 @@
-"""Drafters of somebody else that miscount, pad or return other things: texts stay exact, or one line says why."""
+"""Drafters of somebody else that miscount, pad or return other things: texts stay exact, or one
+line says why.
+"""
 
 import dataclasses
 import functools
@@ -16,7 +18,9 @@ from support.fakes import TableLM, p_value
 
 V, K, LENGTH = 3, 3, 3
 PROBS_V = np.array([0.2, 0.2, 0.6])
-PAIR = Pair(target=TableLM(V), target_params=jnp.broadcast_to(jnp.log(PROBS_V), (V + 1, V + 1, V + 1, V)))
+PAIR = Pair(
+    target=TableLM(V), target_params=jnp.broadcast_to(jnp.log(PROBS_V), (V + 1, V + 1, V + 1, V))
+)
 OUTSIDE = {
     "fewer tokens than counted": ((2, 2), K),
     "negative ids": ((-1, -1, -1), K),
@@ -43,7 +47,12 @@ class Scripted(Drafter):
 
 def texts(drafter, num_samples=2048):
     completions = generate(
-        PAIR, [[1]], LENGTH, drafter=drafter, sampling=chain(temperature(1.0)), num_samples=num_samples
+        PAIR,
+        [[1]],
+        LENGTH,
+        drafter=drafter,
+        sampling=chain(temperature(1.0)),
+        num_samples=num_samples,
     )
     assert all(one.exact and one.finish == "length" for one in completions)
     return np.array([one.tokens for one in completions]), completions
@@ -59,11 +68,14 @@ def test_draft_with_tokens_that_do_not_exist_keeps_the_distribution(tokens, coun
     assert tokens_NT.min() >= 0 and tokens_NT.max() < V
     assert p_value([(tokens_NT, joint())], powered=False) > 1e-5
     is_token = np.cumprod([0 <= token < V for token in tokens])
-    assert max(one.stats.drafted / one.stats.rounds for one in completions) <= max(0, min(counted, is_token.sum()))
+    assert max(one.stats.drafted / one.stats.rounds for one in completions) <= max(
+        0, min(counted, is_token.sum())
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ("fewer tokens than counted", "negative ids", "logits", "the distribution of another token")
+    "name",
+    ("fewer tokens than counted", "negative ids", "logits", "the distribution of another token"),
 )
 def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
     """The control: without the check, the statistic above sees the mistake."""
@@ -76,7 +88,9 @@ def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
     drafter = (
         Scripted(*OUTSIDE[name], K=K + 1) if name in OUTSIDE else Drawing(name, K=K + 1)
     )  # another loop than above
-    completions = generate(PAIR, [[1]], LENGTH, drafter=drafter, sampling=chain(temperature(1.0)), num_samples=2048)
+    completions = generate(
+        PAIR, [[1]], LENGTH, drafter=drafter, sampling=chain(temperature(1.0)), num_samples=2048
+    )
     tokens_NT = np.array([(one.tokens + [-1] * LENGTH)[:LENGTH] for one in completions])
     is_wrong = tokens_NT.min() < 0
     assert is_wrong or p_value([(tokens_NT, joint())], powered=False) < 1e-9
@@ -84,7 +98,9 @@ def test_draft_that_is_trusted_changes_the_distribution(monkeypatch, name):
 
 @dataclasses.dataclass(frozen=True)
 class Drawing(Drafter):
-    """Draws tokens of a larger vocabulary, and returns other distributions than those that they were drawn from."""
+    """Draws tokens of a larger vocabulary, and returns other distributions than those that they
+    were drawn from.
+    """
 
     kind: str
     K: int = 2
@@ -92,8 +108,12 @@ class Drawing(Drafter):
     def propose(self, weights, state, prefix, cache, sample):
         probs_U, law_V = LAWS[self.kind]
         batch = len(prefix.lengths_B)
-        keys_B = jax.vmap(jax.random.fold_in)(jax.random.split(jax.random.key(3), batch), prefix.lengths_B)
-        drawn = functools.partial(jax.random.categorical, logits=jnp.log(jnp.array(probs_U)), shape=(self.K,))
+        keys_B = jax.vmap(jax.random.fold_in)(
+            jax.random.split(jax.random.key(3), batch), prefix.lengths_B
+        )
+        drawn = functools.partial(
+            jax.random.categorical, logits=jnp.log(jnp.array(probs_U)), shape=(self.K,)
+        )
         draft = Draft(
             tokens_BK=jax.vmap(drawn)(keys_B),
             num_drafted_B=jnp.full(batch, self.K),
@@ -105,7 +125,10 @@ class Drawing(Drafter):
 LAWS = {
     "a vocabulary with padding": ((0.2, 0.2, 0.2, 0.4), np.log([0.2, 0.2, 0.2])),
     "logits": ((1 / 3, 1 / 3, 1 / 3), np.array([-4.0, -4.0, -4.0])),
-    "the distribution of another token": ((0.0, 1.0, 0.0), np.array([np.log(0.5), -np.inf, np.log(0.5)])),
+    "the distribution of another token": (
+        (0.0, 1.0, 0.0),
+        np.array([np.log(0.5), -np.inf, np.log(0.5)]),
+    ),
 }
 
 
@@ -162,7 +185,9 @@ CHANGES = {
     "a distribution short": field(log_probs_BRV=jnp.zeros((1, K - 1, V))),
     "parents of floats": field(parents_BK=jnp.zeros((1, K))),
     "parents of more rows": field(parents_BK=jnp.zeros((2, K), jnp.int32)),
-    "laws of another length": field(parents_BK=jnp.zeros((1, K), jnp.int32), law_rows_BT=jnp.zeros((1, K), jnp.int32)),
+    "laws of another length": field(
+        parents_BK=jnp.zeros((1, K), jnp.int32), law_rows_BT=jnp.zeros((1, K), jnp.int32)
+    ),
     "a larger state": lambda *returned: (*returned[:-2], jnp.zeros((1, 3)), returned[-1]),
     "no state": lambda *returned: (*returned[:-2], None, returned[-1]),
     "another cache": lambda *returned: (*returned[:-1], returned[-1].astype(jnp.float32)),
@@ -171,7 +196,11 @@ REFUSED = [
     ("propose", "None", r"propose must return a tuple \(draft, state, cache\); got NoneType"),
     ("propose", "two values", r"propose must return a tuple \(draft, state, cache\); got"),
     ("propose", "no draft", "propose must return a Draft; got .*Tracer"),
-    ("propose", "float ids", r"tokens_BK must be an array of integer \[1, any\]; got float32\[1, 3\]"),
+    (
+        "propose",
+        "float ids",
+        r"tokens_BK must be an array of integer \[1, any\]; got float32\[1, 3\]",
+    ),
     ("propose", "a list", "tokens_BK must be an array of integer .*; got list"),
     ("propose", "a row too many", r"tokens_BK .*\[1, any\]; got int32\[2, 3\]"),
     ("propose", "ids of one axis", r"tokens_BK .*got int32\[3\]"),
@@ -183,17 +212,33 @@ REFUSED = [
     ("propose", "parents of floats", r"parents_BK .*got float32\[1, 3\]"),
     ("propose", "laws of another length", r"law_rows_BT .*\[1, 4\]; got int32\[1, 3\]"),
     ("propose", "parents of more rows", r"parents_BK .*\[1, 3\]; got int32\[2, 3\]"),
-    ("commit", "a larger state", r"commit must return a state like .*float32\[1, 2\], returned was float32\[1, 3\]"),
+    (
+        "commit",
+        "a larger state",
+        r"commit must return a state like .*float32\[1, 2\], returned was float32\[1, 3\]",
+    ),
     ("read", "None", r"read must return a tuple \(state, cache\); got NoneType"),
-    ("read", "a larger state", r"read must return a state like .*float32\[1, 2\], returned was float32\[1, 3\]"),
-    ("commit", "no state", r"commit must return a state like .*float32\[1, 2\], returned was nothing"),
+    (
+        "read",
+        "a larger state",
+        r"read must return a state like .*float32\[1, 2\], returned was float32\[1, 3\]",
+    ),
+    (
+        "commit",
+        "no state",
+        r"commit must return a state like .*float32\[1, 2\], returned was nothing",
+    ),
     ("commit", "another cache", r"commit must return a cache like .*int32\[.*returned was float32"),
 ]
 
 
-@pytest.mark.parametrize("method, change, message", REFUSED, ids=[f"{one}: {two}" for one, two, _ in REFUSED])
+@pytest.mark.parametrize(
+    "method, change, message", REFUSED, ids=[f"{one}: {two}" for one, two, _ in REFUSED]
+)
 def test_method_that_returns_something_else_is_refused(method, change, message):
-    with pytest.raises(ValueError, match=f"Returning.{message}" if method in message else message) as error:
+    with pytest.raises(
+        ValueError, match=f"Returning.{message}" if method in message else message
+    ) as error:
         generate(PAIR, [[1]], LENGTH, drafter=Returning(method, change))
     assert "\n" not in str(error.value)
     assert f"Returning.{method}" in str(error.value)
@@ -224,7 +269,9 @@ class Tree(Drafter):
         draft = Draft(
             tokens_BK=jnp.full((batch, K), 2),
             num_drafted_B=jnp.full(batch, K),
-            log_probs_BRV=jnp.broadcast_to(jnp.log(jnp.outer(jnp.array(self.masses), PROBS_V)), (batch, 2, V)),
+            log_probs_BRV=jnp.broadcast_to(
+                jnp.log(jnp.outer(jnp.array(self.masses), PROBS_V)), (batch, 2, V)
+            ),
             parents_BK=jnp.broadcast_to(jnp.array(self.parents), (batch, K)),
             law_rows_BT=jnp.broadcast_to(jnp.array(self.laws), (batch, K + 1)),
         )
@@ -247,7 +294,9 @@ def test_tree_ends_before_a_node_without_parent_or_distribution(parents, laws, k
     assert draft.num_drafted_B.tolist() == [kept, kept]
 
 
-@pytest.mark.parametrize("masses, kept", [((1.0, 0.9), 1), ((0.9, 1.0), 0), ((1.0, float("nan")), 3)])
+@pytest.mark.parametrize(
+    "masses, kept", [((1.0, 0.9), 1), ((0.9, 1.0), 0), ((1.0, float("nan")), 3)]
+)
 def test_tree_ends_before_a_node_whose_distribution_has_another_mass(masses, kept):
     """A distribution of NaN is left to the rules, which keep other branches."""
     prefix = Prefix(tokens_BS=jnp.zeros((2, 8), jnp.int32), lengths_B=jnp.full(2, 3))

@@ -1,4 +1,6 @@
-"""The target drafts with its own first layers: exact for every kind of model, and its drafts leave no trace in the text."""
+"""The target drafts with its own first layers: exact for every kind of model, and its drafts leave
+no trace in the text.
+"""
 
 import dataclasses
 import functools
@@ -7,7 +9,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specsamp import CoupledRule, EarlyExitDrafter, Pair, TokenRule, TransformerLM, chain, generate, temperature, top_p
+from specsamp import (
+    CoupledRule,
+    EarlyExitDrafter,
+    Pair,
+    TokenRule,
+    TransformerLM,
+    chain,
+    generate,
+    temperature,
+    top_p,
+)
 from specsamp.evaluation.audit.readers import WholeTargetDrafter
 from specsamp.mesh.layout import make_mesh
 from specsamp.mesh.sharded import shard
@@ -34,10 +46,14 @@ def test_with_all_layers_everything_is_accepted(window):
 
 
 def test_the_features_of_another_layer_are_seen_as_acceptance():
-    """Acceptance is the overlap of the distributions of this exit and the target; text stays exact either way."""
+    """Acceptance is the overlap of the distributions of this exit and the target; text stays exact
+    either way.
+    """
 
     def acceptance(layers):
-        stats = decode(loop_of(EarlyExitDrafter(TABLES, 1, 1)), layers, None, PROMPTS, 20, FULL).state.stats
+        stats = decode(
+            loop_of(EarlyExitDrafter(TABLES, 1, 1)), layers, None, PROMPTS, 20, FULL
+        ).state.stats
         return float(stats.accepted_BT[:, 1].sum() / stats.rounds_B.sum())
 
     assert acceptance(jnp.stack([TARGET, 0 * TARGET])) == 1 > acceptance(LAYERS)
@@ -47,12 +63,24 @@ def test_the_features_of_another_layer_are_seen_as_acceptance():
 SHAPE = dict(num_layers=2, num_kv_heads=2)
 MODELS = {
     "rotary": TransformerLM(
-        tiny(num_layers=3, num_kv_heads=2, positions="rotary", window=4, global_layers=(1,), gated=True), "cpu"
+        tiny(
+            num_layers=3,
+            num_kv_heads=2,
+            positions="rotary",
+            window=4,
+            global_layers=(1,),
+            gated=True,
+        ),
+        "cpu",
     ),
     "relative": TransformerLM(tiny(**SHAPE), "default"),
     "relative, cpu": TransformerLM(tiny(**SHAPE, logit_cap=5.0), "cpu"),
-    "learned": TransformerLM(tiny(**SHAPE, positions="learned", max_positions=40, norm="layer", tied=False), "default"),
-    "n-grams": TransformerLM(tiny(**SHAPE, positions="rotary", ngram_rows=64, ngram_order=4), "cpu"),
+    "learned": TransformerLM(
+        tiny(**SHAPE, positions="learned", max_positions=40, norm="layer", tied=False), "default"
+    ),
+    "n-grams": TransformerLM(
+        tiny(**SHAPE, positions="rotary", ngram_rows=64, ngram_order=4), "cpu"
+    ),
 }
 TEXTS = [[1, 2, 3], [4], [6, 7, 8, 9, 1, 5]]
 TOKENS = 24
@@ -73,19 +101,37 @@ def tokens(completions):
 @functools.cache
 def plain(name):
     """Greedy text, and sampled text of the coupled rule, which no draft changes."""
-    return tokens(generate(pair_of(name), TEXTS, TOKENS, sampling=SAMPLING, rule=CoupledRule(), draft_length=0, seed=3))
+    return tokens(
+        generate(
+            pair_of(name),
+            TEXTS,
+            TOKENS,
+            sampling=SAMPLING,
+            rule=CoupledRule(),
+            draft_length=0,
+            seed=3,
+        )
+    )
 
 
 def drafted(name, drafter, pair=None):
     drafter = drafter(MODELS[name] if pair is None else pair.target)
     return generate(
-        pair or pair_of(name), TEXTS, TOKENS, sampling=SAMPLING, rule=CoupledRule(), drafter=drafter, seed=3
+        pair or pair_of(name),
+        TEXTS,
+        TOKENS,
+        sampling=SAMPLING,
+        rule=CoupledRule(),
+        drafter=drafter,
+        seed=3,
     )
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "relative", "n-grams"))
 def test_text_is_that_of_plain_decoding(name):
-    """Covers a budget that fills a table of learned positions, and the two positions per step of a TPU."""
+    """Covers a budget that fills a table of learned positions, and the two positions per step of a
+    TPU.
+    """
     window = 1 + list(MODELS).index(name) % 2
     made = drafted(name, lambda target: EarlyExitDrafter(target, target.num_layers - 1, 3, window))
     assert tokens(made) == plain(name)

@@ -32,7 +32,9 @@ def distribution_loop(head, rule, K=K, drafter=FeatureDrafter, **options):
 
 
 def weights_of(head, seed=0):
-    params = jax.tree.map(lambda x: 3 * x if x.dtype == jnp.float32 else x, drawn_params(head, seed))
+    params = jax.tree.map(
+        lambda x: 3 * x if x.dtype == jnp.float32 else x, drawn_params(head, seed)
+    )
     if DRAFT_IDS in params:
         params[DRAFT_IDS] = jnp.asarray([0, 2], jnp.int32)
     return head.prepare(params)
@@ -45,18 +47,41 @@ REDUCED = eagle3(V, draft_vocab_size=2)
     "head, rule, sampling, options",
     [
         (REDUCED, TokenRule(), FULL, {}),
-        pytest.param(REDUCED, BlockRule(), chain(temperature(1.3)), {"window": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            REDUCED, BlockRule(), chain(temperature(1.3)), {"window": 2}, marks=pytest.mark.slow
+        ),
         (eagle1(V), CoupledRule(), LIKELY, {}),
-        pytest.param(eagle3(V, fc_norm=True, norm_output=True), BlockRule(), FULL, {"K": 1}, marks=pytest.mark.slow),
-        pytest.param(mtp(V, hidden_first=True, norm_output=True), TokenRule(), FULL, {}, marks=pytest.mark.slow),
+        pytest.param(
+            eagle3(V, fc_norm=True, norm_output=True),
+            BlockRule(),
+            FULL,
+            {"K": 1},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            mtp(V, hidden_first=True, norm_output=True),
+            TokenRule(),
+            FULL,
+            {},
+            marks=pytest.mark.slow,
+        ),
         (medusa(V, 3), BlockRule(), FULL, {"K": 3}),
-        pytest.param(medusa(V, 2, own_output=False), CoupledRule(), LIKELY, {"window": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            medusa(V, 2, own_output=False),
+            CoupledRule(),
+            LIKELY,
+            {"window": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_text_of_a_head_has_the_distribution_of_the_target(head, rule, sampling, options):
     """Prompts of one and of four tokens; the former drafts nothing in its first round."""
     assert (
-        distribution_test(distribution_loop(head, rule, **options), weights_of(head), sampling, **SAMPLED) > FALSE_ALARM
+        distribution_test(
+            distribution_loop(head, rule, **options), weights_of(head), sampling, **SAMPLED
+        )
+        > FALSE_ALARM
     )
 
 
@@ -66,7 +91,9 @@ def test_a_target_that_is_reduced_like_the_head_is_caught():
 
 
 class ByOneHead(FeatureDrafter):
-    """The mutant: every token is drawn by its own Medusa head, and verified as if the first had drawn it."""
+    """The mutant: every token is drawn by its own Medusa head, and verified as if the first had
+    drawn it.
+    """
 
     def propose(self, weights, state, prefix, cache, sample):
         draft, state, cache = super().propose(weights, state, prefix, cache, sample)
@@ -77,7 +104,12 @@ class ByOneHead(FeatureDrafter):
 def test_medusa_tokens_that_are_verified_by_the_first_head_are_caught():
     head = medusa(V, 2)
     assert (
-        distribution_test(distribution_loop(head, TokenRule(), drafter=ByOneHead), weights_of(head), FULL, **SAMPLED)
+        distribution_test(
+            distribution_loop(head, TokenRule(), drafter=ByOneHead),
+            weights_of(head),
+            FULL,
+            **SAMPLED,
+        )
         < FALSE_ALARM**2
     )
 
@@ -105,7 +137,13 @@ def prefilled(loop, ids=(0, 1, 2), slots=40, samples=1):
 def read_in_chunks(loop, chunk):
     whole = prefilled(loop)
     return loop.extend(
-        WEIGHTS, whole.request, None, whole.tokens_BS, jnp.zeros(3, jnp.int32), whole.lengths_B, chunk=chunk
+        WEIGHTS,
+        whole.request,
+        None,
+        whole.tokens_BS,
+        jnp.zeros(3, jnp.int32),
+        whole.lengths_B,
+        chunk=chunk,
     )
 
 
@@ -128,21 +166,30 @@ def test_right_features_are_accepted_always(window, scored):
 @dataclasses.dataclass(frozen=True)
 class ForgetsTheEdge(FeatureDrafter):
     def read(self, weights, state, *rest):
-        return super().read(weights, dataclasses.replace(state, edge_BD=jnp.zeros_like(state.edge_BD)), *rest)
+        return super().read(
+            weights, dataclasses.replace(state, edge_BD=jnp.zeros_like(state.edge_BD)), *rest
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mutant", [{"drafter": mutants.OfTheWrongRow}, {"drafter": mutants.KeepsItsOwnOutputs}, {"layer": 1}], ids=str
+    "mutant",
+    [{"drafter": mutants.OfTheWrongRow}, {"drafter": mutants.KeepsItsOwnOutputs}, {"layer": 1}],
+    ids=str,
 )
 def test_wrong_features_cost_acceptance(mutant):
     assert first_acceptance(table_loop(**mutant)) < 0.9
 
 
 def test_wrong_features_bias_nothing():
-    run = decode(table_loop(mutants.OfTheWrongRow), TARGET, TARGET, PROMPTS, 3, TABLE, samples=20_000)
+    run = decode(
+        table_loop(mutants.OfTheWrongRow), TARGET, TARGET, PROMPTS, 3, TABLE, samples=20_000
+    )
     distributions = [joint_distribution(TARGET, TABLE, prompt, 3) for prompt in PROMPTS]
-    assert p_value(list(zip(run.emitted(3).reshape(2, -1, 3), distributions)), powered=False) > FALSE_ALARM
+    assert (
+        p_value(list(zip(run.emitted(3).reshape(2, -1, 3), distributions)), powered=False)
+        > FALSE_ALARM
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 2])
@@ -151,16 +198,23 @@ def test_prompts_read_in_chunks(chunk):
     loop = table_loop()
     whole, read = prefilled(loop), read_in_chunks(loop, chunk)
     for row, prompt in enumerate(PROMPTS_READ):
-        for one, other in zip(jax.tree.leaves(whole.drafter_state.cache), jax.tree.leaves(read.drafter_state.cache)):
-            np.testing.assert_array_equal(one[row, :, : len(prompt) - 1], other[row, :, : len(prompt) - 1])
-    np.testing.assert_array_equal(whole.drafter_state.feature_BD[1:, 1:], read.drafter_state.feature_BD[1:, 1:])
+        for one, other in zip(
+            jax.tree.leaves(whole.drafter_state.cache), jax.tree.leaves(read.drafter_state.cache)
+        ):
+            np.testing.assert_array_equal(
+                one[row, :, : len(prompt) - 1], other[row, :, : len(prompt) - 1]
+            )
+    np.testing.assert_array_equal(
+        whole.drafter_state.feature_BD[1:, 1:], read.drafter_state.feature_BD[1:, 1:]
+    )
     assert texts(loop.run(WEIGHTS, read, 1000)) == texts(loop.run(WEIGHTS, whole, 1000))
 
 
 def test_a_lost_edge_is_seen():
     """The control of the test above."""
     features = [
-        read_in_chunks(table_loop(kind), 2).drafter_state.feature_BD for kind in (FeatureDrafter, ForgetsTheEdge)
+        read_in_chunks(table_loop(kind), 2).drafter_state.feature_BD
+        for kind in (FeatureDrafter, ForgetsTheEdge)
     ]
     assert not np.array_equal(features[0][1:], features[1][1:])
 
@@ -180,7 +234,11 @@ class Pausing(FeatureDrafter):
     def propose(self, weights, state, prefix, cache, sample):
         draft, state, cache = super().propose(weights, state, prefix, cache, sample)
         paused_B = prefix.lengths_B % 2 == 0
-        return dataclasses.replace(draft, num_drafted_B=jnp.where(paused_B, 0, draft.num_drafted_B)), state, cache
+        return (
+            dataclasses.replace(draft, num_drafted_B=jnp.where(paused_B, 0, draft.num_drafted_B)),
+            state,
+            cache,
+        )
 
 
 def test_a_round_that_drafts_nothing_leaves_no_hole():

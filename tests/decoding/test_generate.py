@@ -10,7 +10,17 @@ import jax.numpy as jnp
 import pytest
 
 import specsamp
-from specsamp import BlockRule, Method, NgramDrafter, Pair, chain, generate, stream, temperature, top_p
+from specsamp import (
+    BlockRule,
+    Method,
+    NgramDrafter,
+    Pair,
+    chain,
+    generate,
+    stream,
+    temperature,
+    top_p,
+)
 from specsamp.decoding.drafter import Drafter, Prefix
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.state import Weights
@@ -31,7 +41,8 @@ def test_text_tokens_statistics_and_reason():
     assert (first.stats.rounds, first.stats.emitted, first.stats.emitted_per_round) == (2, 10, 5)
     assert first.stats.acceptance_rate == 1 and first.stats.accepted_counts == (0, 0, 0, 0, 2)
     assert first.from_draft == [True, True, True, True, False] * 2
-    # The budget of 3 cut a block of 5: three drafted tokens were emitted and count, nothing else does.
+    # The budget of 3 cut a block of 5: three drafted tokens were emitted and count, nothing else
+    # does.
     assert (second.text, second.stats.emitted, second.stats.accepted) == ("yz{", 3, 3)
     assert second.stats.reached == (1, 1, 1, 0) and second.stats.drafted == 3
 
@@ -70,7 +81,9 @@ def test_prompt_lookup_copies_and_continues_a_period():
     (row,) = generate(pair, [[0, 1, 2, 0, 1, 2]], 18, drafter=NgramDrafter(8))
     assert row.tokens == [0, 1, 2] * 6 and row.stats.rounds == 2
     (row,) = generate(pair, [[0]], 18, drafter=NgramDrafter(8))
-    assert row.tokens == [1, 2, 0] * 6 and row.stats.accepted_counts[0] == 3, "nothing to look up at first"
+    assert row.tokens == [1, 2, 0] * 6 and row.stats.accepted_counts[0] == 3, (
+        "nothing to look up at first"
+    )
 
 
 @pytest.mark.parametrize("max_ngram, expected", [(1, 4), (2, 5), (3, 6)])
@@ -79,7 +92,9 @@ def test_longer_matches_win_over_recent_ones(max_ngram, expected):
     context = [0, 1, 2, 6, 9, 1, 2, 5, 9, 8, 2, 4, 0, 1, 2]
     tokens = jnp.asarray([context + [7] * 5])
     prefix = Prefix(tokens_BS=tokens, lengths_B=jnp.array([len(context)]))
-    draft, _, _ = NgramDrafter(2, max_ngram=max_ngram).propose(Weights(target=None), (), prefix, None, None)
+    draft, _, _ = NgramDrafter(2, max_ngram=max_ngram).propose(
+        Weights(target=None), (), prefix, None, None
+    )
     assert draft.tokens_BK[0, 0] == expected and draft.num_drafted_B[0] == 2
 
 
@@ -127,26 +142,42 @@ def test_the_readme_example_of_ones_own_model_and_drafter_runs():
 
 
 def test_an_author_reads_twelve_members():
-    """The README's own drafter has K and propose; every other member of the interface has a default."""
-    members = {name for base in Drafter.__mro__ for name in (*vars(base), *vars(base).get("__annotations__", ()))}
+    """The README's own drafter has K and propose; every other member of the interface has a
+    default.
+    """
+    members = {
+        name
+        for base in Drafter.__mro__
+        for name in (*vars(base), *vars(base).get("__annotations__", ()))
+    }
     public = {name for name in members if not name.startswith("_")}
     assert len(public) <= 12, sorted(public)
     assert {"K", "propose"} <= public and Drafter.__abstractmethods__ == {"propose"}
 
 
 def test_within_buckets_nothing_is_compiled_again():
-    """Prompts of 17 to 24 tokens and budgets of 25 to 32 share a program; other numbers, seeds and stops too."""
+    """Prompts of 17 to 24 tokens and budgets of 25 to 32 share a program; other numbers, seeds and
+    stops too.
+    """
     pair = table_pair()
 
     def run(length, budget, value, seed, stop):
         return generate(
-            pair, [[1] * length], budget, sampling=chain(temperature(value), top_p(0.9)), seed=seed, stop=stop
+            pair,
+            [[1] * length],
+            budget,
+            sampling=chain(temperature(value), top_p(0.9)),
+            seed=seed,
+            stop=stop,
         )
 
     run(17, 25, 0.5, 0, [])
     compiled = compiled_programs()
     prepared = dict(pair._prepared), dict(pair._fitted)
-    for length, budget, value, seed, stop in ((24, 32, 0.0, 1, [3]), (20, 25, 2.0, 2**32 - 1, [1, 2, 3, 4, 5])):
+    for length, budget, value, seed, stop in (
+        (24, 32, 0.0, 1, [3]),
+        (20, 25, 2.0, 2**32 - 1, [1, 2, 3, 4, 5]),
+    ):
         run(length, budget, value, seed, stop)
     assert compiled_programs() == compiled
     assert (pair._prepared, pair._fitted) == prepared
@@ -159,7 +190,9 @@ def test_a_method_says_what_the_keywords_say():
     decoding = dict(drafter=NgramDrafter(2), rule=BlockRule(), sampling=temperature(0.7))
     told = generate(pair, [[1, 2, 1]], 9, **decoding)
     assert generate(pair, [[1, 2, 1]], 9, method=Method(**decoding)) == told
-    assert told != generate(pair, [[1, 2, 1]], 9, method=Method(drafter=NgramDrafter(2))), "the control: greedy"
+    assert told != generate(pair, [[1, 2, 1]], 9, method=Method(drafter=NgramDrafter(2))), (
+        "the control: greedy"
+    )
     with pytest.raises(ValueError, match="method and rule, drafter were given"):
         generate(pair, [[1]], rule=BlockRule(), drafter=NgramDrafter(2), method=Method(**decoding))
     with pytest.raises(ValueError, match="method must be a Method.*got 4"):
@@ -177,11 +210,14 @@ def test_few_frames_stand_between_generate_and_the_loop(monkeypatch):
 
     loop = jax.lax.while_loop
     monkeypatch.setattr(jax.lax, "while_loop", while_loop)
-    generate(counting_pair(), ["abc"], 5, drafter=NgramDrafter(2, max_ngram=7))  # a loop that no other test has
+    # A loop that no other test has.
+    generate(counting_pair(), ["abc"], 5, drafter=NgramDrafter(2, max_ngram=7))
     assert frames == [4]  # generate, Engine.run, Loop.run, Loop._run
 
 
-@pytest.mark.parametrize("size, wanted", [(1, 16), (16, 16), (17, 24), (24, 24), (25, 32), (1025, 1536), (2048, 2048)])
+@pytest.mark.parametrize(
+    "size, wanted", [(1, 16), (16, 16), (17, 24), (24, 24), (25, 32), (1025, 1536), (2048, 2048)]
+)
 def test_buckets_waste_at_most_half(size, wanted):
     from specsamp.decoding.engine import bucket
 
@@ -196,7 +232,9 @@ def test_weights_share_memory_with_parameters_and_are_kept():
     few, many = pair.weights(NoDrafter(), 128), pair.weights(NoDrafter(), 256)
     assert pair.weights(NoDrafter(), 128) is few and few.draft is None
     for weights in (few, many):
-        for ours, theirs in zip(jax.tree.leaves(weights.target), jax.tree.leaves(params), strict=True):
+        for ours, theirs in zip(
+            jax.tree.leaves(weights.target), jax.tree.leaves(params), strict=True
+        ):
             assert ours.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
     pair.weights(NgramDrafter(2), 128)
     assert pair.weights(NgramDrafter(2), 128).target is few.target
@@ -206,7 +244,9 @@ def test_weights_share_memory_with_parameters_and_are_kept():
 
 
 def test_a_drafter_is_given_weights_of_its_own_making():
-    """`prepare` is handed the pair's draft_params, `fit_slots` its result and the number of slots, each once."""
+    """`prepare` is handed the pair's draft_params, `fit_slots` its result and the number of slots,
+    each once.
+    """
     calls = []
 
     @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""What the Python interface refuses before anything is compiled, what it takes, and what odd logits do to a row."""
+"""What the Python interface refuses before anything is compiled, what it takes, and what odd logits
+do to a row.
+"""
 
 import dataclasses
 
@@ -49,7 +51,13 @@ class Untraceable(CountingLM):
 
 def ask(**change):
     """Raises what `generate` and `stream` both say of an argument, before anything is traced."""
-    pair = Pair(target=Untraceable(), target_params=(), draft=Untraceable(), draft_params=(), tokenizer=ByteTokenizer())
+    pair = Pair(
+        target=Untraceable(),
+        target_params=(),
+        draft=Untraceable(),
+        draft_params=(),
+        tokenizer=ByteTokenizer(),
+    )
     said = []
     for door in (generate, stream):
         with pytest.raises(ValueError) as refused:
@@ -60,7 +68,9 @@ def ask(**change):
 
 
 def test_the_draft_may_have_fewer_positions():
-    pair = Pair(target=CountingLM(max_positions=None), target_params=(), draft=CountingLM(), draft_params=())
+    pair = Pair(
+        target=CountingLM(max_positions=None), target_params=(), draft=CountingLM(), draft_params=()
+    )
     with pytest.raises(ValueError, match="more than the draft's 64 positions"):
         generate(pair, [[1]], 64)
     assert len(generate(pair, [[1]], 64, draft_length=0)[0].tokens) == 64
@@ -94,14 +104,21 @@ def test_padding_stays_within_the_positions_of_the_model():
 
 
 def test_numpy_integers_are_integers():
-    options = dict(draft_length=np.int64(2), num_samples=np.int32(2), stop=[np.int64(101)], prompt_ids=np.arange(1))
+    options = dict(
+        draft_length=np.int64(2),
+        num_samples=np.int32(2),
+        stop=[np.int64(101)],
+        prompt_ids=np.arange(1),
+    )
     rows = generate(counting_pair(), [np.array([97, 98])], np.array([9]), **options)
     assert [row.text for row in rows] == ["cd", "cd"] and rows[0].finish == "stop"
 
 
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_logits_of_another_width_are_refused(side):
-    """A model that returns fewer logits than it has tokens would make the missing ones follow no distribution."""
+    """A model that returns fewer logits than it has tokens would make the missing ones follow no
+    distribution.
+    """
     pair = dataclasses.replace(table_pair(), **{f"{side}_params": random_table(5, 12)[..., :9]})
     with pytest.raises(ValueError, match=f"{side}.* vocabulary of 12.* width 9"):
         generate(pair, [[1]], 4)
@@ -125,14 +142,18 @@ def test_ids_that_the_tokenizer_does_not_have_are_never_emitted():
 
 
 def test_logits_that_become_nan_end_the_row():
-    """Nothing fluent is made of them; other rows go on, and a draft that fails costs only acceptance."""
+    """Nothing fluent is made of them; other rows go on, and a draft that fails costs only
+    acceptance.
+    """
     broken = random_table(3, 12).at[:, :, 5].set(jnp.nan)  # after token 5
     pair = dataclasses.replace(table_pair(), target_params=broken)
     rows = generate(pair, [[1, 5], [1]], 200, sampling=chain(temperature(1.0)), num_samples=3)
     for row in rows[:3]:
         assert (row.finish, row.tokens, row.stats.rounds) == ("invalid", [], 0)
     for row in rows[3:]:
-        assert row.finish == "invalid" and len(row.tokens) > 0 and row.stats.emitted == len(row.tokens)
+        assert (
+            row.finish == "invalid" and len(row.tokens) > 0 and row.stats.emitted == len(row.tokens)
+        )
     pair = dataclasses.replace(table_pair(), draft_params=broken)
     (row,) = generate(pair, [[1, 5]], 50, sampling=chain(temperature(1.0)))
     assert row.finish == "length" and row.stats.drafted < 4 * row.stats.rounds
@@ -149,7 +170,9 @@ def test_logits_that_are_no_distribution_end_the_row(spoiler):
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
 @pytest.mark.parametrize("spoiled_after", [1, 5])
 def test_a_draft_whose_distribution_is_nan_biases_nothing(rule, spoiled_after):
-    """The draft ends before it: nothing is accepted on the strength of a distribution that is none."""
+    """The draft ends before it: nothing is accepted on the strength of a distribution
+    that is none.
+    """
     vocab_size = 4
     table = random_table(6, vocab_size, scale=1.5)
     spoiled = near(table, 7, 0.5)
@@ -157,7 +180,10 @@ def test_a_draft_whose_distribution_is_nan_biases_nothing(rule, spoiled_after):
     pair = Pair(target=TableLM(4), target_params=table, draft=TableLM(4), draft_params=spoiled)
     rows = generate(pair, [[2, 1, 3]], 2, sampling=chain(), rule=rule, num_samples=20_000)
     distribution = joint_distribution(table, chain(), [2, 1, 3], 2)
-    assert p_value([(np.array([row.tokens for row in rows]), distribution)], powered=False) > FALSE_ALARM
+    assert (
+        p_value([(np.array([row.tokens for row in rows]), distribution)], powered=False)
+        > FALSE_ALARM
+    )
 
 
 def test_sixty_four_bit_logits_keep_their_log_probs():
@@ -187,4 +213,7 @@ def test_log_probs_of_narrow_logits_are_wide():
 def test_numbers_of_a_pair_without_drafter_are_plain():
     row = generate(counting_pair(), ["a"], 5, drafter=NoDrafter(), rule=TokenRule())[0]
     assert row.stats.rounds == 5 and row.stats.reached == () and np.isnan(row.stats.acceptance_rate)
-    assert generate(counting_pair(), ["a"], 5, sampling=chain(temperature(0.0), top_p(0.5)))[0].text == "bcdef"
+    assert (
+        generate(counting_pair(), ["a"], 5, sampling=chain(temperature(0.0), top_p(0.5)))[0].text
+        == "bcdef"
+    )

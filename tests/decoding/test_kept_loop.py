@@ -18,7 +18,9 @@ PAIR = counting_pair()
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder for programs, in a process that has none yet; those of JAX's own cache are not kept, so it is off."""
+    """A folder for programs, in a process that has none yet; those of JAX's own cache are not kept,
+    so it is off.
+    """
     monkeypatch.setattr(kept_loop, "find_compilation_cache", lambda: str(tmp_path))
     monkeypatch.setattr(kept_loop, "_programs", {})
     for is_on in (False, True):
@@ -35,7 +37,9 @@ def decoder(K=3):
 
 
 def with_kept(plain):
-    return dataclasses.replace(plain, engine=dataclasses.replace(plain.engine, loop=KeptLoop.of(plain.engine.loop)))
+    return dataclasses.replace(
+        plain, engine=dataclasses.replace(plain.engine, loop=KeptLoop.of(plain.engine.loop))
+    )
 
 
 def texts(decoder):
@@ -52,7 +56,9 @@ def traced(monkeypatch):
     """Returns a list that grows with every program that is compiled because none was found."""
     found, compiled = [], kept_loop._compiled
     monkeypatch.setattr(
-        kept_loop, "_compiled", lambda path, lowered: found.append(path.name) or compiled(path, lowered)
+        kept_loop,
+        "_compiled",
+        lambda path, lowered: found.append(path.name) or compiled(path, lowered),
     )
     return found
 
@@ -83,7 +89,9 @@ def test_a_program_of_another_source_machine_or_setting_is_replaced(folder, monk
     assert len(list(folder.iterdir())) == 2
 
 
-@pytest.mark.parametrize("damage", [lambda whole: whole[:-1], lambda whole: b"", lambda whole: b"x" + whole[1:]])
+@pytest.mark.parametrize(
+    "damage", [lambda whole: whole[:-1], lambda whole: b"", lambda whole: b"x" + whole[1:]]
+)
 def test_a_damaged_file_is_compiled_anew(folder, monkeypatch, damage):
     expected = texts(with_kept(decoder()))
     for path in folder.iterdir():
@@ -97,7 +105,9 @@ def test_a_damaged_file_is_compiled_anew(folder, monkeypatch, damage):
 
 @pytest.mark.slow
 def test_a_program_from_the_cache_of_jax_is_not_kept(folder, monkeypatch):
-    """XLA's CPU programs that are read and written again lack code, and fail when they run in the next process."""
+    """XLA's CPU programs that are read and written again lack code, and fail when they run in the
+    next process.
+    """
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
     for _ in range(2):  # the first fills JAX's cache, if another test has not

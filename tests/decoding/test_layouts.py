@@ -1,4 +1,6 @@
-"""A real pair, both weight orders, n-gram memory: ragged prompts, many rows, samples and streams agree."""
+"""A real pair, both weight orders, n-gram memory: ragged prompts, many rows, samples and streams
+agree.
+"""
 
 import dataclasses
 
@@ -23,7 +25,8 @@ def make_pair(layout):
     shape = dict(vocab_size=48, width=32, num_heads=4, num_kv_heads=2)
     target = TransformerLM(TransformerConfig(**shape, num_layers=2, positions="relative"), layout)
     draft = TransformerLM(
-        TransformerConfig(**shape, num_layers=1, positions="rotary", ngram_rows=64, ngram_order=4), layout
+        TransformerConfig(**shape, num_layers=1, positions="rotary", ngram_rows=64, ngram_order=4),
+        layout,
     )
 
     params = [drawn_params(model, seed, noise=0.2) for seed, model in enumerate((target, draft))]
@@ -40,20 +43,26 @@ PROMPTS = [np.random.default_rng(i).integers(0, 48, 1 + i % 20).tolist() for i i
 
 
 def test_layouts_and_rows_agree(pairs):
-    """Compares ragged rows, more than are unrolled, in both weight orders, with one of them alone."""
+    """Compares ragged rows, more than are unrolled, in both weight orders, with one of
+    them alone.
+    """
     texts = {
         layout: [c.tokens for c in generate(pair, PROMPTS, 20, sampling=SAMPLING, seed=3)]
         for layout, pair in pairs.items()
     }
     assert texts["cpu"] == texts["default"]
     assert len({tuple(text) for text in texts["cpu"]}) == ROWS
-    alone = generate(pairs["cpu"], PROMPTS[7:8], 20, sampling=SAMPLING, seed=3, prompt_ids=[7], num_samples=2)
+    alone = generate(
+        pairs["cpu"], PROMPTS[7:8], 20, sampling=SAMPLING, seed=3, prompt_ids=[7], num_samples=2
+    )
     assert alone[0].tokens == texts["cpu"][7] and alone[1].tokens != texts["cpu"][7]
 
 
 def test_stream_is_generate(pairs):
     pair = pairs["cpu"]
-    options = dict(max_new_tokens=[5, 17, 30], sampling=SAMPLING, num_samples=2, seed=3, stop=[7, 9])
+    options = dict(
+        max_new_tokens=[5, 17, 30], sampling=SAMPLING, num_samples=2, seed=3, stop=[7, 9]
+    )
     whole = generate(pair, PROMPTS[3:6], **options)
     for rounds in (1, 4):
         tokens = {(row.prompt_index, row.sample_index): [] for row in whole}
@@ -69,7 +78,15 @@ def test_stream_is_generate(pairs):
 def test_log_probs_are_those_of_a_scorer(pairs):
     """What generate reports is what scoring the finished text without a cache gives."""
     pair, prompt = pairs["default"], [5, 4, 3]
-    for row in generate(pair, [prompt], 30, return_log_probs=True, num_samples=2, sampling=SAMPLING, rule=BlockRule()):
+    for row in generate(
+        pair,
+        [prompt],
+        30,
+        return_log_probs=True,
+        num_samples=2,
+        sampling=SAMPLING,
+        rule=BlockRule(),
+    ):
         text = jnp.asarray([prompt + row.tokens[:-1]])
         scored = jax.nn.log_softmax(pair.target.forward(pair.target_params, text).logits_BTV[0, 2:])
         expected = jnp.take_along_axis(scored, jnp.asarray(row.tokens)[:, None], axis=1)[:, 0]
@@ -79,7 +96,12 @@ def test_log_probs_are_those_of_a_scorer(pairs):
 def test_a_draft_with_ngrams_that_is_its_own_target_is_always_accepted(pairs):
     """A hole or a stale token in the memory of n-grams would cost acceptance."""
     pair = pairs["cpu"]
-    same = Pair(target=pair.draft, target_params=pair.draft_params, draft=pair.draft, draft_params=pair.draft_params)
+    same = Pair(
+        target=pair.draft,
+        target_params=pair.draft_params,
+        draft=pair.draft,
+        draft_params=pair.draft_params,
+    )
     drafted = generate(same, PROMPTS[4:7], 24, sampling=greedy(), draft_length=3)
     assert all(c.stats.acceptance_rate == 1 for c in drafted)
     plain = generate(same, PROMPTS[4:7], 24, sampling=greedy(), draft_length=0)
@@ -101,8 +123,13 @@ def test_the_loop_may_stand_inside_another_program(pairs):
     assert jax.eval_shape(run, side.prefill(side.requests(0))).shape == (1, side.engine.slots)
     inside = jax.jit(run)(side.prefill(side.requests(0)))
     by_name = Loop.run(
-        self=side.engine.loop, weights=side.engine.weights, state=side.prefill(side.requests(0)), max_rounds=9
+        self=side.engine.loop,
+        weights=side.engine.weights,
+        state=side.prefill(side.requests(0)),
+        max_rounds=9,
     )
     np.testing.assert_array_equal(inside, by_name.tokens_BS)
     np.testing.assert_array_equal(inside[0, 4:8], jnp.asarray(side.decode(0).texts[0]))
-    assert dataclasses.replace(side.engine.loop.target, weight_order="default").compiler_options == ()
+    assert (
+        dataclasses.replace(side.engine.loop.target, weight_order="default").compiler_options == ()
+    )

@@ -1,7 +1,9 @@
-"""The joint distribution of what the whole loop emits, over several rounds and ragged rows, against enumeration.
+"""The joint distribution of what the whole loop emits, over several rounds and ragged rows, against
+enumeration.
 
-Every rule and every drafter is here once; that a rule is exact for all drafts is enumerated in sampling/test_rules.py.
-Three tokens after drafts of two are several rounds as well, and take half the time of four after three.
+Every rule and every drafter is here once; that a rule is exact for all drafts is enumerated in
+sampling/test_rules.py. Three tokens after drafts of two are several rounds as well, and take half
+the time of four after three.
 """
 
 import dataclasses
@@ -47,23 +49,53 @@ def model(K, window=1):
 
 EXITS = LayeredTableLM(V)
 EXIT_LAYERS = jnp.stack([FAR, TARGET - FAR])
-EXIT_LOOP = dataclasses.replace(table_loop(BlockRule(), EarlyExitDrafter(EXITS, 1, 2, 2), window=2), target=EXITS)
+EXIT_LOOP = dataclasses.replace(
+    table_loop(BlockRule(), EarlyExitDrafter(EXITS, 1, 2, 2), window=2), target=EXITS
+)
 CASES = {
-    "draft model": (table_loop(TokenRule(), model(4)), FAR, chain(temperature(1.5), top_k(2)), dict(length=4)),
+    "draft model": (
+        table_loop(TokenRule(), model(4)),
+        FAR,
+        chain(temperature(1.5), top_k(2)),
+        dict(length=4),
+    ),
     "no draft": (table_loop(TokenRule(), NoDrafter()), None, NUCLEUS, {}),
-    "coupled, no draft": (table_loop(CoupledRule(), NoDrafter()), None, LIKELY, {}),  # with drafts: test_pathwise.py
-    "drafts that stop": (table_loop(TokenRule(), model(STOPPED.K)), NEAR, FULL, dict(adaptive=STOPPED)),
-    "lengths that adapt": (table_loop(BlockRule(), model(RESTLESS.K)), NEAR, FULL, dict(adaptive=RESTLESS)),
-    "prompt lookup": (table_loop(BlockRule(), NgramDrafter(2)), None, FULL, {}),  # some rows find nothing
-    "early exit": (EXIT_LOOP, None, FULL, dict(target=EXIT_LAYERS)),  # a window of one is in test_mutants.py
+    # With drafts: test_pathwise.py.
+    "coupled, no draft": (table_loop(CoupledRule(), NoDrafter()), None, LIKELY, {}),
+    "drafts that stop": (
+        table_loop(TokenRule(), model(STOPPED.K)),
+        NEAR,
+        FULL,
+        dict(adaptive=STOPPED),
+    ),
+    "lengths that adapt": (
+        table_loop(BlockRule(), model(RESTLESS.K)),
+        NEAR,
+        FULL,
+        dict(adaptive=RESTLESS),
+    ),
+    # Some rows find nothing.
+    "prompt lookup": (table_loop(BlockRule(), NgramDrafter(2)), None, FULL, {}),
+    # A window of one is in test_mutants.py.
+    "early exit": (EXIT_LOOP, None, FULL, dict(target=EXIT_LAYERS)),
     "a warp of the draft": (
         table_loop(BlockRule(), model(2)),
         FAR,
         NUCLEUS,
         dict(draft_sampling=chain(temperature(0.5), top_k(2))),
     ),
-    "known tokens that are fed again": (table_loop(TokenRule(), model(1, window=3), window=4), NEAR, FULL, {}),
-    "five tokens": (table_loop(BlockRule(), model(3)), NEAR, chain(temperature(2.0)), dict(length=5, prompts=[[1, 2]])),
+    "known tokens that are fed again": (
+        table_loop(TokenRule(), model(1, window=3), window=4),
+        NEAR,
+        FULL,
+        {},
+    ),
+    "five tokens": (
+        table_loop(BlockRule(), model(3)),
+        NEAR,
+        chain(temperature(2.0)),
+        dict(length=5, prompts=[[1, 2]]),
+    ),
 }
 
 
@@ -77,15 +109,21 @@ def test_texts_have_the_distribution_of_the_target(case):
 
 
 def test_rows_with_parameters_of_their_own():
-    """A greedy row and two sampled rows: the greedy row is certain, the sampled rows keep their distributions."""
+    """A greedy row and two sampled rows: the greedy row is certain, the sampled rows keep their
+    distributions.
+    """
     temperatures, prompts = [0.0, 0.7, 1.5], [[1, 2], *PROMPTS]
     sampling = chain(temperature(temperatures), min_p([0.0, 0.1, 0.0]))
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
     run = decode(loop, TARGET, NEAR, prompts, 3, sampling, samples=samples_for(V**3 - 1, 2))
     emitted = run.emitted(3).reshape(3, -1, 3)
     alone = [chain(temperature(t), min_p(p)) for t, p in zip(temperatures, [0.0, 0.1, 0.0])]
-    distributions = [joint_distribution(TARGET, warp, prompt, 3) for warp, prompt in zip(alone, prompts)]
-    assert distributions[0].max() == 1 and np.all(emitted[0] == np.argwhere(distributions[0] == 1)[0])
+    distributions = [
+        joint_distribution(TARGET, warp, prompt, 3) for warp, prompt in zip(alone, prompts)
+    ]
+    assert distributions[0].max() == 1 and np.all(
+        emitted[0] == np.argwhere(distributions[0] == 1)[0]
+    )
     assert p_value(list(zip(emitted[1:], distributions[1:]))) > FALSE_ALARM
 
 
@@ -93,7 +131,16 @@ def test_stop_token_inside_a_block():
     """The distribution of texts cut at token 0: what follows the stop token is never emitted."""
     length, stop = 3, 0
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
-    run = decode(loop, TARGET, NEAR, [[1, 2]], length, FULL, samples=samples_for(V**3 - 1, 1), stop_ids=(stop,))
+    run = decode(
+        loop,
+        TARGET,
+        NEAR,
+        [[1, 2]],
+        length,
+        FULL,
+        samples=samples_for(V**3 - 1, 1),
+        stop_ids=(stop,),
+    )
     emitted, distribution = cut_at_stop(run, joint_distribution(TARGET, FULL, [1, 2], length), stop)
     assert p_value([(emitted, distribution)]) > FALSE_ALARM
 

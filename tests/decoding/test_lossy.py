@@ -1,4 +1,6 @@
-"""Lossy rules through the loop: they write what is enumerated, and completions say what that costs."""
+"""Lossy rules through the loop: they write what is enumerated, and completions say what
+that costs.
+"""
 
 import functools
 
@@ -21,7 +23,16 @@ from specsamp import (
 )
 from specsamp.decoding.results import RowStats
 from specsamp.sampling.synthetic import SyntheticAcceptance
-from support.fakes import FALSE_ALARM, TableLM, counting_pair, decode, p_value, prefix_tables, table_loop, table_pair
+from support.fakes import (
+    FALSE_ALARM,
+    TableLM,
+    counting_pair,
+    decode,
+    p_value,
+    prefix_tables,
+    table_loop,
+    table_pair,
+)
 from support.loop_distributions import FAR, FULL, NEAR, NUCLEUS, PROMPTS, TARGET, V
 from support.price import joint_and_price, variation
 
@@ -36,15 +47,24 @@ every_case = pytest.mark.parametrize("case", CASES)
 
 @functools.cache
 def run(case):
-    """Samples many texts: their first tokens and meters, ``[prompt, sample, LENGTH]``, and the loop's statistics."""
+    """Samples many texts: their first tokens and meters, ``[prompt, sample, LENGTH]``, and the
+    loop's statistics.
+    """
     rule, draft, sampling = CASES[case]
     budgets = [LENGTH + i for i in range(len(PROMPTS))]
     found = decode(
-        table_loop(rule, ModelDrafter(TableLM(V), K)), TARGET, draft, PROMPTS, budgets, sampling, samples=SAMPLES
+        table_loop(rule, ModelDrafter(TableLM(V), K)),
+        TARGET,
+        draft,
+        PROMPTS,
+        budgets,
+        sampling,
+        samples=SAMPLES,
     )
     at = found.prompt_lengths[:, None] + np.arange(LENGTH)[None, :]
     cost, extra = (
-        np.take_along_axis(np.asarray(x), at, axis=1) for x in (found.state.meter.variation, found.state.meter.extra)
+        np.take_along_axis(np.asarray(x), at, axis=1)
+        for x in (found.state.meter.variation, found.state.meter.extra)
     )
     shape = (len(PROMPTS), SAMPLES, LENGTH)
     return found.emitted(LENGTH).reshape(shape), cost.reshape(shape), extra.reshape(shape), found
@@ -52,15 +72,23 @@ def run(case):
 
 @functools.cache
 def enumerated(case):
-    """Returns for each prompt the joint distribution, the mean sum of meters, and the target's own joint distribution."""
+    """Returns for each prompt the joint distribution, the mean sum of meters, and the target's own
+    joint distribution.
+    """
     rule, draft, sampling = CASES[case]
     told = []
     for prompt in PROMPTS:
-        target, draft_tables = (prefix_tables(one, sampling, prompt, LENGTH + K) for one in (TARGET, draft))
+        target, draft_tables = (
+            prefix_tables(one, sampling, prompt, LENGTH + K) for one in (TARGET, draft)
+        )
         joint, price = joint_and_price(rule, target, draft_tables, num_tokens=K, length=LENGTH)
-        own, _ = joint_and_price(BoundedToNothing, target, draft_tables, num_tokens=K, length=LENGTH)
+        own, _ = joint_and_price(
+            BoundedToNothing, target, draft_tables, num_tokens=K, length=LENGTH
+        )
         shape = (V,) * LENGTH
-        told.append((joint[0].reshape(shape) / joint.sum(), price[0], own[0].reshape(shape) / own.sum()))
+        told.append(
+            (joint[0].reshape(shape) / joint.sum(), price[0], own[0].reshape(shape) / own.sum())
+        )
     return told
 
 
@@ -79,7 +107,9 @@ def test_the_loop_writes_what_is_enumerated(case):
 
 @every_case
 def test_the_meter_says_what_texts_cost(case):
-    """Returns measured bias / metered bias: 1 for first tokens (less if the meter only bounds), at most 1 for texts."""
+    """Returns measured bias / metered bias: 1 for first tokens (less if the meter only bounds), at
+    most 1 for texts.
+    """
     emitted, cost, _, _ = run(case)
     for prompt, (_, price, own) in enumerate(enumerated(case)):
         sums = cost[prompt].sum(-1)
@@ -99,7 +129,9 @@ def test_a_budget_bounds_every_token():
 
 @every_case
 def test_statistics_and_meter_tell_one_story(case):
-    """Acceptance is what the token rule would have reached, and what was bought; meters are 0 beyond the text."""
+    """Acceptance is what the token rule would have reached, and what was bought; meters are 0
+    beyond the text.
+    """
     _, _, _, found = run(case)
     state, stats = found.state, jax.device_get(found.state.stats)
     verified, accepted = stats.reached_BK.sum(), (stats.accepted_BT.sum(0) * np.arange(K + 1)).sum()
@@ -150,7 +182,9 @@ def test_what_a_stop_text_cuts_off_is_not_metered():
 
 def test_a_row_that_is_refilled_meters_its_own_text():
     prompts = ["a", "xyz"]
-    first, second = generate_many(counting_pair(), prompts, [24, 5], rows=1, stop=[NEVER], **OPTIONS)
+    first, second = generate_many(
+        counting_pair(), prompts, [24, 5], rows=1, stop=[NEVER], **OPTIONS
+    )
     assert first.tokens == whole().tokens
     assert first.stats.variation == pytest.approx(whole().stats.variation, abs=1e-5)
     assert 0 < second.stats.variation < first.stats.variation

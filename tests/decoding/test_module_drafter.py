@@ -31,21 +31,41 @@ def module_loop(K=D, drafter=ModuleDrafter, **options):
 
 
 def started(loop, samples=4):
-    return prefill(loop, TARGET, WEIGHTS.draft, PROMPTS, 20, FULL, samples=samples, slots=40, prompt_ids=range(3))
+    return prefill(
+        loop,
+        TARGET,
+        WEIGHTS.draft,
+        PROMPTS,
+        20,
+        FULL,
+        samples=samples,
+        slots=40,
+        prompt_ids=range(3),
+    )
 
 
 @jax.jit
 def expected(tokens_BS, lengths_B, drafted_BK):
-    """Log-probabilities of drafted tokens, from modules that read each text and its draft at once, without a cache."""
+    """Log-probabilities of drafted tokens, from modules that read each text and its draft at once,
+    without a cache.
+    """
     start_B = jnp.zeros_like(lengths_B)
     tokens_BS = write_tokens(tokens_BS, drafted_BK, lengths_B)
-    output = MODEL(TARGET, tokens_BS, start_B, MODEL.init_cache(*tokens_BS.shape), hidden_layers=HEAD.hidden_layers)
+    output = MODEL(
+        TARGET,
+        tokens_BS,
+        start_B,
+        MODEL.init_cache(*tokens_BS.shape),
+        hidden_layers=HEAD.hidden_layers,
+    )
     (features_BSD,), found = output.hidden, []
     for k in range(drafted_BK.shape[1]):
         embedded_BSD, _ = MODEL.embed(TARGET, jnp.roll(tokens_BS, -k - 1, axis=1), start_B, None)
         features_BSD, _ = HEAD(WEIGHTS.draft, embedded_BSD, features_BSD, start_B, None, k)
         last_B1D = HEAD.take(features_BSD, jnp.maximum(lengths_B - 2, 0))[:, None]
-        logits_B1V = HEAD.logits(WEIGHTS.draft, last_B1D, lambda x: MODEL.unembed_normed(TARGET, x), k)
+        logits_B1V = HEAD.logits(
+            WEIGHTS.draft, last_B1D, lambda x: MODEL.unembed_normed(TARGET, x), k
+        )
         found.append(jax.nn.log_softmax(logits_B1V[:, 0]))
     return jnp.stack(found, axis=1)
 
@@ -70,16 +90,22 @@ def test_every_round_drafts_as_if_the_text_were_read_at_once(K):
     assert sizes == set(range(1, K + 2)), "rounds of every size"
 
 
-@pytest.mark.parametrize("at_once, chunk", slow_but([(True, 1), (True, 3), (False, 1), (False, 3)], (False, 3)))
+@pytest.mark.parametrize(
+    "at_once, chunk", slow_but([(True, 1), (True, 3), (False, 1), (False, 3)], (False, 3))
+)
 def test_prompts_read_in_chunks(at_once, chunk):
-    """One call reads all, or each chunk has a call of its own, as in a service, and ends where the next begins."""
+    """One call reads all, or each chunk has a call of its own, as in a service, and ends where the
+    next begins.
+    """
     loop = module_loop()
     whole = started(loop)
     state, starts_B = None, jnp.zeros_like(whole.lengths_B)
     while (starts_B < whole.lengths_B).any():
         ends_B = whole.lengths_B if at_once else jnp.minimum(starts_B + chunk, whole.lengths_B)
         bare = None if state is None else dataclasses.replace(state, request=None)
-        state = loop.extend(WEIGHTS, whole.request, bare, whole.tokens_BS, starts_B, ends_B, chunk=chunk)
+        state = loop.extend(
+            WEIGHTS, whole.request, bare, whole.tokens_BS, starts_B, ends_B, chunk=chunk
+        )
         starts_B = ends_B
     assert error(loop, state) < 1e-5
     assert error(loop, loop.run(WEIGHTS, state, 3)) < 1e-5
@@ -93,10 +119,13 @@ def read_on(edited, drafter=ModuleDrafter):
     is_old_BS = np.arange(40)[None] < lengths_B[:, None] - edited
     more_BS, rows = np.where(is_old_BS, tokens_BS, (tokens_BS + 1) % V), zip(tokens_BS, lengths_B)
     starts_B = [
-        count_known(row[:n].tolist(), new[: n + 5], loop.drafter) for (row, n), new in zip(rows, more_BS.tolist())
+        count_known(row[:n].tolist(), new[: n + 5], loop.drafter)
+        for (row, n), new in zip(rows, more_BS.tolist())
     ]
     bare = dataclasses.replace(state, request=None)
-    state = loop.extend(WEIGHTS, state.request, bare, more_BS, jnp.asarray(starts_B), lengths_B + 5, chunk=4)
+    state = loop.extend(
+        WEIGHTS, state.request, bare, more_BS, jnp.asarray(starts_B), lengths_B + 5, chunk=4
+    )
     return error(loop, state)
 
 
@@ -143,11 +172,17 @@ def test_a_position_that_is_not_kept_is_seen_after_a_pause():
 @pytest.mark.parametrize(
     "rule, sampling, options",
     slow_but(
-        [(BlockRule(), FULL, {}), (TokenRule(), NUCLEUS, {"K": 2}), (TokenRule(), FULL, {"K": 2, "adaptive": RESTLESS})]
+        [
+            (BlockRule(), FULL, {}),
+            (TokenRule(), NUCLEUS, {"K": 2}),
+            (TokenRule(), FULL, {"K": 2, "adaptive": RESTLESS}),
+        ]
     ),
     ids=["block", "nucleus", "adaptive"],
 )
 def test_the_text_has_the_distribution_of_the_target(rule, sampling, options):
     loop = dataclasses.replace(module_loop(options.pop("K", D)), rule=rule)
-    found = distribution_test(loop, WEIGHTS.draft, sampling, length=3, samples=30_000, powered=False, **options)
+    found = distribution_test(
+        loop, WEIGHTS.draft, sampling, length=3, samples=30_000, powered=False, **options
+    )
     assert found > FALSE_ALARM

@@ -17,7 +17,15 @@ from specsamp.decoding.loop import Loop
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.rng import RoundKeys
 from support import mutants
-from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, joint_distribution, p_value, table_loop
+from support.fakes import (
+    FALSE_ALARM,
+    LayeredTableLM,
+    TableLM,
+    decode,
+    joint_distribution,
+    p_value,
+    table_loop,
+)
 from support.loop_distributions import (
     FAR,
     FULL,
@@ -39,8 +47,8 @@ K = 3
 CAUGHT = FALSE_ALARM * 1e-6
 
 
-# What is caught with so many samples is caught with the more of test_loop_distribution.py. So few take less time in
-# quick machine code than good machine code takes to be made.
+# What is caught with so many samples is caught with the more of test_loop_distribution.py. So few
+# take less time in quick machine code than good machine code takes to be made.
 FEWER = 20_000
 HARMLESS = 50_000  # samples of what must pass
 
@@ -56,7 +64,9 @@ def model_loop(rule, **options):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByPosition(RoundKeys):
-    """Addresses noise by absolute position: a position that is drafted again gets its old noise again."""
+    """Addresses noise by absolute position: a position that is drafted again gets its old noise
+    again.
+    """
 
     def uniforms(self, purpose, offsets_BT):
         nowhere = RoundKeys(rows_B=self.rows_B, starts_B=jnp.zeros_like(self.starts_B))
@@ -66,10 +76,14 @@ class ByPosition(RoundKeys):
 def by_position(rule):
     class Mutant(rule):
         def sample(self, log_probs_BV, keys, **address):
-            return super().sample(log_probs_BV, ByPosition(rows_B=keys.rows_B, starts_B=keys.starts_B), **address)
+            return super().sample(
+                log_probs_BV, ByPosition(rows_B=keys.rows_B, starts_B=keys.starts_B), **address
+            )
 
         def verify(self, draft, target, keys):
-            return super().verify(draft, target, ByPosition(rows_B=keys.rows_B, starts_B=keys.starts_B))
+            return super().verify(
+                draft, target, ByPosition(rows_B=keys.rows_B, starts_B=keys.starts_B)
+            )
 
     return Mutant()
 
@@ -92,18 +106,26 @@ def test_a_rule_with_a_mistake_is_caught(rule):
 
 
 def test_draft_log_probs_before_warping():
-    assert caught(table_loop(TokenRule(), mutants.DistributionBeforeWarping(TableLM(V), K)), sampling=LIKELY)
+    assert caught(
+        table_loop(TokenRule(), mutants.DistributionBeforeWarping(TableLM(V), K)), sampling=LIKELY
+    )
 
 
 def test_stop_token_ignored_inside_a_block():
     class Mutant(Loop):
         def commit(self, request, state, draft, verdict, target):
             """Looks for stop tokens in the last emitted position only."""
-            last_B1 = jnp.take_along_axis(verdict.tokens_BT, verdict.num_accepted_B[:, None], axis=1)
+            last_B1 = jnp.take_along_axis(
+                verdict.tokens_BT, verdict.num_accepted_B[:, None], axis=1
+            )
             stops_B = jnp.any(last_B1 == request.stop_ids_BN, axis=1)
-            nothing = dataclasses.replace(request, stop_ids_BN=jnp.full_like(request.stop_ids_BN, -1))
+            nothing = dataclasses.replace(
+                request, stop_ids_BN=jnp.full_like(request.stop_ids_BN, -1)
+            )
             after = super().commit(nothing, state, draft, verdict, target)
-            return dataclasses.replace(after, finish_B=jnp.where(stops_B & state.running_B, 1, after.finish_B))
+            return dataclasses.replace(
+                after, finish_B=jnp.where(stops_B & state.running_B, 1, after.finish_B)
+            )
 
     def p_of(loop):
         run = decode(loop, TARGET, NEAR, [[1, 2]], 3, FULL, samples=FEWER, stop_ids=(0,))
@@ -114,10 +136,14 @@ def test_stop_token_ignored_inside_a_block():
 
 
 def test_hole_in_the_draft_cache_after_full_acceptance():
-    """Output stays exact; what is lost is acceptance, and only a draft equal to the target shows all of it."""
+    """Output stays exact; what is lost is acceptance, and only a draft equal to the target shows
+    all of it.
+    """
 
     def acceptance(drafter):
-        run = decode(table_loop(TokenRule(), drafter), TARGET, TARGET, PROMPTS, 40, FULL, samples=500)
+        run = decode(
+            table_loop(TokenRule(), drafter), TARGET, TARGET, PROMPTS, 40, FULL, samples=500
+        )
         stats = run.state.stats
         return float(stats.accepted_BT[:, -1].sum() / stats.rounds_B.sum())
 
@@ -127,7 +153,11 @@ def test_hole_in_the_draft_cache_after_full_acceptance():
     assert acceptance(mutants.HoleInTheCache(TableLM(V), K)) < 0.9 * (rounds - 1) / rounds
     assert (
         distribution_test(
-            table_loop(TokenRule(), mutants.HoleInTheCache(TableLM(V), K)), NEAR, FULL, samples=HARMLESS, powered=False
+            table_loop(TokenRule(), mutants.HoleInTheCache(TableLM(V), K)),
+            NEAR,
+            FULL,
+            samples=HARMLESS,
+            powered=False,
         )
         > FALSE_ALARM
     )
@@ -142,9 +172,15 @@ def test_an_early_exit_that_writes_over_what_was_scored():
         return dataclasses.replace(table_loop(TokenRule(), drafter(target, 1, K)), target=target)
 
     wrong = loop(mutants.WritesOverWhatWasScored)
-    assert distribution_test(wrong, None, FULL, target=layers, length=3, samples=FEWER, powered=False) < CAUGHT
+    assert (
+        distribution_test(wrong, None, FULL, target=layers, length=3, samples=FEWER, powered=False)
+        < CAUGHT
+    )
     right = loop(EarlyExitDrafter)
-    assert distribution_test(right, None, FULL, target=layers, samples=HARMLESS, powered=False) > FALSE_ALARM
+    assert (
+        distribution_test(right, None, FULL, target=layers, samples=HARMLESS, powered=False)
+        > FALSE_ALARM
+    )
 
 
 def test_length_of_a_neighbour_while_scoring():
@@ -156,7 +192,9 @@ def test_noise_that_does_not_know_the_round():
 
     class Mutant(Loop):
         def _keys(self, request, state):
-            return super()._keys(request, dataclasses.replace(state, lengths_B=jnp.full_like(state.lengths_B, 4)))
+            return super()._keys(
+                request, dataclasses.replace(state, lengths_B=jnp.full_like(state.lengths_B, 4))
+            )
 
     assert caught(model_loop(TokenRule(), loop=Mutant), draft=FAR)
 
@@ -165,14 +203,18 @@ def test_length_of_a_neighbour_while_drafting():
     """Output stays exact; acceptance pays."""
 
     def acceptance(loop):
-        state = decode(model_loop(TokenRule(), loop=loop), TARGET, TARGET, PROMPTS, 20, FULL, samples=1000).state
+        state = decode(
+            model_loop(TokenRule(), loop=loop), TARGET, TARGET, PROMPTS, 20, FULL, samples=1000
+        ).state
         return float(state.stats.accepted_BT[:, -1].sum() / state.stats.rounds_B.sum())
 
     assert acceptance(Loop) == 1.0 and acceptance(mutants.DraftsWithANeighboursLength) < 0.8
 
 
 def test_lost_draft_of_the_last_round_under_a_budget():
-    """Clipping the draft by the remaining budget changes the prefix of a longer run (block rule)."""
+    """Clipping the draft by the remaining budget changes the prefix of a longer run
+    (block rule).
+    """
 
     class Clipped(Loop):
         def draft(self, weights, request, state):
@@ -186,7 +228,14 @@ def test_lost_draft_of_the_last_round_under_a_budget():
 
     def prefixes(loop_type, budget):
         run = decode(
-            model_loop(BlockRule(), loop=loop_type), TARGET, NEAR, PROMPTS, budget, FULL, samples=200, slots=32
+            model_loop(BlockRule(), loop=loop_type),
+            TARGET,
+            NEAR,
+            PROMPTS,
+            budget,
+            FULL,
+            samples=200,
+            slots=32,
         )
         return run.emitted(4)
 
@@ -195,13 +244,18 @@ def test_lost_draft_of_the_last_round_under_a_budget():
 
 
 def test_no_token_decides_whether_it_is_submitted():
-    """Golden values: to submit x where x = 0 writes (.85, .15) for (.7, .3), to drop what is improbable (.42, .58)."""
+    """Golden values: to submit x where x = 0 writes (.85, .15) for (.7, .3), to drop what is
+    improbable (.42, .58).
+    """
 
     def written(drafter, target, draft, least):
         adaptive = Adaptive(lengths=(1,), stop=Confidence(least))
         return first_token(drafter, target, draft, adaptive=adaptive)[0]
 
-    looks, drops = mutants.SubmitsTheFirstTokenAlone(TableLM(2), 1), mutants.StopsOneTokenEarly(TableLM(2), 1)
+    looks, drops = (
+        mutants.SubmitsTheFirstTokenAlone(TableLM(2), 1),
+        mutants.StopsOneTokenEarly(TableLM(2), 1),
+    )
     assert written(looks, (0.7, 0.3), (0.5, 0.5), 0.0) == pytest.approx(0.85, abs=0.01)
     for drafter, expected in ((drops, 0.42), (ModelDrafter(TableLM(2), 1), 0.3)):
         assert written(drafter, (0.3, 0.7), (0.6, 0.4), 0.5) == pytest.approx(expected, abs=0.01)
@@ -212,7 +266,9 @@ class DropsTheUnsure(ModelDrafter):
 
     def propose(self, weights, state, prefix, cache, sample):
         draft, state, cache = super().propose(weights, state, prefix, cache, sample)
-        taken = jnp.take_along_axis(draft.log_probs_BRV, draft.tokens_BK[..., None], axis=-1)[..., 0]
+        taken = jnp.take_along_axis(draft.log_probs_BRV, draft.tokens_BK[..., None], axis=-1)[
+            ..., 0
+        ]
         kept_B = jnp.sum(jnp.cumprod(taken > np.log(0.4), axis=1), axis=1)
         return dataclasses.replace(draft, num_drafted_B=kept_B.astype(jnp.int32)), state, cache
 
@@ -223,4 +279,9 @@ def test_dropping_a_drafted_token_by_its_value_is_biased():
 
 def test_a_stop_that_cancels_the_token_itself_is_caught():
     loop = table_loop(TokenRule(), mutants.StopsOneTokenEarly(TableLM(V), STOPPED.K))
-    assert distribution_test(loop, NEAR, FULL, length=3, adaptive=STOPPED, samples=FEWER, powered=False) < CAUGHT
+    assert (
+        distribution_test(
+            loop, NEAR, FULL, length=3, adaptive=STOPPED, samples=FEWER, powered=False
+        )
+        < CAUGHT
+    )

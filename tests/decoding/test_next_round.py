@@ -32,7 +32,9 @@ TOLERANCE = 1e-3  # of a probability; rounding makes 1e-4, the mistakes below .0
 
 @dataclasses.dataclass(frozen=True)
 class AcceptsByLength(Rule):
-    """Accepts any number of tokens, whatever they are, so that caches of weak drafts have some, too."""
+    """Accepts any number of tokens, whatever they are, so that caches of weak drafts have some,
+    too.
+    """
 
     trees = True
 
@@ -179,7 +181,9 @@ QUICK += ("model tree", "EAGLE-3 tree")
 
 @pytest.mark.parametrize("kind", slow_but(DRAFTERS, *QUICK))
 def test_the_next_round_is_that_of_a_text_that_is_read_anew(kind):
-    """After pauses, turns, copies of rows that run or have ended, shorter drafts, and other sizes."""
+    """After pauses, turns, copies of rows that run or have ended, shorter drafts, and
+    other sizes.
+    """
     decode_session(Batch(*DRAFTERS[kind]()))
 
 
@@ -187,7 +191,9 @@ def test_the_next_round_is_that_of_a_text_that_is_read_anew(kind):
 def test_turns_of_a_conversation_are_those_of_whole_texts(kind):
     """What is accepted does not depend on the noise: other drafts are another text."""
     pair, drafter, *_ = DRAFTERS[kind]()
-    options = dict(drafter=drafter, rule=AcceptsByLength(), sampling=SAMPLING, max_tokens=SLOTS // 2)
+    options = dict(
+        drafter=drafter, rule=AcceptsByLength(), sampling=SAMPLING, max_tokens=SLOTS // 2
+    )
     chat, text = Conversation(pair, **options), [3, 1, 4]
     for removed, added in ((0, [1, 5, 9]), (0, [2]), (6, [6, 5]), (2, [3, 5])):
         for each in (chat, whole := Conversation(pair, **options)):

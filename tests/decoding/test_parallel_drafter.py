@@ -1,4 +1,6 @@
-"""A draft model in one call: texts are exact, and its distributions are those of the model on text and masks."""
+"""A draft model in one call: texts are exact, and its distributions are those of the model on text
+and masks.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +28,23 @@ def drafter(K=3, model=TableLM(V), **options):
 
 @pytest.mark.parametrize(
     "rule, sampling, options",
-    [(TokenRule(), FULL, {}), pytest.param(BlockRule(), LIKELY, dict(law="argmax", K=2), marks=pytest.mark.slow)],
+    [
+        (TokenRule(), FULL, {}),
+        pytest.param(BlockRule(), LIKELY, dict(law="argmax", K=2), marks=pytest.mark.slow),
+    ],
 )
 def test_the_text_has_the_distribution_of_the_target(rule, sampling, options):
     loop = table_loop(rule, drafter(**options))
-    assert distribution_test(loop, NEAR, sampling, length=3, samples=30_000, powered=False) > FALSE_ALARM
+    assert (
+        distribution_test(loop, NEAR, sampling, length=3, samples=30_000, powered=False)
+        > FALSE_ALARM
+    )
 
 
 class ReadsTwoTokens(ParallelDrafter):
-    """Reads only two known tokens, as a model that drafts token by token: accepted tokens remain masks in the cache."""
+    """Reads only two known tokens, as a model that drafts token by token: accepted tokens remain
+    masks in the cache.
+    """
 
     first_window = 2
 
@@ -48,12 +58,16 @@ def test_the_first_token_of_a_perfect_draft_is_accepted_always(kind, perfect):
 
 
 def marginals(model, params, tokens_BS, length, K, mask):
-    """The log-probabilities that K tokens are drawn from, after a text whose last token is not read yet."""
+    """The log-probabilities that K tokens are drawn from, after a text whose last token is not read
+    yet.
+    """
     one, batch = ParallelDrafter(model, K, mask_id=mask), len(tokens_BS)
     weights = Weights(target=None, draft=model.prepare(params))
     lengths_B, zeros_B = jnp.full(batch, length), jnp.zeros(batch, jnp.int32)
     sample = Sampler(
-        warp=chain(), rule=TokenRule(), keys=RoundKeys(rows_B=row_keys(0, zeros_B, zeros_B), starts_B=lengths_B)
+        warp=chain(),
+        rule=TokenRule(),
+        keys=RoundKeys(rows_B=row_keys(0, zeros_B, zeros_B), starts_B=lengths_B),
     )
     slots = tokens_BS.shape[1]
     state = model(weights.draft, tokens_BS[:, : length - 1], zeros_B, one.init(batch, slots)).cache
@@ -68,11 +82,15 @@ def test_one_call_gives_the_distributions_of_text_and_masks(length):
     params, tokens = drawn_params(model), jax.random.randint(jax.random.key(0), (1, 16), 0, 15)
     text = jnp.concatenate([tokens[:, :length], jnp.full((1, K - 1), mask)], axis=1)
     expected = jax.nn.log_softmax(model.forward(params, text).logits_BTV[:, length - 1 :])
-    np.testing.assert_allclose(marginals(model, params, tokens, length, K, mask), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        marginals(model, params, tokens, length, K, mask), expected, atol=1e-5
+    )
 
 
 def test_the_marginals_are_those_of_transformers(tmp_path):
-    """Compares with a Llama that reads text and masks in one causal pass; tokens behind the text make no difference."""
+    """Compares with a Llama that reads text and masks in one causal pass; tokens behind the text
+    make no difference.
+    """
     theirs, K = golden.read(golden.PARD), golden.MASKS + 1
     checkpoint = open_checkpoint(theirs.write_checkpoint(tmp_path), dtype="float32")
     model = TransformerLM(checkpoint.config)

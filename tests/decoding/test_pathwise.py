@@ -16,10 +16,16 @@ V = 8
 TARGET = random_table(10, V)
 NEAR = near(TARGET, 11, 0.4)
 PROMPTS = [[0], [1, 2, 3], [4, 5, 6, 7, 0, 1, 2], [3, 3]]
-DRAFTERS = [ModelDrafter(TableLM(V), 1), ModelDrafter(TableLM(V), 5), ModelDrafter(TableLM(V), 16), NgramDrafter(4)]
+DRAFTERS = [
+    ModelDrafter(TableLM(V), 1),
+    ModelDrafter(TableLM(V), 5),
+    ModelDrafter(TableLM(V), 16),
+    NgramDrafter(4),
+]
 
 
-ROWS_APART = chain(temperature([1.0, 0.4, 0.0, 0.4]), top_p([1.0, 0.9, 1.0, 1.0]))  # full, nucleus, greedy, cold
+# Full, nucleus, greedy, cold.
+ROWS_APART = chain(temperature([1.0, 0.4, 0.0, 0.4]), top_p([1.0, 0.9, 1.0, 1.0]))
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=lambda x: f"{type(x).__name__}{x.K}")
@@ -33,7 +39,9 @@ def test_coupled_stream_is_the_autoregressive_stream(drafter):
     speculative, plain = run(drafter), run(NoDrafter())
     assert np.array_equal(speculative.state.lengths_B, plain.state.lengths_B)
     for row, length in enumerate(np.asarray(plain.state.lengths_B)):
-        assert np.array_equal(speculative.state.tokens_BS[row, :length], plain.state.tokens_BS[row, :length])
+        assert np.array_equal(
+            speculative.state.tokens_BS[row, :length], plain.state.tokens_BS[row, :length]
+        )
 
 
 @pytest.mark.parametrize(
@@ -48,17 +56,24 @@ def test_greedy_speculative_is_greedy(drafter, rule):
     assert np.array_equal(run(drafter, rule).emitted(50), run(NoDrafter(), TokenRule()).emitted(50))
 
 
-@pytest.mark.parametrize("rule", [BlockRule(), CoupledRule()])  # the token rule draws as the block rule does
+# The token rule draws as the block rule does.
+@pytest.mark.parametrize("rule", [BlockRule(), CoupledRule()])
 def test_sample_depends_on_its_address_only(rule):
-    """Tokens do not depend on neighbours, their number, padding, slots, slices of the run, or the budget."""
+    """Tokens do not depend on neighbours, their number, padding, slots, slices of the run, or the
+    budget.
+    """
     loop = table_loop(rule, ModelDrafter(TableLM(V), 4), V)
     warp, length = chain(temperature(0.9)), 24
 
     def run(prompts, ids, budget=length, **options):
-        return decode(loop, TARGET, NEAR, prompts, budget, warp, prompt_ids=ids, seed=5, **options).emitted(length)
+        return decode(
+            loop, TARGET, NEAR, prompts, budget, warp, prompt_ids=ids, seed=5, **options
+        ).emitted(length)
 
     def many(ids, prompts=PROMPTS, budgets=(length,) * 4, **options):
-        """Five times two samples of each, more rows than are written one by one; the first sample of each."""
+        """Five times two samples of each, more rows than are written one by one; the first sample
+        of each.
+        """
         shape = {"samples": 2, "padded_length": 7, "slots": 96}  # of one program
         return run(prompts * 5, ids * 5, budgets * 5, **shape, **options)[::2].reshape(5, 4, length)
 
@@ -68,7 +83,9 @@ def test_sample_depends_on_its_address_only(rule):
     assert np.array_equal(rows, np.broadcast_to(together, rows.shape)), "rows"
     for i, prompt in enumerate(PROMPTS):
         alone = run([prompt], [ids[i]], padded_length=31, slots=200)
-        assert np.array_equal(alone[0], together[i]), "alone, with other padding, slots and number of samples"
+        assert np.array_equal(alone[0], together[i]), (
+            "alone, with other padding, slots and number of samples"
+        )
     assert np.array_equal(many(ids[::-1], PROMPTS[::-1])[0, ::-1], together), "order"
     assert np.array_equal(many(ids, slice_rounds=1)[0], together), "slices of one round"
     assert np.array_equal(many(ids, slice_rounds=3)[0], together), "slices of three rounds"

@@ -1,4 +1,6 @@
-"""Strings that end texts: wherever they begin, the same text, tokens and counts as if decoding had stopped there."""
+"""Strings that end texts: wherever they begin, the same text, tokens and counts as if decoding had
+stopped there.
+"""
 
 import dataclasses
 
@@ -6,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import BlockRule, ModelDrafter, NgramDrafter, NoDrafter, chain, generate, stream, temperature
+from specsamp import (
+    BlockRule,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    chain,
+    generate,
+    stream,
+    temperature,
+)
 from specsamp.decoding.results import RowStats
 from specsamp.decoding.text import Continuation, Stops
 from support.byte_tokenizer import ByteTokenizer
@@ -20,7 +31,12 @@ def test_a_string_of_several_tokens_begins_inside_a_drafted_block():
     assert (row.stats.rounds, row.stats.emitted, row.stats.accepted) == (1, 5, 4)
     assert row.dropped == 5, "the look came after two rounds of five tokens"
     (other,) = generate(counting_pair(), ["c"], 20, draft_length=3, stop=["gh"])
-    assert (other.text, other.tokens, other.stats.rounds, other.stats.accepted) == ("def", list(b"defgh"), 2, 4)
+    assert (other.text, other.tokens, other.stats.rounds, other.stats.accepted) == (
+        "def",
+        list(b"defgh"),
+        2,
+        4,
+    )
 
 
 def test_the_first_string_ends_the_text_and_a_budget_comes_before_it():
@@ -30,7 +46,9 @@ def test_the_first_string_ends_the_text_and_a_budget_comes_before_it():
 
 
 class Prefixed(ByteTokenizer):
-    """Drops the space that a text begins with, as tokenizers do that give one to every beginning."""
+    """Drops the space that a text begins with, as tokenizers do that give one to every
+    beginning.
+    """
 
     def token_bytes(self, token, before=None):
         return b"" if before is None and token == ord(" ") else super().token_bytes(token)
@@ -43,19 +61,30 @@ def test_a_text_keeps_the_space_between_it_and_its_prompt():
     for stop, text in (([], ' !"#'), (["#"], ' !"'), ([' !"'], "")):
         (row,) = generate(pair, [prompt], 4, stop=stop)
         assert row.text == text, stop
-        assert "".join(chunk.text for chunk in stream(pair, [prompt], 4, stop=stop, rounds_per_chunk=1)) == text
+        assert (
+            "".join(
+                chunk.text for chunk in stream(pair, [prompt], 4, stop=stop, rounds_per_chunk=1)
+            )
+            == text
+        )
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_stream_shows_nothing_that_a_stop_takes_back(rounds):
-    chunks = list(stream(counting_pair(), ["c"], 20, draft_length=1, stop=["fghi", "fx"], rounds_per_chunk=rounds))
+    chunks = list(
+        stream(
+            counting_pair(), ["c"], 20, draft_length=1, stop=["fghi", "fx"], rounds_per_chunk=rounds
+        )
+    )
     shown = "".join(chunk.text for chunk in chunks)
     assert shown == "de" and chunks[-1].finish == "stop"
     assert sum((chunk.tokens for chunk in chunks), []) == list(b"defghi")
 
 
 def test_what_only_looked_like_a_stop_is_shown():
-    chunks = list(stream(counting_pair(), ["c"], 6, draft_length=1, stop=["fgx"], rounds_per_chunk=1))
+    chunks = list(
+        stream(counting_pair(), ["c"], 6, draft_length=1, stop=["fgx"], rounds_per_chunk=1)
+    )
     assert "".join(chunk.text for chunk in chunks) == "defghi" and chunks[-1].finish == "length"
 
 
@@ -68,7 +97,11 @@ def test_where_a_string_ends_is_found_in_the_fewest_tokens():
 
 def test_a_string_that_ends_in_the_least_tokens_ends_nothing():
     stops, decoder = Stops(texts=("ab", "c"), least=4), Continuation(ByteTokenizer())
-    for text, count, left in (("cabab..", 5, "cab"), ("abcc...", None, "abcc..."), ("aab.ac.", 6, "aab.a")):
+    for text, count, left in (
+        ("cabab..", 5, "cab"),
+        ("abcc...", None, "abcc..."),
+        ("aab.ac.", 6, "aab.a"),
+    ):
         tokens = list(text.encode())
         assert (stops.count(decoder, tokens), stops.text(decoder, tokens)) == (count, left), text
     assert Stops(texts=("ab", "c")).count(decoder, list(b"cabab..")) == 1, "the control"
@@ -76,12 +109,16 @@ def test_a_string_that_ends_in_the_least_tokens_ends_nothing():
 
 @pytest.mark.parametrize("drafter", [ModelDrafter(TableLM(V), 3), NgramDrafter(K=2), NoDrafter()])
 def test_counts_of_a_cut_text_are_those_of_a_run_that_ends_there(drafter):
-    """A budget of n tokens and a text cut after n: the same rounds, so the same counts; drafts vary in length."""
+    """A budget of n tokens and a text cut after n: the same rounds, so the same counts; drafts vary
+    in length.
+    """
     loop = table_loop(BlockRule(), drafter, keep_rounds=True)
     draft = NEAR if drafter.K == 3 else None
 
     def run(budget):
-        return decode(loop, TARGET, draft, [[1, 2], [0]], budget, chain(temperature(0.9)), samples=4, slots=40).state
+        return decode(
+            loop, TARGET, draft, [[1, 2], [0]], budget, chain(temperature(0.9)), samples=4, slots=40
+        ).state
 
     whole = run(20)
     for budget in (20, 11, 7, 1):
@@ -89,7 +126,8 @@ def test_counts_of_a_cut_text_are_those_of_a_run_that_ends_there(drafter):
         for row in range(8):
             start = (2, 1)[row // 4]
             rounds, from_draft = (
-                np.asarray(x[row, start : start + budget]) for x in (whole.rounds_BS, whole.from_draft_BS)
+                np.asarray(x[row, start : start + budget])
+                for x in (whole.rounds_BS, whole.from_draft_BS)
             )
             counted = RowStats.of_rounds(rounds.tolist(), from_draft.tolist(), loop.depth)
             assert counted == RowStats.of(state.stats, row), (budget, row)

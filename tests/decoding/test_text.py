@@ -1,4 +1,6 @@
-"""Texts, pieces of streams and stop texts, over tokenizers in many styles, compared with whole decoding."""
+"""Texts, pieces of streams and stop texts, over tokenizers in many styles, compared with whole
+decoding.
+"""
 
 import dataclasses
 import itertools
@@ -39,17 +41,27 @@ WORDS = [
     ".",
 ]
 
-several = settings(derandomize=True, deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+several = settings(
+    derandomize=True, deadline=None, max_examples=25, suppress_health_check=list(HealthCheck)
+)
 
 
 def reference(text, tokens):
-    """The library's text of tokens in which no byte is amiss: a run of bytes is mended before the library reads it."""
+    """The library's text of tokens in which no byte is amiss: a run of bytes is mended before the
+    library reads it.
+    """
     pieces = [text.token(token) for token in tokens if token not in text._special]
     ids, byte = [], re.compile("<0x([0-9A-F]{2})>")
-    for is_byte, run in itertools.groupby(pieces, lambda piece: bool(byte.fullmatch(piece)) and text._byte_of != {}):
+    for is_byte, run in itertools.groupby(
+        pieces, lambda piece: bool(byte.fullmatch(piece)) and text._byte_of != {}
+    ):
         run = list(run)
         if is_byte:
-            mended = bytes(int(byte.fullmatch(piece)[1], 16) for piece in run).decode(errors="replace").encode()
+            mended = (
+                bytes(int(byte.fullmatch(piece)[1], 16) for piece in run)
+                .decode(errors="replace")
+                .encode()
+            )
             run = [f"<0x{value:02X}>" for value in mended]
         ids += map(text._tokenizer.token_to_id, run)
     return text._tokenizer.decode(ids)
@@ -61,21 +73,30 @@ def complete(text, tokens):
     if not whole.endswith(REPLACED):
         return whole
     more = [byte_token(text, value) for value in (0x80, 0x90, 0xA0, 0x41)]
-    endings = [reference(text, [*tokens, *[one] * count]) for one in more for count in (1, 2, 3) if one is not None]
+    endings = [
+        reference(text, [*tokens, *[one] * count])
+        for one in more
+        for count in (1, 2, 3)
+        if one is not None
+    ]
     return os.path.commonprefix([whole, *endings])
 
 
 def byte_token(text, value):
     """The token of a byte; None for a tokenizer that has no bytes."""
     letters = {byte: letter for letter, byte in BYTE_OF_LETTER.items()}
-    return text._tokenizer.token_to_id(letters[value] if text._is_byte_level else f"<0x{value:02X}>")
+    return text._tokenizer.token_to_id(
+        letters[value] if text._is_byte_level else f"<0x{value:02X}>"
+    )
 
 
 @st.composite
 def written(draw, style):
     """Tokens of a text, of any ids, or of both, with bytes that are no text."""
     text = tokenizer(style)
-    words = st.lists(st.sampled_from(WORDS), max_size=6).map(lambda some: text.encode("".join(some)))
+    words = st.lists(st.sampled_from(WORDS), max_size=6).map(
+        lambda some: text.encode("".join(some))
+    )
     some_bytes = [byte_token(text, value) for value in (0x20, 0x41, 0x82, 0xAC, 0xE2, 0xE1, 0xF0)]
     anything = st.lists(st.integers(0, text.vocab_size - 1), max_size=4)
     amiss = anything if None in some_bytes else st.lists(st.sampled_from(some_bytes), max_size=5)
@@ -83,7 +104,9 @@ def written(draw, style):
 
 
 def pair_of(text):
-    return types.SimpleNamespace(tokenizer=text, target=types.SimpleNamespace(vocab_size=text.vocab_size), stop=None)
+    return types.SimpleNamespace(
+        tokenizer=text, target=types.SimpleNamespace(vocab_size=text.vocab_size), stop=None
+    )
 
 
 def cuts(draw, tokens):
@@ -100,7 +123,9 @@ def test_a_text_is_that_of_the_library_and_its_beginnings_stay(style):
         whole = text.decode(tokens)
         assert whole == reference(text, tokens)
         decoder = Continuation(text)
-        assert decoder.decode(tokens[::-1]) == text.decode(tokens[::-1]), "tokens that are not continued are forgotten"
+        assert decoder.decode(tokens[::-1]) == text.decode(tokens[::-1]), (
+            "tokens that are not continued are forgotten"
+        )
         for end in range(len(tokens) + 1):
             assert decoder.decode(tokens[:end]) == text.decode(tokens[:end])
             assert (
@@ -123,7 +148,9 @@ def test_a_prompt_and_the_pieces_of_its_continuation_are_the_whole_text(style):
         start = data.draw(st.integers(0, len(tokens)))
         prompt, rest = tokens[:start], tokens[start:]
         pieces = TextStream(Continuation(text, prompt))
-        shown = [pieces.push(rest[:end], False) for end in cuts(data.draw, rest)] + [pieces.push(rest, True)]
+        shown = [pieces.push(rest[:end], False) for end in cuts(data.draw, rest)] + [
+            pieces.push(rest, True)
+        ]
         assert Continuation(text).complete(prompt) + "".join(shown) == text.decode(tokens)
 
     check()
@@ -160,12 +187,18 @@ def test_a_stop_text_is_found_where_it_is_in_the_text_and_only_there(style):
         count = next((end for end in range(len(tokens) + 1) if begin(end) is not None), None)
         assert stops.count(Continuation(text), tokens) == count
         ended = next((end + 1 for end, token in enumerate(tokens) if token in stops.sure), None)
-        assert ended is None or count is not None and count <= ended, "the loop ends where the text does"
+        assert ended is None or count is not None and count <= ended, (
+            "the loop ends where the text does"
+        )
         kept = tokens[:count]
         expected = text.decode(kept) if count is None else starts[count][: begin(count)]
         assert stops.text(Continuation(text), kept) == expected
         pieces = TextStream(Continuation(text), stops)
-        shown = [pieces.push(kept[:end], False) for end in cuts(data.draw, kept) if end < (count or len(tokens) + 1)]
+        shown = [
+            pieces.push(kept[:end], False)
+            for end in cuts(data.draw, kept)
+            if end < (count or len(tokens) + 1)
+        ]
         assert "".join([*shown, pieces.push(kept, True)]) == expected
 
     check()
@@ -173,26 +206,38 @@ def test_a_stop_text_is_found_where_it_is_in_the_text_and_only_there(style):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_stop_text_that_is_the_name_of_a_piece_is_a_text(style):
-    """Byte-level tokenizers name the byte E9 "é"; SentencePiece names spaces "▁"; Gemma has tokens of several."""
+    """Byte-level tokenizers name the byte E9 "é"; SentencePiece names spaces "▁"; Gemma has tokens
+    of several.
+    """
     for text in (tokenizer(style), tokenizer("gemma3")):
         pair = pair_of(text)
         for entry in (*map(chr, range(0x21, 0x180)), "▁", "▁▁", "Ġ", "<0x0A>", "Ċ", "<tool>"):
             stops = make_stops(pair, [entry])
             assert stops.texts == (entry,) and not stops.ids
-            assert all(text.token_bytes(token, token) == entry.encode() for token in stops.sure), entry
+            assert all(text.token_bytes(token, token) == entry.encode() for token in stops.sure), (
+                entry
+            )
 
 
 def test_only_the_name_of_a_token_without_text_stands_for_the_token():
-    for style, name in (("qwen", "<|im_end|>"), ("llama2", "</s>"), ("llama3", "<|begin_of_text|>")):
+    for style, name in (
+        ("qwen", "<|im_end|>"),
+        ("llama2", "</s>"),
+        ("llama3", "<|begin_of_text|>"),
+    ):
         text = tokenizer(style)
         pair = pair_of(text)
         assert make_stops(pair, [name, 5]) == Stops(frozenset([text.token_id(name), 5]))
 
 
 def test_a_word_ends_a_text_alike_with_and_without_a_word_after_it():
-    """SentencePiece has a token "▁Human", whose text is " Human", or "Human" where a text begins."""
+    """SentencePiece has a token "▁Human", whose text is " Human", or "Human" where a text
+    begins.
+    """
     text = tokenizer("t5")
-    assert text.encode("Human") == [text.token_id("▁Human")] == [text.token_id("Human")], "the control"
+    assert text.encode("Human") == [text.token_id("▁Human")] == [text.token_id("Human")], (
+        "the control"
+    )
     tokens = text.encode("a Human is")
     for entry in ("Human", "Human is"):
         stops = make_stops(pair_of(text), [entry])
@@ -215,7 +260,9 @@ def test_a_prompt_that_ends_inside_a_long_run_of_bytes_is_continued(style):
     tokens = text.encode("a " + "ሰላም ለዓለም" * 3)
     for start in range(1, len(tokens) + 1):
         decoder = Continuation(text, tokens[:start])
-        assert Continuation(text).complete(tokens[:start]) + decoder.decode(tokens[start:]) == text.decode(tokens)
+        assert Continuation(text).complete(tokens[:start]) + decoder.decode(
+            tokens[start:]
+        ) == text.decode(tokens)
         assert REPLACED not in decoder.decode(tokens[start:]), start
 
 
@@ -223,13 +270,17 @@ def test_a_prompt_that_ends_inside_a_long_run_of_bytes_is_continued(style):
 def test_a_prompt_that_ends_with_a_replacement_character_is_not_repeated(style):
     text = tokenizer(style)
     prompt, rest = text.encode("a" + REPLACED), text.encode("bc")[-1:]
-    assert Continuation(text, prompt).decode(rest) == text.decode([*prompt, *rest]).removeprefix("a" + REPLACED)
+    assert Continuation(text, prompt).decode(rest) == text.decode([*prompt, *rest]).removeprefix(
+        "a" + REPLACED
+    )
 
 
 def test_a_budget_that_ends_inside_a_character_loses_none_before_it():
     text = tokenizer("llama2")
     tokens = text.encode("ሰላም")[:-1]
-    assert text.decode(tokens) == "ሰላ" + REPLACED and text._tokenizer.decode(tokens) == REPLACED * 8, "the control"
+    assert (
+        text.decode(tokens) == "ሰላ" + REPLACED and text._tokenizer.decode(tokens) == REPLACED * 8
+    ), "the control"
     pieces = TextStream(Continuation(text))
     shown = [pieces.push(tokens[: end + 1], end + 1 == len(tokens)) for end in range(len(tokens))]
     assert "".join(shown) == "ሰላ" + REPLACED and shown[:5] == ["", "", "", "", "ሰ"]
@@ -245,7 +296,9 @@ class Script(ByteTokenizer):
     def token_bytes(self, token, before=None):
         if token >= len(self.tokens):
             return None
-        return self.inner.token_bytes(self.tokens[token], None if before is None else self.tokens[before])
+        return self.inner.token_bytes(
+            self.tokens[token], None if before is None else self.tokens[before]
+        )
 
 
 @pytest.mark.parametrize("style", ["llama2", "gemma", "qwen", "chatglm"])
@@ -268,4 +321,6 @@ def test_generated_and_streamed_texts_are_the_whole_text_at_every_budget(style):
             whole = text.decode(tokens[: len(prompt) + budget]).removeprefix(before)
             assert row.text == streamed == whole.partition(stop)[0], (stop, len(prompt), budget)
             assert row.finish == ("stop" if stop in whole else "length")
-            assert row.text == whole or stop not in text.decode(tokens[len(prompt) :][: len(row.tokens) - 1])
+            assert row.text == whole or stop not in text.decode(
+                tokens[len(prompt) :][: len(row.tokens) - 1]
+            )

@@ -1,4 +1,6 @@
-"""Token trees through the whole loop: texts are exact, slots are moved, and each mistake is caught."""
+"""Token trees through the whole loop: texts are exact, slots are moved, and each mistake
+is caught.
+"""
 
 import dataclasses
 
@@ -32,14 +34,32 @@ from specsamp.sampling.warp import chain, greedy, temperature, top_k, top_p
 from support import tree_mutants as mutants
 from support.drafters import DRAFTERS
 from support.extras import slow_but
-from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, decode, near, random_table, table_loop
+from support.fakes import (
+    FALSE_ALARM,
+    LayeredTableLM,
+    TableLM,
+    decode,
+    near,
+    random_table,
+    table_loop,
+)
 from support.heads import LayeredTable, block, dspark, eagle3, medusa, mtp
-from support.loop_distributions import FAR, FULL, LIKELY, NEAR, NUCLEUS, TARGET, V, distribution_test
+from support.loop_distributions import (
+    FAR,
+    FULL,
+    LIKELY,
+    NEAR,
+    NUCLEUS,
+    TARGET,
+    V,
+    distribution_test,
+)
 from support.weights import drawn_params
 
 FEWER, PROMPT = 20_000, [[2, 0, 1, 1]]
 CAUGHT = FALSE_ALARM * 1e-6
-TREE = TreeShape((0, 0, 1, 1, 2, 3))  # an inner node behind a leaf, a leaf that the draft never reads
+# An inner node behind a leaf, a leaf that the draft never reads.
+TREE = TreeShape((0, 0, 1, 1, 2, 3))
 WIDE = TreeShape.of_widths(2, 2)
 
 
@@ -52,12 +72,16 @@ EXIT_LAYERS = jnp.stack([FAR, TARGET - FAR])
 
 
 def exit_loop(rule, **options):
-    return dataclasses.replace(table_loop(rule, EarlyExitTree(EXITS, 1, tree=TREE, **options)), target=EXITS)
+    return dataclasses.replace(
+        table_loop(rule, EarlyExitTree(EXITS, 1, tree=TREE, **options)), target=EXITS
+    )
 
 
 def head_loop(head, rule, tree=TREE, **options):
     target = LayeredTable(V)
-    return dataclasses.replace(table_loop(rule, FeatureTree(target, head, tree=tree, **options)), target=target)
+    return dataclasses.replace(
+        table_loop(rule, FeatureTree(target, head, tree=tree, **options)), target=target
+    )
 
 
 def weights_of(head):
@@ -78,7 +102,12 @@ CASES = {
     "top": (table_loop(RecursiveRule("top"), model()), FAR, FULL, {}),
     "top and drawn": (table_loop(TraversalRule("top_and_drawn"), model()), NEAR, LIKELY, {}),
     "coupled": (table_loop(CoupledRule(), model()), FAR, FULL, {}),
-    "prompt lookup": (table_loop(RecursiveRule(), NgramTree(tree=TreeShape.of_widths(2, 1))), None, FULL, {}),
+    "prompt lookup": (
+        table_loop(RecursiveRule(), NgramTree(tree=TreeShape.of_widths(2, 1))),
+        None,
+        FULL,
+        {},
+    ),
     "early exit": (exit_loop(RecursiveRule(), window=2), None, FULL, dict(target=EXIT_LAYERS)),
     "EAGLE-3": (head_loop(EAGLE, RecursiveRule()), weights_of(EAGLE), FULL, {}),
     "MTP": (head_loop(MTP, TraversalRule(), window=2), weights_of(MTP), FULL, {}),
@@ -97,7 +126,11 @@ CASES |= {
         table_loop(RecursiveRule(), model()),
         NEAR,
         FULL,
-        dict(adaptive=Adaptive(lengths=(0, 2, 6), costs_ms=(1, 1.5, 2.2), trust=0.1, decay=0.5, margin=0, pause=1)),
+        dict(
+            adaptive=Adaptive(
+                lengths=(0, 2, 6), costs_ms=(1, 1.5, 2.2), trust=0.1, decay=0.5, margin=0, pause=1
+            )
+        ),
     ),
     "EAGLE-2": (head_loop(EAGLE, RecursiveRule("top"), PRUNED), weights_of(EAGLE), FULL, {}),
     "EAGLE-2, drawn": (head_loop(EAGLE, TraversalRule(), GROWS), weights_of(EAGLE), FULL, {}),
@@ -107,13 +140,20 @@ BLOCK, CORRECTED = block(V), dspark(V, markov="recurrent", confidence=None)
 
 def block_loop(head, rule, **options):
     target = LayeredTable(V)
-    return dataclasses.replace(table_loop(rule, BlockTree(target, head, tree=TREE, **options)), target=target)
+    return dataclasses.replace(
+        table_loop(rule, BlockTree(target, head, tree=TREE, **options)), target=target
+    )
 
 
 CASES |= {
     "block, marginals": (block_loop(BLOCK, TraversalRule()), weights_of(BLOCK), FULL, {}),
     "block, conditional": (block_loop(CORRECTED, RecursiveRule()), weights_of(CORRECTED), FULL, {}),
-    "block, argmax": (block_loop(BLOCK, RecursiveRule(), law="argmax"), weights_of(BLOCK), FULL, {}),
+    "block, argmax": (
+        block_loop(BLOCK, RecursiveRule(), law="argmax"),
+        weights_of(BLOCK),
+        FULL,
+        {},
+    ),
 }
 SLOW = {
     "traversal",
@@ -187,23 +227,31 @@ def assert_same(ours, theirs):
     assert np.array_equal(ours.lengths_B, theirs.lengths_B)
     for row, length in enumerate(np.asarray(theirs.lengths_B)):
         assert np.array_equal(ours.tokens_BS[row, :length], theirs.tokens_BS[row, :length])
-        np.testing.assert_allclose(ours.log_probs_BS[row, :length], theirs.log_probs_BS[row, :length], atol=1e-6)
+        np.testing.assert_allclose(
+            ours.log_probs_BS[row, :length], theirs.log_probs_BS[row, :length], atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("drafter", SMALL_TREES, ids=lambda x: type(x).__name__)
 def test_the_coupled_text_of_a_tree_is_that_of_plain_decoding(drafter):
-    """Texts equal token by token, with log-probabilities, budgets and stops: rows, slots and positions are right."""
+    """Texts equal token by token, with log-probabilities, budgets and stops: rows, slots and
+    positions are right.
+    """
     apart = chain(temperature([1.0, 0.4, 0.0, 0.4]), top_p([1.0, 0.9, 1.0, 1.0]))
     for stop_ids in ((-1,), (6,)):
         options = dict(samples=4, stop_ids=stop_ids)
-        tree, plain = (texts_of(each, CoupledRule(), apart, **options) for each in (drafter, NoDrafter()))
+        tree, plain = (
+            texts_of(each, CoupledRule(), apart, **options) for each in (drafter, NoDrafter())
+        )
         assert_same(tree, plain)
         assert np.array_equal(tree.finish_B, plain.finish_B)
     assert np.any(plain.finish_B == Finish.STOP)
 
 
 def test_log_probabilities_of_the_wrong_rows_are_seen(monkeypatch):
-    """The control of the test above: the rows of the first nodes are taken for those of the path."""
+    """The control of the test above: the rows of the first nodes are taken for those of
+    the path.
+    """
 
     def first_rows(self, verdict):
         depth = verdict.rows_BT.shape[1]
@@ -242,10 +290,14 @@ def test_a_greedy_row_in_a_batch_of_trees():
 
 
 def test_the_draft_accepts_all_where_it_is_the_target():
-    """A draft cache that was not moved, or a leaf that was never read, costs acceptance and biases nothing."""
+    """A draft cache that was not moved, or a leaf that was never read, costs acceptance and biases
+    nothing.
+    """
 
     def acceptance(drafter):
-        state = texts_of(drafter, RecursiveRule(), chain(temperature(1.0)), draft=TARGET8, samples=50)
+        state = texts_of(
+            drafter, RecursiveRule(), chain(temperature(1.0)), draft=TARGET8, samples=50
+        )
         return float(state.stats.accepted_BT[:, -1].sum() / state.stats.rounds_B.sum())
 
     shape = TreeShape.of_widths(2, 1, 2)
@@ -335,7 +387,9 @@ def test_nodes_that_are_read_with_the_feature_of_the_root_are_seen():
 def test_statistics_count_by_depth():
     state = texts_of(SMALL_TREES[0], RecursiveRule(), chain(temperature(1.0)), samples=50)
     stats = state.stats
-    assert stats.reached_BK.shape[1] == BIG.depth == 4 and TreeShape.in_levels((0, 1, 0)) == TreeShape((0, 0, 1))
+    assert stats.reached_BK.shape[1] == BIG.depth == 4 and TreeShape.in_levels(
+        (0, 1, 0)
+    ) == TreeShape((0, 0, 1))
     accepted_B = (stats.accepted_BT * np.arange(5)[None]).sum(1)
     assert np.array_equal(accepted_B, state.from_draft_BS.sum(1))
     assert np.array_equal(stats.reached_BK[:, 0], stats.rounds_B)
@@ -344,7 +398,9 @@ def test_statistics_count_by_depth():
     # A text that is cut afterwards has the counts of one that the loop had ended there.
     for row, prompt in ((0, 1), (70, 3), (140, 7)):
         emitted = slice(prompt, int(state.lengths_B[row]))
-        rounds, from_draft = (x[row, emitted].tolist() for x in (state.rounds_BS, state.from_draft_BS))
+        rounds, from_draft = (
+            x[row, emitted].tolist() for x in (state.rounds_BS, state.from_draft_BS)
+        )
         assert RowStats.of_rounds(rounds, from_draft, BIG.depth) == RowStats.of(stats, row)
 
 

@@ -1,4 +1,6 @@
-"""A draft model of another tokenizer: texts are exact, and the draft reads the target's text in its own ids."""
+"""A draft model of another tokenizer: texts are exact, and the draft reads the target's text in its
+own ids.
+"""
 
 import dataclasses
 import itertools
@@ -38,7 +40,9 @@ def weights_of(vocabulary, table=DRAFT):
 
 
 def loop_of(rule=TokenRule(), vocabulary=SHARED, K=2, drafter=TranslatingDrafter, **options):
-    return Loop(target=TableLM(V), drafter=drafter(TableLM(DRAFT_SIZE), vocabulary, K, **options), rule=rule)
+    return Loop(
+        target=TableLM(V), drafter=drafter(TableLM(DRAFT_SIZE), vocabulary, K, **options), rule=rule
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,10 @@ def loop_of(rule=TokenRule(), vocabulary=SHARED, K=2, drafter=TranslatingDrafter
     ],
 )
 def test_the_text_has_the_distribution_of_the_target(rule, vocabulary, sampling):
-    assert distribution_test(loop_of(rule, vocabulary), weights_of(vocabulary), sampling, **SAMPLED) > FALSE_ALARM
+    assert (
+        distribution_test(loop_of(rule, vocabulary), weights_of(vocabulary), sampling, **SAMPLED)
+        > FALSE_ALARM
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +68,12 @@ class OneToken(TranslatingDrafter):
     def propose(self, weights, state, prefix, cache, sample):
         of_model = dataclasses.replace(weights, draft=weights.draft.model)
         length_B = self._length(state, prefix.lengths_B)
-        logits_BU, draft_cache = self._drafter.last_logits(of_model, state.cache, state.ids_BD, length_B, 3)
-        drawn_BV, verified_BV = self.distributions(logits_BU, restrict(logits_BU, weights.draft.draft_ids_V))
+        logits_BU, draft_cache = self._drafter.last_logits(
+            of_model, state.cache, state.ids_BD, length_B, 3
+        )
+        drawn_BV, verified_BV = self.distributions(
+            logits_BU, restrict(logits_BU, weights.draft.draft_ids_V)
+        )
         draft = Draft(
             tokens_BK=sample(drawn_BV, 0)[0][:, None],
             num_drafted_B=jnp.ones_like(length_B),
@@ -75,9 +86,13 @@ class OtherIdsAreTokenZero(OneToken):
     """Verifies token 0 with the probability of the ids that no target token has."""
 
     def distributions(self, logits_BU, logits_BV):
-        log_probs_BV = restrict(jax.nn.log_softmax(logits_BU), jnp.asarray(self.vocabulary.draft_ids_V))
+        log_probs_BV = restrict(
+            jax.nn.log_softmax(logits_BU), jnp.asarray(self.vocabulary.draft_ids_V)
+        )
         missing_B = 1 - jnp.exp(log_probs_BV).sum(axis=1)
-        return logits_BV, log_probs_BV.at[:, 0].set(jnp.log(jnp.exp(log_probs_BV[:, 0]) + missing_B))
+        return logits_BV, log_probs_BV.at[:, 0].set(
+            jnp.log(jnp.exp(log_probs_BV[:, 0]) + missing_B)
+        )
 
 
 class TwoIdsForOneToken(OneToken):
@@ -109,9 +124,14 @@ DRAWN = chain(temperature(1.0))
 
 
 def alone(vocabulary, text):
-    """Returns the distribution of the draft model alone after a text of the target, float ``[V]``."""
+    """Returns the distribution of the draft model alone after a text of the target, float
+    ``[V]``.
+    """
     reading = [[i for i in ids if i >= 0] for ids in np.asarray(vocabulary.reading_VM)]
-    ids = [DRAFT_SIZE] * 3 + [*vocabulary.begin, *itertools.chain.from_iterable(reading[token] for token in text)]
+    ids = [DRAFT_SIZE] * 3 + [
+        *vocabulary.begin,
+        *itertools.chain.from_iterable(reading[token] for token in text),
+    ]
     logits_U = np.asarray(DRAFT)[tuple(ids[-3:])]
     ids_V = np.asarray(vocabulary.draft_ids_V)
     probs_V = np.where(ids_V >= 0, np.exp(logits_U)[np.maximum(ids_V, 0)], 0)
@@ -119,11 +139,17 @@ def alone(vocabulary, text):
 
 
 def worst_error(loop, rounds=6, state=None, adaptive=None):
-    """Returns the largest difference, over some rounds, of a drafted token's distribution from the draft's alone."""
+    """Returns the largest difference, over some rounds, of a drafted token's distribution from the
+    draft's alone.
+    """
     weights = Weights(target=TARGET, draft=weights_of(SHARED))
     if adaptive is not None:
         loop = dataclasses.replace(loop, adaptive=adaptive)
-    state = prefill(loop, TARGET, weights.draft, PROMPTS, 30, DRAWN, samples=4, slots=60) if state is None else state
+    state = (
+        prefill(loop, TARGET, weights.draft, PROMPTS, 30, DRAWN, samples=4, slots=60)
+        if state is None
+        else state
+    )
     worst, drafted = 0.0, 0
     draft_of = jax.jit(lambda request, state: loop.draft(weights, request, state)[0])
     for _ in range(rounds):
@@ -142,7 +168,9 @@ def in_chunks(loop, chunk):
     weights = Weights(target=TARGET, draft=weights_of(SHARED))
     whole = prefill(loop, TARGET, weights.draft, PROMPTS, 30, DRAWN, slots=60)
     start_B = jnp.zeros(len(PROMPTS), jnp.int32)
-    return loop.extend(weights, whole.request, None, whole.tokens_BS, start_B, whole.lengths_B, chunk=chunk)
+    return loop.extend(
+        weights, whole.request, None, whole.tokens_BS, start_B, whole.lengths_B, chunk=chunk
+    )
 
 
 @pytest.mark.slow
@@ -154,8 +182,12 @@ def test_the_draft_reads_the_text_in_its_own_ids(window):
 
 
 def test_the_draft_reads_what_was_written_while_it_paused():
-    adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.6, trust=0.1, decay=0.5, margin=0, pause=1)
-    run = decode(loop_of(), TARGET, weights_of(SHARED), PROMPTS, 40, FULL, samples=400, adaptive=adaptive)
+    adaptive = Adaptive(
+        lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.6, trust=0.1, decay=0.5, margin=0, pause=1
+    )
+    run = decode(
+        loop_of(), TARGET, weights_of(SHARED), PROMPTS, 40, FULL, samples=400, adaptive=adaptive
+    )
     steady = decode(loop_of(), TARGET, weights_of(SHARED), PROMPTS, 40, FULL, samples=400)
     lengths = np.asarray(run.state.stats.lengths_BT).sum(0)
     assert lengths[0] > 500 and lengths[2] > 500, "rounds without and with a draft"
@@ -172,7 +204,9 @@ class OneIdShort(TranslatingDrafter):
 
     def propose(self, weights, state, prefix, cache, sample):
         def chain(K, first, step, carry, sample=sample):
-            return type(sample).chain(sample, K, lambda *rest: first.func(*rest, width=1), step, carry)
+            return type(sample).chain(
+                sample, K, lambda *rest: first.func(*rest, width=1), step, carry
+            )
 
         narrow = dataclasses.replace(sample)
         object.__setattr__(narrow, "chain", chain)
@@ -182,8 +216,13 @@ class OneIdShort(TranslatingDrafter):
 def test_other_bytes_and_a_cache_that_is_one_id_short_are_caught():
     other = SharedVocabulary(SHARED.draft_ids_V, [[2, -1], [1, 3], [0, -1]], DRAFT_SIZE, begin=(1,))
     loop = loop_of(K=3)
-    assert worst_error(dataclasses.replace(loop, drafter=OneIdShort(TableLM(DRAFT_SIZE), SHARED, 3))) > 0.05
-    draft = TranslatingWeights(model=DRAFT, draft_ids_V=SHARED.draft_ids_V, reading_VM=jnp.asarray(other.reading_VM))
+    assert (
+        worst_error(dataclasses.replace(loop, drafter=OneIdShort(TableLM(DRAFT_SIZE), SHARED, 3)))
+        > 0.05
+    )
+    draft = TranslatingWeights(
+        model=DRAFT, draft_ids_V=SHARED.draft_ids_V, reading_VM=jnp.asarray(other.reading_VM)
+    )
     state = prefill(loop, TARGET, draft, PROMPTS, 30, DRAWN, samples=4, slots=60)
     assert worst_error(loop, state=state) > 0.05
 
@@ -205,7 +244,9 @@ def test_a_row_whose_draft_text_is_too_long_goes_on_without_a_draft():
 def test_a_context_without_a_shared_token_ends_the_draft():
     table = DRAFT.at[..., 2].set(-jnp.inf).at[2, ..., 0].set(-jnp.inf).at[:, :, 0, 0].set(-jnp.inf)
     for sampling in (FULL, chain(temperature(1.0), top_k(2))):
-        run = decode(loop_of(K=3), TARGET, weights_of(SHARED, table), PROMPTS, 12, sampling, samples=20)
+        run = decode(
+            loop_of(K=3), TARGET, weights_of(SHARED, table), PROMPTS, 12, sampling, samples=20
+        )
         stats = run.state.stats
         assert 0 < stats.drafted_B.sum() < 3 * stats.rounds_B.sum()
         assert (run.state.finish_B == 2).all(), "all rows wrote their budget"

@@ -1,4 +1,6 @@
-"""The target drafts for itself with a window: its drafts are those of a masked cache, and leave no trace in the text."""
+"""The target drafts for itself with a window: its drafts are those of a masked cache, and leave no
+trace in the text.
+"""
 
 import dataclasses
 
@@ -23,7 +25,15 @@ WINDOW, SINKS, K = 6, 2, 3
 
 def drafted(name, drafter, pair=None):
     pair = pair or pair_of(name)
-    return generate(pair, TEXTS, TOKENS, drafter=drafter(pair.target), sampling=SAMPLING, rule=CoupledRule(), seed=3)
+    return generate(
+        pair,
+        TEXTS,
+        TOKENS,
+        drafter=drafter(pair.target),
+        sampling=SAMPLING,
+        rule=CoupledRule(),
+        seed=3,
+    )
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "relative"))
@@ -39,31 +49,44 @@ def test_a_window_over_the_whole_text_drafts_what_the_target_writes(name):
     made = drafted(name, lambda target: WindowDrafter(target, K, 35, 4))
     assert tokens(made) == plain(name)
     for row in made:  # the budget cuts the last round
-        assert row.stats.accepted >= TOKENS - row.stats.rounds and row.stats.rounds == TOKENS // (K + 1)
+        assert row.stats.accepted >= TOKENS - row.stats.rounds and row.stats.rounds == TOKENS // (
+            K + 1
+        )
 
 
 @pytest.mark.parametrize("name", slow_but(["relative", "relative, cpu"], "relative, cpu"))
 def test_a_copy_of_more_slots_than_the_cache_drafts_what_the_target_writes(name):
-    model = dataclasses.replace(MODELS[name], config=dataclasses.replace(MODELS[name].config, max_positions=1024))
+    model = dataclasses.replace(
+        MODELS[name], config=dataclasses.replace(MODELS[name].config, max_positions=1024)
+    )
     pair = dataclasses.replace(pair_of(name), target=model)
     made = drafted(name, lambda target: WindowDrafter(target, K, 700), pair)
-    assert tokens(made) == plain(name) and all(row.stats.rounds == TOKENS // (K + 1) for row in made)
+    assert tokens(made) == plain(name) and all(
+        row.stats.rounds == TOKENS // (K + 1) for row in made
+    )
 
 
-@pytest.mark.parametrize("rule", [TokenRule(), BlockRule(), pytest.param(CoupledRule(), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rule", [TokenRule(), BlockRule(), pytest.param(CoupledRule(), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("sinks", [0, 1])
 def test_texts_have_the_distribution_of_the_target(rule, sinks):
     """A table model looks at three tokens, of which the window has two."""
     loop = table_loop(rule, WindowDrafter(TableLM(V), 2, 1, sinks))
-    p_value = distribution_test(loop, None, chain(temperature(1.3)), length=3, samples=30_000, powered=False)
+    p_value = distribution_test(
+        loop, None, chain(temperature(1.3)), length=3, samples=30_000, powered=False
+    )
     assert p_value > FALSE_ALARM
 
 
-# Drafts have the distributions of a target with all slots, whose mask shows the sinks and the window alone.
+# Drafts have the distributions of a target with all slots, whose mask shows the sinks and the
+# window alone.
 
 
 class ReadsASlotTooFar(WindowDrafter):
-    """A mutant: its window ends with the slot of the pending token, which holds a rejected token."""
+    """A mutant: its window ends with the slot of the pending token, which holds a
+    rejected token.
+    """
 
     def propose(self, weights, state, prefix, cache, sample):
         shifted = dataclasses.replace(self)
@@ -71,7 +94,10 @@ class ReadsASlotTooFar(WindowDrafter):
         object.__setattr__(
             shifted,
             "model",
-            _Changed(self.model, cut=lambda cache, kept, first_B, *rest: cut(cache, kept, first_B + 1, *rest)),
+            _Changed(
+                self.model,
+                cut=lambda cache, kept, first_B, *rest: cut(cache, kept, first_B + 1, *rest),
+            ),
         )
         return WindowDrafter.propose(shifted, weights, state, prefix, cache, sample)
 
@@ -84,7 +110,9 @@ class CountsSlots(WindowDrafter):
         object.__setattr__(
             changed,
             "model",
-            _Changed(self.model, positions=lambda block: block.positions_BT - block.skipped_B[:, None]),
+            _Changed(
+                self.model, positions=lambda block: block.positions_BT - block.skipped_B[:, None]
+            ),
         )
         return WindowDrafter.propose(changed, weights, state, prefix, cache, sample)
 
@@ -102,11 +130,15 @@ class _Changed:
 
 
 def worst_difference(name, drafter, monkeypatch, rounds=6):
-    """Returns the largest difference of a drafted token's distribution from the masked target's, over some rounds."""
+    """Returns the largest difference of a drafted token's distribution from the masked target's,
+    over some rounds.
+    """
     model, slots = MODELS[name], 40
     loop = Loop(target=model, drafter=drafter, rule=TokenRule())
     weights = pair_of(name).weights(drafter, slots)
-    state = prefill(loop, weights.target, None, TEXTS, 28, chain(temperature(1.0)), samples=4, slots=slots)
+    state = prefill(
+        loop, weights.target, None, TEXTS, 28, chain(temperature(1.0)), samples=4, slots=slots
+    )
     draft_of = jax.jit(lambda request, state: loop.draft(weights, request, state)[0])
     mask_of, worst = Visibility.mask, 0.0
 
@@ -128,7 +160,9 @@ def worst_difference(name, drafter, monkeypatch, rounds=6):
         fed_B = jnp.take_along_axis(state.tokens_BS, before_B[:, None], axis=1)[:, 0]
         for k in range(K):
             expected_BV, cache = masked(fed_B, k, before_B, cache)
-            worst = max(worst, float(jnp.abs(jnp.exp(draft.log_probs_BRV[:, k]) - expected_BV).max()))
+            worst = max(
+                worst, float(jnp.abs(jnp.exp(draft.log_probs_BRV[:, k]) - expected_BV).max())
+            )
             fed_B = draft.tokens_BK[:, k]
         state = loop.run(weights, state, 1)
     assert int(state.lengths_B.min()) > SINKS + WINDOW
@@ -145,7 +179,9 @@ def test_drafts_have_the_distributions_of_a_masked_target(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", [ReadsASlotTooFar, CountsSlots])
 def test_a_window_of_other_slots_or_positions_is_seen(mutant, monkeypatch):
-    assert worst_difference("rotary", mutant(MODELS["rotary"], K, WINDOW, SINKS), monkeypatch) > 1e-3
+    assert (
+        worst_difference("rotary", mutant(MODELS["rotary"], K, WINDOW, SINKS), monkeypatch) > 1e-3
+    )
 
 
 def readers(jaxpr, slots):
@@ -168,10 +204,15 @@ def test_a_draft_reads_slices_of_the_cache_alone(name):
 
     def read(window):
         drafter = WindowDrafter(model, K, window, SINKS)
-        loop, weights = Loop(target=model, drafter=drafter, rule=TokenRule()), pair_of(name).weights(drafter, slots)
+        loop, weights = (
+            Loop(target=model, drafter=drafter, rule=TokenRule()),
+            pair_of(name).weights(drafter, slots),
+        )
         state = prefill(loop, weights.target, None, TEXTS, 4, chain(temperature(1.0)), slots=slots)
         draft = jax.make_jaxpr(
-            lambda cache: loop.draft(weights, state.request, dataclasses.replace(state, cache=cache))
+            lambda cache: loop.draft(
+                weights, state.request, dataclasses.replace(state, cache=cache)
+            )
         )
         return readers(draft(state.cache).jaxpr, slots)
 

@@ -17,7 +17,9 @@ TEXT = [5, 8, 3, 4, 9, 1, 6]
 
 @dataclasses.dataclass(frozen=True)
 class Recites(LanguageModel):
-    """Writes ``TEXT``, each token after the one before it; its cache holds the tokens that it has read."""
+    """Writes ``TEXT``, each token after the one before it; its cache holds the tokens that it has
+    read.
+    """
 
     vocab_size: int = 10
 
@@ -39,8 +41,14 @@ class Proposes(Drafter):
     K: int = 2
 
     def propose(self, weights, drafter_state, prefix, cache, sample):
-        tokens_BK = jnp.where(prefix.lengths_B[:, None] == 2, jnp.array([[3, 7]]), jnp.array([[9, 1]]))
-        return Draft(tokens_BK=tokens_BK, num_drafted_B=jnp.full_like(prefix.lengths_B, 2)), drafter_state, cache
+        tokens_BK = jnp.where(
+            prefix.lengths_B[:, None] == 2, jnp.array([[3, 7]]), jnp.array([[9, 1]])
+        )
+        return (
+            Draft(tokens_BK=tokens_BK, num_drafted_B=jnp.full_like(prefix.lengths_B, 2)),
+            drafter_state,
+            cache,
+        )
 
 
 def test_two_rounds_are_those_of_the_docstring():
@@ -51,7 +59,9 @@ def test_two_rounds_are_those_of_the_docstring():
         after = decode(loop, None, None, [TEXT[:2]], budget, greedy(), slots=10).state
         committed = np.asarray(after.tokens_BS)[0, : int(length)]
         assert committed.tolist() == [int(token) for token in tokens.split() if token != "."]
-        assert np.asarray(after.cache)[0, : len(slots)].tolist() == slots and int(after.lengths_B[0]) == int(length)
+        assert np.asarray(after.cache)[0, : len(slots)].tolist() == slots and int(
+            after.lengths_B[0]
+        ) == int(length)
     counts = after.stats
     assert [int(x[0]) for x in (counts.rounds_B, counts.emitted_B, counts.drafted_B)] == [2, 5, 4]
     assert np.asarray(after.tokens_BS)[np.asarray(after.from_draft_BS)].tolist() == [3, 9, 1]

@@ -56,7 +56,9 @@ COARSE = Settings(detect=0.1, rows=512)
 
 def counted(audited):
     cells = distribution.read_cells(audited, [0, 1, 3, 4])
-    return distribution.count_pairs(audited, cells, detect=COARSE.detect, level=RARE, rows=COARSE.rows)
+    return distribution.count_pairs(
+        audited, cells, detect=COARSE.detect, level=RARE, rows=COARSE.rows
+    )
 
 
 def failed(check):
@@ -79,14 +81,18 @@ def test_a_sound_pair_passes_every_check_that_applies():
     # Tables know no rounding: nothing had to be excused.
     numbers = {check.name: check.numbers for check in found.checks}
     assert numbers["greedy"]["texts_that_differ"] == numbers["coupled"]["near_ties"] == 0
-    assert numbers["neighbours"]["texts_that_differ"] == numbers["padding"]["texts_that_differ"] == 0
+    assert (
+        numbers["neighbours"]["texts_that_differ"] == numbers["padding"]["texts_that_differ"] == 0
+    )
     assert numbers["acceptance"]["accepted"] == numbers["acceptance"]["verified"] > 80
     assert "6 of 6" in report.json_text(dataclasses.asdict(found) | {"summary": found.summary})
     checks = report.as_json([dataclasses.asdict(check) for check in found.checks])
     assert [row[:2] for row in audit_table(checks).rows][1] == ("bfloat16", "not applicable")
 
 
-@pytest.mark.parametrize("changes", [{"draft": FAR}, {"rule": BlockRule(), "draft": FAR}, {"drafter": NgramDrafter(K)}])
+@pytest.mark.parametrize(
+    "changes", [{"draft": FAR}, {"rule": BlockRule(), "draft": FAR}, {"drafter": NgramDrafter(K)}]
+)
 def test_sound_distributions_pass(changes):
     assert not failed(counted(table_subject(**changes)))
 
@@ -109,16 +115,27 @@ def transformers():
 @pytest.mark.slow
 def test_bfloat16_is_judged_by_a_target_that_computes_in_it(transformers, with_loop):
     in_bfloat16 = transformers.cast("bfloat16")
-    assert in_bfloat16.pair.target.config.dtype == in_bfloat16.method.drafter.model.config.dtype == "bfloat16"
+    assert (
+        in_bfloat16.pair.target.config.dtype
+        == in_bfloat16.method.drafter.model.config.dtype
+        == "bfloat16"
+    )
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), transformers.pair.target_params)
-    stored = dataclasses.replace(in_bfloat16, pair=dataclasses.replace(in_bfloat16.pair, target_params=narrow))
+    stored = dataclasses.replace(
+        in_bfloat16, pair=dataclasses.replace(in_bfloat16.pair, target_params=narrow)
+    )
     exact = stored.cast("float32")
     assert exact.pair.target.config == transformers.pair.target.config
     # Wide once: not again for every number of slots.
-    assert {leaf.dtype for leaf in jax.tree.leaves(exact.pair.target_params)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(exact.pair.target_params)} == {
+        jnp.dtype("float32")
+    }
     check = streams.bfloat16_text(transformers, in_bfloat16)
     assert check.verdict is Status.PASSED and check.numbers["tokens"] == 6 * 12
-    assert 1e-3 < check.numbers["tolerance"] < 0.2 and check.numbers["share_that_could_be_excused"] < 0.3
+    assert (
+        1e-3 < check.numbers["tolerance"] < 0.2
+        and check.numbers["share_that_could_be_excused"] < 0.3
+    )
     with_loop(mutants.ScoresWithANeighboursLength)
     looked_up = dataclasses.replace(
         in_bfloat16, method=in_bfloat16.method.with_drafter(NgramDrafter(K))
@@ -146,7 +163,9 @@ def test_a_draft_inside_the_target_passes_every_check_that_applies():
 def test_a_draft_that_writes_over_its_target_fails():
     wrong = early_exit(mutants.WritesOverWhatWasScored, FAR)
     check = streams.greedy_text(wrong)
-    assert failed(check) and "behind the target's choice" in check.sentence and failed(counted(wrong))
+    assert (
+        failed(check) and "behind the target's choice" in check.sentence and failed(counted(wrong))
+    )
 
 
 # Mistakes.
@@ -203,7 +222,9 @@ class PaddedLM(TableLM):
 
 def test_a_leak_of_padding():
     check = streams.padding(table_subject(PaddedLM(V)), RARE)
-    assert failed(check) and check.numbers["texts_that_differ"] > check.numbers["differences_allowed"]
+    assert (
+        failed(check) and check.numbers["texts_that_differ"] > check.numbers["differences_allowed"]
+    )
 
 
 def test_noise_of_the_round_under_the_coupled_rule():
@@ -219,10 +240,14 @@ def test_noise_of_the_round_under_the_coupled_rule():
 def test_a_check_that_ends_early_fails_and_the_audit_goes_on():
     """Logits that are NaN end sampled texts before their second token."""
     broken = table_subject(target=TARGET.at[3].set(jnp.nan))
-    found = audit(broken, dataclasses.replace(COARSE, checks=("greedy", "distribution", "acceptance")))
+    found = audit(
+        broken, dataclasses.replace(COARSE, checks=("greedy", "distribution", "acceptance"))
+    )
     assert found.summary == "2 of 3 checks failed: greedy, distribution"
     greedily, sampled, _ = (check.sentence for check in found.checks)
-    assert "NaN or infinite" in greedily and sampled.startswith("the check ended early: texts ended before")
+    assert "NaN or infinite" in greedily and sampled.startswith(
+        "the check ended early: texts ended before"
+    )
 
 
 # Budgets of lossy rules.
@@ -240,7 +265,10 @@ def test_a_rule_that_keeps_to_its_budget_passes():
     check, acceptance = found.checks
     assert found.passed and acceptance.numbers["accepted"] == acceptance.numbers["verified"]
     assert check.numbers["allowed"] == 2 * BUDGET and abs(check.numbers["measured"] - BUDGET) < 0.04
-    assert "LOSSY: no more than its budget of 0.02 per token" in found.summary and "seen with 99%" in found.summary
+    assert (
+        "LOSSY: no more than its budget of 0.02 per token" in found.summary
+        and "seen with 99%" in found.summary
+    )
     checks = report.as_json([dataclasses.asdict(check) for check in found.checks])
     assert "up to the budget" in audit_table(checks, claims=True).rows[0][2]
 
@@ -254,17 +282,23 @@ def test_a_rule_that_exceeds_its_budget_fails():
 
 
 def test_a_near_tie_is_explained_and_nothing_else_is():
-    """Covers greedy texts, and the edge of a nucleus, where rounding puts a token inside or outside."""
+    """Covers greedy texts, and the edge of a nucleus, where rounding puts a token inside or
+    outside.
+    """
     audited = table_subject()
     logits_V = next_logits(audited.pair, [[1, 2, 3]])[0]
     first, second = np.argsort(-logits_V)[:2].tolist()
     gap = float(logits_V[first] - logits_V[second])
 
     def judged(token, tolerance, warp=chain()):
-        return judge(audited.pair, [Text(prompt_id=0, prompt=(1, 2, 3), tokens=(token,))], warp, tolerance)[0]
+        return judge(
+            audited.pair, [Text(prompt_id=0, prompt=(1, 2, 3), tokens=(token,))], warp, tolerance
+        )[0]
 
     assert judged(first, 0.0).chosen_N.all() and not judged(first, 0.49 * gap).excusable_N.any()
-    assert judged(second, 0.51 * gap).explained_N.all() and judged(first, 0.51 * gap).excusable_N.all()
+    assert (
+        judged(second, 0.51 * gap).explained_N.all() and judged(first, 0.51 * gap).excusable_N.all()
+    )
     assert not judged(second, 0.49 * gap).explained_N.any()
     np.testing.assert_allclose(judged(second, 0.0).behind_N, [gap], rtol=1e-5)
     # Under the coupled rule, a token that its noise chose, and a nucleus that ends just before it.
@@ -278,7 +312,11 @@ def test_a_near_tie_is_explained_and_nothing_else_is():
     assert 0 < len(chosen) < 32
     for above, explained in ((1e-5, True), (1e-2, False)):
         for one in judged(chosen, chain(top_p(before - above))):
-            assert one.explained_N.all() == explained and not one.chosen_N.any() and np.isinf(one.behind_N).all()
+            assert (
+                one.explained_N.all() == explained
+                and not one.chosen_N.any()
+                and np.isinf(one.behind_N).all()
+            )
 
 
 # The statistics.
@@ -305,7 +343,9 @@ def _distribution_after(tokens):
 @pytest.mark.parametrize("allowed", [0.0, 0.04])
 @pytest.mark.parametrize("num_cells", [5, 41])
 def test_false_alarms_are_as_rare_and_errors_are_seen_as_often_as_is_said(allowed, num_cells):
-    """Runs 1,500 tests of three prompts with an error of the allowed size, and of ``detect`` more."""
+    """Runs 1,500 tests of three prompts with an error of the allowed size, and of
+    ``detect`` more.
+    """
     level, detect, rng = 0.04, 0.1, np.random.default_rng(0)
     probs_C = np.linspace(1, 3, num_cells) / (2 * num_cells)
     cells = [distribution.Cells(prompt_id=i, index={}, probs_C=probs_C) for i in range(3)]
@@ -313,9 +353,14 @@ def test_false_alarms_are_as_rare_and_errors_are_seen_as_often_as_is_said(allowe
 
     def share_that_fails(error):
         is_raised_C = np.arange(num_cells) % 2 == 0
-        shift_C = np.where(is_raised_C, 1 / probs_C[is_raised_C].sum(), -1 / probs_C[~is_raised_C].sum()) * probs_C
+        shift_C = (
+            np.where(is_raised_C, 1 / probs_C[is_raised_C].sum(), -1 / probs_C[~is_raised_C].sum())
+            * probs_C
+        )
         halves = rng.multinomial(samples // 2, probs_C + error * shift_C, size=(1500, 2, 3))
-        return np.mean([distribution.excess(cells, *counts, allowed)[1] < level for counts in halves])
+        return np.mean(
+            [distribution.excess(cells, *counts, allowed)[1] < level for counts in halves]
+        )
 
     assert share_that_fails(allowed) <= 0.05
     assert share_that_fails(allowed + detect) > 0.98

@@ -1,4 +1,6 @@
-"""The audit of endpoints: sound engines pass, a planted bias of the stated size fails, and bad answers are named."""
+"""The audit of endpoints: sound engines pass, a planted bias of the stated size fails, and bad
+answers are named.
+"""
 
 import contextlib
 import http.server
@@ -21,7 +23,9 @@ SOUND = {"detect": 0.1, "level": 1e-4}
 
 @contextlib.contextmanager
 def engine(probs=PROBS, shown=PROBS, most=1000, status=200, answer=None, refusals=0):
-    """Serves samples of a distribution; ``most`` choices an answer, and log-probabilities of ``shown`` if asked."""
+    """Serves samples of a distribution; ``most`` choices an answer, and log-probabilities of
+    ``shown`` if asked.
+    """
     busy = iter(range(refusals))
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -29,11 +33,16 @@ def engine(probs=PROBS, shown=PROBS, most=1000, status=200, answer=None, refusal
 
         def do_POST(self):
             asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            drawn = np.random.default_rng(asked["seed"]).choice(len(PAIRS), min(asked["n"], most), p=probs)
+            drawn = np.random.default_rng(asked["seed"]).choice(
+                len(PAIRS), min(asked["n"], most), p=probs
+            )
             choices = [{"text": PAIRS[i], "logprobs": None} for i in drawn]
             for choice, i in zip(choices, drawn):
                 if "logprobs" in asked:
-                    choice["logprobs"] = {"tokens": [*PAIRS[i]], "token_logprobs": [math.log(shown[i]), 0.0]}
+                    choice["logprobs"] = {
+                        "tokens": [*PAIRS[i]],
+                        "token_logprobs": [math.log(shown[i]), 0.0],
+                    }
             body = json.dumps(answer or {"choices": choices}).encode()
             self.send_response(status if next(busy, None) is None else 429)
             self.end_headers()
@@ -85,7 +94,9 @@ def test_engines_that_return_one_choice_or_ask_to_wait_are_asked_again():
 )
 def test_bad_answers_are_named(answer, status, fields, message):
     with engine(answer=answer, status=status) as url, pytest.raises(ValueError, match=message):
-        compare_endpoints(RemoteEngine(url, fields), None if fields else RemoteEngine(url), ["x"], **SOUND)
+        compare_endpoints(
+            RemoteEngine(url, fields), None if fields else RemoteEngine(url), ["x"], **SOUND
+        )
 
 
 def test_an_engine_that_is_not_there_is_named():

@@ -23,14 +23,21 @@ def test_a_turn_follows_the_answer_to_the_one_before():
             return self.encode(messages[-1]["content"])
 
     pair = dataclasses.replace(counting_pair(), tokenizer=Template())
-    problems = {3: Problem(id="a", prompt="ab", further_turns=("uv", "x" * 70)), 5: Problem(id="b", prompt="mn")}
+    problems = {
+        3: Problem(id="a", prompt="ab", further_turns=("uv", "x" * 70)),
+        5: Problem(id="b", prompt="mn"),
+    }
     task = EvaluationTask(name="chat", problems=list(problems.values()))
     method = Method(drafter=NgramDrafter(K=2))
     found = decode_and_score(pair, task, problems, method, Requests(max_new_tokens=3, chat=True))
     assert [("user", "ab"), ("assistant", "cde"), ("user", "uv")] in given
-    assert found["timed"]["completions"] == 3 and found["turns_left_out"] == 1, "the third turn has 70 of 64 positions"
+    assert found["timed"]["completions"] == 3 and found["turns_left_out"] == 1, (
+        "the third turn has 70 of 64 positions"
+    )
     alone = decode_and_score(pair, task, problems, method, Requests(max_new_tokens=3))
-    assert alone["timed"]["completions"] == 2 and alone["turns_left_out"] == 2, "without a template there is one turn"
+    assert alone["timed"]["completions"] == 2 and alone["turns_left_out"] == 2, (
+        "without a template there is one turn"
+    )
 
 
 def block(scores, seconds, category=""):
@@ -54,7 +61,9 @@ def test_blocks_are_put_together():
         ("fast", "a"): block([0.0, 1.0, 1.0, 1.0], 0.5, "a"),
         ("half", "a"): block([0.0, 0.0, 0.0, 0.0], 4.0, "a"),
     }
-    cells = [{"key": {"method": key[0], "block": key[1]}, "result": one} for key, one in found.items()]
+    cells = [
+        {"key": {"method": key[0], "block": key[1]}, "result": one} for key, one in found.items()
+    ]
     plain, fast, half = tabulate(cells, "plain")
     assert (plain["problems"], plain["scores"]["right"].mean) == (6, 0.5)
     assert (plain["differences"], plain["speedups"]) == ({}, [])

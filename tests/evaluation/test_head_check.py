@@ -1,4 +1,6 @@
-"""The check of heads: a head that fits is not accused, and each mistake in reading a head is seen."""
+"""The check of heads: a head that fits is not accused, and each mistake in reading a head
+is seen.
+"""
 
 import dataclasses
 
@@ -16,7 +18,8 @@ from support.heads import LAYERS, WIDTH, LayeredTable, block, eagle1, eagle3, me
 from support.weights import drawn_params
 
 V, TARGET = 6, LayeredTable(6)
-# The next token depends on the last but one alone: the features of a pair hold all that its head needs.
+# The next token depends on the last but one alone: the features of a pair hold all that its head
+# needs.
 FOLLOWS_VV = 3.0 * np.random.default_rng(0).normal(size=(V + 1, V))
 PROMPTS = [[0, 1], [2, 3], [4, 5], [5, 1, 3]]
 
@@ -28,7 +31,8 @@ def target_params(ids=range(V)):
 
 
 def fitted(head, ids=range(V)):
-    """A pair whose head has its target's logits: its layer adds nothing, and its output is solved for.
+    """A pair whose head has its target's logits: its layer adds nothing, and its output is solved
+    for.
 
     The scales of norms differ, so that swapped norms are worse.
     """
@@ -52,14 +56,20 @@ def fitted(head, ids=range(V)):
         params[DRAFT_IDS] = jnp.asarray(list(ids), jnp.int32)
     tokens = jnp.arange(V)[None]
     hidden = TARGET(
-        table, tokens, jnp.zeros(1, jnp.int32), TARGET.init_cache(1, V), hidden_layers=head.hidden_layers
+        table,
+        tokens,
+        jnp.zeros(1, jnp.int32),
+        TARGET.init_cache(1, V),
+        hidden_layers=head.hidden_layers,
     ).hidden
     weights = head.prepare(params)
     features = head.fuse(weights, hidden)[0][:, None]  # every token is a text
     embedded = TARGET.embed(table, tokens, None, None)[0][0][:, None]
     returned, _ = head(weights, embedded, features, jnp.zeros(V, jnp.int32), head.init_cache(V, 4))
     normed_VD = np.asarray(head._apply("normed", weights, returned, 0))[:, 0]
-    output_UD = np.linalg.lstsq(normed_VD, np.asarray(table[0, :V, 0][:, list(ids)]), rcond=None)[0].T
+    output_UD = np.linalg.lstsq(normed_VD, np.asarray(table[0, :V, 0][:, list(ids)]), rcond=None)[
+        0
+    ].T
     if "output" in params:
         params["output"] = jnp.asarray(output_UD, jnp.float32)
     else:
@@ -117,10 +127,18 @@ def test_each_mistake_costs_acceptance(pairs, name, make):
 
 
 def test_a_better_reading_is_named(pairs):
-    """The layers are read one too late; a head that is read as it was trained has no better reading."""
+    """The layers are read one too late; a head that is read as it was trained has no better
+    reading.
+    """
     wrong = check_head(MISTAKES[0][1](pairs["eagle3"]), PROMPTS, others=True)
-    assert wrong.better == "hidden_layers = (1, 2, 4)" and wrong.readings[wrong.better] > 0.95 and not wrong.fits
-    assert wrong.sentences[1].startswith("WARNING: THE HEAD IS READ WRONGLY: with hidden_layers = (1, 2, 4)")
+    assert (
+        wrong.better == "hidden_layers = (1, 2, 4)"
+        and wrong.readings[wrong.better] > 0.95
+        and not wrong.fits
+    )
+    assert wrong.sentences[1].startswith(
+        "WARNING: THE HEAD IS READ WRONGLY: with hidden_layers = (1, 2, 4)"
+    )
     right = check_head(pairs["eagle3"], PROMPTS, others=True)
     assert right.fits and right.better is None and right.readings["hidden_layers = (2, 3, 5)"] < 0.6
 
@@ -133,15 +151,21 @@ def test_other_readings_of_a_block_are_those_that_fit_its_tensors():
 
 @pytest.mark.slow
 def test_a_block_head_that_is_read_wrongly_says_how_it_was_trained():
-    """The head that comes with the pair; its layers are alike, and its size hardly shows: no other reading is clearly better."""
+    """The head that comes with the pair; its layers are alike, and its size hardly shows: no other
+    reading is clearly better.
+    """
     pair = load_pair("python", draft="block")
-    found = check_head(read_otherwise(pair, from_anchor=False), load_prompts("python")[:4], others=True)
+    found = check_head(
+        read_otherwise(pair, from_anchor=False), load_prompts("python")[:4], others=True
+    )
     assert found.better == "from_anchor = True"
 
 
 def test_a_head_of_another_target_is_said_loudly(pairs):
     pair = pairs["eagle3"]
-    wrong = read_otherwise(pair, dict(pair.draft_params) | {"output": -3 * pair.draft_params["output"]})
+    wrong = read_otherwise(
+        pair, dict(pair.draft_params) | {"output": -3 * pair.draft_params["output"]}
+    )
     found = check_head(wrong, PROMPTS)
     assert not found.fits and found.acceptance < 0.1
     assert found.sentences[1].startswith("WARNING: THE HEAD DOES NOT FIT: ")

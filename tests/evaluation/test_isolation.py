@@ -1,4 +1,6 @@
-"""Hostile programs, within every combination of walls that this machine has; the control is the same without walls."""
+"""Hostile programs, within every combination of walls that this machine has; the control is the
+same without walls.
+"""
 
 import dataclasses
 import http.server
@@ -29,7 +31,9 @@ LIMITS = Limits(seconds=20, memory_mib=256, output_kib=4)
 SHORT = dataclasses.replace(LIMITS, seconds=1, cpu_seconds=1)
 FALLBACK = ("landlock", "system calls")  # of machines without namespaces
 
-PROGRAMS = tomllib.loads(pathlib.Path(__file__).with_name("hostile_programs.toml").read_text(encoding="utf-8"))
+PROGRAMS = tomllib.loads(
+    pathlib.Path(__file__).with_name("hostile_programs.toml").read_text(encoding="utf-8")
+)
 REACHES, BOMBS, ENDLESS, ENDS = (PROGRAMS[name] for name in ("reaches", "bombs", "endless", "ends"))
 ENDS["failed"] |= {"is nested too deep": "x = " + "(" * 100_000, "is no text": "x = '\ud800'"}
 ENDS["passed"] = {"is long": "#" * 20_000_000}
@@ -42,7 +46,9 @@ def processes(tmp_path_factory, monkeypatch):
     shutil.copy(isolation.JAIL.with_suffix(".json"), folder)
     jail = shutil.copy(isolation.JAIL, folder)  # its path names this test's processes
     monkeypatch.setattr(isolation, "JAIL", jail)
-    return lambda: [path for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if str(jail) in read(path)]
+    return lambda: [
+        path for path in pathlib.Path("/proc").glob("[0-9]*/cmdline") if str(jail) in read(path)
+    ]
 
 
 def read(path):
@@ -58,7 +64,8 @@ def walls(request, processes):
     found = find_isolation(request.param)
     if request.param[0] in found.missing or (found.missing and not found.suffices):
         pytest.skip("; ".join(found.sentences))
-    assert found.missing or all(found.by.values()), found.sentences  # no wall is missing, so all must hold
+    # No wall is missing, so all must hold.
+    assert found.missing or all(found.by.values()), found.sentences
     yield found
     assert processes() == []
 
@@ -70,7 +77,10 @@ def outside(tmp_path, tmp_path_factory):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     file = tmp_path / "diary"
     file.write_text("secret")
-    datagrams, address = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM), str(tmp_path_factory.mktemp("socket") / "s")
+    datagrams, address = (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM),
+        str(tmp_path_factory.mktemp("socket") / "s"),
+    )
     datagrams.bind(address)
     yield {"port": server.server_port, "file": str(file), "pid": os.getpid(), "socket": address}
     datagrams.close()
@@ -124,12 +134,17 @@ def output_lines(program, walls):
 
 
 def test_namespaces_alone(processes):
-    """Namespaces by themselves: files cannot be written, processes are counted, and end with the program."""
+    """Namespaces by themselves: files cannot be written, processes are counted, and end with the
+    program.
+    """
     alone = find_isolation(("namespaces",))
     if alone.missing:
         pytest.skip("; ".join(alone.sentences))
     assert alone.suffices, alone.sentences
-    read_only = "import os, sys\nfor path in ('/', '/usr', sys.prefix, os.__file__): assert os.statvfs(path).f_flag & 1"
+    read_only = (
+        "import os, sys\nfor path in ('/', '/usr', sys.prefix, os.__file__): assert "
+        "os.statvfs(path).f_flag & 1"
+    )
     assert run_isolated(read_only, LIMITS, isolation=alone).passed
     many = "for n in range(5): open(str(n), 'wb').write(bytes(4 << 20))"
     assert "No space left" in run_isolated(many, LIMITS, isolation=alone).detail
@@ -157,13 +172,19 @@ def is_privileged():
 def test_what_passes(walls):
     """Ordinary programs with libraries, a working folder and output."""
     outcome = run_isolated(
-        "import numpy, threading\nopen('a', 'w').write('b')\nprint(open('a').read())", isolation=walls
+        "import numpy, threading\nopen('a', 'w').write('b')\nprint(open('a').read())",
+        isolation=walls,
     )
     assert (outcome.status, outcome.output) == ("passed", "b\n")
     outcome = run_isolated("print(1)\nassert 1 == 2, 'one'", isolation=walls)
-    assert (outcome.status, outcome.detail, outcome.output) == ("failed", "AssertionError: one", "1\n")
+    assert (outcome.status, outcome.detail, outcome.output) == (
+        "failed",
+        "AssertionError: one",
+        "1\n",
+    )
     assert run_isolated(
-        "@__import__('dataclasses').dataclass\nclass A:\n    x: int\nassert A(1) == A(1)", isolation=walls
+        "@__import__('dataclasses').dataclass\nclass A:\n    x: int\nassert A(1) == A(1)",
+        isolation=walls,
     ).passed
 
 
@@ -185,7 +206,9 @@ def test_where_programs_fail_within_namespaces_the_other_walls_serve(monkeypatch
     fallback, run_it = find_isolation(FALLBACK), isolation._run
 
     def run_within(program, limits, walls):
-        return run_it("import _no_such" if program and "namespaces" in walls else program, limits, walls)
+        return run_it(
+            "import _no_such" if program and "namespaces" in walls else program, limits, walls
+        )
 
     monkeypatch.setattr(isolation, "_run", run_within)
     found = find_isolation.__wrapped__()

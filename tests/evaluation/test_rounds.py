@@ -24,7 +24,9 @@ class OverAccepts(TokenRule):
 
 class TargetAsResidual(TokenRule):
     def residual(self, draft, target_log_probs, num_accepted_B):
-        return jnp.exp(jnp.take_along_axis(target_log_probs, num_accepted_B[:, None, None], axis=1)[:, 0])
+        return jnp.exp(
+            jnp.take_along_axis(target_log_probs, num_accepted_B[:, None, None], axis=1)[:, 0]
+        )
 
 
 class PreviousResidual(TokenRule):
@@ -35,7 +37,9 @@ class PreviousResidual(TokenRule):
 
 
 def collect(**changes):
-    return round_evidence.collect(table_subject(draft=DRAFT, **changes), detect=0.1, false_alarm=RARE, rows=128)
+    return round_evidence.collect(
+        table_subject(draft=DRAFT, **changes), detect=0.1, false_alarm=RARE, rows=128
+    )
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +100,16 @@ def test_mistakes_are_seen(changes):
 
 
 def test_acceptance_by_position_sees_what_changes_no_distribution():
-    """A draft whose cache has a hole is accepted less often; emitted tokens follow the target all the same."""
+    """A draft whose cache has a hole is accepted less often; emitted tokens follow the target all
+    the same.
+    """
     found = collect(drafter=mutants.HoleInTheCache(TableLM(V), K))
     assert found.ratios.p_values.min() > CHANCE
     assert found.positions.p_values[1] < RARE
     check = round_evidence.expected_acceptance(found, false_alarm=RARE)
     assert (
-        check.verdict == "failed" and check.numbers["accepted_at_position_1"] < check.numbers["expected_at_position_1"]
+        check.verdict == "failed"
+        and check.numbers["accepted_at_position_1"] < check.numbers["expected_at_position_1"]
     )
 
 
@@ -122,7 +129,9 @@ def test_false_alarms_of_events_are_as_rare_and_errors_are_seen_as_often_as_is_s
     tested_NT, uniforms_NT = np.ones((400, trials), bool), rng.random((400, trials))
 
     def share_that_fails(error):
-        return (Evidence.of(probs_NT, uniforms_NT < probs_NT + error, tested_NT).p_values < level).mean()
+        return (
+            Evidence.of(probs_NT, uniforms_NT < probs_NT + error, tested_NT).p_values < level
+        ).mean()
 
     assert share_that_fails(0.0) <= level
     error = Evidence.of(probs_NT, tested_NT, tested_NT).error_seen(level)[0]
@@ -140,4 +149,7 @@ def test_texts_are_drawn_until_errors_are_seen():
     assert batch.texts == 6 and round_evidence.error_seen(batch.ratios, RARE) > 0.1
     more = round_evidence.collect(few, detect=0.1, false_alarm=RARE, rows=60)
     assert more.texts > 60 and round_evidence.error_seen(more.ratios, RARE) <= 0.1
-    assert "NOT SURELY SEEN" in round_evidence.expected_ratios(batch, detect=0.05, false_alarm=RARE).seen
+    assert (
+        "NOT SURELY SEEN"
+        in round_evidence.expected_ratios(batch, detect=0.05, false_alarm=RARE).seen
+    )

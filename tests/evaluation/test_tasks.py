@@ -14,7 +14,14 @@ import pytest
 
 from specsamp.checkpoints.trained_pair import load_prompts
 from specsamp.evaluation import coding_tasks, isolation, text_tasks
-from specsamp.evaluation.coding_tasks import ParseResult, load_humaneval, load_mbpp, parse_python, parses, pass_at_k
+from specsamp.evaluation.coding_tasks import (
+    ParseResult,
+    load_humaneval,
+    load_mbpp,
+    parse_python,
+    parses,
+    pass_at_k,
+)
 from specsamp.evaluation.records import read_records
 from specsamp.evaluation.task import Attempt, compare_scores, mean_interval, summarise
 from specsamp.evaluation.tasks import load_task
@@ -67,20 +74,29 @@ def test_humaneval_counts_what_passes(write, packed):
     if not isolation.find_isolation().suffices:
         pytest.skip("programs are not isolated here")
     right, after = ADD["canonical_solution"], "\nprint('more')\nimport sys\nsys.exit(0)\n"
-    wrong = ("    return a - b\n", "    return a +\n", "    import sys; sys.exit(0)\n", "    pass\n")
+    wrong = (
+        "    return a - b\n",
+        "    return a +\n",
+        "    import sys; sys.exit(0)\n",
+        "    pass\n",
+    )
     answers = [Attempt(text=text) for text in (right, right + after, *wrong)]
     assert task.score(add, answers) == {
         "pass@1": pytest.approx(1 / 3),
         "parses": pytest.approx(5 / 6),
     }  # six answers tell nothing of pass@10
-    assert task.score(last, [Attempt(text=LAST["canonical_solution"])]) == {"pass@1": 1.0, "parses": 1.0}
+    assert task.score(last, [Attempt(text=LAST["canonical_solution"])]) == {
+        "pass@1": 1.0,
+        "parses": 1.0,
+    }
 
 
 def test_programs_that_cannot_be_isolated_are_not_run(write, monkeypatch):
     nothing = isolation.Isolation(walls=(), missing={}, by=dict.fromkeys(isolation.ASPECTS, ""))
     monkeypatch.setattr(isolation, "find_isolation", lambda: nothing)
     path, answers = write(lines([ADD])), [Attempt(text=ADD["canonical_solution"])]
-    with pytest.raises(ValueError, match="network: NOT ISOLATED; files.*or insist"):  # before anything is decoded
+    # Before anything is decoded.
+    with pytest.raises(ValueError, match="network: NOT ISOLATED; files.*or insist"):
         load_task("humaneval", path)
     task, insisting = load_humaneval(path), load_task("humaneval", path, insist=True)
     with pytest.raises(isolation.IsolationError, match="network: NOT ISOLATED"):
@@ -94,7 +110,9 @@ def test_pass_at_k_is_the_share_of_choices_with_one_that_passes():
             choices = list(itertools.combinations(range(n), k))
             share = np.mean([min(choice) < passed for choice in choices])
             assert pass_at_k(n, passed, k) == pytest.approx(share, abs=1e-12)
-    assert pass_at_k(10_000, 3, 100) == pytest.approx(1 - math.comb(9_997, 100) / math.comb(10_000, 100), rel=1e-9)
+    assert pass_at_k(10_000, 3, 100) == pytest.approx(
+        1 - math.comb(9_997, 100) / math.comb(10_000, 100), rel=1e-9
+    )
 
 
 def test_intervals_hold_the_truth_and_differences_are_paired():
@@ -106,7 +124,9 @@ def test_intervals_hold_the_truth_and_differences_are_paired():
     assert 33 <= covered <= 40
     hard_P = rng.random(200)
     scores = [{"a": value} for value in hard_P]
-    better = [{"a": value + 0.01 + 0.001 * noise} for value, noise in zip(hard_P, rng.normal(size=200))]
+    better = [
+        {"a": value + 0.01 + 0.001 * noise} for value, noise in zip(hard_P, rng.normal(size=200))
+    ]
     found = compare_scores(better, scores)["a"]
     assert 0.009 < found.low < found.mean < found.high < 0.011
     assert found.high - found.low < 0.1 * (summarise(scores)["a"].high - summarise(scores)["a"].low)
@@ -116,7 +136,10 @@ def test_intervals_hold_the_truth_and_differences_are_paired():
 
 def test_the_hub(write, monkeypatch):
     """A stand-in of its library has a data set whose files it has converted."""
-    ours = {"main/test-0.jsonl": write(lines([ADD]), "0"), "main/test-1.jsonl": write(lines([LAST]), "1")}
+    ours = {
+        "main/test-0.jsonl": write(lines([ADD]), "0"),
+        "main/test-1.jsonl": write(lines([LAST]), "1"),
+    }
     others = ["main/train-0.jsonl", "main/latest.jsonl", "small/test-0.jsonl"]
     files = {None: ["README.md", "script.py"], "refs/convert/parquet": [*ours, *others]}
     hub = types.SimpleNamespace(
@@ -125,11 +148,17 @@ def test_the_hub(write, monkeypatch):
         hf_hub_download=lambda name, file, repo_type, revision: ours[file],
     )
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    assert [problem.id for problem in load_task("humaneval", insist=True).problems] == ["Own/0", "Own/1"]
+    assert [problem.id for problem in load_task("humaneval", insist=True).problems] == [
+        "Own/0",
+        "Own/1",
+    ]
     with pytest.raises(FileNotFoundError, match="'a/b' has no file of the split 'dev'"):
         read_records("a/b", {}, split="dev")
-    hub.auth_check = hub.list_repo_files = None  # the first is called before what is tried again and again
-    with pytest.raises(FileNotFoundError, match="no file 'a/b', and the hub did not send it .TypeError"):
+    # The first is called before what is tried again and again.
+    hub.auth_check = hub.list_repo_files = None
+    with pytest.raises(
+        FileNotFoundError, match="no file 'a/b', and the hub did not send it .TypeError"
+    ):
         read_records("a/b", {})
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match="pip install huggingface_hub"):
@@ -169,7 +198,11 @@ def test_rouge(write):
     """Compares with hand counts of unigrams, bigrams and the longest common subsequence."""
     task = load_task("xsum", write(lines(ARTICLES)))
     found = task.score(task.problems[0], [Attempt(text=" A cat slept.\n\nArticle: A cat sat.")])
-    assert found == {"rouge1": pytest.approx(2 / 3), "rouge2": pytest.approx(1 / 2), "rougeL": pytest.approx(2 / 3)}
+    assert found == {
+        "rouge1": pytest.approx(2 / 3),
+        "rouge2": pytest.approx(1 / 2),
+        "rougeL": pytest.approx(2 / 3),
+    }
 
 
 @pytest.mark.parametrize(
@@ -201,14 +234,39 @@ def test_spec_bench_has_six_tasks_of_which_mt_bench_is_one(write):
 
 
 def test_gsm8k_is_scored_by_the_number_behind_the_first_marker_else_by_the_last(write):
-    task = load_task("gsm8k", write(lines([{"question": "999 + 1?", "answer": "It is 1 + 9 * 111.\n#### 1,000"}])))
+    task = load_task(
+        "gsm8k",
+        write(lines([{"question": "999 + 1?", "answer": "It is 1 + 9 * 111.\n#### 1,000"}])),
+    )
     (problem,) = task.problems
     assert (problem.prompt, problem.category) == ("Question: 999 + 1?\nAnswer:", "math")
-    answers = (" It is 1000.", " #### 1,000.00", " 999, then 1000\nQuestion: 3", " 1", " none", " 1000 - 1 = 999")
-    assert task.score(problem, [Attempt(text=text) for text in answers]) == {"correct": pytest.approx(1 / 2)}
-    goes_on = ("#### 1000\n\nQ: A robe takes 2 bolts and 3", "#### 1000\nI used 2 steps.", "#### $1,000 (2 bolts)")
-    goes_on += ("#### 1000\n#### 7", "1000 is the sum\n####", "####\nIt is 1000", "#### answer\n#### 1000\nQ 3")
-    goes_on += ("Step ####: 3\n#### 1000", "#### \n1000 apples\nthen 5", "#### The sum is 1000\nQ: 3")
+    answers = (
+        " It is 1000.",
+        " #### 1,000.00",
+        " 999, then 1000\nQuestion: 3",
+        " 1",
+        " none",
+        " 1000 - 1 = 999",
+    )
+    assert task.score(problem, [Attempt(text=text) for text in answers]) == {
+        "correct": pytest.approx(1 / 2)
+    }
+    goes_on = (
+        "#### 1000\n\nQ: A robe takes 2 bolts and 3",
+        "#### 1000\nI used 2 steps.",
+        "#### $1,000 (2 bolts)",
+    )
+    goes_on += (
+        "#### 1000\n#### 7",
+        "1000 is the sum\n####",
+        "####\nIt is 1000",
+        "#### answer\n#### 1000\nQ 3",
+    )
+    goes_on += (
+        "Step ####: 3\n#### 1000",
+        "#### \n1000 apples\nthen 5",
+        "#### The sum is 1000\nQ: 3",
+    )
     goes_on += ("#### The answer is 1000\n\nQ: Next?\nA: 2 + 3 = 5\n#### 5",)
     assert task.score(problem, [Attempt(text=text) for text in goes_on]) == {"correct": 1}
     for wrong in ("#### 7, not 1000", "#### -$1,000", "#### - 1000", "#### \N{MINUS SIGN}1000"):
@@ -216,30 +274,48 @@ def test_gsm8k_is_scored_by_the_number_behind_the_first_marker_else_by_the_last(
 
 
 def test_shots_are_shown_before_each_question(write, tmp_path):
-    source = write(lines([{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "#### 4"}]))
+    source = write(
+        lines(
+            [{"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?", "answer": "#### 4"}]
+        )
+    )
     shots = tmp_path / "shots.jsonl"
-    shots.write_text(lines([{"question": "0 + 1?", "answer": "It is 1.\n#### 1"}]), encoding="utf-8")
+    shots.write_text(
+        lines([{"question": "0 + 1?", "answer": "It is 1.\n#### 1"}]), encoding="utf-8"
+    )
     problems = load_task("gsm8k", source, shots=str(shots)).problems
     shown = "Question: 0 + 1?\nAnswer: It is 1.\n#### 1\n\nQuestion: "
-    assert [one.prompt for one in problems] == [f"{shown}{asked}?\nAnswer:" for asked in ("1 + 1", "2 + 2")]
+    assert [one.prompt for one in problems] == [
+        f"{shown}{asked}?\nAnswer:" for asked in ("1 + 1", "2 + 2")
+    ]
 
 
 @pytest.mark.parametrize("field", ["text", "prompt"])
 def test_mbpp(write, field):
-    record = {"task_id": 11, field: "Write a function to match \\x.", "test_list": ["assert f(1) == 2"]}
+    record = {
+        "task_id": 11,
+        field: "Write a function to match \\x.",
+        "test_list": ["assert f(1) == 2"],
+    }
     if field == "prompt":
         record |= {"test_imports": ["import math"], "test_list": ["assert f(1) == math.isqrt(4)"]}
-    text = lines([record]) if field == "text" else json.dumps([record], indent=1)  # the sanitized edition is an array
+    # The sanitized edition is an array.
+    text = lines([record]) if field == "text" else json.dumps([record], indent=1)
     task = load_task("mbpp", write(text), insist=True)
     (problem,) = task.problems
     assert problem.prompt == f'"""\nWrite a function to match \\x.\n{record["test_list"][0]}\n"""\n'
     if isolation.find_isolation().suffices:
-        found = task.score(problem, [Attempt(text="def f(x):\n    return x + 1\n\nassert 0"), Attempt(text="f = len")])
+        found = task.score(
+            problem,
+            [Attempt(text="def f(x):\n    return x + 1\n\nassert 0"), Attempt(text="f = len")],
+        )
         assert found == {"pass@1": 0.5, "parses": 1.0}
 
 
 def test_mbpp_takes_the_tasks_that_published_results_are_of(write):
-    records = [{"task_id": number, "text": "a", "test_list": ["b"]} for number in (10, 11, 510, 511)]
+    records = [
+        {"task_id": number, "text": "a", "test_list": ["b"]} for number in (10, 11, 510, 511)
+    ]
     assert [problem.id for problem in load_mbpp(write(lines(records))).problems] == ["11", "510"]
 
 
@@ -256,7 +332,9 @@ def test_python_is_scored_by_what_parses():
 
 
 TEXTS = pathlib.Path(__file__).with_name("python_texts.txt").read_text(encoding="utf-8")
-VERDICTS, COMPLETIONS = (re.findall(r"^(.*) => (\w+)", part, re.MULTILINE) for part in TEXTS.split("[completions]"))
+VERDICTS, COMPLETIONS = (
+    re.findall(r"^(.*) => (\w+)", part, re.MULTILINE) for part in TEXTS.split("[completions]")
+)
 
 
 @pytest.mark.parametrize("text, verdict", VERDICTS)

@@ -33,7 +33,9 @@ def texts(tmp_path_factory):
     """A corpus of a few files."""
     folder = tmp_path_factory.mktemp("texts")
     for i in range(12):
-        body = "\n\n".join(f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12))
+        body = "\n\n".join(
+            f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12)
+        )
         (folder / f"module_{i}.py").write_text(body, encoding="utf-8")
     return folder
 

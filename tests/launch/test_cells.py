@@ -1,4 +1,6 @@
-"""From a configuration and points to cells, and from a file to prompts: what is made, and what is refused at once."""
+"""From a configuration and points to cells, and from a file to prompts: what is made, and what is
+refused at once.
+"""
 
 import numpy as np
 import pytest
@@ -22,8 +24,12 @@ V = 5
 @pytest.fixture
 def experiment():
     table, model = fakes.random_table(0, V), fakes.TableLM(V)
-    pair = Pair(target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 1.0))
-    return Experiment(pair=pair, pair_name="toy", method=Method(drafter=NoDrafter()), workload=Workload())
+    pair = Pair(
+        target=model, target_params=table, draft=model, draft_params=fakes.near(table, 1, 1.0)
+    )
+    return Experiment(
+        pair=pair, pair_name="toy", method=Method(drafter=NoDrafter()), workload=Workload()
+    )
 
 
 def points(*texts):
@@ -32,28 +38,53 @@ def points(*texts):
 
 def test_a_grid_becomes_cells(experiment):
     config = ExperimentConfig.from_config_dict(trained_pair.get_config())
-    turned = points("draft_length=0,3", "rule=token,block", "drafter=model,ngram", "sampling.temperature=0.0,0.8")
+    turned = points(
+        "draft_length=0,3",
+        "rule=token,block",
+        "drafter=model,ngram",
+        "sampling.temperature=0.0,0.8",
+    )
     made = cells.make_cells(cells.turned(config, turned), experiment)
     plain = [one for one in made if one.key["draft_length"] == 0]
     assert len(made) == 2 + 8 and len(plain) == 2  # plain decoding has neither rule nor drafter
     assert all(one.method.drafter == NoDrafter() and one.key["drafter"] == "none" for one in plain)
-    assert {type(one.method.drafter) for one in made if one not in plain} == {ModelDrafter, NgramDrafter}
+    assert {type(one.method.drafter) for one in made if one not in plain} == {
+        ModelDrafter,
+        NgramDrafter,
+    }
     assert {type(one.method.rule) for one in made if one not in plain} == {TokenRule, BlockRule}
     (heated,) = cells.make_cells(cells.turned(config, points("draft_temperature=0.5")), experiment)
-    temperatures = [float(warp.warps[0].value) for warp in (heated.method.sampling, heated.method.draft_sampling)]
+    temperatures = [
+        float(warp.warps[0].value)
+        for warp in (heated.method.sampling, heated.method.draft_sampling)
+    ]
     np.testing.assert_allclose(temperatures, [0.8, 0.5])
-    both = cells.make_cells(cells.turned(config, [{"draft_temperature": 0.5}, {"draft_length": 3}]), experiment)
-    assert [one.key["draft_temperature"] for one in both] == [0.5, None]  # a point knows nothing of the one before
+    both = cells.make_cells(
+        cells.turned(config, [{"draft_temperature": 0.5}, {"draft_length": 3}]), experiment
+    )
+    # A point knows nothing of the one before.
+    assert [one.key["draft_temperature"] for one in both] == [0.5, None]
     (cold,) = cells.make_cells(cells.turned(config, points("draft_temperature=0")), experiment)
-    assert float(cold.method.draft_sampling.warps[0].value) == 0 and float(cold.method.sampling.warps[0].value) > 0.7
-    (made_up,) = cells.make_cells(cells.turned(config, points("synthetic_acceptance=0.7")), experiment)
-    assert made_up.method.rule == SyntheticAcceptance(TokenRule(), 0.7) and made_up.key["synthetic_acceptance"] == 0.7
+    assert (
+        float(cold.method.draft_sampling.warps[0].value) == 0
+        and float(cold.method.sampling.warps[0].value) > 0.7
+    )
+    (made_up,) = cells.make_cells(
+        cells.turned(config, points("synthetic_acceptance=0.7")), experiment
+    )
+    assert (
+        made_up.method.rule == SyntheticAcceptance(TokenRule(), 0.7)
+        and made_up.key["synthetic_acceptance"] == 0.7
+    )
     assert "synthetic_acceptance" not in heated.key
 
 
 def test_cells_of_other_weights_make_another_file(tmp_path):
     """The same pair, trained again, differs only in its weights."""
-    path, config = str(tmp_path / "cells.json"), ExperimentConfig.from_config_dict(random_pair.get_config("tiny"))
+    path, config = (
+        str(tmp_path / "cells.json"),
+        ExperimentConfig.from_config_dict(random_pair.get_config("tiny")),
+    )
     built = build(config)
 
     def identity(weights):
@@ -76,6 +107,8 @@ def test_files_of_prompts(tmp_path):
 def test_what_cells_cost_is_said_of_both_sides():
     rows = grid.read_document("notebooks/results/python_pair_grid.json")["cells"]
     cell = next(cell for cell in rows if cell["key"]["draft_length"])
-    (plain, plain_ms), (name, ms) = cells.costs_of([cell, {"key": cell["key"], "error": "out of memory"}])
+    (plain, plain_ms), (name, ms) = cells.costs_of(
+        [cell, {"key": cell["key"], "error": "out of memory"}]
+    )
     assert plain == f"{name}, plain"
     assert plain_ms / ms == pytest.approx(cell["result"]["speedup"]["median"], rel=0.2)

@@ -1,4 +1,6 @@
-"""Commands that have one or two tests: what they write and print, their exit statuses, and how they go on."""
+"""Commands that have one or two tests: what they write and print, their exit statuses, and how they
+go on.
+"""
 
 import io
 import json
@@ -16,18 +18,28 @@ from support import extras
 from support.run_script import call, save_tiny_pair
 
 TINY = ["--config=configs/random_pair.py:tiny", "--prompt_count=3", "--checks=acceptance"]
-TINY += ["--config.target.num_layers=1", "--config.target.positions=rotary", "--config.draft.positions=rotary"]
+TINY += [
+    "--config.target.num_layers=1",
+    "--config.target.positions=rotary",
+    "--config.draft.positions=rotary",
+]
 
 
 def test_a_sound_pair(tmp_path):
     output = tmp_path / "audit.json"
     done = call("audit", "--plain", *TINY, f"--output={output}")
     assert done.returncode == 0, done.stderr
-    assert "1 of 1 checks passed" in done.stdout and "acceptance\n  verdict        passed" in done.stdout
+    assert (
+        "1 of 1 checks passed" in done.stdout
+        and "acceptance\n  verdict        passed" in done.stdout
+    )
     document = json.loads(output.read_text(encoding="utf-8"))
     assert document["passed"] and document["settings"]["detect"] == 0.05
     (check,) = document["checks"]
-    assert check["verdict"] == "passed" and check["numbers"]["accepted"] == check["numbers"]["verified"] > 0
+    assert (
+        check["verdict"] == "passed"
+        and check["numbers"]["accepted"] == check["numbers"]["verified"] > 0
+    )
 
 
 def test_a_lossy_setting_of_the_configuration():
@@ -40,8 +52,13 @@ def test_a_lossy_setting_of_the_configuration():
 
 
 def test_the_shipped_sweeps():
-    shipped, papers = ([p for texts in one.GRIDS for p in parse_grid(texts)] for one in (trained_pair, chinchilla))
-    assert len(shipped) == 3 * 5 * 2 * 2 + 6 and {"draft_temperature": 0.4, "draft_length": 4} in shipped
+    shipped, papers = (
+        [p for texts in one.GRIDS for p in parse_grid(texts)] for one in (trained_pair, chinchilla)
+    )
+    assert (
+        len(shipped) == 3 * 5 * 2 * 2 + 6
+        and {"draft_temperature": 0.4, "draft_length": 4} in shipped
+    )
     assert [point["draft_length"] for point in papers] == 2 * list(range(8))
 
 
@@ -65,13 +82,22 @@ def test_a_sweep_is_measured_and_gathered(tmp_path):
     assert done.returncode == 0, done.stderr
     assert [cell["key"]["draft_length"] for cell in json.loads(output.read_text())["cells"]] == [0]
     gathered = call("benchmark", f"--gather={output}", f"--gather={output}", "--plain")
-    assert gathered.stdout.count("plain") >= 2 == gathered.stdout.count("ms per token over all rows")
+    assert (
+        gathered.stdout.count("plain") >= 2 == gathered.stdout.count("ms per token over all rows")
+    )
 
 
 # evaluate
 
 
-FLAGS = ["--task=python", "--problems=6", "--samples=2", "--rows=4", "--blocks=2", "--config.max_new_tokens=8"]
+FLAGS = [
+    "--task=python",
+    "--problems=6",
+    "--samples=2",
+    "--rows=4",
+    "--blocks=2",
+    "--config.max_new_tokens=8",
+]
 
 
 def result(path):
@@ -80,29 +106,42 @@ def result(path):
 
 @pytest.mark.slow
 def test_methods_are_added_and_a_run_goes_on(tmp_path):
-    """Plain first; then the token rule and a control, and nothing is decoded twice. Texts of a killed block are kept."""
+    """Plain first; then the token rule and a control, and nothing is decoded twice. Texts of a
+    killed block are kept.
+    """
     output = tmp_path / "python.json"
     done = call("evaluate", *FLAGS, "--methods=plain", f"--output={output}", "--plain")
     assert done.returncode == 0, done.stderr
     plain = result(output)["cells"]
     assert [cell["key"]["block"] for cell in plain] == ["1 of 2", "2 of 2"]
-    assert all(len(cell["result"]["scores"]) == 3 and cell["result"]["timed"]["completions"] == 6 for cell in plain)
+    assert all(
+        len(cell["result"]["scores"]) == 3 and cell["result"]["timed"]["completions"] == 6
+        for cell in plain
+    )
     (kept,) = (tmp_path / "python.json.texts").glob("plain.1_of_2.*.jsonl")
     lines = kept.read_text(encoding="utf-8").splitlines()
     kept.write_text("\n".join([*lines[:4], ""]), encoding="utf-8")
     output.write_text(json.dumps(result(output) | {"cells": plain[1:]}), encoding="utf-8")
 
-    done = call("evaluate", *FLAGS, "--methods=plain,token,always/model/2", f"--output={output}", "--plain")
+    done = call(
+        "evaluate", *FLAGS, "--methods=plain,token,always/model/2", f"--output={output}", "--plain"
+    )
     assert done.returncode == 0, done.stderr
     again = [cell for cell in result(output)["cells"] if cell["key"] == plain[0]["key"]]
-    assert again[0]["result"]["timed"] == {} and again[0]["result"]["scores"] == plain[0]["result"]["scores"]
+    assert (
+        again[0]["result"]["timed"] == {}
+        and again[0]["result"]["scores"] == plain[0]["result"]["scores"]
+    )
     rows = {row["name"]: row for row in result(output)["evaluation"]}
     assert list(rows) == ["plain", "token, model, K = 3", "always, model, K = 2"]
     always, token = rows["always, model, K = 2"], rows["token, model, K = 3"]
     assert not always["exact"] and token["exact"] and not rows["plain"]["differences"]
     assert always["differences"]["log_prob"]["high"] < 0 < token["differences"]["log_prob"]["high"]
     assert always["counts"]["rate"] == 1 and 0.3 < token["counts"]["rate"] < 1
-    assert "always, model, K = 2 (control, not exact)" in done.stdout and "Acceptance by position" in done.stdout
+    assert (
+        "always, model, K = 2 (control, not exact)" in done.stdout
+        and "Acceptance by position" in done.stdout
+    )
 
     assert "fewer than 20 problems" in done.stdout and "temperature = 0.8" in done.stdout
     refused = call("evaluate", *FLAGS[:1], "--problems=5", *FLAGS[2:], f"--output={output}")
@@ -113,8 +152,14 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
 def test_a_head_and_a_draft_model_are_compared_in_one_run(tmp_path):
     """Greedy texts of all three are those of the target: the scores are equal."""
     output = tmp_path / "both.json"
-    asked = ("--methods=plain,token/head/2,token/model/2", "--config.sampling.temperature=0.0", f"--output={output}")
-    done = call("evaluate", *FLAGS[:1], "--problems=3", "--rows=3", "--blocks=1", *FLAGS[-1:], *asked)
+    asked = (
+        "--methods=plain,token/head/2,token/model/2",
+        "--config.sampling.temperature=0.0",
+        f"--output={output}",
+    )
+    done = call(
+        "evaluate", *FLAGS[:1], "--problems=3", "--rows=3", "--blocks=1", *FLAGS[-1:], *asked
+    )
     assert done.returncode == 0, done.stderr
     cells = {cell["key"]["method"]: cell["result"] for cell in result(output)["cells"]}
     assert list(cells) == ["plain", "token, head, K = 2", "token, model, K = 2"]
@@ -133,9 +178,15 @@ def test_a_head_and_a_draft_model_are_compared_in_one_run(tmp_path):
 def test_turns_of_a_pair_without_a_template(tmp_path, monkeypatch):
     save_tiny_pair(tmp_path, ["def f(x):"])
     monkeypatch.setattr(
-        "sys.stdin", io.StringIO("def f(x):\n\n/undo\ndef f(x):\nreturn x\n/new\n" + "x" * 300 + "\n/quit\n")
+        "sys.stdin",
+        io.StringIO("def f(x):\n\n/undo\ndef f(x):\nreturn x\n/new\n" + "x" * 300 + "\n/quit\n"),
     )
-    done = call("chat", f"--config=configs/trained_pair.py:{tmp_path}", "--config.max_new_tokens=6", "--max_tokens=60")
+    done = call(
+        "chat",
+        f"--config=configs/trained_pair.py:{tmp_path}",
+        "--config.max_new_tokens=6",
+        "--max_tokens=60",
+    )
     assert done.returncode == 0, done.stderr
     assert "no chat template: what you type is completed" in done.stdout
     first, again, longer = [line for line in done.stdout.splitlines() if "a round" in line]
@@ -149,25 +200,44 @@ def test_turns_of_a_pair_without_a_template(tmp_path, monkeypatch):
 
 
 def test_messages_of_a_conversation():
-    said = [chat.Turn(asked=a, answered=b, tokens=()) for a, b in (("Hi", "Hello."), ("Why?", "Because."))]
+    said = [
+        chat.Turn(asked=a, answered=b, tokens=())
+        for a, b in (("Hi", "Hello."), ("Why?", "Because."))
+    ]
     talk = types.SimpleNamespace(has_template=True, system="Be brief.", turns=said)
     messages = chat.Talk.prompt(talk, "And then?")
     assert [one["role"] for one in messages] == ["system", *("user", "assistant") * 2, "user"]
-    assert [one["content"] for one in messages] == ["Be brief.", "Hi", "Hello.", "Why?", "Because.", "And then?"]
+    assert [one["content"] for one in messages] == [
+        "Be brief.",
+        "Hi",
+        "Hello.",
+        "Why?",
+        "Because.",
+        "And then?",
+    ]
 
 
 def test_pieces_are_marked_by_who_wrote_them():
     """Works with tokenizers that drop the first space of a text; a text as a whole has no style."""
     space = (ord(" "), None)
     tokenizer = types.SimpleNamespace(
-        token_bytes=lambda token, before=None: b"" if (token, before) == space else bytes([token]), eos_id=None
+        token_bytes=lambda token, before=None: b"" if (token, before) == space else bytes([token]),
+        eos_id=None,
     )
     plain, coloured = (
-        Console(file=io.StringIO(), force_terminal=True, no_color=one, width=80) for one in (True, False)
+        Console(file=io.StringIO(), force_terminal=True, no_color=one, width=80)
+        for one in (True, False)
     )
-    for console, expected in (plain, " ab⟦c⟧⟦d⟧ef"), (coloured, "\x1b[32mb\x1b[0m\x1b[30;43mc\x1b[0m"):
+    for console, expected in (
+        (plain, " ab⟦c⟧⟦d⟧ef"),
+        (coloured, "\x1b[32mb\x1b[0m\x1b[30;43mc\x1b[0m"),
+    ):
         pieces = entry.Pieces(tokenizer, list(b" Hi."), console)
-        for text, flags in ((" abc", [True, True, True, False]), ("d", [False]), ("ef", [True, True])):
+        for text, flags in (
+            (" abc", [True, True, True, False]),
+            ("d", [False]),
+            ("ef", [True, True]),
+        ):
             console.print(pieces.add(list(text.encode()), flags, False), end="")
         assert expected in console.file.getvalue() and pieces.text == " abcdef"
 
@@ -186,9 +256,18 @@ def test_a_report_of_a_small_pair(tmp_path):
     done = call("compile_report", *SMALL, "--slots=64", f"--output={output}")
     assert not done.returncode, done.stderr
     assert "compiler estimate" in done.stdout and "Milliseconds" in done.stdout
-    assert int(re.search(r"before temporaries (\d+) sequences of 64 slots fit", done.stdout)[1]) > 1000
+    assert (
+        int(re.search(r"before temporaries (\d+) sequences of 64 slots fit", done.stdout)[1]) > 1000
+    )
     document = json.loads(output.read_text(encoding="utf-8"))
     programs = {program["name"]: program for program in document["report"]["programs"]}
-    assert set(programs) == {"draft step", "target step", "score", "draft prefill", "prefill", "round"}
+    assert set(programs) == {
+        "draft step",
+        "target step",
+        "score",
+        "draft prefill",
+        "prefill",
+        "round",
+    }
     assert all(p["host_transfers"] == 0 and p["collectives"] == {} for p in programs.values())
     assert set(document["calibrated_ms"]) == set(programs)

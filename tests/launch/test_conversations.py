@@ -1,4 +1,6 @@
-"""launch/generate.py --conversations writes texts of a target to train on, and the study looks for tests among them."""
+"""launch/generate.py --conversations writes texts of a target to train on, and the study looks for
+tests among them.
+"""
 
 import json
 import shutil
@@ -22,7 +24,9 @@ TEMPLATE = """{% for message in messages %}<{{ message.role }}>{{ message.conten
 def target(tmp_path_factory):
     """A target with random weights that often ends a text."""
     folder = tmp_path_factory.mktemp("public") / "target"
-    tokenizer = JsonTokenizer.from_tokenizer(train_tokenizer(["add 3 to x: x + 3"] * 3, 300), eos=EOS)
+    tokenizer = JsonTokenizer.from_tokenizer(
+        train_tokenizer(["add 3 to x: x + 3"] * 3, 300), eos=EOS
+    )
     export(folder, CONFIG, random_params(CONFIG), tokenizer)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return folder
@@ -31,9 +35,18 @@ def target(tmp_path_factory):
 @pytest.fixture(scope="module")
 def chats(target, tmp_path_factory):
     folder = tmp_path_factory.mktemp("written") / "chats"
-    flags = (f"--config=configs/hf.py:{target}", "--config.drafter=none", "--config.hugging_face.dtype=float32")
+    flags = (
+        f"--config=configs/hf.py:{target}",
+        "--config.drafter=none",
+        "--config.hugging_face.dtype=float32",
+    )
     done = call(
-        "generate", *flags, "--conversations=500", f"--output={folder}", "--rows=8", "--config.max_new_tokens=9"
+        "generate",
+        *flags,
+        "--conversations=500",
+        f"--output={folder}",
+        "--rows=8",
+        "--config.max_new_tokens=9",
     )
     assert (done.returncode or 0) == 0, done.stderr
     return folder
@@ -41,9 +54,16 @@ def chats(target, tmp_path_factory):
 
 def measured(target, chats, tmp_path, test, name="result"):
     path = tmp_path / f"{name}.jsonl"
-    path.write_text(json.dumps({"question_id": 1, "category": "writing", "turns": [test]}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"question_id": 1, "category": "writing", "turns": [test]}), encoding="utf-8"
+    )
     output = tmp_path / f"{name}.json"
-    flags = (f"--target={target}", f"--folder={chats}", f"--tests=mt_bench={path}", f"--output={output}")
+    flags = (
+        f"--target={target}",
+        f"--folder={chats}",
+        f"--tests=mt_bench={path}",
+        f"--output={output}",
+    )
     return call("study", "conversations", *flags), output
 
 
@@ -67,7 +87,10 @@ def test_a_prompt_of_a_test_among_them_is_refused(target, chats, tmp_path):
     places = json.loads((chats / "0000.json").read_text())["conversations"]
     decode = open_checkpoint(target).tokenizer.decode
     starts = [start for start, _ in places] + [None]
-    texts = [decode(np.load(chats / "0000.npy")[one:two].tolist()) for one, two in zip(starts, starts[1:])]
+    texts = [
+        decode(np.load(chats / "0000.npy")[one:two].tolist())
+        for one, two in zip(starts, starts[1:])
+    ]
     text = max(texts, key=lambda text: len(study.words_of(text)))
     assert len(study.words_of(text)) >= study.SHORTEST
     done, output = measured(target, chats, tmp_path, text)
@@ -83,7 +106,12 @@ def test_words_before_and_after_special_tokens_are_apart(target):
 
 
 def test_each_turn_is_looked_for_alone_and_scripts_without_spaces_by_characters():
-    turns = [("1", "one two three four five"), ("1", "too short"), ("2", "请解释量子力学"), ("3", "a b " * 7)]
+    turns = [
+        ("1", "one two three four five"),
+        ("1", "too short"),
+        ("2", "请解释量子力学"),
+        ("3", "a b " * 7),
+    ]
     parts = list(study.parts_of(turns))
     assert parts[0] == ("1", ("one", "two", "three", "four", "five"))
     assert parts[1] == ("2", tuple("请解释量子力学"))

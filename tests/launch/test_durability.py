@@ -1,7 +1,8 @@
-"""Long commands that are killed without a chance to clean up, or meet a full disk: nothing that was finished is lost.
+"""Long commands that are killed without a chance to clean up, or meet a full disk: nothing that was
+finished is lost.
 
-Trainings that are killed are in test_train.py. A full disk is a limit on the size of files: the kernel refuses the bytes
-beyond it in the middle of a write, as a disk does.
+Trainings that are killed are in test_train.py. A full disk is a limit on the size of files: the
+kernel refuses the bytes beyond it in the middle of a write, as a disk does.
 """
 
 import json
@@ -68,8 +69,20 @@ GRID = ["launch/benchmark.py", *TINY, "--grid=draft_length=0,1,2"]
 
 
 def test_texts_of_an_evaluation_are_kept(tmp_path):
-    asked = ["--task=python", "--problems=6", "--samples=2", "--rows=2", "--blocks=2", "--config.max_new_tokens=8"]
-    command = ["launch/evaluate.py", *asked, "--methods=plain,token", f"--output={tmp_path}/out.json"]
+    asked = [
+        "--task=python",
+        "--problems=6",
+        "--samples=2",
+        "--rows=2",
+        "--blocks=2",
+        "--config.max_new_tokens=8",
+    ]
+    command = [
+        "launch/evaluate.py",
+        *asked,
+        "--methods=plain,token",
+        f"--output={tmp_path}/out.json",
+    ]
     killed_when(lambda: len(lines(tmp_path, "out.json.texts/*.jsonl")) > 3, command)
     before = lines(tmp_path, "out.json.texts/*.jsonl")
     status, _, errors = done(command)
@@ -108,12 +121,20 @@ def test_a_training_on_a_full_disk_goes_on_from_its_last_checkpoint(tmp_path):
     for number in range(12):
         text = f"def f{number}(x):\n    return x + {number}\n" * 20
         (tmp_path / "texts" / f"{number}.py").write_text(text, encoding="utf-8")
-    fields = SMALL | {"data.folder": tmp_path / "texts", "train.steps": 12, "intervals.checkpoint": 4}
+    fields = SMALL | {
+        "data.folder": tmp_path / "texts",
+        "train.steps": 12,
+        "intervals.checkpoint": 4,
+    }
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
     command = ["launch/train.py", "--config=configs/python_pair.py:tiny_target", *flags]
     status, _, errors = done([*command, f"--workdir={tmp_path}/alone"])
     assert status == 0, errors
-    largest = max(path.stat().st_size for path in (tmp_path / "alone" / "checkpoints").rglob("*") if path.is_file())
+    largest = max(
+        path.stat().st_size
+        for path in (tmp_path / "alone" / "checkpoints").rglob("*")
+        if path.is_file()
+    )
     status, _, errors = done([*command, f"--workdir={tmp_path}/run"], largest_file=largest // 2)
     assert status == 2 and "File too large" in errors, errors
     # Writers of tensors may print their own files as they end.

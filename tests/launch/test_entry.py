@@ -1,4 +1,6 @@
-"""What all commands share: flags and configurations that are wrong, errors, interrupts, and what reaches a terminal."""
+"""What all commands share: flags and configurations that are wrong, errors, interrupts, and what
+reaches a terminal.
+"""
 
 import contextlib
 import importlib
@@ -63,7 +65,11 @@ def test_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
     [
         ("x = 1", "", "has no attribute 'get_config'"),
         ("def get_config(:", "", "mine.py: SyntaxError: invalid syntax"),
-        ("import nothing_there", "", "mine.py: ModuleNotFoundError: No module named 'nothing_there'"),
+        (
+            "import nothing_there",
+            "",
+            "mine.py: ModuleNotFoundError: No module named 'nothing_there'",
+        ),
         ("def get_config(): return {}['size']", "", "mine.py: KeyError: 'size'"),
         ("def get_config(): return {}", "", "returns dict, not a ConfigDict"),
         ("def get_config(): ...", ":word", "takes 0 positional arguments but 1 was given"),
@@ -86,7 +92,8 @@ def test_help_lists_flags_and_fields():
 SCRIPTS = [
     str(path.relative_to(ROOT / "launch").with_suffix(""))
     for path in sorted([*ROOT.glob("launch/*.py"), *ROOT.glob("launch/studies/*.py")])
-    if "entry.run(" in path.read_text(encoding="utf-8") and path.stem != "compare_transformers"  # which needs torch
+    # Which needs torch.
+    if "entry.run(" in path.read_text(encoding="utf-8") and path.stem != "compare_transformers"
 ]
 
 
@@ -98,7 +105,10 @@ def test_every_command_explains_itself_in_sentences(script):
     assert {"plain", "traceback"} <= {name for name, _ in helps}
     for name, text in helps:
         sentence = text.partition(" Default: ")[0]
-        assert sentence[0].isupper() and sentence.endswith(".") and len(sentence.split()) >= 3, (name, text)
+        assert sentence[0].isupper() and sentence.endswith(".") and len(sentence.split()) >= 3, (
+            name,
+            text,
+        )
 
 
 @pytest.fixture
@@ -148,7 +158,10 @@ def test_an_interrupt_says_what_is_kept(status_of, entry):
         with entry.keeps("two cells are in x.json; the same command goes on"):
             raise KeyboardInterrupt
 
-    assert status_of(main) == (130, "interrupted; two cells are in x.json; the same command goes on\n")
+    assert status_of(main) == (
+        130,
+        "interrupted; two cells are in x.json; the same command goes on\n",
+    )
 
 
 def test_mistakes_of_the_program_keep_their_traceback(status_of):
@@ -176,11 +189,15 @@ def test_colours_are_left_out_where_nobody_wants_them(entry, monkeypatch):
 
 def test_what_is_generated_does_not_look_like_the_prompt():
     """The style of a text as a whole would be that of all that is appended to it."""
-    tokenizer = types.SimpleNamespace(token_bytes=lambda token, before=None: bytes([token]), eos_id=0)
+    tokenizer = types.SimpleNamespace(
+        token_bytes=lambda token, before=None: bytes([token]), eos_id=0
+    )
     pair = types.SimpleNamespace(tokenizer=tokenizer)
     work = types.SimpleNamespace(prompts=[tuple(b"the prompt")], batch=1)
     stats = types.SimpleNamespace(emitted=3, rounds=1)
-    timing = types.SimpleNamespace(rows=[stats], texts=[(*b"ab", 0)], from_draft=[[True, True, False]])
+    timing = types.SimpleNamespace(
+        rows=[stats], texts=[(*b"ab", 0)], from_draft=[[True, True, False]]
+    )
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
     module("demo").show_text(types.SimpleNamespace(pair=pair, workload=work), 0, timing, console)
     shown = console.file.getvalue()
@@ -189,7 +206,13 @@ def test_what_is_generated_does_not_look_like_the_prompt():
 
 def test_no_command_that_is_shown_writes_over_the_results_that_come_along():
     """They are the authors'; a command that a reader copies writes to runs/, which git ignores."""
-    shown = [ROOT / "README.md", *ROOT.glob("configs/*.py"), *ROOT.glob("launch/**/*.py"), *ROOT.glob("launch/**/*.md")]
-    over = re.compile(r"--(output|figure|workdir)=notebooks/results(?!/README\.md)")  # that page measures nothing
+    shown = [
+        ROOT / "README.md",
+        *ROOT.glob("configs/*.py"),
+        *ROOT.glob("launch/**/*.py"),
+        *ROOT.glob("launch/**/*.md"),
+    ]
+    # That page measures nothing.
+    over = re.compile(r"--(output|figure|workdir)=notebooks/results(?!/README\.md)")
     assert not [path.name for path in shown if over.search(path.read_text(encoding="utf-8"))]
     assert "/runs/" in (ROOT / ".gitignore").read_text().splitlines()

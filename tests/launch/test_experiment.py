@@ -56,23 +56,33 @@ def test_a_configuration_becomes_objects(monkeypatch):
     monkeypatch.setattr(experiment, "bare_pair", without_params)
     config = turned(rule="block", target__num_layers=3, draft_length=2)
     made = experiment.build(config)
-    assert made.method.rule == BlockRule() and made.method.drafter == ModelDrafter(made.pair.draft, 2)
+    assert made.method.rule == BlockRule() and made.method.drafter == ModelDrafter(
+        made.pair.draft, 2
+    )
     assert made.pair.target.config.num_layers == 3 and made.pair.draft.config.num_layers == 1
     assert made.workload.max_new_tokens == config.max_new_tokens
     assert [type(warp) for warp in made.method.sampling.warps] == [Temperature, TopP]
     hash((made.method.drafter, made.method.rule, made.pair.target))
-    known = {"ngram": NgramDrafter(K=2), "none": NoDrafter(), "early_exit": EarlyExitDrafter(made.pair.target, 1, 2)}
+    known = {
+        "ngram": NgramDrafter(K=2),
+        "none": NoDrafter(),
+        "early_exit": EarlyExitDrafter(made.pair.target, 1, 2),
+    }
     known |= {"window": WindowDrafter(made.pair.target, 2, window=9, sinks=3)}
     known |= {"pard": ParallelDrafter(made.pair.draft, 2, mask_id=7)}
     for word, drafter in known.items():
-        own = config.turned({"drafter": word, "exit_layer": 1, "mask_id": 7, "window": 9, "sinks": 3})
+        own = config.turned(
+            {"drafter": word, "exit_layer": 1, "mask_id": 7, "window": 9, "sinks": 3}
+        )
         assert own.make_drafter(made.pair.target, made.pair.draft) == drafter
         assert own.make_drafter(made.pair.target, made.pair.draft, 0) == NoDrafter()
     assert made.method.adaptive is None and config.adaptive.make(NoDrafter()) is None
     stopping = config.turned({"adaptive.stop": "entropy", "adaptive.least": 0.5})
     assert stopping.adaptive.make(made.method.drafter) == Adaptive(lengths=(2,), stop=Entropy(0.5))
     choosing = config.turned({"adaptive.lengths": (0, 2), "adaptive.costs_ms": (1.0, 1.5)})
-    assert choosing.adaptive.make(made.method.drafter) == Adaptive(lengths=(0, 2), costs_ms=(1.0, 1.5))
+    assert choosing.adaptive.make(made.method.drafter) == Adaptive(
+        lengths=(0, 2), costs_ms=(1.0, 1.5)
+    )
     with pytest.raises(ValueError, match="adaptive.lengths end with 2, but draft_length is 3"):
         choosing.adaptive.make(dataclasses.replace(made.method.drafter, K=3))
 
@@ -89,7 +99,10 @@ def test_trees_by_their_words():
     for word, drafter in made.items():
         own = config.turned({"drafter": word, "exit_layer": 1})
         assert own.make_drafter(target, draft) == drafter
-        assert own.drafter_name.endswith(" tree 2x1") and own.make_drafter(target, draft, 0) == NoDrafter()
+        assert (
+            own.drafter_name.endswith(" tree 2x1")
+            and own.make_drafter(target, draft, 0) == NoDrafter()
+        )
     assert config.acceptance_rule == TraversalRule("top") and make_rule("kseq") == KSeqRule()
 
 
@@ -110,7 +123,11 @@ def test_every_size_describes_a_pair(size):
 
 def test_the_demo_counts_its_prompts():
     fields = ("--config.max_new_tokens=2", "--config.draft_length=1", "--config.sampling.top_p=1.0")
-    fields += ("--config.target.num_layers=1", "--config.target.positions=rotary", "--config.draft.positions=rotary")
+    fields += (
+        "--config.target.num_layers=1",
+        "--config.target.positions=rotary",
+        "--config.draft.positions=rotary",
+    )
     done = call("demo", "--config=configs/random_pair.py:tiny", "--passes=1", *fields)
     assert done.returncode == 0, done.stderr
     assert "greedy, speculative = autoregressive: 3 of 3 prompts, 6 tokens" in done.stdout
@@ -120,7 +137,13 @@ def test_the_demo_counts_its_prompts():
 @pytest.mark.slow
 def test_the_benchmark_writes_only_where_it_is_told(tmp_path):
     output = tmp_path / "result.json"
-    fields = {"repeats": 1, "draft_length": 0, "max_new_tokens": 1, "prompt_length": 1, "sampling.temperature": "0.0"}
+    fields = {
+        "repeats": 1,
+        "draft_length": 0,
+        "max_new_tokens": 1,
+        "prompt_length": 1,
+        "sampling.temperature": "0.0",
+    }
     fields |= {"target.num_layers": 1, "target.positions": "rotary", "draft.positions": "rotary"}
     with jax.disable_jit():
         turned = (f"--config.{name}={value}" for name, value in fields.items())
@@ -149,11 +172,13 @@ def folder(tmp_path_factory):
 
 
 def test_two_names_become_an_experiment(folder, capsys):
-    config = ExperimentConfig.from_config_dict(load_config(f"configs/hf.py:{folder},{folder}")).turned(
-        {"hugging_face.dtype": "float32"}
-    )
+    config = ExperimentConfig.from_config_dict(
+        load_config(f"configs/hf.py:{folder},{folder}")
+    ).turned({"hugging_face.dtype": "float32"})
     built = experiment.build(config)
-    assert built.pair_name == f"{folder}, {folder}" and len(built.workload.prompts) == len(hf.PROMPTS)
+    assert built.pair_name == f"{folder}, {folder}" and len(built.workload.prompts) == len(
+        hf.PROMPTS
+    )
     assert "read 0.0 of 0.0 GB" in capsys.readouterr().err
     assert experiment.build(config, ["other text"]).workload.prompts[0] == tuple(
         built.pair.tokenizer.encode("other text")
@@ -174,7 +199,12 @@ def test_two_names_become_an_experiment(folder, capsys):
 )
 def test_a_target_alone_is_read_once_and_decodes(folder, drafter, flags, tmp_path):
     output = tmp_path / "result.json"
-    flags += (f"--config.drafter={drafter}", "--config.repeats=1", "--config.max_new_tokens=4", f"--output={output}")
+    flags += (
+        f"--config.drafter={drafter}",
+        "--config.repeats=1",
+        "--config.max_new_tokens=4",
+        f"--output={output}",
+    )
     flags += ("--config.hugging_face.dtype=float32", "--plain")
     done = call("benchmark", f"--config=configs/hf.py:{folder}", *flags)
     assert done.returncode == 0, done.stderr
@@ -196,7 +226,10 @@ def test_a_target_alone_has_no_draft_that_a_drafter_could_read(folder, monkeypat
     built = experiment.build(ExperimentConfig.from_config_dict(config))
     assert built.pair.draft is None and built.pair_name == f"~/{folder.name}"
     config.drafter = "model"
-    with pytest.raises(ValueError, match="--config.drafter=model reads a draft, and .* is a target alone: name both"):
+    with pytest.raises(
+        ValueError,
+        match="--config.drafter=model reads a draft, and .* is a target alone: name both",
+    ):
         ExperimentConfig.from_config_dict(config)
 
 
@@ -209,8 +242,16 @@ def head(tmp_path_factory):
 def test_a_head_is_checked(folder, head, tmp_path):
     """By a command; what cannot be checked is refused."""
     (tmp_path / "prompts.txt").write_text("some text\nother text\n", encoding="utf-8")
-    common = [f"--config=configs/hf.py:{folder},{head}", "--config.hugging_face.dtype=float32", "--plain"]
-    common += ["--config.draft_length=2", "--config.sampling.temperature=0", f"--prompts={tmp_path / 'prompts.txt'}"]
+    common = [
+        f"--config=configs/hf.py:{folder},{head}",
+        "--config.hugging_face.dtype=float32",
+        "--plain",
+    ]
+    common += [
+        "--config.draft_length=2",
+        "--config.sampling.temperature=0",
+        f"--prompts={tmp_path / 'prompts.txt'}",
+    ]
     common += ["--config.drafter=head", "--tokens=8", f"--output={tmp_path / 'check.json'}"]
     done = call("doctor", "--look_at=head", *common)
     assert done.returncode == 1, done.stderr
@@ -219,23 +260,39 @@ def test_a_head_is_checked(folder, head, tmp_path):
     assert not document["fits"] and document["drafts"] > 8
     assert 0 <= document["acceptance"] < 0.2 and "as configured" in document["readings"]
     wrong = call(
-        "doctor", "--look_at=head", f"--config=configs/hf.py:{folder},{folder}", "--config.hugging_face.dtype=float32"
+        "doctor",
+        "--look_at=head",
+        f"--config=configs/hf.py:{folder},{folder}",
+        "--config.hugging_face.dtype=float32",
     )
     assert wrong.returncode == 2 and "drafter = 'model', and the pair has no head" in wrong.stderr
 
 
 @extras.needs("jinja2")
-def test_commands_say_how_a_head_fits_and_write_prompts_as_conversations(folder, head, tmp_path, capsys):
+def test_commands_say_how_a_head_fits_and_write_prompts_as_conversations(
+    folder, head, tmp_path, capsys
+):
     target = shutil.copytree(folder, tmp_path / "tuned")
     template = "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
-    (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
-    talk = [{"role": "user", "content": "some"}, {"role": "assistant", "content": "text"}]
-    (tmp_path / "prompts.json").write_text(json.dumps(["some text", {"messages": talk}]), encoding="utf-8")
-    turned = {"hugging_face.dtype": "float32", "drafter": "head", "draft_length": 2, "sampling.temperature": 0}
-    config = ExperimentConfig.from_config_dict(load_config(f"configs/hf.py:{target},{head}")).turned(
-        turned | {"chat": True}
+    (target / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": template}), encoding="utf-8"
     )
-    built = experiment.build(config, module("benchmark").read_prompts(str(tmp_path / "prompts.json")))
+    talk = [{"role": "user", "content": "some"}, {"role": "assistant", "content": "text"}]
+    (tmp_path / "prompts.json").write_text(
+        json.dumps(["some text", {"messages": talk}]), encoding="utf-8"
+    )
+    turned = {
+        "hugging_face.dtype": "float32",
+        "drafter": "head",
+        "draft_length": 2,
+        "sampling.temperature": 0,
+    }
+    config = ExperimentConfig.from_config_dict(
+        load_config(f"configs/hf.py:{target},{head}")
+    ).turned(turned | {"chat": True})
+    built = experiment.build(
+        config, module("benchmark").read_prompts(str(tmp_path / "prompts.json"))
+    )
     texts = [built.pair.tokenizer.decode(prompt) for prompt in built.workload.prompts]
     assert texts == ["user: some text", "user: someassistant: text"]
     said = capsys.readouterr().err
@@ -243,7 +300,9 @@ def test_commands_say_how_a_head_fits_and_write_prompts_as_conversations(folder,
 
 
 def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
-    done = call("export", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}", "--dtype=float32")
+    done = call(
+        "export", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}", "--dtype=float32"
+    )
     assert done.returncode == 0, done.stderr
     assert open_checkpoint(tmp_path / "orbax").is_converted
     target = open_trained(tmp_path / "orbax")  # a draft can be distilled from it
@@ -253,7 +312,10 @@ def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
     again = call("export", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
     assert again.returncode == 2 and "choose another folder" in again.stderr
     export_of_it = call("export", f"--run={tmp_path / 'orbax'}", f"--output={tmp_path / 'back'}")
-    assert export_of_it.returncode == 2 and "was converted from a public checkpoint" in export_of_it.stderr
+    assert (
+        export_of_it.returncode == 2
+        and "was converted from a public checkpoint" in export_of_it.stderr
+    )
     (tmp_path / "orbax" / "run.json").unlink()
     again = call("export", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
     assert again.returncode == 2 and "an interrupted conversion" in again.stderr

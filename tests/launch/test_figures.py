@@ -25,7 +25,14 @@ def cell(K, batch=1, rule="token", drafter="model", temperature=0.0, ms=1.0, pac
         return SPREAD(pace * ms)
 
     key = {"draft_length": K, "drafter": drafter if K else "none", "rule": rule, "batch": batch}
-    key |= {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": None, **changes}
+    key |= {
+        "temperature": temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "draft_temperature": None,
+        **changes,
+    }
 
     def side(ms, rounds):
         return {"ms_per_token": clock(ms), "ms_per_round": clock(ms * rounds)}
@@ -40,7 +47,8 @@ def cell(K, batch=1, rule="token", drafter="model", temperature=0.0, ms=1.0, pac
 
 
 CELLS = [
-    cell(4, ms=2.0, pace=3.0),  # the machine was busy: it bends no curve, since plain decoding took turns with it
+    # The machine was busy: it bends no curve, since plain decoding took turns with it.
+    cell(4, ms=2.0, pace=3.0),
     cell(1, ms=2.5),
     cell(0, ms=3.0),
     cell(4, rule="block"),
@@ -58,13 +66,16 @@ def lines(axis):
 def test_figure_1_has_a_curve_for_each_distribution_and_the_published_points():
     figure = figures.draw_paper({"cells": CELLS})
     total, share, rounds = figure.axes
-    np.testing.assert_allclose(lines(total)["greedy (384 ms at K = 0)"], [[0, 1], [1, 2.5 / 3], [4, 2 / 3]])
+    np.testing.assert_allclose(
+        lines(total)["greedy (384 ms at K = 0)"], [[0, 1], [1, 2.5 / 3], [4, 2 / 3]]
+    )
     np.testing.assert_allclose(lines(share)["greedy"], [[0, 1], [1, 0.75], [4, 0.75]])
     np.testing.assert_allclose(lines(rounds)["greedy"], [[0, 1], [1, 5 / 3], [4, 10 / 3]])
     np.testing.assert_allclose(lines(total)["T = 0.8 (384 ms at K = 0)"][:, 0], [0, 4])
     assert tuple(lines(share)["Chen et al., HumanEval"][:, 1]) == figures.PAPER_EMITTED["HumanEval"]
     looks = {(line.get_color(), line.get_linestyle()) for line in total.lines[:2]}
-    assert len({colour for colour, _ in looks}) == len({style for _, style in looks}) == 2  # and without colours
+    # And without colours.
+    assert len({colour for colour, _ in looks}) == len({style for _, style in looks}) == 2
     assert to_png(figure).startswith(b"\x89PNG")
 
 

@@ -1,4 +1,6 @@
-"""The first run on a TPU, rehearsed on a CPU: what fails is named, the rest runs, and the same command goes on."""
+"""The first run on a TPU, rehearsed on a CPU: what fails is named, the rest runs, and the same
+command goes on.
+"""
 
 import json
 import re
@@ -31,7 +33,9 @@ def turns_nothing(kernels, function, operands, axes):
 
 def ended(done):
     """Returns the parts that a run has tried, in their order, each with its outcome."""
-    lines = [line.split(": ")[0].split("  ") for line in done.stdout.partition("\n\n")[0].splitlines()]
+    lines = [
+        line.split(": ")[0].split("  ") for line in done.stdout.partition("\n\n")[0].splitlines()
+    ]
     return [(name, outcome) for outcome, name in lines]
 
 
@@ -49,9 +53,15 @@ def three_checks(monkeypatch):
     monkeypatch.setattr(kernel_check, "CHECKS", few)
 
 
-def test_a_wrong_and_a_failing_kernel_are_named_and_the_rest_runs(three_checks, monkeypatch, tmp_path):
+def test_a_wrong_and_a_failing_kernel_are_named_and_the_rest_runs(
+    three_checks, monkeypatch, tmp_path
+):
     """Then only these two are tried again, and pass."""
-    asked, made, run = (tmp_path / "first.json", "--parts=doctor,kernel,estimate"), [], subprocess.run
+    asked, made, run = (
+        (tmp_path / "first.json", "--parts=doctor,kernel,estimate"),
+        [],
+        subprocess.run,
+    )
 
     def compiles(command, **how):
         """Writes what launch/compile_report.py would."""
@@ -85,14 +95,19 @@ def test_a_wrong_and_a_failing_kernel_are_named_and_the_rest_runs(three_checks, 
 
     done = rehearse(*asked)
     assert done.returncode == 0, done.stdout
-    assert ended(done) == [(f"kernel {FAILING}", "passed"), (f"kernel {WRONG}", "passed")] and len(made) == 1
+    assert (
+        ended(done) == [(f"kernel {FAILING}", "passed"), (f"kernel {WRONG}", "passed")]
+        and len(made) == 1
+    )
 
 
 def fake(name, made):
     return KernelCheck(kernel=name, what="x", draw=lambda: (jnp.ones(2),), compute=made, near=0.1)
 
 
-def test_a_part_that_killed_the_process_is_tried_last_and_no_number_is_a_failure(monkeypatch, tmp_path):
+def test_a_part_that_killed_the_process_is_tried_last_and_no_number_is_a_failure(
+    monkeypatch, tmp_path
+):
     output = tmp_path / "first.json"
 
     def spoils(kernels, x):
@@ -104,12 +119,20 @@ def test_a_part_that_killed_the_process_is_tried_last_and_no_number_is_a_failure
     right = fake("c", lambda kernels, x: x)
     monkeypatch.setattr(kernel_check, "CHECKS", (fake("a", spoils), fake("b", kills), right))
     killed = rehearse(output, "--parts=kernel")
-    assert killed.returncode == 130 and f"interrupted; {output} has the parts so far" in killed.stderr
+    assert (
+        killed.returncode == 130 and f"interrupted; {output} has the parts so far" in killed.stderr
+    )
     assert set(parts_of(output)) == {"kernel a, x", "kernel b, x"}
     assert not parts_of(output)["kernel a, x"]["passed"]
-    monkeypatch.setattr(kernel_check, "CHECKS", (fake("a", spoils), fake("b", right.compute), right))
+    monkeypatch.setattr(
+        kernel_check, "CHECKS", (fake("a", spoils), fake("b", right.compute), right)
+    )
     done = rehearse(output, "--parts=kernel")
-    assert ended(done) == [("kernel a, x", "FAILED"), ("kernel c, x", "passed"), ("kernel b, x", "passed")]
+    assert ended(done) == [
+        ("kernel a, x", "FAILED"),
+        ("kernel c, x", "passed"),
+        ("kernel b, x", "passed"),
+    ]
     assert "kernel a, x: differs by nan" in done.stdout
 
 
@@ -117,10 +140,14 @@ def test_a_file_of_other_versions_is_refused_and_left_alone(monkeypatch, tmp_pat
     output = tmp_path / "first.json"
     monkeypatch.setattr(kernel_check, "CHECKS", (fake("a", lambda kernels, x: x),))
     assert rehearse(output, "--parts=kernel").returncode == 0
-    text = output.read_text(encoding="utf-8").replace(f'"jax": "{jax.__version__}"', '"jax": "0.0.1"')
+    text = output.read_text(encoding="utf-8").replace(
+        f'"jax": "{jax.__version__}"', '"jax": "0.0.1"'
+    )
     output.write_text(text, encoding="utf-8")
     done = rehearse(output, "--parts=kernel")
-    assert done.returncode == 2 and f"jax was '0.0.1', is '{jax.__version__}'" in done.stderr, done.stderr
+    assert done.returncode == 2 and f"jax was '0.0.1', is '{jax.__version__}'" in done.stderr, (
+        done.stderr
+    )
     assert output.read_text(encoding="utf-8") == text
 
 
@@ -134,5 +161,7 @@ def test_a_rehearsal_has_measured_times_beside_the_compilers(three_checks, tmp_p
     assert {"audit", "times", "estimate"} < set(parts)
     for name in ("plain step", "draft step", "scoring", "round"):
         table = " ".join(done.stdout.split())  # too wide for one line a row
-        assert re.search(rf"time of a {name} found \S+ ms; compiler estimate \S+ \(\S+ to \S+\) ms", table)
+        assert re.search(
+            rf"time of a {name} found \S+ ms; compiler estimate \S+ \(\S+ to \S+\) ms", table
+        )
         assert parts["times"]["found"]["ms"][name] > 0

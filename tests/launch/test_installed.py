@@ -27,15 +27,26 @@ def site(tmp_path_factory):
     build = "import setuptools.build_meta as backend; backend.build_sdist('.')"
     subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True)
     (archive,) = folder.glob("*.tar.gz")
-    options = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--target", "site"]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, archive], cwd=folder, check=True)
+    options = [
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+        "--target",
+        "site",
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, archive], cwd=folder, check=True
+    )
     return folder / "site"
 
 
 def run(site, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(site)}
     command = [sys.executable, "-P", "-m", "specsamp", *arguments]
-    return subprocess.run(command, cwd=site.parent / "site", env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=site.parent / "site", env=environment, capture_output=True, text=True
+    )
 
 
 @pytest.mark.slow
@@ -54,7 +65,10 @@ def test_a_wheel_brings_all_commands_and_configurations(site):
 
 
 def test_a_setuptools_that_makes_no_wheels_is_named():
-    without = "import importlib.util, runpy, setuptools, sys; importlib.util.find_spec = lambda name: None; "
+    without = (
+        "import importlib.util, runpy, setuptools, sys; importlib.util.find_spec = lambda name: "
+        "None; "
+    )
     program = without + "sys.argv = ['setup.py', 'dist_info']; runpy.run_path('setup.py')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith(
@@ -84,7 +98,9 @@ def run_each(site, commands, typed=""):
     """Runs commands one after another, and returns what each printed."""
     environment = {**os.environ, "PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"}
     arguments = [sys.executable, "-P", "-W", "ignore", "-c", EVERY, json.dumps(commands)]
-    done = subprocess.run(arguments, cwd=site, env=environment, input=typed, capture_output=True, text=True)
+    done = subprocess.run(
+        arguments, cwd=site, env=environment, input=typed, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return dict(text.split("\n", 1) for text in done.stdout.split("=== ")[1:])
 
@@ -92,21 +108,46 @@ def run_each(site, commands, typed=""):
 @pytest.mark.slow
 def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
     save_tiny_pair(tmp_path / "pair", ["def f(x):"])
-    pair = [f"--config=configs/trained_pair.py:{tmp_path / 'pair'}", "--plain", "--config.max_new_tokens=4"]
+    pair = [
+        f"--config=configs/trained_pair.py:{tmp_path / 'pair'}",
+        "--plain",
+        "--config.max_new_tokens=4",
+    ]
     short = [*pair, "--config.draft_length=1", "--config.sampling.top_p=1.0"]
     cells_json = tmp_path / "cells.json"
     helps = run_each(site, [[name, "--help"] for name in commands()])
     assert helps.keys() == commands().keys()
-    assert "specsamp doctor --config=" in helps["doctor"] and "launch/doctor.py" not in "".join(helps.values())
+    assert "specsamp doctor --config=" in helps["doctor"] and "launch/doctor.py" not in "".join(
+        helps.values()
+    )
     told = run_each(
         site,
         [
-            ["plan", "--acceptance=0.8", "--config=configs/chinchilla.py", "--chip=v4", "--devices=16"],
+            [
+                "plan",
+                "--acceptance=0.8",
+                "--config=configs/chinchilla.py",
+                "--chip=v4",
+                "--devices=16",
+            ],
             ["demo", *short, "--passes=1"],
-            ["benchmark", *pair, *"--config.draft_length=0 --config.repeats=1".split(), f"--output={cells_json}"],
+            [
+                "benchmark",
+                *pair,
+                *"--config.draft_length=0 --config.repeats=1".split(),
+                f"--output={cells_json}",
+            ],
             ["audit", *short, "--prompt_count=2", "--checks=acceptance"],
             ["chat", *short],
-            ["evaluate", *short, "--task=python", "--problems=2", "--samples=1", "--blocks=1", "--methods=plain"],
+            [
+                "evaluate",
+                *short,
+                "--task=python",
+                "--problems=2",
+                "--samples=1",
+                "--blocks=1",
+                "--methods=plain",
+            ],
         ],
         typed="def f(x):\n/quit\n",
     )
@@ -120,7 +161,12 @@ def test_what_a_first_hour_takes_runs_from_the_wheel(site, tmp_path):
 
 
 def test_an_unknown_command_is_refused_with_those_there_are(capsys):
-    assert main(["--version"]) == 0 and capsys.readouterr().out == f"specsamp {specsamp.__version__}\n"
-    for name, told in {"fly": "choose one of audit, benchmark,", "serv": "did you mean serve?"}.items():
+    assert (
+        main(["--version"]) == 0 and capsys.readouterr().out == f"specsamp {specsamp.__version__}\n"
+    )
+    for name, told in {
+        "fly": "choose one of audit, benchmark,",
+        "serv": "did you mean serve?",
+    }.items():
         assert main([name]) == 2
         assert f"no command {name!r}: {told}" in capsys.readouterr().err

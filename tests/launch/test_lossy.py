@@ -29,7 +29,13 @@ def test_a_word_names_a_rule(word, rule):
 
 
 LOSSY = RowStats(
-    rounds=4, emitted=10, drafted=12, reached=(4, 3, 3), accepted_counts=(1, 0, 1, 2), variation=0.5, extra_accepted=0.4
+    rounds=4,
+    emitted=10,
+    drafted=12,
+    reached=(4, 3, 3),
+    accepted_counts=(1, 0, 1, 2),
+    variation=0.5,
+    extra_accepted=0.4,
 )
 EXACT = RowStats(rounds=4, emitted=10, drafted=12, reached=(4, 3, 3), accepted_counts=(1, 0, 1, 2))
 
@@ -37,8 +43,19 @@ EXACT = RowStats(rounds=4, emitted=10, drafted=12, reached=(4, 3, 3), accepted_c
 def test_evaluations_show_the_price_of_lossy_rules():
     def row(name, stats, per_text=None):
         scores = {"right": {"mean": 0.5, "low": 0.4, "high": 0.6}}
-        one = {"name": name, "exact": stats.variation is None, "problems": 9, "scores": scores, "differences": {}}
-        one |= {"counts": report.as_json(stats), "counts_by_category": {}, "ms_per_token": 1.0, "speedups": []}
+        one = {
+            "name": name,
+            "exact": stats.variation is None,
+            "problems": 9,
+            "scores": scores,
+            "differences": {},
+        }
+        one |= {
+            "counts": report.as_json(stats),
+            "counts_by_category": {},
+            "ms_per_token": 1.0,
+            "speedups": [],
+        }
         return one | {"variation_per_text": per_text}
 
     rows = [row("token", EXACT), row("ears:1", LOSSY, 0.25)]
@@ -50,11 +67,22 @@ def test_evaluations_show_the_price_of_lossy_rules():
 def test_cells_show_the_price_of_lossy_rules():
     def cell(rule, stats, **price):
         quartiles = {"median": 1.0, "lower": 1.0, "upper": 1.0}
-        counts = {"rounds": 4, "emitted": 10, "drafted": 12, "reached": [4, 3, 3], "accepted_counts": [1, 0, 1, 2]}
+        counts = {
+            "rounds": 4,
+            "emitted": 10,
+            "drafted": 12,
+            "reached": [4, 3, 3],
+            "accepted_counts": [1, 0, 1, 2],
+        }
         if stats.variation is not None:
             counts |= {"variation": stats.variation, "extra_accepted": stats.extra_accepted}
         side = {"ms_per_token": quartiles}
-        result = {"autoregressive": side, "speculative": side, "speedup": quartiles, "acceptance": counts} | price
+        result = {
+            "autoregressive": side,
+            "speculative": side,
+            "speedup": quartiles,
+            "acceptance": counts,
+        } | price
         key = {"draft_length": 3, "drafter": "model", "rule": rule, "batch": 1, "temperature": 1.0}
         key |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
         return {"key": key, "exact": stats.variation is None, "result": result}

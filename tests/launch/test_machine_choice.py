@@ -1,4 +1,6 @@
-"""The draft length "machine": from costs that are timed once, and from acceptance on other prompts."""
+"""The draft length "machine": from costs that are timed once, and from acceptance on
+other prompts.
+"""
 
 import io
 import json
@@ -20,8 +22,16 @@ def cell(drafter, accepted_counts):
     """A cell of launch/benchmark.py, as far as it says what was accepted."""
     key = {"draft_length": 7, "drafter": drafter, "rule": "token", "batch": 1, "temperature": 0.8}
     reached = [sum(accepted_counts[i:]) for i in range(7)]
-    counts = {"rounds": sum(accepted_counts), "emitted": 0, "reached": reached, "accepted_counts": accepted_counts}
-    return {"key": key | {"top_k": 0, "top_p": 0.95, "min_p": 0.0}, "result": {"acceptance": counts}}
+    counts = {
+        "rounds": sum(accepted_counts),
+        "emitted": 0,
+        "reached": reached,
+        "accepted_counts": accepted_counts,
+    }
+    return {
+        "key": key | {"top_k": 0, "top_p": 0.95, "min_p": 0.0},
+        "result": {"acceptance": counts},
+    }
 
 
 @pytest.fixture
@@ -35,8 +45,12 @@ def config(tmp_path, monkeypatch):
 
 def choose(config, monkeypatch, **costs):
     timed = []
-    costs = {word: PerCall(target_ms=ms, draft_ms=draft_ms) for word, (ms, draft_ms) in costs.items()}
-    monkeypatch.setattr(machine_choice, "time_calls", lambda pair, methods, work: timed.append(methods) or costs)
+    costs = {
+        word: PerCall(target_ms=ms, draft_ms=draft_ms) for word, (ms, draft_ms) in costs.items()
+    }
+    monkeypatch.setattr(
+        machine_choice, "time_calls", lambda pair, methods, work: timed.append(methods) or costs
+    )
     out = io.StringIO()
     found = machine_choice.for_machine(config, Console(file=out, width=200))
     return found, timed, out.getvalue()
@@ -50,12 +64,18 @@ def choose(config, monkeypatch, **costs):
         ((DEAR, 9.0), (DEAR, 0.0), ("model", 0)),  # nothing pays
     ],
 )
-def test_the_best_forecast_is_chosen_and_calls_are_timed_once(config, monkeypatch, tmp_path, model, ngram, chosen):
+def test_the_best_forecast_is_chosen_and_calls_are_timed_once(
+    config, monkeypatch, tmp_path, model, ngram, chosen
+):
     cells = [cell("model", [1, 0, 0, 0, 0, 0, 0, 9]), cell("ngram", [6, 0, 0, 0, 0, 0, 0, 4])]
-    (tmp_path / "acceptance.json").write_text(json.dumps({"identity": {}, "cells": cells}), encoding="utf-8")
+    (tmp_path / "acceptance.json").write_text(
+        json.dumps({"identity": {}, "cells": cells}), encoding="utf-8"
+    )
     found, timed, said = choose(config, monkeypatch, model=model, ngram=ngram)
     assert (found.drafter, found.draft_length) == chosen
-    assert [{word: one.drafter.K for word, one in methods.items()} for methods in timed] == [{"model": 7, "ngram": 7}]
+    assert [{word: one.drafter.K for word, one in methods.items()} for methods in timed] == [
+        {"model": 7, "ngram": 7}
+    ]
     assert "forecast for this machine, T = 0.8, top-p 0.95: model K = " in said
     again, timed, _ = choose(config, monkeypatch)
     assert again == found and not timed
@@ -65,16 +85,22 @@ def test_the_best_forecast_is_chosen_and_calls_are_timed_once(config, monkeypatc
     assert again == found and timed, "a damaged file is measured again"
 
 
-@pytest.mark.parametrize("fields, processes", [({}, 2), ({"mesh.data": 2}, 1), ({"mesh.model": 2}, 1)])
+@pytest.mark.parametrize(
+    "fields, processes", [({}, 2), ({"mesh.data": 2}, 1), ({"mesh.model": 2}, 1)]
+)
 def test_several_devices_are_told_a_number(config, monkeypatch, fields, processes):
     monkeypatch.setattr(machine_choice.jax, "process_count", lambda: processes)
-    with pytest.raises(ValueError, match="draft_length=machine takes a drafter, one device and jit: name a number"):
+    with pytest.raises(
+        ValueError, match="draft_length=machine takes a drafter, one device and jit: name a number"
+    ):
         choose(config.turned(fields), monkeypatch)
 
 
 def test_without_a_file_for_this_sampling_acceptance_is_counted(config, monkeypatch):
     found, _, said = choose(config, monkeypatch, model=(FREE, 0.0), ngram=(FREE, 0.0))
-    assert (found.drafter, found.draft_length) == ("model", 7), "the draft is the target: everything is accepted"
+    assert (found.drafter, found.draft_length) == ("model", 7), (
+        "the draft is the target: everything is accepted"
+    )
     assert "model K = 7: 8.00x" in said
 
 

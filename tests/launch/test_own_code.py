@@ -49,7 +49,12 @@ def config(**fields):
 
 def test_a_drafter_and_a_rule_of_a_file_are_measured_by_a_command(own, tmp_path):
     output = tmp_path / "result.json"
-    flags = (f"--config.drafter={own}:Repeats(K)", f"--config.rule={own}:Mine()", f"--output={output}", "--plain")
+    flags = (
+        f"--config.drafter={own}:Repeats(K)",
+        f"--config.rule={own}:Mine()",
+        f"--output={output}",
+        "--plain",
+    )
     flags += ("--config.draft_length=2", "--config.repeats=1", "--config.max_new_tokens=8")
     done = call("benchmark", f"--config={CONFIG}", *flags)
     assert done.returncode == 0, done.stderr
@@ -71,7 +76,10 @@ def test_an_expression_may_use_the_models_and_equal_words_make_equal_drafters(ow
         ({"drafter": "none.py:X()"}, "drafter=none.py:X(): no file 'none.py'"),
         ({"drafter": "{own}:Repeat(K)"}, "NameError: name 'Repeat' is not defined"),
         ({"drafter": "{own}:K"}, "is of type int: it must be a Drafter"),
-        ({"drafter": "{own}:Repeats(7)"}, "drafts K = 7 tokens, and --config.draft_length is 5: set it to 7"),
+        (
+            {"drafter": "{own}:Repeats(7)"},
+            "drafts K = 7 tokens, and --config.draft_length is 5: set it to 7",
+        ),
         ({"rule": "{own}:Repeats()"}, "is of type Repeats: it must be a Rule"),
         ({"drafter": "mine"}, "drafter must be one of"),
     ],

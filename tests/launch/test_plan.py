@@ -10,7 +10,9 @@ from specsamp.tpu.calibration import Band
 from support.run_script import ROOT, call
 
 RATE = "--acceptance=0.8"
-FORECASTS = pathlib.Path(__file__).with_name("forecasts.txt").read_text(encoding="utf-8").splitlines()[1:]
+FORECASTS = (
+    pathlib.Path(__file__).with_name("forecasts.txt").read_text(encoding="utf-8").splitlines()[1:]
+)
 
 
 @pytest.mark.parametrize("line", FORECASTS)
@@ -23,25 +25,43 @@ def test_forecasts(line):
 
 def measured(K, draft_temperature, emitted):
     """A cell whose rounds emit ``emitted`` tokens."""
-    distribution = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "draft_temperature": draft_temperature}
+    distribution = {
+        "temperature": 0.8,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "draft_temperature": draft_temperature,
+    }
 
     def ms(value):
         return {"ms_per_round": {"median": value, "lower": value, "upper": value}}
 
     accepted = [0] * (emitted - 1) + [100] + [0] * (K + 1 - emitted)
-    counts = {"accepted_counts": accepted, "reached": [100] * min(emitted, K) + [0] * (K - min(emitted, K))}
+    counts = {
+        "accepted_counts": accepted,
+        "reached": [100] * min(emitted, K) + [0] * (K - min(emitted, K)),
+    }
     counts |= {"rounds": 100, "emitted": 100 * emitted}
     return {
         "key": {"draft_length": K, "drafter": "model", "rule": "token", "batch": 1, **distribution},
         "workload": {"repeats": 4},
-        "result": {"autoregressive": ms(1.0), "speculative": ms(2.0), "acceptance": counts, "split": None},
+        "result": {
+            "autoregressive": ms(1.0),
+            "speculative": ms(2.0),
+            "acceptance": counts,
+            "split": None,
+        },
     }
 
 
 @pytest.mark.parametrize(
     "flag, content, message",
     [
-        ("measured", {"identity": {}, "cells": [{"key": {"drafter": "none"}, "result": {}}]}, "is damaged, or of"),
+        (
+            "measured",
+            {"identity": {}, "cells": [{"key": {"drafter": "none"}, "result": {}}]},
+            "is damaged, or of",
+        ),
         ("compile_report", {}, "is damaged, or of another kind: KeyError 'report'"),
     ],
 )
@@ -55,9 +75,14 @@ def test_damaged_files_are_named(tmp_path, flag, content, message):
 
 
 def test_measured_cells_of_a_biased_draft_are_left_out(tmp_path):
-    """The sweep that ships gives the draft temperatures of its own: its acceptance is not that of the pair."""
+    """The sweep that ships gives the draft temperatures of its own: its acceptance is not that of
+    the pair.
+    """
     path = tmp_path / "cells.json"
-    document = {"identity": {}, "cells": [measured(4, 0.2, emitted=1), measured(4, None, emitted=5)]}
+    document = {
+        "identity": {},
+        "cells": [measured(4, 0.2, emitted=1), measured(4, None, emitted=5)],
+    }
     path.write_text(json.dumps(document), encoding="utf-8")
     done = call("plan", f"--measured={path}", "--longest=4", "--plain")
     assert done.returncode == 0, done.stderr
@@ -68,7 +93,9 @@ def test_a_band_is_shown_as_the_compile_report_shows_it():
     """The same edges; and the speedup of programs with the same errors, which is one number."""
     path = "notebooks/results/compile_qwen_3b_v5e.json"
     document = json.loads((ROOT / path).read_text(encoding="utf-8"))
-    step, drafted = (str(Band(**document["calibrated_ms"][name])) for name in ("target step", "round"))
+    step, drafted = (
+        str(Band(**document["calibrated_ms"][name])) for name in ("target step", "round")
+    )
     done = call("plan", RATE, f"--compile_report={path}", "--longest=4", "--plain")
     rows = {line[:5]: line for line in done.stdout.splitlines() if line.startswith("K = ")}
     assert step in rows["K = 0"] and drafted in rows["K = 4"], done.stdout

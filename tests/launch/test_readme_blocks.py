@@ -1,4 +1,6 @@
-"""Every block of Python in a README runs; every command of launch is parsed, flags and fields of configurations."""
+"""Every block of Python in a README runs; every command of launch is parsed, flags and fields of
+configurations.
+"""
 
 import importlib
 import pathlib
@@ -20,7 +22,9 @@ PAGES = sorted(
     for path in (ROOT / folder).glob("README.md")
 )
 SCRIPT = re.compile(r"(?:.*/)?launch/([a-z_/]+)\.py")
-BLOCKS = tomllib.loads(pathlib.Path(__file__).with_name("readme_blocks.toml").read_text(encoding="utf-8"))
+BLOCKS = tomllib.loads(
+    pathlib.Path(__file__).with_name("readme_blocks.toml").read_text(encoding="utf-8")
+)
 SMALLER, NOT_RUN = BLOCKS["smaller"], BLOCKS["not_run"]
 
 
@@ -28,30 +32,48 @@ def blocks(language):
     found = []
     for page in PAGES:
         for indent, code in re.findall(
-            rf"^( *)```{language}\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+            rf"^( *)```{language}\n(.*?)^ *```$",
+            page.read_text(encoding="utf-8"),
+            re.MULTILINE | re.DOTALL,
         ):
             found.append((page, re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)))
     return found
 
 
 def commands():
-    """Commands of launch in blocks of the shell and in the text, also those that a script of launch/tpu runs."""
-    lines = [(page, line) for page, code in blocks("bash") for line in code.replace("\\\n", " ").splitlines()]
+    """Commands of launch in blocks of the shell and in the text, also those that a script of
+    launch/tpu runs.
+    """
+    lines = [
+        (page, line)
+        for page, code in blocks("bash")
+        for line in code.replace("\\\n", " ").splitlines()
+    ]
     inline = [
-        (page, re.findall(r"`([^`\n]*python launch/[^`\n]*)`", page.read_text(encoding="utf-8"))) for page in PAGES
+        (page, re.findall(r"`([^`\n]*python launch/[^`\n]*)`", page.read_text(encoding="utf-8")))
+        for page in PAGES
     ]
     lines += [(page, line) for page, found in inline for line in dict.fromkeys(found)]
     words = [(page, shlex.split(line, comments=True)) for page, line in lines]
-    starts = [next((i for i, word in enumerate(line) if SCRIPT.fullmatch(word)), None) for _, line in words]
+    starts = [
+        next((i for i, word in enumerate(line) if SCRIPT.fullmatch(word)), None)
+        for _, line in words
+    ]
     return [(page, line[start:]) for (page, line), start in zip(words, starts) if start is not None]
 
 
 def name_of(case):
-    return case[0].parent.name + ": " + (case[1] if isinstance(case[1], str) else shlex.join(case[1]))[:60]
+    return (
+        case[0].parent.name
+        + ": "
+        + (case[1] if isinstance(case[1], str) else shlex.join(case[1]))[:60]
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page, code", blocks("python"), ids=[name_of(one) for one in blocks("python")])
+@pytest.mark.parametrize(
+    "page, code", blocks("python"), ids=[name_of(one) for one in blocks("python")]
+)
 def test_a_block_of_python_runs(page, code):
     if code.startswith(tuple(NOT_RUN)):
         return
@@ -65,7 +87,9 @@ def test_a_block_of_python_runs(page, code):
 def small_pair():
     """A pair over eight devices, for blocks that begin with a pair."""
     model = TransformerLM(tiny(num_layers=1, num_heads=8, num_kv_heads=8, vocab_size=64))
-    params = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), jax.eval_shape(model.init, jax.random.key(0)))
+    params = jax.tree.map(
+        lambda x: jax.numpy.zeros(x.shape, x.dtype), jax.eval_shape(model.init, jax.random.key(0))
+    )
     return Pair(target=model, target_params=params, draft=model, draft_params=params)
 
 
@@ -84,4 +108,7 @@ def test_a_command_is_parsed(page, command, monkeypatch):
 
 def test_no_reason_is_left_over():
     """The names above occur in a README."""
-    assert all(any(code.startswith(start) for _, code in blocks("python")) for start in (*SMALLER, *NOT_RUN))
+    assert all(
+        any(code.startswith(start) for _, code in blocks("python"))
+        for start in (*SMALLER, *NOT_RUN)
+    )

@@ -1,4 +1,6 @@
-"""Command lines that commands refuse: one line that names the fault, exit status 2, and no traceback."""
+"""Command lines that commands refuse: one line that names the fault, exit status 2, and no
+traceback.
+"""
 
 import importlib
 import pathlib
@@ -15,17 +17,23 @@ SECTIONS = dict(re.findall(r"^\[(.*)\]\n((?:.+\n)+)", TABLE, re.MULTILINE))
 
 
 def cases(section, *marks):
-    """Returns the commands of a section and what is said of each; their ids are those of their place in it."""
+    """Returns the commands of a section and what is said of each; their ids are those of their
+    place in it.
+    """
     pairs = [line.split(" => ") for line in SECTIONS[section].splitlines()]
     return [pytest.param(command, message, marks=marks) for command, message in pairs]
 
 
-OF_THE_ENDPOINT = cases("of the endpoint, before a pair is read", extras.needs("starlette", "uvicorn", "pydantic"))
+OF_THE_ENDPOINT = cases(
+    "of the endpoint, before a pair is read", extras.needs("starlette", "uvicorn", "pydantic")
+)
 
 
 def refused(command, message):
     done = call(*shlex.split(command))
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize("command, message", cases("before a pair is read") + OF_THE_ENDPOINT)

@@ -1,4 +1,6 @@
-"""The command that serves a pair: it says where, ends by an interrupt, and refuses what it cannot serve at once."""
+"""The command that serves a pair: it says where, ends by an interrupt, and refuses what it cannot
+serve at once.
+"""
 
 import importlib
 import os
@@ -17,7 +19,9 @@ KEY = "SPECSAMP_SERVE_KEY"
 
 
 def test_a_server_answers_until_it_is_interrupted(tmp_path, monkeypatch):
-    """Runs in this process, with keys of the environment, and is ended by a signal that ends processes."""
+    """Runs in this process, with keys of the environment, and is ended by a signal that ends
+    processes.
+    """
     from support.services import post, request, wait_until
 
     save_tiny_pair(tmp_path, ["def f(x):"])
@@ -26,9 +30,17 @@ def test_a_server_answers_until_it_is_interrupted(tmp_path, monkeypatch):
 
     def ask(server):
         wait_until(lambda: server.started)
-        asked = {"prompt": "def f(x):", "max_tokens": 3, "seed": 1, "logit_bias": {"1": 2}, "min_tokens": 2}
+        asked = {
+            "prompt": "def f(x):",
+            "max_tokens": 3,
+            "seed": 1,
+            "logit_bias": {"1": 2},
+            "min_tokens": 2,
+        }
         answers.append(post(server, "/v1/completions", asked, authorization="Bearer sk-1"))
-        answers.append(post(server, "/v1/chat/completions", {"messages": []}, authorization="Bearer sk-1"))
+        answers.append(
+            post(server, "/v1/chat/completions", {"messages": []}, authorization="Bearer sk-1")
+        )
         answers.append(request(server, "GET", "/v1/models"))
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -38,9 +50,16 @@ def test_a_server_answers_until_it_is_interrupted(tmp_path, monkeypatch):
     assert done.returncode == 130
     assert done.stderr.endswith("interrupted; 0 texts were being written and were ended\n")
     assert "1 rows, 24 tokens of prompt and text" in done.stdout
-    assert "/v1 serves 'mine', with a key; Ctrl-C ends it" in done.stdout and "http://127.0.0.1:" in done.stdout
+    assert (
+        "/v1 serves 'mine', with a key; Ctrl-C ends it" in done.stdout
+        and "http://127.0.0.1:" in done.stdout
+    )
     (status, _, answer), (refused, _, no_chat), (unknown, _, _) = answers
-    assert status == 200 and answer["model"] == "mine" and 2 <= answer["usage"]["completion_tokens"] <= 3
+    assert (
+        status == 200
+        and answer["model"] == "mine"
+        and 2 <= answer["usage"]["completion_tokens"] <= 3
+    )
     assert refused == 400 and "no chat template: use /v1/completions" in no_chat["error"]["message"]
     assert unknown == 401
 
@@ -79,7 +98,9 @@ def test_a_service_that_fails_ends_the_server(tmp_path, monkeypatch):
 
     ask_beside(ask, monkeypatch)
     options = "--port=0 --rows=1 --context=24 --config.draft_length=0"
-    with pytest.raises(RuntimeError, match="the service failed: ZeroDivisionError: division by zero"):
+    with pytest.raises(
+        RuntimeError, match="the service failed: ZeroDivisionError: division by zero"
+    ):
         call("serve", f"--config=configs/trained_pair.py:{tmp_path}", *options.split())
     ((status, _, document),) = answers
     assert status == 500 and "the service failed: ZeroDivisionError" in document["error"]["message"]
@@ -103,7 +124,9 @@ def test_a_second_interrupt_does_not_wait_for_what_is_being_compiled(monkeypatch
     ended, service = [], Compiling()
     monkeypatch.setattr(serve.distributed, "end_now", lambda *given: ended.append(given))
     serve.end(service, at_once)
-    assert service.is_closed and ended == [("interrupted twice; what was being compiled is lost", 130)]
+    assert service.is_closed and ended == [
+        ("interrupted twice; what was being compiled is lost", 130)
+    ]
 
 
 @pytest.fixture

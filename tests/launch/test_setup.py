@@ -1,4 +1,6 @@
-"""The scripts that install: which Python they take, which versions of packages, and when they install again."""
+"""The scripts that install: which Python they take, which versions of packages, and when they
+install again.
+"""
 
 import os
 import pathlib
@@ -16,7 +18,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = ("launch/setup.sh", "launch/test.sh", "launch/demo.sh", ".ci/run")
 CONSTRAINTS = (".ci/newest.txt", ".ci/oldest.txt")
 
-# Stands for a Python and for the environments that it makes: notes how it was called, and under which constraints.
+# Stands for a Python and for the environments that it makes: notes how it was called, and under
+# which constraints.
 PYTHON = r"""#!/bin/bash
 if [[ $1 == -c ]]; then
   exec {real} -c "{release}; exec(sys.argv[1])" "$2"
@@ -63,7 +66,9 @@ class Checkout:
         """Puts a stand-in at a path below home, or under a name on PATH."""
         place = self.home / path if "/" in path else self.path / path
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text.format(real=sys.executable, release=RELEASE.format(free_threaded, release)))
+        place.write_text(
+            text.format(real=sys.executable, release=RELEASE.format(free_threaded, release))
+        )
         place.chmod(0o755)
 
     def run(self, command):
@@ -79,7 +84,11 @@ class Checkout:
         kept |= {"HOME": str(self.home), "PATH": str(self.path), "NOTES": str(self.notes)}
         script = f"set -euo pipefail; {command}"
         return subprocess.run(
-            [shutil.which("bash"), "-c", script], cwd=self.folder, env=kept, capture_output=True, text=True
+            [shutil.which("bash"), "-c", script],
+            cwd=self.folder,
+            env=kept,
+            capture_output=True,
+            text=True,
         )
 
     def called(self, command):
@@ -115,7 +124,9 @@ PYENV_314 = ".pyenv/versions/3.14.1/bin/python"
 def test_the_newest_python_that_runs_is_taken(checkout, stand_ins, found):
     for path, text in stand_ins.items():
         checkout.add(path, text=text)
-    assert checkout.run(FIND).stdout.strip() == (str(checkout.home / found) if "/" in found else found)
+    assert checkout.run(FIND).stdout.strip() == (
+        str(checkout.home / found) if "/" in found else found
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +141,9 @@ def test_the_newest_python_that_runs_is_taken(checkout, stand_ins, found):
 def test_a_python_for_which_there_are_no_wheels_is_passed_over(checkout, release, free_threaded):
     checkout.add(PYENV_314, release, free_threaded)
     refused = checkout.run(FIND)
-    assert refused.returncode == 1 and refused.stderr.startswith("No Python 3.11 to 3.14 found that can make a virtual")
+    assert refused.returncode == 1 and refused.stderr.startswith(
+        "No Python 3.11 to 3.14 found that can make a virtual"
+    )
     assert refused.stderr.count("\n") == 1
     checkout.add("python3.11")
     assert checkout.run(FIND).stdout == "python3.11\n"
@@ -149,8 +162,12 @@ def test_what_is_installed_is_installed_again_only_after_a_change(checkout):
     demo, test = "bash launch/demo.sh", "bash launch/test.sh"
     made, installed, ran = checkout.called(test)
     assert made.endswith(".venv") and ran.endswith("-m pytest --complete")
-    assert installed.startswith(".venv/bin/python: .ci/newest.txt, -m pip") and installed.endswith("--editable .[test]")
-    assert len(checkout.called(test)) == len(checkout.called(demo)) == 1, "the tests' packages are enough for the demo"
+    assert installed.startswith(".venv/bin/python: .ci/newest.txt, -m pip") and installed.endswith(
+        "--editable .[test]"
+    )
+    assert len(checkout.called(test)) == len(checkout.called(demo)) == 1, (
+        "the tests' packages are enough for the demo"
+    )
     for name in ("setup.py", ".ci/newest.txt"):
         with (checkout.folder / name).open("a") as file:
             file.write("# changed\n")
@@ -171,7 +188,10 @@ def test_newest_releases_are_installed_each_time_and_then_replaced(checkout):
     checkout.called("bash launch/test.sh")
     for _ in range(2):
         installed, ran = checkout.called("bash launch/test.sh --slow --newest -k 'a or b'")
-        assert installed.startswith(".venv/bin/python: none, ") and "--upgrade --upgrade-strategy=eager" in installed
+        assert (
+            installed.startswith(".venv/bin/python: none, ")
+            and "--upgrade --upgrade-strategy=eager" in installed
+        )
         assert ran.endswith("-m pytest --complete --slow -k a or b")
     assert ": .ci/newest.txt, " in checkout.called("bash launch/test.sh")[0]
 
@@ -181,7 +201,9 @@ def test_ci_runs_the_quick_core_on_the_newest_python_and_all_else_on_311(checkou
     checkout.add(".pyenv/versions/3.13.0/bin/python")
     made, installed, then_made, then_installed, *ran = checkout.called("bash .ci/run")
     assert "/python3.11: " in made and made.endswith("-m venv --clear .ci/python3.11")
-    assert "/3.13.0/bin/python: " in then_made and then_made.endswith("-m venv --clear .ci/python3.13")
+    assert "/3.13.0/bin/python: " in then_made and then_made.endswith(
+        "-m venv --clear .ci/python3.13"
+    )
     assert installed.startswith(".ci/python3.11/bin/python: .ci/newest.txt, -m pip")
     assert then_installed.startswith(".ci/python3.13/bin/python: .ci/newest.txt, -m pip")
     core = ("tests/sampling", "tests/decoding", "tests/models", "tests/mesh")
@@ -207,15 +229,21 @@ def requirements(monkeypatch):
     monkeypatch.setattr("sys.argv", ["setup.py"])
     runpy.run_path(str(ROOT / "setup.py"))
     extras = found["extras_require"]
-    return [Requirement(text) for text in (*found["install_requires"], *extras["test"], *extras["tpu"])]
+    return [
+        Requirement(text) for text in (*found["install_requires"], *extras["test"], *extras["tpu"])
+    ]
 
 
 def versions(name, python):
-    """Returns the exact versions that a file of constraints has for a version of Python on Linux."""
+    """Returns the exact versions that a file of constraints has for a version of Python
+    on Linux.
+    """
     lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
     here = {"python_version": python, "python_full_version": f"{python}.1"}
     here |= {"sys_platform": "linux", "platform_machine": "x86_64"}
-    pins = [pin for pin in map(Requirement, lines) if pin.marker is None or pin.marker.evaluate(here)]
+    pins = [
+        pin for pin in map(Requirement, lines) if pin.marker is None or pin.marker.evaluate(here)
+    ]
     assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) for pin in pins)
     return {pin.name: Version(str(pin.specifier).removeprefix("==")) for pin in pins}
 

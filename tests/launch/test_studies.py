@@ -9,7 +9,8 @@ from launch.studies import backtest
 from specsamp.analysis.report import as_json
 from support.run_script import ROOT, module
 
-WRITTEN = json.loads(json.dumps(study.read_result("tpu_backtest")).replace("v7x", "tpu7x"))  # its name since
+# Its name since.
+WRITTEN = json.loads(json.dumps(study.read_result("tpu_backtest")).replace("v7x", "tpu7x"))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,10 @@ def test_all_kinds_of_rows_are_compared_and_the_bands_do_not_claim_to_hold_serve
     }
     parts = backtest.parts_of(checks)
     assert float(backtest.summary(parts["not fitted: served"])[-1]) > 1.2
-    assert [len(part) for name, part in parts.items() if "source left out, where" in name] == [13, 24]
+    assert [len(part) for name, part in parts.items() if "source left out, where" in name] == [
+        13,
+        24,
+    ]
 
 
 def test_the_demo_has_the_speedups_of_the_readme(monkeypatch, tmp_path):

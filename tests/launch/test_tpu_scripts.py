@@ -1,4 +1,6 @@
-"""The scripts for Cloud TPU slices: the commands that they run, what they refuse, and what they do when Google answers."""
+"""The scripts for Cloud TPU slices: the commands that they run, what they refuse, and what they do
+when Google answers.
+"""
 
 import os
 import re
@@ -20,7 +22,11 @@ COMMANDS = ["create", "setup", "run", "fetch", "delete", "keep_running", "gke"]
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(script):
     done = subprocess.run(
-        [extras.shellcheck(), "--external-sources", script], cwd=ROOT, capture_output=True, text=True, timeout=600
+        [extras.shellcheck(), "--external-sources", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout
 
@@ -43,15 +49,23 @@ def test_help_is_the_header(cloud, script):
     ],
 )
 def test_create_orders_the_slice(cloud, accelerator, flags, type, runtime, shown):
-    commands, remarks = cloud.dry_run("create", "--name=pod", f"--accelerator={accelerator}", *flags)
-    ordered = [f"--accelerator-type={type}", f"--runtime-version={runtime}", *(f for f in flags if "=" not in f)]
+    commands, remarks = cloud.dry_run(
+        "create", "--name=pod", f"--accelerator={accelerator}", *flags
+    )
+    ordered = [
+        f"--accelerator-type={type}",
+        f"--runtime-version={runtime}",
+        *(f for f in flags if "=" not in f),
+    ]
     order = [*TPUS, "queued-resources", "create", "pod", "--node-id=pod", *ordered, *AT]
     assert commands == [DESCRIBE, order, DESCRIBE] and shown in remarks[0]
 
 
 def test_run_keeps_every_word_of_the_command(cloud):
     commands, remarks = cloud.dry_run("run", "--name=pod", "--", *HARD)
-    job = re.fullmatch(r"--command=bash specsamp/launch/tpu/worker.sh follow (\S+)", commands[1][7])[1]
+    job = re.fullmatch(
+        r"--command=bash specsamp/launch/tpu/worker.sh follow (\S+)", commands[1][7]
+    )[1]
     worker = "bash specsamp/launch/tpu/worker.sh"
     assert commands[1:] == [
         ssh(0, f"{worker} follow {job}"),
@@ -59,10 +73,17 @@ def test_run_keeps_every_word_of_the_command(cloud):
         ssh("all", f"{worker} last {job}"),
     ]
     assert commands[0][:7] == ssh("all", "")[:7]
-    assert shlex.split(commands[0][7].removeprefix("--command=")) == [*worker.split(), "start", job, *HARD]
+    assert shlex.split(commands[0][7].removeprefix("--command=")) == [
+        *worker.split(),
+        "start",
+        job,
+        *HARD,
+    ]
     assert remarks == ["# if the command failed:"]
     assert cloud.dry_run("run", "--name=pod", "--stop")[0] == [ssh("all", f"{worker} stop current")]
-    assert cloud.dry_run("run", "--name=pod", "--attach")[0][0] == ssh(0, f"{worker} follow current")
+    assert cloud.dry_run("run", "--name=pod", "--attach")[0][0] == ssh(
+        0, f"{worker} follow current"
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,20 +100,36 @@ def test_keep_running_is_create_setup_run_and_delete(cloud, of_slice, connect, s
         found = cloud.dry_run(script, "--name=pod", *arguments)[0]
         return [[re.sub(r"\d{8}-\d{6}-\d+", "JOB", word) for word in command] for command in found]
 
-    parts = [("create", *of_slice), ("setup", *connect), ("run", *connect, *secret, "--", *HARD), ("delete",)]
+    parts = [
+        ("create", *of_slice),
+        ("setup", *connect),
+        ("run", *connect, *secret, "--", *HARD),
+        ("delete",),
+    ]
     whole = commands("keep_running", *of_slice, *connect, *secret, "--", *HARD)
     assert whole == [command for part in parts for command in commands(*part)]
 
 
 def test_hosts_without_external_addresses(cloud):
-    """Ordered in a network of the user's; reached through Identity-Aware Proxy, or from within that network."""
+    """Ordered in a network of the user's; reached through Identity-Aware Proxy, or from within that
+    network.
+    """
     order = cloud.dry_run("create", "--name=pod", "--accelerator=v4-8", *NETWORK)[0][1]
-    assert order[-6:-2] == ["--internal-ips", "--network=ours", "--subnetwork=part", "--service-account=me@x"]
+    assert order[-6:-2] == [
+        "--internal-ips",
+        "--network=ours",
+        "--subnetwork=part",
+        "--service-account=me@x",
+    ]
     internal, tunnel = (
-        cloud.dry_run("run", "--name=pod", flag, "--stop")[0][0] for flag in ("--internal_ips", "--tunnel_through_iap")
+        cloud.dry_run("run", "--name=pod", flag, "--stop")[0][0]
+        for flag in ("--internal_ips", "--tunnel_through_iap")
     )
     assert internal[-3:] == ["--internal-ip", *AT]
-    assert tunnel[:4] == ["gcloud", "alpha", *TPUS[1:]] and tunnel[-3:] == ["--tunnel-through-iap", *AT]
+    assert tunnel[:4] == ["gcloud", "alpha", *TPUS[1:]] and tunnel[-3:] == [
+        "--tunnel-through-iap",
+        *AT,
+    ]
 
 
 def test_gke_hands_secrets_over_by_name(cloud):
@@ -100,7 +137,9 @@ def test_gke_hands_secrets_over_by_name(cloud):
     arguments = ("run", "--name=big", "--accelerator=tpu7x-16", "--secret_env=HF_TOKEN")
     commands, remarks = cloud.dry_run("gke", *arguments, "--", "env", "API_KEY=abc", "true")
     code = f"runs/code_{cloud.git('rev-parse', 'HEAD')[:12]}"
-    assert f"--env-file={code}.env" in commands[3] and not any(word.startswith("--env=") for word in commands[3])
+    assert f"--env-file={code}.env" in commands[3] and not any(
+        word.startswith("--env=") for word in commands[3]
+    )
     assert commands[3][-1].endswith("&& env 'API_KEY=[hidden]' true")
     assert commands[4] == ["rm", "-r", code, f"{code}.tar", f"{code}.env"]
     assert f"# {code}.env sets SPECSAMP_VERSION and names HF_TOKEN" in remarks
@@ -111,7 +150,9 @@ def test_gke_hands_secrets_over_by_name(cloud):
     )
     done = cloud.run("gke", *arguments, "--", "true")
     assert done.returncode == 0, done.stderr
-    assert (cloud.fake / "env").read_text() == f"SPECSAMP_VERSION={cloud.git('rev-parse', 'HEAD')}\nHF_TOKEN\n"
+    assert (
+        cloud.fake / "env"
+    ).read_text() == f"SPECSAMP_VERSION={cloud.git('rev-parse', 'HEAD')}\nHF_TOKEN\n"
     assert not list((cloud.checkout / "runs").iterdir())
 
 
@@ -122,19 +163,40 @@ def test_gke_starts_a_workload_for_each_replica(cloud):
     assert "--num-slices=2" in create
     commands, _ = cloud.dry_run("gke", "run", *of_slice, "--job=texts", "--", *HARD)
     one, _ = cloud.dry_run("gke", "run", *of_slice[:2], "--job=texts", "--", *HARD)
-    created = [command for command in commands if command[:4] == ["xpk", "workload", "create", "--workload=texts-0"]]
-    created += [command for command in commands if command[:4] == ["xpk", "workload", "create", "--workload=texts-1"]]
+    created = [
+        command
+        for command in commands
+        if command[:4] == ["xpk", "workload", "create", "--workload=texts-0"]
+    ]
+    created += [
+        command
+        for command in commands
+        if command[:4] == ["xpk", "workload", "create", "--workload=texts-1"]
+    ]
     for replica, command in enumerate(created):
         assert command[-1] == f"{one[3][-1]} --replica={replica}/2"
         assert command[4:-1] == one[3][4:-1] and "--num-slices=1" in command
-    assert [command[-1] for command in commands[-2:]] == [f"--wait-for-job-completion=texts-{i}" for i in (0, 1)]
+    assert [command[-1] for command in commands[-2:]] == [
+        f"--wait-for-job-completion=texts-{i}" for i in (0, 1)
+    ]
     assert len(created) == 2 and len(commands) == len(one) + 2
 
 
 def test_gke_ends_with_the_status_of_a_replica_that_failed(cloud):
     cloud.states("ACTIVE")
-    (cloud.fake / "bin" / "xpk").write_text("#!/bin/bash\n[[ $* != *wait-for-job-completion=texts-0 ]] || exit 3\n")
-    done = cloud.run("gke", "run", "--name=big", "--accelerator=v5p-32", "--replicas=2", "--job=texts", "--", "true")
+    (cloud.fake / "bin" / "xpk").write_text(
+        "#!/bin/bash\n[[ $* != *wait-for-job-completion=texts-0 ]] || exit 3\n"
+    )
+    done = cloud.run(
+        "gke",
+        "run",
+        "--name=big",
+        "--accelerator=v5p-32",
+        "--replicas=2",
+        "--job=texts",
+        "--",
+        "true",
+    )
     assert done.returncode == 3 and "--wait-for-job-completion=texts-1" in done.stderr
 
 
@@ -142,13 +204,23 @@ def test_the_readme_orders_a_slice_for_each_replica(cloud):
     text = (ROOT / "launch" / "tpu" / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^(replica\(\) .*?)^```", text, re.MULTILINE | re.DOTALL)
     code = code.replace("keep_running.sh", "keep_running.sh --dry_run " + " ".join(AT))
-    code = code.replace(" & done", "; done")  # one after the other, so that no line stands within another
+    # One after the other, so that no line stands within another.
+    code = code.replace(" & done", "; done")
     done = subprocess.run(
-        ["bash", "-c", code], cwd=cloud.checkout, env=cloud.environment, capture_output=True, text=True, timeout=600
+        ["bash", "-c", code],
+        cwd=cloud.checkout,
+        env=cloud.environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     for i in range(4):
         assert f"queued-resources create pod-{i} --node-id=pod-{i} " in done.stdout, done.stderr
-        started = [line for line in done.stdout.splitlines() if f" ssh pod-{i} " in line and "worker.sh start" in line]
+        started = [
+            line
+            for line in done.stdout.splitlines()
+            if f" ssh pod-{i} " in line and "worker.sh start" in line
+        ]
         assert len(started) == 1 and f"--replica={i}/4" in started[0]
 
 
@@ -159,17 +231,38 @@ def test_the_readme_orders_a_slice_for_each_replica(cloud):
     "typed, message",
     [
         ("create --name=pod --accelerator=v4-30", "'v4-30'; closest matches: v4-16, v4-32"),
-        ("create --name=pod --accelerator=tpu7x-16", "not sold as a queued resource: use launch/tpu/gke.sh"),
+        (
+            "create --name=pod --accelerator=tpu7x-16",
+            "not sold as a queued resource: use launch/tpu/gke.sh",
+        ),
         ("create --name=My_Pod --accelerator=v4-32", "got 'My_Pod'"),
-        ("create --name=pod --accelerator=v4-32 --spot --reserved", "--spot and --reserved exclude each other"),
-        ("create --name=pod --accelerator=v4-32 --spots", "unknown flag --spots: the flags are --name= --accelerator="),
-        ("create --name=pod --accelerator=v4-32 --spot=maybe", "--spot must be true or false; got 'maybe'"),
+        (
+            "create --name=pod --accelerator=v4-32 --spot --reserved",
+            "--spot and --reserved exclude each other",
+        ),
+        (
+            "create --name=pod --accelerator=v4-32 --spots",
+            "unknown flag --spots: the flags are --name= --accelerator=",
+        ),
+        (
+            "create --name=pod --accelerator=v4-32 --spot=maybe",
+            "--spot must be true or false; got 'maybe'",
+        ),
         ("run --name=pod --", "the command is missing"),
         ("run --name=pod --stop -- true", "--attach and --stop are about the running command"),
-        ("run --name=pod --secret_env=NOT_SET -- true", "--secret_env=NOT_SET: this variable is not exported"),
-        ("run --name=pod --secret_env=HF_TOKEN=x -- true", "--secret_env takes names of exported variables"),
+        (
+            "run --name=pod --secret_env=NOT_SET -- true",
+            "--secret_env=NOT_SET: this variable is not exported",
+        ),
+        (
+            "run --name=pod --secret_env=HF_TOKEN=x -- true",
+            "--secret_env takes names of exported variables",
+        ),
         ("gke --name=big", "the first argument must be create, run or delete; got '--name=big'"),
-        ("gke run --name=big --accelerator=v5p-32 --replicas=0 -- true", "whole number from 1 to 9999; got '0'"),
+        (
+            "gke run --name=big --accelerator=v5p-32 --replicas=0 -- true",
+            "whole number from 1 to 9999; got '0'",
+        ),
         ("setup --name=pod --ref=nowhere", "there is no commit 'nowhere'"),
     ],
 )
@@ -179,12 +272,18 @@ def test_bad_input_is_refused_before_anything_is_asked(cloud, typed, message):
     assert not cloud.calls()
 
 
-@pytest.mark.parametrize("flag, variable", [("zone", "CLOUDSDK_COMPUTE_ZONE"), ("project", "CLOUDSDK_CORE_PROJECT")])
+@pytest.mark.parametrize(
+    "flag, variable", [("zone", "CLOUDSDK_COMPUTE_ZONE"), ("project", "CLOUDSDK_CORE_PROJECT")]
+)
 def test_where_is_never_guessed(cloud, flag, variable):
     places = {"CLOUDSDK_COMPUTE_ZONE": "us-central2-b", "CLOUDSDK_CORE_PROJECT": "my-project"}
     arguments = ("--name=pod", "--dry_run", "--accelerator=v4-8")
-    done = cloud.run("create", *arguments, place=False, **{k: v for k, v in places.items() if k != variable})
-    assert done.returncode == 2 and f"--{flag} is missing: " in done.stderr and variable in done.stderr
+    done = cloud.run(
+        "create", *arguments, place=False, **{k: v for k, v in places.items() if k != variable}
+    )
+    assert (
+        done.returncode == 2 and f"--{flag} is missing: " in done.stderr and variable in done.stderr
+    )
     assert cloud.run("create", *arguments, place=False, **places).returncode == 0
 
 
@@ -192,21 +291,31 @@ def test_only_what_is_committed_is_copied(cloud):
     cloud.states("ACTIVE")
     (cloud.checkout / ".gitignore").write_text("/runs/\n/more/\n")
     done = cloud.run("setup", "--name=pod")
-    assert done.returncode == 2 and "uncommitted changes: .gitignore ...: commit them, or add --ref=" in done.stderr
+    assert (
+        done.returncode == 2
+        and "uncommitted changes: .gitignore ...: commit them, or add --ref=" in done.stderr
+    )
     assert not cloud.calls()
-    assert cloud.run("setup", "--name=pod", "--ref=" + cloud.git("rev-parse", "HEAD")).returncode == 0
+    assert (
+        cloud.run("setup", "--name=pod", "--ref=" + cloud.git("rev-parse", "HEAD")).returncode == 0
+    )
 
 
 def test_a_slice_is_described_without_installed_packages():
     def describe(*arguments):
         script = ROOT / "specsamp" / "mesh" / "slices.py"
-        return subprocess.run([sys.executable, "-I", "-S", script, *arguments], capture_output=True, text=True)
+        return subprocess.run(
+            [sys.executable, "-I", "-S", script, *arguments], capture_output=True, text=True
+        )
 
     assert describe("v4-32", "topology").stdout == "2x2x4\n"
     assert describe("tpu7x-16", "hosts", "runtime_version").stdout == "2 none\n"
     names = describe("--list").stdout.split()
     assert len(names) == 220 and "v6e-256" in names
-    for arguments, message in ((["v4-30"], "closest matches: v4-16"), (["v4-32", "colour"], "no field 'colour'")):
+    for arguments, message in (
+        (["v4-30"], "closest matches: v4-16"),
+        (["v4-32", "colour"], "no field 'colour'"),
+    ):
         done = describe(*arguments)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
@@ -215,12 +324,17 @@ def test_a_slice_is_described_without_installed_packages():
 
 
 def test_create_waits_until_the_slice_is_there(cloud):
-    cloud.states("MISSING", "WAITING_FOR_RESOURCES", "ERROR", "PROVISIONING", "PROVISIONING", "ACTIVE")
+    cloud.states(
+        "MISSING", "WAITING_FOR_RESOURCES", "ERROR", "PROVISIONING", "PROVISIONING", "ACTIVE"
+    )
     done = cloud.run("create", "--name=pod", "--accelerator=v4-32", "--spot")
     assert done.returncode == 0, done.stderr
     assert len(cloud.calls("create")) == 1 and "--spot" in cloud.calls("create")[0]
     told = re.findall(r"pod: (\w+), 0 min", done.stderr)
-    assert told == ["WAITING_FOR_RESOURCES", "UNKNOWN", "PROVISIONING"] and "the server is tired" in done.stderr
+    assert (
+        told == ["WAITING_FOR_RESOURCES", "UNKNOWN", "PROVISIONING"]
+        and "the server is tired" in done.stderr
+    )
     assert "pod is ACTIVE and costs money until launch/tpu/delete.sh --name=pod" in done.stderr
 
 
@@ -230,7 +344,9 @@ def test_setup_gives_every_worker_the_commit(ready):
         assert (ready.fake / host / "specsamp" / "COMMIT").read_text() == f"{first}\n"
         assert (ready.fake / host / "specsamp" / ".venv" / "installed").read_text() == ".[tpu]\n"
         (ready.fake / host / "specsamp" / "runs").mkdir()
-    (ready.checkout / "launch" / "setup.sh").write_text("find_python() { return 1; }\nprepare_venv() { return 1; }\n")
+    (ready.checkout / "launch" / "setup.sh").write_text(
+        "find_python() { return 1; }\nprepare_venv() { return 1; }\n"
+    )
     ready.git("commit", "--all", "--message=the installation fails")
     assert ready.run("setup", "--name=pod").returncode == 1
     done = ready.run("run", "--name=pod", "--", "true")
@@ -238,7 +354,9 @@ def test_setup_gives_every_worker_the_commit(ready):
     assert ready.run("setup", "--name=pod", f"--ref={first}").returncode == 0
     for host in ("w-0", "w-1"):
         assert (ready.fake / host / "specsamp" / "COMMIT").read_text() == f"{first}\n"
-        assert (ready.fake / host / "specsamp" / ".venv" / "installed").read_text() == ".[tpu]\n" * 2
+        assert (
+            ready.fake / host / "specsamp" / ".venv" / "installed"
+        ).read_text() == ".[tpu]\n" * 2
         assert (ready.fake / host / "specsamp" / "runs").is_dir(), "results must stay"
 
 
@@ -248,7 +366,10 @@ def test_run_shows_the_first_worker_and_survives_a_lost_connection(ready):
     done = ready.run("run", "--name=pod", "--", "bash", "-c", script, "name", HARD[2])
     assert done.returncode == 0, done.stderr
     home = ready.fake / "w-0" / "specsamp"
-    assert done.stdout == f"w-0: {HARD[2]} in {home} of {ready.git('rev-parse', 'HEAD')} with {home}/.venv/bin/python\n"
+    assert (
+        done.stdout
+        == f"w-0: {HARD[2]} in {home} of {ready.git('rev-parse', 'HEAD')} with {home}/.venv/bin/python\n"
+    )
     assert "The connection is lost, but the command continues" in done.stderr
     assert (ready.fake / "w-1" / "specsamp_job" / "log").read_text().startswith("w-1: ")
 
@@ -270,17 +391,36 @@ def test_a_secret_reaches_every_worker_and_is_seen_nowhere_else(ready, tmp_path)
     received = [ready.fake / f"{host}.received" for host in ("w-0", "w-1")]
     assert [path.read_text() for path in received] == [SECRET, SECRET]
     assert (ready.fake / "modes").read_text() == "600\n600\n"
-    assert "hf_it" not in done.stdout + done.stderr and set(files_with(tmp_path, "hf_it")) == set(received)
+    assert "hf_it" not in done.stdout + done.stderr and set(files_with(tmp_path, "hf_it")) == set(
+        received
+    )
     assert not list(ready.fake.rglob("specsamp_secrets*")) and not list(temporary.iterdir())
 
 
 def test_what_looks_like_a_secret_in_a_command_is_neither_printed_nor_stored(ready, tmp_path):
-    words = ("env", "HF_TOKEN=hf_seen", "WANDB_API_KEY=hf_seen", "bash", "-c", 'echo "${#HF_TOKEN} $1 $2"', "name")
-    done = ready.run("run", "--name=pod", "--", *words, "--password=hf_seen", "--config.max_new_tokens=8")
-    assert done.returncode == 0 and done.stdout == "7 --password=hf_seen --config.max_new_tokens=8\n"
+    words = (
+        "env",
+        "HF_TOKEN=hf_seen",
+        "WANDB_API_KEY=hf_seen",
+        "bash",
+        "-c",
+        'echo "${#HF_TOKEN} $1 $2"',
+        "name",
+    )
+    done = ready.run(
+        "run", "--name=pod", "--", *words, "--password=hf_seen", "--config.max_new_tokens=8"
+    )
+    assert (
+        done.returncode == 0 and done.stdout == "7 --password=hf_seen --config.max_new_tokens=8\n"
+    )
     stored = (ready.fake / "w-0" / "specsamp_job" / "command").read_text()
     assert "hf_seen" not in done.stderr + stored
-    for shown in ("HF_TOKEN=[hidden]", "WANDB_API_KEY=[hidden]", "--password=[hidden]", "--config.max_new_tokens=8"):
+    for shown in (
+        "HF_TOKEN=[hidden]",
+        "WANDB_API_KEY=[hidden]",
+        "--password=[hidden]",
+        "--config.max_new_tokens=8",
+    ):
         assert shown in done.stderr
 
 
@@ -313,7 +453,10 @@ def test_one_command_at_a_time_and_it_can_be_seen_and_stopped(ready):
     start.wait()
     for script, arguments in (("run", ("--", "true")), ("setup", ())):
         done = ready.run(script, "--name=pod", *arguments)
-        assert done.returncode == 1 and "a command is running: bash -c echo\\ here\\ I\\ am" in done.stderr
+        assert (
+            done.returncode == 1
+            and "a command is running: bash -c echo\\ here\\ I\\ am" in done.stderr
+        )
     attached = start_run("--attach", stdout=subprocess.PIPE, text=True)
     assert attached.stdout.readline() == "here I am\n"
     assert ready.run("run", "--name=pod", "--stop").returncode == 0
@@ -339,19 +482,35 @@ done
 
 
 def keep(cloud, *command, flags=()):
-    return cloud.run("keep_running", "--name=pod", "--accelerator=v4-16", "--spot", *flags, "--", *command)
+    return cloud.run(
+        "keep_running", "--name=pod", "--accelerator=v4-16", "--spot", *flags, "--", *command
+    )
 
 
 def test_a_command_goes_on_when_its_slice_was_taken_away(cloud):
-    """Taken after step 3; Google first says ACTIVE, and refuses to delete at once. Meanwhile somebody commits."""
+    """Taken after step 3; Google first says ACTIVE, and refuses to delete at once. Meanwhile
+    somebody commits.
+    """
     cloud.states("MISSING", "PROVISIONING", "ACTIVE")
     commit = cloud.git("rev-parse", "HEAD")
     done = keep(cloud, "bash", "-c", TRAINING, flags=["--delete_when_done"])
     assert done.returncode == 0, done.stderr
     assert re.findall(r"step \d", done.stdout) == [f"step {i}" for i in range(1, 6)]
     assert "pod is SUSPENDING: ordering it again" in done.stderr
-    assert len(cloud.calls("create", "--spot")) == 2 and len(cloud.calls("queued-resources", "delete")) == 3
-    assert len([call for call in cloud.calls("ssh") if any(f"install {commit}" in word for word in call)]) == 2
+    assert (
+        len(cloud.calls("create", "--spot")) == 2
+        and len(cloud.calls("queued-resources", "delete")) == 3
+    )
+    assert (
+        len(
+            [
+                call
+                for call in cloud.calls("ssh")
+                if any(f"install {commit}" in word for word in call)
+            ]
+        )
+        == 2
+    )
 
 
 def test_a_command_that_fails_by_itself_is_not_repeated(cloud):
@@ -366,7 +525,9 @@ def test_workers_that_were_restarted_are_set_up_again(cloud):
     command = 'if [ ! -e "$FAKE/$HOST.was" ]; then touch "$FAKE/$HOST.was"; echo other >$HOME/specsamp_job/boot; kill -KILL 0; fi; echo done'
     done = keep(cloud, "bash", "-c", command)
     assert done.returncode == 0, done.stderr
-    assert "pod was restarted: setting it up again" in done.stderr and done.stdout.endswith("done\n")
+    assert "pod was restarted: setting it up again" in done.stderr and done.stdout.endswith(
+        "done\n"
+    )
     assert len(cloud.calls("create")) == 1 and not cloud.calls("delete")
 
 
@@ -384,4 +545,6 @@ def test_delete_looks_for_a_node_without_a_request(cloud):
     (cloud.fake / "node").touch()
     done = cloud.run("delete", "--name=pod")
     assert done.returncode == 0 and "pod is deleted from us-central2-b" in done.stderr
-    assert not cloud.calls("queued-resources", "delete") and len(cloud.calls("tpu-vm", "delete")) == 1
+    assert (
+        not cloud.calls("queued-resources", "delete") and len(cloud.calls("tpu-vm", "delete")) == 1
+    )

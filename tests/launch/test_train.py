@@ -1,4 +1,6 @@
-"""launch/train.py and export.py: killed and resumed, and what is refused before anything is written."""
+"""launch/train.py and export.py: killed and resumed, and what is refused before anything is
+written.
+"""
 
 import json
 import os
@@ -17,7 +19,15 @@ from launch import export
 from specsamp.checkpoints.trained_pair import load_pair, load_prompts
 from specsamp.training.data import Corpus, train_tokenizer
 from support.run_script import FIXED, ROOT, call
-from support.training import DRAFT, SMALL, TARGET, metrics, quiet, refused_trainings, training_config
+from support.training import (
+    DRAFT,
+    SMALL,
+    TARGET,
+    metrics,
+    quiet,
+    refused_trainings,
+    training_config,
+)
 
 # ml_collections loads configurations in a way that the standard library has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -49,7 +59,9 @@ def killed_once_it_has_reached(step, folder, arguments, environment):
 def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts, tmp_path):
     """Killed without a chance to clean up: the losses are those of a run that was left alone."""
     target = tmp_path / "target"
-    flags_of = [f"--config.{name}={value}" for name, value in {**TARGET, "data.folder": texts}.items()]
+    flags_of = [
+        f"--config.{name}={value}" for name, value in {**TARGET, "data.folder": texts}.items()
+    ]
     arguments = ["--config=configs/python_pair.py:tiny_target", f"--workdir={target}", *flags_of]
     as_here = {"JAX_NUM_CPU_DEVICES": "8", "JAX_DEFAULT_MATMUL_PRECISION": "float32"}
     killed_once_it_has_reached(10, target, arguments, os.environ | FIXED | as_here)
@@ -59,13 +71,19 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     assert "resumed at step" in done.stdout
 
     train.run_training(
-        training_config("tiny_target", texts, TARGET | {"intervals.checkpoint": 24}), tmp_path / "alone", quiet()
+        training_config("tiny_target", texts, TARGET | {"intervals.checkpoint": 24}),
+        tmp_path / "alone",
+        quiet(),
     )
     assert metrics(target) == metrics(tmp_path / "alone")
     assert [record["step"] for record in metrics(target) if "loss" in record] == list(range(1, 25))
 
-    other = training_config("tiny_draft", texts, DRAFT | {"target": str(target), "data.held_out": 0.2})
-    with pytest.raises(ValueError, match="data.held_out 0.2 is not the 0.3 of .*target, on the same files"):
+    other = training_config(
+        "tiny_draft", texts, DRAFT | {"target": str(target), "data.held_out": 0.2}
+    )
+    with pytest.raises(
+        ValueError, match="data.held_out 0.2 is not the 0.3 of .*target, on the same files"
+    ):
         train.run_training(other, tmp_path / "another_split", quiet())
     assert not (tmp_path / "another_split").exists()
     config = training_config("tiny_draft", texts, DRAFT | {"target": str(target)})
@@ -78,19 +96,33 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
     assert parts[-1].read_bytes() == last_part
     export.export_pair(target, tmp_path / "draft", tmp_path / "pair", quiet())
     pair = load_pair(tmp_path / "pair")
-    assert pair.target.vocab_size == 300 and pair.tokenizer.decode(pair.tokenizer.encode("x + 1")) == "x + 1"
-    provenance = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))["provenance"]
-    assert provenance["target"]["step"] == 24 and provenance["draft"]["config"]["objective"] == "forward_kl"
-    assert provenance["draft"]["config"]["target"] == "target" and str(tmp_path) not in json.dumps(provenance)
+    assert (
+        pair.target.vocab_size == 300
+        and pair.tokenizer.decode(pair.tokenizer.encode("x + 1")) == "x + 1"
+    )
+    provenance = json.loads((tmp_path / "pair" / "pair.json").read_text(encoding="utf-8"))[
+        "provenance"
+    ]
+    assert (
+        provenance["target"]["step"] == 24
+        and provenance["draft"]["config"]["objective"] == "forward_kl"
+    )
+    assert provenance["draft"]["config"]["target"] == "target" and str(tmp_path) not in json.dumps(
+        provenance
+    )
     assert provenance["target"]["config"]["data"]["folder"] == texts.name
     assert str(texts.parent) not in json.dumps(provenance)
     for weights in ("float32", "int8"):
         measured = provenance["held_out"][weights]
         assert 0 < measured["draft"]["acceptance (temperature 1)"] <= 1
     last = [record for record in metrics(target) if "held_out/loss" in record][-1]
-    np.testing.assert_allclose(provenance["held_out"]["float32"]["target"]["loss"], last["held_out/loss"], rtol=1e-4)
+    np.testing.assert_allclose(
+        provenance["held_out"]["float32"]["target"]["loss"], last["held_out/loss"], rtol=1e-4
+    )
 
-    with pytest.raises(ValueError, match="target is no run of a draft: it was not distilled from a target"):
+    with pytest.raises(
+        ValueError, match="target is no run of a draft: it was not distilled from a target"
+    ):
         export.export_pair(target, target, tmp_path / "none", quiet())
     run_json = json.loads((target / "run.json").read_text(encoding="utf-8"))
     (target / "run.json").write_text(
@@ -103,11 +135,17 @@ def test_a_training_that_is_killed_is_resumed_and_its_pair_exported(train, texts
 
 @pytest.mark.slow
 def test_a_target_is_tuned_to_draft_itself(train, texts, tmp_path):
-    """From scratch, and from the run of a target with that run's tokenizer; exits are measured as drafts are."""
+    """From scratch, and from the run of a target with that run's tokenizer; exits are measured as
+    drafts are.
+    """
     fields = TARGET | {"train.steps": 4, "intervals.evaluate": 4, "model.num_layers": 2}
     with pytest.raises(ValueError, match="a model of one layer has no earlier exit"):
-        train.run_training(training_config("tiny_layer_skip", texts, SMALL), tmp_path / "one", quiet())
-    train.run_training(training_config("tiny_layer_skip", texts, fields), tmp_path / "scratch", quiet())
+        train.run_training(
+            training_config("tiny_layer_skip", texts, SMALL), tmp_path / "one", quiet()
+        )
+    train.run_training(
+        training_config("tiny_layer_skip", texts, fields), tmp_path / "scratch", quiet()
+    )
     tuned = training_config("tiny_layer_skip", texts, fields | {"init": str(tmp_path / "scratch")})
     assert not train.make_task(tuned, train.make_model(tuned), None).from_scratch
     train.run_training(tuned, tmp_path / "tuned", quiet())
@@ -119,13 +157,17 @@ def test_a_target_is_tuned_to_draft_itself(train, texts, tmp_path):
 
 
 def test_prompts_of_a_pair_are_beginnings_of_held_out_files(tmp_path):
-    """One of blank lines would be no prompt, and the pair then refused wherever its prompts are decoded."""
+    """One of blank lines would be no prompt, and the pair then refused wherever its prompts are
+    decoded.
+    """
     held_out = {"blank.py": "\n" + "x" * 300, "spaces.py": " " * 300, "good.py": "\nx = 1\ny = 2\n"}
     corpus = Corpus(train={}, held_out=held_out, skipped=(), digest="")
     (tmp_path / "pair.json").write_text("{}", encoding="utf-8")  # so it is the folder of a pair
     export.write_prompts(tmp_path / "prompts.json", corpus)
     assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]
-    export.write_prompts(tmp_path / "prompts.json", Corpus(train={}, held_out={}, skipped=(), digest=""))
+    export.write_prompts(
+        tmp_path / "prompts.json", Corpus(train={}, held_out={}, skipped=(), digest="")
+    )
     assert load_prompts(tmp_path) == ["\nx = 1\ny = 2"]  # those that are there are kept
 
 
@@ -134,7 +176,9 @@ def test_training_names_what_is_wrong_and_begins_nothing(train, texts, tmp_path,
     kind, fields = asked.split(": ", 1)
     usual = {"target": TARGET, "draft": DRAFT}[kind]
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        train.run_training(training_config(f"tiny_{kind}", texts, usual | eval(fields)), tmp_path / "run", quiet())
+        train.run_training(
+            training_config(f"tiny_{kind}", texts, usual | eval(fields)), tmp_path / "run", quiet()
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -169,22 +213,30 @@ def test_a_distillation_is_checked_before_its_target_writes_anything(
     monkeypatch.setattr(train.source, "is_trained_here", lambda name: True)
     with pytest.raises(ValueError, match=message):
         train.run_training(
-            training_config("tiny_draft", texts, DRAFT | {"target": "target"} | eval(fields)), tmp_path / "run", quiet()
+            training_config("tiny_draft", texts, DRAFT | {"target": "target"} | eval(fields)),
+            tmp_path / "run",
+            quiet(),
         )
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(train, texts, tmp_path, monkeypatch):
+def test_a_run_is_resumed_with_its_own_configuration_and_corpus_only(
+    train, texts, tmp_path, monkeypatch
+):
     monkeypatch.setattr(train, "train", lambda *_, **__: None)
     mine = tmp_path / "texts"
     shutil.copytree(texts, mine)
 
     def begin(fields):
-        return train.run_training(training_config("tiny_target", mine, fields), tmp_path / "run", quiet())
+        return train.run_training(
+            training_config("tiny_target", mine, fields), tmp_path / "run", quiet()
+        )
 
     begin(TARGET)
     begin(TARGET)
-    with pytest.raises(ValueError, match="another configuration: train.seed was 0, is 1. Give the old values"):
+    with pytest.raises(
+        ValueError, match="another configuration: train.seed was 0, is 1. Give the old values"
+    ):
         begin(TARGET | {"train.seed": 1})
     begin(TARGET | {"intervals.log": 7})
     (mine / "new.py").write_text("x = 1\n")

@@ -1,4 +1,6 @@
-"""launch/train.py trains heads: of pairs and of public checkpoints; they are exported, and draft by a word."""
+"""launch/train.py trains heads: of pairs and of public checkpoints; they are exported, and draft by
+a word.
+"""
 
 import dataclasses
 import json
@@ -36,9 +38,13 @@ def pair_folder(tmp_path):
 
 
 def drafts_as_it_was_trained(pair, run, prompt):
-    """Checks a pair's head against its training run, and that greedy text with it is that of plain decoding."""
+    """Checks a pair's head against its training run, and that greedy text with it is that of plain
+    decoding.
+    """
     trained = open_trained(run, is_head=True)
-    for ours, theirs in zip(jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves(pair.draft_params), jax.tree.leaves(trained.params), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=2**-8)
     (plain,), (drafted,) = (generate(pair, [prompt], 12, draft_length=K) for K in (0, 3))
     assert plain.tokens == drafted.tokens and drafted.stats.drafted > 0
@@ -49,31 +55,46 @@ def drafts_as_it_was_trained(pair, run, prompt):
 def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     train, texts, tmp_path, pair_folder, monkeypatch
 ):
-    """Greedy tokens are the target's own; the vocabulary it drafts from is that of the most frequent tokens."""
-    fields = HEAD | {"target": str(pair_folder), "head.draft_vocab_size": 40, "head.own_output": True}
+    """Greedy tokens are the target's own; the vocabulary it drafts from is that of the most
+    frequent tokens.
+    """
+    fields = HEAD | {
+        "target": str(pair_folder),
+        "head.draft_vocab_size": 40,
+        "head.own_output": True,
+    }
     train.run_training(training_config("tiny_head", texts, fields), tmp_path / "head", quiet())
     last = metrics(tmp_path / "head")[-1]
-    assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
+    assert all(
+        0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3)
+    )
     more = fields | {"init": str(tmp_path / "head"), "train.seed": 1, "generated.rows": 0}
     train.run_training(training_config("tiny_head", texts, more), tmp_path / "tuned", quiet())
 
     other = more | {"head.norm_before_residual": False, "head.hidden_layers": (1, 0)}
     with pytest.raises(
-        ValueError, match=r"hidden_layers is \(0, 1\), here \(1, 0\); .*norm_before_residual is True, here Fal"
+        ValueError,
+        match=r"hidden_layers is \(0, 1\), here \(1, 0\); .*norm_before_residual is True, here Fal",
     ):
         train.run_training(training_config("tiny_head", texts, other), tmp_path / "other", quiet())
     elsewhere = tmp_path / "elsewhere"  # whose most frequent tokens are others
     elsewhere.mkdir()
     for i in range(12):
-        (elsewhere / f"text_{i}.py").write_text("while True: pass  # zzz yyy xxx\n" * 30, encoding="utf-8")
+        (elsewhere / f"text_{i}.py").write_text(
+            "while True: pass  # zzz yyy xxx\n" * 30, encoding="utf-8"
+        )
     further = more | {"data.folder": str(elsewhere), "train.steps": 3}
     with monkeypatch.context() as patch:  # what is looked at has been written before the first step
         patch.setattr(train, "train", lambda *_, **__: None)
-        train.run_training(training_config("tiny_head", texts, further), tmp_path / "further", quiet())
+        train.run_training(
+            training_config("tiny_head", texts, further), tmp_path / "further", quiet()
+        )
     ids = [np.load(tmp_path / name / "draft_ids.npy").tolist() for name in ("tuned", "further")]
     assert ids[0] == ids[1], "the rows of its output are those of its own tokens"
 
-    with pytest.raises(FileNotFoundError, match="the pair .* has no head: .*head/config.json is missing"):
+    with pytest.raises(
+        FileNotFoundError, match="the pair .* has no head: .*head/config.json is missing"
+    ):
         load_pair(pair_folder, draft="head")
     arguments = f"--run={tmp_path / 'tuned'}", f"--output={pair_folder / 'head'}"
     done = call("export", *arguments)
@@ -88,7 +109,11 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
     trained = drafts_as_it_was_trained(pair, tmp_path / "tuned", "def f(x):")
     assert pair.head.config == dataclasses.replace(trained.config, layer=pair.head.config.layer)
 
-    word = [f"--config=configs/trained_pair.py:{pair_folder}", "--config.drafter=head", "--config.draft_length=2"]
+    word = [
+        f"--config=configs/trained_pair.py:{pair_folder}",
+        "--config.drafter=head",
+        "--config.draft_length=2",
+    ]
     done = call("benchmark", *word, "--plain", "--config.max_new_tokens=4", "--config.repeats=1")
     assert (done.returncode or 0) == 0 and "FeatureDrafter K = 2" in done.stdout, done.stderr
 
@@ -96,11 +121,17 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
         open_trained(tmp_path / "head")
     with pytest.raises(ValueError, match="head must be one of eagle3, medusa, mtp.*got 'medium'"):
         train.run_training(
-            training_config("tiny_head", texts, fields | {"head.kind": "medium"}), tmp_path / "x", quiet()
+            training_config("tiny_head", texts, fields | {"head.kind": "medium"}),
+            tmp_path / "x",
+            quiet(),
         )
-    with pytest.raises(ValueError, match=r"hidden_layers\[\d\] must be an integer >= -1 and below 3; got 7"):
+    with pytest.raises(
+        ValueError, match=r"hidden_layers\[\d\] must be an integer >= -1 and below 3; got 7"
+    ):
         train.run_training(
-            training_config("tiny_head", texts, fields | {"head.hidden_layers": (0, 7)}), tmp_path / "x", quiet()
+            training_config("tiny_head", texts, fields | {"head.hidden_layers": (0, 7)}),
+            tmp_path / "x",
+            quiet(),
         )
     assert not (tmp_path / "x").exists()
 
@@ -114,12 +145,22 @@ def test_a_head_is_trained_beside_its_target_exported_and_drafts_by_a_word(
         ("dspark", "model.safetensors", "block"),
     ],
 )
-def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair_folder, kind, file, place):
-    """Sets no field; what is exported drafts by the same word, and is what training begins with again."""
-    fields = HEAD | {"target": str(pair_folder), "generated.rows": 0} | ({} if place == "head" else BLOCK)
+def test_other_kinds_of_heads_are_trained_by_a_word(
+    train, texts, tmp_path, pair_folder, kind, file, place
+):
+    """Sets no field; what is exported drafts by the same word, and is what training begins with
+    again.
+    """
+    fields = (
+        HEAD
+        | {"target": str(pair_folder), "generated.rows": 0}
+        | ({} if place == "head" else BLOCK)
+    )
     train.run_training(training_config(f"tiny_{kind}", texts, fields), tmp_path / "run", quiet())
     last = metrics(tmp_path / "run")[-1]
-    assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
+    assert all(
+        0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3)
+    )
     done = call("export", f"--run={tmp_path / 'run'}", f"--output={pair_folder / place}")
     assert (done.returncode or 0) == 0, done.stderr
     assert (pair_folder / place / file).is_file()
@@ -134,14 +175,23 @@ def test_other_kinds_of_heads_are_trained_by_a_word(train, texts, tmp_path, pair
 def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monkeypatch, kind):
     """With the parameters of the training, also when it is run again; other commands take them."""
     states, original = [], train.train
-    monkeypatch.setattr(train, "train", lambda *given, **named: states.append(original(*given, **named)) or states[-1])
+    monkeypatch.setattr(
+        train,
+        "train",
+        lambda *given, **named: states.append(original(*given, **named)) or states[-1],
+    )
     fields = {name: value for name, value in HEAD.items() if not name.startswith("generated")}
     fields |= {"head.num_modules": 3} if kind == "mtp" else {}
-    fields |= {f"together.model.{name}": value for name, value in (("vocab_size", 300), ("width", 32))}
+    fields |= {
+        f"together.model.{name}": value for name, value in (("vocab_size", 300), ("width", 32))
+    }
     for _ in range(2):
-        train.run_training(training_config(f"tiny_{kind}_target", texts, fields), tmp_path / "run", quiet())
+        train.run_training(
+            training_config(f"tiny_{kind}_target", texts, fields), tmp_path / "run", quiet()
+        )
     target, draft = (
-        open_trained(tmp_path / "run" / part, is_head=part == "draft" and kind == "mtp") for part in ("target", "draft")
+        open_trained(tmp_path / "run" / part, is_head=part == "draft" and kind == "mtp")
+        for part in ("target", "draft")
     )
     assert target.step == draft.step == 4 and "held_out/loss" in metrics(tmp_path / "run")[-1]
     for part, written in (("target", target), ("draft", draft)):
@@ -153,7 +203,9 @@ def test_what_was_trained_together_becomes_two_runs(train, texts, tmp_path, monk
     assert (done.returncode or 0) == 0, done.stderr
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     with pytest.raises(ValueError, match="holds target and draft of an earlier training"):
-        train.run_training(training_config(f"tiny_{kind}_target", texts, fields), tmp_path / "run", quiet())
+        train.run_training(
+            training_config(f"tiny_{kind}_target", texts, fields), tmp_path / "run", quiet()
+        )
 
 
 CHAT = """{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}
@@ -172,7 +224,12 @@ def chats(tmp_path_factory):
     """Writes conversations, one per line."""
     folder = tmp_path_factory.mktemp("chats")
     lines = [
-        {"messages": [{"role": "user", "content": f"add {i} to x"}, {"role": "assistant", "content": f"x + {i}"}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"add {i} to x"},
+                {"role": "assistant", "content": f"x + {i}"},
+            ]
+        }
         for i in range(120)
     ]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
@@ -183,7 +240,9 @@ def chats(tmp_path_factory):
 def public_target(tmp_path_factory):
     """A checkpoint in the format of Hugging Face, with a chat template."""
     folder = tmp_path_factory.mktemp("public") / "target"
-    tokenizer = JsonTokenizer.from_tokenizer(train_tokenizer(["add 3 to x: x + 3"] * 3, 300), eos=EOS)
+    tokenizer = JsonTokenizer.from_tokenizer(
+        train_tokenizer(["add 3 to x: x + 3"] * 3, 300), eos=EOS
+    )
     export(folder, CONFIG, random_params(CONFIG), tokenizer)
     (folder / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
     return folder
@@ -192,14 +251,22 @@ def public_target(tmp_path_factory):
 def public_config(target, chats, fields):
     config = hf_head.get_config(str(target))
     of_target = ("model.vocab_size", "model.width", "model.num_layers")
-    config.update_from_flattened_dict({name: value for name, value in fields.items() if name not in of_target})
-    config.update_from_flattened_dict({"data.folder": fields.get("data.folder", str(chats)), "data.pattern": "*.jsonl"})
+    config.update_from_flattened_dict(
+        {name: value for name, value in fields.items() if name not in of_target}
+    )
+    config.update_from_flattened_dict(
+        {"data.folder": fields.get("data.folder", str(chats)), "data.pattern": "*.jsonl"}
+    )
     return TrainingConfig.from_config_dict(config)
 
 
 @pytest.mark.slow
-def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(train, chats, tmp_path, public_target):
-    """The layer that the head has is the target's; it reads the target's chats, and is exported for that target."""
+def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(
+    train, chats, tmp_path, public_target
+):
+    """The layer that the head has is the target's; it reads the target's chats, and is exported for
+    that target.
+    """
     config = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
     said = []
     with pytest.MonkeyPatch.context() as patch:
@@ -215,9 +282,12 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(tra
     fields = json.loads((tmp_path / "head" / "run.json").read_text(encoding="utf-8"))["model"]
     assert (fields["width"], fields["num_kv_heads"], fields["feedforward_width"]) == (32, 2, 24)
     last = metrics(tmp_path / "head")[-1]
-    assert all(0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3))
+    assert all(
+        0 < last[f"held_out/acceptance/position_{i} (temperature 1)"] <= 1 for i in (1, 2, 3)
+    )
     again = public_config(public_target, chats, PUBLIC | {"model.feedforward_width": 24})
-    train.run_training(again, tmp_path / "head", quiet())  # there is nothing left to do, and nothing differs
+    # There is nothing left to do, and nothing differs.
+    train.run_training(again, tmp_path / "head", quiet())
 
     done = call("export", f"--run={tmp_path / 'head'}", f"--output={tmp_path / 'exported'}")
     assert (done.returncode or 0) == 0, done.stderr
@@ -230,7 +300,9 @@ def test_a_head_is_trained_inside_a_public_target_that_no_device_holds_whole(tra
     export(other, CONFIG, random_params(CONFIG, 1), open_checkpoint(other).tokenizer)
     with pytest.raises(ValueError, match="another configuration: target was .*other"):
         train.run_training(
-            public_config(other, chats, PUBLIC | {"model.feedforward_width": 24}), tmp_path / "head", quiet()
+            public_config(other, chats, PUBLIC | {"model.feedforward_width": 24}),
+            tmp_path / "head",
+            quiet(),
         )
     shutil.rmtree(public_target)
     shutil.copytree(other, public_target)

@@ -88,11 +88,18 @@ def test_processes_decode_save_and_read_like_one(count, tmp_path):
     "scenario, survivor, message",
     [
         ("die", 0, "specsamp: the runtime ended process 0 of 2: most likely another process died"),
-        pytest.param("coordinator_dies", 1, "specsamp: the runtime ended process 1 of 2", marks=pytest.mark.slow),
+        pytest.param(
+            "coordinator_dies",
+            1,
+            "specsamp: the runtime ended process 1 of 2",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("die_caught", 0, "a computation failed", marks=pytest.mark.slow),
     ],
 )
-def test_when_one_process_dies_the_other_ends_and_its_last_line_says_why(tmp_path, scenario, survivor, message):
+def test_when_one_process_dies_the_other_ends_and_its_last_line_says_why(
+    tmp_path, scenario, survivor, message
+):
     jobs = start(scenario, tmp_path, SPECSAMP_HEARTBEAT_SECONDS="10")
     jobs[1 - survivor].communicate(timeout=1800)
     output, _ = jobs[survivor].communicate(timeout=1800)
@@ -120,7 +127,9 @@ def test_a_coordinator_that_cannot_be_reached(monkeypatch):
     assert distributed.CONNECT_SECONDS + 10 < 60
     monkeypatch.setattr(distributed, "CONNECT_SECONDS", 1)
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(ConnectionError, match=f"no coordinator answered at {address} within 1 seconds"):
+    with pytest.raises(
+        ConnectionError, match=f"no coordinator answered at {address} within 1 seconds"
+    ):
         distributed.start(address, 2, 1)
 
 
@@ -128,7 +137,9 @@ def test_the_version_is_that_of_the_source(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["x", "--process_id=3", "--config.batch=2"])
     monkeypatch.setenv("SPECSAMP_VERSION", "0123abc")
     before = distributed.code_version()
-    assert before.startswith("specsamp 0123abc") and before.endswith(f", jax {jax.__version__}, --config.batch=2")
+    assert before.startswith("specsamp 0123abc") and before.endswith(
+        f", jax {jax.__version__}, --config.batch=2"
+    )
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setattr(distributed.machine, "PACKAGE", tmp_path)
     assert distributed.code_version() != before
@@ -138,11 +149,16 @@ def begin_both(script, *arguments, folders=(ROOT, ROOT), **environment):
     """Starts a command as two processes with 8 devices together, each in its folder."""
     port = free_port()
     four = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    env = os.environ | PATIENT | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": four}
+    env = (
+        os.environ | PATIENT | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": four}
+    )
     env |= {"JAX_ENABLE_COMPILATION_CACHE": "false"} | environment
     command = [sys.executable, f"{ROOT}/launch/{script}.py", *map(str, arguments)]
     command += [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
-    return [begin([*command, f"--process_id={index}"], folder, env) for index, folder in enumerate(folders)]
+    return [
+        begin([*command, f"--process_id={index}"], folder, env)
+        for index, folder in enumerate(folders)
+    ]
 
 
 def launch(script, *arguments, folders=(ROOT, ROOT), code=0, timeout=1800):
@@ -160,16 +176,28 @@ def launch_alone(script, *arguments):
 
 @pytest.mark.slow
 def test_a_benchmark_of_two_processes_is_written_once(tmp_path):
-    """The same texts, hence the same counts, as eight devices of this process; a draft is a model less to compile."""
+    """The same texts, hence the same counts, as eight devices of this process; a draft is a model
+    less to compile.
+    """
     output = tmp_path / "result.json"
-    fields = {"mesh.model": 4, "mesh.data": 2, "repeats": 1, "target.num_layers": 1, "draft_length": 2}
+    fields = {
+        "mesh.model": 4,
+        "mesh.data": 2,
+        "repeats": 1,
+        "target.num_layers": 1,
+        "draft_length": 2,
+    }
     fields |= {"drafter": "ngram", "max_new_tokens": 12, "target.positions": "rotary"}
     flags = ["--config=configs/chinchilla.py:tiny,batch=2", f"--output={output}", "--plain"]
-    printed = launch("benchmark", *flags, *(f"--config.{name}={value}" for name, value in fields.items()))
+    printed = launch(
+        "benchmark", *flags, *(f"--config.{name}={value}" for name, value in fields.items())
+    )
     assert ["written to" in text for text in printed] == [True, False]
     document = json.loads(output.read_text())
     assert document["environment"]["devices"] == 8
-    here = experiment.build(ExperimentConfig.from_config_dict(chinchilla.get_config("tiny,batch=2")).turned(fields))
+    here = experiment.build(
+        ExperimentConfig.from_config_dict(chinchilla.get_config("tiny,batch=2")).turned(fields)
+    )
     side = decoders(here.pair, {"x": here.method}, here.workload)["x"]
     stats = side.decode(0).stats
     (cell,) = document["cells"]
@@ -183,10 +211,19 @@ def test_an_evaluation_of_two_processes_is_that_of_one(tmp_path):
     run_script.save_tiny_pair(tmp_path / "pair", [f"def f{i}(x):" for i in range(6)])
     results = []
     flags = "--task=python --samples=2 --blocks=1 --methods=token --config.max_new_tokens=6".split()
-    flags += [f"--source={tmp_path / 'pair'}", f"--config=configs/trained_pair.py:{tmp_path / 'pair'}"]
+    flags += [
+        f"--source={tmp_path / 'pair'}",
+        f"--config=configs/trained_pair.py:{tmp_path / 'pair'}",
+    ]
     for how in (launch, launch_alone):
         output = tmp_path / f"{how.__name__}.json"
-        how("evaluate", *flags, f"--output={output}", "--config.mesh.data=4", "--config.mesh.model=2")
+        how(
+            "evaluate",
+            *flags,
+            f"--output={output}",
+            "--config.mesh.data=4",
+            "--config.mesh.model=2",
+        )
         (cell,) = json.loads(output.read_text())["cells"]
         results.append([round(score["log_prob"], 3) for score in cell["result"]["scores"]])
         assert cell["result"]["timed"]["completions"] == 12
@@ -196,9 +233,15 @@ def test_an_evaluation_of_two_processes_is_that_of_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True])
 def test_an_endpoint_of_two_processes_answers_and_ends_for_both(tmp_path, dies):
-    """The text is that of one process; a process that dies ends the other with a line, not a hang."""
+    """The text is that of one process; a process that dies ends the other with a line,
+    not a hang.
+    """
     run_script.save_tiny_pair(tmp_path / "pair", [f"def f{i}(x):" for i in range(6)])
-    flags = [f"--config=configs/trained_pair.py:{tmp_path / 'pair'}", "--config.mesh.data=4", "--config.mesh.model=2"]
+    flags = [
+        f"--config=configs/trained_pair.py:{tmp_path / 'pair'}",
+        "--config.mesh.data=4",
+        "--config.mesh.model=2",
+    ]
     flags += ["--port=0", "--plain", "--rows=4", "--context=64"]
     jobs = begin_both("serve", *flags, **({"SPECSAMP_HEARTBEAT_SECONDS": "10"} if dies else {}))
     said = []
@@ -212,7 +255,9 @@ def test_an_endpoint_of_two_processes_answers_and_ends_for_both(tmp_path, dies):
     with urllib.request.urlopen(request, timeout=600) as answer:
         (choice,) = json.load(answer)["choices"]
     pair = load_pair(tmp_path / "pair")
-    (alone,) = generate(pair, ["def f1(x):"], 12, sampling=make_warp({"temperature": 0.8}), seed=3, draft_length=3)
+    (alone,) = generate(
+        pair, ["def f1(x):"], 12, sampling=make_warp({"temperature": 0.8}), seed=3, draft_length=3
+    )
     assert choice["text"] == alone.text, said
     if dies:
         jobs[1].kill()
@@ -232,10 +277,22 @@ def small(tmp_path_factory):
     """Flags of a short training on a few files."""
     folder = tmp_path_factory.mktemp("texts")
     for i in range(12):
-        functions = (f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12))
+        functions = (
+            f"def function_{i}_{j}(x, y={j}):\n    return x + {i * j} * y\n" for j in range(12)
+        )
         (folder / f"module_{i}.py").write_text("\n\n".join(functions), encoding="utf-8")
-    fields = {"train.steps": 6, "train.warmup_steps": 2, "intervals.log": 1, "compute_dtype": "float32"}
-    fields |= {"model.vocab_size": 300, "model.num_layers": 1, "data.folder": folder, "data.pattern": "*.py"}
+    fields = {
+        "train.steps": 6,
+        "train.warmup_steps": 2,
+        "intervals.log": 1,
+        "compute_dtype": "float32",
+    }
+    fields |= {
+        "model.vocab_size": 300,
+        "model.num_layers": 1,
+        "data.folder": folder,
+        "data.pattern": "*.py",
+    }
     fields |= {"data.held_out": 0.3, "data.held_out_windows": 8, "data.length": 32}
     return [f"--config.{name}={value}" for name, value in fields.items()]
 
@@ -248,10 +305,20 @@ def test_two_processes_train_like_one(tmp_path, small):
     losses = []
     for how in (launch, launch_alone):
         folder = tmp_path / how.__name__
-        flags = f"--workdir={folder}", f"--config.target={tmp_path}/target", "--config.generated.rows=16"
+        flags = (
+            f"--workdir={folder}",
+            f"--config.target={tmp_path}/target",
+            "--config.generated.rows=16",
+        )
         flags = *flags, "--config.generated.prompt_length=8", "--config.model.ngram_rows=0"
         how("train", f"{config}draft", *flags, *small)
-        losses.append([record["loss"] for record in read_metrics(folder / "metrics.jsonl") if "loss" in record])
+        losses.append(
+            [
+                record["loss"]
+                for record in read_metrics(folder / "metrics.jsonl")
+                if "loss" in record
+            ]
+        )
     assert len(losses[1]) == 6
     np.testing.assert_allclose(*losses, rtol=1e-4)
 

@@ -1,4 +1,6 @@
-"""Experts over a mesh, whole ones on each device or a part of the width of each: the answer of one device."""
+"""Experts over a mesh, whole ones on each device or a part of the width of each: the answer of one
+device.
+"""
 
 import dataclasses
 import re
@@ -38,23 +40,35 @@ def model_of(count, inner, weight_dtype=None, **changes):
     ],
 )
 def test_logits_are_those_of_one_device(count, width, weight_dtype, part, length, inner):
-    """Splits by width into whole tiles, by expert where there are none, by both, or by width where neither divides.
+    """Splits by width into whole tiles, by expert where there are none, by both, or by width where
+    neither divides.
 
-    One all-reduce sums over devices, and no weight moves. Few tokens, and so many that they are sorted in blocks.
+    One all-reduce sums over devices, and no weight moves. Few tokens, and so many that they are
+    sorted in blocks.
     """
     model = model_of(count, width, weight_dtype)
-    params, tokens_BT = drawn_params(model), np.arange(2 * length, dtype=np.int32).reshape(2, length) % 64
+    params, tokens_BT = (
+        drawn_params(model),
+        np.arange(2 * length, dtype=np.int32).reshape(2, length) % 64,
+    )
     sharded = shard_model(model, Layout.tensor_parallel(make_mesh(1, 8, num_kv_heads=inner)))
-    weights = sharded.fit_slots(sharded.prepare(put(params, sharded.param_shardings(params))), SLOTS)
+    weights = sharded.fit_slots(
+        sharded.prepare(put(params, sharded.param_shardings(params))), SLOTS
+    )
     gate = weights["params"]["layer_0"]["experts"]["gate"]
     assert jax.tree.leaves(gate)[0].addressable_shards[0].data.shape == part
     arguments = (tokens_BT, jnp.zeros(2, jnp.int32))
     compiled = on_mesh.lower(sharded, weights, *arguments, sharded.init_cache(2, SLOTS)).compile()
     found = compiled(weights, *arguments, sharded.init_cache(2, SLOTS)).logits_BTV
-    expected = on_one(model, model.prepare(params), *arguments, model.init_cache(2, SLOTS)).logits_BTV
+    expected = on_one(
+        model, model.prepare(params), *arguments, model.init_cache(2, SLOTS)
+    ).logits_BTV
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    collectives = re.findall(r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute)\(", compiled.as_text())
-    assert sorted(collectives) == ["all-gather", "all-reduce", "all-reduce", "all-reduce"]  # embedding, layer, logits
+    collectives = re.findall(
+        r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute)\(", compiled.as_text()
+    )
+    # Embedding, layer, logits.
+    assert sorted(collectives) == ["all-gather", "all-reduce", "all-reduce", "all-reduce"]
 
 
 @pytest.mark.parametrize("count, inner, part", [(8, 24, (4, 24, 128)), (6, 32, (6, 16, 128))])
@@ -63,12 +77,20 @@ def test_kernels_of_devices_add_up(count, inner, part, monkeypatch):
     model, called = model_of(count, inner, width=128, head_size=16), []
     params, tokens_BT = drawn_params(model), np.arange(10, dtype=np.int32).reshape(2, 5)
     mesh = make_mesh(1, 2, devices=jax.devices()[:2])
-    sharded = shard_model(dataclasses.replace(model, kernels=Kernels(interpret=True)), Layout.tensor_parallel(mesh))
+    sharded = shard_model(
+        dataclasses.replace(model, kernels=Kernels(interpret=True)), Layout.tensor_parallel(mesh)
+    )
     weights, start_B = sharded.fit_slots(sharded.prepare(params), SLOTS), jnp.zeros(2, jnp.int32)
     assert weights["params"]["layer_0"]["experts"]["up"].addressable_shards[0].data.shape == part
-    monkeypatch.setattr(Kernels, "mix_experts", lambda *given, mix=Kernels.mix_experts: called.append(1) or mix(*given))
+    monkeypatch.setattr(
+        Kernels,
+        "mix_experts",
+        lambda *given, mix=Kernels.mix_experts: called.append(1) or mix(*given),
+    )
     found = on_mesh(sharded, weights, tokens_BT, start_B, sharded.init_cache(2, SLOTS)).logits_BTV
-    expected = on_one(model, model.prepare(params), tokens_BT, start_B, model.init_cache(2, SLOTS)).logits_BTV
+    expected = on_one(
+        model, model.prepare(params), tokens_BT, start_B, model.init_cache(2, SLOTS)
+    ).logits_BTV
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert called
 
@@ -77,9 +99,13 @@ def test_rows_of_data_shards_choose_for_themselves():
     """A mesh with both axes decodes the tokens of one device."""
     model = model_of(4, 12)
     pair = Pair(target=model, target_params=drawn_params(model))
-    call = dict(prompts=[[1, 2, 3, 1, 2], [4, 5, 4, 5]], max_new_tokens=6, drafter=NgramDrafter(K=2))
+    call = dict(
+        prompts=[[1, 2, 3, 1, 2], [4, 5, 4, 5]], max_new_tokens=6, drafter=NgramDrafter(K=2)
+    )
     alone = generate(pair, **call)
-    assert [one.tokens for one in generate(shard(pair, make_mesh(2, 4)), **call)] == [one.tokens for one in alone]
+    assert [one.tokens for one in generate(shard(pair, make_mesh(2, 4)), **call)] == [
+        one.tokens for one in alone
+    ]
 
 
 def test_experts_that_divide_neither_way_are_refused_with_the_way_out():
@@ -87,4 +113,6 @@ def test_experts_that_divide_neither_way_are_refused_with_the_way_out():
     layout = Layout.tensor_parallel(make_mesh(1, 8))
     with pytest.raises(ValueError, match="'experts' has 6 entries.* 8 devices") as error:
         shard_model(model, layout).param_shardings(jax.eval_shape(model.init, jax.random.key(0)))
-    assert "--config.mesh.data=4 --config.mesh.model=2" in str(error.value) and "\n" not in str(error.value)
+    assert "--config.mesh.data=4 --config.mesh.model=2" in str(error.value) and "\n" not in str(
+        error.value
+    )

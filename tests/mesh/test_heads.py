@@ -1,4 +1,6 @@
-"""Heads on a mesh: the tokens of one device, all arrays in their places, and rows that move between batches."""
+"""Heads on a mesh: the tokens of one device, all arrays in their places, and rows that move between
+batches.
+"""
 
 import dataclasses
 import re
@@ -38,13 +40,24 @@ LAYER = tiny(
 )
 HEADS = {
     "eagle1": Eagle1Config(layer=LAYER, target_layers=2, hidden_layers=(2,)),
-    "eagle3": Eagle3Config(layer=LAYER, target_layers=2, hidden_layers=(0, 1, 2), draft_vocab_size=32, own_output=True),
+    "eagle3": Eagle3Config(
+        layer=LAYER, target_layers=2, hidden_layers=(0, 1, 2), draft_vocab_size=32, own_output=True
+    ),
     "dspark": DSparkConfig(
         layer=dataclasses.replace(LAYER, num_layers=2, tied=False, query_key_norm=True),
-        **dict(target_layers=2, hidden_layers=(0, 1), block_size=4, mask_id=95, markov="recurrent", markov_rank=8),
+        **dict(
+            target_layers=2,
+            hidden_layers=(0, 1),
+            block_size=4,
+            mask_id=95,
+            markov="recurrent",
+            markov_rank=8,
+        ),
     ),
     "modules": MTPConfig(layer=LAYER, target_layers=2, hidden_layers=(1,), num_modules=3),
-    "medusa": MedusaConfig(layer=LAYER, target_layers=2, hidden_layers=(2,), num_heads=3, own_output=True),
+    "medusa": MedusaConfig(
+        layer=LAYER, target_layers=2, hidden_layers=(2,), num_heads=3, own_output=True
+    ),
 }
 PROMPTS, BUDGETS = [[1, 2, 3], [4, 5], [6], [7, 1, 2, 3], [3]], [14, 5, 16, 9, 1]
 SAMPLING = chain(temperature(1.0))
@@ -52,14 +65,20 @@ SAMPLING = chain(temperature(1.0))
 
 def noisy(model, seed):
     """Every weight differs from what it begins as, and ids of a reduced vocabulary are apart."""
-    return jax.tree.map(lambda x: x if x.dtype == jnp.float32 else 2 * x, drawn_params(model, seed, noise=0.1))
+    return jax.tree.map(
+        lambda x: x if x.dtype == jnp.float32 else 2 * x, drawn_params(model, seed, noise=0.1)
+    )
 
 
 @pytest.fixture(scope="module")
 def pair(request):
-    target = TransformerLM(tiny(vocab_size=96, num_heads=8, width=64, num_kv_heads=2, num_layers=2, positions="rotary"))
+    target = TransformerLM(
+        tiny(vocab_size=96, num_heads=8, width=64, num_kv_heads=2, num_layers=2, positions="rotary")
+    )
     head = HEADS[request.param].head()
-    return Pair(target=target, target_params=noisy(target, 0), head=head, draft_params=noisy(head, 1))
+    return Pair(
+        target=target, target_params=noisy(target, 0), head=head, draft_params=noisy(head, 1)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +108,24 @@ def engine_of(pair):
 def test_tokens_of_one_device(pair, alone, data, model, draft):
     sharded = shard(pair, make_mesh(data, model), draft_model_parallelism=draft)
     call = dict(rule=BlockRule(), sampling=SAMPLING, draft_length=3)
-    assert [c.tokens for c in generate(sharded, PROMPTS, BUDGETS, **call)] == [c.tokens for c in alone]
+    assert [c.tokens for c in generate(sharded, PROMPTS, BUDGETS, **call)] == [
+        c.tokens for c in alone
+    ]
     assert sum(c.stats.accepted for c in alone) > 0
     if data != 2:
         return
     work = generate_many(sharded, PROMPTS, BUDGETS, rows=2, **call)
-    assert [row.tokens for row in sorted(work, key=lambda row: row.prompt_index)] == [c.tokens for c in alone]
+    assert [row.tokens for row in sorted(work, key=lambda row: row.prompt_index)] == [
+        c.tokens for c in alone
+    ]
 
 
 def collectives(text):
     """Every collective of a program but sums, with the shape it makes."""
     kinds = "all-gather|all-to-all|collective-permute|reduce-scatter"
-    return {(kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\])[^=]* ({kinds})\(", text)}
+    return {
+        (kind, shape) for shape, kind in re.findall(rf"= \(?(\w+\[[\d,]*\])[^=]* ({kinds})\(", text)
+    }
 
 
 @pytest.mark.slow
@@ -113,7 +138,9 @@ def test_everything_stays_where_it_is(pair, data, model):
     engine, requests = engine_of(shard(pair, mesh))
 
     def check(array, *spec):
-        assert array.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), array.ndim), array.sharding.spec
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, P(*spec)), array.ndim), (
+            array.sharding.spec
+        )
 
     params = engine.weights.draft["params"]
     params = params.get("module_0", params)
@@ -127,7 +154,8 @@ def test_everything_stays_where_it_is(pair, data, model):
     bare = dataclasses.replace(state, request=None)
     compiled = engine.loop.program.lower(engine.weights, state.request, bare, 9).compile()
     rows, tokens = len(state.lengths_B) // data, 32 if "output" in params else 96
-    shapes = f"f32[{model},{rows},1,{tokens // model}]", f"f32[{model},{rows},4,{96 // model}]"  # along a leading axis
+    # Along a leading axis.
+    shapes = f"f32[{model},{rows},1,{tokens // model}]", f"f32[{model},{rows},4,{96 // model}]"
     gathered = {("all-gather", shape) for shape in shapes}
     assert collectives(compiled.as_text()) == gathered
     for _ in range(2):
@@ -140,12 +168,22 @@ def test_everything_stays_where_it_is(pair, data, model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "pair, data, model", [("eagle3", 2, 2), pytest.param("eagle3", 1, 4, marks=pytest.mark.slow)], indirect=["pair"]
+    "pair, data, model",
+    [("eagle3", 2, 2), pytest.param("eagle3", 1, 4, marks=pytest.mark.slow)],
+    indirect=["pair"],
 )
 def test_rows_enter_on_their_devices(pair, data, model):
-    engine, requests = engine_of(shard(pair, make_mesh(data, model, devices=jax.devices()[: data * model])))
-    state, shards, at_N = engine.run(engine.prefill(requests), 1), engine.loop.shards, jnp.asarray([1, 2])
-    bare = [dataclasses.replace(each, request=None) for each in (state, engine.prefill(requests[:2]))]
+    engine, requests = engine_of(
+        shard(pair, make_mesh(data, model, devices=jax.devices()[: data * model]))
+    )
+    state, shards, at_N = (
+        engine.run(engine.prefill(requests), 1),
+        engine.loop.shards,
+        jnp.asarray([1, 2]),
+    )
+    bare = [
+        dataclasses.replace(each, request=None) for each in (state, engine.prefill(requests[:2]))
+    ]
     write = batch_rows._write_donated.lower(*bare, at_N, shards).compile().as_text()
     assert "dynamic-" in write and not collectives(write)
 

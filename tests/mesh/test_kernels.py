@@ -1,4 +1,6 @@
-"""Kernels over a mesh: each device calls them for its own heads, also within the shards of a batch."""
+"""Kernels over a mesh: each device calls them for its own heads, also within the shards
+of a batch.
+"""
 
 import dataclasses
 import functools
@@ -17,13 +19,22 @@ from specsamp.models.cache import PairedKVCache
 from specsamp.models.config import tiny
 from specsamp.models.kernels.dispatch import Kernels
 from specsamp.models.transformer import TransformerLM
-from specsamp.sampling.warp import chain, for_rows, log_probs, temperature, top_k, top_p, with_kernels
+from specsamp.sampling.warp import (
+    chain,
+    for_rows,
+    log_probs,
+    temperature,
+    top_k,
+    top_p,
+    with_kernels,
+)
 from support.enumeration import COMPILE_FAST
 from support.extras import slow_but
 from support.weights import drawn_params
 
 SLOTS = 128
-NORMED = dict(width=128, positions="rotary", query_key_norm=True)  # norms and rotations by kernels, too
+# Norms and rotations by kernels, too.
+NORMED = dict(width=128, positions="rotary", query_key_norm=True)
 # Mesh, heads, kv heads, size of a head, and what else differs.
 MESHES = {
     "a kv head for two": (dict(data=2, model=4, num_kv_heads=2), 8, 2, 128, NORMED),
@@ -38,19 +49,32 @@ def test_a_call_over_a_mesh_equals_one_device(name):
     sizes, heads, kv_heads, size, more = MESHES[name]
     devices = jax.devices()[: sizes["data"] * sizes["model"]]
     mesh = make_mesh(**sizes, devices=devices)
-    model = TransformerLM(tiny(num_heads=heads, num_kv_heads=kv_heads, head_size=size, num_layers=1, **more))
+    model = TransformerLM(
+        tiny(num_heads=heads, num_kv_heads=kv_heads, head_size=size, num_layers=1, **more)
+    )
     weights = model.fit_slots(model.prepare(drawn_params(model, noise=0.1)), SLOTS)
     layout = Layout.tensor_parallel(mesh) if sizes["model"] > 1 else Layout.replicated(mesh)
     sharded = shard_model(dataclasses.replace(model, kernels=Kernels(interpret=True)), layout)
     rng, batch = np.random.default_rng(0), 4
-    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), model.init_cache(batch, SLOTS))
-    tokens_BT, start_B = rng.integers(0, 64, (batch, 3), dtype=np.int32), jnp.asarray([0, 30, 63, 125], jnp.int32)
+    cache = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), model.init_cache(batch, SLOTS)
+    )
+    tokens_BT, start_B = (
+        rng.integers(0, 64, (batch, 3), dtype=np.int32),
+        jnp.asarray([0, 30, 63, 125], jnp.int32),
+    )
     expected = model(weights, tokens_BT, start_B, cache)
-    warps = for_rows(chain(temperature([0.0, 0.5, 0.8, 1.0]), top_k(40), top_p([0.9, 0.5, 0.99, 1.0])), batch)
+    warps = for_rows(
+        chain(temperature([0.0, 0.5, 0.8, 1.0]), top_k(40), top_p([0.9, 0.5, 0.99, 1.0])), batch
+    )
 
     def call(weights, warps, tokens_BT, start_B, cache):
         output = sharded(weights, tokens_BT, start_B, cache)
-        return output.logits_BTV, output.cache, log_probs(with_kernels(warps, sharded.kernels), output.logits_BTV)
+        return (
+            output.logits_BTV,
+            output.cache,
+            log_probs(with_kernels(warps, sharded.kernels), output.logits_BTV),
+        )
 
     def for_kernels(layer):
         if size == 64:
@@ -60,13 +84,18 @@ def test_a_call_over_a_mesh_equals_one_device(name):
     split = DataShards(mesh).map(call, (REPLICATED, BY_ROWS, BY_ROWS, BY_ROWS, BY_ROWS))
     placed = jax.device_put(weights, sharded.weight_shardings(weights))
     made = jax.jit(split, compiler_options=COMPILE_FAST)(
-        placed, warps, tokens_BT, start_B, dataclasses.replace(cache, layers=(for_kernels(cache.layers[0]),))
+        placed,
+        warps,
+        tokens_BT,
+        start_B,
+        dataclasses.replace(cache, layers=(for_kernels(cache.layers[0]),)),
     )
     assert sharded.kernels.layout == layout
     np.testing.assert_allclose(made[0], expected.logits_BTV, atol=2e-5)
     np.testing.assert_allclose(made[2], log_probs(warps, expected.logits_BTV), atol=5e-5)
     for ours, theirs in zip(
-        *map(jax.tree.leaves, (made[1].layers[0], for_kernels(expected.cache.layers[0]))), strict=True
+        *map(jax.tree.leaves, (made[1].layers[0], for_kernels(expected.cache.layers[0]))),
+        strict=True,
     ):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
@@ -76,18 +105,28 @@ def test_attention_is_chosen_for_a_pair_on_its_mesh(monkeypatch):
     model = TransformerLM(tiny(num_kv_heads=2))
     params = drawn_params(model)
     pair = Pair(target=model, target_params=params, draft=model, draft_params=params)
-    meshes = [make_mesh(data=2, model=2, devices=jax.devices()[first : first + 4]) for first in (0, 4)]
+    meshes = [
+        make_mesh(data=2, model=2, devices=jax.devices()[first : first + 4]) for first in (0, 4)
+    ]
     monkeypatch.setattr(jax, "default_backend", functools.partial(str, "tpu"))
     for mesh in meshes:
         made = with_attention(shard(pair, mesh), "kernel")
-        assert made.target.model.kernels.layout == made.target.layout == Layout.tensor_parallel(mesh)
+        assert (
+            made.target.model.kernels.layout == made.target.layout == Layout.tensor_parallel(mesh)
+        )
         again = shard(made, meshes[1])
         assert again.draft.model.kernels.layout.mesh == meshes[1]
         assert with_attention(made, "plain").target.model.kernels is None
     assert with_attention(pair, "kernel").draft.kernels == Kernels()
     asked = []
     monkeypatch.setattr(
-        mesh_sharded, "reason_for_plain", lambda *shape: asked.append(shape) or "one differs" * (len(asked) == 1)
+        mesh_sharded,
+        "reason_for_plain",
+        lambda *shape: asked.append(shape) or "one differs" * (len(asked) == 1),
     )
     found = with_attention(pair, "auto")
-    assert (found.target.kernels, found.draft.kernels, asked) == (None, Kernels(), [(model.config, Kernels())] * 2)
+    assert (found.target.kernels, found.draft.kernels, asked) == (
+        None,
+        Kernels(),
+        [(model.config, Kernels())] * 2,
+    )

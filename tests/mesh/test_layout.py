@@ -80,7 +80,9 @@ def test_the_pair_of_the_paper_is_split_over_sixteen_devices():
             lambda: model.model.fit_slots(model.prepare(model.model.init(jax.random.key(0))), 2048)
         )
         per_device = 0
-        for x, sharding in zip(jax.tree.leaves(weights), jax.tree.leaves(model.weight_shardings(weights)), strict=True):
+        for x, sharding in zip(
+            jax.tree.leaves(weights), jax.tree.leaves(model.weight_shardings(weights)), strict=True
+        ):
             per_device += 2 * x.size // (16 if "model" in str(sharding.spec) else 1)
         assert per_device < 2 * config.num_parameters / 15.9
         assert jax.tree.structure(model.param_shardings(params)) == jax.tree.structure(params)
@@ -96,20 +98,23 @@ def test_a_mesh_that_is_too_large_for_a_model_names_one_that_is_not():
     with pytest.raises(ValueError) as refused:
         layout.spec(P("heads"), (64,))
     assert str(refused.value) == (
-        "'heads' has 64 entries, which do not divide over the 256 devices of model: split a target over 64 "
-        "(--config.mesh.data=4 --config.mesh.model=64), a draft over 64 (--config.mesh.draft_model_parallelism=64), or pad "
-        "the model"
+        "'heads' has 64 entries, which do not divide over the 256 devices of model: split a target "
+        "over 64 (--config.mesh.data=4 --config.mesh.model=64), a draft over 64 "
+        "(--config.mesh.draft_model_parallelism=64), or pad the model"
     )
     mesh = jax.sharding.AbstractMesh((2, 4, 32), **axes(("data", "replica", "model")))
     with pytest.raises(
-        ValueError, match=r"the 128 devices of model x replica: split a target over 64 \(--config.mesh.data=4"
+        ValueError,
+        match=r"the 128 devices of model x replica: split a target over 64 \(--config.mesh.data=4",
     ):
         Layout.tensor_parallel(mesh).spec(P("heads"), (64,))
     with pytest.raises(ValueError, match="32 devices of model.*draft_model_parallelism=16"):
         Layout(mesh, ("model",)).spec(P("heads"), (16,))
 
 
-@pytest.mark.parametrize("name, kind, message", [("data", "Explicit", "Explicit axes"), ("x", "Auto", "axis 'data'")])
+@pytest.mark.parametrize(
+    "name, kind, message", [("data", "Explicit", "Explicit axes"), ("x", "Auto", "axis 'data'")]
+)
 def test_a_mesh_that_is_not_from_make_mesh(name, kind, message):
     mesh = jax.make_mesh((1, 8), (name, "model"), axis_types=(AxisType[kind],) * 2)
     with pytest.raises(ValueError, match=f"{message}.*use make_mesh"):

@@ -41,7 +41,8 @@ def make_engine(pair, prompts, budgets, sampling):
     return Engine.create(pair, method, requests, keep_log_probs=True), requests
 
 
-CALL = {"rule": BlockRule(), "draft_length": 3, "return_log_probs": True}  # one program for several tests
+# One program for several tests.
+CALL = {"rule": BlockRule(), "draft_length": 3, "return_log_probs": True}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,8 @@ def table_pair():
 def transformer_pair():
     """Makes models of one layer; the model that is called in parts below has two."""
     shape = {"num_heads": 8, "num_layers": 1}
-    target = TransformerLM.for_backend(tiny(width=64, num_kv_heads=2, **shape))  # fewer kv heads than devices
+    # Fewer kv heads than devices.
+    target = TransformerLM.for_backend(tiny(width=64, num_kv_heads=2, **shape))
     draft = TransformerLM.for_backend(tiny(positions="rotary", ngram_rows=32, **shape))
 
     params = [drawn_params(model, seed, noise=0.1) for seed, model in enumerate((target, draft))]
@@ -93,7 +95,13 @@ PACED = Adaptive(
     [pytest.param(4, 2, TokenRule(), PACED, marks=pytest.mark.slow), (8, 1, BlockRule(), 4)],
 )
 def test_tokens_of_table_models(table_pair, data, model, rule, draft_length):
-    call = {"num_samples": 2, "seed": 7, "sampling": SAMPLING, "rule": rule, "draft_length": draft_length}
+    call = {
+        "num_samples": 2,
+        "seed": 7,
+        "sampling": SAMPLING,
+        "rule": rule,
+        "draft_length": draft_length,
+    }
     expected = generate(table_pair, PROMPTS, BUDGETS, **call)
     assert len({tuple(c.tokens) for c in expected}) > 6
     assert draft_length == 4 or all(sum(c.stats.lengths[n] for c in expected) > 5 for n in (0, 3))
@@ -117,7 +125,9 @@ def test_tokens_of_token_trees(transformer_pair):
 
 @pytest.mark.slow
 def test_rows_are_sampled_apart(transformer_pair, alone):
-    """Each device samples its rows of the logits; tokens and what the loop keeps are the same everywhere."""
+    """Each device samples its rows of the logits; tokens and what the loop keeps are the same
+    everywhere.
+    """
     rows = 4  # of each half of the mesh; eight rows are five and three of them again
     prompts, budgets, ids = PROMPTS + PROMPTS[:3], BUDGETS + BUDGETS[:3], [0, 1, 2, 3, 4, 0, 1, 2]
     mesh = make_mesh(2, 4, rows=rows)
@@ -142,7 +152,9 @@ def test_rows_are_sampled_apart(transformer_pair, alone):
 
 
 def test_a_model_on_a_mesh_can_be_called_in_parts():
-    """Embed, layers and unembed are one call, hidden states included; moved slots are those of one device."""
+    """Embed, layers and unembed are one call, hidden states included; moved slots are those of one
+    device.
+    """
     model = TransformerLM(tiny(num_heads=8, width=64, positions="rotary", ngram_rows=32))
     params = drawn_params(model)
     tokens_BT, start_B = jax.random.randint(jax.random.key(1), (8, 5), 0, 64), jnp.arange(8)
@@ -153,9 +165,14 @@ def test_a_model_on_a_mesh_can_be_called_in_parts():
         whole = model(weights, tokens_BT, start_B, cache, hidden_layers=(0, 2))
         x_BTD, cache = model.embed(weights, tokens_BT, start_B, cache)
         x_BTD, cache, first = model.layers(weights, x_BTD, start_B, cache, 0, 1, hidden_layers=(0,))
-        x_BTD, cache, second = model.layers(weights, x_BTD, start_B, cache, 1, 2, hidden_layers=(2,))
+        x_BTD, cache, second = model.layers(
+            weights, x_BTD, start_B, cache, 1, 2, hidden_layers=(2,)
+        )
         parts = Output(logits_BTV=model.unembed(weights, x_BTD), cache=cache, hidden=first + second)
-        return [dataclasses.replace(o, cache=model.compact(o.cache, start_B, rows_BT, 5)) for o in (whole, parts)]
+        return [
+            dataclasses.replace(o, cache=model.compact(o.cache, start_B, rows_BT, 5))
+            for o in (whole, parts)
+        ]
 
     expected, _ = jax.jit(call, static_argnums=0)(model, params)
     split = shard_model(model, Layout.tensor_parallel(make_mesh(2, 4)))
@@ -166,14 +183,22 @@ def test_a_model_on_a_mesh_can_be_called_in_parts():
 
 @pytest.mark.slow
 @every_mesh
-def test_everything_is_where_it_should_be(transformer_pair, alone, data, model, draft_model_parallelism):
-    """Parameters, weights, caches before and after the loop; and the tokens are those of one device."""
+def test_everything_is_where_it_should_be(
+    transformer_pair, alone, data, model, draft_model_parallelism
+):
+    """Parameters, weights, caches before and after the loop; and the tokens are those of one
+    device.
+    """
     mesh = make_mesh(data, model, draft_model_parallelism=draft_model_parallelism)
     pair = shard(transformer_pair, mesh, draft_model_parallelism=draft_model_parallelism)
     engine, requests = make_engine(pair, PROMPTS, BUDGETS, by_row(5))
     over_model = ("model", "replica") if draft_model_parallelism == 2 else "model"
     over_draft = {None: over_model, 1: None, 2: "model"}[draft_model_parallelism]
-    of_two_key_heads = {1: None, 2: over_model, 4: None, 8: None}[model] if draft_model_parallelism != 2 else "model"
+    of_two_key_heads = (
+        {1: None, 2: over_model, 4: None, 8: None}[model]
+        if draft_model_parallelism != 2
+        else "model"
+    )
 
     def check(array, *spec):
         expected = NamedSharding(mesh, P(*spec))
@@ -198,7 +223,13 @@ def test_everything_is_where_it_should_be(transformer_pair, alone, data, model, 
         for keys in jax.tree.leaves(state.drafter_state.layers):
             check(keys, "data", over_draft)
         check(state.drafter_state.tokens_BS, "data")
-        for rows in (state.tokens_BS, state.lengths_B, state.finish_B, state.from_draft_BS, state.log_probs_BS):
+        for rows in (
+            state.tokens_BS,
+            state.lengths_B,
+            state.finish_B,
+            state.from_draft_BS,
+            state.log_probs_BS,
+        ):
             check(rows, "data")
         for counts in jax.tree.leaves(state.stats):
             check(counts, "data")
@@ -211,7 +242,9 @@ def test_everything_is_where_it_should_be(transformer_pair, alone, data, model, 
 def test_random_parameters_do_not_depend_on_the_mesh():
     model = TransformerLM(tiny(num_heads=8, num_layers=1))
     expected = jax.jit(model.init)(jax.random.key(3))
-    made = jax.jit(shard_model(model, Layout.tensor_parallel(make_mesh(2, 4))).init)(jax.random.key(3))
+    made = jax.jit(shard_model(model, Layout.tensor_parallel(make_mesh(2, 4))).init)(
+        jax.random.key(3)
+    )
     jax.tree.map(np.testing.assert_array_equal, made, expected)
     assert "model" in str(made["layer_0"]["mlp"]["up"].sharding.spec)
 
@@ -233,8 +266,13 @@ def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
 @pytest.mark.slow
 def test_the_calls_of_a_round_are_timed_over_a_mesh(transformer_pair):
     """A call's state goes into the next call, where it lies."""
-    work, pair = Workload(batch=4, prompt_length=4, max_new_tokens=8), shard(transformer_pair, make_mesh(2, 4))
-    (side,) = decoders(pair, {"x": Method(drafter=ModelDrafter(pair.draft, 2), sampling=SAMPLING)}, work).values()
+    work, pair = (
+        Workload(batch=4, prompt_length=4, max_new_tokens=8),
+        shard(transformer_pair, make_mesh(2, 4)),
+    )
+    (side,) = decoders(
+        pair, {"x": Method(drafter=ModelDrafter(pair.draft, 2), sampling=SAMPLING)}, work
+    ).values()
     split = split_round(side, turns=2)
     assert min(part.lower for part in (split.draft, split.score, split.step)) > 0
 

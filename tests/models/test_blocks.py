@@ -1,4 +1,6 @@
-"""A tree scored in one call equals each of its paths scored alone, and can be cut down to one of them."""
+"""A tree scored in one call equals each of its paths scored alone, and can be cut down to one of
+them.
+"""
 
 import functools
 
@@ -65,7 +67,9 @@ def prepared(scheme, order="default"):
 def cached_prompts(model, weights):
     """Returns a cache with the tokens before the tree, and stale tokens after them."""
     rng = np.random.default_rng(1)
-    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), model.init_cache(2, SLOTS))
+    cache = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), model.init_cache(2, SLOTS)
+    )
     for start in range(0, 16, 4):  # calls of four tokens: every test shares their program
         tokens_BT = rng.integers(0, 64, (2, 4), dtype=np.int32)
         cache = call(model, weights, tokens_BT, jnp.full(2, start, jnp.int32), cache).cache
@@ -77,7 +81,9 @@ def nodes(seed=2):
 
 
 def score_paths(model, weights, cache, tokens_BT):
-    """Returns each node's logits in a chain of its ancestors, padded so that all calls have one shape."""
+    """Returns each node's logits in a chain of its ancestors, padded so that all calls have one
+    shape.
+    """
     logits = np.zeros((*tokens_BT.shape, 64), np.float32)
     for t in range(tokens_BT.shape[1]):
         paths = [ancestors(parents)[t] for parents in PARENTS]
@@ -89,17 +95,24 @@ def score_paths(model, weights, cache, tokens_BT):
 
 
 @pytest.mark.parametrize(
-    "scheme, order", [*((scheme, "default") for scheme in SCHEMES), ("relative", "cpu"), ("n-grams", "cpu")]
+    "scheme, order",
+    [*((scheme, "default") for scheme in SCHEMES), ("relative", "cpu"), ("n-grams", "cpu")],
 )
 def test_a_tree_in_one_call_equals_its_paths(scheme, order):
     model, weights = prepared(scheme, order)
-    cache, tokens_BT, start_B = cached_prompts(model, weights), nodes(), jnp.asarray(STARTS, jnp.int32)
+    cache, tokens_BT, start_B = (
+        cached_prompts(model, weights),
+        nodes(),
+        jnp.asarray(STARTS, jnp.int32),
+    )
     expected = score_paths(model, weights, cache, tokens_BT)
     block = block_of(PARENTS, STARTS)
     output = call(model, weights, tokens_BT, start_B, cache, block=block)
     np.testing.assert_allclose(output.logits_BTV, expected, atol=1e-5)
     causal = call(model, weights, tokens_BT, start_B, cache, block=CHAIN)
-    assert np.abs(causal.logits_BTV - expected)[:, 3:].max(-1).min() > 1e-3, "the control: other ancestors"
+    assert np.abs(causal.logits_BTV - expected)[:, 3:].max(-1).min() > 1e-3, (
+        "the control: other ancestors"
+    )
 
     # The accepted path is moved together; then the next call is that of a chain.
     kept = compact(model, output.cache, start_B, jnp.asarray(PATHS, jnp.int32), PARENTS.shape[1])
@@ -107,7 +120,9 @@ def test_a_tree_in_one_call_equals_its_paths(scheme, order):
     chained = call(model, weights, chain_BT, start_B, cache).cache
     after_BT = np.random.default_rng(3).integers(0, 64, (2, 4), dtype=np.int32)
     wanted = call(model, weights, after_BT, start_B + 4, chained).logits_BTV
-    np.testing.assert_allclose(call(model, weights, after_BT, start_B + 4, kept).logits_BTV, wanted, atol=1e-5)
+    np.testing.assert_allclose(
+        call(model, weights, after_BT, start_B + 4, kept).logits_BTV, wanted, atol=1e-5
+    )
     unmoved = call(model, weights, after_BT, start_B + 4, output.cache).logits_BTV
     assert np.abs(unmoved - wanted).max() > 1e-3, "the control: nothing was moved"
 
@@ -116,7 +131,11 @@ def test_a_tree_in_one_call_equals_its_paths(scheme, order):
 def test_a_tree_may_be_scored_in_several_calls(scheme):
     """As a drafter does that grows it: the later call sees slots of the earlier one, R > T."""
     model, weights = prepared(scheme)
-    cache, tokens_BT, start_B = cached_prompts(model, weights), nodes(), jnp.asarray(STARTS, jnp.int32)
+    cache, tokens_BT, start_B = (
+        cached_prompts(model, weights),
+        nodes(),
+        jnp.asarray(STARTS, jnp.int32),
+    )
     block = block_of(PARENTS, STARTS)
     whole = call(model, weights, tokens_BT, start_B, cache, block=block).logits_BTV
     for first, last in ((0, 3), (3, 6)):
@@ -133,4 +152,10 @@ def test_a_tree_may_be_scored_in_several_calls(scheme):
 def test_ngrams_of_a_tree_need_a_cache():
     model, weights = prepared("n-grams")
     with pytest.raises(ValueError, match="n-gram embeddings of a tree need a cache"):
-        model.embed(weights, nodes(), jnp.zeros(2, jnp.int32), None, block=block_of(PARENTS, np.zeros(2, int)))
+        model.embed(
+            weights,
+            nodes(),
+            jnp.zeros(2, jnp.int32),
+            None,
+            block=block_of(PARENTS, np.zeros(2, int)),
+        )

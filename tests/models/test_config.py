@@ -46,7 +46,12 @@ def count(config):
 
 @pytest.mark.parametrize(
     "config, published",
-    [(chinchilla_70b(), 70.06e9), (draft_4b(), 4.12e9), (target_38m(), 39.9e6), (draft_1m(), 0.72e6)],
+    [
+        (chinchilla_70b(), 70.06e9),
+        (draft_4b(), 4.12e9),
+        (target_38m(), 39.9e6),
+        (draft_1m(), 0.72e6),
+    ],
     ids=["chinchilla_70b", "draft_4b", "target_38m", "draft_1m"],
 )
 def test_presets_have_the_published_size(config, published):
@@ -65,11 +70,15 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_counts_axes_and_json(name):
-    """The formula counts the parameters of the module; axes name each; a config comes back from JSON."""
+    """The formula counts the parameters of the module; axes name each; a config comes back from
+    JSON.
+    """
     config = CONFIGS[name]
     assert config.num_parameters == count(config)
     axes = TransformerLM(config).param_axes()
-    jax.tree.map(lambda spec, leaf: np.testing.assert_equal(len(spec), leaf.ndim), axes, shapes_of(config))
+    jax.tree.map(
+        lambda spec, leaf: np.testing.assert_equal(len(spec), leaf.ndim), axes, shapes_of(config)
+    )
     read = TransformerConfig(**json.loads(json.dumps(dataclasses.asdict(config))))
     assert read == config and hash(read) == hash(config)
 
@@ -89,14 +98,21 @@ EVERYTHING = dict(
     ngram_rows=8,
 )
 
-GOLDEN = pathlib.Path(__file__).with_name("golden_parameters.txt").read_text(encoding="utf-8").splitlines()
+GOLDEN = (
+    pathlib.Path(__file__)
+    .with_name("golden_parameters.txt")
+    .read_text(encoding="utf-8")
+    .splitlines()
+)
 
 
 def described(config):
     """Lines of name, axes and shape, one for each parameter."""
     model = TransformerLM(config)
     shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
-    axes = jax.tree.leaves_with_path(model.param_axes(), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    axes = jax.tree.leaves_with_path(
+        model.param_axes(), is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
     return [
         f"{'/'.join(key.key for key in path)} {','.join(spec)} {','.join(map(str, x.shape))}"
         for (path, spec), x in zip(axes, shapes, strict=True)

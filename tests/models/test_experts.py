@@ -1,4 +1,6 @@
-"""Experts chosen by each token: sums by NumPy, calls of any length, and matrices that nobody chose, which are not read."""
+"""Experts chosen by each token: sums by NumPy, calls of any length, and matrices that nobody chose,
+which are not read.
+"""
 
 import dataclasses
 import functools
@@ -9,7 +11,14 @@ import numpy as np
 import pytest
 
 from specsamp.models.config import ExpertsConfig, tiny
-from specsamp.models.experts import STACKED_AXES, Experts, block_size, expected_steps, mix_experts, route
+from specsamp.models.experts import (
+    STACKED_AXES,
+    Experts,
+    block_size,
+    expected_steps,
+    mix_experts,
+    route,
+)
 from specsamp.models.int8 import decode_weights, dequantise, is_int8, quantise
 from specsamp.models.kernels import mix_experts as mix_kernel
 from specsamp.models.kernels.dispatch import Kernels
@@ -24,7 +33,9 @@ LENGTH, CHUNK, SLOTS = 70, 5, 80
 
 call = jax.jit(TransformerLM.__call__, static_argnums=0, compiler_options=COMPILE_FAST)
 forward = jax.jit(TransformerLM.forward, static_argnums=0, compiler_options=COMPILE_FAST)
-mix = jax.jit(lambda *arrays: mix_experts(CONFIG, Experts.inner_spec, *arrays), compiler_options=COMPILE_FAST)
+mix = jax.jit(
+    lambda *arrays: mix_experts(CONFIG, Experts.inner_spec, *arrays), compiler_options=COMPILE_FAST
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,25 +53,35 @@ def some_tokens(length, seed=0):
 
 
 def by_numpy(x_RD, logits_RE, stacked, experts):
-    """Goes token by token, in float64: softmax over all experts, the first k of them, sorted by what they have."""
+    """Goes token by token, in float64: softmax over all experts, the first k of them, sorted by
+    what they have.
+    """
     stacked = {name: np.asarray(matrix, np.float64) for name, matrix in stacked.items()}
     rows = []
     for x_D, logits_E in zip(x_RD.astype(np.float64), np.asarray(logits_RE, np.float64)):
         shares_E = np.exp(logits_E - logits_E.max())
         shares_E /= shares_E.sum()
-        chosen = sorted(range(len(shares_E)), key=lambda e: -shares_E[e])[: experts.experts_per_token]
+        chosen = sorted(range(len(shares_E)), key=lambda e: -shares_E[e])[
+            : experts.experts_per_token
+        ]
         total = shares_E[chosen].sum() if experts.normalised else 1.0
         row_D = np.zeros_like(x_D)
         for e in chosen:
             gate_F, up_F = stacked["gate"][e] @ x_D, stacked["up"][e] @ x_D
-            row_D += shares_E[e] / total * ((gate_F / (1 + np.exp(-gate_F)) * up_F) @ stacked["down"][e])
+            row_D += (
+                shares_E[e] / total * ((gate_F / (1 + np.exp(-gate_F)) * up_F) @ stacked["down"][e])
+            )
         rows.append(row_D)
     return np.array(rows)
 
 
-@pytest.mark.parametrize("tokens, liking", [(1, 0.0), (6, 0.0), (64, 5.0), (65, 0.0), (150, 0.0), (150, 9.0)])
+@pytest.mark.parametrize(
+    "tokens, liking", [(1, 0.0), (6, 0.0), (64, 5.0), (65, 0.0), (150, 0.0), (150, 9.0)]
+)
 def test_tokens_get_what_their_experts_make(tokens, liking, stacked):
-    """Few tokens and blocks of many; with a liking for the last experts, these have several blocks and others none."""
+    """Few tokens and blocks of many; with a liking for the last experts, these have several blocks
+    and others none.
+    """
     x_RD = some_tokens(tokens)
     logits_RE = some_tokens(tokens, seed=1)[:, :8] + liking * (np.arange(8) >= 6)
     experts = dataclasses.replace(EXPERTS, normalised=tokens % 2 == 0)
@@ -93,7 +114,9 @@ def test_experts_that_no_token_chose_are_not_read(tokens, stacked):
 
 
 def test_a_text_may_be_cut_into_calls(params):
-    """Reads both rows at once, sorted in blocks, and in calls, where every expert multiplies all tokens; in both weight orders."""
+    """Reads both rows at once, sorted in blocks, and in calls, where every expert multiplies all
+    tokens; in both weight orders.
+    """
     tokens_BT = np.random.default_rng(0).integers(0, 64, (2, LENGTH), dtype=np.int32)
     at_once = forward(MODEL, params, tokens_BT).logits_BTV
     for order in ("default", "cpu"):
@@ -103,7 +126,9 @@ def test_a_text_may_be_cut_into_calls(params):
             fed = tokens_BT[:, start : start + CHUNK]
             output = call(model, weights, fed, jnp.full(2, start), cache)
             cache = output.cache
-            np.testing.assert_allclose(output.logits_BTV, at_once[:, start : start + CHUNK], atol=1e-5)
+            np.testing.assert_allclose(
+                output.logits_BTV, at_once[:, start : start + CHUNK], atol=1e-5
+            )
 
 
 def test_int8_experts_are_the_matrices_they_stand_for(params, stacked):
@@ -116,21 +141,32 @@ def test_int8_experts_are_the_matrices_they_stand_for(params, stacked):
         shares_RE = route(jnp.asarray(some_tokens(tokens, seed=1)[:, :8]), EXPERTS)
         ours = mix(x_RD, shares_RE, in_int8)
         np.testing.assert_allclose(
-            ours, mix(x_RD, shares_RE, jax.tree.map(dequantise, in_int8, is_leaf=is_int8)), atol=1e-5
+            ours,
+            mix(x_RD, shares_RE, jax.tree.map(dequantise, in_int8, is_leaf=is_int8)),
+            atol=1e-5,
         )
         assert 1e-4 < np.abs(ours - mix(x_RD, shares_RE, stacked)).max() < 0.1
 
 
-@pytest.mark.parametrize("dtype, in_int8, tokens, part", [("float32", False, 5, 16), ("bfloat16", True, 40, 32)])
+@pytest.mark.parametrize(
+    "dtype, in_int8, tokens, part", [("float32", False, 5, 16), ("bfloat16", True, 40, 32)]
+)
 def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, part, monkeypatch):
-    """Mixes half of the experts on each of two devices, in parts; of experts that nobody chose nothing is read."""
-    config = tiny(width=128, gated=True, activation="silu", experts=dataclasses.replace(EXPERTS, width=64))
+    """Mixes half of the experts on each of two devices, in parts; of experts that nobody chose
+    nothing is read.
+    """
+    config = tiny(
+        width=128, gated=True, activation="silu", experts=dataclasses.replace(EXPERTS, width=64)
+    )
     monkeypatch.setattr(mix_kernel, "STEP_BYTES", 3 * part * 128 * (2 if in_int8 else 4))
     random, axes = np.random.default_rng(0), {"gate": (2,), "up": (2,), "down": (1,)}
     drawn = random.normal(size=(3, 8, 64, 128)) / 8
-    stacked = {name: jnp.asarray(x, dtype).at[3].set(jnp.nan) for name, x in zip(STACKED_AXES, drawn)}
+    stacked = {
+        name: jnp.asarray(x, dtype).at[3].set(jnp.nan) for name, x in zip(STACKED_AXES, drawn)
+    }
     x_RD = jnp.asarray(random.normal(size=(tokens, 128)), dtype)
-    logits_RE = random.integers(0, 5, (tokens, 8)).astype(np.float32) - 50.0 * (np.arange(8) == 3)  # with ties
+    # With ties.
+    logits_RE = random.integers(0, 5, (tokens, 8)).astype(np.float32) - 50.0 * (np.arange(8) == 3)
     logits_RE[1] = np.nan  # spoils its own row alone
     if in_int8:
         stacked = {name: quantise(jnp.nan_to_num(x), axes[name]) for name, x in stacked.items()}
@@ -145,16 +181,25 @@ def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, p
             half = jax.tree.map(lambda x: x[i : i + 4], stacked)
             halves.append(kernels.mix_experts(config, x_RD, logits_RE, half, jnp.int32(i)))
         np.testing.assert_allclose(sum(halves), plain, atol=1e-5 if dtype == "float32" else 0.02)
-        assert np.nanmax(np.abs(halves[0] - plain)) > 0.1 and np.isnan(plain).all(axis=1).nonzero()[0].tolist() == [1]
+        assert np.nanmax(np.abs(halves[0] - plain)) > 0.1 and np.isnan(plain).all(axis=1).nonzero()[
+            0
+        ].tolist() == [1]
 
 
 def test_gradients_are_those_of_all_experts(stacked):
     """Compares with plain sums over all experts, by tokens, the router and matrices."""
-    operands, other_RD = (some_tokens(70), some_tokens(70, seed=1)[:, :8], stacked), some_tokens(70, seed=2)
+    operands, other_RD = (
+        (some_tokens(70), some_tokens(70, seed=1)[:, :8], stacked),
+        some_tokens(70, seed=2),
+    )
 
     def plain(x_RD, shares_RE, stacked):
-        gate_ERF, up_ERF = (jnp.einsum("RD,EFD->ERF", x_RD, stacked[name]) for name in ("gate", "up"))
-        return jnp.einsum("RE,ERF,EFD->RD", shares_RE, jax.nn.silu(gate_ERF) * up_ERF, stacked["down"])
+        gate_ERF, up_ERF = (
+            jnp.einsum("RD,EFD->ERF", x_RD, stacked[name]) for name in ("gate", "up")
+        )
+        return jnp.einsum(
+            "RE,ERF,EFD->RD", shares_RE, jax.nn.silu(gate_ERF) * up_ERF, stacked["down"]
+        )
 
     def gradients(mix):
         def loss(x_RD, logits_RE, stacked):
@@ -162,8 +207,13 @@ def test_gradients_are_those_of_all_experts(stacked):
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=COMPILE_FAST)(*operands)
 
-    ours, expected = gradients(functools.partial(mix_experts, CONFIG, Experts.inner_spec)), gradients(plain)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), ours, expected)
+    ours, expected = (
+        gradients(functools.partial(mix_experts, CONFIG, Experts.inner_spec)),
+        gradients(plain),
+    )
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), ours, expected
+    )
     assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(ours)) > 1e-2
 
 
@@ -172,11 +222,15 @@ def test_gradients_are_those_of_all_experts(stacked):
 
 @pytest.mark.parametrize("tokens, block", [(1, 1), (3, 3), (17, 17), (40, 8)])
 def test_the_expected_number_of_experts_is_what_routing_counts(tokens, block):
-    """Counts what a router chooses whose choices are independent and alike; with favourites it is less."""
+    """Counts what a router chooses whose choices are independent and alike; with favourites it is
+    less.
+    """
     logits = np.random.default_rng(0).normal(size=(400 * tokens, 8)).astype(np.float32)
 
     def count(logits):
-        counts = (np.asarray(route(jnp.asarray(logits), EXPERTS)) != 0).reshape(400, tokens, 8).sum(1)
+        counts = (
+            (np.asarray(route(jnp.asarray(logits), EXPERTS)) != 0).reshape(400, tokens, 8).sum(1)
+        )
         return np.ceil(counts / block).sum(1)
 
     counted, expected = count(logits), EXPERTS.expected_blocks(tokens, block)
@@ -192,25 +246,36 @@ def test_all_experts_may_be_chosen():
 
 
 def test_devices_wait_for_the_one_with_most_experts():
-    """Takes two tokens of one expert each, of four on two devices: a quarter of them meets on one device, apart."""
+    """Takes two tokens of one expert each, of four on two devices: a quarter of them meets on one
+    device, apart.
+    """
     few = ExpertsConfig(num_experts=4, experts_per_token=1, width=1)
     assert few.expected_blocks(2, 2, 2) == pytest.approx(1.25, abs=0.03)
     assert few.expected_blocks(2, 2, 1) == few.expected_touched(2) == 1.75
     assert few.expected_blocks(2, 1, 2) == pytest.approx(1.5, abs=0.03)  # a block for each token
-    qwen = ExpertsConfig(num_experts=128, experts_per_token=8, width=768)  # as launch/README.md says
+    # As launch/README.md says.
+    qwen = ExpertsConfig(num_experts=128, experts_per_token=8, width=768)
     for tokens, over_mean in ((1, 2.5), (5, 1.6)):
         mean = qwen.expected_touched(tokens) / 8
         assert qwen.expected_blocks(tokens, tokens, 8) / mean == pytest.approx(over_mean, abs=0.05)
 
 
 def test_a_compiled_loop_says_how_often_it_is_expected_to_run(stacked):
-    """Expects of a device with a part of the experts as many steps as its part; no other loop has such a name."""
+    """Expects of a device with a part of the experts as many steps as its part; no other loop has
+    such a name.
+    """
     half = {name: matrix[:4] for name, matrix in stacked.items()}
     for tokens in (6, 150):
-        text = mix.lower(some_tokens(tokens), np.zeros((tokens, 4), np.float32), half).as_text(debug_info=True)
+        text = mix.lower(some_tokens(tokens), np.zeros((tokens, 4), np.float32), half).as_text(
+            debug_info=True
+        )
         scope = next(line for line in text.splitlines() if "experts_" in line)
         most = EXPERTS.expected_blocks(tokens, block_size(tokens, EXPERTS), 2)
-        assert expected_steps(scope) == most >= EXPERTS.expected_blocks(tokens, block_size(tokens, EXPERTS)) / 2
+        assert (
+            expected_steps(scope)
+            == most
+            >= EXPERTS.expected_blocks(tokens, block_size(tokens, EXPERTS)) / 2
+        )
     assert expected_steps("jit(call)/Decoder/layer_0/experts/while") is None
 
 

@@ -1,4 +1,6 @@
-"""The kernel for few rows on a CPU: its numbers, what it leaves to XLA, its threads, and the reasons to stay off."""
+"""The kernel for few rows on a CPU: its numbers, what it leaves to XLA, its threads, and the
+reasons to stay off.
+"""
 
 import os
 import re
@@ -54,7 +56,9 @@ def test_its_numbers_are_checked(used):
     with pytest.raises(ValueError, match=r"1 rows by \(67, 129\) of float32: off by"):
         few_rows.check(lambda x, y: few_rows.multiply(x, y) + 1e-4)
     with pytest.raises(ValueError, match=r"3 rows by \(67, 129\) of int8: off by"):
-        few_rows.check(lambda x, y: few_rows.multiply(x, y) * (1 + (len(x) == 3) * (y.dtype == np.int8)))
+        few_rows.check(
+            lambda x, y: few_rows.multiply(x, y) * (1 + (len(x) == 3) * (y.dtype == np.int8))
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17])
@@ -70,7 +74,9 @@ def test_products_take_it_for_few_rows(used, rows, dtype):
     assert calls_of(lambda x: contract(SPEC, x, y_DX), x_BTD) == few
     expected = x_BTD.astype(jnp.float32) @ (y_DX.values * y_DX.scale if dtype == "int8" else y_DX)
     tolerance = 0.1 if dtype == "bfloat16" else 1e-4
-    np.testing.assert_allclose(contract(SPEC, x_BTD, y_DX).astype(jnp.float32), expected, atol=tolerance)
+    np.testing.assert_allclose(
+        contract(SPEC, x_BTD, y_DX).astype(jnp.float32), expected, atol=tolerance
+    )
 
 
 def test_training_and_vmap_keep_xlas_product(used):
@@ -84,10 +90,15 @@ def test_training_and_vmap_keep_xlas_product(used):
 
 def test_greedy_texts_are_those_without_it(library, monkeypatch):
     def lm(width):
-        return TransformerLM(tiny(vocab_size=32, width=width, num_layers=2, num_heads=2, positions="rotary"), "cpu")
+        return TransformerLM(
+            tiny(vocab_size=32, width=width, num_layers=2, num_heads=2, positions="rotary"), "cpu"
+        )
 
     pair = Pair(
-        target=lm(32), target_params=drawn_params(lm(32), 0), draft=lm(16), draft_params=drawn_params(lm(16), 1)
+        target=lm(32),
+        target_params=drawn_params(lm(32), 0),
+        draft=lm(16),
+        draft_params=drawn_params(lm(16), 1),
     )
     texts = []
     for target in (None, library.stem):
@@ -120,7 +131,11 @@ for _ in range(20):
         "XLA_FLAGS": flags,
         "JAX_COMPILATION_CACHE_DIR": str(library.parent),
     }
-    command = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])\n{code}"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import os; os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])\n{code}",
+    ]
     subprocess.run(command, env=environment, timeout=120, check=True)
 
 
@@ -164,7 +179,9 @@ def test_a_damaged_library_is_not_used(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_a_kernel_whose_numbers_are_wrong_is_not_used(monkeypatch, tmp_path):
     wrong = tmp_path / "few_rows.cc"
-    wrong.write_text(few_rows.SOURCE.read_text().replace("T; t++) total[t][v] += x", "T; t++) total[t][v] -= x"))
+    wrong.write_text(
+        few_rows.SOURCE.read_text().replace("T; t++) total[t][v] += x", "T; t++) total[t][v] -= x")
+    )
     monkeypatch.setattr(few_rows, "SOURCE", wrong)
     monkeypatch.setattr(few_rows, "use_compilation_cache", lambda: str(tmp_path))
     monkeypatch.setattr(few_rows, "_target", None)

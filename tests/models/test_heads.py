@@ -1,6 +1,8 @@
-"""Medusa heads against the formula, in NumPy and float64; the switches of modules for multi-token prediction.
+"""Medusa heads against the formula, in NumPy and float64; the switches of modules for multi-token
+prediction.
 
-The module itself is compared with NumPy in checkpoints/test_mimo.py, EAGLE's heads in checkpoints/test_heads.py.
+The module itself is compared with NumPy in checkpoints/test_mimo.py, EAGLE's heads in
+checkpoints/test_heads.py.
 """
 
 import functools
@@ -21,7 +23,9 @@ V, D = 16, 8
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_medusa_is_the_formula(bias):
-    """Head k: ``output (h + SiLU(linear h + bias))``, also where the offset is only known on the device."""
+    """Head k: ``output (h + SiLU(linear h + bias))``, also where the offset is only known on the
+    device.
+    """
     head, hidden = medusa(V, 3, bias=bias), np.random.default_rng(0).normal(size=(1, 4, D))
     params = drawn_params(head, noise=0.5)
     weights, given = head.prepare(params), jnp.asarray(hidden, jnp.float32)
@@ -44,7 +48,9 @@ def test_new_heads_that_share_the_targets_output_say_what_the_target_says():
 
 
 def test_switches_of_a_module():
-    """``hidden_first`` exchanges halves of the projection, ``norm_output`` returns what the output would multiply by."""
+    """``hidden_first`` exchanges halves of the projection, ``norm_output`` returns what the output
+    would multiply by.
+    """
     params = drawn_params(mtp(V), noise=0.3)
     module = params["module_0"]
     exchanged = {"module_0": module | {"fc": jnp.concatenate([module["fc"][D:], module["fc"][:D]])}}
@@ -57,14 +63,20 @@ def test_switches_of_a_module():
         return returned, head.logits(weights, returned, lambda x_BTD: x_BTD)
 
     plain, other = run(params, hidden_first=False), run(params, hidden_first=True)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), run(exchanged, hidden_first=True), plain)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-5),
+        run(exchanged, hidden_first=True),
+        plain,
+    )
     assert np.abs(plain[0] - other[0]).max() > 0.01
     for part in run(params, hidden_first=False, norm_output=True):
         np.testing.assert_array_equal(part, plain[1])
 
 
 def test_a_block_that_sees_both_ways_is_no_tree():
-    """All rows see the same tokens of the context; a tree would count the block's own rows as steps of a path."""
+    """All rows see the same tokens of the context; a tree would count the block's own rows as steps
+    of a path.
+    """
     start, size, window, slots = 6, 4, 3, 12
     at = jnp.array([[start]])
     rows, seen = jnp.arange(size), jnp.ones((1, size, size), bool)

@@ -1,4 +1,6 @@
-"""Weights in int8: scales on the output, tables looked up, and the model of the rounded weights, token by token."""
+"""Weights in int8: scales on the output, tables looked up, and the model of the rounded weights,
+token by token.
+"""
 
 import dataclasses
 import functools
@@ -11,7 +13,15 @@ import pytest
 from specsamp.models.config import TransformerConfig, tiny
 from specsamp.models.eagle import Eagle1Config
 from specsamp.models.heads import FeatureHead
-from specsamp.models.int8 import Int8, Int8Weight, decode_weights, dequantise, is_int8, quantise, take_rows
+from specsamp.models.int8 import (
+    Int8,
+    Int8Weight,
+    decode_weights,
+    dequantise,
+    is_int8,
+    quantise,
+    take_rows,
+)
 from specsamp.models.medusa import MedusaConfig
 from specsamp.models.products import contract
 from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
@@ -31,8 +41,12 @@ SPECS = {  # as the models have them, and the axes that are summed
 }
 HEAD_LAYER = tiny(positions="rotary", num_layers=1)
 HEADS = [
-    Eagle1Config(layer=HEAD_LAYER, target_layers=2, hidden_layers=(2,), own_embedding=True, own_output=True),
-    MedusaConfig(layer=HEAD_LAYER, target_layers=2, hidden_layers=(2,), num_heads=2, own_output=True),
+    Eagle1Config(
+        layer=HEAD_LAYER, target_layers=2, hidden_layers=(2,), own_embedding=True, own_output=True
+    ),
+    MedusaConfig(
+        layer=HEAD_LAYER, target_layers=2, hidden_layers=(2,), num_heads=2, own_output=True
+    ),
 ]
 
 
@@ -49,17 +63,23 @@ def rounded(params):
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_scale_multiplies_sums_in_float32(spec, dtype):
-    """Takes operands as they are: the sums are exact; the controls round them first, or scale another axis."""
+    """Takes operands as they are: the sums are exact; the controls round them first, or scale
+    another axis.
+    """
     x_shape, y_shape, axes = SPECS[spec]
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.integers(-8, 9, x_shape), dtype)
     weight = quantise(rng.normal(size=y_shape).astype(np.float32), axes)
-    exact = np.einsum(spec, np.asarray(x, np.float64), weight.values.astype(np.float64) * weight.scale)
+    exact = np.einsum(
+        spec, np.asarray(x, np.float64), weight.values.astype(np.float64) * weight.scale
+    )
     ours = contract(spec, x, weight, dtype=jnp.float32)
     assert ours.dtype == jnp.float32 and contract(spec, x, weight).dtype == x.dtype
     np.testing.assert_allclose(ours, exact, rtol=1e-6, atol=1e-6)
     if dtype == "bfloat16":
-        before = np.einsum(spec, np.asarray(x, np.float64), (weight.values * weight.scale).astype(jnp.bfloat16))
+        before = np.einsum(
+            spec, np.asarray(x, np.float64), (weight.values * weight.scale).astype(jnp.bfloat16)
+        )
         assert np.abs(before - exact).max() > 1e-3
     turned = Int8Weight(weight.values, np.flip(weight.scale))
     assert np.abs(contract(spec, x, turned, dtype=jnp.float32) - exact).max() > 0.1
@@ -76,7 +96,8 @@ def test_on_a_device_and_in_numpy_it_is_the_same():
         assert np.abs(dequantise(ours) - weight).max() <= ours.scale.max() * 0.5001
     table = quantise(weight, (1,))
     np.testing.assert_array_equal(
-        take_rows(jax.tree.map(jnp.asarray, table), jnp.array([[3, 7]])), dequantise(table)[[[3, 7]]]
+        take_rows(jax.tree.map(jnp.asarray, table), jnp.array([[3, 7]])),
+        dequantise(table)[[[3, 7]]],
     )
 
 
@@ -88,7 +109,9 @@ def call(model):
 @pytest.mark.parametrize("order", WEIGHT_ORDERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_in_int8_is_the_model_of_its_rounded_weights(name, order):
-    """Up to rounding, in either order; from the model before they were rounded it is a thousand times as far."""
+    """Up to rounding, in either order; from the model before they were rounded it is a thousand
+    times as far.
+    """
     plain, ours = TransformerLM(MODELS[name], order), TransformerLM(in_int8(MODELS[name]), order)
     params = drawn_params(plain, noise=0.02)
     weights = ours.fit_slots(ours.prepare(params), SLOTS)
@@ -104,7 +127,9 @@ def test_a_model_in_int8_is_the_model_of_its_rounded_weights(name, order):
     assert 2e-3 < np.abs(found - before).max() < 0.5
     # No matrix of a product is left in float, and what is streamed is a quarter.
     matrices = [
-        leaf for leaf in jax.tree.leaves(weights["params"], is_leaf=is_int8) if leaf.ndim == 2 and leaf.size > 600
+        leaf
+        for leaf in jax.tree.leaves(weights["params"], is_leaf=is_int8)
+        if leaf.ndim == 2 and leaf.size > 600
     ]
     assert matrices and all(map(is_int8, matrices))
     read = ours.matrices_read(weights, 1)
@@ -120,7 +145,9 @@ def test_heads_in_int8(config):
 
     def run(head, params):
         def logits(weights):
-            y_BTD, _ = head(weights, x_BTD, head.fuse(weights, (x_BTD,)), start_B, head.init_cache(1, 8))
+            y_BTD, _ = head(
+                weights, x_BTD, head.fuse(weights, (x_BTD,)), start_B, head.init_cache(1, 8)
+            )
             return head.logits(weights, y_BTD, lambda x_BTD: x_BTD, 0)
 
         return jax.jit(logits, compiler_options=COMPILE_FAST)(head.prepare(params))

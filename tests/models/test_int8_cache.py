@@ -1,4 +1,6 @@
-"""A cache in int8: scales where they belong, no trace of how a text was cut into calls, and exact speculation with it."""
+"""A cache in int8: scales where they belong, no trace of how a text was cut into calls, and exact
+speculation with it.
+"""
 
 import dataclasses
 import functools
@@ -51,9 +53,13 @@ def read(model, weights, cuts):
 
 def written(rng, start=3, length=5):
     """The same keys and values in an int8 cache, and, as they are rounded, in a plain one."""
-    k, v = (jnp.asarray(rng.normal(size=(BATCH, KV_HEADS, length, SIZE)), jnp.float32) for _ in range(2))
+    k, v = (
+        jnp.asarray(rng.normal(size=(BATCH, KV_HEADS, length, SIZE)), jnp.float32) for _ in range(2)
+    )
     start_B = jnp.asarray([start, start + 1], jnp.int32)
-    caches = [kind.zeros(BATCH, KV_HEADS, SLOTS, SIZE, jnp.float32) for kind in (Int8KVCache, KVCache)]
+    caches = [
+        kind.zeros(BATCH, KV_HEADS, SLOTS, SIZE, jnp.float32) for kind in (Int8KVCache, KVCache)
+    ]
     ours = caches[0].append(k, v, start_B)
     plain = caches[1].append(*(dequantise(quantise(x, (3,))) for x in (k, v)), start_B)
     return ours, plain, start_B
@@ -61,12 +67,16 @@ def written(rng, start=3, length=5):
 
 def attended(cache, q_BNTH, start_B):
     visible = Visibility(start_B=start_B, num_queries=q_BNTH.shape[2], window=6)
-    distances_BNTS = jnp.broadcast_to(0.1 * jnp.arange(SLOTS, dtype=jnp.float32), (*q_BNTH.shape[:3], SLOTS))
+    distances_BNTS = jnp.broadcast_to(
+        0.1 * jnp.arange(SLOTS, dtype=jnp.float32), (*q_BNTH.shape[:3], SLOTS)
+    )
     return cache.attend(q_BNTH, visible, scale=0.3, distances_BNTS=distances_BNTS, cap=4.0)
 
 
 def test_scales_are_folded_into_scores_and_probabilities():
-    """Compares it with a plain cache of what the int8 values stand for; with scales of keys and values exchanged it is not."""
+    """Compares it with a plain cache of what the int8 values stand for; with scales of keys and
+    values exchanged it is not.
+    """
     rng = np.random.default_rng(0)
     ours, plain, start_B = written(rng)
     q_BNTH = jnp.asarray(rng.normal(size=(BATCH, HEADS, 5, SIZE)), jnp.float32)
@@ -77,12 +87,16 @@ def test_scales_are_folded_into_scores_and_probabilities():
     assert np.abs(attended(exchanged, q_BNTH, start_B) - expected).max() > 0.01
     rows_BT = jnp.array([[0, 2, 3], [1, 2, 4]])
     moved = (cache.compact(start_B, rows_BT, 5) for cache in (ours, plain))
-    np.testing.assert_allclose(*(attended(cache, q_BNTH[:, :, :3], start_B) for cache in moved), atol=1e-6)
+    np.testing.assert_allclose(
+        *(attended(cache, q_BNTH[:, :, :3], start_B) for cache in moved), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("scheme, order", list(zip(SCHEMES, ("default", "cpu"))))
 def test_how_a_text_is_cut_into_calls_leaves_no_trace(scheme, order):
-    """Up to the rounding of sums, which int8 could only magnify where it falls between two steps."""
+    """Up to the rounding of sums, which int8 could only magnify where it falls between
+    two steps.
+    """
     model, weights = prepared(scheme, order)
     whole, cache = read(model, weights, (8,))
     for cuts in ((1,) * 8, (4, 4)):
@@ -94,15 +108,23 @@ def test_how_a_text_is_cut_into_calls_leaves_no_trace(scheme, order):
 
 
 def test_a_scale_of_a_whole_call_would_leave_one(monkeypatch):
-    """The control of the test above, of the cache alone: one scale for all tokens that are written at once."""
+    """The control of the test above, of the cache alone: one scale for all tokens that are written
+    at once.
+    """
     rng = np.random.default_rng(0)
-    k, v, q = (jnp.asarray(rng.normal(size=(1, n, 6, SIZE)), jnp.float32) for n in (KV_HEADS, KV_HEADS, HEADS))
+    k, v, q = (
+        jnp.asarray(rng.normal(size=(1, n, 6, SIZE)), jnp.float32)
+        for n in (KV_HEADS, KV_HEADS, HEADS)
+    )
 
     def last(cuts):
         cache, start = Int8KVCache.zeros(1, KV_HEADS, SLOTS, SIZE, jnp.float32), 0
         for length in cuts:
             part = slice(start, start + length)
-            cache, start = cache.append(k[:, :, part], v[:, :, part], jnp.array([start])), start + length
+            cache, start = (
+                cache.append(k[:, :, part], v[:, :, part], jnp.array([start])),
+                start + length,
+            )
         return attended(cache, q[:, :, -1:], jnp.array([5]))
 
     np.testing.assert_array_equal(last((6,)), last((2, 3, 1)))
@@ -129,15 +151,25 @@ def test_on_a_mesh():
 
 @pytest.mark.slow
 def test_speculation_is_exact_with_respect_to_the_target_with_its_cache():
-    """Weights in int8 too; with a draft of its own, and with the target's first layer, which shares the cache."""
+    """Weights in int8 too; with a draft of its own, and with the target's first layer, which shares
+    the cache.
+    """
     plain = tiny(positions="rotary", num_kv_heads=2)
     in_int8 = dataclasses.replace(plain, cache_dtype="int8", weight_dtype="int8")
     target, coarse = (TransformerLM.for_backend(config) for config in (in_int8, plain))
     params = drawn_params(target, noise=0.1)
 
     def tokens(target=target, params=params, **call):
-        pair = Pair(target=target, target_params=params, draft=target, draft_params=drawn_params(target, 1, noise=0.1))
-        return [made.tokens for made in generate(pair, [[1, 2, 3], [4, 5]], 16, sampling=greedy(), **call)]
+        pair = Pair(
+            target=target,
+            target_params=params,
+            draft=target,
+            draft_params=drawn_params(target, 1, noise=0.1),
+        )
+        return [
+            made.tokens
+            for made in generate(pair, [[1, 2, 3], [4, 5]], 16, sampling=greedy(), **call)
+        ]
 
     alone = tokens(draft_length=0)
     assert tokens(draft_length=3) == alone

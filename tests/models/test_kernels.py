@@ -40,7 +40,9 @@ def drawn(*shape, dtype="float32", seed=0):
 
 
 def starts_of(batch, slots, length):
-    """Ragged: the last possible start, one behind another across the edge of a tile, and the first."""
+    """Ragged: the last possible start, one behind another across the edge of a tile, and
+    the first.
+    """
     return jnp.asarray([slots - length, 31, 0, 250][:batch], jnp.int32).clip(0, slots - length)
 
 
@@ -50,9 +52,25 @@ class TwoCores(Kernels):
     cores = 2
 
 
-@functools.partial(jax.jit, static_argnames=("window", "cap", "int8", "kernels"), compiler_options=COMPILE_FAST)
-def both(q, keys, values, start, distances=None, block=None, *, window=None, cap=None, int8=False, kernels=INTERPRETED):
-    """Attention by the kernel, of heads of 64 with pairs of keys and values, and the plain form that is its reference."""
+@functools.partial(
+    jax.jit, static_argnames=("window", "cap", "int8", "kernels"), compiler_options=COMPILE_FAST
+)
+def both(
+    q,
+    keys,
+    values,
+    start,
+    distances=None,
+    block=None,
+    *,
+    window=None,
+    cap=None,
+    int8=False,
+    kernels=INTERPRETED,
+):
+    """Attention by the kernel, of heads of 64 with pairs of keys and values, and the plain form
+    that is its reference.
+    """
     visible = Visibility(start_B=start, num_queries=q.shape[2], window=window, block=block)
     plain = of_kernel = Int8KVCache.of(keys, values) if int8 else KVCache.of(keys, values)
     if keys.shape[3] == SIZE // 2:
@@ -63,7 +81,8 @@ def both(q, keys, values, start, distances=None, block=None, *, window=None, cap
     return of_kernel.attend(q, visible, **fields), plain.attend(q, visible, **fields)
 
 
-# Tokens of a call, slots, kv heads, queries per kv head, window, and whether scores have distances and a cap.
+# Tokens of a call, slots, kv heads, queries per kv head, window, and whether scores have distances
+# and a cap.
 CALLS = {
     "multi-head": (1, 384, 4, 1, None, True, None),
     "grouped": (5, 640, 2, 4, None, False, 30.0),
@@ -80,7 +99,10 @@ CALLS = {
     [
         *((call, "float32", SIZE) for call in CALLS),
         *((call, "int8", size) for call in ("grouped", "windowed") for size in (SIZE, SIZE // 2)),
-        *((call, "float32", SIZE // 2) for call in ("grouped, with distances", "multi-query", "windowed")),
+        *(
+            (call, "float32", SIZE // 2)
+            for call in ("grouped, with distances", "multi-query", "windowed")
+        ),
         ("grouped", "bfloat16", SIZE // 2),
         *slow_but([(call, "bfloat16", SIZE) for call in CALLS]),
     ],
@@ -95,18 +117,25 @@ def test_attention_equals_the_plain_form(call, dtype, size):
     ours, plain = both(q, keys, values, start, distances, window=window, cap=cap, int8=int8)
     assert ours.dtype == dtype
     np.testing.assert_allclose(
-        *(np.asarray(x, np.float32) for x in (ours, plain)), atol=2e-2 if dtype == "bfloat16" else 2e-6
+        *(np.asarray(x, np.float32) for x in (ours, plain)),
+        atol=2e-2 if dtype == "bfloat16" else 2e-6,
     )
-    one_less = both(q, keys, values, jnp.maximum(start - 1, 0), distances, window=window, cap=cap)[0]
+    one_less = both(q, keys, values, jnp.maximum(start - 1, 0), distances, window=window, cap=cap)[
+        0
+    ]
     assert jnp.abs(ours - one_less)[1].max() > 0.05, "the control: a row that begins a slot earlier"
     if int8:
         as_it_is = both(q, keys, values, start, distances, window=window, cap=cap)[0]
         assert jnp.abs(ours - as_it_is).max() > 1e-4, "the control: a cache in float"
 
 
-@pytest.mark.parametrize("kv_heads, batch, int8", [(1, 4, True), (1, 3, False), (1, 1, False), (2, 3, False)])
+@pytest.mark.parametrize(
+    "kv_heads, batch, int8", [(1, 4, True), (1, 3, False), (1, 1, False), (2, 3, False)]
+)
 def test_cores_share_what_they_can(kv_heads, batch, int8):
-    """Ragged sequences where there is one group of heads, else the groups; of a single sequence one core does all."""
+    """Ragged sequences where there is one group of heads, else the groups; of a single sequence one
+    core does all.
+    """
     length, slots = 5, 640
     q, distances = (drawn(batch, 4, length, last, seed=1) for last in (SIZE, slots))
     keys, values = (drawn(batch, kv_heads, slots, SIZE, seed=seed) for seed in (2, 3))
@@ -128,18 +157,30 @@ def test_trees_equal_the_plain_form(window, size):
     np.testing.assert_allclose(ours, plain, atol=2e-6)
     causal = both(q, keys, values, jnp.asarray(start), distances, window=window)[0]
     assert jnp.abs(ours - causal)[:2].max() > 0.05, "the control: a chain"
-    later = Block(start_B=block.start_B, positions_BT=block.positions_BT[:, 3:], visible_BTR=block.visible_BTR[:, 3:])
-    ours, plain = both(q[:, :, 3:], keys, values, jnp.asarray(start + 3), None, later, window=window)
+    later = Block(
+        start_B=block.start_B,
+        positions_BT=block.positions_BT[:, 3:],
+        visible_BTR=block.visible_BTR[:, 3:],
+    )
+    ours, plain = both(
+        q[:, :, 3:], keys, values, jnp.asarray(start + 3), None, later, window=window
+    )
     np.testing.assert_allclose(ours, plain, atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_only_blocks_that_are_seen_are_fetched(window):
-    """Shows that what is not fetched may be anything, even NaN, which a weight of zero would spread."""
+    """Shows that what is not fetched may be anything, even NaN, which a weight of zero would
+    spread.
+    """
     slots, start = 2048, jnp.asarray([300, 1100], jnp.int32)
     _, block = block_shape(8, slots, SIZE, 4)
     assert block == 256
-    q, keys, values = drawn(2, 8, 2, SIZE), drawn(2, 8, slots, SIZE, seed=1), drawn(2, 8, slots, SIZE, seed=2)
+    q, keys, values = (
+        drawn(2, 8, 2, SIZE),
+        drawn(2, 8, slots, SIZE, seed=1),
+        drawn(2, 8, slots, SIZE, seed=2),
+    )
     expected = both(q, keys, values, start, window=window)[0]
     first = np.zeros(2, int) if window is None else (np.asarray(start) - window + 1) // block
     last = (np.asarray(start) + 1) // block
@@ -148,12 +189,18 @@ def test_only_blocks_that_are_seen_are_fetched(window):
     poisoned = [jnp.where(dead[:, None, :, None], jnp.nan, x) for x in (keys, values)]
     np.testing.assert_array_equal(both(q, *poisoned, start, window=window)[0], expected)
     values = poisoned[1].at[:, :, (start + 2)[0]].set(jnp.nan)
-    assert jnp.isnan(both(q, poisoned[0], values, start, window=window)[0]).any(), "the control: a block that is seen"
+    assert jnp.isnan(both(q, poisoned[0], values, start, window=window)[0]).any(), (
+        "the control: a block that is seen"
+    )
 
 
 @pytest.mark.parametrize(
     ("dtype", "length"),
-    [*(("bfloat16", length) for length in (1, 2, 17, 33, 34, 65, 128)), ("float32", 5), ("int8", 34)],
+    [
+        *(("bfloat16", length) for length in (1, 2, 17, 33, 34, 65, 128)),
+        ("float32", 5),
+        ("int8", 34),
+    ],
 )
 def test_rows_are_appended_as_they_are(dtype, length):
     """Each row at its own start, across the edges of tiles, and nothing else is written."""
@@ -161,14 +208,18 @@ def test_rows_are_appended_as_they_are(dtype, length):
     caches = [(20 * drawn(4, 2, slots, SIZE, seed=seed)).astype(dtype) for seed in (1, 2)]
     new = [(20 * drawn(4, 2, length, SIZE, seed=seed)).astype(dtype) for seed in (3, 4)]
     append = jax.jit(functools.partial(append_rows, interpret=True), compiler_options=COMPILE_FAST)
-    for made, cache, rows in zip(append(tuple(caches), tuple(new), start), caches, new, strict=True):
+    for made, cache, rows in zip(
+        append(tuple(caches), tuple(new), start), caches, new, strict=True
+    ):
         np.testing.assert_array_equal(made, write_slots(cache, rows, start))
 
 
 def test_the_share_that_is_fetched():
     assert block_shape(4, 2048, 128, 2) == (2, 512), "of the paper's target on a chip"
     assert block_shape(8, 2048, 128, 2) == (4, 256) and block_shape(8, 2048, 64, 2) == (4, 512)
-    assert block_shape(1, 2048, 128, 2) == (1, 512) and block_shape(1, 2048, 64, 2) == (1, 1024), "as many bytes"
+    assert block_shape(1, 2048, 128, 2) == (1, 512) and block_shape(1, 2048, 64, 2) == (1, 1024), (
+        "as many bytes"
+    )
     shares = {live: fetched_share(live / 2048, 2048, 512) for live in (0, 1, 512, 513, 2048)}
     assert shares == {0: 0.25, 1: 0.25, 512: 0.25, 513: 0.5, 2048: 1.0}
     for slots in range(128, 4096, 128):
@@ -183,7 +234,9 @@ SCHEMES = {
     "relative": dict(positions="relative", num_kv_heads=2),
     "windowed": dict(positions="rotary", num_kv_heads=1, window=20, global_layers=(1,)),
     "in int8": dict(positions="rotary", num_kv_heads=2, cache_dtype="int8"),
-    "with norms of heads": dict(positions="rotary", num_kv_heads=2, norm="layer", query_key_norm=True, post_norms=True),
+    "with norms of heads": dict(
+        positions="rotary", num_kv_heads=2, norm="layer", query_key_norm=True, post_norms=True
+    ),
     "in pairs": dict(positions="relative", num_kv_heads=2, head_size=SIZE // 2),
     "in pairs, windowed, in int8": dict(
         positions="rotary", num_kv_heads=2, head_size=SIZE // 2, window=20, cache_dtype="int8"
@@ -203,16 +256,22 @@ def test_a_model_with_kernels_equals_one_without(scheme):
     weights = plain.fit_slots(plain.prepare(drawn_params(plain, 0, noise=0.1)), 256)
     rng, start = np.random.default_rng(0), jnp.asarray([26, 130], jnp.int32)
     prompt, nodes, after = (rng.integers(0, 64, (2, n), dtype=np.int32) for n in (140, 6, 6))
-    block, rows = block_of(PARENTS, np.asarray(start)), jnp.asarray([[0, 1, 3, 5], [0, 3, 4, 5]], jnp.int32)
+    block, rows = (
+        block_of(PARENTS, np.asarray(start)),
+        jnp.asarray([[0, 1, 3, 5], [0, 3, 4, 5]], jnp.int32),
+    )
     results = []
     for model in (plain, kernels):
-        cache = call(model, weights, prompt, jnp.zeros(2, jnp.int32), model.init_cache(2, 256)).cache
+        cache = call(
+            model, weights, prompt, jnp.zeros(2, jnp.int32), model.init_cache(2, 256)
+        ).cache
         scored = call(model, weights, nodes, start, cache, block=block)
         kept = compact(model, scored.cache, start, rows, 6)
         results.append((scored.logits_BTV, call(model, weights, after, start + 4, kept).logits_BTV))
     assert kept.layers[0].kernels == INTERPRETED
     assert jax.tree.structure(kept) == jax.tree.structure(kernels.cache_axes())
-    # In int8 a key that lies between two numbers may be rounded to either, by programs that add in another order.
+    # In int8 a key that lies between two numbers may be rounded to either, by programs that add in
+    # another order.
     atol = 5e-3 if plain.config.cache_dtype == "int8" else 2e-5
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=atol)
@@ -229,11 +288,15 @@ def test_texts_of_a_pair_with_heads_of_64_are_those_without_kernels(monkeypatch)
     def tokens(kernels, seed=0):
         model = dataclasses.replace(target, kernels=kernels)
         pair = Pair(target=model, draft=model.first(1), **params)
-        made = generate(pair, [[1, 2, 3], [4, 5]], 12, draft_length=2, sampling=temperature(1.0), seed=seed)
+        made = generate(
+            pair, [[1, 2, 3], [4, 5]], 12, draft_length=2, sampling=temperature(1.0), seed=seed
+        )
         return [list(each.tokens) for each in made]
 
     warped, row_by_row = [], Kernels.row_by_row
-    monkeypatch.setattr(Kernels, "row_by_row", lambda *given: warped.append(given[0]) or row_by_row(*given))
+    monkeypatch.setattr(
+        Kernels, "row_by_row", lambda *given: warped.append(given[0]) or row_by_row(*given)
+    )
     assert tokens(INTERPRETED) == tokens(None) != tokens(None, seed=1)
     assert warped and {*warped} == {INTERPRETED}
 
@@ -243,7 +306,9 @@ def test_what_kernels_do_not_take_is_plain_and_said_once(monkeypatch):
     monkeypatch.setattr(logging, "warning", said.append)
     kernel_cache.say_once.cache_clear()
     small = TransformerLM(tiny(), kernels=INTERPRETED)
-    assert {layer.kernels for layer in small.init_cache(2, 256).layers + small.cache_axes().layers} == {None}
+    assert {
+        layer.kernels for layer in small.init_cache(2, 256).layers + small.cache_axes().layers
+    } == {None}
     uneven = TransformerLM(tiny(head_size=SIZE), kernels=INTERPRETED).init_cache(2, 100).layers[0]
     for _ in range(2):
         written = uneven.append(*[drawn(2, 4, 3, SIZE)] * 2, jnp.zeros(2, jnp.int32))
@@ -259,19 +324,25 @@ FIRST = chain(first_tokens(4000), temperature([0.0, 0.7, 1.0]))
 WARPS = {
     "greedy": chain(greedy()),
     "filters": chain(top_p([0.3, 1.0, 0.9]), top_k([5, 9000, 1]), min_p(0.1)),
-    "behind a state": chain(FIRST, penalties(repetition=[1.5, 1.0, 2.0]), temperature(0.8), top_p(0.9)),
+    "behind a state": chain(
+        FIRST, penalties(repetition=[1.5, 1.0, 2.0]), temperature(0.8), top_p(0.9)
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WARPS)
 def test_warps_equal_the_plain_form(name):
-    """Warps one row of a text and several, a vocabulary that folds with padding, and states of each row."""
+    """Warps one row of a text and several, a vocabulary that folds with padding, and states of each
+    row.
+    """
     warp, logits_BTV = WARPS[name], jnp.round(24 * drawn(3, 2, 5003)) / 8  # with ties
     draft = Draft(tokens_BK=jnp.int32([[7], [8], [9]]), num_drafted_B=jnp.ones(3, jnp.int32))
 
     def both(warp):
         state = warp.init(jnp.int32([[1, 2], [3, 4], [7, 9]]), jnp.int32([2, 2, 1]), 5003)
-        target = TargetDistributions(logits_BTV=logits_BTV, warp=warp, draft=draft, warp_state=state)
+        target = TargetDistributions(
+            logits_BTV=logits_BTV, warp=warp, draft=draft, warp_state=state
+        )
         return jax.jit(lambda: (target.all(), target.at(jnp.zeros(3, jnp.int32), state)))()
 
     found, expected = both(with_kernels(warp, INTERPRETED)), both(warp)
@@ -281,18 +352,43 @@ def test_warps_equal_the_plain_form(name):
 
 @pytest.mark.slow
 def test_a_first_call_finds_a_kernel_that_is_wrong_or_fails(monkeypatch):
-    """An odd one sees one slot more than it should, one raises what nobody foresees, and one does not warp."""
-    config = tiny(width=256, num_heads=2, positions="rotary", dtype="bfloat16", gated=True, experts=TWO_OF_FOUR)
+    """An odd one sees one slot more than it should, one raises what nobody foresees, and one does
+    not warp.
+    """
+    config = tiny(
+        width=256,
+        num_heads=2,
+        positions="rotary",
+        dtype="bfloat16",
+        gated=True,
+        experts=TWO_OF_FOUR,
+    )
     assert reason_for_plain(config, INTERPRETED) == ""
     right = kernel_cache.decode_attention
 
     def odd(q_BNTH, entries, seen, *rest, **options):
-        return right(q_BNTH, entries, dataclasses.replace(seen, bounds_BT2=seen.bounds_BT2 + 1), *rest, **options)
+        return right(
+            q_BNTH,
+            entries,
+            dataclasses.replace(seen, bounds_BT2=seen.bounds_BT2 + 1),
+            *rest,
+            **options,
+        )
 
     for owner, name, wrong, told in (
-        (kernel_cache, "decode_attention", odd, r"a call with kernels differs from one without by \d+\.\d%"),
+        (
+            kernel_cache,
+            "decode_attention",
+            odd,
+            r"a call with kernels differs from one without by \d+\.\d%",
+        ),
         (kernel_cache, "decode_attention", None, "a call with kernels failed: .*callable"),
-        (Kernels, "row_by_row", lambda self, function, x, numbers: x, "warps with kernels move a probability by .*%"),
+        (
+            Kernels,
+            "row_by_row",
+            lambda self, function, x, numbers: x,
+            "warps with kernels move a probability by .*%",
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, wrong)

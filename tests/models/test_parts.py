@@ -1,4 +1,6 @@
-"""A model in three calls: together they are one call; and embeddings of n-grams, in one call and in pieces."""
+"""A model in three calls: together they are one call; and embeddings of n-grams, in one call and in
+pieces.
+"""
 
 import dataclasses
 
@@ -17,9 +19,16 @@ SLOTS = 16
 MODELS = {
     "relative": tiny(num_layers=3, num_kv_heads=2, ngram_rows=32, logit_cap=5.0),
     "learned": tiny(
-        num_layers=3, positions="learned", max_positions=SLOTS, norm="layer", tied=False, num_real_tokens=60
+        num_layers=3,
+        positions="learned",
+        max_positions=SLOTS,
+        norm="layer",
+        tied=False,
+        num_real_tokens=60,
     ),
-    "rotary": tiny(num_layers=3, positions="rotary", embedding_scale=3.0, window=4, window_rotary_base=100.0),
+    "rotary": tiny(
+        num_layers=3, positions="rotary", embedding_scale=3.0, window=4, window_rotary_base=100.0
+    ),
 }
 
 
@@ -32,7 +41,9 @@ def make(config, order="default"):
 @pytest.mark.parametrize("order", WEIGHT_ORDERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_three_calls_are_one(name, order):
-    """Results are bitwise equal, including caches and hidden states, with the layers in two calls."""
+    """Results are bitwise equal, including caches and hidden states, with the layers in
+    two calls.
+    """
     model, _, weights = make(MODELS[name], order)
     assert (model.num_layers, model.width) == (3, 32)
     tokens_BT, start_B = jax.random.randint(jax.random.key(1), (2, 5), 0, 60), jnp.array([0, 4])
@@ -44,17 +55,23 @@ def test_three_calls_are_one(name, order):
     def in_parts(weights, cache):
         x_BTD, cache = model.embed(weights, tokens_BT, start_B, cache)
         x_BTD, cache, first = model.layers(weights, x_BTD, start_B, cache, 0, 2, hidden_layers=(0,))
-        x_BTD, cache, others = model.layers(weights, x_BTD, start_B, cache, 2, 3, hidden_layers=(2, 3))
+        x_BTD, cache, others = model.layers(
+            weights, x_BTD, start_B, cache, 2, 3, hidden_layers=(2, 3)
+        )
         return model.unembed(weights, x_BTD), cache, (others[1], first[0], others[0])
 
-    one, parts = (jax.jit(f, compiler_options=COMPILE_FAST)(weights, cache) for f in (whole, in_parts))
+    one, parts = (
+        jax.jit(f, compiler_options=COMPILE_FAST)(weights, cache) for f in (whole, in_parts)
+    )
     jax.tree.map(np.testing.assert_array_equal, (one.logits_BTV, one.cache, one.hidden), parts)
     assert one.hidden[0].shape == (2, 5, 32)
 
 
 def test_a_part_of_the_layers_leaves_other_caches_alone():
     model, _, weights = make(MODELS["relative"])
-    x_BTD, cache = model.embed(weights, jnp.array([[1, 2]]), jnp.array([3]), model.init_cache(1, SLOTS))
+    x_BTD, cache = model.embed(
+        weights, jnp.array([[1, 2]]), jnp.array([3]), model.init_cache(1, SLOTS)
+    )
     assert cache.tokens_BS.tolist() == [[0, 0, 0, 1, 2] + [0] * 11]
     _, after, hidden = model.layers(weights, x_BTD, jnp.array([3]), cache, 1, 2)
     written = [bool(np.any(layer.values_BMSH)) for layer in after.layers]
@@ -64,8 +81,18 @@ def test_a_part_of_the_layers_leaves_other_caches_alone():
 @pytest.mark.parametrize(
     "first, last, hidden_layers, message",
     [
-        (0, 2, (2,), r"hidden_layers names layer 2, but a call of layers below 2 has \(-1, 0, 1\); a call"),
-        (0, 2, (3,), r"layer 3, .* has \(-1, 0, 1\); .* also has 3, the stream after the final norm"),
+        (
+            0,
+            2,
+            (2,),
+            r"hidden_layers names layer 2, but a call of layers below 2 has \(-1, 0, 1\); a call",
+        ),
+        (
+            0,
+            2,
+            (3,),
+            r"layer 3, .* has \(-1, 0, 1\); .* also has 3, the stream after the final norm",
+        ),
         (0, 3, (4,), r"layer 4, .* has \(-1, 0, 1, 2\)"),
     ],
 )
@@ -73,7 +100,15 @@ def test_layers_that_do_not_exist(first, last, hidden_layers, message):
     model, _, weights = make(MODELS["rotary"])
     x_BTD, start_B = jnp.zeros((1, 2, 32)), jnp.zeros(1, jnp.int32)
     with pytest.raises(ValueError, match=message):
-        model.layers(weights, x_BTD, start_B, model.init_cache(1, 4), first, last, hidden_layers=hidden_layers)
+        model.layers(
+            weights,
+            x_BTD,
+            start_B,
+            model.init_cache(1, 4),
+            first,
+            last,
+            hidden_layers=hidden_layers,
+        )
 
 
 # N-grams.
@@ -84,21 +119,33 @@ def test_pieces_give_the_logits_of_the_whole(order):
     """One sequence, whose tokens are read without a gather; several are in test_switches.py."""
     model = TransformerLM(tiny(num_layers=1, positions="rotary", ngram_rows=97), order)
     params, tokens_BT = drawn_params(model), np.arange(12, dtype=np.int32)[None] * 7 % 64
-    params |= {name: jax.random.normal(jax.random.key(0), params[name].shape) for name in ("ngrams_2", "ngrams_3")}
+    params |= {
+        name: jax.random.normal(jax.random.key(0), params[name].shape)
+        for name in ("ngrams_2", "ngrams_3")
+    }
     whole = model.forward(params, tokens_BT).logits_BTV
     weights, cache, step = model.prepare(params), model.init_cache(1, 24), jax.jit(model.__call__)
     for first, last in ((0, 6), (6, 12)):
         output = step(weights, tokens_BT[:, first:last], jnp.array([first]), cache)
         cache = output.cache
         np.testing.assert_allclose(output.logits_BTV, whole[:, first:last], atol=1e-5)
-    alone = step(weights, tokens_BT[:, 6:], jnp.array([6]), dataclasses.replace(cache, tokens_BS=0 * cache.tokens_BS))
-    assert np.abs(alone.logits_BTV - whole[:, 6:]).max() > 1e-2, "the control: tokens before the call are forgotten"
+    alone = step(
+        weights,
+        tokens_BT[:, 6:],
+        jnp.array([6]),
+        dataclasses.replace(cache, tokens_BS=0 * cache.tokens_BS),
+    )
+    assert np.abs(alone.logits_BTV - whole[:, 6:]).max() > 1e-2, (
+        "the control: tokens before the call are forgotten"
+    )
 
 
 def test_an_ngram_adds_the_row_of_its_hash_alone():
     """Order, place and distance count; equal n-grams share a row wherever they stand."""
     context_BX = jnp.asarray([[-1, -1, 7, 8, 9, 8, 7, 8, 9]])
-    bigrams, trigrams = (np.asarray(ngrams.rows_of(context_BX, order, 1 << 20)[0]) for order in (2, 3))
+    bigrams, trigrams = (
+        np.asarray(ngrams.rows_of(context_BX, order, 1 << 20)[0]) for order in (2, 3)
+    )
     assert len(bigrams) == 8 and len(trigrams) == 7
     assert bigrams[2] == bigrams[6] and bigrams[3] == bigrams[7]  # 7 8 and 8 9, twice each
     assert trigrams[2] == trigrams[6] and len(set(trigrams.tolist())) == 6
@@ -107,7 +154,9 @@ def test_an_ngram_adds_the_row_of_its_hash_alone():
 
 
 def test_rows_spread_evenly():
-    """A million bigrams over 1024 rows: the fullest has not twice its share, and all rows are used."""
+    """A million bigrams over 1024 rows: the fullest has not twice its share, and all rows
+    are used.
+    """
     pairs = jnp.stack(jnp.meshgrid(jnp.arange(1000), jnp.arange(1000)), -1).reshape(-1, 2)
     counts = np.bincount(np.asarray(ngrams.rows_of(pairs, 2, 1024)[:, 0]), minlength=1024)
     assert counts.min() > 0.5 * 1e6 / 1024 and counts.max() < 2 * 1e6 / 1024

@@ -1,4 +1,6 @@
-"""Products: in bfloat16 with gradients in float32, and on a CPU of int8 matrices, of which a block at a time is widened."""
+"""Products: in bfloat16 with gradients in float32, and on a CPU of int8 matrices, of which a block
+at a time is widened.
+"""
 
 import dataclasses
 
@@ -42,16 +44,21 @@ def value_and_gradients(product, spec, x, y, weights):
 @every_spec
 def test_float32_is_einsum(spec):
     given = operands(spec)
-    for ours, plain in zip(value_and_gradients(contract, spec, *given), value_and_gradients(jnp.einsum, spec, *given)):
+    for ours, plain in zip(
+        value_and_gradients(contract, spec, *given), value_and_gradients(jnp.einsum, spec, *given)
+    ):
         assert ours.dtype == jnp.float32
         np.testing.assert_allclose(ours, plain, atol=1e-5)
 
 
 @every_spec
 def test_the_gradient_of_a_float32_weight_is_not_rounded(spec):
-    """Rounded are the operands alone: the control rounds the gradient too, as plain einsum would."""
+    """Rounded are the operands alone: the control rounds the gradient too, as plain
+    einsum would.
+    """
     x, y, weights = operands(spec, jnp.bfloat16)
-    weights = weights.astype(jnp.bfloat16).astype(jnp.float32)  # a cotangent that is not rounded again
+    # A cotangent that is not rounded again.
+    weights = weights.astype(jnp.bfloat16).astype(jnp.float32)
     result, of_x, of_y = value_and_gradients(contract, spec, x, y, weights)
     assert (result.dtype, of_x.dtype, of_y.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     exact = value_and_gradients(jnp.einsum, spec, x.astype(jnp.float32), y, weights)[2]
@@ -81,7 +88,11 @@ def test_the_backward_products_have_the_precision_the_user_asked_for(precision):
         with jax.default_matmul_precision(precision):
             return contract(spec, x, y).sum()
 
-    products = [e for e in jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, y).eqns if "dot_general" in str(e)]
+    products = [
+        e
+        for e in jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, y).eqns
+        if "dot_general" in str(e)
+    ]
     text = " ".join(map(str, products))
     wanted, other = ("HIGHEST", "DEFAULT") if precision == "float32" else ("DEFAULT", "HIGHEST")
     assert text.count("dot_general[") == 3
@@ -91,15 +102,20 @@ def test_the_backward_products_have_the_precision_the_user_asked_for(precision):
 # Int8 matrices on a CPU.
 
 
-GATES = tiny(positions="rotary", gated=True, feedforward_bias=True, num_layers=1, feedforward_width=48)
+GATES = tiny(
+    positions="rotary", gated=True, feedforward_bias=True, num_layers=1, feedforward_width=48
+)
 
 
 def weight_and_rows(shape):
-    weight = jax.tree.map(jnp.asarray, quantise(np.random.default_rng(0).normal(size=shape).astype(np.float32), (0,)))
+    weight = jax.tree.map(
+        jnp.asarray, quantise(np.random.default_rng(0).normal(size=shape).astype(np.float32), (0,))
+    )
     return weight, jax.random.normal(jax.random.key(0), (2, 3, shape[0]))
 
 
-# Even blocks, a rest behind them, one row a block because a row is larger than a block, columns, and one block.
+# Even blocks, a rest behind them, one row a block because a row is larger than a block, columns,
+# and one block.
 @pytest.mark.parametrize("shape", [(64, 8), (37, 11), (8, 100), (3, 100), (8, 8)])
 def test_blocks_sum_to_the_product(shape, monkeypatch):
     monkeypatch.setattr(products, "WIDENED_ENTRIES", 64)
@@ -124,7 +140,9 @@ def test_no_program_of_a_cpu_holds_a_large_int8_matrix_in_float():
         def step(_, x_BTD):
             return products.contract("BTD,DF->BTF", x_BTD, weight)[..., :1024]
 
-        program = jax.jit(lambda weight, x_BTD: jax.lax.fori_loop(0, 3, step, x_BTD)).lower(weight, x_BTD)
+        program = jax.jit(lambda weight, x_BTD: jax.lax.fori_loop(0, 3, step, x_BTD)).lower(
+            weight, x_BTD
+        )
         return program.compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(Int8Blocks(weight.values, weight.scale)) < whole / 3

@@ -1,4 +1,6 @@
-"""Writes at the borders of a cache, against NumPy: what does not fit is dropped, and nothing moves."""
+"""Writes at the borders of a cache, against NumPy: what does not fit is dropped, and
+nothing moves.
+"""
 
 import re
 
@@ -49,7 +51,9 @@ def test_write_beyond_either_end_is_dropped(batch, length, axis):
 @pytest.mark.parametrize("axis", (2, 3))
 @pytest.mark.parametrize("batch", (2, MAX_UNROLLED_ROWS + 1))
 @pytest.mark.parametrize("starts", [(0, 27), (5, 3), (-1, 27), (0, 28), (2**30, 0)])
-def test_a_tpu_writes_as_other_machines_whether_all_slots_fit_or_not(monkeypatch, starts, batch, axis):
+def test_a_tpu_writes_as_other_machines_whether_all_slots_fit_or_not(
+    monkeypatch, starts, batch, axis
+):
     """Its branch reads no old slots if all fit."""
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda cache, *, tpu, default: tpu(cache))
     shape = (batch, 2, SLOTS, 3) if axis == 2 else (batch, 2, 3, SLOTS)
@@ -71,7 +75,9 @@ def test_kernel_write_beyond_either_end_is_dropped(length):
 
 
 def test_move_at_the_end_takes_the_slots_that_exist():
-    """A tree of four rows of which the last two are beyond the cache: rows 0 and 1 are moved, the rest is dropped."""
+    """A tree of four rows of which the last two are beyond the cache: rows 0 and 1 are moved, the
+    rest is dropped.
+    """
     cache = numbers((2, 1, SLOTS, 1))
     starts = np.array([30, 4], np.int32)
     rows_BT = np.array([[1, 2], [0, 3]], np.int32)

@@ -1,4 +1,5 @@
-"""What the families of public checkpoints do otherwise: every switch matters, costs no cache bug, and can be split.
+"""What the families of public checkpoints do otherwise: every switch matters, costs no cache bug,
+and can be split.
 
 That a switch computes what its family means is tested against transformers, in tests/checkpoints.
 """
@@ -39,7 +40,15 @@ BIASES = dict(attention_bias=True, output_bias=True, feedforward_bias=True)
 MODELS = {
     "gemma": tiny(positions="rotary", num_kv_heads=2, **GEMMA),
     "gpt2": tiny(positions="learned", norm="layer", max_positions=16, **BIASES),
-    "neox": tiny(positions="rotary", norm="layer", parallel=True, rotary_size=4, tied=False, gated=True, **BIASES),
+    "neox": tiny(
+        positions="rotary",
+        norm="layer",
+        parallel=True,
+        rotary_size=4,
+        tied=False,
+        gated=True,
+        **BIASES,
+    ),
     "relative": tiny(window=WINDOW, num_kv_heads=1, num_real_tokens=60, tied=False, **BIASES),
 }
 every_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -55,11 +64,14 @@ def random_params(config):
 
     def fill(path, leaf):
         return jnp.asarray(
-            rng.normal(size=leaf.shape) / (1 if leaf.ndim == 1 else np.sqrt(config.width)) + ("scale" == path[-1].key),
+            rng.normal(size=leaf.shape) / (1 if leaf.ndim == 1 else np.sqrt(config.width))
+            + ("scale" == path[-1].key),
             jnp.float32,
         )
 
-    return jax.tree.map_with_path(fill, jax.eval_shape(TransformerLM(config).init, jax.random.key(0)))
+    return jax.tree.map_with_path(
+        fill, jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
+    )
 
 
 def some_tokens(batch, length, seed=0):
@@ -68,7 +80,10 @@ def some_tokens(batch, length, seed=0):
 
 def stale_cache(model, batch=3):
     rng = np.random.default_rng(9)
-    return jax.tree.map(lambda x: jnp.asarray(10 * rng.normal(size=x.shape), x.dtype), model.init_cache(batch, SLOTS))
+    return jax.tree.map(
+        lambda x: jnp.asarray(10 * rng.normal(size=x.shape), x.dtype),
+        model.init_cache(batch, SLOTS),
+    )
 
 
 def assert_close(actual, expected):
@@ -77,7 +92,8 @@ def assert_close(actual, expected):
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "gemma", "gpt2"))
 def test_taking_tokens_back_equals_never_having_gone_there(name):
-    """Each row begins anew at another place, before, on and behind the window's edge; in both weight orders.
+    """Each row begins anew at another place, before, on and behind the window's edge; in both
+    weight orders.
 
     Embeddings of n-grams are added, so that tokens before a call are read from the cache.
     """
@@ -91,7 +107,9 @@ def test_taking_tokens_back_equals_never_having_gone_there(name):
     for model in (TransformerLM(config), TransformerLM(config, weight_order="cpu")):
         weights, cache = model.fit_slots(model.prepare(params), SLOTS), stale_cache(model)
         for start in range(0, LENGTH, CHUNK):
-            cache = call(model, weights, first[:, start : start + CHUNK], jnp.full(3, start), cache).cache
+            cache = call(
+                model, weights, first[:, start : start + CHUNK], jnp.full(3, start), cache
+            ).cache
         logits = call(model, weights, other, jnp.asarray(starts), cache).logits_BTV
         for b, start in enumerate(starts):
             assert_close(logits[b], expected[b, start : start + CHUNK])

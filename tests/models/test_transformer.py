@@ -1,4 +1,6 @@
-"""One model, many ways to call it: all must give the logits of one uncached pass, and that pass an oracle's."""
+"""One model, many ways to call it: all must give the logits of one uncached pass, and that pass an
+oracle's.
+"""
 
 import dataclasses
 import functools
@@ -26,7 +28,9 @@ forward = jax.jit(TransformerLM.forward, static_argnums=0, static_argnames="hidd
 
 @functools.cache
 def model_and_params(scheme, kv_heads=4, **changes):
-    """Every parameter is random, the biases and norm scales included, so that none can be forgotten unnoticed."""
+    """Every parameter is random, the biases and norm scales included, so that none can be forgotten
+    unnoticed.
+    """
     model = TransformerLM(tiny(positions=scheme, num_kv_heads=kv_heads, **changes))
     return model, drawn_params(model, seed=kv_heads, noise=0.15)
 
@@ -58,10 +62,14 @@ def assert_close(actual, expected, atol=CLOSE):
 
 @every_variant
 def test_ragged_rounds_equal_the_uncached_pass(scheme, kv_heads):
-    """Rows as in speculative decoding: each at its own start, with rejected tokens behind what it keeps."""
+    """Rows as in speculative decoding: each at its own start, with rejected tokens behind what it
+    keeps.
+    """
     model, params = model_and_params(scheme, kv_heads)
     rng, rows = np.random.default_rng(44), np.arange(3)
-    tokens = np.concatenate([some_tokens(3, LENGTH), some_tokens(3, SLOTS - LENGTH, seed=1)], axis=1)
+    tokens = np.concatenate(
+        [some_tokens(3, LENGTH), some_tokens(3, SLOTS - LENGTH, seed=1)], axis=1
+    )
     whole = forward(model, params, tokens[:, :LENGTH])
     expected = np.asarray(whole.logits_BTV)
     assert whole.cache is None and expected.dtype == np.float32 and np.std(expected) > 0.5
@@ -72,11 +80,17 @@ def test_ragged_rounds_equal_the_uncached_pass(scheme, kv_heads):
         starts = np.minimum(np.maximum(lengths - rng.integers(0, 2, size=3), 0), LENGTH - 1)
         kept = np.minimum(rng.integers(1, width + 1, size=3), LENGTH - starts)
         fed = tokens[rows[:, None], starts[:, None] + np.arange(width)]
-        fed = np.where(np.arange(width) < kept[:, None], fed, (fed + 1 + some_tokens(3, width, seed=7) % 63) % 64)
+        fed = np.where(
+            np.arange(width) < kept[:, None],
+            fed,
+            (fed + 1 + some_tokens(3, width, seed=7) % 63) % 64,
+        )
         output = call(model, weights, fed, at(*starts), cache)
         cache = output.cache
         for b in rows:
-            assert_close(output.logits_BTV[b, : kept[b]], expected[b, starts[b] : starts[b] + kept[b]])
+            assert_close(
+                output.logits_BTV[b, : kept[b]], expected[b, starts[b] : starts[b] + kept[b]]
+            )
         lengths = np.maximum(lengths, starts + kept)
         widths_seen.add(width)
         spreads.add(int(np.ptp(starts)))
@@ -87,7 +101,9 @@ def test_ragged_rounds_equal_the_uncached_pass(scheme, kv_heads):
 
 
 def test_more_rows_than_are_unrolled_equal_few_rows():
-    """Together they are written by a vmapped update and projected by one product, in two halves by neither."""
+    """Together they are written by a vmapped update and projected by one product, in two halves by
+    neither.
+    """
     model, params = model_and_params("rotary", 2)
     batch = MAX_UNROLLED_ROWS + 1
     length = attention.MAX_BATCHED_ROWS // batch + 1
@@ -96,16 +112,22 @@ def test_more_rows_than_are_unrolled_equal_few_rows():
     starts, cache = jnp.arange(batch, dtype=jnp.int32), stale_cache(model, batch, slots, size=1.0)
     together = call(model, weights, tokens, starts, cache)
     for rows in (slice(0, batch // 2 + 1), slice(batch // 2, batch)):
-        part = call(model, weights, tokens[rows], starts[rows], jax.tree.map(lambda leaf: leaf[rows], cache))
+        part = call(
+            model, weights, tokens[rows], starts[rows], jax.tree.map(lambda leaf: leaf[rows], cache)
+        )
         assert_close(together.logits_BTV[rows], part.logits_BTV)
-        jax.tree.map(lambda whole, leaf: assert_close(whole[rows], leaf), together.cache, part.cache)
+        jax.tree.map(
+            lambda whole, leaf: assert_close(whole[rows], leaf), together.cache, part.cache
+        )
 
 
 # What the model computes.
 
 
 def oracle(config, params, tokens):
-    """One layer in NumPy float64 with a loop over queries, keys and heads, from the raw parameters."""
+    """One layer in NumPy float64 with a loop over queries, keys and heads, from the raw
+    parameters.
+    """
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     layer, attention = p["layer_0"], p["layer_0"]["attention"]
     length, size = len(tokens), config.head_size
@@ -168,7 +190,11 @@ def test_prepare_folds_the_relative_keys():
     assert names(params) - names(folded["params"]) == {"relative"}
     assert "relative" in params["layer_0"]["attention"]  # the caller's own are left alone
     assert [table.shape for table in folded["relative_keys"]] == [(2, SLOTS, 8)] * 2
-    tokens, starts, cache = some_tokens(3, CHUNK), at(0, 5, SLOTS - CHUNK), stale_cache(model, size=1.0)
+    tokens, starts, cache = (
+        some_tokens(3, CHUNK),
+        at(0, 5, SLOTS - CHUNK),
+        stale_cache(model, size=1.0),
+    )
     with_tables = call(model, folded, tokens, starts, cache).logits_BTV
     wrong = folded | {"relative_keys": folded["relative_keys"][::-1]}
     assert np.abs(call(model, wrong, tokens, starts, cache).logits_BTV - with_tables).max() > 1e-2
@@ -201,12 +227,16 @@ def test_bfloat16_is_close_to_float32(scheme, kv_heads):
 
 
 def test_a_call_streams_the_same_bytes_in_both_layouts():
-    """Of the tables that are only looked up, none; of the embedding, what the logits multiply by."""
+    """Of the tables that are only looked up, none; of the embedding, what the logits
+    multiply by.
+    """
     config = tiny(positions="rotary", ngram_rows=64, num_kv_heads=2)
     streamed = []
     for order in WEIGHT_ORDERS:
         model = TransformerLM(config, order)
-        weights = jax.eval_shape(lambda: model.fit_slots(model.prepare(model.init(jax.random.key(0))), SLOTS))
+        weights = jax.eval_shape(
+            lambda: model.fit_slots(model.prepare(model.init(jax.random.key(0))), SLOTS)
+        )
         streamed.append(sum(4 * math.prod(x.shape) for x, _ in model.matrices_read(weights, 1)))
     scales = (2 * config.num_layers + 1) * config.width
     tables = 2 * config.ngram_rows * config.width

@@ -1,4 +1,6 @@
-"""Every notebook runs from a plain interpreter, and the ``.ipynb`` beside it is that script, with its outputs."""
+"""Every notebook runs from a plain interpreter, and the ``.ipynb`` beside it is that script, with
+its outputs.
+"""
 
 import json
 import os
@@ -24,10 +26,14 @@ all_notebooks = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path
 
 def test_there_are_four():
     assert [script.stem for script in SCRIPTS] == ["digits", "method", "one_chip", "python_pair"]
-    assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == {script.stem for script in SCRIPTS}
+    assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == {
+        script.stem for script in SCRIPTS
+    }
 
 
-SMALLER = tomllib.loads(pathlib.Path(__file__).with_name("smaller.toml").read_text(encoding="utf-8"))
+SMALLER = tomllib.loads(
+    pathlib.Path(__file__).with_name("smaller.toml").read_text(encoding="utf-8")
+)
 
 
 @pytest.mark.slow
@@ -62,7 +68,11 @@ def test_was_run_from_top_to_bottom(script):
     code = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]
-    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert not [
+        output
+        for output in outputs
+        if output["output_type"] == "error" or output.get("name") == "stderr"
+    ]
     assert sum("image/png" in output.get("data", {}) for output in outputs)
     assert len(text) < LARGEST
     assert not re.search(r"/(home|root|tmp|Users)/", text)

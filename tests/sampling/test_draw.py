@@ -27,11 +27,15 @@ def positive_weights(size, seed=0, spread=2.0):
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 128, 129, 300, 4096, 32000])
 def test_never_a_token_of_weight_zero(vocab_size):
-    """Sparse weights of every density and scale, at the corners of the unit square and at random."""
+    """Sparse weights of every density and scale, at the corners of the unit square and at
+    random.
+    """
     rng, rows = np.random.default_rng(vocab_size), 24
     shape, density = (rows, vocab_size), np.geomspace(1 / vocab_size, 1, rows)[:, None]
     spread, scale = rng.choice([0.1, 3, 8], size=(rows, 1)), 10 ** rng.uniform(-15, 15, (rows, 1))
-    weights = np.where(rng.random(shape) < density, scale * np.exp(spread * rng.normal(size=shape)), 0)
+    weights = np.where(
+        rng.random(shape) < density, scale * np.exp(spread * rng.normal(size=shape)), 0
+    )
     weights = weights.astype(np.float32)
     weights[np.arange(rows), rng.integers(vocab_size, size=rows)] = 1  # not all zero
     weights[:2] = np.arange(vocab_size) == [[0], [vocab_size - 1]]
@@ -45,22 +49,35 @@ def test_never_a_token_of_weight_zero(vocab_size):
 
 @pytest.mark.parametrize("vocab_size", [128, 2000])
 def test_never_a_token_of_weight_zero_by_the_rounding_of_a_parallel_sum(vocab_size, monkeypatch):
-    """Accelerators sum prefixes as a tree, which may step up or down by a rounding error where the weight is zero."""
+    """Accelerators sum prefixes as a tree, which may step up or down by a rounding error where the
+    weight is zero.
+    """
     tree_sum = functools.partial(jax.lax.associative_scan, jnp.add)
-    monkeypatch.setattr(draw_module, "jnp", types.SimpleNamespace(**{**vars(jnp), "cumsum": tree_sum}))
+    monkeypatch.setattr(
+        draw_module, "jnp", types.SimpleNamespace(**{**vars(jnp), "cumsum": tree_sum})
+    )
     rng, rows = np.random.default_rng(0), 5000
-    weights = np.where(rng.random((rows, vocab_size)) < 0.3, np.exp(3 * rng.normal(size=(rows, vocab_size))), 0)
-    weights[:, vocab_size // 2 : vocab_size // 2 + BLOCK] = 0  # a whole block of them, where there are several
+    weights = np.where(
+        rng.random((rows, vocab_size)) < 0.3, np.exp(3 * rng.normal(size=(rows, vocab_size))), 0
+    )
+    # A whole block of them, where there are several.
+    weights[:, vocab_size // 2 : vocab_size // 2 + BLOCK] = 0
     weights = weights.astype(np.float32)
     cumulative = np.asarray(jax.jit(lambda x: tree_sum(x, axis=-1))(weights[:, :BLOCK]))
     assert (np.diff(cumulative) != 0)[weights[:, 1:BLOCK] == 0].any()  # it does step there
     fresh = jax.jit(lambda *args: draw(*args))
-    for uniforms in (rng.random((rows, 2), np.float32), np.full((rows, 2), LARGEST), np.zeros((rows, 2), np.float32)):
+    for uniforms in (
+        rng.random((rows, 2), np.float32),
+        np.full((rows, 2), LARGEST),
+        np.zeros((rows, 2), np.float32),
+    ):
         assert (weights[np.arange(rows), fresh(weights, uniforms)] > 0).all()
 
 
 def test_a_boundary_belongs_to_the_next_token():
-    """With sums and uniforms that round nothing: in [0, 1/4) token 0, in [1/4, 1/2) token 2, from 1/2 token 3."""
+    """With sums and uniforms that round nothing: in [0, 1/4) token 0, in [1/4, 1/2) token 2, from
+    1/2 token 3.
+    """
     weights = np.float32([1, 0, 1, 2])
     pairs = np.float32([[0, 0], [0, 0.25], [0, 0.5], [0, 0.75]])
     np.testing.assert_array_equal(drawn(np.broadcast_to(weights, (4, 4)), pairs), [0, 2, 3, 3])
@@ -72,17 +89,21 @@ def test_distribution_of_one_block(vocab_size):
     points = 2**14
     weights = positive_weights(vocab_size)
     for first in (0.0, 0.4, LARGEST):
-        pairs = np.stack([np.full(points, first), np.arange(points) / points], axis=-1).astype(np.float32)
+        pairs = np.stack([np.full(points, first), np.arange(points) / points], axis=-1).astype(
+            np.float32
+        )
         tokens = drawn(np.broadcast_to(weights, (points, vocab_size)), pairs)
         counts = np.bincount(tokens, minlength=vocab_size)
-        # Fewer than one point too many or too few at a token's two edges; rounding may move one more.
+        # Fewer than one point too many or too few at a token's two edges; rounding may move one
+        # more.
         np.testing.assert_allclose(counts / points, weights, atol=2 / points, rtol=0)
         assert (np.diff(tokens) >= 0).all()
 
 
 @pytest.mark.parametrize("vocab_size", [129, 300, 1000])
 def test_distribution_of_several_blocks(vocab_size):
-    """Every pair of uniforms on a grid of 2^8 x 2^9: the block's distribution, and the token's distribution in its block.
+    """Every pair of uniforms on a grid of 2^8 x 2^9: the block's distribution, and the token's
+    distribution in its block.
 
     Weights are multiplied by a power of two, which rounds nothing: they need not be normalised.
     """
@@ -91,20 +112,30 @@ def test_distribution_of_several_blocks(vocab_size):
     weights[-1] = 0.1  # so that the last block is met even if it has one token
     weights /= weights.sum()
     draw_all = jax.jit(jax.vmap(jax.vmap(draw, in_axes=(None, 0)), in_axes=(None, 0)))
-    pairs = np.stack(np.meshgrid(np.arange(firsts) / firsts, np.arange(seconds) / seconds, indexing="ij"), axis=-1)
+    pairs = np.stack(
+        np.meshgrid(np.arange(firsts) / firsts, np.arange(seconds) / seconds, indexing="ij"),
+        axis=-1,
+    )
     tokens = np.asarray(draw_all(8 * weights, pairs.astype(np.float32)))
 
     def padded(x):
         return np.pad(x, (0, -vocab_size % BLOCK)).reshape(-1, BLOCK)
 
-    counts, distributions = padded(np.bincount(tokens.ravel(), minlength=vocab_size)), padded(weights)
-    np.testing.assert_allclose(counts.sum(-1) / tokens.size, distributions.sum(-1), atol=2 / firsts, rtol=0)
+    counts, distributions = (
+        padded(np.bincount(tokens.ravel(), minlength=vocab_size)),
+        padded(weights),
+    )
+    np.testing.assert_allclose(
+        counts.sum(-1) / tokens.size, distributions.sum(-1), atol=2 / firsts, rtol=0
+    )
     assert (counts.sum(-1) > 0).all()
 
     def given_block(x):
         return x / x.sum(-1, keepdims=True)
 
-    np.testing.assert_allclose(given_block(counts), given_block(distributions), atol=2 / seconds, rtol=0)
+    np.testing.assert_allclose(
+        given_block(counts), given_block(distributions), atol=2 / seconds, rtol=0
+    )
 
 
 @pytest.mark.parametrize("tiny", [1e-30, 1.2e-38])

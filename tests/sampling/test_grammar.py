@@ -1,4 +1,6 @@
-"""Grammars: texts follow them, and the law of such sampling by enumeration, with every kind of drafter."""
+"""Grammars: texts follow them, and the law of such sampling by enumeration, with every kind of
+drafter.
+"""
 
 import dataclasses
 import functools
@@ -40,7 +42,14 @@ from specsamp.serving.openai_requests import read_request
 from specsamp.serving.request_warps import make_warp
 from specsamp.serving.service import Service
 from support import extras
-from support.fakes import FALSE_ALARM, LayeredTableLM, TableLM, counting_pair, joint_distribution, table_loop
+from support.fakes import (
+    FALSE_ALARM,
+    LayeredTableLM,
+    TableLM,
+    counting_pair,
+    joint_distribution,
+    table_loop,
+)
 from support.loop_distributions import FAR, NEAR, PROMPTS, TARGET, V, distribution_test
 
 pytestmark = extras.needs("llguidance")
@@ -49,7 +58,9 @@ END = V  # of texts; the models have no such token
 
 
 def tokenizer_of(pieces, end):
-    model = tokenizers.models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[])
+    model = tokenizers.models.BPE(
+        vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]
+    )
     made = tokenizers.Tokenizer(model)
     made.add_special_tokens([end])
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -75,7 +86,10 @@ def masked(logits, prompt, text):
 
 @functools.cache
 def expected(length=3):
-    return [joint_distribution(TARGET, chain(temperature(1.2)), prompt, length, masked) for prompt in PROMPTS]
+    return [
+        joint_distribution(TARGET, chain(temperature(1.2)), prompt, length, masked)
+        for prompt in PROMPTS
+    ]
 
 
 def letters():
@@ -92,7 +106,11 @@ CASES = {
         None,
         dict(target=jnp.stack([FAR, TARGET - FAR])),
     ),
-    "a tree": (table_loop(RecursiveRule(), ModelTree(TableLM(V), tree=TreeShape((0, 0, 1, 1)))), NEAR, {}),
+    "a tree": (
+        table_loop(RecursiveRule(), ModelTree(TableLM(V), tree=TreeShape((0, 0, 1, 1)))),
+        NEAR,
+        {},
+    ),
 }
 
 
@@ -100,7 +118,10 @@ CASES = {
 def test_texts_follow_the_law_of_masked_sampling(case):
     """Masks of drafted positions depend on the drafted tokens before them."""
     loop, draft, options = CASES[case]
-    assert distribution_test(loop, draft, letters(), length=3, expected=expected(), **options) > FALSE_ALARM
+    assert (
+        distribution_test(loop, draft, letters(), length=3, expected=expected(), **options)
+        > FALSE_ALARM
+    )
 
 
 @register_warp
@@ -141,10 +162,18 @@ def test_the_shipped_pair_writes_what_a_schema_asks_for():
     for sampling in (greedy(), temperature(0.8)):
         for draft_length in (3, 0):
             row, free = generate(
-                pair, ["x = ", "def f("], sampling=chain(both, sampling), draft_length=draft_length, **options
+                pair,
+                ["x = ", "def f("],
+                sampling=chain(both, sampling),
+                draft_length=draft_length,
+                **options,
             )
             found = json.loads(row.text)
-            assert set(found) == {"name", "flags"} and found["name"] in ("add", "mul") and len(found["flags"]) <= 3
+            assert (
+                set(found) == {"name", "flags"}
+                and found["name"] in ("add", "mul")
+                and len(found["flags"]) <= 3
+            )
             assert all(isinstance(flag, bool) for flag in found["flags"]) and row.finish == "stop"
             texts.append((row.tokens, free.tokens))
     assert texts[0] == texts[1], "greedy"
@@ -171,7 +200,11 @@ def test_a_matcher_that_was_not_kept_is_made_again(monkeypatch):
     assert refused == FREE and texts.masks([refused], 1).all()
     texts.released.append(start)
     texts.after([0], [0])
-    assert not texts._texts and not texts._matchers and texts.after([numbers[2]], [0]).tolist() == [FREE]
+    assert (
+        not texts._texts
+        and not texts._matchers
+        and texts.after([numbers[2]], [0]).tolist() == [FREE]
+    )
 
 
 def test_a_grammar_is_known_and_given_back():
@@ -182,7 +215,9 @@ def test_a_grammar_is_known_and_given_back():
         release(follow)
         release(no_grammar())
     later = grammar(LETTERS, "lark", 'start: "ab"', ends=[END])
-    assert int(follow.value) not in module._TEXTS._texts and int(later.value) in module._TEXTS._texts
+    assert (
+        int(follow.value) not in module._TEXTS._texts and int(later.value) in module._TEXTS._texts
+    )
 
 
 def test_numbers_are_used_again_where_they_are_free(monkeypatch):
@@ -215,7 +250,12 @@ def test_any_token_may_end_a_text():
         ("regex", "a", [], "needs a token that ends its texts"),
         ("regex", "(", [3], "regex is not understood: "),
         ("regex", 3, [3], "regex must be a text or a schema of at most 16384 characters; got 3"),
-        ("regex", "a" * 20_000, [3], "regex must be a text or a schema of at most 16384 characters; got 'aaaa"),
+        (
+            "regex",
+            "a" * 20_000,
+            [3],
+            "regex must be a text or a schema of at most 16384 characters; got 'aaaa",
+        ),
         ("json_schema", "{", [3], "json_schema is not understood: "),
         ("json_schema", "true", [3], "json_schema is not understood: "),
         ("json_schema", {"type": "strin"}, [3], "json_schema is not understood: .*strin"),
@@ -233,7 +273,9 @@ def test_a_bad_grammar_is_one_line(kind, source, ends, message):
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = iter(range(256, 512))
-BYTES = tokenizer_of([chr(byte if byte in PRINTABLE else next(OTHERS)) for byte in range(256)], "<end>")
+BYTES = tokenizer_of(
+    [chr(byte if byte in PRINTABLE else next(OTHERS)) for byte in range(256)], "<end>"
+)
 
 
 def ask(service, text, **options):
@@ -247,7 +289,9 @@ def ask(service, text, **options):
 
 def test_requests_bring_grammars_and_give_them_back():
     """Beside a request without one; the model counts letters where it may."""
-    pair = dataclasses.replace(counting_pair(stumbles_at=ord("e"), max_positions=None), tokenizer=BYTES)
+    pair = dataclasses.replace(
+        counting_pair(stumbles_at=ord("e"), max_positions=None), tokenizer=BYTES
+    )
     method = make_method(pair, draft_length=2, sampling=make_warp({"temperature": 0}))
     service = Service(pair, method, rows=2, context=40, has_grammars=True)
     gc.collect()  # grammars of earlier tests
@@ -261,13 +305,17 @@ def test_requests_bring_grammars_and_give_them_back():
         assert ask(service, "a", grammar=("json_schema", schema), **cold) == ('"bc"', "stop")
         long = dict(grammar=("regex", "bc"), min_tokens=6)
         assert ask(service, "a", **long, **cold) == ("bc", "stop"), "nothing else is allowed"
-        with pytest.raises(Unmet, match="a text cannot follow its grammar: parser error: Too many items"):
+        with pytest.raises(
+            Unmet, match="a text cannot follow its grammar: parser error: Too many items"
+        ):
             ask(service, "a", grammar=("lark", 'start: "b" start'), **cold)
         with pytest.raises(ValueError, match="regex is not understood"):
             service.ask(["a"], 4, deliver=print, grammar=("regex", "["))
         with pytest.raises(ValueError, match="needs a token that ends its texts"):
             service.ask(["a"], 4, deliver=print, ignore_eos=True, grammar=("regex", "a"))
-        assert ask(service, "a", **cold) == ("bcdefghijklm", "length"), "and nobody holds the requests before it"
+        assert ask(service, "a", **cold) == ("bcdefghijklm", "length"), (
+            "and nobody holds the requests before it"
+        )
     finally:
         service.close()
         service.join()
@@ -282,14 +330,24 @@ def test_a_text_is_a_call_where_it_must_be(choice, streams):
     pair = dataclasses.replace(counting_pair(), tokenizer=BYTES)
     method = make_method(pair, draft_length=2, sampling=make_warp({"temperature": 0}))
     service = Service(pair, method, rows=1, context=60, has_grammars=True)
-    schema = {"properties": {"x": {"enum": ["bc"]}}, "required": ["x"], "additionalProperties": False}
+    schema = {
+        "properties": {"x": {"enum": ["bc"]}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-    document = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": choice}
+    document = {
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": tools,
+        "tool_choice": choice,
+    }
     asked = read_request(document | {"stream": streams}, is_chat=True, model="m")
     chunks, shown = queue.SimpleQueue(), []
     service.start()
     try:
-        answer = service.ask(["a"], 48, deliver=chunks.put, grammar=asked.grammar, is_streamed=streams)
+        answer = service.ask(
+            ["a"], 48, deliver=chunks.put, grammar=asked.grammar, is_streamed=streams
+        )
         reply = Reply(asked, answer, "m", exact=True)
         while not reply.is_complete:
             shown += filter(None, [reply.chunk(chunks.get(timeout=300))])
@@ -309,15 +367,23 @@ def test_where_grammars_are_refused():
     pair = dataclasses.replace(counting_pair(), tokenizer=BYTES)
     method = make_method(pair, draft_length=2, sampling=make_warp({}))
     service = Service(pair, method, rows=2, context=40)
-    with pytest.raises(ValueError, match="grammars are not served here: start the server with --grammars"):
+    with pytest.raises(
+        ValueError, match="grammars are not served here: start the server with --grammars"
+    ):
         service.ask(["a"], 4, deliver=print, grammar=("regex", "a"))
     wide = shard(pair, make_mesh(8, 1))
     with pytest.raises(ValueError, match="grammars are served on one device: leave out --grammars"):
         Service(wide, method, has_grammars=True)
     follow = grammar(BYTES, "regex", "a", ends=[256])
-    with pytest.raises(ValueError, match="a grammar asks the host for every token, .* decode on one device"):
+    with pytest.raises(
+        ValueError, match="a grammar asks the host for every token, .* decode on one device"
+    ):
         generate(wide, ["a"] * 8, 4, sampling=chain(follow))
-    with pytest.raises(ValueError, match="a log does not tell grammars apart: leave out log, or the grammar"):
+    with pytest.raises(
+        ValueError, match="a log does not tell grammars apart: leave out log, or the grammar"
+    ):
         generate_many(pair, ["a"], 4, sampling=chain(follow), log="never.jsonl")
-    with pytest.raises(ValueError, match="a grammar needs a pair with a tokenizer.json; got ByteTokenizer"):
+    with pytest.raises(
+        ValueError, match="a grammar needs a pair with a tokenizer.json; got ByteTokenizer"
+    ):
         grammar(counting_pair().tokenizer, "regex", "a", ends=[256])

@@ -1,4 +1,6 @@
-"""Lossy rules by enumeration in float64: their golden values, and meters that say what a token costs, no more, no less."""
+"""Lossy rules by enumeration in float64: their golden values, and meters that say what a token
+costs, no more, no less.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +55,9 @@ def test_golden_values_of_one_token(rule, q, p, accepted, cost):
     """A budget takes its share of the acceptance that is bought."""
     with jax.enable_x64(True):
         log_q, log_p = jnp.asarray(log(q)), jnp.asarray(log(p))
-        np.testing.assert_allclose((jnp.exp(log_p) * rule.accepts(log_q, log_p)).sum(), accepted, atol=EXACT)
+        np.testing.assert_allclose(
+            (jnp.exp(log_p) * rule.accepts(log_q, log_p)).sum(), accepted, atol=EXACT
+        )
         np.testing.assert_allclose(rule.variation(log_q, log_p), cost, atol=EXACT)
 
 
@@ -65,7 +69,9 @@ def test_golden_outputs():
 
 @every_rule
 def test_the_meter_is_the_total_variation_of_what_is_emitted(rule):
-    """Enumerates every token of a round, given the tokens before it: the left side does not use the rule's meter."""
+    """Enumerates every token of a round, given the tokens before it: the left side does not use the
+    rule's meter.
+    """
     num_tokens = 2
     for one_hot in (False, True):
         names, target, draft = one_hots(*grid(3)) if one_hot else grid(3)
@@ -74,10 +80,12 @@ def test_the_meter_is_the_total_variation_of_what_is_emitted(rule):
         for step in range(num_tokens):
             outputs, accepted = token_outputs(rounds, step)
             drafted = rounds.drafted_SXD.reshape(outputs.shape[:3] + (-1,))
-            with np.errstate(invalid="ignore"):  # one meter for all drafts with these first tokens that are drawn
+            # One meter for all drafts with these first tokens that are drawn.
+            with np.errstate(invalid="ignore"):
                 weights = drafted / drafted.sum(-1, keepdims=True)
             metered, extra = (
-                (x[..., num_tokens, step].reshape(weights.shape) * weights).sum(-1) for x in (costs, extras)
+                (x[..., num_tokens, step].reshape(weights.shape) * weights).sum(-1)
+                for x in (costs, extras)
             )
             happens = ~np.isnan(accepted)
             q, p = (np.exp(x[step]).reshape(outputs.shape) for x in (target, draft))
@@ -115,7 +123,9 @@ def test_a_budget_is_kept_and_spent(rule, budget):
     names, target, draft = grid(3)
     with jax.enable_x64(True):
         log_q, log_p = jnp.asarray(target[2]), jnp.asarray(draft[2])
-        free, spent = (np.asarray(one.variation(log_q, log_p)) for one in (rule, Bounded(rule, budget)))
+        free, spent = (
+            np.asarray(one.variation(log_q, log_p)) for one in (rule, Bounded(rule, budget))
+        )
     np.testing.assert_allclose(spent, np.minimum(free, budget), atol=EXACT)
     assert free.max() > 0.2
 
@@ -142,11 +152,15 @@ class MetersTheDraftAgainstTheTarget(EARS):
 
 def test_a_residual_that_costs_more_is_seen():
     with jax.enable_x64(True):
-        cost = ReplacesByLessThanWasRejected(0.5).variation(*map(jnp.asarray, (log(FLAT), log(UNIFORM))))
+        cost = ReplacesByLessThanWasRejected(0.5).variation(
+            *map(jnp.asarray, (log(FLAT), log(UNIFORM)))
+        )
     np.testing.assert_allclose(cost, 0.1, atol=EXACT)
 
 
-@pytest.mark.parametrize("rule", [MetersAcceptedTokensOnly(0.3), MetersTheDraftAgainstTheTarget(0.3)])
+@pytest.mark.parametrize(
+    "rule", [MetersAcceptedTokensOnly(0.3), MetersTheDraftAgainstTheTarget(0.3)]
+)
 def test_a_wrong_meter_is_seen(rule):
     target, draft = constant(FALLING, 2), constant(RISING, 1)
     joint, price = joint_and_price(rule, target, draft, num_tokens=1, length=1)
@@ -155,7 +169,9 @@ def test_a_wrong_meter_is_seen(rule):
 
 def test_an_ignored_budget_is_seen():
     target, draft = constant(FALLING, 2), constant(RISING, 1)
-    joint, price = joint_and_price(mutants.IgnoresItsBudget(EARS(0.3), 0.01), target, draft, num_tokens=1, length=1)
+    joint, price = joint_and_price(
+        mutants.IgnoresItsBudget(EARS(0.3), 0.01), target, draft, num_tokens=1, length=1
+    )
     np.testing.assert_allclose([text_variation(joint, target, 1)[0], price[0]], 0.126, atol=EXACT)
 
 
@@ -167,7 +183,10 @@ def test_padding_is_not_looked_at(rule):
     rng, rows, num_tokens, vocab_size = np.random.default_rng(1), 200, 3, 4
     tokens = rng.integers(vocab_size, size=(rows, num_tokens)).astype(np.int32)
     num_drafted = rng.integers(num_tokens + 1, size=rows).astype(np.int32)
-    draft, target = (np.stack([t[:, 0] for t in random_distributions(seed, rows, 4, 4)], axis=1) for seed in (4, 5))
+    draft, target = (
+        np.stack([t[:, 0] for t in random_distributions(seed, rows, 4, 4)], axis=1)
+        for seed in (4, 5)
+    )
     is_padding = np.arange(num_tokens) >= num_drafted[:, None]
     draft_with_nan = np.where(is_padding[..., None], np.nan, draft[:, :num_tokens])
     acceptance, residual = split(rule, tokens, num_drafted, draft[:, :num_tokens], target)
@@ -178,7 +197,9 @@ def test_padding_is_not_looked_at(rule):
     np.testing.assert_array_equal(residual[is_reachable], other_residual[is_reachable])
     one = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=draft_with_nan)
     meter = rule.meter(one, jnp.asarray(target), jnp.asarray(num_drafted))
-    assert np.all(np.isfinite(meter.variation)) and np.all(np.asarray(meter.variation)[:, :-1][is_padding] == 0)
+    assert np.all(np.isfinite(meter.variation)) and np.all(
+        np.asarray(meter.variation)[:, :-1][is_padding] == 0
+    )
 
 
 @every_rule

@@ -1,4 +1,6 @@
-"""Penalties and biases: their formulas and bounds, and by enumeration the distribution of texts under them."""
+"""Penalties and biases: their formulas and bounds, and by enumeration the distribution of texts
+under them.
+"""
 
 import functools
 
@@ -6,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp import BlockRule, CoupledRule, ModelDrafter, NoDrafter, TokenRule, chain, generate, greedy, temperature
+from specsamp import (
+    BlockRule,
+    CoupledRule,
+    ModelDrafter,
+    NoDrafter,
+    TokenRule,
+    chain,
+    generate,
+    greedy,
+    temperature,
+)
 from specsamp.decoding.drafters import ModelTree
 from specsamp.decoding.trees import TreeShape
 from specsamp.sampling.penalties import Bias, Penalties, ban, bias, penalties
@@ -26,7 +38,9 @@ def penalised(logits, prompt, text):
     logits = logits.copy()
     for token in range(len(logits)):
         if token in prompt or token in text:
-            logits[token] = logits[token] / REPETITION if logits[token] > 0 else logits[token] * REPETITION
+            logits[token] = (
+                logits[token] / REPETITION if logits[token] > 0 else logits[token] * REPETITION
+            )
         logits[token] -= PRESENCE * (token in text) + FREQUENCY * text.count(token)
     logits[1] += 0.8
     return logits
@@ -34,18 +48,25 @@ def penalised(logits, prompt, text):
 
 @functools.cache
 def expected(length=3):
-    return [joint_distribution(TARGET, chain(temperature(1.2)), prompt, length, penalised) for prompt in PROMPTS]
+    return [
+        joint_distribution(TARGET, chain(temperature(1.2)), prompt, length, penalised)
+        for prompt in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=str)
 def test_texts_follow_the_penalised_distribution(rule):
-    """A drafted position depends on the drafted tokens before it, in the draft and in the target."""
+    """A drafted position depends on the drafted tokens before it, in the draft and in the
+    target.
+    """
     loop = table_loop(rule, ModelDrafter(TableLM(V), 2))
     assert distribution_test(loop, NEAR, SAMPLING, length=3, expected=expected()) > FALSE_ALARM
 
 
 def test_coupled_texts_are_those_of_no_draft():
-    """Their distribution is that of plain decoding; the control is a draft whose penalties the target does not have."""
+    """Their distribution is that of plain decoding; the control is a draft whose penalties the
+    target does not have.
+    """
 
     def texts(drafter, sampling=SAMPLING):
         loop = table_loop(CoupledRule(), drafter)
@@ -110,13 +131,18 @@ def expected_of_biases(length=3):
     def biased(logits, prompt, text):
         return logits + [0, 0.8, -np.inf if len(text) < UNTIL else 0]
 
-    return [joint_distribution(TARGET, chain(temperature(1.2)), prompt, length, biased) for prompt in PROMPTS]
+    return [
+        joint_distribution(TARGET, chain(temperature(1.2)), prompt, length, biased)
+        for prompt in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=str)
 def test_a_bias_ends_within_a_drafted_block(rule):
     loop = table_loop(rule, ModelDrafter(TableLM(V), 2))
-    assert distribution_test(loop, NEAR, EARLY, length=3, expected=expected_of_biases()) > FALSE_ALARM
+    assert (
+        distribution_test(loop, NEAR, EARLY, length=3, expected=expected_of_biases()) > FALSE_ALARM
+    )
 
 
 @register_warp
@@ -133,21 +159,27 @@ def test_a_bias_that_does_not_count_drafted_tokens_is_seen():
     forgetful = chain(ForgetsPosition(early.tokens, early.values, early.until), *EARLY.warps[1:])
     loop = table_loop(TokenRule(), ModelDrafter(TableLM(V), 2))
     few = dict(length=3, samples=50_000, powered=False)
-    assert distribution_test(loop, NEAR, forgetful, expected=expected_of_biases(), **few) < FALSE_ALARM
+    assert (
+        distribution_test(loop, NEAR, forgetful, expected=expected_of_biases(), **few) < FALSE_ALARM
+    )
 
 
 def test_biases_may_differ_by_row():
     logits_BTV = jnp.zeros((2, 2, 4))
     warp = bias({3: [-np.inf, 0.0], 0: [0.0, np.log(3)]})
     probs = np.exp(np.asarray(log_probs(warp, logits_BTV)))
-    np.testing.assert_allclose(probs[:, 0], [[1 / 3, 1 / 3, 1 / 3, 0], [1 / 2, 1 / 6, 1 / 6, 1 / 6]], rtol=1e-6)
+    np.testing.assert_allclose(
+        probs[:, 0], [[1 / 3, 1 / 3, 1 / 3, 0], [1 / 2, 1 / 6, 1 / 6, 1 / 6]], rtol=1e-6
+    )
     assert np.array_equal(probs[:, 0], probs[:, 1])
 
 
 @pytest.mark.slow
 def test_rows_without_penalties_are_those_of_no_penalties():
     """Beside a row that has some, and alone."""
-    plain = generate(table_pair(), [[1, 2], [5]], 9, sampling=chain(temperature(0.9)), draft_length=2)
+    plain = generate(
+        table_pair(), [[1, 2], [5]], 9, sampling=chain(temperature(0.9)), draft_length=2
+    )
     for frequency, same in ((0.0, [True, True]), ([0.0, 9.0], [True, False])):
         sampling = chain(penalties(frequency=frequency), temperature(0.9))
         rows = generate(table_pair(), [[1, 2], [5]], 9, sampling=sampling, draft_length=2)
@@ -157,16 +189,23 @@ def test_rows_without_penalties_are_those_of_no_penalties():
 def test_biases_exclude_and_favour():
     logits_BV = jnp.asarray([[1.0, 2.0, 3.0, 4.0]])
     probs = np.exp(np.asarray(log_probs(chain(ban([3, 0]), bias({1: 2.5})), logits_BV)))[0]
-    np.testing.assert_allclose(probs[[1, 2]], [np.e**1.5 / (1 + np.e**1.5), 1 / (1 + np.e**1.5)], rtol=1e-6)
+    np.testing.assert_allclose(
+        probs[[1, 2]], [np.e**1.5 / (1 + np.e**1.5), 1 / (1 + np.e**1.5)], rtol=1e-6
+    )
     assert probs[0] == probs[3] == 0
-    assert ban(range(5)).tokens.shape == (1, 8), "padded, so that the number of biases seldom compiles"
+    assert ban(range(5)).tokens.shape == (1, 8), (
+        "padded, so that the number of biases seldom compiles"
+    )
 
 
 @pytest.mark.parametrize("sampling", [chain(greedy(), ban([0, 1, 2, 3])), chain(ban(range(12)))])
 def test_a_row_without_any_token_ends_and_emits_nothing_that_is_banned(sampling):
     rows = generate(table_pair(), [[1, 2], [5]], 6, sampling=sampling, draft_length=2)
     assert all(token > 3 for row in rows for token in row.tokens)
-    assert all(row.finish == "invalid" or len(row.tokens) == 6 for row in rows) and rows[0].finish == "invalid"
+    assert (
+        all(row.finish == "invalid" or len(row.tokens) == 6 for row in rows)
+        and rows[0].finish == "invalid"
+    )
 
 
 def test_tokens_that_the_vocabulary_has_not_are_refused():

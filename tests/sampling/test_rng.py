@@ -37,17 +37,23 @@ OFFSETS = jnp.broadcast_to(jnp.arange(6), (4, 6))
 def test_the_number_and_place_of_offsets_do_not_matter():
     all_offsets = uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS, Purpose.ACCEPT)
     for offset in (0, 5):
-        one = uniforms(SEED, PROMPTS, SAMPLES, STARTS, OFFSETS[:, offset : offset + 1], Purpose.ACCEPT)
+        one = uniforms(
+            SEED, PROMPTS, SAMPLES, STARTS, OFFSETS[:, offset : offset + 1], Purpose.ACCEPT
+        )
         np.testing.assert_array_equal(one, all_offsets[:, offset : offset + 1])
     ragged = ids(4, 0, 2, 5)[:, None]
     one_each = uniforms(SEED, PROMPTS, SAMPLES, STARTS, ragged, Purpose.ACCEPT)
-    np.testing.assert_array_equal(one_each, np.take_along_axis(np.asarray(all_offsets), ragged[..., None], axis=1))
+    np.testing.assert_array_equal(
+        one_each, np.take_along_axis(np.asarray(all_offsets), ragged[..., None], axis=1)
+    )
 
 
 def test_every_part_of_the_address_counts():
     """No two of 648 addresses share a number, however their parts are exchanged."""
     seeds, purposes = (0, 1), tuple(Purpose)
-    prompts, samples, starts = (ids(*column) for column in zip(*itertools.product(range(3), repeat=3), strict=True))
+    prompts, samples, starts = (
+        ids(*column) for column in zip(*itertools.product(range(3), repeat=3), strict=True)
+    )
     offsets = jnp.broadcast_to(jnp.arange(4), (27, 4))
     numbers = np.stack(
         [
@@ -56,23 +62,30 @@ def test_every_part_of_the_address_counts():
         ]
     ).reshape(-1, 2)
     assert len(numbers) == 2 * 3 * 27 * 4
-    assert len(np.unique(numbers, axis=0)) == len(numbers)  # 46 bits: a chance of 1e-8 that two agree
+    # 46 bits: a chance of 1e-8 that two agree.
+    assert len(np.unique(numbers, axis=0)) == len(numbers)
     assert (numbers[:, 0] != numbers[:, 1]).all()
 
 
 def test_uniforms_are_uniform():
-    """Uniforms have mean, variance and correlation of independent draws, within five standard deviations."""
+    """Uniforms have mean, variance and correlation of independent draws, within five standard
+    deviations.
+    """
     rows, columns = 200, 400
     offsets = jnp.broadcast_to(jnp.arange(columns), (rows, columns))
     prompts = jnp.arange(rows)
-    numbers = np.asarray(uniforms(SEED, prompts, prompts % 3, prompts + 9, offsets, Purpose.ACCEPT), np.float64)
+    numbers = np.asarray(
+        uniforms(SEED, prompts, prompts % 3, prompts + 9, offsets, Purpose.ACCEPT), np.float64
+    )
     assert numbers.shape == (rows, columns, 2)
     assert numbers.min() >= 0 and numbers.max() < 1
     assert numbers.min() < 1e-3 and numbers.max() > 1 - 1e-3
     count = rows * columns
     np.testing.assert_allclose(numbers.mean((0, 1)), 0.5, atol=5 * np.sqrt(1 / 12 / count))
     np.testing.assert_allclose(numbers.var((0, 1)), 1 / 12, atol=5 * np.sqrt(1 / 180 / count))
-    assert abs(np.corrcoef(numbers[..., 0].ravel(), numbers[..., 1].ravel())[0, 1]) < 5 / np.sqrt(count)
+    assert abs(np.corrcoef(numbers[..., 0].ravel(), numbers[..., 1].ravel())[0, 1]) < 5 / np.sqrt(
+        count
+    )
     neighbours = np.corrcoef(numbers[:, :-1, 0].ravel(), numbers[:, 1:, 0].ravel())[0, 1]
     assert abs(neighbours) < 5 / np.sqrt(count)
 
@@ -80,9 +93,13 @@ def test_uniforms_are_uniform():
 def test_position_gumbels_depend_on_the_absolute_position_only():
     first = position_gumbels(SEED, PROMPTS, SAMPLES, STARTS, 0)
     for offset in (1, 4):
-        np.testing.assert_array_equal(position_gumbels(SEED, PROMPTS, SAMPLES, STARTS - offset, offset), first)
+        np.testing.assert_array_equal(
+            position_gumbels(SEED, PROMPTS, SAMPLES, STARTS - offset, offset), first
+        )
     moved = ids(0, 1, 0, 5)  # one offset per row
-    np.testing.assert_array_equal(position_gumbels(SEED, PROMPTS, SAMPLES, STARTS - moved, moved), first)
+    np.testing.assert_array_equal(
+        position_gumbels(SEED, PROMPTS, SAMPLES, STARTS - moved, moved), first
+    )
 
 
 def test_position_gumbels_differ_between_seeds_rows_and_positions():
@@ -113,11 +130,18 @@ def test_argmax_with_gumbels_draws_from_the_distribution(gumbels):
     assert chi_square(gumbels, distribution, distribution) < limit
     # It would notice: a distribution off by 0.01, and noise that is not Gumbel.
     assert chi_square(gumbels, np.array([0.61, 0.29, 0.09, 0.01]), distribution) > limit
-    assert chi_square(np.random.default_rng(0).logistic(size=gumbels.shape), distribution, distribution) > limit
+    assert (
+        chi_square(
+            np.random.default_rng(0).logistic(size=gumbels.shape), distribution, distribution
+        )
+        > limit
+    )
 
 
 def test_the_upper_tail_of_gumbels_has_more_than_one_word(gumbels):
-    """With one word exp(-gumbel) is a multiple of 2^-23 in the upper tail: no token below 1e-7 is ever drawn."""
+    """With one word exp(-gumbel) is a multiple of 2^-23 in the upper tail: no token below 1e-7 is
+    ever drawn.
+    """
 
     def distance_to_grid(numbers):
         tail = np.exp(-numbers[numbers > 9].astype(np.float64)) * 2**23

@@ -1,4 +1,6 @@
-"""The rules' distributions, enumerated in float64: nothing here is drawn, so an exact rule is exact to rounding."""
+"""The rules' distributions, enumerated in float64: nothing here is drawn, so an exact rule is exact
+to rounding.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,9 @@ every_rule = pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=["t
 
 
 def assert_exact(rule, names, target, draft, *, num_tokens, length, tolerance=EXACT, **kwargs):
-    distribution = joint_distribution(rule, target, draft, num_tokens=num_tokens, length=length, **kwargs)
+    distribution = joint_distribution(
+        rule, target, draft, num_tokens=num_tokens, length=length, **kwargs
+    )
     error = np.abs(distribution - autoregressive(target, length)).max(-1)
     worst = error.argmax()  # a nan, if there is one
     assert error[worst] < tolerance, names[worst]
@@ -30,14 +34,18 @@ def assert_exact(rule, names, target, draft, *, num_tokens, length, tolerance=EX
 # The distribution of what is emitted.
 
 
-@pytest.mark.parametrize("vocab_size, num_tokens, length", [(3, 1, 4), (3, 2, 4), (3, 3, 3), (3, 3, 4), (4, 2, 3)])
+@pytest.mark.parametrize(
+    "vocab_size, num_tokens, length", [(3, 1, 4), (3, 2, 4), (3, 3, 3), (3, 3, 4), (4, 2, 3)]
+)
 @every_rule
 def test_emitted_tokens_have_the_targets_joint_distribution(rule, vocab_size, num_tokens, length):
     names, target, draft = grid(vocab_size)
     assert_exact(rule, names, target, draft, num_tokens=num_tokens, length=length)
 
 
-@pytest.mark.parametrize("vocab_size, num_tokens, length", [(3, 1, 4), (3, 2, 4), (3, 3, 4), (4, 2, 3)])
+@pytest.mark.parametrize(
+    "vocab_size, num_tokens, length", [(3, 1, 4), (3, 2, 4), (3, 3, 4), (4, 2, 3)]
+)
 @every_rule
 def test_a_draft_without_distributions_is_one_hot(rule, vocab_size, num_tokens, length):
     names, target, draft = one_hots(*grid(vocab_size))
@@ -47,11 +55,15 @@ def test_a_draft_without_distributions_is_one_hot(rule, vocab_size, num_tokens, 
 @every_rule
 def test_float32_rounds_but_does_not_bias(rule):
     names, target, draft = grid(3)
-    assert_exact(rule, names, target, draft, num_tokens=3, length=3, dtype=np.float32, tolerance=1e-6)
+    assert_exact(
+        rule, names, target, draft, num_tokens=3, length=3, dtype=np.float32, tolerance=1e-6
+    )
 
 
 def drafted_until_told_to_stop(rng, names, vocab_size, num_tokens, length):
-    """A stopping time: whether to draft one more depends on the prefix and on all that is drafted."""
+    """A stopping time: whether to draft one more depends on the prefix and on all that is
+    drafted.
+    """
     num_drafted = []
     for m in range(length):
         num = np.full((len(names), vocab_size**m, vocab_size**num_tokens), num_tokens)
@@ -72,7 +84,14 @@ def test_any_number_of_tokens_may_be_drafted(rule, one_hot):
     num_drafted = drafted_until_told_to_stop(np.random.default_rng(0), names, 3, num_tokens, length)
     assert {0, 1, 2, 3} <= set(num_drafted[0].ravel()) | set(num_drafted[1].ravel())
     assert_exact(
-        rule, names, target, draft, num_tokens=num_tokens, length=length, one_hot=one_hot, num_drafted=num_drafted
+        rule,
+        names,
+        target,
+        draft,
+        num_tokens=num_tokens,
+        length=length,
+        one_hot=one_hot,
+        num_drafted=num_drafted,
     )
 
 
@@ -87,13 +106,17 @@ def test_padding_is_not_looked_at(rule, one_hot):
     padding = np.arange(num_tokens + 1) >= num_drafted[:, None]
     other_tokens = np.where(padding[:, :-1], (tokens + 1) % vocab_size, tokens)
     other_draft = np.where(padding[:, :-1, None], np.nan, draft)
-    other_target = np.where(np.arange(num_tokens + 1)[None, :, None] > num_drafted[:, None, None], np.nan, target)
+    other_target = np.where(
+        np.arange(num_tokens + 1)[None, :, None] > num_drafted[:, None, None], np.nan, target
+    )
 
     def distributions(x):
         return None if one_hot else x
 
     acceptance, residual = split(rule, tokens, num_drafted, distributions(draft), target)
-    other_acceptance, other_residual = split(rule, other_tokens, num_drafted, distributions(other_draft), other_target)
+    other_acceptance, other_residual = split(
+        rule, other_tokens, num_drafted, distributions(other_draft), other_target
+    )
     np.testing.assert_array_equal(other_acceptance, acceptance)
     reachable = np.arange(num_tokens + 1) <= num_drafted[:, None]
     np.testing.assert_array_equal(other_residual[reachable], residual[reachable])
@@ -131,7 +154,9 @@ def block_residual(choose_scale):
 
 
 def take(log_c, index_B):
-    return jnp.take_along_axis(log_c, jnp.clip(index_B, 0, log_c.shape[1] - 1)[:, None], axis=1)[:, 0]
+    return jnp.take_along_axis(log_c, jnp.clip(index_B, 0, log_c.shape[1] - 1)[:, None], axis=1)[
+        :, 0
+    ]
 
 
 BROKEN = {
@@ -146,9 +171,15 @@ BROKEN = {
 } | {
     "BlockRule: stops at the first refusal": mutants.StopsAtTheFirstRefusal(),
     "BlockRule: scale c_(n+1)": mutants.COfTheNextIndex(),
-    "BlockRule: scale c_(n-1)": mutants.broken(BlockRule, residual=block_residual(lambda c, n: take(c, n - 1))),
-    "BlockRule: scale 1": mutants.broken(BlockRule, residual=block_residual(lambda c, n: 0 * take(c, n))),
-    "BlockRule: accepts like the token rule": mutants.broken(BlockRule, acceptance=TokenRule.acceptance),
+    "BlockRule: scale c_(n-1)": mutants.broken(
+        BlockRule, residual=block_residual(lambda c, n: take(c, n - 1))
+    ),
+    "BlockRule: scale 1": mutants.broken(
+        BlockRule, residual=block_residual(lambda c, n: 0 * take(c, n))
+    ),
+    "BlockRule: accepts like the token rule": mutants.broken(
+        BlockRule, acceptance=TokenRule.acceptance
+    ),
     "TokenRule: keeps the longest": mutants.broken(TokenRule, num_accepted=BlockRule.num_accepted),
 }
 
@@ -157,13 +188,16 @@ WITHOUT_DISTRIBUTIONS = [name for name in BROKEN if name.startswith("TokenRule")
 
 
 @pytest.mark.parametrize(
-    "name, one_hot", [(name, False) for name in BROKEN] + [(name, True) for name in WITHOUT_DISTRIBUTIONS]
+    "name, one_hot",
+    [(name, False) for name in BROKEN] + [(name, True) for name in WITHOUT_DISTRIBUTIONS],
 )
 def test_a_broken_rule_is_caught(name, one_hot):
     target, draft = random_distributions(3, 4, 3, 6), random_distributions(4, 4, 3, 6)
     if one_hot:
         draft = [log(np.eye(3)[table.argmax(-1)]) for table in draft]
-    distribution = joint_distribution(BROKEN[name], target, draft, num_tokens=3, length=3, one_hot=one_hot)
+    distribution = joint_distribution(
+        BROKEN[name], target, draft, num_tokens=3, length=3, one_hot=one_hot
+    )
     assert np.abs(distribution - autoregressive(target, 3)).max() > BIASED
 
 
@@ -184,7 +218,10 @@ def test_the_distributions_shown_must_be_those_drawn_from(rule):
 @every_rule
 def test_a_token_must_not_be_dropped_for_its_probability(rule):
     target, draft = random_distributions(7, 4, 3, 5), random_distributions(8, 4, 3, 5)
-    drop = [np.where(np.repeat(np.exp(draft[m]).reshape(4, 3**m, 3), 3, axis=-1) < 0.3, 0, 2) for m in range(3)]
+    drop = [
+        np.where(np.repeat(np.exp(draft[m]).reshape(4, 3**m, 3), 3, axis=-1) < 0.3, 0, 2)
+        for m in range(3)
+    ]
     distribution = joint_distribution(rule, target, draft, num_tokens=2, length=3, num_drafted=drop)
     assert np.all(np.abs(distribution - autoregressive(target, 3)).max(-1) > BIASED)
 
@@ -192,7 +229,9 @@ def test_a_token_must_not_be_dropped_for_its_probability(rule):
 def test_an_argmax_draft_with_its_soft_distribution_is_biased():
     target, soft = constant([0.2, 0.3, 0.5], 2), constant([0.5, 0.3, 0.2], 2)
     drawn = constant([1.0, 0.0, 0.0], 2)
-    distribution = joint_distribution(TokenRule(), target, drawn, num_tokens=1, length=1, shown=soft)
+    distribution = joint_distribution(
+        TokenRule(), target, drawn, num_tokens=1, length=1, shown=soft
+    )
     np.testing.assert_allclose(distribution[0], [0.4, 0, 0.6], atol=EXACT)
 
 
@@ -218,10 +257,16 @@ def test_block_rule_step_by_step():
     q, p = [1 / 3, 2 / 3], [2 / 3, 1 / 3]
     drafts = np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.int32)
     num_drafted = np.full(4, 2, np.int32)
-    draft_distributions, target_distributions = (np.tile(log(x), (4, steps, 1)) for x, steps in ((p, 2), (q, 3)))
-    acceptance, residual = split(BlockRule(), drafts, num_drafted, draft_distributions, target_distributions)
+    draft_distributions, target_distributions = (
+        np.tile(log(x), (4, steps, 1)) for x, steps in ((p, 2), (q, 3))
+    )
+    acceptance, residual = split(
+        BlockRule(), drafts, num_drafted, draft_distributions, target_distributions
+    )
     with jax.enable_x64(True):
-        draft = Draft(tokens_BK=drafts, num_drafted_B=num_drafted, log_probs_BRV=draft_distributions)
+        draft = Draft(
+            tokens_BK=drafts, num_drafted_B=num_drafted, log_probs_BRV=draft_distributions
+        )
         c = np.exp(BlockRule().prefix_weights(draft, jnp.asarray(target_distributions)))
     np.testing.assert_allclose(c, [[1, 0.5, 0.25], [1, 0.5, 1], [1, 1, 0.5], [1, 1, 1]], atol=EXACT)
     np.testing.assert_allclose(acceptance, [[0, 0.25], [0, 1], [1, 0.5], [1, 1]], atol=EXACT)
@@ -229,7 +274,8 @@ def test_block_rule_step_by_step():
 
 
 @pytest.mark.parametrize(
-    "num_tokens, token, block", [(2, 10 / 9, 11 / 9), (3, 38 / 27, 45 / 27), (4, 130 / 81, 166 / 81)]
+    "num_tokens, token, block",
+    [(2, 10 / 9, 11 / 9), (3, 38 / 27, 45 / 27), (4, 130 / 81, 166 / 81)],
 )
 def test_expected_accepted(num_tokens, token, block):
     target, draft = constant([1 / 3, 2 / 3], num_tokens + 1), constant([2 / 3, 1 / 3], num_tokens)

@@ -1,4 +1,6 @@
-"""Rules over trees, enumerated in float64: the tables of the literature, and the joint law of whole trees."""
+"""Rules over trees, enumerated in float64: the tables of the literature, and the joint law of whole
+trees.
+"""
 
 import functools
 
@@ -31,14 +33,19 @@ def name_of(rule):
 
 @functools.cache
 def scenarios():
-    """Random pairs; a draft with fewer tokens than siblings; a target that lacks a token; equal and disjoint pairs."""
+    """Random pairs; a draft with fewer tokens than siblings; a target that lacks a token; equal and
+    disjoint pairs.
+    """
     target, draft = random_distributions(20, 8, 3, 4), random_distributions(21, 8, 3, 4)
     for q, p in zip(target, draft):
         p[2, :, 1:] = p[3, :, 1] = -np.inf  # one token, as in a greedy row; two tokens
         q[4, :, 0] = -np.inf
         p[5] = q[5]
         q[6, :, 1:], p[6, :, 0] = -np.inf, -np.inf
-    return [[x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in tables] for tables in (target, draft)]
+    return [
+        [x - np.logaddexp.reduce(x, axis=-1, keepdims=True) for x in tables]
+        for tables in (target, draft)
+    ]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
@@ -73,7 +80,8 @@ def test_a_tree_may_be_cut_anywhere(rule):
 @pytest.mark.parametrize(
     "rule, parents, options",
     [
-        (RecursiveRule("independent"), TWO, dict(drawn="distinct")),  # not normalised again after a refusal
+        # Not normalised again after a refusal.
+        (RecursiveRule("independent"), TWO, dict(drawn="distinct")),
         (MergesEqual(), TWO, {}),
         (RecursiveRule(), TWO, dict(drawn="top")),  # chosen by value, judged as drawn
         (TraversalRule(), TWO, dict(drawn="top")),
@@ -95,7 +103,9 @@ def test_siblings_in_the_wrong_order_are_caught():
 
 
 def test_equal_siblings_of_a_rule_for_distinct_ones_are_dead():
-    """Drawn with replacement and judged without: a repeated token has lost its probability. Exact, too."""
+    """Drawn with replacement and judged without: a repeated token has lost its probability. Exact,
+    too.
+    """
     target, draft = random_distributions(3, 4, 3, 4), random_distributions(4, 4, 3, 4)
     joint, _ = enumerate_tree(RecursiveRule(), TWO, target, draft, 3, drawn="independent")
     assert np.abs(joint - autoregressive(target, 3)).max() < EXACT
@@ -104,7 +114,9 @@ def test_equal_siblings_of_a_rule_for_distinct_ones_are_dead():
 # A chain is a tree.
 
 
-@pytest.mark.parametrize("rule, of_chains", [(RecursiveRule(), TokenRule()), (TraversalRule(), BlockRule())])
+@pytest.mark.parametrize(
+    "rule, of_chains", [(RecursiveRule(), TokenRule()), (TraversalRule(), BlockRule())]
+)
 def test_on_a_chain_it_is_the_rule_of_chains(rule, of_chains):
     target, draft = random_distributions(5, 6, 3, 4), random_distributions(6, 6, 3, 4)
     rounds = enumerate_round(of_chains, target, draft, num_tokens=3)
@@ -122,7 +134,8 @@ PAIRS = {  # target, draft
     "far": ((0.6, 0.3, 0.1), (0.1, 0.3, 0.6)),
     "uniform": ((0.5, 0.3, 0.2, 0.0), (0.25,) * 4),
 }
-ONE_POSITION = {  # with replacement, K-SEQ, without replacement, top and drawn, top; None: not in the literature
+# With replacement, K-SEQ, without replacement, top and drawn, top; None: not in the literature.
+ONE_POSITION = {
     ("reversed", 2): (0.76, 0.791355, 0.82, 0.82, 0.5),
     ("reversed", 3): (0.808, 0.858519, 1, 1, 1),
     ("near", 2): (0.97, 0.9828, 0.9795, 0.9273, 0.8),
@@ -151,7 +164,9 @@ def test_acceptance_at_one_position(rule):
             _, accepted = enumerate_tree(
                 chosen, (0,) * siblings, constant(q, 2), constant(p, 2), 1, one_hot=chosen.chooses
             )
-            np.testing.assert_allclose(accepted, expected[rule], atol=5e-5, err_msg=f"{pair}, {siblings}")
+            np.testing.assert_allclose(
+                accepted, expected[rule], atol=5e-5, err_msg=f"{pair}, {siblings}"
+            )
 
 
 def test_no_rule_accepts_more_than_the_optimum():
@@ -197,7 +212,12 @@ WHOLE = {
     (0, 0, 0, 1, 2, 3): (1.3736, 1.4336, 1.7, 1.76),
     (0, 1, 1): (1.232, 1.28, 1.274, 1.31),
 }
-ON_WHOLE_TREES = (RecursiveRule("independent"), TraversalRule("independent"), RecursiveRule(), TraversalRule())
+ON_WHOLE_TREES = (
+    RecursiveRule("independent"),
+    TraversalRule("independent"),
+    RecursiveRule(),
+    TraversalRule(),
+)
 
 
 @pytest.mark.slow
@@ -221,7 +241,10 @@ def test_accepted_tokens_of_trees_that_see_their_context():
         ((0, 0, 1, 1, 2, 2), (1.740270, 1.775962)),
         ((0, 0, 0, 1, 2, 3), (1.8, 1.84)),
     ):
-        found = [enumerate_tree(rule, parents, q, p, 3)[1][0] for rule in (RecursiveRule(), TraversalRule())]
+        found = [
+            enumerate_tree(rule, parents, q, p, 3)[1][0]
+            for rule in (RecursiveRule(), TraversalRule())
+        ]
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
@@ -239,15 +262,20 @@ def walk(rule, tokens, parents, target, draft, uniforms, depth=1):
             depth=depth,
         )
         return jax.tree.map(
-            np.asarray, rule.walk(tree, Given(jnp.asarray(log(target))[None], tree), jnp.asarray([uniforms]))
+            np.asarray,
+            rule.walk(tree, Given(jnp.asarray(log(target))[None], tree), jnp.asarray([uniforms])),
         )
 
 
 @pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule()], ids=name_of)
 def test_rows_of_large_batches_are_gathered_and_judged_as_those_of_small_ones(rule, monkeypatch):
-    """Takes 13 tokens, which a folded vocabulary pads: no path and no weight reaches into the padding."""
+    """Takes 13 tokens, which a folded vocabulary pads: no path and no weight reaches into the
+    padding.
+    """
     batch, vocab_size = 3, 13
-    target_BTV, draft_BRV = (jax.random.normal(jax.random.key(i), (batch, 5, vocab_size)) for i in range(2))
+    target_BTV, draft_BRV = (
+        jax.random.normal(jax.random.key(i), (batch, 5, vocab_size)) for i in range(2)
+    )
     draft = Draft(
         tokens_BK=jax.random.randint(jax.random.key(2), (batch, 4), 0, vocab_size),
         num_drafted_B=jnp.full(batch, 4),
@@ -266,12 +294,16 @@ def test_rows_of_large_batches_are_gathered_and_judged_as_those_of_small_ones(ru
 
 
 def test_one_step_of_traversal():
-    """The first child weighs .4; once it is refused the root keeps weight 1 and the second child is certain."""
+    """The first child weighs .4; once it is refused the root keeps weight 1 and the second child is
+    certain.
+    """
     q, p = PAIRS["reversed"]
     found = walk(TraversalRule(), [2, 0], [0, 0], [q] * 3, [p] * 3, [0.41, 0.999])
     np.testing.assert_allclose(found.asked_BK, [[0.4, 1]], atol=EXACT)
     assert found.num_accepted_B == [1] and found.rows_BT.tolist() == [[0, 2]]
-    assert walk(TraversalRule(), [2, 0], [0, 0], [q] * 3, [p] * 3, [0.39, 0.999]).rows_BT.tolist() == [[0, 1]]
+    assert walk(
+        TraversalRule(), [2, 0], [0, 0], [q] * 3, [p] * 3, [0.39, 0.999]
+    ).rows_BT.tolist() == [[0, 1]]
 
 
 @pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule()], ids=name_of)
@@ -286,9 +318,13 @@ def test_a_nan_leaves_out_its_subtree_alone(rule):
     assert found.rows_BT.tolist() == [[0, 2, 4]]
 
 
-@pytest.mark.parametrize("rule", [RecursiveRule(), RecursiveRule("independent"), TraversalRule()], ids=name_of)
+@pytest.mark.parametrize(
+    "rule", [RecursiveRule(), RecursiveRule("independent"), TraversalRule()], ids=name_of
+)
 def test_dead_nodes_are_never_accepted(rule):
-    """A greedy draft has one token for three siblings; the rest leave the target's distribution as it is."""
+    """A greedy draft has one token for three siblings; the rest leave the target's distribution as
+    it is.
+    """
     q = (0.5, 0.3, 0.2)
     found = walk(rule, [1, 2, 0], [0] * 3, [q] * 4, [[0, 1, 0]] * 4, [0.31, 0.0, 0.0])
     np.testing.assert_allclose(found.asked_BK, [[0.3, 0, 0]], atol=EXACT)
@@ -298,7 +334,10 @@ def test_dead_nodes_are_never_accepted(rule):
 
 # How siblings are drawn.
 
-KEYS = RoundKeys(rows_B=row_keys(0, jnp.arange(20_000), jnp.zeros(20_000, jnp.int32)), starts_B=jnp.full(20_000, 3))
+KEYS = RoundKeys(
+    rows_B=row_keys(0, jnp.arange(20_000), jnp.zeros(20_000, jnp.int32)),
+    starts_B=jnp.full(20_000, 3),
+)
 
 
 def drawn(rule, count, probs=(0.5, 0.3, 0.15, 0.05)):
@@ -307,7 +346,9 @@ def drawn(rule, count, probs=(0.5, 0.3, 0.15, 0.05)):
     return np.asarray(siblings(laws_BPV, KEYS, nodes_PC=np.arange(count)[None], depth=0))[:, 0]
 
 
-@pytest.mark.parametrize("rule", [RecursiveRule(), RecursiveRule("independent"), CoupledRule()], ids=str)
+@pytest.mark.parametrize(
+    "rule", [RecursiveRule(), RecursiveRule("independent"), CoupledRule()], ids=str
+)
 def test_a_shorter_list_of_siblings_begins_a_longer_one(rule):
     three = drawn(rule, 3)
     np.testing.assert_array_equal(drawn(rule, 2), three[:, :2])
@@ -328,9 +369,13 @@ def test_the_top_tokens_come_before_the_drawn_one():
 
 def test_the_path_of_a_verdict():
     draft = Draft(
-        tokens_BK=jnp.asarray([[5, 6, 7]]), num_drafted_B=jnp.asarray([3]), parents_BK=jnp.asarray([[0, 0, 2]])
+        tokens_BK=jnp.asarray([[5, 6, 7]]),
+        num_drafted_B=jnp.asarray([3]),
+        parents_BK=jnp.asarray([[0, 0, 2]]),
     )
     verdict = make_verdict(draft, jnp.asarray([1]), jnp.asarray([9]), jnp.asarray([[0, 2, 3]]))
     assert verdict.tokens_BT.tolist() == [[6, 9, -1]]
-    target = TargetDistributions(logits_BTV=jnp.arange(4.0)[None, :, None], warp=chain(), draft=draft)
+    target = TargetDistributions(
+        logits_BTV=jnp.arange(4.0)[None, :, None], warp=chain(), draft=draft
+    )
     assert target.along(verdict).logits_BTV[0, :, 0].tolist() == [0, 2, 3]

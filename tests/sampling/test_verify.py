@@ -1,4 +1,6 @@
-"""What the rules draw, in float32: against the enumerated distributions, on known vectors, at the edges."""
+"""What the rules draw, in float32: against the enumerated distributions, on known vectors, at the
+edges.
+"""
 
 import functools
 
@@ -26,7 +28,9 @@ FEW_ROWS, WIDE_VOCAB_SIZE = 20_000, 10  # where each row has distributions of it
 ALARM = 1e-6  # p-value: no false alarm in a million runs
 
 RULES = {"token": TokenRule(), "block": BlockRule(), "coupled": CoupledRule()}
-enumerable_rules = pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=["token", "block"])
+enumerable_rules = pytest.mark.parametrize(
+    "rule", [TokenRule(), BlockRule()], ids=["token", "block"]
+)
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
@@ -40,7 +44,9 @@ def draw_with(rule, keys, distribution_BV, *, node, depth):
 
 
 def drafted(draw, distributions_KXV, rows):
-    """Draws K tokens per row: the index of each draft among all, its tokens and the distributions it was drawn from."""
+    """Draws K tokens per row: the index of each draft among all, its tokens and the distributions
+    it was drawn from.
+    """
     num_tokens, _, vocab_size = distributions_KXV.shape
 
     def step(index_B, at):
@@ -49,7 +55,9 @@ def drafted(draw, distributions_KXV, rows):
         tokens_B = draw(distribution_BV, node=offset, depth=offset)
         return index_B * vocab_size + tokens_B, (tokens_B, distribution_BV)
 
-    index_B, rest = jax.lax.scan(step, jnp.zeros(rows, jnp.int32), (jnp.arange(num_tokens), distributions_KXV))
+    index_B, rest = jax.lax.scan(
+        step, jnp.zeros(rows, jnp.int32), (jnp.arange(num_tokens), distributions_KXV)
+    )
     return index_B, *(x.swapaxes(0, 1) for x in rest)
 
 
@@ -63,13 +71,17 @@ def drawn(rule, target_TXV, draft_KXV, stop_D, *, drafted_by, keys, one_hot):
     )
     log_probs_BRV = None if one_hot else distributions_BKV
     draft = Draft(tokens_BK=tokens_BK, num_drafted_B=stop_D[index_B], log_probs_BRV=log_probs_BRV)
-    scored = [target_TXV[i][index_B // vocab_size ** (num_tokens - i)] for i in range(num_tokens + 1)]
+    scored = [
+        target_TXV[i][index_B // vocab_size ** (num_tokens - i)] for i in range(num_tokens + 1)
+    ]
     verdict = rule.verify(draft, Given(jnp.stack(scored, axis=1), draft), round_keys)
     n_B1 = verdict.num_accepted_B[:, None]
     last_B = jnp.take_along_axis(verdict.tokens_BT, n_B1, axis=1)[:, 0]
     positions = jnp.arange(num_tokens + 1)[None, :]
     accepted = jnp.where(positions < n_B1, jnp.pad(tokens_BK, ((0, 0), (0, 1))), -1)
-    well_formed = jnp.all(verdict.tokens_BT == jnp.where(positions == n_B1, last_B[:, None], accepted))
+    well_formed = jnp.all(
+        verdict.tokens_BT == jnp.where(positions == n_B1, last_B[:, None], accepted)
+    )
     cell_B = (index_B * (num_tokens + 1) + n_B1[:, 0]) * vocab_size + last_B
     shape = (vocab_size**num_tokens, num_tokens + 1, vocab_size)
     return jnp.bincount(cell_B, length=np.prod(shape)).reshape(shape), well_formed
@@ -78,7 +90,9 @@ def drawn(rule, target_TXV, draft_KXV, stop_D, *, drafted_by, keys, one_hot):
 def side_by_side(distributions):
     """Returns the scenario's tables, [steps, X, V] float32; short prefixes leave rows unused."""
     tables = [table[0].astype(np.float32) for table in distributions]
-    return np.stack([np.pad(table, ((0, len(tables[-1]) - len(table)), (0, 0))) for table in tables])
+    return np.stack(
+        [np.pad(table, ((0, len(tables[-1]) - len(table)), (0, 0))) for table in tables]
+    )
 
 
 def count(rule, target, draft, *, stop=None, drafted_by=None, keys=RoundKeys, one_hot=False):
@@ -98,7 +112,9 @@ def count(rule, target, draft, *, stop=None, drafted_by=None, keys=RoundKeys, on
 
 def enumerated(rule, target, draft, *, stop=None, one_hot=False):
     stop = len(draft) if stop is None else stop
-    rounds = enumerate_round(rule, target, draft, num_tokens=len(draft), num_drafted=stop, one_hot=one_hot)
+    rounds = enumerate_round(
+        rule, target, draft, num_tokens=len(draft), num_drafted=stop, one_hot=one_hot
+    )
     return rounds.joint_SXDNV[0, 0]
 
 
@@ -124,12 +140,18 @@ def verify(rule, draft, target, keys):
 
 
 def hostile_distributions(rng, steps):
-    """Distributions with excluded tokens, tokens near and below the least float32, and distributions of a single token."""
+    """Distributions with excluded tokens, tokens near and below the least float32, and
+    distributions of a single token.
+    """
     shape = (FEW_ROWS, steps, WIDE_VOCAB_SIZE)
     logits = rng.normal(size=shape) * rng.choice([0.3, 2, 30], size=shape[:2] + (1,))
-    logits = np.where(rng.random(shape) < 0.2, rng.choice([-15, -87.5, -104, -1e4], size=shape), logits)
+    logits = np.where(
+        rng.random(shape) < 0.2, rng.choice([-15, -87.5, -104, -1e4], size=shape), logits
+    )
     stays = np.arange(WIDE_VOCAB_SIZE) == rng.integers(WIDE_VOCAB_SIZE, size=shape[:2] + (1,))
-    return log_softmax(np.where(stays | (rng.random(shape) < 0.7), logits, -np.inf), -1).astype(np.float32)
+    return log_softmax(np.where(stays | (rng.random(shape) < 0.7), logits, -np.inf), -1).astype(
+        np.float32
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
@@ -167,7 +189,8 @@ class AcceptReusesDraftNoise(RoundKeys):
     def uniforms(self, purpose, offsets_BT):
         if purpose != Purpose.ACCEPT:
             return super().uniforms(purpose, offsets_BT)
-        return super().uniforms(Purpose.DRAFT, offsets_BT)[..., ::-1]  # a small vocabulary uses the second
+        # A small vocabulary uses the second.
+        return super().uniforms(Purpose.DRAFT, offsets_BT)[..., ::-1]
 
 
 @pytest.mark.slow
@@ -175,7 +198,10 @@ class AcceptReusesDraftNoise(RoundKeys):
     "rule, mistake",
     [
         (TokenRule(), {"rule": mutants.AcceptAlways()}),
-        (BlockRule(), {"rule": mutants.broken(BlockRule, acceptance=mutants.AcceptAlways.acceptance)}),
+        (
+            BlockRule(),
+            {"rule": mutants.broken(BlockRule, acceptance=mutants.AcceptAlways.acceptance)},
+        ),
         (BlockRule(), {"rule": mutants.StopsAtTheFirstRefusal()}),
         (BlockRule(), {"rule": TokenRule(), "drafted_by": TokenRule()}),
         (TokenRule(), {"keys": mutants.SharedNoise}),
@@ -190,7 +216,9 @@ def test_a_mistake_is_caught(rule, mistake):
 def test_a_residual_without_mass_falls_back_to_the_target():
     counts = count(mutants.RejectAlways(), TARGET, TARGET[:-1])
     assert counts[:, 1:].sum() == 0
-    distribution = enumerated(TokenRule(), TARGET, TARGET[:-1]).sum((1, 2))[:, None] * np.exp(TARGET[0][0])
+    distribution = enumerated(TokenRule(), TARGET, TARGET[:-1]).sum((1, 2))[:, None] * np.exp(
+        TARGET[0][0]
+    )
     assert p_value(counts[:, 0], distribution) > ALARM
 
 
@@ -216,10 +244,15 @@ def test_choices_of_the_coupled_rule_follow_the_distributions():
 
 def test_coupled_rule_emits_the_targets_own_choices():
     rng, keys = np.random.default_rng(3), some_keys(FEW_ROWS)
-    target, distributions = hostile_distributions(rng, NUM_TOKENS + 1), hostile_distributions(rng, NUM_TOKENS)
+    target, distributions = (
+        hostile_distributions(rng, NUM_TOKENS + 1),
+        hostile_distributions(rng, NUM_TOKENS),
+    )
     own = np.asarray(draft_each_row(CoupledRule(), target, keys))
     guesses = rng.integers(WIDE_VOCAB_SIZE, size=(FEW_ROWS, NUM_TOKENS))
-    tokens = np.where(rng.random(guesses.shape) < 0.7, own[:, :NUM_TOKENS], guesses).astype(np.int32)
+    tokens = np.where(rng.random(guesses.shape) < 0.7, own[:, :NUM_TOKENS], guesses).astype(
+        np.int32
+    )
     for log_probs in (None, distributions):
         num_drafted = rng.integers(NUM_TOKENS + 1, size=FEW_ROWS).astype(np.int32)
         draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=log_probs)
@@ -263,7 +296,9 @@ def test_greedy_targets(rule, distributions):
     draft = Draft(
         tokens_BK=tokens_BK,
         num_drafted_B=np.tile(np.array([len(row[0]) for row in VECTORS], np.int32), often),
-        log_probs_BRV={"none": None, "written out": one_hot(tokens_BK), "soft": soft}[distributions],
+        log_probs_BRV={"none": None, "written out": one_hot(tokens_BK), "soft": soft}[
+            distributions
+        ],
     )
     verdict = verify(rule, draft, one_hot(argmax_BT), some_keys(FEW_ROWS))
     np.testing.assert_array_equal(verdict.tokens_BT, emitted_BT)
@@ -274,13 +309,18 @@ def test_greedy_targets(rule, distributions):
 @every_rule
 def test_nothing_but_numbers_comes_out(rule, one_hot):
     rng, keys = np.random.default_rng(4), some_keys(FEW_ROWS)
-    target, distributions = hostile_distributions(rng, NUM_TOKENS + 1), hostile_distributions(rng, NUM_TOKENS)
+    target, distributions = (
+        hostile_distributions(rng, NUM_TOKENS + 1),
+        hostile_distributions(rng, NUM_TOKENS),
+    )
     distributions[::4] = target[::4, :NUM_TOKENS]
     tokens = np.asarray(draft_each_row(rule, distributions, keys))
     num_drafted = rng.integers(NUM_TOKENS + 1, size=FEW_ROWS).astype(np.int32)
     log_probs = None if one_hot else distributions
     if not isinstance(rule, CoupledRule):
-        in_32, in_64 = (split(rule, tokens, num_drafted, log_probs, target, t) for t in (np.float32, np.float64))
+        in_32, in_64 = (
+            split(rule, tokens, num_drafted, log_probs, target, t) for t in (np.float32, np.float64)
+        )
         for acceptance, residual in (in_32, in_64):
             assert np.all((acceptance >= 0) & (acceptance <= 1 + 1e-6))
             assert np.all(np.isfinite(residual) & (residual >= 0))
@@ -291,19 +331,29 @@ def test_nothing_but_numbers_comes_out(rule, one_hot):
     assert np.all((0 <= n) & (n <= num_drafted))
     is_emitted = np.arange(NUM_TOKENS + 1) <= n[:, None]
     assert np.all(np.where(is_emitted, (0 <= emitted) & (emitted < WIDE_VOCAB_SIZE), emitted == -1))
-    chosen = np.take_along_axis(target, np.where(is_emitted, emitted, 0)[..., None], axis=-1)[..., 0]
+    chosen = np.take_along_axis(target, np.where(is_emitted, emitted, 0)[..., None], axis=-1)[
+        ..., 0
+    ]
     assert np.all(chosen[is_emitted] > -np.inf)
 
 
 @every_rule
 def test_equal_distributions_are_accepted_whatever_the_noise(rule):
-    distributions, keys = hostile_distributions(np.random.default_rng(5), NUM_TOKENS + 1), some_keys(FEW_ROWS)
-    draft_distributions, num_drafted = distributions[:, :NUM_TOKENS], np.full(FEW_ROWS, NUM_TOKENS, np.int32)
+    distributions, keys = (
+        hostile_distributions(np.random.default_rng(5), NUM_TOKENS + 1),
+        some_keys(FEW_ROWS),
+    )
+    draft_distributions, num_drafted = (
+        distributions[:, :NUM_TOKENS],
+        np.full(FEW_ROWS, NUM_TOKENS, np.int32),
+    )
     tokens = np.asarray(draft_each_row(rule, draft_distributions, keys))
     draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=draft_distributions)
     assert np.all(verify(rule, draft, distributions, keys).num_accepted_B == NUM_TOKENS)
     if not isinstance(rule, CoupledRule):
-        acceptance, residual = split(rule, tokens, num_drafted, draft_distributions, distributions, np.float32)
+        acceptance, residual = split(
+            rule, tokens, num_drafted, draft_distributions, distributions, np.float32
+        )
         assert np.all(acceptance == 1)
         assert np.all(residual[:, :NUM_TOKENS] == 0)
 
@@ -311,9 +361,13 @@ def test_equal_distributions_are_accepted_whatever_the_noise(rule):
 def test_a_block_prefix_of_weight_one_is_kept_for_sure():
     rng = np.random.default_rng(6)
     shape = (FEW_ROWS, NUM_TOKENS, WIDE_VOCAB_SIZE)
-    distributions = log_softmax(rng.normal(size=shape) * rng.uniform(0, 12, size=(FEW_ROWS, 1, 1)), -1)
+    distributions = log_softmax(
+        rng.normal(size=shape) * rng.uniform(0, 12, size=(FEW_ROWS, 1, 1)), -1
+    )
     best = rng.integers(WIDE_VOCAB_SIZE, size=(FEW_ROWS, NUM_TOKENS + 1)).astype(np.int32)
     target = np.where(np.eye(WIDE_VOCAB_SIZE)[best], 0, -np.inf)
     num_drafted = np.full(FEW_ROWS, NUM_TOKENS, np.int32)
-    acceptance, _ = split(BlockRule(), best[:, :NUM_TOKENS], num_drafted, distributions, target, np.float32)
+    acceptance, _ = split(
+        BlockRule(), best[:, :NUM_TOKENS], num_drafted, distributions, target, np.float32
+    )
     assert np.all(acceptance == 1)

@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.sampling.warp import chain, first_tokens, for_rows, greedy, log_probs, min_p, temperature, top_k, top_p
+from specsamp.sampling.warp import (
+    chain,
+    first_tokens,
+    for_rows,
+    greedy,
+    log_probs,
+    min_p,
+    temperature,
+    top_k,
+    top_p,
+)
 
 WARPS = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
 TEMPERATURES = (0.0, 1e-38, 0.3, 1.0, 2.5)
@@ -29,7 +39,8 @@ def some_logits(vocab_size):
     spread = 2.5 * rng.normal(size=vocab_size)
     peaked = 0.5 * rng.normal(size=vocab_size)
     peaked[vocab_size // 2] += 9
-    tied = -(np.minimum(rng.permutation(vocab_size) + 2, vocab_size) // 3) / 4  # 2, 3, 3, .. equal ones
+    # 2, 3, 3, .. equal ones.
+    tied = -(np.minimum(rng.permutation(vocab_size) + 2, vocab_size) // 3) / 4
     some_excluded = np.where(rng.random(vocab_size) < 0.5, -np.inf, spread)
     some_excluded[1] = 1.0
     one_left = np.where(np.arange(vocab_size) == vocab_size - 1, 3.0, -np.inf)
@@ -38,7 +49,9 @@ def some_logits(vocab_size):
 
 
 def oracle(logits, *steps, dtype=np.float32):
-    """The distribution of the chained ``steps``, float64, and the rows where rounding may decide."""
+    """The distribution of the chained ``steps``, float64, and the rows where rounding may
+    decide.
+    """
     x = logits.astype(np.float64)
 
     undecided = np.zeros(x.shape[:-1], bool)
@@ -60,7 +73,9 @@ def oracle(logits, *steps, dtype=np.float32):
         if name == "top_k":
             keep = before < value
         elif name == "top_p":
-            mass_to = np.concatenate([np.zeros(x.shape[:-1] + (1,)), np.cumsum(descending, axis=-1)], axis=-1)
+            mass_to = np.concatenate(
+                [np.zeros(x.shape[:-1] + (1,)), np.cumsum(descending, axis=-1)], axis=-1
+            )
             margin = value - np.take_along_axis(mass_to, before, axis=-1)
             keep = (margin > 0) | (value == 1)  # the others' mass is below 1, however it rounds
             margin = np.where((value == 1) | (before == 0), np.inf, margin)
@@ -68,7 +83,8 @@ def oracle(logits, *steps, dtype=np.float32):
             margin = probs / probs.max(-1, keepdims=True) - value
             keep = margin >= 0
             margin = np.where(probs == probs.max(-1, keepdims=True), np.inf, margin)
-        # Only a token that is not excluded already can be undecided; exact ties at the top never are.
+        # Only a token that is not excluded already can be undecided; exact ties at the top never
+        # are.
         tolerance = NEAR if name == "top_p" else NEAR * value
         undecided |= ((np.abs(margin) < tolerance) & (x > -np.inf)).any(-1)
         x = np.where(keep, x, -np.inf)
@@ -85,7 +101,12 @@ def assert_same_distribution(actual, expected, undecided=None, atol=2e-5):
 
 
 def values_of(name, vocab_size):
-    return {"temperature": TEMPERATURES, "top_k": top_ks(vocab_size), "top_p": TOP_PS, "min_p": MIN_PS}[name]
+    return {
+        "temperature": TEMPERATURES,
+        "top_k": top_ks(vocab_size),
+        "top_p": TOP_PS,
+        "min_p": MIN_PS,
+    }[name]
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
@@ -100,7 +121,9 @@ def test_each_warp_follows_its_rule(name, vocab_size):
     assert num_undecided <= 1, f"{num_undecided} rows too near a threshold to be compared"
 
 
-@pytest.mark.parametrize("order, vocab_size", [("tkpm", 5), ("ptmk", 131), ("tkpm", 4096), ("mkpt", 4096)])
+@pytest.mark.parametrize(
+    "order, vocab_size", [("tkpm", 5), ("ptmk", 131), ("tkpm", 4096), ("mkpt", 4096)]
+)
 def test_chains_follow_the_rules_in_order(order, vocab_size):
     logits = some_logits(vocab_size)
     num_undecided = 0
@@ -117,13 +140,17 @@ def test_chains_follow_the_rules_in_order(order, vocab_size):
         steps = [named[letter] for letter in order]
         expected, undecided = oracle(logits, *steps)
         assert_same_distribution(
-            warped(chain(*(WARPS[name](value) for name, value in steps)), logits), expected, undecided
+            warped(chain(*(WARPS[name](value) for name, value in steps)), logits),
+            expected,
+            undecided,
         )
         num_undecided += undecided.sum()
     assert num_undecided <= 1, f"{num_undecided} rows too near a threshold to be compared"
 
 
-@pytest.mark.parametrize("warp, kept", [(top_k(3), [0, 1, 3]), (top_p(0.4), [0, 1]), (min_p(1.0), [0, 1, 3, 4])])
+@pytest.mark.parametrize(
+    "warp, kept", [(top_k(3), [0, 1, 3]), (top_p(0.4), [0, 1]), (min_p(1.0), [0, 1, 3, 4])]
+)
 def test_minus_zero_ties_with_zero(warp, kept):
     logits = np.float32([[-0.0, 0.0, -1.0, 0.0, -0.0]])
     np.testing.assert_array_equal(np.flatnonzero(warped(chain(warp), logits)[0] > -np.inf), kept)
@@ -132,37 +159,54 @@ def test_minus_zero_ties_with_zero(warp, kept):
 @pytest.mark.parametrize("warp", [top_k(1), top_p(1e-9), top_k([1, 1, 1, 1])])
 def test_one_token_is_the_argmax_where_logits_of_bfloat16_tie(warp):
     logits = (
-        jnp.asarray(np.random.default_rng(0).normal(size=(4, 5003)), jnp.bfloat16).at[:, 7].set(9).at[:, 4001].set(9)
+        jnp.asarray(np.random.default_rng(0).normal(size=(4, 5003)), jnp.bfloat16)
+        .at[:, 7]
+        .set(9)
+        .at[:, 4001]
+        .set(9)
     )
     np.testing.assert_array_equal(warped(chain(warp), logits), warped(greedy(), logits))
 
 
-@pytest.mark.parametrize("vocab_size", [16, 1 << 12, 50_257])  # a power of two leaves no id beyond the vocabulary
+# A power of two leaves no id beyond the vocabulary.
+@pytest.mark.parametrize("vocab_size", [16, 1 << 12, 50_257])
 def test_top_k_keeps_the_tokens_of_the_reference_where_logits_tie(vocab_size):
     logits = np.float32(np.random.default_rng(0).integers(0, 9, (3, vocab_size)))
     for k in ([1, 2, 3], [7, vocab_size - 1, vocab_size]):
         kept = np.asarray(warped(chain(top_k(k)), logits)) > -np.inf
         for row, count, expected in zip(kept, k, logits, strict=True):
-            np.testing.assert_array_equal(np.flatnonzero(row), np.sort(jax.lax.top_k(expected, count)[1]))
+            np.testing.assert_array_equal(
+                np.flatnonzero(row), np.sort(jax.lax.top_k(expected, count)[1])
+            )
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3)])
 def test_every_row_has_its_own_numbers(shape):
-    """A batch with a greedy row, filtered rows and a plain row equals each row alone; [B, V] and [B, T, V]."""
+    """A batch with a greedy row, filtered rows and a plain row equals each row alone; [B, V] and
+    [B, T, V].
+    """
     columns = dict(
-        temperature=[0.0, 0.3, 1.0, 2.5], top_k=[7, 2, 200, 50], top_p=[0.9, 0.8, 1.0, 0.4], min_p=[0.5, 0.0, 0.0, 0.02]
+        temperature=[0.0, 0.3, 1.0, 2.5],
+        top_k=[7, 2, 200, 50],
+        top_p=[0.9, 0.8, 1.0, 0.4],
+        min_p=[0.5, 0.0, 0.0, 0.02],
     )
     logits = np.random.default_rng(0).normal(size=shape + (130,)).astype(np.float32) * 2
     together = warped(chain(*(WARPS[name](column) for name, column in columns.items())), logits)
     assert together.shape == logits.shape and together.dtype == jnp.float32
     for b in range(4):
-        alone = warped(chain(*(WARPS[name](column[b]) for name, column in columns.items())), logits[b : b + 1])
+        alone = warped(
+            chain(*(WARPS[name](column[b]) for name, column in columns.items())), logits[b : b + 1]
+        )
         assert_same_distribution(together[b], alone[0], atol=1e-6)
-        expected, undecided = oracle(logits[b : b + 1], *((name, column[b]) for name, column in columns.items()))
+        expected, undecided = oracle(
+            logits[b : b + 1], *((name, column[b]) for name, column in columns.items())
+        )
         assert not undecided.any()
         assert_same_distribution(together[b], expected[0])
     sizes = np.asarray(together > -np.inf).reshape(4, -1, 130).sum(-1)
-    assert (sizes[0] == 1).all() and (sizes[1] <= 2).all() and (sizes[2] == 130).all()  # the rows do differ
+    # The rows do differ.
+    assert (sizes[0] == 1).all() and (sizes[1] <= 2).all() and (sizes[2] == 130).all()
 
 
 def test_for_rows_gives_one_value_per_row():
@@ -172,7 +216,9 @@ def test_for_rows_gives_one_value_per_row():
     assert warp.warps[0].value.dtype == np.float32 and warp.warps[1].value.dtype == np.int32
 
 
-@pytest.mark.parametrize("warp", [greedy(), temperature(0), temperature(0.0), temperature(1e-6), temperature([0, 0])])
+@pytest.mark.parametrize(
+    "warp", [greedy(), temperature(0), temperature(0.0), temperature(1e-6), temperature([0, 0])]
+)
 def test_greedy_breaks_ties_to_the_lowest_index(warp):
     distribution = warped(chain(warp), np.float32([[1, 3, 3, 3], [2, 2, 0, 2]]))
     np.testing.assert_array_equal(distribution, np.where(np.arange(4) == [[1], [0]], 0, -np.inf))
@@ -180,11 +226,17 @@ def test_greedy_breaks_ties_to_the_lowest_index(warp):
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, 9e-6])
 def test_greedy_never_divides(value):
-    """Huge logits at temperature 0 or nearly 0 make neither NaN nor infinity, not even on the way."""
-    logits = np.float32([[1e30, -1e30, 3e38, -np.inf], [-3e38, -1e30, -np.inf, -np.inf], [0, 1e-30, 0, 0]])
+    """Huge logits at temperature 0 or nearly 0 make neither NaN nor infinity, not even on
+    the way.
+    """
+    logits = np.float32(
+        [[1e30, -1e30, 3e38, -np.inf], [-3e38, -1e30, -np.inf, -np.inf], [0, 1e-30, 0, 0]]
+    )
     with jax.debug_nans(True):
         distribution = np.asarray(log_probs(chain(temperature(value)), logits))
-    np.testing.assert_array_equal(distribution, np.where(np.arange(4) == [[2], [1], [1]], 0, -np.inf))
+    np.testing.assert_array_equal(
+        distribution, np.where(np.arange(4) == [[2], [1], [1]], 0, -np.inf)
+    )
 
 
 def test_huge_logits_are_sampled_without_nan():
@@ -224,9 +276,13 @@ def test_filters_compile_to_no_sort(warp):
 
 
 def test_trees_of_different_warps_differ():
-    """jit finds its program by the tree: were two kinds of warp equal there, one might run as the other."""
+    """jit finds its program by the tree: were two kinds of warp equal there, one might run as the
+    other.
+    """
     warps = [temperature(0.5), top_k(1), top_p(0.5), min_p(0.5), first_tokens(1), greedy()]
-    warps += [chain(warp) for warp in warps] + [chain(a, b) for a in warps for b in warps if a is not b]
+    warps += [chain(warp) for warp in warps] + [
+        chain(a, b) for a in warps for b in warps if a is not b
+    ]
     structures = [jax.tree.structure(warp) for warp in warps]
     for i, one in enumerate(structures):
         assert all(one != other for other in structures[i + 1 :])
@@ -235,8 +291,12 @@ def test_trees_of_different_warps_differ():
 
 @pytest.mark.parametrize("vocab_size", [50_257, 128_256])
 def test_the_nucleus_of_a_public_vocabulary(vocab_size):
-    """Of K + 1 rows or one, folded with padding and without: each token but those whose mass is within 1e-6 of p."""
-    logits = np.float32(np.random.default_rng(0).normal(size=(5, vocab_size)) * [[0.01], [1], [2.5], [4], [8]])
+    """Of K + 1 rows or one, folded with padding and without: each token but those whose mass is
+    within 1e-6 of p.
+    """
+    logits = np.float32(
+        np.random.default_rng(0).normal(size=(5, vocab_size)) * [[0.01], [1], [2.5], [4], [8]]
+    )
     probs = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
     probs /= probs.sum(-1, keepdims=True)
     order = np.argsort(-probs, axis=-1)
@@ -254,9 +314,13 @@ def test_the_nucleus_of_a_public_vocabulary(vocab_size):
 
 @pytest.mark.parametrize("warp, off", [(top_p([0.9, 1.0]), top_p(1.0)), (top_k([2, 9]), top_k(5))])
 def test_a_search_that_no_row_needs_is_skipped(monkeypatch, warp, off):
-    """By the numbers of the warps: all rows greedy, or all tokens kept. The control: one sampled row is searched."""
+    """By the numbers of the warps: all rows greedy, or all tokens kept. The control: one sampled
+    row is searched.
+    """
     highest = np.iinfo(np.int32).max  # a search that keeps nothing
-    monkeypatch.setattr(jax.lax, "fori_loop", lambda first, last, body, low: jnp.full_like(low, highest))
+    monkeypatch.setattr(
+        jax.lax, "fori_loop", lambda first, last, body, low: jnp.full_like(low, highest)
+    )
     logits = np.float32([[1, 3, 2, 0, 0]] * 2)
 
     def kept(*chained):
@@ -264,4 +328,7 @@ def test_a_search_that_no_row_needs_is_skipped(monkeypatch, warp, off):
 
     assert kept(temperature([0.0, 0.0]), warp) == [1, 1]
     assert kept(temperature([0.5, 0.5]), off) == [5, 5]
-    assert kept(temperature([0.0, 0.5]), warp) == [0, 5 if isinstance(warp, type(top_p(1.0))) else 0]
+    assert kept(temperature([0.0, 0.5]), warp) == [
+        0,
+        5 if isinstance(warp, type(top_p(1.0))) else 0,
+    ]

@@ -1,4 +1,6 @@
-"""Rows and slots follow the requests, prompts are read in chunks, and what a row holds is not read again."""
+"""Rows and slots follow the requests, prompts are read in chunks, and what a row holds is not read
+again.
+"""
 
 import dataclasses
 import functools
@@ -30,27 +32,40 @@ SAMPLING = chain(temperature(1.0))
 
 
 def model_pair():
-    """Positions of tables that belong to a number of slots, and a draft that keeps tokens in its cache."""
+    """Positions of tables that belong to a number of slots, and a draft that keeps tokens in its
+    cache.
+    """
     target = TransformerLM(tiny(vocab_size=V, num_layers=2, positions="relative"))
     draft = TransformerLM(tiny(vocab_size=V, num_layers=1, positions="rotary", ngram_rows=32))
-    pair = Pair(target=target, target_params=drawn_params(target), draft=draft, draft_params=drawn_params(draft, 1))
+    pair = Pair(
+        target=target,
+        target_params=drawn_params(target),
+        draft=draft,
+        draft_params=drawn_params(draft, 1),
+    )
     return pair, ModelDrafter(draft, K)
 
 
 def head_pair(head=eagle3(V)):
     target = LayeredTable(V)
-    pair = Pair(target=target, target_params=random_table(5, V), head=head, draft_params=drawn_params(head))
+    pair = Pair(
+        target=target, target_params=random_table(5, V), head=head, draft_params=drawn_params(head)
+    )
     return pair, head_drafter(target, head, K)
 
 
 def tokenizer_pair():
-    """A draft with 60 tokens that reads every odd token of the target as two ids: its text is longer than the target's."""
+    """A draft with 60 tokens that reads every odd token of the target as two ids: its text is
+    longer than the target's.
+    """
     pair, _ = model_pair()
     draft = TransformerLM(tiny(vocab_size=60, num_layers=1, positions="rotary"))
     ids_V = [token if token % 2 == 0 else -1 for token in range(V)]
     reading_VM = [[token, -1] if token % 2 == 0 else [50 + token % 10, token] for token in range(V)]
     vocabulary = SharedVocabulary(ids_V, reading_VM, 60, begin=(59,))
-    pair = dataclasses.replace(pair, draft=draft, draft_params=drawn_params(draft, 1), vocabulary=vocabulary)
+    pair = dataclasses.replace(
+        pair, draft=draft, draft_params=drawn_params(draft, 1), vocabulary=vocabulary
+    )
     return pair, TranslatingDrafter(draft, vocabulary, K)
 
 
@@ -71,13 +86,17 @@ class Texts:
     def __init__(self, kind="model", rows=4, **options):
         self.pair, drafter = PAIRS[kind]()
         self.method = Method(drafter=drafter, sampling=SAMPLING)
-        self.service = Service(self.pair, self.method, rows=rows, context=CONTEXT, rounds_per_slice=2, **options)
+        self.service = Service(
+            self.pair, self.method, rows=rows, context=CONTEXT, rounds_per_slice=2, **options
+        )
         self.batch, self.asked, self.pieces = self.service.batch, [], queue.SimpleQueue()
 
     def ask(self, prompt, budget):
         number = len(self.asked)
         self.asked.append((prompt, budget))
-        self.service.ask([prompt], budget, seed=number, deliver=lambda piece: self.pieces.put((number, piece)))
+        self.service.ask(
+            [prompt], budget, seed=number, deliver=lambda piece: self.pieces.put((number, piece))
+        )
 
     def check(self):
         """Waits for the texts that were asked for, and compares them."""
@@ -107,7 +126,13 @@ def test_texts_are_the_same_in_every_size(small, monkeypatch, in_background):
         texts.ask([1, 2, 3], 6)
         texts.check()
         assert texts.batch.size == Size(1, 32) and seen == []
-        for prompt, budget in ([4] * 5, 20), ([7, 8] * 9, 60), ([9], 3), ([5, 6, 7] * 20, CONTEXT - 60), ([3], 110):
+        for prompt, budget in (
+            ([4] * 5, 20),
+            ([7, 8] * 9, 60),
+            ([9], 3),
+            ([5, 6, 7] * 20, CONTEXT - 60),
+            ([3], 110),
+        ):
             texts.ask(prompt, budget)
         texts.check()
         assert max(seen).rows == 4 and max(size.slots for size in seen) == 128
@@ -120,7 +145,9 @@ def test_texts_are_the_same_in_every_size(small, monkeypatch, in_background):
 
 @pytest.mark.slow
 def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeypatch):
-    """A text goes on to its end; one that outgrows its slots waits for them and has the same tokens."""
+    """A text goes on to its end; one that outgrows its slots waits for them and has the same
+    tokens.
+    """
     compile_, is_open = Batch._compile, threading.Event()
 
     def slowly(self, thing):
@@ -145,7 +172,9 @@ def test_a_size_that_is_being_compiled_holds_up_nothing_that_runs(small, monkeyp
 
 @pytest.mark.parametrize("kind", slow_but([*PAIRS], "model", "modules"))
 def test_what_a_row_holds_is_not_read_again(monkeypatch, kind):
-    """Copies rows of texts that have ended or run; how many depends on which requests meet, at least that of the first text."""
+    """Copies rows of texts that have ended or run; how many depends on which requests meet, at
+    least that of the first text.
+    """
     begun = [3, 1, 4, 1, 5, 9, 2, 6] * 5
     with Texts(kind, in_background=False) as texts:
         for reused in (True, False):
@@ -177,7 +206,9 @@ def test_a_long_prompt_delays_a_running_text_by_one_chunk(monkeypatch):
 
 @pytest.mark.slow
 def test_on_a_mesh_texts_are_those_of_one_device(small, monkeypatch):
-    """Prompts of several lengths on all data shards, of which one is longer than a chunk; sizes grow."""
+    """Prompts of several lengths on all data shards, of which one is longer than a chunk; sizes
+    grow.
+    """
     whole, drafter = model_pair()
     split = shard(whole, make_mesh(data=4, model=2))
     monkeypatch.setitem(PAIRS, "mesh", lambda: (split, ModelDrafter(split.draft, K)))
@@ -187,4 +218,7 @@ def test_on_a_mesh_texts_are_those_of_one_device(small, monkeypatch):
         asked, found = list(texts.asked), dict(texts.pieces.get(timeout=600) for _ in texts.asked)
     method = Method(drafter=drafter, sampling=SAMPLING)
     for number, (prompt, budget) in enumerate(asked):
-        assert found[number].tokens == generate(whole, [prompt], budget, method=method, seed=number)[0].tokens
+        assert (
+            found[number].tokens
+            == generate(whole, [prompt], budget, method=method, seed=number)[0].tokens
+        )

@@ -1,4 +1,6 @@
-"""The endpoint, by the official client and by hostile requests; after each of these it still answers."""
+"""The endpoint, by the official client and by hostile requests; after each of these it still
+answers.
+"""
 
 import asyncio
 import json
@@ -83,7 +85,9 @@ def gate(monkeypatch):
 
 
 def check_that_it_answers(server, service):
-    status, _, document = post(server, COMPLETIONS, {"prompt": "abc", "max_tokens": 3, "temperature": 0})
+    status, _, document = post(
+        server, COMPLETIONS, {"prompt": "abc", "max_tokens": 3, "temperature": 0}
+    )
     assert (status, document["choices"][0]["text"]) == (200, "def")
     wait_until(lambda: service.unfinished == 0)
 
@@ -91,7 +95,9 @@ def check_that_it_answers(server, service):
 def test_a_seeded_answer_is_that_of_generate(client):
     """Counts cover two prompts with two samples each, and drafted tokens."""
     settings = {"temperature": 4.5, "top_p": 0.9, "seed": 7}
-    answer = client.completions.create(model="bytes", prompt=["ab", "x"], max_tokens=9, n=2, logprobs=0, **settings)
+    answer = client.completions.create(
+        model="bytes", prompt=["ab", "x"], max_tokens=9, n=2, logprobs=0, **settings
+    )
     expected = alone(["ab", "x"], 9, num_samples=2, **settings)
     assert len({one.text for one in expected}) == 4, "the control: it is sampled"
     for choice, one in zip(answer.choices, expected, strict=True):
@@ -110,7 +116,11 @@ def test_a_seeded_answer_is_that_of_generate(client):
 
 def test_without_a_seed_answers_differ(client):
     def ask():
-        return client.completions.create(model="bytes", prompt="a", max_tokens=30, temperature=6.0).choices[0].text
+        return (
+            client.completions.create(model="bytes", prompt="a", max_tokens=30, temperature=6.0)
+            .choices[0]
+            .text
+        )
 
     assert ask() != ask()
 
@@ -120,15 +130,25 @@ def test_greedy_answers_stops_and_log_probabilities(client):
         model="bytes", prompt="ab", max_tokens=30, temperature=0, stop=["hi", "z"], logprobs=0
     )
     (choice,) = answer.choices
-    assert (choice.text, choice.finish_reason, answer.usage.completion_tokens) == ("cdefg", "stop", 7)
-    assert choice.logprobs.tokens == list("cdefghi") and choice.logprobs.text_offset == list(range(7))
+    assert (choice.text, choice.finish_reason, answer.usage.completion_tokens) == (
+        "cdefg",
+        "stop",
+        7,
+    )
+    assert choice.logprobs.tokens == list("cdefghi") and choice.logprobs.text_offset == list(
+        range(7)
+    )
 
 
 def test_a_stream_is_the_whole_in_pieces(client):
-    settings = dict(model="bytes", prompt=["ab", "c"], max_tokens=20, temperature=4.5, seed=3, logprobs=0)
+    settings = dict(
+        model="bytes", prompt=["ab", "c"], max_tokens=20, temperature=4.5, seed=3, logprobs=0
+    )
     whole = client.completions.create(**settings)
     texts, reasons, offsets, chunks = ["", ""], [None, None], [[], []], 0
-    for chunk in client.completions.create(stream=True, stream_options={"include_usage": True}, **settings):
+    for chunk in client.completions.create(
+        stream=True, stream_options={"include_usage": True}, **settings
+    ):
         for choice in chunk.choices:
             chunks += 1
             texts[choice.index] += choice.text
@@ -162,23 +182,39 @@ def test_biases_and_penalties_of_a_request(client):
     """Compares with generate under the same warp; without the warp the text is another."""
     settings = {"temperature": 4.5, "top_p": 0.9, "seed": 11}
     (plain,) = alone(["ab"], 20, **settings)
-    for given in ({"logit_bias": {ord("d"): -100, ord("q"): 20}}, {"repetition_penalty": 1.5, "frequency_penalty": 2}):
+    for given in (
+        {"logit_bias": {ord("d"): -100, ord("q"): 20}},
+        {"repetition_penalty": 1.5, "frequency_penalty": 2},
+    ):
         (one,) = alone(["ab"], 20, numbers=given, **settings)
-        answer = client.completions.create(model="bytes", prompt="ab", max_tokens=20, extra_body=given, **settings)
+        answer = client.completions.create(
+            model="bytes", prompt="ab", max_tokens=20, extra_body=given, **settings
+        )
         assert answer.choices[0].text == one.text != plain.text
-        assert answer.usage.completion_tokens_details.accepted_prediction_tokens == one.stats.accepted > 0
+        assert (
+            answer.usage.completion_tokens_details.accepted_prediction_tokens
+            == one.stats.accepted
+            > 0
+        )
 
 
 def test_the_least_tokens_of_a_text(client):
-    """Stop tokens are excluded from them, as by a bias that ends; a string ends a text only after them."""
+    """Stop tokens are excluded from them, as by a bias that ends; a string ends a text only after
+    them.
+    """
     stops, settings = [ord("d"), ord("f")], dict(model="bytes", prompt="ab", max_tokens=20)
     for least in (0, 1, 6):
         body = {"stop_token_ids": stops, "min_tokens": least}
         answer = client.completions.create(extra_body=body, temperature=3.0, seed=5, **settings)
         ends = [PAIR.tokenizer.eos_id, *stops]
         excluded = bias(dict.fromkeys(ends, -float("inf")), until=least)
-        (one,) = alone(["ab"], 20, sampling=chain(excluded, make_warp({"temperature": 3.0})), stop=ends, seed=5)
-        assert answer.choices[0].text == one.text and answer.usage.completion_tokens == len(one.tokens) >= least
+        (one,) = alone(
+            ["ab"], 20, sampling=chain(excluded, make_warp({"temperature": 3.0})), stop=ends, seed=5
+        )
+        assert (
+            answer.choices[0].text == one.text
+            and answer.usage.completion_tokens == len(one.tokens) >= least
+        )
         assert not set(one.tokens[:least]) & set(ends)
         assert least or len(one.tokens) < 6, "the control"
     for stop, least, written in (("e", 2, "cd"), ("e", 3, "cd\0")):  # greedy: "cdefg"
@@ -201,15 +237,26 @@ def test_likeliest_tokens_and_an_echo(client):
     )
     for prompt, own, around, whole in zip(settings["prompt"], plain, scored, echoed, strict=True):
         assert around.text == own.text and whole.text == prompt + own.text
-        assert around.logprobs.tokens == own.logprobs.tokens and around.logprobs.text_offset == own.logprobs.text_offset
-        assert around.logprobs.token_logprobs == pytest.approx(own.logprobs.token_logprobs, abs=1e-4)
+        assert (
+            around.logprobs.tokens == own.logprobs.tokens
+            and around.logprobs.text_offset == own.logprobs.text_offset
+        )
+        assert around.logprobs.token_logprobs == pytest.approx(
+            own.logprobs.token_logprobs, abs=1e-4
+        )
         assert whole.logprobs.tokens == [*prompt, *own.logprobs.tokens]
-        assert whole.logprobs.token_logprobs[len(prompt) :] == pytest.approx(own.logprobs.token_logprobs, abs=1e-4)
+        assert whole.logprobs.token_logprobs[len(prompt) :] == pytest.approx(
+            own.logprobs.token_logprobs, abs=1e-4
+        )
         assert whole.logprobs.token_logprobs[0] is None and whole.logprobs.top_logprobs[0] is None
         for token, value, tops in zip(
             around.logprobs.tokens, around.logprobs.token_logprobs, around.logprobs.top_logprobs
         ):
-            assert len(tops) <= 3 and list(tops.values()) == sorted(tops.values()) and value <= max(tops.values())
+            assert (
+                len(tops) <= 3
+                and list(tops.values()) == sorted(tops.values())
+                and value <= max(tops.values())
+            )
             assert tops.get(token, value) == value
     assert echoed[0].logprobs.token_logprobs[2] < -5 < -1 < echoed[0].logprobs.token_logprobs[1], (
         "x is a surprise after b"
@@ -230,14 +277,19 @@ def test_likeliest_tokens_and_an_echo(client):
 
 def test_stop_tokens_budgets_and_tokens(client, server, service):
     settings = dict(model="bytes", prompt="ab", temperature=0, max_tokens=10**6)
-    (choice,) = client.completions.create(extra_body={"stop_token_ids": [ord("f"), 5]}, **settings).choices
+    (choice,) = client.completions.create(
+        extra_body={"stop_token_ids": [ord("f"), 5]}, **settings
+    ).choices
     assert (choice.text, choice.finish_reason) == ("cde", "stop")
     answer = client.completions.create(extra_body={"ignore_eos": True}, **settings)
     assert answer.usage.total_tokens == CONTEXT, "a budget beyond the context is cut"
     for ignore in (False, True):
         asked = service.ask(["a"], 1, deliver=lambda _: None, ignore_eos=ignore, stop_ids=[3])
         assert asked.requests[0].stops.ids == {3, *(() if ignore else (PAIR.tokenizer.eos_id,))}
-    for asked, tokens in ({"prompt": "hi"}, [104, 105]), ({"messages": [{"role": "user", "content": "h"}]}, [104]):
+    for asked, tokens in (
+        ({"prompt": "hi"}, [104, 105]),
+        ({"messages": [{"role": "user", "content": "h"}]}, [104]),
+    ):
         _, _, found = post(server, "/tokenize", asked)
         assert found == {"count": len(tokens), "max_model_len": CONTEXT, "tokens": tokens}
     assert post(server, "/detokenize", {"tokens": [104, 105]})[2] == {"prompt": "hi"}
@@ -251,11 +303,20 @@ def test_stop_tokens_budgets_and_tokens(client, server, service):
 
 
 def test_a_chat(client):
-    messages = [{"role": "user", "content": "abc"}, {"role": "user", "content": [{"type": "text", "text": "xy"}]}]
-    settings = dict(model="bytes", messages=messages, temperature=0, max_completion_tokens=3, logprobs=True)
+    messages = [
+        {"role": "user", "content": "abc"},
+        {"role": "user", "content": [{"type": "text", "text": "xy"}]},
+    ]
+    settings = dict(
+        model="bytes", messages=messages, temperature=0, max_completion_tokens=3, logprobs=True
+    )
     answer = client.chat.completions.create(**settings)
     (choice,) = answer.choices
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "z{|", "length")
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+        "assistant",
+        "z{|",
+        "length",
+    )
     first = choice.logprobs.content[0]
     assert (first.token, first.bytes, first.logprob) == ("z", [122], pytest.approx(0, abs=1e-5))
     assert answer.usage.prompt_tokens == 6
@@ -263,7 +324,9 @@ def test_a_chat(client):
         chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "z{|"
-    assert chunks[-1].choices[0].finish_reason == "length" and len({chunk.id for chunk in chunks}) == 1
+    assert (
+        chunks[-1].choices[0].finish_reason == "length" and len({chunk.id for chunk in chunks}) == 1
+    )
     whole = client.chat.completions.create(model="bytes", messages=messages[:1], temperature=0)
     assert whole.usage.total_tokens == CONTEXT, "without a limit there is all the room"
 
@@ -272,7 +335,9 @@ def test_what_the_template_refuses(client, monkeypatch):
     """That a template cannot be rendered here is no mistake of the client."""
 
     def ask(role):
-        client.chat.completions.create(model="bytes", messages=[{"role": role, "content": "Be brief."}])
+        client.chat.completions.create(
+            model="bytes", messages=[{"role": role, "content": "Be brief."}]
+        )
 
     def fail(self, messages):
         raise CannotRender("no process")
@@ -303,7 +368,10 @@ def test_hostile_documents_are_refused_in_the_form_of_the_protocol(server, servi
         ({"prompt": "a", "draft_length": 3}, "draft_length must be"),
         ({"prompt": "a", "stop_token_ids": [999]}, "a stop id"),
         ({"prompt": "a", "n": 128}, "128 texts are asked for, of 6"),
-        ({"prompt": "a", "logit_bias": {"257": 1}}, "a biased token must be an id below 257; got 257"),
+        (
+            {"prompt": "a", "logit_bias": {"257": 1}},
+            "a biased token must be an id below 257; got 257",
+        ),
     ):
         status, headers, found = post(server, COMPLETIONS, document)
         assert status == 400 and headers["content-type"] == "application/json"
@@ -322,16 +390,30 @@ def test_other_paths_and_methods(server):
         ("POST", f"{COMPLETIONS}/", 404),
     ):
         found, _, document = request(server, method, path)
-        assert found == status and "is not served here: GET /, /health" in document["error"]["message"]
+        assert (
+            found == status and "is not served here: GET /, /health" in document["error"]["message"]
+        )
     body = json.dumps({"prompt": "a"}).encode()
     status, _, document = request(server, "POST", COMPLETIONS, body, {"content-type": "text/plain"})
-    assert status == 415 and "content-type: application/json" in document["error"]["message"], "as browsers would send"
+    assert status == 415 and "content-type: application/json" in document["error"]["message"], (
+        "as browsers would send"
+    )
 
 
 def test_a_key_a_size_and_a_time(strict, service):
-    """Wrong keys, bodies that are too large or never come, halves of requests, and bytes that are no HTTP."""
-    asked, right = {"prompt": "abc", "max_tokens": 3, "temperature": 0}, {"authorization": f"Bearer {KEY}"}
-    for wrong in ({}, {"authorization": "Bearer sk-wrong"}, {"authorization": KEY}, {"authorization": "Bearer \xff"}):
+    """Wrong keys, bodies that are too large or never come, halves of requests, and bytes that are
+    no HTTP.
+    """
+    asked, right = (
+        {"prompt": "abc", "max_tokens": 3, "temperature": 0},
+        {"authorization": f"Bearer {KEY}"},
+    )
+    for wrong in (
+        {},
+        {"authorization": "Bearer sk-wrong"},
+        {"authorization": KEY},
+        {"authorization": "Bearer \xff"},
+    ):
         status, headers, document = post(strict, COMPLETIONS, asked, **wrong)
         assert (status, headers["www-authenticate"]) == (401, "Bearer") and KEY not in str(document)
         assert request(strict, "GET", "/v1/models", headers=wrong)[0] == 401
@@ -393,7 +475,11 @@ def test_a_client_that_does_not_read_holds_no_row(server, service):
     before = service.batch.usage.busy
     with begin(server, stream=True), begin(server, stream=False):
         # Each of the two texts takes a third of its tokens in rounds, at least.
-        wait_until(lambda: service.batch.usage.busy - before >= 2 * (CONTEXT // 3) and service.unfinished == 0)
+        wait_until(
+            lambda: (
+                service.batch.usage.busy - before >= 2 * (CONTEXT // 3) and service.unfinished == 0
+            )
+        )
         check_that_it_answers(server, service)
 
 
@@ -403,7 +489,12 @@ def test_a_client_that_takes_not_even_the_beginning_is_given_up(service, stream)
     app = Endpoint(service=service, model="bytes", timeout=0.1).app()
     body = json.dumps({"prompt": "abc", "max_tokens": 3, "stream": stream}).encode()
     asked = [{"type": "http.request", "body": body}]
-    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [(b"content-type", b"application/json")]}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": COMPLETIONS,
+        "headers": [(b"content-type", b"application/json")],
+    }
 
     async def receive():
         return asked.pop() if asked else await asyncio.Event().wait()
@@ -420,7 +511,10 @@ def test_who_comes_when_all_places_are_taken_is_told_to_come_later(server, servi
     wait_until(lambda: service.unfinished == ROWS + WAITING)
     status, headers, document = post(server, COMPLETIONS, {"prompt": "a"})
     assert (status, headers["retry-after"]) == (429, "1")
-    assert document["error"]["code"] == "rate_limit_exceeded" and "6 texts are running" in document["error"]["message"]
+    assert (
+        document["error"]["code"] == "rate_limit_exceeded"
+        and "6 texts are running" in document["error"]["message"]
+    )
     gate.open()
     for raw in waiting:
         with raw:
@@ -438,9 +532,13 @@ def test_an_error_within_a_stream_is_its_last_event(client, server, service, mon
     check_that_it_answers(server, service)
 
 
-def test_a_grammar_that_cannot_go_on_is_the_fault_of_the_request(client, server, service, monkeypatch):
+def test_a_grammar_that_cannot_go_on_is_the_fault_of_the_request(
+    client, server, service, monkeypatch
+):
     unmet = Unmet("a text cannot follow its grammar: too large")
-    monkeypatch.setattr(type(service), "_text", lambda _, state, place, request: request.answer.send(unmet))
+    monkeypatch.setattr(
+        type(service), "_text", lambda _, state, place, request: request.answer.send(unmet)
+    )
     status, _, document = post(server, COMPLETIONS, {"prompt": "a"})
     assert status == 400 and document["error"]["type"] == "invalid_request_error"
     with pytest.raises(openai.APIError, match="a text cannot follow its grammar: too large"):
@@ -467,8 +565,12 @@ def test_the_answer_of_a_lossy_rule_says_so_and_what_it_cost():
     asked = read_request({"prompt": "a"}, is_chat=False, model="bytes")
     request = Request(prompt=(97,), max_new_tokens=1, tokenizer=PAIR.tokenizer)
     reply = Reply(asked, Answer([request], print, is_streamed=False), "bytes", exact=False)
-    stats = RowStats(rounds=1, emitted=1, drafted=1, reached=(1,), accepted_counts=(0, 1), variation=0.25)
-    text = RowText(tokens=[98], from_draft=[True], log_probs=[0.0], finish=Finish.LENGTH, stats=stats)
+    stats = RowStats(
+        rounds=1, emitted=1, drafted=1, reached=(1,), accepted_counts=(0, 1), variation=0.25
+    )
+    text = RowText(
+        tokens=[98], from_draft=[True], log_probs=[0.0], finish=Finish.LENGTH, stats=stats
+    )
     reply.chunk(Chunk.of(request, text, Method(drafter=NoDrafter())))
     whole = reply.whole()
     assert (whole["exact"], whole["usage"]["total_variation"]) == (False, 0.25)

@@ -1,4 +1,5 @@
-"""The fuzzer finds no difference in a few streams, and finds every planted fault; `tests/fuzz.py` runs for longer.
+"""The fuzzer finds no difference in a few streams, and finds every planted fault; `tests/fuzz.py`
+runs for longer.
 
 It has processes of its own, since everything computes in float64 there.
 """
@@ -17,7 +18,9 @@ QUICK_FAULT = "a prefix is copied two tokens too long"
 
 
 def fuzz(*arguments):
-    found = subprocess.run([sys.executable, FUZZ, *arguments], capture_output=True, text=True, timeout=1500)
+    found = subprocess.run(
+        [sys.executable, FUZZ, *arguments], capture_output=True, text=True, timeout=1500
+    )
     return found.returncode, found.stdout + found.stderr
 
 
@@ -27,7 +30,8 @@ def test_streams_of_requests_have_the_texts_that_they_have_alone(setting):
     assert status == 0, output[-2000:]
 
 
-# Few streams of one setting show these faults; `tests/fuzz.py --fault` looks for each of the others.
+# Few streams of one setting show these faults; `tests/fuzz.py --fault` looks for each of the
+# others.
 SLOW_FAULT = pytest.param("a row is read in as many calls as others", marks=pytest.mark.slow)
 
 

@@ -23,8 +23,12 @@ METHOD = Method(drafter=NoDrafter())
 
 
 def replied(style, prompt, tokens, ends, is_chat=False, **fields):
-    """The reply to a request whose tokens come in chunks with these ends, and the chunks of its stream."""
-    asked = {"messages": [{"role": "user", "content": "a"}]} if is_chat else {"prompt": list(prompt)}
+    """The reply to a request whose tokens come in chunks with these ends, and the chunks of its
+    stream.
+    """
+    asked = (
+        {"messages": [{"role": "user", "content": "a"}]} if is_chat else {"prompt": list(prompt)}
+    )
     asked = read_request(asked | fields, is_chat=is_chat, model="m")
     request = Request(prompt=tuple(prompt), max_new_tokens=len(tokens), tokenizer=tokenizer(style))
     answer = Answer([request], print, is_streamed=asked.stream, is_scored=asked.is_scored)
@@ -33,13 +37,21 @@ def replied(style, prompt, tokens, ends, is_chat=False, **fields):
     answer.scores[request] = Scores([-1.0] * len(everything[1:]), others)
     reply = Reply(asked, answer, "m", exact=True)
     text = RowText(
-        tokens=tokens, from_draft=[False] * len(tokens), log_probs=[-1.0] * len(tokens), finish=0, stats=STATS
+        tokens=tokens,
+        from_draft=[False] * len(tokens),
+        log_probs=[-1.0] * len(tokens),
+        finish=0,
+        stats=STATS,
     )
     chunks = []
     for end in ends:
         finish = Finish.LENGTH if end == ends[-1] else Finish.RUNNING
         row = dataclasses.replace(
-            text, tokens=tokens[:end], from_draft=[False] * end, log_probs=[-1.0] * end, finish=finish
+            text,
+            tokens=tokens[:end],
+            from_draft=[False] * end,
+            log_probs=[-1.0] * end,
+            finish=finish,
         )
         chunks.append(reply.chunk(Chunk.of(request, row, METHOD)))
     return reply.whole()["choices"][0], [chunk["choices"][0] for chunk in chunks if chunk]
@@ -54,10 +66,15 @@ def test_names_of_a_stream_are_its_text_and_offsets_are_their_places(style, star
     text = tokenizer(style)
     tokens = text.encode(TEXT)
     prompt, rest = tokens[:start], tokens[start:]
-    whole, chunks = replied(style, prompt, rest, [*range(2, len(rest), 3), len(rest)], logprobs=0, stream=True)
+    whole, chunks = replied(
+        style, prompt, rest, [*range(2, len(rest), 3), len(rest)], logprobs=0, stream=True
+    )
     names = sum((chunk["logprobs"]["tokens"] for chunk in chunks if chunk["logprobs"]), [])
     offsets = sum((chunk["logprobs"]["text_offset"] for chunk in chunks if chunk["logprobs"]), [])
-    names = [name if text.token_bytes(token) is not None else "" for token, name in zip(rest, names, strict=True)]
+    names = [
+        name if text.token_bytes(token) is not None else ""
+        for token, name in zip(rest, names, strict=True)
+    ]
     assert "".join(names) == whole["text"] == "".join(chunk["text"] for chunk in chunks)
     assert Continuation(text).complete(prompt) + whole["text"] == text.decode(tokens)
     assert offsets == list(itertools.accumulate(map(len, names), initial=0))[:-1]
@@ -75,7 +92,9 @@ def test_bytes_in_a_row_are_those_of_the_text(style):
         assert joined.decode(errors="replace") == whole["message"]["content"]
         unnamed = [entry for entry in entries if entry["bytes"] is None]
         ends = [text.token(token) for token in rest if text.token_bytes(token) is None]
-        assert [entry["token"] for entry in unnamed] == ends and len(ends) >= len(rest) - len(tokens)
+        assert [entry["token"] for entry in unnamed] == ends and len(ends) >= len(rest) - len(
+            tokens
+        )
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -97,4 +116,7 @@ def test_an_echo_has_the_names_and_offsets_of_the_whole_text(style):
     assert marks["tokens"] == [name(at, token) for at, token in enumerate(tokens)]
     assert marks["text_offset"] == [len(decoder.complete(tokens[:at])) for at in range(len(tokens))]
     likeliest = [None if tops is None else set(tops) for tops in marks["top_logprobs"]]
-    assert likeliest[1:] == [{name(at, one) for one in (token, 5, 300)} for at, token in enumerate(tokens)][1:]
+    assert (
+        likeliest[1:]
+        == [{name(at, one) for one in (token, 5, 300)} for at, token in enumerate(tokens)][1:]
+    )

@@ -28,10 +28,26 @@ def sampling(numbers):
 
 def test_defaults_are_those_of_the_protocol():
     asked = read({"prompt": "a"})
-    assert (asked.prompts, asked.max_tokens, asked.n, asked.seed, asked.stops) == (["a"], 16, 1, None, ())
+    assert (asked.prompts, asked.max_tokens, asked.n, asked.seed, asked.stops) == (
+        ["a"],
+        16,
+        1,
+        None,
+        (),
+    )
     assert not (asked.is_chat or asked.stream or asked.include_usage or asked.log_probs)
-    assert [type(warp) for warp in sampling({}).warps] == [Bias, Penalties, Temperature, TopK, TopP, MinP]
-    assert sampling({}).warps[1:] == make_warp({}).warps[1:] and (sampling({}).warps[0].tokens == -1).all()
+    assert [type(warp) for warp in sampling({}).warps] == [
+        Bias,
+        Penalties,
+        Temperature,
+        TopK,
+        TopP,
+        MinP,
+    ]
+    assert (
+        sampling({}).warps[1:] == make_warp({}).warps[1:]
+        and (sampling({}).warps[0].tokens == -1).all()
+    )
     chat = read({"messages": HI}, is_chat=True)
     assert chat.is_chat and chat.max_tokens is None and chat.prompts == [HI]
 
@@ -41,7 +57,11 @@ def test_every_number_reaches_its_warp():
     given |= {"repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 0.5}
     given |= {"logit_bias": {"7": -100, "0": 1.5}}
     biased, penalised, heat, k, p, least = sampling(given).warps
-    assert biased.tokens[0, :3].tolist() == [7, 0, -1] and biased.values[0, :3].tolist() == [-100, 1.5, 0]
+    assert biased.tokens[0, :3].tolist() == [7, 0, -1] and biased.values[0, :3].tolist() == [
+        -100,
+        1.5,
+        0,
+    ]
     assert biased.tokens.shape == (1, MAX_BIASES), "as of any request"
     assert (heat.value, k.value, p.value, least.value) == (0.5, 7, 0.25, 0.125)
     assert (penalised.repetition, penalised.presence, penalised.frequency) == (1.5, -1, 0.5)
@@ -50,33 +70,87 @@ def test_every_number_reaches_its_warp():
 
 def test_fields_that_are_served():
     asked = read(
-        {"prompt": [[1, 2], [3]], "max_tokens": 3, "n": 2, "seed": 5, "stop": "x", "logprobs": 0, "model": "m"}
+        {
+            "prompt": [[1, 2], [3]],
+            "max_tokens": 3,
+            "n": 2,
+            "seed": 5,
+            "stop": "x",
+            "logprobs": 0,
+            "model": "m",
+        }
     )
-    assert (asked.prompts, asked.max_tokens, asked.n, asked.seed, asked.stops) == ([[1, 2], [3]], 3, 2, 5, ("x",))
+    assert (asked.prompts, asked.max_tokens, asked.n, asked.seed, asked.stops) == (
+        [[1, 2], [3]],
+        3,
+        2,
+        5,
+        ("x",),
+    )
     assert asked.log_probs
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    document = {"messages": [{"role": "user", "content": parts, "name": "Ann"}], "logprobs": True, "top_logprobs": 0}
-    document |= {"max_completion_tokens": 4, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
+    document = {
+        "messages": [{"role": "user", "content": parts, "name": "Ann"}],
+        "logprobs": True,
+        "top_logprobs": 0,
+    }
+    document |= {
+        "max_completion_tokens": 4,
+        "max_tokens": 4,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     asked = read(document, is_chat=True)
     assert (
-        asked.prompts == [[HI[0] | {"name": "Ann"}]] and asked.max_tokens == 4 and asked.stream and asked.include_usage
+        asked.prompts == [[HI[0] | {"name": "Ann"}]]
+        and asked.max_tokens == 4
+        and asked.stream
+        and asked.include_usage
     )
-    assert read({"prompt": [5, 6]}).prompts == [[5, 6]] and read({"prompt": ["a", "b"]}).prompts == ["a", "b"]
+    assert read({"prompt": [5, 6]}).prompts == [[5, 6]] and read(
+        {"prompt": ["a", "b"]}
+    ).prompts == ["a", "b"]
 
 
 def test_what_asks_for_nothing_is_taken():
-    document = {"prompt": "a", "best_of": 3, "n": 3, "echo": False, "suffix": None, "logit_bias": {}, "user": "me"}
-    assert read(document | {"tools": [], "metadata": {"a": "b"}, "store": True, "stream_options": None}).n == 3
-    read({"messages": HI, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}}, is_chat=True)
+    document = {
+        "prompt": "a",
+        "best_of": 3,
+        "n": 3,
+        "echo": False,
+        "suffix": None,
+        "logit_bias": {},
+        "user": "me",
+    }
+    assert (
+        read(
+            document | {"tools": [], "metadata": {"a": "b"}, "store": True, "stream_options": None}
+        ).n
+        == 3
+    )
+    read(
+        {"messages": HI, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
+        is_chat=True,
+    )
 
 
 def test_tools_reach_the_template_and_make_a_grammar():
-    function = {"parameters": {"properties": {"x": {"type": "integer"}}}, "name": "add", "description": ""}
+    function = {
+        "parameters": {"properties": {"x": {"type": "integer"}}},
+        "name": "add",
+        "description": "",
+    }
     tools = [{"type": "function", "function": function | {"strict": True}}]
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
-    document = {"messages": [called, {"role": "tool", "content": "2", "tool_call_id": "c1"}], "tools": tools}
-    kinds = [read(document | {"tool_choice": one}, True).grammar for one in ("none", "auto", "required", tools[0])]
+    document = {
+        "messages": [called, {"role": "tool", "content": "2", "tool_call_id": "c1"}],
+        "tools": tools,
+    }
+    kinds = [
+        read(document | {"tool_choice": one}, True).grammar
+        for one in ("none", "auto", "required", tools[0])
+    ]
     assert kinds[0] is None and kinds[1][0] == "lark" and kinds[2] == kinds[3]
     arguments = json.loads(kinds[2][1])["anyOf"][0]["properties"]["arguments"]
     assert arguments == {"$id": "tool:0", "type": "object", **function["parameters"]}
@@ -87,13 +161,21 @@ def test_tools_reach_the_template_and_make_a_grammar():
     assert [*prompt["tools"][0]["function"]] == [*tools[0]["function"]], "in the client's order"
     call["function"]["arguments"] = ""
     (prompt,) = read(document, is_chat=True).prompts
-    assert prompt["messages"][0]["tool_calls"][0]["function"]["arguments"] == {}, "of a function without any"
+    assert prompt["messages"][0]["tool_calls"][0]["function"]["arguments"] == {}, (
+        "of a function without any"
+    )
 
 
 def answers():
-    """Returns the messages of answers as openai-python has them: read whole, and put together from a stream."""
+    """Returns the messages of answers as openai-python has them: read whole, and put together from
+    a stream.
+    """
     from openai.lib.streaming.chat import ChatCompletionStreamState
-    from openai.types.chat import ChatCompletionChunk, ChatCompletionMessage, ParsedChatCompletionMessage
+    from openai.types.chat import (
+        ChatCompletionChunk,
+        ChatCompletionMessage,
+        ParsedChatCompletionMessage,
+    )
 
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 1}'}}
     deltas = {
@@ -111,16 +193,31 @@ def answers():
             choice = {"index": 0, "delta": delta, "finish_reason": None if delta else "stop"}
             state.handle_chunk(ChatCompletionChunk.model_validate(head | {"choices": [choice]}))
         yield name, state.get_final_completion().choices[0].message
-    cited = {"type": "url_citation", "url_citation": {"end_index": 1, "start_index": 0, "title": "t", "url": "u"}}
-    whole = {"role": "assistant", "content": "So.", "annotations": [cited], "reasoning_content": "Hm"}
+    cited = {
+        "type": "url_citation",
+        "url_citation": {"end_index": 1, "start_index": 0, "title": "t", "url": "u"},
+    }
+    whole = {
+        "role": "assistant",
+        "content": "So.",
+        "annotations": [cited],
+        "reasoning_content": "Hm",
+    }
     yield "a text", ChatCompletionMessage.model_validate(whole)
     yield "a text", ParsedChatCompletionMessage[dict].model_validate(whole | {"parsed": {"a": 1}})
-    yield "a call", ChatCompletionMessage.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
+    yield (
+        "a call",
+        ChatCompletionMessage.model_validate(
+            {"role": "assistant", "content": None, "tool_calls": [call]}
+        ),
+    )
 
 
 @extras.needs("openai")
 def test_answers_as_openai_python_keeps_them_are_history():
-    """Every streaming agent sends back the message that the client's helper puts together: indices, parsed arguments."""
+    """Every streaming agent sends back the message that the client's helper puts together: indices,
+    parsed arguments.
+    """
     contents = {"a text": "So.", "no text": "", "a call": "", "a refusal": "No."}
     calls = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]
     for name, message in answers():
@@ -129,30 +226,49 @@ def test_answers_as_openai_python_keeps_them_are_history():
             expected = {"role": "assistant", "tool_calls": calls}
         if "reasoning_content" in message.model_dump():
             expected["reasoning_content"] = "Hm"
-        dumps = [message.model_dump(**{option: True}) for option in ("exclude_none", "exclude_unset", "by_alias")]
+        dumps = [
+            message.model_dump(**{option: True})
+            for option in ("exclude_none", "exclude_unset", "by_alias")
+        ]
         for sent in (*dumps, message.model_dump(), message.to_dict()):
             document = json.loads(json.dumps({"messages": [*HI, sent, *HI]}))
             assert read(document, is_chat=True).prompts == [[*HI, expected, *HI]], (name, sent)
 
 
 TABLE = pathlib.Path(__file__).with_name("refused_requests.txt").read_text(encoding="utf-8")
-COMPLETIONS, CHAT = (re.findall("^({.*) => (.*) => (.*)$", part, re.MULTILINE) for part in TABLE.split("[chat]"))
+COMPLETIONS, CHAT = (
+    re.findall("^({.*) => (.*) => (.*)$", part, re.MULTILINE) for part in TABLE.split("[chat]")
+)
 
 
 @pytest.mark.parametrize(
-    "changes, param, message, is_chat", [(*case, cases is CHAT) for cases in (COMPLETIONS, CHAT) for case in cases]
+    "changes, param, message, is_chat",
+    [(*case, cases is CHAT) for cases in (COMPLETIONS, CHAT) for case in cases],
 )
 def test_what_is_wrong_is_named_with_its_value(changes, param, message, is_chat):
     document = {"messages": HI} if is_chat else {"prompt": "a"}
     with pytest.raises(ApiError, match=message) as caught:
         read(document | eval(changes), is_chat)
     error = caught.value.body["error"]
-    assert (caught.value.status, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert (caught.value.status, error["param"], error["type"]) == (
+        400,
+        param,
+        "invalid_request_error",
+    )
 
 
 def test_null_is_as_if_left_out_whatever_the_field():
-    """A client that keeps a conversation sends answers back as it got them, with their fields that are null."""
-    answer = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None, "audio": None, "name": None}
+    """A client that keeps a conversation sends answers back as it got them, with their fields that
+    are null.
+    """
+    answer = {
+        "role": "assistant",
+        "content": "Hi",
+        "refusal": None,
+        "tool_calls": None,
+        "audio": None,
+        "name": None,
+    }
     asked = read({"messages": [*HI, answer, *HI], "verbosity": None}, is_chat=True)
     assert asked.prompts == [[*HI, {"role": "assistant", "content": "Hi"}, *HI]]
 

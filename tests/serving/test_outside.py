@@ -1,4 +1,6 @@
-"""What is seen of the endpoint from outside: counts, log lines and the page; and what one client may do to others."""
+"""What is seen of the endpoint from outside: counts, log lines and the page; and what one client
+may do to others.
+"""
 
 import collections
 import concurrent.futures
@@ -61,7 +63,11 @@ def counts(server):
     assert status == 200
     families = list(text_string_to_metric_families(document.decode()))
     assert all(family.documentation and family.type != "unknown" for family in families)
-    return {(one.name, *sorted(one.labels.items())): one.value for family in families for one in family.samples}
+    return {
+        (one.name, *sorted(one.labels.items())): one.value
+        for family in families
+        for one in family.samples
+    }
 
 
 def test_counts_are_those_of_the_answers(server):
@@ -105,7 +111,9 @@ def test_each_request_is_a_line(server, lines):
     wait_until(lambda: len(lines) == 2)
     pattern = r"127\.0\.0\.1 POST '/v1/completions' 200 \d+\.\d{3} s, 3 tokens read, 6 written in \d rounds, first after \d+\.\d{3} s"
     assert re.fullmatch(pattern, lines[0]), lines[0]
-    assert re.fullmatch(r"127\.0\.0\.1 GET '/a\\x1b\\nb' 404 \d+\.\d{3} s", lines[1]), "nothing that a terminal obeys"
+    assert re.fullmatch(r"127\.0\.0\.1 GET '/a\\x1b\\nb' 404 \d+\.\d{3} s", lines[1]), (
+        "nothing that a terminal obeys"
+    )
 
 
 class Elements(html.parser.HTMLParser):
@@ -125,12 +133,16 @@ class Elements(html.parser.HTMLParser):
 
 
 def test_the_page_loads_nothing_from_elsewhere(server):
-    """Its script uses the elements that there are, asks for fields that are served, and writes no text as HTML."""
+    """Its script uses the elements that there are, asks for fields that are served, and writes no
+    text as HTML.
+    """
     head, _, body = raw_page(server).partition(b"\r\n\r\n")
     assert b"default-src 'none'" in head and b"nosniff" in head
     page = Elements(body.decode())
     assert not any({"src", "href", "action", "onclick"} & attrs.keys() for _, attrs in page.found)
-    assert "http" not in page.script and "innerHTML" not in page.script and "eval(" not in page.script
+    assert (
+        "http" not in page.script and "innerHTML" not in page.script and "eval(" not in page.script
+    )
     ids = {attrs["id"] for _, attrs in page.found if "id" in attrs}
     used = set(re.findall(r'\b(?:at|number)\("(\w+)"\)', page.script))
     assert used <= ids and ids - used <= {"acceptance"} | used
@@ -180,13 +192,17 @@ def test_tokens_are_marked_by_who_wrote_them(server):
     ],
 )
 def test_bodies_that_are_refused_at_once(server, headers, status, message):
-    head = f"POST {COMPLETIONS} HTTP/1.1\nhost: x\nconnection: close\ncontent-type: application/json\n{headers}"
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\nhost: x\nconnection: close\ncontent-type: "
+        f"application/json\n{headers}"
+    )
     found, document = raw_request(server, head, b"{}")
     assert found in (status, 400) and message in document.decode()
     assert not message or set(json.loads(document)["error"]) == {"message", "type", "param", "code"}
 
 
-HIDDEN = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"  # what a proxy may have taken for a part of a body
+# What a proxy may have taken for a part of a body.
+HIDDEN = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 BOTH = "content-length: 4\ntransfer-encoding: chunked"
 
 
@@ -221,10 +237,14 @@ def test_nothing_is_answered_behind_a_request_whose_end_is_unclear(server, path,
 
 
 def test_a_connection_is_kept_as_long_as_its_server_says(service, server):
-    """Five seconds, the default of uvicorn, closed connections under the clients that would use them again."""
+    """Five seconds, the default of uvicorn, closed connections under the clients that would use
+    them again.
+    """
     with serving(service, timeout=45.0) as patient:
         assert patient.config.timeout_keep_alive == 90
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as kept:
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    ) as kept:
         for _ in range(2):
             kept.request("GET", "/health")
             assert kept.getresponse().read() and kept.sock is not None
@@ -234,7 +254,9 @@ def test_slow_headers_of_one_address_are_closed_and_said_in_json(service, server
     monkeypatch.setattr("specsamp.serving.web_server.SPARE_CONNECTIONS", 2 - service.capacity)
     with serving(service) as small, contextlib.ExitStack() as held:
         for _ in range(2):
-            raw = held.enter_context(socket.create_connection(("127.0.0.1", small.port), timeout=120))
+            raw = held.enter_context(
+                socket.create_connection(("127.0.0.1", small.port), timeout=120)
+            )
             raw.sendall(b"GET /health HTTP/1.1\r\nhost")
         with socket.create_connection(("127.0.0.1", small.port), timeout=120) as third:
             received = third.recv(1 << 16)
@@ -250,17 +272,27 @@ def test_more_requests_than_may_be_open_are_refused_in_json(service):
 
 @pytest.mark.parametrize("keys, order", [(["a", "b"], "aba"), (["a"], "aab"), ([], "aab")])
 def test_keys_are_clients_where_there_are_several(monkeypatch, keys, order):
-    """Two requests with one key and then one with another, of one address: who writes first; texts take some slices."""
-    gate, made, answers = Gate(monkeypatch), Service(PAIR, METHOD, rows=1, context=40, max_waiting=9), []
+    """Two requests with one key and then one with another, of one address: who writes first; texts
+    take some slices.
+    """
+    gate, made, answers = (
+        Gate(monkeypatch),
+        Service(PAIR, METHOD, rows=1, context=40, max_waiting=9),
+        [],
+    )
     ask = made.ask
-    monkeypatch.setattr(made, "ask", lambda *given, **more: answers.append(ask(*given, **more)) or answers[-1])
+    monkeypatch.setattr(
+        made, "ask", lambda *given, **more: answers.append(ask(*given, **more)) or answers[-1]
+    )
     made.start()
     with serving(made, keys=keys) as server, concurrent.futures.ThreadPoolExecutor(3) as threads:
         asked = []
         for number, name in enumerate("aab"):
             key = name if name in keys or not keys else keys[0]
             headers = {"authorization": f"Bearer {key}"}
-            asked.append(threads.submit(post, server, COMPLETIONS, ASKED | {"max_tokens": 30}, **headers))
+            asked.append(
+                threads.submit(post, server, COMPLETIONS, ASKED | {"max_tokens": 30}, **headers)
+            )
             wait_until(lambda: made.unfinished == number + 1)
         gate.open()
         assert all(one.result()[0] == 200 for one in asked)
@@ -269,7 +301,9 @@ def test_keys_are_clients_where_there_are_several(monkeypatch, keys, order):
 
 
 def test_clients_take_rows_in_turn(monkeypatch):
-    """One client asks for six texts before two others ask for one each; nobody waits for all of the six."""
+    """One client asks for six texts before two others ask for one each; nobody waits for all of the
+    six.
+    """
     ended, gate = [], Gate(monkeypatch)
     made = Service(PAIR, METHOD, rows=1, context=40, max_waiting=9, max_per_client=6)
 
@@ -287,4 +321,6 @@ def test_clients_take_rows_in_turn(monkeypatch):
     wait_until(lambda: len(ended) == 8)
     made.close()
     made.join()
-    assert {"b0", "c0"} <= set(ended[:3]) and [one for one in ended if one[0] == "a"] == [f"a{n}" for n in range(6)]
+    assert {"b0", "c0"} <= set(ended[:3]) and [one for one in ended if one[0] == "a"] == [
+        f"a{n}" for n in range(6)
+    ]

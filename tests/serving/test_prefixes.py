@@ -1,17 +1,29 @@
-"""Prompts that begin like others, on a small transformer: it looks at every slot, so a wrong one changes the text."""
+"""Prompts that begin like others, on a small transformer: it looks at every slot, so a wrong one
+changes the text.
+"""
 
 import jax
 import numpy as np
 import pytest
 
-from specsamp import Adaptive, ModelDrafter, Pair, TransformerConfig, TransformerLM, generate, generate_many
+from specsamp import (
+    Adaptive,
+    ModelDrafter,
+    Pair,
+    TransformerConfig,
+    TransformerLM,
+    generate,
+    generate_many,
+)
 from specsamp.decoding.method import make_method
 from specsamp.serving import batch
 from specsamp.serving.service import Service
 
 V, K = 64, 3
 MODEL = TransformerLM(
-    TransformerConfig(vocab_size=V, width=16, num_layers=1, num_heads=2, feedforward_width=32, positions="rotary")
+    TransformerConfig(
+        vocab_size=V, width=16, num_layers=1, num_heads=2, feedforward_width=32, positions="rotary"
+    )
 )
 SHARP = jax.tree.map(lambda x: 4 * x, MODEL.init(jax.random.key(1)))
 WRONG = jax.tree.map(lambda x: 4 * x, MODEL.init(jax.random.key(2)))
@@ -33,12 +45,16 @@ def test_prompts_read_together_after_copied_prefixes_have_their_own_texts(draft_
         prompts.append(text(random, random.integers(66, 96)))
     plain = generate(PAIR, prompts, 8, draft_length=0)
     queue = generate_many(PAIR, prompts, 8, rows=4, draft_length=draft_length)
-    assert {one.prompt_index: one.tokens for one in queue} == {one.prompt_index: one.tokens for one in plain}
+    assert {one.prompt_index: one.tokens for one in queue} == {
+        one.prompt_index: one.tokens for one in plain
+    }
     assert queue.batch.tokens_copied >= 70, "the control: prefixes were copied"
 
 
 def test_prefix_of_a_paused_drafter_is_copied_as_far_as_it_was_read():
-    """The draft is paused, so it has read less than the target; the room for chunks is that of the whole prompt."""
+    """The draft is paused, so it has read less than the target; the room for chunks is that of the
+    whole prompt.
+    """
     random = np.random.default_rng(0)
     first = text(random, 120)
     second = first[:100] + text(random, 132)
@@ -53,7 +69,9 @@ def test_prefix_of_a_paused_drafter_is_copied_as_far_as_it_was_read():
         while service.unfinished:
             service._wait()
             service._slice()
-    assert [chunk.tokens for chunk in chunks] == [one.tokens for one in generate(PAIR, prompts, 8, draft_length=0)]
+    assert [chunk.tokens for chunk in chunks] == [
+        one.tokens for one in generate(PAIR, prompts, 8, draft_length=0)
+    ]
     assert service.batch.tokens_copied > 80, "the control: prefixes were copied"
     assert any(chunk.stats.lengths[0] for chunk in chunks), "the control: there were pauses"
 
@@ -63,7 +81,9 @@ def test_read_that_does_not_fit_the_slots_is_refused():
     queue = generate_many(PAIR, [text(random, 90)], 8, rows=1, draft_length=0)
     engine = queue._engine
     (request,) = queue.batch.waiting
-    with pytest.raises(ValueError, match="3 calls of 32 tokens from slot 40 need 136 slots, but rows have 128"):
+    with pytest.raises(
+        ValueError, match="3 calls of 32 tokens from slot 40 need 136 slots, but rows have 128"
+    ):
         engine.extend([request], None, [40], [128], 32)
     queue.close()
 

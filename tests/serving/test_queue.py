@@ -1,4 +1,6 @@
-"""Many prompts over few rows: each text is the one that its prompt has alone, and rows are seldom idle."""
+"""Many prompts over few rows: each text is the one that its prompt has alone, and rows are seldom
+idle.
+"""
 
 import dataclasses
 import io
@@ -49,7 +51,10 @@ def alone():
     for index, (prompt, budget, value) in enumerate(zip(PROMPTS, BUDGETS, VALUES)):
         sampling = chain(temperature(value), top_p(0.9))
         given = dict(sampling=sampling, num_samples=2, prompt_ids=[index], rule=BlockRule())
-        rows += [dataclasses.replace(row, prompt_index=index) for row in generate(PAIR, [prompt], budget, **given)]
+        rows += [
+            dataclasses.replace(row, prompt_index=index)
+            for row in generate(PAIR, [prompt], budget, **given)
+        ]
     return by_row(rows)
 
 
@@ -60,7 +65,10 @@ SHAPES = [dict(rows=1), dict(rows=3), dict(rows=99)]
 def test_a_text_is_the_one_that_its_prompt_has_alone(alone, options):
     """Tokens, end and counts, for any order and number of rows."""
     order = [3, 6, 0, 5, 1, 4, 2]
-    done = [dataclasses.replace(row, prompt_index=order[row.prompt_index]) for row in queue(order, **options)]
+    done = [
+        dataclasses.replace(row, prompt_index=order[row.prompt_index])
+        for row in queue(order, **options)
+    ]
     assert len(done) == 2 * len(PROMPTS) and by_row(done) == alone
 
 
@@ -75,14 +83,18 @@ def test_completions_say_when_neighbours_matter():
         (row,) = generate_many(PAIR, [[1]], 2, rule=rule, **options)
         return row.row_independent
 
-    adaptive = dict(draft_length=Adaptive(lengths=(0, 2), costs_ms=(1, 1.6)), drafter=NgramDrafter(2))
+    adaptive = dict(
+        draft_length=Adaptive(lengths=(0, 2), costs_ms=(1, 1.6)), drafter=NgramDrafter(2)
+    )
     for options in (dict(drafter=Scheduler(K=2)), adaptive):
         assert (said(BlockRule(), **options), said(CoupledRule(), **options)) == (False, True)
     assert all(row.row_independent for row in queue(rows=3))
 
 
 def test_rows_are_busy_while_prompts_wait():
-    """Budgets from 1 to 60 at random: fixed batches wait for their longest text, the queue does not."""
+    """Budgets from 1 to 60 at random: fixed batches wait for their longest text, the queue does
+    not.
+    """
     budgets = np.random.default_rng(0).integers(1, 61, 96).tolist()
     prompts = [[1 + index % 11] for index in range(96)]
     work = generate_many(PAIR, prompts, budgets, rows=8, draft_length=0)
@@ -104,7 +116,9 @@ def test_strings_end_texts_and_their_rows_take_the_next_prompt():
         assert dataclasses.replace(cut, dropped=0) == dataclasses.replace(row, dropped=0)
         assert cut.dropped <= 3 + 1
     assert work.usage.rounds < 12
-    assert work.usage.busy == sum(row.stats.rounds for row in done.values()), "rounds past a stop are not busy"
+    assert work.usage.busy == sum(row.stats.rounds for row in done.values()), (
+        "rounds past a stop are not busy"
+    )
 
 
 def test_where_texts_are_short_strings_are_looked_for_in_every_round(monkeypatch):
@@ -169,7 +183,10 @@ def test_the_log_of_another_call_is_refused(tmp_path):
     damaged = content.replace('"prompt_index": 3', '"prompt_index": 99')
     for written, message in (
         ("no log\n", "is no file of completions"),
-        (f'{content.splitlines()[0]}\n{{"text": "a"}}\n', "line 2 is no completion .*remove the line"),
+        (
+            f'{content.splitlines()[0]}\n{{"text": "a"}}\n',
+            "line 2 is no completion .*remove the line",
+        ),
         (damaged, "no completion .sample . of prompt 99.: remove the line"),
     ):
         path.write_text(written, encoding="utf-8")
@@ -177,12 +194,18 @@ def test_the_log_of_another_call_is_refused(tmp_path):
             queue(log=CompletionLog(path, {"weights": "a"}))
 
 
-def test_logs_of_replicas_are_put_together_and_the_part_of_a_killed_one_is_decoded_by_another(tmp_path, alone):
-    """Three replicas, the last killed: a run of everything decodes what they lack, and writes the texts of one run."""
+def test_logs_of_replicas_are_put_together_and_the_part_of_a_killed_one_is_decoded_by_another(
+    tmp_path, alone
+):
+    """Three replicas, the last killed: a run of everything decodes what they lack, and writes the
+    texts of one run.
+    """
     path = tmp_path / "texts.jsonl"
 
     def part(index, **options):
-        return queue(range(index, 7, 3), rows=3, log=CompletionLog(path, {}, Replica(index, 3)), **options)
+        return queue(
+            range(index, 7, 3), rows=3, log=CompletionLog(path, {}, Replica(index, 3)), **options
+        )
 
     assert [len(list(part(index))) for index in (0, 1)] == [6, 4]
     killed = part(2)
@@ -195,10 +218,14 @@ def test_logs_of_replicas_are_put_together_and_the_part_of_a_killed_one_is_decod
     whole = queue(rows=3, log=CompletionLog(path, {}))
     assert whole.known == 6 + 4 + len(kept)
     assert by_row(whole) == alone
-    ids = [json.loads(line)["prompt_id"] for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+    ids = [
+        json.loads(line)["prompt_id"] for line in path.read_text(encoding="utf-8").splitlines()[1:]
+    ]
     assert sorted(ids) == sorted(2 * [*range(7)])
     assert part(2).known == 4, "a replica takes over what a run of everything wrote"
-    with pytest.raises(ValueError, match="texts.jsonl holds completions of another call: seed was 0, is 1"):
+    with pytest.raises(
+        ValueError, match="texts.jsonl holds completions of another call: seed was 0, is 1"
+    ):
         queue(range(0, 7, 2), rows=3, log=CompletionLog(path, {}, Replica(0, 2)), seed=1)
 
 
@@ -214,14 +241,18 @@ def test_a_full_disk_loses_nothing_that_was_written(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
     open_before = open
-    monkeypatch.setattr("builtins.open", lambda *args: Full(*args) if args[0] == path else open_before(*args))
+    monkeypatch.setattr(
+        "builtins.open", lambda *args: Full(*args) if args[0] == path else open_before(*args)
+    )
     with pytest.raises(OSError, match="No space left"):
         list(first)
     assert path.read_bytes() == written
 
 
 def test_prompts_are_read_together(monkeypatch):
-    """Four rows that are free at once take four prompts of any length by one call; the texts are those of single calls."""
+    """Four rows that are free at once take four prompts of any length by one call; the texts are
+    those of single calls.
+    """
     counted, extend = [], Engine.extend
 
     def count(engine, requests, *arguments):
@@ -233,7 +264,10 @@ def test_prompts_are_read_together(monkeypatch):
     together = by_row(generate_many(PAIR, prompts, 5, rows=8, sampling=chain(temperature(1.0))))
     assert counted == [4, 4]
     monkeypatch.setattr("specsamp.serving.generate_many.TOGETHER", 1)
-    assert by_row(generate_many(PAIR, prompts, 5, rows=8, sampling=chain(temperature(1.0)))) == together
+    assert (
+        by_row(generate_many(PAIR, prompts, 5, rows=8, sampling=chain(temperature(1.0))))
+        == together
+    )
     assert counted[2:] == [1] * 8
 
 
@@ -243,4 +277,6 @@ def test_what_prompts_share_is_read_once():
     work = generate_many(PAIR, [[*shots, 3], [*shots, 4]], 3, rows=1, num_samples=2, draft_length=1)
     together = by_row(work)
     assert work.batch.tokens_copied >= 3 * 58 and work.batch.tokens_read < 61 + 3 * 4
-    assert together == by_row(generate(PAIR, [[*shots, 3], [*shots, 4]], 3, num_samples=2, draft_length=1))
+    assert together == by_row(
+        generate(PAIR, [[*shots, 3], [*shots, 4]], 3, num_samples=2, draft_length=1)
+    )

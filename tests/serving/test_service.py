@@ -1,4 +1,6 @@
-"""Requests as they come: each text is the one that it is alone, and neither a caller nor an error holds up the others."""
+"""Requests as they come: each text is the one that it is alone, and neither a caller nor an error
+holds up the others.
+"""
 
 import queue
 import threading
@@ -36,7 +38,9 @@ class Caller:
         self.num_samples = options.get("num_samples", 1)
         numbers = {name: options.pop(name) for name in ("temperature", "top_p") if name in options}
         sampling = make_warp({"temperature": 0.0} | numbers)
-        self.answer = service.ask(prompts, budget, deliver=self.pieces.put, sampling=sampling, **options)
+        self.answer = service.ask(
+            prompts, budget, deliver=self.pieces.put, sampling=sampling, **options
+        )
         self.got = [[] for _ in self.answer.requests]
 
     def wait(self):
@@ -58,7 +62,9 @@ def of(completions):
 
 
 def test_texts_of_different_requests_are_those_that_they_have_alone(service):
-    """More than there are rows, of different warps, seeds, budgets, samples and ends, streamed and whole; all at once."""
+    """More than there are rows, of different warps, seeds, budgets, samples and ends, streamed and
+    whole; all at once.
+    """
     asked = [
         dict(prompts=["abc"], budget=9),
         dict(prompts=["x", "def"], budget=12, temperature=5.0, top_p=0.9, seed=7),
@@ -71,7 +77,9 @@ def test_texts_of_different_requests_are_those_that_they_have_alone(service):
     assert compiled_programs() == before, "all of it was compiled"
     assert found == [of(alone(**one)) for one in asked]
     assert found[2] == [(list(b"ijklmno"), "stop", "ijklm")]
-    assert found[1][0] != found[1][1] and found[3][0] != found[3][1], "the control: they are sampled"
+    assert found[1][0] != found[1][1] and found[3][0] != found[3][1], (
+        "the control: they are sampled"
+    )
     assert max(map(len, callers[1].got)) > 1 and len(callers[0].got[0]) == 1
     stats = callers[0].got[0][-1].stats
     assert stats.emitted == 9 and stats.accepted > 0 and service.unfinished == 0
@@ -99,14 +107,20 @@ def test_who_leaves_frees_rows_and_places(service):
 
 def test_what_cannot_be_served_is_refused_and_nothing_is_held(service):
     for given, message in (
-        (dict(prompts=["a" * CONTEXT]), "prompt 0 has 40 tokens, of 40 for prompt and text: shorten it"),
+        (
+            dict(prompts=["a" * CONTEXT]),
+            "prompt 0 has 40 tokens, of 40 for prompt and text: shorten it",
+        ),
         (dict(prompts=["a"], budget=2**40), "max_tokens must be"),
         (dict(prompts=[[]]), "prompt 0 is empty"),
         (dict(prompts=[[999]]), "prompt 0.* below 257; got 999"),
         (dict(prompts=["a"], seed=-1), "seed must be"),
         (dict(prompts=["a"], stop=["a"] * 33), "33 stop texts: at most 32"),
         (dict(prompts=["a"], stop=[""]), "a stop text is empty"),
-        (dict(prompts=["a"], num_samples=7), "7 texts are asked for, of 6 that are taken at a time"),
+        (
+            dict(prompts=["a"], num_samples=7),
+            "7 texts are asked for, of 6 that are taken at a time",
+        ),
         (dict(prompts=["a"], num_samples=10**9), "texts are asked for, of 6"),
         (dict(prompts="ab"), "prompts must be a list; got 'ab'"),
         (dict(prompts=["a"], stop="ab"), "stop must be a list; got 'ab'"),

@@ -1,11 +1,13 @@
-"""Prints a digest of the StableHLO of `Loop.run` for 92 chain-shaped settings; compares two checkouts.
+"""Prints a digest of the StableHLO of `Loop.run` for 92 chain-shaped settings; compares two
+checkouts.
 
     python tests/support/chain_programs.py                      # prints the digests of this checkout
     python tests/support/chain_programs.py --against=HEAD~1     # compares them with those of another commit
 
-Moves, renames and optional fields must not change what is compiled for a chain. A commit that must change it says
-so and says what. Digests do not depend on the order of a program's arguments, which follows the names of fields.
-Every checkout is asked by its own copy of this file, since names differ between commits.
+Moves, renames and optional fields must not change what is compiled for a chain. A commit that must
+change it says so and says what. Digests do not depend on the order of a program's arguments, which
+follows the names of fields. Every checkout is asked by its own copy of this file, since names
+differ between commits.
 """
 
 import collections
@@ -46,7 +48,9 @@ METHODS = (
 SETTINGS = tuple(itertools.product(("rotary", "relative"), (False, True), (1, 3), METHODS, (1, 6)))
 # Every other way to draft, adaptive lengths, and kept rounds.
 OTHERS = ("early_exit", "eagle3", "medusa", "adaptive")
-SETTINGS += tuple(("rotary", False, batch, (name, TokenRule()), 1) for name in OTHERS for batch in (1, 3))
+SETTINGS += tuple(
+    ("rotary", False, batch, (name, TokenRule()), 1) for name in OTHERS for batch in (1, 3)
+)
 
 
 def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: int) -> str:
@@ -57,7 +61,9 @@ def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: i
     name, rule = method
     drafter, init_draft = every_drafter(target, draft, K)[name]
     keeps_rounds = name in OTHERS
-    lengths = Adaptive(lengths=(0, 1, K), costs_ms=(1.0, 1.2, 1.5), stop=Confidence(0.3)).for_batch(batch)
+    lengths = Adaptive(lengths=(0, 1, K), costs_ms=(1.0, 1.2, 1.5), stop=Confidence(0.3)).for_batch(
+        batch
+    )
     loop = Loop(
         target=target,
         drafter=drafter,
@@ -71,7 +77,9 @@ def lower(positions: str, cpu_layout: bool, batch: int, method: tuple, window: i
 
     def prepare(key):
         draft_weights = drafter.fit_slots(drafter.prepare(init_draft(key)), SLOTS)
-        return Weights(target=target.fit_slots(target.prepare(target.init(key)), SLOTS), draft=draft_weights)
+        return Weights(
+            target=target.fit_slots(target.prepare(target.init(key)), SLOTS), draft=draft_weights
+        )
 
     weights = jax.eval_shape(prepare, jax.random.key(0))
     tokens_BP, lengths_B = jnp.zeros((batch, 8), jnp.int32), jnp.full((batch,), 8)
@@ -95,8 +103,13 @@ def digest(text: str) -> str:
 
 
 def operations(text: str) -> str:
-    """Hashes how often each operation occurs with which types: equal for two orders of a loop's carry."""
-    lines = [re.sub(r"%\w+(:\d+|#\d+)?", "%", re.sub(r"loc\(.*?\)", "", line)).strip() for line in text.splitlines()]
+    """Hashes how often each operation occurs with which types: equal for two orders of a loop's
+    carry.
+    """
+    lines = [
+        re.sub(r"%\w+(:\d+|#\d+)?", "%", re.sub(r"loc\(.*?\)", "", line)).strip()
+        for line in text.splitlines()
+    ]
     plain = collections.Counter(
         line for line in lines if " = " in line and "while" not in line and "func.func" not in line
     )
@@ -107,7 +120,10 @@ def lines():
     for setting in SETTINGS:
         text = lower(*setting)
         positions, cpu_layout, batch, (name, rule), window = setting
-        label = f"{positions} cpu_layout={cpu_layout} batch={batch} {name} {type(rule).__name__} window={window}"
+        label = (
+            f"{positions} cpu_layout={cpu_layout} batch={batch} {name} {type(rule).__name__} "
+            f"window={window}"
+        )
         yield f"{label}: {digest(text)} {operations(text)} {len(text)}"
 
 

@@ -1,4 +1,6 @@
-"""Every way to draft, and the comparison of two checkouts by what a script of this folder prints in each."""
+"""Every way to draft, and the comparison of two checkouts by what a script of this folder prints in
+each.
+"""
 
 import argparse
 import collections
@@ -27,8 +29,12 @@ def every_drafter(target, draft, K):
     """Returns by name, for two transformers, a drafter and what makes its parameters of a key."""
     size = target.config
     of_head = dict(num_layers=1, gated=True, activation="silu", positions="rotary")
-    shape = dict(layer=dataclasses.replace(size, **of_head), own_output=True, target_layers=size.num_layers)
-    eagle3 = FeatureHead(Eagle3Config(hidden_layers=(0, 1, 2), draft_vocab_size=size.vocab_size // 2, **shape))
+    shape = dict(
+        layer=dataclasses.replace(size, **of_head), own_output=True, target_layers=size.num_layers
+    )
+    eagle3 = FeatureHead(
+        Eagle3Config(hidden_layers=(0, 1, 2), draft_vocab_size=size.vocab_size // 2, **shape)
+    )
     medusa = FeatureHead(MedusaConfig(hidden_layers=(size.num_layers,), num_heads=K, **shape))
 
     def nothing(key):
@@ -46,13 +52,17 @@ def every_drafter(target, draft, K):
 
 
 def print_or_compare(script, description, lines, **choices):
-    """The command line of a script: prints its lines, ``LABEL: DIGEST ..``, or compares them with another commit's.
+    """The command line of a script: prints its lines, ``LABEL: DIGEST ..``, or compares them with
+    another commit's.
 
     Args:
-      lines: makes them; ``choices`` are its arguments and what they are chosen from, all by default.
+      lines: makes them; ``choices`` are its arguments and what they are chosen from, all by
+        default.
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--against", help="The commit to compare with, which runs its own copy of this script.")
+    parser.add_argument(
+        "--against", help="The commit to compare with, which runs its own copy of this script."
+    )
     for name, known in choices.items():
         parser.add_argument(f"--{name}", default=",".join(known))
     chosen, ours = vars(parser.parse_args()), []
@@ -62,24 +72,34 @@ def print_or_compare(script, description, lines, **choices):
         if against is None:
             print(line, flush=True)
     if against is not None:
-        compare(ours, run_at(against, pathlib.Path(script), [f"--{name}={text}" for name, text in chosen.items()]))
+        compare(
+            ours,
+            run_at(
+                against, pathlib.Path(script), [f"--{name}={text}" for name, text in chosen.items()]
+            ),
+        )
 
 
 def run_at(revision, script, arguments):
     """Returns the lines that a script prints in a checkout of ``revision``."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["git", "worktree", "add", "--detach", "-q", folder, revision], cwd=ROOT, check=True)
+        subprocess.run(
+            ["git", "worktree", "add", "--detach", "-q", folder, revision], cwd=ROOT, check=True
+        )
         try:
             command = [sys.executable, f"{folder}/{script.relative_to(ROOT)}", *arguments]
             environment = {**os.environ, "PYTHONPATH": folder}
-            theirs = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+            theirs = subprocess.run(
+                command, capture_output=True, text=True, check=True, env=environment
+            )
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", folder], cwd=ROOT, check=True)
     return theirs.stdout.splitlines()
 
 
 def compare(ours, theirs):
-    """Prints what differs, and exits with 1 if anything does; labels that one of the two lacks are counted apart.
+    """Prints what differs, and exits with 1 if anything does; labels that one of the two lacks are
+    counted apart.
 
     A second digest that is equal says that no more than an order differs.
     """
@@ -89,7 +109,13 @@ def compare(ours, theirs):
         print(f"{len(apart)} labels are known to one of the two alone")
     for label in here.keys() & there.keys():
         mine, other = here[label].split(), there[label].split()
-        kind = "identical" if mine[0] == other[0] else "reordered" if mine[1:2] == other[1:2] != [] else "different"
+        kind = (
+            "identical"
+            if mine[0] == other[0]
+            else "reordered"
+            if mine[1:2] == other[1:2] != []
+            else "different"
+        )
         kinds[kind] += 1
         if kind != "identical":
             print(f"{label}: {kind}")

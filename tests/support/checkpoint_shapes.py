@@ -16,14 +16,23 @@ from specsamp.models.transformer import TransformerLM
 from support.weights import drawn_params
 
 CONFIG = tiny(
-    vocab_size=304, width=32, num_heads=4, num_kv_heads=2, positions="rotary", gated=True, activation="silu", tied=False
+    vocab_size=304,
+    width=32,
+    num_heads=4,
+    num_kv_heads=2,
+    positions="rotary",
+    gated=True,
+    activation="silu",
+    tied=False,
 )
 
 
 def random_params(config, seed=0):
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(TransformerLM(config).init, jax.random.key(0))
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / np.sqrt(32), jnp.float32), shapes)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape) / np.sqrt(32), jnp.float32), shapes
+    )
 
 
 def write_random_head(folder, target_name):

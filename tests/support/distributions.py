@@ -1,4 +1,6 @@
-"""Distributions that rules are enumerated on: every kind of pair under every warp, random ones, and constant ones."""
+"""Distributions that rules are enumerated on: every kind of pair under every warp, random ones, and
+constant ones.
+"""
 
 import functools
 
@@ -43,7 +45,9 @@ def kinds_of_logits(rng, shape):
     """Target and draft logits, by the way in which they differ."""
     target = rng.normal(size=shape) * 1.5
     other = rng.normal(size=shape) * 2
-    one_hot = np.where(np.arange(shape[-1]) == rng.normal(size=shape).argmax(-1)[:, None], 0, -np.inf)
+    one_hot = np.where(
+        np.arange(shape[-1]) == rng.normal(size=shape).argmax(-1)[:, None], 0, -np.inf
+    )
 
     def most():
         return rng.integers(shape[-1], size=shape[:-1] + (1,))
@@ -68,29 +72,44 @@ def kinds_of_logits(rng, shape):
 
 @functools.cache
 def grid(vocab_size):
-    """Scenario names, target distributions, draft distributions: every kind of pair under every warp."""
+    """Scenario names, target distributions, draft distributions: every kind of pair under every
+    warp.
+    """
     lengths = [vocab_size**n for n in range({3: 7, 4: 5}[vocab_size])]
     kinds = kinds_of_logits(np.random.default_rng(vocab_size), (sum(lengths), vocab_size))
     targets, drafts = (np.stack(logits) for logits in zip(*kinds.values()))
     distributions = [
-        (warped(target_warp, targets), warped(draft_warp, drafts)) for target_warp, draft_warp in WARPS.values()
+        (warped(target_warp, targets), warped(draft_warp, drafts))
+        for target_warp, draft_warp in WARPS.values()
     ]
     names = [f"{kind}, {warp}" for warp in WARPS for kind in kinds]
-    target, draft = (np.split(np.concatenate(side), np.cumsum(lengths)[:-1], axis=1) for side in zip(*distributions))
+    target, draft = (
+        np.split(np.concatenate(side), np.cumsum(lengths)[:-1], axis=1)
+        for side in zip(*distributions)
+    )
     return names, target, draft
 
 
 def one_hots(names, *sides):
     keep = [i for i, name in enumerate(names) if name.startswith("one-hot")]
-    return [names[i] for i in keep], *([table[keep] for table in distributions] for distributions in sides)
+    return [names[i] for i in keep], *(
+        [table[keep] for table in distributions] for distributions in sides
+    )
 
 
 def random_distributions(seed, scenarios, vocab_size, depth):
     rng = np.random.default_rng(seed)
-    return [log_softmax(1.5 * rng.normal(size=(scenarios, vocab_size**n, vocab_size)), -1) for n in range(depth)]
+    return [
+        log_softmax(1.5 * rng.normal(size=(scenarios, vocab_size**n, vocab_size)), -1)
+        for n in range(depth)
+    ]
 
 
 def constant(probs, depth):
-    """The distribution ``probs`` after every prefix; a batch of distributions is a batch of scenarios."""
+    """The distribution ``probs`` after every prefix; a batch of distributions is a batch of
+    scenarios.
+    """
     log_probs_SV = log(np.atleast_2d(probs))
-    return [np.repeat(log_probs_SV[:, None], log_probs_SV.shape[-1] ** n, axis=1) for n in range(depth)]
+    return [
+        np.repeat(log_probs_SV[:, None], log_probs_SV.shape[-1] ** n, axis=1) for n in range(depth)
+    ]

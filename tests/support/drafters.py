@@ -38,12 +38,16 @@ TARGET = TransformerLM(TransformerConfig(vocab_size=V, num_layers=LAYERS, **MEMO
 
 @functools.cache
 def sharp(model):
-    """Returns parameters with which distributions depend much on the text, and little on rounding."""
+    """Returns parameters with which distributions depend much on the text, and little on
+    rounding.
+    """
     return jax.tree.map(lambda x: 2 * x if x.dtype == jnp.float32 else x, drawn_params(model))
 
 
 def of_model(drafter, draft=TARGET, lengths=(0, K), perfect=0):
-    """Returns a pair, a drafter, and draft lengths; the first ``perfect`` tokens are the target's."""
+    """Returns a pair, a drafter, and draft lengths; the first ``perfect`` tokens are the
+    target's.
+    """
     pair = Pair(target=TARGET, target_params=sharp(TARGET), draft=draft, draft_params=sharp(draft))
     return pair, drafter, lengths, perfect
 

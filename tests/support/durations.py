@@ -1,4 +1,6 @@
-"""The record of how long tests take, by file and function: the quick ones together may take twenty minutes."""
+"""The record of how long tests take, by file and function: the quick ones together may take twenty
+minutes.
+"""
 
 import collections
 import json
@@ -11,18 +13,24 @@ COMMAND = "bash launch/test.sh --record_durations"
 
 
 def function_of(test_id):
-    """Returns the file and the function of a test's id: ``("tests/x.py", "test_y")`` of "tests/x.py::test_y[3]"."""
+    """Returns the file and the function of a test's id: ``("tests/x.py", "test_y")`` of
+    "tests/x.py::test_y[3]".
+    """
     path, _, name = test_id.partition("::")
     return path, name.partition("[")[0]
 
 
 def read():
-    """Returns the recorded seconds by file and function: parameters together, but slow ones apart, as "test_y, slow"."""
+    """Returns the recorded seconds by file and function: parameters together, but slow ones apart,
+    as "test_y, slow".
+    """
     return json.loads(PATH.read_text(encoding="utf-8")) if PATH.exists() else {}
 
 
 class Recorder:
-    """A plugin of pytest that writes the record. A complete run starts anew, others change what they ran."""
+    """A plugin of pytest that writes the record. A complete run starts anew, others change what
+    they ran.
+    """
 
     def __init__(self, *, complete):
         self.complete = complete
@@ -30,10 +38,16 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report):
         path, name = function_of(report.nodeid)
-        self.seconds[path, f"{name}, slow" if "slow" in report.keywords else name] += report.duration
+        self.seconds[path, f"{name}, slow" if "slow" in report.keywords else name] += (
+            report.duration
+        )
 
     def pytest_sessionfinish(self):
-        record = {} if self.complete else {path: found for path, found in read().items() if (ROOT / path).exists()}
+        record = (
+            {}
+            if self.complete
+            else {path: found for path, found in read().items() if (ROOT / path).exists()}
+        )
         for (path, name), seconds in self.seconds.items():
             record.setdefault(path, {})[name] = round(seconds, 1)
         PATH.write_text(json.dumps(record, indent=0, sort_keys=True) + "\n", encoding="utf-8")

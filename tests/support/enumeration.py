@@ -1,17 +1,19 @@
-"""The exact distribution of what speculative sampling emits, by enumeration: an oracle that knows no loop.
+"""The exact distribution of what speculative sampling emits, by enumeration: an oracle that knows
+no loop.
 
-A rule splits into an acceptance distribution, a map from yes/no answers to ``n``, and a residual distribution. Over a
-small vocabulary everything else can be summed: all ``V^K`` drafts, weighted with the distribution they are drawn
-from, all ``2^K`` patterns of answers, weighted with the acceptance distribution, all appended tokens. That is one
-round from one prefix, and the rounds are chained until ``length`` tokens are out. Nothing is drawn, so
-an exact rule reproduces the target's own joint distribution to rounding, here in float64.
+A rule splits into an acceptance distribution, a map from yes/no answers to ``n``, and a residual
+distribution. Over a small vocabulary everything else can be summed: all ``V^K`` drafts, weighted
+with the distribution they are drawn from, all ``2^K`` patterns of answers, weighted with the
+acceptance distribution, all appended tokens. That is one round from one prefix, and the rounds are
+chained until ``length`` tokens are out. Nothing is drawn, so an exact rule reproduces the target's
+own joint distribution to rounding, here in float64.
 
-(The coupled rule has no such split: its answers are the agreement of two choices. It emits the target's own choices,
-which tests/sampling/test_verify.py holds bit by bit.)
+(The coupled rule has no such split: its answers are the agreement of two choices. It emits the
+target's own choices, which tests/sampling/test_verify.py holds bit by bit.)
 
-Distributions are tables that see the *whole* prefix. ``distributions[n]`` is ``[S, V**n, V]``, the log-probabilities after
-each prefix of length n, read as a number in base V; S counts independent scenarios, which share the
-few jitted calls of one fixed shape in which the rule is evaluated.
+Distributions are tables that see the *whole* prefix. ``distributions[n]`` is ``[S, V**n, V]``, the
+log-probabilities after each prefix of length n, read as a number in base V; S counts independent
+scenarios, which share the few jitted calls of one fixed shape in which the rule is evaluated.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from specsamp.sampling.warp import chain
 Distributions = Sequence[np.ndarray]
 
 CHUNK = 4096  # rows per jitted call
-COMPILE_FAST = {"xla_backend_optimization_level": 0}  # small functions: compiling takes longer than running
+# Small functions: compiling takes longer than running.
+COMPILE_FAST = {"xla_backend_optimization_level": 0}
 
 
 def autoregressive(target: Distributions, length: int) -> np.ndarray:
@@ -42,8 +45,12 @@ def autoregressive(target: Distributions, length: int) -> np.ndarray:
     return joint
 
 
-def joint_distribution(rule: Rule, target: Distributions, draft: Distributions, **options) -> np.ndarray:
-    """The joint distribution of the first tokens that rounds of ``rule`` emit, ``[S, V**length]``; as `chain_rounds`."""
+def joint_distribution(
+    rule: Rule, target: Distributions, draft: Distributions, **options
+) -> np.ndarray:
+    """The joint distribution of the first tokens that rounds of ``rule`` emit, ``[S, V**length]``;
+    as `chain_rounds`.
+    """
     return chain_rounds(rule, target, draft, **options)[0]
 
 
@@ -65,8 +72,8 @@ def chain_rounds(
       num_drafted: one entry for each length of prefix; this and the rest as in `enumerate_round`.
 
     Returns:
-      The joint distribution of the tokens, and for each length of prefix the probability that a round starts at each
-      prefix, and the rounds.
+      The joint distribution of the tokens, and for each length of prefix the probability that a
+      round starts at each prefix, and the rounds.
     """
     scenarios, _, vocab_size = target[0].shape
     reached = [np.zeros((scenarios, vocab_size**m)) for m in range(length + 1)]
@@ -98,14 +105,18 @@ class Rounds:
         """The distribution of (draft, n, appended token)."""
         drafted = self.drafted_SXD[..., None, None]
         # Drafts that are never drawn may leave a rule undefined; those that are drawn may not.
-        return np.where(drafted > 0, drafted * self.num_accepted_SXDN[..., None] * self.last_SXDNV, 0)
+        return np.where(
+            drafted > 0, drafted * self.num_accepted_SXDN[..., None] * self.last_SXDNV, 0
+        )
 
     @property
     def expected_accepted_SX(self) -> np.ndarray:
         return self.joint_SXDNV.sum((2, 4)) @ np.arange(self.num_accepted_SXDN.shape[-1])
 
     def emitted(self, n: int) -> np.ndarray:
-        """The joint probability of accepting n tokens and of the n + 1 tokens emitted, [S, X, V**(n+1)]."""
+        """The joint probability of accepting n tokens and of the n + 1 tokens emitted, [S, X,
+        V**(n+1)].
+        """
         joint = self.joint_SXDNV[:, :, :, n]
         scenarios, prefixes, _, vocab_size = joint.shape
         shape = (scenarios, prefixes, vocab_size**n, -1, vocab_size)
@@ -126,12 +137,14 @@ def enumerate_round(
     """One round from every prefix of ``target[0]``, whose length need not be zero.
 
     Args:
-      target, draft: ``target[i]`` conditions on the prefix and i drafted tokens; i up to K, or K - 1.
+      target, draft: ``target[i]`` conditions on the prefix and i drafted tokens; i up to K, or K -
+        1.
       num_drafted: broadcasts to ``[S, X, D]``; K if None. It may depend on the drafted tokens as a
-        stopping time does, that is, whether it exceeds i on the first i alone. What lies beyond it is
-        drafted all the same, handed to the rule, and must not matter.
+        stopping time does, that is, whether it exceeds i on the first i alone. What lies beyond it
+        is drafted all the same, handed to the rule, and must not matter.
       one_hot: ``draft`` holds one-hot distributions; the rule is given no distributions.
-      shown: the distributions shown to the rule where they are not those drawn from (a bug, for negative controls).
+      shown: the distributions shown to the rule where they are not those drawn from (a bug, for
+        negative controls).
       dtype: in which the rule computes; the sums over its answers are in float64 in any case.
     """
     scenarios, prefixes, vocab_size = target[0].shape
@@ -140,9 +153,19 @@ def enumerate_round(
     shape = (scenarios, prefixes, num_drafts)
 
     target_rows = along_drafts(target, num_tokens + 1, num_tokens)
-    draft_rows = along_drafts(draft, num_tokens, num_tokens).reshape(shape + (num_tokens, vocab_size))
-    drafted = np.exp(np.take_along_axis(draft_rows, drafts_DK[None, None, :, :, None], axis=-1)).prod((-2, -1))
-    seen = None if one_hot else draft_rows if shown is None else along_drafts(shown, num_tokens, num_tokens)
+    draft_rows = along_drafts(draft, num_tokens, num_tokens).reshape(
+        shape + (num_tokens, vocab_size)
+    )
+    drafted = np.exp(
+        np.take_along_axis(draft_rows, drafts_DK[None, None, :, :, None], axis=-1)
+    ).prod((-2, -1))
+    seen = (
+        None
+        if one_hot
+        else draft_rows
+        if shown is None
+        else along_drafts(shown, num_tokens, num_tokens)
+    )
 
     def flat(x: np.ndarray, rank: int) -> np.ndarray:  # one row per scenario, prefix and draft
         tail = x.shape[x.ndim - rank :]
@@ -173,11 +196,15 @@ def enumerate_round(
 
 
 def along_drafts(distributions: Distributions, steps: int, num_tokens: int) -> np.ndarray:
-    """The distributions after the first 0, 1, .. tokens of each draft of each prefix, ``[S, X, D, steps, V]``."""
+    """The distributions after the first 0, 1, .. tokens of each draft of each prefix, ``[S, X, D,
+    steps, V]``.
+    """
     if not steps:
         return np.zeros(0)
     scenarios, prefixes, vocab_size = distributions[0].shape
-    rows = [np.repeat(distributions[i], vocab_size ** (num_tokens - i), axis=1) for i in range(steps)]
+    rows = [
+        np.repeat(distributions[i], vocab_size ** (num_tokens - i), axis=1) for i in range(steps)
+    ]
     return np.stack(rows, axis=2).reshape(scenarios, prefixes, -1, steps, vocab_size)
 
 
@@ -199,7 +226,9 @@ def split(
     target: np.ndarray,
     dtype: type = np.float64,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``rule.acceptance``, [R, K], and ``rule.residual`` for n = 0 .. K, [R, K+1, V], computed in ``dtype``."""
+    """``rule.acceptance``, [R, K], and ``rule.residual`` for n = 0 .. K, [R, K+1, V], computed in
+    ``dtype``.
+    """
     log_probs = None if log_probs is None else log_probs.astype(dtype)
     draft = Draft(tokens_BK=tokens, num_drafted_B=num_drafted, log_probs_BRV=log_probs)
     acceptance, residual = in_chunks(_split, rule, draft, target.astype(dtype))
@@ -207,13 +236,19 @@ def split(
     return acceptance, residual
 
 
-def in_chunks(function: Callable, rule: Rule, draft: Draft, target: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Returns the arrays of ``function(rule, draft, target)``, in float64 or as given, by calls of one fixed shape."""
+def in_chunks(
+    function: Callable, rule: Rule, draft: Draft, target: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Returns the arrays of ``function(rule, draft, target)``, in float64 or as given, by calls of
+    one fixed shape.
+    """
     rows, pieces = len(target), []
     with jax.enable_x64(True):
         for start in range(0, rows, CHUNK):
             chosen = np.minimum(np.arange(start, start + CHUNK), rows - 1)
-            pieces.append(jax.device_get(function(rule, *jax.tree.map(lambda x: x[chosen], (draft, target)))))
+            pieces.append(
+                jax.device_get(function(rule, *jax.tree.map(lambda x: x[chosen], (draft, target))))
+            )
     return tuple(np.concatenate(parts)[:rows] for parts in zip(*pieces))
 
 
@@ -224,4 +259,6 @@ def _split(rule: Rule, draft: Draft, target: jax.Array) -> tuple[jax.Array, jax.
     def residual(n):
         return rule.residual(draft, target, jnp.full(batch, n))
 
-    return rule.acceptance(draft, target), jax.vmap(residual, out_axes=1)(jnp.arange(outcomes, dtype=jnp.int32))
+    return rule.acceptance(draft, target), jax.vmap(residual, out_axes=1)(
+        jnp.arange(outcomes, dtype=jnp.int32)
+    )

@@ -1,4 +1,6 @@
-"""Packages that some tests need and plain pytest may lack: those tests are skipped, and the summary says so."""
+"""Packages that some tests need and plain pytest may lack: those tests are skipped, and the summary
+says so.
+"""
 
 import importlib.util
 import pathlib
@@ -12,7 +14,9 @@ ON_LINUX_X86 = sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 def shellcheck():
-    """Returns the path of the program, beside this Python or on the path; None where it is missing."""
+    """Returns the path of the program, beside this Python or on the path; None where it
+    is missing.
+    """
     beside = pathlib.Path(sys.executable).with_name("shellcheck")
     return str(beside) if beside.exists() else shutil.which("shellcheck")
 
@@ -49,7 +53,10 @@ MISSING = {name: what for name, what in LEFT_OUT.items() if not is_here(name)}
 def slow_but(values, *quick):
     """Returns parameters of a test, all slow but the ``quick`` ones."""
     each = [(value if isinstance(value, tuple) else (value,), value in quick) for value in values]
-    return [pytest.param(*value, marks=[] if is_quick else [pytest.mark.slow]) for value, is_quick in each]
+    return [
+        pytest.param(*value, marks=[] if is_quick else [pytest.mark.slow])
+        for value, is_quick in each
+    ]
 
 
 def needs(*names):

@@ -1,4 +1,6 @@
-"""Table models and the exact distributions they imply: small enough to enumerate, honest enough to see cache bugs."""
+"""Table models and the exact distributions they imply: small enough to enumerate, honest enough to
+see cache bugs.
+"""
 
 import collections
 import dataclasses
@@ -40,7 +42,8 @@ def compiled_programs():
 
 @dataclasses.dataclass(frozen=True)
 class TableLM(LanguageModel):
-    """Logits looked up by the last three tokens; all but the current call's are read from the cache.
+    """Logits looked up by the last three tokens; all but the current call's are read from the
+    cache.
 
     Weights are a table ``[V+1, V+1, V+1, V]``; index V stands for "before the text".
     """
@@ -74,10 +77,12 @@ class TableLM(LanguageModel):
 
 @dataclasses.dataclass(frozen=True)
 class LayeredTableLM(LayeredModel):
-    """A stack of table models: each layer adds to the logits what its own cache and its own table say.
+    """A stack of table models: each layer adds to the logits what its own cache and its own table
+    say.
 
-    Weights are ``[layers, V+1, V+1, V+1, V]``; the stream holds tokens and logits. What a layer's cache holds of
-    earlier calls is the tokens that this layer was run for, so a draft that stops early writes its layers alone.
+    Weights are ``[layers, V+1, V+1, V+1, V]``; the stream holds tokens and logits. What a layer's
+    cache holds of earlier calls is the tokens that this layer was run for, so a draft that stops
+    early writes its layers alone.
     """
 
     vocab_size: int
@@ -92,16 +97,22 @@ class LayeredTableLM(LayeredModel):
         return dataclasses.replace(self, num_layers=num_layers)
 
     def init_cache(self, batch, slots):
-        return tuple(TableLM(self.vocab_size).init_cache(batch, slots) for _ in range(self.num_layers))
+        return tuple(
+            TableLM(self.vocab_size).init_cache(batch, slots) for _ in range(self.num_layers)
+        )
 
     def embed(self, weights, tokens_BT, start_B, cache, *, block=None):
         zeros_BTV = jnp.zeros((*tokens_BT.shape, self.vocab_size))
-        return jnp.concatenate([tokens_BT[..., None].astype(jnp.float32), zeros_BTV], axis=-1), cache
+        return jnp.concatenate(
+            [tokens_BT[..., None].astype(jnp.float32), zeros_BTV], axis=-1
+        ), cache
 
     def layers(self, weights, x_BTD, start_B, cache, first, last, *, hidden_layers=(), block=None):
         tokens_BT, caches, hidden = x_BTD[..., 0].astype(jnp.int32), list(cache), {}
         for i in range(first, last):
-            output = TableLM(self.vocab_size)(weights[i], tokens_BT, start_B, caches[i], block=block)
+            output = TableLM(self.vocab_size)(
+                weights[i], tokens_BT, start_B, caches[i], block=block
+            )
             x_BTD, caches[i] = x_BTD.at[..., 1:].add(output.logits_BTV), output.cache
             hidden[i] = x_BTD
         return x_BTD, tuple(caches), tuple(hidden[i] for i in hidden_layers)
@@ -110,12 +121,21 @@ class LayeredTableLM(LayeredModel):
         return x_BTD[..., 1:]
 
     def compact(self, cache, start_B, rows_BT, num_rows):
-        return tuple(TableLM(self.vocab_size).compact(layer, start_B, rows_BT, num_rows) for layer in cache)
+        return tuple(
+            TableLM(self.vocab_size).compact(layer, start_B, rows_BT, num_rows) for layer in cache
+        )
 
     def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=(), block=None):
         x_BTD, cache = self.embed(weights, tokens_BT, start_B, cache)
         x_BTD, cache, hidden = self.layers(
-            weights, x_BTD, start_B, cache, 0, self.num_layers, hidden_layers=hidden_layers, block=block
+            weights,
+            x_BTD,
+            start_B,
+            cache,
+            0,
+            self.num_layers,
+            hidden_layers=hidden_layers,
+            block=block,
         )
         return Output(logits_BTV=self.unembed(weights, x_BTD), cache=cache, hidden=hidden)
 
@@ -127,14 +147,18 @@ def random_table(seed, vocab_size, scale=1.0):
 
 def near(table, seed, scale):
     """A table close to another one: a good draft."""
-    return table + scale * jnp.asarray(np.random.default_rng(seed).normal(size=table.shape), jnp.float32)
+    return table + scale * jnp.asarray(
+        np.random.default_rng(seed).normal(size=table.shape), jnp.float32
+    )
 
 
 def prefix_tables(table, warp, prompt, depth, penalised=None):
-    """Returns the distributions of a `TableLM` after every continuation of ``prompt`` shorter than ``depth``.
+    """Returns the distributions of a `TableLM` after every continuation of ``prompt`` shorter than
+    ``depth``.
 
     Args:
-      penalised: a function of logits ``[V]``, prompt and text, whose result is warped; for warps with a state.
+      penalised: a function of logits ``[V]``, prompt and text, whose result is warped; for warps
+        with a state.
 
     Returns:
       `Distributions` of support.enumeration, of one scenario.
@@ -144,7 +168,11 @@ def prefix_tables(table, warp, prompt, depth, penalised=None):
 
     def row(text):
         context_V = logits[tuple(([vocab_size] * ORDER + [*prompt, *text])[-ORDER:])]
-        return context_V if penalised is None else penalised(context_V.astype(np.float64), prompt, text)
+        return (
+            context_V
+            if penalised is None
+            else penalised(context_V.astype(np.float64), prompt, text)
+        )
 
     rows = np.float32([row(text) for of_length in texts for text in of_length])
     tables = log_softmax(np.asarray(log_probs(warp, rows), np.float64), -1)[None]
@@ -152,7 +180,9 @@ def prefix_tables(table, warp, prompt, depth, penalised=None):
 
 
 def joint_distribution(table, warp, prompt, length, penalised=None):
-    """The distribution of the next ``length`` tokens, ``[V] * length`` float64, by enumeration; as `prefix_tables`."""
+    """The distribution of the next ``length`` tokens, ``[V] * length`` float64, by enumeration; as
+    `prefix_tables`.
+    """
     joint = autoregressive(prefix_tables(table, warp, prompt, length, penalised), length)
     return joint.reshape((table.shape[-1],) * length)
 
@@ -167,7 +197,9 @@ class Run:
     def emitted(self, length):
         """The first ``length`` emitted tokens of each row."""
         tokens = np.asarray(self.state.tokens_BS)
-        return np.take_along_axis(tokens, self.prompt_lengths[:, None] + np.arange(length)[None, :], axis=1)
+        return np.take_along_axis(
+            tokens, self.prompt_lengths[:, None] + np.arange(length)[None, :], axis=1
+        )
 
 
 def prefill(
@@ -186,7 +218,9 @@ def prefill(
     padded_length=None,
     slots=None,
 ):
-    """Returns the state of ``loop`` after it has read the prompts, as `generate` would make it, of bare arrays."""
+    """Returns the state of ``loop`` after it has read the prompts, as `generate` would make it, of
+    bare arrays.
+    """
     lengths = np.array([len(p) for p in prompts], np.int32)
     budgets = np.broadcast_to(np.asarray(budgets, np.int32), lengths.shape)
     padded = np.full((len(prompts), padded_length or lengths.max()), 1, np.int32)
@@ -210,23 +244,49 @@ def prefill(
     )
     slots = slots or max(int((lengths + budgets).max()) + loop.headroom, padded.shape[1])
     weights = Weights(target=target, draft=draft)
-    return loop.prefill(weights, request, jnp.asarray(padded), jnp.asarray(lengths), slots=slots, num_samples=samples)
+    return loop.prefill(
+        weights,
+        request,
+        jnp.asarray(padded),
+        jnp.asarray(lengths),
+        slots=slots,
+        num_samples=samples,
+    )
 
 
-def decode(loop, target, draft, prompts, budgets, sampling, *, samples=1, slice_rounds=2**30, adaptive=None, **options):
-    """Runs ``loop``, with draft lengths that may adapt, until no row is running; ``options`` as of `prefill`."""
+def decode(
+    loop,
+    target,
+    draft,
+    prompts,
+    budgets,
+    sampling,
+    *,
+    samples=1,
+    slice_rounds=2**30,
+    adaptive=None,
+    **options,
+):
+    """Runs ``loop``, with draft lengths that may adapt, until no row is running; ``options`` as of
+    `prefill`.
+    """
     if adaptive is not None:
         loop = dataclasses.replace(loop, adaptive=adaptive.for_batch(len(prompts) * samples))
     state = prefill(loop, target, draft, prompts, budgets, sampling, samples=samples, **options)
     while True:
         state = loop.run(Weights(target=target, draft=draft), state, slice_rounds)
         if not bool(jnp.any(state.running_B)):
-            return Run(state=state, prompt_lengths=np.repeat([len(prompt) for prompt in prompts], samples))
+            return Run(
+                state=state, prompt_lengths=np.repeat([len(prompt) for prompt in prompts], samples)
+            )
 
 
 def texts(state):
     """Returns the tokens of each row, its prompt's included."""
-    return [row[:length].tolist() for row, length in zip(np.asarray(state.tokens_BS), np.asarray(state.lengths_B))]
+    return [
+        row[:length].tolist()
+        for row, length in zip(np.asarray(state.tokens_BS), np.asarray(state.lengths_B))
+    ]
 
 
 def table_loop(rule, drafter, vocab_size=3, loop=Loop, **options):
@@ -234,7 +294,9 @@ def table_loop(rule, drafter, vocab_size=3, loop=Loop, **options):
 
 
 def chi_square(samples, distribution):
-    """Pearson's statistic of ``samples [N, L]`` against a joint distribution; returns (statistic, degrees)."""
+    """Pearson's statistic of ``samples [N, L]`` against a joint distribution; returns (statistic,
+    degrees).
+    """
     cells = np.ravel_multi_index(samples.T, distribution.shape)
     observed = np.bincount(cells, minlength=distribution.size)
     expected = distribution.ravel() * len(samples)
@@ -247,7 +309,8 @@ def chi_square(samples, distribution):
 
 
 FALSE_ALARM = 1e-5
-DETECTED_TV = 0.03  # at which every mistake of test_mutants.py is far out; 0.01 would take nine times the samples
+# At which every mistake of test_mutants.py is far out; 0.01 would take nine times the samples.
+DETECTED_TV = 0.03
 POWER = 0.99
 
 
@@ -266,7 +329,8 @@ def samples_for(degrees, groups):
 def p_value(groups, powered=True):
     """The p-value of the worst of several (samples, distribution), corrected for their number.
 
-    Checks, unless ``powered`` is false, that a TV error of `DETECTED_TV` in a single one of them would have been seen.
+    Checks, unless ``powered`` is false, that a TV error of `DETECTED_TV` in a single one of them
+    would have been seen.
     """
     worst = 1.0
     for samples, distribution in groups:
@@ -296,10 +360,20 @@ class CountingLM(LanguageModel):
 
 def counting_pair(**draft):
     return Pair(
-        target=CountingLM(), target_params=(), draft=CountingLM(**draft), draft_params=(), tokenizer=ByteTokenizer()
+        target=CountingLM(),
+        target_params=(),
+        draft=CountingLM(**draft),
+        draft_params=(),
+        tokenizer=ByteTokenizer(),
     )
 
 
 def table_pair(**options):
     table = random_table(3, 12)
-    return Pair(target=TableLM(12), target_params=table, draft=TableLM(12), draft_params=near(table, 4, 0.5), **options)
+    return Pair(
+        target=TableLM(12),
+        target_params=table,
+        draft=TableLM(12),
+        draft_params=near(table, 4, 0.5),
+        **options,
+    )

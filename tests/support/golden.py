@@ -1,7 +1,9 @@
-"""Small models of every family: their tokens, logits and greedy text as Hugging Face transformers computes them.
+"""Small models of every family: their tokens, logits and greedy text as Hugging Face transformers
+computes them.
 
-Weights are not stored. They are made from their names, by a generator whose raw bits NumPy keeps for ever;
-what is stored is ``config.json``, names and shapes, tokens and results. `golden_maker.py` writes the files.
+Weights are not stored. They are made from their names, by a generator whose raw bits NumPy keeps
+for ever; what is stored is ``config.json``, names and shapes, tokens and results. `golden_maker.py`
+writes the files.
 """
 
 import dataclasses
@@ -16,7 +18,8 @@ import safetensors
 from safetensors.numpy import load_file, save_file
 
 FOLDER = pathlib.Path(__file__).parents[1] / "checkpoints" / "golden"
-PARD, MASKS = "pard", 4  # a Llama 3 whose text ends with so many mask tokens, and is no family of its own
+# A Llama 3 whose text ends with so many mask tokens, and is no family of its own.
+PARD, MASKS = "pard", 4
 NAMES = sorted({path.stem for path in FOLDER.glob("*.safetensors")} - {PARD})
 PROMPT = 12  # tokens before the greedy text, of each row
 
@@ -35,7 +38,10 @@ class Golden:
         """As a folder in the format of the hub."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config), encoding="utf-8")
-        save_file({name: weights(name, shape) for name, shape in self.shapes.items()}, folder / "model.safetensors")
+        save_file(
+            {name: weights(name, shape) for name, shape in self.shapes.items()},
+            folder / "model.safetensors",
+        )
         return folder
 
 
@@ -49,7 +55,9 @@ def read(name: str) -> Golden:
 
 
 def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Uniform, of a size at which everything matters: attention is neither flat nor a single token."""
+    """Uniform, of a size at which everything matters: attention is neither flat nor a
+    single token.
+    """
     raw = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.prod(shape))
     noise = ((raw >> 40).astype(np.float64) / 2**24 - 0.5) * math.sqrt(12)
     if name.endswith("bias"):
@@ -57,5 +65,7 @@ def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
     elif len(shape) == 1:  # the scale of a norm
         noise = 1 + 0.3 * noise
     else:
-        noise = noise * (2.0 if "k_proj" in name or "q_proj" in name else 1.0) / math.sqrt(min(shape))
+        noise = (
+            noise * (2.0 if "k_proj" in name or "q_proj" in name else 1.0) / math.sqrt(min(shape))
+        )
     return noise.reshape(shape).astype(np.float32)

@@ -25,7 +25,9 @@ def read(name: str, source: pathlib.Path = FOLDER) -> tuple[dict, dict[str, np.n
         return {key: json.loads(value) for key, value in file.metadata().items()}, load_file(path)
 
 
-def write_head(name: str, folder: pathlib.Path, source: pathlib.Path = FOLDER) -> dict[str, np.ndarray]:
+def write_head(
+    name: str, folder: pathlib.Path, source: pathlib.Path = FOLDER
+) -> dict[str, np.ndarray]:
     """Writes the head as a folder; returns hidden states ``[1, T, 3 D]``, tokens and logits."""
     described, arrays = read(name, source)
     tensors = {
@@ -38,8 +40,11 @@ def write_head(name: str, folder: pathlib.Path, source: pathlib.Path = FOLDER) -
     return arrays
 
 
-# The toy of the golden forward passes: width 8, two heads of 4, one key head, inner width 12, 16 tokens.
-TOY = dict(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+# The toy of the golden forward passes: width 8, two heads of 4, one key head, inner width 12, 16
+# tokens.
+TOY = dict(
+    vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+)
 TOY |= dict(intermediate_size=12, rms_norm_eps=1e-5, max_position_embeddings=64, rope_theta=1e4)
 EAGLE1 = TOY | dict(architectures=["LlamaForCausalLM"], model_type="llama", bias=True)
 EAGLE3 = TOY | dict(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=6)
@@ -57,7 +62,11 @@ def _layer(prefix: str, query_width: int) -> dict[str, tuple[int, ...]]:
 
 
 EAGLE1_SHAPES = _layer("layers.0", 8) | {"fc.weight": (8, 16), "fc.bias": (8,)}
-EAGLE3_SHAPES = _layer("midlayer", 16) | {"fc.weight": (8, 24), "norm.weight": (8,), "lm_head.weight": (6, 8)}
+EAGLE3_SHAPES = _layer("midlayer", 16) | {
+    "fc.weight": (8, 24),
+    "norm.weight": (8,),
+    "lm_head.weight": (6, 8),
+}
 EAGLE3_SHAPES |= {"midlayer.hidden_norm.weight": (8,), "midlayer.input_layernorm.weight": (8,)}
 
 

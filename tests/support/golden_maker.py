@@ -22,7 +22,9 @@ AS_QWEN2 = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
 
 
 def make(config: dict) -> golden.Golden:
-    """Returns the golden file's content of a model; a MiMo, which transformers lacks, is a Qwen 2 with one more module."""
+    """Returns the golden file's content of a model; a MiMo, which transformers lacks, is a Qwen 2
+    with one more module.
+    """
     is_mimo = config["model_type"] == "mimo"
     kind = transformers.AutoConfig.for_model(**config | (AS_QWEN2 if is_mimo else {}))
     with tempfile.TemporaryDirectory() as folder:
@@ -35,7 +37,9 @@ def make(config: dict) -> golden.Golden:
             tokens_BT[:, -golden.MASKS :] = config["pard_token"]
         content = dict(shapes=shapes, tokens_BT=tokens_BT.astype(np.int32))
         shown = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        golden.Golden(config=shown, **content, logits_BTV=None, greedy_BT=None).write_checkpoint(folder)
+        golden.Golden(config=shown, **content, logits_BTV=None, greedy_BT=None).write_checkpoint(
+            folder
+        )
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="eager", dtype=torch.float32
         ).eval()
@@ -45,12 +49,18 @@ def make(config: dict) -> golden.Golden:
         tokens = torch.tensor(tokens_BT)
         logits_BTV = model(tokens).logits.numpy()
         prompts, count = tokens[:, : golden.PROMPT], LENGTH - golden.PROMPT
-        lengths = dict(max_new_tokens=count, min_new_tokens=count, attention_mask=torch.ones_like(prompts))
-        text_BT = model.generate(prompts, do_sample=False, use_cache=True, pad_token_id=0, **lengths)
+        lengths = dict(
+            max_new_tokens=count, min_new_tokens=count, attention_mask=torch.ones_like(prompts)
+        )
+        text_BT = model.generate(
+            prompts, do_sample=False, use_cache=True, pad_token_id=0, **lengths
+        )
         best = torch.topk(model(text_BT).logits[:, golden.PROMPT - 1 : -1], 2).values
     closest = float((best[..., 0] - best[..., 1]).min())
     if closest < 1e-3:
-        raise ValueError(f"greedy text hangs on a difference of {closest}: take another seed of its tokens")
+        raise ValueError(
+            f"greedy text hangs on a difference of {closest}: take another seed of its tokens"
+        )
     greedy_BT = text_BT[:, golden.PROMPT :].numpy().astype(np.int32)
     return golden.Golden(config=config, **content, logits_BTV=logits_BTV, greedy_BT=greedy_BT)
 
@@ -58,7 +68,11 @@ def make(config: dict) -> golden.Golden:
 def module_shapes(shapes: dict, width: int) -> dict:
     """Returns the tensors of a MiMo's module; see test_mimo.py for what it computes."""
     prefix = "model.mtp_layers.0"
-    module = {name.replace("model.layers.0", prefix): shapes[name] for name in shapes if "model.layers.0" in name}
+    module = {
+        name.replace("model.layers.0", prefix): shapes[name]
+        for name in shapes
+        if "model.layers.0" in name
+    }
     for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
         module[f"{prefix}.{norm}.weight"] = (width,)
     return module | {f"{prefix}.input_proj.weight": (width, 2 * width)}

@@ -52,7 +52,9 @@ def make(config: dict) -> tuple[dict, dict]:
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         found = run(model, torch.from_numpy(hidden), torch.from_numpy(tokens))
         model.save_pretrained(folder)
-        with safetensors.safe_open(pathlib.Path(folder, "model.safetensors"), framework="pt") as file:
+        with safetensors.safe_open(
+            pathlib.Path(folder, "model.safetensors"), framework="pt"
+        ) as file:
             shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}
     arrays = {name: np.ascontiguousarray(value.numpy()) for name, value in found.items()}
     return {"hidden": hidden, "tokens": tokens, **arrays, **maps}, shapes
@@ -67,9 +69,17 @@ def run_eagle(model, hidden, tokens) -> dict:
 
 
 def run_blocks(model, hidden, tokens) -> dict:
-    """Returns logits and confidences of all blocks, given the true tokens before, ``[A, b, ...]``."""
+    """Returns logits and confidences of all blocks, given the true tokens before, ``[A,
+    b, ...]``.
+    """
     anchors = tokens.shape[1] - BLOCK
-    given = (hidden, tokens, torch.ones(tokens.shape), hidden[..., :WIDTH], torch.zeros_like(tokens))
+    given = (
+        hidden,
+        tokens,
+        torch.ones(tokens.shape),
+        hidden[..., :WIDTH],
+        torch.zeros_like(tokens),
+    )
     rows, logits, _, _, indices = model._backbone_forward(*given, max_anchors=anchors)
     rows, logits = rows.view(anchors, BLOCK, -1), logits.view(anchors, BLOCK, -1)
     before = tokens[0, indices].view(anchors, BLOCK)
@@ -78,7 +88,11 @@ def run_blocks(model, hidden, tokens) -> dict:
     found = {"rows": rows, "logits": logits, "before": before}
     if (markov := getattr(model, "markov_head", None)) is not None:
         found["logits"] = logits + markov.block_bias(prev_token_ids=before, hidden_states=rows)
-        parts = [rows, markov.prev_embeddings(before)] if model.config.confidence_head_with_markov else [rows]
+        parts = (
+            [rows, markov.prev_embeddings(before)]
+            if model.config.confidence_head_with_markov
+            else [rows]
+        )
         found["confidence"] = model.confidence_head(torch.cat(parts, dim=-1))
     if (selector := getattr(model, "candidate_selector", None)) is not None:
         ids, scores = selector.select(logits, rows, before)
@@ -104,8 +118,15 @@ if __name__ == "__main__":
     if len(sys.argv) == 3:
         config = json.loads(pathlib.Path(sys.argv[2]).read_text(encoding="utf-8"))
         is_eagle = config["speculators_model_type"] == "eagle3"
-        write((golden_heads.FOLDER if is_eagle else golden_heads.BLOCKS) / f"{sys.argv[1]}.safetensors", config)
+        write(
+            (golden_heads.FOLDER if is_eagle else golden_heads.BLOCKS)
+            / f"{sys.argv[1]}.safetensors",
+            config,
+        )
     else:
         write_pickle()
-        for path in (*golden_heads.FOLDER.glob("*.safetensors"), *golden_heads.BLOCKS.glob("*.safetensors")):
+        for path in (
+            *golden_heads.FOLDER.glob("*.safetensors"),
+            *golden_heads.BLOCKS.glob("*.safetensors"),
+        ):
             write(path, golden_heads.read(path.stem, path.parent)[0]["config"])

@@ -21,7 +21,9 @@ WIDTH, LAYERS = 8, 6
 
 @dataclasses.dataclass(frozen=True)
 class LayeredTable(TableLM, LayeredModel):
-    """A table model with hidden states: waves of the token and of the layer; its output is a fixed matrix."""
+    """A table model with hidden states: waves of the token and of the layer; its output is a fixed
+    matrix.
+    """
 
     num_layers = LAYERS
     width = WIDTH
@@ -45,11 +47,20 @@ class LayeredTable(TableLM, LayeredModel):
 
 
 def waves(tokens_BT, frequency):
-    return jnp.sin(frequency * (tokens_BT[..., None] + 1.0) * jnp.arange(1.0, WIDTH + 1)[None, None])
+    return jnp.sin(
+        frequency * (tokens_BT[..., None] + 1.0) * jnp.arange(1.0, WIDTH + 1)[None, None]
+    )
 
 
 def layer_config(vocab_size, **changes):
-    sizes = dict(width=WIDTH, num_layers=1, num_heads=2, num_kv_heads=1, feedforward_width=12, norm_epsilon=1e-5)
+    sizes = dict(
+        width=WIDTH,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        feedforward_width=12,
+        norm_epsilon=1e-5,
+    )
     kind = dict(positions="rotary", gated=True, activation="silu", tied=False)
     return TransformerConfig(vocab_size=vocab_size, **(sizes | kind | changes))
 
@@ -60,7 +71,12 @@ def eagle1(vocab_size, **changes):
 
 
 def eagle3(vocab_size, **changes):
-    shape = dict(layer=layer_config(vocab_size), target_layers=LAYERS, hidden_layers=(0, 2, 5), own_output=True)
+    shape = dict(
+        layer=layer_config(vocab_size),
+        target_layers=LAYERS,
+        hidden_layers=(0, 2, 5),
+        own_output=True,
+    )
     return FeatureHead(Eagle3Config(**(shape | changes)))
 
 
@@ -70,13 +86,26 @@ def mtp(vocab_size, **changes):
 
 
 def medusa(vocab_size, num_heads, **changes):
-    shape = dict(layer=layer_config(vocab_size), target_layers=LAYERS, hidden_layers=(LAYERS,), own_output=True)
+    shape = dict(
+        layer=layer_config(vocab_size),
+        target_layers=LAYERS,
+        hidden_layers=(LAYERS,),
+        own_output=True,
+    )
     return FeatureHead(MedusaConfig(num_heads=num_heads, **(shape | changes)))
 
 
 def block(vocab_size, kind=BlockConfig, **changes):
-    layer = layer_config(vocab_size, num_layers=2, query_key_norm=True, window=2, global_layers=(1,))
-    shape = dict(layer=layer, target_layers=LAYERS, hidden_layers=(0, 2), block_size=4, mask_id=vocab_size - 1)
+    layer = layer_config(
+        vocab_size, num_layers=2, query_key_norm=True, window=2, global_layers=(1,)
+    )
+    shape = dict(
+        layer=layer,
+        target_layers=LAYERS,
+        hidden_layers=(0, 2),
+        block_size=4,
+        mask_id=vocab_size - 1,
+    )
     return kind(**(shape | changes)).head()
 
 
@@ -97,7 +126,9 @@ class ShowsTokens(LayeredTable):
 
     def __call__(self, weights, tokens_BT, start_B, cache, *, hidden_layers=(), block=None):
         output = super().__call__(weights, tokens_BT, start_B, cache, block=block)
-        return dataclasses.replace(output, hidden=tuple(tokens_BT[..., None] * 10.0**i for i in hidden_layers))
+        return dataclasses.replace(
+            output, hidden=tuple(tokens_BT[..., None] * 10.0**i for i in hidden_layers)
+        )
 
 
 UNKNOWN = -1.0
@@ -105,10 +136,12 @@ UNKNOWN = -1.0
 
 @dataclasses.dataclass(frozen=True)
 class TableHead(FeatureHead):
-    """Looks the target's logits up: by the token, the feature before it, and the feature before that, from its cache.
+    """Looks the target's logits up: by the token, the feature before it, and the feature before
+    that, from its cache.
 
-    So right features give the target's own distribution, and acceptance 1. What it returns as a feature of its own has
-    lost its token: a second drafted token is not always accepted, and an entry made of it harms the next round.
+    So right features give the target's own distribution, and acceptance 1. What it returns as a
+    feature of its own has lost its token: a second drafted token is not always accepted, and an
+    entry made of it harms the next round.
     """
 
     def prepare(self, params):
@@ -145,20 +178,29 @@ class TableHead(FeatureHead):
 
 
 def table_head(vocab_size, layer=0):
-    """A `TableHead` that reads the tokens that a `ShowsTokens` shows in ``layer``; ten times as large, they are wrong."""
+    """A `TableHead` that reads the tokens that a `ShowsTokens` shows in ``layer``; ten times as
+    large, they are wrong.
+    """
     shape = layer_config(vocab_size, width=4, num_heads=1, head_size=2)
     shape = Eagle3Config(
-        layer=shape, target_layers=LAYERS, target_width=1, hidden_layers=(layer,), own_embedding=True, own_output=True
+        layer=shape,
+        target_layers=LAYERS,
+        target_width=1,
+        hidden_layers=(layer,),
+        own_embedding=True,
+        own_output=True,
     )
     return TableHead(shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class TableBlock(BlockHead):
-    """Looks the target's logits up by the last two tokens of the context, from its cache, and the pending token.
+    """Looks the target's logits up by the last two tokens of the context, from its cache, and the
+    pending token.
 
-    So a right context gives the target's own distribution of the first token, and of all tokens with the correction.
-    Without it the other rows say nothing. Its confidence is high after token 0 alone.
+    So a right context gives the target's own distribution of the first token, and of all tokens
+    with the correction. Without it the other rows say nothing. Its confidence is high after token 0
+    alone.
     """
 
     def prepare(self, params):
@@ -180,7 +222,9 @@ class TableBlock(BlockHead):
     def __call__(self, weights, embedded_BTD, anchors_BA, first_BA, caches):
         caches = self.read(weights, 10 * embedded_BTD, first_BA[:, 0], caches)
         at_B2 = anchors_BA + jnp.asarray([[-2, -1]])
-        known_B2 = jnp.take_along_axis(caches[0].keys_BMSH[:, 0, :, 0], jnp.maximum(at_B2, 0), axis=1)
+        known_B2 = jnp.take_along_axis(
+            caches[0].keys_BMSH[:, 0, :, 0], jnp.maximum(at_B2, 0), axis=1
+        )
         known_B2 = jnp.where(at_B2 >= 0, known_B2, self.vocab_size)
         context_B3 = jnp.concatenate([known_B2, embedded_BTD[:, 0]], axis=1)
         return jnp.repeat(context_B3[:, None], self.config.block_size, axis=1), caches
@@ -211,5 +255,7 @@ class TableBlock(BlockHead):
 
 def table_block(vocab_size):
     layer = layer_config(vocab_size, width=4, num_heads=1, head_size=2)
-    shape = dict(layer=layer, target_layers=LAYERS, target_width=1, hidden_layers=(0,), own_embedding=True)
+    shape = dict(
+        layer=layer, target_layers=LAYERS, target_width=1, hidden_layers=(0,), own_embedding=True
+    )
     return TableBlock(DSparkConfig(**shape, own_output=True, block_size=8, mask_id=vocab_size - 1))

@@ -1,4 +1,6 @@
-"""The target, drafts and prompts whose distributions are tested through the loop, and the test itself."""
+"""The target, drafts and prompts whose distributions are tested through the loop, and the test
+itself.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +8,15 @@ import numpy as np
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
 from specsamp.sampling.rejection import TokenRule
 from specsamp.sampling.warp import chain, min_p, temperature, top_p
-from support.fakes import decode, joint_distribution, near, p_value, random_table, samples_for, table_loop
+from support.fakes import (
+    decode,
+    joint_distribution,
+    near,
+    p_value,
+    random_table,
+    samples_for,
+    table_loop,
+)
 
 V = 3
 TARGET = random_table(0, V)
@@ -17,9 +27,17 @@ FULL = chain()
 NUCLEUS = chain(temperature(0.8), top_p(0.9))
 LIKELY = chain(temperature(0.8), min_p(0.1))
 STOPPED = Adaptive(lengths=(3,), stop=Confidence(0.3))
-# Some rows want one token, some two, and some pause and try again: all widths, and catching up, in a few rounds.
+# Some rows want one token, some two, and some pause and try again: all widths, and catching up, in
+# a few rounds.
 RESTLESS = Adaptive(
-    lengths=(0, 2), costs_ms=(1, 2.0), acceptance=0.6, trust=0.1, decay=0.5, margin=0, pause=1, stop=Entropy(0.62)
+    lengths=(0, 2),
+    costs_ms=(1, 2.0),
+    acceptance=0.6,
+    trust=0.1,
+    decay=0.5,
+    margin=0,
+    pause=1,
+    stop=Entropy(0.62),
 )
 
 
@@ -36,14 +54,18 @@ def distribution_test(
     expected=None,
     **options,
 ):
-    """The p-value of ``length`` tokens of every prompt, of as many samples as its power takes, by default.
+    """The p-value of ``length`` tokens of every prompt, of as many samples as its power takes, by
+    default.
 
-    Rows have budgets of their own. ``target``: weights of the loop's target, whatever their form. ``expected``: the
-    distribution of each prompt; default that of ``sampling``.
+    Rows have budgets of their own. ``target``: weights of the loop's target, whatever their form.
+    ``expected``: the distribution of each prompt; default that of ``sampling``.
     """
-    distributions = expected or [joint_distribution(TARGET, sampling, prompt, length) for prompt in prompts]
+    distributions = expected or [
+        joint_distribution(TARGET, sampling, prompt, length) for prompt in prompts
+    ]
     samples = samples or max(
-        samples_for(np.count_nonzero(distribution) - 1, len(distributions)) for distribution in distributions
+        samples_for(np.count_nonzero(distribution) - 1, len(distributions))
+        for distribution in distributions
     )
     budgets = [length + i % 3 for i in range(len(prompts))]
     run = decode(loop, target, draft, prompts, budgets, sampling, samples=samples, **options)
@@ -54,11 +76,16 @@ def distribution_test(
 def first_token(drafter, target, draft, *, rule=TokenRule(), parts=0, adaptive=None):
     """Returns how often token 0 is written first, and what is drafted is accepted.
 
-    The target and the draft, or each of its ``parts``, have these probabilities of two tokens everywhere.
+    The target and the draft, or each of its ``parts``, have these probabilities of two tokens
+    everywhere.
     """
-    target, draft = (jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (3, 3, 3, 2)) for probs in (target, draft))
+    target, draft = (
+        jnp.broadcast_to(jnp.log(jnp.asarray(probs)), (3, 3, 3, 2)) for probs in (target, draft)
+    )
     loop = table_loop(rule, drafter, vocab_size=2)
-    run = decode(loop, target, (draft,) * parts or draft, [[0]], 1, FULL, samples=40_000, adaptive=adaptive)
+    run = decode(
+        loop, target, (draft,) * parts or draft, [[0]], 1, FULL, samples=40_000, adaptive=adaptive
+    )
     return 1 - run.emitted(1).mean(), float(run.state.stats.accepted_BT[:, 1].mean())
 
 

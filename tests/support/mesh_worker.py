@@ -1,6 +1,7 @@
 """One process of a job on CPU devices, as test_processes.py starts it.
 
-PYTHONPATH=.:tests python tests/support/mesh_worker.py SCENARIO FOLDER PORT NUM_PROCESSES --process_id=PROCESS
+PYTHONPATH=.:tests python tests/support/mesh_worker.py SCENARIO FOLDER PORT NUM_PROCESSES
+--process_id=PROCESS
 """
 
 import dataclasses
@@ -68,7 +69,8 @@ def decode(folder: pathlib.Path) -> None:
     for chunk in stream(over_both, PROMPTS, rounds_per_chunk=2, **CALL):
         streamed.setdefault((chunk.prompt_index, chunk.sample_index), []).extend(chunk.tokens)
     results["rows over both, streamed"] = [streamed[key] for key in sorted(streamed)]
-    log = folder / f"queue{jax.process_index()}.jsonl"  # hosts have disks of their own: the first one's counts
+    # Hosts have disks of their own: the first one's counts.
+    log = folder / f"queue{jax.process_index()}.jsonl"
     for is_known in (False, True):
         work = generate_many(over_both, PROMPTS, rows=4, log=log, **CALL)
         done = {(row.prompt_index, row.sample_index): row.tokens for row in work}
@@ -88,7 +90,11 @@ def decode(folder: pathlib.Path) -> None:
 
 def serve(over_both) -> list[list[int]]:
     """The first process asks; a caller that leaves, and one that raises, leave in both."""
-    service = Service(over_both, Method(drafter=ModelDrafter(over_both.draft, 4), sampling=CALL["sampling"]), rows=4)
+    service = Service(
+        over_both,
+        Method(drafter=ModelDrafter(over_both.draft, 4), sampling=CALL["sampling"]),
+        rows=4,
+    )
     service.start()
     texts = {}
     if jax.process_index() == 0:
@@ -114,7 +120,8 @@ def serve(over_both) -> list[list[int]]:
     service.join()
     assert service.failed is None and not any(service.batch.running)
     rounds = distributed.gather_objects(service.batch.usage.rounds)
-    assert len({*rounds}) == 1 and rounds[0] < 200  # those who left had budgets of thousands of tokens
+    # Those who left had budgets of thousands of tokens.
+    assert len({*rounds}) == 1 and rounds[0] < 200
     return [texts[key][:-1] for key in sorted(texts)]
 
 
@@ -135,7 +142,9 @@ def restore(folder: pathlib.Path) -> None:
     model, expected = sharded_params(mesh(4, 2))
     shapes = jax.eval_shape(TARGET.init, jax.random.key(5))
     shapes = jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, model.param_shardings(shapes)
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        shapes,
+        model.param_shardings(shapes),
     )
     checkpoints = Checkpoints(folder / "checkpoints")
     params = checkpoints.restore(params=shapes)["params"]
@@ -143,7 +152,8 @@ def restore(folder: pathlib.Path) -> None:
 
     def same(a, b):
         return a.sharding.is_equivalent_to(b.sharding, a.ndim) and all(
-            np.array_equal(x.data, y.data) for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True)
+            np.array_equal(x.data, y.data)
+            for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True)
         )
 
     assert all(jax.tree.leaves(jax.tree.map(same, params, expected)))
@@ -151,7 +161,9 @@ def restore(folder: pathlib.Path) -> None:
 
 
 def checkpoint(folder: pathlib.Path) -> None:
-    """A public checkpoint over both processes, each reading its half, and again from what the two converted."""
+    """A public checkpoint over both processes, each reading its half, and again from what the two
+    converted.
+    """
     asked, read = [], Tensor.read
     Tensor.read = lambda self, index: asked.append(read(self, index)) or asked[-1]
     opened = open_checkpoint(folder / "public", dtype="float32")
@@ -204,7 +216,12 @@ SCENARIOS = {
 }
 
 if __name__ == "__main__":
-    scenario, folder, port, count = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    scenario, folder, port, count = (
+        sys.argv[1],
+        pathlib.Path(sys.argv[2]),
+        sys.argv[3],
+        int(sys.argv[4]),
+    )
     index = int(sys.argv[5].removeprefix("--process_id="))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8 // count)

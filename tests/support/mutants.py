@@ -34,12 +34,16 @@ class RejectAlways(TokenRule):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedNoise(RoundKeys):
     def uniforms(self, purpose, offsets_BT):
-        return RoundKeys.uniforms(self, Purpose.DRAFT if purpose == Purpose.RESIDUAL else purpose, offsets_BT)
+        return RoundKeys.uniforms(
+            self, Purpose.DRAFT if purpose == Purpose.RESIDUAL else purpose, offsets_BT
+        )
 
 
 class ResidualWithTheNoiseOfTheDraft(TokenRule):
     def verify(self, draft, target, keys):
-        return super().verify(draft, target, SharedNoise(rows_B=keys.rows_B, starts_B=keys.starts_B))
+        return super().verify(
+            draft, target, SharedNoise(rows_B=keys.rows_B, starts_B=keys.starts_B)
+        )
 
 
 class ResidualOfTheNextPosition(TokenRule):
@@ -63,7 +67,9 @@ class StopsAtTheFirstRefusal(BlockRule):
 
 class BeforeWarping(Sampler):
     def __call__(self, logits_BV, node, **options):
-        return super().__call__(logits_BV, node, **options)[0], jax.nn.log_softmax(logits_BV, axis=-1)
+        return super().__call__(logits_BV, node, **options)[0], jax.nn.log_softmax(
+            logits_BV, axis=-1
+        )
 
 
 class DistributionBeforeWarping(ModelDrafter):
@@ -95,7 +101,9 @@ class WritesOverWhatWasScored(EarlyExitDrafter):
 
 def neighbours(state):
     """A state in which every row has the length of the row of the other prompt."""
-    return dataclasses.replace(state, lengths_B=jnp.roll(state.lengths_B, state.lengths_B.shape[0] // 2))
+    return dataclasses.replace(
+        state, lengths_B=jnp.roll(state.lengths_B, state.lengths_B.shape[0] // 2)
+    )
 
 
 class ScoresWithANeighboursLength(Loop):
@@ -116,7 +124,9 @@ class OfTheDraftVocabulary(TokenRule):
 
     def verify(self, draft, target, keys):
         kept_V = jnp.asarray([0, -jnp.inf, 0])[None, None]
-        return super().verify(draft, dataclasses.replace(target, logits_BTV=target.logits_BTV + kept_V), keys)
+        return super().verify(
+            draft, dataclasses.replace(target, logits_BTV=target.logits_BTV + kept_V), keys
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +143,9 @@ class OfTheWrongRow(FeatureDrafter):
     def commit(self, weights, state, scored, cache):
         after, cache = super().commit(weights, state, scored, cache)
         fewer_B = jnp.maximum(scored.verdict.num_accepted_B - 1, 0)
-        wrong = dataclasses.replace(scored, verdict=dataclasses.replace(scored.verdict, num_accepted_B=fewer_B))
+        wrong = dataclasses.replace(
+            scored, verdict=dataclasses.replace(scored.verdict, num_accepted_B=fewer_B)
+        )
         stale = super().commit(weights, state, wrong, cache)[0]
         return dataclasses.replace(after, feature_BD=stale.feature_BD), cache
 
@@ -149,7 +161,9 @@ class KeepsItsOwnOutputs(FeatureDrafter):
         feature_B1D = self.head.take(self.head.fuse(weights.draft, output.hidden), last_B)[:, None]
         embedded_B1D = self.head.embed(weights.draft, token_B1)
         start_B = prefix.lengths_B - 1 + last_B
-        returned_B1D, head_cache = self.head(weights.draft, embedded_B1D, feature_B1D, start_B, state.cache)
+        returned_B1D, head_cache = self.head(
+            weights.draft, embedded_B1D, feature_B1D, start_B, state.cache
+        )
         return dataclasses.replace(state, cache=head_cache, feature_BD=returned_B1D[:, 0]), cache
 
 

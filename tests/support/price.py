@@ -1,4 +1,6 @@
-"""Computes what lossy rules cost by enumeration: of each token, from what is emitted alone, and of texts, by the rule's meter."""
+"""Computes what lossy rules cost by enumeration: of each token, from what is emitted alone, and of
+texts, by the rule's meter.
+"""
 
 import functools
 
@@ -16,14 +18,18 @@ def variation(one, other):
 
 
 def token_outputs(rounds, step):
-    """The distribution of the token ``step`` places into a round, if all drafted ones before it were accepted.
+    """The distribution of the token ``step`` places into a round, if all drafted ones before it
+    were accepted.
 
     Returns:
-      ``[S, X, V**step, V]``, nan where that never happens, and of the drafted tokens there the share that is accepted.
+      ``[S, X, V**step, V]``, nan where that never happens, and of the drafted tokens there the
+      share that is accepted.
     """
     joint = rounds.joint_SXDNV
     scenarios, prefixes, drafts, outcomes, vocab_size = joint.shape
-    joint = joint.reshape(scenarios, prefixes, vocab_size**step, vocab_size, -1, outcomes, vocab_size)
+    joint = joint.reshape(
+        scenarios, prefixes, vocab_size**step, vocab_size, -1, outcomes, vocab_size
+    )
     kept = joint[..., step + 1 :, :].sum((4, 5, 6))  # by the drafted token
     replaced = joint[..., step, :].sum((3, 4))  # by the one instead
     mass = (kept + replaced).sum(-1, keepdims=True)
@@ -32,12 +38,18 @@ def token_outputs(rounds, step):
 
 
 def meters(rule, target, draft, *, num_tokens, one_hot=False):
-    """The rule's meter at each draft and each number of accepted tokens: variation and extra, ``[S, X, D, N, T]``."""
+    """The rule's meter at each draft and each number of accepted tokens: variation and extra, ``[S,
+    X, D, N, T]``.
+    """
     scenarios, prefixes, vocab_size = target[0].shape
     rows = along_drafts(target, num_tokens + 1, num_tokens)
     shape = rows.shape[:3]
     drafts_DK = np.indices((vocab_size,) * num_tokens).reshape(num_tokens, -1).T.astype(np.int32)
-    log_probs = None if one_hot else along_drafts(draft, num_tokens, num_tokens).reshape(-1, num_tokens, vocab_size)
+    log_probs = (
+        None
+        if one_hot
+        else along_drafts(draft, num_tokens, num_tokens).reshape(-1, num_tokens, vocab_size)
+    )
     count = np.prod(shape)
     drafts = Draft(
         tokens_BK=np.broadcast_to(drafts_DK, shape + (num_tokens,)).reshape(count, num_tokens),
@@ -60,7 +72,9 @@ def _meters(rule, draft, target):
 
 
 def joint_and_price(rule, target, draft, *, num_tokens, length):
-    """The joint distribution of ``length`` tokens, ``[S, V**length]``, and the mean of their metered sums, ``[S]``."""
+    """The joint distribution of ``length`` tokens, ``[S, V**length]``, and the mean of their
+    metered sums, ``[S]``.
+    """
     joint, chained = chain_rounds(rule, target, draft, length=length, num_tokens=num_tokens)
     price = 0.0
     for m, (reached, rounds) in enumerate(chained):

@@ -8,8 +8,8 @@ import sys
 
 import jax
 
-# Every compiled program is mapped into memory, and Linux allows a process 65,530 mappings: beyond, XLA aborts. A test
-# adds sixty on average, thousands at most.
+# Every compiled program is mapped into memory, and Linux allows a process 65,530 mappings: beyond,
+# XLA aborts. A test adds sixty on average, thousands at most.
 MOST_MAPPINGS = 45_000
 MOST_BYTES = 2.5 * 2**30  # of a process, so that two of them and a script fit into a small machine
 kept_bytes = [0.0]  # after programs were forgotten
@@ -27,7 +27,9 @@ def resident_bytes():
 
 
 def forget_if_many():
-    """Clears JAX's caches where there are many mappings or much memory; programs are compiled again when needed."""
+    """Clears JAX's caches where there are many mappings or much memory; programs are compiled again
+    when needed.
+    """
     if num_mappings() > MOST_MAPPINGS or resident_bytes() > max(MOST_BYTES, 1.25 * kept_bytes[0]):
         jax.clear_caches()
         gc.collect()

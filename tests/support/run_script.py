@@ -19,12 +19,14 @@ from specsamp.training.data import train_tokenizer
 from support.weights import drawn_params
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Compiled programs are kept in the folder of this session of tests (tests/conftest.py), not in the cache of the user.
+# Compiled programs are kept in the folder of this session of tests (tests/conftest.py), not in the
+# cache of the user.
 FIXED = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
 def call(script, *arguments):
-    """Runs ``launch/{script}.py`` in this process, where JAX is imported already: a matter of milliseconds.
+    """Runs ``launch/{script}.py`` in this process, where JAX is imported already: a matter of
+    milliseconds.
 
     A traceback that a user would see is an exception here.
     """
@@ -53,9 +55,12 @@ def module(script):
 
 @contextlib.contextmanager
 def only_shared_flags():
-    """Inside, only the flags of all commands are defined, none is parsed; afterwards all is as it was."""
+    """Inside, only the flags of all commands are defined, none is parsed; afterwards all is as it
+    was.
+    """
     shared = importlib.import_module("launch.lib.entry").SHARED_FLAGS
-    others = {name: flags.FLAGS[name] for name in set(flags.FLAGS) - shared}  # of scripts that were imported
+    # Of scripts that were imported.
+    others = {name: flags.FLAGS[name] for name in set(flags.FLAGS) - shared}
     for name in others:
         delattr(flags.FLAGS, name)
     try:

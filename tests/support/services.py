@@ -1,4 +1,6 @@
-"""A service over bytes that count, whose programs all its tests share, and HTTP servers in front of it."""
+"""A service over bytes that count, whose programs all its tests share, and HTTP servers in front of
+it.
+"""
 
 import contextlib
 import dataclasses
@@ -29,24 +31,34 @@ class ChattyBytes(ByteTokenizer):
 
 
 # Bytes that follow each other, up to a hot temperature; the draft errs at one of them.
-PAIR = dataclasses.replace(counting_pair(stumbles_at=ord("k"), max_positions=None), tokenizer=ChattyBytes())
+PAIR = dataclasses.replace(
+    counting_pair(stumbles_at=ord("k"), max_positions=None), tokenizer=ChattyBytes()
+)
 
 
 METHOD = make_method(PAIR, draft_length=K, sampling=make_warp({}))
 
 
 def make_service():
-    return Service(PAIR, METHOD, rows=ROWS, context=CONTEXT, max_waiting=WAITING, rounds_per_slice=2)
+    return Service(
+        PAIR, METHOD, rows=ROWS, context=CONTEXT, max_waiting=WAITING, rounds_per_slice=2
+    )
 
 
-def alone(prompts, budget, temperature=0.0, top_p=1.0, stop=(), num_samples=1, numbers=(), **options):
-    """Completions of generate with the settings of a request; in the service's shapes, so that nothing is compiled."""
+def alone(
+    prompts, budget, temperature=0.0, top_p=1.0, stop=(), num_samples=1, numbers=(), **options
+):
+    """Completions of generate with the settings of a request; in the service's shapes, so that
+    nothing is compiled.
+    """
     sampling = make_warp({"temperature": temperature, "top_p": top_p} | dict(numbers))
     stop = [PAIR.tokenizer.eos_id, *(stop or ["never written"])]
     options = dict(draft_length=K, sampling=sampling, stop=stop, return_log_probs=True) | options
     done = []
     for index, prompt in enumerate(prompts):
-        done += generate(PAIR, [prompt], budget, num_samples=ROWS, prompt_ids=[index], **options)[:num_samples]
+        done += generate(PAIR, [prompt], budget, num_samples=ROWS, prompt_ids=[index], **options)[
+            :num_samples
+        ]
     return done
 
 
@@ -67,7 +79,9 @@ class Gate:
 
         is_open, run = threading.Event(), Engine.run
         self.open = is_open.set
-        monkeypatch.setattr(Engine, "run", lambda *arguments: (is_open.wait(120), run(*arguments))[1])
+        monkeypatch.setattr(
+            Engine, "run", lambda *arguments: (is_open.wait(120), run(*arguments))[1]
+        )
 
 
 def wait_until(holds):

@@ -1,5 +1,5 @@
-"""Google Cloud as a script: it notes how it was called, tells a prepared series of states, and runs what it should
-run over ssh in the folders of two workers.
+"""Google Cloud as a script: it notes how it was called, tells a prepared series of states, and runs
+what it should run over ssh in the folders of two workers.
 """
 
 import os
@@ -16,7 +16,8 @@ AT = ["--project=my-project", "--zone=us-central2-b"]
 TPUS = ["gcloud", "compute", "tpus"]
 DESCRIBE = [*TPUS, "queued-resources", "describe", "pod", *AT, "--format=value(state.state)"]
 SSH_FLAGS = ["--ssh-flag=-oServerAliveInterval=30", "--ssh-flag=-oConnectTimeout=30"]
-HARD = ["python", "a b.py", '--prompt=it\'s "$HOME" `date` \\ * &', "", "'"]  # words that a shell would spoil
+# Words that a shell would spoil.
+HARD = ["python", "a b.py", '--prompt=it\'s "$HOME" `date` \\ * &', "", "'"]
 
 FAKE_GCLOUD = pathlib.Path(__file__).with_name("fake_gcloud.sh").read_text()
 
@@ -44,11 +45,15 @@ class Cloud:
         programs = self.fake / "bin"
         programs.mkdir()
         stand_ins = dict.fromkeys(("gcloud", "xpk", "ssh", "scp"), FAKE_GCLOUD)
-        for name, content in (stand_ins | {"hostname": '#!/bin/sh\necho "t1v-n-0-$HOST"\n'}).items():
+        for name, content in (
+            stand_ins | {"hostname": '#!/bin/sh\necho "t1v-n-0-$HOST"\n'}
+        ).items():
             (programs / name).write_text(content)
             (programs / name).chmod(0o755)
         kept = {
-            name: value for name, value in os.environ.items() if not name.startswith(("CLOUDSDK_", "GIT_", "SPECSAMP_"))
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("CLOUDSDK_", "GIT_", "SPECSAMP_"))
         }
         self.environment = kept | {
             "FAKE": str(self.fake),
@@ -62,7 +67,11 @@ class Cloud:
     def git(self, *arguments):
         identity = ("-c", "user.name=me", "-c", "user.email=me@example.com")
         done = subprocess.run(
-            ["git", *identity, *arguments], cwd=self.checkout, check=True, capture_output=True, text=True
+            ["git", *identity, *arguments],
+            cwd=self.checkout,
+            check=True,
+            capture_output=True,
+            text=True,
         )
         return done.stdout.strip()
 
@@ -73,7 +82,13 @@ class Cloud:
         at = ("--project=my-project", "--zone=us-central2-b") if place else ()
         split = arguments.index("--") if "--" in arguments else len(arguments)
         return subprocess.run(
-            ["bash", self.checkout / "launch" / "tpu" / f"{script}.sh", *arguments[:split], *at, *arguments[split:]],
+            [
+                "bash",
+                self.checkout / "launch" / "tpu" / f"{script}.sh",
+                *arguments[:split],
+                *at,
+                *arguments[split:],
+            ],
             cwd=self.checkout,
             env=self.environment | environment,
             capture_output=True,
@@ -86,7 +101,9 @@ class Cloud:
         split = arguments.index("--") if "--" in arguments else len(arguments)
         done = self.run(script, *arguments[:split], "--dry_run", *arguments[split:])
         assert done.returncode == 0, done.stderr
-        assert not (self.fake / "calls").exists() and not self.git("status", "--porcelain", "--ignored"), "not dry"
+        assert not (self.fake / "calls").exists() and not self.git(
+            "status", "--porcelain", "--ignored"
+        ), "not dry"
         lines = done.stdout.splitlines()
         return [shlex.split(line) for line in lines if not line.startswith("# ")], [
             line for line in lines if line.startswith("# ")
@@ -95,9 +112,22 @@ class Cloud:
     def calls(self, *words):
         """Returns how Google Cloud was called, of these only calls with all of the words."""
         path = self.fake / "calls"
-        calls = [line.split("\x1f")[:-1] for line in path.read_text().splitlines()] if path.exists() else []
+        calls = (
+            [line.split("\x1f")[:-1] for line in path.read_text().splitlines()]
+            if path.exists()
+            else []
+        )
         return [call for call in calls if set(words) <= set(call)]
 
 
 def ssh(worker, command):
-    return [*TPUS, "tpu-vm", "ssh", "pod", f"--worker={worker}", f"--command={command}", *SSH_FLAGS, *AT]
+    return [
+        *TPUS,
+        "tpu-vm",
+        "ssh",
+        "pod",
+        f"--worker={worker}",
+        f"--command={command}",
+        *SSH_FLAGS,
+        *AT,
+    ]

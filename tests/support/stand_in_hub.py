@@ -1,4 +1,6 @@
-"""Stands in for the hub's library: names are folders, some gated; tensors are never given, only their headers."""
+"""Stands in for the hub's library: names are folders, some gated; tensors are never given, only
+their headers.
+"""
 
 import pathlib
 import shutil
@@ -64,5 +66,7 @@ class StandInHub:
         files = {}
         for tensor, found in find_tensors(storage.place(place)).items():
             info = types.SimpleNamespace(dtype=found.kind, shape=list(found.shape))
-            files.setdefault(found.file.name, types.SimpleNamespace(tensors={})).tensors[tensor] = info
+            files.setdefault(found.file.name, types.SimpleNamespace(tensors={})).tensors[tensor] = (
+                info
+            )
         return types.SimpleNamespace(files_metadata=files)

@@ -9,10 +9,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 
-TEXTS = [path.read_text(encoding="utf-8") for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))]
+TEXTS = [
+    path.read_text(encoding="utf-8") for path in sorted(pathlib.Path(__file__).parent.glob("*.py"))
+]
 TEXTS += ["naïve café, 42 Übungen, 数学 – 1234567 \t\n  x"] * 4
 STYLES = ("gpt2", "llama2", "llama3", "qwen", "gemma")
-# Bytes without a first space; added tokens of spaces; SentencePiece's Unigram without and with bytes; tokenizers that are not of language models.
+# Bytes without a first space; added tokens of spaces; SentencePiece's Unigram without and with
+# bytes; tokenizers that are not of language models.
 OTHER_STYLES = ("stripped", "gemma3", "t5", "chatglm", "bert", "gpt1", "words")
 SPACE = "▁"
 
@@ -21,7 +24,9 @@ SPACE = "▁"
 def tokenizer(style, size=900):
     if style in OTHER_STYLES:
         return other_tokenizer(style)
-    text = tokenizers.Tokenizer(models.BPE(byte_fallback=style in ("llama2", "gemma"), ignore_merges=style == "llama3"))
+    text = tokenizers.Tokenizer(
+        models.BPE(byte_fallback=style in ("llama2", "gemma"), ignore_merges=style == "llama3")
+    )
     begin, end = {
         "gpt2": (None, "<|endoftext|>"),
         "qwen": (None, "<|im_end|>"),
@@ -31,20 +36,28 @@ def tokenizer(style, size=900):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if style in ("llama2", "gemma"):
         steps = [normalizers.Replace(" ", SPACE)]
-        text.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *steps] if style == "llama2" else steps)
+        text.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(SPACE), *steps] if style == "llama2" else steps
+        )
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        text.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if style == "llama2" else steps)
+        text.decoder = decoders.Sequence(
+            [*steps, decoders.Strip(" ", 1, 0)] if style == "llama2" else steps
+        )
         special, alphabet = ["<unk>", *special, *byte_pieces()], []
     else:
         digits = {"llama3": r"\p{N}{1,3}", "qwen": r"\p{N}", "gpt2": r" ?\p{N}+"}[style]
         pattern = tokenizers.Regex(rf" ?\p{{L}}+|{digits}|\s+(?!\S)|\s+|[^\s\p{{L}}\p{{N}}]+")
         split = pre_tokenizers.Split(pattern, "isolated")
-        text.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        text.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+        )
         text.decoder = decoders.ByteLevel()
     size += STYLES.index(style) * 100
     text.train_from_iterator(
         TEXTS,
-        trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     text = with_ordinary_bytes(text)
     if begin:
@@ -59,15 +72,23 @@ def other_tokenizer(style):
         text = tokenizers.Tokenizer.from_str(tokenizer("gpt2").to_json())
         text.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
         return JsonTokenizer.from_tokenizer(text, "<|endoftext|>")
-    if style == "gemma3":  # its added tokens are not special: a decoder turns them into spaces and lines
+    # Its added tokens are not special: a decoder turns them into spaces and lines.
+    if style == "gemma3":
         text = tokenizers.Tokenizer.from_str(tokenizer("gemma").to_json())
-        text.add_tokens([tokenizers.AddedToken(piece, normalized=False) for piece in ("▁▁", "▁▁▁", "\n\n", "<tool>")])
+        text.add_tokens(
+            [
+                tokenizers.AddedToken(piece, normalized=False)
+                for piece in ("▁▁", "▁▁▁", "\n\n", "<tool>")
+            ]
+        )
         return JsonTokenizer.from_tokenizer(text, "</s>")
     if style in ("t5", "chatglm"):  # not trained: that is not the same every time
         pieces = [piece for _, piece in sorted(tokenizer("gemma").pieces.items())]
         pieces = [piece for piece in pieces if style == "chatglm" or piece not in byte_pieces()]
         scores = [(piece, -5 - at / 100) for at, piece in enumerate([*pieces, "▁Human", "▁is"])]
-        text = tokenizers.Tokenizer(models.Unigram(scores, pieces.index("<unk>"), byte_fallback=style == "chatglm"))
+        text = tokenizers.Tokenizer(
+            models.Unigram(scores, pieces.index("<unk>"), byte_fallback=style == "chatglm")
+        )
         text.add_special_tokens(["</s>", "<unk>"])
         text.pre_tokenizer, text.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
         if style == "chatglm":
@@ -80,7 +101,10 @@ def other_tokenizer(style):
         trainer = trainers.WordPieceTrainer(**options)
     elif style == "gpt1":
         text = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
-        text.pre_tokenizer, text.decoder = pre_tokenizers.BertPreTokenizer(), decoders.BPEDecoder("</w>")
+        text.pre_tokenizer, text.decoder = (
+            pre_tokenizers.BertPreTokenizer(),
+            decoders.BPEDecoder("</w>"),
+        )
         trainer = trainers.BpeTrainer(end_of_word_suffix="</w>", **options)
     else:
         text = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))
@@ -97,5 +121,7 @@ def byte_pieces():
 def with_ordinary_bytes(text):
     """The tokenizer with bytes that are not added tokens."""
     content = json.loads(text.to_str())
-    content["added_tokens"] = [token for token in content["added_tokens"] if not token["content"].startswith("<0x")]
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if not token["content"].startswith("<0x")
+    ]
     return tokenizers.Tokenizer.from_str(json.dumps(content))

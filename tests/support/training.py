@@ -50,11 +50,15 @@ def metrics(folder):
     """All records but for what depends on the clock; a line that is being written is left out."""
     path = folder / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines
+    ]
 
 
 def refused_trainings(section):
-    """Returns the fields of a section of a table of trainings that are refused, and what is said of each."""
+    """Returns the fields of a section of a table of trainings that are refused, and what is said of
+    each.
+    """
     path = pathlib.Path(__file__).parents[1] / "launch" / "refused_trainings.txt"
     lines = path.read_text(encoding="utf-8").partition(f"[{section}]\n")[2].partition("\n\n")[0]
     return [line.split(" => ") for line in lines.splitlines()]

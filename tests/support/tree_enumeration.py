@@ -1,7 +1,7 @@
 """The exact distribution of one round of a rule over trees, by enumeration.
 
-All ``V^K`` trees are weighted with the distribution they are drawn from, as this file knows it; for each of them the
-rule's own walk is forced to every end. After the round the target goes on alone.
+All ``V^K`` trees are weighted with the distribution they are drawn from, as this file knows it; for
+each of them the rule's own walk is forced to every end. After the round the target goes on alone.
 """
 
 import functools
@@ -43,7 +43,9 @@ def trees(parents, draft, children):
                 for older in family[: family.index(node)]:
                     law[:, tokens[older]] = 0
             total = law.sum(1, keepdims=True)
-            law = np.where(total > 0, law / np.where(total > 0, total, 1), np.eye(vocab_size)[vocab_size - 1])
+            law = np.where(
+                total > 0, law / np.where(total > 0, total, 1), np.eye(vocab_size)[vocab_size - 1]
+            )
             if children == "top" or (children == "top_and_drawn" and node != family[-1]):
                 law = np.eye(vocab_size)[law.argmax(1)]
             weight = weight * law[:, tokens[node]]
@@ -59,7 +61,9 @@ def rows_along(parents, tokens, tables):
 
 
 def ends(rule, parents, tokens_RK, weights_R, target, draft, num_drafted=None):
-    """For each tree and each row: the probability that the walk ends there, and the weights of the next token."""
+    """For each tree and each row: the probability that the walk ends there, and the weights of the
+    next token.
+    """
     (count, K), paths = tokens_RK.shape, paths_of(parents)
     num_drafted = K if num_drafted is None else num_drafted
     # To end at a row, all nodes on its path pass and all others are refused.
@@ -83,7 +87,9 @@ def ends(rule, parents, tokens_RK, weights_R, target, draft, num_drafted=None):
     passes = np.where(forced_EK[:, None] < 0, asked, 1 - asked)
     chance = np.where(asked < 0, 1, passes).prod(-1)
     lengths = np.array([len(path) for path in paths])
-    assert np.all((reached == lengths[:, None]) | (chance == 0) | (lengths[:, None] > 0) & (num_drafted < K))
+    assert np.all(
+        (reached == lengths[:, None]) | (chance == 0) | (lengths[:, None] > 0) & (num_drafted < K)
+    )
     chance = np.where(reached == lengths[:, None], chance, 0)
     mass = weights.sum(-1, keepdims=True)
     return chance * weights_R, weights / np.where(mass > 0, mass, 1)
@@ -92,14 +98,19 @@ def ends(rule, parents, tokens_RK, weights_R, target, draft, num_drafted=None):
 @functools.partial(jax.jit, static_argnums=0, compiler_options=COMPILE_FAST)
 def _walks(rule, draft, target, forced_EK):
     def walk(forced_K):
-        walk = rule.walk(draft, Given(target, draft), jnp.broadcast_to(forced_K, draft.tokens_BK.shape))
+        walk = rule.walk(
+            draft, Given(target, draft), jnp.broadcast_to(forced_K, draft.tokens_BK.shape)
+        )
         return walk.asked_BK, walk.weights_BV, walk.num_accepted_B
 
     return jax.vmap(walk)(forced_EK)
 
 
-def enumerate_tree(rule, parents, target, draft, length, *, drawn=None, one_hot=False, num_drafted=None):
-    """Returns the joint distribution of ``length`` tokens, ``[S, V**length]``, and the expected accepted tokens ``[S]``.
+def enumerate_tree(
+    rule, parents, target, draft, length, *, drawn=None, one_hot=False, num_drafted=None
+):
+    """Returns the joint distribution of ``length`` tokens, ``[S, V**length]``, and the expected
+    accepted tokens ``[S]``.
 
     Args:
       drawn: how the children were drawn, where the rule believes something else.
@@ -113,13 +124,21 @@ def enumerate_tree(rule, parents, target, draft, length, *, drawn=None, one_hot=
     flat_tokens = np.repeat(tokens_DK, scenarios, axis=0)
     flat = [x.reshape(-1, *x.shape[2:]) for x in (of_target, of_draft)]
     chance, last = ends(
-        rule, parents, flat_tokens, weights_DS.ravel(), flat[0], None if one_hot else flat[1], num_drafted
+        rule,
+        parents,
+        flat_tokens,
+        weights_DS.ravel(),
+        flat[0],
+        None if one_hot else flat[1],
+        num_drafted,
     )
     joint, accepted = np.zeros((scenarios, vocab_size**length)), np.zeros(scenarios)
     for path, chance_R, last_RV in zip(paths_of(parents), chance, last):
         by_text = chance_R.reshape(-1, scenarios)
         accepted += len(path) * by_text.sum(0)
-        for tokens_K, chance_S, last_SV in zip(tokens_DK, by_text, last_RV.reshape(-1, scenarios, vocab_size)):
+        for tokens_K, chance_S, last_SV in zip(
+            tokens_DK, by_text, last_RV.reshape(-1, scenarios, vocab_size)
+        ):
             kept = [tokens_K[i] for i in path]
             for token in range(vocab_size):
                 text = (*kept, token)[:length]
@@ -141,7 +160,9 @@ def after(target, text, length):
 
 
 def optimum(target, draft, siblings, distinct):
-    """The largest acceptance of any rule at one position: ``1 + min_H (q(H) - P(all candidates are in H))``."""
+    """The largest acceptance of any rule at one position: ``1 + min_H (q(H) - P(all candidates are
+    in H))``.
+    """
     vocab_size, least = len(target), 0.0
     for kept in itertools.product((False, True), repeat=vocab_size):
         inside = np.array(kept)

@@ -20,7 +20,9 @@ class WrongOrder(RecursiveRule):
     """Judges the sibling that was drawn last first."""
 
     def judge(self, target_BV, draft_BV, family):
-        accept_BC, weights_BV = super().judge(target_BV, draft_BV, jax.tree.map(lambda x: jnp.flip(x, 1), family))
+        accept_BC, weights_BV = super().judge(
+            target_BV, draft_BV, jax.tree.map(lambda x: jnp.flip(x, 1), family)
+        )
         return jnp.flip(accept_BC, 1), weights_BV
 
 
@@ -59,7 +61,10 @@ class PrunedByValue(ModelTree):
     def propose(self, weights, state, prefix, cache, sample):
         draft, state, cache = super().propose(weights, state, prefix, cache, sample)
         first, second = (
-            jnp.take_along_axis(draft.log_probs_BRV[:, 0], draft.tokens_BK[:, i : i + 1], axis=1)[:, 0] for i in (0, 1)
+            jnp.take_along_axis(draft.log_probs_BRV[:, 0], draft.tokens_BK[:, i : i + 1], axis=1)[
+                :, 0
+            ]
+            for i in (0, 1)
         )
         num_drafted_B = jnp.where(first < second, 0, draft.num_drafted_B)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
@@ -67,7 +72,9 @@ class PrunedByValue(ModelTree):
 
 @dataclasses.dataclass(frozen=True)
 class MergesEqual(RecursiveRule):
-    """Siblings that were drawn with replacement are merged where they are equal, and lose their turns."""
+    """Siblings that were drawn with replacement are merged where they are equal, and lose their
+    turns.
+    """
 
     children: str = "independent"
 
@@ -100,7 +107,9 @@ class RootsFeature(FeatureTree):
 
 
 class PositionsByRow(Loop):
-    """Every node sees all rows before it, at positions of its index: as if the tree were a chain."""
+    """Every node sees all rows before it, at positions of its index: as if the tree were
+    a chain.
+    """
 
     def score(self, weights, state, draft, cache):
         return super().score(weights, state, dataclasses.replace(draft, parents_BK=None), cache)

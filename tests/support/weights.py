@@ -23,7 +23,8 @@ def _fan_in(name: str, shape: tuple[int, ...]) -> int:
 
 
 def drawn_params(model: Any, seed: int = 0, noise: float = 0.0) -> Any:
-    """Returns parameters as `init` would draw them, of NumPy's numbers: nothing is compiled, which takes a second a shape.
+    """Returns parameters as `init` would draw them, of NumPy's numbers: nothing is compiled, which
+    takes a second a shape.
 
     Args:
       model: a transformer or a head.

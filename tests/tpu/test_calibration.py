@@ -1,4 +1,6 @@
-"""The fits find what made the data, hold where they were not fitted, and the formula they replace does not."""
+"""The fits find what made the data, hold where they were not fitted, and the formula they replace
+does not.
+"""
 
 import dataclasses
 import math
@@ -22,8 +24,14 @@ from specsamp.tpu.measurements import published
 from specsamp.tpu.work import Work, calls_of_round, hops, wire_ms
 
 ADDED = Calibration(efficiency=0.8, hop_us=5.0, call_ms=0.3)
-HIDDEN = Calibration(efficiency=0.9, call_ms=0.2, sequence_us=2.0, collective_us=8.0, hop_us=1.0, overlap=1.0)
-LLAMA = [row for row in published() if row.model == backtest.LLAMA_70B and row.chip == "v5e" and row.kind == "step"]
+HIDDEN = Calibration(
+    efficiency=0.9, call_ms=0.2, sequence_us=2.0, collective_us=8.0, hop_us=1.0, overlap=1.0
+)
+LLAMA = [
+    row
+    for row in published()
+    if row.model == backtest.LLAMA_70B and row.chip == "v5e" and row.kind == "step"
+]
 
 
 def made_by(added, hidden):
@@ -51,17 +59,26 @@ def test_the_fits_find_what_made_the_data():
 def test_a_measurement_that_does_not_belong_shows_in_the_error():
     rows = made_by(ADDED, HIDDEN)
     wrong = [
-        r if r.chip != "v4" or r.batch > 1 else dataclasses.replace(r, milliseconds=1.4 * r.milliseconds) for r in rows
+        r
+        if r.chip != "v4" or r.batch > 1
+        else dataclasses.replace(r, milliseconds=1.4 * r.milliseconds)
+        for r in rows
     ]
     assert fit_published(tuple(wrong)).added.error > 0.1
 
 
 def test_a_70b_on_v5e_16_is_predicted_from_other_layouts():
-    """The bar: a median error of 10% at most, 25% at worst, with nothing of the row's own layout in the fit."""
+    """The bar: a median error of 10% at most, 25% at worst, with nothing of the row's own layout in
+    the fit.
+    """
     assert len(LLAMA) == 24 and len({row.layout for row in LLAMA}) == 2
     found = [(row.milliseconds, band) for row, band in held_out("layout") if row in LLAMA]
     errors = [abs(band.likely / ms - 1) for ms, band in found]
-    assert np.median(errors) <= 0.10 and max(errors) <= 0.25 and all(band.covers(ms) for ms, band in found)
+    assert (
+        np.median(errors) <= 0.10
+        and max(errors) <= 0.25
+        and all(band.covers(ms) for ms, band in found)
+    )
 
 
 def test_the_sum_of_collectives_and_streaming_fails_that_bar():
@@ -72,8 +89,12 @@ def test_the_sum_of_collectives_and_streaming_fails_that_bar():
 
 
 def test_the_overlap_that_was_traced_lies_in_the_band():
-    """40 of the 67 us that a layer's weights need, in a trace of one of these programs; it was not used."""
-    assert 0.4 <= fit_published().hidden.least_overlap <= 40 / 67 < fit_published().hidden.overlap == 1
+    """40 of the 67 us that a layer's weights need, in a trace of one of these programs; it was not
+    used.
+    """
+    assert (
+        0.4 <= fit_published().hidden.least_overlap <= 40 / 67 < fit_published().hidden.overlap == 1
+    )
 
 
 @pytest.mark.parametrize("by", ["layout", "source"])
@@ -84,7 +105,8 @@ def test_bands_cover_nine_of_ten_steps_that_were_left_out(by):
 
     def halved(row, band):
         return all(
-            math.log(edge / band.likely) * side >= 2 * math.log(row.milliseconds / band.likely) * side
+            math.log(edge / band.likely) * side
+            >= 2 * math.log(row.milliseconds / band.likely) * side
             for edge, side in ((band.most, 1), (band.least, -1))
         )
 
@@ -100,12 +122,18 @@ def test_only_what_outlasts_the_streaming_is_exposed():
     assert hidden.milliseconds(longer) == pytest.approx(free + 1000 * 14e-3 - 10)
     half = dataclasses.replace(hidden, least_overlap=0.5)  # the upper edge hides less
     assert half.milliseconds(longer) == hidden.milliseconds(longer)
-    assert half.estimate(longer).most == pytest.approx((free + 1000 * 14e-3 - 0.5 * 10) * math.exp(0.1))
-    # What is computed for longer than it is streamed takes that long; the least has no time per call.
+    assert half.estimate(longer).most == pytest.approx(
+        (free + 1000 * 14e-3 - 0.5 * 10) * math.exp(0.1)
+    )
+    # What is computed for longer than it is streamed takes that long; the least has no time per
+    # call.
     computed = dataclasses.replace(work, cycles_ms=30.0)
     assert hidden.milliseconds(computed) == pytest.approx(30 + hidden.call_ms)
     band = hidden.estimate(work)
-    assert band.least == pytest.approx((free - hidden.call_ms) * math.exp(-0.1)) and band.most > band.likely == free
+    assert (
+        band.least == pytest.approx((free - hidden.call_ms) * math.exp(-0.1))
+        and band.most > band.likely == free
+    )
 
 
 def test_a_draft_cannot_hide_its_collectives_under_the_target():
@@ -127,7 +155,10 @@ def test_chips_without_measurements_get_a_range_of_two_digits():
 
 
 def test_a_ratio_compares_within_each_world():
-    slow, fast = (Band(least=a, likely=b, most=c, open=True, worlds=(a, c)) for a, b, c in ((6, 10, 20), (2, 4, 10)))
+    slow, fast = (
+        Band(least=a, likely=b, most=c, open=True, worlds=(a, c))
+        for a, b, c in ((6, 10, 20), (2, 4, 10))
+    )
     assert (band_ratio(slow, fast).least, band_ratio(slow, fast).most) == (2, 3)
     closed, other = (dataclasses.replace(band, open=False) for band in (slow, fast))
     assert band_ratio(closed, other) == Band(least=2, likely=2.5, most=3)
@@ -138,9 +169,15 @@ def test_a_ratio_compares_within_each_world():
 
 
 def test_published_speedups_of_a_pair_lie_within():
-    """Rounds of Chen et al., none of them fitted; the two edges alone would hold none of the seven."""
+    """Rounds of Chen et al., none of them fitted; the two edges alone would hold none of
+    the seven.
+    """
     chinchilla = {row.model: row.work() for row in published() if row.chip == "v4"}
-    target, draft, (plain_ms, *rounds_ms) = chinchilla["Chinchilla 70B"], chinchilla["draft 4B"], PAPER_ROUND_MS
+    target, draft, (plain_ms, *rounds_ms) = (
+        chinchilla["Chinchilla 70B"],
+        chinchilla["draft 4B"],
+        PAPER_ROUND_MS,
+    )
     for K, measured in enumerate(rounds_ms, 1):
         found = band_ratio(estimate("v4", target), estimate("v4", target, *[draft] * K))
         assert found.least < plain_ms / measured < found.most, K

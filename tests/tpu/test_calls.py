@@ -25,9 +25,17 @@ OPTIMISED = True
 pytestmark = extras.needs("libtpu")
 
 EXPERTS = ExpertsConfig(num_experts=32, experts_per_token=4, width=768)
-SHAPE = dict(vocab_size=1024, width=2048, num_heads=16, num_kv_heads=4, num_layers=1, max_positions=2048)
+SHAPE = dict(
+    vocab_size=1024, width=2048, num_heads=16, num_kv_heads=4, num_layers=1, max_positions=2048
+)
 CONFIG = TransformerConfig(
-    **SHAPE, positions="rotary", gated=True, activation="silu", tied=False, dtype="bfloat16", experts=EXPERTS
+    **SHAPE,
+    positions="rotary",
+    gated=True,
+    activation="silu",
+    tied=False,
+    dtype="bfloat16",
+    experts=EXPERTS,
 )
 
 
@@ -49,12 +57,18 @@ def with_experts(kernels=None, **changes):
     return programs(dataclasses.replace(CONFIG, **changes), kernels=kernels)
 
 
-BY_EXPERT = dataclasses.replace(EXPERTS, width=784)  # 49 tiles of memory: a width that no devices share
+# 49 tiles of memory: a width that no devices share.
+BY_EXPERT = dataclasses.replace(EXPERTS, width=784)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"weight_dtype": "int8"}, {"experts": BY_EXPERT}, {"experts": BY_EXPERT, "kernels": Kernels()}],
+    [
+        {},
+        {"weight_dtype": "int8"},
+        {"experts": BY_EXPERT},
+        {"experts": BY_EXPERT, "kernels": Kernels()},
+    ],
     ids=["by width", "int8", "by expert", "by expert, in a kernel"],
 )
 def test_a_call_reads_the_experts_that_it_is_expected_to(changes):
@@ -74,11 +88,15 @@ def test_a_call_reads_the_experts_that_it_is_expected_to(changes):
 
 def test_floors_count_the_experts_of_the_tokens_of_a_call():
     made, one = with_experts(), 3 * 2048 * 768 * 2 / 4  # bytes of an expert, per device
-    without = dataclasses.replace(made, target=with_experts(experts=dataclasses.replace(EXPERTS, num_experts=4)).target)
+    without = dataclasses.replace(
+        made, target=with_experts(experts=dataclasses.replace(EXPERTS, num_experts=4)).target
+    )
     router = (32 - 4) * 2048 * 2
     for tokens in (1, 2, 5):
         more = made.floor(made.target, tokens=tokens) - without.floor(without.target, tokens=tokens)
-        assert more == pytest.approx(one * (EXPERTS.expected_touched(tokens) - 4) + router, rel=1e-6)
+        assert more == pytest.approx(
+            one * (EXPERTS.expected_touched(tokens) - 4) + router, rel=1e-6
+        )
     rows = dataclasses.replace(made, batch=5)
     caches = rows.floor(rows.target, 1.0) - rows.floor(rows.target, 0.0)
     assert rows.floor(rows.target, 0.0) == made.floor(made.target, 0.0, tokens=5) and caches > 0
@@ -88,7 +106,9 @@ def test_floors_count_the_experts_of_the_tokens_of_a_call():
 
 def test_a_step_may_feed_one_token_where_one_more_reads_more_experts():
     assert step_windows(with_experts(), with_experts().target) == (1, *STEP_WINDOWS)
-    assert step_windows(with_experts(experts=None), with_experts(experts=None).target) == STEP_WINDOWS
+    assert (
+        step_windows(with_experts(experts=None), with_experts(experts=None).target) == STEP_WINDOWS
+    )
 
 
 def test_shapes_count_the_same_experts():
@@ -104,15 +124,23 @@ def test_shapes_count_the_same_experts():
 # Weights and caches in int8: what is read from HBM is int8, and nothing is written there wider.
 
 
-WIDE = dict(vocab_size=8192, width=4096, num_heads=32, num_kv_heads=8, num_layers=1, feedforward_width=16384)
-PLAIN = TransformerConfig(**WIDE, positions="rotary", gated=True, tied=False, max_positions=2048, dtype="bfloat16")
+WIDE = dict(
+    vocab_size=8192, width=4096, num_heads=32, num_kv_heads=8, num_layers=1, feedforward_width=16384
+)
+PLAIN = TransformerConfig(
+    **WIDE, positions="rotary", gated=True, tied=False, max_positions=2048, dtype="bfloat16"
+)
 
 
 def widened(spec, x, y, *, dtype=None):
-    """Multiplies by a matrix that is converted before: a row of it is written once more, where x says."""
+    """Multiplies by a matrix that is converted before: a row of it is written once more, where x
+    says.
+    """
     wide = dequantise(y).astype(x.dtype)
     row = (x.ravel()[0] > 0).astype(jnp.int32)
-    return products.contract(spec, x, jax.lax.dynamic_update_slice_in_dim(wide, wide[:1], row, 0), dtype=dtype)
+    return products.contract(
+        spec, x, jax.lax.dynamic_update_slice_in_dim(wide, wide[:1], row, 0), dtype=dtype
+    )
 
 
 @pytest.mark.slow
@@ -139,8 +167,12 @@ def test_int8_is_what_is_read_and_nothing_is_widened(monkeypatch):
 
 @pytest.mark.slow
 def test_a_cache_in_int8_is_read_as_it_is():
-    """Reads, of eight rows, half the bytes of the bfloat16 one and the scales, which are stored without padding."""
-    shape = dict(width=1024, head_size=128, feedforward_width=1024, max_positions=16384, cache_dtype="int8")
+    """Reads, of eight rows, half the bytes of the bfloat16 one and the scales, which are stored
+    without padding.
+    """
+    shape = dict(
+        width=1024, head_size=128, feedforward_width=1024, max_positions=16384, cache_dtype="int8"
+    )
     config = dataclasses.replace(PLAIN, **shape)
     batch, slots = 8, 8192
     traffic, floor, memory = call(programs(config, batch, slots))

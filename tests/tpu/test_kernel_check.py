@@ -1,4 +1,6 @@
-"""The table of kernels and their plain forms: every kernel is in it, each call reaches its kernel, and compiles."""
+"""The table of kernels and their plain forms: every kernel is in it, each call reaches its kernel,
+and compiles.
+"""
 
 import functools
 import pathlib
@@ -35,7 +37,9 @@ def test_every_kernel_of_the_folder_has_a_check():
 def test_a_check_calls_its_kernel_and_the_plain_form_none(check, monkeypatch):
     called, pallas_call = set(), pl.pallas_call
     monkeypatch.setattr(
-        pl, "pallas_call", lambda *args, name, **options: called.add(name) or pallas_call(*args, name=name, **options)
+        pl,
+        "pallas_call",
+        lambda *args, name, **options: called.add(name) or pallas_call(*args, name=name, **options),
     )
     operands = check.draw()
     jax.eval_shape(functools.partial(check.compute, None), *operands)
@@ -44,7 +48,8 @@ def test_a_check_calls_its_kernel_and_the_plain_form_none(check, monkeypatch):
     assert called == {check.kernel}
 
 
-# Vectors of norms make Pallas look at the default device, a CPU here: models compile these kernels in test_kernels.py.
+# Vectors of norms make Pallas look at the default device, a CPU here: models compile these kernels
+# in test_kernels.py.
 LARGE = [check for check in CHECKS if check.kernel != SMALL]
 
 
@@ -53,14 +58,17 @@ LARGE = [check for check in CHECKS if check.kernel != SMALL]
 @pytest.mark.parametrize("check", LARGE, ids=lambda check: check.name)
 def test_a_check_compiles_for_a_chip(check):
     one = SingleDeviceSharding(described_mesh("v5e:1x1").devices.flat[0])
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), check.draw())
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), check.draw()
+    )
     compute = jax.jit(functools.partial(check.compute, Kernels()))
     assert f"/{check.kernel}/" in compute.lower(*shapes).compile().as_text()
 
 
 @extras.needs("libtpu")
 @pytest.mark.parametrize(
-    "topology", ["v3:2x2", "v4:1x1x1", "v4:2x2x2", "v5e:1x1", "v5e:2x4", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+    "topology",
+    ["v3:2x2", "v4:1x1x1", "v4:2x2x2", "v5e:1x1", "v5e:2x4", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"],
 )
 def test_devices_say_their_topology(topology):
     assert topology_of(list(described_mesh(topology).devices.flat)) == topology

@@ -41,17 +41,25 @@ def call(*made, scope=""):
 
 
 def test_what_kernels_move_by_their_shapes():
-    """Two rows of eight kv heads and 2048 slots, in blocks of 256; of scores by distance two tiles more."""
-    query, cache, distances = array(2, 8, 5, 128), array(2, 8, 2048, 128), array(2, 8, 5, 2048, itemsize=4)
+    """Two rows of eight kv heads and 2048 slots, in blocks of 256; of scores by distance two tiles
+    more.
+    """
+    query, cache, distances = (
+        array(2, 8, 5, 128),
+        array(2, 8, 2048, 128),
+        array(2, 8, 5, 2048, itemsize=4),
+    )
     given = [array(1, itemsize=4), query, cache, cache, array(2, 5, 2, itemsize=4), distances]
     small = sum(x.bytes for x in (given[0], query, given[4]))
     for live, share in ((1.0, 1.0), (0.25, 0.25), (0.26, 0.375), (0.0, 0.125)):
         moved = small + share * (2 * cache.bytes + 2 * distances.bytes), query.bytes
-        assert count_attention(call(query), given, live) == (*moved, 2 * 2 * 8 * share)  # steps of four heads
+        # Steps of four heads.
+        assert count_attention(call(query), given, live) == (*moved, 2 * 2 * 8 * share)
     tree, scales = array(2, 5, 128, itemsize=4), [array(2, 8, 1, 2048, itemsize=4)] * 2
     read = count_attention(call(query), [*given, tree, *scales], 1.0)[0]
     assert read == small + 2 * cache.bytes + distances.bytes + tree.bytes + 2 * scales[0].bytes
-    pairs = array(2, 8, 4096, 128)  # of keys and values of 64 entries: as many bytes in half as many arrays
+    # Of keys and values of 64 entries: as many bytes in half as many arrays.
+    pairs = array(2, 8, 4096, 128)
     read, _, steps = count_attention(call(query), [*given[:2], pairs], 0.25)
     assert (read, steps) == (given[0].bytes + query.bytes + 0.25 * pairs.bytes, 2 * 2 * 2)
     on_chip = dataclasses.replace(distances, in_hbm=False)
@@ -62,7 +70,9 @@ def test_what_kernels_move_by_their_shapes():
     assert written == 2 * 2 * 8 * 32 * 128 * 2, "two tiles of 16 slots of each row"
     assert read == written + given[0].bytes + 2 * new.bytes
     matrices, x = [array(16, 512, 2048)] * 3, array(2, 2048)
-    read, written, steps = count_experts(call(x, scope=TWO_OF_SIXTEEN), [x, array(2, 16, in_hbm=False), *matrices], 1.0)
+    read, written, steps = count_experts(
+        call(x, scope=TWO_OF_SIXTEEN), [x, array(2, 16, in_hbm=False), *matrices], 1.0
+    )
     chosen = 16 * (1 - (14 / 16) ** 2)
     assert steps == pytest.approx(2 * chosen) and written == x.bytes, "halves of 3 MB"
     assert read == pytest.approx(x.bytes + chosen / 16 * 3 * matrices[0].bytes)
@@ -70,7 +80,9 @@ def test_what_kernels_move_by_their_shapes():
 
 def test_only_our_kernels_are_counted_as_kernels():
     def op(target, scope):
-        attributes = f', custom_call_target="{target}", metadata={{op_name="jit(call)/{scope}/pallas_call"}}'
+        attributes = (
+            f', custom_call_target="{target}", metadata={{op_name="jit(call)/{scope}/pallas_call"}}'
+        )
         return Instruction("x", "custom-call", (), (), attributes, False)
 
     assert kernel_of(op("tpu_custom_call", "append_rows")) is count_rows
@@ -94,12 +106,17 @@ hlo: x
 
 def test_a_loop_counts_for_each_step_and_its_pipeline():
     schedule = Schedule.parse(BUNDLES)
-    assert schedule == Schedule(once=3, in_loop=3, cores=1) and schedule.cycles(steps=10) == 3 + 3 * 12
+    assert (
+        schedule == Schedule(once=3, in_loop=3, cores=1) and schedule.cycles(steps=10) == 3 + 3 * 12
+    )
     assert Schedule.parse(BUNDLES, passes=16) == Schedule(once=3, in_loop=2 + 16, cores=1)
     flat = Schedule.parse(BUNDLES.replace(">>", ">"), passes=16)
     assert flat.cycles(steps=1) == 3 + 16 * 3, "of one step the passes alone are a loop"
     assert flat.cycles(steps=10) == 3 + 3 * 12, "of several they have none"
-    assert Schedule.parse(BUNDLES.replace("> { }", "> { } /* core id */")).cycles(steps=10) == 3 + 3 * 7
+    assert (
+        Schedule.parse(BUNDLES.replace("> { }", "> { } /* core id */")).cycles(steps=10)
+        == 3 + 3 * 7
+    )
 
 
 @pytest.mark.slow
@@ -112,7 +129,10 @@ def test_a_layer_moves_its_floor_and_caches_are_donated():
         model = TransformerLM(chinchilla_70b(num_layers=layers), kernels=Kernels())
         model = shard_model(model, Layout.tensor_parallel(mesh))
         made = Programs(target=model, draft=model, mesh=mesh, sampling=None, batch=8, slots=2048)
-        floor, lowered = functools.partial(made.floor, model, tokens=5), functools.partial(made.call, model, 5)
+        floor, lowered = (
+            functools.partial(made.floor, model, tokens=5),
+            functools.partial(made.call, model, 5),
+        )
         return measure_program("call", 5, floor, lowered, "v4:2x2x4", layers=layers)
 
     with jax.default_matmul_precision("default"):
@@ -125,7 +145,9 @@ def test_a_layer_moves_its_floor_and_caches_are_donated():
     assert many.num_copies == 0 and many.host_transfers == 0
     # The compiler schedules equal kernels of other programs alike, yet not always bundle by bundle.
     assert many.kernel_cycles == pytest.approx(2 * few.kernel_cycles, rel=0.05)
-    assert many.memory.outputs < 20e6, "logits alone: the caches that come back are those that were given"
+    assert many.memory.outputs < 20e6, (
+        "logits alone: the caches that come back are those that were given"
+    )
     assert many.collectives["all-reduce"] == few.collectives["all-reduce"] + 2
 
 
@@ -134,7 +156,9 @@ SHAPES = {
     "windowed, capped, in int8": dict(
         dtype="bfloat16", num_kv_heads=1, window=100, attention_cap=50.0, cache_dtype="int8"
     ),
-    "pairs, windowed, in int8": dict(dtype="bfloat16", num_kv_heads=2, head_size=64, window=100, cache_dtype="int8"),
+    "pairs, windowed, in int8": dict(
+        dtype="bfloat16", num_kv_heads=2, head_size=64, window=100, cache_dtype="int8"
+    ),
 }
 
 
@@ -142,32 +166,60 @@ SHAPES = {
 @libtpu
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_tree_compiles_within_data_shards(shape):
-    """34 rows, more than a tile has slots; slots that are no power of two; kernels within two shards of the batch."""
+    """34 rows, more than a tile has slots; slots that are no power of two; kernels within two
+    shards of the batch.
+    """
     nodes, slots, batch = 34, 384, 2
     config = TransformerConfig(
-        vocab_size=256, width=256, num_layers=1, num_heads=4, positions="rotary", **dict(head_size=128) | SHAPES[shape]
+        vocab_size=256,
+        width=256,
+        num_layers=1,
+        num_heads=4,
+        positions="rotary",
+        **dict(head_size=128) | SHAPES[shape],
     )
     mesh = described_mesh("v5e:2x2", 2, num_kv_heads=config.num_kv_heads)
     model = shard_model(TransformerLM(config, kernels=Kernels()), Layout.tensor_parallel(mesh))
-    programs = Programs(target=model, draft=model, mesh=mesh, sampling=None, batch=batch, slots=slots)
+    programs = Programs(
+        target=model, draft=model, mesh=mesh, sampling=None, batch=batch, slots=slots
+    )
 
     def call(weights, tokens_BT, start_B, cache, visible_BTR):
-        block = Block(start_B=start_B, positions_BT=start_B[:, None] + 0 * tokens_BT, visible_BTR=visible_BTR)
+        block = Block(
+            start_B=start_B, positions_BT=start_B[:, None] + 0 * tokens_BT, visible_BTR=visible_BTR
+        )
         output = model(weights, tokens_BT, start_B, cache, block=block)
         rows_BT = jnp.cumsum(tokens_BT[:, :5], axis=1)
         return output.logits_BTV, model.compact(output.cache, start_B, rows_BT, nodes)
 
     split = DataShards(mesh).map(call, (REPLICATED, *[BY_ROWS] * 4))
     sizes = ((batch, nodes), jnp.int32), ((batch,), jnp.int32), ((batch, nodes, nodes), jnp.bool)
-    tokens_BT, start_B, visible_BTR = programs._by_rows([jax.ShapeDtypeStruct(*size) for size in sizes])
+    tokens_BT, start_B, visible_BTR = programs._by_rows(
+        [jax.ShapeDtypeStruct(*size) for size in sizes]
+    )
     arguments = programs.weights(model), tokens_BT, start_B, programs.cache(model), visible_BTR
-    compiled = jax.jit(split, donate_argnums=3).lower(*arguments).compile(compiler_options=dict(FEWEST_COLLECTIVES))
+    compiled = (
+        jax.jit(split, donate_argnums=3)
+        .lower(*arguments)
+        .compile(compiler_options=dict(FEWEST_COLLECTIVES))
+    )
     text = compiled.as_text()
-    called = 6 + (config.head_size == 128)  # rows, attention, rows that are moved, norms; rotations of whole lanes
+    # Rows, attention, rows that are moved, norms; rotations of whole lanes.
+    called = 6 + (config.head_size == 128)
     assert text.count('custom_call_target="tpu_custom_call"') == called
-    cache = 2 * batch * config.num_kv_heads * slots * config.head_size * (1 if config.cache_dtype else 4)
+    cache = (
+        2
+        * batch
+        * config.num_kv_heads
+        * slots
+        * config.head_size
+        * (1 if config.cache_dtype else 4)
+    )
     devices = 4 if config.num_kv_heads == 2 else 2
     assert compiled.memory_analysis().alias_size_in_bytes >= cache / devices
     alone, traffic = traffic_of(text), traffic_of(text, schedules=schedules.take(*COUNTS))
     assert traffic.copies == [] and alone.kernel_cycles == 0
-    assert traffic.cycles - alone.cycles == pytest.approx(traffic.kernel_cycles) and traffic.kernel_cycles > 2000
+    assert (
+        traffic.cycles - alone.cycles == pytest.approx(traffic.kernel_cycles)
+        and traffic.kernel_cycles > 2000
+    )

@@ -1,6 +1,8 @@
-"""Compiled for real TPU slices with libtpu, on this CPU: Chinchilla at full width, one and two layers.
+"""Compiled for real TPU slices with libtpu, on this CPU: Chinchilla at full width, one and two
+layers.
 
-Fixed costs cancel in the difference of the two depths. A deliberately bad variant shows that the guard bites.
+Fixed costs cancel in the difference of the two depths. A deliberately bad variant shows that the
+guard bites.
 """
 
 import dataclasses
@@ -48,10 +50,15 @@ def products_as_they_are_launched():
 
 def programs(mesh, target_layers, draft_layers=2, batch=1, slots=2048, **changes):
     target = shard_model(
-        TransformerLM(chinchilla_70b(num_layers=target_layers, **changes)), Layout.tensor_parallel(mesh)
+        TransformerLM(chinchilla_70b(num_layers=target_layers, **changes)),
+        Layout.tensor_parallel(mesh),
     )
-    draft = shard_model(TransformerLM(draft_4b(num_layers=draft_layers, **changes)), draft_layout(mesh))
-    return Programs(target=target, draft=draft, mesh=mesh, sampling=chain(top_p(0.8)), batch=batch, slots=slots)
+    draft = shard_model(
+        TransformerLM(draft_4b(num_layers=draft_layers, **changes)), draft_layout(mesh)
+    )
+    return Programs(
+        target=target, draft=draft, mesh=mesh, sampling=chain(top_p(0.8)), batch=batch, slots=slots
+    )
 
 
 CALLS = "target step", "score"
@@ -64,7 +71,8 @@ def report(target_layers, names=(*CALLS, "round")):
 
 
 def layers_add_their_floor(few, many, all_reduces):
-    """The guard: what more layers add is their weights and caches, read once, and so many all-reduces.
+    """The guard: what more layers add is their weights and caches, read once, and so many
+    all-reduces.
 
     What they compute hides behind what they read.
     """
@@ -73,7 +81,9 @@ def layers_add_their_floor(few, many, all_reduces):
     moved, floor = many.hbm_bytes - few.hbm_bytes, many.floor_bytes - few.floor_bytes
     assert 0.95 < moved / floor < 1.05
     chip, _ = parse(TOPOLOGY)
-    assert (many.cycles - few.cycles) / chip.clock_hz * 1e3 < many.streaming_ms(chip) - few.streaming_ms(chip)
+    assert (many.cycles - few.cycles) / chip.clock_hz * 1e3 < many.streaming_ms(
+        chip
+    ) - few.streaming_ms(chip)
     added = {kind: count - few.collectives.get(kind, 0) for kind, count in many.collectives.items()}
     assert {kind: count for kind, count in added.items() if count} == {"all-reduce": all_reduces}
 
@@ -82,7 +92,8 @@ def layers_add_their_floor(few, many, all_reduces):
 def test_nothing_is_copied_and_nothing_leaves_the_device():
     for program in report(2).programs:
         assert program.num_copies == 0 and program.host_transfers == 0
-        assert program.open_loops == (program.name == "round")  # all others are counted as often as they run
+        # All others are counted as often as they run.
+        assert program.open_loops == (program.name == "round")
         assert program.memory.temporaries < 100e6
         assert program.memory.total < program.memory.capacity
 
@@ -91,19 +102,24 @@ def test_nothing_is_copied_and_nothing_leaves_the_device():
 def test_a_layer_moves_its_floor_and_two_all_reduces(name):
     few, many = report(1, names=CALLS)[name], report(2)[name]
     layers_add_their_floor(few, many, all_reduces=2)
-    assert few.collectives == {"all-reduce": 2 + 1, "all-gather": 1}  # one for the embedding, one for the logits
+    # One for the embedding, one for the logits.
+    assert few.collectives == {"all-reduce": 2 + 1, "all-gather": 1}
 
 
 def test_a_round_holds_the_collectives_of_its_calls_alone():
-    """Sampling and verification have none: K calls of a draft of two layers, and one of the target."""
+    """Sampling and verification have none: K calls of a draft of two layers, and one of
+    the target.
+    """
     assert report(2)["round"].collectives == {"all-reduce": K * 5 + 2 * 2 + 1, "all-gather": K + 1}
 
 
 @pytest.mark.slow
 def test_a_round_of_an_early_exit_has_the_weights_of_its_target_alone():
-    """Compiles two layers, the first of which drafts: one step of it (more: test_compiled.py); nothing is copied or kept twice.
+    """Compiles two layers, the first of which drafts: one step of it (more: test_compiled.py);
+    nothing is copied or kept twice.
 
-    Two shares of rows agree on when to end: one collective more than the calls have; nothing else passes between them.
+    Two shares of rows agree on when to end: one collective more than the calls have; nothing else
+    passes between them.
     """
     made = programs(described_mesh(TOPOLOGY, 2), 2, draft_layers=1, batch=2)
     cut = shard_model(made.target.model.first(1), made.target.layout)
@@ -117,8 +133,17 @@ def test_a_round_of_an_early_exit_has_the_weights_of_its_target_alone():
     assert found["round"].hbm_bytes < 1.05 * found["round"].floor_bytes
 
 
-SHAPE = dict(vocab_size=8192, width=2048, num_heads=16, num_kv_heads=8, feedforward_width=4096, dtype="bfloat16")
-ROTARY = TransformerConfig(num_layers=2, positions="rotary", gated=True, tied=False, max_positions=2048, **SHAPE)
+SHAPE = dict(
+    vocab_size=8192,
+    width=2048,
+    num_heads=16,
+    num_kv_heads=8,
+    feedforward_width=4096,
+    dtype="bfloat16",
+)
+ROTARY = TransformerConfig(
+    num_layers=2, positions="rotary", gated=True, tied=False, max_positions=2048, **SHAPE
+)
 OF_HEAD = dict(layer=dataclasses.replace(ROTARY, num_layers=1), target_layers=2, own_output=True)
 
 
@@ -136,7 +161,10 @@ def programs_with(head):
 
 def test_a_step_of_medusa_s_reads_one_of_its_heads():
     """All heads are in memory, however many there are."""
-    two, three = (programs_with(FeatureHead(MedusaConfig(**OF_HEAD, hidden_layers=(2,), num_heads=n))) for n in (2, 3))
+    two, three = (
+        programs_with(FeatureHead(MedusaConfig(**OF_HEAD, hidden_layers=(2,), num_heads=n)))
+        for n in (2, 3)
+    )
     one_head = 2 * (8192 + 2048) * 2048 / 4
     assert two.floor(two.draft) == three.floor(three.draft) == pytest.approx(one_head, rel=0.01)
     assert three.bytes_of_state()[0] - two.bytes_of_state()[0] == pytest.approx(one_head, rel=0.01)
@@ -144,19 +172,32 @@ def test_a_step_of_medusa_s_reads_one_of_its_heads():
 
 @pytest.mark.slow
 def test_a_round_with_a_head_has_its_weights_beside_the_target_s():
-    """One call of its layer, which reads the target's hidden states; nothing else passes between chips."""
+    """One call of its layer, which reads the target's hidden states; nothing else passes between
+    chips.
+    """
     head = FeatureHead(Eagle3Config(**OF_HEAD, hidden_layers=(0, 1, 2), draft_vocab_size=4096))
     made = programs_with(head)
     found = compile_report(made, topology="v5e:2x2", size=1, rule=TokenRule(), names=("round",))
-    of_calls = (3 + 1) + 2 * 2 + 1 + 1  # a call has one for embedding, attention, mlp and logits each
+    # A call has one for embedding, attention, mlp and logits each.
+    of_calls = (3 + 1) + 2 * 2 + 1 + 1
     assert set(found["round"].collectives) == {"all-reduce", "all-gather"}
-    assert sum(found["round"].collectives.values()) in (of_calls, of_calls + 1)  # by the compiler's release
-    assert made.floor_of_round(1) > made.floor(made.target) + made.floor(made.draft)  # fc is read once
+    # By the compiler's release.
+    assert sum(found["round"].collectives.values()) in (of_calls, of_calls + 1)
+    # Fc is read once.
+    assert made.floor_of_round(1) > made.floor(made.target) + made.floor(made.draft)
     assert found["round"].num_copies == 0 and found["round"].host_transfers == 0
     assert found["round"].memory.arguments < 1.02 * sum(made.bytes_of_state())
-    of_head = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(head.init, jax.random.key(0)))) / 2
+    of_head = (
+        sum(
+            x.size * x.dtype.itemsize
+            for x in jax.tree.leaves(jax.eval_shape(head.init, jax.random.key(0)))
+        )
+        / 2
+    )
     alone = dataclasses.replace(made, draft=made.target, inside=True)
-    assert sum(made.bytes_of_state()) - sum(alone.bytes_of_state()) == pytest.approx(of_head / 4, rel=0.1)
+    assert sum(made.bytes_of_state()) - sum(alone.bytes_of_state()) == pytest.approx(
+        of_head / 4, rel=0.1
+    )
 
 
 BLOCK = BlockConfig(layer=ROTARY, target_layers=2, hidden_layers=(0, 1), block_size=4, mask_id=0)
@@ -176,8 +217,15 @@ def test_a_round_is_that_of_its_drafter(config, size, rule, calls):
     """A block is one call, a tree one for each level."""
     made = programs_with(config.head())
     found = compile_report(made, topology="v5e:2x2", size=size, rule=rule, names=(*CALLS, "round"))
-    assert (found["round"].calls, found["round"].layers) == (calls + 1, 2 + calls * config.layer.num_layers)
-    assert found["round"].tokens == found["score"].tokens == (size if isinstance(size, int) else size.K) + 1
+    assert (found["round"].calls, found["round"].layers) == (
+        calls + 1,
+        2 + calls * config.layer.num_layers,
+    )
+    assert (
+        found["round"].tokens
+        == found["score"].tokens
+        == (size if isinstance(size, int) else size.K) + 1
+    )
     floor = found["score"].floor_bytes + calls * made.floor(made.draft)
     assert found["round"].floor_bytes == pytest.approx(floor, rel=0.1)
     assert found["round"].hbm_bytes < 1.15 * floor and found["round"].num_copies == 0
@@ -189,19 +237,26 @@ def test_a_round_is_that_of_its_drafter(config, size, rule, calls):
 
 @pytest.mark.slow
 def test_rows_are_sampled_apart():
-    """Eight rows on sixteen chips, each whole on two; all rows on every chip had twice the cycles in a round."""
+    """Eight rows on sixteen chips, each whole on two; all rows on every chip had twice the cycles
+    in a round.
+    """
     made = programs(described_mesh(TOPOLOGY, rows=8), 1, 1, batch=8)
-    made = compile_report(made, topology=TOPOLOGY, size=K, rule=TokenRule(), names=("round",))["round"]
+    made = compile_report(made, topology=TOPOLOGY, size=K, rule=TokenRule(), names=("round",))[
+        "round"
+    ]
     assert made.num_copies == 0 and made.host_transfers == 0
     assert made.collectives["all-to-all"] == K + 1  # the distributions of each call, to their rows
-    # Those of the calls, and a few small ones, of tokens and of what was accepted: warping a distribution would pass 36 a time.
+    # Those of the calls, and a few small ones, of tokens and of what was accepted: warping a
+    # distribution would pass 36 a time.
     assert sum(made.collectives.values()) <= (K + 1) * (3 + 1 + 1) + 25
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unrolled, loops", [(MAX_UNROLLED_ROWS, 0), (1, 5)])
 def test_rows_are_not_looped_over(monkeypatch, unrolled, loops):
-    """Keys, values and relative scores at every row's own offset: as a scatter or a gather each is a loop on a TPU."""
+    """Keys, values and relative scores at every row's own offset: as a scatter or a gather each is
+    a loop on a TPU.
+    """
     for module in (positions, cache_slots):
         monkeypatch.setattr(module, "MAX_UNROLLED_ROWS", unrolled)
     made = programs(described_mesh(TOPOLOGY), 1, batch=2, slots=512, vocab_size=4096)
@@ -215,21 +270,27 @@ def feed_forward(layers, donated):
     width, inner, slots = 8192, 32768, 8192
 
     def shape(*sizes, spec=(), dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        return jax.ShapeDtypeStruct(
+            sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
 
     def run(x, weights, caches, start):
         new = []
         for (first, second), cache in zip(weights, caches):
             new.append(jax.lax.dynamic_update_slice(cache, x[:, :128], (start, 0)))
             read = jnp.dot(jnp.dot(x[:, :128], new[-1].T), new[-1])
-            x += jnp.dot(jax.nn.gelu(jnp.dot(x, first)), second) + jnp.pad(read, ((0, 0), (0, width - 128)))
+            x += jnp.dot(jax.nn.gelu(jnp.dot(x, first)), second) + jnp.pad(
+                read, ((0, 0), (0, width - 128))
+            )
         return x, new
 
     pair = shape(width, inner, spec=(None, "model")), shape(inner, width, spec=("model",))
     given = shape(5, width), [pair] * layers, [shape(slots, 128)] * layers, shape(dtype=jnp.int32)
     lowered = jax.jit(run, donate_argnums=(2,) if donated else ()).lower(*given)
     floor = layers * (2 * 2 * width * inner / 16 + 2 * slots * 128)
-    return measure_program("layers", 5, lambda live: floor, lambda: lowered, TOPOLOGY, layers=layers)
+    return measure_program(
+        "layers", 5, lambda live: floor, lambda: lowered, TOPOLOGY, layers=layers
+    )
 
 
 def test_the_guard_bites_where_a_cache_is_copied():
@@ -241,7 +302,9 @@ def test_the_guard_bites_where_a_cache_is_copied():
 def test_out_of_memory_is_a_result():
     """The caches of 64 long texts on four chips: what is missing, and to whom it went."""
     large = programs(described_mesh("v5e:2x2"), 1, batch=64, slots=65536, max_positions=65536)
-    made = compile_report(large, topology="v5e:2x2", size=4, rule=TokenRule(), names=("target step",))["target step"]
+    made = compile_report(
+        large, topology="v5e:2x2", size=4, rule=TokenRule(), names=("target step",)
+    )["target step"]
     assert made.memory is None and "hbm" in made.out_of_memory.lower()
 
 
@@ -256,7 +319,9 @@ def test_what_fits():
     weights, caches = one + 79 * (bytes_of(2, 1) - one) + 7 * (bytes_of(1, 2) - one)
     assert weights == pytest.approx((129.4e9 + 2.7e9 + 8.24e9 * 12 / 13) / 16, rel=0.02)
     assert caches == (2_621_440 + 196_608) * 2048 / 16
-    few, many = (programs(mesh, 2, batch=b, slots=s).bytes_of_state()[1] for b, s in ((1, 2048), (8, 4096)))
+    few, many = (
+        programs(mesh, 2, batch=b, slots=s).bytes_of_state()[1] for b, s in ((1, 2048), (8, 4096))
+    )
     assert many == 16 * few
 
 
@@ -277,8 +342,13 @@ def test_what_cannot_be_compiled(changes, draft_length, message):
 def test_chips():
     assert parse("v4:2x2x4")[1] == (2, 2, 4)
     assert dict(described_mesh("v5e:4x4", 4).shape) == {"data": 4, "model": 4}
-    assert dict(described_mesh("tpu7x:2x2x1").shape) == {"data": 1, "model": 8}  # two devices a chip
-    assert dict(described_mesh("v4:2x2x4", draft_model_parallelism=4).shape) == {"data": 1, "replica": 4, "model": 4}
+    # Two devices a chip.
+    assert dict(described_mesh("tpu7x:2x2x1").shape) == {"data": 1, "model": 8}
+    assert dict(described_mesh("v4:2x2x4", draft_model_parallelism=4).shape) == {
+        "data": 1,
+        "replica": 4,
+        "model": 4,
+    }
     with pytest.raises(ValueError, match="data 3 does not divide the 16 devices"):
         described_mesh(TOPOLOGY, 3)
 
@@ -293,6 +363,11 @@ def test_without_libtpu(monkeypatch):
 
 
 def test_the_lines_of_the_compiler_that_matter():
-    message = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20G of 15G.\nnoise\n  Size: 2.00G\n"
-    assert largest_buffers(message).splitlines()[1] == "Size: 2.00G" and "noise" not in largest_buffers(message)
+    message = (
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20G of 15G.\nnoise\n  "
+        "Size: 2.00G\n"
+    )
+    assert largest_buffers(message).splitlines()[
+        1
+    ] == "Size: 2.00G" and "noise" not in largest_buffers(message)
     assert is_out_of_memory(RuntimeError(message))

@@ -19,7 +19,9 @@ def test_bytes_of_a_program_counted_by_hand():
     assert traffic.read == rows + prefetches + 5 * per_iteration + copied
     assert traffic.written == 5 * 16 * 4 + copied  # an update in place writes the update
     assert traffic.cycles == 5 * 100
-    assert traffic.collectives == {"all-reduce": 5} and traffic.collective_bytes == {"all-reduce": 5 * 64}
+    assert traffic.collectives == {"all-reduce": 5} and traffic.collective_bytes == {
+        "all-reduce": 5 * 64
+    }
     assert traffic.copies == [("jit(f)/score/copy", 4_000_000)]
     assert traffic.host_transfers == 0
 
@@ -57,9 +59,19 @@ UPDATE = "%u = f32[1000,1000]{1,0} dynamic-update-slice(%a, %b, %c, %c)"
     [
         ([f"ROOT {UPDATE}"], "f32[1000,1000]{1,0}", 0, 4_000),
         # Two rows, one after the other.
-        ([UPDATE, f"ROOT {UPDATE}".replace("%u", "%v").replace("%a", "%u")], "f32[1000,1000]{1,0}", 0, 8_000),
+        (
+            [UPDATE, f"ROOT {UPDATE}".replace("%u", "%v").replace("%a", "%u")],
+            "f32[1000,1000]{1,0}",
+            0,
+            8_000,
+        ),
         # What is updated is used further: all of it is read.
-        ([UPDATE, "ROOT %r = f32[1000]{0} reduce(%u, %c), dimensions={0}"], "f32[1000]{0}", 4_000_000, 4_000),
+        (
+            [UPDATE, "ROOT %r = f32[1000]{0} reduce(%u, %c), dimensions={0}"],
+            "f32[1000]{0}",
+            4_000_000,
+            4_000,
+        ),
         # Not in place: what is updated is made here, and written whole.
         ([MADE, f"ROOT {UPDATE}".replace("%a", "%z")], "f32[1000,1000]{1,0}", 0, 4_000_000),
     ],
@@ -71,12 +83,19 @@ def test_updates_in_a_fusion(inner, result, read, written):
 
 
 @pytest.mark.parametrize(
-    "view", ["bitcast(%a)", "fusion(%a), kind=kLoop, calls=%view, output_to_operand_aliasing={{}: (0, {})}"]
+    "view",
+    [
+        "bitcast(%a)",
+        "fusion(%a), kind=kLoop, calls=%view, output_to_operand_aliasing={{}: (0, {})}",
+    ],
 )
 def test_a_slice_in_a_fusion_within_a_fusion_is_what_is_read(view):
     """So the TPU compiler reads one expert of many; the control reads the whole table."""
     view_of = fused("view", "ROOT %w = f32[1000,1000]{1,0} copy(%a)")
-    slicing = [f"%v = f32[1000,1000]{{1,0}} {view}", "ROOT %s = f32[1,1000]{1,0} dynamic-slice(%v, %c, %c)"]
+    slicing = [
+        f"%v = f32[1000,1000]{{1,0}} {view}",
+        "ROOT %s = f32[1,1000]{1,0} dynamic-slice(%v, %c, %c)",
+    ]
     line = "ROOT %f = f32[1,1000]{1,0:S(1)} fusion(%p0, %p1, %p2), kind=kOutput, calls=%outer"
 
     def read(*inner):
@@ -97,7 +116,8 @@ def test_a_loop_over_experts_runs_as_often_as_is_expected():
     times = 8 * (1 - (1 - 2 / 8) ** 3)
     assert named.open_loops == 0 and once.open_loops == 1
     assert named.cycles == pytest.approx(100 * times) and once.cycles == 100
-    assert traffic_of(PROGRAM.replace(loop, f"{loop}, {scope}")).cycles == 500  # a bound that is known counts
+    # A bound that is known counts.
+    assert traffic_of(PROGRAM.replace(loop, f"{loop}, {scope}")).cycles == 500
 
 
 def test_an_asynchronous_collective_carries_what_its_end_delivers():
@@ -121,7 +141,8 @@ def test_a_copy_through_on_chip_memory_is_a_copy():
     assert traffic_of(entry(*lines)).copies == []  # a prefetch
     copied = traffic_of(entry(*lines, "ROOT %c = f32[1000,1000]{1,0} copy(%d)"))
     assert copied.copies == [("c", 4_000_000)] and copied.read == copied.written == 4_000_000
-    changed = "%m = f32[1000,1000]{1,0:S(3)} negate(%d)"  # what is computed on chip is written, not copied
+    # What is computed on chip is written, not copied.
+    changed = "%m = f32[1000,1000]{1,0:S(3)} negate(%d)"
     assert traffic_of(entry(*lines, changed, "ROOT %c = f32[1000,1000]{1,0} copy(%m)")).copies == []
 
 
@@ -138,7 +159,11 @@ def test_the_memory_of_a_host_is_seen():
 def test_what_must_not_be_is_looked_for_in_every_branch():
     """The branch that moves most counts; the other has a copy and sends."""
     branches = (
-        fused("most", "%x = f32[1000,1000]{1,0} negate(%a)", "ROOT %y = f32[1000,1000]{1,0} negate(%x)"),
+        fused(
+            "most",
+            "%x = f32[1000,1000]{1,0} negate(%a)",
+            "ROOT %y = f32[1000,1000]{1,0} negate(%x)",
+        ),
         fused(
             "other",
             "%s = (f32[1,1000]{1,0}, u32[]) send(%b), is_host_transfer=true",
@@ -146,7 +171,10 @@ def test_what_must_not_be_is_looked_for_in_every_branch():
             "ROOT %x = f32[1000,1000]{1,0} copy(%a)",
         ),
     )
-    line = "ROOT %c = f32[1000,1000]{1,0} conditional(%p2, %p0, %p0), branch_computations={%other, %most}"
+    line = (
+        "ROOT %c = f32[1000,1000]{1,0} conditional(%p2, %p0, %p0), branch_computations={%other, "
+        "%most}"
+    )
     traffic = traffic_of(entry(line, before="".join(branches)))
     assert traffic.bytes == 16_000_000 and len(traffic.copies) == 1 and traffic.host_transfers == 1
 
@@ -155,8 +183,8 @@ def test_what_is_fetched_for_the_next_run_is_counted_once():
     """A run begins with what the one before fetched at its end: one read of p2 a run, not two."""
     begin = "copy-start(%p2)"
     again = (
-        "  %copy-start.9 = (f32[4,16]{1,0:T(4,128)S(1)}, f32[4,16]{1,0:T(4,128)}, u32[]{:S(2)}) copy-start(%p2)\n"
-        "  %copy-done.9 = f32[4,16]{1,0:T(4,128)S(1)} copy-done(%copy-start.9)\n"
+        "  %copy-start.9 = (f32[4,16]{1,0:T(4,128)S(1)}, f32[4,16]{1,0:T(4,128)}, u32[]{:S(2)}) "
+        "copy-start(%p2)\n  %copy-done.9 = f32[4,16]{1,0:T(4,128)S(1)} copy-done(%copy-start.9)\n"
     )
     alone = PROGRAM.replace(begin, f"{begin}, cross_program_prefetch_index=0")
     ahead = alone.replace("  ROOT %done =", again + "  ROOT %done =")
@@ -166,12 +194,24 @@ def test_what_is_fetched_for_the_next_run_is_counted_once():
 
 
 def test_equal_kernels_have_one_schedule_whatever_a_compiler_appends_to_their_numbers():
-    """Newer compilers call them append_rows.2.refs_1_, append_rows.3.refs_1_ and so on, and schedule the first alone."""
+    """Newer compilers call them append_rows.2.refs_1_, append_rows.3.refs_1_ and so on, and
+    schedule the first alone.
+    """
     cache, new = "bf16[2,1,64,128]{3,2,1,0}", "bf16[2,1,16,128]{3,2,1,0}"
-    of_kernel = 'custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/append_rows/pallas_call"}'
-    kernels = [f"  %append_rows.{n}.refs_1_ = {cache} custom-call(%s, %n, %c), {of_kernel}\n" for n in (2, 3)]
-    given = f"  %s = s32[2]{{0}} parameter(0)\n  %n = {new} parameter(1)\n  %c = {cache} parameter(2)\n"
-    program = f"\nENTRY %main (s: s32[2], n: bf16[2,1,16,128], c: bf16[2,1,64,128]) -> f32[] {{\n{given}{''.join(kernels)}}}\n"
+    of_kernel = (
+        'custom_call_target="tpu_custom_call", metadata={op_name="jit(f)/append_rows/pallas_call"}'
+    )
+    kernels = [
+        f"  %append_rows.{n}.refs_1_ = {cache} custom-call(%s, %n, %c), {of_kernel}\n"
+        for n in (2, 3)
+    ]
+    given = (
+        f"  %s = s32[2]{{0}} parameter(0)\n  %n = {new} parameter(1)\n  %c = {cache} parameter(2)\n"
+    )
+    program = (
+        "\nENTRY %main (s: s32[2], n: bf16[2,1,16,128], c: bf16[2,1,64,128]) -> f32[] "
+        f"{{\n{given}{''.join(kernels)}}}\n"
+    )
     schedule = Schedule(once=3, in_loop=5, cores=1)
     traffic = traffic_of(program, schedules={"append_rows.2.refs_1_": schedule})
     assert traffic.kernel_cycles == traffic.cycles == 2 * schedule.cycles(2)

@@ -1,4 +1,6 @@
-"""Training of block heads: a block sees what it sees in decoding, and the losses are those that are published."""
+"""Training of block heads: a block sees what it sees in decoding, and the losses are those that are
+published.
+"""
 
 import dataclasses
 import functools
@@ -25,7 +27,9 @@ from support.training import metrics
 from support.weights import drawn_params
 
 V, LENGTH, LAYERS, SIZE, ANCHORS = 16, 14, 3, 4, 3
-TARGET = TransformerLM(tiny(vocab_size=V, width=16, num_layers=LAYERS, num_heads=2, positions="rotary"))
+TARGET = TransformerLM(
+    tiny(vocab_size=V, width=16, num_layers=LAYERS, num_heads=2, positions="rotary")
+)
 LAYER = dataclasses.replace(
     TARGET.config,
     num_layers=2,
@@ -36,7 +40,9 @@ LAYER = dataclasses.replace(
     window=3,
     global_layers=(1,),
 )
-SHAPE = dict(target_layers=LAYERS, layer=LAYER, hidden_layers=(0, 2), block_size=SIZE, mask_id=V - 1)
+SHAPE = dict(
+    target_layers=LAYERS, layer=LAYER, hidden_layers=(0, 2), block_size=SIZE, mask_id=V - 1
+)
 DFLASH = BlockConfig(**SHAPE).head()
 DSPARK = DSparkConfig(**SHAPE, markov="recurrent", markov_rank=6).head()
 TOKENS = jax.random.randint(jax.random.key(0), (2, LENGTH + 1), 0, V - 1)
@@ -53,7 +59,8 @@ def decoded_rows(head, weights, target_params, tokens_T, anchor):
     target_weights = TARGET.prepare(target_params)
     output = TARGET.forward(target_params, tokens_T[None, :-1], hidden_layers=head.hidden_layers)
     caches = head.init_cache(1, LENGTH + SIZE)
-    caches = head.read(weights, head.fuse(weights, output.hidden), jnp.zeros(1, jnp.int32), caches)  # stale ones too
+    # Stale ones too.
+    caches = head.read(weights, head.fuse(weights, output.hidden), jnp.zeros(1, jnp.int32), caches)
     at_B = jnp.array([anchor])
     embedded = head.embed_blocks(weights, TARGET, target_weights, tokens_T[at_B], at_B)
     return head(weights, embedded, at_B[:, None], at_B[:, None], caches)[0][0]
@@ -66,21 +73,32 @@ def test_a_block_sees_what_it_sees_in_decoding(head, target_params):
     weights = head.training_weights(drawn_params(head, 1), None)
     anchors = task._choose_anchors(TOKENS, KEY)
     assert (
-        anchors.min() >= 1 and anchors.max() + SIZE <= LENGTH and len(set(np.asarray(anchors[0]).tolist())) == ANCHORS
+        anchors.min() >= 1
+        and anchors.max() + SIZE <= LENGTH
+        and len(set(np.asarray(anchors[0]).tolist())) == ANCHORS
     )
     rows, stream = jax.jit(task._blocks)(weights, target_params, TOKENS, anchors)
     logits = TARGET.forward(target_params, TOKENS[:, :-1]).logits_BTV
     reader = FirstTokenReader(TARGET, head, corrected=False)
     pair_weights = Weights(target=TARGET.prepare(target_params), draft=weights)
     given = TOKENS[:, :-1], jnp.zeros(2, jnp.int32), reader.init_cache(2, LENGTH)
-    read = jax.jit(reader)(pair_weights, *given).logits_BTV[1, 1:]  # as the audit and doctor read it
+    # As the audit and doctor read it.
+    read = jax.jit(reader)(pair_weights, *given).logits_BTV[1, 1:]
     for i, anchor in enumerate(np.asarray(anchors[1])):
-        expected = decoded_rows(head, weights, target_params, TOKENS[1], anchor)[head.config.first_row :]
+        expected = decoded_rows(head, weights, target_params, TOKENS[1], anchor)[
+            head.config.first_row :
+        ]
         np.testing.assert_allclose(rows[1, i], expected, atol=1e-5)
-        first = head.logits(weights, rows[1:, i, :1], lambda x: TARGET.unembed_normed(TARGET.prepare(target_params), x))
+        first = head.logits(
+            weights,
+            rows[1:, i, :1],
+            lambda x: TARGET.unembed_normed(TARGET.prepare(target_params), x),
+        )
         np.testing.assert_allclose(read[anchor - 1], first[0, 0], atol=1e-5)
         predicted = TARGET.read_out(target_params, stream[1:, i])[0]
-        np.testing.assert_allclose(predicted, logits[1, anchor : anchor + head.config.max_tokens], atol=1e-5)
+        np.testing.assert_allclose(
+            predicted, logits[1, anchor : anchor + head.config.max_tokens], atol=1e-5
+        )
 
 
 def by_hand(task, params, target_params):
@@ -88,7 +106,9 @@ def by_hand(task, params, target_params):
     head, anchors = task.head, task._choose_anchors(TOKENS, None)
     weights = head.training_weights(params, None)
     rows, stream = jax.jit(task._blocks)(weights, target_params, TOKENS, anchors)
-    q = np.asarray(jax.nn.softmax(TARGET.read_out(target_params, stream.reshape(2, -1, 16)))).reshape(-1, SIZE, V)
+    q = np.asarray(
+        jax.nn.softmax(TARGET.read_out(target_params, stream.reshape(2, -1, 16)))
+    ).reshape(-1, SIZE, V)
     rows, tokens = rows.reshape(-1, SIZE, 16), np.asarray(TOKENS)
     before = np.stack([tokens[b, a : a + SIZE] for b in range(2) for a in np.asarray(anchors[b])])
     unembed = functools.partial(TARGET.unembed_normed, TARGET.prepare(target_params))
@@ -97,10 +117,13 @@ def by_hand(task, params, target_params):
         base = head.logits(weights, rows[:, k : k + 1], unembed)[:, 0]
         logits, state = head.correct(weights, base, rows[:, k], before[:, k], state)
         p, marginal = (np.asarray(jax.nn.softmax(x), np.float64) for x in (logits, base))
-        c = np.asarray(jax.nn.sigmoid(head.confidence(weights, rows[:, k], before[:, k])), np.float64)
+        c = np.asarray(
+            jax.nn.sigmoid(head.confidence(weights, rows[:, k], before[:, k])), np.float64
+        )
         accepted = np.minimum(p, q[:, k]).sum(-1)
         losses = [
-            0.1 * (q[:, k] * np.log(q[:, k] / x)).sum(-1) + 0.9 * np.abs(q[:, k] - x).sum(-1) for x in (p, marginal)
+            0.1 * (q[:, k] * np.log(q[:, k] / x)).sum(-1) + 0.9 * np.abs(q[:, k] - x).sum(-1)
+            for x in (p, marginal)
         ]
         sure = -(accepted * np.log(c) + (1 - accepted) * np.log(1 - c))
         if task.pace is None:
@@ -108,7 +131,8 @@ def by_hand(task, params, target_params):
             continue
         expected += sure.mean() / SIZE
         accepted_so_far = accepted_so_far * ((1 - task.pace) * accepted + task.pace)
-        for of_token in [*reached, losses := losses[0] + 0.5 * losses[1]]:  # each token before it, and itself
+        # Each token before it, and itself.
+        for of_token in [*reached, losses := losses[0] + 0.5 * losses[1]]:
             expected += (of_token * accepted_so_far).mean() / SIZE
         reached.append(losses)
     return expected
@@ -121,17 +145,29 @@ def test_the_weights_are_those_of_d_pace():
 
 @pytest.mark.parametrize("pace", [None, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_the_loss_is_that_of_dspark(target_params, pace):
-    """Up to the constant between cross-entropy and KL; logits in chunks give the same loss and gradient."""
-    fields = dict(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS, decay=0.7, marginals=0.5, pace=pace)
+    """Up to the constant between cross-entropy and KL; logits in chunks give the same loss and
+    gradient.
+    """
+    fields = dict(
+        head=DSPARK,
+        target=TARGET,
+        test_steps=SIZE,
+        anchors=ANCHORS,
+        decay=0.7,
+        marginals=0.5,
+        pace=pace,
+    )
     task, params = TrainBlock(**fields, objective="dspark"), drawn_params(DSPARK, 1, noise=0.1)
     teacher = task.teacher(target_params)
     measured = jax.jit(task.measure)(params, teacher, TOKENS, chain(temperature(1.0)))
     np.testing.assert_allclose(measured["loss"], by_hand(task, params, target_params), rtol=1e-5)
     colder = jax.jit(task.measure)(params, teacher, TOKENS, chain(temperature(0.3)))
-    np.testing.assert_allclose(colder["loss"], measured["loss"], rtol=1e-5)  # a loss does not depend on the warp
+    # A loss does not depend on the warp.
+    np.testing.assert_allclose(colder["loss"], measured["loss"], rtol=1e-5)
     in_chunks = TrainBlock(**fields, objective="dspark", chunk=1)
     both = [
-        jax.jit(jax.value_and_grad(one.loss, has_aux=True))(params, teacher, TOKENS, KEY) for one in (task, in_chunks)
+        jax.jit(jax.value_and_grad(one.loss, has_aux=True))(params, teacher, TOKENS, KEY)
+        for one in (task, in_chunks)
     ]
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), *both)
 
@@ -147,10 +183,17 @@ class KilledBefore(Windows):
 
 @pytest.mark.slow
 def test_a_killed_training_goes_on_and_a_mesh_of_eight_learns_the_same(target_params, tmp_path):
-    """DSpark, with anchors that are drawn in every step: losses and parameters of one device that nothing interrupts."""
-    task = TrainBlock(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS, objective="dspark")
+    """DSpark, with anchors that are drawn in every step: losses and parameters of one device that
+    nothing interrupts.
+    """
+    task = TrainBlock(
+        head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS, objective="dspark"
+    )
     stream = np.random.default_rng(0).integers(0, V - 1, 300).astype(np.int32)
-    config, eight = TrainConfig(steps=5, batch=8, warmup_steps=1, learning_rate=1e-2), make_mesh(4, 2)
+    config, eight = (
+        TrainConfig(steps=5, batch=8, warmup_steps=1, learning_rate=1e-2),
+        make_mesh(4, 2),
+    )
     teacher = task.teacher(target_params)
 
     def run(name, mesh, data):
@@ -162,7 +205,13 @@ def test_a_killed_training_goes_on_and_a_mesh_of_eight_learns_the_same(target_pa
         )
         console = Console(file=io.StringIO())
         state = train(
-            task, config, data(stream, LENGTH), tmp_path / name, **every, console=console, teacher_params=teacher
+            task,
+            config,
+            data(stream, LENGTH),
+            tmp_path / name,
+            **every,
+            console=console,
+            teacher_params=teacher,
         )
         return state, [one["loss"] for one in metrics(tmp_path / name) if "loss" in one]
 
@@ -173,7 +222,9 @@ def test_a_killed_training_goes_on_and_a_mesh_of_eight_learns_the_same(target_pa
     assert len(again) == 5 and losses[-1] < losses[0]
     np.testing.assert_allclose(again, losses, rtol=1e-4)
     assert "model" in resumed.params["correction"]["output"].sharding.spec
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-3), resumed.params, alone.params)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-3), resumed.params, alone.params
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,5 +240,7 @@ def test_a_killed_training_goes_on_and_a_mesh_of_eight_learns_the_same(target_pa
 )
 def test_blocks_that_do_not_fit_are_refused(fields, told):
     with pytest.raises(ValueError, match=told):
-        task = TrainBlock(**dict(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS) | fields)
+        task = TrainBlock(
+            **dict(head=DSPARK, target=TARGET, test_steps=SIZE, anchors=ANCHORS) | fields
+        )
         task._choose_anchors(TOKENS, None)

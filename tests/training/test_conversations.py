@@ -1,4 +1,6 @@
-"""Conversations that a target writes itself: shards, resumption, and the questions that are dropped."""
+"""Conversations that a target writes itself: shards, resumption, and the questions that are
+dropped.
+"""
 
 import json
 
@@ -56,7 +58,9 @@ def table():
     return random_table(7, VOCABULARY, scale=0.3)
 
 
-def test_a_longer_run_begins_with_the_shards_of_a_shorter_one_and_goes_on_where_it_was(tmp_path, table):
+def test_a_longer_run_begins_with_the_shards_of_a_shorter_one_and_goes_on_where_it_was(
+    tmp_path, table
+):
     first = write(tmp_path / "a", 100, table)
     more = write(tmp_path / "a", 400, table)
     assert more.items() > first.items()
@@ -76,8 +80,15 @@ def test_conversations_are_whole_and_no_question_comes_twice(tmp_path, table):
         starts = [start for start, _ in told["conversations"]] + [len(tokens)]
         ended = 0
         for (start, length), end in zip(told["conversations"], starts[1:]):
-            prompt, answer = tokens[start : start + length].tolist(), tokens[start + length : end].tolist()
-            assert prompt[:2] == [BEGIN, USER] and prompt[-2:] == [END, ANSWER] and 0 < len(prompt) - 4 < 12
+            prompt, answer = (
+                tokens[start : start + length].tolist(),
+                tokens[start + length : end].tolist(),
+            )
+            assert (
+                prompt[:2] == [BEGIN, USER]
+                and prompt[-2:] == [END, ANSWER]
+                and 0 < len(prompt) - 4 < 12
+            )
             assert END not in answer[:-1] and len(answer) <= 12
             questions.append(tuple(prompt))
             ended += answer[-1] == END
@@ -95,13 +106,21 @@ def test_questions_that_were_all_seen_before_end_the_run_in_one_line(tmp_path):
     table[:, :, LETTERS + 1, END] = 0
     table[:, :, ANSWER, LETTERS + 2] = 0
     table[:, :, LETTERS + 2, END] = 0
-    with pytest.raises(ValueError, match="none of 8 questions ended and was new: raise longest_question or shard"):
+    with pytest.raises(
+        ValueError, match="none of 8 questions ended and was new: raise longest_question or shard"
+    ):
         write(tmp_path, 1000, table)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0000.json", "0000.npy", "written_by.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "0000.json",
+        "0000.npy",
+        "written_by.json",
+    ]
 
 
 class Instructions(Letters):
-    """A tokenizer whose template ends a question with a token that ends no text, as Mistral's does."""
+    """A tokenizer whose template ends a question with a token that ends no text, as
+    Mistral's does.
+    """
 
     def encode_chat(self, messages, **_):
         (message,) = messages
@@ -116,8 +135,23 @@ def test_a_question_ends_where_the_template_begins_the_answer(tmp_path):
     table[:, :, ANSWER, LETTERS + 2] = 0
     table[:, :, LETTERS + 2, END] = 0
     pair = Pair(target=TableLM(VOCABULARY), target_params=table, tokenizer=Instructions())
-    write_conversations(epath.Path(tmp_path), pair, tokens=1, shard=8, rows=4, longest_question=12, longest_answer=12)
-    assert np.load(tmp_path / "0000.npy").tolist() == [BEGIN, USER, LETTERS + 1, ANSWER, LETTERS + 2, END]
+    write_conversations(
+        epath.Path(tmp_path),
+        pair,
+        tokens=1,
+        shard=8,
+        rows=4,
+        longest_question=12,
+        longest_answer=12,
+    )
+    assert np.load(tmp_path / "0000.npy").tolist() == [
+        BEGIN,
+        USER,
+        LETTERS + 1,
+        ANSWER,
+        LETTERS + 2,
+        END,
+    ]
 
 
 @pytest.mark.parametrize("changed", [{"seed": 1}, {"coolest": 0.5}, {"shard": 9}, {"table": 8}])
@@ -129,7 +163,9 @@ def test_a_folder_of_another_target_or_of_other_options_is_refused(tmp_path, tab
     assert not (tmp_path / "0001.npy").exists()
 
 
-@pytest.mark.parametrize("options, message", [({"coolest": 1.5}, "coolest"), ({"shard": 0}, "shard")])
+@pytest.mark.parametrize(
+    "options, message", [({"coolest": 1.5}, "coolest"), ({"shard": 0}, "shard")]
+)
 def test_numbers_out_of_range_are_refused(tmp_path, table, options, message):
     with pytest.raises(ValueError, match=message):
         write(tmp_path, 10, table, **options)

@@ -37,20 +37,40 @@ FILES = {f"package_{i % 3}/module_{i}.py": f"value = {i}\n" for i in range(40)}
 def test_a_files_side_depends_on_its_path_alone(tmp_path):
     before = read_corpus(write(tmp_path / "one", FILES), held_out=0.3)
     assert 5 < len(before.held_out) < 20 and len(before.train) + len(before.held_out) == len(FILES)
-    others = {f"later/{i}.py": "x = 1\n" for i in range(40)} | {name: "changed = True\n" for name in FILES}
+    others = {f"later/{i}.py": "x = 1\n" for i in range(40)} | {
+        name: "changed = True\n" for name in FILES
+    }
     after = read_corpus(write(tmp_path / "moved" / "elsewhere", others), held_out=0.3)
     assert after.held_out.keys() & FILES.keys() == before.held_out.keys()
     assert after.train.keys() & FILES.keys() == before.train.keys()
-    assert {name for name in after.held_out if name.startswith("later/")}  # the hash spreads new files as well
+    # The hash spreads new files as well.
+    assert {name for name in after.held_out if name.startswith("later/")}
 
 
 def test_contents_are_read_as_they_are_and_what_is_left_out(tmp_path):
-    files = {"a.py": "x = 'é'\r\n", "latin.py": "é".encode("latin-1"), "empty.py": " \n", "test/b.py": "2"}
+    files = {
+        "a.py": "x = 'é'\r\n",
+        "latin.py": "é".encode("latin-1"),
+        "empty.py": " \n",
+        "test/b.py": "2",
+    }
     corpus = read_corpus(
-        write(tmp_path, files | {"deep/test_d.py": "4", "e.txt": "5"}), exclude=("test", "*_d.py"), held_out=0.0
+        write(tmp_path, files | {"deep/test_d.py": "4", "e.txt": "5"}),
+        exclude=("test", "*_d.py"),
+        held_out=0.0,
     )
-    assert corpus.train == {"a.py": "x = 'é'\r\n"} and corpus.held_out == {} and corpus.skipped == ("latin.py",)
-    counts = {"train_files": 1, "train_bytes": 10, "held_out_files": 0, "held_out_bytes": 0, "skipped_files": 1}
+    assert (
+        corpus.train == {"a.py": "x = 'é'\r\n"}
+        and corpus.held_out == {}
+        and corpus.skipped == ("latin.py",)
+    )
+    counts = {
+        "train_files": 1,
+        "train_bytes": 10,
+        "held_out_files": 0,
+        "held_out_bytes": 0,
+        "skipped_files": 1,
+    }
     assert corpus.describe() == {"sha256": corpus.digest} | counts
     assert read_corpus(tmp_path, pattern="*.txt", held_out=0.0).train.keys() == {"e.txt"}
 
@@ -59,8 +79,13 @@ def test_the_digest_sees_every_content_and_path(tmp_path):
     files = {f"{name}.py": f"value = '{name}'\n" for name in "abc"}
     changed = files | {"a.py": "value = -1\n"}, {name: files[name] for name in ("b.py", "c.py")}
     moved = changed[1] | {"moved.py": files["a.py"]}
-    corpora = [read_corpus(write(tmp_path / str(i), made)) for i, made in enumerate((files, *changed, moved, files))]
-    assert len({corpus.digest for corpus in corpora}) == 4 and corpora[0].digest == corpora[4].digest
+    corpora = [
+        read_corpus(write(tmp_path / str(i), made))
+        for i, made in enumerate((files, *changed, moved, files))
+    ]
+    assert (
+        len({corpus.digest for corpus in corpora}) == 4 and corpora[0].digest == corpora[4].digest
+    )
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +97,10 @@ def tokenizer(tmp_path_factory):
 
 
 def test_any_text_survives_the_tokenizer(tokenizer):
-    text = "".join(map(chr, range(0x250))) + "日本語 🐍\u2028 e\u0301\r\n\t \x0c  def f(x):\n\n\n    return x\n"
+    text = (
+        "".join(map(chr, range(0x250)))
+        + "日本語 🐍\u2028 e\u0301\r\n\t \x0c  def f(x):\n\n\n    return x\n"
+    )
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode("def ")) < 4  # it has learnt something
 
@@ -93,11 +121,15 @@ def test_batches_of_any_size_hold_the_rows_of_the_seed_and_the_step():
     assert windows.per_epoch == 11
 
     def rows(size):
-        return np.concatenate([windows.batch(step, size) for step in reversed(range(60 // size))][::-1])
+        return np.concatenate(
+            [windows.batch(step, size) for step in reversed(range(60 // size))][::-1]
+        )
 
     np.testing.assert_array_equal(rows(4), rows(60))
     np.testing.assert_array_equal(rows(15), rows(60))
-    assert (other.batch(5, 4) != windows.batch(5, 4)).any() and (windows.batch(6, 4) != windows.batch(5, 4)).any()
+    assert (other.batch(5, 4) != windows.batch(5, 4)).any() and (
+        windows.batch(6, 4) != windows.batch(5, 4)
+    ).any()
 
 
 @pytest.mark.parametrize("tokens", [103, 104, 105])
@@ -106,7 +138,8 @@ def test_an_epoch_has_every_window_once(tokens):
     starts = []
     for epoch in range(6):
         rows = windows.batch(epoch, windows.per_epoch)
-        np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(9))  # so labels are inputs, shifted
+        # So labels are inputs, shifted.
+        np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(9))
         inputs = np.sort(rows[:, :-1].ravel())
         np.testing.assert_array_equal(inputs, inputs[0] + np.arange(8 * windows.per_epoch))
         assert inputs[0] < 8 and rows.max() < tokens
@@ -130,11 +163,16 @@ def test_held_out_windows_spread_over_the_texts(tmp_path):
 
 
 def test_a_mixture_has_its_share_of_rows_each_once_per_epoch():
-    windows, rows = Windows(STREAM, 8), 1000 + np.arange(12, dtype=np.int32)[:, None] + np.zeros(9, np.int32)
+    windows, rows = (
+        Windows(STREAM, 8),
+        1000 + np.arange(12, dtype=np.int32)[:, None] + np.zeros(9, np.int32),
+    )
     mixture = Mixture(windows, rows, share=0.5)
     batches = [mixture.batch(step, 6) for step in range(8)]
     assert all((batch[:, 0] >= 1000).sum() == 3 for batch in batches)
-    np.testing.assert_array_equal(np.concatenate([batch[:3] for batch in batches]), windows.batch(0, 24))
+    np.testing.assert_array_equal(
+        np.concatenate([batch[:3] for batch in batches]), windows.batch(0, 24)
+    )
     drawn = np.concatenate([batch[3:, 0] for batch in batches]) - 1000
     first, second = drawn[:12].tolist(), drawn[12:].tolist()
     assert sorted(first) == sorted(second) == list(range(12))
@@ -144,9 +182,16 @@ def test_a_mixture_has_its_share_of_rows_each_once_per_epoch():
 
 def test_conversations_of_a_jsonl_file(tmp_path):
     """Each line is a text of its own, on a side of its own, and goes through the chat template."""
-    lines = [json.dumps({"messages": [{"role": "user", "content": chr(97 + i)}]}) for i in range(20)]
-    corpus = read_corpus(write(tmp_path, {"talk.jsonl": "\n\n".join(lines)}), pattern="*.jsonl", held_out=0.3)
-    assert len(corpus.train) + len(corpus.held_out) == 20 and "talk.jsonl:1" in corpus.train | corpus.held_out
+    lines = [
+        json.dumps({"messages": [{"role": "user", "content": chr(97 + i)}]}) for i in range(20)
+    ]
+    corpus = read_corpus(
+        write(tmp_path, {"talk.jsonl": "\n\n".join(lines)}), pattern="*.jsonl", held_out=0.3
+    )
+    assert (
+        len(corpus.train) + len(corpus.held_out) == 20
+        and "talk.jsonl:1" in corpus.train | corpus.held_out
+    )
     assert corpus.describe()["train_bytes"] == sum(len(text) for text in corpus.train.values())
 
     def encode_chat(messages, *, complete):
@@ -178,7 +223,10 @@ def test_tools_of_a_conversation_reach_its_template(tmp_path):
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     tools = [{"type": "function", "function": {"name": "f"}}]
     lines = [{"messages": [answer], "tools": tools, "id": 7}, {"messages": [answer], "tools": None}]
-    source = "{{ tools | length if tools else 'none' }}{{ messages[0].content }}{{ messages[0].tool_calls[0].function.name }}"
+    source = (
+        "{{ tools | length if tools else 'none' }}{{ messages[0].content }}{{ "
+        "messages[0].tool_calls[0].function.name }}"
+    )
     template = ChatTemplate(path="here", source=source)
 
     def encode_chat(messages, *, complete, **variables):
@@ -192,7 +240,9 @@ def test_tools_of_a_conversation_reach_its_template(tmp_path):
 
 
 def test_arrays_of_integers_are_sequences(tmp_path):
-    """Rows are sequences, a row that is padded is shorter, and a file with one axis is one sequence."""
+    """Rows are sequences, a row that is padded is shorter, and a file with one axis is one
+    sequence.
+    """
     np.save(tmp_path / "fixed.npy", np.arange(12, dtype=np.int16).reshape(4, 3))
     np.save(tmp_path / "ragged.npy", np.array([[5, -1, -1], [7, 8, -1]], np.int16))
     np.save(tmp_path / "one.npy", np.array([9, 9, 9, 9], np.int16))
@@ -209,10 +259,14 @@ def test_arrays_of_integers_are_sequences(tmp_path):
     tokenizer = JsonTokenizer.from_tokenizer(integer_tokenizer(13), EOS)
     stream = token_stream([corpus.train["ragged.npy:2"], corpus.train["ragged.npy:1"]], tokenizer)
     assert stream.tolist() == [12, 7, 8, 12, 5, 12]
-    assert tokenizer.vocab_size == 13 and tokenizer.encode("5 11 0") == [5, 11, 0] == tokenizer.encode(
-        tokenizer.decode([5, 11, 0])
-    )
-    with pytest.raises(ValueError, match="a token of the arrays must be an integer >= 0 and below 13; got 13"):
+    assert tokenizer.vocab_size == 13 and tokenizer.encode("5 11 0") == [
+        5,
+        11,
+        0,
+    ] == tokenizer.encode(tokenizer.decode([5, 11, 0]))
+    with pytest.raises(
+        ValueError, match="a token of the arrays must be an integer >= 0 and below 13; got 13"
+    ):
         token_stream([np.array([3, 13])], tokenizer)
     assert read_corpus(tmp_path, pattern="*.npy", held_out=0.5).digest == corpus.digest
     np.save(tmp_path / "one.npy", np.array([9, 9, 9, 8], np.int16))

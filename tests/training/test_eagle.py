@@ -1,4 +1,6 @@
-"""Training of heads: the training-time test sees what decoding sees, and its loss is the one of the paper."""
+"""Training of heads: the training-time test sees what decoding sees, and its loss is the one of the
+paper.
+"""
 
 import dataclasses
 import functools
@@ -17,17 +19,31 @@ from specsamp.models.medusa import MedusaConfig
 from specsamp.models.mtp import MTPConfig
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.feature_heads import TrainHead, most_frequent
-from specsamp.training.trainer import TrainConfig, init_state, initial_state, state_shardings, train_step
+from specsamp.training.trainer import (
+    TrainConfig,
+    init_state,
+    initial_state,
+    state_shardings,
+    train_step,
+)
 from support.weights import drawn_params
 
 V, LENGTH, LAYERS, STEPS = 16, 12, 3, 3
-TARGET = TransformerLM(tiny(vocab_size=V, width=16, num_layers=LAYERS, num_heads=2, positions="rotary"))
-LAYER = dataclasses.replace(TARGET.config, num_layers=1, num_kv_heads=1, gated=True, activation="silu", tied=False)
+TARGET = TransformerLM(
+    tiny(vocab_size=V, width=16, num_layers=LAYERS, num_heads=2, positions="rotary")
+)
+LAYER = dataclasses.replace(
+    TARGET.config, num_layers=1, num_kv_heads=1, gated=True, activation="silu", tied=False
+)
 SHAPE = dict(target_layers=LAYERS, layer=LAYER)
 HEAD = FeatureHead(Eagle3Config(**SHAPE, hidden_layers=(0, 1, 2)))
-REDUCED = FeatureHead(Eagle3Config(**SHAPE, hidden_layers=(0, 1, 2), draft_vocab_size=10, own_output=True))
+REDUCED = FeatureHead(
+    Eagle3Config(**SHAPE, hidden_layers=(0, 1, 2), draft_vocab_size=10, own_output=True)
+)
 MODULE = FeatureHead(MTPConfig(**SHAPE, hidden_layers=(LAYERS,)))
-MEDUSA = FeatureHead(MedusaConfig(**SHAPE, hidden_layers=(LAYERS,), num_heads=STEPS, own_output=True))
+MEDUSA = FeatureHead(
+    MedusaConfig(**SHAPE, hidden_layers=(LAYERS,), num_heads=STEPS, own_output=True)
+)
 IDS = np.array([0, 1, 2, 4, 5, 7, 8, 11, 13, 15], np.int32)
 TASK = TrainHead(head=HEAD, target=TARGET, test_steps=STEPS)
 KEY = jax.random.key(0)
@@ -36,7 +52,8 @@ KEY = jax.random.key(0)
 TOKENS = jax.random.randint(KEY, (2, LENGTH + 1), 0, V)
 MEDUSA_TASK = TrainHead(head=MEDUSA, target=TARGET, test_steps=STEPS)
 TRAIN = TrainConfig(steps=60, batch=8, warmup_steps=4, learning_rate=2e-2, weight_decay=0.0)
-ROWS = jnp.asarray((np.arange(LENGTH + 1) + np.arange(8)[:, None]) * 3 % V, jnp.int32)  # the next token is known
+# The next token is known.
+ROWS = jnp.asarray((np.arange(LENGTH + 1) + np.arange(8)[:, None]) * 3 % V, jnp.int32)
 one_step = jax.jit(train_step, static_argnums=(0, 1))
 
 
@@ -51,28 +68,38 @@ forward = jax.jit(TARGET.forward)
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def decoded_logits(head, params, target_params, tokens_T, row):
-    """Returns the head's logits after the true features of rows up to ``row`` and 0, 1 ... features of its own."""
+    """Returns the head's logits after the true features of rows up to ``row`` and 0, 1 ... features
+    of its own.
+    """
     weights, target_weights = head.prepare(params), TARGET.prepare(target_params)
     output = TARGET.forward(target_params, tokens_T[None, :-1], hidden_layers=head.hidden_layers)
     embedded = TARGET.embed(target_weights, tokens_T[None], jnp.zeros(1, jnp.int32), None)[0]
     features = head.fuse(weights, output.hidden)[:, : row + 1]
     cache = head.init_cache(1, 32)
-    returned, cache = head(weights, embedded[:, 1 : row + 2], features, jnp.zeros(1, jnp.int32), cache)
+    returned, cache = head(
+        weights, embedded[:, 1 : row + 2], features, jnp.zeros(1, jnp.int32), cache
+    )
 
     def of_target(x):
         return TARGET.unembed_normed(target_weights, x)
 
     logits = []
     for step in range(STEPS):
-        logits.append(head.expand(weights, head.logits(weights, returned[:, -1:], of_target, step))[0, 0])
+        logits.append(
+            head.expand(weights, head.logits(weights, returned[:, -1:], of_target, step))[0, 0]
+        )
         own, at = returned[:, -1:], row + 1 + step
         returned, cache = head(weights, embedded[:, at + 1 : at + 2], own, jnp.full(1, at), cache)
     return logits
 
 
-@pytest.mark.parametrize("head, row", [(REDUCED, 7), (MODULE, 5), (MEDUSA, 3)], ids=["eagle3", "mtp", "medusa"])
+@pytest.mark.parametrize(
+    "head, row", [(REDUCED, 7), (MODULE, 5), (MEDUSA, 3)], ids=["eagle3", "mtp", "medusa"]
+)
 def test_a_step_sees_what_decoding_would_see(head, row, target_params):
-    """The logits of every step are those of the loop's calls, and are compared with the target's right row."""
+    """The logits of every step are those of the loop's calls, and are compared with the target's
+    right row.
+    """
     ids = IDS if head.config.draft_vocab_size else None
     params = init(head, jax.random.key(1))
     if ids is not None:
@@ -88,7 +115,9 @@ def test_a_step_sees_what_decoding_would_see(head, row, target_params):
     expected = forward(target_params, TOKENS[:, :-1]).logits_BTV
     np.testing.assert_allclose(TARGET.read_out(target_params, stream), expected, atol=1e-5)
     for step, wanted in enumerate(decoded_logits(head, params, target_params, TOKENS[1], row)):
-        logits = head.expand(weights, head.logits(weights, features[step], of_target, step))[1, row + 1 + step]
+        logits = head.expand(weights, head.logits(weights, features[step], of_target, step))[
+            1, row + 1 + step
+        ]
         np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
@@ -100,7 +129,9 @@ def test_modules_see_what_decoding_would_see(target_params):
     _, trained = jax.jit(task._steps)(head.training_weights(params, None), target_params, TOKENS)
     weights, cache, start_B = head.prepare(params), head.init_cache(2, 16), jnp.zeros(2, jnp.int32)
     embedded = TARGET.embed(TARGET.prepare(target_params), TOKENS, start_B, None)[0]
-    (features,) = TARGET.forward(target_params, TOKENS[:, :-1], hidden_layers=head.hidden_layers).hidden
+    (features,) = TARGET.forward(
+        target_params, TOKENS[:, :-1], hidden_layers=head.hidden_layers
+    ).hidden
     features = features[:, : row + 1]
     for number in range(STEPS):
         after = embedded[:, number + 1 : number + 2 + row]
@@ -109,8 +140,12 @@ def test_modules_see_what_decoding_would_see(target_params):
 
 
 def loss_and_distributions(task, target_params, ids=None):
-    """Returns a task's loss and numbers, the head's distributions after each step, and the target's."""
-    params = {name: leaf for name, leaf in init(task.head, jax.random.key(1)).items() if name != DRAFT_IDS}
+    """Returns a task's loss and numbers, the head's distributions after each step, and the
+    target's.
+    """
+    params = {
+        name: leaf for name, leaf in init(task.head, jax.random.key(1)).items() if name != DRAFT_IDS
+    }
     loss, metrics = jax.jit(task.loss)(params, task.teacher(target_params, ids), TOKENS, KEY)
     weights = task.head.training_weights(params, None if ids is None else jnp.asarray(ids))
     _, features = jax.jit(task._steps)(weights, target_params, TOKENS)
@@ -118,13 +153,22 @@ def loss_and_distributions(task, target_params, ids=None):
     def of_target(x):
         return TARGET.unembed_normed({"params": target_params}, x)
 
-    logits = [task.head.logits(weights, features[step], of_target) for step in range(task.test_steps)]
+    logits = [
+        task.head.logits(weights, features[step], of_target) for step in range(task.test_steps)
+    ]
     drafted = [np.asarray(jax.nn.softmax(x), np.float64) for x in logits]
-    return loss, metrics, drafted, np.asarray(jax.nn.softmax(forward(target_params, TOKENS[:, :-1]).logits_BTV))
+    return (
+        loss,
+        metrics,
+        drafted,
+        np.asarray(jax.nn.softmax(forward(target_params, TOKENS[:, :-1]).logits_BTV)),
+    )
 
 
 def test_the_loss_is_the_weighted_sum_over_steps(target_params):
-    """Of the mean divergence from the target's row that a step is to predict; rows without one count nothing."""
+    """Of the mean divergence from the target's row that a step is to predict; rows without one
+    count nothing.
+    """
     loss, metrics, drafted, q = loss_and_distributions(TASK, target_params)
     expected = 0.0
     for step, p in enumerate(drafted):
@@ -137,22 +181,32 @@ def test_the_loss_is_the_weighted_sum_over_steps(target_params):
 
 def test_logits_in_chunks_give_the_same_gradient(target_params):
     """Of a reduced vocabulary, and whatever is made again for the gradient."""
-    params = {name: leaf for name, leaf in init(REDUCED, jax.random.key(1)).items() if name != DRAFT_IDS}
+    params = {
+        name: leaf for name, leaf in init(REDUCED, jax.random.key(1)).items() if name != DRAFT_IDS
+    }
 
     def gradient(chunk):
         task = TrainHead(head=REDUCED, target=TARGET, test_steps=2, chunk=chunk)
         teacher = task.teacher(target_params, IDS)
         return jax.jit(jax.value_and_grad(task.loss, has_aux=True))(params, teacher, TOKENS, KEY)
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient(None), gradient(4))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        gradient(None),
+        gradient(4),
+    )
 
 
-def test_a_reduced_vocabulary_learns_a_renormalised_target_and_is_judged_by_the_whole(target_params):
+def test_a_reduced_vocabulary_learns_a_renormalised_target_and_is_judged_by_the_whole(
+    target_params,
+):
     task = TrainHead(head=REDUCED, target=TARGET, test_steps=1, objective="total_variation")
     loss, metrics, (p,), q = loss_and_distributions(task, target_params, IDS)
     p, q = p[:, 1:], q[:, 1:]
     kept = q[..., IDS]
-    np.testing.assert_allclose(metrics["acceptance/position_1"], np.minimum(kept, p).sum(-1).mean(), rtol=1e-5)
+    np.testing.assert_allclose(
+        metrics["acceptance/position_1"], np.minimum(kept, p).sum(-1).mean(), rtol=1e-5
+    )
     counted = np.isin(q.argmax(-1), IDS)
     assert 0 < counted.mean() < 1
     distances = 0.5 * np.abs(kept / kept.sum(-1, keepdims=True) - p).sum(-1)
@@ -160,18 +214,25 @@ def test_a_reduced_vocabulary_learns_a_renormalised_target_and_is_judged_by_the_
 
 
 def test_the_most_frequent_tokens_are_kept():
-    np.testing.assert_array_equal(most_frequent(np.array([5, 5, 2, 7, 7, 7, 0, 2]), 9, 3), [2, 5, 7])
+    np.testing.assert_array_equal(
+        most_frequent(np.array([5, 5, 2, 7, 7, 7, 0, 2]), 9, 3), [2, 5, 7]
+    )
 
 
 def test_a_medusa_head_learns_from_the_loss_of_its_offset_alone(target_params):
     """And the weight of its offset is that of its gradient."""
     params, teacher = MEDUSA_TASK.init(KEY), MEDUSA_TASK.teacher(target_params)
     of_decay = [dataclasses.replace(MEDUSA_TASK, decay=decay) for decay in (1.0, 0.5)]
-    whole, half = (jax.jit(jax.grad(task.loss, has_aux=True))(params, teacher, ROWS, KEY)[0] for task in of_decay)
+    whole, half = (
+        jax.jit(jax.grad(task.loss, has_aux=True))(params, teacher, ROWS, KEY)[0]
+        for task in of_decay
+    )
     assert whole.keys() == {f"head_{i}" for i in range(STEPS)}  # nothing of the target
     assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(whole))
     for i in range(STEPS):
-        pairs = zip(jax.tree.leaves(half[f"head_{i}"]), jax.tree.leaves(whole[f"head_{i}"]), strict=True)
+        pairs = zip(
+            jax.tree.leaves(half[f"head_{i}"]), jax.tree.leaves(whole[f"head_{i}"]), strict=True
+        )
         assert all(np.allclose(small, 0.5**i * large, atol=1e-6) for small, large in pairs)
 
 
@@ -187,7 +248,9 @@ def medusa_losses(target_params, mesh):
 
 def test_the_loss_of_medusa_heads_falls_and_every_offset_is_accepted_more(target_params):
     """The heads are split over devices as the target's output is, and learn the same."""
-    one, two = (medusa_losses(target_params, make_mesh(1, n, devices=jax.devices()[:n])) for n in (1, 2))
+    one, two = (
+        medusa_losses(target_params, make_mesh(1, n, devices=jax.devices()[:n])) for n in (1, 2)
+    )
     assert one["loss"][-1] < 0.5 * one["loss"][0]
     for i in range(1, STEPS + 1):
         accepted = one[f"acceptance/position_{i}"]
@@ -196,24 +259,35 @@ def test_the_loss_of_medusa_heads_falls_and_every_offset_is_accepted_more(target
 
 
 def test_a_new_state_is_made_where_it_belongs():
-    """Heads, which begin as the target's output, and their moments: nothing is moved, and little is made beside them."""
+    """Heads, which begin as the target's output, and their moments: nothing is moved, and little is
+    made beside them.
+    """
     mesh = make_mesh(2, 4)
-    target = dataclasses.replace(TARGET, config=dataclasses.replace(TARGET.config, vocab_size=2048, num_heads=4))
-    head = FeatureHead(dataclasses.replace(MEDUSA.config, layer=dataclasses.replace(LAYER, vocab_size=2048)))
+    target = dataclasses.replace(
+        TARGET, config=dataclasses.replace(TARGET.config, vocab_size=2048, num_heads=4)
+    )
+    head = FeatureHead(
+        dataclasses.replace(MEDUSA.config, layer=dataclasses.replace(LAYER, vocab_size=2048))
+    )
     task = TrainHead(head=head, target=target, test_steps=STEPS)
     shardings = state_shardings(task, TRAIN, mesh)
     teacher = task.teacher(target.init(KEY))
-    teacher = jax.device_put(teacher, Layout.tensor_parallel(mesh).shardings(task.teacher_axes(), teacher))
+    teacher = jax.device_put(
+        teacher, Layout.tensor_parallel(mesh).shardings(task.teacher_axes(), teacher)
+    )
     whole = init_state(task, TRAIN, teacher_params=teacher)
     nothing_saved = types.SimpleNamespace(latest=None)
     with jax.transfer_guard_device_to_device("disallow_explicit"):
         made = initial_state(task, TRAIN, nothing_saved, shardings, teacher_params=teacher)
-        with pytest.raises(jax.errors.JaxRuntimeError):  # the control: made whole, and put in its place
+        # The control: made whole, and put in its place.
+        with pytest.raises(jax.errors.JaxRuntimeError):
             jax.block_until_ready(jax.device_put(whole, shardings))
     assert made.params["head_0"]["output"].sharding.shard_shape((2048, 16)) == (512, 16)
     jax.tree.map(np.testing.assert_array_equal, made, whole)
     compiled = (
-        jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings).lower(task, TRAIN, None, teacher).compile()
+        jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)
+        .lower(task, TRAIN, None, teacher)
+        .compile()
     )
     sizes = compiled.memory_analysis()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole))

@@ -1,4 +1,6 @@
-"""LayerSkip: schedules and weights of the paper, layers that are dropped whole, and exits that learn to draft."""
+"""LayerSkip: schedules and weights of the paper, layers that are dropped whole, and exits that
+learn to draft.
+"""
 
 import dataclasses
 
@@ -42,7 +44,9 @@ def test_weights_of_eight_layers():
     expected = [0, 0.0089, 0.0268, 0.0536, 0.0893, 0.1339, 0.1875, 0.5]
     np.testing.assert_allclose(loss_weights(0.2, jnp.ones(8, bool)), expected, **TWO_DECIMALS)
     is_read = jnp.zeros(8, bool).at[jnp.array([0, 4, 7])].set(True)
-    np.testing.assert_allclose(loss_weights(0.2, is_read) * 13.2, [0, 0, 0, 0, 2, 0, 0, 11.2], atol=1e-5)
+    np.testing.assert_allclose(
+        loss_weights(0.2, is_read) * 13.2, [0, 0, 0, 0, 2, 0, 0, 11.2], atol=1e-5
+    )
 
 
 def test_dropout_of_eight_layers():
@@ -64,7 +68,9 @@ def test_layers_that_are_read():
         ("gradual", 25, [4, 5, 6, 7]),
         ("gradual", 99, list(range(8))),
     ):
-        assert np.flatnonzero(read_layers(curriculum, 8, jnp.int32(step), 100, 4)).tolist() == expected
+        assert (
+            np.flatnonzero(read_layers(curriculum, 8, jnp.int32(step), 100, 4)).tolist() == expected
+        )
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +84,9 @@ forward_streams = jax.jit(TransformerLM.forward_streams, static_argnums=(0, 3))
 
 
 def test_a_dropped_layer_passes_its_input_on(params):
-    """Per row; nothing is scaled, and the layers behind see what they would see of a model without it."""
+    """Per row; nothing is scaled, and the layers behind see what they would see of a model without
+    it.
+    """
     tokens = jnp.asarray(HELD_OUT[:3, :-1])
     kept = jnp.array([[True] * 4, [True, False, True, False], [False] * 4])
     whole = forward(MODEL, params, tokens, hidden_layers=(0, 1, 2, 3)).hidden
@@ -127,7 +135,9 @@ def test_the_loss_is_the_weighted_sum(params):
             total -= weight / 9 * jnp.take_along_axis(log_probs, rows[:, 1:, None], axis=-1).mean()
         return total
 
-    (loss, metrics), grads = jax.jit(jax.value_and_grad(TASK.loss, has_aux=True))(params, None, rows, KEY, 2)
+    (loss, metrics), grads = jax.jit(jax.value_and_grad(TASK.loss, has_aux=True))(
+        params, None, rows, KEY, 2
+    )
     expected, expected_grads = jax.jit(jax.value_and_grad(by_hand))(params)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
@@ -141,14 +151,20 @@ one_step = jax.jit(train_step, static_argnums=(0, 1))
 
 @pytest.mark.slow
 def test_exits_learn_to_draft(params):
-    """The target accepts more of its exits' tokens than one trained on text alone, and reads as well."""
+    """The target accepts more of its exits' tokens than one trained on text alone, and reads as
+    well.
+    """
 
     def trained(task):
         state = init_state(task, TRAIN, params)
         for number in range(TRAIN.steps):
-            state, numbers = one_step(task, TRAIN, state, None, DATA.batch(number, TRAIN.batch)[None])
+            state, numbers = one_step(
+                task, TRAIN, state, None, DATA.batch(number, TRAIN.batch)[None]
+            )
         assert np.isfinite(numbers["loss"])
-        return evaluate(TASK, state.params, None, HELD_OUT, 16, make_mesh(1, 1, devices=jax.devices()[:1]))
+        return evaluate(
+            TASK, state.params, None, HELD_OUT, 16, make_mesh(1, 1, devices=jax.devices()[:1])
+        )
 
     skipping, control = trained(TASK), trained(TrainModel(MODEL))
     for exit_layer, gain in ((1, 0.1), (2, 0.05)):

@@ -1,4 +1,6 @@
-"""Objectives against float64, at distributions that exclude tokens; each check also catches a broken variant."""
+"""Objectives against float64, at distributions that exclude tokens; each check also catches a
+broken variant.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,9 @@ def probs(logits):
 
 
 def forward_kl(p, q):
-    return np.sum(np.where(p > 0, p * np.log(np.where(p > 0, p, 1) / np.where(p > 0, q, 1)), 0), axis=-1)
+    return np.sum(
+        np.where(p > 0, p * np.log(np.where(p > 0, p, 1) / np.where(p > 0, q, 1)), 0), axis=-1
+    )
 
 
 def total_variation(p, q):
@@ -53,7 +57,9 @@ def log_probs(logits):
 
 
 def supported(name, target, draft):
-    """The reverse divergence is infinite where the draft has mass that the target excludes: give it the other order."""
+    """The reverse divergence is infinite where the draft has mass that the target excludes: give it
+    the other order.
+    """
     return (draft, target) if name == "reverse_kl" else (target, draft)
 
 
@@ -71,7 +77,9 @@ def test_divergences(logits, name):
 
 
 def gradient(function, logits):
-    return np.asarray(jax.grad(lambda x: function(jax.nn.log_softmax(x)).sum())(jnp.asarray(logits, jnp.float32)))
+    return np.asarray(
+        jax.grad(lambda x: function(jax.nn.log_softmax(x)).sum())(jnp.asarray(logits, jnp.float32))
+    )
 
 
 @pytest.mark.parametrize("name", DIFFERENTIATED)
@@ -82,13 +90,17 @@ def test_gradients_are_finite_and_those_of_finite_differences(logits, name):
     for index in [(0, 2, 3), (1, 4, 6)]:
         step = np.zeros_like(draft)
         step[index] = 1e-5
-        above, below = (REFERENCES[name](probs(target), probs(draft + sign * step)).sum() for sign in (1, -1))
+        above, below = (
+            REFERENCES[name](probs(target), probs(draft + sign * step)).sum() for sign in (1, -1)
+        )
         np.testing.assert_allclose(found[index], (above - below) / 2e-5, atol=1e-4)
         assert abs(found[index]) > 1e-3  # zero would be finite too
 
 
 def test_a_careless_divergence_has_no_gradient(logits):
-    """The control: without its masks the reverse divergence of the same distributions has a gradient that is not a number."""
+    """The control: without its masks the reverse divergence of the same distributions has a
+    gradient that is not a number.
+    """
     target, draft = supported("reverse_kl", *logits)
     careless = gradient(lambda q: (jnp.exp(q) * (q - log_probs(target))).sum(-1), draft)
     assert np.isnan(careless).any()

@@ -26,11 +26,20 @@ V, BUDGET, SAMPLING = 6, 12, chain(temperature(0.8))
 
 
 def lm(width):
-    return TransformerLM(tiny(vocab_size=V, width=width, num_layers=2, num_heads=2, positions="rotary"))
+    return TransformerLM(
+        tiny(vocab_size=V, width=width, num_layers=2, num_heads=2, positions="rotary")
+    )
 
 
-PAIR = Pair(target=lm(16), target_params=drawn_params(lm(16), 0, 0.3), draft=lm(8), draft_params=drawn_params(lm(8), 1))
-LAYER = tiny(vocab_size=V, width=16, num_layers=1, num_heads=2, positions="rotary", gated=True, tied=False)
+PAIR = Pair(
+    target=lm(16),
+    target_params=drawn_params(lm(16), 0, 0.3),
+    draft=lm(8),
+    draft_params=drawn_params(lm(8), 1),
+)
+LAYER = tiny(
+    vocab_size=V, width=16, num_layers=1, num_heads=2, positions="rotary", gated=True, tied=False
+)
 HEAD = Eagle3Config(layer=LAYER, target_layers=2, target_width=16, hidden_layers=(0, 1)).head()
 PROMPTS = [[n % V, n // V % V, (n + 2) % V] for n in range(24)]
 CONFIG = TrainConfig(steps=100, batch=8, learning_rate=3e-2, warmup_steps=0, weight_decay=0.0)
@@ -42,11 +51,16 @@ def learner(length=14):
 
 def many(learner=None, prompts=PROMPTS, **options):
     options = {"sampling": SAMPLING, "draft_length": 3, "rows": 4, "stop": []} | options
-    return sorted(generate_many(PAIR, prompts, BUDGET, learner=learner, **options), key=lambda text: text.prompt_index)
+    return sorted(
+        generate_many(PAIR, prompts, BUDGET, learner=learner, **options),
+        key=lambda text: text.prompt_index,
+    )
 
 
 def changing():
-    """Returns parameters of another draft after every fourth text, the worst that a learner may do."""
+    """Returns parameters of another draft after every fourth text, the worst that a
+    learner may do.
+    """
     drafts = [drawn_params(lm(8), seed, 0.5) for seed in range(4)]
     count = iter(range(10**6))
 
@@ -60,7 +74,9 @@ def changing():
 @pytest.mark.parametrize("rule", [pytest.param(None, marks=pytest.mark.slow), CoupledRule()])
 def test_greedy_and_coupled_texts_are_those_of_plain_decoding(rule):
     options = dict(rule=rule, sampling=SAMPLING) if rule else dict(sampling=None)
-    plain = generate(PAIR, PROMPTS, BUDGET, draft_length=0, stop=[], sampling=options["sampling"], rule=rule)
+    plain = generate(
+        PAIR, PROMPTS, BUDGET, draft_length=0, stop=[], sampling=options["sampling"], rule=rule
+    )
     found = many(changing(), **options)
     assert [text.tokens for text in found] == [text.tokens for text in plain]
     assert {text.row_independent for text in found} == {rule is not None}
@@ -68,7 +84,9 @@ def test_greedy_and_coupled_texts_are_those_of_plain_decoding(rule):
 
 
 def test_texts_no_longer_repeat_by_their_seed():
-    """The control of the test above: with the token rule, a text is another one after the draft has changed."""
+    """The control of the test above: with the token rule, a text is another one after the draft has
+    changed.
+    """
     assert [text.tokens for text in many(changing())] != [text.tokens for text in many()]
 
 
@@ -101,18 +119,25 @@ def test_a_draft_that_learns_is_accepted_more():
     learns = learner()
     texts = many(learns, PROMPTS * 16)
     assert len(learns.losses) > 10 and learns.losses[-1] < learns.losses[0]
-    rates = [sum((t.stats for t in part[1:]), part[0].stats).acceptance_rate for part in (texts[:64], texts[-64:])]
+    rates = [
+        sum((t.stats for t in part[1:]), part[0].stats).acceptance_rate
+        for part in (texts[:64], texts[-64:])
+    ]
     assert rates[1] > rates[0] + 0.1
 
 
 def serve(learner, calls, found, **options):
-    """Asks for four texts at a time, under one seed, and adds their chunks to ``found``; returns service and seeds."""
+    """Asks for four texts at a time, under one seed, and adds their chunks to ``found``; returns
+    service and seeds.
+    """
     method = Method(drafter=ModelDrafter(PAIR.draft, 3), sampling=SAMPLING, **options)
     service, seeds = Service(PAIR, method, rows=4, context=64, learner=learner), []
     service.compile()
     service.start()
     for _ in range(calls):
-        answer = service.ask(PROMPTS[:4], BUDGET, deliver=found.append, ignore_eos=True, seed=7, sampling=SAMPLING)
+        answer = service.ask(
+            PROMPTS[:4], BUDGET, deliver=found.append, ignore_eos=True, seed=7, sampling=SAMPLING
+        )
         seeds.append({request.seed for request in answer.requests})
         while service.unfinished:
             time.sleep(0.01)
@@ -165,7 +190,9 @@ def test_a_prefix_that_a_former_draft_has_read_is_not_handed_on():
 
 def test_updates_end_at_the_last_step():
     learns = DraftLearner(PAIR, TrainConfig(steps=1, batch=1, warmup_steps=0), 2)
-    assert learns([1, 2]) is None and learns([3, 4]) is not None and learns([1, 2, 3, 4, 5, 0]) is None
+    assert (
+        learns([1, 2]) is None and learns([3, 4]) is not None and learns([1, 2, 3, 4, 5, 0]) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,15 +200,22 @@ def test_updates_end_at_the_last_step():
     [
         (
             "draft model .* a head",
-            lambda: DraftLearner(Pair(target=PAIR.target, target_params=(), head=HEAD, draft_params=()), CONFIG),
+            lambda: DraftLearner(
+                Pair(target=PAIR.target, target_params=(), head=HEAD, draft_params=()), CONFIG
+            ),
         ),
-        ("draft model .* no draft", lambda: DraftLearner(Pair(target=PAIR.target, target_params=()), CONFIG)),
+        (
+            "draft model .* no draft",
+            lambda: DraftLearner(Pair(target=PAIR.target, target_params=()), CONFIG),
+        ),
         ("length .* 0", lambda: learner(0)),
         ("prompt_ids has 2 twice", lambda: many(changing(), PROMPTS[:3], prompt_ids=[2, 1, 2])),
         ("NgramDrafter", lambda: many(changing(), drafter=NgramDrafter(K=3), draft_length=None)),
         (
             "EarlyExitDrafter",
-            lambda: many(changing(), drafter=EarlyExitDrafter(PAIR.target, 1, 3), draft_length=None),
+            lambda: many(
+                changing(), drafter=EarlyExitDrafter(PAIR.target, 1, 3), draft_length=None
+            ),
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""Policies that learn from speculative rollouts: log-probabilities, noise, advantages, resumption, and drafts that follow."""
+"""Policies that learn from speculative rollouts: log-probabilities, noise, advantages, resumption,
+and drafts that follow.
+"""
 
 import dataclasses
 import io
@@ -23,7 +25,14 @@ from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.rejection import BlockRule, TokenRule
 from specsamp.sampling.warp import chain, log_probs, temperature, top_k
 from specsamp.training.feature_heads import TrainHead
-from specsamp.training.rollouts import PolicyGradient, RolloutConfig, Rollouts, Texts, advantages, learn
+from specsamp.training.rollouts import (
+    PolicyGradient,
+    RolloutConfig,
+    Rollouts,
+    Texts,
+    advantages,
+    learn,
+)
 from specsamp.training.trainer import Intervals, TrainConfig
 from specsamp.training.training_task import TrainModel
 from support.fakes import COMPILED
@@ -34,17 +43,30 @@ PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
 
 
 def lm(width):
-    return TransformerLM(tiny(vocab_size=V, width=width, num_layers=2, num_heads=2, positions="rotary"))
+    return TransformerLM(
+        tiny(vocab_size=V, width=width, num_layers=2, num_heads=2, positions="rotary")
+    )
 
 
 def pair_of(noise=0.1):
     return Pair(
-        target=lm(16), target_params=drawn_params(lm(16), 0, noise), draft=lm(8), draft_params=drawn_params(lm(8), 1)
+        target=lm(16),
+        target_params=drawn_params(lm(16), 0, noise),
+        draft=lm(8),
+        draft_params=drawn_params(lm(8), 1),
     )
 
 
 def optimizer(steps=4, rate=3e-2, batch=8, **fields):
-    return TrainConfig(steps=steps, batch=batch, learning_rate=rate, warmup_steps=0, weight_decay=0.0, seed=3, **fields)
+    return TrainConfig(
+        steps=steps,
+        batch=batch,
+        learning_rate=rate,
+        warmup_steps=0,
+        weight_decay=0.0,
+        seed=3,
+        **fields,
+    )
 
 
 CONFIG = RolloutConfig(policy=optimizer(), group=4, max_new_tokens=BUDGET, temperature=0.7, rows=3)
@@ -58,12 +80,22 @@ def few(prompt, text):
 
 def run(folder, config=CONFIG, pair=PAIR, reward=few, console=None, prompts=PROMPTS, **options):
     options = {"draft_length": 2, "intervals": Intervals(log=1, checkpoint=2)} | options
-    return learn(pair, prompts, reward, config, folder, console=console or Console(file=io.StringIO()), **options)
+    return learn(
+        pair,
+        prompts,
+        reward,
+        config,
+        folder,
+        console=console or Console(file=io.StringIO()),
+        **options,
+    )
 
 
 def records(folder):
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith("seconds")} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith("seconds")} for line in lines
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +107,17 @@ def whole(tmp_path_factory):
 def forward(params, texts, warp):
     """The log-probability of every token under some parameters, by one call over whole texts."""
     logits_BTV = PAIR.target.forward(params, texts.tokens_BT[:, :-1]).logits_BTV
-    return jnp.take_along_axis(log_probs(warp, logits_BTV), texts.tokens_BT[:, 1:, None], axis=-1)[..., 0]
+    return jnp.take_along_axis(log_probs(warp, logits_BTV), texts.tokens_BT[:, 1:, None], axis=-1)[
+        ..., 0
+    ]
 
 
 def gap(params, texts, warp=temperature(0.7)):
-    return float(jnp.where(texts.emitted_BT, jnp.abs(forward(params, texts, warp) - texts.log_probs_BT), 0).max())
+    return float(
+        jnp.where(
+            texts.emitted_BT, jnp.abs(forward(params, texts, warp) - texts.log_probs_BT), 0
+        ).max()
+    )
 
 
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule()])
@@ -116,7 +154,9 @@ def test_generate_returns_them_too_and_the_unwarped_as_before():
     assert sampled.tokens == plain.tokens
     tokens = jnp.asarray([[*PROMPTS[0], *plain.tokens]])
     for warp, text in ((options["sampling"], sampled), (chain(), plain)):
-        expected_TV = log_probs(warp, PAIR.target.forward(PAIR.target_params, tokens[:, :-1]).logits_BTV)[0, 2:]
+        expected_TV = log_probs(
+            warp, PAIR.target.forward(PAIR.target_params, tokens[:, :-1]).logits_BTV
+        )[0, 2:]
         expected = jnp.take_along_axis(expected_TV, tokens[0, 3:, None], axis=-1)[:, 0]
         np.testing.assert_allclose(text.log_probs, expected, atol=1e-5)
     with pytest.raises(ValueError, match="return_log_probs.*'all'"):
@@ -124,18 +164,24 @@ def test_generate_returns_them_too_and_the_unwarped_as_before():
 
 
 def test_a_row_in_flight_would_follow_the_old_policy():
-    """Mutant: parameters change while a row runs. Its caches are the old policy's, and so are its texts."""
+    """Mutant: parameters change while a row runs. Its caches are the old policy's, and so are its
+    texts.
+    """
     rollouts, other = Rollouts(PAIR, PROMPTS, CONFIG, draft_length=2), drawn_params(lm(16), 5)
     engine = rollouts._engine
     (request,) = with_samples(rollouts._requests[:1], 1)
-    weights = [rollouts._weights(params, PAIR.draft_params) for params in (PAIR.target_params, other)]
+    weights = [
+        rollouts._weights(params, PAIR.draft_params) for params in (PAIR.target_params, other)
+    ]
     state = dataclasses.replace(engine, weights=weights[0]).prefill([request])
     mutant = dataclasses.replace(engine, weights=weights[1]).run(state)
     sound = dataclasses.replace(engine, weights=weights[1])
     for state, is_sound in ((sound.run(sound.prefill([request])), True), (mutant, False)):
         (text,) = engine.take(state, [request])
         tokens = jnp.asarray([[*request.prompt, *text.tokens]])
-        expected_TV = log_probs(temperature(0.7), PAIR.target.forward(other, tokens[:, :-1]).logits_BTV)[0, 2:]
+        expected_TV = log_probs(
+            temperature(0.7), PAIR.target.forward(other, tokens[:, :-1]).logits_BTV
+        )[0, 2:]
         expected = jnp.take_along_axis(expected_TV, tokens[0, 3:, None], axis=-1)[:, 0]
         assert (np.abs(np.array(text.log_probs) - expected).max() < 1e-5) == is_sound
 
@@ -151,9 +197,17 @@ def test_steps_have_prompts_and_noise_of_their_own():
     ]
     assert again == steps[0] and [index for _, index in again] == [0, 1, 2, 3] * 2
     assert len({frozenset(step) for step in steps}) > 1, "prompts of its own"
-    assert all(len(set(step.values())) > 6 for step in steps), "samples of a prompt have noise of their own"
-    shared = [(one, other, key) for one, other in itertools.combinations(steps, 2) for key in one.keys() & other.keys()]
-    assert len(shared) >= 4 and all(one[key] != other[key] for one, other, key in shared), "and so have steps"
+    assert all(len(set(step.values())) > 6 for step in steps), (
+        "samples of a prompt have noise of their own"
+    )
+    shared = [
+        (one, other, key)
+        for one, other in itertools.combinations(steps, 2)
+        for key in one.keys() & other.keys()
+    ]
+    assert len(shared) >= 4 and all(one[key] != other[key] for one, other, key in shared), (
+        "and so have steps"
+    )
 
 
 def test_advantages():
@@ -169,11 +223,15 @@ def test_the_gradient_is_that_of_the_expected_reward():
     task = PolicyGradient(PAIR.target, 0.7, 0.2, V)
 
     def reinforce(params):
-        weight_BT = texts.emitted_BT / texts.emitted_BT.sum(1, keepdims=True) * texts.advantages_B[:, None]
+        weight_BT = (
+            texts.emitted_BT / texts.emitted_BT.sum(1, keepdims=True) * texts.advantages_B[:, None]
+        )
         return -(weight_BT * forward(params, texts, temperature(0.7))).sum(1).mean()
 
     found = jax.grad(lambda params: task.loss(params, None, texts, None)[0])(PAIR.target_params)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(jax.grad(reinforce)(PAIR.target_params))):
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(jax.grad(reinforce)(PAIR.target_params))
+    ):
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
@@ -183,23 +241,31 @@ def test_the_gradient_is_that_of_the_expected_reward():
 )
 def test_ratios_are_clipped_where_the_update_went_far_enough(advantage, ratio, flows):
     tokens_BT = jnp.asarray([[1, 2]])
-    now = forward(PAIR.target_params, Texts(tokens_BT=tokens_BT, log_probs_BT=0, emitted_BT=0, advantages_B=0), chain())
+    now = forward(
+        PAIR.target_params,
+        Texts(tokens_BT=tokens_BT, log_probs_BT=0, emitted_BT=0, advantages_B=0),
+        chain(),
+    )
     texts = Texts(
         tokens_BT=tokens_BT,
         log_probs_BT=now - np.log(ratio),
         emitted_BT=jnp.ones((1, 1), bool),
         advantages_B=jnp.asarray([float(advantage)]),
     )
-    grads = jax.grad(lambda p: PolicyGradient(PAIR.target, 1.0, 0.2, V).loss(p, None, texts, None)[0])(
-        PAIR.target_params
-    )
+    grads = jax.grad(
+        lambda p: PolicyGradient(PAIR.target, 1.0, 0.2, V).loss(p, None, texts, None)[0]
+    )(PAIR.target_params)
     assert (max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(grads)) > 0) == flows
 
 
 def test_rewards_rise_and_nothing_is_compiled_after_the_first_steps(tmp_path):
     config = dataclasses.replace(CONFIG, policy=optimizer(steps=30))
     programs = []
-    run(tmp_path, config, reward=lambda prompt, text: programs.append(sum(COMPILED.values())) or few(prompt, text))
+    run(
+        tmp_path,
+        config,
+        reward=lambda prompt, text: programs.append(sum(COMPILED.values())) or few(prompt, text),
+    )
     rewards = [record["reward"] for record in records(tmp_path)]
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 1.5
     assert programs[-1] == programs[4 * 8], "a policy step compiles nothing"
@@ -212,7 +278,10 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whol
     """A draft that learns goes on, too."""
     config, options, (folder, state), calls = CONFIG, {}, whole, []
     if learns:
-        config, options = dataclasses.replace(CONFIG, draft=optimizer()), {"draft_task": TrainModel(lm(8), PAIR.target)}
+        config, options = (
+            dataclasses.replace(CONFIG, draft=optimizer()),
+            {"draft_task": TrainModel(lm(8), PAIR.target)},
+        )
         folder = tmp_path / "whole"
         state = run(folder, config, **options)
 
@@ -239,27 +308,57 @@ def test_another_run_does_not_go_on(tmp_path):
         run(tmp_path, prompts=PROMPTS[::-1])
     with pytest.raises(ValueError, match="another configuration: decoding was"):
         run(tmp_path, rule=BlockRule())
-    with pytest.raises(ValueError, match="another configuration: draft_task was .*; rollouts.draft"):
-        run(tmp_path, dataclasses.replace(CONFIG, draft=optimizer()), draft_task=TrainModel(lm(8), PAIR.target))
+    with pytest.raises(
+        ValueError, match="another configuration: draft_task was .*; rollouts.draft"
+    ):
+        run(
+            tmp_path,
+            dataclasses.replace(CONFIG, draft=optimizer()),
+            draft_task=TrainModel(lm(8), PAIR.target),
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "head", "reduced"])
 def test_a_draft_that_learns_follows_the_policy(tmp_path, kind):
-    """Distilled on the texts, it is accepted more than one that stays as it was; the policy's texts have its law anyway."""
+    """Distilled on the texts, it is accepted more than one that stays as it was; the policy's texts
+    have its law anyway.
+    """
     pair, width = PAIR, 16
     task = TrainModel(lm(8), PAIR.target)
     if kind != "model":
-        layer = tiny(vocab_size=V, width=width, num_layers=1, num_heads=2, positions="rotary", gated=True, tied=False)
+        layer = tiny(
+            vocab_size=V,
+            width=width,
+            num_layers=1,
+            num_heads=2,
+            positions="rotary",
+            gated=True,
+            tied=False,
+        )
         ends = dict(draft_vocab_size=12, own_output=True) if kind == "reduced" else {}
-        head = Eagle3Config(layer=layer, target_layers=2, target_width=width, hidden_layers=(0, 1), **ends).head()
-        pair = Pair(target=PAIR.target, target_params=PAIR.target_params, head=head, draft_params=drawn_params(head, 2))
-        task = TrainHead(head=head, target=PAIR.target, objective="forward_kl", test_steps=2, decay=0.8)
+        head = Eagle3Config(
+            layer=layer, target_layers=2, target_width=width, hidden_layers=(0, 1), **ends
+        ).head()
+        pair = Pair(
+            target=PAIR.target,
+            target_params=PAIR.target_params,
+            head=head,
+            draft_params=drawn_params(head, 2),
+        )
+        task = TrainHead(
+            head=head, target=PAIR.target, objective="forward_kl", test_steps=2, decay=0.8
+        )
     config = dataclasses.replace(CONFIG, policy=optimizer(steps=40, rate=1e-2), group=4)
     acceptance = {}
     for name, draft in (("frozen", None), ("learns", optimizer(steps=40, rate=3e-2))):
         folder = tmp_path / name
-        state = run(folder, dataclasses.replace(config, draft=draft), pair, draft_task=task if draft else None)
+        state = run(
+            folder,
+            dataclasses.replace(config, draft=draft),
+            pair,
+            draft_task=task if draft else None,
+        )
         assert (state.draft is None) == (draft is None)
         acceptance[name] = np.mean([record["acceptance"] for record in records(folder)[-8:]])
     assert acceptance["learns"] > acceptance["frozen"] + 0.1
@@ -282,13 +381,17 @@ def test_equal_rewards_teach_nothing_and_say_so(tmp_path):
     told = io.StringIO()
     state = run(tmp_path, reward=lambda prompt, text: 1, console=Console(file=told, width=200))
     assert "step 1: all texts of each prompt have the same reward" in told.getvalue()
-    for one, other in zip(jax.tree.leaves(state.policy.params), jax.tree.leaves(PAIR.target_params)):
+    for one, other in zip(
+        jax.tree.leaves(state.policy.params), jax.tree.leaves(PAIR.target_params)
+    ):
         np.testing.assert_array_equal(one, other)
 
 
 def distil(pair, task=TrainModel(lm(8), PAIR.target), **options):
     options = {"draft_length": None} | options
-    return run("unused", dataclasses.replace(CONFIG, draft=optimizer()), pair, draft_task=task, **options)
+    return run(
+        "unused", dataclasses.replace(CONFIG, draft=optimizer()), pair, draft_task=task, **options
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1"])
@@ -299,6 +402,11 @@ def test_a_reward_that_is_no_number_is_named_with_its_prompt(tmp_path, value):
 
 def test_a_policy_of_other_shapes_is_refused(tmp_path):
     run(tmp_path)
-    other = Pair(target=lm(8), target_params=drawn_params(lm(8), 0), draft=lm(8), draft_params=drawn_params(lm(8), 1))
+    other = Pair(
+        target=lm(8),
+        target_params=drawn_params(lm(8), 0),
+        draft=lm(8),
+        draft_params=drawn_params(lm(8), 1),
+    )
     with pytest.raises(ValueError, match="the checkpoint .*shape"):
         run(tmp_path, pair=other)

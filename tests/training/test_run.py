@@ -1,4 +1,6 @@
-"""The folder of a run: what is missing, damaged or of another shape is named; the log forgets what is done again."""
+"""The folder of a run: what is missing, damaged or of another shape is named; the log forgets what
+is done again.
+"""
 
 import contextlib
 import dataclasses
@@ -63,18 +65,24 @@ def test_the_last_states_come_back(saved, tmp_path):
     np.testing.assert_array_equal(restored["rest"]["moment"], REST["moment"])
     with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*nothing: it has steps \[\]"):
         params_of(tmp_path / "nothing")
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 1 in .*: it has steps \[3, 6\]"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no checkpoint of step 1 in .*: it has steps \[3, 6\]"
+    ):
         params_of(saved, 1)  # more than the two that are kept
 
 
 def truncate_largest(folder):
-    largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest = max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
 
 
 def test_a_damaged_checkpoint_is_named_and_can_be_deleted(saved):
     truncate_largest(saved / "6" / "params")
-    with pytest.raises(ValueError, match="checkpoints/6 is damaged .*: delete that folder to go back") as caught:
+    with pytest.raises(
+        ValueError, match="checkpoints/6 is damaged .*: delete that folder to go back"
+    ) as caught:
         params_of(saved)
     assert str(saved) in str(caught.value)
     shutil.rmtree(saved / "6")
@@ -82,7 +90,9 @@ def test_a_damaged_checkpoint_is_named_and_can_be_deleted(saved):
 
 
 def test_a_checkpoint_that_was_cut_while_it_was_written_is_no_checkpoint(saved):
-    """Killed in the middle: what lies there under Orbax's temporary name is passed over, and written anew."""
+    """Killed in the middle: what lies there under Orbax's temporary name is passed over, and
+    written anew.
+    """
     cut = shutil.copytree(saved / "6", saved / "9.orbax-checkpoint-tmp")
     truncate_largest(cut / "params")
     np.testing.assert_array_equal(params_of(saved)["matrix"], 6 * PARAMS["matrix"])
@@ -97,9 +107,13 @@ def trained(tmp_path_factory):
     """The folder of a run whose parameters lie on all eight devices."""
     folder = tmp_path_factory.mktemp("run")
     shape = {k: v for k, v in dataclasses.asdict(CONFIG).items() if k != "dtype"}
-    run_folder.open_run(folder, {"model": shape, "train": {"batch": 2}, "data": {"length": 10}}, "{}")
+    run_folder.open_run(
+        folder, {"model": shape, "train": {"batch": 2}, "data": {"length": 10}}, "{}"
+    )
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    params = jax.device_put(drawn_params(TransformerLM(CONFIG)), NamedSharding(mesh, PartitionSpec()))
+    params = jax.device_put(
+        drawn_params(TransformerLM(CONFIG)), NamedSharding(mesh, PartitionSpec())
+    )
     with opened(folder / "checkpoints") as checkpoints:
         checkpoints.save(7, params=params, rest=REST)
     log = MetricsLog(folder / "metrics.jsonl")
@@ -115,7 +129,8 @@ def test_a_trained_model_is_opened_without_its_optimizer(trained):
     folder, params = trained
     model = source.open_trained(folder)
     assert model.config == CONFIG and model.step == 7
-    seconds = 5 * 20 / 10 + 2 * 20 / 20  # steps of 2 rows of 10 tokens, at the pace of either report
+    # Steps of 2 rows of 10 tokens, at the pace of either report.
+    seconds = 5 * 20 / 10 + 2 * 20 / 20
     expected = {"step": 7, "loss": 1.0, "held_out/loss": 3.0, "training_seconds": seconds}
     assert expected.items() <= run_folder.last_metrics(model.folder, model.step).items()
     assert model.model_in("bfloat16").config == dataclasses.replace(CONFIG, dtype="bfloat16")
@@ -124,13 +139,17 @@ def test_a_trained_model_is_opened_without_its_optimizer(trained):
 
 
 def test_opening_what_is_no_trained_model(trained, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no training run at '.*nowhere': it has no run.json"):
+    with pytest.raises(
+        FileNotFoundError, match="no training run at '.*nowhere': it has no run.json"
+    ):
         source.open_trained(tmp_path / "nowhere")
     folder = shutil.copytree(trained[0], tmp_path / "run")
     config = source.open_trained(folder).provenance["config"]
     config["model"]["feedforward_width"] += 1
     storage.write_json(folder / "run.json", config)
-    with pytest.raises(ValueError, match=r"7/params is of another .*up: \(16, 64\) there, \(16, 65\) wanted") as caught:
+    with pytest.raises(
+        ValueError, match=r"7/params is of another .*up: \(16, 64\) there, \(16, 65\) wanted"
+    ) as caught:
         source.open_trained(folder)
     assert "delete" not in str(caught.value)
     shutil.rmtree(folder / "checkpoints")
@@ -141,7 +160,10 @@ def test_opening_what_is_no_trained_model(trained, tmp_path):
 def test_a_damaged_run_json_is_named(tmp_path):
     for content, message in (
         ('{"model": 3}', "describes no model .TypeError: .*must be a mapping, not int"),
-        ('{"model": {"vocab_size": 9, "width": 0, "num_layers": 1, "num_heads": 1}}', ".ValueError: width"),
+        (
+            '{"model": {"vocab_size": 9, "width": 0, "num_layers": 1, "num_heads": 1}}',
+            ".ValueError: width",
+        ),
         ("{", "is no JSON: Expecting property name"),
     ):
         (tmp_path / "run.json").write_text(content, encoding="utf-8")
@@ -151,7 +173,12 @@ def test_a_damaged_run_json_is_named(tmp_path):
         run_folder.check_run(tmp_path, RUN)
 
 
-RUN = {"model": {"width": 16, "layers": 2}, "intervals": {"log": 10}, "exclude": ("a", "b"), "folder": "é"}
+RUN = {
+    "model": {"width": 16, "layers": 2},
+    "intervals": {"log": 10},
+    "exclude": ("a", "b"),
+    "folder": "é",
+}
 
 
 def test_a_run_belongs_to_its_configuration(tmp_path):
@@ -164,7 +191,9 @@ def test_a_run_belongs_to_its_configuration(tmp_path):
         run_folder.check_run(folder, changed, changeable=("intervals",))
     message = str(caught.value)
     assert "model.width was 16, is 32" in message
-    assert "model.layers was 2, is 'absent'" in message and "model.depth was 'absent', is 2" in message
+    assert (
+        "model.layers was 2, is 'absent'" in message and "model.depth was 'absent', is 2" in message
+    )
     assert "intervals" not in message and "exclude" not in message
     run_folder.check_run(folder, {**RUN, "intervals": {"log": 1}}, changeable=("intervals",))
     with pytest.raises(ValueError, match="intervals.log was 10, is 1"):
@@ -183,7 +212,12 @@ def test_the_log_forgets_what_will_be_done_again(tmp_path):
     path.write_text(path.read_text(encoding="utf-8") + '{"step": 5, "lo', encoding="utf-8")
     MetricsLog(path, resumed_at=3).write(4, loss=0.125)
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [(record["step"], record["loss"]) for record in records] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.125)]
+    assert [(record["step"], record["loss"]) for record in records] == [
+        (1, 1.0),
+        (2, 0.5),
+        (3, 1 / 3),
+        (4, 0.125),
+    ]
     MetricsLog(path)
     assert path.read_text(encoding="utf-8") == ""
 
@@ -193,7 +227,9 @@ def test_progress_tells_pace_and_time_left(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
     console = Console(file=io.StringIO())
     progress = Progress(steps=100, tokens_per_step=50, start=20, console=console)
-    assert [progress.report(30, loss=1.5), progress.report(40)] == [50.0, 100.0]  # since the last report
+    # Since the last report.
+    assert [progress.report(30, loss=1.5), progress.report(40)] == [50.0, 100.0]
     assert console.file.getvalue() == (
-        "step 30/100  loss 1.5  50 tokens/s  0:01:10 left\nstep 40/100    100 tokens/s  0:00:45 left\n"
+        "step 30/100  loss 1.5  50 tokens/s  0:01:10 left\nstep 40/100    100 tokens/s  0:00:45 "
+        "left\n"
     )

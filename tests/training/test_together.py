@@ -1,4 +1,6 @@
-"""A target and its draft that are trained together: which gradient reaches which, and the loss of a module."""
+"""A target and its draft that are trained together: which gradient reaches which, and the loss of a
+module.
+"""
 
 import dataclasses
 import functools
@@ -18,7 +20,9 @@ from training.test_eagle import TARGET as MODEL
 
 MTP = TrainHead(head=MODULE, target=MODEL, test_steps=STEPS, objective="cross_entropy")
 DISTILLED = TrainModel(TransformerLM(tiny(vocab_size=V, width=8, num_layers=1, num_heads=2)), MODEL)
-close = functools.partial(jax.tree.map, functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6))
+close = functools.partial(
+    jax.tree.map, functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+)
 
 
 of_text = jax.jit(jax.value_and_grad(TrainModel(MODEL).loss, has_aux=True))
@@ -27,24 +31,33 @@ of_text = jax.jit(jax.value_and_grad(TrainModel(MODEL).loss, has_aux=True))
 @functools.partial(jax.jit, static_argnums=0)
 def of_draft(drafting, draft, target):
     """The draft's loss, and its gradients for both."""
-    return jax.value_and_grad(lambda d, t: drafting.loss(d, drafting.teacher(t), TOKENS, KEY)[0], (0, 1))(draft, target)
+    return jax.value_and_grad(
+        lambda d, t: drafting.loss(d, drafting.teacher(t), TOKENS, KEY)[0], (0, 1)
+    )(draft, target)
 
 
 @pytest.mark.parametrize("pull", [0.0, 0.4])
 @pytest.mark.parametrize(
-    "drafting", [pytest.param(MTP, marks=pytest.mark.slow, id="mtp"), pytest.param(DISTILLED, id="draft")]
+    "drafting",
+    [pytest.param(MTP, marks=pytest.mark.slow, id="mtp"), pytest.param(DISTILLED, id="draft")],
 )
 def test_the_target_gets_its_own_gradient_and_a_part_of_its_drafts(drafting, pull):
     task = TrainTogether(drafting=drafting, weight=0.7, pull=pull)
     params = task.init(KEY)
-    (loss, told), found = jax.jit(jax.value_and_grad(task.loss, has_aux=True))(params, None, TOKENS, KEY)
+    (loss, told), found = jax.jit(jax.value_and_grad(task.loss, has_aux=True))(
+        params, None, TOKENS, KEY
+    )
 
     (alone, _), own = of_text(params[TARGET], None, TOKENS, KEY)
     drafted, (by_draft, by_target) = of_draft(drafting, params[DRAFT], params[TARGET])
-    assert max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(by_target)) > 1e-3, "or nothing is seen"
+    assert max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(by_target)) > 1e-3, (
+        "or nothing is seen"
+    )
     close(found[DRAFT], jax.tree.map(lambda x: 0.7 * x, by_draft))
     close(found[TARGET], jax.tree.map(lambda x, y: x + 0.7 * pull * y, own, by_target))
-    np.testing.assert_allclose([loss, told["draft/loss"]], [alone + 0.7 * drafted, drafted], rtol=1e-5)
+    np.testing.assert_allclose(
+        [loss, told["draft/loss"]], [alone + 0.7 * drafted, drafted], rtol=1e-5
+    )
 
 
 def test_what_would_have_no_effect_is_refused():
@@ -62,7 +75,9 @@ def test_the_loss_of_a_module_is_the_cross_entropy_of_the_text():
     _, features_SBTD = MTP._steps(weights, target, TOKENS)
     expected = 0.0
     for step in range(STEPS):  # rows t > step stand where the token after t is predicted
-        logits = MODULE.logits(weights, features_SBTD[step], lambda x: MODEL.unembed_normed(prepared, x), step)
+        logits = MODULE.logits(
+            weights, features_SBTD[step], lambda x: MODEL.unembed_normed(prepared, x), step
+        )
         log_probs = np.asarray(jax.nn.log_softmax(logits), np.float64)[:, step + 1 :]
         labels = np.asarray(TOKENS)[:, step + 2 :]
         expected -= MTP.decay**step * np.take_along_axis(log_probs, labels[..., None], -1).mean()

@@ -1,4 +1,6 @@
-"""Training: exact resume, equal results however the rows are spread, and drafts that get closer to their target."""
+"""Training: exact resume, equal results however the rows are spread, and drafts that get closer to
+their target.
+"""
 
 import dataclasses
 import io
@@ -17,7 +19,14 @@ from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
 from specsamp.training.data import Windows
 from specsamp.training.held_out import COMPARED_DISTRIBUTIONS, evaluate
-from specsamp.training.trainer import Intervals, TrainConfig, init_state, train, train_step, train_update
+from specsamp.training.trainer import (
+    Intervals,
+    TrainConfig,
+    init_state,
+    train,
+    train_step,
+    train_update,
+)
 from specsamp.training.training_task import TrainModel
 from support.weights import drawn_params
 
@@ -25,7 +34,9 @@ V, LENGTH = 32, 8
 
 
 def lm(width=16):
-    return TransformerLM(tiny(vocab_size=V, width=width, num_layers=1, num_heads=2, positions="rotary"))
+    return TransformerLM(
+        tiny(vocab_size=V, width=width, num_layers=1, num_heads=2, positions="rotary")
+    )
 
 
 MODEL = lm()
@@ -42,7 +53,9 @@ def mesh_of(devices, model=1):
     return make_mesh(devices // model, model, devices=jax.devices()[:devices])
 
 
-def run(folder, task=TASK, config=TRAIN, data=DATA, devices=1, intervals=INTERVALS, mesh=None, **options):
+def run(
+    folder, task=TASK, config=TRAIN, data=DATA, devices=1, intervals=INTERVALS, mesh=None, **options
+):
     folder.mkdir(exist_ok=True)
     return train(
         task,
@@ -59,8 +72,14 @@ def run(folder, task=TASK, config=TRAIN, data=DATA, devices=1, intervals=INTERVA
 
 def metrics(folder):
     """Returns all records without fields that depend on the clock."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in record.items() if name != "tokens_per_second"} for record in records]
+    records = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    return [
+        {name: value for name, value in record.items() if name != "tokens_per_second"}
+        for record in records
+    ]
 
 
 def losses(folder):
@@ -94,7 +113,9 @@ class Breaking:
 
 @pytest.mark.parametrize("at, resumed", [(2, 0), (4, 4), (11, 8)])
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(whole, tmp_path, at, resumed):
-    """Losses and parameters are equal to the last bit; no step before the last checkpoint is repeated."""
+    """Losses and parameters are equal to the last bit; no step before the last checkpoint is
+    repeated.
+    """
     folder, state = whole
     with pytest.raises(Killed):
         run(tmp_path / "run", data=Breaking(at))
@@ -110,9 +131,14 @@ def test_a_lost_position_in_the_data_would_be_seen(whole, tmp_path):
     """The control."""
     with pytest.raises(Killed):
         run(tmp_path / "run", data=Breaking(4))
-    run(tmp_path / "run", data=types.SimpleNamespace(batch=lambda step, size: DATA.batch(step - 4, size)))
+    run(
+        tmp_path / "run",
+        data=types.SimpleNamespace(batch=lambda step, size: DATA.batch(step - 4, size)),
+    )
     assert losses(tmp_path / "run")[:4] == losses(whole[0])[:4]
-    assert all(a != b for a, b in zip(losses(tmp_path / "run")[4:], losses(whole[0])[4:], strict=True))
+    assert all(
+        a != b for a, b in zip(losses(tmp_path / "run")[4:], losses(whole[0])[4:], strict=True)
+    )
 
 
 def test_what_is_logged(whole):
@@ -155,12 +181,15 @@ def test_microbatches_change_nothing_but_rounding(params):
     for name in of_one:
         np.testing.assert_allclose(of_one[name], of_four[name], rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, four)
-    assert any((a != b).any() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(params), strict=True))
+    assert any(
+        (a != b).any() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(params), strict=True)
+    )
 
     def half_twice(rows):
         return np.concatenate([rows[:4], rows[:4]])
 
-    assert abs(two_steps(4, half_twice)[1]["loss"] - of_one["loss"]) > 1e-3  # the control: some rows are missing
+    # The control: some rows are missing.
+    assert abs(two_steps(4, half_twice)[1]["loss"] - of_one["loss"]) > 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,17 +208,22 @@ def test_what_a_task_draws_depends_on_seed_step_and_microbatch_alone():
     def drawn(seed, step, microbatches=1):
         config = dataclasses.replace(TRAIN, seed=seed, microbatches=microbatches)
         state = dataclasses.replace(init_state(Noisy(), config), step=jnp.int32(step))
-        _, numbers = one_step(Noisy(), config, state, None, np.zeros((microbatches, 2, LENGTH + 1), np.int32))
+        _, numbers = one_step(
+            Noisy(), config, state, None, np.zeros((microbatches, 2, LENGTH + 1), np.int32)
+        )
         assert numbers["drawn"] == numbers["loss"] == numbers["grad_norm"]
         return float(numbers["drawn"])
 
-    draws = [drawn(0, 3), drawn(0, 4), drawn(1, 3), drawn(0, 3, microbatches=2)]  # the last is a mean of two
+    # The last is a mean of two.
+    draws = [drawn(0, 3), drawn(0, 4), drawn(1, 3), drawn(0, 3, microbatches=2)]
     assert len(set(draws)) == 4 and drawn(0, 3) == draws[0]
 
 
 @pytest.mark.slow
 def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
-    """Data and tensor parallel, distillation of a draft whose target is split too; resumed on another mesh."""
+    """Data and tensor parallel, distillation of a draft whose target is split too; resumed on
+    another mesh.
+    """
     model = TransformerLM(dataclasses.replace(MODEL.config, num_heads=8, num_kv_heads=2))
     task, teacher_params = TrainModel(model, model), drawn_params(model, 9)
     short = {"config": dataclasses.replace(TRAIN, steps=8), "teacher_params": teacher_params}
@@ -198,14 +232,20 @@ def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
         run(tmp_path / "2", task, data=Breaking(at=6), mesh=mesh_of(8, 4), **short)
     for ways in (8, 2):  # the second one is resumed
         state = run(tmp_path / f"{ways}", task, mesh=mesh_of(8, ways), **short)
-        np.testing.assert_allclose(losses(tmp_path / f"{ways}"), losses(tmp_path / "one"), rtol=2e-5)
+        np.testing.assert_allclose(
+            losses(tmp_path / f"{ways}"), losses(tmp_path / "one"), rtol=2e-5
+        )
 
         def lies(leaf, *spec):
-            return leaf.sharding.is_equivalent_to(NamedSharding(mesh_of(8, ways), PartitionSpec(*spec)), leaf.ndim)
+            return leaf.sharding.is_equivalent_to(
+                NamedSharding(mesh_of(8, ways), PartitionSpec(*spec)), leaf.ndim
+            )
 
         for tree in (state.params, state.opt_state[1][0].mu):
             attention = tree["layer_0"]["attention"]
-            assert lies(tree["layer_0"]["mlp"]["up"], None, "model") and lies(attention["query"], "model")
+            assert lies(tree["layer_0"]["mlp"]["up"], None, "model") and lies(
+                attention["query"], "model"
+            )
             assert lies(attention["key"], *(["model"] if ways <= 2 else []))
             assert lies(tree["final_norm"]["scale"])
         assert lies(state.step)
@@ -215,7 +255,8 @@ def test_rows_that_do_not_divide_over_the_devices(tmp_path):
     with pytest.raises(ValueError, match="4 rows of a microbatch.* 8 devices.*'data'"):
         run(tmp_path, config=dataclasses.replace(TRAIN, microbatches=2), devices=8)
     with pytest.raises(ValueError, match="3 held-out rows do not fill 8 devices"):
-        train(TASK, TRAIN, Breaking(at=0), tmp_path, held_out=HELD_OUT[:3], mesh=mesh_of(8))  # before the first step
+        # Before the first step.
+        train(TASK, TRAIN, Breaking(at=0), tmp_path, held_out=HELD_OUT[:3], mesh=mesh_of(8))
 
 
 def test_the_parameters_to_start_from_are_used_and_kept(params, tmp_path):
@@ -228,13 +269,17 @@ def test_the_parameters_to_start_from_are_used_and_kept(params, tmp_path):
 
 
 def test_gradients_are_clipped_together_and_scales_do_not_decay():
-    """Adam takes out a common factor, so the first moment shows it: a norm of 5 becomes the 1 that is allowed."""
+    """Adam takes out a common factor, so the first moment shows it: a norm of 5 becomes the 1 that
+    is allowed.
+    """
     params = {"matrix": jnp.ones((2, 2)), "scale": jnp.ones(1)}
     grads = {"matrix": jnp.full((2, 2), 2.0), "scale": jnp.full(1, 3.0)}
     optimizer = dataclasses.replace(TRAIN, warmup_steps=0, weight_decay=0.5).optimizer()
     _, state = optimizer.update(grads, optimizer.init(params), params)
     np.testing.assert_allclose(state[1][0].mu["scale"] / (1 - TRAIN.beta1), 3 / 5, rtol=1e-5)
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
+    )
     np.testing.assert_allclose(updates["matrix"], -0.5 * TRAIN.learning_rate)
     np.testing.assert_array_equal(updates["scale"], 0)
 
@@ -256,9 +301,16 @@ def test_a_training_that_diverges_ends_and_saves_nothing_of_it(params, tmp_path)
     broken = jax.tree.map(lambda x: x * jnp.nan, params)
     with pytest.raises(FloatingPointError, match="at step 1 .*loss is nan.*learning_rate"):
         run(tmp_path / "nan", params=broken)
-    assert not [path for path in (tmp_path / "nan" / "checkpoints").iterdir() if path.name.isdigit()]
-    with pytest.raises(FloatingPointError, match="at step 8 .*loss is nan"):  # also where nothing is logged
-        run(tmp_path / "rare", params=broken, intervals=Intervals(log=100, evaluate=100, checkpoint=8))
+    assert not [
+        path for path in (tmp_path / "nan" / "checkpoints").iterdir() if path.name.isdigit()
+    ]
+    # Also where nothing is logged.
+    with pytest.raises(FloatingPointError, match="at step 8 .*loss is nan"):
+        run(
+            tmp_path / "rare",
+            params=broken,
+            intervals=Intervals(log=100, evaluate=100, checkpoint=8),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +332,9 @@ def test_a_draft_gets_closer_to_its_target(target, params, objective):
     judge = TrainModel(MODEL, model)  # one program for all objectives
 
     def acceptance(state):
-        return evaluate(judge, state.params, teacher_params, HELD_OUT, 16, mesh_of(1))["acceptance (temperature 1)"]
+        return evaluate(judge, state.params, teacher_params, HELD_OUT, 16, mesh_of(1))[
+            "acceptance (temperature 1)"
+        ]
 
     before = acceptance(state)
     for number in range(config.steps):
@@ -293,8 +347,12 @@ def test_cross_entropy_needs_no_target(target, params):
     """There are no parameters to compute it with."""
     model, teacher_params = target
     text, _ = TASK.loss(params, None, jnp.asarray(HELD_OUT), KEY)
-    assert TrainModel(MODEL, model, "cross_entropy").loss(params, None, jnp.asarray(HELD_OUT), KEY) == (text, {})
-    divergence, metrics = TrainModel(MODEL, model).loss(params, teacher_params, jnp.asarray(HELD_OUT), KEY)
+    assert TrainModel(MODEL, model, "cross_entropy").loss(
+        params, None, jnp.asarray(HELD_OUT), KEY
+    ) == (text, {})
+    divergence, metrics = TrainModel(MODEL, model).loss(
+        params, teacher_params, jnp.asarray(HELD_OUT), KEY
+    )
     assert metrics == {"text_loss": text} and abs(divergence - text) > 0.1
 
 
@@ -303,8 +361,12 @@ def test_a_draft_that_is_its_target_is_always_accepted(target):
     task = TrainModel(model, model)
     measured = evaluate(task, params, params, HELD_OUT, 16, mesh_of(1))
     compared = {
-        f"{number} ({name})" for number in ("acceptance", "greedy_agreement") for name in COMPARED_DISTRIBUTIONS
+        f"{number} ({name})"
+        for number in ("acceptance", "greedy_agreement")
+        for name in COMPARED_DISTRIBUTIONS
     }
     assert measured.keys() == {"loss"} | compared
     np.testing.assert_allclose([measured[name] for name in compared], 1.0, atol=1e-5)
-    np.testing.assert_allclose(task.loss(params, params, jnp.asarray(HELD_OUT), KEY)[0], 0.0, atol=1e-5)
+    np.testing.assert_allclose(
+        task.loss(params, params, jnp.asarray(HELD_OUT), KEY)[0], 0.0, atol=1e-5
+    )

@@ -1,4 +1,6 @@
-"""The drafters: none, a draft model, a model of another tokenizer, prompt lookup, early exit, heads, token trees."""
+"""The drafters: none, a draft model, a model of another tokenizer, prompt lookup, early exit,
+heads, token trees.
+"""
 
 from specsamp.decoding.drafter import NoDrafter
 from specsamp.decoding.drafters.block_head import BlockDrafter
@@ -9,9 +11,30 @@ from specsamp.decoding.drafters.modules import ModuleDrafter
 from specsamp.decoding.drafters.ngram import NgramDrafter
 from specsamp.decoding.drafters.parallel import ParallelDrafter
 from specsamp.decoding.drafters.translating import TranslatingDrafter
-from specsamp.decoding.drafters.tree import BlockTree, EarlyExitTree, FeatureTree, ModelTree, NgramTree
+from specsamp.decoding.drafters.tree import (
+    BlockTree,
+    EarlyExitTree,
+    FeatureTree,
+    ModelTree,
+    NgramTree,
+)
 from specsamp.decoding.drafters.window import WindowDrafter
 
-__all__ = ["BlockDrafter", "BlockTree", "EarlyExitDrafter", "EarlyExitTree", "FeatureDrafter", "FeatureTree"]
-__all__ += ["ModelDrafter", "ModelTree", "ModuleDrafter", "NgramDrafter", "NgramTree", "NoDrafter", "ParallelDrafter"]
+__all__ = [
+    "BlockDrafter",
+    "BlockTree",
+    "EarlyExitDrafter",
+    "EarlyExitTree",
+    "FeatureDrafter",
+    "FeatureTree",
+]
+__all__ += [
+    "ModelDrafter",
+    "ModelTree",
+    "ModuleDrafter",
+    "NgramDrafter",
+    "NgramTree",
+    "NoDrafter",
+    "ParallelDrafter",
+]
 __all__ += ["TranslatingDrafter", "WindowDrafter"]

@@ -1,7 +1,8 @@
 """A head inside the target drafts a whole block in one call (DFlash, DSpark, DFlash 2).
 
-A round takes one call of the head with b rows, in `propose`, whatever K is; `commit` writes the context of the K + 1
-scored positions. The rows of a block lie in the slots behind the context and are never kept.
+A round takes one call of the head with b rows, in `propose`, whatever K is; `commit` writes the
+context of the K + 1 scored positions. The rows of a block lie in the slots behind the context and
+are never kept.
 
 All laws are exact, since the rule gets the distribution that each token was drawn from:
 
@@ -52,12 +53,15 @@ class BlockDrafter(HeadDrafter):
     """Drafts the tokens of a block with ``head``; its state is the caches of the head's layers.
 
     Attributes:
-      target: the pair's target, which embeds tokens and unembeds rows, unless the head does so itself.
+      target: the pair's target, which embeds tokens and unembeds rows, unless the head does so
+        itself.
       head: a head made for this target.
-      K: tokens per round, at most those of a block. The block keeps its b rows: a shorter draft saves scoring alone.
+      K: tokens per round, at most those of a block. The block keeps its b rows: a shorter draft
+        saves scoring alone.
       law: one of `LAWS`; None: `default_law` of the head.
-      threshold: tokens from the first on whose confidence is lower are not submitted; 0: all K are. The confidence of a
-        token is known before it is drawn, so this biases nothing. It saves no time, since K + 1 tokens are scored.
+      threshold: tokens from the first on whose confidence is lower are not submitted; 0: all K are.
+        The confidence of a token is known before it is drawn, so this biases nothing. It saves no
+        time, since K + 1 tokens are scored.
     """
 
     head: BlockHead
@@ -73,29 +77,38 @@ class BlockDrafter(HeadDrafter):
         validate.integer("K", self.K, 1)
         if (longest := depth_of(self)) > config.max_tokens:
             raise ValueError(
-                f"K = {longest}, but a block of {config.block_size} rows drafts {config.max_tokens} tokens: lower the draft "
-                "length. (Another block size than that of the training costs the acceptance of all tokens.)"
+                f"K = {longest}, but a block of {config.block_size} rows drafts "
+                f"{config.max_tokens} tokens: lower the draft length. (Another block size than "
+                "that of the training costs the acceptance of all tokens.)"
             )
         if self.law == "conditional" and config.correction() is None:
-            raise ValueError(f"law 'conditional' needs a head that corrects its logits; {config.kind} heads do not")
+            raise ValueError(
+                f"law 'conditional' needs a head that corrects its logits; {config.kind} heads do "
+                "not"
+            )
         if self.threshold and config.confidence is None:
             raise ValueError(
-                f"threshold = {self.threshold} needs a head with confidence; this {config.kind} head has none"
+                f"threshold = {self.threshold} needs a head with confidence; this {config.kind} "
+                "head has none"
             )
 
     def init(self, batch: int, slots: int) -> Caches:
-        # A block at the end of the longest text is longer than the loop's headroom. Without room for it, JAX would move
-        # its rows back over the context.
+        # A block at the end of the longest text is longer than the loop's headroom. Without room
+        # for it, JAX would move its rows back over the context.
         return self.head.init_cache(batch, slots + self.head.config.block_size)
 
     def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
         features_BTD = self.head.fuse(weights.draft, chunk.output.hidden)
         return self.head.read(weights.draft, features_BTD, chunk.start_B, state), cache
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         """A prompt of one token drafts nothing in its first round: there is no context yet."""
         pending_B1 = gather_tokens(prefix.tokens_BS, prefix.lengths_B - 1, 1)
-        rows_BKD, logits_BKU, state = self._run_block(weights, state, pending_B1[:, 0], prefix.lengths_B - 1)
+        rows_BKD, logits_BKU, state = self._run_block(
+            weights, state, pending_B1[:, 0], prefix.lengths_B - 1
+        )
         if self.law == "argmax":
             sample = sample.with_warp(greedy())
         confident = self.threshold > 0
@@ -108,10 +121,16 @@ class BlockDrafter(HeadDrafter):
                 odds_B = self.head.confidence(weights.draft, x_BD, before_B)
                 goes_on_B = goes_on_B & (jax.nn.sigmoid(odds_B) >= self.threshold)
             if self.law != "marginals":
-                logits_BU, correction = self.head.correct(weights.draft, logits_BU, x_BD, before_B, correction)
-            tokens_B, drawn = sample.draw(self.head.expand(weights.draft, logits_BU), offset, drawn, self.K)
+                logits_BU, correction = self.head.correct(
+                    weights.draft, logits_BU, x_BD, before_B, correction
+                )
+            tokens_B, drawn = sample.draw(
+                self.head.expand(weights.draft, logits_BU), offset, drawn, self.K
+            )
             return _Rows(
-                tokens_BK=jax.lax.dynamic_update_index_in_dim(rows.tokens_BK, tokens_B, offset, axis=1),
+                tokens_BK=jax.lax.dynamic_update_index_in_dim(
+                    rows.tokens_BK, tokens_B, offset, axis=1
+                ),
                 correction=correction,
                 goes_on_B=goes_on_B,
                 num_trusted_B=rows.num_trusted_B + goes_on_B,
@@ -127,17 +146,31 @@ class BlockDrafter(HeadDrafter):
         rows, drawn = sample.chain(self.K, step, step, rows)
         draft = sample.draft(rows.tokens_BK, drawn)
         trusted_B = rows.num_trusted_B if confident else jnp.where(prefix.lengths_B >= 2, self.K, 0)
-        return dataclasses.replace(draft, num_drafted_B=jnp.minimum(draft.num_drafted_B, trusted_B)), state, cache
+        return (
+            dataclasses.replace(draft, num_drafted_B=jnp.minimum(draft.num_drafted_B, trusted_B)),
+            state,
+            cache,
+        )
 
-    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
+    def commit(
+        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
+    ) -> tuple[Any, Any]:
         # Rows behind the last accepted token are stale, and the next block is written over them.
         features_BTD = self.head.fuse(weights.draft, scored.output.hidden)
-        return self.head.read(weights.draft, features_BTD, scored.prefix.lengths_B - 1, state), cache
+        return self.head.read(
+            weights.draft, features_BTD, scored.prefix.lengths_B - 1, state
+        ), cache
 
-    def _run_block(self, weights: Weights, state: Caches, pending_B: Array, at_B: Array) -> tuple[Array, Array, Caches]:
-        """Returns the rows of the first K tokens, their logits without correction, and the caches."""
+    def _run_block(
+        self, weights: Weights, state: Caches, pending_B: Array, at_B: Array
+    ) -> tuple[Array, Array, Caches]:
+        """Returns the rows of the first K tokens, their logits without correction, and
+        the caches.
+        """
         head, first = self.head, self.head.config.first_row
-        embedded_BTD = head.embed_blocks(weights.draft, self.target, weights.target, pending_B, at_B)
+        embedded_BTD = head.embed_blocks(
+            weights.draft, self.target, weights.target, pending_B, at_B
+        )
         at_B1 = at_B[:, None]
         rows_BTD, state = head(weights.draft, embedded_BTD, at_B1, at_B1, state)
         rows_BKD = rows_BTD[:, first : first + depth_of(self)]

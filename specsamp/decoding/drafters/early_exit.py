@@ -1,12 +1,14 @@
 """Early exit: the target's first layers draft (LayerSkip, Elhoushi et al., arXiv 2404.16710).
 
-A draft step feeds one token through layers ``0 .. E-1``, the final norm and the output. Weights and cache are the
-target's: there is no second model and nothing to prefill. The cache of the layers beyond E stays as it is.
+A draft step feeds one token through layers ``0 .. E-1``, the final norm and the output. Weights and
+cache are the target's: there is no second model and nothing to prefill. The cache of the layers
+beyond E stays as it is.
 
-The pending token is in slot L-1. So the draft steps of a round write slots ``L-1 .. L+K-2`` of the first E layers, and
-the scoring call then writes slots ``L-1 .. L+K-1`` of all layers. Later rounds see only the keys and values of scoring
-calls, and no slot is missing after a full acceptance. (Scoring could reuse the draft's activations and run only the
-layers beyond E. It would read the same weights: (K+1) E + (L-E) layers instead of K E + L.)
+The pending token is in slot L-1. So the draft steps of a round write slots ``L-1 .. L+K-2`` of the
+first E layers, and the scoring call then writes slots ``L-1 .. L+K-1`` of all layers. Later rounds
+see only the keys and values of scoring calls, and no slot is missing after a full acceptance.
+(Scoring could reuse the draft's activations and run only the layers beyond E. It would read the
+same weights: (K+1) E + (L-E) layers instead of K E + L.)
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ class EarlyExitDrafter(Drafter):
       model: the pair's target, ``pair.target``.
       exit_layer: E, the number of layers of a draft step, from 1 to one fewer than the target has.
       K: tokens per round.
-      window: positions per step, 1 or 2, see `Loop.window`. With 2 the token is fed twice, in its own slot and in the
-        next slot, which the next step or the scoring call overwrites. (Feeding the token before it again, as
-        `ModelDrafter` does, would overwrite the keys and values of a scoring call.)
+      window: positions per step, 1 or 2, see `Loop.window`. With 2 the token is fed twice, in its
+        own slot and in the next slot, which the next step or the scoring call overwrites. (Feeding
+        the token before it again, as `ModelDrafter` does, would overwrite the keys and values of a
+        scoring call.)
     """
 
     model: LayeredModel
@@ -47,7 +50,9 @@ class EarlyExitDrafter(Drafter):
 
     def __post_init__(self):
         if not isinstance(self.model, LayeredModel):
-            raise ValueError(f"an early exit needs a target that is a LayeredModel; got {self.model!r}")
+            raise ValueError(
+                f"an early exit needs a target that is a LayeredModel; got {self.model!r}"
+            )
         validate.integer("exit_layer", self.exit_layer, 1, self.last_exit + 1)
         validate.integer("K", self.K, 1)
         validate.integer("window", self.window, 1, 3)
@@ -69,7 +74,9 @@ class EarlyExitDrafter(Drafter):
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         check_is_target(self.model, target)
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         lengths_B = prefix.lengths_B
         batch = len(lengths_B)
 

@@ -1,15 +1,17 @@
-"""A head drafts from the target's hidden states (EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840).
+"""A head drafts from the target's hidden states (EAGLE, arXiv 2401.15077; EAGLE-3, arXiv
+2503.01840).
 
-A round takes one call of the head with K+1 positions, in `commit`, and K-1 calls with ``window`` positions, in
-`propose`. The call in `commit` reads the target's hidden states at all scored positions, each with the token after it.
-The next draft begins with the features of the accepted positions. The rejected positions are stale, as in any cache. So
-after every round the head's cache holds only entries computed from the target's hidden states.
+A round takes one call of the head with K+1 positions, in `commit`, and K-1 calls with ``window``
+positions, in `propose`. The call in `commit` reads the target's hidden states at all scored
+positions, each with the token after it. The next draft begins with the features of the accepted
+positions. The rejected positions are stale, as in any cache. So after every round the head's cache
+holds only entries computed from the target's hidden states.
 
-Medusa heads (arXiv 2401.10774) read no tokens: their calls return their input and cost nothing. Each token is drawn from
-the head at its offset.
+Medusa heads (arXiv 2401.10774) read no tokens: their calls return their input and cost nothing.
+Each token is drawn from the head at its offset.
 
-The rule verifies with the distribution of the head itself. If the head has a reduced vocabulary, the missing tokens
-have probability zero: this costs acceptance and adds no bias.
+The rule verifies with the distribution of the head itself. If the head has a reduced vocabulary,
+the missing tokens have probability zero: this costs acceptance and adds no bias.
 """
 
 from __future__ import annotations
@@ -46,13 +48,17 @@ class FeatureState:
     cache: Any  # slot t holds the pair of position t and the token after it
     feature_BD: Array  # the head's output for the last pair
     ready_B: Array  # bool, whether there is a last pair: a prompt of one token has none
-    edge_BD: Array  # the feature of the last prompt token that was read; its pair is completed by the next chunk
-    has_edge_B: Array  # bool, whether there is such a token: not before the first chunk, and not after a round
+    # The feature of the last prompt token that was read; its pair is completed by the next chunk.
+    edge_BD: Array
+    # Bool, whether there is such a token: not before the first chunk, and not after a round.
+    has_edge_B: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadDrafter(Drafter):
-    """Drafts K tokens with ``head``, a head made for ``target``; its weights are ``weights.draft``."""
+    """Drafts K tokens with ``head``, a head made for ``target``; its weights are
+    ``weights.draft``.
+    """
 
     target: LayeredModel
     head: Head
@@ -68,7 +74,9 @@ class HeadDrafter(Drafter):
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         if target != self.target:
-            raise ValueError(f"the drafter was made for another target, {self.target!r}; the pair has {target!r}")
+            raise ValueError(
+                f"the drafter was made for another target, {self.target!r}; the pair has {target!r}"
+            )
         if draft_params is None:
             raise ValueError(f"a {type(self).__name__} needs the pair's draft_params")
         self.head.check_target(target)
@@ -80,9 +88,16 @@ class HeadDrafter(Drafter):
         return self.head.fit_slots(weights, slots)
 
     def _embed(
-        self, weights: Weights, tokens_BT: Array, start_B: Array, cache: Any, block: Block | None = None
+        self,
+        weights: Weights,
+        tokens_BT: Array,
+        start_B: Array,
+        cache: Any,
+        block: Block | None = None,
     ) -> tuple[Array, Any]:
-        """Embeds tokens at slots ``start_B ..``; targets with n-gram embeddings also store them in the cache."""
+        """Embeds tokens at slots ``start_B ..``; targets with n-gram embeddings also store them in
+        the cache.
+        """
         if self.head.config.own_embedding:
             return self.head.embed(weights.draft, tokens_BT), cache
         return self.target.embed(weights.target, tokens_BT, start_B, cache, block=block)
@@ -106,11 +121,16 @@ class FeatureDrafter(HeadDrafter):
         validate.integer("K", self.K, 1)
         validate.integer("window", self.window, 1, MAX_WINDOW + 1)
         if isinstance(self.head, ModuleChain):
-            raise ValueError(f"{self.head.config.num_modules} modules draft chains, with a ModuleDrafter")
+            raise ValueError(
+                f"{self.head.config.num_modules} modules draft chains, with a ModuleDrafter"
+            )
         most, longest = self.head.config.max_tokens, depth_of(self)
         if most is not None and longest > most:
             name = "K" if longest == self.K else "the depth of its tree"
-            raise ValueError(f"{name} = {longest}, but the head drafts {most} tokens at most: lower the draft length")
+            raise ValueError(
+                f"{name} = {longest}, but the head drafts {most} tokens at most: lower the draft "
+                "length"
+            )
 
     def init(self, batch: int, slots: int) -> FeatureState:
         layer = self.head.config.layer
@@ -123,17 +143,20 @@ class FeatureDrafter(HeadDrafter):
         )
 
     def read(self, weights: Weights, state: Any, chunk: PromptChunk, cache: Any) -> tuple[Any, Any]:
-        """Reads the pairs that end in this chunk: the first pair begins with the last token of the previous chunk.
+        """Reads the pairs that end in this chunk: the first pair begins with the last token of the
+        previous chunk.
 
-        The first chunk of a prompt has one pair less. So has the first chunk after a round, since `commit` has read the
-        pair that ends in its first token. The last position of such a chunk is stale, and the next chunk overwrites it.
+        The first chunk of a prompt has one pair less. So has the first chunk after a round, since
+        `commit` has read the pair that ends in its first token. The last position of such a chunk
+        is stale, and the next chunk overwrites it.
         """
         embedded_BTD, cache = self._embed(weights, chunk.tokens_BT, chunk.start_B, cache)
         features_BTD = self.head.fuse(weights.draft, chunk.output.hidden)
         late_BTD = jnp.concatenate([state.edge_BD[:, None], features_BTD[:, :-1]], axis=1)
         early_BTD = jnp.concatenate([embedded_BTD[:, 1:], embedded_BTD[:, -1:]], axis=1)
         is_first_B = ~state.has_edge_B
-        first_B = jnp.where(is_first_B, chunk.start_B, chunk.start_B - 1)  # the slot of the first pair
+        # The slot of the first pair.
+        first_B = jnp.where(is_first_B, chunk.start_B, chunk.start_B - 1)
         returned_BTD, head_cache = self.head(
             weights.draft,
             jnp.where(is_first_B[:, None, None], early_BTD, embedded_BTD),
@@ -153,15 +176,20 @@ class FeatureDrafter(HeadDrafter):
             has_edge_B=jnp.ones_like(state.has_edge_B),
         ), cache
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         batch, head = len(prefix.lengths_B), self.head
         of_target = functools.partial(self.target.unembed_normed, weights.target)
 
         def draw(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
             head_cache, cache, feature_BD, tokens_BK = carry
-            # Logits of one position only: with two, a TPU spends more time on moving the logits than on the head.
+            # Logits of one position only: with two, a TPU spends more time on moving the logits
+            # than on the head.
             logits_BU = head.logits(weights.draft, self._widen(feature_BD), of_target, offset)[:, 0]
-            tokens_B, drawn = sample.draw(head.expand(weights.draft, logits_BU), offset, drawn, self.K)
+            tokens_B, drawn = sample.draw(
+                head.expand(weights.draft, logits_BU), offset, drawn, self.K
+            )
             tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
             return (head_cache, cache, feature_BD, tokens_BK), drawn
 
@@ -170,7 +198,9 @@ class FeatureDrafter(HeadDrafter):
             at_B = prefix.lengths_B + offset - 1  # of the token drafted last
             tokens_B = jax.lax.dynamic_index_in_dim(tokens_BK, offset - 1, axis=1, keepdims=False)
             embedded_BTD, cache = self._embed(weights, self._widen(tokens_B), at_B, cache)
-            returned_BTD, head_cache = head(weights.draft, embedded_BTD, self._widen(feature_BD), at_B - 1, head_cache)
+            returned_BTD, head_cache = head(
+                weights.draft, embedded_BTD, self._widen(feature_BD), at_B - 1, head_cache
+            )
             return draw(offset, (head_cache, cache, returned_BTD[:, 0], tokens_BK), drawn)
 
         carry = state.cache, cache, state.feature_BD, jnp.zeros((batch, self.K), jnp.int32)
@@ -178,23 +208,34 @@ class FeatureDrafter(HeadDrafter):
         draft = sample.draft(tokens_BK, drawn)
         return proposed(draft, state, head_cache, cache)
 
-    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
-        # Position i pairs the hidden state at length - 1 + i with the token after it, which was emitted or is padding.
+    def commit(
+        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
+    ) -> tuple[Any, Any]:
+        # Position i pairs the hidden state at length - 1 + i with the token after it, which was
+        # emitted or is padding.
         lengths_B, tokens_BT = scored.prefix.lengths_B, jnp.maximum(scored.verdict.tokens_BT, 0)
         embedded_BTD, cache = self._embed(weights, tokens_BT, lengths_B, cache)
         features_BTD = self.head.fuse(weights.draft, scored.output.hidden)
-        returned_BTD, head_cache = self.head(weights.draft, embedded_BTD, features_BTD, lengths_B - 1, state.cache)
+        returned_BTD, head_cache = self.head(
+            weights.draft, embedded_BTD, features_BTD, lengths_B - 1, state.cache
+        )
         feature_BD = self.head.take(returned_BTD, scored.verdict.num_accepted_B)
         ready_B, has_edge_B = jnp.ones_like(state.ready_B), jnp.zeros_like(state.has_edge_B)
         state = dataclasses.replace(state, cache=head_cache, feature_BD=feature_BD)
         return dataclasses.replace(state, ready_B=ready_B, has_edge_B=has_edge_B), cache
 
     def _widen(self, x: Array) -> Array:
-        """Repeats a position ``window`` times, ``[B, T, ...]``; all except the first are stale in the head's cache."""
+        """Repeats a position ``window`` times, ``[B, T, ...]``; all except the first are stale in
+        the head's cache.
+        """
         return jnp.repeat(x[:, None], self.window, axis=1)
 
 
 def proposed(draft: Draft, state: FeatureState, head_cache: Any, cache: Any) -> Proposal:
     """Returns a proposal of a head; rows without a last pair draft nothing."""
     num_drafted_B = jnp.where(state.ready_B, draft.num_drafted_B, 0)
-    return dataclasses.replace(draft, num_drafted_B=num_drafted_B), dataclasses.replace(state, cache=head_cache), cache
+    return (
+        dataclasses.replace(draft, num_drafted_B=num_drafted_B),
+        dataclasses.replace(state, cache=head_cache),
+        cache,
+    )

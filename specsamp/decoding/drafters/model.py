@@ -52,24 +52,26 @@ class ModelDrafter(DrafterHooks, Drafter):
     def first_window(self) -> int:
         """Returns the number of tokens that a round's first call feeds, at least 2.
 
-        After a round that accepted all K tokens, the draft model has not read the last of them. Without this token its
-        cache would have a hole, which lowers acceptance silently. So the first call always feeds the token before the
-        pending token too: if the draft model has read it already, this costs nothing, and shapes stay static.
+        After a round that accepted all K tokens, the draft model has not read the last of them.
+        Without this token its cache would have a hole, which lowers acceptance silently. So the
+        first call always feeds the token before the pending token too: if the draft model has read
+        it already, this costs nothing, and shapes stay static.
         """
         return max(self.window, 2)
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         if self.model.vocab_size != target.vocab_size:
             raise ValueError(
-                f"draft vocabulary {self.model.vocab_size} != target vocabulary {target.vocab_size}: use a draft trained with "
-                "the target's tokenizer, or a pair with a vocabulary, which maps the shared tokens"
+                f"draft vocabulary {self.model.vocab_size} != target vocabulary "
+                f"{target.vocab_size}: use a draft trained with the target's tokenizer, or a pair "
+                "with a vocabulary, which maps the shared tokens"
             )
         if draft_params is None:
             raise ValueError(f"a {type(self).__name__} needs the pair's draft_params")
         if draft not in (None, self.model):
             raise ValueError(
-                f"the drafter's model is not the pair's draft model, whose parameters it would use: {self.model!r} and "
-                f"{draft!r}; make the pair with the model that drafts"
+                "the drafter's model is not the pair's draft model, whose parameters it would use: "
+                f"{self.model!r} and {draft!r}; make the pair with the model that drafts"
             )
 
     def prepare(self, params: Any) -> Any:
@@ -87,17 +89,23 @@ class ModelDrafter(DrafterHooks, Drafter):
     def last_logits(
         self, weights: Weights, state: Any, tokens_BS: Array, end_B: Array, width: int
     ) -> tuple[Array, Any]:
-        """Reads the ``width`` tokens before ``end_B``; returns the logits after the last token, ``[B, V]``, and the state."""
+        """Reads the ``width`` tokens before ``end_B``; returns the logits after the last token,
+        ``[B, V]``, and the state.
+        """
         start_B = jnp.maximum(end_B - width, 0)
         output = self.model(weights.draft, gather_tokens(tokens_BS, start_B, width), start_B, state)
         last_B11 = (end_B - 1 - start_B)[:, None, None]
         check_logits("draft", self.model, output)
         return jnp.take_along_axis(output.logits_BTV, last_B11, axis=1)[:, 0], output.cache
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         lengths_B = prefix.lengths_B
 
-        def step(offset: Array | int, carry: _Carry, drawn: Drawn, *, width: int) -> tuple[_Carry, Drawn]:
+        def step(
+            offset: Array | int, carry: _Carry, drawn: Drawn, *, width: int
+        ) -> tuple[_Carry, Drawn]:
             state, tokens_BS = carry
             end_B = lengths_B + offset
             logits_BV, state = self.last_logits(weights, state, tokens_BS, end_B, width)

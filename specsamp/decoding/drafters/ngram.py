@@ -1,10 +1,11 @@
-"""Prompt lookup: proposes the tokens that followed the last occurrence of the current n-gram in the context.
+"""Prompt lookup: proposes the tokens that followed the last occurrence of the current n-gram in the
+context.
 
-A retrieved token is a one-hot proposal: it is accepted with the target's probability of it, and the residual is the
-target's distribution without it (Leviathan et al., arXiv 2211.17192; the copying is Saxena's prompt lookup).
-Copying the input of an editing task is also called aggressive decoding (Sun et al., arXiv 2106.04970).
-At the end of the context the copy goes on with the tokens that it has just copied, so that a repetition of any period
-continues for all K tokens.
+A retrieved token is a one-hot proposal: it is accepted with the target's probability of it, and the
+residual is the target's distribution without it (Leviathan et al., arXiv 2211.17192; the copying is
+Saxena's prompt lookup). Copying the input of an editing task is also called aggressive decoding
+(Sun et al., arXiv 2106.04970). At the end of the context the copy goes on with the tokens that it
+has just copied, so that a repetition of any period continues for all K tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class NgramDrafter(DrafterHooks, Drafter):
     def draft_lengths(self, state: Any, prefix: Prefix) -> Array:
         return jnp.where(self._found(prefix) > 0, self.K, 0).astype(jnp.int32)
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         best_B = self._found(prefix)
         period_B1 = jnp.maximum(prefix.lengths_B - best_B, 1)[:, None]
         copied_BK = jnp.arange(self.K)[None, :] % period_B1
@@ -56,10 +59,13 @@ class NgramDrafter(DrafterHooks, Drafter):
         return Draft(tokens_BK=tokens_BK, num_drafted_B=num_drafted_B), state, cache
 
     def _found(self, prefix: Prefix) -> Array:
-        """Returns the slot after the best match, where the continuation begins, ``[B]``; 0 without a match."""
+        """Returns the slot after the best match, where the continuation begins, ``[B]``; 0 without
+        a match.
+        """
         tokens_BS, lengths_B = prefix.tokens_BS, prefix.lengths_B
         slots = tokens_BS.shape[1]
-        ends = jnp.arange(slots)[None, :]  # a match ends just before slot `end`, its continuation starts there
+        # A match ends just before slot `end`, its continuation starts there.
+        ends = jnp.arange(slots)[None, :]
         best_B = jnp.zeros_like(lengths_B)
         matches_BS = (ends >= 1) & (ends < lengths_B[:, None])
         for n in range(1, self.max_ngram + 1):
@@ -69,7 +75,9 @@ class NgramDrafter(DrafterHooks, Drafter):
         return best_B
 
     def lengths_of_matches(self, prefix: Prefix) -> Array:
-        """Returns the length of the longest n-gram that matches before each slot, int32 ``[B, S]``; 0 for none."""
+        """Returns the length of the longest n-gram that matches before each slot, int32 ``[B, S]``;
+        0 for none.
+        """
         ends = jnp.arange(prefix.tokens_BS.shape[1])[None, :]
         matches_BS = (ends >= 1) & (ends < prefix.lengths_B[:, None])
         found_BS = jnp.zeros_like(prefix.tokens_BS)
@@ -79,7 +87,11 @@ class NgramDrafter(DrafterHooks, Drafter):
         return found_BS
 
     def _also(self, n: int, matches_BS: Array, prefix: Prefix, ends: Array) -> Array:
-        """Extends matches by one token: n-grams match where the shorter n-grams match and one more token agrees."""
-        last_B1 = jnp.take_along_axis(prefix.tokens_BS, jnp.maximum(prefix.lengths_B - n, 0)[:, None], axis=1)
+        """Extends matches by one token: n-grams match where the shorter n-grams match and one more
+        token agrees.
+        """
+        last_B1 = jnp.take_along_axis(
+            prefix.tokens_BS, jnp.maximum(prefix.lengths_B - n, 0)[:, None], axis=1
+        )
         before_BS = jnp.pad(prefix.tokens_BS, ((0, 0), (n, 0)))[:, : prefix.tokens_BS.shape[1]]
         return matches_BS & ((before_BS == last_B1) & (ends >= n))

@@ -1,8 +1,9 @@
 """A draft model that was trained to draft in one call: PARD (An et al., arXiv 2504.18583).
 
-Mask tokens are written behind the text. One causal call reads the last K + 1 known tokens, some of them again, and K - 1
-masks. Its last K positions give the distributions of K tokens, each independent of the other drafted tokens. The next
-call overwrites the masks' entries in the cache. Where a text is read on, masks are read over (``looks_ahead``).
+Mask tokens are written behind the text. One causal call reads the last K + 1 known tokens, some of
+them again, and K - 1 masks. Its last K positions give the distributions of K tokens, each
+independent of the other drafted tokens. The next call overwrites the masks' entries in the cache.
+Where a text is read on, masks are read over (``looks_ahead``).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class ParallelDrafter(ModelDrafter):
 
     Attributes:
       mask_id: the mask token of the model's training.
-      law: "marginals" draws each token from its own distribution; "argmax" takes the most probable tokens, verified as
-        one-hot.
+      law: "marginals" draws each token from its own distribution; "argmax" takes the most probable
+        tokens, verified as one-hot.
     """
 
     mask_id: int = dataclasses.field(kw_only=True)
@@ -67,7 +68,9 @@ class ParallelDrafter(ModelDrafter):
         """Returns the number of tokens of a call."""
         return self.first_window + self.K - 1
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         lengths_B, width = prefix.lengths_B, self._width
         batch, slots = prefix.tokens_BS.shape
         tokens_BS = jnp.pad(prefix.tokens_BS, ((0, 0), (0, max(width - slots, 0))))
@@ -81,7 +84,9 @@ class ParallelDrafter(ModelDrafter):
             sample = sample.with_warp(greedy())
 
         def step(offset: Array | int, tokens_BK: Array, drawn: Drawn) -> tuple[Array, Drawn]:
-            logits_BV = jnp.take_along_axis(output.logits_BTV, (last_B + offset)[:, None, None], axis=1)[:, 0]
+            logits_BV = jnp.take_along_axis(
+                output.logits_BTV, (last_B + offset)[:, None, None], axis=1
+            )[:, 0]
             tokens_B, drawn = sample.draw(logits_BV, offset, drawn, self.K)
             return jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1), drawn
 
@@ -92,4 +97,7 @@ class ParallelDrafter(ModelDrafter):
         super().check(target, draft, draft_params)
         most = self.model.max_positions
         if most is not None and 2 * self.K > most:
-            raise ValueError(f"K = {self.K} reads {2 * self.K} tokens per call, more than the draft's {most} positions")
+            raise ValueError(
+                f"K = {self.K} reads {2 * self.K} tokens per call, more than the draft's {most} "
+                "positions"
+            )

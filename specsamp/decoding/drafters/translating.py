@@ -1,18 +1,22 @@
-"""A draft model with another tokenizer drafts the tokens that its vocabulary shares with the target's.
+"""A draft model with another tokenizer drafts the tokens that its vocabulary shares with the
+target's.
 
-This is token-level intersection (Timor et al. 2025, arXiv 2502.05202). The draft's logits are mapped to the target's ids,
--inf for tokens that the draft does not have, and only then warped. The sampled distribution is the verified
-distribution, so a lossless rule stays lossless, and missing tokens only cost acceptance.
+This is token-level intersection (Timor et al. 2025, arXiv 2502.05202). The draft's logits are
+mapped to the target's ids, -inf for tokens that the draft does not have, and only then warped. The
+sampled distribution is the verified distribution, so a lossless rule stays lossless, and missing
+tokens only cost acceptance.
 
-The draft reads the bytes of the target's text as draft ids. Drafted tokens are shared, so in a round only the
-correction or bonus may be several draft ids, at most M. Example with K = 2, where the target emits "Ġmandolin" as the
-correction of the second drafted token, which the draft's tokenizer splits into three ids:
+The draft reads the bytes of the target's text as draft ids. Drafted tokens are shared, so in a
+round only the correction or bonus may be several draft ids, at most M. Example with K = 2, where
+the target emits "Ġmandolin" as the correction of the second drafted token, which the draft's
+tokenizer splits into three ids:
 
     target's text   [.. The] [Ġold] [Ġmandolin]
     draft's text    [.. The] [Ġold] [Ġm] [and] [olin]
 
-The next round's first call feeds M + 1 ids that end with [olin]: all unread ids, and some earlier ids once more. The
-length of the draft's text follows from the length of the target's text by a table in the state.
+The next round's first call feeds M + 1 ids that end with [olin]: all unread ids, and some earlier
+ids once more. The length of the draft's text follows from the length of the target's text by a
+table in the state.
 """
 
 from __future__ import annotations
@@ -28,7 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter, DrafterHooks, Prefix, PromptChunk, Proposal, ScoredRound
+from specsamp.decoding.drafter import (
+    Drafter,
+    DrafterHooks,
+    Prefix,
+    PromptChunk,
+    Proposal,
+    ScoredRound,
+)
 from specsamp.decoding.drafters.model import ModelDrafter
 from specsamp.decoding.sampler import Drawn, Sampler
 from specsamp.decoding.state import Weights
@@ -36,7 +47,8 @@ from specsamp.decoding.tokens import write_tokens
 from specsamp.models.interface import LanguageModel
 
 Array = jax.Array
-_Carry = tuple[Any, Array, Array, Array]  # draft cache, draft ids, tokens, number of tokens with a distribution
+# Draft cache, draft ids, tokens, number of tokens with a distribution.
+_Carry = tuple[Any, Array, Array, Array]
 
 READ_WIDTH = 128  # most ids per call while a prompt is read; each row has as many scratch slots
 SLOTS_MULTIPLE = 128
@@ -44,15 +56,18 @@ SLOTS_MULTIPLE = 128
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SharedVocabulary:
-    """The tokens that two vocabularies share, and every target token as draft ids; compared by digest.
+    """The tokens that two vocabularies share, and every target token as draft ids; compared by
+    digest.
 
     Attributes:
-      draft_ids_V: int32, the draft's id of each of the target's tokens; -1: the draft has no such token.
-      reading_VM: int32, the draft ids with the bytes of each of the target's tokens, padded with -1. A shared token has
-        its own id; a token that the draft does not read has none.
+      draft_ids_V: int32, the draft's id of each of the target's tokens; -1: the draft has no such
+        token.
+      reading_VM: int32, the draft ids with the bytes of each of the target's tokens, padded with
+        -1. A shared token has its own id; a token that the draft does not read has none.
       draft_size: vocabulary size of the draft model.
       begin: draft ids before every text.
-      num_cut: number of the target's tokens that have more than M draft ids, of which the last M are read.
+      num_cut: number of the target's tokens that have more than M draft ids, of which the last M
+        are read.
     """
 
     draft_ids_V: np.ndarray
@@ -63,27 +78,43 @@ class SharedVocabulary:
 
     def __post_init__(self):
         ids_V, reading_VM = (np.array(x, np.int32) for x in (self.draft_ids_V, self.reading_VM))
-        if ids_V.ndim != 1 or reading_VM.ndim != 2 or len(reading_VM) != len(ids_V) or not reading_VM.shape[1]:
+        if (
+            ids_V.ndim != 1
+            or reading_VM.ndim != 2
+            or len(reading_VM) != len(ids_V)
+            or not reading_VM.shape[1]
+        ):
             raise ValueError(
-                f"draft_ids_V [V] and reading_VM [V, M] must fit; got {ids_V.shape} and {reading_VM.shape}"
+                f"draft_ids_V [V] and reading_VM [V, M] must fit; got {ids_V.shape} and "
+                f"{reading_VM.shape}"
             )
         validate.integer("draft_size", self.draft_size, 1)
-        for name, ids in (("draft_ids_V", ids_V), ("reading_VM", reading_VM), ("begin", np.array(self.begin, int))):
+        for name, ids in (
+            ("draft_ids_V", ids_V),
+            ("reading_VM", reading_VM),
+            ("begin", np.array(self.begin, int)),
+        ):
             least = 0 if name == "begin" else -1
             if ids.size and not (least <= ids.min() and ids.max() < self.draft_size):
                 raise ValueError(
-                    f"{name} must hold ids below draft_size = {self.draft_size}; got {ids.min()} to {ids.max()}"
+                    f"{name} must hold ids below draft_size = {self.draft_size}; got {ids.min()} "
+                    f"to {ids.max()}"
                 )
         shared = ids_V[ids_V >= 0]
         if not len(shared):
             raise ValueError("draft_ids_V has no token: the draft has none of the target's tokens")
         if len(np.unique(shared)) < len(shared):
             twice = np.flatnonzero(np.bincount(shared) > 1)[0]
-            raise ValueError(f"draft_ids_V has draft id {twice} twice: two tokens would share its probability")
-        other = np.flatnonzero((ids_V >= 0) & ((reading_VM[:, 0] != ids_V) | (reading_VM[:, 1:] >= 0).any(1)))
+            raise ValueError(
+                f"draft_ids_V has draft id {twice} twice: two tokens would share its probability"
+            )
+        other = np.flatnonzero(
+            (ids_V >= 0) & ((reading_VM[:, 0] != ids_V) | (reading_VM[:, 1:] >= 0).any(1))
+        )
         if len(other):
             raise ValueError(
-                f"reading_VM must hold {ids_V[other[0]]} alone for the shared token {other[0]}, its id in draft_ids_V"
+                f"reading_VM must hold {ids_V[other[0]]} alone for the shared token {other[0]}, "
+                "its id in draft_ids_V"
             )
         for name, value in (("draft_ids_V", ids_V), ("reading_VM", reading_VM)):
             value.setflags(write=False)
@@ -102,7 +133,9 @@ class SharedVocabulary:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        return f"SharedVocabulary({self.num_shared} of {len(self.draft_ids_V)} tokens, {self.digest})"
+        return (
+            f"SharedVocabulary({self.num_shared} of {len(self.draft_ids_V)} tokens, {self.digest})"
+        )
 
     @property
     def num_shared(self) -> int:
@@ -143,7 +176,8 @@ class TranslatingState:
 
 @dataclasses.dataclass(frozen=True)
 class TranslatingDrafter(DrafterHooks, Drafter):
-    """Drafts with ``model``, which has another tokenizer; a row whose draft text is too long drafts nothing.
+    """Drafts with ``model``, which has another tokenizer; a row whose draft text is too long drafts
+    nothing.
 
     Attributes:
       model: any `LanguageModel`.
@@ -159,7 +193,9 @@ class TranslatingDrafter(DrafterHooks, Drafter):
     falls_behind = True
 
     def __post_init__(self):
-        validate.instance("vocabulary", self.vocabulary, SharedVocabulary, "match_vocabularies(target, draft)")
+        validate.instance(
+            "vocabulary", self.vocabulary, SharedVocabulary, "match_vocabularies(target, draft)"
+        )
         validate.integer("K", self.K, 1, READ_WIDTH - 1)
         validate.integer("window", self.window, 1, READ_WIDTH)
 
@@ -176,13 +212,15 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         positions = self.model.max_positions
         if positions is not None and self.K >= positions:
             raise ValueError(
-                f"K = {self.K} does not fit the draft's {positions} positions: draft fewer tokens per round"
+                f"K = {self.K} does not fit the draft's {positions} positions: draft fewer tokens "
+                "per round"
             )
         tokens, ids = len(self.vocabulary.draft_ids_V), self.vocabulary.draft_size
         if (tokens, ids) != (target.vocab_size, self.model.vocab_size):
             raise ValueError(
-                f"the shared vocabulary has {tokens} target and {ids} draft tokens, but the models {target.vocab_size} "
-                f"and {self.model.vocab_size}: match the tokenizers with these sizes"
+                f"the shared vocabulary has {tokens} target and {ids} draft tokens, but the models "
+                f"{target.vocab_size} and {self.model.vocab_size}: match the tokenizers with these "
+                "sizes"
             )
 
     def prepare(self, params: Any) -> TranslatingWeights:
@@ -193,19 +231,29 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         )
 
     def fit_slots(self, weights: TranslatingWeights, slots: int) -> TranslatingWeights:
-        return dataclasses.replace(weights, model=self.model.fit_slots(weights.model, self._draft_slots(slots)))
+        return dataclasses.replace(
+            weights, model=self.model.fit_slots(weights.model, self._draft_slots(slots))
+        )
 
     def _draft_slots(self, slots: int) -> int:
-        """Returns the number of slots of the draft's text for a target's number of slots; at most its positions."""
+        """Returns the number of slots of the draft's text for a target's number of slots; at most
+        its positions.
+        """
         length = int(slots * self.vocabulary.ids_per_token) + len(self.vocabulary.begin)
         if self.model.max_positions is not None:
             length = min(length, self.model.max_positions)
         return -(-length // SLOTS_MULTIPLE) * SLOTS_MULTIPLE + READ_WIDTH
 
     def _longest(self, state: TranslatingState) -> int:
-        """Returns the length of the longest text that leaves room for a draft, or for a call of the prompt."""
+        """Returns the length of the longest text that leaves room for a draft, or for a call of the
+        prompt.
+        """
         longest = state.ids_BD.shape[1] - READ_WIDTH
-        return longest if self.model.max_positions is None else min(longest, self.model.max_positions - self.K)
+        return (
+            longest
+            if self.model.max_positions is None
+            else min(longest, self.model.max_positions - self.K)
+        )
 
     def init(self, batch: int, slots: int) -> TranslatingState:
         draft_slots, begin = self._draft_slots(slots), self.vocabulary.begin
@@ -217,28 +265,47 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         )
 
     def _length(self, state: TranslatingState, lengths_B: Array) -> Array:
-        """Returns the length of the draft's text for the first ``lengths_B`` tokens of the target's."""
-        end_B = jnp.take_along_axis(state.ends_BS, jnp.maximum(lengths_B - 1, 0)[:, None], axis=1, mode="clip")[:, 0]
+        """Returns the length of the draft's text for the first ``lengths_B`` tokens of the
+        target's.
+        """
+        end_B = jnp.take_along_axis(
+            state.ends_BS, jnp.maximum(lengths_B - 1, 0)[:, None], axis=1, mode="clip"
+        )[:, 0]
         return jnp.where(lengths_B > 0, end_B, len(self.vocabulary.begin))
 
     def _append(
-        self, weights: Weights, state: TranslatingState, tokens_BT: Array, start_B: Array, count_B: Array
+        self,
+        weights: Weights,
+        state: TranslatingState,
+        tokens_BT: Array,
+        start_B: Array,
+        count_B: Array,
     ) -> TranslatingState:
-        """Writes the draft ids of the target's tokens in slots ``start_B .. start_B + count_B - 1``."""
+        """Writes the draft ids of the target's tokens in slots ``start_B .. start_B + count_B -
+        1``.
+        """
         batch, width = tokens_BT.shape
         counts_BT = jnp.arange(width)[None] < count_B[:, None]
         ids_BTM = weights.draft.reading_VM[jnp.maximum(tokens_BT, 0)]
         ids_BTM = jnp.where(counts_BT[..., None], ids_BTM, -1)
-        ends_BT = self._length(state, start_B)[:, None] + jnp.cumsum(jnp.sum(ids_BTM >= 0, axis=-1), axis=1)
+        ends_BT = self._length(state, start_B)[:, None] + jnp.cumsum(
+            jnp.sum(ids_BTM >= 0, axis=-1), axis=1
+        )
         begins_BT = ends_BT - jnp.sum(ids_BTM >= 0, axis=-1)
         # Ids without a place, and places beyond the end, are dropped.
         draft_slots, slots = state.ids_BD.shape[1], state.ends_BS.shape[1]
-        at_BTM = jnp.where(ids_BTM >= 0, begins_BT[..., None] + jnp.arange(ids_BTM.shape[-1])[None, None], draft_slots)
+        at_BTM = jnp.where(
+            ids_BTM >= 0,
+            begins_BT[..., None] + jnp.arange(ids_BTM.shape[-1])[None, None],
+            draft_slots,
+        )
         slot_BT = jnp.where(counts_BT, start_B[:, None] + jnp.arange(width)[None], slots)
         row_B1 = jnp.arange(batch)[:, None]
         return dataclasses.replace(
             state,
-            ids_BD=state.ids_BD.at[row_B1, at_BTM.reshape(batch, -1)].set(ids_BTM.reshape(batch, -1), mode="drop"),
+            ids_BD=state.ids_BD.at[row_B1, at_BTM.reshape(batch, -1)].set(
+                ids_BTM.reshape(batch, -1), mode="drop"
+            ),
             ends_BS=state.ends_BS.at[row_B1, slot_BT].set(ends_BT.astype(jnp.int32), mode="drop"),
         )
 
@@ -248,34 +315,57 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         if chunk.output is None:  # after a pause: `commit` has written the ids of all tokens
             last_B = lengths_B
         else:
-            state = self._append(weights, state, tokens_BT, start_B, jnp.clip(lengths_B - start_B, 0, width))
+            state = self._append(
+                weights, state, tokens_BT, start_B, jnp.clip(lengths_B - start_B, 0, width)
+            )
             last_B = jnp.minimum(lengths_B, start_B + width)
-        longest, step = self._longest(state), min(width * self.vocabulary.reading_VM.shape[1], READ_WIDTH)
+        longest, step = (
+            self._longest(state),
+            min(width * self.vocabulary.reading_VM.shape[1], READ_WIDTH),
+        )
         begin_B = jnp.where(start_B > 0, self._length(state, start_B), 0)
-        begin_B, end_B = (jnp.minimum(x_B, longest) for x_B in (begin_B, self._length(state, last_B)))
+        begin_B, end_B = (
+            jnp.minimum(x_B, longest) for x_B in (begin_B, self._length(state, last_B))
+        )
 
         def feed(index: Array, draft_cache: Any) -> Any:
             at_B = jnp.minimum(begin_B + index * step, longest)
-            ids_BT = jnp.take_along_axis(state.ids_BD, at_B[:, None] + jnp.arange(step)[None], axis=1)
+            ids_BT = jnp.take_along_axis(
+                state.ids_BD, at_B[:, None] + jnp.arange(step)[None], axis=1
+            )
             return self.model(weights.draft.model, ids_BT, at_B, draft_cache).cache
 
         calls = -(-jnp.max(end_B - begin_B) // step)
-        return dataclasses.replace(state, cache=jax.lax.fori_loop(0, calls, feed, state.cache)), cache
+        return dataclasses.replace(
+            state, cache=jax.lax.fori_loop(0, calls, feed, state.cache)
+        ), cache
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         whole_B = self._length(state, prefix.lengths_B)
-        longest, of_model = self._longest(state), dataclasses.replace(weights, draft=weights.draft.model)
+        longest, of_model = (
+            self._longest(state),
+            dataclasses.replace(weights, draft=weights.draft.model),
+        )
         length_B = jnp.clip(whole_B, 1, longest)
 
-        def step(offset: Array | int, carry: _Carry, drawn: Drawn, *, width: int) -> tuple[_Carry, Drawn]:
+        def step(
+            offset: Array | int, carry: _Carry, drawn: Drawn, *, width: int
+        ) -> tuple[_Carry, Drawn]:
             draft_cache, ids_BD, tokens_BK, sound_B = carry
             end_B = length_B + offset
-            logits_BU, draft_cache = self._drafter.last_logits(of_model, draft_cache, ids_BD, end_B, width)
+            logits_BU, draft_cache = self._drafter.last_logits(
+                of_model, draft_cache, ids_BD, end_B, width
+            )
             logits_BV = restrict(logits_BU, weights.draft.draft_ids_V)
             tokens_B, drawn = sample.draw(logits_BV, offset, drawn, self.K)
-            # The draft ends at a context in which no shared token has probability; its sample is not used.
+            # The draft ends at a context in which no shared token has probability; its sample is
+            # not used.
             sound_B += (sound_B == offset) & jnp.isfinite(logits_BV.max(-1))
-            ids_BD = write_tokens(ids_BD, jnp.maximum(weights.draft.draft_ids_V[tokens_B], 0)[:, None], end_B)
+            ids_BD = write_tokens(
+                ids_BD, jnp.maximum(weights.draft.draft_ids_V[tokens_B], 0)[:, None], end_B
+            )
             tokens_BK = jax.lax.dynamic_update_index_in_dim(tokens_BK, tokens_B, offset, axis=1)
             return (draft_cache, ids_BD, tokens_BK, sound_B), drawn
 
@@ -291,12 +381,18 @@ class TranslatingDrafter(DrafterHooks, Drafter):
         state = dataclasses.replace(state, cache=draft_cache, ids_BD=ids_BD)
         return dataclasses.replace(draft, num_drafted_B=num_drafted_B), state, cache
 
-    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
+    def commit(
+        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
+    ) -> tuple[Any, Any]:
         verdict = scored.verdict
-        return self._append(weights, state, verdict.tokens_BT, scored.prefix.lengths_B, verdict.num_emitted_B), cache
+        return self._append(
+            weights, state, verdict.tokens_BT, scored.prefix.lengths_B, verdict.num_emitted_B
+        ), cache
 
 
 def restrict(logits_BU: Array, draft_ids_V: Array) -> Array:
-    """Returns the draft's logits ``[B, U]`` as logits ``[B, V]`` of the target's tokens, -inf where the draft has none."""
+    """Returns the draft's logits ``[B, U]`` as logits ``[B, V]`` of the target's tokens, -inf where
+    the draft has none.
+    """
     logits_BV = jnp.take(logits_BU, jnp.maximum(draft_ids_V, 0), axis=-1)
     return jnp.where(draft_ids_V[None] >= 0, logits_BV, -jnp.inf)

@@ -1,11 +1,13 @@
 """Drafters of token trees: a draft model, an early exit, heads, and prompt lookup.
 
-Each is the drafter of chains that it derives from, with a `TreeShape` or a `Growth` instead of a draft length::
+Each is the drafter of chains that it derives from, with a `TreeShape` or a `Growth` instead of a
+draft length::
 
-    generate(pair, prompts, drafter=ModelTree(pair.draft, tree=TreeShape.of_widths(3, 2, 1)), rule=RecursiveRule(), ...)
+    generate(pair, prompts, drafter=ModelTree(pair.draft, tree=TreeShape.of_widths(3, 2, 1)),
+    rule=RecursiveRule(), ...)
 
-A tree takes one call of the draft for each level except the last. The rule draws the siblings; under greedy sampling
-they are the draft's most probable tokens.
+A tree takes one call of the draft for each level except the last. The rule draws the siblings;
+under greedy sampling they are the draft's most probable tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +31,15 @@ from specsamp.decoding.drafters.ngram import NgramDrafter
 from specsamp.decoding.sampler import Sampler
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import gather_tokens
-from specsamp.decoding.trees import DraftRows, Growth, TreeShape, check_model, grow, pick, tree_draft
+from specsamp.decoding.trees import (
+    DraftRows,
+    Growth,
+    TreeShape,
+    check_model,
+    grow,
+    pick,
+    tree_draft,
+)
 from specsamp.models.interface import Block, LanguageModel
 from specsamp.sampling.warp import greedy
 
@@ -58,7 +68,9 @@ class TreeDrafter(DrafterHooks):
 
     def of_length(self, K: int) -> TreeDrafter | None:
         is_fixed = isinstance(self.tree, TreeShape)
-        return dataclasses.replace(self, tree=self.tree.first(K)) if is_fixed else super().of_length(K)
+        return (
+            dataclasses.replace(self, tree=self.tree.first(K)) if is_fixed else super().of_length(K)
+        )
 
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         super().check(target, draft, draft_params)
@@ -81,9 +93,15 @@ class TreeDrafter(DrafterHooks):
         return step
 
 
-def sized(chain: type[Drafter], tree: type[Drafter], size: int | TreeShape, *parts: Any, **fields: Any) -> Drafter:
+def sized(
+    chain: type[Drafter], tree: type[Drafter], size: int | TreeShape, *parts: Any, **fields: Any
+) -> Drafter:
     """Returns a drafter of chains of K tokens, or of trees of a shape."""
-    return tree(*parts, **fields, tree=size) if isinstance(size, TreeShape) else chain(*parts, **fields, K=size)
+    return (
+        tree(*parts, **fields, tree=size)
+        if isinstance(size, TreeShape)
+        else chain(*parts, **fields, K=size)
+    )
 
 
 def pending_of(prefix: Prefix) -> Array:
@@ -100,13 +118,19 @@ class ModelTree(TreeDrafter, ModelDrafter):
       tree: the shape or the growth.
     """
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         step = self.step_with(self.model, weights.draft, prefix)
-        logits_BV, state = self.last_logits(weights, state, prefix.tokens_BS, prefix.lengths_B, self.first_window)
+        logits_BV, state = self.last_logits(
+            weights, state, prefix.tokens_BS, prefix.lengths_B, self.first_window
+        )
         draft, read_BT, state = grow(self.tree, sample, pending_of(prefix), logits_BV, step, state)
         return draft, (state, read_BT), cache
 
-    def commit(self, weights: Weights, state: Any, scored: ScoredRound, cache: Any) -> tuple[Any, Any]:
+    def commit(
+        self, weights: Weights, state: Any, scored: ScoredRound, cache: Any
+    ) -> tuple[Any, Any]:
         if scored.verdict.rows_BT is None:  # a round without a draft
             return state, cache
         state, read_BT = state
@@ -116,26 +140,32 @@ class ModelTree(TreeDrafter, ModelDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitTree(TreeDrafter, EarlyExitDrafter):
-    """Drafts a tree with the target's first layers, in the slots in which the target then scores it.
+    """Drafts a tree with the target's first layers, in the slots in which the target then scores
+    it.
 
     Attributes:
       model, exit_layer, window: as in `EarlyExitDrafter`.
       tree: the shape or the growth.
     """
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         step, fed_BT = self.step_with(self.exit_model, weights.target, prefix), pending_of(prefix)
-        first = self.exit_model(weights.target, jnp.repeat(fed_BT, self.window, axis=1), prefix.lengths_B - 1, cache)
+        first = self.exit_model(
+            weights.target, jnp.repeat(fed_BT, self.window, axis=1), prefix.lengths_B - 1, cache
+        )
         draft, _, cache = grow(self.tree, sample, fed_BT, first.logits_BTV[:, 0], step, first.cache)
         return draft, state, cache
 
 
 @dataclasses.dataclass(frozen=True)
 class FeatureTree(TreeDrafter, FeatureDrafter):
-    """Drafts a tree with ``head``: a node is read with the feature of its parent, in the slot before the node's slot.
+    """Drafts a tree with ``head``: a node is read with the feature of its parent, in the slot
+    before the node's slot.
 
-    Medusa heads do not depend on drafted tokens: all nodes of a level are drawn from one distribution, and the tree has
-    a fixed shape.
+    Medusa heads do not depend on drafted tokens: all nodes of a level are drawn from one
+    distribution, and the tree has a fixed shape.
 
     Attributes:
       target, head, window: as in `FeatureDrafter`.
@@ -146,20 +176,28 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
     def may_grow(self) -> bool:
         return self.head.config.has_layer
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         start_B, head = prefix.lengths_B - 1, self.head
         of_target = functools.partial(self.target.unembed_normed, weights.target)
 
         def score(features_BTD: Array, offset: int) -> Array:
-            return head.expand(weights.draft, head.logits(weights.draft, features_BTD, of_target, offset))
+            return head.expand(
+                weights.draft, head.logits(weights.draft, features_BTD, of_target, offset)
+            )
 
-        def step(rows: DraftRows, carry: tuple[Any, Any, Array]) -> tuple[Array, tuple[Any, Any, Array]]:
+        def step(
+            rows: DraftRows, carry: tuple[Any, Any, Array]
+        ) -> tuple[Array, tuple[Any, Any, Array]]:
             head_cache, cache, features_BRD = carry
             if not head.config.has_layer:
                 return score(features_BRD, rows.depths[-1]), carry
             count = min(max(rows.newest, self.window), rows.count - 1)
             at_B, block = start_B + rows.count - count, rows.block(start_B, count)
-            embedded_BTD, cache = self._embed(weights, rows.tokens_BR[:, -count:], at_B, cache, block)
+            embedded_BTD, cache = self._embed(
+                weights, rows.tokens_BR[:, -count:], at_B, cache, block
+            )
             of_parents_BTD = pick(features_BRD, rows.parents_BR[:, -count:])
             returned_BTD, head_cache = head(
                 weights.draft, embedded_BTD, of_parents_BTD, at_B - 1, head_cache, pairs_of(block)
@@ -171,7 +209,9 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
         feature_B1D = state.feature_BD[:, None]
         carry = state.cache, cache, feature_B1D
         logits_BV = score(feature_B1D, 0)[:, 0]
-        draft, _, (head_cache, cache, _) = grow(self.tree, sample, pending_of(prefix), logits_BV, step, carry)
+        draft, _, (head_cache, cache, _) = grow(
+            self.tree, sample, pending_of(prefix), logits_BV, step, carry
+        )
         return proposed(draft, state, head_cache, cache)
 
 
@@ -179,8 +219,8 @@ class FeatureTree(TreeDrafter, FeatureDrafter):
 class BlockTree(TreeDrafter, BlockDrafter):
     """Drafts a tree with one call of a head that drafts blocks.
 
-    Under the law "marginals" all nodes of a level are drawn from one distribution; under "conditional" the distribution
-    of the children is corrected for each parent.
+    Under the law "marginals" all nodes of a level are drawn from one distribution; under
+    "conditional" the distribution of the children is corrected for each parent.
 
     Attributes:
       target, head, law: as in `BlockDrafter`.
@@ -194,19 +234,26 @@ class BlockTree(TreeDrafter, BlockDrafter):
         if self.threshold:
             raise ValueError(f"threshold = {self.threshold} ends chains: leave it out for a tree")
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         pending_B1, head = pending_of(prefix), self.head
-        rows_BKD, logits_BKU, state = self._run_block(weights, state, pending_B1[:, 0], prefix.lengths_B - 1)
+        rows_BKD, logits_BKU, state = self._run_block(
+            weights, state, pending_B1[:, 0], prefix.lengths_B - 1
+        )
 
         def score(rows: DraftRows, corrections: dict[int, Any]) -> tuple[Array, dict[int, Any]]:
             logits_BU, x_BD = logits_BKU[:, rows.depths[-1]], rows_BKD[:, rows.depths[-1]]
             if self.law == "marginals":
                 return head.expand(weights.draft, logits_BU)[:, None], corrections
-            scored, corrections = [], dict(corrections)  # the states of the rows, before their children are drawn
+            # The states of the rows, before their children are drawn.
+            scored, corrections = [], dict(corrections)
             for row in range(rows.count - rows.newest, rows.count):
                 above = corrections[rows.parents_BR[0, row] if row else None]
                 token_B = rows.tokens_BR[:, row]
-                corrected_BU, corrections[row] = head.correct(weights.draft, logits_BU, x_BD, token_B, above)
+                corrected_BU, corrections[row] = head.correct(
+                    weights.draft, logits_BU, x_BD, token_B, above
+                )
                 scored.append(head.expand(weights.draft, corrected_BU))
             return jnp.stack(scored, axis=1), corrections
 
@@ -220,17 +267,22 @@ class BlockTree(TreeDrafter, BlockDrafter):
 
 
 def pairs_of(block: Block) -> Block:
-    """Returns positions and visibility of the pairs that nodes complete, each one slot before its node."""
+    """Returns positions and visibility of the pairs that nodes complete, each one slot before its
+    node.
+    """
     visible_BTR = block.visible_BTR[:, :, 1:]
-    return Block(start_B=block.start_B, positions_BT=block.positions_BT - 1, visible_BTR=visible_BTR)
+    return Block(
+        start_B=block.start_B, positions_BT=block.positions_BT - 1, visible_BTR=visible_BTR
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class NgramTree(TreeDrafter, NgramDrafter):
     """Looks up as many matches as the tree has first tokens, and proposes the continuation of each.
 
-    The tree must consist of chains that branch at the pending token. Matches continue with different tokens; of two
-    matches with the same next token, the longer one counts, or the more recent one if they are equally long.
+    The tree must consist of chains that branch at the pending token. Matches continue with
+    different tokens; of two matches with the same next token, the longer one counts, or the more
+    recent one if they are equally long.
 
     Attributes:
       max_ngram: as in `NgramDrafter`.
@@ -242,18 +294,24 @@ class NgramTree(TreeDrafter, NgramDrafter):
     def __post_init__(self):
         super().__post_init__()
         if any(self.tree.parents.count(row) > 1 for row in range(1, self.K + 1)):
-            raise ValueError(f"tree {self.tree.parents} branches below its first tokens: take of_widths(3, 1, 1)")
+            raise ValueError(
+                f"tree {self.tree.parents} branches below its first tokens: take of_widths(3, 1, 1)"
+            )
 
     def draft_lengths(self, state: Any, prefix: Prefix) -> None:
         return None
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         found_BS = self.lengths_of_matches(prefix)
         slots, chains, is_found = found_BS.shape[1], {}, []
         for row in self.tree.level(1):
             best_B = jnp.argmax(found_BS * slots + jnp.arange(slots)[None], axis=1)
             is_found.append(jnp.max(found_BS, axis=1) > 0)
-            copied_BD = jnp.arange(self.depth)[None, :] % jnp.maximum(prefix.lengths_B - best_B, 1)[:, None]
+            copied_BD = (
+                jnp.arange(self.depth)[None, :] % jnp.maximum(prefix.lengths_B - best_B, 1)[:, None]
+            )
             chains[row] = jnp.take_along_axis(prefix.tokens_BS, best_B[:, None] + copied_BD, axis=1)
             found_BS = jnp.where(prefix.tokens_BS == chains[row][:, :1], 0, found_BS)
         for row in range(self.tree.level(1).stop, self.K + 1):

@@ -1,11 +1,12 @@
-"""Self-drafting with a window: the target drafts, and attends to a few first and the last tokens alone.
+"""Self-drafting with a window: the target drafts, and attends to a few first and the last tokens
+alone.
 
-With long contexts or large batches a step takes longer to read caches than weights (MagicDec, arXiv 2408.11049). Attention
-to the first tokens, the sinks, keeps the model stable (StreamingLLM, arXiv 2309.17453). Weights and cache are the target's:
-there is no second model and nothing to prefill.
+With long contexts or large batches a step takes longer to read caches than weights (MagicDec, arXiv
+2408.11049). Attention to the first tokens, the sinks, keeps the model stable (StreamingLLM, arXiv
+2309.17453). Weights and cache are the target's: there is no second model and nothing to prefill.
 
-A round begins with a copy of the slots of these tokens, to which its draft steps add their own. The target's cache is not
-written, so it holds the keys and values of scoring calls alone.
+A round begins with a copy of the slots of these tokens, to which its draft steps add their own. The
+target's cache is not written, so it holds the keys and values of scoring calls alone.
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ _Carry = tuple[Any, Array, Array]  # the copy, last tokens, all tokens
 
 @dataclasses.dataclass(frozen=True)
 class WindowDrafter(Drafter):
-    """Drafts with the target, which attends to ``sinks + window`` tokens of the text and to the draft.
+    """Drafts with the target, which attends to ``sinks + window`` tokens of the text and to the
+    draft.
 
-    In a target with relative positions the sinks get the score of the largest distance in the copy; ``sinks=0`` leaves
-    them out.
+    In a target with relative positions the sinks get the score of the largest distance in the copy;
+    ``sinks=0`` leaves them out.
 
     Attributes:
       model: the pair's target, ``pair.target``; a model with `LanguageModel.cut_cache`.
       K: tokens per round.
       window: the last tokens of the text before the pending token that are attended to.
       sinks: the first tokens of the text that are attended to.
-      positions: of a step, 1 or 2, see `Loop.window`. With 2 the token is fed twice, as in `EarlyExitDrafter`.
+      positions: of a step, 1 or 2, see `Loop.window`. With 2 the token is fed twice, as in
+        `EarlyExitDrafter`.
     """
 
     model: LanguageModel
@@ -55,8 +58,8 @@ class WindowDrafter(Drafter):
         longest = self.model.max_positions
         if longest is not None and self.sinks + self.window >= longest:
             raise ValueError(
-                f"{self.sinks} sinks and a window of {self.window} are the whole context of {longest} tokens: shorten "
-                "the window"
+                f"{self.sinks} sinks and a window of {self.window} are the whole context of "
+                f"{longest} tokens: shorten the window"
             )
 
     @property
@@ -66,7 +69,9 @@ class WindowDrafter(Drafter):
     def check(self, target: LanguageModel, draft: LanguageModel | None, draft_params: Any) -> None:
         check_is_target(self.model, target)
 
-    def propose(self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler) -> Proposal:
+    def propose(
+        self, weights: Weights, state: Any, prefix: Prefix, cache: Any, sample: Sampler
+    ) -> Proposal:
         lengths_B = prefix.lengths_B
         batch, longest = prefix.tokens_BS.shape
         sinks = min(self.sinks, longest - 1)
@@ -75,7 +80,9 @@ class WindowDrafter(Drafter):
         held_B = jnp.minimum(before_B, sinks + window)
         first_B = jnp.maximum(before_B - window, sinks)
         copy = self.model.cut_cache(cache, sinks, first_B, window, self.K + self.positions - 1)
-        causal_BTR = jnp.broadcast_to(jnp.tri(self.positions, dtype=bool), (batch, self.positions, self.positions))
+        causal_BTR = jnp.broadcast_to(
+            jnp.tri(self.positions, dtype=bool), (batch, self.positions, self.positions)
+        )
 
         def step(offset: Array | int, carry: _Carry, drawn: Drawn) -> tuple[_Carry, Drawn]:
             copy, last_B, tokens_BK = carry

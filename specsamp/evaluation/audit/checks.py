@@ -1,4 +1,6 @@
-"""Runs all checks of a pair, with one bound on the probability that a correct pair fails any of them."""
+"""Runs all checks of a pair, with one bound on the probability that a correct pair fails any of
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ CHECKS = {
     "neighbours": "a text does not depend on the rest of its batch",
     "padding": "a text does not depend on padding",
 }
-CHANCES = 6  # tests that may fail by chance: pairs of tokens, ratios, two of acceptance, neighbours, padding
-UNREADABLE = "errors within a cell are not searched for: only a draft model has a distribution that can be read"
+# Tests that may fail by chance: pairs of tokens, ratios, two of acceptance, neighbours, padding.
+CHANCES = 6
+UNREADABLE = (
+    "errors within a cell are not searched for: only a draft model has a distribution that can be "
+    "read"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +40,9 @@ class Settings:
 
     Attributes:
       checks: names of `CHECKS`.
-      detect: total-variation error that must be detected with a probability of 99%: any error between the cells of
-        `specsamp.evaluation.audit.distribution`, and across the ratios of `specsamp.evaluation.audit.round_evidence`.
+      detect: total-variation error that must be detected with a probability of 99%: any error
+        between the cells of `specsamp.evaluation.audit.distribution`, and across the ratios of
+        `specsamp.evaluation.audit.round_evidence`.
       false_alarm: largest probability that a correct pair fails.
       distribution_prompts: number of prompts, evenly spaced, after which two tokens are sampled.
       rows: number of samples that are drawn together.
@@ -77,8 +84,12 @@ class Audit:
 
     @property
     def summary(self) -> str:
-        """Returns a line with the checks that failed, or with the errors that would have been seen."""
-        passed, failed, skipped = map(self.named, (Status.PASSED, Status.FAILED, Status.NOT_APPLICABLE))
+        """Returns a line with the checks that failed, or with the errors that would have
+        been seen.
+        """
+        passed, failed, skipped = map(
+            self.named, (Status.PASSED, Status.FAILED, Status.NOT_APPLICABLE)
+        )
         aside = f" ({', '.join(skipped)} not applicable)" if skipped else ""
         total = len(passed) + len(failed)
         if failed or not passed:
@@ -89,17 +100,22 @@ class Audit:
         if self.budget is not None:
             found = f"LOSSY: no more than its budget of {self.budget:g} per token was found"
         return (
-            f"{len(passed)} of {total} checks passed{aside}: {found} between this pair's texts with the draft and "
-            f"the texts of its target alone{seen}; chance of a false alarm {self.settings.false_alarm:g}"
+            f"{len(passed)} of {total} checks passed{aside}: {found} between this pair's texts "
+            f"with the draft and the texts of its target alone{seen}; chance of a false alarm "
+            f"{self.settings.false_alarm:g}"
         )
 
 
 def audit(
-    subject: Subject, settings: Settings = Settings(), progress: Callable[[str], None] = lambda text: None
+    subject: Subject,
+    settings: Settings = Settings(),
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Audit:
-    """Runs the checks, in float32 except for the check of bfloat16. A check that raises ValueError has failed.
+    """Runs the checks, in float32 except for the check of bfloat16. A check that raises ValueError
+    has failed.
 
-    A lossy rule is tested against its budget, and its drafter against the acceptance under the token rule.
+    A lossy rule is tested against its budget, and its drafter against the acceptance under the
+    token rule.
 
     Args:
       subject: the pair, its prompts and settings.
@@ -107,7 +123,8 @@ def audit(
       progress: called with the work that begins.
 
     Raises:
-      ValueError: before the first check, for a deterministic distribution or a lossy rule without a budget.
+      ValueError: before the first check, for a deterministic distribution or a lossy rule without a
+        budget.
     """
     budget = budget_of(subject.method.rule)
     exact, level = subject.cast("float32") or subject, settings.false_alarm / CHANCES
@@ -129,7 +146,11 @@ def audit(
             try:
                 checks.append(run[name]())
             except ValueError as error:
-                checks.append(Check(name=name, verdict=Status.FAILED, sentence=f"the check ended early: {error}"))
+                checks.append(
+                    Check(
+                        name=name, verdict=Status.FAILED, sentence=f"the check ended early: {error}"
+                    )
+                )
     return Audit(settings=settings, checks=tuple(checks), budget=budget)
 
 
@@ -137,23 +158,38 @@ class _Samples:
     """The two checks of samples, on the same texts."""
 
     def __init__(
-        self, subject: Subject, settings: Settings, level: float, budget: float | None, progress: Callable[[str], None]
+        self,
+        subject: Subject,
+        settings: Settings,
+        level: float,
+        budget: float | None,
+        progress: Callable[[str], None],
     ):
         self.subject, self.level, self.budget = subject, level, budget
         self.shared = {"detect": settings.detect, "rows": settings.rows, "progress": progress}
         self.is_readable = round_evidence.can_read(subject) and budget is None
         count = min(settings.distribution_prompts, len(subject.prompts))
         prompt_ids = [i * len(subject.prompts) // count for i in range(count)]
-        self.cells = distribution.read_cells(subject, prompt_ids) if "distribution" in settings.checks else []
+        self.cells = (
+            distribution.read_cells(subject, prompt_ids)
+            if "distribution" in settings.checks
+            else []
+        )
 
     def distribution(self) -> Check:
         allowed = distribution.TOKENS * (self.budget or 0.0)
-        check = distribution.count_pairs(self.subject, self.cells, level=self.level, allowed=allowed, **self.shared)
+        check = distribution.count_pairs(
+            self.subject, self.cells, level=self.level, allowed=allowed, **self.shared
+        )
         if self.is_readable:
             return check & round_evidence.expected_ratios(
                 self.texts, detect=self.shared["detect"], false_alarm=self.level
             )
-        return check if self.budget is not None else dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
+        return (
+            check
+            if self.budget is not None
+            else dataclasses.replace(check, seen=f"{check.seen}; {UNREADABLE}")
+        )
 
     def acceptance(self) -> Check:
         method = self.subject.method
@@ -169,7 +205,8 @@ class _Samples:
 
 
 def budget_of(rule: Rule) -> float | None:
-    """Returns the budget of a lossy rule, a total variation per token; None for a rule that claims to be exact.
+    """Returns the budget of a lossy rule, a total variation per token; None for a rule that claims
+    to be exact.
 
     Raises:
       ValueError: the rule is lossy and has no budget.
@@ -190,10 +227,13 @@ def audit_table(checks: Sequence[Mapping[str, Any]], *, claims: bool = False) ->
       claims: adds a column of the claims, and to the note the errors that would have been seen.
     """
     header = ("check", "verdict", *["claim"][:claims], "what was seen")
-    rows = [(check["name"], check["verdict"], *[CHECKS[check["name"]]][:claims], check["sentence"]) for check in checks]
+    rows = [
+        (check["name"], check["verdict"], *[CHECKS[check["name"]]][:claims], check["sentence"])
+        for check in checks
+    ]
     notes = [
-        "near-tie: the target would choose that token if rounding changed the logits that it computes when it reads "
-        "the whole text at once"
+        "near-tie: the target would choose that token if rounding changed the logits that it "
+        "computes when it reads the whole text at once"
     ]
     notes += [f"{check['name']}: {check['seen']}" for check in checks if claims and check["seen"]]
     title = "Exactness audit: with the draft against the target alone"

@@ -1,21 +1,26 @@
-"""Counts the first two sampled tokens after some prompts and compares them with the target's distribution.
+"""Counts the first two sampled tokens after some prompts and compares them with the target's
+distribution.
 
-The cells of a prompt are its probable pairs (x1, x2), its probable first tokens x1 with any other second token, and the
-rest. They partition all continuations. Their probabilities come from the target's logits, read by teacher forcing.
+The cells of a prompt are its probable pairs (x1, x2), its probable first tokens x1 with any other
+second token, and the rest. They partition all continuations. Their probabilities come from the
+target's logits, read by teacher forcing.
 
-**The test.** The first half of the samples selects, after each prompt, the cells that came too often. The second half
-counts how often these cells come. The difference between their sampled probability and their probability under the
-target is at most the total variation of the two distributions. So the rule fails if the count is too large for the
-target's probability plus the allowed total variation: none, or the budget of a lossy rule
-(`specsamp.sampling.lossy.Bounded`). The test is binomial. The probabilities of several prompts differ, which makes large
-counts rarer still (Hoeffding 1956).
+**The test.** The first half of the samples selects, after each prompt, the cells that came too
+often. The second half counts how often these cells come. The difference between their sampled
+probability and their probability under the target is at most the total variation of the two
+distributions. So the rule fails if the count is too large for the target's probability plus the
+allowed total variation: none, or the budget of a lossy rule (`specsamp.sampling.lossy.Bounded`).
+The test is binomial. The probabilities of several prompts differ, which makes large counts rarer
+still (Hoeffding 1956).
 
-**Power.** An error moves the probability e between cells. With n samples in the first half, a cell of probability r that
-is chosen wrongly loses at most ``0.17 sqrt(r (1 - r) / n)`` of e, by the normal approximation; C cells lose at most
-``0.17 sqrt((C - 1) / n)``. The remaining error must exceed the spread of the count. `samples_for` solves this for n.
+**Power.** An error moves the probability e between cells. With n samples in the first half, a cell
+of probability r that is chosen wrongly loses at most ``0.17 sqrt(r (1 - r) / n)`` of e, by the
+normal approximation; C cells lose at most ``0.17 sqrt((C - 1) / n)``. The remaining error must
+exceed the spread of the count. `samples_for` solves this for n.
 
-**Not detected** are errors between continuations within a cell, which may have most of the mass of a flat distribution,
-and errors that begin at the third token. `specsamp.evaluation.audit.round_evidence` tests acceptance and residual.
+**Not detected** are errors between continuations within a cell, which may have most of the mass of
+a flat distribution, and errors that begin at the third token.
+`specsamp.evaluation.audit.round_evidence` tests acceptance and residual.
 """
 
 from __future__ import annotations
@@ -35,8 +40,8 @@ SMALLEST = 1e-2  # probability of a cell
 REST = 0  # index of the cell of all other continuations
 TOKENS = 2  # of a sample
 CHOICE_LOSS = 0.17  # largest value of x * normal.sf(x)
-# Standard deviations of the count, times the square root of its size: under the target, and with an error, where the
-# choice of cells varies as well.
+# Standard deviations of the count, times the square root of its size: under the target, and with an
+# error, where the choice of cells varies as well.
 SPREAD, SPREAD_WITH_ERROR = 0.5, 0.7
 
 
@@ -67,9 +72,14 @@ def read_cells(subject: Subject, prompt_ids: Sequence[int]) -> list[Cells]:
       ValueError: there is no such prompt.
     """
     probs_NV = _probs(subject, subject.prompt_logits[list(prompt_ids)])
-    firsts = [np.flatnonzero(probs_V >= min(SMALLEST, probs_V.max())).tolist() for probs_V in probs_NV]
+    firsts = [
+        np.flatnonzero(probs_V >= min(SMALLEST, probs_V.max())).tolist() for probs_V in probs_NV
+    ]
     followed = [(i, x1) for i, of_prompt in enumerate(firsts) for x1 in of_prompt]
-    seconds = _probs(subject, next_logits(subject.pair, [(*subject.prompts[prompt_ids[i]], x1) for i, x1 in followed]))
+    seconds = _probs(
+        subject,
+        next_logits(subject.pair, [(*subject.prompts[prompt_ids[i]], x1) for i, x1 in followed]),
+    )
     probable: list[dict[tuple[int, int | None], float]] = [{} for _ in prompt_ids]
     for (i, x1), seconds_V in zip(followed, seconds, strict=True):
         pairs_V = probs_NV[i, x1] * seconds_V
@@ -84,14 +94,15 @@ def read_cells(subject: Subject, prompt_ids: Sequence[int]) -> list[Cells]:
             cells.append(Cells(prompt_id=prompt_id, index=index, probs_C=probs_C))
     if not cells:
         raise ValueError(
-            "the sampled distribution is deterministic (temperature 0?), so its check would be empty: set a "
-            "temperature, or leave the check out"
+            "the sampled distribution is deterministic (temperature 0?), so its check would be "
+            "empty: set a temperature, or leave the check out"
         )
     return cells
 
 
 def samples_for(cells: Sequence[Cells], detect: float, level: float) -> int:
-    """Returns the samples per prompt that detect a total variation of ``detect`` beyond the allowed, with `POWER`.
+    """Returns the samples per prompt that detect a total variation of ``detect`` beyond the
+    allowed, with `POWER`.
 
     Args:
       cells: of each prompt.
@@ -113,7 +124,8 @@ def count_pairs(
     rows: int = 128,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Check:
-    """Checks that sampled pairs of tokens differ from the target's distribution by at most ``allowed``.
+    """Checks that sampled pairs of tokens differ from the target's distribution by at most
+    ``allowed``.
 
     Args:
       subject: the pair, its prompts and settings.
@@ -130,13 +142,20 @@ def count_pairs(
     samples = samples_for(cells, detect, level)
     drawn = draw_pairs(subject, [one.prompt_id for one in cells], samples, rows, progress)
     if any(len(pair) < TOKENS for of_prompt in drawn for pair in of_prompt):
-        raise ValueError("texts ended before their second token: the target's logits were NaN or infinite")
+        raise ValueError(
+            "texts ended before their second token: the target's logits were NaN or infinite"
+        )
     choosing, counting = (
         [one.count(of_prompt[half]) for one, of_prompt in zip(cells, drawn, strict=True)]
         for half in (slice(samples // 2), slice(samples // 2, None))
     )
     check = check_cells(
-        cells, samples, excess(cells, choosing, counting, allowed), detect=detect, level=level, allowed=allowed
+        cells,
+        samples,
+        excess(cells, choosing, counting, allowed),
+        detect=detect,
+        level=level,
+        allowed=allowed,
     )
     if check.verdict is Status.PASSED:
         return check
@@ -165,18 +184,28 @@ def check_cells(
         "level": level,
         "share_in_the_rest": rest,
     }
-    sentence = f"{numbers['samples']} samples of two tokens after {len(cells)} prompts{against}: total variation "
+    sentence = (
+        f"{numbers['samples']} samples of two tokens after {len(cells)} prompts{against}: total "
+        "variation "
+    )
     sentence += f"{max(measured, 0):.2g}{f', of which {allowed:g} is allowed' if allowed else ''}, p = {p_value:.2g}"
     beyond = f" beyond the allowed {allowed:g}" if allowed else ""
-    seen = f"any error of {detect:g}{beyond} between the {numbers['cells']} cells of two tokens seen with {POWER:.0%} "
+    seen = (
+        f"any error of {detect:g}{beyond} between the {numbers['cells']} cells of two tokens seen "
+        f"with {POWER:.0%} "
+    )
     seen += f"({rest:.0%} of the probability lies in one cell)"
     return Check.tested("distribution", p_value < level, sentence, numbers=numbers, seen=seen)
 
 
 def excess(
-    cells: Sequence[Cells], choosing: Sequence[np.ndarray], counting: Sequence[np.ndarray], allowed: float
+    cells: Sequence[Cells],
+    choosing: Sequence[np.ndarray],
+    counting: Sequence[np.ndarray],
+    allowed: float,
 ) -> tuple[float, float]:
-    """Returns the measured total variation, and the p-value of the claim that it is at most ``allowed``.
+    """Returns the measured total variation, and the p-value of the claim that it is at most
+    ``allowed``.
 
     Args:
       cells: of each prompt.
@@ -191,11 +220,17 @@ def excess(
         counted += int(second_C.sum())
         expected.append(float(one.probs_C[is_chosen_C].sum()))
     probability = float(np.mean(expected))
-    return hits / counted - probability, float(stats.binom.sf(hits - 1, counted, min(probability + allowed, 1.0)))
+    return hits / counted - probability, float(
+        stats.binom.sf(hits - 1, counted, min(probability + allowed, 1.0))
+    )
 
 
 def draw_pairs(
-    subject: Subject, prompt_ids: Sequence[int], samples: int, rows: int, progress: Callable[[str], None]
+    subject: Subject,
+    prompt_ids: Sequence[int],
+    samples: int,
+    rows: int,
+    progress: Callable[[str], None],
 ) -> list[list[tuple[int, ...]]]:
     """Returns the first two tokens of ``samples`` sampled texts for each prompt."""
     drawn: list[list[tuple[int, ...]]] = [[] for _ in prompt_ids]
@@ -209,7 +244,8 @@ def draw_pairs(
             max_new_tokens=TOKENS,
             stop=(),
             num_samples=max(rows // len(prompt_ids), 1),
-            seed=(subject.seed + call) % 2**32,  # with the same seed every call would draw the same samples
+            # With the same seed every call would draw the same samples.
+            seed=(subject.seed + call) % 2**32,
         )
         for completion in completions:
             drawn[completion.prompt_index].append(tuple(completion.tokens))
@@ -218,7 +254,9 @@ def draw_pairs(
 
 def _probs(subject: Subject, logits_NV: np.ndarray) -> np.ndarray:
     """Returns the warped distributions, float64 [N, V]."""
-    warped_NV = log_probs(for_rows(subject.pair.full_warp(subject.method.sampling), len(logits_NV)), logits_NV)
+    warped_NV = log_probs(
+        for_rows(subject.pair.full_warp(subject.method.sampling), len(logits_NV)), logits_NV
+    )
     probs_NV = np.exp(np.asarray(warped_NV, np.float64))
     return probs_NV / probs_NV.sum(-1, keepdims=True)
 
@@ -231,7 +269,14 @@ def _worst(cells: Sequence[Cells], counts: Sequence[np.ndarray]) -> str:
         terms_C = (counts_C - expected_C) ** 2 / np.maximum(expected_C, 1)
         cell = int(np.argmax(terms_C))
         pair = next((pair for pair, number in one.index.items() if number == cell), None)
-        name = "the rest" if pair is None else f"{pair[0]} {'and another token' if pair[1] is None else pair[1]}"
-        came = f"after prompt {one.prompt_id}, {name} came {counts_C[cell]} times, not {expected_C[cell]:.0f}"
+        name = (
+            "the rest"
+            if pair is None
+            else f"{pair[0]} {'and another token' if pair[1] is None else pair[1]}"
+        )
+        came = (
+            f"after prompt {one.prompt_id}, {name} came {counts_C[cell]} times, not "
+            f"{expected_C[cell]:.0f}"
+        )
         off.append((terms_C[cell], came))
     return max(off)[1]

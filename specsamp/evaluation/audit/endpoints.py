@@ -1,10 +1,13 @@
-"""Audits other engines at their endpoint (OpenAI's completions): a speculative and a plain engine, or a single engine.
+"""Audits other engines at their endpoint (OpenAI's completions): a speculative and a plain engine,
+or a single engine.
 
-The first two tokens after some prompts are counted, as in `specsamp.evaluation.audit.distribution`. Two engines are compared
-by their texts: half of the samples select the cells that came more often from the first engine, the other half counts
-them (Fisher's exact test); comparing two counts needs twice the samples. A single engine is compared with the
-log-probabilities that it returns, which must be of the sampled distribution: if it returns them before temperature and
-top-p, use temperature 1 without top-p. Cells have a probability of at least 0.01; the other continuations are one cell.
+The first two tokens after some prompts are counted, as in `specsamp.evaluation.audit.distribution`.
+Two engines are compared by their texts: half of the samples select the cells that came more often
+from the first engine, the other half counts them (Fisher's exact test); comparing two counts needs
+twice the samples. A single engine is compared with the log-probabilities that it returns, which
+must be of the sampled distribution: if it returns them before temperature and top-p, use
+temperature 1 without top-p. Cells have a probability of at least 0.01; the other continuations are
+one cell.
 """
 
 from __future__ import annotations
@@ -23,7 +26,14 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from specsamp.evaluation.audit.distribution import SMALLEST, TOKENS, Cells, check_cells, excess, samples_for
+from specsamp.evaluation.audit.distribution import (
+    SMALLEST,
+    TOKENS,
+    Cells,
+    check_cells,
+    excess,
+    samples_for,
+)
 from specsamp.evaluation.audit.subject import Check
 
 PILOT = 400  # samples of each prompt that find its cells
@@ -33,13 +43,16 @@ TOO_MANY = 429  # the status of an engine that is too busy
 
 @dataclasses.dataclass(frozen=True)
 class RemoteEngine:
-    """An engine with OpenAI's completions, such as http://127.0.0.1:8000/v1; ``fields`` are added to requests."""
+    """An engine with OpenAI's completions, such as http://127.0.0.1:8000/v1; ``fields`` are added
+    to requests.
+    """
 
     url: str
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def sample(self, prompt: str, count: int, first_seed: int) -> list[tuple[Any, float]]:
-        """Returns ``count`` continuations and their log-probabilities, NaN without ``logprobs`` among the fields.
+        """Returns ``count`` continuations and their log-probabilities, NaN without ``logprobs``
+        among the fields.
 
         Raises ValueError, with the engine's answer, if it refuses or cannot be reached.
         """
@@ -54,9 +67,18 @@ class RemoteEngine:
         return found[:count]
 
     def _ask(self, prompt: str, seed: int) -> list[tuple[Any, float]]:
-        body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 1.0, "n": CHOICES, "seed": seed, **self.fields}
+        body = {
+            "prompt": prompt,
+            "max_tokens": TOKENS,
+            "temperature": 1.0,
+            "n": CHOICES,
+            "seed": seed,
+            **self.fields,
+        }
         request = urllib.request.Request(
-            self.url.rstrip("/") + "/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+            self.url.rstrip("/") + "/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
         )
         try:
             with urllib.request.urlopen(request, timeout=600) as answer:
@@ -76,7 +98,8 @@ class RemoteEngine:
         if not choices or not all(choice.get("logprobs") for choice in choices):
             raise ValueError(f"{self.url} returns no logprobs: give --reference, or another engine")
         return [
-            (tuple(one["tokens"]), sum(one["token_logprobs"])) for one in (choice["logprobs"] for choice in choices)
+            (tuple(one["tokens"]), sum(one["token_logprobs"]))
+            for one in (choice["logprobs"] for choice in choices)
         ]
 
 
@@ -89,7 +112,8 @@ def compare_endpoints(
     level: float,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Check:
-    """Checks that an engine's samples follow a plain engine's distribution, or the engine's own log-probabilities.
+    """Checks that an engine's samples follow a plain engine's distribution, or the engine's own
+    log-probabilities.
 
     Args:
       engine, plain: the endpoints.
@@ -104,14 +128,23 @@ def compare_endpoints(
         cells.append(_cells(i, reference.sample(prompt, PILOT, 1_000_000), known=plain is None))
     cells = [one for one in cells if one.probs_C.max() < 1 - SMALLEST]
     if not cells:
-        raise ValueError("--prompts: the engine leaves nothing to chance after these; give others, or a temperature")
+        raise ValueError(
+            "--prompts: the engine leaves nothing to chance after these; give others, or a "
+            "temperature"
+        )
     samples = samples_for(cells, detect if plain is None else detect / math.sqrt(2), level)
 
-    def halves(endpoint: RemoteEngine, first_seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    def halves(
+        endpoint: RemoteEngine, first_seed: int
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         counts = []
         for one in cells:
-            progress(f"{samples} samples of {endpoint.url}, prompt {one.prompt_id + 1} of {len(prompts)}")
-            drawn = [text for text, _ in endpoint.sample(prompts[one.prompt_id], samples, first_seed)]
+            progress(
+                f"{samples} samples of {endpoint.url}, prompt {one.prompt_id + 1} of {len(prompts)}"
+            )
+            drawn = [
+                text for text, _ in endpoint.sample(prompts[one.prompt_id], samples, first_seed)
+            ]
             counts.append([one.count([(text, None) for text in drawn[h::2]]) for h in (0, 1)])
         return tuple(map(list, zip(*counts, strict=True)))
 
@@ -120,25 +153,36 @@ def compare_endpoints(
     if plain is None:
         found = excess(cells, choosing, counting, 0.0)
     else:
-        found, against = _difference(choosing, counting, *halves(plain, 3_000_000)), f", against {plain.url}"
+        found, against = (
+            _difference(choosing, counting, *halves(plain, 3_000_000)),
+            f", against {plain.url}",
+        )
     return check_cells(cells, samples, found, detect=detect, level=level, against=against)
 
 
 def _cells(prompt_id: int, pilot: Sequence[tuple[Any, float]], known: bool) -> Cells:
-    """Returns the continuations of at least `SMALLEST`, by their log-probabilities if known, else by their counts."""
+    """Returns the continuations of at least `SMALLEST`, by their log-probabilities if known, else
+    by their counts.
+    """
     counted = collections.Counter(text for text, _ in pilot)
     shares = (
-        {text: math.exp(value) for text, value in pilot} if known else {x: n / len(pilot) for x, n in counted.items()}
+        {text: math.exp(value) for text, value in pilot}
+        if known
+        else {x: n / len(pilot) for x, n in counted.items()}
     )
     probable = {text: share for text, share in shares.items() if share >= SMALLEST}
     index = {(text, None): number for number, text in enumerate(probable, start=1)}
     return Cells(
-        prompt_id=prompt_id, index=index, probs_C=np.array([max(1 - sum(probable.values()), 0), *probable.values()])
+        prompt_id=prompt_id,
+        index=index,
+        probs_C=np.array([max(1 - sum(probable.values()), 0), *probable.values()]),
     )
 
 
 def _difference(*counts: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Returns measured total variation and p-value from an engine's and a plain one's choosing and counting halves."""
+    """Returns measured total variation and p-value from an engine's and a plain one's choosing and
+    counting halves.
+    """
     hits, misses = np.zeros(2), np.zeros(2)
     for chose, counted, plain_chose, plain_counted in zip(*counts, strict=True):
         is_chosen_C = chose / chose.sum() > plain_chose / plain_chose.sum()
@@ -146,4 +190,6 @@ def _difference(*counts: Sequence[np.ndarray]) -> tuple[float, float]:
             hits[i] += one[is_chosen_C].sum()
             misses[i] += one[~is_chosen_C].sum()
     shares = hits / (hits + misses)
-    return float(shares[0] - shares[1]), float(stats.fisher_exact([hits, misses], alternative="greater")[1])
+    return float(shares[0] - shares[1]), float(
+        stats.fisher_exact([hits, misses], alternative="greater")[1]
+    )

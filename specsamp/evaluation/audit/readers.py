@@ -1,7 +1,8 @@
-"""Finds, for audits, the model that a drafter samples tokens from, and makes drafters with another model.
+"""Finds, for audits, the model that a drafter samples tokens from, and makes drafters with another
+model.
 
-The package's drafters are registered. For other drafters the audit leaves out checks, unless their class is registered:
-``reader.register(MyDrafter, lambda drafter: Reader(model=drafter.model))``.
+The package's drafters are registered. For other drafters the audit leaves out checks, unless their
+class is registered: ``reader.register(MyDrafter, lambda drafter: Reader(model=drafter.model))``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import BlockDrafter, EarlyExitDrafter, FeatureDrafter, ModelDrafter, ModuleDrafter
+from specsamp.decoding.drafters import (
+    BlockDrafter,
+    EarlyExitDrafter,
+    FeatureDrafter,
+    ModelDrafter,
+    ModuleDrafter,
+)
 from specsamp.decoding.state import Weights
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel, LayeredModel, Output
@@ -32,10 +39,11 @@ class Reader:
     Attributes:
       model: scores whole sequences.
       weights_of: returns its weights among those of a pair.
-      depth: number of tokens at the beginning of a draft that are sampled from it; None: all. Later tokens also depend
-        on where the round began. With a number, prompts of one token are not read: their first round may draft nothing.
-      with_target: returns the drafter with the target as its draft model, whose tokens are all accepted; None: the
-        drafter has no such model.
+      depth: number of tokens at the beginning of a draft that are sampled from it; None: all. Later
+        tokens also depend on where the round began. With a number, prompts of one token are not
+        read: their first round may draft nothing.
+      with_target: returns the drafter with the target as its draft model, whose tokens are all
+        accepted; None: the drafter has no such model.
     """
 
     model: LanguageModel
@@ -56,7 +64,9 @@ def reader(drafter: Drafter) -> Reader | None:
 
 @reader.register
 def _(drafter: ModelDrafter) -> Reader:
-    return Reader(model=drafter.model, with_target=lambda target: dataclasses.replace(drafter, model=target))
+    return Reader(
+        model=drafter.model, with_target=lambda target: dataclasses.replace(drafter, model=target)
+    )
 
 
 @reader.register
@@ -64,12 +74,18 @@ def _(drafter: EarlyExitDrafter) -> Reader:
     def with_target(target: LanguageModel) -> Drafter:
         return WholeTargetDrafter(target, target.num_layers, drafter.K, drafter.window)
 
-    return Reader(model=drafter.exit_model, weights_of=operator.attrgetter("target"), with_target=with_target)
+    return Reader(
+        model=drafter.exit_model, weights_of=operator.attrgetter("target"), with_target=with_target
+    )
 
 
 @reader.register
 def _(drafter: FeatureDrafter | ModuleDrafter) -> Reader:
-    return Reader(model=FirstTokenReader(drafter.target, drafter.head), weights_of=lambda weights: weights, depth=1)
+    return Reader(
+        model=FirstTokenReader(drafter.target, drafter.head),
+        weights_of=lambda weights: weights,
+        depth=1,
+    )
 
 
 @reader.register
@@ -82,7 +98,9 @@ def _(drafter: BlockDrafter) -> Reader | None:
 
 @dataclasses.dataclass(frozen=True)
 class WholeTargetDrafter(EarlyExitDrafter):
-    """Drafts with all layers: every token must be accepted, which checks the shared weights and cache."""
+    """Drafts with all layers: every token must be accepted, which checks the shared weights and
+    cache.
+    """
 
     @property
     def last_exit(self) -> int:
@@ -91,7 +109,8 @@ class WholeTargetDrafter(EarlyExitDrafter):
 
 @dataclasses.dataclass(frozen=True)
 class FirstTokenReader(LanguageModel):
-    """Scores whole sequences with the weights of a pair: logits of the first drafted token after every position.
+    """Scores whole sequences with the weights of a pair: logits of the first drafted token after
+    every position.
 
     After the first token nothing is drafted: all logits are zero.
     """
@@ -118,16 +137,31 @@ class FirstTokenReader(LanguageModel):
         hidden_layers: tuple[int, ...] = (),
         block: Any = None,
     ) -> Output:
-        output = self.target(weights.target, tokens_BT, start_B, cache[0], hidden_layers=self.head.hidden_layers)
+        output = self.target(
+            weights.target, tokens_BT, start_B, cache[0], hidden_layers=self.head.hidden_layers
+        )
         draft = self._first_of_blocks if self.head.config.drafts_blocks else self._first_of_features
         unembed = functools.partial(self.target.unembed_normed, weights.target)
-        logits_BNU = draft(weights, tokens_BT, start_B, self.head.fuse(weights.draft, output.hidden), cache, unembed)
+        logits_BNU = draft(
+            weights,
+            tokens_BT,
+            start_B,
+            self.head.fuse(weights.draft, output.hidden),
+            cache,
+            unembed,
+        )
         logits_BNV = self.head.expand(weights.draft, logits_BNU)
         logits_BTV = jnp.concatenate([jnp.zeros_like(output.logits_BTV[:, :1]), logits_BNV], axis=1)
         return Output(logits_BTV=logits_BTV, cache=cache)
 
     def _first_of_features(
-        self, weights: Weights, tokens_BT: Array, start_B: Array, features_BTD: Array, cache: Any, unembed: Unembed
+        self,
+        weights: Weights,
+        tokens_BT: Array,
+        start_B: Array,
+        features_BTD: Array,
+        cache: Any,
+        unembed: Unembed,
     ) -> Array:
         """Returns the logits ``[B, T-1, U]`` behind every pair of tokens."""
         head = self.head
@@ -135,11 +169,19 @@ class FirstTokenReader(LanguageModel):
             embedded_BTD = head.embed(weights.draft, tokens_BT)
         else:
             embedded_BTD, _ = self.target.embed(weights.target, tokens_BT, start_B, cache[0])
-        returned_BND, _ = head(weights.draft, embedded_BTD[:, 1:], features_BTD[:, :-1], start_B, cache[1])
+        returned_BND, _ = head(
+            weights.draft, embedded_BTD[:, 1:], features_BTD[:, :-1], start_B, cache[1]
+        )
         return head.logits(weights.draft, returned_BND, unembed)
 
     def _first_of_blocks(
-        self, weights: Weights, tokens_BT: Array, start_B: Array, features_BTD: Array, cache: Any, unembed: Unembed
+        self,
+        weights: Weights,
+        tokens_BT: Array,
+        start_B: Array,
+        features_BTD: Array,
+        cache: Any,
+        unembed: Unembed,
     ) -> Array:
         """Runs a block at every token but the first, all in one call."""
         head, draft, (batch, length) = self.head, weights.draft, tokens_BT.shape
@@ -147,10 +189,18 @@ class FirstTokenReader(LanguageModel):
         anchors_BA = jnp.broadcast_to(jnp.arange(1, length)[None], (batch, length - 1))
         first_BA = length + head.config.block_size * (anchors_BA - 1)
         pending_N = tokens_BT[:, 1:].reshape(-1)
-        embedded = head.embed_blocks(draft, self.target, weights.target, pending_N, anchors_BA.reshape(-1))
-        rows_BXD, _ = head(draft, embedded.reshape(batch, -1, embedded.shape[-1]), anchors_BA, first_BA, caches)
-        rows_ND = rows_BXD[:, head.config.first_row :: head.config.block_size].reshape(len(pending_N), -1)
+        embedded = head.embed_blocks(
+            draft, self.target, weights.target, pending_N, anchors_BA.reshape(-1)
+        )
+        rows_BXD, _ = head(
+            draft, embedded.reshape(batch, -1, embedded.shape[-1]), anchors_BA, first_BA, caches
+        )
+        rows_ND = rows_BXD[:, head.config.first_row :: head.config.block_size].reshape(
+            len(pending_N), -1
+        )
         logits_NU = head.logits(draft, rows_ND[:, None], unembed)[:, 0]
         if self.corrected:
-            logits_NU, _ = head.correct(draft, logits_NU, rows_ND, pending_N, head.begin(draft, len(pending_N)))
+            logits_NU, _ = head.correct(
+                draft, logits_NU, rows_ND, pending_N, head.begin(draft, len(pending_N))
+            )
         return logits_NU.reshape(batch, length - 1, -1)

@@ -1,28 +1,32 @@
-"""Tests the acceptance and replacement of drafted tokens, on long sampled texts that both models score again.
+"""Tests the acceptance and replacement of drafted tokens, on long sampled texts that both models
+score again.
 
-After any prefix the next token must follow the target's distribution q for every distribution p of the draft. Mistakes
-in acceptance or residual move probability from tokens with q > p to tokens with q < p, or back. If q is flat, counts of
-single tokens cannot show this, but the ratio q(x) / p(x) of every token of long texts can.
+After any prefix the next token must follow the target's distribution q for every distribution p of
+the draft. Mistakes in acceptance or residual move probability from tokens with q > p to tokens with
+q < p, or back. If q is flat, counts of single tokens cannot show this, but the ratio q(x) / p(x) of
+every token of long texts can.
 
-**Tests.** (1) One for each of `EDGES`: q(x) / p(x) lies above it as often as q says. (2) Under the token rule, one for all
-drafted tokens and one for each position of a draft: a token is accepted with probability ``sum_x min(q(x), p(x))``, if all
-drafted tokens before it were accepted.
+**Tests.** (1) One for each of `EDGES`: q(x) / p(x) lies above it as often as q says. (2) Under the
+token rule, one for all drafted tokens and one for each position of a draft: a token is accepted
+with probability ``sum_x min(q(x), p(x))``, if all drafted tokens before it were accepted.
 
-**Which tokens.** Under the token rule ratios are tested at all positions of a draft. Under other rules they are tested at
-the first position of each round: there the next token follows q under every lossless rule. The same holds for heads,
-whose later tokens depend on where their round began.
+**Which tokens.** Under the token rule ratios are tested at all positions of a draft. Under other
+rules they are tested at the first position of each round: there the next token follows q under
+every lossless rule. The same holds for heads, whose later tokens depend on where their round began.
 
-**The statistic.** Let d be the number of times that an event happened at N tokens, minus the sum of its probabilities.
-If tokens follow these probabilities,
+**The statistic.** Let d be the number of times that an event happened at N tokens, minus the sum of
+its probabilities. If tokens follow these probabilities,
 
     E = sqrt(r / (r + v)) exp(d^2 / (2 (r + v))),        v = N / 4
 
-is at most a martingale of mean one, for any constant r (Robbins 1970: a mixture over t of Hoeffding's exp(t d - t^2 v / 2)).
-So it ever exceeds 1 / level with a probability of at most ``level`` (Ville's inequality): 1 / E is a p-value. This needs no
-normal approximation and no number of tokens fixed in advance. Several tests share a level by Bonferroni's inequality.
+is at most a martingale of mean one, for any constant r (Robbins 1970: a mixture over t of
+Hoeffding's exp(t d - t^2 v / 2)). So it ever exceeds 1 / level with a probability of at most
+``level`` (Ville's inequality): 1 / E is a p-value. This needs no normal approximation and no number
+of tokens fixed in advance. Several tests share a level by Bonferroni's inequality.
 
-If the event's frequency is off by e per token, d stays below ``N e - sqrt(N log(1 / (1 - POWER)) / 2)`` with a probability
-of at most 1 - POWER (Azuma's inequality), which gives the smallest detectable error: `Evidence.error_seen`.
+If the event's frequency is off by e per token, d stays below ``N e - sqrt(N log(1 / (1 - POWER)) /
+2)`` with a probability of at most 1 - POWER (Azuma's inequality), which gives the smallest
+detectable error: `Evidence.error_seen`.
 """
 
 from __future__ import annotations
@@ -46,8 +50,8 @@ from specsamp.sampling.warp import Warp, for_rows, log_probs
 
 Array = jax.Array
 
-# Edges of log2(q / p). No edge is 0: where draft and target are equal, rounding would decide on which side a token lies,
-# and a compiler may compute the ratio twice.
+# Edges of log2(q / p). No edge is 0: where draft and target are equal, rounding would decide on
+# which side a token lies, and a compiler may compute the ratio twice.
 EDGES = (-2.0, -1.0, -0.5, 1e-3, 0.5, 1.0, 2.0)
 MOST_BATCHES = 64  # calls of `generate`
 MIXED = 100  # r: tests of about 4 r tokens and more are sharp
@@ -69,8 +73,12 @@ class Evidence:
 
     @classmethod
     def of(cls, probs_NT: np.ndarray, happened_NT: np.ndarray, tested_NT: np.ndarray) -> Self:
-        """Counts events at the tokens that are tested; all arguments are broadcast to ``[N, T]``."""
-        probs_NT, happened_NT, tested_NT = np.broadcast_arrays(probs_NT.astype(np.float64), happened_NT, tested_NT)
+        """Counts events at the tokens that are tested; all arguments are broadcast to
+        ``[N, T]``.
+        """
+        probs_NT, happened_NT, tested_NT = np.broadcast_arrays(
+            probs_NT.astype(np.float64), happened_NT, tested_NT
+        )
         return cls(
             tokens_T=tested_NT.sum(0),
             happened_T=(happened_NT & tested_NT).sum(0),
@@ -81,11 +89,15 @@ class Evidence:
     def p_values(self) -> np.ndarray:
         """Returns ``min(1, 1 / E)`` for each test, float64 [T]."""
         spread_T = MIXED + self.tokens_T / 4
-        log_evidence_T = (np.log(MIXED / spread_T) + (self.happened_T - self.expected_T) ** 2 / spread_T) / 2
+        log_evidence_T = (
+            np.log(MIXED / spread_T) + (self.happened_T - self.expected_T) ** 2 / spread_T
+        ) / 2
         return np.exp(-np.maximum(log_evidence_T, 0))
 
     def error_seen(self, level: float) -> np.ndarray:
-        """Returns the smallest error of an event's frequency that a test at ``level`` sees with `POWER`, [T]."""
+        """Returns the smallest error of an event's frequency that a test at ``level`` sees with
+        `POWER`, [T].
+        """
         tokens_T = np.maximum(self.tokens_T, 1)
         spread_T = MIXED + tokens_T / 4
         threshold_T = np.sqrt(spread_T * (2 * np.log(1 / level) + np.log(spread_T / MIXED)))
@@ -122,7 +134,8 @@ def collect(
     rows: int,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Rounds:
-    """Samples texts of all prompts, about ``rows`` at a time, until an error of ``detect`` would be detected.
+    """Samples texts of all prompts, about ``rows`` at a time, until an error of ``detect`` would be
+    detected.
 
     It gives up after `MOST_BATCHES` calls of `generate`.
 
@@ -130,17 +143,26 @@ def collect(
       ValueError: no text has a token.
     """
     samples = max(rows // len(subject.prompts), 1)
-    found, draft, method = None, reader(subject.method.drafter), subject.method.with_drafter(subject.method.drafter)
+    found, draft, method = (
+        None,
+        reader(subject.method.drafter),
+        subject.method.with_drafter(subject.method.drafter),
+    )
     for call in range(MOST_BATCHES):
         progress(f"rounds: {call * samples * len(subject.prompts)} texts read")
         seed = (subject.seed + 2**31 + call) % 2**32  # apart from the seeds of the other checks
         texts = [
-            (Text(prompt=tuple(subject.prompts[one.prompt_index]), tokens=tuple(one.tokens)), one.from_draft)
+            (
+                Text(prompt=tuple(subject.prompts[one.prompt_index]), tokens=tuple(one.tokens)),
+                one.from_draft,
+            )
             for one in subject.decode(method=method, num_samples=samples, seed=seed)
             if one.tokens and draft.reads(subject.prompts[one.prompt_index])
         ]
         if not texts:
-            raise ValueError("texts ended before their first token: the target's logits were NaN or infinite")
+            raise ValueError(
+                "texts ended before their first token: the target's logits were NaN or infinite"
+            )
         batch = read_rounds(subject, *zip(*texts))
         found = batch if found is None else jax.tree.map(operator.add, found, batch)
         if error_seen(found.ratios, false_alarm) <= detect:
@@ -149,11 +171,15 @@ def collect(
 
 
 def error_seen(tests: Evidence, false_alarm: float) -> float:
-    """Returns the error that the first test detects with probability `POWER`, if all tests share ``false_alarm``."""
+    """Returns the error that the first test detects with probability `POWER`, if all tests share
+    ``false_alarm``.
+    """
     return float(tests.error_seen(false_alarm / len(tests.tokens_T))[0])
 
 
-def read_rounds(subject: Subject, texts: Sequence[Text], from_draft: Sequence[Sequence[bool]]) -> Rounds:
+def read_rounds(
+    subject: Subject, texts: Sequence[Text], from_draft: Sequence[Sequence[bool]]
+) -> Rounds:
     """Reads texts with both models.
 
     Args:
@@ -170,11 +196,19 @@ def read_rounds(subject: Subject, texts: Sequence[Text], from_draft: Sequence[Se
 
     K = draft.depth or method.drafter.K
     verified = []
-    for found, drafted in zip(read_tokens(pair, texts, read, drafter=method.drafter, reader=draft), from_draft):
+    for found, drafted in zip(
+        read_tokens(pair, texts, read, drafter=method.drafter, reader=draft), from_draft
+    ):
         offsets_N = _offsets(np.array(drafted))
-        verified.append([values_N[offsets_N < K] for values_N in (offsets_N, np.array(drafted), *found)])
-    offsets_N, drafted_N, acceptance_N, above_NE, above_probs_NE = map(np.concatenate, zip(*verified))
-    is_counted_NT = np.concatenate([offsets_N[:, None] >= 0, offsets_N[:, None] == np.arange(K)], axis=1)
+        verified.append(
+            [values_N[offsets_N < K] for values_N in (offsets_N, np.array(drafted), *found)]
+        )
+    offsets_N, drafted_N, acceptance_N, above_NE, above_probs_NE = map(
+        np.concatenate, zip(*verified)
+    )
+    is_counted_NT = np.concatenate(
+        [offsets_N[:, None] >= 0, offsets_N[:, None] == np.arange(K)], axis=1
+    )
     is_tested_N = (offsets_N == 0) | isinstance(method.rule, TokenRule)
     return Rounds(
         texts=len(texts),
@@ -184,7 +218,9 @@ def read_rounds(subject: Subject, texts: Sequence[Text], from_draft: Sequence[Se
 
 
 def _offsets(drafted_N: np.ndarray) -> np.ndarray:
-    """Returns each token's position within its round, which ends with a token that was not drafted."""
+    """Returns each token's position within its round, which ends with a token that was
+    not drafted.
+    """
     index_N = np.arange(len(drafted_N))
     next_begins_N = np.maximum.accumulate(np.where(drafted_N, 0, index_N + 1))
     return index_N - np.concatenate([[0], next_begins_N[:-1]])
@@ -192,9 +228,15 @@ def _offsets(drafted_N: np.ndarray) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames=("shards",))
 def _read_tokens(
-    shards: DataShards, target_BNV: Array, draft_BNV: Array, warps: tuple[Warp, Warp], tokens_BN: Array
+    shards: DataShards,
+    target_BNV: Array,
+    draft_BNV: Array,
+    warps: tuple[Warp, Warp],
+    tokens_BN: Array,
 ) -> tuple[Array, Array, Array]:
-    """Returns each token's probability of acceptance, and whether and how probably its ratio is above each edge."""
+    """Returns each token's probability of acceptance, and whether and how probably its ratio is
+    above each edge.
+    """
 
     def read(row: tuple[Array, ...]) -> tuple[Array, Array, Array]:
         q_NV, p_NV, tokens_N = row
@@ -202,9 +244,16 @@ def _read_tokens(
         log_ratio_N = jnp.take_along_axis(log_ratio_NV, tokens_N[:, None], axis=-1)[:, 0]
         above_probs = [q_NV.sum(-1, where=log_ratio_NV >= edge) for edge in EDGES]
         above = [log_ratio_N >= edge for edge in EDGES]
-        return jnp.minimum(p_NV, q_NV).sum(-1), jnp.stack(above, axis=-1), jnp.stack(above_probs, axis=-1)
+        return (
+            jnp.minimum(p_NV, q_NV).sum(-1),
+            jnp.stack(above, axis=-1),
+            jnp.stack(above_probs, axis=-1),
+        )
 
-    probs = [jnp.exp(log_probs(warp, x_BNV)) for warp, x_BNV in zip(warps, (target_BNV, draft_BNV), strict=True)]
+    probs = [
+        jnp.exp(log_probs(warp, x_BNV))
+        for warp, x_BNV in zip(warps, (target_BNV, draft_BNV), strict=True)
+    ]
     return shards.map(functools.partial(jax.lax.map, read), (BY_ROWS,))((*probs, tokens_BN))
 
 
@@ -217,8 +266,15 @@ def expected_ratios(found: Rounds, *, detect: float, false_alarm: float) -> Chec
       false_alarm: largest probability that this check fails a correct pair.
     """
     worst, p_value, level = _worst(found.ratios, false_alarm)
-    seen = f"an error of {detect:g} per token between tokens that the target and that the draft prefers "
-    seen += f"seen with {POWER:.0%}" if error_seen(found.ratios, false_alarm) <= detect else "NOT SURELY SEEN"
+    seen = (
+        f"an error of {detect:g} per token between tokens that the target and that the draft "
+        "prefers "
+    )
+    seen += (
+        f"seen with {POWER:.0%}"
+        if error_seen(found.ratios, false_alarm) <= detect
+        else "NOT SURELY SEEN"
+    )
     return Check.tested(
         "distribution",
         p_value < level,
@@ -235,7 +291,9 @@ def expected_ratios(found: Rounds, *, detect: float, false_alarm: float) -> Chec
 
 
 def expected_acceptance(found: Rounds, *, false_alarm: float) -> Check:
-    """Checks that each position of a draft is accepted as often as both models predict; see `expected_ratios`."""
+    """Checks that each position of a draft is accepted as often as both models predict; see
+    `expected_ratios`.
+    """
     tests = found.positions
     worst, p_value, level = _worst(tests, false_alarm)
     numbers: dict[str, float] = {"p_value_of_the_worst_position": p_value}
@@ -247,14 +305,17 @@ def expected_acceptance(found: Rounds, *, false_alarm: float) -> Check:
     return Check.tested(
         "acceptance",
         p_value < level,
-        f"with the draft {tests.happened_T[0]} of {tests.tokens_T[0]} were, {tests.expected_T[0]:.0f} expected; "
-        f"the farthest off is {f'position {worst}' if worst else 'their total'}, p = {p_value:.2g}",
+        f"with the draft {tests.happened_T[0]} of {tests.tokens_T[0]} were, "
+        f"{tests.expected_T[0]:.0f} expected; the farthest off is "
+        f"{f'position {worst}' if worst else 'their total'}, p = {p_value:.2g}",
         numbers=numbers,
         seen=f"a rate of acceptance that is off by {error_seen(tests, false_alarm):.2g} seen with {POWER:.0%}",
     )
 
 
 def _worst(tests: Evidence, false_alarm: float) -> tuple[int, float, float]:
-    """Returns the test with the smallest p-value, this p-value, and each test's share of ``false_alarm``."""
+    """Returns the test with the smallest p-value, this p-value, and each test's share of
+    ``false_alarm``.
+    """
     worst = int(np.argmin(tests.p_values))
     return worst, float(tests.p_values[worst]), false_alarm / len(tests.tokens_T)

@@ -1,4 +1,6 @@
-"""Checks that compare texts token by token: each difference is explained by rounding, or a fault."""
+"""Checks that compare texts token by token: each difference is explained by rounding, or
+a fault.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,24 @@ MOST_EXCUSABLE = 0.5  # share of tokens; where rounding could decide more, agree
 
 
 def greedy_text(subject: Subject) -> Check:
-    """Checks that greedy text is the same with and without the draft, and that each token is the target's choice."""
+    """Checks that greedy text is the same with and without the draft, and that each token is the
+    target's choice.
+    """
     greedily = dataclasses.replace(subject.method, sampling=greedy(), draft_sampling=None)
     alone = greedily.with_drafter(NoDrafter())
-    runs = {"with the draft": subject.decode(method=greedily), "alone": subject.decode(method=alone)}
+    runs = {
+        "with the draft": subject.decode(method=greedily),
+        "alone": subject.decode(method=alone),
+    }
     return _agreement("greedy", subject, runs, chain(), FARTHEST * subject.rounding)
 
 
 def bfloat16_text(subject: Subject, in_bfloat16: Subject | None) -> Check:
-    """Checks that each token of greedy text in bfloat16 is the choice of the target in bfloat16, or nearly.
+    """Checks that each token of greedy text in bfloat16 is the choice of the target in bfloat16, or
+    nearly.
 
-    The tolerance is measured: twice the largest difference of bfloat16 from float32 after the prompts, since both
-    computations of a logit may be off.
+    The tolerance is measured: twice the largest difference of bfloat16 from float32 after the
+    prompts, since both computations of a logit may be off.
     """
     if in_bfloat16 is None:
         return _not_applicable("bfloat16", "the target has no dtype to choose")
@@ -45,18 +53,36 @@ def bfloat16_text(subject: Subject, in_bfloat16: Subject | None) -> Check:
 
 
 def coupled_text(subject: Subject) -> Check:
-    """Checks that text of the coupled rule is the same with this draft, with prompt lookup, and without a draft."""
+    """Checks that text of the coupled rule is the same with this draft, with prompt lookup, and
+    without a draft.
+    """
     method = subject.method
     rule = method.rule if isinstance(method.rule, CoupledRule) else CoupledRule()
     looked_up = NgramDrafter(K=method.drafter.K)
-    drafters = {"without a draft": NoDrafter(), "with the draft": method.drafter, "looked up": looked_up}
+    drafters = {
+        "without a draft": NoDrafter(),
+        "with the draft": method.drafter,
+        "looked up": looked_up,
+    }
     coupled = dataclasses.replace(method, rule=rule)
-    runs = {name: subject.decode(method=coupled.with_drafter(drafter)) for name, drafter in drafters.items()}
-    return _agreement("coupled", subject, runs, method.sampling, FARTHEST * subject.rounding, noise_seed=subject.seed)
+    runs = {
+        name: subject.decode(method=coupled.with_drafter(drafter))
+        for name, drafter in drafters.items()
+    }
+    return _agreement(
+        "coupled",
+        subject,
+        runs,
+        method.sampling,
+        FARTHEST * subject.rounding,
+        noise_seed=subject.seed,
+    )
 
 
 def equal_draft(subject: Subject, false_alarm: float) -> Check:
-    """Checks that a target that is its own draft accepts all drafted tokens, except for rounding."""
+    """Checks that a target that is its own draft accepts all drafted tokens, except for
+    rounding.
+    """
     pair = subject.pair
     draft = reader(subject.method.drafter)
     if draft is None or draft.with_target is None:
@@ -73,42 +99,55 @@ def equal_draft(subject: Subject, false_alarm: float) -> Check:
     return Check.tested(
         "acceptance",
         not verified or verified - accepted > allowed,
-        f"with the target as its own draft {accepted} of {verified} drafted tokens were accepted; rounding "
-        f"may reject {allowed}",
+        f"with the target as its own draft {accepted} of {verified} drafted tokens were accepted; "
+        f"rounding may reject {allowed}",
         numbers={"verified": verified, "accepted": accepted, "rejections_allowed": allowed},
     )
 
 
 def neighbours(subject: Subject, false_alarm: float) -> Check:
-    """Checks that a prompt's text is the same alone, in a batch, and in a batch of another order."""
+    """Checks that a prompt's text is the same alone, in a batch, and in a batch of
+    another order.
+    """
     prompts = subject.prompts
     if len(prompts) == 1:
         return _not_applicable("neighbours", "a single prompt has no neighbours: give more")
     together, backwards = subject.decode(), range(len(prompts))[::-1]
     reverse = subject.decode([prompts[i] for i in backwards], prompt_ids=backwards)[::-1]
-    # The longest prompts have the same padding alone as in the batch: the effect of padding is another check.
+    # The longest prompts have the same padding alone as in the batch: the effect of padding is
+    # another check.
     longest = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))[-ALONE:]
     # Adaptive lengths depend on the batch size: then a prompt is "alone" in a batch of its copies.
     copies = 1 if together[0].row_independent else len(prompts)
     alone = [subject.decode([prompts[i]] * copies, prompt_ids=[i] * copies)[0] for i in longest]
-    pairs = list(zip(together, reverse, strict=True)) + [(together[i], row) for i, row in zip(longest, alone)]
+    pairs = list(zip(together, reverse, strict=True)) + [
+        (together[i], row) for i, row in zip(longest, alone)
+    ]
     what = f"{len(prompts)} texts in two orders, {len(alone)} also alone"
     return _unchanged("neighbours", subject, pairs, what, false_alarm)
 
 
 def padding(subject: Subject, false_alarm: float) -> Check:
-    """Checks that a prompt's text is the same with more padding and slots, which a longer prompt in its batch needs."""
+    """Checks that a prompt's text is the same with more padding and slots, which a longer prompt in
+    its batch needs.
+    """
     prompts = list(subject.prompts)
     longest = max(prompts, key=len)
-    positions = [m.max_positions for m in (subject.pair.target, subject.pair.draft) if m and m.max_positions]
+    positions = [
+        m.max_positions for m in (subject.pair.target, subject.pair.draft) if m and m.max_positions
+    ]
     room = min(positions, default=np.inf) - subject.max_new_tokens
     length = max(2 * len(longest), SMALLEST_BUCKET + 1)  # falls into a larger bucket
     if length > room:
-        return _not_applicable("padding", f"{length} tokens and the budget are more than the models' positions")
+        return _not_applicable(
+            "padding", f"{length} tokens and the budget are more than the models' positions"
+        )
     kept = prompts[:-1] or prompts
     plain = subject.decode()
     if len(prompts) == 1 and not plain[0].row_independent:
-        return _not_applicable("padding", "with one prompt a longer neighbour changes the draft length: give more")
+        return _not_applicable(
+            "padding", "with one prompt a longer neighbour changes the draft length: give more"
+        )
     padded = subject.decode([*kept, np.resize(longest, length).tolist()])
     pairs = list(zip(plain, padded))[: len(kept)]
     what = f"{len(kept)} texts in a batch with a prompt of {length} tokens"
@@ -132,21 +171,38 @@ def _agreement(
             if row.finish == "invalid":
                 faults.append(f"prompt {i} {run}: the target's logits are NaN or infinite")
             elif row.tokens:
-                texts.setdefault(Text(prompt_id=i, prompt=tuple(subject.prompts[i]), tokens=tuple(row.tokens)), run)
+                texts.setdefault(
+                    Text(prompt_id=i, prompt=tuple(subject.prompts[i]), tokens=tuple(row.tokens)),
+                    run,
+                )
         for row in rows[1:]:
             shorter, longer = sorted((rows[0].tokens, row.tokens), key=len)
             if len(shorter) < len(longer) and longer[: len(shorter)] == shorter:
-                faults.append(f"prompt {i}: one text ends after {len(shorter)} tokens, the other goes on")
+                faults.append(
+                    f"prompt {i}: one text ends after {len(shorter)} tokens, the other goes on"
+                )
     judgements = (
-        judge(subject.pair, list(texts), subject.pair.full_warp(warp), tolerance, noise_seed=noise_seed)
+        judge(
+            subject.pair,
+            list(texts),
+            subject.pair.full_warp(warp),
+            tolerance,
+            noise_seed=noise_seed,
+        )
         if texts
         else []
     )
     for (text, run), judgement in zip(texts.items(), judgements, strict=True):
         for at in np.flatnonzero(~judgement.explained_N)[:1]:
             behind = judgement.behind_N[at]
-            apart = f"{behind:.2g} behind the target's choice" if np.isfinite(behind) else "excluded by the warp"
-            faults.append(f"prompt {text.prompt_id} {run}, token {at}: {text.tokens[at]} is {apart}")
+            apart = (
+                f"{behind:.2g} behind the target's choice"
+                if np.isfinite(behind)
+                else "excluded by the warp"
+            )
+            faults.append(
+                f"prompt {text.prompt_id} {run}, token {at}: {text.tokens[at]} is {apart}"
+            )
     tokens = sum(len(text.tokens) for text in texts)
     near_ties = sum(int((j.explained_N & ~j.chosen_N).sum()) for j in judgements)
     excusable = sum(int(j.excusable_N.sum()) for j in judgements) / max(tokens, 1)
@@ -165,26 +221,39 @@ def _agreement(
         sentence = "; ".join(faults[:SHOWN]) + more if faults else "nothing was emitted"
         return Check(name=name, verdict=Status.FAILED, sentence=sentence, numbers=numbers)
     if excusable > MOST_EXCUSABLE:
-        sentence = f"rounding could decide {excusable:.0%} of {tokens} tokens, so agreement means nothing"
+        sentence = (
+            f"rounding could decide {excusable:.0%} of {tokens} tokens, so agreement means nothing"
+        )
         return Check(name=name, verdict=Status.NOT_APPLICABLE, sentence=sentence, numbers=numbers)
     equal = f"{len(compared) - differing} of {len(compared)} texts are equal"
     same = equal if len(runs) > 1 else f"{len(compared)} texts"
     sentence = (
-        f"{same}; of {tokens} tokens {tokens - near_ties} are the target's choice, {near_ties} near-ties within "
-        f"{2 * tolerance:.1g} ({excusable:.1%} of positions would excuse one)"
+        f"{same}; of {tokens} tokens {tokens - near_ties} are the target's choice, {near_ties} "
+        f"near-ties within {2 * tolerance:.1g} ({excusable:.1%} of positions would excuse one)"
     )
     return Check(name=name, verdict=Status.PASSED, sentence=sentence, numbers=numbers)
 
 
 def _unchanged(
-    name: str, subject: Subject, pairs: Sequence[tuple[Completion, Completion]], what: str, false_alarm: float
+    name: str,
+    subject: Subject,
+    pairs: Sequence[tuple[Completion, Completion]],
+    what: str,
+    false_alarm: float,
 ) -> Check:
     """Checks that at most as many pairs of texts differ as rounding may change."""
     tokens = sum(len(row.tokens) for row, _ in pairs)
     differing = sum(row.tokens != other.tokens for row, other in pairs)
     allowed = min(subject.flips_allowed(tokens, false_alarm), len(pairs) - 1)
-    sentence = f"{what}: {differing} of {len(pairs)} pairs of texts differ; rounding may change {allowed}"
-    numbers = {"texts": len(pairs), "tokens": tokens, "texts_that_differ": differing, "differences_allowed": allowed}
+    sentence = (
+        f"{what}: {differing} of {len(pairs)} pairs of texts differ; rounding may change {allowed}"
+    )
+    numbers = {
+        "texts": len(pairs),
+        "tokens": tokens,
+        "texts_that_differ": differing,
+        "differences_allowed": allowed,
+    }
     return Check.tested(name, not tokens or differing > allowed, sentence, numbers=numbers)
 
 

@@ -25,10 +25,10 @@ from specsamp.models.interface import LanguageModel
 from specsamp.models.transformer import TransformerLM
 from specsamp.sampling.warp import is_stateless
 
-# Differences of two float32 computations of the same logits, in units of eps times the largest logit. FARTHEST bounds
-# the difference of a logit: three times the largest difference among 500,000 logits of the pair "python". FLIPS bounds
-# the probability that rounding changes a sampled token, by an acceptance and a draw: the two distributions were 0.7 units
-# apart in total variation.
+# Differences of two float32 computations of the same logits, in units of eps times the largest
+# logit. FARTHEST bounds the difference of a logit: three times the largest difference among 500,000
+# logits of the pair "python". FLIPS bounds the probability that rounding changes a sampled token,
+# by an acceptance and a draw: the two distributions were 0.7 units apart in total variation.
 FARTHEST, FLIPS = 32, 4
 POWER = 0.99  # probability with which an error must be seen
 
@@ -62,10 +62,14 @@ class Check:
     @classmethod
     def tested(cls, name: str, failed: bool, sentence: str, **more: Any) -> Self:
         """Returns a check that passed or failed."""
-        return cls(name=name, verdict=Status.FAILED if failed else Status.PASSED, sentence=sentence, **more)
+        return cls(
+            name=name, verdict=Status.FAILED if failed else Status.PASSED, sentence=sentence, **more
+        )
 
     def __and__(self, other: Check) -> Check:
-        """Joins two parts of a check. It fails if either part fails; a part that does not apply does not count."""
+        """Joins two parts of a check. It fails if either part fails; a part that does not apply
+        does not count.
+        """
         severity = (Status.NOT_APPLICABLE, Status.PASSED, Status.FAILED)
         return Check(
             name=self.name,
@@ -83,13 +87,14 @@ class Subject:
     Attributes:
       pair: target and draft.
       prompts: token ids; ``prompts[i]`` has prompt id i in every batch.
-      method: the audited method; its warps have the same numbers for all prompts. Its adaptive draft length is used in
-        all checks but the tests of rounds, which always draft K tokens.
+      method: the audited method; its warps have the same numbers for all prompts. Its adaptive
+        draft length is used in all checks but the tests of rounds, which always draft K tokens.
       max_new_tokens: longest length of the texts that are compared or read.
       seed: seed of the random numbers.
 
     Raises:
-      ValueError: nothing is drafted, there are no prompts, a prompt is too long, or a warp depends on earlier tokens.
+      ValueError: nothing is drafted, there are no prompts, a prompt is too long, or a warp depends
+        on earlier tokens.
     """
 
     pair: Pair
@@ -100,40 +105,64 @@ class Subject:
 
     def __post_init__(self):
         if self.method.drafter.K == 0:
-            raise ValueError("nothing is drafted, so there is nothing to audit: give a drafter and a draft_length >= 1")
-        for name, warp in (("sampling", self.method.sampling), ("draft_sampling", self.method.draft_sampling)):
+            raise ValueError(
+                "nothing is drafted, so there is nothing to audit: give a drafter and a "
+                "draft_length >= 1"
+            )
+        for name, warp in (
+            ("sampling", self.method.sampling),
+            ("draft_sampling", self.method.draft_sampling),
+        ):
             one, vocab_size = jnp.ones(1, jnp.int32), self.pair.target.vocab_size
             if warp is not None and not is_stateless(warp.init(one[None], one, vocab_size)):
                 raise ValueError(
-                    f"{name} depends on the text before each token, and the audit does not compute such distributions: "
-                    f"audit the pair without {type(warp).__name__}"
+                    f"{name} depends on the text before each token, and the audit does not compute "
+                    f"such distributions: audit the pair without {type(warp).__name__}"
                 )
         lengths = [len(tokens) for tokens in encode(self.pair, self.prompts)]
         check_budgets(self.pair, self.method.drafter, lengths, self.max_new_tokens)
 
-    def decode(self, prompts: Sequence[Sequence[int]] | None = None, **changes: Any) -> list[Completion]:
-        """Calls `generate` with these settings, on these prompts by default; ``changes`` replaces its arguments."""
+    def decode(
+        self, prompts: Sequence[Sequence[int]] | None = None, **changes: Any
+    ) -> list[Completion]:
+        """Calls `generate` with these settings, on these prompts by default; ``changes`` replaces
+        its arguments.
+        """
         settings = {"max_new_tokens": self.max_new_tokens, "method": self.method, "seed": self.seed}
-        return generate(self.pair, self.prompts if prompts is None else prompts, **(settings | changes))
+        return generate(
+            self.pair, self.prompts if prompts is None else prompts, **(settings | changes)
+        )
 
     def cast(self, dtype: str) -> Subject | None:
-        """Returns the subject with models that compute in ``dtype``; None if the target has no dtype to choose."""
+        """Returns the subject with models that compute in ``dtype``; None if the target has no
+        dtype to choose.
+        """
         target = in_dtype(self.pair.target, dtype)
         if target is None:
             return None
-        recast, head = in_dtype(self.pair.draft, dtype), self.pair.head and self.pair.head.in_dtype(dtype)
+        recast, head = (
+            in_dtype(self.pair.draft, dtype),
+            self.pair.head and self.pair.head.in_dtype(dtype),
+        )
         draft = recast or self.pair.draft
         if (target, draft, head) == (self.pair.target, self.pair.draft, self.pair.head):
             return self
         pair = dataclasses.replace(self.pair, target=target, draft=draft, head=head)
-        models = {id(self.pair.target): target, id(self.pair.draft): draft, id(self.pair.head): head}
-        drafter = copy.deepcopy(self.method.drafter, models)  # a copy in which the new models stand for the old ones
+        models = {
+            id(self.pair.target): target,
+            id(self.pair.draft): draft,
+            id(self.pair.head): head,
+        }
+        # A copy in which the new models stand for the old ones.
+        drafter = copy.deepcopy(self.method.drafter, models)
         if dtype == "float32":
             # Widened once: `Pair.weights` would make a wider copy for every number of slots.
             params = {"target_params": pair.target_params}
             params |= {"draft_params": pair.draft_params} if recast or head else {}
             pair = dataclasses.replace(pair, **jax.tree.map(_widen, params))
-        return dataclasses.replace(self, pair=pair, method=dataclasses.replace(self.method, drafter=drafter))
+        return dataclasses.replace(
+            self, pair=pair, method=dataclasses.replace(self.method, drafter=drafter)
+        )
 
     @functools.cached_property
     def prompt_logits(self) -> np.ndarray:
@@ -148,7 +177,9 @@ class Subject:
         return float(jnp.finfo(jnp.float32).eps * largest)
 
     def flips_allowed(self, tokens: int, false_alarm: float) -> int:
-        """Returns the largest number of ``tokens`` that rounding changes, except with probability ``false_alarm``."""
+        """Returns the largest number of ``tokens`` that rounding changes, except with probability
+        ``false_alarm``.
+        """
         return int(stats.binom.isf(false_alarm, tokens, min(FLIPS * self.rounding, 1.0)))
 
 
@@ -158,7 +189,9 @@ def _widen(x: jax.Array) -> jax.Array:
 
 
 def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
-    """Returns the model with another compute dtype, on its mesh; None for models other than transformers."""
+    """Returns the model with another compute dtype, on its mesh; None for models other than
+    transformers.
+    """
     if isinstance(model, ShardedModel):
         inner = in_dtype(model.model, dtype)
         return inner and shard_model(inner, model.layout)
@@ -167,4 +200,8 @@ def in_dtype(model: LanguageModel | None, dtype: str) -> LanguageModel | None:
     if model.config.dtype == dtype:
         return model
     made = TransformerLM.for_backend(dataclasses.replace(model.config, dtype=dtype))
-    return made if model.kernels is None else dataclasses.replace(made, weight_order="default", kernels=model.kernels)
+    return (
+        made
+        if model.kernels is None
+        else dataclasses.replace(made, weight_order="default", kernels=model.kernels)
+    )

@@ -1,10 +1,12 @@
-"""Teacher forcing: computes the target's logits of whole texts in one call, without an earlier cache or a draft.
+"""Teacher forcing: computes the target's logits of whole texts in one call, without an earlier
+cache or a draft.
 
-Logits that are computed in another way differ by rounding. So a token is *explained* if the target would choose it for
-some logits within a tolerance of these. Two changes of the logits are tried. Both raise the token's own logit by the
-tolerance. The first lowers all larger logits by it. The second lowers the logit of the target's choice and raises all
-logits larger than that. This covers the thresholds of a warp: rounding may put the token, or the target's choice, inside
-or outside a nucleus.
+Logits that are computed in another way differ by rounding. So a token is *explained* if the target
+would choose it for some logits within a tolerance of these. Two changes of the logits are tried.
+Both raise the token's own logit by the tolerance. The first lowers all larger logits by it. The
+second lowers the logit of the target's choice and raises all logits larger than that. This covers
+the thresholds of a warp: rounding may put the token, or the target's choice, inside or outside a
+nucleus.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Judgement:
       chosen_N: bool, the token is the target's choice.
       explained_N: bool, it is the target's choice for some logits within the tolerance.
       excusable_N: bool, the second highest score is within twice the tolerance of the highest.
-      behind_N: float32, the distance of the token's score from the highest; inf where the token is excluded.
+      behind_N: float32, the distance of the token's score from the highest; inf where the token is
+        excluded.
     """
 
     chosen_N: np.ndarray
@@ -69,13 +72,14 @@ def read_tokens(
     drafter: Drafter = NoDrafter(),
     reader: Reader | None = None,
 ) -> list[Any]:
-    """Reads texts with the target, and returns the results of ``compute``: arrays ``[N, ...]`` for each text.
+    """Reads texts with the target, and returns the results of ``compute``: arrays ``[N, ...]`` for
+    each text.
 
     Args:
       pair: its target reads.
       texts: prompts with the tokens that followed.
-      compute: takes the texts of a batch, the tokens ``[B, N]``, and the target's logits of them, ``[B, N, V]``; returns
-        arrays ``[B, N, ...]``.
+      compute: takes the texts of a batch, the tokens ``[B, N]``, and the target's logits of them,
+        ``[B, N, V]``; returns arrays ``[B, N, ...]``.
       drafter: whose weights ``reader`` finds.
       reader: reads as well; its logits are the last argument of ``compute``.
     """
@@ -85,30 +89,52 @@ def read_tokens(
     for model in (pair.target, pair.draft):
         if model is not None and model.max_positions is not None:
             width = max(longest, min(width, model.max_positions))
-    slots, batch = round_slots(width), -(-min(TOGETHER, len(texts)) // pair.shards.count) * pair.shards.count
+    slots, batch = (
+        round_slots(width),
+        -(-min(TOGETHER, len(texts)) // pair.shards.count) * pair.shards.count,
+    )
     weights, results = pair.weights(drafter, slots), []
-    models = [(pair.target, weights.target)] + ([(reader.model, reader.weights_of(weights))] if reader else [])
+    models = [(pair.target, weights.target)] + (
+        [(reader.model, reader.weights_of(weights))] if reader else []
+    )
     for start in range(0, len(texts), batch):
-        rows = [texts[min(i, len(texts) - 1)] for i in range(start, start + batch)]  # filled up with the last text
-        tokens_BT, tokens_BN = np.zeros((batch, width), np.int32), np.zeros((batch, count), np.int32)
+        # Filled up with the last text.
+        rows = [texts[min(i, len(texts) - 1)] for i in range(start, start + batch)]
+        tokens_BT, tokens_BN = (
+            np.zeros((batch, width), np.int32),
+            np.zeros((batch, count), np.int32),
+        )
         for row, text in enumerate(rows):
             tokens_BT[row, : len(text.prompt) + len(text.tokens)] = (*text.prompt, *text.tokens)
             tokens_BN[row, : len(text.tokens)] = text.tokens
         given = jnp.asarray(tokens_BT), jnp.asarray([len(text.prompt) for text in rows], jnp.int32)
-        logits = [logits_from(model, pair.shards, params, *given, slots=slots, count=count) for model, params in models]
+        logits = [
+            logits_from(model, pair.shards, params, *given, slots=slots, count=count)
+            for model, params in models
+        ]
         found = to_host(compute(rows, tokens_BN, *logits))
-        results += [jax.tree.map(lambda x: x[row, : len(text.tokens)], found) for row, text in enumerate(rows)]
+        results += [
+            jax.tree.map(lambda x: x[row, : len(text.tokens)], found)
+            for row, text in enumerate(rows)
+        ]
     return results[: len(texts)]
 
 
 def next_logits(pair: Pair, texts: Sequence[Sequence[int]]) -> np.ndarray:
     """Returns the target's logits after each text, ``[len(texts), V]`` float32."""
     anything = [Text(prompt=tuple(text), tokens=(0,)) for text in texts]
-    return np.concatenate(read_tokens(pair, anything, lambda rows, tokens_BN, logits_BNV: logits_BNV))
+    return np.concatenate(
+        read_tokens(pair, anything, lambda rows, tokens_BN, logits_BNV: logits_BNV)
+    )
 
 
 def judge(
-    pair: Pair, texts: Sequence[Text], warp: Warp, tolerance: float, *, noise_seed: int | None = None
+    pair: Pair,
+    texts: Sequence[Text],
+    warp: Warp,
+    tolerance: float,
+    *,
+    noise_seed: int | None = None,
 ) -> list[Judgement]:
     """Compares every token with the target's choice: the token with the highest score.
 
@@ -117,16 +143,22 @@ def judge(
       texts: prompts with the tokens that followed.
       warp: warp with one number for all texts; ``chain()`` for greedy texts.
       tolerance: largest rounding error of a logit.
-      noise_seed: seed of texts of the coupled rule, whose score is the log-probability plus noise. None: the score is
-        the log-probability.
+      noise_seed: seed of texts of the coupled rule, whose score is the log-probability plus noise.
+        None: the score is the log-probability.
     """
 
     def compare(rows: Sequence[Text], tokens_BN: np.ndarray, logits_BNV: Array) -> Judgement:
         keys = None
         if noise_seed is not None:
-            ids_B, starts_B = jnp.asarray([(text.prompt_id, len(text.prompt)) for text in rows], jnp.int32).T
-            keys = RoundKeys(rows_B=row_keys(noise_seed, ids_B, jnp.zeros_like(ids_B)), starts_B=starts_B)
-        return _judge(logits_BNV, tokens_BN, for_rows(warp, len(rows)), keys, jnp.float32(tolerance))
+            ids_B, starts_B = jnp.asarray(
+                [(text.prompt_id, len(text.prompt)) for text in rows], jnp.int32
+            ).T
+            keys = RoundKeys(
+                rows_B=row_keys(noise_seed, ids_B, jnp.zeros_like(ids_B)), starts_B=starts_B
+            )
+        return _judge(
+            logits_BNV, tokens_BN, for_rows(warp, len(rows)), keys, jnp.float32(tolerance)
+        )
 
     return read_tokens(pair, texts, compare)
 
@@ -142,23 +174,33 @@ def logits_from(
     slots: int,
     count: int,
 ) -> Array:
-    """Returns the logits of ``count`` tokens from ``starts_B`` on, ``[B, count, V]`` float32; stale beyond a text."""
+    """Returns the logits of ``count`` tokens from ``starts_B`` on, ``[B, count, V]`` float32; stale
+    beyond a text.
+    """
 
     def read(weights: Any, tokens_BT: Array, starts_B: Array) -> Array:
-        at_BN = jnp.minimum(starts_B[:, None] - 1 + jnp.arange(count)[None, :], tokens_BT.shape[1] - 1)
+        at_BN = jnp.minimum(
+            starts_B[:, None] - 1 + jnp.arange(count)[None, :], tokens_BT.shape[1] - 1
+        )
         batch = len(tokens_BT)
-        output = model(weights, tokens_BT, jnp.zeros((batch,), jnp.int32), model.init_cache(batch, slots))
+        output = model(
+            weights, tokens_BT, jnp.zeros((batch,), jnp.int32), model.init_cache(batch, slots)
+        )
         return jnp.take_along_axis(output.logits_BTV.astype(jnp.float32), at_BN[..., None], axis=1)
 
     return shards.map(read, (REPLICATED, BY_ROWS, BY_ROWS))(weights, tokens_BT, starts_B)
 
 
 @jax.jit
-def _judge(logits_BNV: Array, tokens_BN: Array, warp: Warp, keys: RoundKeys | None, tolerance: Array) -> Judgement:
+def _judge(
+    logits_BNV: Array, tokens_BN: Array, warp: Warp, keys: RoundKeys | None, tolerance: Array
+) -> Judgement:
     noise_BNV = 0.0
     if keys is not None:
         positions_N, V = jnp.arange(logits_BNV.shape[1]), logits_BNV.shape[-1]
-        noise_BNV = jax.vmap(lambda offset: keys.position_gumbels(offset, V), out_axes=1)(positions_N)
+        noise_BNV = jax.vmap(lambda offset: keys.position_gumbels(offset, V), out_axes=1)(
+            positions_N
+        )
 
     def scores(logits_BNV: Array) -> Array:
         return log_probs(warp, logits_BNV) + noise_BNV
@@ -170,11 +212,16 @@ def _judge(logits_BNV: Array, tokens_BN: Array, warp: Warp, keys: RoundKeys | No
         return logits_BNV > jnp.take_along_axis(logits_BNV, tokens_BN[..., None], axis=-1)
 
     scores_BNV = scores(logits_BNV)
-    best_BN, own_BN = jnp.argmax(scores_BNV, axis=-1), jnp.take_along_axis(scores_BNV, tokens_BN[..., None], axis=-1)
+    best_BN, own_BN = (
+        jnp.argmax(scores_BNV, axis=-1),
+        jnp.take_along_axis(scores_BNV, tokens_BN[..., None], axis=-1),
+    )
     highest_BN = scores_BNV.max(-1)
     second_BN = jnp.where(is_token(best_BN), -jnp.inf, scores_BNV).max(-1)
     lower_larger_BNV = jnp.where(is_larger(tokens_BN), -tolerance, 0)
-    exclude_best_BNV = jnp.where(is_token(best_BN), -tolerance, jnp.where(is_larger(best_BN), tolerance, 0))
+    exclude_best_BNV = jnp.where(
+        is_token(best_BN), -tolerance, jnp.where(is_larger(best_BN), tolerance, 0)
+    )
     explained_BN = best_BN == tokens_BN
     for shift_BNV in (lower_larger_BNV, exclude_best_BNV):
         favoured_BNV = logits_BNV + jnp.where(is_token(tokens_BN), tolerance, shift_BNV)

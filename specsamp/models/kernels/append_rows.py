@@ -1,4 +1,6 @@
-"""Writes the tokens of a call into a cache in place: only tiles that hold a new slot are read and written."""
+"""Writes the tokens of a call into a cache in place: only tiles that hold a new slot are read and
+written.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ MAX_TOKENS = 128  # of a call; with more tokens the time is that of the kernel's
 def append_rows(
     caches: tuple[Array, ...], new: tuple[Array, ...], start_B: Array, *, interpret: bool = False
 ) -> tuple[Array, ...]:
-    """Returns the caches ``[B, M, S, H]`` with T slots of each sequence written from its own start, on one device.
+    """Returns the caches ``[B, M, S, H]`` with T slots of each sequence written from its own start,
+    on one device.
 
-    Donated caches are written in place. A new entry that is not finite spoils the same entry of all new tokens of its
-    row, unlike `KVCache.append`. Slots outside of the cache are dropped. Requires S, a multiple of 32.
+    Donated caches are written in place. A new entry that is not finite spoils the same entry of all
+    new tokens of its row, unlike `KVCache.append`. Slots outside of the cache are dropped. Requires
+    S, a multiple of 32.
 
     Args:
       caches: in HBM; all of one shape and dtype.
@@ -74,10 +78,14 @@ def _kernel(start_B, *refs, length, first):
     first = first(start)
     for new, old, out in zip(refs[:count], refs[count : 2 * count], refs[2 * count :]):
         _, kv_heads, tokens, _ = new.shape
-        # The token for each slot of the tiles is moved there by a product with zeros and ones, which is exact.
-        token_MSX = first - start + jax.lax.broadcasted_iota(jnp.int32, (kv_heads, slots, tokens), 1)
+        # The token for each slot of the tiles is moved there by a product with zeros and ones,
+        # which is exact.
+        token_MSX = (
+            first - start + jax.lax.broadcasted_iota(jnp.int32, (kv_heads, slots, tokens), 1)
+        )
         is_token_MSX = token_MSX == jax.lax.broadcasted_iota(jnp.int32, token_MSX.shape, 2)
-        rows = new[0].astype(jnp.bfloat16) if new.dtype == jnp.int8 else new[0]  # exact; TPU v4 has no int8 products
+        # Exact; TPU v4 has no int8 products.
+        rows = new[0].astype(jnp.bfloat16) if new.dtype == jnp.int8 else new[0]
         moved = einsum_in_float32("msx,mxh->msh", is_token_MSX.astype(rows.dtype), rows)
         token_MSH = first - start + jax.lax.broadcasted_iota(jnp.int32, moved.shape, 1)
         is_new = (token_MSH >= 0) & (token_MSH < length)

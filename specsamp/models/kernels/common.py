@@ -17,14 +17,17 @@ MAX_SMALL = 2**17  # entries of their first operand; with more, XLA's operations
 
 
 def in_hbm(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Keeps ``x`` in the memory of the device, so that the kernel alone decides what is fetched on chip."""
+    """Keeps ``x`` in the memory of the device, so that the kernel alone decides what is fetched on
+    chip.
+    """
     return x if interpret else pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
 def einsum_in_float32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Computes ``einsum(spec, x, y)`` of one floating dtype, summed in float32.
 
-    Products of float32 keep every bit. For bfloat16 matrix units have no higher precision, and refuse the option.
+    Products of float32 keep every bit. For bfloat16 matrix units have no higher precision, and
+    refuse the option.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32, precision=precision)
@@ -33,7 +36,8 @@ def einsum_in_float32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 def in_one_kernel(
     function: Callable, *operands: Any, interpret: bool, name: str = SMALL, steps: int | None = None
 ) -> Any:
-    """Computes a function of arrays, and of trees of arrays, in one kernel, with all arrays on chip.
+    """Computes a function of arrays, and of trees of arrays, in one kernel, with all arrays on
+    chip.
 
     Of several steps each takes an equal part of the leading axis of all arrays.
     """
@@ -46,11 +50,20 @@ def in_one_kernel(
             ref[...] = result
 
     def part(x):
-        return pl.BlockSpec((x.shape[0] // steps, *x.shape[1:]), lambda i: (i, *(0,) * (x.ndim - 1)))
+        return pl.BlockSpec(
+            (x.shape[0] // steps, *x.shape[1:]), lambda i: (i, *(0,) * (x.ndim - 1))
+        )
 
     options = {}
     if steps is not None:
-        options = {"grid": (steps,), "in_specs": [*map(part, arrays)], "out_specs": [*map(part, shapes)]}
-        options["compiler_params"] = pltpu.CompilerParams(dimension_semantics=("parallel",))  # on both cores of a chip
-    results = pl.pallas_call(kernel, out_shape=shapes, interpret=interpret, name=name, **options)(*arrays)
+        options = {
+            "grid": (steps,),
+            "in_specs": [*map(part, arrays)],
+            "out_specs": [*map(part, shapes)],
+        }
+        # On both cores of a chip.
+        options["compiler_params"] = pltpu.CompilerParams(dimension_semantics=("parallel",))
+    results = pl.pallas_call(kernel, out_shape=shapes, interpret=interpret, name=name, **options)(
+        *arrays
+    )
     return jax.tree.unflatten(of_results, results)

@@ -1,9 +1,10 @@
 """Attention of a few queries over a cache; only blocks of slots that some query sees are fetched.
 
-The grid has a step for each such block, sequence after sequence, so that its length is data; `_schedule` gives the
-sequence and the block of each step. The cores of a device share the heads, or the sequences where there is one group of
-heads. The softmax is carried over the blocks of a sequence as a running maximum, sum and mean (Milakov and Gimelshein, arXiv
-1805.02867; Dao et al., arXiv 2205.14135), in float32. Scores of relative distances are aligned with the slots on chip;
+The grid has a step for each such block, sequence after sequence, so that its length is data;
+`_schedule` gives the sequence and the block of each step. The cores of a device share the heads, or
+the sequences where there is one group of heads. The softmax is carried over the blocks of a
+sequence as a running maximum, sum and mean (Milakov and Gimelshein, arXiv 1805.02867; Dao et al.,
+arXiv 2205.14135), in float32. Scores of relative distances are aligned with the slots on chip;
 `specsamp.models.positions.align_distances` is the plain form.
 """
 
@@ -25,9 +26,11 @@ from specsamp.models.visibility import Visibility, seen_after
 Array = jax.Array
 
 NAME = "decode_attention"  # of the kernel in compiled programs
-# Bytes of keys in a step. With fewer, a step computes for longer than it fetches; with more, more dead slots are fetched.
+# Bytes of keys in a step. With fewer, a step computes for longer than it fetches; with more, more
+# dead slots are fetched.
 STEP_BYTES = 2**18
-MAX_BLOCK, MIN_BLOCK = 512, 256  # slots; of keys that share rows with their values at most twice as many
+# Slots; of keys that share rows with their values at most twice as many.
+MAX_BLOCK, MIN_BLOCK = 512, 256
 MAX_ROWS = 1024  # of queries per kv head; memory on chip grows with them
 UNSEEN = -1e30  # a score whose exponential is 0; the difference of two infinities would be NaN
 
@@ -35,10 +38,11 @@ UNSEEN = -1e30  # a score whose exponential is 0; the difference of two infiniti
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeenSlots:
-    """The slots that the queries of a call see: `Visibility.mask` as bounds, without an array of all slots.
+    """The slots that the queries of a call see: `Visibility.mask` as bounds, without an array of
+    all slots.
 
-    Query t of row b sees the slots ``bounds_BT2[b, t, 0] .. bounds_BT2[b, t, 1]`` and, in a tree, the slots
-    ``start_B[b] + r`` where ``tree_BTR[b, t, r]`` is 1.
+    Query t of row b sees the slots ``bounds_BT2[b, t, 0] .. bounds_BT2[b, t, 1]`` and, in a tree,
+    the slots ``start_B[b] + r`` where ``tree_BTR[b, t, r]`` is 1.
     """
 
     bounds_BT2: Array  # int32; the first bound may be negative
@@ -49,12 +53,18 @@ class SeenSlots:
     @classmethod
     def of(cls, visible: Visibility) -> Self:
         """Returns the slots that `specsamp.models.visibility.Visibility.mask` marks."""
-        queries_BT = visible.start_B[:, None] + jnp.arange(visible.num_queries, dtype=jnp.int32)[None, :]
+        queries_BT = (
+            visible.start_B[:, None] + jnp.arange(visible.num_queries, dtype=jnp.int32)[None, :]
+        )
         block, window = visible.block, visible.window
         last_B = visible.start_B + visible.num_queries - 1
         if block is None:
             first_BT = jnp.zeros_like(queries_BT) if window is None else queries_BT - (window - 1)
-            return cls(bounds_BT2=jnp.stack([first_BT, queries_BT], axis=-1), last_B=last_B, start_B=visible.start_B)
+            return cls(
+                bounds_BT2=jnp.stack([first_BT, queries_BT], axis=-1),
+                last_B=last_B,
+                start_B=visible.start_B,
+            )
         seen_BTR, positions_BT = block.visible_BTR, block.positions_BT
         first_BT = jnp.zeros_like(positions_BT)
         if window is not None:
@@ -65,11 +75,15 @@ class SeenSlots:
             bounds_BT2=jnp.stack([first_BT, before_BT], axis=-1),
             last_B=last_B,
             start_B=block.start_B,
-            tree_BTR=jnp.pad(seen_BTR.astype(jnp.float32), ((0, 0), (0, 0), (0, -seen_BTR.shape[-1] % LANES))),
+            tree_BTR=jnp.pad(
+                seen_BTR.astype(jnp.float32), ((0, 0), (0, 0), (0, -seen_BTR.shape[-1] % LANES))
+            ),
         )
 
     def blocks(self, size: int, num_slots: int) -> tuple[Array, Array]:
-        """Returns the first and the last block of ``size`` slots that any query of each row sees, int32 ``[B]``."""
+        """Returns the first and the last block of ``size`` slots that any query of each row sees,
+        int32 ``[B]``.
+        """
         first_B = jnp.clip(self.bounds_BT2[:, :, 0].min(axis=1), 0, num_slots - 1)
         return first_B // size, jnp.clip(self.last_B, 0, num_slots - 1) // size
 
@@ -89,15 +103,19 @@ def decode_attention(
     """Computes `specsamp.models.cache.LayerCache.attend` on one device; returns ``[B, N, T, H]``.
 
     Args:
-      entries_BMSH: keys and values, or one array that is both; in HBM, where they stay; S and H are multiples of 128.
+      entries_BMSH: keys and values, or one array that is both; in HBM, where they stay; S and H are
+        multiples of 128.
       seen: every query sees a slot.
-      scale, distances_BNTS, cap: see `LayerCache.attend`; in a tree the scores are aligned with the slots.
+      scale, distances_BNTS, cap: see `LayerCache.attend`; in a tree the scores are aligned with the
+        slots.
       scales_BM1S: float32, of keys and values in int8; None: for other dtypes.
-      cores: of the device; they share the heads, or the sequences where there is one group of heads.
+      cores: of the device; they share the heads, or the sequences where there is one group of
+        heads.
       interpret: runs on the CPU.
     """
     (batch, heads, length, size), (_, kv_heads, num_slots, _) = q_BNTH.shape, entries_BMSH[0].shape
-    group, rows = heads // kv_heads, heads // kv_heads * length  # queries that share a kv head are rows of one product
+    # Queries that share a kv head are rows of one product.
+    group, rows = heads // kv_heads, heads // kv_heads * length
     size_of_key = size * len(entries_BMSH) // 2
     of_heads, block = block_shape(kv_heads, num_slots, size_of_key, entries_BMSH[0].dtype.itemsize)
     first_B, last_B = seen.blocks(block, num_slots)
@@ -110,15 +128,24 @@ def decode_attention(
     keep = functools.partial(in_hbm, interpret=interpret)
     operands = {
         "q": (q_BNTH.reshape(batch, kv_heads, rows, size), of_rows),
-        **{name: (keep(entries), of_cache) for name, entries in zip(("keys", "values"), entries_BMSH)},
+        **{
+            name: (keep(entries), of_cache)
+            for name, entries in zip(("keys", "values"), entries_BMSH)
+        },
         "bounds": (jnp.tile(seen.bounds_BT2, (1, group, 1)), part(rows, 2)),
     }
     if seen.tree_BTR is not None:
-        operands["tree"] = jnp.tile(seen.tree_BTR, (1, group, 1)), part(rows, seen.tree_BTR.shape[-1])
+        operands["tree"] = (
+            jnp.tile(seen.tree_BTR, (1, group, 1)),
+            part(rows, seen.tree_BTR.shape[-1]),
+        )
     if distances_BNTS is not None:
         is_chain = seen.tree_BTR is None
         of_distances = _part_of_distances(parts, of_heads, rows, block, length, num_slots, is_chain)
-        operands["distances"] = distances_BNTS.reshape(batch, kv_heads, rows, num_slots), of_distances
+        operands["distances"] = (
+            distances_BNTS.reshape(batch, kv_heads, rows, num_slots),
+            of_distances,
+        )
     for name, scales in zip(("key_scales", "value_scales"), scales_BM1S or ()):
         operands[name] = keep(scales), part(of_heads, 1, block, heads_axis=True, slots_axis=3)
     options = dict(scale=scale, cap=cap, length=length, num_slots=num_slots)
@@ -130,18 +157,34 @@ def decode_attention(
             grid=(max(kv_heads // of_heads, parts), counts_P.max()),
             in_specs=[of_operand for _, of_operand in operands.values()],
             out_specs=of_rows,
-            scratch_shapes=[pltpu.VMEM((of_heads, rows, width), jnp.float32) for width in (1, 1, size)],
+            scratch_shapes=[
+                pltpu.VMEM((of_heads, rows, width), jnp.float32) for width in (1, 1, size)
+            ],
         ),
         # `SeenSlots.blocks` and `_window` keep every index in bounds.
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
+        ),
         interpret=interpret,
         name=NAME,
-    )(row_X, block_X, first_B, last_B, seen.start_B, counts_P, *[operand for operand, _ in operands.values()])
+    )(
+        row_X,
+        block_X,
+        first_B,
+        last_B,
+        seen.start_B,
+        counts_P,
+        *[operand for operand, _ in operands.values()],
+    )
     return out_BMRH.reshape(q_BNTH.shape)
 
 
-def _part_of_step(parts: int, *sizes: int, heads_axis: bool = False, slots_axis: int | None = None) -> pl.BlockSpec:
-    """Returns the part of an operand that a step fetches: of its sequence, and of its heads and slots where it has them."""
+def _part_of_step(
+    parts: int, *sizes: int, heads_axis: bool = False, slots_axis: int | None = None
+) -> pl.BlockSpec:
+    """Returns the part of an operand that a step fetches: of its sequence, and of its heads and
+    slots where it has them.
+    """
 
     def index(outer, step, row_X, block_X, *_):
         group, at = _place(outer, step, row_X, parts)
@@ -156,14 +199,18 @@ def _part_of_step(parts: int, *sizes: int, heads_axis: bool = False, slots_axis:
 
 
 def _place(outer: Array, step: Array, row_X: Array, parts: int) -> tuple[Array, Array]:
-    """Returns the group of heads of an outer step of the grid, and the index of its step in the schedule of all parts."""
+    """Returns the group of heads of an outer step of the grid, and the index of its step in the
+    schedule of all parts.
+    """
     return (outer, step) if parts == 1 else (0, outer * (row_X.shape[0] // parts) + step)
 
 
 def _part_of_distances(
     parts: int, of_heads: int, rows: int, block: int, length: int, num_slots: int, is_chain: bool
 ) -> pl.BlockSpec:
-    """Returns the part of scores by distance that a step fetches: of a tree by slot, of a chain as in `_window`."""
+    """Returns the part of scores by distance that a step fetches: of a tree by slot, of a chain as
+    in `_window`.
+    """
     if not is_chain:
         return _part_of_step(parts, of_heads, rows, block, heads_axis=True, slots_axis=3)
     width = window_width(block, num_slots)
@@ -184,42 +231,62 @@ def block_shape(kv_heads: int, num_slots: int, size: int, itemsize: int) -> tupl
     """
     most = max(min(kv_heads // 2, STEP_BYTES // (MIN_BLOCK * size * itemsize)), 1)
     of_heads = max(count for count in range(1, most + 1) if kv_heads % count == 0)
-    wanted = min(max(STEP_BYTES // (of_heads * size * itemsize), MIN_BLOCK), MAX_BLOCK * max(LANES // size, 1))
-    return of_heads, max(slots for slots in range(LANES, wanted + 1, LANES) if num_slots % slots == 0)
+    wanted = min(
+        max(STEP_BYTES // (of_heads * size * itemsize), MIN_BLOCK),
+        MAX_BLOCK * max(LANES // size, 1),
+    )
+    return of_heads, max(
+        slots for slots in range(LANES, wanted + 1, LANES) if num_slots % slots == 0
+    )
 
 
 def fetched_share(live: float, num_slots: int, block: int) -> float:
-    """Returns the share of keys, values and biases that a call fetches, if it sees the first slots, a share ``live``."""
+    """Returns the share of keys, values and biases that a call fetches, if it sees the first slots,
+    a share ``live``.
+    """
     return max(math.ceil(live * num_slots / block), 1) * block / num_slots
 
 
-def _schedule(first_B: Array, last_B: Array, num_blocks: int, parts: int) -> tuple[Array, Array, Array]:
-    """Returns the number of steps of each part of the batch; and the sequence and the block of each step, of all parts.
+def _schedule(
+    first_B: Array, last_B: Array, num_blocks: int, parts: int
+) -> tuple[Array, Array, Array]:
+    """Returns the number of steps of each part of the batch; and the sequence and the block of each
+    step, of all parts.
 
     Parts have room for equally many steps. Those behind the last one of a part are that one again.
     """
     rows_B = jnp.arange(len(first_B), dtype=jnp.int32)
     is_here_PB = (rows_B * parts // len(first_B))[None] == jnp.arange(parts)[:, None]
-    ends_PB = jnp.cumsum(jnp.where(is_here_PB, (last_B - first_B + 1)[None], 0), axis=1, dtype=jnp.int32)
+    ends_PB = jnp.cumsum(
+        jnp.where(is_here_PB, (last_B - first_B + 1)[None], 0), axis=1, dtype=jnp.int32
+    )
     counts_P = ends_PB[:, -1]
     steps_X = jnp.arange(-(-len(first_B) // parts) * num_blocks, dtype=jnp.int32)
     steps_PX = jnp.minimum(steps_X[None], counts_P[:, None] - 1)
     row_PX = jnp.sum(steps_PX[:, :, None] >= ends_PB[:, None], axis=2, dtype=jnp.int32)
     # The last step of a sequence is for its last block.
     is_row_PXB = row_PX[:, :, None] == rows_B[None, None]
-    offset_PX = jnp.sum(jnp.where(is_row_PXB, (last_B[None] + 1 - ends_PB)[:, None], 0), axis=2, dtype=jnp.int32)
+    offset_PX = jnp.sum(
+        jnp.where(is_row_PXB, (last_B[None] + 1 - ends_PB)[:, None], 0), axis=2, dtype=jnp.int32
+    )
     return counts_P, row_PX.reshape(-1), (steps_PX + offset_PX).reshape(-1)
 
 
 def window_width(block: int, num_slots: int) -> int:
-    """Returns how many distances a step fetches: at most 128 queries need two tiles more than the slots of a block."""
+    """Returns how many distances a step fetches: at most 128 queries need two tiles more than the
+    slots of a block.
+    """
     return min(block + 2 * LANES, num_slots)
 
 
-def _window(end: Array, block: Array, count: int, width: int, num_slots: int) -> tuple[Array, Array]:
-    """Returns the first column of reversed distances that a step fetches, and how far behind it slot 0 of its block is.
+def _window(
+    end: Array, block: Array, count: int, width: int, num_slots: int
+) -> tuple[Array, Array]:
+    """Returns the first column of reversed distances that a step fetches, and how far behind it
+    slot 0 of its block is.
 
-    ``end`` is the slot behind the last query, for which the column of a slot is ``num_slots - end + slot``.
+    ``end`` is the slot behind the last query, for which the column of a slot is ``num_slots - end +
+    slot``.
     """
     wanted = num_slots - end + count * block
     first = pl.multiple_of(jnp.minimum(wanted & -LANES, num_slots - width), LANES)
@@ -227,7 +294,8 @@ def _window(end: Array, block: Array, count: int, width: int, num_slots: int) ->
 
 
 def _align(distances_MRX: Array, column: Array, count: int, length: int) -> Array:
-    """Returns ``count`` columns of each query: from ``column`` on for the last of T, each query before one further on.
+    """Returns ``count`` columns of each query: from ``column`` on for the last of T, each query
+    before one further on.
 
     What is rolled in from the other side has a negative distance, and is not seen.
     """
@@ -247,7 +315,9 @@ def _align(distances_MRX: Array, column: Array, count: int, length: int) -> Arra
 
 
 def _kernel(row_X, block_X, first_B, last_B, start_B, counts_P, *refs, parts, **options):
-    """Adds the block of a step to the running softmax of its sequence, unless its part has no more steps."""
+    """Adds the block of a step to the running softmax of its sequence, unless its part has no more
+    steps.
+    """
     outer, step = pl.program_id(0), pl.program_id(1)
     _, at = _place(outer, step, row_X, parts)
     add = functools.partial(_add, row_X[at], block_X[at], first_B, last_B, start_B, refs, **options)
@@ -263,7 +333,11 @@ def _add(row, block, first_B, last_B, start_B, refs, *, names, scale, cap, lengt
         total[...] = jnp.zeros(total.shape, jnp.float32)
         mean[...] = jnp.zeros(mean.shape, jnp.float32)
 
-    queries, keys, values = operands["q"][0], operands["keys"][0], operands.get("values", operands["keys"])[0]
+    queries, keys, values = (
+        operands["q"][0],
+        operands["keys"][0],
+        operands.get("values", operands["keys"])[0],
+    )
     scores = einsum_in_float32("mrh,msh->mrs", queries, keys.astype(queries.dtype))
     if "key_scales" in operands:
         scores = scores * operands["key_scales"][0]
@@ -282,7 +356,8 @@ def _add(row, block, first_B, last_B, start_B, refs, *, names, scale, cap, lengt
     scores = jnp.where(seen[None], scores, UNSEEN)
     before = maximum[...]
     after = jnp.maximum(before, scores.max(axis=-1, keepdims=True))
-    # For a query that has seen no slot yet this adds ones; ``kept`` is 0 at its first slot and removes them.
+    # For a query that has seen no slot yet this adds ones; ``kept`` is 0 at its first slot and
+    # removes them.
     weights = jnp.exp(scores - after)
     kept = jnp.exp(before - after)
     maximum[...] = after
@@ -298,7 +373,9 @@ def _add(row, block, first_B, last_B, start_B, refs, *, names, scale, cap, lengt
         out[0] = (mean[...] / total[...]).astype(out.dtype)
 
 
-def _seen(first: Array, count: int, bounds_R2: Array, tree_RX: Array | None, tree_start: Array) -> Array:
+def _seen(
+    first: Array, count: int, bounds_R2: Array, tree_RX: Array | None, tree_start: Array
+) -> Array:
     """Returns ``[R, count]`` bool: whether each query sees each slot from ``first`` on."""
     shape = (bounds_R2.shape[0], count)
     slots = first + jax.lax.broadcasted_iota(jnp.int32, shape, 1)

@@ -1,4 +1,6 @@
-"""The kernels of a model: attention over caches, writes to them, experts, norms, rotations and warps; also on a mesh."""
+"""The kernels of a model: attention over caches, writes to them, experts, norms, rotations and
+warps; also on a mesh.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,12 @@ ATTENTION = ("auto", "plain", "kernel")
 class Kernels:
     """Says how a model calls kernels; static.
 
-    Calls of many tokens, which read prompts, do without kernels; so do all caches whose slots are no multiple of 128.
-    Heads of 64 entries have a `specsamp.models.cache.PairedKVCache`.
+    Calls of many tokens, which read prompts, do without kernels; so do all caches whose slots are
+    no multiple of 128. Heads of 64 entries have a `specsamp.models.cache.PairedKVCache`.
 
     Attributes:
-      layout: of the model over a mesh, each of whose devices calls the kernels for its own heads; None: one device.
+      layout: of the model over a mesh, each of whose devices calls the kernels for its own heads;
+        None: one device.
       interpret: runs the kernels on the CPU, slowly, for tests.
     """
 
@@ -53,13 +56,16 @@ class Kernels:
         """Returns the kernels, or None if they do not take heads of this size."""
         if head_size % LANES and head_size != PAIRED_SIZE:
             say_once(
-                f"attention is not a kernel: heads of {head_size} entries are neither {PAIRED_SIZE} nor a multiple of {LANES}"
+                f"attention is not a kernel: heads of {head_size} entries are neither "
+                f"{PAIRED_SIZE} nor a multiple of {LANES}"
             )
             return None
         return self
 
     def take(self, num_slots: int, length: int, group: int = 1) -> bool:
-        """Returns whether kernels do a call of ``length`` tokens, with ``group`` queries for each kv head."""
+        """Returns whether kernels do a call of ``length`` tokens, with ``group`` queries for each
+        kv head.
+        """
         if num_slots % LANES:
             say_once(f"attention is not a kernel: {num_slots} slots are no multiple of {LANES}")
         return num_slots % LANES == 0 and length <= MAX_TOKENS and group * length <= MAX_ROWS
@@ -75,7 +81,9 @@ class Kernels:
         cap: float | None,
     ) -> Array:
         """Computes `LayerCache.attend`, and reads the cache as far as it is alive."""
-        attend = functools.partial(decode_attention, scale=scale, cap=cap, cores=self.cores, interpret=self.interpret)
+        attend = functools.partial(
+            decode_attention, scale=scale, cap=cap, cores=self.cores, interpret=self.interpret
+        )
         if self.layout is not None:
             heads, kv_heads = q_BNTH.shape[1], cache.entries_BMSH[0].shape[1]
             of_heads = of_cache = self.layout.spec(PartitionSpec(None, "kv_heads"), (1, kv_heads))
@@ -86,10 +94,16 @@ class Kernels:
             attend = self.layout.per_device(attend, in_specs, of_heads)
         if distances_BNTS is not None and visible.block is not None:
             distances_BNTS = align_distances(distances_BNTS, visible)
-        return attend(q_BNTH, cache.entries_BMSH, SeenSlots.of(visible), distances_BNTS, cache.scales_BM1S)
+        return attend(
+            q_BNTH, cache.entries_BMSH, SeenSlots.of(visible), distances_BNTS, cache.scales_BM1S
+        )
 
-    def write(self, caches: tuple[Array, ...], new: tuple[Array, ...], start_B: Array) -> tuple[Array, ...]:
-        """Writes keys and values ``[B, M, T, H]`` in place, in slots ``start_B ..`` of their arrays."""
+    def write(
+        self, caches: tuple[Array, ...], new: tuple[Array, ...], start_B: Array
+    ) -> tuple[Array, ...]:
+        """Writes keys and values ``[B, M, T, H]`` in place, in slots ``start_B ..`` of their
+        arrays.
+        """
         append = functools.partial(append_rows, interpret=self.interpret)
         if self.layout is not None:
             split = self.layout.spec(PartitionSpec(None, "kv_heads"), (1, new[0].shape[1]))
@@ -97,25 +111,38 @@ class Kernels:
         return append(caches, new, start_B)
 
     def take_small(self, x: Array) -> bool:
-        """Returns whether operations on ``[..., T, X]`` are done by one kernel: each alone would cost what its start costs."""
+        """Returns whether operations on ``[..., T, X]`` are done by one kernel: each alone would
+        cost what its start costs.
+        """
         padded = x.size // x.shape[-2] * -(-x.shape[-2] // 8) * 8  # to whole registers
         return x.shape[-1] % LANES == 0 and x.size <= MAX_SMALL and padded <= 4 * MAX_SMALL
 
     def fuse(self, function: Callable, operands: tuple, axes: tuple[str | None, ...]) -> Any:
-        """Computes a function of arrays and trees of arrays; ``axes`` split axis 1 of the first operands, and of the results."""
+        """Computes a function of arrays and trees of arrays; ``axes`` split axis 1 of the first
+        operands, and of the results.
+        """
         compute = functools.partial(in_one_kernel, function, interpret=self.interpret)
         if self.layout is None:
             return compute(*operands)
-        specs = [self.layout.spec(PartitionSpec(None, axis), x.shape[:2]) for axis, x in zip(axes, operands)]
+        specs = [
+            self.layout.spec(PartitionSpec(None, axis), x.shape[:2])
+            for axis, x in zip(axes, operands)
+        ]
         rest = [PartitionSpec()] * (len(operands) - len(specs))
-        return self.layout.per_device(compute, (*specs, *rest), tuple(specs) if len(specs) > 1 else specs[0])(*operands)
+        return self.layout.per_device(
+            compute, (*specs, *rest), tuple(specs) if len(specs) > 1 else specs[0]
+        )(*operands)
 
     def row_by_row(self, function: Callable, x: Array, numbers: Any) -> Array:
-        """Computes a function of ``[..., X, Y]`` and a tree of ``[..., 1, 1]``, row by row; a layout splits the first axis."""
+        """Computes a function of ``[..., X, Y]`` and a tree of ``[..., 1, 1]``, row by row; a
+        layout splits the first axis.
+        """
 
         def compute(*operands):
             flat = jax.tree.map(lambda each: each.reshape(-1, *each.shape[-2:]), operands)
-            made = in_one_kernel(function, *flat, interpret=self.interpret, name=WARPS, steps=len(flat[0]))
+            made = in_one_kernel(
+                function, *flat, interpret=self.interpret, name=WARPS, steps=len(flat[0])
+            )
             return made.reshape(operands[0].shape)
 
         if self.layout is None:
@@ -124,24 +151,38 @@ class Kernels:
         return self.layout.per_device(compute, (rows, rows), rows)(x, numbers)
 
     def take_experts(self, tokens: int, part: tuple[int, int, int], dtype: jnp.dtype) -> bool:
-        """Returns whether a kernel mixes experts with matrices ``[E', F, D]`` on a device for so many tokens."""
+        """Returns whether a kernel mixes experts with matrices ``[E', F, D]`` on a device for so
+        many tokens.
+        """
         _, inner, width = part
         fits = width % LANES == 0 and part_width(inner, width, dtype.itemsize) is not None
         if not fits:
-            say_once(f"experts are not a kernel: a device has matrices of {inner} x {width} in {dtype}")
+            say_once(
+                f"experts are not a kernel: a device has matrices of {inner} x {width} in {dtype}"
+            )
         return fits and tokens <= MAX_TOKENS
 
     def mix_experts(
-        self, config: TransformerConfig, x_RD: Array, logits_RE: Array, stacked: dict[str, Any], first: Array
+        self,
+        config: TransformerConfig,
+        x_RD: Array,
+        logits_RE: Array,
+        stacked: dict[str, Any],
+        first: Array,
     ) -> Array:
-        """Routes tokens, and returns the sum of the results of the experts ``first ..`` of this device, ``[R, D]`` float32."""
+        """Routes tokens, and returns the sum of the results of the experts ``first ..`` of this
+        device, ``[R, D]`` float32.
+        """
         chosen, normalised = config.experts.experts_per_token, config.experts.normalised
-        mix = functools.partial(mix_experts, chosen=chosen, normalised=normalised, activation=config.activation)
+        mix = functools.partial(
+            mix_experts, chosen=chosen, normalised=normalised, activation=config.activation
+        )
         return mix(x_RD, logits_RE, stacked, first, interpret=self.interpret)
 
 
 def choose_kernels(attention: str, backend: str | None = None) -> Kernels | None:
-    """Returns the kernels for a value of `ATTENTION`; "auto" has kernels on a TPU, see `specsamp.mesh.sharded.with_attention`.
+    """Returns the kernels for a value of `ATTENTION`; "auto" has kernels on a TPU, see
+    `specsamp.mesh.sharded.with_attention`.
 
     Args:
       backend: the backend that programs are compiled for; None: the default backend.

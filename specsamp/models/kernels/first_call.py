@@ -18,42 +18,66 @@ from specsamp.sampling.warp import chain, log_probs, min_p, temperature, top_k, 
 
 SLOTS, PROMPT, TOKENS = 1024, 600, 5
 WARPS = chain(temperature([0.0, 0.8]), top_k(200), top_p(0.9), min_p(0.01))  # of two rows
-FEW_EXPERTS = {"num_experts": 4, "experts_per_token": 2, "width": 5120, "dense_layers": ()}  # in several parts
-# Difference of logits over their standard deviation. Rounding to bfloat16 makes 0.03, a query that misses one slot 0.15.
+# In several parts.
+FEW_EXPERTS = {"num_experts": 4, "experts_per_token": 2, "width": 5120, "dense_layers": ()}
+# Difference of logits over their standard deviation. Rounding to bfloat16 makes 0.03, a query that
+# misses one slot 0.15.
 NEAR = {"float32": 1e-3, "bfloat16": 0.07}
 
 
 @functools.cache
 def reason_for_plain(config: TransformerConfig, kernels: Kernels) -> str:
-    """Returns why a model of this shape does without kernels here; an empty text if it can have them.
+    """Returns why a model of this shape does without kernels here; an empty text if it can have
+    them.
 
-    Two models of two layers with the same heads and caches, random parameters and a few experts read two texts and score
-    tokens, on one device: one with kernels, one without. Warps are compared on logits of the whole vocabulary.
+    Two models of two layers with the same heads and caches, random parameters and a few experts
+    read two texts and score tokens, on one device: one with kernels, one without. Warps are
+    compared on logits of the whole vocabulary.
     """
     use_compilation_cache()  # as `generate` does, which comes later
     group = config.num_heads // config.num_kv_heads
     few = config.experts and dataclasses.replace(config.experts, **FEW_EXPERTS)
-    sizes = {"width": 2 * LANES, "num_layers": 2, "num_heads": 2 * group, "num_kv_heads": 2, "feedforward_width": LANES}
-    ends = {"vocab_size": 2 * LANES, "num_real_tokens": None, "ngram_rows": 0, "max_positions": SLOTS}
+    sizes = {
+        "width": 2 * LANES,
+        "num_layers": 2,
+        "num_heads": 2 * group,
+        "num_kv_heads": 2,
+        "feedforward_width": LANES,
+    }
+    ends = {
+        "vocab_size": 2 * LANES,
+        "num_real_tokens": None,
+        "ngram_rows": 0,
+        "max_positions": SLOTS,
+    }
     ends |= {"global_layers": (1,) if config.global_layers else ()}
     try:
         plain = TransformerLM(dataclasses.replace(config, **sizes, **ends, experts=few))
-        expected_BTV, found_BTV = (_logits(dataclasses.replace(plain, kernels=each)) for each in (None, kernels))
+        expected_BTV, found_BTV = (
+            _logits(dataclasses.replace(plain, kernels=each)) for each in (None, kernels)
+        )
         logits_BV = 3 * jax.random.normal(jax.random.key(2), (2, config.vocab_size))
-        laws = (np.exp(jax.jit(log_probs)(with_kernels(WARPS, each), logits_BV)) for each in (None, kernels))
+        laws = (
+            np.exp(jax.jit(log_probs)(with_kernels(WARPS, each), logits_BV))
+            for each in (None, kernels)
+        )
         moved = np.abs(np.subtract(*laws)).max()
     except Exception as error:  # whatever a compiler raises, decoding goes on without kernels
         return f"a call with kernels failed: {' '.join(str(error).split())[:200]}"
     difference = np.abs(found_BTV - expected_BTV).max() / expected_BTV.std()
     if difference > NEAR[config.dtype]:
         return f"a call with kernels differs from one without by {difference:.1%}"
-    return "" if moved < NEAR["float32"] else f"warps with kernels move a probability by {moved:.1%}"
+    return (
+        "" if moved < NEAR["float32"] else f"warps with kernels move a probability by {moved:.1%}"
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(model: TransformerLM) -> jax.Array:
     weights = model.fit_slots(model.prepare(model.init(jax.random.key(0))), SLOTS)
     tokens_BT = jax.random.randint(jax.random.key(1), (2, PROMPT + TOKENS), 0, model.vocab_size)
-    cache = model(weights, tokens_BT[:, :PROMPT], jnp.zeros(2, jnp.int32), model.init_cache(2, SLOTS)).cache
+    cache = model(
+        weights, tokens_BT[:, :PROMPT], jnp.zeros(2, jnp.int32), model.init_cache(2, SLOTS)
+    ).cache
     start_B = jnp.array([PROMPT, PROMPT // 2], jnp.int32)  # in two blocks of slots
     return model(weights, tokens_BT[:, PROMPT:], start_B, cache).logits_BTV

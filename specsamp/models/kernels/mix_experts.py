@@ -1,7 +1,8 @@
-"""Routes up to 128 tokens and mixes the results of their experts; of the experts only those that are chosen are fetched.
+"""Routes up to 128 tokens and mixes the results of their experts; of the experts only those that
+are chosen are fetched.
 
-A step of a loop multiplies all tokens by a part of the width of a chosen expert, while the next two parts are on their
-way: with one, a step would wait for the latency of memory.
+A step of a loop multiplies all tokens by a part of the width of a chosen expert, while the next two
+parts are on their way: with one, a step would wait for the latency of memory.
 """
 
 from __future__ import annotations
@@ -36,50 +37,74 @@ def mix_experts(
     activation: str,
     interpret: bool = False,
 ) -> Array:
-    """Returns each token's sum over the experts of this device of share times result, ``[R, D]`` float32.
+    """Returns each token's sum over the experts of this device of share times result, ``[R, D]``
+    float32.
 
     Args:
       x_RD: tokens.
       logits_RE: float32, of the router, for the experts of all devices.
-      stacked: matrices ``[E', F, D]`` of the experts ``first ..`` of all, or a part of their width; in HBM.
+      stacked: matrices ``[E', F, D]`` of the experts ``first ..`` of all, or a part of their width;
+        in HBM.
       chosen, normalised: see `specsamp.models.experts.route`.
       interpret: runs on the CPU.
     """
-    matrices = [stacked[name].values if is_int8(stacked[name]) else stacked[name] for name in MATRICES]
+    matrices = [
+        stacked[name].values if is_int8(stacked[name]) else stacked[name] for name in MATRICES
+    ]
     _, inner, width = matrices[0].shape
     part = part_width(inner, width, matrices[0].dtype.itemsize)
     scales = []
     if is_int8(stacked["gate"]):
         scales = [stacked[name].scale.reshape(-1, part) for name in ("gate", "up")]
         scales += [stacked["down"].scale.reshape(-1, width)]
-    vmem, smem, anywhere = (pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pltpu.SMEM, pl.ANY))
+    vmem, smem, anywhere = (
+        pl.BlockSpec(memory_space=space) for space in (pltpu.VMEM, pltpu.SMEM, pl.ANY)
+    )
     return pl.pallas_call(
-        functools.partial(_kernel, chosen=chosen, normalised=normalised, activation=activation, part=part),
+        functools.partial(
+            _kernel, chosen=chosen, normalised=normalised, activation=activation, part=part
+        ),
         out_shape=jax.ShapeDtypeStruct(x_RD.shape, jnp.float32),
         in_specs=[smem, vmem, vmem, *[vmem] * len(scales), *[anywhere] * 3],
         out_specs=vmem,
-        scratch_shapes=[pltpu.VMEM((SLOTS, 3, part, width), matrices[0].dtype), pltpu.SemaphoreType.DMA((SLOTS, 3))],
+        scratch_shapes=[
+            pltpu.VMEM((SLOTS, 3, part, width), matrices[0].dtype),
+            pltpu.SemaphoreType.DMA((SLOTS, 3)),
+        ],
         interpret=interpret,
         name=NAME,
-    )(first.reshape(1), x_RD, logits_RE, *scales, *[in_hbm(matrix, interpret=interpret) for matrix in matrices])
+    )(
+        first.reshape(1),
+        x_RD,
+        logits_RE,
+        *scales,
+        *[in_hbm(matrix, interpret=interpret) for matrix in matrices],
+    )
 
 
 def part_width(inner: int, width: int, itemsize: int) -> int | None:
-    """Returns the width of an expert that a step takes, or None if experts cannot be cut into parts."""
+    """Returns the width of an expert that a step takes, or None if experts cannot be cut into
+    parts.
+    """
     tile = TILES[itemsize]
     fitting = (each for each in range(tile, inner + 1, tile) if inner % each == 0)
     itemsize = max(itemsize, 2)  # int8 is widened on chip
-    return max((each for each in fitting if 3 * each * width * itemsize <= STEP_BYTES), default=None)
+    return max(
+        (each for each in fitting if 3 * each * width * itemsize <= STEP_BYTES), default=None
+    )
 
 
 def _kernel(first, x, logits, *refs, chosen, normalised, activation, part):
-    """Adds up the results of the chosen experts of this device, a part of an expert's width in each step."""
+    """Adds up the results of the chosen experts of this device, a part of an expert's width in each
+    step.
+    """
     *scales, gate, up, down, out, buffer, arrived = refs
     first, (here, inner, _) = first[0], gate.shape
     parts = inner // part
     shares_RE = _shares(logits[...], chosen, normalised)
     lane_1E = jax.lax.broadcasted_iota(jnp.int32, (1, shares_RE.shape[1]), 1)
-    is_chosen_1E = jnp.where(shares_RE != 0, 1, 0).max(axis=0, keepdims=True) > 0  # also by what is no number
+    # Also by what is no number.
+    is_chosen_1E = jnp.where(shares_RE != 0, 1, 0).max(axis=0, keepdims=True) > 0
     is_here_1E = (lane_1E >= first) & (lane_1E < first + here) & is_chosen_1E
     end = first + here
 
@@ -111,7 +136,9 @@ def _kernel(first, x, logits, *refs, chosen, normalised, activation, part):
         for copy in copies(slot, expert, number):
             copy.wait()
         gate_fD, up_fD, down_fD = (buffer[slot, i].astype(x.dtype) for i in range(3))
-        gate_Rf, up_Rf = (einsum_in_float32("rd,fd->rf", x[...], matrix) for matrix in (gate_fD, up_fD))
+        gate_Rf, up_Rf = (
+            einsum_in_float32("rd,fd->rf", x[...], matrix) for matrix in (gate_fD, up_fD)
+        )
         row = (expert - first) * parts + number
         if scales:
             gate_Rf, up_Rf = gate_Rf * scales[0][pl.ds(row, 1)], up_Rf * scales[1][pl.ds(row, 1)]

@@ -1,4 +1,6 @@
-"""The entry points: each decodes a stream of requests and compares the texts with those that they have alone."""
+"""The entry points: each decodes a stream of requests and compares the texts with those that they
+have alone.
+"""
 
 import contextlib
 import dataclasses
@@ -27,8 +29,8 @@ SLICES = 2000  # more than any stream takes
 def check(stream, ask, tokens, finish=None, rounds=None, begins=None):
     """Raises `Different` unless a text is that of its request alone.
 
-    Sampled texts of adaptive lengths depend on the lengths, except under the coupled rule: they are decoded again
-    with the lengths that were recorded.
+    Sampled texts of adaptive lengths depend on the lengths, except under the coupled rule: they are
+    decoded again with the lengths that were recorded.
     """
     setting = stream.setting
     expected = ask.tokens
@@ -47,7 +49,12 @@ def check(stream, ask, tokens, finish=None, rounds=None, begins=None):
 
 def of_call(stream, num_samples=1):
     """Returns the requests of one call, and its arguments."""
-    found = asks(stream, lambda number: (stream.seed, 3 * number + 1, 0), one_stop=True, num_samples=num_samples)
+    found = asks(
+        stream,
+        lambda number: (stream.seed, 3 * number + 1, 0),
+        one_stop=True,
+        num_samples=num_samples,
+    )
     prompts = found[::num_samples]
     pair, options = stream.setting.decoding
     arguments = dict(
@@ -69,7 +76,9 @@ def of_call(stream, num_samples=1):
 
 @contextlib.contextmanager
 def recorded_rounds():
-    """Gives a mapping from the address of each text, decoded meanwhile, to where its rounds begin."""
+    """Gives a mapping from the address of each text, decoded meanwhile, to where its
+    rounds begin.
+    """
     begins, create, read = {}, Engine.create.__func__, Engine.text
 
     def create_keeping(cls, *arguments, **options):
@@ -103,11 +112,19 @@ def queue(stream):
     num_samples = 1 + stream.turn % 2
     pair, found, arguments = of_call(stream, num_samples)
     with recorded_rounds() as begins:
-        compare(stream, found, list(generate_many(pair, rows=stream.rows, **arguments)), begins, num_samples)
+        compare(
+            stream,
+            found,
+            list(generate_many(pair, rows=stream.rows, **arguments)),
+            begins,
+            num_samples,
+        )
 
 
 def log(stream):
-    """Decodes with `generate_many` and a log: the run is killed, its last line is cut, and another run goes on."""
+    """Decodes with `generate_many` and a log: the run is killed, its last line is cut, and another
+    run goes on.
+    """
     pair, found, arguments = of_call(stream)
     with tempfile.TemporaryDirectory() as folder, recorded_rounds() as begins:
         path = pathlib.Path(folder, "log.jsonl")
@@ -142,11 +159,15 @@ def streamed(stream_):
             whole = whole[: len(ask.tokens)]  # a stop text is found a few tokens later
         check(stream_, ask, whole, ends[index])
         if texts[index] != (ask.text or ""):
-            raise Different(f"{stream_.setting.name}: pieces {texts[index]!r} of {ask.text!r}\n  of {ask}")
+            raise Different(
+                f"{stream_.setting.name}: pieces {texts[index]!r} of {ask.text!r}\n  of {ask}"
+            )
 
 
 def conversation(stream):
-    """Decodes with `Conversation`: each request is a turn, and some callers leave in the middle of one."""
+    """Decodes with `Conversation`: each request is a turn, and some callers leave in the middle of
+    one.
+    """
     pair, options = stream.setting.decoding
     is_sampled = stream.drawn[0].is_sampled
     alike = tuple(dataclasses.replace(one, is_sampled=is_sampled) for one in stream.drawn)
@@ -163,21 +184,29 @@ def conversation(stream):
         )
         for ask in found:
             tokens = []
-            for count, chunk in enumerate(talk.stream(list(ask.prompt), ask.budget, rounds_per_chunk=2)):
+            for count, chunk in enumerate(
+                talk.stream(list(ask.prompt), ask.budget, rounds_per_chunk=2)
+            ):
                 tokens += chunk.tokens
                 if count == ask.drawn.leaves:
                     break
             else:
-                check(stream, ask, tokens, chunk.finish, chunk.stats.rounds, begins.get(ask.address))
+                check(
+                    stream, ask, tokens, chunk.finish, chunk.stats.rounds, begins.get(ask.address)
+                )
                 continue
             check_beginning(stream, ask, tokens)
 
 
 def check_beginning(stream, ask, tokens):
     """Compares the tokens of a caller that has left with the first ones of its text."""
-    depends = stream.setting.adapts and ask.heat > 0 and not isinstance(stream.setting.rule, CoupledRule)
+    depends = (
+        stream.setting.adapts and ask.heat > 0 and not isinstance(stream.setting.rule, CoupledRule)
+    )
     if not depends and tuple(tokens) != ask.tokens[: len(tokens)]:
-        raise Different(f"{stream.setting.name}: begins with {tokens} instead of {list(ask.tokens)}\n  of {ask}")
+        raise Different(
+            f"{stream.setting.name}: begins with {tokens} instead of {list(ask.tokens)}\n  of {ask}"
+        )
 
 
 def make_service(setting, rows):
@@ -206,7 +235,9 @@ def small_sizes():
 
 
 def service(stream):
-    """Decodes with `Service`, a slice at a time: requests come, and callers leave, between slices."""
+    """Decodes with `Service`, a slice at a time: requests come, and callers leave,
+    between slices.
+    """
     with small_sizes():
         run_service(stream, make_service(stream.setting, stream.rows))
 
@@ -214,16 +245,25 @@ def service(stream):
 def run_service(stream, service):
     setting = stream.setting
     has_lengths = has_own_lengths(setting)
-    found = asks(stream, lambda number: (stream.seed + number, 0, number % 2), own_lengths=has_lengths)
+    found = asks(
+        stream, lambda number: (stream.seed + number, 0, number % 2), own_lengths=has_lengths
+    )
     chunks = {number: [] for number in range(len(found))}
     answers = {}
     with recorded_rounds() as begins:
         for turn in range(SLICES):
             for number, ask in enumerate(found):
-                if ask.drawn.arrives == turn or number not in answers and not service.unfinished and turn > 8:
+                if (
+                    ask.drawn.arrives == turn
+                    or number not in answers
+                    and not service.unfinished
+                    and turn > 8
+                ):
                     if number not in answers:
                         answers[number] = submit(service, ask, chunks[number].append)
-                is_due = ask.drawn.leaves is not None and turn == ask.drawn.arrives + ask.drawn.leaves
+                is_due = (
+                    ask.drawn.leaves is not None and turn == ask.drawn.arrives + ask.drawn.leaves
+                )
                 if number in answers and is_due:
                     answers[number].cancel()
             if service.unfinished:
@@ -234,7 +274,11 @@ def run_service(stream, service):
         else:
             raise Different(f"{setting.name}: not all requests have ended after {SLICES} slices")
     for number, ask in enumerate(found):
-        got = [chunk for chunk in chunks[number] if getattr(chunk, "sample_index", None) in (None, ask.address[2])]
+        got = [
+            chunk
+            for chunk in chunks[number]
+            if getattr(chunk, "sample_index", None) in (None, ask.address[2])
+        ]
         failed = next((chunk for chunk in got if isinstance(chunk, Failed)), None)
         if failed is not None:
             raise Different(f"{setting.name}: {failed}\n  of {ask}")
@@ -302,12 +346,16 @@ def post_completion(server, ask):
         body["draft_length"] = ask.draft_length
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     with contextlib.closing(connection):
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+        )
         reply = connection.getresponse().read().decode()
     if not body["stream"]:
         (choice,) = json.loads(reply)["choices"]
         return choice["text"], choice["finish_reason"]
-    lines = [line.removeprefix("data: ") for line in reply.splitlines() if line.startswith("data: {")]
+    lines = [
+        line.removeprefix("data: ") for line in reply.splitlines() if line.startswith("data: {")
+    ]
     choices = [choice for line in lines for choice in json.loads(line)["choices"]]
     return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
 

@@ -1,4 +1,6 @@
-"""Planted faults of admission, prefix copies, resizing, chunking, insertion and cancellation: each must be found."""
+"""Planted faults of admission, prefix copies, resizing, chunking, insertion and cancellation: each
+must be found.
+"""
 
 import contextlib
 import dataclasses
@@ -39,7 +41,10 @@ class Fault:
         return [
             one
             for one in SETTINGS
-            if one.entry in self.entries and one.kind in self.kinds and one.adapts in self.adapts and one.shards == 1
+            if one.entry in self.entries
+            and one.kind in self.kinds
+            and one.adapts in self.adapts
+            and one.shards == 1
         ]
 
 
@@ -56,7 +61,11 @@ NOT_CHECKED = Change(engine.Engine, "extend", "if needed > self.slots", "if Fals
 MOVED = Change(cache, "write_slots", "", "")
 FAULTS = {
     "a row is read in as many calls as others": Fault(
-        (MOVED, NOT_CHECKED, Change(batch.Batch, "_read", "if fits else min(counts)", "if True else min(counts)")),
+        (
+            MOVED,
+            NOT_CHECKED,
+            Change(batch.Batch, "_read", "if fits else min(counts)", "if True else min(counts)"),
+        ),
         ("queue",),
         ("none",),
     ),
@@ -69,8 +78,10 @@ FAULTS = {
                 "extend",
                 "caches = state.cache, state.drafter_state\n",
                 "caches = state.cache, state.drafter_state\n"
-                "                if state.adaptive_state is not None and state.adaptive_state.seen_B is not None:\n"
-                "                    start_B = jnp.minimum(start_B, jnp.maximum(state.adaptive_state.seen_B, 0))\n",
+                "                adapts = state.adaptive_state is not None\n"
+                "                if adapts and state.adaptive_state.seen_B is not None:\n"
+                "                    seen_B = jnp.maximum(state.adaptive_state.seen_B, 0)\n"
+                "                    start_B = jnp.minimum(start_B, seen_B)\n",
             ),
             MOVED,
             NOT_CHECKED,
@@ -79,12 +90,23 @@ FAULTS = {
         adapts=(True,),
     ),
     "a prefix is copied two tokens too long": Fault(
-        (Change(batch.Batch, "_longest_prefix", "best = (place, start)", "best = (place, start + 2)"),),
+        (
+            Change(
+                batch.Batch, "_longest_prefix", "best = (place, start)", "best = (place, start + 2)"
+            ),
+        ),
         ("queue",),
         ("none",),
     ),
     "rows change places when the size changes": Fault(
-        (Change(engine.Engine, "resize", "jnp.asarray(at, jnp.int32)", "jnp.asarray(at[::-1], jnp.int32)"),),
+        (
+            Change(
+                engine.Engine,
+                "resize",
+                "jnp.asarray(at, jnp.int32)",
+                "jnp.asarray(at[::-1], jnp.int32)",
+            ),
+        ),
         ("service",),
     ),
     "a chunk begins one token late": Fault(
@@ -92,7 +114,14 @@ FAULTS = {
         ("queue", "service"),
     ),
     "rows are inserted in another order": Fault(
-        (Change(batch_rows, "_write_rows", "row = new[n : n + 1]", "row = new[len(at_N) - 1 - n :][:1]"),),
+        (
+            Change(
+                batch_rows,
+                "_write_rows",
+                "row = new[n : n + 1]",
+                "row = new[len(at_N) - 1 - n :][:1]",
+            ),
+        ),
         ("queue",),
         ("none",),
     ),
@@ -108,7 +137,14 @@ FAULTS = {
         ("service",),
     ),
     "prompts that are read together have each other's numbers": Fault(
-        (Change(engine.Engine, "extend", "arrays = self.arrays(requests)", "arrays = self.arrays(requests[::-1])"),),
+        (
+            Change(
+                engine.Engine,
+                "extend",
+                "arrays = self.arrays(requests)",
+                "arrays = self.arrays(requests[::-1])",
+            ),
+        ),
         ("queue",),
         ("none",),
     ),
@@ -130,7 +166,10 @@ FAULTS = {
 @contextlib.contextmanager
 def planted(fault):
     """Changes the code, and changes it back."""
-    kept = [(change.owner, change.name, inspect.getattr_static(change.owner, change.name)) for change in fault.changes]
+    kept = [
+        (change.owner, change.name, inspect.getattr_static(change.owner, change.name))
+        for change in fault.changes
+    ]
     try:
         for change in fault.changes:
             setattr(change.owner, change.name, changed(change))
@@ -150,7 +189,9 @@ def changed(change):
     source = textwrap.dedent(inspect.getsource(function))
     old, new = (text.replace("\n" + 4 * " ", "\n") for text in (change.old, change.new))
     if source.count(old) != 1:
-        raise ValueError(f"{old!r} stands {source.count(old)} times in {change.name}: mend the planted fault")
+        raise ValueError(
+            f"{old!r} stands {source.count(old)} times in {change.name}: mend the planted fault"
+        )
     scope = sys.modules[function.__module__].__dict__
     made = {}
     exec(compile(source.replace(old, new), f"<planted in {change.name}>", "exec"), scope, made)

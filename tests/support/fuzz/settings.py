@@ -1,4 +1,6 @@
-"""The settings that streams of requests are drawn from: an entry point with a drafter and a rule."""
+"""The settings that streams of requests are drawn from: an entry point with a drafter and
+a rule.
+"""
 
 import dataclasses
 import functools
@@ -25,7 +27,9 @@ from support.weights import drawn_params
 
 ERROR = 0.6  # of the draft's parameters: some of its tokens are rejected
 BYTES = TransformerLM(
-    TransformerConfig(vocab_size=257, width=8, num_layers=1, num_heads=2, feedforward_width=16, positions="rotary")
+    TransformerConfig(
+        vocab_size=257, width=8, num_layers=1, num_heads=2, feedforward_width=16, positions="rotary"
+    )
 )
 
 
@@ -68,7 +72,8 @@ class Setting:
     Attributes:
       entry: a function of `support.fuzz.entries`.
       kind: of the drafter, of `KINDS`.
-      rule: greedy texts are those of plain decoding under every rule, sampled texts under the coupled rule.
+      rule: greedy texts are those of plain decoding under every rule, sampled texts under the
+        coupled rule.
       adapts: whether draft lengths adapt, with pauses.
       shards: data shards.
       slots: all prompts and budgets fit into so many slots.
@@ -109,7 +114,9 @@ class Setting:
             return pair
         model = pair.head if pair.draft is None else pair.draft
         noise = drawn_params(model, 1)
-        params = jax.tree.map(lambda x, y: x + ERROR * y if x.dtype.kind == "f" else x, pair.draft_params, noise)
+        params = jax.tree.map(
+            lambda x, y: x + ERROR * y if x.dtype.kind == "f" else x, pair.draft_params, noise
+        )
         return dataclasses.replace(pair, draft_params=params)
 
     @property

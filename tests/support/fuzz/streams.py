@@ -30,7 +30,8 @@ class Drawn:
       parent: the earlier request that its prompt begins like, counted back; 0: none.
       shared: tokens of the parent's prompt and text, at most.
       fresh: tokens of its own, at most as many as fit, from the random numbers of ``tokens``.
-      stop: the place of a token of its text that ends it, or of a character if ``stops_at_text``; None: the budget does.
+      stop: the place of a token of its text that ends it, or of a character if ``stops_at_text``;
+        None: the budget does.
       arrives: slices before it comes.
       leaves: slices after which its caller has left; None: it stays.
     """
@@ -52,14 +53,19 @@ class Drawn:
 def lengths(most):
     """Returns lengths from 1, often beside a border, and often nearly the largest."""
     borders = [length for length in BORDERS if length <= most]
-    return st.one_of(st.integers(1, most), st.sampled_from(borders), st.integers(max(1, most - 4), most))
+    return st.one_of(
+        st.integers(1, most), st.sampled_from(borders), st.integers(max(1, most - 4), most)
+    )
 
 
 def requests(setting):
     return st.builds(
         Drawn,
         parent=st.integers(0, 4),
-        shared=st.one_of(lengths(setting.most_prompt), st.integers(setting.most_prompt // 4, setting.most_prompt // 2)),
+        shared=st.one_of(
+            lengths(setting.most_prompt),
+            st.integers(setting.most_prompt // 4, setting.most_prompt // 2),
+        ),
         fresh=lengths(setting.most_prompt),
         tokens=st.integers(0, 2**16),
         budget=lengths(setting.most_budget),
@@ -91,7 +97,9 @@ class Stream:
 
 
 def streams(settings):
-    """Returns streams of all settings; in every other stream, texts that begin together end together."""
+    """Returns streams of all settings; in every other stream, texts that begin together end
+    together.
+    """
 
     def of(setting):
         return st.builds(
@@ -100,7 +108,9 @@ def streams(settings):
             seed=st.integers(0, 2**40),
             rows=st.sampled_from((1, 3)),
             turn=st.integers(0, 2**16),
-            drawn=st.tuples(st.booleans(), st.lists(requests(setting), min_size=1, max_size=8)).map(_even),
+            drawn=st.tuples(st.booleans(), st.lists(requests(setting), min_size=1, max_size=8)).map(
+                _even
+            ),
         )
 
     return st.sampled_from(settings).flatmap(of)
@@ -195,11 +205,17 @@ def _ask(setting, drawn, prompt, heat, place, length, stops, whole, begins):
     tokens = whole[:budget]
     stopped = next((at + 1 for at, token in enumerate(tokens) if token in ends), None)
     tokens = tokens[:stopped]
-    text = None if tokenizer is None else tokenizer.decode(tokens if stopped is None else tokens[:-1])
+    text = (
+        None if tokenizer is None else tokenizer.decode(tokens if stopped is None else tokens[:-1])
+    )
     for stop in stops[1]:
         if stop in text:
             text = text[: text.index(stop)]
-            stopped = next(count for count in range(len(tokens) + 1) if stop in tokenizer.decode(tokens[:count]))
+            stopped = next(
+                count
+                for count in range(len(tokens) + 1)
+                if stop in tokenizer.decode(tokens[:count])
+            )
             tokens = tokens[:stopped]
     rounds = None if setting.adapts else sum(begin > 0 for begin in begins[: len(tokens)])
     return Ask(
@@ -220,7 +236,8 @@ def _ask(setting, drawn, prompt, heat, place, length, stops, whole, begins):
 
 @functools.lru_cache(2**16)
 def alone(setting, prompt, heat, address, draft_length):
-    """Returns the tokens of the largest budget after a prompt that is decoded alone, and where rounds begin.
+    """Returns the tokens of the largest budget after a prompt that is decoded alone, and where
+    rounds begin.
 
     Greedy texts, and all texts under the coupled rule, are also compared with plain decoding.
     """
@@ -233,11 +250,19 @@ def alone(setting, prompt, heat, address, draft_length):
 
 
 def _decode(setting, drafter, prompt, heat, address, draft_length):
-    engine, method = _engine(setting.pair, drafter, setting.rule, setting.slots, setting.most_budget)
+    engine, method = _engine(
+        setting.pair, drafter, setting.rule, setting.slots, setting.most_budget
+    )
     seed, prompt_id, sample = address
     method = dataclasses.replace(method, sampling=chain(temperature(heat)))
     (request,) = make_requests(
-        setting.pair, method, [list(prompt)], setting.most_budget, seed=seed, prompt_ids=[prompt_id], stop=[]
+        setting.pair,
+        method,
+        [list(prompt)],
+        setting.most_budget,
+        seed=seed,
+        prompt_ids=[prompt_id],
+        stop=[],
     )
     request = dataclasses.replace(request, sample_index=sample, draft_length=draft_length)
     state = engine.run(engine.prefill([request], width=setting.most_prompt))
@@ -251,23 +276,37 @@ def _engine(pair, drafter, rule, slots, budget):
     method = make_method(pair, drafter=drafter, rule=rule, sampling=chain(temperature(1.0)))
     (request,) = make_requests(pair, method, [[0]], budget)
     engine = Engine.create(pair, method, [request], slots=2 * slots, keep_rounds=True)
-    return dataclasses.replace(engine, own_lengths=engine.loop.depth == engine.loop.drafter.K), method
+    return dataclasses.replace(
+        engine, own_lengths=engine.loop.depth == engine.loop.drafter.K
+    ), method
 
 
 def replay(setting, ask, begins):
-    """Returns the tokens of a request alone, whose rounds draft as many tokens as ``begins`` has recorded."""
-    engine, method = _engine(setting.pair, setting.drafter, setting.rule, setting.slots, setting.most_budget)
+    """Returns the tokens of a request alone, whose rounds draft as many tokens as ``begins`` has
+    recorded.
+    """
+    engine, method = _engine(
+        setting.pair, setting.drafter, setting.rule, setting.slots, setting.most_budget
+    )
     seed, prompt_id, sample = ask.address
     method = dataclasses.replace(method, sampling=chain(temperature(ask.heat)))
     (request,) = make_requests(
-        setting.pair, method, [list(ask.prompt)], ask.budget, seed=seed, prompt_ids=[prompt_id], stop=[]
+        setting.pair,
+        method,
+        [list(ask.prompt)],
+        ask.budget,
+        seed=seed,
+        prompt_ids=[prompt_id],
+        stop=[],
     )
     request = dataclasses.replace(request, sample_index=sample)
     state = engine.prefill([request], width=setting.most_prompt)
     for begin in begins:
         if begin:
             lengths_B = jnp.full_like(state.request.draft_lengths_B, begin - 1)
-            state = dataclasses.replace(state, request=dataclasses.replace(state.request, draft_lengths_B=lengths_B))
+            state = dataclasses.replace(
+                state, request=dataclasses.replace(state.request, draft_lengths_B=lengths_B)
+            )
             state = engine.run(state, 1)
     (text,) = engine.take(state, [request])
     return tuple(text.tokens[: len(begins)])
