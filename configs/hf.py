@@ -47,6 +47,11 @@ class PublicPair:
 PAIRS = {
     # For one laptop.
     "gpt2": PublicPair(target="openai-community/gpt2-large", draft="distilbert/distilgpt2"),
+    "smollm2-1.7b": PublicPair(
+        target="HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        draft="HuggingFaceTB/SmolLM2-135M-Instruct",
+        chat=True,
+    ),
     "llama-8b": PublicPair(
         target="meta-llama/Llama-3.1-8B", draft="meta-llama/Llama-3.2-1B", model_parallelism=4
     ),
@@ -55,11 +60,6 @@ PAIRS = {
         draft="meta-llama/Llama-3.2-1B",
         model_parallelism=16,
         num_kv_heads=8,
-    ),
-    "smollm2-1.7b": PublicPair(
-        target="HuggingFaceTB/SmolLM2-1.7B-Instruct",
-        draft="HuggingFaceTB/SmolLM2-135M-Instruct",
-        chat=True,
     ),
     "qwen-3b": PublicPair(target="Qwen/Qwen2.5-3B", draft="Qwen/Qwen2.5-0.5B"),  # for one chip
     # 28 and 14 heads: the draft does not go over four devices.
@@ -140,7 +140,7 @@ PROMPTS = (
 )
 
 
-def get_config(argument: str = "gpt2") -> ConfigDict:
+def get_config(argument: str = "smollm2") -> ConfigDict:
     """Returns the configuration of a pair; see `find` for the argument."""
     config = ConfigDict()
     pair = find(argument)
