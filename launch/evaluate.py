@@ -19,6 +19,7 @@ machine cannot isolate them, none runs without --run_unisolated.
 Exit status: 0, done; 2, the command is impossible (stderr has the reason).
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -76,6 +77,9 @@ _METHODS = flags.DEFINE_list("methods", [PLAIN, "token"], "Ways to decode, separ
 _PROBLEMS = flags.DEFINE_integer(
     "problems", None, "Take the first so many problems; by default all.", lower_bound=1
 )
+_OF_EACH = flags.DEFINE_integer(
+    "of_each", None, "Take the first so many problems of each category.", lower_bound=1
+)
 _SAMPLES = flags.DEFINE_integer("samples", 1, "Completions of each problem.", lower_bound=1)
 _ROWS = flags.DEFINE_integer("rows", 8, "Texts that are decoded together.", lower_bound=1)
 _BLOCKS = flags.DEFINE_integer(
@@ -104,7 +108,7 @@ def main() -> None:
     output = _OUTPUT.value and replica.file(_OUTPUT.value)
     entry.check_output(output)
     task = load_task(_TASK.value, _SOURCE.value, shots=_SHOTS.value, insist=_RUN_UNISOLATED.value)
-    problems = dict(enumerate(task.problems[: _PROBLEMS.value]))
+    problems = dict(enumerate(first_of_each(task.problems[: _PROBLEMS.value], _OF_EACH.value)))
     own = {} if "max_new_tokens" in _CONFIG.fields_set else {"max_new_tokens": task.max_new_tokens}
     config = config.turned({"batch": _ROWS.value} | own)
     if config.chat and task.continues:
@@ -266,6 +270,17 @@ def ways_of(config: ExperimentConfig) -> dict[str, ExperimentConfig]:
             raise ValueError(f"--methods names {name} twice")
         ways[name] = own
     return ways
+
+
+def first_of_each(problems: Sequence[Problem], most: int | None) -> list[Problem]:
+    """Returns the first problems of each category, at most ``most``; None: all."""
+    counts = collections.Counter()
+    kept = []
+    for problem in problems:
+        counts[problem.category] += 1
+        if most is None or counts[problem.category] <= most:
+            kept.append(problem)
+    return kept
 
 
 def fitting(

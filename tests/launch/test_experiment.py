@@ -31,6 +31,7 @@ from specsamp.decoding.drafters import (
 )
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.trees import TreeShape
+from specsamp.evaluation.task import Problem
 from specsamp.sampling.rejection import BlockRule
 from specsamp.sampling.tree_rules import KSeqRule, TraversalRule
 from specsamp.sampling.warp import Chain, Greedy, MinP, Temperature, TopK, TopP
@@ -326,3 +327,11 @@ def test_exporting_the_shipped_target(tmp_path):
     assert done.returncode == 0, done.stderr
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.tensors and checkpoint.config.activation == "gelu"
+
+
+def test_problems_of_each_category_are_the_first_ones():
+    problems = [Problem(id=str(n), category="abab"[n], prompt="x") for n in range(4)]
+    chosen = module("evaluate").first_of_each
+    assert [one.id for one in chosen(problems, 1)] == ["0", "1"] and chosen(
+        problems, None
+    ) == problems
