@@ -20,6 +20,7 @@ from specsamp.analysis.grid import distribution_of
 from specsamp.analysis.report import Table
 from specsamp.analysis.tables import grid_table, ratio
 from specsamp.evaluation.audit import audit_table
+from specsamp.evaluation.harness import tabulate
 from specsamp.models.config import TransformerConfig
 from specsamp.tpu import calibration
 from specsamp.tpu.calibration import Band
@@ -247,6 +248,33 @@ def streamed(model: Mapping[str, Any]) -> int:
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     config = TransformerConfig(**{name: value for name, value in model.items() if name in known})
     return config.num_parameters - config.num_ngram_tables * config.ngram_rows * config.width
+
+
+def domains(*documents: Document) -> Table:
+    """Returns the acceptance of the first drafted token, tokens per round, and speedup of each
+    method by domain; of evaluations whose blocks are domains.
+    """
+    columns: dict[str, dict[str, str]] = {}
+    for document in documents:
+        temperature = document["identity"]["config"]["sampling"]["temperature"]
+        for domain in dict.fromkeys(cell["key"]["block"] for cell in document["cells"]):
+            of_domain = [cell for cell in document["cells"] if cell["key"]["block"] == domain]
+            for row in tabulate(of_domain, "plain"):
+                if row["counts"]["drafted"]:
+                    drafter = row["name"].split(", ")[1]
+                    column = columns.setdefault(f"{drafter}, T = {temperature:g}", {})
+                    column[domain] = (
+                        f"{row['counts']['by_position'][0]:.2f}; "
+                        f"{row['counts']['emitted_per_round']:.2f}; {row['speedups'][0]:.2f}x"
+                    )
+    names = list(dict.fromkeys(domain for column in columns.values() for domain in column))
+    rows = [[name, *(column.get(name, "") for column in columns.values())] for name in names]
+    return Table(
+        title="Acceptance of the first token; tokens per round; speedup",
+        header=("domain", *columns),
+        rows=rows,
+        note="A speedup is the ratio of times per token over all problems of a domain.",
+    )
 
 
 STUDY = Study(

@@ -123,7 +123,20 @@ class JsonTokenizer:
         return self._tokenizer.to_str()
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        """Returns the ids of a text.
+
+        Raises:
+          ValueError: all words of the text are unknown to a tokenizer of whole words.
+        """
+        ids = self._tokenizer.encode(text).ids
+        if ids and isinstance(self.model, tokenizers.models.WordLevel):
+            unknown = self._tokenizer.token_to_id(self.model.unk_token)
+            if set(ids) == {unknown}:
+                raise ValueError(
+                    f"the tokenizer knows no word of {text[:40]!r}: it reads words such as "
+                    f"{', '.join(sorted(self._tokenizer.get_vocab())[:3])}"
+                )
+        return ids
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, complete: bool = False, **variables: Any

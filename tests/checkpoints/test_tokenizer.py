@@ -5,6 +5,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from specsamp.checkpoints.tokenizer import JsonTokenizer
+from specsamp.checkpoints.trained_pair import load_pair
 from specsamp.decoding.text import Continuation, TextStream
 from support.byte_tokenizer import ByteTokenizer
 
@@ -91,3 +92,10 @@ def test_text_that_ends_in_the_middle_of_a_character_is_shown_at_the_end():
         "",
         "\N{REPLACEMENT CHARACTER}",
     ]
+
+
+def test_texts_of_unknown_words_are_refused():
+    tokenizer = load_pair("digits").tokenizer
+    assert tokenizer.encode("3 def 4")[0] == 3
+    with pytest.raises(ValueError, match="knows no word of 'def main': it reads words such as 0"):
+        tokenizer.encode("def main")
