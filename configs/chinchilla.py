@@ -4,7 +4,7 @@ K = 4, on 16 TPU v4 chips.
     python launch/benchmark.py --config=configs/chinchilla.py --distributed --output=gs://BUCKET/nucleus.json
     python launch/benchmark.py --config=configs/chinchilla.py:v4-32,greedy --distributed
     python launch/benchmark.py --config=configs/chinchilla.py:v5p-64,batch=8 --distributed
-    python launch/benchmark.py --config=configs/chinchilla.py:tiny                      # the whole way on a CPU
+    python launch/benchmark.py --config=configs/chinchilla.py:tiny    # all steps, on a CPU
     XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
         python launch/benchmark.py --config=configs/chinchilla.py:tiny --config.mesh.model=8
 

@@ -3,8 +3,10 @@ tokenizer.
 
     python -m specsamp.training.digits runs/digits      # the images, with scikit-learn
     python launch/train.py --config=configs/digits.py:target --workdir=runs/digits_target
-    python launch/train.py --config=configs/digits.py:draft --workdir=runs/digits_draft --config.target=runs/digits_target
-    python launch/export.py --target=runs/digits_target --draft=runs/digits_draft --output=runs/digits_pair
+    python launch/train.py --config=configs/digits.py:draft --workdir=runs/digits_draft \\
+        --config.target=runs/digits_target
+    python launch/export.py --target=runs/digits_target --draft=runs/digits_draft \\
+        --output=runs/digits_pair
 
 Any folder of ``.npy`` files with integers is trained on like this one:
 `specsamp.training.data.read_corpus`.

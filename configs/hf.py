@@ -4,8 +4,10 @@
     python launch/demo.py --config=configs/hf.py:gpt2 --prompt='The meaning of life is'
     python launch/benchmark.py --config=configs/hf.py:llama-8b --distributed --output=gs://BUCKET/llama-8b.json
     python launch/benchmark.py --config=configs/hf.py:gs://BUCKET/target,gs://BUCKET/draft
-    python launch/benchmark.py --config=configs/hf.py:exported/target,exported/draft --config.hugging_face.dtype=float32
-    python launch/chat.py --config=configs/hf.py:HuggingFaceTB/SmolLM2-1.7B-Instruct --config.chat=True
+    python launch/benchmark.py --config=configs/hf.py:exported/target,exported/draft \\
+        --config.hugging_face.dtype=float32
+    python launch/chat.py --config=configs/hf.py:HuggingFaceTB/SmolLM2-1.7B-Instruct \\
+        --config.chat=True
 
 "smollm2" is a small tuned model, with a head that comes with this package. After the colon comes
 the name of a pair below, or a target and a draft, each a folder, a gs:// folder or the id of a

@@ -1,9 +1,13 @@
 """Trains a head that drafts inside a public target, from conversations or any other texts.
 
-    python launch/train.py --config=configs/hf_head.py:meta-llama/Llama-3.1-8B-Instruct --workdir=runs/head --config.data.folder=chats
-    python launch/train.py --config=configs/hf_head.py:Qwen/Qwen3-8B,medusa --workdir=runs/medusa --config.data.folder=chats
+    python launch/train.py --config=configs/hf_head.py:meta-llama/Llama-3.1-8B-Instruct \\
+        --workdir=runs/head --config.data.folder=chats
+    python launch/train.py --config=configs/hf_head.py:Qwen/Qwen3-8B,medusa --workdir=runs/medusa \\
+        --config.data.folder=chats
     python launch/export.py --run=runs/head --output=exported/head
-    python launch/doctor.py --look_at=head --config=configs/hf.py:meta-llama/Llama-3.1-8B-Instruct,exported/head --config.drafter=head --config.chat=True
+    python launch/doctor.py --look_at=head \\
+        --config=configs/hf.py:meta-llama/Llama-3.1-8B-Instruct,exported/head \\
+        --config.drafter=head --config.chat=True
 
 After the colon comes the target, a folder, a gs:// folder or the id of a model of the hub; then, if
 it is not to be EAGLE-3's ("head"), the kind of the head: "medusa" or "mtp". Tokenizer and chat

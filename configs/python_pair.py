@@ -1,13 +1,19 @@
 """Trains a pair that writes Python, on the source of the standard library.
 
     python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
-    python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
+    python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft \\
+        --config.target=runs/target
     python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/layer_skip
-    python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/tuned --config.init=runs/target
-    python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head --config.target=python
-    python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/medusa --config.target=python
-    python launch/train.py --config=configs/python_pair.py:mtp --workdir=runs/mtp --config.target=python
-    python launch/train.py --config=configs/python_pair.py:dspark --workdir=runs/dspark --config.target=python
+    python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/tuned \\
+        --config.init=runs/target
+    python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head \\
+        --config.target=python
+    python launch/train.py --config=configs/python_pair.py:medusa --workdir=runs/medusa \\
+        --config.target=python
+    python launch/train.py --config=configs/python_pair.py:mtp --workdir=runs/mtp \\
+        --config.target=python
+    python launch/train.py --config=configs/python_pair.py:dspark --workdir=runs/dspark \\
+        --config.target=python
     python launch/train.py --config=configs/python_pair.py:mtp_target --workdir=runs/mtp_target
     python launch/train.py --config=configs/python_pair.py:draft_target --workdir=runs/draft_target
     python launch/train.py --config=configs/python_pair.py:tiny_target --workdir=/tmp/tiny

@@ -3,7 +3,8 @@
     python launch/demo.py --config=configs/trained_pair.py
     python launch/benchmark.py --config=configs/trained_pair.py:python --config.rule=block
     python launch/benchmark.py --config=configs/trained_pair.py:runs/my_pair --config.draft_length=6
-    python launch/benchmark.py --sweep --config=configs/trained_pair.py --output=runs/python_pair_grid.json
+    python launch/benchmark.py --sweep --config=configs/trained_pair.py \\
+        --output=runs/python_pair_grid.json
 
 After the colon comes a pair of the package, or a folder (launch/export.py writes one).
 """

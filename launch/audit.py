@@ -2,9 +2,12 @@
 have detected.
 
     python launch/audit.py --config=configs/trained_pair.py
-    python launch/audit.py --config=configs/hf.py:qwen-3b --config.rule=block --prompts=mine.txt --output=audit.json
-    python launch/audit.py --config=configs/random_pair.py:tiny --detect=0.1 --checks=greedy,distribution
-    python launch/audit.py --engine=http://127.0.0.1:8000/v1 --reference=http://127.0.0.1:8001/v1 --prompts=mine.txt
+    python launch/audit.py --config=configs/hf.py:qwen-3b --config.rule=block --prompts=mine.txt \\
+        --output=audit.json
+    python launch/audit.py --config=configs/random_pair.py:tiny --detect=0.1 \\
+        --checks=greedy,distribution
+    python launch/audit.py --engine=http://127.0.0.1:8000/v1 --reference=http://127.0.0.1:8001/v1 \\
+        --prompts=mine.txt
 
 The last form audits any engine with OpenAI's completions. It compares samples with samples of the
 same engine without speculation, or, without --reference, with the log-probabilities that the engine

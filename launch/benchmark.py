@@ -1,12 +1,14 @@
 """Compares the speed of speculative and autoregressive decoding, in one setting or a grid.
 
     python launch/benchmark.py --config=configs/random_pair.py:38m --output=runs/NAME.json
-    python launch/benchmark.py --config=configs/trained_pair.py --grid=draft_length=0,1,2,4,8 --grid=rule=token,block \\
-        --grid=sampling.temperature=0.0,0.8 --grid=batch=1,8 --grid=drafter=model,ngram --output=runs/grid.json
-    python launch/benchmark.py --sweep --config=configs/trained_pair.py --output=runs/python_pair_grid.json
-    launch/tpu/run.sh --name=pod -- python launch/benchmark.py --sweep --config=configs/chinchilla.py --distributed \\
-        --output=gs://BUCKET/sweep.json
-    python launch/benchmark.py --gather=one.json --gather=other.json                             # only the tables
+    python launch/benchmark.py --config=configs/trained_pair.py --grid=draft_length=0,1,2,4,8 \\
+        --grid=rule=token,block --grid=sampling.temperature=0.0,0.8 --grid=batch=1,8 \\
+        --grid=drafter=model,ngram --output=runs/grid.json
+    python launch/benchmark.py --sweep --config=configs/trained_pair.py \\
+        --output=runs/python_pair_grid.json
+    launch/tpu/run.sh --name=pod -- python launch/benchmark.py --sweep \\
+        --config=configs/chinchilla.py --distributed --output=gs://BUCKET/sweep.json
+    python launch/benchmark.py --gather=one.json --gather=other.json   # only the tables
 
 Each setting (a cell) is measured in turn with plain decoding. K = 0 compares plain decoding with
 itself, which shows the error of a speedup. The file is written after each cell: the same command

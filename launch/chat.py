@@ -3,7 +3,7 @@ turns in the caches.
 
     python launch/chat.py --config=configs/hf.py:llama-8b-eagle3 --config.max_new_tokens=512
     python launch/chat.py --system='Answer in one sentence.' --config=FILE
-    python launch/chat.py            # the shipped pair has no chat template: it continues your Python
+    python launch/chat.py    # the shipped pair has no chat template: it continues your Python
 
 A line is a turn. /new starts a new conversation, /undo removes the last turn, /quit or the end of
 the input ends the chat; Ctrl-C stops an answer. Each turn prints the number of tokens that were

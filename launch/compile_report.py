@@ -4,10 +4,12 @@ of the time.
     pip install libtpu                                            # Linux on x86-64
     python launch/compile_report.py --config=configs/chinchilla.py --topology=v4:2x2x4
     python launch/compile_report.py --config=configs/hf.py:qwen-3b --topology=v5e:1x1
-    python launch/compile_report.py --config=configs/chinchilla.py --config.drafter=early_exit --config.exit_layer=10
+    python launch/compile_report.py --config=configs/chinchilla.py --config.drafter=early_exit \\
+        --config.exit_layer=10
     python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2
-    python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2 --config.tree=4,2,1 --config.rule=recursive
-    python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4   # in a minute
+    python launch/compile_report.py --config=configs/hf.py:llama-8b-eagle3 --topology=v5e:2x2 \\
+        --config.tree=4,2,1 --config.rule=recursive
+    python launch/compile_report.py --config=configs/chinchilla.py --config.target.num_layers=4
 
 The shape of a head comes from its folder, or from the published checkpoint of its target; any other
 head has the shape of EAGLE-3, with the 32,000 most frequent tokens. The mesh has all devices of the

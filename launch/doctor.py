@@ -1,10 +1,11 @@
 """Finds problems of this machine, of a head or of the names of a pair, before long computations.
 
-    python launch/doctor.py                                          # versions, devices, memory, caches, access
-    python launch/doctor.py --config=configs/hf.py:llama-8b          # does the pair fit, are its files accessible?
+    python launch/doctor.py                                    # versions, devices, memory, access
+    python launch/doctor.py --config=configs/hf.py:llama-8b    # does the pair fit, can it be read?
     python launch/doctor.py --look_at=head --config=configs/hf.py:llama-8b-eagle3
-    python launch/doctor.py --look_at=names                          # all pairs of configs/hf.py
-    python launch/doctor.py --look_at=names --pair=Qwen/Qwen3-8B,RedHatAI/Qwen3-8B-speculator.eagle3 --head
+    python launch/doctor.py --look_at=names                    # all pairs of configs/hf.py
+    python launch/doctor.py --look_at=names \\
+        --pair=Qwen/Qwen3-8B,RedHatAI/Qwen3-8B-speculator.eagle3 --head
 
 --look_at=head checks that a head fits its target: on texts of the target it drafts a token after
 every position, and the acceptance is printed, also for other layers and, of heads that draft

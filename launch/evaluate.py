@@ -2,8 +2,10 @@
 acceptance.
 
     python launch/evaluate.py --task=python
-    python launch/evaluate.py --task=humaneval --config=configs/hf.py:llama-8b --samples=10 --output=runs/he.json
-    python launch/evaluate.py --task=spec_bench --source=question.jsonl --methods=plain,token,block/ngram/4,always
+    python launch/evaluate.py --task=humaneval --config=configs/hf.py:llama-8b --samples=10 \\
+        --output=runs/he.json
+    python launch/evaluate.py --task=spec_bench --source=question.jsonl \\
+        --methods=plain,token,block/ngram/4,always
 
 A method is "plain"; RULE, RULE/DRAFTER or RULE/DRAFTER/K; or "always", a control that accepts every
 drafted token, whose scores must differ. A lossy rule, such as "ears:0.3" or "bounded:0.01:typical",
@@ -220,7 +222,8 @@ def open_log(method: str, block: str, weights: str, turn: int) -> CompletionLog 
         return None
     name = f"{method}.{block}" + (f".turn {turn + 1}" if turn else "")
     # A valid and unique name of a file.
-    file = f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name)[:80]}.{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+    file = f"{re.sub(r'[^A-Za-z0-9.-]+', '_', name)[:80]}.{digest}"
     replica = Replica.parse(_REPLICA.value)
     return CompletionLog(f"{_OUTPUT.value}.texts/{file}.jsonl", {"weights": weights}, replica)
 

@@ -1,12 +1,12 @@
 """Writes a pair, a head or a model to a folder, from which other commands and programs read it.
 
-    python launch/export.py --target=runs/target --draft=runs/draft --output=runs/my_pair   # a pair of two runs
-    python launch/export.py --run=runs/head --output=runs/my_pair/head                      # a head, for its pair
-    python launch/export.py --run=runs/target --output=exported/target                      # a model, for transformers
-    python launch/export.py --pair=python --output=exported/target                          # the target of a pair
+    python launch/export.py --target=runs/target --draft=runs/draft --output=runs/my_pair
+    python launch/export.py --run=runs/head --output=runs/my_pair/head  # a head, for its pair
+    python launch/export.py --run=runs/target --output=exported/target  # a model, for transformers
+    python launch/export.py --pair=python --output=exported/target      # the target of a pair
     python launch/export.py --checkpoint=meta-llama/Llama-3.1-8B --output=gs://BUCKET/llama-8b
-    python launch/export.py --checkpoint=meta-llama/Llama-3.1-70B --output=gs://BUCKET/llama-70b --model=16 \\
-        --distributed
+    python launch/export.py --checkpoint=meta-llama/Llama-3.1-70B --output=gs://BUCKET/llama-70b \\
+        --model=16 --distributed
 
 A pair stores both models in int8; the command measures the cost of this on held-out text and prints
 it.

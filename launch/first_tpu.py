@@ -1,11 +1,11 @@
 """Learns in twenty minutes what a TPU makes of this package; the file and the table are what to
 send back.
 
-    python launch/first_tpu.py                                          # one chip, such as Colab's v5e-1
-    python launch/first_tpu.py --config.mesh.model=4                    # the four chips of a host
+    python launch/first_tpu.py                            # one chip, such as Colab's v5e-1
+    python launch/first_tpu.py --config.mesh.model=4      # the four chips of a host
     launch/tpu/run.sh --name=pod -- python launch/first_tpu.py --distributed --config.batch=2 \\
         --config.mesh.data=2 --config.mesh.model=8 --output=gs://BUCKET/first_tpu.json
-    JAX_PLATFORMS=cpu python launch/first_tpu.py --interpret            # a rehearsal without a TPU
+    JAX_PLATFORMS=cpu python launch/first_tpu.py --interpret    # a rehearsal without a TPU
 
 The parts, in this order: "doctor", the findings about the machine; "kernel", every Pallas kernel
 against its plain form; "audit", the checks of launch/audit.py with kernels, on the pair that comes

@@ -12,7 +12,8 @@ prompt. The same command resumes.
 several rows, so replicas write the texts of one run. The command without --replica takes over the
 files of all replicas, and decodes what is missing.
 
-    python launch/generate.py --config=configs/hf.py:TARGET --conversations=2000000 --output=runs/chats --rows=32
+    python launch/generate.py --config=configs/hf.py:TARGET --conversations=2000000 \\
+        --output=runs/chats --rows=32
 
 lets a tuned target write so many tokens of conversations, questions as well as answers of up to
 --config.max_new_tokens, to train a draft or a head on: --output is a folder of token ids. More

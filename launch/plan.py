@@ -2,10 +2,14 @@
 anything.
 
     python launch/plan.py --acceptance=0.8 --target_ms=14.1 --draft_ms=1.8
-    python launch/plan.py --acceptance=0.85,0.8,0.7 --target_ms=14.1 --draft_ms=1.8 --new_tokens=128 --batch=8
-    python launch/plan.py --histogram=40,25,15,20 --config=configs/chinchilla.py --chip=v4 --devices=16 --context=2048
-    python launch/plan.py --acceptance=0.8 --compile_report=notebooks/results/compile_chinchilla_v4.json
-    python launch/plan.py --measured=notebooks/results/python_pair_grid.json --temperature=0.8 --new_tokens=128
+    python launch/plan.py --acceptance=0.85,0.8,0.7 --target_ms=14.1 --draft_ms=1.8 \\
+        --new_tokens=128 --batch=8
+    python launch/plan.py --histogram=40,25,15,20 --config=configs/chinchilla.py --chip=v4 \\
+        --devices=16 --context=2048
+    python launch/plan.py --acceptance=0.8 \\
+        --compile_report=notebooks/results/compile_chinchilla_v4.json
+    python launch/plan.py --measured=notebooks/results/python_pair_grid.json --temperature=0.8 \\
+        --new_tokens=128
 
 Acceptance is a rate, a rate for each drafted position (given that all earlier tokens were
 accepted), or the numbers of rounds with 0, 1, ..., K accepted tokens. Costs are milliseconds per
@@ -193,11 +197,13 @@ def tree_forecasts(
             "per round"
         )
         than = f"{chain.ms_per_token:.3g} ms per token as the best chain, K = {chain.shape.K}"
-        console.print(
-            f"batch {place['batch']}: a chain is better than all trees, {than}"
+        verdict = (
+            f"a chain is better than all trees, {than}"
             if tree.is_chain
-            else f"batch {place['batch']}: a tree of {text}, {tree.ms_per_token:.3g} instead of {than}; parents {tree.shape.parents}"
+            else f"a tree of {text}, {tree.ms_per_token:.3g} instead of {than}; "
+            f"parents {tree.shape.parents}"
         )
+        console.print(f"batch {place['batch']}: {verdict}")
         found.append({"tree": tree, "chain": chain})
     return found
 

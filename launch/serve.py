@@ -1,7 +1,8 @@
 """Serves a pair over HTTP: OpenAI's completions and chat completions, with continuous batching.
 
     python launch/serve.py --port=8000
-    python launch/serve.py --config=configs/hf.py:llama-8b-eagle3 --rows=16 --context=8192 --key_file=key.txt
+    python launch/serve.py --config=configs/hf.py:llama-8b-eagle3 --rows=16 --context=8192 \\
+        --key_file=key.txt
 
     curl http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
         -d '{"prompt": "def fibonacci(n):", "max_tokens": 64, "temperature": 0.8, "seed": 1}'

@@ -3,9 +3,9 @@ pages.
 
 python launch/study.py --list
 python launch/study.py backtest --output=runs/tpu_backtest.json
-python launch/study.py backtest --results=notebooks/results    # shows what was measured, and measures nothing
+python launch/study.py backtest --results=notebooks/results    # shows results, measures nothing
 python launch/study.py backtest --help
-python launch/study.py --page                                  # fills the tables of README.md, notebooks/results and the card of the pair
+python launch/study.py --page    # fills the tables of all pages
 """
 
 import sys

@@ -2,9 +2,12 @@
 run is resumed.
 
 python launch/train.py --config=configs/python_pair.py:target --workdir=runs/target
-python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft --config.target=runs/target
-python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/layer_skip --config.init=runs/target
-python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head --config.target=python
+python launch/train.py --config=configs/python_pair.py:draft --workdir=runs/draft \\
+    --config.target=runs/target
+python launch/train.py --config=configs/python_pair.py:layer_skip --workdir=runs/layer_skip \\
+    --config.init=runs/target
+python launch/train.py --config=configs/python_pair.py:head --workdir=runs/head \\
+    --config.target=python
 python launch/train.py --config=configs/python_pair.py:mtp_target --workdir=runs/together
 
 A run of both leaves two runs in its folder, `runs/together/target` and `runs/together/draft`, for

@@ -2,7 +2,7 @@
 not see.
 
     from specsamp import doctor
-    doctor.check()          # first thing in a notebook: stops with the fix, before a minute is spent on the wrong device
+    doctor.check()    # at the top of a notebook: raises with the fix
 
 ``specsamp doctor`` prints all findings, also about a pair. (A jaxlib that JAX refuses ends every
 import; JAX says so.)

@@ -1,9 +1,9 @@
 """Compares the texts of all entry points with those that their requests have alone, for streams
 that are drawn.
 
-    python tests/fuzz.py --minutes=30 --record=runs/fuzz.jsonl     # goes on after the last recorded seed
-    python tests/fuzz.py --seed=7                                  # repeats the streams of a seed
-    python tests/fuzz.py --fault=chunk                             # a planted fault must be found
+    python tests/fuzz.py --minutes=30 --record=runs/fuzz.jsonl   # resumes after the last seed
+    python tests/fuzz.py --seed=7                                # repeats the streams of a seed
+    python tests/fuzz.py --fault=chunk                           # a planted fault must be found
 
 Every seed draws streams of requests (`support.fuzz.streams`) for the settings of
 `support.fuzz.settings`. All models compute in float64, so that no difference is one of rounding.

@@ -73,7 +73,8 @@ def test_the_shipped_pair_is_read_without_orbax_and_pallas():
 import sys
 from specsamp.checkpoints.trained_pair import load_pair
 load_pair("python")
-print(sorted({"orbax", "tensorstore", "optax", "jax.experimental.pallas", "jinja2"} & set(sys.modules)))
+names = {"orbax", "tensorstore", "optax", "jax.experimental.pallas", "jinja2"}
+print(sorted(names & set(sys.modules)))
 import specsamp.checkpoints.hugging_face
 assert {"orbax", "jax.experimental.pallas"} <= set(sys.modules), "the control"
 """

@@ -1,8 +1,9 @@
 """The shared code of all commands: flags, errors in one line, the console, progress, and writing of
 results.
 
-    python launch/evaluate.py --task=python --distributed                    # on every worker of a TPU pod
-    python launch/evaluate.py --task=python --coordinator=10.0.0.2:8476 --num_processes=2 --process_id=0
+    python launch/evaluate.py --task=python --distributed   # on every worker of a TPU pod
+    python launch/evaluate.py --task=python --coordinator=10.0.0.2:8476 --num_processes=2 \\
+        --process_id=0
 
 Exit status of every command: 0, done; 1, a check or a computation failed; 2, the command is invalid
 or impossible, with a line on stderr; 130, interrupted.

@@ -1,7 +1,7 @@
 """Fills the tables of the pages: `PAGES` hold prose by hand, and marks.
 
     <!-- table: NAME -->        a table of a study, see `launch.lib.study.Published`
-    <!-- files: NAME NAME -->   where results come from: files, machine, versions, the commands that measure them again
+    <!-- files: NAME NAME -->   origin of results: files, machine, versions and commands
     <!-- end -->
 
 What stands between a mark and its end is replaced. Every committed result must be in a mark.

@@ -1,6 +1,7 @@
 """Counts the conversations that a target wrote, and looks for prompts of tests among them.
 
-    python launch/study.py conversations --target=TARGET --folder=runs/chats --tests=spec_bench=spec_bench.jsonl,gsm8k=test.jsonl --output=runs/chats.json
+    python launch/study.py conversations --target=TARGET --folder=runs/chats \\
+        --tests=spec_bench=spec_bench.jsonl,gsm8k=test.jsonl --output=runs/chats.json
 
 A prompt is found where thirteen of its words stand in a conversation one after another, or all
 words of a shorter turn. Turns of fewer than five words are left out, since many texts hold them. A

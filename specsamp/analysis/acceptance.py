@@ -1,8 +1,8 @@
 """Acceptance of drafted tokens by position, from which tokens per round follow for any draft length
 K.
 
-    profile = Profile.of_rate(0.8)                     # every drafted token is accepted with the same chance
-    profile = Profile.of_positions((0.85, 0.8, 0.7))   # by position, given that the positions before were accepted
+    profile = Profile.of_rate(0.8)                    # the same rate at every position
+    profile = Profile.of_positions((0.85, 0.8, 0.7))  # each given that earlier ones are accepted
     profile = Profile.of_texts([completion.stats for completion in completions])
     profile.tokens_per_round(4)
 

@@ -2,8 +2,8 @@
 `specsamp.Adaptive` chooses its own.
 
     adaptive = calibrate(pair, prompts, lengths=(0, 1, 2, 4, 8), sampling=chain(temperature(0.8)))
-    completions = generate(pair, prompts, draft_length=adaptive)           # anew for each sequence and round
-    completions = generate(pair, prompts, draft_length=adaptive.usual)     # the best for all of these
+    completions = generate(pair, prompts, draft_length=adaptive)        # by sequence and round
+    completions = generate(pair, prompts, draft_length=adaptive.usual)  # the best constant
 
 A clock decides, so another machine may get another K, and with it other tokens from the same seed.
 Write the K down to reproduce a run. Where the costs of calls are known, `specsamp.analysis.costs`

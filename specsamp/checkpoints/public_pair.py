@@ -1,7 +1,7 @@
 """Reads two public checkpoints, or a checkpoint and a head, as a pair, after a check that they fit
 together; or one alone.
 
-for check in check_pair("qwen-3b", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-0.5B"):      # without downloading weights
+for check in check_pair("qwen-3b", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-0.5B"):  # downloads no weights
     print(check.model, check.problem or "loads")
 """
 

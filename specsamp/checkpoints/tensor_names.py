@@ -1,10 +1,11 @@
 """Finds the tensor of each parameter by tables of names, and reads and writes its values.
 
-A line of a table such as ``"NH D -> NDH"`` means: the tensor has two axes, of which the first is N heads of H entries;
-the parameter has the axes N, D, H. C is the axis of queries, keys and values that share a tensor, and a line has the
-index of its part: ``"NCH D -> NDH: C=0"``. E is the axis of experts, which are separate tensors: ``"x.{e}.y  I D ->
-EID"``. For other letters see `sizes`. In heads U is the size of the reduced vocabulary and W the target's width; X and
-Y are the widths of the inputs of attention and of fc.
+A line of a table such as ``"NH D -> NDH"`` means: the tensor has two axes, of which the first is N
+heads of H entries; the parameter has the axes N, D, H. C is the axis of queries, keys and values
+that share a tensor, and a line has the index of its part: ``"NCH D -> NDH: C=0"``. E is the axis of
+experts, which are separate tensors: ``"x.{e}.y  I D -> EID"``. For other letters see `sizes`. In
+heads U is the size of the reduced vocabulary and W the target's width; X and Y are the widths of
+the inputs of attention and of fc.
 
 The tables are in tensor_names.json. architectures.py has the table's name for each family,
 head_config.py for each head. Heads of EAGLE have the names of the package speculators. Medusa has

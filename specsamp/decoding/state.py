@@ -5,16 +5,16 @@ Here are two rounds of a row with K = 2, after the prompt [5, 8]. A dot is an em
 token of a sequence is *pending*: it is decided, but the models have not read it, so it is not in
 the caches. A round begins with it.
 
-    round 1             tokens_BS [5 8 . . . . .]   lengths_B 2   the cache holds slot 0; token 8 is pending
-      draft               [3 7]
-      score               the target reads [8 3 7] into cache slots 1 to 3, and returns three rows of logits
-      verify              token 3 is accepted, token 7 is rejected and replaced by 4
-      commit            tokens_BS [5 8 3 4 . . .]   lengths_B 4   cache slot 3 still holds the rejected 7: masked
+    round 1     tokens_BS [5 8 . . . . .]   lengths_B 2   cache: slot 0; token 8 is pending
+      draft       [3 7]
+      score       the target reads [8 3 7] into cache slots 1 to 3: three rows of logits
+      verify      token 3 is accepted, token 7 is rejected and replaced by 4
+      commit    tokens_BS [5 8 3 4 . . .]   lengths_B 4   slot 3 still holds the rejected 7: masked
     round 2
-      draft               [9 1]
-      score               the target reads [4 9 1] into cache slots 3 to 5: 4 overwrites 7
-      verify              tokens 9 and 1 are accepted, and 6 is drawn from the last row as a bonus
-      commit            tokens_BS [5 8 3 4 9 1 6]   lengths_B 7   the cache holds slots 0 to 5; token 6 is pending
+      draft       [9 1]
+      score       the target reads [4 9 1] into cache slots 3 to 5: 4 overwrites 7
+      verify      tokens 9 and 1 are accepted, and 6 is drawn from the last row as a bonus
+      commit    tokens_BS [5 8 3 4 9 1 6]   lengths_B 7   cache: slots 0 to 5; token 6 is pending
 
 ``stats`` then counts 2 rounds, 5 emitted and 4 drafted tokens; ``from_draft_BS`` is true for 3, 9
 and 1.

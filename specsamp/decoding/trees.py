@@ -211,8 +211,8 @@ class Growth:
         if are_drawn:
             raise ValueError(
                 f"nodes = {self.nodes} of {self.num_grown} drawn nodes: dropping drawn nodes "
-                "biases the output; "
-                'leave nodes out, or take a rule that chooses children, such as RecursiveRule("top")'
+                "biases the output; leave nodes out, or take a rule that chooses children, such as "
+                'RecursiveRule("top")'
             )
         # A child is never more probable than its parent, and ties go to the earlier node: the kept
         # nodes are a tree.

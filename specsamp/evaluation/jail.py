@@ -1,7 +1,7 @@
 """Builds walls around one untrusted program and runs it. `isolation` starts this script; it needs
 Python and jail.json.
 
-    python jail.py '{"walls": [...], ...}'     # stdin: the program, then a secret word; see `isolation.run_isolated`
+    python jail.py '{"walls": [...], ...}'     # stdin: the program, then a secret word
 
 There are three processes: this script, which the caller can kill; the first process of the new
 namespaces, with which all their processes end; and the program. A wall that the kernel does not

@@ -1,7 +1,9 @@
 """Joins the processes of a job, which then decode together on one mesh.
 
-    start("10.0.0.2:8476", num_processes=4, process_id=i)     # start() on a TPU pod; before any other JAX call
-    completions = generate(shard(pair, make_mesh(data=4, model=8)), prompts)     # the same in every process
+    start("10.0.0.2:8476", num_processes=4, process_id=i)  # on a TPU pod: start()
+    completions = generate(shard(pair, make_mesh(data=4, model=8)), prompts)
+
+`start` comes before any other call of JAX.
 
 All processes run the same program. When a process dies, all other processes end with a message.
 """

@@ -1,9 +1,9 @@
 """The endpoint: OpenAI's completions and chat completions over HTTP, in front of a service.
 
-app = Endpoint(service=service, model="python").app()  # for any ASGI server; web_server.py runs it under uvicorn
+app = Endpoint(service=service, model="python").app()  # for any ASGI server
 
-It needs the library starlette. The rows of a client that leaves are free after the slice, and no
-row waits for a client that does not read.
+web_server.py runs it under uvicorn. The library starlette is required. When a client disconnects,
+its slots are free after the step; a slow reader delays no slot.
 """
 
 from __future__ import annotations
@@ -345,7 +345,10 @@ class _Watch:
         if reply is not None and reply.is_complete:
             first, stats = (answer.first or time.monotonic()) - begin, reply.stats
             endpoint.statistics.count_texts(reply.prompt_tokens, stats, first, seconds)
-            said += f", {reply.prompt_tokens} tokens read, {stats.emitted} written in {stats.rounds} rounds, first after {first:.3f} s"
+            said += (
+                f", {reply.prompt_tokens} tokens read, {stats.emitted} written in {stats.rounds} "
+                f"rounds, first after {first:.3f} s"
+            )
         elif answer is not None:
             said += ", not taken to its end"
         if path not in ("/health", "/metrics"):

@@ -278,7 +278,8 @@ class GenerationRequest(_Fields):
     logit_bias: dict[TokenName, LogitBias] = Field(
         {},
         max_length=MAX_BIASES,
-        description=f"an object of at most {MAX_BIASES} token ids, each with a number from -100 to 100",
+        description=f"an object of at most {MAX_BIASES} token ids, each with a number from -100 to "
+        "100",
     )
     presence_penalty: float = _number(0, -2, 2)
     frequency_penalty: float = _number(0, -2, 2)

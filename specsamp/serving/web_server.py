@@ -13,7 +13,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specsamp.serving.service import Service
 
-BUSY = b'{"error":{"message":"too many connections: try again later","type":"server_error","param":null,"code":null}}'
+BUSY = (
+    b'{"error":{"message":"too many connections: try again later","type":"server_error",'
+    b'"param":null,"code":null}}'
+)
 TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n"
     b"retry-after: 1\r\ncontent-length: %d\r\n\r\n%s" % (len(BUSY), BUSY)

@@ -1,7 +1,9 @@
 """Turns work on a TPU into milliseconds, with numbers that are fitted on published measurements.
 
-    milliseconds = max(streaming / efficiency, cycles) + exposed + layer_sequences * sequence_us + calls * call_ms
-    exposed      = max(0, collectives * collective_us + hops * hop_us + wire_ms - overlap * streaming)
+    milliseconds = max(streaming / efficiency, cycles) + exposed
+                   + layer_sequences * sequence_us + calls * call_ms
+    exposed      = max(0, collectives * collective_us + hops * hop_us + wire_ms
+                          - overlap * streaming)
 
 Two kinds of programs have been measured, and one set of numbers does not hold for both:
 

@@ -13,7 +13,7 @@ refused. Kinds of rows:
     experts       mixtures of experts; routing and sorting are in no formula here
     arithmetic    bound by arithmetic instead of memory
     vector unit   products of one row that left the matrix unit idle
-    round         of speculation, launched call by call; the work is that of scoring ``tokens`` alone
+    round         of speculation, call by call; the work is that of scoring ``tokens`` alone
 
 Only steps and collectives are fitted. The others are compared with the forecast and shown with its
 error.

@@ -171,7 +171,8 @@ def _parts(name: str, text: str) -> Iterable[tuple[str, TrainingText]]:
             is_conversation = False
         if not is_conversation:
             raise ValueError(
-                f'{name}, line {number}: {line[:60]!r} is no conversation: write {{"messages": [...]}}'
+                f"{name}, line {number}: {line[:60]!r} is no conversation: write "
+                '{"messages": [...]}'
             )
         for key in LISTS:
             value = content.get(key) or []

@@ -7,7 +7,9 @@ i - 1 returned for the row (at step 0 the target's hidden states), at position t
 the token after x_{t+1+i}. It attends to the same features as in decoding: the target's of rows up
 to t, then its own of each step. The loss compares it with the target:
 
-    loss = sum_i decay^i mean_t D(q_{t+1+i}, p_{t,i}),       D one of `DIVERGENCES`, or cross-entropy on the text
+    loss = sum_i decay^i mean_t D(q_{t+1+i}, p_{t,i}),
+
+with D one of `DIVERGENCES`, or cross-entropy on the text.
 
 Medusa heads go through the same test. They return the feature that they read, so step i is the head
 at offset i, which predicts x_{t+2+i} from the target's hidden state at t. Of several modules for

@@ -4,8 +4,9 @@
 Target and draft are one model. Layers are dropped at random, deep layers more often, and the output
 reads the streams of inner layers like that of the last.
 
-    dropout      p(l, t) = S(t) D(l) p_max,   D(l) = 2^(l / (L-1)) - 1,   S(t) = 2^(t / (T-1)) - 1, or 1 in fine-tuning
-    loss         sum_l w(l, t) CE(l),         w(l, t) = e(l) C(l, t) / sum_l e(l) C(l, t)
+    dropout   p(l, t) = S(t) D(l) p_max,   D(l) = 2^(l / (L-1)) - 1
+              S(t) = 2^(t / (T-1)) - 1, or 1 in fine-tuning
+    loss      sum_l w(l, t) CE(l),         w(l, t) = e(l) C(l, t) / sum_l e(l) C(l, t)
 
 L layers are counted from 0, steps t from 0 to T - 1. ``CE(l)`` is the cross-entropy of the draft at
 exit l + 1: final norm and output applied to the stream behind layer l. The curriculum ``C(l, t)``

@@ -4,12 +4,13 @@ position.
 ``target`` is the distribution to imitate, ``draft`` the distribution being trained. With P for
 the target and Q for the draft:
 
-    forward KL        sum P log(P/Q)        cross-entropy on samples of the target estimates it, up to a constant
+    forward KL        sum P log(P/Q)    cross-entropy on samples of the target estimates it,
+                                        up to a constant
     reverse KL        sum Q log(Q/P)
-    total variation   1/2 sum |P - Q|       exactly 1 - acceptance of the token rule (Chen et al.,
-                                            arXiv 2302.01318, theorem 1; DistillSpec, arXiv 2310.08461)
-    lk hybrid         w KL(P || Q) + (1 - w) TV, w = exp(-3 acceptance) without gradient (as in the package speculators):
-                                            KL learns fast at first, TV is the final aim
+    total variation   1/2 sum |P - Q|   exactly 1 - acceptance of the token rule (Chen et al., arXiv
+                                        2302.01318, theorem 1; DistillSpec, arXiv 2310.08461)
+    lk hybrid         w KL(P || Q) + (1 - w) TV, with w = exp(-3 acceptance) without gradient, as in
+                      the package speculators: KL learns fast at first, TV is the final aim
 """
 
 from __future__ import annotations

@@ -336,8 +336,8 @@ def check_finite(step: int, numbers: dict[str, float], saved: int | None) -> Non
                 if saved is None
                 else f"; the checkpoint of step {saved} is as it was"
             )
-            + ". Begin again in another --workdir with a lower train.learning_rate, a longer train.warmup_steps, or "
-            "compute_dtype float32"
+            + ". Begin again in another --workdir with a lower train.learning_rate, a longer "
+            "train.warmup_steps, or compute_dtype float32"
         )
 
 

@@ -215,7 +215,10 @@ class Calls:
         return self.reduced
 
 
-TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x02tQ"
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\n"
+    b"X\x01\0\0\x000X\x03\0\0\0cpuK\x02tQ"
+)
 PLAIN = b"\x80\x02}X\x01\0\0\0w" + TENSOR + b"K\0K\x02\x85K\x01\x85\x89}tRs."
 
 

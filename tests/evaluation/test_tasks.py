@@ -31,14 +31,16 @@ ADD = {
     "task_id": "Own/0",
     "prompt": 'def add(a, b):\n    """Return the sum."""\n',
     "entry_point": "add",
-    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n"
+    "    assert candidate(-1, 1) == 0\n",
     "canonical_solution": "    return a + b\n",
 }
 LAST = {
     "task_id": "Own/1",
     "prompt": 'def last(items):\n    """Return the last item, None if there is none."""\n',
     "entry_point": "last",
-    "test": "def check(candidate):\n    assert candidate([1, 2]) == 2\n    assert candidate([]) is None\n",
+    "test": "def check(candidate):\n    assert candidate([1, 2]) == 2\n"
+    "    assert candidate([]) is None\n",
     "canonical_solution": "    return items[-1] if items else None\n",
 }
 

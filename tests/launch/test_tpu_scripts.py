@@ -366,10 +366,9 @@ def test_run_shows_the_first_worker_and_survives_a_lost_connection(ready):
     done = ready.run("run", "--name=pod", "--", "bash", "-c", script, "name", HARD[2])
     assert done.returncode == 0, done.stderr
     home = ready.fake / "w-0" / "specsamp"
-    assert (
-        done.stdout
-        == f"w-0: {HARD[2]} in {home} of {ready.git('rev-parse', 'HEAD')} with {home}/.venv/bin/python\n"
-    )
+    commit = ready.git("rev-parse", "HEAD")
+    expected = f"w-0: {HARD[2]} in {home} of {commit} with {home}/.venv/bin/python\n"
+    assert done.stdout == expected
     assert "The connection is lost, but the command continues" in done.stderr
     assert (ready.fake / "w-1" / "specsamp_job" / "log").read_text().startswith("w-1: ")
 
@@ -473,7 +472,8 @@ while [ "$steps" -lt 5 ]; do
   echo "step $steps"
   if [ "$steps" = 3 ]; then
     touch "$FAKE/busy"
-    git -C "$FAKE/../checkout" -c user.name=me -c user.email=me@example.com commit --quiet --allow-empty --message=later
+    cd "$FAKE/../checkout"
+    git -c user.name=me -c user.email=me@example.com commit --quiet --allow-empty --message=later
     printf '%s\n' ACTIVE SUSPENDING >"$FAKE/states"
     exit 1
   fi
@@ -522,7 +522,13 @@ def test_a_command_that_fails_by_itself_is_not_repeated(cloud):
 
 def test_workers_that_were_restarted_are_set_up_again(cloud):
     cloud.states("MISSING", "ACTIVE")
-    command = 'if [ ! -e "$FAKE/$HOST.was" ]; then touch "$FAKE/$HOST.was"; echo other >$HOME/specsamp_job/boot; kill -KILL 0; fi; echo done'
+    command = """
+if [ ! -e "$FAKE/$HOST.was" ]; then
+  touch "$FAKE/$HOST.was"
+  echo other >$HOME/specsamp_job/boot
+  kill -KILL 0
+fi
+echo done"""
     done = keep(cloud, "bash", "-c", command)
     assert done.returncode == 0, done.stderr
     assert "pod was restarted: setting it up again" in done.stderr and done.stdout.endswith(

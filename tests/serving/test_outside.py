@@ -109,7 +109,10 @@ def test_each_request_is_a_line(server, lines):
     wait_until(lambda: len(lines) == 1)  # which is written after the answer
     raw_request(server, "GET /a%1b%0ab HTTP/1.1\nhost: x\nconnection: close")
     wait_until(lambda: len(lines) == 2)
-    pattern = r"127\.0\.0\.1 POST '/v1/completions' 200 \d+\.\d{3} s, 3 tokens read, 6 written in \d rounds, first after \d+\.\d{3} s"
+    pattern = (
+        r"127\.0\.0\.1 POST '/v1/completions' 200 \d+\.\d{3} s, 3 tokens read, "
+        r"6 written in \d rounds, first after \d+\.\d{3} s"
+    )
     assert re.fullmatch(pattern, lines[0]), lines[0]
     assert re.fullmatch(r"127\.0\.0\.1 GET '/a\\x1b\\nb' 404 \d+\.\d{3} s", lines[1]), (
         "nothing that a terminal obeys"

@@ -1,8 +1,8 @@
 """Prints a digest of the StableHLO of `Loop.run` for 92 chain-shaped settings; compares two
 checkouts.
 
-    python tests/support/chain_programs.py                      # prints the digests of this checkout
-    python tests/support/chain_programs.py --against=HEAD~1     # compares them with those of another commit
+    python tests/support/chain_programs.py                   # prints this checkout's digests
+    python tests/support/chain_programs.py --against=HEAD~1  # compares them with a commit's
 
 Moves, renames and optional fields must not change what is compiled for a chain. A commit that must
 change it says so and says what. Digests do not depend on the order of a program's arguments, which

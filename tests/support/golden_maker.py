@@ -1,8 +1,8 @@
 """Computes the golden files anew, with the models of Hugging Face transformers; see golden.py.
 
 pip install torch transformers
-PYTHONPATH=tests python -m support.golden_maker                      # of the configurations that the files hold
-PYTHONPATH=tests python -m support.golden_maker NAME CONFIG.json     # a new one
+PYTHONPATH=tests python -m support.golden_maker                    # the committed configurations
+PYTHONPATH=tests python -m support.golden_maker NAME CONFIG.json   # a new one
 """
 
 import json

@@ -1,8 +1,8 @@
 """Computes the golden heads anew, with the models of the package speculators; see golden_heads.py.
 
 pip install speculators==0.9.0 torch
-PYTHONPATH=tests python -m support.head_maker                      # of the configurations that the files hold
-PYTHONPATH=tests python -m support.head_maker NAME CONFIG.json     # a new one
+PYTHONPATH=tests python -m support.head_maker                    # the committed configurations
+PYTHONPATH=tests python -m support.head_maker NAME CONFIG.json   # a new one
 """
 
 import json

@@ -33,8 +33,8 @@ class Cloud:
             shutil.copy(path, copy)
         # Stands for the installation of packages.
         (self.checkout / "launch" / "setup.sh").write_text(
-            'find_python() { echo python3; }\nprepare_venv() { mkdir -p .venv/bin && ln -sf "$(type -P true)" .venv/bin/python; '
-            'echo "$1" >>.venv/installed; }\n'
+            "find_python() { echo python3; }\nprepare_venv() { mkdir -p .venv/bin && "
+            'ln -sf "$(type -P true)" .venv/bin/python; echo "$1" >>.venv/installed; }\n'
         )
         (self.checkout / ".gitignore").write_text("/runs/\n")
         self.git("init", "--quiet")

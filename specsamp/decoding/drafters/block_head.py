@@ -6,10 +6,11 @@ are never kept.
 
 All laws are exact, since the rule gets the distribution that each token was drawn from:
 
-    argmax        the most probable token of each row, given the tokens before it if the head corrects for them.
-                  Verified as one-hot: a token is accepted with the target's probability of it
-    marginals     drawn from each row's own distribution, which knows no other token of the block
-    conditional   drawn in order, each from the distribution that the head corrected for the token before
+    argmax        the most probable token of each row, given the tokens before it if the head
+                  corrects for them. Verified as one-hot: a token is accepted with the target's
+                  probability of it
+    marginals     drawn from each row's own distribution, independently of the block's other tokens
+    conditional   drawn in order, each from the distribution corrected for the token before
 """
 
 from __future__ import annotations

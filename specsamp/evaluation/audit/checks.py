@@ -22,7 +22,8 @@ CHECKS = {
     "bfloat16": "in bfloat16 every greedy token is the target's choice, or nearly",
     "coupled": "under the coupled rule a seed's text does not depend on the draft",
     "distribution": "samples follow the target's distribution, up to the budget of a lossy rule",
-    "acceptance": "drafted tokens are accepted as often as both models say, always where the draft is the target",
+    "acceptance": "drafted tokens are accepted as often as both models say, "
+    "always where the draft is the target",
     "neighbours": "a text does not depend on the rest of its batch",
     "padding": "a text does not depend on padding",
 }

@@ -188,7 +188,8 @@ def check_cells(
         f"{numbers['samples']} samples of two tokens after {len(cells)} prompts{against}: total "
         "variation "
     )
-    sentence += f"{max(measured, 0):.2g}{f', of which {allowed:g} is allowed' if allowed else ''}, p = {p_value:.2g}"
+    budget = f", of which {allowed:g} is allowed" if allowed else ""
+    sentence += f"{max(measured, 0):.2g}{budget}, p = {p_value:.2g}"
     beyond = f" beyond the allowed {allowed:g}" if allowed else ""
     seen = (
         f"any error of {detect:g}{beyond} between the {numbers['cells']} cells of two tokens seen "

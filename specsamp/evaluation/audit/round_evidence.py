@@ -309,7 +309,8 @@ def expected_acceptance(found: Rounds, *, false_alarm: float) -> Check:
         f"{tests.expected_T[0]:.0f} expected; the farthest off is "
         f"{f'position {worst}' if worst else 'their total'}, p = {p_value:.2g}",
         numbers=numbers,
-        seen=f"a rate of acceptance that is off by {error_seen(tests, false_alarm):.2g} seen with {POWER:.0%}",
+        seen=f"a rate of acceptance that is off by {error_seen(tests, false_alarm):.2g} seen with "
+        f"{POWER:.0%}",
     )
 
 
