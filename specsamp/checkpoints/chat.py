@@ -5,8 +5,7 @@ instruction-tuned model expects.
     text = template.render([{"role": "user", "content": "Why is the sky blue?"}])
 
 A template is a Jinja program that comes with a checkpoint. It runs in a separate process with
-limits on time and memory, in the sandbox of the library jinja2 (chat_sandbox.py). A pool of such
-processes is reused.
+limits on time and memory, in the sandbox of the library jinja2 (chat_sandbox.py).
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from specsamp import storage
 MAX_SECONDS = 5.0  # of a processor, for one conversation; real templates take milliseconds
 MORE_SECONDS = 25.0  # by the clock, for a machine with other work and to start the process
 MAX_BYTES = 256 * 2**20  # of a process that runs templates
-PROCESSES = 4  # at a time
 # Names of a message's reasoning, the usual one first.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # beside chat_template.jinja
@@ -85,7 +83,14 @@ class ChatTemplate:
         usual = {"add_generation_prompt": True, "tools": None, "documents": None}
         variables = {"messages": messages, **usual, **dict(self.special_tokens), **options}
         has_tools = variables["tools"] is not None and self.tool_source is not None
-        answer = _run(self.tool_source if has_tools else self.source, variables)
+        source = self.tool_source if has_tools else self.source
+        try:
+            request = json.dumps([source, variables])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"messages and options of a conversation must be JSON values: {error}"
+            ) from error
+        answer = _worker.run(request)
         if "error" in answer:
             raise ValueError(
                 f"the chat template of {self.path} does not accept these messages: "
@@ -186,42 +191,71 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return turns
 
 
-_free = threading.Semaphore(PROCESSES)
-_idle: list[subprocess.Popen] = []  # the processes that run templates, while they run none
+class _Worker:
+    """Runs templates in one process, which starts with the first and is replaced if it ends."""
 
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen | None = None
 
-def _run(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
-    """Runs a template; returns its output as "text", or an "error"."""
-    try:
-        request = json.dumps([source, variables])
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"messages and options of a conversation must be JSON values: {error}"
-        ) from error
-    free, seconds = _free, MAX_SECONDS + MORE_SECONDS
-    if not free.acquire(timeout=seconds):
-        raise CannotRender(
-            f"all {PROCESSES} processes of templates were busy for {seconds:g} seconds: try again"
+    def run(self, request: str) -> dict[str, str]:
+        """Returns the output of a template as "text", or an "error".
+
+        Raises:
+          CannotRender: the process is busy, does not start, ends or takes too much wall time.
+        """
+        seconds = MAX_SECONDS + MORE_SECONDS
+        if not self.lock.acquire(timeout=seconds):
+            raise CannotRender(
+                f"the process that runs chat templates was busy for {seconds:g} seconds: try again"
+            )
+        try:
+            # It may have ended since the last request, for example where memory is short.
+            with contextlib.suppress(ProcessEnded):
+                return self._answer(request)
+            return self._answer(request)
+        finally:
+            self.lock.release()
+
+    def _answer(self, request: str) -> dict[str, str]:
+        process = self.process = self.process or _start_process()
+        answer, seconds, start = None, MAX_SECONDS + MORE_SECONDS, time.monotonic()
+        timer = threading.Timer(seconds, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            with contextlib.suppress(OSError, ValueError):  # the process ended
+                print(request, file=process.stdin, flush=True)
+                answer = json.loads(process.stdout.readline())
+        finally:
+            timer.cancel()
+            last_line = "" if answer is not None else self.end()
+        if answer is not None:
+            return answer
+        if process.returncode == -signal.SIGPROF:
+            return {"error": f"it takes more than {MAX_SECONDS:g} seconds"}
+        if process.returncode == OUT_OF_MEMORY:
+            return {"error": f"it takes more than {MAX_BYTES:,} bytes of memory"}
+        if time.monotonic() - start >= seconds:
+            raise CannotRender(
+                f"the process that runs chat templates did not finish in {seconds:g} seconds of "
+                "wall time"
+            )
+        raise ProcessEnded(
+            "the process that runs chat templates ended with status "
+            f"{process.returncode}: {last_line}"
         )
-    try:
-        # As where the system is short of memory: a new one tries again.
-        with contextlib.suppress(ProcessEnded):
-            return _answer(_take_process(), request)
-        return _answer(_take_process(), request)
-    finally:
-        free.release()
+
+    def end(self) -> str:
+        """Ends the process; returns the last line of its stderr."""
+        process, self.process = self.process, None
+        if process is None:
+            return ""
+        process.kill()
+        return process.communicate()[1].strip().rpartition("\n")[2]
 
 
-def _take_process() -> subprocess.Popen:
-    """Returns an idle process, or a new one.
-
-    Raises:
-      CannotRender: the process does not start.
-    """
-    with contextlib.suppress(IndexError):
-        while (process := _idle.pop()).poll() is not None:
-            process.communicate()  # closes its pipes
-        return process
+def _start_process() -> subprocess.Popen:
     program = pathlib.Path(__file__).with_name("chat_sandbox.py")
     try:
         return subprocess.Popen(
@@ -240,59 +274,14 @@ def _take_process() -> subprocess.Popen:
         ) from error
 
 
-def _answer(process: subprocess.Popen, request: str) -> dict[str, str]:
-    """Returns the answer of a process, which becomes idle again, or the limit that ended the
-    process.
-
-    Raises:
-      CannotRender: the process took too much wall time.
-      ProcessEnded: it ended for another reason; the message has the last line of its stderr.
-    """
-    answer, seconds, start = None, MAX_SECONDS + MORE_SECONDS, time.monotonic()
-    timer = threading.Timer(seconds, process.kill)
-    timer.daemon = True
-    timer.start()
-    try:
-        with contextlib.suppress(OSError, ValueError):  # of a process that ended
-            print(request, file=process.stdin, flush=True)
-            answer = json.loads(process.stdout.readline())
-    finally:
-        timer.cancel()
-        if answer is None:
-            process.kill()
-            last_line = process.communicate()[1].strip().rpartition("\n")[2]
-    if answer is not None:
-        _idle.append(process)
-        return answer
-    if process.returncode == -signal.SIGPROF:
-        return {"error": f"it takes more than {MAX_SECONDS:g} seconds"}
-    if process.returncode == OUT_OF_MEMORY:
-        return {"error": f"it takes more than {MAX_BYTES:,} bytes of memory"}
-    if time.monotonic() - start >= seconds:
-        raise CannotRender(
-            f"the process that runs chat templates did not finish in {seconds:g} seconds of wall "
-            "time"
-        )
-    raise ProcessEnded(
-        f"the process that runs chat templates ended with status {process.returncode}: {last_line}"
-    )
+_worker = _Worker()
 
 
-@atexit.register
-def _end_idle() -> None:
-    while _idle:
-        process = _idle.pop()
-        process.kill()
-        process.communicate()
+def _start_anew() -> None:
+    """Drops the parent's process after a fork: answers to parent and child would mix."""
+    global _worker
+    _worker = _Worker()
 
 
-def _leave_to_parent() -> None:
-    """Drops the parent's processes after a fork, since parent and child would read each other's
-    answers.
-    """
-    global _free
-    _free = threading.Semaphore(PROCESSES)
-    _idle.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_start_anew)
+atexit.register(lambda: _worker.end())

@@ -132,12 +132,10 @@ def test_messages_have_no_nulls_and_nothing_is_added():
 
 @pytest.fixture
 def no_process(monkeypatch):
-    """No process is idle when a test begins, and none is left of it."""
-    monkeypatch.setattr(chat, "_idle", [])
+    """No process runs when a test begins, and none is left of it."""
+    monkeypatch.setattr(chat, "_worker", chat._Worker())
     yield
-    for process in chat._idle:
-        process.kill()
-        process.communicate()
+    chat._worker.end()
 
 
 @pytest.fixture
@@ -205,7 +203,7 @@ child = os.fork()
 is_right = all(rendered(f"{child} {i}") for i in range(100))
 if child == 0:
     raise SystemExit(not is_right)
-print(is_right, os.waitpid(child, 0)[1], chat._idle[0].poll())
+print(is_right, os.waitpid(child, 0)[1], chat._worker.process.poll())
 """
 
 
@@ -220,24 +218,24 @@ def test_a_forked_program_has_its_own_process():
 
 
 @pytest.fixture
-def idle(no_process, monkeypatch):
+def worker(no_process, monkeypatch):
     """A process that rendered a template; by the clock, the next template has 0.4 seconds more than
     MAX_SECONDS.
     """
     template("first").render([ASK])
     monkeypatch.setattr(chat, "MORE_SECONDS", 0.4, raising=False)
-    return chat._idle[0]
+    return chat._worker.process
 
 
-def test_a_process_that_ended_while_idle_is_replaced(idle):
-    idle.kill()
-    os.waitid(os.P_PID, idle.pid, os.WEXITED | os.WNOWAIT)
+def test_a_process_that_ended_while_idle_is_replaced(worker):
+    worker.kill()
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
     assert template("next").render([ASK]) == "next"
 
 
-def test_a_process_that_ends_within_a_template_is_replaced_once(idle):
-    os.kill(idle.pid, signal.SIGSTOP)
-    timer = threading.Timer(0.1, idle.kill)
+def test_a_process_that_ends_within_a_template_is_replaced_once(worker):
+    os.kill(worker.pid, signal.SIGSTOP)
+    timer = threading.Timer(0.1, worker.kill)
     timer.start()
     assert template("next").render([ASK]) == "next"
     timer.join()
@@ -251,7 +249,7 @@ def test_a_template_that_cannot_run_is_not_taken_for_none(no_process, monkeypatc
         ByteTokenizer, "encode_chat", lambda _, messages: template(LLAMA3).render(messages)
     )
     assert knows_conversations(ByteTokenizer())
-    chat._end_idle()
+    chat._worker.end()
     with monkeypatch.context() as patch, pytest.raises(CannotRender, match="pip install jinja2"):
         patch.setitem(sys.modules, "jinja2", None)
         knows_conversations(ByteTokenizer())
@@ -280,28 +278,10 @@ def test_texts_that_are_too_long_are_told():
         )  # twelve bytes each in JSON
 
 
-def test_a_slow_template_does_not_block_the_others(idle, monkeypatch):
-    monkeypatch.setattr(chat, "MORE_SECONDS", 5.0, raising=False)
-    os.kill(idle.pid, signal.SIGSTOP)
-    slow = threading.Thread(target=template("slow").render, args=([ASK],))
-    slow.start()
-    while chat._idle:  # until it has the process
-        pass
-    timer = threading.Timer(5, os.kill, (idle.pid, signal.SIGCONT))
-    timer.start()
-    try:
-        assert template("quick").render([ASK]) == "quick"
-        assert slow.is_alive()
-    finally:
-        timer.cancel()
-        os.kill(idle.pid, signal.SIGCONT)
-        slow.join()
-
-
-def test_templates_end_by_the_clock(idle, monkeypatch):
+def test_templates_end_by_the_clock(worker, monkeypatch):
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.1)
-    os.kill(idle.pid, signal.SIGSTOP)
-    rescue = threading.Timer(10, idle.kill)
+    os.kill(worker.pid, signal.SIGSTOP)
+    rescue = threading.Timer(10, worker.kill)
     rescue.start()
     with pytest.raises(ValueError, match="did not finish in 0.5 seconds of wall time$"):
         template("stopped").render([ASK])
@@ -310,15 +290,10 @@ def test_templates_end_by_the_clock(idle, monkeypatch):
     assert template("next").render([ASK]) == "next"
 
 
-def test_where_no_process_is_free_a_conversation_is_refused(idle, monkeypatch):
+def test_where_the_process_is_busy_a_conversation_is_refused(worker, monkeypatch):
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.1)
-    for _ in range(chat.PROCESSES):
-        chat._free.acquire()
-    try:
-        with pytest.raises(CannotRender, match="^all 4 processes .* 0.5 seconds: try again$"):
-            template("fifth").render([ASK])
-    finally:
-        chat._free.release(chat.PROCESSES)
+    with chat._worker.lock, pytest.raises(CannotRender, match="busy for 0.5 seconds: try again$"):
+        template("second").render([ASK])
     assert template("next").render([ASK]) == "next"
 
 
