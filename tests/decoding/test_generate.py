@@ -3,7 +3,6 @@
 import dataclasses
 import pathlib
 import re
-import traceback
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from specsamp import (
     temperature,
     top_p,
 )
-from specsamp.decoding.drafter import Drafter, Prefix
+from specsamp.decoding.drafter import Prefix
 from specsamp.decoding.drafters import NoDrafter
 from specsamp.decoding.state import Weights
 from specsamp.models.config import tiny
@@ -141,20 +140,6 @@ def test_the_readme_example_of_ones_own_model_and_drafter_runs():
     assert scope["completion"].stats.accepted > 0
 
 
-def test_an_author_reads_twelve_members():
-    """The README's own drafter has K and propose; every other member of the interface has a
-    default.
-    """
-    members = {
-        name
-        for base in Drafter.__mro__
-        for name in (*vars(base), *vars(base).get("__annotations__", ()))
-    }
-    public = {name for name in members if not name.startswith("_")}
-    assert len(public) <= 12, sorted(public)
-    assert {"K", "propose"} <= public and Drafter.__abstractmethods__ == {"propose"}
-
-
 def test_within_buckets_nothing_is_compiled_again():
     """Prompts of 17 to 24 tokens and budgets of 25 to 32 share a program; other numbers, seeds and
     stops too.
@@ -197,22 +182,6 @@ def test_a_method_says_what_the_keywords_say():
         generate(pair, [[1]], rule=BlockRule(), drafter=NgramDrafter(2), method=Method(**decoding))
     with pytest.raises(ValueError, match="method must be a Method.*got 4"):
         generate(pair, [[1]], method=4)
-
-
-def test_few_frames_stand_between_generate_and_the_loop(monkeypatch):
-    """A call passes through few functions of the package, so that a reader can follow it."""
-    frames = []
-
-    def while_loop(*arguments):
-        files = [frame.filename for frame in traceback.extract_stack()]
-        frames.append(sum(str(REPOSITORY / "specsamp") in file for file in files))
-        return loop(*arguments)
-
-    loop = jax.lax.while_loop
-    monkeypatch.setattr(jax.lax, "while_loop", while_loop)
-    # A loop that no other test has.
-    generate(counting_pair(), ["abc"], 5, drafter=NgramDrafter(2, max_ngram=7))
-    assert frames == [4]  # generate, Engine.run, Loop.run, Loop._run
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@ configurations.
 """
 
 import importlib
-import pathlib
 import re
 import shlex
-import tomllib
 
 import jax
 import pytest
@@ -22,10 +20,37 @@ PAGES = sorted(
     for path in (ROOT / folder).glob("README.md")
 )
 SCRIPT = re.compile(r"(?:.*/)?launch/([a-z_/]+)\.py")
-BLOCKS = tomllib.loads(
-    pathlib.Path(__file__).with_name("readme_blocks.toml").read_text(encoding="utf-8")
-)
-SMALLER, NOT_RUN = BLOCKS["smaller"], BLOCKS["not_run"]
+PROMPTS = '["def read_file(path):", "class Node:"]'
+# The beginning of a block of Python, and its parts that are made smaller before it runs.
+SMALLER = {
+    "from specsamp import BlockRule": {
+        "max_new_tokens=128": "max_new_tokens=8",
+        "num_samples=4": "num_samples=2",
+    },
+    "from specsamp import Confidence": {
+        'load_pair("python")': "pair",
+        PROMPTS: "[[1, 2], [3]]",
+        "(pair, prompts, lengths=(0, 1, 2, 4)": "(pair, prompts, 4, lengths=(0, 2), repeats=1",
+        "generate(pair, prompts,": "generate(pair, prompts, 4,",
+    },
+    "from specsamp import Growth": {
+        'load_pair("python")': "pair",
+        '["def area("],': "[[1, 2]], 4,",
+    },
+    "from specsamp import EARS": {
+        f'load_pair("python"), {PROMPTS}': "pair, [[1, 2], [3]]",
+        "generate(pair, prompts,": "generate(pair, prompts, 4,",
+    },
+    "from specsamp.mesh.layout": {
+        "(1, 16)": "(1, 8)",
+        "(1, 64, draft_model_parallelism=16)": "(1, 8, draft_model_parallelism=4)",
+        "draft_model_parallelism=16)": "draft_model_parallelism=4)",
+    },
+}
+NOT_RUN = {
+    "import dataclasses": "tests/decoding/test_generate.py runs it",
+    "from specsamp.checkpoints.public_pair": "downloads two models",
+}
 
 
 def blocks(language):
