@@ -57,7 +57,7 @@ def test_commands_of_the_readmes_name_files_that_are_there():
     for file in (README, ROOT / "launch/README.md"):
         text = file.read_text(encoding="utf-8")
         paths = re.findall(r"\b((?:launch|configs)/[\w/]+\.(?:py|sh))", text)
-        paths += re.findall(r"\b(specsamp/[\w/]+(?:\.\w+)?)\b", text)
+        paths += re.findall(r"\b(specsamp/[\w/-]+(?:\.\w+)?)\b", text)
         # The cache, and placeholders.
         paths = [path for path in paths if path != "specsamp/xla" and "NAME" not in path]
         assert paths and not [path for path in paths if not (ROOT / path).exists()]
@@ -65,7 +65,7 @@ def test_commands_of_the_readmes_name_files_that_are_there():
 
 def test_public_pairs_of_the_readme_are_those_of_their_configuration():
     rows = re.findall(
-        r"^\| `([\w-]+)` \| (\S+) \| (\S+) \| (\d+) \|$",
+        r"^\| `([\w.-]+)` \| (\S+) \| (\S+) \| (\d+) \|$",
         (ROOT / "launch/README.md").read_text(),
         re.MULTILINE,
     )
