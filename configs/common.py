@@ -32,6 +32,8 @@ def add_decoding(
     # ones, by default 4.
     config.window = config_dict.placeholder(int)
     config.sinks = config_dict.placeholder(int)
+    # Texts that "ngram" looks in, too: a file of token ids (.npy), or of a text.
+    config.corpus = config_dict.placeholder(str)
     # The token that stands for one to be drafted, for "pard".
     config.mask_id = config_dict.placeholder(int)
     # Children per level of a token tree, such as (3, 2, 1), under a rule of trees; (): chains of

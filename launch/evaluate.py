@@ -352,6 +352,7 @@ def task_identity(config: ExperimentConfig, problems: Mapping[int, Problem]) -> 
         "exit_layer",
         "window",
         "sinks",
+        "corpus",
         "mesh",
         "repeats",
         "prompt_length",

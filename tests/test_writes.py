@@ -25,6 +25,8 @@ ALLOWED = {
     "decoding/drafters/block_head.py: BlockDrafter.propose.step": (1, "an offset below K"),
     "decoding/drafters/early_exit.py: EarlyExitDrafter.propose.step": (1, "an offset below K"),
     "decoding/drafters/feature.py: FeatureDrafter.propose.draw": (1, "an offset below K"),
+    "decoding/drafters/ngram.py: NgramDrafter.prepare": (1, "hashes below the size"),
+    "decoding/drafters/ngram.py: NgramDrafter._write.write": (2, "drops places that are not used"),
     "decoding/drafters/parallel.py: ParallelDrafter.propose.step": (1, "an offset below K"),
     "decoding/drafters/translating.py: TranslatingDrafter.propose.step": (1, "an offset below K"),
     "decoding/drafters/window.py: WindowDrafter.propose.step": (1, "an offset below K"),

@@ -30,6 +30,7 @@ TURNED = {
     "exit_layer",
     "window",
     "sinks",
+    "corpus",
     "mask_id",
     "rule",
     "batch",

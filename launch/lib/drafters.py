@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import numpy as np
+
 from launch.lib.own_code import evaluate, is_own
-from specsamp import validate
+from specsamp import storage, validate
 from specsamp.decoding.adaptive import Adaptive, Confidence, Entropy
 from specsamp.decoding.drafter import Drafter
 from specsamp.decoding.drafters import (
@@ -27,6 +29,7 @@ from specsamp.decoding.drafters.block_head import LAWS
 from specsamp.decoding.drafters.tree import sized
 from specsamp.decoding.loop import decode_window
 from specsamp.decoding.method import check_lengths, head_drafter
+from specsamp.decoding.pair import Tokenizer
 from specsamp.decoding.trees import TreeShape
 from specsamp.models.heads import Head
 from specsamp.models.interface import LanguageModel
@@ -122,6 +125,17 @@ DRAFTERS = {
     "ngram": Word(make=lambda target, draft, size, config: sized(NgramDrafter, NgramTree, size)),
     "none": Word(make=lambda target, draft, size, config: NoDrafter(), trees=False, drafts=False),
 }
+
+
+def read_corpus(path: str, tokenizer: Tokenizer | None) -> Sequence[Any]:
+    """Returns the texts of a file as token ids: rows of ids, or a text that ``tokenizer`` reads."""
+    if path.endswith(".npy"):
+        return np.atleast_2d(np.load(path))
+    if tokenizer is None:
+        raise ValueError(
+            f"--config.corpus={path} is a text, and the pair has no tokenizer: give ids as .npy"
+        )
+    return [tokenizer.encode(storage.read_text(path))]
 
 
 def check_word(name: str, value: Any) -> str:

@@ -13,12 +13,20 @@ from typing import Annotated, Any, Self
 
 from ml_collections import ConfigDict
 
-from launch.lib.drafters import DRAFTERS, AdaptiveFields, Word, check_word, meaning, sinks_of
+from launch.lib.drafters import (
+    DRAFTERS,
+    AdaptiveFields,
+    Word,
+    check_word,
+    meaning,
+    read_corpus,
+    sinks_of,
+)
 from launch.lib.rules import make_rule
 from specsamp import validate
 from specsamp.analysis.workload import Workload
 from specsamp.decoding.drafter import Drafter
-from specsamp.decoding.drafters import ModelDrafter, NoDrafter
+from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
 from specsamp.decoding.method import Method, default_drafter
 from specsamp.decoding.pair import Pair
 from specsamp.decoding.request import Prompt
@@ -172,6 +180,7 @@ class ExperimentConfig(Config):
     exit_layer: int | None = None
     window: int | None = None
     sinks: int | None = None
+    corpus: str | None = None
     mask_id: int | None = None
     tree: Sequence[int] = ()
     adaptive: AdaptiveFields = AdaptiveFields()
@@ -267,6 +276,8 @@ class ExperimentConfig(Config):
         name = f"{self.drafter} {self.exit_layer}" if self.word.inside else self.drafter
         if self.drafter == "window":
             name = f"window {sinks_of(self)} + {self.window}"
+        if self.drafter == "ngram" and self.corpus is not None:
+            name = f"ngram in {self.corpus}"
         return f"{name} tree {'x'.join(map(str, self.tree))}" if self.tree else name
 
     @property
@@ -306,6 +317,9 @@ class ExperimentConfig(Config):
         chains.
         """
         drafter = self.make_drafter(pair.target, pair.draft_or_head, 0 if self.is_plain else None)
+        if self.corpus is not None and isinstance(drafter, NgramDrafter):
+            corpus = read_corpus(self.corpus, pair.tokenizer)
+            drafter = dataclasses.replace(drafter, corpus=corpus)
         if pair.vocabulary is not None and type(drafter) is ModelDrafter:
             drafter = default_drafter(pair, drafter.K)
         warps = [self.sampling]

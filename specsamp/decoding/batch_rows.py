@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from specsamp.decoding.data_shards import BY_ROWS, DataShards
-from specsamp.decoding.state import DecodeState, Finish
+from specsamp.decoding.state import DecodeState, Finish, Kept
 
 Array = jax.Array
 
@@ -61,7 +61,9 @@ def end(finish_B: Array, is_ended_B: Array) -> Array:
 
 
 def _write_rows(tree: Any, rows: Any, at_N: Array) -> Any:
-    def write(old: Array, new: Array) -> Array:
+    def write(old: Any, new: Any) -> Any:
+        if isinstance(old, Kept):
+            return old
         for n in range(len(at_N)):
             row = new[n : n + 1][tuple(map(slice, old.shape))]
             start = (jnp.maximum(at_N[n], 0),) + (jnp.zeros((), at_N.dtype),) * (old.ndim - 1)
@@ -69,7 +71,7 @@ def _write_rows(tree: Any, rows: Any, at_N: Array) -> Any:
             old = jax.lax.dynamic_update_slice(old, row, start)
         return old
 
-    return jax.tree.map(write, tree, rows)
+    return jax.tree.map(write, tree, rows, is_leaf=lambda part: isinstance(part, Kept))
 
 
 @functools.partial(jax.jit, static_argnames="shards")

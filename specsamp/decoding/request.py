@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from specsamp import validate
-from specsamp.decoding.drafter import Drafter
+from specsamp.decoding.drafter import Drafter, hooks_of
 from specsamp.decoding.method import Method
 from specsamp.decoding.pair import Pair, Tokenizer
 from specsamp.decoding.text import Continuation, Stops, TextStream
@@ -98,6 +98,8 @@ def make_requests(
     )
     if len(ids) != len(lengths):
         raise ValueError(f"{len(ids)} prompt_ids for {len(lengths)} prompts")
+    if not (hooks_of(method.drafter).row_independent or method.rule.draft_independent):
+        check_own_noise(ids, "where a draft depends on other texts")
     stops = stop if isinstance(stop, Stops) else make_stops(pair, stop)
     for warp in (method.sampling, method.draft_sampling):
         if isinstance(warp, Warp):  # `for_rows` refuses anything else
@@ -125,6 +127,17 @@ def make_requests(
         )
         for index, tokens in enumerate(token_lists)
     ]
+
+
+def check_own_noise(prompt_ids: Sequence[int], where: str) -> None:
+    """Raises ValueError for texts with the same random numbers, which must not verify a draft that
+    depends on them.
+    """
+    if len(set(prompt_ids)) < len(prompt_ids):
+        twice = next(one for one in prompt_ids if prompt_ids.count(one) > 1)
+        raise ValueError(
+            f"prompt_ids has {twice} twice: {where}, give each prompt noise of its own"
+        )
 
 
 def with_samples(requests: Sequence[Request], num_samples: int) -> list[Request]:

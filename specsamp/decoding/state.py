@@ -170,6 +170,16 @@ class Prefix:
 
 
 @jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The part of a drafter's state that a place in the batch keeps when another text is written
+    there.
+    """
+
+    value: Any
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
     """The rows of a batch: the carry of the loop, with the request.

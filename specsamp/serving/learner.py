@@ -7,6 +7,7 @@ from typing import Any
 
 from specsamp.decoding.drafters import ModelDrafter
 from specsamp.decoding.method import Method
+from specsamp.decoding.request import check_own_noise
 
 # Takes a whole text; returns new parameters of the draft, or None.
 Learner = Callable[[Sequence[int]], Any]
@@ -23,8 +24,5 @@ def check_learner(learner: Learner | None, method: Method, prompt_ids: Sequence[
             f"learner was given, but {type(method.drafter).__name__} has no draft model of its "
             "own: take ModelDrafter"
         )
-    if len(set(prompt_ids)) < len(prompt_ids) and not method.rule.draft_independent:
-        twice = next(one for one in prompt_ids if prompt_ids.count(one) > 1)
-        raise ValueError(
-            f"prompt_ids has {twice} twice: with a learner, give each prompt noise of its own"
-        )
+    if not method.rule.draft_independent:
+        check_own_noise(prompt_ids, "with a learner")

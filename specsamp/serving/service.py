@@ -73,8 +73,8 @@ class Service:
       method: drafter and rule of all requests.
       context: the most tokens of a prompt and its text together.
       learner: whom the draft learns from; None: nobody, or a learner that has failed.
-      repeats: whether a seed gives the same text again: not if the draft learns, unless the rule
-        ignores drafts. The seeds of requests are not used then.
+      repeats: whether a seed gives the same text again: not if the draft learns or
+        depends on other texts, unless the rule ignores drafts. The seeds of requests are not used then.
       capacity: the most texts that run or wait; max_per_client: those of one client.
       failed: why the thread ended by itself; None: it did not.
     """
@@ -130,7 +130,8 @@ class Service:
         )
         check_learner(learner, method)
         self.has_grammars = has_grammars
-        self.learner, self.repeats = learner, learner is None or method.rule.draft_independent
+        is_alone = learner is None and hooks_of(method.drafter).row_independent
+        self.learner, self.repeats = learner, is_alone or method.rule.draft_independent
         self.context = context_of(pair, method.drafter, "context", context)
         self._stop_ids = sorted(make_stops(pair, None).ids)
         self._most_stop_ids = len(self._stop_ids) + MAX_STOPS + MAX_STOP_IDS
@@ -267,7 +268,7 @@ class Service:
             )
         self._check_room(count, client)  # before prompts are encoded, which takes time
         if not self.repeats:
-            # A draft that has learned from a text depends on its random numbers. If they verified
+            # A draft from or after a text depends on its random numbers. If they verified
             # proposals of this draft again, texts would not follow the target; and callers repeat
             # seeds.
             seed = secrets.randbits(64)

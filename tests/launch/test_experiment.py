@@ -172,7 +172,7 @@ def folder(tmp_path_factory):
     return place
 
 
-def test_two_names_become_an_experiment(folder, capsys):
+def test_two_names_become_an_experiment(folder, capsys, tmp_path):
     config = ExperimentConfig.from_config_dict(
         load_config(f"configs/hf.py:{folder},{folder}")
     ).turned({"hugging_face.dtype": "float32"})
@@ -184,6 +184,13 @@ def test_two_names_become_an_experiment(folder, capsys):
     assert experiment.build(config, ["other text"]).workload.prompts[0] == tuple(
         built.pair.tokenizer.encode("other text")
     )
+    texts = {"ids.npy": [[1, 2, 3]], "text.txt": [built.pair.tokenizer.encode("some text")]}
+    np.save(tmp_path / "ids.npy", [1, 2, 3])
+    (tmp_path / "text.txt").write_text("some text")
+    for name, corpus in texts.items():
+        looking = config.turned({"drafter": "ngram", "corpus": str(tmp_path / name)})
+        drafter = looking.make_method(built.pair).drafter
+        assert drafter == NgramDrafter(K=drafter.K, corpus=corpus)
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         experiment.build(config.turned({"hugging_face.draft": str(folder.parent)}))
 

@@ -293,6 +293,8 @@ class NgramTree(TreeDrafter, NgramDrafter):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.corpus is not None or self.log:
+            raise ValueError("a tree looks in the sequence alone: leave corpus and log out")
         if any(self.tree.parents.count(row) > 1 for row in range(1, self.K + 1)):
             raise ValueError(
                 f"tree {self.tree.parents} branches below its first tokens: take of_widths(3, 1, 1)"

@@ -61,6 +61,8 @@ def of_bytes():
 KINDS = DRAFTERS | {
     "none": lambda: of_target(NoDrafter()),
     "prompt lookup": lambda: of_target(NgramDrafter(K)),
+    "corpus": lambda: of_target(NgramDrafter(K, corpus=[[*range(24), *range(0, 24, 2)]])),
+    "logs": lambda: of_target(NgramDrafter(K, log=32)),
     "bytes": of_bytes,
 }
 
@@ -145,6 +147,7 @@ SETTINGS = [
     Setting("queue", "none"),
     Setting("queue", "model"),
     Setting("queue", "prompt lookup", slots=256),
+    Setting("queue", "corpus"),
     Setting("queue", "model", COUPLED, adapts=True),
     Setting("queue", "early exit"),
     Setting("queue", "window", COUPLED, adapts=True),
@@ -158,6 +161,7 @@ SETTINGS = [
     Setting("service", "model", slots=256),
     Setting("service", "model", COUPLED, adapts=True, slots=256),
     Setting("service", "early exit"),
+    Setting("service", "logs", COUPLED, adapts=True),
     Setting("service", "modules"),
     Setting("service", "tokenizer", adapts=True),
     Setting("service", "bytes"),
