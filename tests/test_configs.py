@@ -143,18 +143,6 @@ def test_two_names_are_a_pair_and_anything_else_is_refused():
             hf.get_config(wrong)
 
 
-def test_the_paper():
-    config = chinchilla.get_config()
-    assert (config.target.preset, config.draft.preset) == ("chinchilla_70b", "draft_4b")
-    assert (config.draft_length, config.batch, config.rule) == (4, 1, "token")
-    assert (config.sampling.temperature, config.sampling.top_p) == (1.0, 0.8)
-    assert (config.mesh.data, config.mesh.model, config.mesh.draft_model_parallelism) == (1, 16, 0)
-    greedy = chinchilla.get_config("v4-32,greedy").sampling
-    assert (greedy.temperature, greedy.top_p) == (0.0, 1.0)
-    wide = chinchilla.get_config("v4-256")  # more devices than heads
-    assert (wide.mesh.data, wide.mesh.model, wide.batch) == (2, 64, 2)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "argument, devices, draft_model_parallelism, batch",

@@ -106,15 +106,6 @@ def test_drafters_of_ones_own_and_several_rows(pair, clocks):
     )
 
 
-def test_long_budgets_are_not_decoded_to_the_end_but_have_caches_of_their_size(
-    pair, clocks, monkeypatch
-):
-    monkeypatch.setattr(draft_length, "LONGEST_TEXT", 10)
-    ran = clocks({0: 1.0, 1: 1.0})
-    choose(pair, lengths=(0, 1))
-    assert ran[-1].workload.max_new_tokens == 10 and ran[-1].engine.slots >= 3 + 30
-
-
 def test_the_noise_is_not_that_of_the_completions(pair, clocks):
     """K must not depend on the random numbers that decide the text."""
     ran = clocks({0: 1.0, 1: 1.0})

@@ -97,17 +97,6 @@ def stored(path):
     return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
 
 
-def test_programs_are_kept_while_they_are_few(outcomes, monkeypatch):
-    """The programs of two of five cells are kept at a time."""
-    outcomes(*[{"n": 0}] * 5)
-    monkeypatch.setattr(grid, "KEPT_PROGRAMS", 2)
-    when = []
-    monkeypatch.setattr(jax, "clear_caches", lambda: when.append(len(results.cells)))
-    results = grid.Results.open(None, IDENTITY)
-    measure_cells([cell(draft_length=K) for K in (1, 2, 3, 4, 5)], results, outcomes)
-    assert when == [1, 3]
-
-
 def test_an_interrupted_run_goes_on_at_the_next_cell(tmp_path, outcomes):
     path = str(tmp_path / "new" / "grid.json")
     calls = outcomes({"n": 1}, KeyboardInterrupt())

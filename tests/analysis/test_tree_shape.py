@@ -37,13 +37,6 @@ def test_no_tree_of_seven_rows_is_better():
         ) == pytest.approx(best)
 
 
-def test_conditional_ranks_would_count_twice():
-    """Two children that are each accepted with .6 once they are judged: .6 and .24 of the
-    rounds.
-    """
-    assert tokens_of(TreeShape((0, 0)), (0.6, 0.24)) == pytest.approx(1.84)
-
-
 def test_the_tree_that_pays_depends_on_what_rows_and_levels_cost():
     free_rows, chain = choose_shape(
         RANKS, lambda depth, rows: 10 + depth, most_rows=16, most_depth=6

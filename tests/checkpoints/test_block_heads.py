@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
 
 from specsamp.checkpoints.head_export import write_head
@@ -76,15 +77,15 @@ def test_heads_of_speculators(tmp_path, name):
     rows, logits, odds = jax.jit(run_blocks, static_argnums=0)(
         head, weights, golden_run["hidden"], jnp.asarray(golden_run["tokens"])
     )
-    np.testing.assert_allclose(rows, golden_run["rows"], atol=2e-5)
-    np.testing.assert_allclose(logits, golden_run["logits"], atol=4e-5)
+    assert_allclose(rows, golden_run["rows"], atol=2e-5)
+    assert_allclose(logits, golden_run["logits"], atol=4e-5)
     if head.config.confidence is not None:
-        np.testing.assert_allclose(odds, golden_run["confidence"], atol=1e-5)
+        assert_allclose(odds, golden_run["confidence"], atol=1e-5)
     write_head(tmp_path / "ours", head, params, target_name="org/target", K=3)
     ours, theirs = (load_file(tmp_path / side / "model.safetensors") for side in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
-        np.testing.assert_array_equal(ours[key], tensor)
+        assert_array_equal(ours[key], tensor)
     assert open_head(tmp_path / "ours", TARGET, dtype="float32").config == head.config
 
 
@@ -148,7 +149,7 @@ def test_the_golden_pass_of_dflash(tmp_path):
         start += length
         block = embedding[jnp.asarray([[pending, 15, 15, 15]])]
         rows, caches = head(weights, block, jnp.array([[start]]), jnp.array([[start]]), caches)
-        np.testing.assert_allclose(rows[0, 1], golden_row, atol=1e-5)
+        assert_allclose(rows[0, 1], golden_row, atol=1e-5)
 
 
 @pytest.mark.parametrize(

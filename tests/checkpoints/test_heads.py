@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from numpy.testing import assert_allclose, assert_array_equal
 from safetensors.numpy import load_file, save_file
 
 from specsamp.checkpoints.head_export import write_head
@@ -83,17 +84,17 @@ def test_eagle_3_in_eagles_layout(tmp_path):
     features, more = two_calls(head, weights, hidden)
     rows = jnp.stack([features[3], features[0], more])[None]
     logits = head.logits(weights, rows, None)
-    np.testing.assert_allclose(logits[0], GOLDEN_3, atol=1e-5)
+    assert_allclose(logits[0], GOLDEN_3, atol=1e-5)
     whole = head.expand(weights, logits)
-    np.testing.assert_array_equal(np.flatnonzero(np.isfinite(whole[0, 0])), [0, 2, 3, 7, 9, 10])
-    np.testing.assert_array_equal(whole[..., jnp.asarray([0, 2, 3, 7, 9, 10])], logits)
+    assert_array_equal(np.flatnonzero(np.isfinite(whole[0, 0])), [0, 2, 3, 7, 9, 10])
+    assert_array_equal(whole[..., jnp.asarray([0, 2, 3, 7, 9, 10])], logits)
 
 
 def test_eagle_1_from_a_pickle(tmp_path):
     head, weights = load(toy_eagle1(tmp_path))
     assert head.hidden_layers == (9,)
     features, more = two_calls(head, weights, (jnp.sin(0.7 * jnp.arange(32)).reshape(1, 4, 8),))
-    np.testing.assert_allclose([features[3], more], GOLDEN_1, atol=1e-5)
+    assert_allclose([features[3], more], GOLDEN_1, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", golden_heads.NAMES)
@@ -104,15 +105,13 @@ def test_heads_of_speculators(tmp_path, name):
     assert head.hidden_layers == (1, 5, 8), "its ids 2, 6, 9 name what enters layers"
     hidden = tuple(jnp.split(golden["hidden"], 3, axis=-1))
     features, _ = two_calls(head, weights, hidden, golden["tokens"])
-    np.testing.assert_allclose(
-        head.logits(weights, features[None], None), golden["logits"], atol=1e-5
-    )
+    assert_allclose(head.logits(weights, features[None], None), golden["logits"], atol=1e-5)
     params = read_head(open_head(tmp_path / "theirs", TARGET, dtype="float32"), head)
     write_head(tmp_path / "ours", head, params, target_name="org/target", K=3)
     ours, theirs = (load_file(tmp_path / side / "model.safetensors") for side in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
-        np.testing.assert_array_equal(ours[key], tensor)
+        assert_array_equal(ours[key], tensor)
         assert ours[key].dtype == tensor.dtype
     again = open_head(tmp_path / "ours", TARGET, dtype="float32")
     assert again.config == head.config
@@ -163,9 +162,7 @@ def test_medusa_in_both_layouts(tmp_path):
     logits, h = medusa_logits(folder), np.sin(np.arange(8.0))
     for k in range(3):
         y = tensors[f"{k}.0.linear.weight"] @ h + tensors[f"{k}.0.linear.bias"]
-        np.testing.assert_allclose(
-            logits[k], tensors[f"{k}.1.weight"] @ (h + y / (1 + np.exp(-y))), atol=1e-5
-        )
+        assert_allclose(logits[k], tensors[f"{k}.1.weight"] @ (h + y / (1 + np.exp(-y))), atol=1e-5)
 
     other = tmp_path / "vllm"
     other.mkdir()
@@ -179,7 +176,7 @@ def test_medusa_in_both_layouts(tmp_path):
     )
     assert "lm_heads.2.weight" in renamed
     save_file(renamed, other / "model.safetensors")
-    np.testing.assert_array_equal(medusa_logits(other), logits)
+    assert_array_equal(medusa_logits(other), logits)
 
 
 def test_layers_that_are_named_as_outputs(tmp_path):
@@ -224,7 +221,7 @@ PLAIN = b"\x80\x02}X\x01\0\0\0w" + TENSOR + b"K\0K\x02\x85K\x01\x85\x89}tRs."
 
 def test_tensors_of_a_pickle(tmp_path):
     file = archive(tmp_path / "x.bin", PLAIN, **{"0": np.array([1, 2], np.float32).tobytes()})
-    np.testing.assert_array_equal(read_pickle(file)["w"].read([slice(1, 2)]), [2])
+    assert_array_equal(read_pickle(file)["w"].read([slice(1, 2)]), [2])
 
 
 def hostile(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import safetensors.numpy
 import tokenizers
 from etils import epath
+from numpy.testing import assert_array_equal
 
 from specsamp.checkpoints import safetensors_io
 from specsamp.checkpoints.hugging_face import open_checkpoint, read_params
@@ -37,7 +38,7 @@ def test_a_checkpoint_of_many_files_is_read_whole(original, params, tokenizer):
     read = read_params(
         checkpoint, TransformerLM(checkpoint.config), lambda *told: seen.append(told)
     )
-    jax.tree.map(np.testing.assert_array_equal, read, params)
+    jax.tree.map(assert_array_equal, read, params)
     assert (
         len(seen) == len(tensors)
         and seen[-1][1] == seen[-1][2] == 4 * checkpoint.config.num_parameters
@@ -62,7 +63,7 @@ def test_a_mesh_gets_every_part_in_its_place_and_reads_none_twice(
     placed = read_params(
         checkpoint, shard_model(alone, Layout.tensor_parallel(make_mesh(8 // model, model)))
     )
-    jax.tree.map(np.testing.assert_array_equal, placed, whole)
+    jax.tree.map(assert_array_equal, placed, whole)
     layer = placed["layer_0"]
     up = layer["experts"]["up"] if "experts" in layer else layer["mlp"]["up"].T
     assert up.sharding.shard_shape(up.shape)[0] == up.shape[0] // model
@@ -83,7 +84,7 @@ def test_files_in_a_bucket_are_read_by_seeking(original, monkeypatch):
     expected = np.array(tensor.read((slice(3, 30), slice(5, 9))))
     monkeypatch.setattr(safetensors_io.storage, "BUCKETS", (str(original),))
     monkeypatch.setattr(np, "memmap", None)
-    np.testing.assert_array_equal(tensor.read((slice(3, 30), slice(5, 9))), expected)
+    assert_array_equal(tensor.read((slice(3, 30), slice(5, 9))), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -98,7 +99,7 @@ def test_any_float_is_read_into_any_float(saved, params, dtype):
     assert checkpoint.config.dtype == "bfloat16"
     read = read_params(checkpoint, TransformerLM(checkpoint.config))
     rounded = jax.tree.map(lambda x: np.asarray(x.astype(dtype).astype(jnp.bfloat16)), params)
-    jax.tree.map(np.testing.assert_array_equal, read, rounded)
+    jax.tree.map(assert_array_equal, read, rounded)
 
 
 def test_rows_of_padding_are_zero(original, params):
@@ -108,7 +109,7 @@ def test_rows_of_padding_are_zero(original, params):
         checkpoint, shard_model(TransformerLM(wide), Layout.tensor_parallel(make_mesh(2, 4)))
     )
     for name in ("embedding", "output_embedding"):
-        np.testing.assert_array_equal(read[name], np.pad(params[name], ((0, 8), (0, 0))))
+        assert_array_equal(read[name], np.pad(params[name], ((0, 8), (0, 0))))
     with pytest.raises(ValueError, match="num_layers is 2 there, 3 in the model"):
         read_params(checkpoint, TransformerLM(dataclasses.replace(wide, num_layers=3)))
 
@@ -185,7 +186,7 @@ def test_a_name_of_the_hub_is_downloaded_weights_last(original, params, monkeypa
     checkpoint = open_checkpoint("someone/model", dtype="float32")
     assert asked == [False]
     jax.tree.map(
-        np.testing.assert_array_equal,
+        assert_array_equal,
         read_params(checkpoint, TransformerLM(checkpoint.config)),
         params,
     )

@@ -2,12 +2,10 @@
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import models, pre_tokenizers, processors
 
 from specsamp.checkpoints.tokenizer import JsonTokenizer
 from specsamp.checkpoints.trained_pair import load_pair
-from specsamp.decoding.text import Continuation, TextStream
-from support.byte_tokenizer import ByteTokenizer
 
 
 def saved(tokenizer, tmp_path):
@@ -53,45 +51,6 @@ def test_texts_are_neither_cut_nor_filled_up(with_specials, tmp_path):
 def test_damaged_tokenizers_are_named(with_specials, tmp_path):
     with pytest.raises(ValueError, match="has no token '<end>'"):
         JsonTokenizer(tmp_path / "tokenizer.json", eos="<end>")
-
-
-@pytest.fixture
-def with_byte_fallback(tmp_path):
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "<unk>": 257}
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
-    )
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return JsonTokenizer(saved(tokenizer, tmp_path))
-
-
-def pieces(tokenizer, tokens, step):
-    stream = TextStream(Continuation(tokenizer))
-    ends = list(range(step, len(tokens), step)) + [len(tokens)]
-    return [stream.push(tokens[:end], end == len(tokens)) for end in ends]
-
-
-@pytest.mark.parametrize("step", [1, 2, 3, 5])
-def test_streamed_pieces_make_the_whole_text(with_byte_fallback, step):
-    for text in ("€€éa", "aé€a€", "ééé"):
-        for tokenizer in (with_byte_fallback, ByteTokenizer()):
-            tokens = tokenizer.encode(text)
-            assert "".join(pieces(tokenizer, tokens, step)) == tokenizer.decode(tokens) == text
-
-
-def test_an_incomplete_character_makes_none_before_it_unknown(with_byte_fallback):
-    """As the library does, which is the control."""
-    tokens = with_byte_fallback.encode("€€")[:4]
-    assert with_byte_fallback.decode(tokens) == "€\N{REPLACEMENT CHARACTER}"
-    assert "€" not in with_byte_fallback._tokenizer.decode(tokens)
-
-
-def test_text_that_ends_in_the_middle_of_a_character_is_shown_at_the_end():
-    assert pieces(ByteTokenizer(), list("a€".encode())[:3], 1) == [
-        "a",
-        "",
-        "\N{REPLACEMENT CHARACTER}",
-    ]
 
 
 def test_texts_of_unknown_words_are_refused():

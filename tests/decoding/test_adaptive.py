@@ -14,9 +14,6 @@ from specsamp import (
     CoupledRule,
     Entropy,
     TokenRule,
-    chain,
-    generate,
-    temperature,
 )
 from specsamp.decoding.adaptive import Stop
 from specsamp.decoding.drafters import ModelDrafter, NgramDrafter, NoDrafter
@@ -173,28 +170,6 @@ def test_lengths_suit_the_rows_that_are_decoded_together():
     # Another row is only read.
     chosen.append(Service(pair, method, rows=1, context=32)._engine.loop.adaptive)
     assert [(one.pause, one.longest) for one in chosen] == [(16, 2), (64, 2), (8, 8), (8, 8)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Blind(NgramDrafter):
-    """Looks up n-grams without announcing whether there is a match."""
-
-    def draft_lengths(self, state, prefix):
-        return None
-
-
-@pytest.mark.slow
-def test_a_round_in_which_nothing_will_be_found_is_as_narrow_as_plain_decoding():
-    adaptive = Adaptive(lengths=(0, 2), costs_ms=(1, 1.01), usual=2, margin=100.0)
-    pair, prompts = table_pair(), [[0, 1, 2, 3, 0, 1], [5, 6]]
-    asked = dict(
-        max_new_tokens=12, sampling=chain(temperature(1.0)), draft_length=adaptive, num_samples=3
-    )
-    wide, narrow = (
-        generate(pair, prompts, drafter=make(2), **asked) for make in (Blind, NgramDrafter)
-    )
-    assert [one.tokens for one in narrow] == [one.tokens for one in wide]
-    assert [one.stats for one in narrow] == [one.stats for one in wide]
 
 
 def test_pauses_double_until_a_draft_pays():

@@ -86,13 +86,6 @@ def test_stop_tokens_of_each_row():
     assert texts(done)[1] == texts(done)[0][: len(texts(done)[1])] and texts(done)[1][-1] == stop
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3])
-def test_prompts_read_in_chunks(alone, chunk):
-    state = prefill([0, 1, 2])
-    arrays = state.tokens_BS, jnp.zeros(3, jnp.int32), state.lengths_B
-    assert texts(finished(LOOP.extend(WEIGHTS, state.request, None, *arrays, chunk=chunk))) == alone
-
-
 @register_warp
 class DeadEnd(Warp):
     """Excludes every token after two more."""

@@ -180,24 +180,6 @@ def test_a_wrong_context_is_rejected_sometimes(drafter):
     assert accepted_share(drafter, K=1, slots=5 + 20 + 2)[0] < 0.99
 
 
-def test_independent_tokens_collide():
-    """Golden: the first token is a fair coin, the second repeats it with probability .9; right
-    marginals keep 1.6 of 2.
-    """
-    same = jnp.log(jnp.asarray([[0.9, 0.1], [0.1, 0.9], [0.5, 0.5]]))
-    begins = jnp.arange(3)[:, None, None, None] == 2  # the token before the prompt's is still seen
-    coins = jnp.where(begins, 0.0, same[None, None]) * jnp.ones((3, 3, 1, 1))
-    target, accepted = ShowsTokens(2), {}
-    for law in ("marginals", "conditional"):
-        loop = Loop(
-            target=target, drafter=BlockDrafter(target, table_block(2), 2, law), rule=TokenRule()
-        )
-        state = prefill(loop, coins, coins, [[0, 1]], 5, FULL, samples=20_000)
-        counts_BT = loop.run(Weights(target=coins, draft=coins), state, 1).stats.accepted_BT
-        accepted[law] = float((counts_BT @ jnp.arange(3)).mean())
-    assert accepted["conditional"] == 2 and abs(accepted["marginals"] - 1.6) < 0.02
-
-
 class AsksAfterTheToken(BlockDrafter):
     """The confidence of the next token decides whether a token is submitted."""
 

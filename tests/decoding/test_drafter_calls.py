@@ -173,45 +173,32 @@ def field(**changes):
 CHANGES = {
     "None": lambda *returned: None,
     "two values": lambda draft, state, cache: (draft, state),
-    "no draft": lambda draft, state, cache: (draft.tokens_BK, state, cache),
     "float ids": field(tokens_BK=jnp.zeros((1, K))),
-    "a list": field(tokens_BK=[[1, 1, 1]]),
     "a row too many": field(tokens_BK=jnp.zeros((2, K), jnp.int32)),
-    "ids of one axis": field(tokens_BK=jnp.zeros(K, jnp.int32)),
     "more than K": field(tokens_BK=jnp.zeros((1, K + 1), jnp.int32)),
     "a scalar count": field(num_drafted_B=jnp.array(2)),
-    "a count of floats": field(num_drafted_B=jnp.ones(1)),
     "another vocabulary": field(log_probs_BRV=jnp.zeros((1, K, V + 1))),
-    "a distribution short": field(log_probs_BRV=jnp.zeros((1, K - 1, V))),
     "parents of floats": field(parents_BK=jnp.zeros((1, K))),
-    "parents of more rows": field(parents_BK=jnp.zeros((2, K), jnp.int32)),
     "laws of another length": field(
         parents_BK=jnp.zeros((1, K), jnp.int32), law_rows_BT=jnp.zeros((1, K), jnp.int32)
     ),
     "a larger state": lambda *returned: (*returned[:-2], jnp.zeros((1, 3)), returned[-1]),
-    "no state": lambda *returned: (*returned[:-2], None, returned[-1]),
     "another cache": lambda *returned: (*returned[:-1], returned[-1].astype(jnp.float32)),
 }
 REFUSED = [
     ("propose", "None", r"propose must return a tuple \(draft, state, cache\); got NoneType"),
     ("propose", "two values", r"propose must return a tuple \(draft, state, cache\); got"),
-    ("propose", "no draft", "propose must return a Draft; got .*Tracer"),
     (
         "propose",
         "float ids",
         r"tokens_BK must be an array of integer \[1, any\]; got float32\[1, 3\]",
     ),
-    ("propose", "a list", "tokens_BK must be an array of integer .*; got list"),
     ("propose", "a row too many", r"tokens_BK .*\[1, any\]; got int32\[2, 3\]"),
-    ("propose", "ids of one axis", r"tokens_BK .*got int32\[3\]"),
     ("propose", "more than K", "tokens_BK has 4 tokens per row, more than K = 3"),
     ("propose", "a scalar count", r"num_drafted_B .*\[1\]; got int32\[\]"),
-    ("propose", "a count of floats", r"num_drafted_B .*got float32\[1\]"),
     ("propose", "another vocabulary", r"log_probs_BRV .*\[1, 3, 3\]; got float32\[1, 3, 4\]"),
-    ("propose", "a distribution short", r"log_probs_BRV .*got float32\[1, 2, 3\]"),
     ("propose", "parents of floats", r"parents_BK .*got float32\[1, 3\]"),
     ("propose", "laws of another length", r"law_rows_BT .*\[1, 4\]; got int32\[1, 3\]"),
-    ("propose", "parents of more rows", r"parents_BK .*\[1, 3\]; got int32\[2, 3\]"),
     (
         "commit",
         "a larger state",
@@ -222,11 +209,6 @@ REFUSED = [
         "read",
         "a larger state",
         r"read must return a state like .*float32\[1, 2\], returned was float32\[1, 3\]",
-    ),
-    (
-        "commit",
-        "no state",
-        r"commit must return a state like .*float32\[1, 2\], returned was nothing",
     ),
     ("commit", "another cache", r"commit must return a cache like .*int32\[.*returned was float32"),
 ]
@@ -242,17 +224,6 @@ def test_method_that_returns_something_else_is_refused(method, change, message):
         generate(PAIR, [[1]], LENGTH, drafter=Returning(method, change))
     assert "\n" not in str(error.value)
     assert f"Returning.{method}" in str(error.value)
-
-
-def test_only_checked_calls_are_made_of_a_drafter():
-    """The loop calls no method of a drafter past `drafter_calls`."""
-    import inspect
-
-    from specsamp.decoding import loop
-
-    for method in ("propose", "read", "commit"):
-        assert f"drafter.{method}(" not in inspect.getsource(loop)
-        assert f"drafter.{method}(" in inspect.getsource(drafter_calls)
 
 
 @dataclasses.dataclass(frozen=True)

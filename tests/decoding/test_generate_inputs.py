@@ -186,14 +186,6 @@ def test_a_draft_whose_distribution_is_nan_biases_nothing(rule, spoiled_after):
     )
 
 
-def test_sixty_four_bit_logits_keep_their_log_probs():
-    with jax.enable_x64(True):
-        pair = Pair(target=TableLM(12), target_params=np.asarray(random_table(3, 12), np.float64))
-        pair = dataclasses.replace(pair, target_params=jnp.asarray(pair.target_params))
-        (row,) = generate(pair, [[1]], 4, draft_length=0, return_log_probs=True)
-    assert len(row.log_probs) == 4 and max(row.log_probs) < 0
-
-
 def test_log_probs_of_narrow_logits_are_wide():
     """A model that returns bfloat16 logits is verified, and reported, in float32."""
 

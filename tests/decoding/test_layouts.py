@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from specsamp import BlockRule, Pair, chain, generate, greedy, stream, temperature, top_p
 from specsamp.decoding.loop import Loop
@@ -90,7 +91,7 @@ def test_log_probs_are_those_of_a_scorer(pairs):
         text = jnp.asarray([prompt + row.tokens[:-1]])
         scored = jax.nn.log_softmax(pair.target.forward(pair.target_params, text).logits_BTV[0, 2:])
         expected = jnp.take_along_axis(scored, jnp.asarray(row.tokens)[:, None], axis=1)[:, 0]
-        np.testing.assert_allclose(row.log_probs, expected, atol=2e-5)
+        assert_allclose(row.log_probs, expected, atol=2e-5)
 
 
 def test_a_draft_with_ngrams_that_is_its_own_target_is_always_accepted(pairs):
@@ -128,8 +129,8 @@ def test_the_loop_may_stand_inside_another_program(pairs):
         state=side.prefill(side.requests(0)),
         max_rounds=9,
     )
-    np.testing.assert_array_equal(inside, by_name.tokens_BS)
-    np.testing.assert_array_equal(inside[0, 4:8], jnp.asarray(side.decode(0).texts[0]))
+    assert_array_equal(inside, by_name.tokens_BS)
+    assert_array_equal(inside[0, 4:8], jnp.asarray(side.decode(0).texts[0]))
     assert (
         dataclasses.replace(side.engine.loop.target, weight_order="default").compiler_options == ()
     )

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specsamp.decoding.drafter import Paused
 from specsamp.decoding.drafters import ModuleDrafter
-from specsamp.decoding.engine import count_known
 from specsamp.decoding.loop import Loop
 from specsamp.decoding.state import Weights
 from specsamp.decoding.tokens import write_tokens
@@ -109,64 +107,6 @@ def test_prompts_read_in_chunks(at_once, chunk):
         starts_B = ends_B
     assert error(loop, state) < 1e-5
     assert error(loop, loop.run(WEIGHTS, state, 3)) < 1e-5
-
-
-def read_on(edited, drafter=ModuleDrafter):
-    """Goes on with texts after some rounds, whose last tokens are others now; returns the error."""
-    loop = module_loop(drafter=drafter)
-    state = loop.run(WEIGHTS, started(loop), 4)
-    lengths_B, tokens_BS = np.asarray(state.lengths_B), np.asarray(state.tokens_BS)
-    is_old_BS = np.arange(40)[None] < lengths_B[:, None] - edited
-    more_BS, rows = np.where(is_old_BS, tokens_BS, (tokens_BS + 1) % V), zip(tokens_BS, lengths_B)
-    starts_B = [
-        count_known(row[:n].tolist(), new[: n + 5], loop.drafter)
-        for (row, n), new in zip(rows, more_BS.tolist())
-    ]
-    bare = dataclasses.replace(state, request=None)
-    state = loop.extend(
-        WEIGHTS, state.request, bare, more_BS, jnp.asarray(starts_B), lengths_B + 5, chunk=4
-    )
-    return error(loop, state)
-
-
-@pytest.mark.parametrize("edited", slow_but([0, 1, 4, 9], 4))
-def test_a_text_that_goes_on_after_some_rounds(edited):
-    assert read_on(edited) < 1e-5
-
-
-class LooksNowhere(ModuleDrafter):
-    looks_ahead = 0
-
-
-@pytest.mark.slow
-def test_slots_that_keep_tokens_of_an_older_text_are_seen():
-    assert read_on(4, LooksNowhere) > 1e-2
-
-
-class KeepsTooLittle(ModuleDrafter):
-    kept = D + 1
-
-
-def pausing(kind=ModuleDrafter):
-    return module_loop(drafter=lambda *fields: Paused(kind(*fields)))
-
-
-def after_rounds_of(other, drafter=ModuleDrafter):
-    """Returns the error after two rounds and then seven of another loop."""
-    loop = module_loop(drafter=drafter)
-    state = dataclasses.replace(loop.run(WEIGHTS, started(loop), 2), stats=started(other).stats)
-    return error(loop, other.run(WEIGHTS, state, 7))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("other", [pausing(), module_loop(1)], ids=["paused", "shorter"])
-def test_rounds_that_draft_less_leave_no_hole(other):
-    assert after_rounds_of(other) < 1e-5
-
-
-@pytest.mark.slow
-def test_a_position_that_is_not_kept_is_seen_after_a_pause():
-    assert after_rounds_of(pausing(KeepsTooLittle), KeepsTooLittle) > 1e-2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from specsamp.decoding.adaptive import Adaptive
 from specsamp.decoding.conversation import Conversation
-from specsamp.decoding.drafters import ParallelDrafter
+from specsamp.decoding.drafters import ModuleDrafter, ParallelDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method
 from specsamp.decoding.request import make_requests
@@ -212,6 +212,14 @@ class LeavesMasks(ParallelDrafter):
         return None
 
 
+class LooksNowhere(ModuleDrafter):
+    looks_ahead = 0
+
+
+class KeepsTooLittle(ModuleDrafter):
+    kept = property(lambda self: self.modules + 1)
+
+
 MUTANTS = [
     ("model", mutants.HoleInTheCache),
     ("model", mutants.NeverCatchesUp),
@@ -219,6 +227,8 @@ MUTANTS = [
     ("parallel", LeavesMasks),
     ("EAGLE-3", mutants.OfTheWrongRow),
     ("model tree", tree_mutants.DraftNotMoved),
+    ("modules", LooksNowhere),
+    ("modules", KeepsTooLittle),
 ]
 
 

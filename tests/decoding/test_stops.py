@@ -19,7 +19,6 @@ from specsamp import (
     temperature,
 )
 from specsamp.decoding.results import RowStats
-from specsamp.decoding.text import Continuation, Stops
 from support.byte_tokenizer import ByteTokenizer
 from support.fakes import TableLM, counting_pair, decode, table_loop
 from support.loop_distributions import NEAR, TARGET, V
@@ -86,25 +85,6 @@ def test_what_only_looked_like_a_stop_is_shown():
         stream(counting_pair(), ["c"], 6, draft_length=1, stop=["fgx"], rounds_per_chunk=1)
     )
     assert "".join(chunk.text for chunk in chunks) == "defghi" and chunks[-1].finish == "length"
-
-
-def test_where_a_string_ends_is_found_in_the_fewest_tokens():
-    stops, decoder = Stops(texts=("\u00e9t", "ab")), Continuation(ByteTokenizer())
-    tokens = list("x \u00e9t\u00e9 ab".encode())
-    assert stops.count(decoder, tokens) == 5 and stops.text(decoder, tokens) == "x "
-    assert stops.count(decoder, tokens[:4]) is None and stops.held_back("x \u00e9") == 1
-
-
-def test_a_string_that_ends_in_the_least_tokens_ends_nothing():
-    stops, decoder = Stops(texts=("ab", "c"), least=4), Continuation(ByteTokenizer())
-    for text, count, left in (
-        ("cabab..", 5, "cab"),
-        ("abcc...", None, "abcc..."),
-        ("aab.ac.", 6, "aab.a"),
-    ):
-        tokens = list(text.encode())
-        assert (stops.count(decoder, tokens), stops.text(decoder, tokens)) == (count, left), text
-    assert Stops(texts=("ab", "c")).count(decoder, list(b"cabab..")) == 1, "the control"
 
 
 @pytest.mark.parametrize("drafter", [ModelDrafter(TableLM(V), 3), NgramDrafter(K=2), NoDrafter()])

@@ -99,7 +99,6 @@ CASES = {
     "independent": (table_loop(RecursiveRule("independent"), model(window=2)), NEAR, FULL, {}),
     "traversal": (table_loop(TraversalRule(), model()), FAR, chain(temperature(1.5), top_k(2)), {}),
     "k-seq": (table_loop(KSeqRule(), model(WIDE)), FAR, NUCLEUS, {}),
-    "top": (table_loop(RecursiveRule("top"), model()), FAR, FULL, {}),
     "top and drawn": (table_loop(TraversalRule("top_and_drawn"), model()), NEAR, LIKELY, {}),
     "coupled": (table_loop(CoupledRule(), model()), FAR, FULL, {}),
     "prompt lookup": (
@@ -116,12 +115,6 @@ CASES = {
 GROWS = Growth(depth=3, expanded=2, children=2)
 PRUNED = Growth(depth=3, expanded=2, children=3, nodes=5)
 CASES |= {
-    "grows where it was drawn": (
-        table_loop(RecursiveRule(), ModelTree(TableLM(V), tree=GROWS)),
-        NEAR,
-        FULL,
-        {},
-    ),
     "lengths that adapt": (
         table_loop(RecursiveRule(), model()),
         NEAR,
@@ -155,30 +148,9 @@ CASES |= {
         {},
     ),
 }
-SLOW = {
-    "traversal",
-    "prompt lookup",
-    "grows where it was drawn",
-    "EAGLE-2",
-    "block, marginals",
-    "block, argmax",
-    "independent",
-    "k-seq",
-    "top",
-    "top and drawn",
-    "coupled",
-    "MTP",
-    "early exit",
-    "Medusa",
-} | {
-    "lengths that adapt",
-    "EAGLE-2, drawn",
-}
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", slow_but(CASES, "recursive", "EAGLE-3", "block, conditional"))
 def test_texts_have_the_distribution_of_the_target(case):
     loop, draft, sampling, options = CASES[case]
     options = dict(length=3, samples=FEWER, powered=False, prompts=PROMPT) | options
@@ -190,20 +162,19 @@ def caught(loop, draft=FAR, sampling=FULL, **options):
     return distribution_test(loop, draft, sampling, **options) < CAUGHT
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "loop",
-    [
-        table_loop(mutants.WrongOrder(), model()),
-        table_loop(mutants.NotNormalisedAgain(), model()),
-        table_loop(RecursiveRule(), mutants.PrunedByValue(TableLM(V), tree=TREE)),
-        table_loop(mutants.MergesEqual(), model(TreeShape((0, 0, 0)))),
-        dataclasses.replace(table_loop(RecursiveRule(), model()), target=mutants.NotMoved(V)),
-        table_loop(RecursiveRule(), model(), loop=mutants.PositionsByRow),
-    ],
-    ids=["order", "normalised", "pruned", "merged", "moved", "positions"],
-)
-def test_a_mistake_is_caught(loop):
+MISTAKES = {
+    "order": table_loop(mutants.WrongOrder(), model()),
+    "normalised": table_loop(mutants.NotNormalisedAgain(), model()),
+    "pruned": table_loop(RecursiveRule(), mutants.PrunedByValue(TableLM(V), tree=TREE)),
+    "merged": table_loop(mutants.MergesEqual(), model(TreeShape((0, 0, 0)))),
+    "moved": dataclasses.replace(table_loop(RecursiveRule(), model()), target=mutants.NotMoved(V)),
+    "positions": table_loop(RecursiveRule(), model(), loop=mutants.PositionsByRow),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(MISTAKES, "order"))
+def test_a_mistake_is_caught(name):
+    loop = MISTAKES[name]
     assert caught(loop, prompts=[[1, 2]] if isinstance(loop.rule, mutants.MergesEqual) else PROMPT)
 
 
@@ -267,16 +238,6 @@ def test_log_probabilities_of_the_wrong_rows_are_seen(monkeypatch):
     )
     assert np.array_equal(wrong.tokens_BS[3, :60], plain.tokens_BS[3, :60])
     assert np.abs(wrong.log_probs_BS[3, :60] - plain.log_probs_BS[3, :60]).max() > 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", [RecursiveRule(), TraversalRule(), CoupledRule()], ids=str)
-def test_greedy_trees_are_greedy(rule):
-    plain = texts_of(NoDrafter(), TokenRule(), greedy())
-    for drafter in SMALL_TREES:
-        tree = texts_of(drafter, rule, greedy())
-        assert_same(tree, plain)
-    assert tree.stats.accepted_BT[:, 1:].sum() > 0
 
 
 def test_a_greedy_row_in_a_batch_of_trees():
@@ -402,9 +363,3 @@ def test_statistics_count_by_depth():
             x[row, emitted].tolist() for x in (state.rounds_BS, state.from_draft_BS)
         )
         assert RowStats.of_rounds(rounds, from_draft, BIG.depth) == RowStats.of(stats, row)
-
-
-def test_a_grown_tree_must_keep_what_was_drawn():
-    drafter = ModelTree(TableLM(V), tree=PRUNED)
-    with pytest.raises(ValueError, match="nodes = 5 of 15 drawn nodes"):
-        decode(table_loop(RecursiveRule(), drafter), TARGET, NEAR, PROMPT, 3, FULL)

@@ -103,18 +103,11 @@ class TwoIdsForOneToken(OneToken):
         return both_BV, jax.nn.log_softmax(logits_BV)
 
 
-class Right(OneToken):
-    """The control."""
-
-    def distributions(self, logits_BU, logits_BV):
-        return logits_BV, jax.nn.log_softmax(logits_BV)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", [OtherIdsAreTokenZero, TwoIdsForOneToken, Right])
+@pytest.mark.parametrize("mutant", [OtherIdsAreTokenZero, TwoIdsForOneToken])
 def test_another_distribution_than_the_drawn_one_is_caught(mutant):
     p_value = distribution_test(loop_of(drafter=mutant, K=1), weights_of(SHARED), FULL, **SAMPLED)
-    assert p_value > FALSE_ALARM if mutant is Right else p_value < FALSE_ALARM**2
+    assert p_value < FALSE_ALARM**2
 
 
 # What the draft reads: its distributions are those of the draft model alone, on the same ids.
@@ -250,10 +243,3 @@ def test_a_context_without_a_shared_token_ends_the_draft():
         stats = run.state.stats
         assert 0 < stats.drafted_B.sum() < 3 * stats.rounds_B.sum()
         assert (run.state.finish_B == 2).all(), "all rows wrote their budget"
-
-
-def test_equal_tables_share_a_program():
-    again = SharedVocabulary([2, -1, 0], [[2, -1], [3, 1], [0, -1]], DRAFT_SIZE, begin=(1,))
-    assert again == SHARED and hash(again) == hash(SHARED) and ALL != SHARED
-    assert repr(SHARED).startswith("SharedVocabulary(2 of 3 tokens, ")
-    assert SHARED.ids_per_token == pytest.approx(4 / 3)

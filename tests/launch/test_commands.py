@@ -10,10 +10,8 @@ import types
 import pytest
 from rich.console import Console
 
-from configs import chinchilla, trained_pair
 from launch import chat
 from launch.lib import entry
-from launch.lib.cells import parse_grid
 from support import extras
 from support.run_script import call, save_tiny_pair
 
@@ -49,17 +47,6 @@ def test_a_lossy_setting_of_the_configuration():
 
 
 # benchmark --sweep
-
-
-def test_the_shipped_sweeps():
-    shipped, papers = (
-        [p for texts in one.GRIDS for p in parse_grid(texts)] for one in (trained_pair, chinchilla)
-    )
-    assert (
-        len(shipped) == 3 * 5 * 2 * 2 + 6
-        and {"draft_temperature": 0.4, "draft_length": 4} in shipped
-    )
-    assert [point["draft_length"] for point in papers] == 2 * list(range(8))
 
 
 SWEPT = """
@@ -146,30 +133,6 @@ def test_methods_are_added_and_a_run_goes_on(tmp_path):
     assert "fewer than 20 problems" in done.stdout and "temperature = 0.8" in done.stdout
     refused = call("evaluate", *FLAGS[:1], "--problems=5", *FLAGS[2:], f"--output={output}")
     assert refused.returncode == 2 and "task.problems was 6, is 5" in refused.stderr
-
-
-@pytest.mark.slow
-def test_a_head_and_a_draft_model_are_compared_in_one_run(tmp_path):
-    """Greedy texts of all three are those of the target: the scores are equal."""
-    output = tmp_path / "both.json"
-    asked = (
-        "--methods=plain,token/head/2,token/model/2",
-        "--config.sampling.temperature=0.0",
-        f"--output={output}",
-    )
-    done = call(
-        "evaluate", *FLAGS[:1], "--problems=3", "--rows=3", "--blocks=1", *FLAGS[-1:], *asked
-    )
-    assert done.returncode == 0, done.stderr
-    cells = {cell["key"]["method"]: cell["result"] for cell in result(output)["cells"]}
-    assert list(cells) == ["plain", "token, head, K = 2", "token, model, K = 2"]
-    scores = [cell["scores"] for cell in cells.values()]
-    for of_one in scores[1:]:
-        for one, plain in zip(of_one, scores[0], strict=True):
-            assert one == pytest.approx(plain, abs=1e-5)
-    rounds = [sum(one["rounds"] for one in cell["counts"].values()) for cell in cells.values()]
-    assert rounds[1] < rounds[0] and rounds[2] < rounds[0] and rounds[1] != rounds[2]
-    assert len(result(output)["identity"]["weights"].split(", ")) == 2
 
 
 # chat

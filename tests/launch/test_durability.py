@@ -55,51 +55,11 @@ def done(arguments, **options):
     return process.returncode, output, errors
 
 
-def lines(folder, pattern):
-    """Returns the complete lines of all files of a folder."""
-    found = [path.read_text(encoding="utf-8").split("\n")[:-1] for path in folder.glob(pattern)]
-    return [line for of_file in found for line in of_file]
-
-
 def cells(path):
     return json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else []
 
 
 GRID = ["launch/benchmark.py", *TINY, "--grid=draft_length=0,1,2"]
-
-
-def test_texts_of_an_evaluation_are_kept(tmp_path):
-    asked = [
-        "--task=python",
-        "--problems=6",
-        "--samples=2",
-        "--rows=2",
-        "--blocks=2",
-        "--config.max_new_tokens=8",
-    ]
-    command = [
-        "launch/evaluate.py",
-        *asked,
-        "--methods=plain,token",
-        f"--output={tmp_path}/out.json",
-    ]
-    killed_when(lambda: len(lines(tmp_path, "out.json.texts/*.jsonl")) > 3, command)
-    before = lines(tmp_path, "out.json.texts/*.jsonl")
-    status, _, errors = done(command)
-    assert status == 0, errors
-    assert set(before) <= set(lines(tmp_path, "out.json.texts/*.jsonl"))
-    status, _, errors = done([*command[:-1], f"--output={tmp_path}/alone.json"])
-    assert status == 0, errors
-    resumed, alone = (
-        {
-            json.dumps(cell["key"]): [
-                (score["parses"], round(score["log_prob"], 4)) for score in cell["result"]["scores"]
-            ]
-            for cell in cells(tmp_path / f"{name}.json")
-        }
-        for name in ("out", "alone")
-    )
-    assert resumed == alone, "log-probabilities round with the texts that are scored beside"
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_cells(tmp_path):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import hf, random_pair
+from configs import hf
 from launch.lib import experiment
 from launch.lib.config import load_config
 from launch.lib.fields import ExperimentConfig, SamplingFields
@@ -112,14 +112,6 @@ def test_sampling_that_is_off_is_left_out():
     assert [type(warp) for warp in fields.warp().warps] == [Temperature, TopK, MinP]
     assert dataclasses.replace(fields, temperature=0.0).warp() == Greedy()
     assert isinstance(SamplingFields(temperature=0.8).warp(), Chain)
-
-
-@pytest.mark.parametrize("size", random_pair.SIZES)
-def test_every_size_describes_a_pair(size):
-    config = ExperimentConfig.from_config_dict(load_config(f"configs/random_pair.py:{size}"))
-    target, draft = config.target.model(), config.draft.model()
-    assert target.vocab_size == draft.vocab_size
-    assert draft.config.num_parameters < target.config.num_parameters
 
 
 def test_the_demo_counts_its_prompts():
@@ -327,13 +319,6 @@ def test_converting_and_the_ways_it_is_refused(folder, tmp_path):
     (tmp_path / "orbax" / "run.json").unlink()
     again = call("export", f"--checkpoint={folder}", f"--output={tmp_path / 'orbax'}")
     assert again.returncode == 2 and "an interrupted conversion" in again.stderr
-
-
-def test_exporting_the_shipped_target(tmp_path):
-    done = call("export", "--pair=python", f"--output={tmp_path}")
-    assert done.returncode == 0, done.stderr
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.tensors and checkpoint.config.activation == "gelu"
 
 
 def test_problems_of_each_category_are_the_first_ones():

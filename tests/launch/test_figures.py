@@ -2,8 +2,8 @@
 
 import json
 
-import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from launch.lib.study import Published, made
 from launch.studies import figures
@@ -66,12 +66,10 @@ def lines(axis):
 def test_figure_1_has_a_curve_for_each_distribution_and_the_published_points():
     figure = figures.draw_paper({"cells": CELLS})
     total, share, rounds = figure.axes
-    np.testing.assert_allclose(
-        lines(total)["greedy (384 ms at K = 0)"], [[0, 1], [1, 2.5 / 3], [4, 2 / 3]]
-    )
-    np.testing.assert_allclose(lines(share)["greedy"], [[0, 1], [1, 0.75], [4, 0.75]])
-    np.testing.assert_allclose(lines(rounds)["greedy"], [[0, 1], [1, 5 / 3], [4, 10 / 3]])
-    np.testing.assert_allclose(lines(total)["T = 0.8 (384 ms at K = 0)"][:, 0], [0, 4])
+    assert_allclose(lines(total)["greedy (384 ms at K = 0)"], [[0, 1], [1, 2.5 / 3], [4, 2 / 3]])
+    assert_allclose(lines(share)["greedy"], [[0, 1], [1, 0.75], [4, 0.75]])
+    assert_allclose(lines(rounds)["greedy"], [[0, 1], [1, 5 / 3], [4, 10 / 3]])
+    assert_allclose(lines(total)["T = 0.8 (384 ms at K = 0)"][:, 0], [0, 4])
     assert tuple(lines(share)["Chen et al., HumanEval"][:, 1]) == figures.PAPER_EMITTED["HumanEval"]
     looks = {(line.get_color(), line.get_linestyle()) for line in total.lines[:2]}
     # And without colours.

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from specsamp import BlockRule, Pair, chain, generate, generate_many, temperature
 from specsamp.checkpoints.hugging_face import placed
 from specsamp.decoding import batch_rows
-from specsamp.decoding.drafters import FeatureDrafter
 from specsamp.decoding.engine import Engine
 from specsamp.decoding.method import Method, default_drafter
 from specsamp.decoding.request import make_requests
@@ -194,23 +193,3 @@ def test_parameters_are_read_to_the_devices_of_the_mesh(name):
     head = shard_head(HEADS[name].head(), Layout.tensor_parallel(mesh))
     places = placed(jax.eval_shape(head.init, jax.random.key(0)), head)
     assert {place.sharding.mesh for place in jax.tree.leaves(places)} == {mesh}
-
-
-@dataclasses.dataclass(frozen=True)
-class Forgetful(FeatureDrafter):
-    """Begins with a state of another shape than `read` returns."""
-
-    def read(self, *arguments):
-        state, cache = super().read(*arguments)
-        return dataclasses.replace(state, ready_B=state.ready_B[:, None]), cache
-
-
-@pytest.mark.parametrize("on_mesh", [False, True])
-@pytest.mark.parametrize("pair", ["eagle3"], indirect=True)
-def test_a_state_that_reading_changes_is_refused_in_one_line(pair, on_mesh):
-    pair = shard(pair, make_mesh(2, 4)) if on_mesh else pair
-    with pytest.raises(
-        ValueError, match=r"Forgetful.read must return a state like .*state.ready_B was bool\["
-    ) as error:
-        generate(pair, [[1, 2, 3]], 4, drafter=Forgetful(pair.target, pair.head, 2))
-    assert "\n" not in str(error.value)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from specsamp.decoding.data_shards import BY_ROWS, REPLICATED, DataShards
 from specsamp.decoding.pair import Pair
@@ -91,13 +92,13 @@ def test_a_call_over_a_mesh_equals_one_device(name):
         dataclasses.replace(cache, layers=(for_kernels(cache.layers[0]),)),
     )
     assert sharded.kernels.layout == layout
-    np.testing.assert_allclose(made[0], expected.logits_BTV, atol=2e-5)
-    np.testing.assert_allclose(made[2], log_probs(warps, expected.logits_BTV), atol=5e-5)
+    assert_allclose(made[0], expected.logits_BTV, atol=2e-5)
+    assert_allclose(made[2], log_probs(warps, expected.logits_BTV), atol=5e-5)
     for ours, theirs in zip(
         *map(jax.tree.leaves, (made[1].layers[0], for_kernels(expected.cache.layers[0]))),
         strict=True,
     ):
-        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+        assert_allclose(ours, theirs, atol=2e-5)
 
 
 def test_attention_is_chosen_for_a_pair_on_its_mesh(monkeypatch):

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_allclose, assert_array_equal
 
 from specsamp import BlockRule, NgramDrafter, Pair, TokenRule, chain, generate, temperature, top_p
-from specsamp.analysis.benchmark import split_round
 from specsamp.analysis.workload import Workload, decoders
 from specsamp.decoding.adaptive import Adaptive, Confidence
 from specsamp.decoding.drafters import ModelDrafter, ModelTree
@@ -82,7 +82,7 @@ def by_row(rows):
 def assert_same(made, expected):
     assert [c.tokens for c in made] == [c.tokens for c in expected]
     for on_mesh, on_one in zip(made, expected):
-        np.testing.assert_allclose(on_mesh.log_probs, on_one.log_probs, atol=1e-3)
+        assert_allclose(on_mesh.log_probs, on_one.log_probs, atol=1e-3)
 
 
 PACED = Adaptive(
@@ -178,7 +178,7 @@ def test_a_model_on_a_mesh_can_be_called_in_parts():
     split = shard_model(model, Layout.tensor_parallel(make_mesh(2, 4)))
     placed = jax.device_put(params, split.param_shardings(params))
     for output in jax.jit(call, static_argnums=0)(split, placed):
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), output, expected)
+        jax.tree.map(functools.partial(assert_allclose, atol=2e-5), output, expected)
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_random_parameters_do_not_depend_on_the_mesh():
     made = jax.jit(shard_model(model, Layout.tensor_parallel(make_mesh(2, 4))).init)(
         jax.random.key(3)
     )
-    jax.tree.map(np.testing.assert_array_equal, made, expected)
+    jax.tree.map(assert_array_equal, made, expected)
     assert "model" in str(made["layer_0"]["mlp"]["up"].sharding.spec)
 
 
@@ -261,20 +261,6 @@ def test_rows_that_do_not_divide_in_a_benchmark(table_pair):
     pair = shard(table_pair, make_mesh(8, 1))
     with pytest.raises(ValueError, match="batch 1 does not divide over the 8 shards"):
         decoders(pair, {"x": Method(drafter=NgramDrafter(K=2))}, Workload())
-
-
-@pytest.mark.slow
-def test_the_calls_of_a_round_are_timed_over_a_mesh(transformer_pair):
-    """A call's state goes into the next call, where it lies."""
-    work, pair = (
-        Workload(batch=4, prompt_length=4, max_new_tokens=8),
-        shard(transformer_pair, make_mesh(2, 4)),
-    )
-    (side,) = decoders(
-        pair, {"x": Method(drafter=ModelDrafter(pair.draft, 2), sampling=SAMPLING)}, work
-    ).values()
-    split = split_round(side, turns=2)
-    assert min(part.lower for part in (split.draft, split.score, split.step)) > 0
 
 
 def test_parameters_of_a_drafter_of_ones_own(table_pair):

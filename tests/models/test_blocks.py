@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from specsamp.models.config import tiny
 from specsamp.models.interface import Block
@@ -108,7 +109,7 @@ def test_a_tree_in_one_call_equals_its_paths(scheme, order):
     expected = score_paths(model, weights, cache, tokens_BT)
     block = block_of(PARENTS, STARTS)
     output = call(model, weights, tokens_BT, start_B, cache, block=block)
-    np.testing.assert_allclose(output.logits_BTV, expected, atol=1e-5)
+    assert_allclose(output.logits_BTV, expected, atol=1e-5)
     causal = call(model, weights, tokens_BT, start_B, cache, block=CHAIN)
     assert np.abs(causal.logits_BTV - expected)[:, 3:].max(-1).min() > 1e-3, (
         "the control: other ancestors"
@@ -120,9 +121,7 @@ def test_a_tree_in_one_call_equals_its_paths(scheme, order):
     chained = call(model, weights, chain_BT, start_B, cache).cache
     after_BT = np.random.default_rng(3).integers(0, 64, (2, 4), dtype=np.int32)
     wanted = call(model, weights, after_BT, start_B + 4, chained).logits_BTV
-    np.testing.assert_allclose(
-        call(model, weights, after_BT, start_B + 4, kept).logits_BTV, wanted, atol=1e-5
-    )
+    assert_allclose(call(model, weights, after_BT, start_B + 4, kept).logits_BTV, wanted, atol=1e-5)
     unmoved = call(model, weights, after_BT, start_B + 4, output.cache).logits_BTV
     assert np.abs(unmoved - wanted).max() > 1e-3, "the control: nothing was moved"
 
@@ -146,7 +145,7 @@ def test_a_tree_may_be_scored_in_several_calls(scheme):
         )
         output = call(model, weights, tokens_BT[:, first:last], start_B + first, cache, block=part)
         cache = output.cache
-        np.testing.assert_allclose(output.logits_BTV, whole[:, first:last], atol=1e-5)
+        assert_allclose(output.logits_BTV, whole[:, first:last], atol=1e-5)
 
 
 def test_ngrams_of_a_tree_need_a_cache():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from specsamp.models.config import ExpertsConfig, tiny
 from specsamp.models.experts import (
@@ -86,15 +87,9 @@ def test_tokens_get_what_their_experts_make(tokens, liking, stacked):
     logits_RE = some_tokens(tokens, seed=1)[:, :8] + liking * (np.arange(8) >= 6)
     experts = dataclasses.replace(EXPERTS, normalised=tokens % 2 == 0)
     ours = mix(x_RD, route(jnp.asarray(logits_RE), experts), stacked)
-    np.testing.assert_allclose(ours, by_numpy(x_RD, logits_RE, stacked, experts), atol=1e-5)
+    assert_allclose(ours, by_numpy(x_RD, logits_RE, stacked, experts), atol=1e-5)
     other = dataclasses.replace(experts, experts_per_token=1)  # the control
     assert np.abs(by_numpy(x_RD, logits_RE, stacked, other) - ours).max() > 1e-2
-
-
-def test_some_blocks_are_full_and_some_are_padded():
-    assert [block_size(tokens, EXPERTS) for tokens in (1, 64, 65, 150)] == [1, 64, 64, 128]
-    many = ExpertsConfig(num_experts=128, experts_per_token=8, width=1)
-    assert [block_size(tokens, many) for tokens in (64, 128, 2048, 1 << 20)] == [64, 32, 256, 256]
 
 
 @pytest.mark.parametrize("tokens", [20, 100])
@@ -107,10 +102,10 @@ def test_experts_that_no_token_chose_are_not_read(tokens, stacked):
     shares_RE = route(jnp.asarray(logits_RE, jnp.float32), EXPERTS)
     spoilt = {name: matrix.at[3].set(jnp.nan) for name, matrix in stacked.items()}
     x_RD = some_tokens(tokens, seed=1)
-    np.testing.assert_array_equal(mix(x_RD, shares_RE, spoilt), mix(x_RD, shares_RE, stacked))
+    assert_array_equal(mix(x_RD, shares_RE, spoilt), mix(x_RD, shares_RE, stacked))
     without = np.isnan(mix(x_RD, shares_RE, {**stacked, "up": stacked["up"].at[4].set(jnp.nan)}))
-    np.testing.assert_array_equal(without.all(axis=1), np.asarray(shares_RE[:, 4]) != 0)
-    np.testing.assert_array_equal(without.any(axis=1), without.all(axis=1))
+    assert_array_equal(without.all(axis=1), np.asarray(shares_RE[:, 4]) != 0)
+    assert_array_equal(without.any(axis=1), without.all(axis=1))
 
 
 def test_a_text_may_be_cut_into_calls(params):
@@ -126,9 +121,7 @@ def test_a_text_may_be_cut_into_calls(params):
             fed = tokens_BT[:, start : start + CHUNK]
             output = call(model, weights, fed, jnp.full(2, start), cache)
             cache = output.cache
-            np.testing.assert_allclose(
-                output.logits_BTV, at_once[:, start : start + CHUNK], atol=1e-5
-            )
+            assert_allclose(output.logits_BTV, at_once[:, start : start + CHUNK], atol=1e-5)
 
 
 def test_int8_experts_are_the_matrices_they_stand_for(params, stacked):
@@ -140,7 +133,7 @@ def test_int8_experts_are_the_matrices_they_stand_for(params, stacked):
         x_RD = some_tokens(tokens)
         shares_RE = route(jnp.asarray(some_tokens(tokens, seed=1)[:, :8]), EXPERTS)
         ours = mix(x_RD, shares_RE, in_int8)
-        np.testing.assert_allclose(
+        assert_allclose(
             ours,
             mix(x_RD, shares_RE, jax.tree.map(dequantise, in_int8, is_leaf=is_int8)),
             atol=1e-5,
@@ -180,7 +173,7 @@ def test_the_kernel_routes_and_mixes_as_the_plain_form(dtype, in_int8, tokens, p
         for i in (0, 4):
             half = jax.tree.map(lambda x: x[i : i + 4], stacked)
             halves.append(kernels.mix_experts(config, x_RD, logits_RE, half, jnp.int32(i)))
-        np.testing.assert_allclose(sum(halves), plain, atol=1e-5 if dtype == "float32" else 0.02)
+        assert_allclose(sum(halves), plain, atol=1e-5 if dtype == "float32" else 0.02)
         assert np.nanmax(np.abs(halves[0] - plain)) > 0.1 and np.isnan(plain).all(axis=1).nonzero()[
             0
         ].tolist() == [1]
@@ -211,9 +204,7 @@ def test_gradients_are_those_of_all_experts(stacked):
         gradients(functools.partial(mix_experts, CONFIG, Experts.inner_spec)),
         gradients(plain),
     )
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), ours, expected
-    )
+    jax.tree.map(functools.partial(assert_allclose, atol=1e-4, rtol=1e-4), ours, expected)
     assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(ours)) > 1e-2
 
 
@@ -238,11 +229,6 @@ def test_the_expected_number_of_experts_is_what_routing_counts(tokens, block):
     if tokens == block:
         assert EXPERTS.expected_touched(tokens) == pytest.approx(expected)
         assert tokens == 1 or count(logits + np.arange(8) / 3).mean() < 0.95 * expected
-
-
-def test_all_experts_may_be_chosen():
-    all_of_them = dataclasses.replace(EXPERTS, experts_per_token=8)
-    assert all_of_them.expected_touched(1) == 8 and all_of_them.expected_blocks(20, 8) == 24
 
 
 def test_devices_wait_for_the_one_with_most_experts():

@@ -50,17 +50,6 @@ def calls_of(function, *arguments):
     return str(jax.make_jaxpr(function)(*arguments)).count("ffi_call")
 
 
-@pytest.mark.slow
-def test_its_numbers_are_checked(used):
-    few_rows.check()
-    with pytest.raises(ValueError, match=r"1 rows by \(67, 129\) of float32: off by"):
-        few_rows.check(lambda x, y: few_rows.multiply(x, y) + 1e-4)
-    with pytest.raises(ValueError, match=r"3 rows by \(67, 129\) of int8: off by"):
-        few_rows.check(
-            lambda x, y: few_rows.multiply(x, y) * (1 + (len(x) == 3) * (y.dtype == np.int8))
-        )
-
-
 @pytest.mark.parametrize("rows", [1, 2, 16, 17])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16"])
 def test_products_take_it_for_few_rows(used, rows, dtype):

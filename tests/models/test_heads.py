@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from specsamp.models.dflash import BlockVisibility
 from specsamp.models.interface import Block
@@ -36,15 +37,15 @@ def test_medusa_is_the_formula(bias):
         of_head = jax.tree.map(lambda x: np.asarray(x, np.float64), params[f"head_{k}"])
         y = hidden @ of_head["linear"] + of_head.get("bias", 0)
         expected = (hidden + y / (1 + np.exp(-y))) @ of_head["output"].T
-        np.testing.assert_allclose(head.logits(weights, features, None, k), expected, atol=1e-5)
-        np.testing.assert_allclose(logits(k), expected, atol=1e-5)
+        assert_allclose(head.logits(weights, features, None, k), expected, atol=1e-5)
+        assert_allclose(logits(k), expected, atol=1e-5)
 
 
 def test_new_heads_that_share_the_targets_output_say_what_the_target_says():
     """Their residual blocks add nothing at first."""
     head = medusa(V, 2, own_output=False)
     weights, hidden = head.prepare(head.init(jax.random.key(0))), jnp.ones((1, 1, D))
-    np.testing.assert_array_equal(head.logits(weights, hidden, lambda x_BTD: x_BTD, 1), hidden)
+    assert_array_equal(head.logits(weights, hidden, lambda x_BTD: x_BTD, 1), hidden)
 
 
 def test_switches_of_a_module():
@@ -64,13 +65,13 @@ def test_switches_of_a_module():
 
     plain, other = run(params, hidden_first=False), run(params, hidden_first=True)
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, atol=1e-5),
+        functools.partial(assert_allclose, atol=1e-5),
         run(exchanged, hidden_first=True),
         plain,
     )
     assert np.abs(plain[0] - other[0]).max() > 0.01
     for part in run(params, hidden_first=False, norm_output=True):
-        np.testing.assert_array_equal(part, plain[1])
+        assert_array_equal(part, plain[1])
 
 
 def test_a_block_that_sees_both_ways_is_no_tree():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from specsamp.models.config import TransformerConfig, tiny
 from specsamp.models.eagle import Eagle1Config
@@ -75,7 +76,7 @@ def test_the_scale_multiplies_sums_in_float32(spec, dtype):
     )
     ours = contract(spec, x, weight, dtype=jnp.float32)
     assert ours.dtype == jnp.float32 and contract(spec, x, weight).dtype == x.dtype
-    np.testing.assert_allclose(ours, exact, rtol=1e-6, atol=1e-6)
+    assert_allclose(ours, exact, rtol=1e-6, atol=1e-6)
     if dtype == "bfloat16":
         before = np.einsum(
             spec, np.asarray(x, np.float64), (weight.values * weight.scale).astype(jnp.bfloat16)
@@ -90,12 +91,12 @@ def test_on_a_device_and_in_numpy_it_is_the_same():
     weight[3] = 0
     for axes in ((0,), (1,)):
         ours, theirs = quantise(weight, axes), quantise(jnp.asarray(weight), axes)
-        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+        jax.tree.map(assert_array_equal, ours, theirs)
         again = quantise(dequantise(ours), axes)
-        np.testing.assert_array_equal(again.values, ours.values)
+        assert_array_equal(again.values, ours.values)
         assert np.abs(dequantise(ours) - weight).max() <= ours.scale.max() * 0.5001
     table = quantise(weight, (1,))
-    np.testing.assert_array_equal(
+    assert_array_equal(
         take_rows(jax.tree.map(jnp.asarray, table), jnp.array([[3, 7]])),
         dequantise(table)[[[3, 7]]],
     )
@@ -123,7 +124,7 @@ def test_a_model_in_int8_is_the_model_of_its_rounded_weights(name, order):
     found = logits(ours, weights)
     expected = logits(plain, plain.fit_slots(plain.prepare(rounded(params)), SLOTS))
     before = logits(plain, plain.fit_slots(plain.prepare(params), SLOTS))
-    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert_allclose(found, expected, atol=2e-5)
     assert 2e-3 < np.abs(found - before).max() < 0.5
     # No matrix of a product is left in float, and what is streamed is a quarter.
     matrices = [
@@ -153,7 +154,7 @@ def test_heads_in_int8(config):
         return jax.jit(logits, compiler_options=COMPILE_FAST)(head.prepare(params))
 
     found = run(ours, params)
-    np.testing.assert_allclose(found, run(head, rounded(params)), atol=2e-5)
+    assert_allclose(found, run(head, rounded(params)), atol=2e-5)
     assert np.abs(found - run(head, params)).max() > 1e-3
 
 

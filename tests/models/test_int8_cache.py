@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from specsamp import EarlyExitDrafter, Pair, generate, greedy
 from specsamp.mesh.layout import Layout, make_mesh
@@ -81,15 +82,13 @@ def test_scales_are_folded_into_scores_and_probabilities():
     ours, plain, start_B = written(rng)
     q_BNTH = jnp.asarray(rng.normal(size=(BATCH, HEADS, 5, SIZE)), jnp.float32)
     expected = attended(plain, q_BNTH, start_B)
-    np.testing.assert_allclose(attended(ours, q_BNTH, start_B), expected, atol=1e-6)
+    assert_allclose(attended(ours, q_BNTH, start_B), expected, atol=1e-6)
     of_keys, of_values = ours.scales_BM1S
     exchanged = dataclasses.replace(ours, key_scales_BM1S=of_values, value_scales_BM1S=of_keys)
     assert np.abs(attended(exchanged, q_BNTH, start_B) - expected).max() > 0.01
     rows_BT = jnp.array([[0, 2, 3], [1, 2, 4]])
     moved = (cache.compact(start_B, rows_BT, 5) for cache in (ours, plain))
-    np.testing.assert_allclose(
-        *(attended(cache, q_BNTH[:, :, :3], start_B) for cache in moved), atol=1e-6
-    )
+    assert_allclose(*(attended(cache, q_BNTH[:, :, :3], start_B) for cache in moved), atol=1e-6)
 
 
 @pytest.mark.parametrize("scheme, order", list(zip(SCHEMES, ("default", "cpu"))))
@@ -101,8 +100,8 @@ def test_how_a_text_is_cut_into_calls_leaves_no_trace(scheme, order):
     whole, cache = read(model, weights, (8,))
     for cuts in ((1,) * 8, (4, 4)):
         pieces, made = read(model, weights, cuts)
-        np.testing.assert_allclose(pieces, whole, atol=2e-6)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), made, cache)
+        assert_allclose(pieces, whole, atol=2e-6)
+        jax.tree.map(lambda a, b: assert_allclose(a, b, atol=1e-6), made, cache)
     plain = TransformerLM(tiny(**SCHEMES[scheme]), order)
     assert np.abs(read(plain, weights, (8,))[0] - whole).max() > 1e-3
 
@@ -127,7 +126,7 @@ def test_a_scale_of_a_whole_call_would_leave_one(monkeypatch):
             )
         return attended(cache, q[:, :, -1:], jnp.array([5]))
 
-    np.testing.assert_array_equal(last((6,)), last((2, 3, 1)))
+    assert_array_equal(last((6,)), last((2, 3, 1)))
 
     def of_the_call(x, axes):
         made = quantise(x, (2, 3))
@@ -145,7 +144,7 @@ def test_on_a_mesh():
     start_B = jnp.array([0, 2])
     output = jax.jit(placed.__call__)(placed.fit_slots(weights, SLOTS), TOKENS_BT, start_B, cache)
     alone = call(model, weights, TOKENS_BT, start_B, model.init_cache(BATCH, SLOTS))
-    np.testing.assert_allclose(output.logits_BTV, alone.logits_BTV, atol=2e-5)
+    assert_allclose(output.logits_BTV, alone.logits_BTV, atol=2e-5)
     assert output.cache.layers[0].key_scales_BM1S.addressable_shards[0].data.shape[1] == 1
 
 

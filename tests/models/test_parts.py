@@ -2,8 +2,6 @@
 pieces.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,32 +110,6 @@ def test_layers_that_do_not_exist(first, last, hidden_layers, message):
 
 
 # N-grams.
-
-
-@pytest.mark.parametrize("order", WEIGHT_ORDERS)
-def test_pieces_give_the_logits_of_the_whole(order):
-    """One sequence, whose tokens are read without a gather; several are in test_switches.py."""
-    model = TransformerLM(tiny(num_layers=1, positions="rotary", ngram_rows=97), order)
-    params, tokens_BT = drawn_params(model), np.arange(12, dtype=np.int32)[None] * 7 % 64
-    params |= {
-        name: jax.random.normal(jax.random.key(0), params[name].shape)
-        for name in ("ngrams_2", "ngrams_3")
-    }
-    whole = model.forward(params, tokens_BT).logits_BTV
-    weights, cache, step = model.prepare(params), model.init_cache(1, 24), jax.jit(model.__call__)
-    for first, last in ((0, 6), (6, 12)):
-        output = step(weights, tokens_BT[:, first:last], jnp.array([first]), cache)
-        cache = output.cache
-        np.testing.assert_allclose(output.logits_BTV, whole[:, first:last], atol=1e-5)
-    alone = step(
-        weights,
-        tokens_BT[:, 6:],
-        jnp.array([6]),
-        dataclasses.replace(cache, tokens_BS=0 * cache.tokens_BS),
-    )
-    assert np.abs(alone.logits_BTV - whole[:, 6:]).max() > 1e-2, (
-        "the control: tokens before the call are forgotten"
-    )
 
 
 def test_an_ngram_adds_the_row_of_its_hash_alone():

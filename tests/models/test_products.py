@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from specsamp.models import products
 from specsamp.models.config import tiny
@@ -48,7 +49,7 @@ def test_float32_is_einsum(spec):
         value_and_gradients(contract, spec, *given), value_and_gradients(jnp.einsum, spec, *given)
     ):
         assert ours.dtype == jnp.float32
-        np.testing.assert_allclose(ours, plain, atol=1e-5)
+        assert_allclose(ours, plain, atol=1e-5)
 
 
 @every_spec
@@ -62,7 +63,7 @@ def test_the_gradient_of_a_float32_weight_is_not_rounded(spec):
     result, of_x, of_y = value_and_gradients(contract, spec, x, y, weights)
     assert (result.dtype, of_x.dtype, of_y.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     exact = value_and_gradients(jnp.einsum, spec, x.astype(jnp.float32), y, weights)[2]
-    np.testing.assert_allclose(of_y, exact, atol=1e-5)
+    assert_allclose(of_y, exact, atol=1e-5)
     assert np.abs(of_y.astype(jnp.bfloat16).astype(jnp.float32) - exact).max() > 1e-3
 
 
@@ -74,7 +75,7 @@ def test_the_result_may_be_float32():
     exact = jnp.einsum(spec, x.astype(jnp.float32), rounded)
     result = contract(spec, x, y, dtype=jnp.float32)
     assert result.dtype == jnp.float32
-    np.testing.assert_allclose(result, exact, atol=1e-5)
+    assert_allclose(result, exact, atol=1e-5)
     assert np.abs(contract(spec, x, y).astype(jnp.float32) - exact).max() > 1e-3
 
 
@@ -126,7 +127,7 @@ def test_blocks_sum_to_the_product(shape, monkeypatch):
         return products.contract("BTD,DF->BTF", x_BTD, weight)
 
     found = product(Int8Blocks(weight.values, weight.scale))
-    np.testing.assert_allclose(found, exact, atol=1e-4)
+    assert_allclose(found, exact, atol=1e-4)
     turned = Int8Blocks(jnp.flip(weight.values, axis=0), weight.scale)
     assert np.abs(product(turned) - exact).max() > 0.1  # each row meets its own
 

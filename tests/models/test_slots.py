@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from specsamp.models.compiling import MAX_UNROLLED_ROWS
 from specsamp.models.kernels.append_rows import append_rows
@@ -45,7 +46,7 @@ def test_write_beyond_either_end_is_dropped(batch, length, axis):
     for turn in range(rounds):
         starts = np.resize(STARTS[turn * batch :] or STARTS, batch).astype(np.int32)
         result = write(cache, new, starts, axis)
-        np.testing.assert_array_equal(result, written(cache, new, starts, axis), str(starts))
+        assert_array_equal(result, written(cache, new, starts, axis), str(starts))
 
 
 @pytest.mark.parametrize("axis", (2, 3))
@@ -61,7 +62,7 @@ def test_a_tpu_writes_as_other_machines_whether_all_slots_fit_or_not(
     new = numbers(tuple(5 if at == axis else size for at, size in enumerate(shape)), 10_000)
     starts = np.resize(starts, batch).astype(np.int32)
     result = write_slots(jnp.asarray(cache), jnp.asarray(new), jnp.asarray(starts), axis)
-    np.testing.assert_array_equal(result, written(cache, new, starts, axis))
+    assert_array_equal(result, written(cache, new, starts, axis))
 
 
 @pytest.mark.parametrize("length", (1, 5))
@@ -71,7 +72,7 @@ def test_kernel_write_beyond_either_end_is_dropped(length):
     starts = np.array(STARTS, np.int32)
     append = jax.jit(append_rows, static_argnames="interpret")
     (result,) = append((cache,), (new,), starts, interpret=True)
-    np.testing.assert_array_equal(result, written(cache, new, starts, 2))
+    assert_array_equal(result, written(cache, new, starts, 2))
 
 
 def test_move_at_the_end_takes_the_slots_that_exist():
@@ -85,8 +86,27 @@ def test_move_at_the_end_takes_the_slots_that_exist():
     expected = cache[:, 0, :, 0].copy()
     expected[0, 30] = cache[0, 0, 31, 0]
     expected[1, 5] = cache[1, 0, 7, 0]
-    np.testing.assert_array_equal(moved[0, :31], expected[0, :31])
-    np.testing.assert_array_equal(moved[1], expected[1])
+    assert_array_equal(moved[0, :31], expected[0, :31])
+    assert_array_equal(moved[1], expected[1])
+
+
+@pytest.mark.parametrize("axis", [2, 3])
+@pytest.mark.parametrize("batch", [1, 3, MAX_UNROLLED_ROWS + 1])
+def test_slots_are_read_before_any_is_written(batch, axis):
+    """An entry behind the slots that stay does no harm wherever it points."""
+    rng = np.random.default_rng(batch)
+    cache = rng.normal(size=(batch, 2, SLOTS, 3)).astype(np.float32)
+    rows = np.sort(rng.integers(0, 6, (batch, 4)), axis=1).astype(np.int32)
+    rows[:, -1] = 1000
+    starts = rng.integers(0, 7, batch).astype(np.int32)
+    moved = jax.jit(move_slots, static_argnums=(3, 4))(
+        np.moveaxis(cache, 2, axis), starts, rows, 6, axis
+    )
+    expected, moved = cache.copy(), np.array(np.moveaxis(moved, axis, 2))
+    for b, start in enumerate(starts):
+        expected[b, :, start : start + 3] = cache[b][:, start + rows[b, :3]]
+        moved[b, :, start + 3] = expected[b, :, start + 3]
+    assert_array_equal(moved, expected)
 
 
 def test_more_tokens_than_slots_are_refused():

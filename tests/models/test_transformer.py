@@ -4,7 +4,6 @@ oracle's.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pytest
 from specsamp.models import attention
 from specsamp.models.compiling import FEW_ROWS, MAX_UNROLLED_ROWS, options_on
 from specsamp.models.config import tiny
-from specsamp.models.transformer import WEIGHT_ORDERS, TransformerLM
+from specsamp.models.transformer import TransformerLM
 from support.weights import drawn_params
 
 VARIANTS = [(scheme, kv_heads) for scheme in ("relative", "rotary") for kv_heads in (4, 2, 1)]
@@ -224,20 +223,3 @@ def test_bfloat16_is_close_to_float32(scheme, kv_heads):
     for logits in (output.logits_BTV, forward(half, params, tokens).logits_BTV):
         assert np.sqrt(np.mean((logits - expected) ** 2)) < 0.02 * np.std(expected)
         assert np.abs(logits - expected).max() > 1e-4  # it did compute in bfloat16
-
-
-def test_a_call_streams_the_same_bytes_in_both_layouts():
-    """Of the tables that are only looked up, none; of the embedding, what the logits
-    multiply by.
-    """
-    config = tiny(positions="rotary", ngram_rows=64, num_kv_heads=2)
-    streamed = []
-    for order in WEIGHT_ORDERS:
-        model = TransformerLM(config, order)
-        weights = jax.eval_shape(
-            lambda: model.fit_slots(model.prepare(model.init(jax.random.key(0))), SLOTS)
-        )
-        streamed.append(sum(4 * math.prod(x.shape) for x, _ in model.matrices_read(weights, 1)))
-    scales = (2 * config.num_layers + 1) * config.width
-    tables = 2 * config.ngram_rows * config.width
-    assert streamed == [4 * (config.num_parameters - scales - tables)] * 2

@@ -24,13 +24,6 @@ LARGEST = 2**20  # bytes of a notebook: pictures of many colours do not belong i
 all_notebooks = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 
 
-def test_there_are_four():
-    assert [script.stem for script in SCRIPTS] == ["digits", "method", "one_chip", "python_pair"]
-    assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} == {
-        script.stem for script in SCRIPTS
-    }
-
-
 SMALLER = tomllib.loads(
     pathlib.Path(__file__).with_name("smaller.toml").read_text(encoding="utf-8")
 )
@@ -76,10 +69,3 @@ def test_was_run_from_top_to_bottom(script):
     assert sum("image/png" in output.get("data", {}) for output in outputs)
     assert len(text) < LARGEST
     assert not re.search(r"/(home|root|tmp|Users)/", text)
-
-
-@all_notebooks
-def test_begins_with_what_colab_needs(script):
-    first = next(cell.source for cell in jupytext.read(script).cells if cell.cell_type == "code")
-    assert first.startswith("REPOSITORY = ") and 'find_spec("specsamp") is None' in first
-    assert "device_kind" in script.read_text(encoding="utf-8")

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import json
 import queue
 
 import jax.numpy as jnp
@@ -22,11 +21,9 @@ from specsamp import (
     chain,
     generate,
     generate_many,
-    greedy,
     temperature,
 )
 from specsamp.checkpoints.tokenizer import JsonTokenizer
-from specsamp.checkpoints.trained_pair import load_pair
 from specsamp.decoding.drafters import EarlyExitDrafter, ModelTree
 from specsamp.decoding.method import make_method
 from specsamp.decoding.trees import TreeShape
@@ -138,47 +135,6 @@ def test_the_control_is_seen():
     loop, draft, _ = CASES["a draft model"]
     few = dict(length=3, samples=50_000, powered=False)
     assert distribution_test(loop, draft, forgetful, expected=expected(), **few) < FALSE_ALARM
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"enum": ["add", "mul"]},
-        "flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
-    },
-    "required": ["name", "flags"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.slow
-def test_the_shipped_pair_writes_what_a_schema_asks_for():
-    """Greedy texts are those without a draft; a row beside it is free."""
-    pair = load_pair("python")
-    follow = grammar(pair.tokenizer, "json_schema", SCHEMA, ends=[pair.tokenizer.eos_id])
-    both = Follow(np.asarray([follow.value, FREE], np.int32))
-    options = dict(stop=[pair.tokenizer.eos_id], max_new_tokens=48)
-    texts = []
-    for sampling in (greedy(), temperature(0.8)):
-        for draft_length in (3, 0):
-            row, free = generate(
-                pair,
-                ["x = ", "def f("],
-                sampling=chain(both, sampling),
-                draft_length=draft_length,
-                **options,
-            )
-            found = json.loads(row.text)
-            assert (
-                set(found) == {"name", "flags"}
-                and found["name"] in ("add", "mul")
-                and len(found["flags"]) <= 3
-            )
-            assert all(isinstance(flag, bool) for flag in found["flags"]) and row.finish == "stop"
-            texts.append((row.tokens, free.tokens))
-    assert texts[0] == texts[1], "greedy"
-    (alone,) = generate(pair, ["def f("], sampling=greedy(), draft_length=3, **options)
-    assert texts[0][1] == alone.tokens
 
 
 def test_a_matcher_that_was_not_kept_is_made_again(monkeypatch):

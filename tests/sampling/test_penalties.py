@@ -174,18 +174,6 @@ def test_biases_may_differ_by_row():
     assert np.array_equal(probs[:, 0], probs[:, 1])
 
 
-@pytest.mark.slow
-def test_rows_without_penalties_are_those_of_no_penalties():
-    """Beside a row that has some, and alone."""
-    plain = generate(
-        table_pair(), [[1, 2], [5]], 9, sampling=chain(temperature(0.9)), draft_length=2
-    )
-    for frequency, same in ((0.0, [True, True]), ([0.0, 9.0], [True, False])):
-        sampling = chain(penalties(frequency=frequency), temperature(0.9))
-        rows = generate(table_pair(), [[1, 2], [5]], 9, sampling=sampling, draft_length=2)
-        assert [row.tokens == one.tokens for row, one in zip(rows, plain)] == same
-
-
 def test_biases_exclude_and_favour():
     logits_BV = jnp.asarray([[1.0, 2.0, 3.0, 4.0]])
     probs = np.exp(np.asarray(log_probs(chain(ban([3, 0]), bias({1: 2.5})), logits_BV)))[0]

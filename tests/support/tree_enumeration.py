@@ -157,23 +157,3 @@ def after(target, text, length):
         size = vocab_size ** (n - len(text))
         tables.append(target[n][:, at * size : (at + 1) * size])
     return autoregressive(tables, length - len(text)) if tables else np.ones((len(target[0]), 1))
-
-
-def optimum(target, draft, siblings, distinct):
-    """The largest acceptance of any rule at one position: ``1 + min_H (q(H) - P(all candidates are
-    in H))``.
-    """
-    vocab_size, least = len(target), 0.0
-    for kept in itertools.product((False, True), repeat=vocab_size):
-        inside = np.array(kept)
-        if distinct:
-            chance = 0.0
-            for order in itertools.permutations(np.flatnonzero(inside), siblings):
-                left, weight = 1.0, 1.0
-                for token in order:
-                    weight, left = weight * draft[token] / left, left - draft[token]
-                chance += weight
-        else:
-            chance = draft[inside].sum() ** siblings
-        least = min(least, target[inside].sum() - chance)
-    return 1 + least

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 
 from launch.studies import backtest
-from launch.studies.figures import PAPER_ROUND_MS
-from specsamp.mesh.torus import find_boxes
 from specsamp.tpu.calibration import (
     Band,
     Calibration,
@@ -21,7 +19,7 @@ from specsamp.tpu.calibration import (
     two_digits,
 )
 from specsamp.tpu.measurements import published
-from specsamp.tpu.work import Work, calls_of_round, hops, wire_ms
+from specsamp.tpu.work import Work, calls_of_round
 
 ADDED = Calibration(efficiency=0.8, hop_us=5.0, call_ms=0.3)
 HIDDEN = Calibration(
@@ -78,22 +76,6 @@ def test_a_70b_on_v5e_16_is_predicted_from_other_layouts():
         np.median(errors) <= 0.10
         and max(errors) <= 0.25
         and all(band.covers(ms) for ms, band in found)
-    )
-
-
-def test_the_sum_of_collectives_and_streaming_fails_that_bar():
-    """The control: what held for TPU v4, and what this package used for every chip until now."""
-    added = fit_published().added
-    errors = [abs(added.milliseconds(row.work()) / row.milliseconds - 1) for row in LLAMA]
-    assert np.median(errors) > 0.2 and max(errors) > 0.9
-
-
-def test_the_overlap_that_was_traced_lies_in_the_band():
-    """40 of the 67 us that a layer's weights need, in a trace of one of these programs; it was not
-    used.
-    """
-    assert (
-        0.4 <= fit_published().hidden.least_overlap <= 40 / 67 < fit_published().hidden.overlap == 1
     )
 
 
@@ -166,26 +148,3 @@ def test_a_ratio_compares_within_each_world():
     assert band_ratio(*bare).least == band_ratio(*bare).most == 2.5
     halved = slow / 2
     assert halved.worlds == (3, 10) and halved.most == 10
-
-
-def test_published_speedups_of_a_pair_lie_within():
-    """Rounds of Chen et al., none of them fitted; the two edges alone would hold none of
-    the seven.
-    """
-    chinchilla = {row.model: row.work() for row in published() if row.chip == "v4"}
-    target, draft, (plain_ms, *rounds_ms) = (
-        chinchilla["Chinchilla 70B"],
-        chinchilla["draft 4B"],
-        PAPER_ROUND_MS,
-    )
-    for K, measured in enumerate(rounds_ms, 1):
-        found = band_ratio(estimate("v4", target), estimate("v4", target, *[draft] * K))
-        assert found.least < plain_ms / measured < found.most, K
-
-
-def test_hops_and_wires():
-    assert (hops((2, 2, 4)), hops((2, 2)), hops((1,)), hops((4, 4))) == (5, 2, 0, 6)
-    boxes = [find_boxes((1, 2, 2, 4), chips, chips)[0] for chips in (1, 2, 4, 8, 16)]
-    assert [hops(chips) for _, *chips in boxes] == [0, 1, 2, 3, 5]
-    assert wire_ms(1e6, (1, 1), 1e9) == 0 and wire_ms(1e6, (4,), 1e9) == pytest.approx(0.375)
-    assert wire_ms(1e6, (4, 4), 1e9) == pytest.approx(15 / 16 / 4)

@@ -146,16 +146,6 @@ def test_a_copy_through_on_chip_memory_is_a_copy():
     assert traffic_of(entry(*lines, changed, "ROOT %c = f32[1000,1000]{1,0} copy(%m)")).copies == []
 
 
-def test_the_memory_of_a_host_is_seen():
-    traffic = traffic_of(
-        entry(
-            "%s = (f32[1000,1000]{1,0:S(5)}, f32[1000,1000]{1,0}, u32[]{:S(2)}) copy-start(%p0)",
-            "ROOT %d = f32[1000,1000]{1,0:S(5)} copy-done(%s)",
-        )
-    )
-    assert traffic.host_transfers == 1 and (traffic.read, traffic.written) == (4_000_000, 0)
-
-
 def test_what_must_not_be_is_looked_for_in_every_branch():
     """The branch that moves most counts; the other has a copy and sends."""
     branches = (

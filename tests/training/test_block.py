@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 from rich.console import Console
 
 from specsamp.decoding.state import Weights
@@ -88,17 +89,15 @@ def test_a_block_sees_what_it_sees_in_decoding(head, target_params):
         expected = decoded_rows(head, weights, target_params, TOKENS[1], anchor)[
             head.config.first_row :
         ]
-        np.testing.assert_allclose(rows[1, i], expected, atol=1e-5)
+        assert_allclose(rows[1, i], expected, atol=1e-5)
         first = head.logits(
             weights,
             rows[1:, i, :1],
             lambda x: TARGET.unembed_normed(TARGET.prepare(target_params), x),
         )
-        np.testing.assert_allclose(read[anchor - 1], first[0, 0], atol=1e-5)
+        assert_allclose(read[anchor - 1], first[0, 0], atol=1e-5)
         predicted = TARGET.read_out(target_params, stream[1:, i])[0]
-        np.testing.assert_allclose(
-            predicted, logits[1, anchor : anchor + head.config.max_tokens], atol=1e-5
-        )
+        assert_allclose(predicted, logits[1, anchor : anchor + head.config.max_tokens], atol=1e-5)
 
 
 def by_hand(task, params, target_params):
@@ -140,7 +139,7 @@ def by_hand(task, params, target_params):
 
 def test_the_weights_are_those_of_d_pace():
     found = pace_weights(jnp.array([0.9, 0.8, 0.5, 0.5])[:, None], 0.5)[:, 0]
-    np.testing.assert_allclose(found, [2.927187, 1.977187, 1.122187, 0.480938], rtol=2e-6)
+    assert_allclose(found, [2.927187, 1.977187, 1.122187, 0.480938], rtol=2e-6)
 
 
 @pytest.mark.parametrize("pace", [None, pytest.param(0.3, marks=pytest.mark.slow)])
@@ -160,16 +159,16 @@ def test_the_loss_is_that_of_dspark(target_params, pace):
     task, params = TrainBlock(**fields, objective="dspark"), drawn_params(DSPARK, 1, noise=0.1)
     teacher = task.teacher(target_params)
     measured = jax.jit(task.measure)(params, teacher, TOKENS, chain(temperature(1.0)))
-    np.testing.assert_allclose(measured["loss"], by_hand(task, params, target_params), rtol=1e-5)
+    assert_allclose(measured["loss"], by_hand(task, params, target_params), rtol=1e-5)
     colder = jax.jit(task.measure)(params, teacher, TOKENS, chain(temperature(0.3)))
     # A loss does not depend on the warp.
-    np.testing.assert_allclose(colder["loss"], measured["loss"], rtol=1e-5)
+    assert_allclose(colder["loss"], measured["loss"], rtol=1e-5)
     in_chunks = TrainBlock(**fields, objective="dspark", chunk=1)
     both = [
         jax.jit(jax.value_and_grad(one.loss, has_aux=True))(params, teacher, TOKENS, KEY)
         for one in (task, in_chunks)
     ]
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), *both)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-6), *both)
 
 
 class KilledBefore(Windows):
@@ -220,11 +219,9 @@ def test_a_killed_training_goes_on_and_a_mesh_of_eight_learns_the_same(target_pa
         run("eight", eight, KilledBefore)
     resumed, again = run("eight", eight, Windows)
     assert len(again) == 5 and losses[-1] < losses[0]
-    np.testing.assert_allclose(again, losses, rtol=1e-4)
+    assert_allclose(again, losses, rtol=1e-4)
     assert "model" in resumed.params["correction"]["output"].sharding.spec
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, atol=1e-3), resumed.params, alone.params
-    )
+    jax.tree.map(functools.partial(assert_allclose, atol=1e-3), resumed.params, alone.params)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import types
 
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from specsamp.checkpoints.chat import ChatTemplate
 from specsamp.checkpoints.tokenizer import EOS, JsonTokenizer
@@ -125,8 +126,8 @@ def test_batches_of_any_size_hold_the_rows_of_the_seed_and_the_step():
             [windows.batch(step, size) for step in reversed(range(60 // size))][::-1]
         )
 
-    np.testing.assert_array_equal(rows(4), rows(60))
-    np.testing.assert_array_equal(rows(15), rows(60))
+    assert_array_equal(rows(4), rows(60))
+    assert_array_equal(rows(15), rows(60))
     assert (other.batch(5, 4) != windows.batch(5, 4)).any() and (
         windows.batch(6, 4) != windows.batch(5, 4)
     ).any()
@@ -139,9 +140,9 @@ def test_an_epoch_has_every_window_once(tokens):
     for epoch in range(6):
         rows = windows.batch(epoch, windows.per_epoch)
         # So labels are inputs, shifted.
-        np.testing.assert_array_equal(rows, rows[:, :1] + np.arange(9))
+        assert_array_equal(rows, rows[:, :1] + np.arange(9))
         inputs = np.sort(rows[:, :-1].ravel())
-        np.testing.assert_array_equal(inputs, inputs[0] + np.arange(8 * windows.per_epoch))
+        assert_array_equal(inputs, inputs[0] + np.arange(8 * windows.per_epoch))
         assert inputs[0] < 8 and rows.max() < tokens
         starts.append(rows[:, 0].tolist())
     assert all(order != sorted(order) for order in starts)
@@ -154,9 +155,9 @@ def test_held_out_windows_spread_over_the_texts(tmp_path):
     corpus = read_corpus(write(tmp_path, {f"{i}.py": "x" * 50 for i in range(30)}), held_out=0.5)
     stream = token_stream(corpus.held_out.values(), LETTERS)
     every = held_out_windows(corpus, LETTERS, 8, 10**6)
-    np.testing.assert_array_equal(every, Windows(stream, 8).in_order())
+    assert_array_equal(every, Windows(stream, 8).in_order())
     some = held_out_windows(corpus, LETTERS, 8, 5)
-    np.testing.assert_array_equal(some[[0, -1]], every[[0, -1]])
+    assert_array_equal(some[[0, -1]], every[[0, -1]])
     assert some.shape == (5, 9)
     with pytest.raises(ValueError, match="data.held_out_windows must be .*; got 0"):
         held_out_windows(corpus, LETTERS, 8, 0)
@@ -170,14 +171,12 @@ def test_a_mixture_has_its_share_of_rows_each_once_per_epoch():
     mixture = Mixture(windows, rows, share=0.5)
     batches = [mixture.batch(step, 6) for step in range(8)]
     assert all((batch[:, 0] >= 1000).sum() == 3 for batch in batches)
-    np.testing.assert_array_equal(
-        np.concatenate([batch[:3] for batch in batches]), windows.batch(0, 24)
-    )
+    assert_array_equal(np.concatenate([batch[:3] for batch in batches]), windows.batch(0, 24))
     drawn = np.concatenate([batch[3:, 0] for batch in batches]) - 1000
     first, second = drawn[:12].tolist(), drawn[12:].tolist()
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second and first != sorted(first)
-    np.testing.assert_array_equal(Mixture(windows, rows, share=0.5).batch(6, 6), batches[6])
+    assert_array_equal(Mixture(windows, rows, share=0.5).batch(6, 6), batches[6])
 
 
 def test_conversations_of_a_jsonl_file(tmp_path):

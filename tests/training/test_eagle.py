@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from specsamp.mesh.layout import Layout, make_mesh
 from specsamp.models.config import tiny
@@ -113,12 +114,12 @@ def test_a_step_sees_what_decoding_would_see(head, row, target_params):
         return TARGET.unembed_normed({"params": target_params}, x)
 
     expected = forward(target_params, TOKENS[:, :-1]).logits_BTV
-    np.testing.assert_allclose(TARGET.read_out(target_params, stream), expected, atol=1e-5)
+    assert_allclose(TARGET.read_out(target_params, stream), expected, atol=1e-5)
     for step, wanted in enumerate(decoded_logits(head, params, target_params, TOKENS[1], row)):
         logits = head.expand(weights, head.logits(weights, features[step], of_target, step))[
             1, row + 1 + step
         ]
-        np.testing.assert_allclose(logits, wanted, atol=1e-5)
+        assert_allclose(logits, wanted, atol=1e-5)
 
 
 def test_modules_see_what_decoding_would_see(target_params):
@@ -136,7 +137,7 @@ def test_modules_see_what_decoding_would_see(target_params):
     for number in range(STEPS):
         after = embedded[:, number + 1 : number + 2 + row]
         features, cache = head(weights, after, features, start_B, cache, number)
-        np.testing.assert_allclose(trained[number][:, row + 1 + number], features[:, -1], atol=1e-5)
+        assert_allclose(trained[number][:, row + 1 + number], features[:, -1], atol=1e-5)
 
 
 def loss_and_distributions(task, target_params, ids=None):
@@ -175,8 +176,8 @@ def test_the_loss_is_the_weighted_sum_over_steps(target_params):
         p, wanted = p[:, step + 1 :], q[:, step + 1 :]
         expected += 0.8**step * (wanted * np.log(wanted / p)).sum(-1).mean()
         accepted = np.minimum(wanted, p).sum(-1).mean()
-        np.testing.assert_allclose(metrics[f"acceptance/position_{step + 1}"], accepted, rtol=1e-5)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        assert_allclose(metrics[f"acceptance/position_{step + 1}"], accepted, rtol=1e-5)
+    assert_allclose(loss, expected, rtol=1e-5)
 
 
 def test_logits_in_chunks_give_the_same_gradient(target_params):
@@ -191,7 +192,7 @@ def test_logits_in_chunks_give_the_same_gradient(target_params):
         return jax.jit(jax.value_and_grad(task.loss, has_aux=True))(params, teacher, TOKENS, KEY)
 
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6),
         gradient(None),
         gradient(4),
     )
@@ -204,19 +205,15 @@ def test_a_reduced_vocabulary_learns_a_renormalised_target_and_is_judged_by_the_
     loss, metrics, (p,), q = loss_and_distributions(task, target_params, IDS)
     p, q = p[:, 1:], q[:, 1:]
     kept = q[..., IDS]
-    np.testing.assert_allclose(
-        metrics["acceptance/position_1"], np.minimum(kept, p).sum(-1).mean(), rtol=1e-5
-    )
+    assert_allclose(metrics["acceptance/position_1"], np.minimum(kept, p).sum(-1).mean(), rtol=1e-5)
     counted = np.isin(q.argmax(-1), IDS)
     assert 0 < counted.mean() < 1
     distances = 0.5 * np.abs(kept / kept.sum(-1, keepdims=True) - p).sum(-1)
-    np.testing.assert_allclose(loss, distances[counted].mean(), rtol=1e-5)
+    assert_allclose(loss, distances[counted].mean(), rtol=1e-5)
 
 
 def test_the_most_frequent_tokens_are_kept():
-    np.testing.assert_array_equal(
-        most_frequent(np.array([5, 5, 2, 7, 7, 7, 0, 2]), 9, 3), [2, 5, 7]
-    )
+    assert_array_equal(most_frequent(np.array([5, 5, 2, 7, 7, 7, 0, 2]), 9, 3), [2, 5, 7])
 
 
 def test_a_medusa_head_learns_from_the_loss_of_its_offset_alone(target_params):
@@ -255,7 +252,7 @@ def test_the_loss_of_medusa_heads_falls_and_every_offset_is_accepted_more(target
     for i in range(1, STEPS + 1):
         accepted = one[f"acceptance/position_{i}"]
         assert accepted[-1] > accepted[0] + 0.1, accepted
-    np.testing.assert_allclose(two["loss"], one["loss"], rtol=1e-3)
+    assert_allclose(two["loss"], one["loss"], rtol=1e-3)
 
 
 def test_a_new_state_is_made_where_it_belongs():
@@ -283,7 +280,7 @@ def test_a_new_state_is_made_where_it_belongs():
         with pytest.raises(jax.errors.JaxRuntimeError):
             jax.block_until_ready(jax.device_put(whole, shardings))
     assert made.params["head_0"]["output"].sharding.shard_shape((2048, 16)) == (512, 16)
-    jax.tree.map(np.testing.assert_array_equal, made, whole)
+    jax.tree.map(assert_array_equal, made, whole)
     compiled = (
         jax.jit(init_state, static_argnums=(0, 1), out_shardings=shardings)
         .lower(task, TRAIN, None, teacher)

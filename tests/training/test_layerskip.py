@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from specsamp.mesh.layout import make_mesh
 from specsamp.models.config import tiny
@@ -42,11 +43,9 @@ HELD_OUT = DATA.in_order()[:16]
 def test_weights_of_eight_layers():
     """Covers the weights of all layers, and of the layers that the loss reads."""
     expected = [0, 0.0089, 0.0268, 0.0536, 0.0893, 0.1339, 0.1875, 0.5]
-    np.testing.assert_allclose(loss_weights(0.2, jnp.ones(8, bool)), expected, **TWO_DECIMALS)
+    assert_allclose(loss_weights(0.2, jnp.ones(8, bool)), expected, **TWO_DECIMALS)
     is_read = jnp.zeros(8, bool).at[jnp.array([0, 4, 7])].set(True)
-    np.testing.assert_allclose(
-        loss_weights(0.2, is_read) * 13.2, [0, 0, 0, 0, 2, 0, 0, 11.2], atol=1e-5
-    )
+    assert_allclose(loss_weights(0.2, is_read) * 13.2, [0, 0, 0, 0, 2, 0, 0, 11.2], atol=1e-5)
 
 
 def test_dropout_of_eight_layers():
@@ -54,8 +53,8 @@ def test_dropout_of_eight_layers():
     scratch = LayerSkip(model=TransformerLM(tiny(num_layers=8)), steps=101, dropout=0.2)
     tuned = dataclasses.replace(scratch, from_scratch=False)
     for step, scale in ((0, 0), (50, 2**0.5 - 1), (100, 1)):
-        np.testing.assert_allclose(scratch.dropout_at(step), 0.2 * scale * expected, **TWO_DECIMALS)
-        np.testing.assert_allclose(tuned.dropout_at(step), 0.2 * expected, **TWO_DECIMALS)
+        assert_allclose(scratch.dropout_at(step), 0.2 * scale * expected, **TWO_DECIMALS)
+        assert_allclose(tuned.dropout_at(step), 0.2 * expected, **TWO_DECIMALS)
 
 
 def test_layers_that_are_read():
@@ -92,15 +91,15 @@ def test_a_dropped_layer_passes_its_input_on(params):
     whole = forward(MODEL, params, tokens, hidden_layers=(0, 1, 2, 3)).hidden
     streams = forward_streams(MODEL, params, tokens, (0, 1, 2, 3), kept_BL=kept)
     for made, expected in zip(streams, whole, strict=True):
-        np.testing.assert_allclose(made[0], expected[0], atol=1e-6)
-    np.testing.assert_array_equal(streams[1][1], streams[0][1])
-    np.testing.assert_array_equal(streams[3][1], streams[2][1])
+        assert_allclose(made[0], expected[0], atol=1e-6)
+    assert_array_equal(streams[1][1], streams[0][1])
+    assert_array_equal(streams[3][1], streams[2][1])
     two_layers = TransformerLM(dataclasses.replace(MODEL.config, num_layers=2))
     without = {**params, "layer_1": params["layer_2"]}
     left = {k: v for k, v in without.items() if k not in ("layer_2", "layer_3")}
     (last,) = forward_streams(two_layers, left, tokens, (1,))
-    np.testing.assert_allclose(streams[3][1], last[1], atol=1e-6)
-    np.testing.assert_array_equal(streams[3][2], streams[0][2])
+    assert_allclose(streams[3][1], last[1], atol=1e-6)
+    assert_array_equal(streams[3][2], streams[0][2])
 
 
 def test_every_row_drops_layers_of_its_own(params, monkeypatch):
@@ -117,7 +116,7 @@ def test_every_row_drops_layers_of_its_own(params, monkeypatch):
     for seed in range(2):
         task.loss(params, None, rows, jax.random.key(seed))
     dropped = 1 - np.asarray(seen[0]).mean(0)
-    np.testing.assert_allclose(dropped, task.dropout_at(0), atol=0.04)
+    assert_allclose(dropped, task.dropout_at(0), atol=0.04)
     assert dropped[0] == 0 and np.any(seen[0] != seen[1])
     together = (~seen[0][:, 2] & ~seen[0][:, 3]).mean()
     assert abs(together - dropped[2] * dropped[3]) < 0.03  # layers are dropped independently
@@ -139,9 +138,9 @@ def test_the_loss_is_the_weighted_sum(params):
         params, None, rows, KEY, 2
     )
     expected, expected_grads = jax.jit(jax.value_and_grad(by_hand))(params)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads, expected_grads)
-    np.testing.assert_allclose(
+    assert_allclose(loss, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: assert_allclose(a, b, atol=1e-5), grads, expected_grads)
+    assert_allclose(
         metrics["text_loss"], jax.jit(TrainModel(MODEL).loss)(params, None, rows, KEY)[0], rtol=1e-5
     )
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from specsamp.training import objective
 from specsamp.training.objective import DIVERGENCES
@@ -68,7 +69,7 @@ def test_divergences(logits, name):
     target, draft = supported(name, *logits)
     expected = REFERENCES[name](probs(target), probs(draft))
     found = np.asarray(DIVERGENCES[name](log_probs(target), log_probs(draft)))
-    np.testing.assert_allclose(found, expected, atol=CLOSE)
+    assert_allclose(found, expected, atol=CLOSE)
     assert abs(found[0, 0]) < CLOSE  # of equal distributions
     broken = [0.5 * found]
     if name != "total_variation":
@@ -93,7 +94,7 @@ def test_gradients_are_finite_and_those_of_finite_differences(logits, name):
         above, below = (
             REFERENCES[name](probs(target), probs(draft + sign * step)).sum() for sign in (1, -1)
         )
-        np.testing.assert_allclose(found[index], (above - below) / 2e-5, atol=1e-4)
+        assert_allclose(found[index], (above - below) / 2e-5, atol=1e-4)
         assert abs(found[index]) > 1e-3  # zero would be finite too
 
 
@@ -108,14 +109,14 @@ def test_a_careless_divergence_has_no_gradient(logits):
 
 def test_greedy_agreement(logits):
     agreement = np.asarray(objective.greedy_agreement(*map(log_probs, logits)))
-    np.testing.assert_array_equal(agreement, logits[0].argmax(-1) == logits[1].argmax(-1))
+    assert_array_equal(agreement, logits[0].argmax(-1) == logits[1].argmax(-1))
     assert 0 < agreement.mean() < 1
 
 
 def test_the_hybrid_leans_to_total_variation_as_acceptance_grows():
     """Acceptance 0.7 gives the divergence a weight of exp(-2.1), which has no gradient."""
     target, draft = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]])), jnp.log(jnp.array([[[0.2, 0.3, 0.5]]]))
-    np.testing.assert_allclose(objective.lk_hybrid(target, draft), [[0.296925]], atol=1e-6)
+    assert_allclose(objective.lk_hybrid(target, draft), [[0.296925]], atol=1e-6)
     of = {name: gradient(lambda q: DIVERGENCES[name](target, q), draft) for name in DIVERGENCES}
     expected = np.exp(-2.1) * of["forward_kl"] + (1 - np.exp(-2.1)) * of["total_variation"]
-    np.testing.assert_allclose(of["lk_hybrid"], expected, atol=1e-6)
+    assert_allclose(of["lk_hybrid"], expected, atol=1e-6)

@@ -10,9 +10,9 @@ import shutil
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from numpy.testing import assert_array_equal
 from rich.console import Console
 
 from specsamp import storage
@@ -57,12 +57,12 @@ def params_of(folder, step=None):
 
 
 def test_the_last_states_come_back(saved, tmp_path):
-    np.testing.assert_array_equal(params_of(saved)["matrix"], 6 * PARAMS["matrix"])
-    np.testing.assert_array_equal(params_of(saved, 3)["matrix"], 3 * PARAMS["matrix"])
+    assert_array_equal(params_of(saved)["matrix"], 6 * PARAMS["matrix"])
+    assert_array_equal(params_of(saved, 3)["matrix"], 3 * PARAMS["matrix"])
     with opened(saved) as checkpoints:
         assert checkpoints.latest == 6
         restored = checkpoints.restore(params=shapes(PARAMS), rest=shapes(REST))
-    np.testing.assert_array_equal(restored["rest"]["moment"], REST["moment"])
+    assert_array_equal(restored["rest"]["moment"], REST["moment"])
     with pytest.raises(FileNotFoundError, match=r"no checkpoint in .*nothing: it has steps \[\]"):
         params_of(tmp_path / "nothing")
     with pytest.raises(
@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_named_and_can_be_deleted(saved):
         params_of(saved)
     assert str(saved) in str(caught.value)
     shutil.rmtree(saved / "6")
-    np.testing.assert_array_equal(params_of(saved)["matrix"], 3 * PARAMS["matrix"])
+    assert_array_equal(params_of(saved)["matrix"], 3 * PARAMS["matrix"])
 
 
 def test_a_checkpoint_that_was_cut_while_it_was_written_is_no_checkpoint(saved):
@@ -95,11 +95,11 @@ def test_a_checkpoint_that_was_cut_while_it_was_written_is_no_checkpoint(saved):
     """
     cut = shutil.copytree(saved / "6", saved / "9.orbax-checkpoint-tmp")
     truncate_largest(cut / "params")
-    np.testing.assert_array_equal(params_of(saved)["matrix"], 6 * PARAMS["matrix"])
+    assert_array_equal(params_of(saved)["matrix"], 6 * PARAMS["matrix"])
     with opened(saved) as checkpoints:
         assert checkpoints.latest == 6
         checkpoints.save(9, params=jax.tree.map(lambda x: 9 * x, PARAMS), rest=REST)
-    np.testing.assert_array_equal(params_of(saved)["matrix"], 9 * PARAMS["matrix"])
+    assert_array_equal(params_of(saved)["matrix"], 9 * PARAMS["matrix"])
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_a_trained_model_is_opened_without_its_optimizer(trained):
     expected = {"step": 7, "loss": 1.0, "held_out/loss": 3.0, "training_seconds": seconds}
     assert expected.items() <= run_folder.last_metrics(model.folder, model.step).items()
     assert model.model_in("bfloat16").config == dataclasses.replace(CONFIG, dtype="bfloat16")
-    jax.tree.map(np.testing.assert_array_equal, model.params, params)
+    jax.tree.map(assert_array_equal, model.params, params)
     assert all(len(leaf.devices()) == 1 for leaf in jax.tree.leaves(model.params))
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from specsamp.models.config import tiny
 from specsamp.models.transformer import TransformerLM
@@ -20,9 +21,7 @@ from training.test_eagle import TARGET as MODEL
 
 MTP = TrainHead(head=MODULE, target=MODEL, test_steps=STEPS, objective="cross_entropy")
 DISTILLED = TrainModel(TransformerLM(tiny(vocab_size=V, width=8, num_layers=1, num_heads=2)), MODEL)
-close = functools.partial(
-    jax.tree.map, functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-)
+close = functools.partial(jax.tree.map, functools.partial(assert_allclose, rtol=1e-4, atol=1e-6))
 
 
 of_text = jax.jit(jax.value_and_grad(TrainModel(MODEL).loss, has_aux=True))
@@ -55,9 +54,7 @@ def test_the_target_gets_its_own_gradient_and_a_part_of_its_drafts(drafting, pul
     )
     close(found[DRAFT], jax.tree.map(lambda x: 0.7 * x, by_draft))
     close(found[TARGET], jax.tree.map(lambda x, y: x + 0.7 * pull * y, own, by_target))
-    np.testing.assert_allclose(
-        [loss, told["draft/loss"]], [alone + 0.7 * drafted, drafted], rtol=1e-5
-    )
+    assert_allclose([loss, told["draft/loss"]], [alone + 0.7 * drafted, drafted], rtol=1e-5)
 
 
 def test_what_would_have_no_effect_is_refused():
@@ -82,4 +79,4 @@ def test_the_loss_of_a_module_is_the_cross_entropy_of_the_text():
         labels = np.asarray(TOKENS)[:, step + 2 :]
         expected -= MTP.decay**step * np.take_along_axis(log_probs, labels[..., None], -1).mean()
     assert features_SBTD.shape[2] == LENGTH
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert_allclose(found, expected, rtol=1e-5)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from numpy.testing import assert_allclose, assert_array_equal
 from rich.console import Console
 
 from specsamp.mesh.layout import make_mesh
@@ -124,7 +125,7 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_been(whole, tmp_path, at
     resumed_state = run(tmp_path / "run", data=again)
     assert again.asked == list(range(resumed, TRAIN.steps))
     assert metrics(tmp_path / "run") == metrics(folder)
-    jax.tree.map(np.testing.assert_array_equal, resumed_state, state)
+    jax.tree.map(assert_array_equal, resumed_state, state)
 
 
 def test_a_lost_position_in_the_data_would_be_seen(whole, tmp_path):
@@ -147,7 +148,7 @@ def test_what_is_logged(whole):
     assert [r["step"] for r in records if "held_out/loss" in r] == [6, 12]
     assert losses(whole[0])[-1] < losses(whole[0])[0]
     rates = [r["learning_rate"] for r in records if "loss" in r]
-    np.testing.assert_allclose(rates, [TRAIN.learning_rates()(step) for step in range(12)])
+    assert_allclose(rates, [TRAIN.learning_rates()(step) for step in range(12)])
 
 
 one_step = jax.jit(train_step, static_argnums=(0, 1))
@@ -179,8 +180,8 @@ def test_microbatches_change_nothing_but_rounding(params):
     one, of_one = two_steps(1)
     four, of_four = two_steps(4)
     for name in of_one:
-        np.testing.assert_allclose(of_one[name], of_four[name], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, four)
+        assert_allclose(of_one[name], of_four[name], rtol=1e-5)
+    jax.tree.map(lambda a, b: assert_allclose(a, b, atol=1e-5), one, four)
     assert any(
         (a != b).any() for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(params), strict=True)
     )
@@ -232,9 +233,7 @@ def test_every_mesh_gives_the_losses_of_one_device(tmp_path):
         run(tmp_path / "2", task, data=Breaking(at=6), mesh=mesh_of(8, 4), **short)
     for ways in (8, 2):  # the second one is resumed
         state = run(tmp_path / f"{ways}", task, mesh=mesh_of(8, ways), **short)
-        np.testing.assert_allclose(
-            losses(tmp_path / f"{ways}"), losses(tmp_path / "one"), rtol=2e-5
-        )
+        assert_allclose(losses(tmp_path / f"{ways}"), losses(tmp_path / "one"), rtol=2e-5)
 
         def lies(leaf, *spec):
             return leaf.sharding.is_equivalent_to(
@@ -263,7 +262,7 @@ def test_the_parameters_to_start_from_are_used_and_kept(params, tmp_path):
     with pytest.raises(Killed):
         run(tmp_path, params=params, data=Breaking(2))  # steps donate their own copy
     expected, _ = TASK.loss(params, None, jnp.asarray(DATA.batch(0, 8)), KEY)
-    np.testing.assert_allclose(losses(tmp_path)[0], expected, rtol=1e-5)
+    assert_allclose(losses(tmp_path)[0], expected, rtol=1e-5)
     with pytest.raises(ValueError, match=r"embedding: \(32, 16\) there, \(32, 24\) wanted"):
         run(tmp_path / "other", TrainModel(lm(width=24)), params=params)
 
@@ -276,12 +275,12 @@ def test_gradients_are_clipped_together_and_scales_do_not_decay():
     grads = {"matrix": jnp.full((2, 2), 2.0), "scale": jnp.full(1, 3.0)}
     optimizer = dataclasses.replace(TRAIN, warmup_steps=0, weight_decay=0.5).optimizer()
     _, state = optimizer.update(grads, optimizer.init(params), params)
-    np.testing.assert_allclose(state[1][0].mu["scale"] / (1 - TRAIN.beta1), 3 / 5, rtol=1e-5)
+    assert_allclose(state[1][0].mu["scale"] / (1 - TRAIN.beta1), 3 / 5, rtol=1e-5)
     updates, _ = optimizer.update(
         jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params
     )
-    np.testing.assert_allclose(updates["matrix"], -0.5 * TRAIN.learning_rate)
-    np.testing.assert_array_equal(updates["scale"], 0)
+    assert_allclose(updates["matrix"], -0.5 * TRAIN.learning_rate)
+    assert_array_equal(updates["scale"], 0)
 
 
 def test_a_training_in_bfloat16_keeps_all_that_lasts_in_float32(tmp_path):
@@ -366,7 +365,5 @@ def test_a_draft_that_is_its_target_is_always_accepted(target):
         for name in COMPARED_DISTRIBUTIONS
     }
     assert measured.keys() == {"loss"} | compared
-    np.testing.assert_allclose([measured[name] for name in compared], 1.0, atol=1e-5)
-    np.testing.assert_allclose(
-        task.loss(params, params, jnp.asarray(HELD_OUT), KEY)[0], 0.0, atol=1e-5
-    )
+    assert_allclose([measured[name] for name in compared], 1.0, atol=1e-5)
+    assert_allclose(task.loss(params, params, jnp.asarray(HELD_OUT), KEY)[0], 0.0, atol=1e-5)

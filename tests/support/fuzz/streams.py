@@ -19,7 +19,6 @@ class Different(AssertionError):
 
 
 BORDERS = (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
-STOP_IDS = 8
 
 
 @dataclasses.dataclass(frozen=True)
